@@ -1,0 +1,1 @@
+"""Context parallelism as ParallelStyles for parallelize_module: exact or loud."""

@@ -1,0 +1,159 @@
+"""Ranks as threads, and what they put on the wire: for tests, notebooks and anybody who debugs a plan.
+
+The ranks are threads of this process, but the communication is real: gloo over the loopback interface, so
+point-to-point, collectives, sub-groups and DTensor behave as they do between processes, at a tenth of a second a run.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cp_styles._compat import process_group_of, thread_local_world
+
+T = TypeVar("T")
+
+
+class RankError(RuntimeError):
+    """What :func:`run_ranks` raises when ranks failed: ``errors`` maps each failed rank to its exception."""
+
+    def __init__(self, errors: dict[int, BaseException]) -> None:
+        self.errors = errors
+        lines = (f"rank {rank}: {type(error).__name__}: {error}" for rank, error in sorted(errors.items()))
+        super().__init__("\n".join(lines))
+
+
+def run_ranks(
+    fn: Callable[..., T], world_size: int, *args: Any, timeout_seconds: float = 60.0, return_errors: bool = False
+) -> list[T]:
+    """Run ``fn(rank, *args)`` on ``world_size`` threads, each a rank of its own gloo process group.
+
+    ``fn`` sees an initialized default group: ``torch.distributed.get_rank()`` and ``init_device_mesh("cpu", ...)``
+    work as under torchrun, and so does the code written against them. The random generator is shared by all threads:
+    draw inputs outside, or from a ``torch.Generator`` of your own.
+
+    Args:
+        fn: called once a rank with the rank first.
+        world_size: number of ranks.
+        timeout_seconds: how long a rank waits for the others in one collective.
+        return_errors: put a rank's exception in its place of the result instead of raising.
+
+    Returns:
+        What ``fn`` returned, by rank.
+
+    Raises:
+        RankError: when ranks failed, with the exception of each; the first one to fail is the cause.
+    """
+    results: list[Any] = [None] * world_size
+    errors: dict[int, BaseException] = {}
+    store = dist.HashStore()
+
+    def rank_main(rank: int) -> None:
+        try:
+            dist.init_process_group(
+                "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_seconds)
+            )
+            results[rank] = fn(rank, *args)
+        except BaseException as error:
+            errors[rank] = error
+        finally:
+            if dist.is_initialized():
+                # A rank that failed must not keep its peers waiting for the whole timeout: its sockets go with it.
+                dist.destroy_process_group()
+
+    with thread_local_world():
+        threads = [threading.Thread(target=rank_main, args=(rank,), daemon=True) for rank in range(world_size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    if return_errors:
+        return [errors.get(rank, result) for rank, result in enumerate(results)]
+    if errors:
+        first = next(iter(errors.values()))
+        raise RankError(errors) from first
+    return results
+
+
+class CommunicationTrace(TorchDispatchMode):
+    """Counts what this rank (this thread) sends while the mode is on: collectives by name, payload bytes, op order.
+
+    A ``with CommunicationTrace() as trace:`` block around forward and backward sees point-to-point, c10d collectives
+    and functional collectives, DTensor's included, because all of them pass the dispatcher.
+
+    ``trace.calls`` counts by short name (``send``, ``all_gather``, ...); ``trace.sent_bytes`` is what leaves this rank:
+    a send its tensor; an all-to-all what is not for itself; an all-gather its shard P - 1 times; a reduce-scatter
+    (P - 1)/P of its input; an all-reduce 2 (P - 1)/P of it; a broadcast its tensor P - 1 times on the source
+    (these are the bandwidth-optimal algorithms; a backend may send more). ``trace.events`` lists (name, bytes).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[tuple[str, int]] = []
+
+    @property
+    def calls(self) -> Counter[str]:
+        return Counter(name for name, _ in self.events)
+
+    @property
+    def sent_bytes(self) -> int:
+        return sum(size for _, size in self.events)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
+            event = _event_of(func, args)
+            if event is not None:
+                self.events.append(event)
+        return func(*args, **(kwargs or {}))
+
+
+def _nbytes(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.element_size()
+    if isinstance(value, (list, tuple)):
+        return sum(_nbytes(item) for item in value)
+    return 0
+
+
+def _event_of(func: Any, args: tuple[Any, ...]) -> tuple[str, int] | None:
+    name = func._schema.name.split("::")[1].strip("_").removesuffix("_out")
+    group = next((g for g in map(process_group_of, args) if g is not None), None)
+    if group is None:  # functional collectives carry the group's name, last or nearly so
+        tags = [a for a in args if isinstance(a, str) and a not in ("sum", "avg", "max", "min", "product")]
+        if not tags:
+            return None  # wait_tensor and the like send nothing
+        group = dist.distributed_c10d._resolve_process_group(tags[-1])
+    size, rank = group.size(), group.rank()
+    if name.startswith("recv"):
+        return None
+    if name == "send":
+        return "send", _nbytes(args[0])
+    if name in ("alltoall_base", "all_to_all_single"):
+        if name == "alltoall_base":
+            sent, splits = args[1], args[4]
+        else:
+            sent, splits = args[0], args[2]
+        own = splits[rank] * _nbytes(sent) // max(sent.shape[0], 1) if splits else _nbytes(sent) // size
+        return "all_to_all", _nbytes(sent) - own
+    if name == "alltoall":
+        return "all_to_all", _nbytes(args[1]) - _nbytes(args[1][rank])
+    if "allgather" in name or "all_gather" in name:
+        shard = args[0] if func.namespace != "c10d" else args[1]
+        return "all_gather", _nbytes(shard) * (size - 1)
+    if "reduce_scatter" in name:
+        whole = args[0] if func.namespace != "c10d" else args[1]
+        return "reduce_scatter", _nbytes(whole) * (size - 1) // size
+    if "allreduce" in name or "all_reduce" in name:
+        return "all_reduce", 2 * _nbytes(args[0]) * (size - 1) // size
+    if "broadcast" in name:
+        return "broadcast", _nbytes(args[0]) * (size - 1) if args[2] == rank else 0
+    if "barrier" in name:
+        return "barrier", 0
+    return name, _nbytes(args[0]) + _nbytes(args[1] if len(args) > 1 else None)
