@@ -1,0 +1,224 @@
+"""Which global positions each rank holds: the one source of truth of a sequence that is cut.
+
+Tokens, labels, positions, masks, the attention plan and unsharding are all derived from a :class:`SequenceLayout`.
+A load balancer is a function that returns one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TypeAlias
+
+import torch
+
+Chunk: TypeAlias = tuple[int, int]
+"""A half-open range ``(start, stop)`` of global positions."""
+
+
+@dataclass(frozen=True)
+class SequenceLayout:
+    """A cut of the positions ``0 .. length - 1`` into one ascending list of chunks a rank.
+
+    Rank ``r`` holds the concatenation of ``chunks[r]``, in that order. Ranks may hold different numbers of tokens,
+    none included; every position has exactly one owner. Build one with a balancer (:func:`contiguous`,
+    :func:`head_tail`, ...) or from chunks of your own with :meth:`from_chunks`.
+
+    Attributes:
+        chunks: per rank, ascending and maximal half-open ranges of global positions.
+        length: number of positions of the whole sequence.
+        lengths: number of positions of each rank.
+    """
+
+    chunks: tuple[tuple[Chunk, ...], ...]
+    length: int = field(init=False, compare=False)
+    lengths: tuple[int, ...] = field(init=False, compare=False)
+    _hash: int = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        lengths = tuple(sum(stop - start for start, stop in own) for own in self.chunks)
+        expected = 0
+        for start, stop in sorted(chunk for own in self.chunks for chunk in own):
+            if start != expected or stop <= start:
+                raise ValueError(
+                    f"chunks must cover every position once, in non-empty half-open ranges: found ({start}, {stop}) "
+                    f"where position {expected} comes next"
+                )
+            expected = stop
+        for rank, own in enumerate(self.chunks):
+            if any(later[0] <= earlier[1] for earlier, later in zip(own, own[1:], strict=False)):
+                raise ValueError(f"the chunks of rank {rank} must ascend and not touch, got {own}; see from_chunks()")
+        object.__setattr__(self, "lengths", lengths)
+        object.__setattr__(self, "length", expected)
+        # Plans are cached by layout, and a layout may have thousands of chunks: hash them once.
+        object.__setattr__(self, "_hash", hash(self.chunks))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @classmethod
+    def from_chunks(cls, chunks: Iterable[Iterable[Chunk]]) -> SequenceLayout:
+        """A layout from any chunks per rank: sorted, touching ones joined, empty ones dropped."""
+        return cls(tuple(_normalized(own) for own in chunks))
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks that share the sequence."""
+        return len(self.chunks)
+
+    def positions(self, rank: int, device: torch.device | str | None = None) -> torch.Tensor:
+        """Global positions of a rank's tokens, in local order: int64 ``[lengths[rank]]``."""
+        parts = [torch.arange(start, stop, device=device) for start, stop in self.chunks[rank]]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=device)
+
+    def shard(self, tensor: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
+        """The part of a whole ``tensor`` that ``rank`` holds along ``dim``.
+
+        One chunk is a view; several are one copy. Differentiable; nothing is communicated.
+
+        Raises:
+            ValueError: when ``tensor.shape[dim]`` is not :attr:`length`.
+        """
+        if tensor.shape[dim] != self.length:
+            raise ValueError(
+                f"the layout cuts a sequence of {self.length} positions, but dim {dim} of a tensor of shape "
+                f"{tuple(tensor.shape)} has {tensor.shape[dim]}: pass the whole sequence and its dim, or build the "
+                f"layout for {tensor.shape[dim]} positions"
+            )
+        parts = [tensor.narrow(dim, start, stop - start) for start, stop in self.chunks[rank]]
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat(parts, dim) if parts else tensor.narrow(dim, 0, 0)
+
+    def unshard(self, parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+        """The whole tensor from every rank's part (all of them in this process): the inverse of :meth:`shard`.
+
+        Raises:
+            ValueError: when there is not one part a rank, or a part does not have its rank's length along ``dim``.
+        """
+        found = tuple(part.shape[dim] for part in parts)
+        if found != self.lengths:
+            raise ValueError(f"ranks hold {self.lengths} positions in this layout, the parts have {found} on dim {dim}")
+        pieces: list[tuple[int, torch.Tensor]] = []
+        for part, own in zip(parts, self.chunks, strict=True):
+            offset = 0
+            for start, stop in own:
+                pieces.append((start, part.narrow(dim, offset, stop - start)))
+                offset += stop - start
+        if not pieces:
+            return parts[0]
+        pieces.sort(key=lambda piece: piece[0])
+        return torch.cat([piece for _, piece in pieces], dim)
+
+    def describe(self) -> str:
+        """One line a rank: how many tokens, and which."""
+        lines = [f"{self.length} positions on {self.ranks} ranks"]
+        for rank, own in enumerate(self.chunks):
+            shown = " ".join(f"[{start}, {stop})" for start, stop in own[:6]) + (" ..." if len(own) > 6 else "")
+            lines.append(f"  rank {rank}: {self.lengths[rank]:>6} in {len(own)} chunks {shown}")
+        return "\n".join(lines)
+
+
+Balancer: TypeAlias = Callable[[int, int], SequenceLayout]
+"""``balancer(length, ranks)`` returns the layout of a sequence of ``length`` positions on ``ranks`` ranks."""
+
+
+def contiguous(length: int, ranks: int) -> SequenceLayout:
+    """One range a rank, in rank order; the remainder goes to the first ranks.
+
+    Under a causal mask the last rank does nearly all the work: see :func:`head_tail`.
+    """
+    _check(length, ranks)
+    return SequenceLayout.from_chunks([chunk] for chunk in _even(0, length, ranks))
+
+
+def head_tail(length: int, ranks: int) -> SequenceLayout:
+    """2 P chunks; rank r holds chunks r and 2 P - 1 - r, so that causal work is equal (also called zigzag).
+
+    Source: Brandon et al., Striped Attention (2023), and the causal balance of Megatron-LM's context parallelism.
+    """
+    return per_document_head_tail(length, ranks, documents=[length] if length else [])
+
+
+def per_document_head_tail(length: int, ranks: int, *, documents: Sequence[int]) -> SequenceLayout:
+    """Every document cut head-tail on its own: equal causal work however long the documents are.
+
+    What does not divide goes, document by document, to the ranks that hold fewest tokens so far.
+
+    Args:
+        length: number of positions; the sum of ``documents``.
+        ranks: number of ranks.
+        documents: lengths of the packed documents, in order.
+    """
+    _check(length, ranks)
+    if sum(documents) != length or any(size < 0 for size in documents):
+        raise ValueError(f"document lengths must be >= 0 and add up to {length}, got a sum of {sum(documents)}")
+    own: list[list[Chunk]] = [[] for _ in range(ranks)]
+    held = [0] * ranks
+    start = 0
+    for size in documents:
+        base, extra = divmod(size, 2 * ranks)
+        # A pair (head, tail) takes the extra positions; pairs go out to whoever holds least.
+        order = sorted(range(ranks), key=lambda rank: (held[rank], rank))
+        more = [0] * (2 * ranks)
+        for index in range(extra):
+            slot = order[index % ranks]
+            more[slot if index < ranks else 2 * ranks - 1 - slot] += 1
+        for slot in range(2 * ranks):
+            stop = start + base + more[slot]
+            rank = min(slot, 2 * ranks - 1 - slot)
+            own[rank].append((start, stop))
+            held[rank] += stop - start
+            start = stop
+    return SequenceLayout.from_chunks(own)
+
+
+def striped(length: int, ranks: int, *, block: int = 1) -> SequenceLayout:
+    """Blocks of ``block`` positions dealt to the ranks in turn (Brandon et al., Striped Attention, 2023)."""
+    _check(length, ranks)
+    if block < 1:
+        raise ValueError(f"block must be at least 1, got {block}")
+    starts = range(0, length, block)
+    return SequenceLayout.from_chunks(
+        [(start, min(start + block, length)) for start in starts[rank::ranks]] for rank in range(ranks)
+    )
+
+
+@lru_cache(maxsize=512)
+def cached_layout(balancer: Balancer, length: int, ranks: int) -> SequenceLayout:
+    """``balancer(length, ranks)``, remembered: the same cut is asked for at every layer and step."""
+    layout = balancer(length, ranks)
+    if not isinstance(layout, SequenceLayout):
+        raise TypeError(f"a layout must be a SequenceLayout or a function (length, ranks) -> SequenceLayout: {balancer}")
+    if (layout.length, layout.ranks) != (length, ranks):
+        raise ValueError(
+            f"{balancer} was asked to cut {length} positions for {ranks} ranks and returned a layout of "
+            f"{layout.length} positions for {layout.ranks} ranks"
+        )
+    return layout
+
+
+def _check(length: int, ranks: int) -> None:
+    if ranks < 1 or length < 0:
+        raise ValueError(f"a layout needs length >= 0 and ranks >= 1, got length={length}, ranks={ranks}")
+
+
+def _even(start: int, stop: int, parts: int) -> list[Chunk]:
+    base, extra = divmod(stop - start, parts)
+    chunks = []
+    for index in range(parts):
+        end = start + base + (index < extra)
+        chunks.append((start, end))
+        start = end
+    return chunks
+
+
+def _normalized(chunks: Iterable[Chunk]) -> tuple[Chunk, ...]:
+    joined: list[Chunk] = []
+    for start, stop in sorted((start, stop) for start, stop in chunks if stop > start):
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], stop)
+        else:
+            joined.append((start, stop))
+    return tuple(joined)
