@@ -1,0 +1,19 @@
+"""Inputs and outputs of a module made DTensors, or redistributed: torch's styles on their axis of a composed mesh."""
+
+from __future__ import annotations
+
+from torch.distributed.tensor import parallel as torch_parallel
+
+from cp_styles.styles.axis import OnMeshAxis
+
+
+class PrepareModuleInput(OnMeshAxis, torch_parallel.PrepareModuleInput):
+    """As :class:`torch.distributed.tensor.parallel.PrepareModuleInput`, on its own axis of a composed mesh."""
+
+
+class PrepareModuleOutput(OnMeshAxis, torch_parallel.PrepareModuleOutput):
+    """As :class:`torch.distributed.tensor.parallel.PrepareModuleOutput`, on its own axis of a composed mesh."""
+
+
+class PrepareModuleInputOutput(OnMeshAxis, torch_parallel.PrepareModuleInputOutput):
+    """:class:`PrepareModuleInput` and :class:`PrepareModuleOutput` in one, as torch's own."""
