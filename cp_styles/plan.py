@@ -1,0 +1,210 @@
+"""What a rank computes and what it needs from whom: derived from (layouts, mask), never branched on.
+
+For one rank's queries and one source's keys, a band mask (see :mod:`cp_styles.mask`) leaves an interval
+``[a_i, b_i)`` of the source's local rows for each local query row ``i``. Where ``a`` and ``b`` stay, the attended region
+is a rectangle; where ``b`` climbs by one a row, it is a rectangle and a causal triangle; everything else is cut
+into small blocks with an explicit mask. Head-tail's three cases, contiguous, striped, documents and windows all
+fall out of that one walk. Forward and backward use the same tiles. Pure: no process group, no device.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from cp_styles.layout import SequenceLayout
+from cp_styles.mask import Mask
+
+Rows = tuple[tuple[int, int], ...]
+"""Ascending half-open ranges of a rank's local rows."""
+
+# Query rows of a block with an explicit mask. Small enough that what the block computes in vain stays small, large
+# enough that a kernel call is not mostly overhead.
+_BLOCK = 128
+# Runs of fewer rows than this join their neighbours into one block with an explicit mask.
+_SHORT = 32
+
+
+class Cover(enum.Enum):
+    """How a tile's queries see its keys."""
+
+    FULL = "full"
+    CAUSAL = "causal"  # square; row i sees keys 0 .. i
+    PARTIAL = "partial"  # an explicit mask
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One kernel call: local query rows x rows of what came from one source."""
+
+    q: tuple[int, int]
+    kv: tuple[int, int]
+    cover: Cover
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank does with one source's keys and values.
+
+    ``rows`` are the local rows of the source that the rank needs (exactly those some query attends to); ``tiles``
+    index key rows *within* ``rows``, as they arrive.
+    """
+
+    source: int
+    rows: Rows
+    tiles: tuple[Tile, ...]
+
+    @property
+    def count(self) -> int:
+        """Number of rows needed."""
+        return sum(stop - start for start, stop in self.rows)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A rank's share of an attention.
+
+    Attributes:
+        rank: whose plan this is.
+        parts: by source rank, its own included.
+        sends: by destination rank, which of this rank's rows go there (its own entry is empty).
+    """
+
+    rank: int
+    parts: tuple[Part, ...]
+    sends: tuple[Rows, ...]
+
+    @property
+    def received_rows(self) -> int:
+        """Rows that come from other ranks: what the wire carries to this rank."""
+        return sum(part.count for part in self.parts if part.source != self.rank)
+
+
+@lru_cache(maxsize=1024)
+def make_plan(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, rank: int) -> Plan:
+    """The plan of ``rank`` for queries cut by ``q_layout`` and keys cut by ``kv_layout`` under ``mask``."""
+    ranks = q_layout.ranks
+    parts = tuple(_part(q_layout, kv_layout, mask, rank, source) for source in range(ranks))
+    sends = tuple(
+        () if peer == rank else _needed(*_intervals(q_layout, kv_layout, mask, peer, rank)) for peer in range(ranks)
+    )
+    return Plan(rank, parts, sends)
+
+
+def attended_pairs(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, rank: int) -> int:
+    """Number of (query, key) pairs that ``rank`` computes: its work."""
+    lo, hi = mask.bounds(q_layout.positions(rank))
+    return int((hi.clamp(max=kv_layout.length) - lo).clamp(min=0).sum())
+
+
+def imbalance(layout: SequenceLayout, mask: Mask) -> float:
+    """Largest over mean work of the ranks, 1.0 being perfect: how long the slowest keeps the others waiting."""
+    work = [attended_pairs(layout, layout, mask, rank) for rank in range(layout.ranks)]
+    total = sum(work)
+    return max(work) * len(work) / total if total else 1.0
+
+
+def _intervals(
+    q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, rank: int, source: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Per local query row, the half-open interval of the source's local rows it attends to (empty: a == b == 0)."""
+    lo, hi = mask.bounds(q_layout.positions(rank))
+    kv_positions = kv_layout.positions(source)
+    # Local rows ascend in position, so an interval of positions is an interval of local rows.
+    a = torch.searchsorted(kv_positions, lo)
+    b = torch.searchsorted(kv_positions, hi)
+    empty = b <= a
+    return a.masked_fill(empty, 0), b.masked_fill(empty, 0)
+
+
+def _needed(a: torch.Tensor, b: torch.Tensor) -> Rows:
+    """The union of the intervals, as ascending ranges."""
+    some = b > a
+    if not bool(some.any()):
+        return ()
+    size = int(b.max())
+    depth = torch.zeros(size + 1, dtype=torch.int64)
+    ones = torch.ones_like(a[some])
+    depth.index_add_(0, a[some], ones)
+    depth.index_add_(0, b[some], -ones)
+    inside = (depth.cumsum(0)[:size] > 0).to(torch.int8)
+    edges = torch.diff(inside, prepend=inside.new_zeros(1), append=inside.new_zeros(1))
+    starts, stops = torch.nonzero(edges == 1).flatten(), torch.nonzero(edges == -1).flatten()
+    return tuple(zip(starts.tolist(), stops.tolist(), strict=True))
+
+
+def _part(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, rank: int, source: int) -> Part:
+    a, b = _intervals(q_layout, kv_layout, mask, rank, source)
+    rows = _needed(a, b)
+    if not rows:
+        return Part(source, (), ())
+    # From the source's local rows to their place among the rows that travel.
+    starts, stops = (torch.tensor(side) for side in zip(*rows, strict=True))
+    before = torch.cumsum(stops - starts, 0) - (stops - starts)
+    index = torch.searchsorted(starts, a, right=True).sub_(1).clamp_(min=0)
+    shift = torch.where(b > a, starts[index] - before[index], 0)
+    tiles = _tiles(a - shift, b - shift, mask.has_bias)
+    return Part(source, rows, tuple(tiles))
+
+
+def _tiles(a: torch.Tensor, b: torch.Tensor, biased: bool) -> Iterator[Tile]:
+    """Cut the region {(i, j): a_i <= j < b_i} into tiles, each attended pair in exactly one."""
+    group: list[tuple[int, int]] = []
+    for start, stop in _runs(a, b):
+        short = stop - start < _SHORT
+        if group and not (short and stop - group[0][0] <= _BLOCK):
+            yield from _group_tiles(a, b, group, biased)
+            group = []
+        group.append((start, stop))
+        if not short:
+            yield from _group_tiles(a, b, group, biased)
+            group = []
+    if group:
+        yield from _group_tiles(a, b, group, biased)
+
+
+def _runs(a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[int, int]]:
+    """Maximal ranges of non-empty rows whose bounds move by a constant step, 0 or 1 each."""
+    rows = a.numel()
+    filled = b > a
+    da, db = a.diff(), b.diff()
+    lawful = (da >= 0) & (da <= 1) & (db >= 0) & (db <= 1) & filled[1:] & filled[:-1]
+    # step[i] is the move from row i to i + 1; -1 where no run may go on.
+    step = torch.where(lawful, da * 2 + db, -1)
+    changes = torch.nonzero((step[1:] != step[:-1]) | (step[1:] < 0)).flatten() + 1
+    start = 0
+    # Rows after which a run may end. The first step of a run is what defines it, so it never ends there.
+    for last in [*([0] if rows > 1 and int(step[0]) < 0 else []), *changes.tolist(), rows - 1]:
+        if last < start or (last == start and last < rows - 1 and int(step[last]) >= 0):
+            continue
+        if bool(filled[start]):
+            yield start, last + 1
+        start = last + 1
+
+
+def _group_tiles(a: torch.Tensor, b: torch.Tensor, group: list[tuple[int, int]], biased: bool) -> Iterator[Tile]:
+    """Tiles of one run, or of several short ones as one block."""
+    start, stop = group[0][0], group[-1][1]
+    (a_first, b_first), (a_last, b_last) = ((int(a[row]), int(b[row])) for row in (start, stop - 1))
+    if biased or len(group) > 1 or a_first != a_last:
+        yield from _explicit(a, b, start, stop)
+    elif b_first == b_last:
+        yield Tile((start, stop), (a_first, b_first), Cover.FULL)
+    else:  # b climbs by one a row: the causal triangle ends at b_last, a rectangle stands before it
+        if b_first - 1 > a_first:
+            yield Tile((start, stop), (a_first, b_first - 1), Cover.FULL)
+        yield Tile((start, stop), (b_first - 1, b_last), Cover.CAUSAL)
+
+
+def _explicit(a: torch.Tensor, b: torch.Tensor, start: int, stop: int) -> Iterator[Tile]:
+    """Blocks of rows with an explicit mask over the union of what their rows attend to."""
+    for first in range(start, stop, _BLOCK):
+        rows = slice(first, min(first + _BLOCK, stop))
+        filled = b[rows] > a[rows]
+        if bool(filled.any()):
+            low, high = int(a[rows][filled].min()), int(b[rows].max())
+            yield Tile((rows.start, rows.stop), (low, high), Cover.PARTIAL)
