@@ -1,0 +1,103 @@
+"""Labels, positions and shards of whole sequences: exact integers, so every comparison is equality."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cp_styles.batch import IGNORE_INDEX, document_positions, next_token_labels, shard_batch
+from cp_styles.layout import contiguous, head_tail
+
+X = IGNORE_INDEX
+
+
+def ids_of(lengths: list[int]) -> torch.Tensor:
+    return torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+
+
+def test_labels_stop_where_a_document_stops():
+    tokens = torch.tensor([[10, 11, 12, 13, 14, 15]])
+    assert next_token_labels(tokens).tolist() == [[11, 12, 13, 14, 15, X]]
+    ids = ids_of([3, 1, 2])
+    assert next_token_labels(tokens, document_ids=ids).tolist() == [[11, 12, X, X, 15, X]]
+    assert next_token_labels(tokens, document_ids=ids, shift=2).tolist() == [[12, X, X, X, X, X]]
+    assert next_token_labels(tokens, shift=6).tolist() == [[X] * 6]
+
+
+def test_rows_have_their_own_documents():
+    tokens = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    ids = torch.tensor([[0, 0, 1], [0, 1, 1]])
+    assert next_token_labels(tokens, document_ids=ids).tolist() == [[2, X, X], [X, 6, X]]
+
+
+def test_a_document_is_a_run_so_ids_may_come_back():
+    """A shift over a whole document must not find the same id behind it."""
+    tokens = torch.arange(5)
+    assert next_token_labels(tokens, document_ids=torch.tensor([7, 7, 3, 7, 7]), shift=3).tolist() == [X] * 5
+
+
+@given(
+    lengths=st.lists(st.integers(1, 7), min_size=1, max_size=6),
+    shift=st.integers(1, 4),
+    seq_dim=st.sampled_from([0, 1, 2, -1, -2, -3]),
+)
+def test_labels_and_positions_against_a_loop_over_documents(lengths, shift, seq_dim):
+    expected_labels, expected_positions, start = [], [], 0
+    for size in lengths:
+        document = list(range(start, start + size))
+        expected_labels += [*document[shift:], *[X] * min(shift, size)]
+        expected_positions += range(size)
+        start += size
+    shape = [1, 1, 1]
+    shape[seq_dim] = start
+    ids, tokens = ids_of(lengths).view(shape), torch.arange(start).view(shape)
+    labels = next_token_labels(tokens, document_ids=ids, shift=shift, seq_dim=seq_dim)
+    positions = document_positions(ids, seq_dim=seq_dim)
+    assert labels.shape == positions.shape == tokens.shape
+    assert labels.flatten().tolist() == expected_labels
+    assert positions.flatten().tolist() == expected_positions
+
+
+@pytest.mark.parametrize("balancer", [contiguous, head_tail])
+@pytest.mark.parametrize(("length", "ranks"), [(16, 4), (10, 3), (3, 4)])
+def test_labels_cut_with_the_tokens_are_right_at_shard_boundaries(balancer, length, ranks):
+    tokens = torch.randint(0, 1000, (2, length))
+    labels = next_token_labels(tokens)
+    layout = balancer(length, ranks)
+    for rank in range(ranks):
+        batch = {"tokens": tokens, "labels": labels}
+        mine = shard_batch(batch, layout, rank, seq_dims={"tokens": 1, "labels": -1})
+        for column, position in enumerate(layout.positions(rank).tolist()):
+            after = tokens[:, position + 1].tolist() if position + 1 < length else [X, X]
+            assert mine["labels"][:, column].tolist() == after
+
+
+def test_every_entry_is_cut_where_it_is_told_and_no_other():
+    length = 6
+    layout = head_tail(length, 2)
+    whole = {
+        "position_ids": torch.randn(3, length, length),  # [3, B, S] with B as long as S: nothing to guess from
+        "hidden": torch.randn(1, length, 4),
+        "image": torch.randn(length, 5),
+    }
+    seq_dims = {"position_ids": 2, "hidden": -2, "image": None, "absent": 1}
+    parts = [shard_batch(whole, layout, rank, seq_dims=seq_dims) for rank in range(2)]
+    assert [part["position_ids"].shape for part in parts] == [(3, length, own) for own in layout.lengths]
+    assert torch.equal(layout.unshard([part["position_ids"] for part in parts], 2), whole["position_ids"])
+    assert torch.equal(layout.unshard([part["hidden"] for part in parts], 1), whole["hidden"])
+    assert parts[0]["image"] is whole["image"]
+    assert set(parts[0]) == set(whole)
+
+
+def test_what_is_wrong_is_named():
+    layout = contiguous(6, 2)
+    tokens = torch.arange(6).view(1, 6)
+    with pytest.raises(ValueError, match=r"which dim of \['mask'\] is the sequence"):
+        shard_batch({"tokens": tokens, "mask": tokens}, layout, 0, seq_dims={"tokens": 1})
+    for dim in (0, 2, -3):
+        with pytest.raises(ValueError, match=rf'"tokens" of shape \(1, 6\) is not 6 long at dim {dim}.*correct'):
+            shard_batch({"tokens": tokens}, layout, 0, seq_dims={"tokens": dim})
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        next_token_labels(tokens, shift=0)
+    with pytest.raises(ValueError, match=r"\(5,\) do not broadcast to tokens \(1, 6\)"):
+        next_token_labels(tokens, document_ids=torch.zeros(5))
