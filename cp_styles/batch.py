@@ -207,7 +207,7 @@ def sum_gradients(
         bucket_bytes: gradients of one dtype travel together, flat, about this many bytes at a time; this is also the
             extra memory.
 
-    Communication: an all-reduce of six integers, one a bucket, and, when ranks differ in which gradients they have,
+    Communication: an all-reduce of four integers, one a bucket, and, when ranks differ in which gradients they have,
     one of a byte a parameter.
 
     Raises:
@@ -242,17 +242,17 @@ def _with_gradient_anywhere(parameters: list[torch.Tensor], group: dist.ProcessG
     device = parameters[0].device if parameters else torch.device("cpu")
     present = bytes(parameter.grad is not None for parameter in parameters)
     kinds = [(tuple(p.to_local().shape if isinstance(p, DTensor) else p.shape), str(p.dtype)) for p in parameters]
-    own = [len(parameters), zlib.crc32(repr(kinds).encode()), zlib.crc32(present)]
+    own = [zlib.crc32(repr(kinds).encode()), zlib.crc32(present)]
     # A number is the same everywhere when its maximum is also its minimum; fixed size, so it cannot hang itself.
     most = torch.tensor([*own, *(-number for number in own)], dtype=torch.int64, device=device)
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
-    count, shapes, presence = (high == -low for high, low in most.view(2, 3).T.tolist())
-    if not (count and shapes):
+    alike, presence_alike = (high == -low for high, low in most.view(2, 2).T.tolist())
+    if not alike:
         raise ValueError(
             f"sum_gradients: the ranks of the group do not have the same parameters (this one has {len(parameters)} "
             "that are trained): pass the same ones, in the same order, with the same shapes and dtypes, on every rank"
         )
-    if not presence:
+    if not presence_alike:
         anywhere = torch.tensor(list(present), dtype=torch.uint8, device=device)
         dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=group)
         present = anywhere.tolist()

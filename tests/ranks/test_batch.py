@@ -1,0 +1,192 @@
+"""The loss and the gradients of a sequence that is cut, against the same on one device.
+
+float64 throughout: sums over ranks differ from one device's by rounding order only, a few 1e-16 a term; 1e-13 leaves
+room for the tens of terms here and none for a wrong weight.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.nn.functional import cross_entropy
+
+from cp_styles.batch import global_loss, global_token_count, next_token_labels, shard_batch, sum_gradients
+from cp_styles.layout import SequenceLayout, contiguous, head_tail
+from cp_styles.testing import CommunicationTrace, RankError, run_ranks
+
+VOCABULARY, LENGTH = 11, 14
+
+LAYOUTS = {
+    "contiguous": contiguous(LENGTH, 3),
+    "head_tail": head_tail(LENGTH, 3),
+    "uneven, one rank empty": SequenceLayout.from_chunks([[(0, 9)], [(9, 14)], []]),
+}
+
+
+def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+class Model(nn.Module):
+    """Position by position, so that the loss and the gradients are all there is to compare."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.table = nn.Parameter(torch.randn(VOCABULARY, 8, dtype=torch.float64, generator=generator))
+        self.out = nn.Parameter(torch.randn(8, VOCABULARY, dtype=torch.float64, generator=generator))
+        self.unused = nn.Parameter(torch.ones(3, dtype=torch.float64))
+        self.frozen = nn.Parameter(torch.ones(3, dtype=torch.float64), requires_grad=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.table[tokens]) @ self.out
+
+
+def batch_of_documents(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, VOCABULARY, (2, LENGTH), generator=generator)
+    ids = torch.tensor([[0] * 9 + [1] * 5, [0] * 2 + [1] + [2] * 11])  # rows differ in how many tokens have labels
+    return {"tokens": tokens, "labels": next_token_labels(tokens, document_ids=ids)}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_loss_and_gradients_are_those_of_one_device(layout, reduction):
+    """Two micro-batches, whose counts add up before the losses are weighed."""
+    batches = [batch_of_documents(seed) for seed in (1, 2)]
+    model = Model()
+    logits = torch.cat([model(batch["tokens"]) for batch in batches])
+    labels = torch.cat([batch["labels"] for batch in batches])
+    expected_loss = cross_entropy(logits.flatten(0, 1), labels.flatten())
+    expected_loss.backward()
+
+    def step(rank):
+        group = init_device_mesh("cpu", (3,), mesh_dim_names=("cp",))
+        own = Model()
+        mine = [shard_batch(batch, layout, rank, seq_dims={"tokens": 1, "labels": 1}) for batch in batches]
+        count = sum(global_token_count(part["labels"], group) for part in mine)
+        losses = []
+        for part in mine:
+            losses_of_tokens = cross_entropy(
+                own(part["tokens"]).flatten(0, 1), part["labels"].flatten(), reduction=reduction
+            )
+            losses.append(global_loss(losses_of_tokens, count, group))
+            losses[-1].backward()
+        sum_gradients(own, group)
+        assert own.unused.grad is None
+        assert own.frozen.grad is None
+        return sum(losses).detach(), own.table.grad, own.out.grad
+
+    for loss, table_grad, out_grad in run_ranks(step, 3):
+        assert error(loss, expected_loss.detach()) < 1e-13
+        assert error(table_grad, model.table.grad) < 1e-13
+        assert error(out_grad, model.out.grad) < 1e-13
+
+
+def test_losses_of_low_precision_are_summed_in_float32():
+    """4096 ones in bfloat16 add up to 256 when each addition is rounded to bfloat16."""
+
+    def loss_of(rank):
+        group = dist.group.WORLD
+        labels = torch.zeros(4096, dtype=torch.int64)
+        return global_loss(torch.ones(4096, dtype=torch.bfloat16), global_token_count(labels, group), group)
+
+    assert [(loss.item(), loss.dtype) for loss in run_ranks(loss_of, 2)] == [(1.0, torch.float32)] * 2
+
+
+def test_a_gradient_that_only_some_ranks_have_is_agreed_on():
+    def grads(rank):
+        first, second, nobody = (nn.Parameter(torch.zeros(4)) for _ in range(3))
+        first.grad = torch.full((4,), float(rank + 1))
+        if rank == 1:
+            second.grad = torch.full((4,), 5.0)
+        with CommunicationTrace() as trace:
+            sum_gradients([first, second, nobody], dist.group.WORLD)
+        return first.grad.tolist(), second.grad.tolist(), nobody.grad, trace.calls["all_reduce"]
+
+    # What they are, what they have, and one bucket.
+    assert run_ranks(grads, 3) == [([6.0] * 4, [5.0] * 4, None, 3)] * 3
+
+
+def test_gradients_travel_in_buckets_of_one_dtype():
+    def calls(rank):
+        parameters = [nn.Parameter(torch.zeros(256)) for _ in range(6)]
+        parameters[3:4] = [nn.Parameter(torch.zeros(256, dtype=torch.float64)), nn.Parameter(torch.zeros(()))]
+        generator = torch.Generator().manual_seed(rank)
+        for parameter in parameters:
+            parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+        parameters[0].grad = torch.randn(512, generator=generator)[::2]  # strided: written through, not replaced
+        given = [parameter.grad.clone() for parameter in parameters]
+        views = [parameter.grad for parameter in parameters]
+        with CommunicationTrace() as trace:
+            sum_gradients(parameters, dist.group.WORLD, bucket_bytes=2048)
+        assert all(parameter.grad is view for parameter, view in zip(parameters, views, strict=True))
+        return given, views, trace.events
+
+    ranks = run_ranks(calls, 2)
+    for index, summed in enumerate(ranks[0][1]):
+        assert torch.equal(summed, ranks[0][0][index] + ranks[1][0][index])
+        assert torch.equal(summed, ranks[1][1][index])
+    # Four integers; then float32: 256 + 256, 256 + a scalar, 256 + 256; then float64: 256.
+    assert ranks[0][2] == [("all_reduce", size) for size in (32, 2048, 1028, 2048, 2048)]
+
+
+def test_dtensor_parameters_are_summed_by_their_local_tensors_in_the_placements_of_the_parameter():
+    """One cp rank has a partial gradient, as sequence-parallel norms do, the other has none yet."""
+
+    def grads(rank):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+        cut = nn.Parameter(distribute_tensor(torch.zeros(4, 2), mesh["tp"], [Shard(0)]))
+        norm = nn.Parameter(distribute_tensor(torch.zeros(3), mesh["tp"], [Replicate()]))
+        cut.grad = distribute_tensor(torch.arange(8.0).view(4, 2), mesh["tp"], [Shard(0)])
+        if mesh["cp"].get_local_rank() == 1:
+            norm.grad = DTensor.from_local(torch.ones(3), mesh["tp"], [Partial()])
+        sum_gradients([cut, norm], mesh["cp"])
+        assert norm.grad.placements == (Replicate(),)
+        return cut.grad.full_tensor(), norm.grad.to_local()
+
+    for cut, norm in run_ranks(grads, 4):
+        assert torch.equal(cut, 2 * torch.arange(8.0).view(4, 2))
+        assert norm.tolist() == [2.0] * 3
+
+
+def failures(fn, ranks):
+    with pytest.raises(RankError) as caught:
+        run_ranks(fn, ranks, timeout_seconds=20)
+    return [str(caught.value.errors[rank]) for rank in range(ranks)]  # every rank has failed, none hangs
+
+
+def test_ranks_with_different_parameters_fail_on_every_rank():
+    def more_of_them(rank):
+        sum_gradients([nn.Parameter(torch.zeros(2)) for _ in range(rank + 1)], dist.group.WORLD)
+
+    def other_shapes(rank):
+        sum_gradients([nn.Parameter(torch.zeros(2 + rank))], dist.group.WORLD)
+
+    for fn in (more_of_them, other_shapes):
+        assert all("do not have the same parameters" in message for message in failures(fn, 2))
+
+
+def test_parameters_that_live_on_the_group_are_refused():
+    def spread(rank):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+        parameter = nn.Parameter(distribute_tensor(torch.zeros(2), mesh["cp"], [Replicate()]))
+        sum_gradients([parameter.requires_grad_(False)], mesh["cp"])  # frozen: nothing to sum, nothing to refuse
+        sum_gradients([parameter.requires_grad_(True)], mesh["cp"])
+
+    assert all("spreads over the same ranks" in message for message in failures(spread, 4))
+
+
+def test_a_group_is_one_group_and_a_loss_is_whole():
+    def wrong(rank):
+        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("cp", "tp"))
+        with pytest.raises(ValueError, match=r'expected a 1-D mesh.*mesh\["cp"\]'):
+            global_token_count(torch.zeros(1), mesh)
+        with pytest.raises(TypeError, match=r"expected a process group or a 1-D mesh .* got str"):
+            global_token_count(torch.zeros(1), "cp")
+        with pytest.raises(ValueError, match=r"redistribute them to Replicate\(\) first"):
+            global_loss(DTensor.from_local(torch.ones(1), mesh["tp"], [Partial()]), 1, mesh["cp"])
+
+    run_ranks(wrong, 1)
