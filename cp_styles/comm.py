@@ -1,0 +1,63 @@
+"""Point-to-point exchange between the ranks of a group, and agreement on what they are about to do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+
+class Pending:
+    """Transfers under way. Keeps its tensors alive; :meth:`wait` before reading what was received."""
+
+    def __init__(self, works: Sequence[dist.Work | None], tensors: Sequence[torch.Tensor]) -> None:
+        self._works = works
+        self._tensors = tensors
+
+    def wait(self) -> None:
+        """Wait for all transfers: the host for gloo, the current stream for NCCL. Waiting again does nothing."""
+        for work in self._works:
+            if work is not None:
+                work.wait()
+        self._works, self._tensors = (), ()
+
+
+def exchange(
+    sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]], group: dist.ProcessGroup
+) -> Pending:
+    """Start sending and receiving contiguous tensors, all at once; peers are ranks *of the group*.
+
+    Communication: one send a pair in ``sends``, one receive a pair in ``receives``; bytes are the tensors' own. Between
+    two ranks messages arrive in the order in which they were sent. Empty tensors do not travel: both sides know
+    the plan, so both leave them out.
+    """
+    ops = [
+        dist.P2POp(call, tensor, group=group, group_peer=peer)
+        for call, pairs in ((dist.irecv, receives), (dist.isend, sends))
+        for peer, tensor in pairs
+        if tensor.numel()
+    ]
+    works = dist.batch_isend_irecv(ops) if ops else []
+    return Pending(works, [op.tensor for op in ops])
+
+
+def gather_numbers(numbers: Sequence[int], group: dist.ProcessGroup) -> list[tuple[int, ...]]:
+    """Every rank's row of int64 numbers, on every rank, in group order.
+
+    This is how one rank's problem becomes every rank's error. Communication: one all-gather of ``len(numbers)`` int64
+    a rank; on the host where the group has a CPU backend, else on the device, which waits for it.
+    """
+    size = group.size()
+    if size == 1:
+        return [tuple(numbers)]
+    device = torch.device("cpu") if has_cpu_backend(group) else torch.device("cuda", torch.cuda.current_device())
+    mine = torch.tensor(numbers, dtype=torch.int64, device=device)
+    rows = [torch.empty_like(mine) for _ in range(size)]
+    dist.all_gather(rows, mine, group=group)
+    return [tuple(row.tolist()) for row in rows]
+
+
+def has_cpu_backend(group: dist.ProcessGroup) -> bool:
+    """Whether small host tensors can be exchanged in this group without the device."""
+    return "cpu" in dist.get_backend_config(group)

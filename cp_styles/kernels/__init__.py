@@ -1,0 +1,16 @@
+"""Local attention kernels: one tile forward, one tile backward."""
+
+from cp_styles.kernels.base import Kernel
+from cp_styles.kernels.reference import ReferenceKernel
+from cp_styles.kernels.sdpa import CPU_FLASH, CUDA_CUDNN, CUDA_EFFICIENT, CUDA_FLASH, SDPA_KERNELS, SdpaKernel
+
+__all__ = [
+    "CPU_FLASH",
+    "CUDA_CUDNN",
+    "CUDA_EFFICIENT",
+    "CUDA_FLASH",
+    "SDPA_KERNELS",
+    "Kernel",
+    "ReferenceKernel",
+    "SdpaKernel",
+]

@@ -1,0 +1,48 @@
+"""Attention by the book, in plain torch ops: any device, dtype, head dims and bias. Slow, and easy to believe."""
+
+from __future__ import annotations
+
+import torch
+
+from cp_styles.kernels.base import Kernel
+from cp_styles.merge import EMPTY_LSE, accumulation_dtype
+
+
+class ReferenceKernel(Kernel):
+    """Materializes the logits of a tile in the accumulation dtype (float32, or float64 for float64)."""
+
+    def forward(self, q_BHLD, k_BGMD, v_BGME, *, causal, bias, scale):
+        logits_BGRLM = self._logits(q_BHLD, k_BGMD, causal, bias, scale)
+        lse = torch.logsumexp(logits_BGRLM, -1)
+        lse = lse.masked_fill(lse == float("-inf"), EMPTY_LSE)
+        out = torch.exp(logits_BGRLM - lse.unsqueeze(-1)) @ v_BGME.to(lse.dtype).unsqueeze(2)
+        return out.flatten(1, 2), lse.flatten(1, 2)
+
+    def backward(self, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, lse_BHL, *, causal, bias, scale):
+        dtype = accumulation_dtype(q_BHLD.dtype)
+        groups = (k_BGMD.shape[1], -1)
+        q, grad, out = (x.to(dtype).unflatten(1, groups) for x in (q_BHLD, grad_BHLE, out_BHLE))
+        k, v = (x.to(dtype).unsqueeze(2) for x in (k_BGMD, v_BGME))
+        lse = lse_BHL.to(dtype).unflatten(1, groups).unsqueeze(-1)
+        p = torch.exp(self._logits(q_BHLD, k_BGMD, causal, bias, scale) - lse)
+        ds = p * (grad @ v.mT - (grad * out).sum(-1, keepdim=True)) * scale
+        return (ds @ k).flatten(1, 2), (ds.mT @ q).sum(2), (p.mT @ grad).sum(2)
+
+    def check(self, q_BHLD, k_BGMD, v_BGME, *, biased):
+        pass
+
+    def tile_dtype(self, dtype):
+        return accumulation_dtype(dtype)
+
+    @staticmethod
+    def _logits(q_BHLD, k_BGMD, causal, bias, scale):
+        dtype = accumulation_dtype(q_BHLD.dtype)
+        groups = k_BGMD.shape[1]
+        logits = q_BHLD.to(dtype).unflatten(1, (groups, -1)) @ k_BGMD.to(dtype).mT.unsqueeze(2) * scale
+        if bias is not None:
+            whole = bias.to(dtype).expand(q_BHLD.shape[0], q_BHLD.shape[1], *logits.shape[-2:])
+            logits = logits + whole.unflatten(1, (groups, -1))
+        if causal:
+            future = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).triu(1)
+            logits = logits.masked_fill(future, float("-inf"))
+        return logits

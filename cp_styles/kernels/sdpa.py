@@ -1,0 +1,157 @@
+"""The kernels behind torch's scaled_dot_product_attention, called tile by tile through their aten ops.
+
+The ops differ in argument names and in what they return, not in what they compute: arguments are bound to the op's own
+schema by name, so one class serves all of them and a torch version that changes a signature is met here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from cp_styles.kernels.base import Kernel
+from cp_styles.merge import EMPTY_LSE
+
+# One name for what the schemas call differently.
+_ALIASES = {"grad_out_": "grad_out", "log_sumexp": "logsumexp", "output": "out", "attn_bias": "attn_mask"}
+
+
+def schema_names(entries: Any) -> list[str]:
+    """The names of a schema's arguments or returns, in one spelling for all the attention ops."""
+    return [_ALIASES.get(entry.name, entry.name) for entry in entries]
+
+
+@dataclass(frozen=True)
+class SdpaKernel(Kernel):
+    """One of torch's fused attention ops.
+
+    Attributes:
+        name: the op's name in aten, without the ``_backward`` that its gradient carries.
+        device_type: where it runs.
+        dtypes: what it takes.
+        grouped: whether it takes fewer key/value heads than query heads.
+        wide_tiles: float32 tiles of low-precision inputs are affordable.
+        lse_multiple: the op pads the logsumexp to a multiple of this many queries.
+        lse_column: the op's logsumexp is [B, H, L, 1].
+    """
+
+    name: str
+    device_type: str
+    dtypes: tuple[torch.dtype, ...]
+    grouped: bool = True
+    wide_tiles: bool = False
+    lse_multiple: int = 1
+    lse_column: bool = False
+
+    @property
+    def forward_op(self) -> torch._ops.OpOverload:
+        return getattr(torch.ops.aten, self.name).default
+
+    @property
+    def backward_op(self) -> torch._ops.OpOverload:
+        return getattr(torch.ops.aten, f"{self.name}_backward").default
+
+    @property
+    def takes_bias(self) -> bool:
+        return "attn_mask" in schema_names(self.forward_op._schema.arguments)
+
+    def forward(self, q_BHLD, k_BGMD, v_BGME, *, causal, bias, scale):
+        k, v = (self._widen(x, q_BHLD.shape[1]) for x in (k_BGMD, v_BGME))
+        values = _call(
+            self.forward_op,
+            query=q_BHLD,
+            key=k,
+            value=v,
+            attn_mask=None if bias is None else bias.to(q_BHLD.dtype),
+            dropout_p=0.0,
+            is_causal=causal,
+            compute_log_sumexp=True,
+            return_debug_mask=False,
+            scale=scale,
+        )
+        results = dict(zip(schema_names(self.forward_op._schema.returns), values, strict=True))
+        out, lse = results["out"], results["logsumexp"]
+        lse = lse.flatten(2)[:, :, : q_BHLD.shape[2]]
+        if bias is not None:
+            # What a fused kernel reports as the logsumexp of a fully masked row is not defined; that it has none, is.
+            dead = (bias == float("-inf")).all(-1).expand(lse.shape)
+            lse = lse.masked_fill(dead, EMPTY_LSE)
+            out = out.masked_fill(dead.unsqueeze(-1), 0.0)
+        return out, lse
+
+    def backward(self, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, lse_BHL, *, causal, bias, scale):
+        queries, keys = q_BHLD.shape[2], k_BGMD.shape[2]
+        k, v = (self._widen(x, q_BHLD.shape[1]) for x in (k_BGMD, v_BGME))
+        lse = F.pad(lse_BHL, (0, -queries % self.lse_multiple)) if self.lse_multiple > 1 else lse_BHL
+        seed = torch.zeros(2, dtype=torch.int64, device=q_BHLD.device)  # never read: there is no dropout
+        dq, dk, dv, *_ = _call(
+            self.backward_op,
+            grad_out=grad_BHLE,
+            query=q_BHLD,
+            key=k,
+            value=v,
+            attn_mask=None if bias is None else bias.to(q_BHLD.dtype),
+            out=out_BHLE,
+            logsumexp=lse.unsqueeze(-1) if self.lse_column else lse,
+            cum_seq_q=None,
+            cum_seq_k=None,
+            max_q=queries,
+            max_k=keys,
+            dropout_p=0.0,
+            is_causal=causal,
+            philox_seed=seed[0],
+            philox_offset=seed[1],
+            grad_input_mask=[True, True, True, False],
+            scale=scale,
+        )
+        return dq, self._narrow(dk, k_BGMD), self._narrow(dv, v_BGME)
+
+    def check(self, q_BHLD, k_BGMD, v_BGME, *, biased):
+        if q_BHLD.device.type != self.device_type or q_BHLD.dtype not in self.dtypes:
+            raise NotImplementedError(
+                f"{self.name} runs {self.dtypes} on {self.device_type}, got {q_BHLD.dtype} on {q_BHLD.device.type}; "
+                "pass kernel=ReferenceKernel() or another kernel that does"
+            )
+        if q_BHLD.shape[-1] != v_BGME.shape[-1]:
+            raise NotImplementedError(
+                f"{self.name} needs one head dim for query, key and value, got {q_BHLD.shape[-1]} and "
+                f"{v_BGME.shape[-1]}; pad the value, or pass kernel=ReferenceKernel()"
+            )
+        if biased and not self.takes_bias:
+            raise NotImplementedError(
+                f"{self.name} takes no mask, and this layout and mask need one in some tile; choose another SDPA backend "
+                "(efficient attention takes masks), or pass kernel=ReferenceKernel()"
+            )
+
+    def tile_dtype(self, dtype):
+        return torch.float32 if self.wide_tiles and dtype in (torch.float16, torch.bfloat16) else dtype
+
+    def _widen(self, kv: torch.Tensor, heads: int) -> torch.Tensor:
+        return kv if self.grouped else kv.repeat_interleave(heads // kv.shape[1], dim=1)
+
+    @staticmethod
+    def _narrow(grad: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        return grad if grad.shape[1] == kv.shape[1] else grad.unflatten(1, (kv.shape[1], -1)).sum(2)
+
+
+def _call(op: torch._ops.OpOverload, **values: Any) -> tuple[Any, ...]:
+    """Call an op with those of the values that its schema names."""
+    arguments = op._schema.arguments
+    named = dict(zip((argument.name for argument in arguments), schema_names(arguments), strict=True))
+    return op(**{name: values[alias] for name, alias in named.items()})
+
+
+_LOW = (torch.float16, torch.bfloat16)
+CPU_FLASH = SdpaKernel(
+    "_scaled_dot_product_flash_attention_for_cpu", "cpu", (torch.float64, torch.float32, *_LOW), wide_tiles=True
+)
+CUDA_FLASH = SdpaKernel("_scaled_dot_product_flash_attention", "cuda", _LOW)
+CUDA_EFFICIENT = SdpaKernel(
+    "_scaled_dot_product_efficient_attention", "cuda", (torch.float32, *_LOW), grouped=False, lse_multiple=32
+)
+CUDA_CUDNN = SdpaKernel("_scaled_dot_product_cudnn_attention", "cuda", _LOW, grouped=False, lse_column=True)
+
+SDPA_KERNELS = (CPU_FLASH, CUDA_FLASH, CUDA_EFFICIENT, CUDA_CUDNN)

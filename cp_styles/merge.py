@@ -1,0 +1,74 @@
+"""Online softmax: partial attentions of the same queries, merged in the accumulation dtype."""
+
+from __future__ import annotations
+
+import torch
+
+# Stands for "no key yet" in a logsumexp. Finite, so that no difference of two of them is NaN, and far below any
+# logit a float32 dot product makes.
+EMPTY_LSE = -1e30
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 stays; everything else is accumulated in float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class OnlineSoftmax:
+    """Accumulates ``(out_BHLD, lse_BHL)`` tiles over rows of L queries.
+
+    With p_t = exp(lse_t): out = sum_t p_t out_t / sum_t p_t and lse = log sum_t p_t, computed as an in-place
+    interpolation, which neither overflows nor subtracts large numbers (Milakov and Gimelshein, 2018; Rabe and Staats, 2021).
+    """
+
+    def __init__(self, out_shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        self._shape = out_shape
+        self._dtype = dtype
+        self._device = device
+        self._out: torch.Tensor | None = None
+        self._lse: torch.Tensor | None = None
+
+    def add(self, rows: tuple[int, int], out_BHLD: torch.Tensor, lse_BHL: torch.Tensor) -> None:
+        """Merge a tile that covers the query rows ``rows``. The tensors may be kept and changed."""
+        start, stop = rows
+        if self._out is None or self._lse is None:
+            if (start, stop) == (0, self._shape[2]) and out_BHLD.dtype == self._dtype:
+                self._out, self._lse = out_BHLD, lse_BHL
+                return
+            self._out, self._lse = self._empty()
+        out, lse = self._out[:, :, start:stop], self._lse[:, :, start:stop]
+        weight = torch.sigmoid(lse_BHL - lse)
+        torch.logaddexp(lse, lse_BHL, out=lse)
+        out.lerp_(out_BHLD.to(self._dtype), weight.unsqueeze(-1))
+
+    def result(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """``(out, lse)``; rows without any key have out = 0 and lse = EMPTY_LSE."""
+        if self._out is None or self._lse is None:
+            return self._empty()
+        return self._out, self._lse
+
+    def _empty(self) -> tuple[torch.Tensor, torch.Tensor]:
+        out = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
+        return out, torch.full(self._shape[:3], EMPTY_LSE, dtype=self._dtype, device=self._device)
+
+
+class RowSum:
+    """Sums tiles of gradients ``[B, H, rows, D]`` into rows of a whole; the first whole tile is taken as it is."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        self._shape = shape
+        self._dtype = dtype
+        self._device = device
+        self._sum: torch.Tensor | None = None
+
+    def add(self, rows: tuple[int, int], tile: torch.Tensor) -> None:
+        """Add a tile to the rows ``rows``. The tensor may be kept and changed."""
+        if self._sum is None:
+            if rows == (0, self._shape[2]) and tile.dtype == self._dtype:
+                self._sum = tile
+                return
+            self._sum = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
+        self._sum[:, :, rows[0] : rows[1]] += tile
+
+    def result(self) -> torch.Tensor:
+        return torch.zeros(self._shape, dtype=self._dtype, device=self._device) if self._sum is None else self._sum

@@ -1,0 +1,7 @@
+"""How queries, keys and values of a sharded sequence meet."""
+
+from cp_styles.strategies.allgather import AllGather
+from cp_styles.strategies.base import Attention, Strategy
+from cp_styles.strategies.ring import Ring
+
+__all__ = ["AllGather", "Attention", "Ring", "Strategy"]

@@ -1,0 +1,107 @@
+"""A strategy: how queries, keys and values meet. A pair of functions over local tensors, forward and backward.
+
+Shapes: B batch, H query heads, G key/value heads, L local queries, M local keys, D head dim, E value head dim.
+
+[Note: residual] What a backward needs beside query, key, value and out travels in *one* flat tensor of bytes, the
+residual: the logsumexp, and whatever the strategy keeps instead of sending it twice. One tensor, because that is what
+every door can carry safely: autograd saves it, checkpointing drops and recomputes it, save_on_cpu moves it, and behind
+DTensor's dispatcher it takes the place of the logsumexp, which nobody reads but the backward of the same op.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+import torch.distributed as dist
+
+from cp_styles.kernels import Kernel
+from cp_styles.layout import SequenceLayout
+from cp_styles.mask import Mask
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One attention over a sharded sequence: everything but the tensors.
+
+    Attributes:
+        group: the ranks that share the sequence.
+        q_layout: which query positions each of them holds.
+        kv_layout: likewise for keys and values; differs from ``q_layout`` in cross-attention.
+        mask: who attends to whom, in global positions.
+        kernel: computes a tile.
+        scale: factor of the logits.
+    """
+
+    group: dist.ProcessGroup
+    q_layout: SequenceLayout
+    kv_layout: SequenceLayout
+    mask: Mask
+    kernel: Kernel
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank()
+
+    @property
+    def ranks(self) -> int:
+        return self.q_layout.ranks
+
+
+class Strategy(ABC):
+    """Objects of this type are immutable and compare by value, so that they can be shared and cached by."""
+
+    @abstractmethod
+    def check(self, attention: Attention, q_BHLD: torch.Tensor, k_BGMD: torch.Tensor, v_BGME: torch.Tensor) -> None:
+        """Raise for what this strategy cannot do, from what every rank knows alike; communicates nothing."""
+
+    @abstractmethod
+    def forward(
+        self,
+        attention: Attention,
+        q_BHLD: torch.Tensor,
+        k_BGMD: torch.Tensor,
+        v_BGME: torch.Tensor,
+        *,
+        keep: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``(out_BHLE, residual)``; see [Note: residual]. ``keep`` says whether a backward may come."""
+
+    @abstractmethod
+    def backward(
+        self,
+        attention: Attention,
+        grad_BHLE: torch.Tensor,
+        q_BHLD: torch.Tensor,
+        k_BGMD: torch.Tensor,
+        v_BGME: torch.Tensor,
+        out_BHLE: torch.Tensor,
+        residual: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """``(dq, dk, dv)``, shaped and typed like the local query, key and value."""
+
+
+# Views of the residual start at multiples of this many bytes, as allocators align and vector loads like.
+_ALIGNMENT = 64
+
+Spec = tuple[tuple[int, ...], torch.dtype]
+
+
+def residual_views(specs: Sequence[Spec], residual: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors inside a residual, as views, in the order of ``specs``."""
+    views, offset = [], 0
+    for shape, dtype in specs:
+        size = prod(shape) * dtype.itemsize
+        views.append(residual[offset : offset + size].view(dtype).view(shape))
+        offset += -(-size // _ALIGNMENT) * _ALIGNMENT
+    return views
+
+
+def new_residual(specs: Sequence[Spec], device: torch.device) -> torch.Tensor:
+    """An uninitialized residual with room for ``specs``: uint8 ``[bytes]``."""
+    size = sum(-(-prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for shape, dtype in specs)
+    return torch.empty(size, dtype=torch.uint8, device=device)

@@ -1,0 +1,268 @@
+"""Keys and values travel to the queries: what ring and all-gather attention share.
+
+Both walk the same plan and differ only in which sources' keys arrive together, their *rounds*. Every transfer goes
+straight from owner to user: forward a rank receives exactly the rows its queries attend to, backward it sends their
+gradients straight home. The bytes are therefore the plan's, the least there are for the layout.
+
+[Note: moving tensors]
+message    1-D: rows of k as [B, G, rows, D], then of v as [B, G, rows, E], each contiguous; the one copy the wire needs
+residual   lse [B, H, L] in the accumulation dtype; where KV is kept, the received messages, by source
+gradients  messages of dk and dv in the accumulation dtype, from user to owner
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import TypeAlias
+
+import torch
+
+from cp_styles.comm import Pending, exchange
+from cp_styles.merge import OnlineSoftmax, RowSum, accumulation_dtype
+from cp_styles.plan import Cover, Part, Rows, make_plan
+from cp_styles.strategies.base import Attention, Spec, Strategy, new_residual, residual_views
+
+
+Arrived: TypeAlias = tuple[Part, torch.Tensor, torch.Tensor]
+"""A part of the plan with the k and v rows it needs."""
+
+
+class MovingKV(Strategy):
+    """Subclasses say which sources' keys arrive together, and whether what arrived is kept for the backward."""
+
+    keep_kv: bool
+
+    @abstractmethod
+    def rounds(self, rank: int, ranks: int) -> Sequence[Sequence[int]]:
+        """The *other* ranks, in groups whose keys arrive together; every rank has the same number of groups."""
+
+    def check(self, attention, q_BHLD, k_BGMD, v_BGME):
+        covers = {
+            tile.cover
+            for rank in range(attention.ranks)
+            for part in make_plan(attention.q_layout, attention.kv_layout, attention.mask, rank).parts
+            for tile in part.tiles
+        }
+        attention.kernel.check(q_BHLD, k_BGMD, v_BGME, biased=Cover.PARTIAL in covers)
+
+    def forward(self, attention, q_BHLD, k_BGMD, v_BGME, *, keep):
+        walk = _Walk(self, attention, q_BHLD, k_BGMD, v_BGME)
+        specs = walk.residual_specs(kept=self.keep_kv and keep)
+        residual = new_residual(specs, q_BHLD.device)
+        lse_BHL, *buffers = residual_views(specs, residual)
+
+        q = q_BHLD.to(walk.dtype)
+        softmax = OnlineSoftmax((*q.shape[:3], v_BGME.shape[3]), walk.dtype, q.device)
+        for arrived in walk.fetched(buffers):
+            for part, k, v in arrived:
+                for tile in part.tiles:
+                    options = walk.options(part, tile)
+                    out, lse = attention.kernel.forward(
+                        _rows(q, tile.q), _rows(k, tile.kv), _rows(v, tile.kv), **options
+                    )
+                    softmax.add(tile.q, out, lse)
+        out, lse = softmax.result()
+        lse_BHL.copy_(lse)
+        return out.to(q_BHLD.dtype), residual
+
+    def backward(self, attention, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, residual):
+        walk = _Walk(self, attention, q_BHLD, k_BGMD, v_BGME)
+        lse_BHL, *buffers = residual_views(walk.residual_specs(kept=self.keep_kv), residual)
+
+        q, grad, out = (x.to(walk.dtype) for x in (q_BHLD, grad_BHLE, out_BHLE))
+        dq = RowSum(q.shape, walk.wide, q.device)
+        home = _Homecoming(walk)
+        # Kept messages leave nothing to wait for: remote keys first, so that their gradients travel under the own ones.
+        for arrived in walk.kept(buffers) if self.keep_kv else walk.fetched([]):
+            gradients = []
+            for part, k, v in arrived:
+                dk, dv = (RowSum(x.shape, walk.wide, q.device) for x in (k, v))
+                for tile in part.tiles:
+                    tile_dq, tile_dk, tile_dv = attention.kernel.backward(
+                        _rows(grad, tile.q),
+                        _rows(q, tile.q),
+                        _rows(k, tile.kv),
+                        _rows(v, tile.kv),
+                        _rows(out, tile.q),
+                        _rows(lse_BHL, tile.q),
+                        **walk.options(part, tile),
+                    )
+                    dq.add(tile.q, tile_dq)
+                    dk.add(tile.kv, tile_dk)
+                    dv.add(tile.kv, tile_dv)
+                gradients.append((part, dk.result(), dv.result()))
+            home.bring(gradients)
+        dk, dv = home.result()
+        return dq.result().to(q_BHLD.dtype), dk.to(k_BGMD.dtype), dv.to(v_BGME.dtype)
+
+
+class _Walk:
+    """One rank's way through its plan: who sends what when, and the keys and values of each part as they arrive."""
+
+    def __init__(self, strategy: MovingKV, attention: Attention, q, k, v) -> None:
+        self.attention = attention
+        self.rank = attention.rank
+        self.plan = make_plan(attention.q_layout, attention.kv_layout, attention.mask, self.rank)
+        self.sources = strategy.rounds(self.rank, attention.ranks)
+        self.destinations = _destinations(strategy, self.rank, attention.ranks)
+        self.q, self.k, self.v = q, k, v
+        tiles = sum(len(part.tiles) for part in self.plan.parts)
+        self.dtype = attention.kernel.tile_dtype(q.dtype) if tiles > 1 else q.dtype
+        self.wide = accumulation_dtype(q.dtype)
+        self._messages: dict[Rows, torch.Tensor] = {}
+
+    def residual_specs(self, *, kept: bool) -> list[Spec]:
+        messages = [(self.size(self.plan.parts[source].count),) for group in self.sources for source in group]
+        return [(tuple(self.q.shape[:3]), self.wide), *((shape, self.k.dtype) for shape in messages if kept)]
+
+    def size(self, rows: int) -> int:
+        """Elements of a message of so many rows."""
+        batch, heads, _, dim = self.k.shape
+        return batch * heads * rows * (dim + self.v.shape[3])
+
+    def split(self, message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """k and v inside a message; see [Note: moving tensors]."""
+        (batch, heads, _, dim), dim_v = self.k.shape, self.v.shape[3]
+        rows = message.numel() // max(batch * heads * (dim + dim_v), 1)
+        k, v = message.split((batch * heads * rows * dim, batch * heads * rows * dim_v))
+        return k.view(batch, heads, rows, dim), v.view(batch, heads, rows, dim_v)
+
+    def packed(self, rows: Rows) -> torch.Tensor:
+        """The message with these rows of this rank; the same rows are packed once, whoever they go to."""
+        if rows not in self._messages:
+            message = self.k.new_empty(self.size(sum(stop - start for start, stop in rows)))
+            for target, tensor in zip(self.split(message), (self.k, self.v), strict=True):
+                _gather_rows(tensor, rows, out=target)
+            self._messages[rows] = message
+        return self._messages[rows]
+
+    def fetched(self, buffers: Sequence[torch.Tensor]) -> Iterator[list[Arrived]]:
+        """The own part, then the parts of each round; the next round is under way while one is worked on."""
+        places = iter(buffers)
+        arriving = self._start(0, places)
+        yield self._own()
+        for index, group in enumerate(self.sources):
+            messages, pending = arriving
+            arriving = self._start(index + 1, places)
+            pending.wait()
+            yield [(self.plan.parts[source], *self._typed(messages[source])) for source in group]
+
+    def kept(self, buffers: Sequence[torch.Tensor]) -> Iterator[list[Arrived]]:
+        """The parts of each round as the forward left them, the own part last."""
+        places = iter(buffers)
+        for group in self.sources:
+            yield [(self.plan.parts[source], *self._typed(next(places))) for source in group]
+        yield self._own()
+
+    def options(self, part: Part, tile) -> dict:
+        """The kernel's keyword arguments for a tile."""
+        bias = self._bias(part, tile) if tile.cover is Cover.PARTIAL else None
+        return {"causal": tile.cover is Cover.CAUSAL, "bias": bias, "scale": self.attention.scale}
+
+    def _start(self, index: int, places: Iterator[torch.Tensor]) -> tuple[dict[int, torch.Tensor], Pending]:
+        if index == len(self.sources):
+            return {}, Pending((), ())
+        messages = {source: self._place(source, places) for source in self.sources[index]}
+        sends = [(peer, self.packed(self.plan.sends[peer])) for peer in self.destinations[index]]
+        return messages, exchange(sends, list(messages.items()), self.attention.group)
+
+    def _place(self, source: int, places: Iterator[torch.Tensor]) -> torch.Tensor:
+        place = next(places, None)
+        return self.k.new_empty(self.size(self.plan.parts[source].count)) if place is None else place
+
+    def _own(self) -> list[Arrived]:
+        part = self.plan.parts[self.rank]
+        if not part.rows:
+            return []
+        if part.rows in self._messages:  # packed for others already, and contiguous, which kernels like
+            return [(part, *self._typed(self._messages[part.rows]))]
+        k, v = (_gather_rows(x, part.rows).to(self.dtype) for x in (self.k, self.v))
+        return [(part, k, v)]
+
+    def _typed(self, message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.split(message.to(self.dtype))
+
+    def _bias(self, part: Part, tile) -> torch.Tensor:
+        attention, device = self.attention, self.q.device
+        q_positions = attention.q_layout.positions(self.rank, device)[tile.q[0] : tile.q[1]]
+        kv_positions = _gather_rows(attention.kv_layout.positions(part.source, device), part.rows, dim=0)
+        kv_positions = kv_positions[tile.kv[0] : tile.kv[1]]
+        outside = ~attention.mask.allowed(q_positions, kv_positions)
+        bias = attention.mask.bias(q_positions, kv_positions)
+        if bias is None:
+            bias = torch.zeros(outside.shape, dtype=self.dtype, device=device)
+        return bias.to(device, self.dtype).masked_fill(outside, float("-inf"))
+
+
+class _Homecoming:
+    """Gradients of keys and values on their way back to the owner, and their sum there.
+
+    Every rank starts the transfers of a round when it has computed it, and in the same order as all others, because
+    NCCL and gloo match the messages of two ranks by order alone.
+    """
+
+    def __init__(self, walk: _Walk) -> None:
+        self._walk = walk
+        self._dk, self._dv = (RowSum(x.shape, walk.wide, x.device) for x in (walk.k, walk.v))
+        self._arriving: list[tuple[list[tuple[int, torch.Tensor]], Pending]] = []
+
+    def bring(self, gradients: Sequence[tuple[Part, torch.Tensor, torch.Tensor]]) -> None:
+        """Take the gradients of a round (or of the own part): sum what is at home, send home what is not."""
+        walk = self._walk
+        own = [entry for entry in gradients if entry[0].source == walk.rank]
+        for part, dk, dv in own:
+            self._add(part.rows, dk, dv)
+        if own or not gradients:
+            return
+        sends = [(part.source, torch.cat((dk.reshape(-1), dv.reshape(-1)))) for part, dk, dv in gradients]
+        receives = [
+            (peer, torch.empty(walk.size(_count(walk.plan.sends[peer])), dtype=walk.wide, device=walk.k.device))
+            for peer in walk.destinations[len(self._arriving)]
+        ]
+        self._arriving.append((receives, exchange(sends, receives, walk.attention.group)))
+
+    def result(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """``(dk, dv)`` of this rank's rows, everybody's share included."""
+        for messages, pending in self._arriving:
+            pending.wait()
+            for peer, message in messages:
+                self._add(self._walk.plan.sends[peer], *self._walk.split(message))
+        return self._dk.result(), self._dv.result()
+
+    def _add(self, rows: Rows, dk: torch.Tensor, dv: torch.Tensor) -> None:
+        offset = 0
+        for start, stop in rows:
+            for total, grad in ((self._dk, dk), (self._dv, dv)):
+                total.add((start, stop), grad[:, :, offset : offset + stop - start])
+            offset += stop - start
+
+
+@lru_cache(maxsize=1024)
+def _destinations(strategy: MovingKV, rank: int, ranks: int) -> tuple[tuple[int, ...], ...]:
+    """By round, the ranks that receive this rank's keys in it."""
+    everyone = [strategy.rounds(peer, ranks) for peer in range(ranks)]
+    return tuple(
+        tuple(peer for peer in range(ranks) if rank in everyone[peer][index]) for index in range(len(everyone[rank]))
+    )
+
+
+def _rows(tensor: torch.Tensor, rows: tuple[int, int]) -> torch.Tensor:
+    return tensor[:, :, rows[0] : rows[1]]
+
+
+def _count(rows: Rows) -> int:
+    return sum(stop - start for start, stop in rows)
+
+
+def _gather_rows(tensor: torch.Tensor, rows: Rows, dim: int = 2, out: torch.Tensor | None = None) -> torch.Tensor:
+    """The given rows of a tensor along ``dim``: a view where they are one range, else (or into ``out``) one copy."""
+    pieces = [tensor.narrow(dim, start, stop - start) for start, stop in rows]
+    if out is None:
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+    offset = 0
+    for piece in pieces:
+        out.narrow(dim, offset, piece.shape[dim]).copy_(piece)
+        offset += piece.shape[dim]
+    return out
