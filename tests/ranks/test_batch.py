@@ -173,7 +173,10 @@ def test_parameters_that_live_on_the_group_are_refused():
     def spread(rank):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
         parameter = nn.Parameter(distribute_tensor(torch.zeros(2), mesh["cp"], [Replicate()]))
-        sum_gradients([parameter.requires_grad_(False)], mesh["cp"])  # frozen: nothing to sum, nothing to refuse
+        try:
+            sum_gradients([parameter.requires_grad_(False)], mesh["cp"])
+        except ValueError:
+            raise AssertionError("a frozen parameter has nothing to sum, so nothing to refuse") from None
         sum_gradients([parameter.requires_grad_(True)], mesh["cp"])
 
     assert all("spreads over the same ranks" in message for message in failures(spread, 4))
