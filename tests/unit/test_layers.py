@@ -1,0 +1,111 @@
+"""The architecture as a contract: every module stands in a row, and imports point to its own row or down."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "cp_styles"
+
+# Lowest row first. A new file must be given a row here, and in the README's picture.
+LAYERS = (
+    ("_compat", "comm", "testing"),
+    ("mask", "layout", "batch", "collectives"),
+    ("plan", "kernels", "merge"),
+    ("strategies",),
+    ("dispatcher", "state", "functional"),
+    ("styles",),
+    ("__init__",),
+)
+ROW = {module: row for row, modules in enumerate(LAYERS) for module in modules}
+
+
+def module_of(path: Path) -> str:
+    """The name in the table: a file, or the folder it is in."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports_of(source: str, package: list[str]) -> Iterator[str]:
+    """Modules of this package that ``source`` imports, wherever in it; ``package`` is where it lives."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) + 1 - node.level] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            # from cp_styles import layout: what counts is layout, if there is such a module.
+            names = [f"{base}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            parts = name.split(".")
+            if parts[0] == PACKAGE.name:
+                is_module = len(parts) > 1 and any(
+                    (PACKAGE / f"{parts[1]}{end}").exists() for end in (".py", "/__init__.py")
+                )
+                yield parts[1] if is_module else "__init__"
+
+
+def package_files() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def imports_of_file(path: Path) -> set[str]:
+    return set(imports_of(path.read_text(), [PACKAGE.name, *path.relative_to(PACKAGE).parts[:-1]]))
+
+
+@pytest.mark.parametrize("path", package_files(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_point_down(path: Path):
+    module = module_of(path)
+    assert module in ROW, f"{module} is new: give it a row in LAYERS"
+    for imported in imports_of_file(path) - {module}:
+        assert imported in ROW, f"{imported} is new: give it a row in LAYERS"
+        assert ROW[imported] <= ROW[module], f"{module} (row {ROW[module]}) imports {imported} (row {ROW[imported]})"
+        assert imported != "testing", f"{module} imports testing, which is for the users of the package"
+
+
+def test_no_cycles_within_a_row():
+    edges: dict[str, set[str]] = {}
+    for path in package_files():
+        edges.setdefault(module_of(path), set()).update(imports_of_file(path) - {module_of(path)})
+    while edges:
+        free = [module for module, imported in edges.items() if not imported & edges.keys()]
+        assert free, f"these import each other: {sorted(edges)}"
+        for module in free:
+            del edges[module]
+
+
+def test_only_compat_names_what_torch_keeps_private():
+    """``torch._x``, ``torch.a._x`` and ``from torch.a import _x``; an attribute of an object is not seen here."""
+    for path in package_files():
+        if module_of(path) == "_compat":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+                parts = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+            elif isinstance(node, ast.Attribute):
+                parts = ast.unparse(node).split(".")
+                if parts[0] not in ("torch", "dist"):
+                    continue
+            else:
+                continue
+            private = [part for part in parts if part.startswith("_") and not part.endswith("__")]
+            # The first is documented, the second holds the type of torch.ops.aten.*, which has no other name.
+            assert not set(private) - {"_python_dispatch", "_ops"}, f"{path.name}: {private} belongs in _compat.py"
+
+
+@pytest.mark.parametrize(
+    ("line", "package", "expected"),
+    [
+        ("import cp_styles.layout as x", ["cp_styles"], ["layout"]),
+        ("from cp_styles.kernels.base import Kernel", ["cp_styles"], ["kernels"]),
+        ("from cp_styles import layout, Ring", ["cp_styles"], ["layout", "__init__"]),
+        ("from . import layout", ["cp_styles"], ["layout"]),
+        ("from ..layout import contiguous", ["cp_styles", "styles"], ["layout"]),
+        ("def f():\n    from .base import Kernel", ["cp_styles", "kernels"], ["kernels"]),
+        ("import torch.distributed, os", ["cp_styles"], []),
+    ],
+)
+def test_the_reader_of_imports(line: str, package: list[str], expected: list[str]):
+    assert list(imports_of(line, package)) == expected
