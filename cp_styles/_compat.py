@@ -10,10 +10,22 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+# DTensor knows no aten.detach_: seen in 2.11; has a rule from 2.12.
+DETACH_IN_PLACE_HAS_NO_RULE = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 12)
+
 
 def sdpa_handlers() -> dict[Any, Callable[..., Any]]:
     """The dict of per-op handlers DTensor reads at every dispatch. Seen: 2.11, 2.12, 2.13, 2.14, 2.15."""
     return DTensor._op_dispatcher._custom_op_handlers  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def default_dispatch(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What DTensor does with an op that has no handler. Seen: 2.11 to 2.15 (the slow path of its dispatcher)."""
+    dispatcher = DTensor._op_dispatcher  # pyright: ignore[reportAttributeAccessIssue]
+    info = dispatcher.unwrap_to_op_info(op, args, kwargs)
+    dispatcher.sharding_propagator.propagate(info)
+    results = dispatcher._dispatch_get_local_results_slow_path(op, args, info)
+    return dispatcher.wrap(results, info.output_sharding.output_spec)
 
 
 @contextlib.contextmanager
@@ -41,3 +53,28 @@ def process_group_of(op_argument: Any) -> dist.ProcessGroup | None:
         with contextlib.suppress(RuntimeError):
             return dist.ProcessGroup.unbox(op_argument)
     return None
+
+
+def resolve_group(name: str) -> dist.ProcessGroup:
+    """The process group of this (thread's) world with the name ``ProcessGroup.group_name``. Seen: 2.11, 2.13, 2.15."""
+    return dist.distributed_c10d._resolve_process_group(name)  # pyright: ignore
+
+
+# The functional collectives as ops: compile traces them, nothing deprecates them, and unlike the functions of
+# torch.distributed._functional_collectives they return plain tensors (those return a lazily waiting subclass in
+# eager mode). Each result must pass wait_tensor before it is read. Schemas seen: 2.11, 2.13, 2.15.
+
+
+def start_all_to_all(wire: torch.Tensor, received: list[int], sent: list[int], group_name: str) -> torch.Tensor:
+    """Send ``sent[j]`` elements of the flat ``wire`` to each rank j and get ``received[i]`` from each rank i."""
+    return torch.ops._c10d_functional.all_to_all_single(wire, received, sent, group_name)
+
+
+def start_all_gather(wire: torch.Tensor, ranks: int, group_name: str) -> torch.Tensor:
+    """The equally long flat ``wire`` of all ranks, one after another."""
+    return torch.ops._c10d_functional.all_gather_into_tensor(wire, ranks, group_name)
+
+
+def wait_tensor(started: torch.Tensor) -> torch.Tensor:
+    """The result of a started functional collective, ready to be read."""
+    return torch.ops._c10d_functional.wait_tensor(started)

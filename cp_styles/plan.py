@@ -95,6 +95,17 @@ def make_plan(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, r
     return Plan(rank, parts, sends)
 
 
+@lru_cache(maxsize=1024)
+def needs_bias(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask) -> bool:
+    """Whether some tile of some rank has an explicit mask."""
+    return mask.has_bias or any(
+        tile.cover is Cover.PARTIAL
+        for rank in range(q_layout.ranks)
+        for part in make_plan(q_layout, kv_layout, mask, rank).parts
+        for tile in part.tiles
+    )
+
+
 def attended_pairs(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, rank: int) -> int:
     """Number of (query, key) pairs that ``rank`` computes: its work."""
     lo, hi = mask.bounds(q_layout.positions(rank))

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cp_styles._compat import process_group_of, thread_local_world
@@ -107,6 +108,8 @@ class CommunicationTrace(TorchDispatchMode):
         return sum(size for _, size in self.events)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # DTensor first: what it sends for this op comes back here op by op
         if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
             event = _event_of(func, args)
             if event is not None:

@@ -56,8 +56,8 @@ class Strategy(ABC):
     """Objects of this type are immutable and compare by value, so that they can be shared and cached by."""
 
     @abstractmethod
-    def check(self, attention: Attention, q_BHLD: torch.Tensor, k_BGMD: torch.Tensor, v_BGME: torch.Tensor) -> None:
-        """Raise for what this strategy cannot do, from what every rank knows alike; communicates nothing."""
+    def needs_bias(self, q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask) -> bool:
+        """Whether some rank will have to give its kernel an explicit mask."""
 
     @abstractmethod
     def forward(

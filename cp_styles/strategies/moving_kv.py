@@ -21,7 +21,7 @@ import torch
 
 from cp_styles.comm import Pending, exchange
 from cp_styles.merge import OnlineSoftmax, RowSum, accumulation_dtype
-from cp_styles.plan import Cover, Part, Rows, make_plan
+from cp_styles.plan import Cover, Part, Rows, make_plan, needs_bias
 from cp_styles.strategies.base import Attention, Spec, Strategy, new_residual, residual_views
 
 
@@ -38,14 +38,8 @@ class MovingKV(Strategy):
     def rounds(self, rank: int, ranks: int) -> Sequence[Sequence[int]]:
         """The *other* ranks, in groups whose keys arrive together; every rank has the same number of groups."""
 
-    def check(self, attention, q_BHLD, k_BGMD, v_BGME):
-        covers = {
-            tile.cover
-            for rank in range(attention.ranks)
-            for part in make_plan(attention.q_layout, attention.kv_layout, attention.mask, rank).parts
-            for tile in part.tiles
-        }
-        attention.kernel.check(q_BHLD, k_BGMD, v_BGME, biased=Cover.PARTIAL in covers)
+    def needs_bias(self, q_layout, kv_layout, mask):
+        return needs_bias(q_layout, kv_layout, mask)
 
     def forward(self, attention, q_BHLD, k_BGMD, v_BGME, *, keep):
         walk = _Walk(self, attention, q_BHLD, k_BGMD, v_BGME)

@@ -1,0 +1,243 @@
+"""The only file that touches DTensor's dispatcher: routes attention ops on bound DTensors to their strategy.
+
+[Note: routing] Handlers for torch's attention ops are installed once and stay. Whether an op is context parallel is said
+by the DeviceMesh its DTensors live on: a *bound mesh* is a private 1-D view of the user's axis that carries a Binding. The
+mesh goes wherever the tensors go: through views, autograd, checkpointing, save_on_cpu, and into the backward, whatever
+happened to the forward. So there is nothing to switch on or off, nothing to leak, and ops on any other mesh pass
+through. Forward's second output, the logsumexp, is nobody's but the same op's backward: it carries the strategy's
+residual (see [Note: residual] in strategies/base.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from cp_styles._compat import DETACH_IN_PLACE_HAS_NO_RULE, default_dispatch, sdpa_handlers
+from cp_styles.kernels import SDPA_KERNELS
+from cp_styles.kernels.sdpa import schema_names
+from cp_styles.state import Binding
+from cp_styles.strategies import Attention
+
+_SEQ_DIM = 2  # of every aten attention op: [B, H, S, D]
+_PREFIX = "cp_styles:"
+_ATTRIBUTE = "_cp_styles_binding"
+_serial = itertools.count()
+
+
+def bound_mesh(binding: Binding, device_type: str) -> DeviceMesh:
+    """A mesh of its own over the binding's group: DTensors on it attend as the binding says. No communication."""
+    name = f"{_PREFIX}{next(_serial)}"
+    mesh = DeviceMesh.from_group(binding.group, device_type, mesh_dim_names=(name,))
+    setattr(mesh, _ATTRIBUTE, binding)
+    return mesh
+
+
+def binding_of(mesh: DeviceMesh) -> Binding | None:
+    """The binding a mesh carries, None for everybody else's meshes."""
+    binding = getattr(mesh, _ATTRIBUTE, None)
+    if binding is None and (mesh.mesh_dim_names or ("",))[0].startswith(_PREFIX):
+        raise RuntimeError(
+            "a context-parallel DTensor lost its binding: its mesh was copied (pickle or deepcopy of a DTensor inside the "
+            "module?). Copy local tensors instead"
+        )
+    return binding
+
+
+def install() -> None:
+    """Put the handlers where DTensor looks, if they are not there.
+
+    Called before every bound forward and backward, because others replace or restore the table (torch's own context
+    parallelism does, on enable and on disable). A handler that was there before keeps serving the meshes that are not ours.
+    """
+    table = sdpa_handlers()
+    for op, make in _ROUTES.items():
+        present = table.get(op)
+        if not isinstance(present, _Route):
+            table[op] = _Route(op, make, present)
+
+
+class _Route:
+    """DTensor's handler of one op: ours for bound meshes, else what was there before."""
+
+    def __init__(self, op: torch._ops.OpOverload, ours: Callable[..., Any], previous: Callable[..., Any] | None) -> None:
+        self._names = schema_names(op._schema.arguments)
+        self._defaults = {
+            alias: argument.default_value
+            for alias, argument in zip(self._names, op._schema.arguments, strict=True)
+            if argument.has_default_value()
+        }
+        self._ours = ours
+        self._previous = previous
+
+    def __call__(self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, DTensor)]
+        binding = next((found for tensor in tensors if (found := binding_of(tensor.device_mesh))), None)
+        if binding is not None:
+            spelled = dict(zip((argument.name for argument in op._schema.arguments), self._names, strict=True))
+            values = {**self._defaults, **dict(zip(self._names, args, strict=False))}
+            values.update({spelled[name]: value for name, value in kwargs.items()})
+            values["keep"] = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+            with torch.no_grad():
+                return self._ours(op, binding, values)
+        if self._previous is not None:
+            return self._previous(op, args, kwargs)
+        return _as_if_absent(op, args, kwargs, tensors)
+
+
+def _forward(op: torch._ops.OpOverload, binding: Binding, values: dict[str, Any]) -> Any:
+    attention, (q, k, v) = _attention(op, binding, values)
+    query = values["query"]
+    out, residual = binding.strategy.forward(attention, q, k, v, keep=values["keep"])
+    mesh, ranks = query.device_mesh, attention.ranks
+    named = {
+        "out": sequence_sharded(out, mesh, _SEQ_DIM, query.shape[_SEQ_DIM]),
+        "logsumexp": sequence_sharded(residual, mesh, 0, residual.numel() * ranks),
+        "max_q": query.shape[_SEQ_DIM],
+        "max_k": values["key"].shape[_SEQ_DIM],
+    }
+    # The rest is for dropout, nested tensors and debugging, which were refused; the backward gets it and ignores it.
+    results = []
+    for name, returned in zip(schema_names(op._schema.returns), op._schema.returns, strict=True):
+        if name not in named and returned.type.kind() == "TensorType":
+            named[name] = DTensor.from_local(q.new_empty(0), mesh, [Replicate()], run_check=False)
+        results.append(named.get(name))
+    return tuple(results)
+
+
+def _forward_composite(op: torch._ops.OpOverload, binding: Binding, values: dict[str, Any]) -> DTensor:
+    # The whole of scaled_dot_product_attention reaches DTensor only in inference mode: there is no backward to serve.
+    heads, kv_heads = values["query"].shape[1], values["key"].shape[1]
+    if heads != kv_heads and not values["enable_gqa"]:
+        raise ValueError(f"{binding.name}: {heads} query heads and {kv_heads} key/value heads need enable_gqa=True")
+    attention, (q, k, v) = _attention(op, binding, values)
+    out, _ = binding.strategy.forward(attention, q, k, v, keep=False)
+    return sequence_sharded(out, values["query"].device_mesh, _SEQ_DIM, values["query"].shape[_SEQ_DIM])
+
+
+def _backward(op: torch._ops.OpOverload, binding: Binding, values: dict[str, Any]) -> tuple[Any, ...]:
+    attention, (q, k, v) = _attention(op, binding, values)
+    grad = _local_grad(values["grad_out"], attention)
+    out, residual = values["out"].to_local(), values["logsumexp"].to_local()
+    grads = binding.strategy.backward(attention, grad, q, k, v, out, residual)
+    mesh = values["query"].device_mesh
+    shared = [
+        sequence_sharded(grad, mesh, _SEQ_DIM, values[name].shape[_SEQ_DIM])
+        for grad, name in zip(grads, ("query", "key", "value"), strict=True)
+    ]
+    return *shared, *[None] * (len(op._schema.returns) - 3)
+
+
+def _unchanged(op: torch._ops.OpOverload, binding: Binding, values: dict[str, Any]) -> DTensor:
+    return values["self"]
+
+
+def _attention(
+    op: torch._ops.OpOverload, binding: Binding, values: dict[str, Any]
+) -> tuple[Attention, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """The call's attention and its local query, key and value, or the reason why not."""
+    name = binding.name
+    binding.tally.calls += 1
+    if values["dropout_p"]:
+        raise NotImplementedError(
+            f"{name}: dropout_p={values['dropout_p']} inside context-parallel attention: each rank's random numbers would "
+            "have to be those of one device. Set dropout to 0 here, or apply dropout after the attention"
+        )
+    if values.get("attn_mask") is not None:
+        raise NotImplementedError(
+            f"{name}: attn_mask inside a context-parallel module is a local tensor that says nothing about the other ranks' "
+            "keys. Give the style the mask of the whole sequence, as mask=SlidingWindow(...), Documents(...) or Dense(tensor)"
+        )
+    tensors = [values[key] for key in ("query", "key", "value")]
+    for label, tensor in zip(("query", "key", "value"), tensors, strict=True):
+        if not isinstance(tensor, DTensor) or binding_of(tensor.device_mesh) is not binding:
+            raise ValueError(f"{name}: {label} was not made inside this module: it is no DTensor of its sequence axis")
+        if tensor.placements != (Shard(_SEQ_DIM),):
+            raise ValueError(
+                f"{name}: {label} reaches the attention as {tensor.placements} with shape {tuple(tensor.shape)}, not "
+                f"Shard({_SEQ_DIM}): something in the module moved or gathered the sequence dim; check seq_dim"
+            )
+    local = tuple(tensor.to_local() for tensor in tensors)
+    preferred = next((kernel for kernel in SDPA_KERNELS if op.name().startswith(f"aten::{kernel.name}")), None)
+    attention = binding.attention(
+        tensors[0].shape[_SEQ_DIM],
+        tensors[1].shape[_SEQ_DIM],
+        local,
+        is_causal=values["is_causal"],
+        scale=values["scale"],
+        preferred=preferred,
+    )
+    return attention, local
+
+
+def sequence_sharded(local: torch.Tensor, mesh: DeviceMesh, dim: int, size: int) -> DTensor:
+    """The rank's part as a DTensor with ``size`` rows on ``dim``: no communication, and parts may differ in length."""
+    shape = torch.Size((*local.shape[:dim], size, *local.shape[dim + 1 :]))
+    strides = _strides(local, dim, size)
+    return DTensor.from_local(local, mesh, [Shard(dim)], run_check=False, shape=shape, stride=strides)
+
+
+def _strides(local: torch.Tensor, dim: int, size: int) -> tuple[int, ...]:
+    """Strides of the whole tensor laid out in memory in the order in which the local one is."""
+    order = sorted(range(local.ndim), key=lambda d: (local.stride(d), -d))
+    strides, step = [0] * local.ndim, 1
+    for d in order:
+        strides[d] = step
+        step *= size if d == dim else max(local.shape[d], 1)
+    return tuple(strides)
+
+
+def _local_grad(grad: DTensor, attention: Attention) -> torch.Tensor:
+    """This rank's rows of the output's gradient, however it arrives."""
+    (placement,) = grad.placements
+    if isinstance(placement, Partial):
+        grad = grad.redistribute(placements=[Replicate()])
+    local = grad.to_local()
+    if placement == Shard(_SEQ_DIM):
+        return local
+    if isinstance(placement, Shard):
+        raise ValueError(f"the gradient of a context-parallel attention output arrived as {placement}, not Shard(2)")
+    # Whole, in DTensor's order: the ranks' parts one after the other, whatever positions they stand for.
+    lengths = attention.q_layout.lengths
+    return local.narrow(_SEQ_DIM, sum(lengths[: attention.rank]), lengths[attention.rank])
+
+
+def _as_if_absent(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[DTensor]) -> Any:
+    """What DTensor would have done without a handler; faster where torch has no rule and would search for one."""
+    if op is torch.ops.aten.scaled_dot_product_attention.default:
+        return op.decompose(*args, **kwargs)
+    placements = {tensor.placements for tensor in tensors}
+    by_rows = all(p == Replicate() or p in (Shard(0), Shard(1)) for some in placements for p in some)
+    if len(placements) != 1 or not by_rows or "_for_cpu" not in op.name():
+        return default_dispatch(op, args, kwargs)
+    # Batch and heads are independent of each other, so shards of them attend locally.
+    like = tensors[0]
+    with torch.no_grad():
+        results = op(*(_to_local(x) for x in args), **{name: _to_local(x) for name, x in kwargs.items()})
+    shapes = {tuple(tensor.to_local().shape[:2]): tensor.shape[:2] for tensor in reversed(tensors)}
+    wrapped = []
+    for local in results:
+        shape = torch.Size((*shapes[tuple(local.shape[:2])], *local.shape[2:]))
+        stride = torch.empty(shape, device="meta").stride()
+        wrapped.append(
+            DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride)
+        )
+    return tuple(wrapped)
+
+
+def _to_local(value: Any) -> Any:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+_ROUTES: dict[torch._ops.OpOverload, Callable[..., Any]] = {
+    torch.ops.aten.scaled_dot_product_attention.default: _forward_composite,
+    **{kernel.forward_op: _forward for kernel in SDPA_KERNELS},
+    **{kernel.backward_op: _backward for kernel in SDPA_KERNELS},
+}
+if DETACH_IN_PLACE_HAS_NO_RULE:  # and from_local needs it in inference mode
+    _ROUTES[torch.ops.aten.detach_.default] = _unchanged

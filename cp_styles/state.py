@@ -1,0 +1,221 @@
+"""What an attention is bound to, and the agreement of all ranks on what they are about to do."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from cp_styles.comm import gather_numbers
+from cp_styles.kernels import SDPA_KERNELS, Kernel, ReferenceKernel
+from cp_styles.layout import Balancer, SequenceLayout, cached_layout
+from cp_styles.mask import Causal, Full, Mask
+from cp_styles.strategies import Attention, Strategy
+
+
+@dataclass
+class Tally:
+    """How many attention ops a binding has served."""
+
+    calls: int = 0
+
+
+@dataclass(frozen=True)
+class Binding:
+    """One configuration of context-parallel attention on one mesh axis; everything that is not in the call itself.
+
+    Attributes:
+        name: whose attention this is, for messages: a module's name, or the function's.
+        axis: name of the mesh axis, for messages.
+        group: the ranks that share the sequence.
+        strategy: how queries, keys and values meet.
+        layout: the cut itself, or the balancer that makes it from (length, ranks).
+        mask: who attends to whom, beside what the call says with ``is_causal``.
+        kernel: computes the tiles; None takes the fused kernel of the call, or one that can do what it cannot.
+        tally: the ops served so far, so that a module whose attention was never reached can be told so.
+    """
+
+    name: str
+    axis: str
+    group: dist.ProcessGroup
+    strategy: Strategy
+    layout: SequenceLayout | Balancer
+    mask: Mask
+    kernel: Kernel | None = None
+    tally: Tally = field(default_factory=Tally, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.strategy, Strategy):
+            raise TypeError(f"{self.name}: strategy must be a Strategy object such as Ring(), got {self.strategy!r}")
+        if not isinstance(self.layout, SequenceLayout) and not callable(self.layout):
+            raise TypeError(
+                f"{self.name}: layout must be a SequenceLayout or a function (length, ranks) -> SequenceLayout such as "
+                f"head_tail, got {self.layout!r}"
+            )
+        if not isinstance(self.mask, Mask):
+            raise TypeError(f"{self.name}: mask must be a Mask object such as Causal(), got {self.mask!r}")
+        if self.kernel is not None and not isinstance(self.kernel, Kernel):
+            raise TypeError(f"{self.name}: kernel must be a Kernel object or None, got {self.kernel!r}")
+        if isinstance(self.layout, SequenceLayout) and self.layout.ranks != self.group.size():
+            raise ValueError(
+                f"{self.name}: the layout cuts the sequence for {self.layout.ranks} ranks, mesh axis {self.axis!r} has "
+                f"{self.group.size()}"
+            )
+
+    def layout_for(self, length: int) -> SequenceLayout:
+        """The cut of a sequence of ``length`` positions."""
+        if not isinstance(self.layout, SequenceLayout):
+            return cached_layout(self.layout, length, self.group.size())
+        if self.layout.length != length:
+            raise ValueError(
+                f"{self.name}: the layout cuts {self.layout.length} positions, the ranks of mesh axis {self.axis!r} hold "
+                f"{length} together; build the layout for this length, or give a balancer such as head_tail"
+            )
+        return self.layout
+
+    def attention(
+        self,
+        q_length: int,
+        kv_length: int,
+        tensors: Sequence[torch.Tensor],
+        *,
+        is_causal: bool,
+        scale: float | None,
+        preferred: Kernel | None = None,
+    ) -> Attention:
+        """The attention of one call, from its *global* lengths and its local query, key and value [B, H, S, D].
+
+        Raises the same errors on every rank, because nothing here depends on the rank. Communicates nothing.
+        """
+        q, k, v = tensors
+        q_layout = self.layout_for(q_length)
+        kv_layout = q_layout if kv_length == q_length else self._layout_of_keys(q_length, kv_length, is_causal)
+        mask = self.mask & Causal() if is_causal else self.mask
+        if mask.length not in (None, kv_length):
+            raise ValueError(f"{self.name}: the mask was made for {mask.length} positions, the sequence has {kv_length}")
+        if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+            raise ValueError(
+                f"{self.name}: {q.shape[1]} query heads are not a multiple of {k.shape[1]} key/value heads"
+            )
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        kernel = self.kernel or self._kernel(q_layout, kv_layout, mask, tensors, preferred)
+        attention = Attention(self.group, q_layout, kv_layout, mask, kernel, scale)
+        if self.kernel is not None:
+            try:
+                kernel.check(q, k, v, biased=self.strategy.needs_bias(q_layout, kv_layout, mask))
+            except NotImplementedError as error:
+                raise NotImplementedError(f"{self.name}: {error}") from None
+        return attention
+
+    def _layout_of_keys(self, q_length: int, kv_length: int, is_causal: bool) -> SequenceLayout:
+        if is_causal or not isinstance(self.mask, Full):
+            what = "is_causal=True" if is_causal else repr(self.mask)
+            raise ValueError(
+                f"{self.name}: {what} with {q_length} queries and {kv_length} keys: positions of the two sequences do not "
+                "correspond. Cross-attention takes no positional mask here; pass is_causal=False"
+            )
+        if isinstance(self.layout, SequenceLayout):
+            raise ValueError(
+                f"{self.name}: one layout of {self.layout.length} positions cannot cut {q_length} queries and {kv_length} "
+                "keys; give a balancer such as contiguous"
+            )
+        return self.layout_for(kv_length)
+
+    def _kernel(self, q_layout, kv_layout, mask, tensors, preferred: Kernel | None) -> Kernel:
+        biased = self.strategy.needs_bias(q_layout, kv_layout, mask)
+        for kernel in (*([preferred] if preferred else []), *SDPA_KERNELS, ReferenceKernel()):
+            try:
+                kernel.check(*tensors, biased=biased)
+            except NotImplementedError:
+                continue
+            return kernel
+        raise AssertionError("the reference kernel takes everything")
+
+    def agree(self, refuse: Callable[[], None], tensors: Sequence[torch.Tensor], seq_dim: int) -> tuple[int, int]:
+        """Global query and key lengths, once all ranks are known to have inputs that fit together.
+
+        ``refuse`` raises for what this rank alone may see. Then one all-gather of a few integers (see
+        :func:`~cp_styles.comm.gather_numbers`) makes one rank's problem every rank's error, instead of a hang.
+
+        Args:
+            refuse: raises ValueError, TypeError or NotImplementedError on bad local input.
+            tensors: local query, key and value, 4-D once ``refuse`` has returned.
+            seq_dim: their sequence dim, of any sign.
+        """
+        problem: Exception | None = None
+        try:
+            refuse()
+        except (ValueError, TypeError, NotImplementedError) as error:
+            problem = error
+        numbers = [0] * 6
+        if problem is None:
+            numbers = [
+                1,
+                tensors[0].shape[seq_dim],
+                tensors[1].shape[seq_dim],
+                tensors[2].shape[seq_dim],
+                _fingerprint([*(_other_sizes(x, seq_dim) for x in tensors), *(x.dtype for x in tensors)]),
+                self._fingerprint(),
+            ]
+        rows = gather_numbers(numbers, self.group)
+        if problem is not None:
+            raise problem
+        self._compare(rows, tensors, seq_dim)
+        q_lengths, kv_lengths = ([row[index] for row in rows] for index in (1, 2))
+        for lengths in (q_lengths, kv_lengths):
+            layout = self.layout_for(sum(lengths))
+            if list(layout.lengths) != lengths:
+                raise ValueError(
+                    f"{self.name}: the ranks of mesh axis {self.axis!r} hold {lengths} positions, but the layout "
+                    f"{_plain(self.layout)} gives them {list(layout.lengths)} of {sum(lengths)}: cut the inputs with the "
+                    "layout the attention uses (layout.shard), or give the attention the layout they were cut with"
+                )
+        return sum(q_lengths), sum(kv_lengths)
+
+    def _compare(self, rows: Sequence[tuple[int, ...]], tensors: Sequence[torch.Tensor], seq_dim: int) -> None:
+        refused = [rank for rank, row in enumerate(rows) if not row[0]]
+        if refused:
+            raise ValueError(
+                f"{self.name}: ranks {refused} of mesh axis {self.axis!r} refused their inputs (their own error says why); "
+                "this rank stops with them"
+            )
+        for row in rows:
+            if row[2] != row[3]:
+                raise ValueError(f"{self.name}: key and value have different lengths: {row[2]} and {row[3]} on some rank")
+        for index, what in ((4, "shape (beside the sequence) or dtype"), (5, "strategy, layout, mask or kernel")):
+            if len({row[index] for row in rows}) > 1:
+                odd = [rank for rank, row in enumerate(rows) if row[index] != rows[0][index]]
+                mine = [(tuple(x.shape), str(x.dtype)) for x in tensors] if index == 4 else self._text()
+                raise ValueError(
+                    f"{self.name}: the ranks of mesh axis {self.axis!r} disagree on {what}: ranks {odd} differ from rank 0; "
+                    f"here it is {mine}"
+                )
+
+    def _text(self) -> str:
+        return ", ".join(_plain(part) for part in (self.strategy, self.layout, self.mask, self.kernel))
+
+    @lru_cache(maxsize=256)  # noqa: B019 - bindings are few, immutable and live as long as their modules
+    def _fingerprint(self) -> int:
+        return _fingerprint([self._text()])
+
+
+def _other_sizes(tensor: torch.Tensor, seq_dim: int) -> tuple[int, ...]:
+    sizes = list(tensor.shape)
+    del sizes[seq_dim]
+    return tuple(sizes)
+
+
+def _plain(value: Any) -> str:
+    """A text that is the same on every rank: no addresses, and functions by name."""
+    return getattr(value, "__qualname__", None) or re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+
+
+def _fingerprint(values: Sequence[Any]) -> int:
+    # Not hash(): Python salts the hash of strings differently in every process.
+    return zlib.crc32(repr(values).encode())

@@ -1,0 +1,243 @@
+"""AttentionContextParallel: one attention module's inputs sharded along the sequence, and its attention over all of it."""
+
+from __future__ import annotations
+
+import enum
+import inspect
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.utils._pytree import tree_map_only
+
+from cp_styles.dispatcher import bound_mesh, install, sequence_sharded
+from cp_styles.functional import check_local
+from cp_styles.kernels import Kernel
+from cp_styles.layout import Balancer, SequenceLayout, head_tail
+from cp_styles.mask import Full, Mask
+from cp_styles.state import Binding
+from cp_styles.strategies import Ring, Strategy
+from cp_styles.styles.axis import take_axis
+
+# What modules call their three inputs; anything else is taken by position.
+_NAMES = (("query", "key", "value"), ("q", "k", "v"), ("xq", "xk", "xv"))
+
+
+class AttentionContextParallel(ParallelStyle):
+    """Context parallelism for a module that receives query, key and value and calls scaled_dot_product_attention.
+
+    The module's local tensors, each rank's part of the sequence, become DTensors sharded along it; the attention inside
+    runs over the whole sequence by ``strategy``; the outputs are local again. Forward and backward equal one device's.
+    Parameter gradients are each rank's share: sum them over the axis (``sum_gradients``, FSDP2 or DDP over it).
+
+    Args:
+        mesh_axis: the axis of a composed mesh that shards the sequence; a 1-D mesh is taken whatever its name.
+        seq_dim: sequence dim of what the *module* receives: 2 for [B, H, S, D], 1 for [B, S, H, D]. What reaches
+            scaled_dot_product_attention is [B, H, S, D], as always.
+        strategy: ``Ring()`` (default), ``AllGather()``, ...; their docstrings say what is sent.
+        layout: the cut of the sequence, or the balancer that makes it; must be the one the inputs were cut with.
+        mask: who attends to whom, beside ``is_causal`` of the call; in global positions.
+        kernel: computes the tiles; default the one scaled_dot_product_attention chose.
+        use_local_output: False leaves outputs as DTensors, Shard on the sequence axis.
+
+    Inputs are plain tensors, or DTensors on this axis' 1-D mesh with ``Shard(seq_dim)``.
+    Communication a forward: one all-gather of six integers, so that all ranks hear of one rank's bad input; then the strategy's.
+
+    Raises (at the call, on every rank, with the module's name): ValueError, TypeError or NotImplementedError for inputs
+    that are not the layout's, for dropout, masks in the call, and modules whose attention was not reached.
+
+    Example::
+
+        plan = {"layers.*.attention.core": AttentionContextParallel(strategy=Ring(), layout=head_tail)}
+        parallelize_module(model, init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), plan)
+    """
+
+    def __init__(
+        self,
+        *,
+        mesh_axis: str = "cp",
+        seq_dim: int = 2,
+        strategy: Strategy | None = None,
+        layout: SequenceLayout | Balancer = head_tail,
+        mask: Mask | None = None,
+        kernel: Kernel | None = None,
+        use_local_output: bool = True,
+    ) -> None:
+        super().__init__()
+        if seq_dim not in (1, 2):
+            raise ValueError(f"seq_dim must be 2 ([B, H, S, D]) or 1 ([B, S, H, D]), got {seq_dim}")
+        self.mesh_axis = mesh_axis
+        self.seq_dim = seq_dim
+        self.strategy = Ring() if strategy is None else strategy
+        self.layout = layout
+        self.mask = Full() if mask is None else mask
+        self.kernel = kernel
+        self.use_local_output = use_local_output
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        axis = take_axis(device_mesh, self.mesh_axis, self, module)
+        if any(isinstance(getattr(hook, "__self__", None), ContextParallelState) for hook in module._forward_pre_hooks.values()):
+            raise ValueError(
+                f"{type(module).__name__} is context parallel already: apply AttentionContextParallel to a module once"
+            )
+        ContextParallelState(self, module, axis).register()
+        return module
+
+    def __repr__(self) -> str:
+        layout = getattr(self.layout, "__name__", repr(self.layout))
+        return (
+            f"{type(self).__name__}(mesh_axis={self.mesh_axis!r}, seq_dim={self.seq_dim}, strategy={self.strategy}, "
+            f"layout={layout}, mask={self.mask}, use_local_output={self.use_local_output})"
+        )
+
+
+class Phase(enum.Enum):
+    """Where a module stands. For messages and debuggers: nothing is routed by it, see [Note: routing] in dispatcher.py."""
+
+    IDLE = "idle"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+class ContextParallelState:
+    """What one module's attention is bound to, and the hooks that make it so."""
+
+    def __init__(self, style: AttentionContextParallel, module: nn.Module, axis: DeviceMesh) -> None:
+        self.style = style
+        self.module = module
+        self.axis = axis
+        self.phase = Phase.IDLE
+        name = (axis.mesh_dim_names or (style.mesh_axis,))[0]
+        self.binding = Binding(
+            f"{type(module).__name__} (AttentionContextParallel over mesh axis {name!r})",
+            name,
+            axis.get_group(),
+            style.strategy,
+            style.layout,
+            style.mask,
+            style.kernel,
+        )
+        self.mesh = bound_mesh(self.binding, axis.device_type)
+        self._signature = inspect.signature(module.forward)
+        parameters = list(self._signature.parameters)
+        self._names = next((names for names in _NAMES if set(names) <= set(parameters)), tuple(parameters[:3]))
+        kinds = [self._signature.parameters[name].kind for name in self._names]
+        if len(kinds) < 3 or inspect.Parameter.VAR_POSITIONAL in kinds or inspect.Parameter.VAR_KEYWORD in kinds:
+            raise ValueError(
+                f"AttentionContextParallel is for modules whose forward takes query, key and value; {type(module).__name__} "
+                f"takes {self._signature}. Put scaled_dot_product_attention into a small module of its own that takes the three"
+            )
+
+    def register(self) -> None:
+        # The last to change the inputs and the first to see the outputs: other styles' hooks see what they always saw.
+        self.module.register_forward_pre_hook(self._pre_forward, with_kwargs=True)
+        self.module.register_forward_hook(self._post_forward, prepend=True, always_call=True)
+
+    def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        install()
+        bound = self._signature.bind(*args, **kwargs)
+        inputs = tuple(bound.arguments.get(name) for name in self._names)
+        dim = self.style.seq_dim
+        local = tuple(value.to_local() if isinstance(value, DTensor) else value for value in inputs)
+        q_length, kv_length = self.binding.agree(lambda: self._refuse(bound.arguments, inputs, local), local, dim)
+        for name, tensor, size in zip(self._names, local, (q_length, kv_length, kv_length), strict=True):
+            bound.arguments[name] = shared = sequence_sharded(tensor, self.mesh, dim, size)
+            if shared.requires_grad:
+                shared.register_hook(self._post_backward)
+        self.phase = Phase.FORWARD
+        self.binding.tally.calls = 0
+        return bound.args, bound.kwargs
+
+    def _post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        self.phase = Phase.IDLE
+        failure = sys.exc_info()[1]
+        if output is None and failure is not None:
+            self._explain(failure)
+            return None
+        if not self.binding.tally.calls:
+            raise NotImplementedError(f"{self.binding.name}: {_NOT_REACHED}")
+        return tree_map_only(DTensor, self._lower, output)
+
+    def _lower(self, output: DTensor) -> torch.Tensor:
+        if output.device_mesh is not self.mesh:
+            return output
+        (placement,) = output.placements
+        if not isinstance(placement, Shard):
+            raise ValueError(
+                f"{self.binding.name}: an output of shape {tuple(output.shape)} is {placement}, not sharded along the sequence: "
+                "the module reduced or gathered the sequence dim. Do that outside of it"
+            )
+        local = output.to_local()
+        if local.requires_grad:
+            local.register_hook(self._pre_backward)
+        if self.style.use_local_output:
+            return local
+        return sequence_sharded(local, self.axis, placement.dim, output.shape[placement.dim])
+
+    def _pre_backward(self, grad: torch.Tensor) -> None:
+        install()
+        self.phase = Phase.BACKWARD
+
+    def _post_backward(self, grad: torch.Tensor) -> None:
+        self.phase = Phase.IDLE
+
+    def _refuse(self, arguments: dict[str, Any], inputs: tuple[Any, ...], local: tuple[Any, ...]) -> None:
+        """Raise for what this rank alone can see to be wrong."""
+        name, dim = self.binding.name, self.style.seq_dim
+        for label, value in zip(self._names, inputs, strict=True):
+            if isinstance(value, DTensor) and (value.device_mesh != self.axis or value.placements != (Shard(dim),)):
+                raise ValueError(
+                    f"{name}: {label} is a DTensor on mesh axes {value.device_mesh.mesh_dim_names} with {value.placements}; "
+                    f"expected a local tensor, or a DTensor on {self.axis.mesh_dim_names} with Shard({dim}). Have the style "
+                    "before it return local tensors (use_local_output=True)"
+                )
+        check_local(name, local)
+        for label, value in _flat_arguments(self._signature, arguments):
+            if label in self._names:
+                continue
+            if label == "dropout_p" and value:
+                raise NotImplementedError(f"{name}: dropout_p={value}: {_NO_DROPOUT}")
+            if isinstance(value, torch.Tensor):
+                raise NotImplementedError(
+                    f"{name}: got a tensor {label!r} of shape {tuple(value.shape)} beside query, key and value. A mask of this "
+                    "call would say nothing about the other ranks' keys: give the style the mask of the whole sequence "
+                    "(mask=SlidingWindow(...), Documents(...), Dense(tensor)); apply anything else outside of the module"
+                )
+        backends = torch.backends.cuda
+        if not (backends.flash_sdp_enabled() or backends.mem_efficient_sdp_enabled() or backends.cudnn_sdp_enabled()):
+            raise NotImplementedError(
+                f"{name}: scaled_dot_product_attention is restricted to the MATH backend, which never shows the attention as "
+                "one op. Allow a fused backend (sdpa_kernel), or use kernel=ReferenceKernel() with a fused backend allowed"
+            )
+
+    def _explain(self, failure: BaseException) -> None:
+        if not self.binding.tally.calls and not getattr(failure, "__notes__", None):
+            failure.add_note(f"{self.binding.name}: {_NOT_REACHED}")
+
+
+_NO_DROPOUT = (
+    "each rank's random numbers would have to be those of one device. Set dropout to 0, or apply it after the attention"
+)
+_NOT_REACHED = (
+    "no fused attention op was reached inside the module. Context parallelism needs scaled_dot_product_attention on the "
+    "tensors the module received, and torch takes it apart when it is given dropout (set it to 0), an attn_mask tensor "
+    "(give the style a mask= instead), or the MATH backend (allow a fused one)"
+)
+
+
+def _flat_arguments(signature: inspect.Signature, arguments: dict[str, Any]) -> list[tuple[str, Any]]:
+    """(name, value) of every argument, those swallowed by *args and **kwargs too."""
+    flat: list[tuple[str, Any]] = []
+    for name, value in arguments.items():
+        kind = signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_KEYWORD:
+            flat.extend(value.items())
+        elif kind is inspect.Parameter.VAR_POSITIONAL:
+            flat.extend((f"{name}[{index}]", item) for index, item in enumerate(value))
+        else:
+            flat.append((name, value))
+    return flat
