@@ -1,0 +1,170 @@
+"""Autograd over linear maps that know their adjoint: one Function for all of them, and its two halves for overlap."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+import torch
+
+from cp_styles.collectives._exchange import Exchange, Started, Tensors
+from cp_styles.collectives._group import Peers
+from cp_styles.collectives._rows import Rows
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+class LinearMap(Protocol):
+    """Local tensors to local tensors, linear over the group as a whole."""
+
+    @property
+    def peers(self) -> Peers: ...
+
+    def __call__(self, *tensors: torch.Tensor) -> Tensors: ...
+
+    def adjoint(self) -> LinearMap: ...
+
+
+def differentiable(op: LinearMap, *tensors: torch.Tensor) -> Tensors:
+    """``op(*tensors)``, with ``op.adjoint()`` as its backward, and so on for higher derivatives."""
+    if op.peers.size == 1:
+        return tensors
+    return _Apply.apply(op, *tensors)
+
+
+class _Apply(torch.autograd.Function):
+    """forward: op; backward: its adjoint. Every rank must run the backward, as it communicates."""
+
+    @staticmethod
+    def forward(ctx: Any, op: LinearMap, *tensors: torch.Tensor) -> Tensors:
+        ctx.op = op
+        return op(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        return None, *_Apply.apply(ctx.op.adjoint(), *grads)
+
+
+class Pending(Generic[T]):
+    """A result under way. The exchange runs while this rank does other work, in the backward as in the forward."""
+
+    def __init__(self, finish: Callable[[], T]) -> None:
+        self._finish: Callable[[], T] | None = finish
+        self._result: T | None = None
+
+    def wait(self) -> T:
+        """The result; every rank must call it. Calling it again returns the same."""
+        if self._finish is not None:
+            self._result, self._finish = self._finish(), None
+        return self._result  # pyright: ignore[reportReturnType]
+
+    def then(self, last: Callable[[T], U]) -> Pending[U]:
+        """This, with ``last`` applied to the result when it is waited for."""
+        return Pending(lambda: last(self.wait()))
+
+
+def start(op: Exchange, *tensors: torch.Tensor) -> Pending[Tensors]:
+    """``differentiable(op, *tensors)`` in two halves: this call sends, ``wait()`` receives.
+
+    In the backward, the node of ``wait()`` sends and the node of this call receives: autograd runs the nodes in between
+    (what was computed between the two calls) while the gradients travel. First derivatives only.
+    """
+    if op.peers.size == 1 or torch.compiler.is_compiling():  # the compiler moves waits by itself
+        result = differentiable(op, *tensors)
+        return Pending(lambda: result)
+    journey = _Journey(op)
+    token = _Send.apply(journey, *tensors)
+    return Pending(lambda: _Receive.apply(journey, token))
+
+
+class _Journey:
+    """What the two halves share. The token between them has no elements; it carries the edge of the graph."""
+
+    def __init__(self, op: Exchange) -> None:
+        self.op = op
+        self.forward: Started | None = None
+        self.backward: Started | None = None
+
+
+class _Send(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, journey: _Journey, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.journey = journey
+        journey.forward = journey.op.start(*tensors)
+        return tensors[0].new_empty(0)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, _token: torch.Tensor) -> tuple[Any, ...]:
+        started, ctx.journey.backward = ctx.journey.backward, None
+        return None, *ctx.journey.op.adjoint().finish(started)
+
+
+class _Receive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, journey: _Journey, token: torch.Tensor) -> Tensors:
+        ctx.journey = journey
+        started, journey.forward = journey.forward, None
+        assert started is not None
+        return journey.op.finish(started)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        ctx.journey.backward = ctx.journey.op.adjoint().start(*grads)
+        return None, grads[0].new_empty(0)
+
+
+class Own(NamedTuple):
+    """Replicated -> sharded: each rank takes its rows; nothing is sent. The adjoint gathers."""
+
+    gather: Exchange
+
+    @property
+    def peers(self) -> Peers:
+        return self.gather.peers
+
+    def __call__(self, *tensors: torch.Tensor) -> Tensors:
+        peers, rows, dim = self.gather.peers, self.gather.rows, self.gather.row_dim
+        return tuple(rows.own(x, dim, peers.rank) for x in tensors)
+
+    def adjoint(self) -> Replicated:
+        return Replicated(self.gather)
+
+
+class Replicated(NamedTuple):
+    """Sharded -> replicated: an all-gather whose result (and so its gradient) is one tensor, the same on all ranks."""
+
+    gather: Exchange
+
+    @property
+    def peers(self) -> Peers:
+        return self.gather.peers
+
+    def __call__(self, *tensors: torch.Tensor) -> Tensors:
+        return self.gather(*tensors)
+
+    def adjoint(self) -> Own:
+        return Own(self.gather)
+
+
+def gather_exchange(peers: Peers, dim: int, ndim: int, rows: Rows) -> Exchange:
+    """The exchange that gathers ``dim`` of a tensor of ``ndim`` dims, to which a last dim of one column is added."""
+    return Exchange(peers, dim, ndim, rows, (((0, 1),) * peers.size,))
+
+
+def scale_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:
+    """forward: x; backward: the gradient times ``factor``."""
+    return x if factor == 1 else _ScaleGradient.apply(x, factor)
+
+
+class _ScaleGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return scale_gradient(grad * ctx.factor, 1.0), None

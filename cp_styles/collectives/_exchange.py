@@ -1,0 +1,240 @@
+"""The one thing that is sent: a matrix changes hands, rows for columns. Everything else here is a use of it.
+
+Legend: R rows, C columns, P ranks. A tensor is seen as ``[R, *lead, C, *trail]``: its row dim first, then the dims
+before the column dim, the column dim, the dims after it. Of tensor t, rank j wants the columns ``columns[t][j]``;
+rank i has the rows ``rows.chunks[i]``.
+
+    to columns:  every rank has its rows of all columns      ->  all rows of the columns it wants
+    to rows:     every rank has all rows of its columns      ->  its rows of all columns, where columns that several
+                                                                 ranks had are summed
+
+Each is the other's adjoint, whatever the columns are:
+
+    columns cut among the ranks       all-to-all and the all-to-all back
+    KV heads that several ranks want  grouped-query Ulysses, and the sum of their gradients
+    all columns for everybody         all-gather and reduce-scatter (sum)
+
+A block ``i -> j`` travels as ``[rows of i, *lead, columns of j of all tensors side by side]``. The rows are outermost,
+so what arrives needs no copy in "to columns" and what leaves needs none in "to rows" (if the tensor lies that way).
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from math import prod
+from typing import NamedTuple
+
+import torch
+
+from cp_styles._compat import start_all_gather, start_all_to_all, wait_tensor
+from cp_styles.collectives._group import Peers
+from cp_styles.collectives._rows import Rows
+from cp_styles.layout import Chunk
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+class Started(NamedTuple):
+    """A message under way: the flat buffer that fills up, and the tensors that were sent (kept alive until then)."""
+
+    wire: torch.Tensor | None
+    tensors: Tensors
+
+
+class Exchange(NamedTuple):
+    """A linear map over the local tensors of the ranks of a group, and its adjoint: see the top of this file.
+
+    Call it with the tensors (autograd does not see it: use :func:`differentiable`, or call it in the forward and its
+    ``adjoint()`` in the backward of a Function of yours), or ``finish(start(*tensors))`` with other work in between.
+
+    Attributes:
+        peers: the group; a group of one makes it the identity.
+        row_dim: the dim of the rows, in every tensor.
+        column_dim: the dim of the columns, in every tensor.
+        rows: which rows each rank has.
+        columns: for each tensor and rank the half-open range of columns that the rank wants.
+        to_columns: the direction.
+    """
+
+    peers: Peers
+    row_dim: int
+    column_dim: int
+    rows: Rows
+    columns: tuple[tuple[Chunk, ...], ...]
+    to_columns: bool = True
+
+    def adjoint(self) -> Exchange:
+        return self._replace(to_columns=not self.to_columns)
+
+    def __call__(self, *tensors: torch.Tensor) -> Tensors:
+        return self.finish(self.start(*tensors))
+
+    def start(self, *tensors: torch.Tensor) -> Started:
+        """Pack (one copy at most) and send one message to each rank; the tensors must not change until it has left."""
+        if self.peers.size == 1:
+            return Started(None, tensors)
+        seen = [self._rows_first(x) for x in tensors]
+        lead = prod(self._lead(seen[0]))
+        mine = self.rows.sizes[self.peers.rank] * lead
+        widths = [self._width(rank, seen) for rank in range(self.peers.size)]
+        own_width = widths[self.peers.rank]
+        if self.to_columns:
+            packed = self._pack_columns(seen, widths)
+            sent = [mine * width for width in widths]
+            received = [size * lead * own_width for size in self.rows.sizes]
+            if self._is_gather() and len(set(self.rows.sizes)) == 1:
+                return Started(start_all_gather(_sendable(packed), self.peers.size, self.peers.name), tensors)
+            if self._is_gather():
+                packed = packed.expand(self.peers.size, -1).reshape(-1)
+        else:
+            packed = self._pack_rows(seen)
+            sent = [size * lead * own_width for size in self.rows.sizes]
+            received = [mine * width for width in widths]
+        wire = _sendable(packed)
+        items = packed.element_size() // wire.element_size()
+        received, sent = [items * n for n in received], [items * n for n in sent]
+        return Started(start_all_to_all(wire, received, sent, self.peers.name), tensors)
+
+    def finish(self, started: Started) -> Tensors:
+        """Wait and unpack.
+
+        To columns: views of one buffer with the rows outermost (a copy only for a layout that is not contiguous).
+        To rows: contiguous tensors, one copy.
+        """
+        if started.wire is None:
+            return started.tensors
+        wire = wait_tensor(started.wire).view(started.tensors[0].dtype)
+        seen = [self._rows_first(x) for x in started.tensors]
+        return self._unpack_columns(wire, seen) if self.to_columns else self._unpack_rows(wire, seen)
+
+    # The four copies. To columns: pack, unpack. To rows: pack, unpack.
+
+    def _pack_columns(self, seen: list[torch.Tensor], widths: list[int]) -> torch.Tensor:
+        """Flat: for each rank its block of ``[own rows, *lead, width]``; for a gather the one block they all want."""
+        c, ranks = self._column_axis, self.peers.size
+        if self._is_gather():
+            return _side_by_side(seen, c)
+        if len({x.shape[c + 1 :] for x in seen}) == 1 and all(map(_is_even_cut, self.columns)):
+            # One kernel instead of one a rank and tensor.
+            blocks = [x.unflatten(c, (ranks, x.shape[c] // ranks)).movedim(c, 0) for x in seen]
+            return (blocks[0].contiguous() if len(blocks) == 1 else torch.cat(blocks, c + 1)).view(-1)
+        head = seen[0].shape[:c]
+        wire = seen[0].new_empty(prod(head) * sum(widths))
+        for rank, block in enumerate(wire.split([prod(head) * width for width in widths])):
+            _copy_side_by_side(block.view(*head, widths[rank]), seen, c, [columns[rank] for columns in self.columns])
+        return wire
+
+    def _unpack_columns(self, wire: torch.Tensor, seen: list[torch.Tensor]) -> Tensors:
+        c, rank = self._column_axis, self.peers.rank
+        width = self._width(rank, seen)
+        whole = self.rows.to_global(wire.view(sum(self.rows.sizes), *self._lead(seen[0]), width))
+        return tuple(
+            part.movedim(0, self.row_dim) for part in self._apart(whole, seen, [cols[rank] for cols in self.columns], c)
+        )
+
+    def _pack_rows(self, seen: list[torch.Tensor]) -> torch.Tensor:
+        """Flat: the rows in rank order, of each row what this rank has of all tensors."""
+        c, ranges = self._column_axis, self.rows.in_rank_order()
+        if len(ranges) <= 1:
+            return _side_by_side(seen, c)
+        if len(seen) == 1:
+            return torch.cat([seen[0].narrow(0, start, stop - start) for start, stop in ranges]).view(-1)
+        head = seen[0].shape[:c]
+        wire = seen[0].new_empty(*head, self._width(self.peers.rank, seen))
+        at = 0
+        for start, stop in ranges:
+            part = [x.narrow(0, start, stop - start) for x in seen]
+            _copy_side_by_side(wire.narrow(0, at, stop - start), part, c, [(0, x.shape[c]) for x in seen])
+            at += stop - start
+        return wire.view(-1)
+
+    def _unpack_rows(self, wire: torch.Tensor, seen: list[torch.Tensor]) -> Tensors:
+        c, mine = self._column_axis, self.rows.sizes[self.peers.rank]
+        head = (mine, *self._lead(seen[0]))
+        widths = [self._width(rank, seen) for rank in range(self.peers.size)]
+        blocks = [
+            self._apart(block.view(*head, width), seen, [columns[rank] for columns in self.columns], c)
+            for rank, (block, width) in enumerate(
+                zip(wire.split([prod(head) * width for width in widths]), widths, strict=True)
+            )
+        ]
+        by_tensor = zip(*blocks, strict=True)
+        return tuple(self._merge(parts, cols) for parts, cols in zip(by_tensor, self.columns, strict=True))
+
+    def _merge(self, parts: Tensors, columns: tuple[Chunk, ...]) -> torch.Tensor:
+        """All columns from every rank's; what several ranks had is summed, in rank order, in float32 at least."""
+        parts = tuple(part.movedim(0, self.row_dim) for part in parts)
+        if _is_cut(columns):
+            return torch.cat(parts, self.column_dim)
+        dtype = parts[0].dtype
+        exact = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
+        shape = list(parts[0].shape)
+        shape[self.column_dim] = max(stop for _, stop in columns)
+        total = parts[0].new_zeros(shape, dtype=exact)
+        for part, (start, stop) in zip(parts, columns, strict=True):
+            total.narrow(self.column_dim, start, stop - start).add_(part)
+        return total.to(dtype)
+
+    # Geometry.
+
+    @property
+    def _column_axis(self) -> int:
+        """The column dim where the row dim comes first."""
+        return self.column_dim + (self.column_dim < self.row_dim)
+
+    def _rows_first(self, x: torch.Tensor) -> torch.Tensor:
+        return x.movedim(self.row_dim, 0)
+
+    def _lead(self, seen: torch.Tensor) -> tuple[int, ...]:
+        return tuple(seen.shape[1 : self._column_axis])
+
+    def _width(self, rank: int, seen: list[torch.Tensor]) -> int:
+        """Elements of a row (of one lead index) that ``rank`` wants of all tensors."""
+        trails = [prod(x.shape[self._column_axis + 1 :]) for x in seen]
+        return sum((cols[rank][1] - cols[rank][0]) * trail for cols, trail in zip(self.columns, trails, strict=True))
+
+    def _apart(self, block: torch.Tensor, seen: list[torch.Tensor], columns: list[Chunk], c: int) -> Tensors:
+        """The tensors in a block ``[R, *lead, width]``, as views."""
+        parts, at = [], 0
+        for x, (start, stop) in zip(seen, columns, strict=True):
+            shape = (stop - start, *x.shape[c + 1 :])
+            parts.append(block.narrow(-1, at, prod(shape)).unflatten(-1, shape))
+            at += prod(shape)
+        return tuple(parts)
+
+    def _is_gather(self) -> bool:
+        """Everybody wants the same columns."""
+        return all(len(set(columns)) == 1 for columns in self.columns)
+
+
+def _is_cut(columns: tuple[Chunk, ...]) -> bool:
+    return columns[0][0] == 0 and all(left[1] == right[0] for left, right in pairwise(columns))
+
+
+def _is_even_cut(columns: tuple[Chunk, ...]) -> bool:
+    return _is_cut(columns) and len({stop - start for start, stop in columns}) == 1
+
+
+def _side_by_side(seen: list[torch.Tensor], c: int) -> torch.Tensor:
+    """Flat: of every row all columns of all tensors; no copy for a single tensor that lies so already."""
+    if len(seen) == 1:
+        return seen[0].contiguous().view(-1)
+    wire = seen[0].new_empty(*seen[0].shape[:c], sum(prod(x.shape[c:]) for x in seen))
+    _copy_side_by_side(wire, seen, c, [(0, x.shape[c]) for x in seen])
+    return wire.view(-1)
+
+
+def _copy_side_by_side(block: torch.Tensor, seen: list[torch.Tensor], c: int, columns: list[Chunk]) -> None:
+    at = 0
+    for x, (start, stop) in zip(seen, columns, strict=True):
+        part = x.narrow(c, start, stop - start)
+        width = prod(part.shape[c:])
+        block.narrow(-1, at, width).unflatten(-1, part.shape[c:]).copy_(part)
+        at += width
+
+
+def _sendable(packed: torch.Tensor) -> torch.Tensor:
+    """gloo has no complex and no float8 all-to-all, and nothing is computed on the wire: send those as bytes."""
+    if packed.dtype.is_complex or (packed.dtype.is_floating_point and packed.element_size() == 1):
+        return packed.view(torch.uint8)
+    return packed

@@ -1,0 +1,147 @@
+"""Who takes part in a collective, and how the ranks find out that they do not mean the same thing."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from cp_styles._compat import resolve_group
+
+Group: TypeAlias = dist.ProcessGroup | DeviceMesh | tuple[DeviceMesh, str] | None
+"""A process group, a mesh of one axis, a mesh with the name of one of its axes, or None for no communication."""
+
+GROUP_REMEDY = "pass a ProcessGroup, a DeviceMesh of one axis, a pair (mesh, axis name), or None for no communication"
+
+
+class Peers(NamedTuple):
+    """This rank's place in a group. Named tuples, here and below: torch.compile on 2.11 loses a dataclass's fields."""
+
+    name: str
+    rank: int
+    size: int
+
+
+def peers_of(group: Group) -> Peers:
+    """Resolve ``group``; None and a group of one rank need no process group afterwards.
+
+    Raises:
+        TypeError: for anything that is not a group.
+        ValueError: for a mesh of several axes without an axis name, an unknown axis, or a group this rank is not in.
+    """
+    if group is None:
+        return Peers("", 0, 1)
+    if isinstance(group, tuple):
+        if len(group) != 2 or not isinstance(group[0], DeviceMesh) or not isinstance(group[1], str):
+            raise TypeError(f"{group!r} is not a group: {GROUP_REMEDY}")
+        mesh, axis = group
+        if axis not in (mesh.mesh_dim_names or ()):
+            raise ValueError(f"the mesh has the axes {mesh.mesh_dim_names}, not {axis!r}: pass the name of one of them")
+        group = mesh.get_group(axis)
+    elif isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"the mesh has {group.ndim} axes {group.mesh_dim_names}: say which one carries the sequence, for "
+                "example (mesh, 'cp')"
+            )
+        group = group.get_group()
+    elif not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"{type(group).__name__} is not a group: {GROUP_REMEDY}")
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise ValueError("this rank is not in the group: call only on the group's own ranks")
+    return Peers(group.group_name, rank, dist.get_world_size(group))
+
+
+class Facts(NamedTuple):
+    """What a rank says before it communicates: what must be ``same`` on all ranks, and its ``own`` size."""
+
+    same: Mapping[str, Any]
+    own: int = 0
+
+
+def facts_of(x: torch.Tensor, own_dim: int, **same: Any) -> Facts:
+    """Facts of a tensor whose size in ``own_dim`` may differ between ranks; its other sizes, dtype, ... may not."""
+    rest = tuple("any" if dim == own_dim else size for dim, size in enumerate(x.shape))
+    grad = x.requires_grad and torch.is_grad_enabled()
+    return Facts({"shape": rest, "dtype": x.dtype, "requires_grad": grad, **same}, x.shape[own_dim])
+
+
+def consult(peers: Peers, call: str, describe: Callable[[], Facts], check: bool) -> tuple[int, ...]:
+    """Let every rank describe its call, and raise on *all* ranks when one of them cannot, or when they differ.
+
+    Without it, a rank with a bad argument raises and its peers hang in the collective it never joins.
+
+    Args:
+        call: name of the function, for messages.
+        describe: checks this rank's arguments (ValueError, TypeError) and returns its facts.
+        check: False, and any run under torch.compile, communicates nothing: only this rank's own arguments are
+            checked, and all ranks are taken to have its ``own`` size.
+
+    Returns:
+        The ``own`` size of each rank.
+
+    Communicates one all-gather of ``1024 + 64 * ranks`` bytes, on the CPU where the group has a CPU backend; on a
+    group that has none, the host waits for the device.
+    """
+    if peers.size == 1 or not check or torch.compiler.is_compiling():
+        return (describe().own,) * peers.size
+    error = None
+    try:
+        same, own = describe()
+        said = {"same": {key: _short(repr(value)) for key, value in same.items()}, "own": own}
+    except (ValueError, TypeError) as caught:
+        error, said = caught, {"error": f"{type(caught).__name__}: {caught}"[:400]}
+    everyone = _all_gather_json(peers, {"call": call, **said})
+    if error is not None:
+        raise error
+    failed = [f"rank {rank}: {its['error']}" for rank, its in enumerate(everyone) if "error" in its]
+    if failed:
+        raise ValueError(f"{call}() cannot run, because other ranks of the group raised\n" + "\n".join(failed))
+    for key in ("call", *everyone[0]["same"]):
+        values = [its["call"] if key == "call" else its["same"].get(key) for its in everyone]
+        if len(set(values)) > 1:
+            listed = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+            raise ValueError(
+                f"{call}() needs the same {key} on every rank of the group, but the ranks have {listed}: call it in "
+                "the same order and with the same arguments everywhere"
+            )
+    return tuple(its["own"] for its in everyone)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 120 else f"{text[:80]}... (crc {zlib.crc32(text.encode()):08x})"
+
+
+def _all_gather_json(peers: Peers, value: dict[str, Any]) -> list[dict[str, Any]]:
+    """JSON in a vector of fixed size: one collective, and nothing is unpickled."""
+    room = 1024 + 64 * peers.size
+    text = json.dumps(value).encode()
+    if len(text) > room:  # not reachable with the keys in use: each fact is short
+        raise AssertionError(f"{len(text)} bytes of facts do not fit into {room}")
+    group = resolve_group(peers.name)
+    device = "cpu" if "cpu" in dist.get_backend_config(group) else torch.accelerator.current_accelerator()
+    mine = torch.frombuffer(bytearray(text.ljust(room)), dtype=torch.uint8).to(device)
+    parts = [torch.empty_like(mine) for _ in range(peers.size)]
+    dist.all_gather(parts, mine, group=group)
+    return [json.loads(bytes(part.tolist())) for part in parts]
+
+
+def dim_of(x: torch.Tensor, dim: int, what: str) -> int:
+    """``dim`` counted from the front; TypeError for what is not a plain tensor, ValueError for a bad dim."""
+    if isinstance(x, DTensor):
+        raise TypeError(
+            f"got a DTensor with placements {x.placements}: these functions move plain local tensors; pass "
+            "x.to_local() and wrap the result with DTensor.from_local, or call x.redistribute()"
+        )
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"expected a tensor, got {type(x).__name__}")
+    if not isinstance(dim, int) or not -x.ndim <= dim < x.ndim:
+        raise ValueError(f"{what}={dim} is not a dim of a tensor of shape {tuple(x.shape)}")
+    return dim % x.ndim

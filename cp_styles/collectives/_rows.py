@@ -1,0 +1,179 @@
+"""How a dim is cut over the ranks of a group, in whichever way the caller says it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+from cp_styles.collectives._group import Peers
+from cp_styles.layout import Chunk, SequenceLayout
+
+
+@dataclass(frozen=True)
+class Padded:
+    """Equal shards of a dim that does not divide: each rank holds ``ceil(length / ranks)``, the last ones filled up.
+
+    The filling exists on the ranks only: it is never sent, and it is not in a gathered tensor. Its gradient is zero.
+
+    Attributes:
+        length: what the whole dim has without filling.
+        multiple: each shard is rounded up to a multiple of this.
+    """
+
+    length: int
+    multiple: int = 1
+
+    def __post_init__(self) -> None:
+        if self.length < 0 or self.multiple < 1:
+            raise ValueError(f"Padded needs length >= 0 and multiple >= 1, got {self}")
+
+    def shard_size(self, ranks: int) -> int:
+        """What each of ``ranks`` ranks holds, filling included."""
+        return -(-self.length // (ranks * self.multiple)) * self.multiple
+
+
+Layout: TypeAlias = SequenceLayout | Padded | Sequence[int] | None
+"""How a dim is cut: a :class:`~cp_styles.layout.SequenceLayout`; :class:`Padded`; the size of each rank's contiguous
+part;
+or None, for contiguous parts of which the first ranks take the remainder."""
+
+
+class Rows(NamedTuple):
+    """A dim cut over ranks, ready to be moved.
+
+    Attributes:
+        chunks: for each rank the global ranges it holds, in the order in which it holds them.
+        shard: what each rank's tensor has in this dim where it is filled up, else None.
+    """
+
+    chunks: tuple[tuple[Chunk, ...], ...]
+    shard: int | None = None
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """How many positions each rank holds, without filling."""
+        return tuple(sum(stop - start for start, stop in own) for own in self.chunks)
+
+    def local(self, rank: int) -> int:
+        """What the tensor of ``rank`` has in this dim, filling included."""
+        return self.sizes[rank] if self.shard is None else self.shard
+
+    def in_rank_order(self) -> list[Chunk]:
+        """The global ranges of all shards one after another, touching ones joined: one range for a contiguous cut."""
+        joined: list[Chunk] = []
+        for start, stop in (chunk for own in self.chunks for chunk in own if chunk[0] < chunk[1]):
+            if joined and joined[-1][1] == start:
+                joined[-1] = (joined[-1][0], stop)
+            else:
+                joined.append((start, stop))
+        return joined
+
+    def to_global(self, shards: torch.Tensor) -> torch.Tensor:
+        """Dim 0 from rank order (the shards one after another) to global order: one copy, none where they agree."""
+        ranges = self.in_rank_order()
+        if len(ranges) <= 1:
+            return shards
+        at = accumulate((stop - start for start, stop in ranges), initial=0)
+        pieces = sorted((start, offset, stop - start) for offset, (start, stop) in zip(at, ranges, strict=False))
+        return torch.cat([shards.narrow(0, offset, size) for _, offset, size in pieces])
+
+    def own(self, whole: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
+        """The part of ``rank``, without filling, of a ``whole`` tensor: a view if it is one range."""
+        parts = [whole.narrow(dim, start, stop - start) for start, stop in self.chunks[rank]]
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat(parts, dim) if parts else whole.narrow(dim, 0, 0)
+
+    def trim(self, x: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
+        """A shard without its filling (a view)."""
+        return x if self.shard is None else x.narrow(dim, 0, self.sizes[rank])
+
+    def fill(self, x: torch.Tensor, dim: int, value: float = 0) -> torch.Tensor:
+        """A shard with its filling: a copy on the ranks that have any."""
+        if self.shard is None or x.shape[dim] == self.shard:
+            return x
+        widths = [0, 0] * (x.ndim - dim)
+        widths[-1] = self.shard - x.shape[dim]
+        return torch.nn.functional.pad(x, widths, value=value)
+
+
+def even_sizes(length: int, parts: int) -> tuple[int, ...]:
+    """``length`` in ``parts`` sizes that differ by one at most, the larger ones first."""
+    base, extra = divmod(length, parts)
+    return tuple(base + (index < extra) for index in range(parts))
+
+
+def sizes_of(sizes: Sequence[int], peers: Peers, what: str) -> tuple[int, ...]:
+    """``sizes`` as a tuple, checked to be one size >= 0 a rank."""
+    listed = tuple(sizes)
+    if len(listed) != peers.size or any(not isinstance(size, int) or size < 0 for size in listed):
+        raise ValueError(f"{what} must be one size >= 0 for each of the {peers.size} ranks, got {listed}")
+    return listed
+
+
+def rows_of(layout: Layout, peers: Peers) -> Rows | None:
+    """Resolve a layout that says its own length; None stays None.
+
+    Raises:
+        ValueError: when it is for another number of ranks.
+        TypeError: when it is no layout.
+    """
+    if layout is None:
+        return None
+    if isinstance(layout, Padded):
+        shard = layout.shard_size(peers.size)
+        edges = [min(rank * shard, layout.length) for rank in range(peers.size + 1)]
+        return Rows(tuple((chunk,) for chunk in pairwise(edges)), shard)
+    if isinstance(layout, SequenceLayout):
+        if layout.ranks != peers.size:
+            raise ValueError(
+                f"the layout is for {layout.ranks} ranks, the group has {peers.size}: build it for {peers.size} ranks"
+            )
+        return Rows(layout.chunks)
+    if isinstance(layout, Sequence) and not isinstance(layout, str):
+        return contiguous_rows(sizes_of(layout, peers, "layout"))
+    raise TypeError(
+        f"{type(layout).__name__} does not say how a dim is cut: pass a SequenceLayout, Padded(length), one size a "
+        "rank, or None"
+    )
+
+
+def contiguous_rows(sizes: Sequence[int]) -> Rows:
+    """One range a rank, in the order of the ranks."""
+    return Rows(tuple((chunk,) for chunk in ranges_of(sizes)))
+
+
+def ranges_of(sizes: Sequence[int]) -> tuple[Chunk, ...]:
+    """Consecutive half-open ranges of these sizes."""
+    return tuple(pairwise(accumulate(sizes, initial=0)))
+
+
+def check_local(rows: Rows | None, x: torch.Tensor, dim: int, peers: Peers) -> None:
+    """Raise ValueError when ``x`` is not this rank's part of ``rows``."""
+    if rows is not None and x.shape[dim] != rows.local(peers.rank):
+        raise ValueError(
+            f"the layout gives rank {peers.rank} {rows.local(peers.rank)} positions, but dim {dim} of its tensor "
+            f"of shape {tuple(x.shape)} has {x.shape[dim]}: build the layout for this sequence, or pass the right dim"
+        )
+
+
+def rows_of_whole(layout: Layout, x: torch.Tensor, dim: int, peers: Peers) -> Rows:
+    """Resolve the layout that is to cut ``x``; ValueError when it is for another length."""
+    rows = rows_of(layout, peers) or contiguous_rows(even_sizes(x.shape[dim], peers.size))
+    if x.shape[dim] != sum(rows.sizes):
+        raise ValueError(
+            f"the layout cuts {sum(rows.sizes)} positions, but dim {dim} of the whole tensor of shape {tuple(x.shape)} "
+            f"has {x.shape[dim]}: build the layout for {x.shape[dim]} positions, or pass the right dim"
+        )
+    return rows
+
+
+def summary(layout: Layout) -> str:
+    """What ranks compare of a layout: short, and cheap for thousands of chunks."""
+    if isinstance(layout, SequenceLayout):
+        return f"{layout.length} positions on {layout.ranks} ranks (hash {hash(layout):x})"
+    return repr(layout)

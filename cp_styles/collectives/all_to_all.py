@@ -1,0 +1,130 @@
+"""The all-to-all over two dims of a tensor: what Ulysses, expert and tensor parallelism are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, overload
+
+import torch
+
+from cp_styles.collectives._autograd import Pending, differentiable, start
+from cp_styles.collectives._exchange import Exchange
+from cp_styles.collectives._group import Facts, Group, consult, dim_of, facts_of, peers_of
+from cp_styles.collectives._rows import contiguous_rows, even_sizes, ranges_of, sizes_of
+
+
+@overload
+def all_to_all(
+    x: torch.Tensor,
+    scatter_dim: int,
+    gather_dim: int,
+    group: Group,
+    *,
+    scatter_sizes: Sequence[int] | None = None,
+    gather_sizes: Sequence[int] | None = None,
+    check: bool = True,
+    async_op: Literal[False] = False,
+) -> torch.Tensor: ...
+
+
+@overload
+def all_to_all(
+    x: torch.Tensor,
+    scatter_dim: int,
+    gather_dim: int,
+    group: Group,
+    *,
+    scatter_sizes: Sequence[int] | None = None,
+    gather_sizes: Sequence[int] | None = None,
+    check: bool = True,
+    async_op: Literal[True],
+) -> Pending[torch.Tensor]: ...
+
+
+def all_to_all(
+    x: torch.Tensor,
+    scatter_dim: int,
+    gather_dim: int,
+    group: Group,
+    *,
+    scatter_sizes: Sequence[int] | None = None,
+    gather_sizes: Sequence[int] | None = None,
+    check: bool = True,
+    async_op: bool = False,
+) -> torch.Tensor | Pending[torch.Tensor]:
+    """Cut ``scatter_dim`` among the ranks and put ``gather_dim`` together.
+
+    ::
+
+        forward:   S(gather_dim)  -> S(scatter_dim)
+        backward:  S(scatter_dim) -> S(gather_dim)      the same all-to-all with the dims and sizes exchanged
+
+    Args:
+        x: this rank's tensor, of any dtype and number of dims: all of ``scatter_dim``, its own part of ``gather_dim``.
+            The other dims are the same on all ranks.
+        scatter_dim: the dim to cut. Dims may be negative.
+        gather_dim: the dim to put together, in rank order.
+        group: ProcessGroup, 1-D DeviceMesh, (mesh, axis name), or None.
+        scatter_sizes: the size of each rank's part of ``scatter_dim``; they add up to ``x.shape[scatter_dim]``. None:
+            as equal as can be, the remainder to the first ranks.
+        gather_sizes: the size of each rank's part of ``gather_dim``. None: whatever the ranks have; without ``check``,
+            and under torch.compile, that every rank has as much as this one.
+        check: have the ranks compare their arguments first, so that every rank raises where one is wrong. False
+            where the caller knows them to agree: ranks that do not then hang or exchange garbage.
+        async_op: return at once; ``.wait()`` gives the result. The backward overlaps in the same way: see
+            :class:`Pending`.
+
+    Returns:
+        A contiguous tensor with rank r's part of ``scatter_dim`` and all of ``gather_dim``; ``x`` itself for a group of
+        one. It may be a view of the receive buffer: autograd refuses to change it in place (clone it first).
+
+    Communicates one all-to-all; a rank sends ``x`` but for its own part of it, nothing more, and makes at most one
+    contiguous copy before (none if ``scatter_dim`` is the outermost of a contiguous ``x``) and one after (none if
+    ``gather_dim`` comes before ``scatter_dim`` and only dims of size one before it). ``check`` adds one
+    all-gather of ``1024 + 64 * ranks`` bytes a rank. The backward sends the same, and every rank must run it.
+
+    Raises:
+        ValueError: bad or equal dims, sizes that do not add up, ranks that disagree: on every rank, with ``check``.
+        TypeError: for a DTensor (pass its ``to_local()``) or what is not a group.
+
+    Source: Jacobs et al., DeepSpeed Ulysses (2023), for the exchange of sequence and heads.
+    """
+    peers = peers_of(group)
+
+    def describe() -> Facts:
+        scatter, gather = dim_of(x, scatter_dim, "scatter_dim"), dim_of(x, gather_dim, "gather_dim")
+        if scatter == gather:
+            raise ValueError(f"scatter_dim and gather_dim are both dim {gather} of {tuple(x.shape)}: they must differ")
+        if scatter_sizes is not None:
+            parts = sizes_of(scatter_sizes, peers, "scatter_sizes")
+            if sum(parts) != x.shape[scatter]:
+                raise ValueError(
+                    f"scatter_sizes {parts} add up to {sum(parts)}, but dim {scatter} of {tuple(x.shape)} has "
+                    f"{x.shape[scatter]}"
+                )
+        if gather_sizes is not None:
+            parts = sizes_of(gather_sizes, peers, "gather_sizes")
+            if parts[peers.rank] != x.shape[gather]:
+                raise ValueError(
+                    f"gather_sizes {parts} give rank {peers.rank} {parts[peers.rank]}, but dim {gather} of its "
+                    f"{tuple(x.shape)} has {x.shape[gather]}"
+                )
+        sizes = {
+            "scatter_sizes": scatter_sizes and tuple(scatter_sizes),
+            "gather_sizes": gather_sizes and tuple(gather_sizes),
+        }
+        return facts_of(x, gather, dims=(scatter, gather), async_op=async_op, **sizes)
+
+    found = consult(peers, "all_to_all", describe, check)
+    scatter, gather = scatter_dim % x.ndim, gather_dim % x.ndim
+    cut = even_sizes(x.shape[scatter], peers.size) if scatter_sizes is None else tuple(scatter_sizes)
+    whole = found if gather_sizes is None else tuple(gather_sizes)
+    # The rows of an exchange are outermost on the wire. Taking the outer dim for them leaves one copy of the two
+    # where it is dim 0, and puts the other one where the result has to be made contiguous anyway.
+    if gather < scatter:
+        op = Exchange(peers, gather, scatter, contiguous_rows(whole), (ranges_of(cut),))
+    else:
+        op = Exchange(peers, scatter, gather, contiguous_rows(cut), (ranges_of(whole),), to_columns=False)
+    if not async_op:
+        return differentiable(op, x)[0].contiguous()
+    return start(op, x).then(lambda results: results[0].contiguous())

@@ -1,0 +1,130 @@
+"""Inputs of a model cut over the ranks, outputs put together: split and gather over nested structures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from cp_styles.collectives._group import Facts, Group, consult, peers_of
+from cp_styles.collectives._rows import Layout
+from cp_styles.collectives._tree import leaves, map_leaves
+from cp_styles.collectives.split_gather import GradScale, gather, split
+
+
+def slice_inputs(
+    inputs: Any,
+    dim: int | Mapping[str, int],
+    group: Group,
+    *,
+    layout: Layout = None,
+    fill: float | Mapping[str, float] = 0,
+    grad_scale: GradScale = GradScale.NONE,
+    check: bool = True,
+) -> Any:
+    """This rank's part of every tensor in ``inputs``, which all ranks have alike.
+
+    ::
+
+        forward:   R      -> S(dim)      nothing is sent
+        backward:  S(dim) -> R           all-gather of each floating tensor's gradient
+
+        batch = slice_inputs(batch, 1, group, layout=Padded(length), fill={"tokens": pad, "labels": -100})
+
+    Args:
+        inputs: a tensor, or dicts, lists and tuples of them; what is not a tensor stays as it is.
+        dim: the dim to cut, or a mapping from the keys of ``inputs`` (a dict) to it; keys without one are left whole.
+        group: ProcessGroup, 1-D DeviceMesh, (mesh, axis name), or None.
+        layout: how the dim is cut, see :func:`split`; with :class:`Padded` all shards are of one size.
+        fill: the value of the filling with :class:`Padded`, or a mapping from the keys of ``inputs`` to it (others: 0).
+        grad_scale: see :class:`GradScale`.
+        check: see :func:`all_to_all`.
+
+    Returns:
+        The same structure. Views of the inputs where nothing is filled up and a rank's part is one range.
+
+    Communicates what :func:`split` communicates, for each tensor, and one small all-gather for ``check``.
+
+    Raises:
+        ValueError, TypeError: as :func:`split`; also for ranks that have other keys.
+    """
+
+    def one(at: int, value: float, x: torch.Tensor) -> torch.Tensor:
+        return split(x, at, group, layout=layout, fill=value, grad_scale=grad_scale, check=check)
+
+    return _map_tensors("slice_inputs", one, inputs, dim, fill, group, check)
+
+
+def gather_outputs(
+    outputs: Any,
+    dim: int | Mapping[str, int],
+    group: Group,
+    *,
+    reduce_gradients: bool,
+    layout: Layout = None,
+    grad_scale: GradScale = GradScale.NONE,
+    check: bool = True,
+) -> Any:
+    """Every tensor in ``outputs`` put together from the ranks' parts, without filling: undoes :func:`slice_inputs`.
+
+    ::
+
+        forward:   S(dim) -> R           all-gather of each tensor
+        backward:  R or P(sum) -> S(dim) as in :func:`gather`
+
+    Args:
+        outputs: a tensor, or dicts, lists and tuples of them; what is not a tensor stays as it is.
+        dim: the dim to put together, or a mapping from the keys of ``outputs`` (a dict) to it; others are left as they
+            are.
+        group: ProcessGroup, 1-D DeviceMesh, (mesh, axis name), or None.
+        reduce_gradients: whether the ranks go on to compute different things: see :func:`gather`.
+        layout: how the dim is cut: the one given to :func:`slice_inputs`.
+        grad_scale: see :class:`GradScale`.
+        check: see :func:`all_to_all`.
+
+    Returns:
+        The same structure.
+
+    Communicates what :func:`gather` communicates, for each tensor, and one small all-gather for ``check``.
+
+    Raises:
+        ValueError, TypeError: as :func:`gather`; also for ranks that have other keys.
+    """
+
+    def one(at: int, _value: float, x: torch.Tensor) -> torch.Tensor:
+        return gather(
+            x, at, group, reduce_gradients=reduce_gradients, layout=layout, grad_scale=grad_scale, check=check
+        )
+
+    return _map_tensors("gather_outputs", one, outputs, dim, 0, group, check)
+
+
+def _map_tensors(
+    call: str,
+    one: Callable[[int, float, torch.Tensor], torch.Tensor],
+    tree: Any,
+    dim: int | Mapping[str, int],
+    fill: float | Mapping[str, float],
+    group: Group,
+    check: bool,
+) -> Any:
+    """``one(dim, fill, tensor)`` for each tensor that has a dim, in the same order on all ranks."""
+
+    def describe() -> Facts:
+        if (isinstance(dim, Mapping) or isinstance(fill, Mapping)) and not isinstance(tree, Mapping):
+            raise TypeError(f"dim and fill by key need a dict of tensors, got {type(tree).__name__}: pass one number")
+        missing = [key for key in dim if key not in tree] if isinstance(dim, Mapping) else []
+        if missing:
+            raise ValueError(f"dim names the keys {missing}, but there are only {list(tree)}")
+        return Facts({"tensors": [path for path, leaf in leaves(tree) if isinstance(leaf, torch.Tensor)]})
+
+    def each(dim: int, fill: float, branch: Any) -> Any:
+        return map_leaves(lambda _, leaf: one(dim, fill, leaf) if isinstance(leaf, torch.Tensor) else leaf, branch)
+
+    consult(peers_of(group), call, describe, check)
+    if not isinstance(tree, Mapping):
+        return each(dim, fill, tree)  # pyright: ignore[reportArgumentType]
+    dims = dim if isinstance(dim, Mapping) else dict.fromkeys(tree, dim)
+    fills = fill if isinstance(fill, Mapping) else dict.fromkeys(tree, fill)
+    return {key: each(dims[key], fills.get(key, 0), branch) if key in dims else branch for key, branch in tree.items()}
