@@ -34,12 +34,17 @@ def thread_local_world() -> Iterator[None]:
 
     Names seen in 2.11, 2.12, 2.13, 2.14, 2.15. Only for tests and notebooks.
     """
+    from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.testing._internal.distributed import multi_threaded_pg as threads
 
     world = threads._install_threaded_pg()
     if not hasattr(world, "comms"):  # 2.11: destroy_process_group reads it, the threads' world lacks it
         world.comms = []
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    # The first fake mode of a process sets a device guard, on CUDA builds without a GPU; two threads doing so at once
+    # crash it (seen on 2.11), so it is done before there are any.
+    with FakeTensorMode():
+        pass
     try:
         yield
     finally:
