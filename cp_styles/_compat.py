@@ -25,7 +25,7 @@ def default_dispatch(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: d
     info = dispatcher.unwrap_to_op_info(op, args, kwargs)
     dispatcher.sharding_propagator.propagate(info)
     results = dispatcher._dispatch_get_local_results_slow_path(op, args, info)
-    return dispatcher.wrap(results, info.output_sharding.output_spec)
+    return dispatcher.wrap(results, info.output_sharding.output_spec)  # pyright: ignore[reportOptionalMemberAccess]
 
 
 @contextlib.contextmanager
@@ -34,13 +34,14 @@ def thread_local_world() -> Iterator[None]:
 
     Names seen in 2.11, 2.12, 2.13, 2.14, 2.15. Only for tests and notebooks.
     """
+    from torch._C._distributed_c10d import _set_thread_isolation_mode  # pyright: ignore
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.testing._internal.distributed import multi_threaded_pg as threads
 
     world = threads._install_threaded_pg()
     if not hasattr(world, "comms"):  # 2.11: destroy_process_group reads it, the threads' world lacks it
-        world.comms = []
-    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+        world.comms = []  # pyright: ignore[reportAttributeAccessIssue]
+    _set_thread_isolation_mode(True)
     # The first fake mode of a process sets a device guard, on CUDA builds without a GPU; two threads doing so at once
     # crash it (seen on 2.11), so it is done before there are any.
     with FakeTensorMode():
@@ -48,7 +49,7 @@ def thread_local_world() -> Iterator[None]:
     try:
         yield
     finally:
-        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+        _set_thread_isolation_mode(False)
         threads._uninstall_threaded_pg()
 
 
@@ -83,3 +84,13 @@ def start_all_gather(wire: torch.Tensor, ranks: int, group_name: str) -> torch.T
 def wait_tensor(started: torch.Tensor) -> torch.Tensor:
     """The result of a started functional collective, ready to be read."""
     return torch.ops._c10d_functional.wait_tensor(started)
+
+
+def in_process_store() -> Any:
+    """A store for ranks that are threads of one process. Seen: 2.11 to 2.15 (not exported, though documented)."""
+    return dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+
+
+def process_group_named(name: str) -> dist.ProcessGroup:
+    """The group that a functional collective names. Seen: 2.11 to 2.15."""
+    return dist.distributed_c10d._resolve_process_group(name)  # pyright: ignore

@@ -1,11 +1,11 @@
 """The only file that touches DTensor's dispatcher: routes attention ops on bound DTensors to their strategy.
 
-[Note: routing] Handlers for torch's attention ops are installed once and stay. Whether an op is context parallel is said
-by the DeviceMesh its DTensors live on: a *bound mesh* is a private 1-D view of the user's axis that carries a Binding. The
-mesh goes wherever the tensors go: through views, autograd, checkpointing, save_on_cpu, and into the backward, whatever
-happened to the forward. So there is nothing to switch on or off, nothing to leak, and ops on any other mesh pass
-through. Forward's second output, the logsumexp, is nobody's but the same op's backward: it carries the strategy's
-residual (see [Note: residual] in strategies/base.py).
+[Note: routing] Handlers for torch's attention ops are installed once and stay. Whether an op is context parallel is
+said by the DeviceMesh its DTensors live on: a *bound mesh* is a private 1-D view of the user's axis that carries a
+Binding. The mesh goes wherever the tensors go: through views, autograd, checkpointing, save_on_cpu, and into the
+backward, whatever happened to the forward. So there is nothing to switch on or off, nothing to leak, and ops on any
+other mesh pass through. Forward's second output, the logsumexp, is nobody's but the same op's backward: it carries the
+strategy's residual (see [Note: residual] in strategies/base.py).
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def binding_of(mesh: DeviceMesh) -> Binding | None:
     binding = getattr(mesh, _ATTRIBUTE, None)
     if binding is None and (mesh.mesh_dim_names or ("",))[0].startswith(_PREFIX):
         raise RuntimeError(
-            "a context-parallel DTensor lost its binding: its mesh was copied (pickle or deepcopy of a DTensor inside the "
-            "module?). Copy local tensors instead"
+            "a context-parallel DTensor lost its binding: its mesh was copied (pickle or deepcopy of a DTensor inside "
+            "the module?). Copy local tensors instead"
         )
     return binding
 
@@ -53,7 +53,8 @@ def install() -> None:
     """Put the handlers where DTensor looks, if they are not there.
 
     Called before every bound forward and backward, because others replace or restore the table (torch's own context
-    parallelism does, on enable and on disable). A handler that was there before keeps serving the meshes that are not ours.
+    parallelism does, on enable and on disable). A handler that was there before keeps serving the meshes that are not
+    ours.
     """
     table = sdpa_handlers()
     for op, make in _ROUTES.items():
@@ -65,7 +66,9 @@ def install() -> None:
 class _Route:
     """DTensor's handler of one op: ours for bound meshes, else what was there before."""
 
-    def __init__(self, op: torch._ops.OpOverload, ours: Callable[..., Any], previous: Callable[..., Any] | None) -> None:
+    def __init__(
+        self, op: torch._ops.OpOverload, ours: Callable[..., Any], previous: Callable[..., Any] | None
+    ) -> None:
         self._names = schema_names(op._schema.arguments)
         self._defaults = {
             alias: argument.default_value
@@ -145,13 +148,14 @@ def _attention(
     binding.tally.calls += 1
     if values["dropout_p"]:
         raise NotImplementedError(
-            f"{name}: dropout_p={values['dropout_p']} inside context-parallel attention: each rank's random numbers would "
-            "have to be those of one device. Set dropout to 0 here, or apply dropout after the attention"
+            f"{name}: dropout_p={values['dropout_p']} inside context-parallel attention: each rank's random numbers "
+            "would have to be those of one device. Set dropout to 0 here, or apply dropout after the attention"
         )
     if values.get("attn_mask") is not None:
         raise NotImplementedError(
-            f"{name}: attn_mask inside a context-parallel module is a local tensor that says nothing about the other ranks' "
-            "keys. Give the style the mask of the whole sequence, as mask=SlidingWindow(...), Documents(...) or Dense(tensor)"
+            f"{name}: attn_mask inside a context-parallel module is a local tensor that says nothing about the other "
+            "ranks' keys. Give the style the mask of the whole sequence, as mask=SlidingWindow(...), Documents(...) or "
+            "Dense(tensor)"
         )
     tensors = [values[key] for key in ("query", "key", "value")]
     for label, tensor in zip(("query", "key", "value"), tensors, strict=True):
@@ -207,7 +211,9 @@ def _local_grad(grad: DTensor, attention: Attention) -> torch.Tensor:
     return local.narrow(_SEQ_DIM, sum(lengths[: attention.rank]), lengths[attention.rank])
 
 
-def _as_if_absent(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[DTensor]) -> Any:
+def _as_if_absent(
+    op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[DTensor]
+) -> Any:
     """What DTensor would have done without a handler; faster where torch has no rule and would search for one."""
     if op is torch.ops.aten.scaled_dot_product_attention.default:
         return op.decompose(*args, **kwargs)

@@ -68,7 +68,9 @@ def check_local(name: str, tensors: tuple[torch.Tensor, ...]) -> None:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name}: {label} must be a tensor, got {type(tensor).__name__}")
         if tensor.ndim != 4:
-            raise ValueError(f"{name}: {label} must have 4 dims (batch, heads, sequence, head dim), got {tuple(tensor.shape)}")
+            raise ValueError(
+                f"{name}: {label} must have 4 dims (batch, heads, sequence, head dim), got {tuple(tensor.shape)}"
+            )
     if len({(x.dtype, x.device) for x in tensors}) > 1 or not tensors[0].is_floating_point():
         raise ValueError(
             f"{name}: query, key and value must share one floating-point dtype and one device, got "

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import pairwise
 from typing import TypeAlias
 
 import torch
@@ -47,7 +48,7 @@ class SequenceLayout:
                 )
             expected = stop
         for rank, own in enumerate(self.chunks):
-            if any(later[0] <= earlier[1] for earlier, later in zip(own, own[1:], strict=False)):
+            if any(later[0] <= earlier[1] for earlier, later in pairwise(own)):
                 raise ValueError(f"the chunks of rank {rank} must ascend and not touch, got {own}; see from_chunks()")
         object.__setattr__(self, "lengths", lengths)
         object.__setattr__(self, "length", expected)
@@ -190,7 +191,9 @@ def cached_layout(balancer: Balancer, length: int, ranks: int) -> SequenceLayout
     """``balancer(length, ranks)``, remembered: the same cut is asked for at every layer and step."""
     layout = balancer(length, ranks)
     if not isinstance(layout, SequenceLayout):
-        raise TypeError(f"a layout must be a SequenceLayout or a function (length, ranks) -> SequenceLayout: {balancer}")
+        raise TypeError(
+            f"a layout must be a SequenceLayout or a function (length, ranks) -> SequenceLayout: {balancer}"
+        )
     if (layout.length, layout.ranks) != (length, ranks):
         raise ValueError(
             f"{balancer} was asked to cut {length} positions for {ranks} ranks and returned a layout of "

@@ -70,7 +70,8 @@ class Causal(Mask):
 class SlidingWindow(Mask):
     """Position p attends to p - left .. p + right, both included; None means no bound on that side.
 
-    ``SlidingWindow(w - 1, 0)`` is the causal window of ``w`` tokens that model configurations call ``sliding_window=w``.
+    ``SlidingWindow(w - 1, 0)`` is the causal window of ``w`` tokens that model configurations call
+    ``sliding_window=w``.
     """
 
     left: int | None

@@ -18,7 +18,8 @@ class OnlineSoftmax:
     """Accumulates ``(out_BHLD, lse_BHL)`` tiles over rows of L queries.
 
     With p_t = exp(lse_t): out = sum_t p_t out_t / sum_t p_t and lse = log sum_t p_t, computed as an in-place
-    interpolation, which neither overflows nor subtracts large numbers (Milakov and Gimelshein, 2018; Rabe and Staats, 2021).
+    interpolation, which neither overflows nor subtracts large numbers (Milakov and Gimelshein, 2018; Rabe and Staats,
+    2021).
     """
 
     def __init__(self, out_shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:

@@ -1,8 +1,8 @@
 """What a rank computes and what it needs from whom: derived from (layouts, mask), never branched on.
 
 For one rank's queries and one source's keys, a band mask (see :mod:`cp_styles.mask`) leaves an interval
-``[a_i, b_i)`` of the source's local rows for each local query row ``i``. Where ``a`` and ``b`` stay, the attended region
-is a rectangle; where ``b`` climbs by one a row, it is a rectangle and a causal triangle; everything else is cut
+``[a_i, b_i)`` of the source's local rows for each local query row ``i``. Where ``a`` and ``b`` stay, the attended
+region is a rectangle; where ``b`` climbs by one a row, it is a rectangle and a causal triangle; everything else is cut
 into small blocks with an explicit mask. Head-tail's three cases, contiguous, striped, documents and windows all
 fall out of that one walk. Forward and backward use the same tiles. Pure: no process group, no device.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import zlib
 from collections.abc import Callable, Sequence
@@ -74,8 +75,8 @@ class Binding:
             return cached_layout(self.layout, length, self.group.size())
         if self.layout.length != length:
             raise ValueError(
-                f"{self.name}: the layout cuts {self.layout.length} positions, the ranks of mesh axis {self.axis!r} hold "
-                f"{length} together; build the layout for this length, or give a balancer such as head_tail"
+                f"{self.name}: the layout cuts {self.layout.length} positions, the ranks of mesh axis {self.axis!r} "
+                f"hold {length} together; build the layout for this length, or give a balancer such as head_tail"
             )
         return self.layout
 
@@ -98,12 +99,15 @@ class Binding:
         kv_layout = q_layout if kv_length == q_length else self._layout_of_keys(q_length, kv_length, is_causal)
         mask = self.mask & Causal() if is_causal else self.mask
         if mask.length not in (None, kv_length):
-            raise ValueError(f"{self.name}: the mask was made for {mask.length} positions, the sequence has {kv_length}")
+            raise ValueError(
+                f"{self.name}: the mask was made for {mask.length} positions, the sequence has {kv_length}"
+            )
         if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
             raise ValueError(
                 f"{self.name}: {q.shape[1]} query heads are not a multiple of {k.shape[1]} key/value heads"
             )
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        if scale is None:
+            scale = 1.0 / math.sqrt(q.shape[-1])
         kernel = self.kernel or self._kernel(q_layout, kv_layout, mask, tensors, preferred)
         attention = Attention(self.group, q_layout, kv_layout, mask, kernel, scale)
         if self.kernel is not None:
@@ -117,13 +121,13 @@ class Binding:
         if is_causal or not isinstance(self.mask, Full):
             what = "is_causal=True" if is_causal else repr(self.mask)
             raise ValueError(
-                f"{self.name}: {what} with {q_length} queries and {kv_length} keys: positions of the two sequences do not "
-                "correspond. Cross-attention takes no positional mask here; pass is_causal=False"
+                f"{self.name}: {what} with {q_length} queries and {kv_length} keys: positions of the two sequences do "
+                "not correspond. Cross-attention takes no positional mask here; pass is_causal=False"
             )
         if isinstance(self.layout, SequenceLayout):
             raise ValueError(
-                f"{self.name}: one layout of {self.layout.length} positions cannot cut {q_length} queries and {kv_length} "
-                "keys; give a balancer such as contiguous"
+                f"{self.name}: one layout of {self.layout.length} positions cannot cut {q_length} queries and "
+                f"{kv_length} keys; give a balancer such as contiguous"
             )
         return self.layout_for(kv_length)
 
@@ -173,8 +177,8 @@ class Binding:
             if list(layout.lengths) != lengths:
                 raise ValueError(
                     f"{self.name}: the ranks of mesh axis {self.axis!r} hold {lengths} positions, but the layout "
-                    f"{_plain(self.layout)} gives them {list(layout.lengths)} of {sum(lengths)}: cut the inputs with the "
-                    "layout the attention uses (layout.shard), or give the attention the layout they were cut with"
+                    f"{_plain(self.layout)} gives them {list(layout.lengths)} of {sum(lengths)}: cut the inputs with "
+                    "the layout the attention uses (layout.shard), or give the attention the layout they were cut with"
                 )
         return sum(q_lengths), sum(kv_lengths)
 
@@ -182,19 +186,21 @@ class Binding:
         refused = [rank for rank, row in enumerate(rows) if not row[0]]
         if refused:
             raise ValueError(
-                f"{self.name}: ranks {refused} of mesh axis {self.axis!r} refused their inputs (their own error says why); "
-                "this rank stops with them"
+                f"{self.name}: ranks {refused} of mesh axis {self.axis!r} refused their inputs (their own error says "
+                "why); this rank stops with them"
             )
         for row in rows:
             if row[2] != row[3]:
-                raise ValueError(f"{self.name}: key and value have different lengths: {row[2]} and {row[3]} on some rank")
+                raise ValueError(
+                    f"{self.name}: key and value have different lengths: {row[2]} and {row[3]} on some rank"
+                )
         for index, what in ((4, "shape (beside the sequence) or dtype"), (5, "strategy, layout, mask or kernel")):
             if len({row[index] for row in rows}) > 1:
                 odd = [rank for rank, row in enumerate(rows) if row[index] != rows[0][index]]
                 mine = [(tuple(x.shape), str(x.dtype)) for x in tensors] if index == 4 else self._text()
                 raise ValueError(
-                    f"{self.name}: the ranks of mesh axis {self.axis!r} disagree on {what}: ranks {odd} differ from rank 0; "
-                    f"here it is {mine}"
+                    f"{self.name}: the ranks of mesh axis {self.axis!r} disagree on {what}: ranks {odd} differ from "
+                    f"rank 0; here it is {mine}"
                 )
 
     def _text(self) -> str:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cp_styles._compat import process_group_of, thread_local_world
+from cp_styles._compat import in_process_store, process_group_named, process_group_of, thread_local_world
 
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ def run_ranks(
     """
     results: list[Any] = [None] * world_size
     errors: dict[int, BaseException] = {}
-    store = dist.HashStore()
+    store = in_process_store()
 
     def rank_main(rank: int) -> None:
         try:
@@ -76,7 +76,8 @@ def run_ranks(
         for thread in threads:
             thread.join()
     if return_errors:
-        return [errors.get(rank, result) for rank, result in enumerate(results)]
+        results = [errors.get(rank, result) for rank, result in enumerate(results)]
+        return results
     if errors:
         first = next(iter(errors.values()))
         raise RankError(errors) from first
@@ -132,7 +133,7 @@ def _event_of(func: Any, args: tuple[Any, ...]) -> tuple[str, int] | None:
         tags = [a for a in args if isinstance(a, str) and a not in ("sum", "avg", "max", "min", "product")]
         if not tags:
             return None  # wait_tensor and the like send nothing
-        group = dist.distributed_c10d._resolve_process_group(tags[-1])
+        group = process_group_named(tags[-1])
     size, rank = group.size(), group.rank()
     if name.startswith("recv"):
         return None

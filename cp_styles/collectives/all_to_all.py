@@ -70,7 +70,7 @@ def all_to_all(
         gather_sizes: the size of each rank's part of ``gather_dim``. None: whatever the ranks have; without ``check``,
             and under torch.compile, that every rank has as much as this one.
         check: have the ranks compare their arguments first, so that every rank raises where one is wrong. False
-            where the caller knows them to agree: ranks that do not then hang or exchange garbage.
+            where the caller knows them to agree: ranks that do not then hang, crash or exchange garbage.
         async_op: return at once; ``.wait()`` gives the result. The backward overlaps in the same way: see
             :class:`Pending`.
 

@@ -6,6 +6,7 @@ schema by name, so one class serves all of them and a torch version that changes
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +20,9 @@ from cp_styles.merge import EMPTY_LSE
 _ALIASES = {"grad_out_": "grad_out", "log_sumexp": "logsumexp", "output": "out", "attn_bias": "attn_mask"}
 
 
-def schema_names(entries: Any) -> list[str]:
+def schema_names(entries: Sequence[Any]) -> list[str]:
     """The names of a schema's arguments or returns, in one spelling for all the attention ops."""
-    return [_ALIASES.get(entry.name, entry.name) for entry in entries]
+    return [_ALIASES.get(entry.name) or entry.name or "" for entry in entries]
 
 
 @dataclass(frozen=True)
@@ -122,8 +123,8 @@ class SdpaKernel(Kernel):
             )
         if biased and not self.takes_bias:
             raise NotImplementedError(
-                f"{self.name} takes no mask, and this layout and mask need one in some tile; choose another SDPA backend "
-                "(efficient attention takes masks), or pass kernel=ReferenceKernel()"
+                f"{self.name} takes no mask, and this layout and mask need one in some tile; choose another SDPA "
+                "backend (efficient attention takes masks), or pass kernel=ReferenceKernel()"
             )
 
     def tile_dtype(self, dtype):

@@ -24,7 +24,6 @@ from cp_styles.merge import OnlineSoftmax, RowSum, accumulation_dtype
 from cp_styles.plan import Cover, Part, Rows, make_plan, needs_bias
 from cp_styles.strategies.base import Attention, Spec, Strategy, new_residual, residual_views
 
-
 Arrived: TypeAlias = tuple[Part, torch.Tensor, torch.Tensor]
 """A part of the plan with the k and v rows it needs."""
 

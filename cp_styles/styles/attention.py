@@ -1,4 +1,5 @@
-"""AttentionContextParallel: one attention module's inputs sharded along the sequence, and its attention over all of it."""
+"""AttentionContextParallel: one attention module's inputs sharded along the sequence, and its attention over all of
+it."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ class AttentionContextParallel(ParallelStyle):
         use_local_output: False leaves outputs as DTensors, Shard on the sequence axis.
 
     Inputs are plain tensors, or DTensors on this axis' 1-D mesh with ``Shard(seq_dim)``.
-    Communication a forward: one all-gather of six integers, so that all ranks hear of one rank's bad input; then the strategy's.
+    Communication a forward: one all-gather of six integers, so that all ranks hear of one rank's bad input; then the
+    strategy's.
 
     Raises (at the call, on every rank, with the module's name): ValueError, TypeError or NotImplementedError for inputs
     that are not the layout's, for dropout, masks in the call, and modules whose attention was not reached.
@@ -80,7 +82,10 @@ class AttentionContextParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         axis = take_axis(device_mesh, self.mesh_axis, self, module)
-        if any(isinstance(getattr(hook, "__self__", None), ContextParallelState) for hook in module._forward_pre_hooks.values()):
+        if any(
+            isinstance(getattr(hook, "__self__", None), ContextParallelState)
+            for hook in module._forward_pre_hooks.values()
+        ):
             raise ValueError(
                 f"{type(module).__name__} is context parallel already: apply AttentionContextParallel to a module once"
             )
@@ -96,7 +101,8 @@ class AttentionContextParallel(ParallelStyle):
 
 
 class Phase(enum.Enum):
-    """Where a module stands. For messages and debuggers: nothing is routed by it, see [Note: routing] in dispatcher.py."""
+    """Where a module stands. For messages and debuggers: nothing is routed by it, see [Note: routing] in
+    dispatcher.py."""
 
     IDLE = "idle"
     FORWARD = "forward"
@@ -128,8 +134,9 @@ class ContextParallelState:
         kinds = [self._signature.parameters[name].kind for name in self._names]
         if len(kinds) < 3 or inspect.Parameter.VAR_POSITIONAL in kinds or inspect.Parameter.VAR_KEYWORD in kinds:
             raise ValueError(
-                f"AttentionContextParallel is for modules whose forward takes query, key and value; {type(module).__name__} "
-                f"takes {self._signature}. Put scaled_dot_product_attention into a small module of its own that takes the three"
+                f"AttentionContextParallel is for modules whose forward takes query, key and value; "
+                f"{type(module).__name__} takes {self._signature}. Put scaled_dot_product_attention into a small "
+                "module of its own that takes the three"
             )
 
     def register(self) -> None:
@@ -140,7 +147,7 @@ class ContextParallelState:
     def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         install()
         bound = self._signature.bind(*args, **kwargs)
-        inputs = tuple(bound.arguments.get(name) for name in self._names)
+        inputs: tuple[Any, ...] = tuple(bound.arguments.get(name) for name in self._names)
         dim = self.style.seq_dim
         local = tuple(value.to_local() if isinstance(value, DTensor) else value for value in inputs)
         q_length, kv_length = self.binding.agree(lambda: self._refuse(bound.arguments, inputs, local), local, dim)
@@ -168,8 +175,8 @@ class ContextParallelState:
         (placement,) = output.placements
         if not isinstance(placement, Shard):
             raise ValueError(
-                f"{self.binding.name}: an output of shape {tuple(output.shape)} is {placement}, not sharded along the sequence: "
-                "the module reduced or gathered the sequence dim. Do that outside of it"
+                f"{self.binding.name}: an output of shape {tuple(output.shape)} is {placement}, not sharded along the "
+                "sequence: the module reduced or gathered the sequence dim. Do that outside of it"
             )
         local = output.to_local()
         if local.requires_grad:
@@ -191,9 +198,9 @@ class ContextParallelState:
         for label, value in zip(self._names, inputs, strict=True):
             if isinstance(value, DTensor) and (value.device_mesh != self.axis or value.placements != (Shard(dim),)):
                 raise ValueError(
-                    f"{name}: {label} is a DTensor on mesh axes {value.device_mesh.mesh_dim_names} with {value.placements}; "
-                    f"expected a local tensor, or a DTensor on {self.axis.mesh_dim_names} with Shard({dim}). Have the style "
-                    "before it return local tensors (use_local_output=True)"
+                    f"{name}: {label} is a DTensor on mesh axes {value.device_mesh.mesh_dim_names} with "
+                    f"{value.placements}; expected a local tensor, or a DTensor on {self.axis.mesh_dim_names} with "
+                    f"Shard({dim}). Have the style before it return local tensors (use_local_output=True)"
                 )
         check_local(name, local)
         for label, value in _flat_arguments(self._signature, arguments):
@@ -203,15 +210,17 @@ class ContextParallelState:
                 raise NotImplementedError(f"{name}: dropout_p={value}: {_NO_DROPOUT}")
             if isinstance(value, torch.Tensor):
                 raise NotImplementedError(
-                    f"{name}: got a tensor {label!r} of shape {tuple(value.shape)} beside query, key and value. A mask of this "
-                    "call would say nothing about the other ranks' keys: give the style the mask of the whole sequence "
-                    "(mask=SlidingWindow(...), Documents(...), Dense(tensor)); apply anything else outside of the module"
+                    f"{name}: got a tensor {label!r} of shape {tuple(value.shape)} beside query, key and value. A mask "
+                    "of this call would say nothing about the other ranks' keys: give the style the mask of the whole "
+                    "sequence (mask=SlidingWindow(...), Documents(...), Dense(tensor)); apply anything else outside of "
+                    "the module"
                 )
         backends = torch.backends.cuda
         if not (backends.flash_sdp_enabled() or backends.mem_efficient_sdp_enabled() or backends.cudnn_sdp_enabled()):
             raise NotImplementedError(
-                f"{name}: scaled_dot_product_attention is restricted to the MATH backend, which never shows the attention as "
-                "one op. Allow a fused backend (sdpa_kernel), or use kernel=ReferenceKernel() with a fused backend allowed"
+                f"{name}: scaled_dot_product_attention is restricted to the MATH backend, which never shows the "
+                "attention as one op. Allow a fused backend (sdpa_kernel), or use kernel=ReferenceKernel() with a "
+                "fused backend allowed"
             )
 
     def _explain(self, failure: BaseException) -> None:
@@ -223,9 +232,9 @@ _NO_DROPOUT = (
     "each rank's random numbers would have to be those of one device. Set dropout to 0, or apply it after the attention"
 )
 _NOT_REACHED = (
-    "no fused attention op was reached inside the module. Context parallelism needs scaled_dot_product_attention on the "
-    "tensors the module received, and torch takes it apart when it is given dropout (set it to 0), an attn_mask tensor "
-    "(give the style a mask= instead), or the MATH backend (allow a fused one)"
+    "no fused attention op was reached inside the module. Context parallelism needs scaled_dot_product_attention on "
+    "the tensors the module received, and torch takes it apart when it is given dropout (set it to 0), an attn_mask "
+    "tensor (give the style a mask= instead), or the MATH backend (allow a fused one)"
 )
 
 
