@@ -36,8 +36,11 @@ def differentiable(op: LinearMap, *tensors: torch.Tensor) -> Tensors:
 class _Apply(torch.autograd.Function):
     """forward: op; backward: its adjoint. Every rank must run the backward, as it communicates."""
 
+    # Not (ctx, op, *tensors): where no gradient is needed, torch.compile (seen: 2.11, 2.13) drops ctx from a call that
+    # has one argument more than the signature has parameters, which is how it knows a forward without ctx.
     @staticmethod
-    def forward(ctx: Any, op: LinearMap, *tensors: torch.Tensor) -> Tensors:
+    def forward(*ctx_op_tensors: Any) -> Tensors:
+        ctx, op, *tensors = ctx_op_tensors
         ctx.op = op
         return op(*tensors)
 

@@ -176,4 +176,6 @@ def summary(layout: Layout) -> str:
     """What ranks compare of a layout: short, and cheap for thousands of chunks."""
     if isinstance(layout, SequenceLayout):
         return f"{layout.length} positions on {layout.ranks} ranks (hash {hash(layout):x})"
+    if isinstance(layout, Padded):  # spelled out: torch.compile cannot trace a dataclass's repr
+        return f"Padded({layout.length}, multiple={layout.multiple})"
     return repr(layout)

@@ -1,0 +1,83 @@
+"""torch.compile, fullgraph: the same bits as eager, forward and backward, and the same message."""
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from cp_styles.collectives import Padded, all_to_all, gather, heads_to_seq, reduce_scatter, seq_to_heads, split
+from cp_styles.layout import head_tail
+from cp_styles.testing import run_ranks
+from tests.ranks.collectives_reference import randn, world
+
+# 2.11 compiles in processes (checked by hand); its compiler is not safe for threads.
+pytestmark = pytest.mark.skipif(torch.__version__.startswith("2.11"), reason="torch 2.11 cannot compile on two threads")
+
+SIZES = (3, 4)
+LAYOUT = head_tail(7, 2)
+
+
+def ulysses(q, k, v):
+    q, k, v = seq_to_heads((q, k, v), world(), layout=LAYOUT)
+    out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return heads_to_seq(out, world(), heads=3, layout=LAYOUT)
+
+
+def shard(rank: int, heads: int) -> torch.Tensor:
+    return LAYOUT.shard(randn((1, heads, 7, 4), heads), 2, rank)
+
+
+CASES = {
+    "all_to_all, rows outside": (
+        lambda x: all_to_all(x.sin(), 2, 0, world(), gather_sizes=SIZES),
+        lambda rank: [randn((SIZES[rank], 2, 5), rank)],
+    ),
+    "all_to_all, columns outside": (
+        lambda x: all_to_all(x.sin(), 0, 2, world(), gather_sizes=SIZES),
+        lambda rank: [randn((5, 2, SIZES[rank]), rank)],
+    ),
+    "all_to_all, asynchronous": (
+        lambda x: all_to_all(x.sin(), 0, 1, world(), async_op=True).wait(),
+        lambda rank: [randn((4, 3), rank)],
+    ),
+    "ulysses, grouped queries, head-tail": (ulysses, lambda rank: [shard(rank, 3), shard(rank, 1), shard(rank, 1)]),
+    "split": (lambda x: split(x.sin(), 1, world(), layout=LAYOUT), lambda rank: [randn((2, 7), 0)]),
+    "split with filling": (lambda x: split(x.sin(), 1, world(), layout=Padded(7)), lambda rank: [randn((2, 7), 0)]),
+    "gather": (lambda x: gather(x.sin(), 1, world(), reduce_gradients=False), lambda rank: [randn((2, 3), rank)]),
+    "gather and reduce": (
+        lambda x: gather(x.sin(), 0, world(), layout=SIZES, reduce_gradients=True),
+        lambda rank: [randn((SIZES[rank], 2), rank)],
+    ),
+    "reduce_scatter": (lambda x: reduce_scatter(x.sin(), 0, world()), lambda rank: [randn((5, 2), rank)]),
+}
+
+
+def compare_with_eager(fn, inputs_of, backend: str) -> None:
+    def main(rank):
+        results = []
+        for call in (fn, torch.compile(fn, backend=backend, fullgraph=True)):
+            xs = [x.clone().requires_grad_() for x in inputs_of(rank)]
+            y = call(*xs)
+            results.append((y, *torch.autograd.grad(y, xs, randn(tuple(y.shape), 50 + rank))))
+        for eager, compiled in zip(*results, strict=True):
+            # The compiler may fuse and reorder the pointwise work around the exchange: rounding, no more.
+            torch.testing.assert_close(compiled, eager, rtol=1e-13, atol=1e-13)
+
+    torch.compiler.reset()  # this rank's number is in the graph: ranks that are threads share what they compile
+    run_ranks(main, 2)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_aot_eager(name):
+    compare_with_eager(*CASES[name], backend="aot_eager")
+
+
+def test_inductor():
+    """One graph with several exchanges, and little between them: each kernel is compiled for seconds."""
+
+    def block(x):
+        mine = split(x, 2, world(), layout=LAYOUT)
+        q, k = seq_to_heads((mine, mine[:, :1]), world(), layout=LAYOUT)
+        out = heads_to_seq(q * k, world(), heads=3, layout=LAYOUT)
+        return gather(out, 2, world(), layout=LAYOUT, reduce_gradients=True)
+
+    compare_with_eager(block, lambda rank: [randn((1, 3, 7, 4), 0)], backend="inductor")

@@ -1,0 +1,252 @@
+"""Ulysses: which heads arrive where, what travels for them, and attention through them against one device."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from cp_styles.collectives import (
+    Padded,
+    Pending,
+    gather,
+    head_exchange,
+    head_ranges,
+    heads_to_seq,
+    nested_layout,
+    per_document_layout,
+    seq_to_heads,
+    split,
+)
+from cp_styles.layout import SequenceLayout, contiguous, head_tail, striped
+from cp_styles.testing import CommunicationTrace, run_ranks
+from tests.ranks.collectives_reference import adjoint_gap, randn, world
+
+DIMS = {"BHSD": (2, 1), "BSHD": (1, 2), "SBHD": (0, 2), "HSBD": (1, 0)}
+"""(seq_dim, head_dim) of the orders people keep their heads in."""
+
+
+def order(x: torch.Tensor, name: str) -> torch.Tensor:
+    """[B, H, S, D] in another order of dims."""
+    return torch.einsum(f"bhsd->{name.lower()}", x)
+
+
+LAYOUTS = {
+    "contiguous": contiguous,
+    "head-tail": head_tail,
+    "striped": striped,
+    "hybrid": lambda length, ranks: nested_layout(head_tail(length, 1), ranks),
+    "packed": lambda length, ranks: per_document_layout(length, ranks, documents=(length - 3, 0, 1, 2)),
+    "one rank has all": lambda length, ranks: SequenceLayout.from_chunks([[]] * (ranks - 1) + [[(0, length)]]),
+}
+
+
+@st.composite
+def problems(draw: st.DrawFn):
+    """(ranks, query heads, KV heads, layout, dims): heads fewer than ranks, groups that straddle ranks, plain ones."""
+    ranks, kv_heads = draw(st.integers(1, 5)), draw(st.integers(1, 4))
+    heads = kv_heads * draw(st.integers(1, 3))
+    layout = LAYOUTS[draw(st.sampled_from(sorted(LAYOUTS)))](draw(st.integers(3, 12)), ranks)
+    return ranks, heads, kv_heads, layout, draw(st.sampled_from(sorted(DIMS)))
+
+
+def qkv(
+    heads: int, kv_heads: int, length: int, v_dim: int = 3, dtype: torch.dtype = torch.float64
+) -> list[torch.Tensor]:
+    return [
+        randn((2, count, length, dim), seed, dtype)
+        for seed, (count, dim) in enumerate([(heads, 4), (kv_heads, 4), (kv_heads, v_dim)])
+    ]
+
+
+@settings(max_examples=25, deadline=None)
+@given(problem=problems(), v_dim=st.sampled_from([3, 4]))
+def test_one_message_brings_each_rank_the_heads_it_needs(problem, v_dim):
+    ranks, heads, kv_heads, layout, name = problem
+    whole = qkv(heads, kv_heads, layout.length, v_dim, torch.float32)
+    seq, head = DIMS[name]
+    group = heads // kv_heads
+    ranges = [head_ranges(count, heads, ranks) for count in (heads, kv_heads, kv_heads)]
+
+    def main(rank):
+        mine = [order(layout.shard(x, 2, rank), name) for x in whole]
+        with CommunicationTrace() as trace:
+            arrived = seq_to_heads(mine, world(), seq_dim=seq, head_dim=head, layout=layout, check=False)
+        assert trace.calls == ({"all_to_all": 1} if ranks > 1 else {})
+        # One message: of each head of each tensor this rank's rows, once for each other rank that attends to it.
+        row = (
+            2
+            * 4
+            * sum(
+                (stop - start) * x.shape[3]
+                for x, wanted in zip(whole, ranges, strict=True)
+                for to, (start, stop) in enumerate(wanted)
+                if to != rank
+            )
+        )
+        assert trace.sent_bytes == layout.lengths[rank] * row
+        own = head_ranges(heads, heads, ranks)[rank]
+        found = [torch.einsum(f"{name.lower()}->bhsd", x) for x in arrived]
+        assert torch.equal(found[0], whole[0][:, own[0] : own[1]])
+        for x, original in zip(found[1:], whole[1:], strict=True):
+            for index in range(own[1] - own[0]):
+                # What enable_gqa pairs with this query head is what one device pairs with it.
+                paired = x[:, index // (found[0].shape[1] // x.shape[1])]
+                assert torch.equal(paired, original[:, (own[0] + index) // group])
+        out = heads_to_seq(arrived[0], world(), seq_dim=seq, head_dim=head, heads=heads, layout=layout)
+        assert torch.equal(out, mine[0])
+        assert out.is_contiguous() or ranks == 1
+
+    run_ranks(main, ranks)
+
+
+@settings(max_examples=12, deadline=None)
+@given(problem=problems(), async_op=st.booleans())
+def test_backward_of_qkv_is_the_adjoint(problem, async_op):
+    ranks, heads, kv_heads, layout, name = problem
+    seq, head = DIMS[name]
+    whole = qkv(heads, kv_heads, layout.length)
+    inputs = [[order(layout.shard(x, 2, rank), name) for x in whole] for rank in range(ranks)]
+
+    def fn(*tensors):
+        got = seq_to_heads(tensors, world(), seq_dim=seq, head_dim=head, layout=layout, async_op=async_op)
+        return got.wait() if isinstance(got, Pending) else got
+
+    assert adjoint_gap(fn, inputs) < 1e-13
+
+
+@settings(max_examples=8, deadline=None)
+@given(problem=problems(), async_op=st.booleans())
+def test_backward_of_the_way_back_is_the_adjoint(problem, async_op):
+    ranks, heads, _, layout, name = problem
+    seq, head = DIMS[name]
+    whole = qkv(heads, 1, layout.length)[0]
+    own = [whole[:, start:stop] for start, stop in head_ranges(heads, heads, ranks)]
+
+    def fn(x):
+        got = heads_to_seq(x, world(), seq_dim=seq, head_dim=head, heads=heads, layout=layout, async_op=async_op)
+        return got.wait() if isinstance(got, Pending) else got
+
+    assert adjoint_gap(fn, [[order(x, name)] for x in own]) < 1e-13
+
+
+@settings(max_examples=8, deadline=None)
+@given(ranks=st.integers(1, 5), length=st.integers(1, 9), multiple=st.sampled_from([1, 3]), seed=st.integers(0, 9))
+def test_filling_is_dropped_on_the_way_out_and_back_on_the_way_home(ranks, length, multiple, seed):
+    whole = randn((1, 5, length, 2), seed)
+    layout = Padded(length, multiple)
+    shard = layout.shard_size(ranks)
+    assert shard % multiple == 0
+    padded = pad(whole, (0, 0, 0, shard * ranks - length), value=float("nan"))
+
+    def main(rank):
+        x = padded.split(shard, 2)[rank].clone().requires_grad_()
+        with CommunicationTrace() as trace:
+            y = seq_to_heads(x, world(), layout=layout, check=False)
+            y.sum().backward()
+        own = head_ranges(5, 5, ranks)[rank]
+        valid = min(max(length - rank * shard, 0), shard)
+        heads = own[1] - own[0]
+        # Out go the valid rows of the heads of others, home come the gradients of the rows of others.
+        assert trace.sent_bytes == (valid * (5 - heads) + (length - valid) * heads) * 2 * 8
+        assert torch.equal(y, whole[:, own[0] : own[1]])
+        assert x.grad is not None
+        assert torch.equal(x.grad, torch.ones_like(x).index_fill(2, torch.arange(valid, shard), 0))
+        home = heads_to_seq(y, world(), heads=5, layout=layout)
+        assert torch.equal(home, pad(whole, (0, 0, 0, shard * ranks - length)).split(shard, 2)[rank])
+
+    run_ranks(main, ranks)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_causal_attention_is_that_of_one_device(ranks, kv_heads):
+    """float64, the kernel of one device on whole heads: only the sum of KV gradients is in another order."""
+    whole = qkv(4, kv_heads, 11)
+    layout = head_tail(11, ranks)
+    leaves = [x.clone().requires_grad_() for x in whole]
+    expected = scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
+    cotangent = randn(tuple(expected.shape), 9)
+    expected.backward(cotangent)
+
+    def main(rank):
+        mine = [layout.shard(x, 2, rank).clone().requires_grad_() for x in whole]
+        q, k, v = seq_to_heads(mine, world(), layout=layout)
+        out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True) if q.shape[1] else q[..., :3] * 1.0
+        out = heads_to_seq(out, world(), heads=4, layout=layout)
+        torch.testing.assert_close(out, layout.shard(expected, 2, rank), rtol=1e-13, atol=1e-13)
+        out.backward(layout.shard(cotangent, 2, rank))
+        for x, leaf in zip(mine, leaves, strict=True):
+            torch.testing.assert_close(x.grad, layout.shard(leaf.grad, 2, rank), rtol=1e-13, atol=1e-13)
+
+    run_ranks(main, ranks)
+
+
+def test_gradcheck_of_an_ulysses_block():
+    """One function of whole tensors: cut, to heads, attention, to sequence, gathered. All ranks perturb alike."""
+    layout = head_tail(5, 2)
+    whole = [randn((1, heads, 5, 2), seed) for seed, heads in enumerate((3, 1, 1))]
+
+    def block(*tensors):
+        mine = [split(x, 2, world(), layout=layout, check=False) for x in tensors]
+        q, k, v = seq_to_heads(mine, world(), layout=layout, check=False)
+        out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        out = heads_to_seq(out, world(), heads=3, layout=layout, check=False)
+        return gather(out, 2, world(), layout=layout, reduce_gradients=False, check=False)
+
+    def main(rank):
+        return torch.autograd.gradcheck(block, [x.clone().requires_grad_() for x in whole])
+
+    assert all(run_ranks(main, 2))
+
+
+def test_gradients_of_shared_kv_heads_are_summed_in_float32():
+    """256 + 1 + 1 + 1 is 256 when added one by one in bfloat16, and 260 (259, rounded) when summed in float32."""
+    values = (256.0, 1.0, 1.0, 1.0)
+
+    def main(rank):
+        q, k = torch.zeros(1, 4, 4, 1, dtype=torch.bfloat16), torch.zeros(1, 1, 4, 1, dtype=torch.bfloat16)
+        mine = [x.tensor_split(4, 2)[rank].clone().requires_grad_() for x in (q, k)]
+        _, k = seq_to_heads(mine, world())
+        (grad,) = torch.autograd.grad(k, mine[1], torch.full_like(k, values[rank]))
+        return grad.item()
+
+    assert run_ranks(main, 4) == [260.0] * 4
+
+
+def test_exchange_under_no_grad_of_a_function_of_ones_own():
+    """The core of the Ulysses strategy: no autograd inside, the adjoint called by hand, two exchanges under way."""
+    layout = striped(9, 3)
+    whole = qkv(6, 2, 9, 4)
+
+    def main(rank):
+        exchange = head_exchange(world(), heads=(6, 2, 2), seq_sizes=layout, seq_dim=2, head_dim=1)
+        home = head_exchange(world(), heads=(6,), seq_sizes=layout, seq_dim=-2, head_dim=-3).adjoint()
+        assert exchange == head_exchange(world(), heads=[6, 2, 2], seq_sizes=layout, seq_dim=2, head_dim=1)
+        mine = [layout.shard(x, 2, rank) for x in whole]
+        first, second = exchange.start(*mine), exchange.start(*(2 * x for x in mine))
+        q, k, v = exchange.finish(first)
+        assert torch.equal(exchange.finish(second)[2], 2 * v)
+        for x, y in zip((q, k, v), seq_to_heads(mine, world(), layout=layout), strict=True):
+            assert torch.equal(x, y)
+        assert torch.equal(home(q)[0], mine[0])
+        gradients = exchange.adjoint()(q, k, v)
+        assert torch.equal(gradients[0], mine[0])
+        shared = [rank for rank in range(3) if head_ranges(2, 6, 3)[rank] == (0, 2)]
+        assert shared == [1]  # query heads 2 and 3 straddle the groups: both KV heads go there, and come back twice
+        assert torch.equal(gradients[1], 2 * mine[1])
+
+    run_ranks(main, 3)
+
+
+def test_no_group_is_the_identity():
+    whole = qkv(4, 2, 5)
+    assert all(x is y for x, y in zip(seq_to_heads(whole, None), whole, strict=True))
+    assert seq_to_heads(whole[0], None) is whole[0]
+    assert heads_to_seq(whole[0], None) is whole[0]
+    assert all(
+        x is y
+        for x, y in zip(
+            head_exchange(None, heads=(4, 2, 2), seq_sizes=[5], seq_dim=2, head_dim=1)(*whole), whole, strict=True
+        )
+    )

@@ -1,0 +1,147 @@
+"""sync_inputs and sync_object: any sample reaches every rank bit by bit, the next one while this one is in use."""
+
+from collections import namedtuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cp_styles.collectives import sync_inputs, sync_object
+from cp_styles.collectives._tree import leaves
+from cp_styles.testing import CommunicationTrace, run_ranks
+from tests.ranks.collectives_reference import randn, world
+
+Point = namedtuple("Point", "x y")
+
+TENSORS = st.builds(
+    lambda shape, dtype, seed: randn(tuple(shape), seed).mul(9).to(dtype),
+    st.lists(st.integers(0, 3), max_size=3),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.bool, torch.int16, torch.complex64, torch.float8_e5m2]),
+    st.integers(0, 99),
+)
+PLAIN = st.one_of(st.none(), st.booleans(), st.integers(), st.text(max_size=3), st.just(torch.Size([2])))
+SAMPLES = st.recursive(
+    st.one_of(TENSORS, PLAIN),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(st.sampled_from(["a", "b", 3]), inner, max_size=3),
+        st.builds(Point, inner, inner),
+    ),
+    max_leaves=6,
+)
+
+
+def same(left, right) -> bool:
+    """Equal in structure, types, dtypes and bits."""
+    pairs = list(zip(leaves(left), leaves(right), strict=True))
+    if [path for (path, _), _ in pairs] != [path for _, (path, _) in pairs]:
+        return False
+    for (_, x), (_, y) in pairs:
+        if isinstance(x, torch.Tensor):
+            if x.dtype != y.dtype or x.shape != y.shape:
+                return False
+            if not torch.equal(*(t.contiguous().view(-1).view(torch.uint8) for t in (x, y))):
+                return False
+        elif type(x) is not type(y) or x != y:
+            return False
+    return True
+
+
+def nbytes(sample) -> int:
+    return sum(x.numel() * x.element_size() for _, x in leaves(sample) if isinstance(x, torch.Tensor))
+
+
+@settings(max_examples=25, deadline=None)
+@given(samples=st.integers(1, 4).flatmap(lambda ranks: st.lists(SAMPLES, min_size=ranks, max_size=ranks)))
+def test_every_rank_sees_every_sample(samples):
+    def main(rank):
+        incoming = sync_inputs(samples[rank], world())
+        with CommunicationTrace() as trace:
+            seen = list(incoming)
+        # Only this rank's own tensors leave it, once for each other rank.
+        assert trace.sent_bytes == nbytes(samples[rank]) * (len(samples) - 1)
+        return seen
+
+    for seen in run_ranks(main, len(samples)):
+        assert len(seen) == len(samples)
+        assert all(same(x, y) for x, y in zip(seen, samples, strict=True))
+
+
+def test_the_next_sample_travels_while_this_one_is_in_use(monkeypatch):
+    log: list[list[str]] = [[], []]
+    broadcast = dist.broadcast
+
+    def logged(tensor, **kwargs):
+        log[kwargs["group"].rank()].append(f"start {kwargs['group_src']}")
+        assert kwargs["async_op"]
+        return broadcast(tensor, **kwargs)
+
+    monkeypatch.setattr(dist, "broadcast", logged)
+
+    def main(rank):
+        for index, sample in enumerate(sync_inputs(torch.full((3,), float(rank)), world())):
+            log[rank].append(f"use {index}")
+            assert sample.eq(index).all()
+
+    run_ranks(main, 2)
+    assert log[0] == log[1] == ["start 0", "start 1", "use 0", "use 1"]
+
+
+def test_samples_are_data_without_gradients_and_need_not_be_contiguous():
+    def main(rank):
+        own = randn((3, 4), rank).t().requires_grad_()
+        for index, sample in enumerate(sync_inputs({"x": own}, world(), device="cpu")):
+            assert not sample["x"].requires_grad
+            assert torch.equal(sample["x"], randn((3, 4), index).t())
+
+    run_ranks(main, 3)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (torch.eye(2).to_sparse(), r"the sample of rank 1 cannot be sent: \['x'\] is a Tensor, not a plain dense"),
+        (lambda: None, "the sample of rank 1 cannot be sent: .*pickle"),
+    ],
+    ids=["sparse", "lambda"],
+)
+def test_what_one_rank_cannot_send_raises_on_all(bad, message):
+    def main(rank):
+        sync_inputs({"x": bad if rank == 1 else torch.ones(2)}, world())
+
+    for error in run_ranks(main, 3, return_errors=True, timeout_seconds=10):
+        with pytest.raises(ValueError, match=message):
+            raise error
+
+
+@pytest.mark.parametrize("src", [0, 2])
+def test_an_object_of_one_rank_reaches_all(src):
+    def main(rank):
+        mine = {"step": rank, "tensor": torch.full((2,), rank)}
+        got = sync_object(mine, world(), src=src)
+        assert (got is mine) == (rank == src)
+        return got
+
+    for got in run_ranks(main, 3):
+        assert same(got, {"step": src, "tensor": torch.full((2,), src)})
+
+
+def test_an_object_that_cannot_be_pickled_raises_on_all():
+    errors = run_ranks(lambda rank: sync_object(lambda: 1, world(), src=1), 3, return_errors=True, timeout_seconds=10)
+    for error in errors:
+        with pytest.raises(ValueError, match=r"the object of rank 1 cannot be sent: .*pickle"):
+            raise error
+
+
+def test_src_must_be_in_the_group():
+    with pytest.raises(ValueError, match="src=2 is not a rank of a group of 1"):
+        sync_object(1, None, src=2)
+
+
+def test_no_group_is_the_identity():
+    sample = {"x": torch.ones(2)}
+    assert [got is sample for got in sync_inputs(sample, None)] == [True]
+    assert sync_object(sample, None) is sample
