@@ -20,11 +20,12 @@ class OnlineSoftmax:
     With p_t = exp(lse_t): out = sum_t p_t out_t / sum_t p_t and lse = log sum_t p_t, computed as an in-place
     interpolation, which neither overflows nor subtracts large numbers (Milakov and Gimelshein, 2018; Rabe and Staats,
     2021).
+    ``dtype`` is that of the tiles; they are merged in its accumulation dtype, and one whole tile is left as it is.
     """
 
     def __init__(self, out_shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         self._shape = out_shape
-        self._dtype = dtype
+        self._dtype = accumulation_dtype(dtype)
         self._device = device
         self._out: torch.Tensor | None = None
         self._lse: torch.Tensor | None = None
@@ -33,10 +34,11 @@ class OnlineSoftmax:
         """Merge a tile that covers the query rows ``rows``. The tensors may be kept and changed."""
         start, stop = rows
         if self._out is None or self._lse is None:
-            if (start, stop) == (0, self._shape[2]) and out_BHLD.dtype == self._dtype:
+            if (start, stop) == (0, self._shape[2]):
                 self._out, self._lse = out_BHLD, lse_BHL
                 return
             self._out, self._lse = self._empty()
+        self._out = self._out.to(self._dtype)
         out, lse = self._out[:, :, start:stop], self._lse[:, :, start:stop]
         weight = torch.sigmoid(lse_BHL - lse)
         torch.logaddexp(lse, lse_BHL, out=lse)

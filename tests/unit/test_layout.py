@@ -1,0 +1,134 @@
+"""Which positions each rank holds: every one once, cut and put together again."""
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cp_styles.layout import (
+    SequenceLayout,
+    cached_layout,
+    contiguous,
+    head_tail,
+    per_document_head_tail,
+    striped,
+)
+from tests.layouts import layouts
+from tests.oracle import randn
+
+BALANCERS = [contiguous, head_tail, striped]
+
+
+@given(layouts())
+def test_every_position_has_one_owner(layout: SequenceLayout):
+    held = [layout.positions(rank) for rank in range(layout.ranks)]
+    assert sorted(torch.cat(held).tolist()) == list(range(layout.length))
+    assert tuple(map(len, held)) == layout.lengths
+    for positions in held:  # the plan searches in them
+        assert bool((positions.diff() > 0).all())
+
+
+@given(layouts(), st.sampled_from([0, 1, -1]))
+def test_unshard_undoes_shard(layout: SequenceLayout, dim: int):
+    shape = [3, 2]
+    shape.insert(dim if dim >= 0 else 2, layout.length)
+    whole = randn(0, *shape)
+    parts = [layout.shard(whole, dim, rank) for rank in range(layout.ranks)]
+    for rank, part in enumerate(parts):
+        assert torch.equal(part, whole.index_select(dim, layout.positions(rank)))
+    assert torch.equal(layout.unshard(parts, dim), whole)
+
+
+def test_shard_is_differentiable_and_one_chunk_is_a_view():
+    whole = randn(0, 8, 2).requires_grad_()
+    assert contiguous(8, 2).shard(whole, 0, 1)._base is whole
+    head_tail(8, 2).shard(whole, 0, 1).sum().backward()
+    assert whole.grad[:, 0].tolist() == [0, 0, 1, 1, 1, 1, 0, 0]
+
+
+@given(st.integers(0, 70), st.integers(1, 9))
+def test_balancers_give_all_ranks_the_same_number_of_tokens_or_one_more(length: int, ranks: int):
+    for balancer in BALANCERS:
+        layout = balancer(length, ranks)
+        assert (layout.length, layout.ranks) == (length, ranks)
+        assert max(layout.lengths) - min(layout.lengths) <= 1
+
+
+@given(st.lists(st.integers(0, 20), max_size=6), st.integers(1, 5))
+def test_per_document_head_tail_cuts_every_document(documents: list[int], ranks: int):
+    layout = per_document_head_tail(sum(documents), ranks, documents=documents)
+    start = 0
+    for size in documents:
+        shares = [
+            sum(
+                min(stop, start + size) - max(first, start)
+                for first, stop in own
+                if first < start + size and stop > start
+            )
+            for own in layout.chunks
+        ]
+        assert sum(shares) == size
+        assert max(shares) - min(shares) <= 1
+        start += size
+    assert max(layout.lengths) - min(layout.lengths) <= 1  # remainders go to whoever holds least
+
+
+def test_head_tail_is_a_head_and_its_tail():
+    assert head_tail(16, 2).chunks == (((0, 4), (12, 16)), ((4, 12),))
+    assert_expected_inline(
+        head_tail(19, 3).describe(),
+        """\
+19 positions on 3 ranks
+  rank 0:      7 in 2 chunks [0, 4) [16, 19)
+  rank 1:      6 in 2 chunks [4, 7) [13, 16)
+  rank 2:      6 in 1 chunks [7, 13)""",
+    )
+
+
+def test_striped_deals_blocks():
+    assert striped(7, 2, block=2).chunks == (((0, 2), (4, 6)), ((2, 4), (6, 7)))
+    with pytest.raises(ValueError, match="block must be at least 1"):
+        striped(7, 2, block=0)
+
+
+def test_from_chunks_sorts_joins_and_drops_empty_ones():
+    layout = SequenceLayout.from_chunks([[(4, 6), (0, 2), (2, 3), (5, 5)], [(3, 4)], []])
+    assert layout.chunks == (((0, 3), (4, 6)), ((3, 4),), ())
+    assert layout == SequenceLayout(layout.chunks)
+    assert hash(layout) == hash(SequenceLayout(layout.chunks))
+
+
+@pytest.mark.parametrize(
+    ("chunks", "message"),
+    [
+        ([[(0, 2)], [(3, 4)]], r"found \(3, 4\) where position 2 comes next"),
+        ([[(0, 2)], [(1, 4)]], r"found \(1, 4\) where position 2 comes next"),
+        ([[(1, 2)]], r"found \(1, 2\) where position 0 comes next"),
+    ],
+)
+def test_gaps_and_overlaps_are_refused(chunks, message):
+    with pytest.raises(ValueError, match=message):
+        SequenceLayout.from_chunks(chunks)
+
+
+def test_wrong_lengths_are_refused_with_the_numbers():
+    layout = contiguous(8, 2)
+    with pytest.raises(
+        ValueError, match=r"cuts a sequence of 8 positions, but dim 1 of a tensor of shape \(2, 9\) has 9"
+    ):
+        layout.shard(torch.zeros(2, 9), 1, 0)
+    with pytest.raises(ValueError, match=r"ranks hold \(4, 4\) positions in this layout, the parts have \(4, 5\)"):
+        layout.unshard([torch.zeros(4), torch.zeros(5)], 0)
+    with pytest.raises(ValueError, match="add up to 8, got a sum of 7"):
+        per_document_head_tail(8, 2, documents=[3, 4])
+    with pytest.raises(ValueError, match="length=8, ranks=0"):
+        contiguous(8, 0)
+
+
+def test_a_balancer_is_held_to_what_it_was_asked():
+    assert cached_layout(contiguous, 8, 2) is cached_layout(contiguous, 8, 2)
+    with pytest.raises(ValueError, match="was asked to cut 8 positions for 2 ranks and returned a layout of 9"):
+        cached_layout(lambda length, ranks: contiguous(9, ranks), 8, 2)
+    with pytest.raises(TypeError, match="must be a SequenceLayout or a function"):
+        cached_layout(lambda length, ranks: None, 8, 2)

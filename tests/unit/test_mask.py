@@ -1,0 +1,105 @@
+"""Masks against their definition, asked pair by pair; and what their constructors take and refuse."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cp_styles.mask import Causal, Chunked, Dense, Documents, Full, PrefixLM, SlidingWindow
+from tests.oracle import allowed, mask_cases, randn
+
+POSITIONS = torch.arange(17)
+
+
+@pytest.mark.parametrize("name", mask_cases(17))
+def test_bounds_are_the_definition(name: str):
+    case = mask_cases(17)[name]
+    expected = allowed(case.sees, 17, 17)
+    assert torch.equal(case.mask.allowed(POSITIONS, POSITIONS), expected)
+    # Any positions in any order: what a rank holds, in a layout of any kind.
+    rows, columns = torch.tensor([16, 3, 4, 0]), torch.tensor([9, 2, 16])
+    assert torch.equal(case.mask.allowed(rows, columns), expected[rows][:, columns])
+
+
+@given(st.lists(st.sampled_from(sorted(mask_cases(17))), min_size=1, max_size=4))
+def test_conjunction_is_and(names: list[str]):
+    cases = [mask_cases(17)[name] for name in names]
+    mask = cases[0].mask
+    for case in cases[1:]:
+        mask = mask & case.mask
+    expected = torch.stack([allowed(case.sees, 17, 17) for case in cases]).all(0)
+    assert torch.equal(mask.allowed(POSITIONS, POSITIONS), expected)
+
+
+def test_masks_compare_by_what_they_say():
+    assert Causal() & Full() == Causal()
+    assert Full() & Full() == Full()
+    assert Causal() & Documents((3, 4)) & Causal() == Causal() & Documents((3, 4))
+    assert hash(Documents((3, 4))) == hash(Documents([3, 4]))
+    assert Documents((3, 4)) != Documents((4, 3))
+    assert Documents((3, 4)) != Documents((3, 4), (1, 0))
+    tensor = torch.ones(4, 4, dtype=torch.bool)
+    assert Dense(tensor) != Dense(tensor)  # comparing values would take a device's time at every call
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=8))
+def test_the_three_ways_to_say_documents_agree(lengths: list[int]):
+    sizes = torch.tensor(lengths)
+    ends = [0, *sizes.cumsum(0).tolist()]
+    expected = Documents(lengths)
+    assert Documents.from_cu_seqlens(ends) == expected
+    assert Documents.from_cu_seqlens(torch.tensor(ends, dtype=torch.int32)) == expected
+    assert Documents.from_ids(torch.arange(len(lengths)).repeat_interleave(sizes)) == expected
+    assert Documents.from_positions(torch.cat([torch.arange(size) for size in lengths])) == expected
+    assert expected.length == sum(lengths)
+
+
+def test_empty_documents_are_dropped_from_cu_seqlens():
+    assert Documents.from_cu_seqlens([0, 0, 3, 3, 5]) == Documents((3, 2))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Documents((3, 0)), "at least 1, got 0"),
+        (lambda: Documents((3, 4), (1,)), "one length a document"),
+        (lambda: Documents((3, 4), (1, 5)), "between 0 and that document's length"),
+        (lambda: Documents.from_cu_seqlens([1, 3]), "start with 0"),
+        (lambda: Documents.from_cu_seqlens([[0, 3]]), "1-D"),
+        (lambda: Documents.from_cu_seqlens([0]), "start with 0"),
+        (lambda: Documents.from_cu_seqlens([0, 3, 2]), "must not decrease"),
+        (lambda: Documents.from_ids(torch.tensor([[0, 1]])), r"must be \[S\], got shape \(1, 2\)"),
+        (lambda: Documents.from_ids(torch.tensor([0, 1, 0])), "returns after another document"),
+        (lambda: Documents.from_positions(torch.tensor([1, 2])), "start with 0"),
+        (lambda: Documents.from_positions(torch.tensor([0, 1, 3])), "count up by one"),
+        (lambda: Documents.from_positions(torch.tensor([0, 1, 1])), "count up by one"),
+        (lambda: SlidingWindow(-1), "left must be >= 0 or None, got -1"),
+        (lambda: SlidingWindow(1, -1), "right must be >= 0 or None, got -1"),
+        (lambda: Chunked(0), "at least 1, got 0"),
+        (lambda: PrefixLM(-1), "must be >= 0, got -1"),
+        (lambda: (Documents((3,)) & Documents((2, 2))).length, "different lengths"),
+        (lambda: Dense(torch.ones(3)), "must broadcast"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(make, message: str):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_dense_refuses_what_it_cannot_do():
+    with pytest.raises(TypeError, match=r"bool \(True: attend\) or float"):
+        Dense(torch.ones(3, 3, dtype=torch.int64))
+    with pytest.raises(NotImplementedError, match="gradient of an attention bias"):
+        Dense(torch.ones(3, 3, requires_grad=True))
+
+
+@pytest.mark.parametrize("shape", [(5, 5), (1, 5), (5, 1), (2, 1, 5, 5), (3, 1, 5)])
+def test_dense_gives_rows_and_columns_of_what_it_holds(shape: tuple[int, ...]):
+    rows, columns = torch.tensor([4, 0]), torch.tensor([1, 2, 3])
+    floats = randn(0, *shape)
+    whole = floats.expand(*shape[:-2], 5, 5)
+    expected = whole[..., rows, :][..., columns]
+    found = Dense(floats).bias(rows, columns).expand(expected.shape)
+    assert torch.equal(found, expected)
+    booleans = Dense(floats > 0).bias(rows, columns).expand(expected.shape)
+    assert torch.equal(booleans, torch.zeros(()).where(expected > 0, float("-inf")))

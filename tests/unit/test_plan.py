@@ -1,0 +1,162 @@
+"""The plan computes every attended pair once, asks for the rows it needs and no other, and everybody agrees on it."""
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from cp_styles.layout import SequenceLayout, contiguous, head_tail, striped
+from cp_styles.mask import Causal, Dense, Documents, Full, Mask, SlidingWindow
+from cp_styles.plan import Cover, Part, Rows, Tile, attended_pairs, imbalance, make_plan, needs_bias
+from tests.layouts import layouts
+from tests.oracle import allowed, mask_cases
+
+MASK_NAMES = sorted(mask_cases(8))
+
+
+def row_numbers(rows: Rows) -> list[int]:
+    return [row for start, stop in rows for row in range(start, stop)]
+
+
+def pairs_of(tile: Tile, part: Part, visible: torch.Tensor) -> torch.Tensor:
+    """How often a tile computes each pair of (local query row, local row of the source): ``visible``'s shape."""
+    rows = torch.tensor(row_numbers(part.rows))[tile.kv[0] : tile.kv[1]]
+    queries = torch.arange(*tile.q)
+    seen = torch.ones(len(queries), len(rows), dtype=torch.int64)
+    if tile.cover is Cover.CAUSAL:
+        assert len(queries) == len(rows)  # what Kernel.forward is promised
+        seen = seen.tril()
+    counts = torch.zeros(visible.shape, dtype=torch.int64)
+    counts[queries[:, None], rows[None, :]] = seen
+    # An explicit mask is applied to the tile, so what it computes is what is visible.
+    return counts * visible if tile.cover is Cover.PARTIAL else counts
+
+
+def check_plans(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, seen: torch.Tensor) -> None:
+    plans = [make_plan(q_layout, kv_layout, mask, rank) for rank in range(q_layout.ranks)]
+    for rank, plan in enumerate(plans):
+        mine = seen[q_layout.positions(rank)]
+        assert attended_pairs(q_layout, kv_layout, mask, rank) == int(mine.sum())
+        assert plan.received_rows == sum(part.count for part in plan.parts if part.source != rank)
+        for source, part in enumerate(plan.parts):
+            visible = mine[:, kv_layout.positions(source)]
+            assert part.source == source
+            assert row_numbers(part.rows) == torch.nonzero(visible.any(0)).flatten().tolist()
+            counts = sum((pairs_of(tile, part, visible) for tile in part.tiles), torch.zeros_like(visible.long()))
+            assert torch.equal(counts, visible.long())
+            for tile in part.tiles:  # no kernel is asked for nothing
+                assert 0 <= tile.q[0] < tile.q[1] <= len(mine)
+                assert 0 <= tile.kv[0] < tile.kv[1] <= part.count
+            expected = () if source == rank else part.rows
+            assert plans[source].sends[rank] == expected, "what one receives is what the other sends"
+
+
+@given(layouts(), st.data())
+def test_every_attended_pair_once(layout: SequenceLayout, data: st.DataObject):
+    length = layout.length
+    names = MASK_NAMES if length >= 5 else ["full", "causal", "window", "prefix"]
+    case = mask_cases(max(length, 5))[data.draw(st.sampled_from(names))]
+    check_plans(layout, layout, case.mask, allowed(case.sees, length, length))
+
+
+@given(st.data(), st.integers(1, 4), st.integers(0, 20), st.integers(0, 20))
+def test_queries_and_keys_of_different_lengths(data, ranks: int, queries: int, keys: int):
+    q_layout, kv_layout = data.draw(layouts(queries, ranks)), data.draw(layouts(keys, ranks))
+    check_plans(q_layout, kv_layout, Full(), torch.ones(queries, keys, dtype=torch.bool))
+
+
+@settings(max_examples=30)
+@given(
+    st.lists(st.integers(1, 150), min_size=1, max_size=6),
+    st.sampled_from([contiguous, head_tail, striped]),
+    st.integers(1, 4),
+    st.sampled_from(["plain", "causal", "window"]),
+)
+@example([300, 1, 1, 1, 40], head_tail, 2, "causal")
+def test_every_attended_pair_once_where_blocks_are_cut(documents: list[int], balancer, ranks: int, kind: str):
+    """Longer than the plan's blocks of queries (128) and its shortest run (32)."""
+    mask = Documents(documents) & {"plain": Full(), "causal": Causal(), "window": SlidingWindow(50, 0)}[kind]
+    length = sum(documents)
+    positions = torch.arange(length)
+    layout = balancer(length, ranks)
+    # The bounds were held to their definition in test_mask.py; pair by pair would take minutes at these lengths.
+    check_plans(layout, layout, mask, mask.allowed(positions, positions))
+
+
+@pytest.mark.parametrize("ranks", range(1, 9))
+@pytest.mark.parametrize("length", [16, 1024])
+def test_head_tail_causal_is_one_kernel_call_a_part(ranks: int, length: int):
+    layout = head_tail(length * ranks, ranks)
+    for rank in range(ranks):
+        for part in make_plan(layout, layout, Causal(), rank).parts:
+            assert len(part.tiles) == 1
+    assert not needs_bias(layout, layout, Causal())
+    # Head-tail is equal to a block: the work of the ranks differs by nothing.
+    assert imbalance(layout, Causal()) == 1.0
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_full_attention_is_one_kernel_call_a_part_in_any_layout(ranks: int):
+    for balancer in (contiguous, head_tail, striped):
+        layout = balancer(37, ranks)
+        tiles = [part.tiles for rank in range(ranks) for part in make_plan(layout, layout, Full(), rank).parts]
+        assert all([tile.cover for tile in some] == [Cover.FULL] for some in tiles)
+
+
+def test_imbalance_is_largest_over_mean():
+    # Rank 0 attends to 1 + 2 = 3 pairs, rank 1 to 3 + 4 = 7: 7 / 5.
+    assert imbalance(contiguous(4, 2), Causal()) == 1.4
+    assert imbalance(contiguous(0, 2), Causal()) == 1.0
+
+
+def test_dense_masks_need_an_explicit_mask_in_every_tile():
+    layout = contiguous(6, 2)
+    mask = Dense(torch.ones(6, 6, dtype=torch.bool)) & Causal()
+    assert needs_bias(layout, layout, mask)
+    covers = {
+        tile.cover for rank in range(2) for part in make_plan(layout, layout, mask, rank).parts for tile in part.tiles
+    }
+    assert covers == {Cover.PARTIAL}
+
+
+def picture(layout: SequenceLayout, mask: Mask) -> str:
+    """All plans in words: which of whose rows each rank needs, and the kernel calls on them."""
+    lines = []
+    for rank in range(layout.ranks):
+        for part in make_plan(layout, layout, mask, rank).parts:
+            tiles = ", ".join(f"q{list(tile.q)} kv{list(tile.kv)} {tile.cover.value}" for tile in part.tiles)
+            lines.append(f"{rank} <- {part.source}  rows {[list(rows) for rows in part.rows]}  {tiles or 'nothing'}")
+    return "\n".join(lines)
+
+
+def test_the_plans_of_three_small_cases():
+    assert_expected_inline(
+        picture(head_tail(16, 2), Causal()),
+        """\
+0 <- 0  rows [[0, 8]]  q[0, 8] kv[0, 8] causal
+0 <- 1  rows [[0, 8]]  q[4, 8] kv[0, 8] full
+1 <- 0  rows [[0, 4]]  q[0, 8] kv[0, 4] full
+1 <- 1  rows [[0, 8]]  q[0, 8] kv[0, 8] causal""",
+    )
+    assert_expected_inline(
+        picture(contiguous(128, 2), SlidingWindow(3, 0)),
+        """\
+0 <- 0  rows [[0, 64]]  q[0, 4] kv[0, 4] causal, q[4, 64] kv[1, 64] partial
+0 <- 1  rows []  nothing
+1 <- 0  rows [[61, 64]]  q[0, 3] kv[0, 3] partial
+1 <- 1  rows [[0, 64]]  q[0, 4] kv[0, 4] causal, q[4, 64] kv[1, 64] partial""",
+    )
+    assert_expected_inline(
+        picture(contiguous(12, 3), Documents((5, 1, 6)) & Causal()),
+        """\
+0 <- 0  rows [[0, 4]]  q[0, 4] kv[0, 4] causal
+0 <- 1  rows []  nothing
+0 <- 2  rows []  nothing
+1 <- 0  rows [[0, 4]]  q[0, 1] kv[0, 4] full
+1 <- 1  rows [[0, 4]]  q[0, 4] kv[0, 4] partial
+1 <- 2  rows []  nothing
+2 <- 0  rows []  nothing
+2 <- 1  rows [[2, 4]]  q[0, 4] kv[0, 2] full
+2 <- 2  rows [[0, 4]]  q[0, 4] kv[0, 4] causal""",
+    )
