@@ -66,7 +66,7 @@ class SdpaKernel(Kernel):
             query=q_BHLD,
             key=k,
             value=v,
-            attn_mask=None if bias is None else bias.to(q_BHLD.dtype),
+            attn_mask=self._fitted(bias, q_BHLD, k_BGMD),
             dropout_p=0.0,
             is_causal=causal,
             compute_log_sumexp=True,
@@ -86,7 +86,8 @@ class SdpaKernel(Kernel):
     def backward(self, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, lse_BHL, *, causal, bias, scale):
         queries, keys = q_BHLD.shape[2], k_BGMD.shape[2]
         k, v = (self._widen(x, q_BHLD.shape[1]) for x in (k_BGMD, v_BGME))
-        lse = F.pad(lse_BHL, (0, -queries % self.lse_multiple)) if self.lse_multiple > 1 else lse_BHL
+        # The CUDA kernels read the logsumexp of some rows as if it were contiguous, and do not check.
+        lse = F.pad(lse_BHL, (0, -queries % self.lse_multiple)).contiguous()
         seed = torch.zeros(2, dtype=torch.int64, device=q_BHLD.device)  # never read: there is no dropout
         dq, dk, dv, *_ = _call(
             self.backward_op,
@@ -94,7 +95,7 @@ class SdpaKernel(Kernel):
             query=q_BHLD,
             key=k,
             value=v,
-            attn_mask=None if bias is None else bias.to(q_BHLD.dtype),
+            attn_mask=self._fitted(bias, q_BHLD, k_BGMD),
             out=out_BHLE,
             logsumexp=lse.unsqueeze(-1) if self.lse_column else lse,
             cum_seq_q=None,
@@ -129,6 +130,16 @@ class SdpaKernel(Kernel):
 
     def tile_dtype(self, dtype):
         return torch.float32 if self.wide_tiles and dtype in (torch.float16, torch.bfloat16) else dtype
+
+    def _fitted(self, bias: torch.Tensor | None, q_BHLD: torch.Tensor, k_BGMD: torch.Tensor) -> torch.Tensor | None:
+        """The bias as [B, H, L, M], which is what the ops take; broadcasting costs no memory."""
+        if bias is None:
+            return None
+        shape = (*q_BHLD.shape[:3], k_BGMD.shape[2])
+        bias = bias.to(q_BHLD.dtype).expand(*bias.shape[:-1], shape[3])
+        # The CUDA kernels load rows in aligned pieces of 16 bytes.
+        padding = -shape[3] % 8 if self.device_type == "cuda" else 0
+        return F.pad(bias, (0, padding))[..., : shape[3]].expand(shape)
 
     def _widen(self, kv: torch.Tensor, heads: int) -> torch.Tensor:
         return kv if self.grouped else kv.repeat_interleave(heads // kv.shape[1], dim=1)

@@ -1,0 +1,182 @@
+"""One tile at a time: the kernels that run here against the oracle, the CUDA ones against the schemas of their ops."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cp_styles.kernels import CPU_FLASH, CUDA_FLASH, SDPA_KERNELS, Kernel, ReferenceKernel
+from cp_styles.kernels.sdpa import schema_names
+from cp_styles.merge import EMPTY_LSE
+from tests.oracle import attention_inputs, dense_attention, error, expected_attention, randn
+
+KERNELS = [CPU_FLASH, ReferenceKernel()]
+CUDA_KERNELS = [kernel for kernel in SDPA_KERNELS if kernel.device_type == "cuda"]
+SHAPES = {
+    "plain": {},
+    "grouped": {"kv_heads": 2},
+    "one key head": {"kv_heads": 1, "batch": 1},
+    "odd head dim": {"dim": 5},
+    "many keys": {"kv_length": 70},
+    "one query": {"length": 1, "kv_length": 9},
+}
+# float64 sums of at most 70 terms, each a few 1e-16 from exact.
+EXACT = 1e-14
+
+
+def name_of(kernel: Kernel) -> str:
+    return getattr(kernel, "name", type(kernel).__name__)
+
+
+def run(kernel: Kernel, inputs, cotangent, **options) -> list[torch.Tensor]:
+    options = {"causal": False, "bias": None, "scale": inputs[0].shape[-1] ** -0.5} | options
+    out, lse = kernel.forward(*inputs, **options)
+    return [out, *kernel.backward(cotangent, *inputs, out, lse, **options)]
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=name_of)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("scale", [0.35355, 2.0])
+def test_a_tile_is_attention(kernel: Kernel, shape: dict, causal: bool, scale: float):
+    shape = {"length": 12} | shape
+    if causal and shape.get("kv_length", shape["length"]) != shape["length"]:
+        pytest.skip("causal tiles are square")
+    inputs, cotangent = attention_inputs(**shape)
+    mask = torch.ones(shape["length"], inputs[1].shape[2], dtype=torch.bool)
+    mask = mask.tril() if causal else mask
+    expected = expected_attention(inputs, cotangent, mask, scale=scale)
+    for found, wanted in zip(run(kernel, inputs, cotangent, causal=causal, scale=scale), expected, strict=True):
+        assert error(found, wanted) < EXACT
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=name_of)
+@pytest.mark.parametrize("rows", [(5, 5), (1, 5), (5, 1)])
+@pytest.mark.parametrize("shape", ["LM", "HLM", "BHLM"])
+def test_a_bias_of_any_broadcastable_shape(kernel: Kernel, rows: tuple[int, int], shape: str):
+    inputs, cotangent = attention_inputs(length=5, kv_heads=2)
+    bias = randn(9, *{"LM": (), "HLM": (4,), "BHLM": (2, 1)}[shape], *rows)
+    bias = bias.masked_fill(bias > 1.5, float("-inf"))
+    expected = expected_attention(inputs, cotangent, bias=bias)
+    for found, wanted in zip(run(kernel, inputs, cotangent, bias=bias), expected, strict=True):
+        assert error(found, wanted) < EXACT
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=name_of)
+def test_rows_that_see_nothing_are_zero_with_finite_gradients(kernel: Kernel):
+    inputs, cotangent = attention_inputs(length=5)
+    mask = torch.ones(5, 5, dtype=torch.bool)
+    mask[[0, 3]] = False
+    bias = torch.zeros(5, 5, dtype=torch.float64).masked_fill(~mask, float("-inf"))
+    out, lse = kernel.forward(*inputs, causal=False, bias=bias, scale=8**-0.5)
+    assert not out[:, :, [0, 3]].any()
+    assert bool((lse[:, :, [0, 3]] == EMPTY_LSE).all())
+    expected = expected_attention(inputs, cotangent, mask)
+    for found, wanted in zip(run(kernel, inputs, cotangent, bias=bias), expected, strict=True):
+        assert error(found, wanted) < EXACT
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=name_of)
+def test_gradients_of_tiles_add_up_to_those_of_the_whole(kernel: Kernel):
+    """Each tile's backward is given the out and logsumexp of all tiles together."""
+    (q, k, v), cotangent = attention_inputs(length=7, kv_heads=2)
+    out = dense_attention(q, k, v)
+    lse = torch.logsumexp(q @ k.repeat_interleave(2, 1).mT * 8**-0.5, -1)
+    expected = expected_attention([q, k, v], cotangent)
+    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    for keys in (slice(0, 2), slice(2, 7)):
+        tile = kernel.backward(
+            cotangent, q, k[:, :, keys], v[:, :, keys], out, lse, causal=False, bias=None, scale=8**-0.5
+        )
+        dq += tile[0]
+        dk[:, :, keys] += tile[1]
+        dv[:, :, keys] += tile[2]
+    for found, wanted in zip((dq, dk, dv), expected[1:], strict=True):
+        assert error(found, wanted) < EXACT
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=name_of)
+def test_any_strides(kernel: Kernel):
+    """Slices of rows, [B, S, H, D] in memory, and the expanded gradient that ``out.sum()`` makes."""
+    inputs, _ = attention_inputs(length=9)
+    cotangent = torch.ones((), dtype=torch.float64).expand(2, 4, 5, 8)
+    strided = [x.transpose(1, 2).contiguous().transpose(1, 2)[:, :, 2:7] for x in inputs]
+    expected = expected_attention(strided, cotangent)
+    out, lse = kernel.forward(*strided, causal=False, bias=None, scale=8**-0.5)
+    lse = torch.stack([lse, lse], -1)[..., 0]
+    found = [out, *kernel.backward(cotangent, *strided, out, lse, causal=False, bias=None, scale=8**-0.5)]
+    for mine, wanted in zip(found, expected, strict=True):
+        assert error(mine, wanted) < EXACT
+
+
+def test_the_reference_takes_a_value_head_dim_of_its_own():
+    (q, k, _), _ = attention_inputs(length=6)
+    v, cotangent = randn(5, 2, 4, 6, 3), randn(6, 2, 4, 6, 3)
+    kernel = ReferenceKernel()
+    kernel.check(q, k, v, biased=True)
+    for found, wanted in zip(run(kernel, [q, k, v], cotangent), expected_attention([q, k, v], cotangent), strict=True):
+        assert error(found, wanted) < EXACT
+    with pytest.raises(NotImplementedError, match="one head dim for query, key and value, got 8 and 3"):
+        CPU_FLASH.check(q, k, v, biased=False)
+
+
+def test_kernels_say_what_they_cannot_do():
+    inputs, _ = attention_inputs(length=4, dtype=torch.float32)
+    with pytest.raises(NotImplementedError, match=r"on cuda, got torch.float32 on cpu; pass kernel=ReferenceKernel"):
+        CUDA_FLASH.check(*inputs, biased=False)
+    low = [x.bfloat16() for x in inputs]
+    with pytest.raises(NotImplementedError, match="takes no mask, and this layout and mask need one in some tile"):
+        replace(CUDA_FLASH, device_type="cpu").check(*low, biased=True)
+    CPU_FLASH.check(*inputs, biased=True)
+
+
+class Calls(TorchDispatchMode):
+    """The arguments with which attention ops were called, by their common names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, dict] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "attention" in func.name():
+            arguments = func._schema.arguments
+            common = dict(zip((x.name for x in arguments), schema_names(arguments), strict=True))
+            values = dict(zip(common, args, strict=False)) | (kwargs or {})
+            self.seen[func.name()] = {common[name]: value for name, value in values.items()}
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kernel", CUDA_KERNELS, ids=name_of)
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("biased", [False, True])
+def test_cuda_kernels_fit_the_schemas_of_this_torch(kernel, kv_heads: int, biased: bool):
+    """Shapes and dtypes of both directions without a GPU. On a torch built for CPU, fake tensors must be meta's."""
+    if biased and not kernel.takes_bias:
+        pytest.skip("takes no mask")
+    device = "cuda" if torch.backends.cuda.is_built() else "meta"
+    calls = Calls()
+    with FakeTensorMode(), calls:
+        q, grad = (torch.empty(2, 4, 100, 64, dtype=torch.bfloat16, device=device) for _ in range(2))
+        k, v = (torch.empty(2, kv_heads, 77, 64, dtype=torch.bfloat16, device=device) for _ in range(2))
+        bias = torch.empty(100, 77, device=device) if biased else None
+        options = {"causal": False, "bias": bias, "scale": 0.125}
+        out, lse = kernel.forward(q, k, v, **options)
+        assert (tuple(out.shape), out.dtype) == ((2, 4, 100, 64), torch.bfloat16)
+        assert (tuple(lse.shape), lse.dtype) == ((2, 4, 100), torch.float32)
+        # Rows of a longer logsumexp, as the plan's tiles are.
+        merged = torch.empty(2, 4, 164, dtype=torch.float32, device=device)[:, :, 64:]
+        grads = kernel.backward(grad, q, k, v, out, merged, **options)
+    assert [tuple(x.shape) for x in grads] == [tuple(x.shape) for x in (q, k, v)]
+    assert {x.dtype for x in grads} == {torch.bfloat16}
+    forward, backward = calls.seen[kernel.forward_op.name()], calls.seen[kernel.backward_op.name()]
+    assert forward.get("compute_log_sumexp", True)  # efficient attention leaves it out unless asked
+    assert (forward["scale"], backward["scale"]) == (0.125, 0.125)
+    # The CUDA kernels take the pointer and assume the strides.
+    assert backward["logsumexp"].is_contiguous()
+    if biased:
+        assert (tuple(forward["attn_mask"].shape), forward["attn_mask"].dtype) == ((2, 4, 100, 77), torch.bfloat16)
+        assert forward["attn_mask"].stride(2) % 8 == 0  # pieces of 16 bytes
