@@ -164,16 +164,24 @@ class Exchange(NamedTuple):
     def _merge(self, parts: Tensors, columns: tuple[Chunk, ...]) -> torch.Tensor:
         """All columns from every rank's; what several ranks had is summed, in rank order, in float32 at least."""
         parts = tuple(part.movedim(0, self.row_dim) for part in parts)
-        if _is_cut(columns):
-            return torch.cat(parts, self.column_dim)
         dtype = parts[0].dtype
-        exact = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
-        shape = list(parts[0].shape)
-        shape[self.column_dim] = max(stop for _, stop in columns)
-        total = parts[0].new_zeros(shape, dtype=exact)
-        for part, (start, stop) in zip(parts, columns, strict=True):
-            total.narrow(self.column_dim, start, stop - start).add_(part)
-        return total.to(dtype)
+        merged = []
+        for low, high in pairwise(sorted({edge for chunk in columns for edge in chunk})):
+            first, *others = (
+                part.narrow(self.column_dim, low - start, high - low)
+                for part, (start, stop) in zip(parts, columns, strict=True)
+                if start <= low and high <= stop
+            )
+            wide = others and dtype in (torch.float16, torch.bfloat16)
+            total = first.float() if wide else first
+            for part in others:
+                total = total + part
+            merged.append(total.to(dtype) if wide else total)
+        # No .to() and no .contiguous() that does nothing: a compiled Function that ends with one has a gradient of zero
+        # on 2.11.
+        if len(merged) != 1:
+            return torch.cat(merged, self.column_dim) if merged else parts[0]
+        return merged[0] if merged[0].is_contiguous() else merged[0].contiguous()
 
     # Geometry.
 

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from cp_styles._compat import resolve_group
+from cp_styles.layout import SequenceLayout
 
 Group: TypeAlias = dist.ProcessGroup | DeviceMesh | tuple[DeviceMesh, str] | None
 """A process group, a mesh of one axis, a mesh with the name of one of its axes, or None for no communication."""
@@ -95,7 +96,7 @@ def consult(peers: Peers, call: str, describe: Callable[[], Facts], check: bool)
     error = None
     try:
         same, own = describe()
-        said = {"same": {key: _short(repr(value)) for key, value in same.items()}, "own": own}
+        said = {"same": {key: _short(value) for key, value in same.items()}, "own": own}
     except (ValueError, TypeError) as caught:
         error, said = caught, {"error": f"{type(caught).__name__}: {caught}"[:400]}
     everyone = _all_gather_json(peers, {"call": call, **said})
@@ -115,7 +116,11 @@ def consult(peers: Peers, call: str, describe: Callable[[], Facts], check: bool)
     return tuple(its["own"] for its in everyone)
 
 
-def _short(text: str) -> str:
+def _short(value: Any) -> str:
+    """What the ranks compare, and what the message shows."""
+    if isinstance(value, SequenceLayout):  # may have thousands of chunks
+        return f"{value.length} positions on {value.ranks} ranks (hash {hash(value):x})"
+    text = repr(value)
     return text if len(text) <= 120 else f"{text[:80]}... (crc {zlib.crc32(text.encode()):08x})"
 
 

@@ -170,12 +170,3 @@ def rows_of_whole(layout: Layout, x: torch.Tensor, dim: int, peers: Peers) -> Ro
             f"has {x.shape[dim]}: build the layout for {x.shape[dim]} positions, or pass the right dim"
         )
     return rows
-
-
-def summary(layout: Layout) -> str:
-    """What ranks compare of a layout: short, and cheap for thousands of chunks."""
-    if isinstance(layout, SequenceLayout):
-        return f"{layout.length} positions on {layout.ranks} ranks (hash {hash(layout):x})"
-    if isinstance(layout, Padded):  # spelled out: torch.compile cannot trace a dataclass's repr
-        return f"Padded({layout.length}, multiple={layout.multiple})"
-    return repr(layout)

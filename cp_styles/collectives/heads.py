@@ -19,7 +19,6 @@ from cp_styles.collectives._rows import (
     ranges_of,
     rows_of,
     rows_of_whole,
-    summary,
 )
 from cp_styles.layout import Chunk
 
@@ -155,7 +154,7 @@ def seq_to_heads(
         check_local(rows, listed[0], seq, peers)
         resolved.append(rows)
         same = {f"{key} of tensor {index}": value for index, one in enumerate(facts) for key, value in one.same.items()}
-        return Facts({**same, "layout": summary(layout), "async_op": async_op}, facts[0].own)
+        return Facts({**same, "layout": layout, "async_op": async_op}, facts[0].own)
 
     found = consult(peers, "seq_to_heads", describe, check)
     rows = resolved[0] or contiguous_rows(found)
@@ -233,7 +232,7 @@ def heads_to_seq(
                 f"{heads} on {peers.size} ranks is {even_sizes(heads, peers.size)[peers.rank]}"
             )
         resolved.append(rows)
-        return facts._replace(same={**facts.same, "heads": heads, "layout": summary(layout), "async_op": async_op})
+        return facts._replace(same={**facts.same, "heads": heads, "layout": layout, "async_op": async_op})
 
     found = consult(peers, "heads_to_seq", describe, check)
     rows = resolved[0]

@@ -15,7 +15,6 @@ from cp_styles.collectives._rows import (
     contiguous_rows,
     rows_of,
     rows_of_whole,
-    summary,
 )
 
 
@@ -189,7 +188,7 @@ def _resolve_whole(
 def _facts(x: torch.Tensor, own_dim: int, dim: int, layout: Layout, grad_scale: GradScale, **same: bool) -> Facts:
     if not isinstance(grad_scale, GradScale):
         raise TypeError(f"grad_scale must be GradScale.NONE, GradScale.DOWN or GradScale.UP, got {grad_scale!r}")
-    return facts_of(x, own_dim, dim=dim, layout=summary(layout), grad_scale=grad_scale.name, **same)
+    return facts_of(x, own_dim, dim=dim, layout=layout, grad_scale=grad_scale.name, **same)
 
 
 def _apply(op: LinearMap, x: torch.Tensor) -> torch.Tensor:

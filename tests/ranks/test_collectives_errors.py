@@ -99,7 +99,7 @@ ON_RANK_1 = {
     "another layout": (
         lambda g: split(X, 1, g, layout=head_tail(6, 3)),
         lambda g: split(X, 1, g),
-        "the same layout .*rank 0: 'None', rank 1: '6 positions on 3 ranks",
+        "the same layout .*rank 0: None, rank 1: 6 positions on 3 ranks",
         "the same layout",
     ),
     "another function": (
