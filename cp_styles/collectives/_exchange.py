@@ -159,7 +159,8 @@ class Exchange(NamedTuple):
             )
         ]
         by_tensor = zip(*blocks, strict=True)
-        return tuple(self._merge(parts, cols) for parts, cols in zip(by_tensor, self.columns, strict=True))
+        # A list: 2.15 fails to compile a generator that adds tensors ("generator already executing").
+        return tuple([self._merge(parts, cols) for parts, cols in zip(by_tensor, self.columns, strict=True)])
 
     def _merge(self, parts: Tensors, columns: tuple[Chunk, ...]) -> torch.Tensor:
         """All columns from every rank's; what several ranks had is summed, in rank order, in float32 at least."""
@@ -167,11 +168,11 @@ class Exchange(NamedTuple):
         dtype = parts[0].dtype
         merged = []
         for low, high in pairwise(sorted({edge for chunk in columns for edge in chunk})):
-            first, *others = (
+            first, *others = [
                 part.narrow(self.column_dim, low - start, high - low)
                 for part, (start, stop) in zip(parts, columns, strict=True)
                 if start <= low and high <= stop
-            )
+            ]
             wide = others and dtype in (torch.float16, torch.bfloat16)
             total = first.float() if wide else first
             for part in others:

@@ -132,7 +132,7 @@ def _all_gather_json(peers: Peers, value: dict[str, Any]) -> list[dict[str, Any]
         raise AssertionError(f"{len(text)} bytes of facts do not fit into {room}")
     group = resolve_group(peers.name)
     device = "cpu" if "cpu" in dist.get_backend_config(group) else torch.accelerator.current_accelerator()
-    mine = torch.frombuffer(bytearray(text.ljust(room)), dtype=torch.uint8).to(device)
+    mine = torch.tensor(list(text.ljust(room)), dtype=torch.uint8, device=device)
     parts = [torch.empty_like(mine) for _ in range(peers.size)]
     dist.all_gather(parts, mine, group=group)
     return [json.loads(bytes(part.tolist())) for part in parts]
