@@ -56,6 +56,7 @@ def save_picture(
     axes.plot(steps, reference, color="0.7", linewidth=5, label="one process")
     axes.plot(steps, losses, color="black", linewidth=1, label=title)
     axes.set(xlabel="step", ylabel="loss (nats a token)", title="The same training")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.legend()
     rows = right.subplots(layout.ranks, 1, squeeze=False)
     for rank in range(layout.ranks):
