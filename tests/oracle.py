@@ -65,8 +65,8 @@ def expected_attention(
 def error(found: torch.Tensor, expected: torch.Tensor) -> float:
     """Norm of the difference over the norm of what is expected (or of the difference alone, where that is zero)."""
     assert found.shape == expected.shape, f"{tuple(found.shape)} instead of {tuple(expected.shape)}"
-    size = float(expected.double().norm())
-    return float((found.double() - expected.double()).norm()) / (size or 1.0)
+    found, expected = found.detach().double(), expected.detach().double()
+    return float((found - expected).norm()) / (float(expected.norm()) or 1.0)
 
 
 def randn(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:

@@ -43,7 +43,7 @@ class AttentionContextParallel(ParallelStyle):
         layout: the cut of the sequence, or the balancer that makes it; must be the one the inputs were cut with.
         mask: who attends to whom, beside ``is_causal`` of the call; in global positions.
         kernel: computes the tiles; default the one scaled_dot_product_attention chose.
-        use_local_output: False leaves outputs as DTensors, Shard on the sequence axis.
+        use_local_output: False leaves outputs as DTensors, Shard on the sequence axis; needs equal parts.
 
     Inputs are plain tensors, or DTensors on this axis' 1-D mesh with ``Shard(seq_dim)``.
     Communication a forward: one all-gather of six integers, so that all ranks hear of one rank's bad input; then the
@@ -151,6 +151,8 @@ class ContextParallelState:
         dim = self.style.seq_dim
         local = tuple(value.to_local() if isinstance(value, DTensor) else value for value in inputs)
         q_length, kv_length = self.binding.agree(lambda: self._refuse(bound.arguments, inputs, local), local, dim)
+        if not self.style.use_local_output:
+            self._refuse_uneven(q_length)
         for name, tensor, size in zip(self._names, local, (q_length, kv_length, kv_length), strict=True):
             bound.arguments[name] = shared = sequence_sharded(tensor, self.mesh, dim, size)
             if shared.requires_grad:
@@ -221,6 +223,18 @@ class ContextParallelState:
                 f"{name}: scaled_dot_product_attention is restricted to the MATH backend, which never shows the "
                 "attention as one op. Allow a fused backend (sdpa_kernel), or use kernel=ReferenceKernel() with a "
                 "fused backend allowed"
+            )
+
+    def _refuse_uneven(self, length: int) -> None:
+        """DTensors cut a dim as torch.chunk does; of any other cut, full_tensor() and redistribute() make nonsense."""
+        lengths = list(self.binding.layout_for(length).lengths)
+        size = -(-length // len(lengths))
+        chunks = [min(size, max(length - rank * size, 0)) for rank in range(len(lengths))]
+        if lengths != chunks:
+            raise ValueError(
+                f"{self.binding.name}: use_local_output=False makes DTensors, and a DTensor of {length} positions has "
+                f"{chunks} on its ranks, where the layout puts {lengths}: use local outputs, or a length that "
+                f"{len(lengths)} divides"
             )
 
     def _explain(self, failure: BaseException) -> None:

@@ -1,0 +1,137 @@
+"""Modules and whole-sequence problems that the attention tests cut, run on ranks, and put together again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+
+from cp_styles.layout import Balancer, SequenceLayout, head_tail
+from cp_styles.styles import AttentionContextParallel
+from tests.oracle import attention_inputs, dense_attention, expected_attention, randn
+
+# Sums in another order: at most some hundred terms here, each a few 1e-16 from exact. A key counted twice or missed
+# shows at 1e-2.
+EXACT = 1e-12
+
+
+class Core(nn.Module):
+    """The module the style is for: query, key and value in, attention out."""
+
+    def __init__(self, *, causal: bool = True, scale: float | None = None, seq_dim: int = 2) -> None:
+        super().__init__()
+        self.causal, self.scale, self.seq_dim = causal, scale, seq_dim
+
+    def forward(self, query, key, value):
+        if self.seq_dim == 1:
+            query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        out = F.scaled_dot_product_attention(
+            query, key, value, is_causal=self.causal, scale=self.scale, enable_gqa=query.shape[1] != key.shape[1]
+        )
+        return out.transpose(1, 2) if self.seq_dim == 1 else out
+
+
+class DenseCore(Core):
+    """The same by the oracle."""
+
+    def forward(self, query, key, value):
+        if self.seq_dim == 1:
+            query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril() if self.causal else None
+        out = dense_attention(query, key, value, mask, scale=self.scale)
+        return out.transpose(1, 2) if self.seq_dim == 1 else out
+
+
+class Projected(nn.Module):
+    """Attention with its four projections: the parameters whose gradients context parallelism must get right."""
+
+    def __init__(self, core: Core, *, heads: int = 4, kv_heads: int = 2, dim: int = 6, width: int = 10) -> None:
+        super().__init__()
+        self.core, self.dim = core, dim
+        self.q, self.o = nn.Linear(width, heads * dim), nn.Linear(heads * dim, width, bias=False)
+        self.k, self.v = nn.Linear(width, kv_heads * dim), nn.Linear(width, kv_heads * dim)
+        for index, parameter in enumerate(self.parameters()):
+            parameter.data = randn(100 + index, *parameter.shape) * parameter.shape[-1] ** -0.5
+
+    def forward(self, x):
+        query, key, value = (project(x).unflatten(-1, (-1, self.dim)) for project in (self.q, self.k, self.v))
+        if self.core.seq_dim == 2:
+            return self.o(self.core(*(t.transpose(1, 2) for t in (query, key, value))).transpose(1, 2).flatten(2))
+        return self.o(self.core(query, key, value).flatten(2))
+
+
+class Problem:
+    """One attention over a whole sequence, and what every rank should get of it."""
+
+    def __init__(
+        self,
+        *,
+        length: int = 16,
+        kv_length: int | None = None,
+        causal: bool = True,
+        mask: torch.Tensor | None = None,
+        scale: float | None = None,
+        **shape: Any,
+    ) -> None:
+        self.inputs, self.cotangent = attention_inputs(length=length, kv_length=kv_length, **shape)
+        if causal and mask is None:
+            mask = torch.ones(length, length, dtype=torch.bool).tril()
+        self.expected = expected_attention(self.inputs, self.cotangent, mask, scale=scale)
+        self.causal, self.scale = causal, scale
+
+    def layouts(self, layout: SequenceLayout | Balancer, ranks: int) -> tuple[SequenceLayout, SequenceLayout]:
+        """Of queries and of keys."""
+        if isinstance(layout, SequenceLayout):
+            return layout, layout
+        return layout(self.inputs[0].shape[2], ranks), layout(self.inputs[1].shape[2], ranks)
+
+    def shard(
+        self, layout: SequenceLayout | Balancer, rank: int, ranks: int
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """This rank's ``[query, key, value]``, as leaves that want gradients, and its part of the cotangent."""
+        own, own_kv = self.layouts(layout, ranks)
+        cuts = (own, own_kv, own_kv)
+        leaves = [cut.shard(x, 2, rank).clone().requires_grad_() for x, cut in zip(self.inputs, cuts, strict=True)]
+        return leaves, own.shard(self.cotangent, 2, rank)
+
+    def errors(
+        self, found: list[torch.Tensor], layout: SequenceLayout | Balancer, rank: int, ranks: int
+    ) -> list[float]:
+        """Of this rank's ``[out, dq, dk, dv]``: norm of the difference over the norm of the *whole*, each."""
+        own, own_kv = self.layouts(layout, ranks)
+        errors = []
+        for mine, whole, cut in zip(found, self.expected, (own, own, own_kv, own_kv), strict=True):
+            wanted = cut.shard(whole, 2, rank)
+            assert mine.shape == wanted.shape, f"{tuple(mine.shape)} instead of {tuple(wanted.shape)}"
+            errors.append(float((mine.double() - wanted).norm() / whole.norm()))
+        return errors
+
+
+def cp_mesh(ranks: int) -> DeviceMesh:
+    return init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))
+
+
+def parallel(core: nn.Module, mesh: DeviceMesh, **style: Any) -> nn.Module:
+    """``core`` itself, under the style."""
+    return parallelize_module(core, mesh, AttentionContextParallel(**style))
+
+
+def run_attention(
+    attend: Callable[..., torch.Tensor],
+    problem: Problem,
+    rank: int,
+    ranks: int,
+    *,
+    layout: SequenceLayout | Balancer = head_tail,
+    seq_dim: int = 2,
+) -> list[float]:
+    """Errors of out, dq, dk and dv of ``attend(q, k, v)`` on this rank's part."""
+    leaves, cotangent = problem.shard(layout, rank, ranks)
+    out = attend(*(x.transpose(1, 2) if seq_dim == 1 else x for x in leaves))
+    out = out.transpose(1, 2) if seq_dim == 1 else out
+    return problem.errors([out.detach(), *torch.autograd.grad(out, leaves, cotangent)], layout, rank, ranks)

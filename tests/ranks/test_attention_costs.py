@@ -1,0 +1,182 @@
+"""What attention sends and computes, exactly: bytes, kernel calls, and when a round is started."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from cp_styles.functional import context_attention
+from cp_styles.kernels import CPU_FLASH, Kernel
+from cp_styles.layout import contiguous, head_tail
+from cp_styles.mask import Causal, Documents, Full, SlidingWindow
+from cp_styles.plan import make_plan
+from cp_styles.strategies import AllGather, Ring
+from cp_styles.testing import CommunicationTrace, run_ranks
+from tests.ranks.attention_case import Core, Problem, cp_mesh, parallel, run_attention
+
+LENGTH = 16
+
+
+class Counting(Kernel):
+    """A kernel that notes its calls, and the query heads and key/value heads it was given."""
+
+    def __init__(self) -> None:
+        self.forwards: list[tuple[int, int]] = []
+        self.backwards: list[tuple[int, int]] = []
+
+    def forward(self, q, k, v, **options):
+        self.forwards.append((q.shape[1], k.shape[1]))
+        return CPU_FLASH.forward(q, k, v, **options)
+
+    def backward(self, grad, q, k, v, out, lse, **options):
+        self.backwards.append((q.shape[1], k.shape[1]))
+        return CPU_FLASH.backward(grad, q, k, v, out, lse, **options)
+
+    def check(self, q, k, v, *, biased):
+        CPU_FLASH.check(q, k, v, biased=biased)
+
+
+def costs(problem: Problem, ranks: int, door: str, **options) -> tuple[float, list[CommunicationTrace], list[Counting]]:
+    """Bytes of all ranks, forward and backward, in units of one rank's query shard; the traces; the kernels.
+
+    The agreement on shapes, an all-gather of six integers, is not counted: everything else is point to point.
+    """
+    layout, mask = options.pop("layout"), options.pop("mask")
+
+    def on(rank: int):
+        mesh, kernel = cp_mesh(ranks), Counting()
+        if door == "style":
+            attend = parallel(Core(causal=False), mesh, kernel=kernel, layout=layout, mask=mask, **options)
+        else:
+            attend = partial(context_attention, group=mesh, kernel=kernel, layout=layout, mask=mask, **options)
+        with CommunicationTrace() as trace:
+            run_attention(attend, problem, rank, ranks, layout=layout)
+        return trace, kernel
+
+    traces, kernels = zip(*run_ranks(on, ranks), strict=True)
+    sent = 0
+    for trace in traces:
+        assert set(trace.calls) <= {"send", "all_gather"}
+        agreed = [size for name, size in trace.events if name == "all_gather"]
+        assert agreed == [6 * 8 * (ranks - 1)] * (ranks > 1)
+        sent += sum(size for name, size in trace.events if name == "send")
+    return sent / (problem.inputs[0].nbytes / ranks), list(traces), list(kernels)
+
+
+@pytest.mark.parametrize("door", ["style", "function"])
+@pytest.mark.parametrize("strategy", [Ring, AllGather])
+@pytest.mark.parametrize(("ranks", "kept", "again"), [(1, 0, 0), (2, 6, 9), (4, 36, 54)])
+def test_bytes_of_causal_head_tail(door: str, strategy, ranks: int, kept: int, again: int):
+    """u = one rank's query shard; of N (N - 1) pairs of ranks, half need all of the other's keys and half of them half,
+    so 3/4 * 2 u a pair forward, as many gradients home, and once more where keys are not kept: N = 2: 6 u and 9 u.
+    """
+    problem = Problem(length=LENGTH, dtype=torch.float32)
+    for keep_kv, expected in ((True, kept), (False, again)):
+        units, _, kernels = costs(
+            problem, ranks, door, strategy=strategy(keep_kv=keep_kv), layout=head_tail, mask=Causal()
+        )
+        assert units == expected
+        for kernel in kernels:  # one call a step
+            assert (len(kernel.forwards), len(kernel.backwards)) == (ranks, ranks)
+
+
+@pytest.mark.parametrize("strategy", [Ring(), AllGather()])
+@pytest.mark.parametrize(
+    ("mask", "layout", "rows"),
+    [
+        (Full(), contiguous, 4 * 12),  # everybody needs everything
+        (Full(), head_tail, 4 * 12),
+        (Causal(), contiguous, 4 + 8 + 12),  # rank r needs all before it
+        (SlidingWindow(2, 0), contiguous, 3 * 2),  # a halo of the window's size
+        (Documents((4, 4, 4, 4)) & Causal(), contiguous, 0),  # documents that end where the ranks do
+        # Ranks end at 4, 8, 12. Rank 0 misses 4 and 5; rank 1, for 4 and 5, all of rank 0, and for 6 and 7 all of 2 and
+        # 3; these 6 and 7, and each other's.
+        (Documents((6, 10)), contiguous, 2 + (4 + 8) + (2 + 4) + (2 + 4)),
+    ],
+    ids=str,
+)
+def test_only_rows_that_somebody_attends_to_travel(strategy, mask, layout, rows: int):
+    """The wire carries the plan's rows, and those are as many as the mask says, by hand."""
+    ranks = 4
+    own = layout(LENGTH, ranks)
+    assert sum(make_plan(own, own, mask, rank).received_rows for rank in range(ranks)) == rows
+    problem = Problem(length=LENGTH, dtype=torch.float32)
+    units, _, _ = costs(problem, ranks, "function", strategy=strategy, layout=layout, mask=mask)
+    # A row of k and one of v forward, and both gradients back: 4 rows of a query shard's 4.
+    assert units == rows
+
+
+@pytest.mark.parametrize("strategy", [Ring(), AllGather()])
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_grouped_heads_travel_unexpanded(strategy, kv_heads: int):
+    problem = Problem(length=LENGTH, kv_heads=kv_heads, dtype=torch.float32)
+    units, _, kernels = costs(problem, 2, "style", strategy=strategy, layout=head_tail, mask=Causal())
+    assert units == 6 * kv_heads / 4
+    for kernel in kernels:
+        assert set(kernel.forwards + kernel.backwards) == {(4, kv_heads)}
+
+
+@pytest.mark.parametrize("keep_kv", [True, False])
+def test_low_precision_keys_travel_as_they_are_and_gradients_in_float32(keep_kv: bool):
+    problem = Problem(length=LENGTH, dtype=torch.bfloat16)
+    units, _, _ = costs(problem, 2, "style", strategy=Ring(keep_kv=keep_kv), layout=head_tail, mask=Causal())
+    assert units == 3 + 2 * 3 + (0 if keep_kv else 3)
+
+
+@pytest.mark.parametrize("how", ["no_grad", "no input wants a gradient"])
+def test_without_a_backward_nothing_is_kept(how: str):
+    """Half of the bytes, and no memory for a backward that cannot come."""
+    problem = Problem(length=LENGTH, dtype=torch.float32)
+
+    def on(rank: int):
+        core = parallel(Core(), cp_mesh(2))
+        leaves, _ = problem.shard(head_tail, rank, 2)
+        leaves = [x.detach() for x in leaves] if how != "no_grad" else leaves
+        with CommunicationTrace() as trace, torch.set_grad_enabled(how != "no_grad"):
+            out = core(*leaves)
+        assert not out.requires_grad
+        return sum(size for name, size in trace.events if name == "send")
+
+    assert sum(run_ranks(on, 2)) == 3 * problem.inputs[0].nbytes / 2
+
+
+@pytest.mark.parametrize("keep_kv", [True, False])
+def test_the_next_keys_are_on_their_way_while_these_are_computed(keep_kv: bool):
+    """The order on a rank: a round's transfers are started before the kernel works on the round before it."""
+    problem = Problem(length=LENGTH, causal=False, dtype=torch.float32)
+    log: list[str] = []
+
+    class Logged(Counting):
+        def forward(self, *args, **options):
+            if self.rank == 0:
+                log.append("compute")
+            return super().forward(*args, **options)
+
+        def backward(self, *args, **options):
+            if self.rank == 0:
+                log.append("gradient")
+            return super().backward(*args, **options)
+
+    class Wire(CommunicationTrace):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            before = len(self.events)
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+            log.extend(name for name, _ in self.events[before:] if name == "send" and self.rank == 0)
+            return result
+
+    def on(rank: int):
+        kernel, wire = Logged(), Wire()
+        kernel.rank = wire.rank = rank
+        attend = partial(context_attention, group=cp_mesh(3), strategy=Ring(keep_kv=keep_kv), kernel=kernel)
+        with wire:
+            run_attention(attend, problem, rank, 3)
+
+    run_ranks(on, 3)
+    forward = ["send", "compute", "send", "compute", "compute"]
+    if keep_kv:  # nothing to wait for: remote keys first, so that their gradients travel under the others
+        backward = ["gradient", "send", "gradient", "send", "gradient"]
+    else:
+        backward = ["send", "gradient", "send", "gradient", "send", "gradient", "send"]
+    assert log == forward + backward

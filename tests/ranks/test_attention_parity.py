@@ -1,0 +1,179 @@
+"""Context-parallel attention equals one process': both doors, every strategy, layout, kernel, head count and dtype."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+
+import pytest
+import torch
+
+from cp_styles.batch import sum_gradients
+from cp_styles.functional import context_attention
+from cp_styles.kernels import Kernel, ReferenceKernel
+from cp_styles.layout import contiguous, head_tail
+from cp_styles.mask import Causal, Full
+from cp_styles.strategies import AllGather, Ring, Strategy
+from cp_styles.testing import run_ranks
+from tests.oracle import attend_and_differentiate, attention_inputs, error, expected_attention, randn
+from tests.ranks.attention_case import EXACT, Core, DenseCore, Problem, Projected, cp_mesh, parallel, run_attention
+
+STRATEGIES = (Ring(), Ring(keep_kv=False), AllGather(), AllGather(keep_kv=False))
+BALANCERS = (contiguous, head_tail)
+MASKS = {True: Causal(), False: Full()}
+
+
+@dataclass(frozen=True)
+class Case:
+    strategy: Strategy
+    balancer: object
+    causal: bool
+    kernel: Kernel | None
+    kv_heads: int
+    scale: float | None
+    seq_dim: int
+    length: int
+
+
+def grid() -> list[Case]:
+    """Everything that the code branches on, times everything; what it does not branch on is drawn for each."""
+    draw = random.Random(0)
+    return [
+        Case(*row, draw.choice((None, 0.3, 3.0)), draw.choice((1, 2)), draw.choice((24, 13, 3)))
+        for row in product(STRATEGIES, BALANCERS, MASKS, (None, ReferenceKernel()), (4, 2, 1))
+    ]
+
+
+@cache
+def problem(length: int, causal: bool, kv_heads: int, scale: float | None) -> Problem:
+    return Problem(length=length, causal=causal, kv_heads=kv_heads, scale=scale)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("door", ["style", "function"])
+def test_grid(door: str, ranks: int):
+    """Lengths that do not divide, and shorter than there are ranks (an empty one), among them."""
+    cases = grid()
+    for case in cases:  # the oracle's work is done once, not once a rank
+        problem(case.length, case.causal, case.kv_heads, case.scale)
+
+    def attend(case: Case, mesh):
+        if door == "style":
+            core = Core(causal=case.causal, scale=case.scale, seq_dim=case.seq_dim)
+            options = {"strategy": case.strategy, "layout": case.balancer, "kernel": case.kernel}
+            return parallel(core, mesh, seq_dim=case.seq_dim, **options)
+        return lambda *qkv: context_attention(
+            *qkv,
+            mesh,
+            mask=MASKS[case.causal],
+            layout=case.balancer,
+            strategy=case.strategy,
+            kernel=case.kernel,
+            scale=case.scale,
+        )
+
+    def on(rank: int):
+        mesh = cp_mesh(ranks)
+        wrong = []
+        for case in cases:
+            errors = run_attention(
+                attend(case, mesh),
+                problem(case.length, case.causal, case.kv_heads, case.scale),
+                rank,
+                ranks,
+                layout=case.balancer,
+                seq_dim=case.seq_dim if door == "style" else 2,
+            )
+            if not max(errors) <= EXACT:  # NaN is wrong too
+                wrong.append((case, errors))
+        return wrong
+
+    assert run_ranks(on, ranks) == [[]] * ranks
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_parameter_gradients(ranks: int):
+    """A module with q, k, v and o projections around the core: gradients summed over cp are one process'."""
+    settings = list(product((Ring(), AllGather()), BALANCERS, (True, False), (1, 2)))
+    tokens, cotangent = randn(1, 2, 14, 10), randn(2, 2, 14, 10)
+
+    def whole(causal: bool, seq_dim: int):
+        module = Projected(DenseCore(causal=causal, seq_dim=seq_dim))
+        leaf = tokens.clone().requires_grad_()
+        out = module(leaf)
+        out.backward(cotangent)
+        return out.detach(), leaf.grad, {name: p.grad for name, p in module.named_parameters()}
+
+    expected = {key: whole(*key) for key in product((True, False), (1, 2))}
+
+    def on(rank: int):
+        mesh = cp_mesh(ranks)
+        worst = 0.0
+        for strategy, balancer, causal, seq_dim in settings:
+            layout = balancer(14, ranks)
+            module = Projected(Core(causal=causal, seq_dim=seq_dim))
+            parallel(module.core, mesh, strategy=strategy, layout=balancer, seq_dim=seq_dim)
+            leaf = layout.shard(tokens, 1, rank).clone().requires_grad_()
+            out = module(leaf)
+            out.backward(layout.shard(cotangent, 1, rank))
+            sum_gradients(module, mesh)
+            wanted, wanted_grad, wanted_parameters = expected[causal, seq_dim]
+            found = [error(out, layout.shard(wanted, 1, rank)), error(leaf.grad, layout.shard(wanted_grad, 1, rank))]
+            # The key's bias moves every logit of a row alike: its gradient is zero, and what is left is rounding of
+            # terms of size 1, so it is compared on that scale.
+            for name, parameter in module.named_parameters():
+                scale = 1.0 if name == "k.bias" else float(wanted_parameters[name].norm())
+                found.append(float((parameter.grad - wanted_parameters[name]).norm()) / scale)
+            worst = max(worst, *found)
+        return worst
+
+    assert max(run_ranks(on, ranks)) < EXACT
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_low_precision_is_as_good_as_one_device(dtype: torch.dtype, ranks: int):
+    """Against float64 on the same rounded inputs, at most 1.1 times the error of one device's SDPA, + 1e-7.
+
+    1.1: tiles are merged in float32, so all that may differ is the order of float32 sums. It must not grow with the
+    ring (ring-flash-attention#42), hence 8 ranks and the same bound.
+    """
+    inputs, cotangent = attention_inputs(length=512, dim=32, batch=1, kv_heads=2, dtype=dtype)
+    settings = list(product((Ring(), AllGather()), BALANCERS, (True, False), ("style", "function")))
+    expected, device = {}, {}
+    for causal in (True, False):
+        mask = torch.ones(512, 512, dtype=torch.bool).tril() if causal else None
+        expected[causal] = expected_attention(inputs, cotangent, mask)
+        one = attend_and_differentiate(Core(causal=causal), inputs, cotangent)
+        device[causal] = [error(*pair) for pair in zip(one, expected[causal], strict=True)]
+
+    def on(rank: int):
+        mesh = cp_mesh(ranks)
+        results = []
+        for strategy, balancer, causal, door in settings:
+            layout = balancer(512, ranks)
+            leaves = [layout.shard(x, 2, rank) for x in inputs]
+            if door == "style":
+                attend = parallel(Core(causal=causal), mesh, strategy=strategy, layout=layout)
+            else:
+                options = {"mask": MASKS[causal], "strategy": strategy, "layout": layout}
+                attend = lambda *qkv, options=options: context_attention(*qkv, mesh, **options)  # noqa: E731
+            results.append(attend_and_differentiate(attend, leaves, layout.shard(cotangent, 2, rank)))
+        return results
+
+    by_rank = run_ranks(on, ranks)
+    for index, (strategy, balancer, causal, door) in enumerate(settings):
+        layout = balancer(512, ranks)
+        for what in range(4):
+            parts = [by_rank[rank][index][what] for rank in range(ranks)]
+            assert {part.dtype for part in parts} == {dtype}
+            found = error(layout.unshard(parts, 2), expected[causal][what])
+            assert found <= 1.1 * device[causal][what] + 1e-7, (
+                strategy,
+                balancer,
+                causal,
+                door,
+                ["out", "dq", "dk", "dv"][what],
+            )
