@@ -1,4 +1,55 @@
-"""Sequence-parallel collectives."""
+"""Sequence-parallel collectives: one small family with exact adjoints, for plain local tensors.
+
+::
+
+    all_to_all(x, scatter_dim, gather_dim, group)    S(gather) -> S(scatter)     any two dims, any sizes
+    seq_to_heads((q, k, v), group)                   S(seq) -> S(heads)          one message, grouped queries
+    heads_to_seq(out, group)                         S(heads) -> S(seq)
+    split(x, dim, group)                             R -> S(dim)                 nothing is sent forward
+    gather(x, dim, group, reduce_gradients=...)      S(dim) -> R
+    reduce_scatter(x, dim, group)                    P(sum) -> S(dim)
+    slice_inputs / gather_outputs                    split / gather over nested inputs and outputs
+    sync_inputs / sync_object                        samples and objects of one rank, known to all
+
+R: the same on every rank; S(dim): each rank has its part of dim; P(sum): each rank has a summand. Every backward is the
+adjoint, and communicates: all ranks must run it. ``group`` is a ProcessGroup, a 1-D DeviceMesh, (mesh, axis name), or
+None; with None, and in a group of one, everything is the identity. ``layout`` says how a dim is cut: None (as equal as
+can be, the remainder to the first ranks), sizes, :class:`Padded`, or a :class:`~cp_styles.layout.SequenceLayout`
+(head_tail, striped, :func:`nested_layout` for ring x Ulysses, :func:`per_document_layout` for packed documents).
+
+With ``check=True``, the default, the ranks compare their calls first (one all-gather of about a KiB), so that a mistake
+of one rank raises on all. Under torch.compile there is no check, and ranks are taken to have equal sizes where sizes are
+not given. Everything but sync_inputs and sync_object compiles with fullgraph.
+
+Who carries such functions around by hand finds them here:
+
+===================================================================  ==================================================
+theirs                                                               ours
+===================================================================  ==================================================
+DeepSpeed ``single_all_to_all``, ``_SeqAllToAll``                    ``all_to_all(x, scatter_idx, gather_idx, group)``
+yunchang ``all_to_all_4D``, ``SeqAllToAll4D``; xDiT through it       ``all_to_all(x, scatter_idx, gather_idx, group)``
+yunchang ``all_to_all_5D``, ``SeqAllToAll5D`` (packed q, k, v)       ``seq_to_heads(qkv.unbind(2), group, ...)``
+Open-Sora, VideoSys, Wan ``all_to_all``, ``all_to_all_comm``         ``all_to_all(x, scatter_dim, gather_dim, group)``
+VideoSys ``all_to_all_with_pad``, ``set_pad``, ``get_pad``           ``all_to_all``: sizes need not divide
+MindSpeed ``all_to_all(..., gather_size=)`` (unaligned)              ``all_to_all``: as it is, or with ``gather_sizes``
+VeOmni, verl ``gather_seq_scatter_heads``                            ``seq_to_heads(x, group, seq_dim=, head_dim=)``
+VeOmni, verl ``gather_heads_scatter_seq``                            ``heads_to_seq(x, group, seq_dim=, head_dim=)``
+VeOmni, SeedVR ``gather_seq_scatter_heads_qkv``                      ``seq_to_heads((q, k, v), group, ...)``
+their ``unpadded_dim_size=``                                         ``layout=Padded(unpadded_dim_size)``
+repeating KV heads up to the number of ranks, by hand                ``seq_to_heads((q, k, v), group)``
+Open-Sora ``split_forward_gather_backward(..., grad_scale=)``        ``split(..., grad_scale=GradScale.DOWN)``
+Open-Sora ``gather_forward_split_backward(..., grad_scale=)``        ``gather(..., reduce_gradients=False, ...UP)``
+VideoSys ``split_sequence``, ``gather_sequence``                     ``split``, ``gather`` with ``layout=Padded(n)``
+Megatron ``scatter_to_sequence_parallel_region``                     ``split(x, 0, group)``
+Megatron ``gather_from_sequence_parallel_region``                    ``gather(x, 0, group, reduce_gradients=True)``
+Megatron ``reduce_scatter_to_sequence_parallel_region``              ``reduce_scatter(x, 0, group)``
+Megatron ``get_batch_on_this_cp_rank`` (two chunks a rank)           ``slice_inputs(..., layout=head_tail(n, ranks))``
+VeOmni, SeedVR ``slice_input_tensor``, ``slice_inputs``              ``slice_inputs(x, dim, group, layout=Padded(n))``
+VeOmni ``gather_outputs``, verl ``gather_outputs_and_unpad``         ``gather_outputs(..., layout=Padded(n))``
+verl ``ulysses_pad_and_slice_inputs``                                ``slice_inputs(..., fill={...})``
+SeedVR ``sync_data``, Open-Sora ``broadcast`` of inputs              ``sync_inputs``, ``sync_object``
+===================================================================  ==================================================
+"""
 
 from cp_styles.collectives._autograd import Pending, differentiable
 from cp_styles.collectives._exchange import Exchange
