@@ -18,8 +18,8 @@ can be, the remainder to the first ranks), sizes, :class:`Padded`, or a :class:`
 (head_tail, striped, :func:`nested_layout` for ring x Ulysses, :func:`per_document_layout` for packed documents).
 
 With ``check=True``, the default, the ranks compare their calls first (one all-gather of about a KiB), so that a mistake
-of one rank raises on all. Under torch.compile there is no check, and ranks are taken to have equal sizes where sizes are
-not given. Everything but sync_inputs and sync_object compiles with fullgraph.
+of one rank raises on all. Under torch.compile there is no check, and ranks are taken to have equal sizes where sizes
+are not given. Everything but sync_inputs and sync_object compiles with fullgraph.
 
 Who carries such functions around by hand finds them here:
 

@@ -86,11 +86,21 @@ def test_split_cuts_and_gather_joins_bitwise_and_sends_no_more_than_it_must(prob
         with CommunicationTrace() as trace:
             joined = gather(part, dim - len(shape), world(), reduce_gradients=False, layout=given, check=False)
         assert trace.sent_bytes == rows(layout, ranks).sizes[rank] * row * (ranks - 1)
+        assert sum(trace.calls.values()) == (ranks > 1)
         assert torch.equal(joined, whole)
         if layout is None:
             assert torch.equal(gather(part, dim, world(), reduce_gradients=False), whole)
 
     run_ranks(main, ranks)
+
+
+def test_even_parts_are_gathered_without_a_copy_for_each_rank():
+    def main(rank):
+        with CommunicationTrace() as trace:
+            gather(randn((4, 2), rank), 1, world(), reduce_gradients=False, layout=[2, 2, 2], check=False)
+        return trace.events
+
+    assert run_ranks(main, 3) == [[("all_gather", 2 * 4 * 2 * 8)]] * 3
 
 
 @settings(max_examples=20, deadline=None)
