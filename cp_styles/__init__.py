@@ -13,7 +13,7 @@ from cp_styles.kernels import Kernel, ReferenceKernel
 from cp_styles.layout import SequenceLayout, contiguous, head_tail, per_document_head_tail, striped
 from cp_styles.mask import Causal, Chunked, Dense, Documents, Full, Mask, PrefixLM, SlidingWindow
 from cp_styles.plan import imbalance
-from cp_styles.strategies import AllGather, Ring, Strategy
+from cp_styles.strategies import AllGather, Ring, Strategy, Ulysses
 from cp_styles.styles import (
     AttentionContextParallel,
     ColwiseParallel,
@@ -46,6 +46,7 @@ __all__ = [
     "SequenceParallel",
     "SlidingWindow",
     "Strategy",
+    "Ulysses",
     "context_attention",
     "contiguous",
     "document_positions",

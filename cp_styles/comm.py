@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,9 @@ class Pending:
 
 
 def exchange(
-    sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]], group: dist.ProcessGroup
+    sends: Sequence[tuple[int, torch.Tensor]],
+    receives: Sequence[tuple[int, torch.Tensor]],
+    group: dist.ProcessGroup | None,
 ) -> Pending:
     """Start sending and receiving contiguous tensors, all at once; peers are ranks *of the group*.
 
@@ -61,3 +64,35 @@ def gather_numbers(numbers: Sequence[int], group: dist.ProcessGroup) -> list[tup
 def has_cpu_backend(group: dist.ProcessGroup) -> bool:
     """Whether small host tensors can be exchanged in this group without the device."""
     return "cpu" in dist.get_backend_config(group)
+
+
+_split: WeakKeyDictionary[dist.ProcessGroup, dict[int, tuple[dist.ProcessGroup | None, ...]]] = WeakKeyDictionary()
+
+
+def split_group(
+    group: dist.ProcessGroup | None, size: int
+) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    """``(neighbours, strangers)``: the group's rank is (r // size, r % size); the ranks that share the first part, and
+    those that share the second. None stands for a group of one.
+
+    Made once a group and size. Communication, the first time: the set-up of up to P process groups, which all ranks of
+    the group have to reach, but nobody else.
+    """
+    if group is None or group.size() == 1:
+        return None, None
+    made = _split.setdefault(group, {})
+    if size not in made:
+        members = dist.get_process_group_ranks(group)
+        rank = group.rank()
+        first = rank - rank % size
+        both = (members[first : first + size], members[rank % size :: size])
+        made[size] = tuple(
+            None
+            if len(ranks) == 1
+            else group
+            if ranks == members
+            else dist.new_group(ranks, use_local_synchronization=True)
+            for ranks in both
+        )
+    neighbours, strangers = made[size]
+    return neighbours, strangers

@@ -7,6 +7,7 @@ point-to-point, collectives, sub-groups and DTensor behave as they do between pr
 from __future__ import annotations
 
 import threading
+import traceback
 from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
@@ -64,9 +65,11 @@ def run_ranks(
             results[rank] = fn(rank, *args)
         except BaseException as error:
             errors[rank] = error
+            # A rank that failed must not keep its peers waiting: its sockets close when nothing holds the groups any
+            # more, so the locals of the frames that failed go too. File names and lines stay.
+            traceback.clear_frames(error.__traceback__)
         finally:
             if dist.is_initialized():
-                # A rank that failed must not keep its peers waiting for the whole timeout: its sockets go with it.
                 dist.destroy_process_group()
 
     with thread_local_world():

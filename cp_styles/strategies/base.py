@@ -28,7 +28,7 @@ class Attention:
     """One attention over a sharded sequence: everything but the tensors.
 
     Attributes:
-        group: the ranks that share the sequence.
+        group: the ranks that share the sequence; None when there is only this one.
         q_layout: which query positions each of them holds.
         kv_layout: likewise for keys and values; differs from ``q_layout`` in cross-attention.
         mask: who attends to whom, in global positions.
@@ -36,7 +36,7 @@ class Attention:
         scale: factor of the logits.
     """
 
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | None
     q_layout: SequenceLayout
     kv_layout: SequenceLayout
     mask: Mask
@@ -45,7 +45,7 @@ class Attention:
 
     @property
     def rank(self) -> int:
-        return self.group.rank()
+        return 0 if self.group is None else self.group.rank()
 
     @property
     def ranks(self) -> int:
@@ -54,6 +54,9 @@ class Attention:
 
 class Strategy(ABC):
     """Objects of this type are immutable and compare by value, so that they can be shared and cached by."""
+
+    def check_ranks(self, ranks: int) -> None:  # noqa: B027 - most strategies take any number
+        """Raise ValueError when the strategy cannot work on so many ranks."""
 
     @abstractmethod
     def needs_bias(self, q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask) -> bool:

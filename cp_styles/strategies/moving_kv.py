@@ -21,7 +21,7 @@ import torch
 
 from cp_styles.comm import Pending, exchange
 from cp_styles.merge import OnlineSoftmax, RowSum, accumulation_dtype
-from cp_styles.plan import Cover, Part, Rows, make_plan, needs_bias
+from cp_styles.plan import Cover, Part, Rows, Tile, make_plan, needs_bias
 from cp_styles.strategies.base import Attention, Spec, Strategy, new_residual, residual_views
 
 Arrived: TypeAlias = tuple[Part, torch.Tensor, torch.Tensor]
@@ -50,7 +50,7 @@ class MovingKV(Strategy):
         softmax = OnlineSoftmax((*q.shape[:3], v_BGME.shape[3]), walk.dtype, q.device)
         for arrived in walk.fetched(buffers):
             for part, k, v in arrived:
-                for tile in part.tiles:
+                for tile in walk.tiles(part):
                     options = walk.options(part, tile)
                     out, lse = attention.kernel.forward(
                         _rows(q, tile.q), _rows(k, tile.kv), _rows(v, tile.kv), **options
@@ -72,7 +72,7 @@ class MovingKV(Strategy):
             gradients = []
             for part, k, v in arrived:
                 dk, dv = (RowSum(x.shape, walk.wide, q.device) for x in (k, v))
-                for tile in part.tiles:
+                for tile in walk.tiles(part):
                     tile_dq, tile_dk, tile_dv = attention.kernel.backward(
                         _rows(grad, tile.q),
                         _rows(q, tile.q),
@@ -115,18 +115,17 @@ class _Walk:
         batch, heads, _, dim = self.k.shape
         return batch * heads * rows * (dim + self.v.shape[3])
 
-    def split(self, message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """k and v inside a message; see [Note: moving tensors]."""
+    def split(self, message: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """k and v inside a message of so many rows; see [Note: moving tensors]."""
         (batch, heads, _, dim), dim_v = self.k.shape, self.v.shape[3]
-        rows = message.numel() // max(batch * heads * (dim + dim_v), 1)
         k, v = message.split((batch * heads * rows * dim, batch * heads * rows * dim_v))
         return k.view(batch, heads, rows, dim), v.view(batch, heads, rows, dim_v)
 
     def packed(self, rows: Rows) -> torch.Tensor:
         """The message with these rows of this rank; the same rows are packed once, whoever they go to."""
         if rows not in self._messages:
-            message = self.k.new_empty(self.size(sum(stop - start for start, stop in rows)))
-            for target, tensor in zip(self.split(message), (self.k, self.v), strict=True):
+            message = self.k.new_empty(self.size(_count(rows)))
+            for target, tensor in zip(self.split(message, _count(rows)), (self.k, self.v), strict=True):
                 _gather_rows(tensor, rows, out=target)
             self._messages[rows] = message
         return self._messages[rows]
@@ -140,16 +139,20 @@ class _Walk:
             messages, pending = arriving
             arriving = self._start(index + 1, places)
             pending.wait()
-            yield [(self.plan.parts[source], *self._typed(messages[source])) for source in group]
+            yield [self._arrived(source, messages[source]) for source in group]
 
     def kept(self, buffers: Sequence[torch.Tensor]) -> Iterator[list[Arrived]]:
         """The parts of each round as the forward left them, the own part last."""
         places = iter(buffers)
         for group in self.sources:
-            yield [(self.plan.parts[source], *self._typed(next(places))) for source in group]
+            yield [self._arrived(source, next(places)) for source in group]
         yield self._own()
 
-    def options(self, part: Part, tile) -> dict:
+    def tiles(self, part: Part) -> Sequence[Tile]:
+        """What to compute of a part: nothing where there is no head or no batch."""
+        return part.tiles if self.q.numel() else ()
+
+    def options(self, part: Part, tile: Tile) -> dict:
         """The kernel's keyword arguments for a tile."""
         bias = self._bias(part, tile) if tile.cover is Cover.PARTIAL else None
         return {"causal": tile.cover is Cover.CAUSAL, "bias": bias, "scale": self.attention.scale}
@@ -170,14 +173,15 @@ class _Walk:
         if not part.rows:
             return []
         if part.rows in self._messages:  # packed for others already, and contiguous, which kernels like
-            return [(part, *self._typed(self._messages[part.rows]))]
+            return [self._arrived(self.rank, self._messages[part.rows])]
         k, v = (_gather_rows(x, part.rows).to(self.dtype) for x in (self.k, self.v))
         return [(part, k, v)]
 
-    def _typed(self, message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.split(message.to(self.dtype))
+    def _arrived(self, source: int, message: torch.Tensor) -> Arrived:
+        part = self.plan.parts[source]
+        return part, *self.split(message.to(self.dtype), part.count)
 
-    def _bias(self, part: Part, tile) -> torch.Tensor:
+    def _bias(self, part: Part, tile: Tile) -> torch.Tensor:
         attention, device = self.attention, self.q.device
         q_positions = attention.q_layout.positions(self.rank, device)[tile.q[0] : tile.q[1]]
         kv_positions = _gather_rows(attention.kv_layout.positions(part.source, device), part.rows, dim=0)
@@ -221,7 +225,8 @@ class _Homecoming:
         for messages, pending in self._arriving:
             pending.wait()
             for peer, message in messages:
-                self._add(self._walk.plan.sends[peer], *self._walk.split(message))
+                rows = self._walk.plan.sends[peer]
+                self._add(rows, *self._walk.split(message, _count(rows)))
         return self._dk.result(), self._dv.result()
 
     def _add(self, rows: Rows, dk: torch.Tensor, dv: torch.Tensor) -> None:

@@ -1,0 +1,168 @@
+"""Ulysses attention: every rank gets the whole sequence of some heads; and its hybrid with a strategy inside.
+
+[Note: two levels] On P = U x R ranks, U neighbouring ranks exchange sequence for heads; then rank r holds all positions
+of its U neighbours for 1/U of the heads, and the inner strategy runs among the R ranks that hold the same heads. R = 1
+is plain Ulysses: the inner attention has the whole sequence and nobody to talk to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+
+from cp_styles.collectives import head_exchange
+from cp_styles.comm import split_group
+from cp_styles.layout import Chunk, SequenceLayout
+from cp_styles.strategies.base import Attention, Spec, Strategy, new_residual, residual_views
+from cp_styles.strategies.ring import Ring
+
+
+@dataclass(frozen=True)
+class Ulysses(Strategy):
+    """All-to-all from sequence shards to head shards, attention, and back.
+
+    Communication a layer, with Q the bytes of one rank's query and K' those of its key and value (a KV head goes to
+    every rank that has a query head of its group, and to no other): forward (U - 1)/U (2 Q + K'), in two all-to-alls;
+    backward the same; the inner strategy's on top. KV heads may be fewer than ranks, and head counts need not divide.
+    Source: Jacobs et al., DeepSpeed Ulysses (2023); the hybrid: Fang and Zhao, USP (2024).
+
+    Attributes:
+        inner: the strategy among ranks that hold the same heads.
+        size: how many neighbouring ranks exchange heads (U); None takes the whole axis, or, where the style has two
+        mesh
+            axes, the second of them. Must divide the number of ranks.
+    """
+
+    inner: Strategy = Ring()
+    size: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.inner, Strategy):
+            raise TypeError(f"Ulysses inner must be a Strategy object such as Ring(), got {self.inner!r}")
+        if self.size is not None and self.size < 1:
+            raise ValueError(f"Ulysses size must be at least 1, got {self.size}")
+
+    def check_ranks(self, ranks):
+        self.inner.check_ranks(ranks // self.size_on(ranks))
+
+    def needs_bias(self, q_layout, kv_layout, mask):
+        size = self.size_on(q_layout.ranks)
+        return self.inner.needs_bias(joined(q_layout, size), joined(kv_layout, size), mask)
+
+    def forward(self, attention, q_BHLD, k_BGMD, v_BGME, *, keep):
+        levels = _Levels(self, attention, q_BHLD, k_BGMD, v_BGME)
+        q, k, v = levels.to_heads(q_BHLD, k_BGMD, v_BGME)
+        out, inner_residual = self.inner.forward(levels.inner, q, *levels.paired(k, v), keep=keep)
+        (result,) = levels.out_exchange.adjoint()(out)
+        saved = (q, k, v, out, inner_residual) if keep else ()
+        residual = new_residual([(tuple(x.shape), x.dtype) for x in saved], q.device)
+        for view, tensor in zip(residual_views(levels.residual_specs(residual), residual), saved, strict=False):
+            view.copy_(tensor)
+        return result, residual
+
+    def backward(self, attention, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, residual):
+        levels = _Levels(self, attention, q_BHLD, k_BGMD, v_BGME)
+        (grad,) = levels.out_exchange(grad_BHLE)
+        q, k, v, out, inner_residual = residual_views(levels.residual_specs(residual), residual)
+        dq, dk, dv = self.inner.backward(levels.inner, grad, q, *levels.paired(k, v), out, inner_residual)
+        return levels.to_sequence(dq, *levels.unpaired(dk, dv))
+
+    def size_on(self, ranks: int) -> int:
+        """How many ranks exchange heads when ``ranks`` share the sequence."""
+        size = ranks if self.size is None else self.size
+        if ranks % size:
+            raise ValueError(f"Ulysses(size={size}) does not divide the {ranks} ranks of the sequence axis")
+        return size
+
+
+class _Levels:
+    """The two levels of one call, and the ways between them; see [Note: two levels]."""
+
+    def __init__(self, strategy: Ulysses, attention: Attention, q, k, v) -> None:
+        size = strategy.size_on(attention.ranks)
+        group, inner_group = split_group(attention.group, size)
+        rank, self._first = attention.rank % size, attention.rank - attention.rank % size
+        layouts = (attention.q_layout, attention.kv_layout)
+        self.inner = replace(
+            attention, group=inner_group, q_layout=joined(layouts[0], size), kv_layout=joined(layouts[1], size)
+        )
+        heads = (q.shape[1], k.shape[1], k.shape[1])
+        q_cut, kv_cut = (_among(layout, self._first, size) for layout in layouts)
+        exchange = head_exchange(group, heads=heads, seq_sizes=q_cut, seq_dim=2, head_dim=1)
+        self.out_exchange = exchange._replace(columns=exchange.columns[:1])
+        # One message for all three, unless keys are cut differently from queries (cross-attention).
+        self._exchanges = [exchange]
+        if kv_cut != q_cut:
+            keys = head_exchange(group, heads=heads, seq_sizes=kv_cut, seq_dim=2, head_dim=1)
+            self._exchanges = [self.out_exchange, keys._replace(columns=keys.columns[1:])]
+        (q_start, q_stop), (kv_start, kv_stop), _ = (columns[rank] for columns in exchange.columns)
+        self._heads, self._kv_heads = q_stop - q_start, kv_stop - kv_start
+        share = heads[0] // heads[1]
+        pairs = [head // share - kv_start for head in range(q_start, q_stop)]
+        regular = self._kv_heads and self._heads % self._kv_heads == 0
+        even = regular and pairs == [index // (self._heads // self._kv_heads) for index in range(self._heads)]
+        # Which of this rank's KV heads each of its query heads needs, where their order alone does not say it.
+        self._pairs = None if even or not pairs else torch.tensor(pairs, device=q.device)
+        self._batch, self._dims, self._dtype = q.shape[0], (q.shape[3], v.shape[3]), q.dtype
+
+    def to_heads(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Query, key and value from sequence shards to head shards: one all-to-all (two in cross-attention)."""
+        if len(self._exchanges) == 1:
+            return self._exchanges[0](*tensors)
+        return *self._exchanges[0](tensors[0]), *self._exchanges[1](*tensors[1:])
+
+    def to_sequence(self, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Their gradients back; those of KV heads that several ranks had are summed on the way."""
+        if len(self._exchanges) == 1:
+            return self._exchanges[0].adjoint()(*grads)
+        return *self._exchanges[0].adjoint()(grads[0]), *self._exchanges[1].adjoint()(*grads[1:])
+
+    def paired(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Keys and values such that query heads find their own as kernels look for them."""
+        return tensors if self._pairs is None else tuple(x.index_select(1, self._pairs) for x in tensors)
+
+    def unpaired(self, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The adjoint of :meth:`paired`."""
+        if self._pairs is None:
+            return grads
+        shape = (self._batch, self._kv_heads)
+        return tuple(x.new_zeros(*shape, *x.shape[2:]).index_add_(1, self._pairs, x) for x in grads)
+
+    def residual_specs(self, residual: torch.Tensor) -> list[Spec]:
+        """q, k, v and out of this rank's heads, then the inner strategy's residual, which is all the rest."""
+        queries, keys = (layout.lengths[self.inner.rank] for layout in (self.inner.q_layout, self.inner.kv_layout))
+        dim, dim_v = self._dims
+        shapes = (
+            (self._batch, self._heads, queries, dim),
+            (self._batch, self._kv_heads, keys, dim),
+            (self._batch, self._kv_heads, keys, dim_v),
+            (self._batch, self._heads, queries, dim_v),
+        )
+        specs: list[Spec] = [(shape, self._dtype) for shape in shapes]
+        rest = residual.numel() - new_residual(specs, torch.device("meta")).numel()
+        return [*specs, ((max(rest, 0),), torch.uint8)]
+
+
+@lru_cache(maxsize=256)
+def joined(layout: SequenceLayout, size: int) -> SequenceLayout:
+    """The layout of the inner level: what each ``size`` neighbouring ranks hold together."""
+    chunks = layout.chunks
+    return SequenceLayout.from_chunks(
+        [chunk for own in chunks[first : first + size] for chunk in own] for first in range(0, len(chunks), size)
+    )
+
+
+@lru_cache(maxsize=1024)
+def _among(layout: SequenceLayout, first: int, size: int) -> SequenceLayout:
+    """How the positions that ``size`` ranks hold together are cut among them, counted from 0 without the gaps."""
+    members = layout.chunks[first : first + size]
+    offsets: dict[Chunk, int] = {}
+    total = 0
+    for chunk in sorted(chunk for own in members for chunk in own):
+        offsets[chunk] = total
+        total += chunk[1] - chunk[0]
+    return SequenceLayout.from_chunks(
+        [(offsets[chunk], offsets[chunk] + chunk[1] - chunk[0]) for chunk in own] for own in members
+    )
