@@ -19,14 +19,7 @@ from cp_styles.layout import head_tail
 from cp_styles.testing import run_ranks
 
 VOCABULARY, WIDTH, LENGTH = 12, 8, 8
-NAMES = [
-    "ColwiseParallel",
-    "PrepareModuleInput",
-    "PrepareModuleInputOutput",
-    "PrepareModuleOutput",
-    "RowwiseParallel",
-    "SequenceParallel",
-]
+NAMES = [name for name in styles.__all__ if name in parallel.__all__]  # those that torch has too
 
 
 class Block(nn.Module):
