@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only as tree_map_only  # seen: 2.11 to 2.15
 
 # DTensor knows no aten.detach_: seen in 2.11; has a rule from 2.12.
 DETACH_IN_PLACE_HAS_NO_RULE = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 12)

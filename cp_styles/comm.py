@@ -66,7 +66,9 @@ def has_cpu_backend(group: dist.ProcessGroup) -> bool:
     return "cpu" in dist.get_backend_config(group)
 
 
-_split: WeakKeyDictionary[dist.ProcessGroup, dict[int, tuple[dist.ProcessGroup | None, ...]]] = WeakKeyDictionary()
+_split: WeakKeyDictionary[dist.ProcessGroup, dict[int, tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]]] = (
+    WeakKeyDictionary()
+)
 
 
 def split_group(
@@ -85,14 +87,18 @@ def split_group(
         members = dist.get_process_group_ranks(group)
         rank = group.rank()
         first = rank - rank % size
-        both = (members[first : first + size], members[rank % size :: size])
-        made[size] = tuple(
-            None
-            if len(ranks) == 1
-            else group
-            if ranks == members
-            else dist.new_group(ranks, use_local_synchronization=True)
-            for ranks in both
+        made[size] = (
+            _group_of(members[first : first + size], group, members),
+            _group_of(members[rank % size :: size], group, members),
         )
-    neighbours, strangers = made[size]
-    return neighbours, strangers
+    return made[size]
+
+
+def _group_of(ranks: list[int], group: dist.ProcessGroup, members: list[int]) -> dist.ProcessGroup | None:
+    if len(ranks) == 1:
+        return None
+    if ranks == members:
+        return group
+    made = dist.new_group(ranks, use_local_synchronization=True)
+    assert isinstance(made, dist.ProcessGroup)  # an int stands for "not a member", which this rank is
+    return made

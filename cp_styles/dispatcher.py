@@ -127,7 +127,7 @@ def _backward(op: torch._ops.OpOverload, binding: Binding, values: dict[str, Any
     attention, (q, k, v) = _attention(op, binding, values)
     grad = _local_grad(values["grad_out"], attention)
     out, residual = values["out"].to_local(), values["logsumexp"].to_local()
-    grads = binding.strategy.backward(attention, grad, q, k, v, out, residual)
+    *grads, _ = binding.strategy.backward(attention, grad, q, k, v, out, residual)
     mesh = values["query"].device_mesh
     shared = [
         sequence_sharded(grad, mesh, _SEQ_DIM, values[name].shape[_SEQ_DIM])

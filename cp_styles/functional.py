@@ -25,6 +25,7 @@ def context_attention(
     strategy: Strategy | None = None,
     kernel: Kernel | None = None,
     scale: float | None = None,
+    sink_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention over a sequence of which this rank holds a part: equal to one device's on the whole.
 
@@ -38,6 +39,8 @@ def context_attention(
         strategy: how queries and keys meet; default ``Ring()``, whose docstring gives the bytes.
         kernel: computes the tiles; default the fastest of torch's that can.
         scale: of the logits; default 1/sqrt(D).
+        sink_H: a learned logit a query head that takes part in every softmax and gives nothing (attention sinks); the
+            same on all ranks. Its gradient is this rank's share: sum it over the group, as any parameter's.
 
     Returns:
         ``out_BHLE`` of the local queries, in their dtype.
@@ -57,9 +60,18 @@ def context_attention(
         raise TypeError(f"context_attention needs a process group or a 1-D DeviceMesh, got {type(group).__name__}")
     binding = Binding("context_attention", axis, group, strategy or Ring(), layout, mask or Full(), kernel)
     tensors = (q_BHLD, k_BGMD, v_BGME)
-    lengths = binding.agree(lambda: check_local(binding.name, tensors), tensors, 2)
+
+    def refuse() -> None:
+        check_local(binding.name, tensors)
+        if sink_H is not None and tuple(sink_H.shape) != (q_BHLD.shape[1],):
+            raise ValueError(
+                f"context_attention: sink_H must be one logit for each of {q_BHLD.shape[1]} query heads, got "
+                f"shape {tuple(sink_H.shape)}"
+            )
+
+    lengths = binding.agree(refuse, tensors, 2)
     attention = binding.attention(*lengths, tensors, is_causal=False, scale=scale)
-    return _ContextAttention.apply(*tensors, attention, binding.strategy)
+    return _ContextAttention.apply(*tensors, sink_H, attention, binding.strategy)
 
 
 def check_local(name: str, tensors: tuple[torch.Tensor, ...]) -> None:
@@ -80,9 +92,9 @@ def check_local(name: str, tensors: tuple[torch.Tensor, ...]) -> None:
 
 class _ContextAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, attention: Attention, strategy: Strategy):
-        out, residual = strategy.forward(attention, q, k, v, keep=any(ctx.needs_input_grad))
-        ctx.save_for_backward(q, k, v, out, residual)
+    def forward(ctx, q, k, v, sink, attention: Attention, strategy: Strategy):
+        out, residual = strategy.forward(attention, q, k, v, sink, keep=any(ctx.needs_input_grad))
+        ctx.save_for_backward(q, k, v, out, residual, sink)
         ctx.attention, ctx.strategy = attention, strategy
         return out
 

@@ -44,6 +44,12 @@ class OnlineSoftmax:
         torch.logaddexp(lse, lse_BHL, out=lse)
         out.lerp_(out_BHLD.to(self._dtype), weight.unsqueeze(-1))
 
+    def add_sink(self, sink_H: torch.Tensor) -> None:
+        """Merge one more key a head whose logit is ``sink_H`` for every query and whose value is 0."""
+        out, lse = self.result()
+        sink = sink_H.to(lse.dtype)[:, None]
+        self._out, self._lse = out * torch.sigmoid(lse - sink).unsqueeze(-1).to(out.dtype), torch.logaddexp(lse, sink)
+
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
         """``(out, lse)``; rows without any key have out = 0 and lse = EMPTY_LSE."""
         if self._out is None or self._lse is None:
@@ -75,3 +81,15 @@ class RowSum:
 
     def result(self) -> torch.Tensor:
         return torch.zeros(self._shape, dtype=self._dtype, device=self._device) if self._sum is None else self._sum
+
+
+def sink_gradient(
+    sink_H: torch.Tensor, grad_BHLE: torch.Tensor, out_BHLE: torch.Tensor, lse_BHL: torch.Tensor
+) -> torch.Tensor:
+    """Gradient of a sink's logit from the merged ``out`` and ``lse``, summed over batch and these queries: [H].
+
+    A key with value 0 and probability p gets d logit = p (grad . 0 - grad . out).
+    """
+    p_BHL = torch.exp(sink_H.to(lse_BHL.dtype)[:, None] - lse_BHL)
+    dots_BHL = (grad_BHLE * out_BHLE).sum(-1, dtype=lse_BHL.dtype)
+    return -(p_BHL * dots_BHL).sum((0, 2)).to(sink_H.dtype)

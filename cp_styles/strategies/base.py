@@ -34,6 +34,7 @@ class Attention:
         mask: who attends to whom, in global positions.
         kernel: computes a tile.
         scale: factor of the logits.
+        heads: which of the mask's heads the query heads are, where a mask has any; None: all of them.
     """
 
     group: dist.ProcessGroup | None
@@ -42,6 +43,7 @@ class Attention:
     mask: Mask
     kernel: Kernel
     scale: float
+    heads: tuple[int, int] | None = None
 
     @property
     def rank(self) -> int:
@@ -69,10 +71,15 @@ class Strategy(ABC):
         q_BHLD: torch.Tensor,
         k_BGMD: torch.Tensor,
         v_BGME: torch.Tensor,
+        sink_H: torch.Tensor | None = None,
         *,
         keep: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``(out_BHLE, residual)``; see [Note: residual]. ``keep`` says whether a backward may come."""
+        """``(out_BHLE, residual)``; see [Note: residual].
+
+        ``sink_H`` is one more logit for every query of a head, which takes its share of the softmax and gives nothing
+        (attention sinks). ``keep`` says whether a backward may come.
+        """
 
     @abstractmethod
     def backward(
@@ -84,8 +91,9 @@ class Strategy(ABC):
         v_BGME: torch.Tensor,
         out_BHLE: torch.Tensor,
         residual: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """``(dq, dk, dv)``, shaped and typed like the local query, key and value."""
+        sink_H: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """``(dq, dk, dv, dsink)``, shaped and typed like the local ones; dsink is this rank's share of a sum."""
 
 
 # Views of the residual start at multiples of this many bytes, as allocators align and vector loads like.

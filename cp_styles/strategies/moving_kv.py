@@ -20,7 +20,7 @@ from typing import TypeAlias
 import torch
 
 from cp_styles.comm import Pending, exchange
-from cp_styles.merge import OnlineSoftmax, RowSum, accumulation_dtype
+from cp_styles.merge import OnlineSoftmax, RowSum, accumulation_dtype, sink_gradient
 from cp_styles.plan import Cover, Part, Rows, Tile, make_plan, needs_bias
 from cp_styles.strategies.base import Attention, Spec, Strategy, new_residual, residual_views
 
@@ -40,7 +40,7 @@ class MovingKV(Strategy):
     def needs_bias(self, q_layout, kv_layout, mask):
         return needs_bias(q_layout, kv_layout, mask)
 
-    def forward(self, attention, q_BHLD, k_BGMD, v_BGME, *, keep):
+    def forward(self, attention, q_BHLD, k_BGMD, v_BGME, sink_H=None, *, keep):
         walk = _Walk(self, attention, q_BHLD, k_BGMD, v_BGME)
         specs = walk.residual_specs(kept=self.keep_kv and keep)
         residual = new_residual(specs, q_BHLD.device)
@@ -56,11 +56,13 @@ class MovingKV(Strategy):
                         _rows(q, tile.q), _rows(k, tile.kv), _rows(v, tile.kv), **options
                     )
                     softmax.add(tile.q, out, lse)
+        if sink_H is not None:
+            softmax.add_sink(sink_H)
         out, lse = softmax.result()
         lse_BHL.copy_(lse)
         return out.to(q_BHLD.dtype), residual
 
-    def backward(self, attention, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, residual):
+    def backward(self, attention, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, residual, sink_H=None):
         walk = _Walk(self, attention, q_BHLD, k_BGMD, v_BGME)
         lse_BHL, *buffers = residual_views(walk.residual_specs(kept=self.keep_kv), residual)
 
@@ -88,7 +90,8 @@ class MovingKV(Strategy):
                 gradients.append((part, dk.result(), dv.result()))
             home.bring(gradients)
         dk, dv = home.result()
-        return dq.result().to(q_BHLD.dtype), dk.to(k_BGMD.dtype), dv.to(v_BGME.dtype)
+        dsink = None if sink_H is None else sink_gradient(sink_H, grad, out, lse_BHL)
+        return dq.result().to(q_BHLD.dtype), dk.to(k_BGMD.dtype), dv.to(v_BGME.dtype), dsink
 
 
 class _Walk:
@@ -190,6 +193,8 @@ class _Walk:
         bias = attention.mask.bias(q_positions, kv_positions)
         if bias is None:
             bias = torch.zeros(outside.shape, dtype=self.dtype, device=device)
+        elif attention.heads is not None and bias.ndim > 2 and bias.shape[-3] > 1:
+            bias = bias.narrow(-3, attention.heads[0], attention.heads[1] - attention.heads[0])
         return bias.to(device, self.dtype).masked_fill(outside, float("-inf"))
 
 

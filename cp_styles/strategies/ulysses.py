@@ -7,7 +7,7 @@ is plain Ulysses: the inner attention has the whole sequence and nobody to talk 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import torch
@@ -35,7 +35,7 @@ class Ulysses(Strategy):
             axes, the second of them. Must divide the number of ranks.
     """
 
-    inner: Strategy = Ring()
+    inner: Strategy = field(default_factory=Ring)
     size: int | None = None
 
     def __post_init__(self) -> None:
@@ -51,10 +51,11 @@ class Ulysses(Strategy):
         size = self.size_on(q_layout.ranks)
         return self.inner.needs_bias(joined(q_layout, size), joined(kv_layout, size), mask)
 
-    def forward(self, attention, q_BHLD, k_BGMD, v_BGME, *, keep):
+    def forward(self, attention, q_BHLD, k_BGMD, v_BGME, sink_H=None, *, keep):
         levels = _Levels(self, attention, q_BHLD, k_BGMD, v_BGME)
         q, k, v = levels.to_heads(q_BHLD, k_BGMD, v_BGME)
-        out, inner_residual = self.inner.forward(levels.inner, q, *levels.paired(k, v), keep=keep)
+        inner, sink = levels.inner, levels.of_heads(sink_H)
+        out, inner_residual = self.inner.forward(inner, q, *levels.paired(k, v), sink, keep=keep)
         (result,) = levels.out_exchange.adjoint()(out)
         saved = (q, k, v, out, inner_residual) if keep else ()
         residual = new_residual([(tuple(x.shape), x.dtype) for x in saved], q.device)
@@ -62,12 +63,15 @@ class Ulysses(Strategy):
             view.copy_(tensor)
         return result, residual
 
-    def backward(self, attention, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, residual):
+    def backward(self, attention, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, residual, sink_H=None):
         levels = _Levels(self, attention, q_BHLD, k_BGMD, v_BGME)
         (grad,) = levels.out_exchange(grad_BHLE)
         q, k, v, out, inner_residual = residual_views(levels.residual_specs(residual), residual)
-        dq, dk, dv = self.inner.backward(levels.inner, grad, q, *levels.paired(k, v), out, inner_residual)
-        return levels.to_sequence(dq, *levels.unpaired(dk, dv))
+        k, v = levels.paired(k, v)
+        sink = levels.of_heads(sink_H)
+        dq, dk, dv, dsink = self.inner.backward(levels.inner, grad, q, k, v, out, inner_residual, sink)
+        dq, dk, dv = levels.to_sequence(dq, *levels.unpaired(dk, dv))
+        return dq, dk, dv, levels.among_heads(dsink, sink_H)
 
     def size_on(self, ranks: int) -> int:
         """How many ranks exchange heads when ``ranks`` share the sequence."""
@@ -85,9 +89,6 @@ class _Levels:
         group, inner_group = split_group(attention.group, size)
         rank, self._first = attention.rank % size, attention.rank - attention.rank % size
         layouts = (attention.q_layout, attention.kv_layout)
-        self.inner = replace(
-            attention, group=inner_group, q_layout=joined(layouts[0], size), kv_layout=joined(layouts[1], size)
-        )
         heads = (q.shape[1], k.shape[1], k.shape[1])
         q_cut, kv_cut = (_among(layout, self._first, size) for layout in layouts)
         exchange = head_exchange(group, heads=heads, seq_sizes=q_cut, seq_dim=2, head_dim=1)
@@ -98,6 +99,15 @@ class _Levels:
             keys = head_exchange(group, heads=heads, seq_sizes=kv_cut, seq_dim=2, head_dim=1)
             self._exchanges = [self.out_exchange, keys._replace(columns=keys.columns[1:])]
         (q_start, q_stop), (kv_start, kv_stop), _ = (columns[rank] for columns in exchange.columns)
+        first = 0 if attention.heads is None else attention.heads[0]
+        self.inner = replace(
+            attention,
+            group=inner_group,
+            q_layout=joined(layouts[0], size),
+            kv_layout=joined(layouts[1], size),
+            heads=(first + q_start, first + q_stop),
+        )
+        self._own = slice(q_start, q_stop)
         self._heads, self._kv_heads = q_stop - q_start, kv_stop - kv_start
         share = heads[0] // heads[1]
         pairs = [head // share - kv_start for head in range(q_start, q_stop)]
@@ -107,21 +117,21 @@ class _Levels:
         self._pairs = None if even or not pairs else torch.tensor(pairs, device=q.device)
         self._batch, self._dims, self._dtype = q.shape[0], (q.shape[3], v.shape[3]), q.dtype
 
-    def to_heads(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def to_heads(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Query, key and value from sequence shards to head shards: one all-to-all (two in cross-attention)."""
         if len(self._exchanges) == 1:
-            return self._exchanges[0](*tensors)
-        return *self._exchanges[0](tensors[0]), *self._exchanges[1](*tensors[1:])
+            return self._exchanges[0](q, k, v)
+        return *self._exchanges[0](q), *self._exchanges[1](k, v)
 
-    def to_sequence(self, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def to_sequence(self, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Their gradients back; those of KV heads that several ranks had are summed on the way."""
         if len(self._exchanges) == 1:
-            return self._exchanges[0].adjoint()(*grads)
-        return *self._exchanges[0].adjoint()(grads[0]), *self._exchanges[1].adjoint()(*grads[1:])
+            return self._exchanges[0].adjoint()(dq, dk, dv)
+        return *self._exchanges[0].adjoint()(dq), *self._exchanges[1].adjoint()(dk, dv)
 
-    def paired(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def paired(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values such that query heads find their own as kernels look for them."""
-        return tensors if self._pairs is None else tuple(x.index_select(1, self._pairs) for x in tensors)
+        return (k, v) if self._pairs is None else (k.index_select(1, self._pairs), v.index_select(1, self._pairs))
 
     def unpaired(self, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The adjoint of :meth:`paired`."""
@@ -129,6 +139,18 @@ class _Levels:
             return grads
         shape = (self._batch, self._kv_heads)
         return tuple(x.new_zeros(*shape, *x.shape[2:]).index_add_(1, self._pairs, x) for x in grads)
+
+    def of_heads(self, per_head_H: torch.Tensor | None) -> torch.Tensor | None:
+        """This rank's heads of something every rank has of all heads."""
+        return None if per_head_H is None else per_head_H[self._own]
+
+    def among_heads(self, own: torch.Tensor | None, like_H: torch.Tensor | None) -> torch.Tensor | None:
+        """The adjoint of :meth:`of_heads`: zero for the other heads."""
+        if own is None or like_H is None:
+            return None
+        whole = torch.zeros_like(like_H)
+        whole[self._own] = own
+        return whole
 
     def residual_specs(self, residual: torch.Tensor) -> list[Spec]:
         """q, k, v and out of this rank's heads, then the inner strategy's residual, which is all the rest."""

@@ -3,6 +3,7 @@ it."""
 
 from __future__ import annotations
 
+import copy
 import enum
 import inspect
 import sys
@@ -11,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
-from torch.utils._pytree import tree_map_only
 
+from cp_styles._compat import tree_map_only
 from cp_styles.dispatcher import bound_mesh, install, sequence_sharded
 from cp_styles.functional import check_local
 from cp_styles.kernels import Kernel
@@ -143,6 +144,13 @@ class ContextParallelState:
         # The last to change the inputs and the first to see the outputs: other styles' hooks see what they always saw.
         self.module.register_forward_pre_hook(self._pre_forward, with_kwargs=True)
         self.module.register_forward_hook(self._post_forward, prepend=True, always_call=True)
+        for parameter in self.module.parameters():
+            if parameter.requires_grad:
+                parameter.register_hook(self._share)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallelState:
+        # A copied module brings its hooks, and with them its state: the copy shares the mesh and is bound for itself.
+        return ContextParallelState(self.style, copy.deepcopy(self.module, memo), self.axis)
 
     def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         install()
@@ -190,6 +198,12 @@ class ContextParallelState:
     def _pre_backward(self, grad: torch.Tensor) -> None:
         install()
         self.phase = Phase.BACKWARD
+
+    def _share(self, grad: torch.Tensor) -> torch.Tensor:
+        """A parameter inside the module (a scalar; DTensor takes no other) has this rank's share as its gradient."""
+        if isinstance(grad, DTensor) and grad.device_mesh is self.mesh:
+            return grad.redistribute(placements=[Partial()]).to_local()
+        return grad
 
     def _post_backward(self, grad: torch.Tensor) -> None:
         self.phase = Phase.IDLE
@@ -248,7 +262,8 @@ _NO_DROPOUT = (
 _NOT_REACHED = (
     "no fused attention op was reached inside the module. Context parallelism needs scaled_dot_product_attention on "
     "the tensors the module received, and torch takes it apart when it is given dropout (set it to 0), an attn_mask "
-    "tensor (give the style a mask= instead), or the MATH backend (allow a fused one)"
+    "tensor (give the style a mask= instead), or the MATH backend (allow a fused one). Weights and "
+    "tables that meet query, key or value inside the module must do so before it"
 )
 
 
