@@ -3,42 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, overload
+from typing import Any
 
 import torch
 
-from cp_styles.collectives._autograd import Pending, differentiable, start
+from cp_styles.collectives._autograd import differentiable, start
 from cp_styles.collectives._exchange import Exchange
 from cp_styles.collectives._group import Facts, Group, consult, dim_of, facts_of, peers_of
 from cp_styles.collectives._rows import contiguous_rows, even_sizes, ranges_of, sizes_of
-
-
-@overload
-def all_to_all(
-    x: torch.Tensor,
-    scatter_dim: int,
-    gather_dim: int,
-    group: Group,
-    *,
-    scatter_sizes: Sequence[int] | None = None,
-    gather_sizes: Sequence[int] | None = None,
-    check: bool = True,
-    async_op: Literal[False] = False,
-) -> torch.Tensor: ...
-
-
-@overload
-def all_to_all(
-    x: torch.Tensor,
-    scatter_dim: int,
-    gather_dim: int,
-    group: Group,
-    *,
-    scatter_sizes: Sequence[int] | None = None,
-    gather_sizes: Sequence[int] | None = None,
-    check: bool = True,
-    async_op: Literal[True],
-) -> Pending[torch.Tensor]: ...
 
 
 def all_to_all(
@@ -51,7 +23,7 @@ def all_to_all(
     gather_sizes: Sequence[int] | None = None,
     check: bool = True,
     async_op: bool = False,
-) -> torch.Tensor | Pending[torch.Tensor]:
+) -> Any:
     """Cut ``scatter_dim`` among the ranks and put ``gather_dim`` together.
 
     ::
@@ -75,8 +47,9 @@ def all_to_all(
             :class:`Pending`.
 
     Returns:
-        A contiguous tensor with rank r's part of ``scatter_dim`` and all of ``gather_dim``; ``x`` itself for a group of
-        one. It may be a view of the receive buffer: autograd refuses to change it in place (clone it first).
+        The tensor, or with ``async_op`` a :class:`Pending` of it: contiguous, with rank r's part of ``scatter_dim``
+        and all of ``gather_dim``; ``x`` itself for a group of one. It may be a view of the receive buffer: autograd
+        refuses to change it in place (clone it first).
 
     Communicates one all-to-all; a rank sends ``x`` but for its own part of it, nothing more, and makes at most one
     contiguous copy before (none if ``scatter_dim`` is the outermost of a contiguous ``x``) and one after (none if

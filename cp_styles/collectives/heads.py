@@ -75,7 +75,7 @@ def head_ranges(count: int, query_heads: int, ranks: int) -> tuple[Chunk, ...]:
         )
     group = query_heads // count
     ranges = ranges_of(even_sizes(query_heads, ranks))
-    return tuple((start // group, -(-stop // group) if stop > start else start // group) for start, stop in ranges)
+    return tuple((start // group, -(-stop // group)) for start, stop in ranges)
 
 
 def seq_to_heads(

@@ -85,8 +85,7 @@ def sync_object(value: T, group: Group, *, src: int = 0) -> T:
         dist.broadcast_object_list(box, group=resolve_group(peers.name), group_src=src)
         return box
 
-    received = _share(broadcast, lambda: value if peers.rank == src else None, f"the object of rank {src}")[0]
-    return value if peers.rank == src else received
+    return _share(broadcast, lambda: value if peers.rank == src else None, f"the object of rank {src}")[0]
 
 
 @dataclass(frozen=True)
@@ -158,7 +157,7 @@ def _iterate(skeletons: list[Any], own: list[torch.Tensor], peers: Peers) -> Ite
 def _start_broadcast(
     src: int, skeleton: Any, own: list[torch.Tensor], peers: Peers
 ) -> tuple[list[torch.Tensor], list[dist.Work]]:
-    """Start sending the tensors of rank ``src``: raw bytes, because gloo does not know every dtype."""
+    """Start sending the tensors of rank ``src``: raw bytes, because NCCL does not know every dtype (int16, say)."""
     slots = [leaf for _, leaf in leaves(skeleton) if isinstance(leaf, _Slot)]
     tensors = own if peers.rank == src else [slot.empty() for slot in slots]
     group, works = resolve_group(peers.name), []

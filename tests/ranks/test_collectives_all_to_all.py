@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cp_styles.collectives import Pending, all_to_all
 from cp_styles.collectives._exchange import Exchange
@@ -83,6 +84,34 @@ def test_dtypes_that_gloo_does_not_know_travel_as_bytes(dtype):
     mine, expected = whole.tensor_split(2, 1), whole.tensor_split(2, 0)
     for rank, y in enumerate(run_ranks(lambda rank: all_to_all(mine[rank], 0, 1, world()), 2)):
         assert torch.equal(y.view(torch.uint8), expected[rank].contiguous().view(torch.uint8))
+
+
+class Copies(TorchDispatchMode):
+    """Counts the elements that are copied on this rank, the exchange itself aside."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket in (torch.ops.aten.clone, torch.ops.aten.copy_, torch.ops.aten.cat):
+            self.elements += out.numel()
+        return out
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize(("scatter", "gather"), [(1, 2), (2, 1)])
+def test_copies_once_on_each_side_and_once_in_all_without_a_batch(scatter, gather, batch, ranks):
+    shape = [batch, 6, 6, 4]
+    shape[gather] = 6 // ranks
+
+    def main(rank):
+        x = randn(tuple(shape), rank)
+        with Copies() as copies:
+            all_to_all(x, scatter, gather, world(), check=False)
+        return copies.elements / x.numel()
+
+    assert run_ranks(main, ranks) == [1 if batch == 1 else 2] * ranks
 
 
 def test_second_derivative():

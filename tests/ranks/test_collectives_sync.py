@@ -90,10 +90,11 @@ def test_the_next_sample_travels_while_this_one_is_in_use(monkeypatch):
     assert log[0] == log[1] == ["start 0", "start 1", "use 0", "use 1"]
 
 
-def test_samples_are_data_without_gradients_and_need_not_be_contiguous():
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_samples_are_data_without_gradients_and_need_not_be_contiguous(device):
     def main(rank):
         own = randn((3, 4), rank).t().requires_grad_()
-        for index, sample in enumerate(sync_inputs({"x": own}, world(), device="cpu")):
+        for index, sample in enumerate(sync_inputs({"x": own}, world(), device=device)):
             assert not sample["x"].requires_grad
             assert torch.equal(sample["x"], randn((3, 4), index).t())
 
