@@ -128,6 +128,14 @@ def _backward(op: torch._ops.OpOverload, binding: Binding, values: dict[str, Any
     grad = _local_grad(values["grad_out"], attention)
     out, residual = values["out"].to_local(), values["logsumexp"].to_local()
     *grads, _ = binding.strategy.backward(attention, grad, q, k, v, out, residual)
+    layouts = (attention.q_layout, attention.kv_layout)
+    if any(layout.lengths != even_lengths(layout.length, layout.ranks) for layout in layouts):
+        # Accumulated into a DTensor, as reentrant checkpoints do, a gradient of other strides than its tensor's is
+        # cloned, and DTensor's clones are even.
+        grads = [
+            grad if grad.stride() == x.stride() else torch.empty_like(x).copy_(grad)
+            for grad, x in zip(grads, (q, k, v), strict=True)
+        ]
     mesh = values["query"].device_mesh
     shared = [
         sequence_sharded(grad, mesh, _SEQ_DIM, values[name].shape[_SEQ_DIM])
@@ -184,6 +192,12 @@ def sequence_sharded(local: torch.Tensor, mesh: DeviceMesh, dim: int, size: int)
     shape = torch.Size((*local.shape[:dim], size, *local.shape[dim + 1 :]))
     strides = _strides(local, dim, size)
     return DTensor.from_local(local, mesh, [Shard(dim)], run_check=False, shape=shape, stride=strides)
+
+
+def even_lengths(length: int, ranks: int) -> tuple[int, ...]:
+    """How DTensor cuts a dim that it cuts itself: as torch.chunk does."""
+    size = -(-length // ranks)
+    return tuple(min(size, max(length - rank * size, 0)) for rank in range(ranks))
 
 
 def _strides(local: torch.Tensor, dim: int, size: int) -> tuple[int, ...]:

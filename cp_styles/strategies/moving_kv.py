@@ -12,10 +12,11 @@ gradients  messages of dk and dv in the accumulation dtype, from user to owner
 
 from __future__ import annotations
 
+import contextlib
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -23,6 +24,9 @@ from cp_styles.comm import Pending, exchange
 from cp_styles.merge import OnlineSoftmax, RowSum, accumulation_dtype, sink_gradient
 from cp_styles.plan import Cover, Part, Rows, Tile, make_plan, needs_bias
 from cp_styles.strategies.base import Attention, Spec, Strategy, new_residual, residual_views
+
+Messages: TypeAlias = Sequence[tuple[int, torch.Tensor]]
+"""Ranks, and what goes to or comes from them."""
 
 Arrived: TypeAlias = tuple[Part, torch.Tensor, torch.Tensor]
 """A part of the plan with the k and v rows it needs."""
@@ -41,57 +45,57 @@ class MovingKV(Strategy):
         return needs_bias(q_layout, kv_layout, mask)
 
     def forward(self, attention, q_BHLD, k_BGMD, v_BGME, sink_H=None, *, keep):
-        walk = _Walk(self, attention, q_BHLD, k_BGMD, v_BGME)
-        specs = walk.residual_specs(kept=self.keep_kv and keep)
-        residual = new_residual(specs, q_BHLD.device)
-        lse_BHL, *buffers = residual_views(specs, residual)
+        with _Walk(self, attention, q_BHLD, k_BGMD, v_BGME) as walk:
+            specs = walk.residual_specs(kept=self.keep_kv and keep)
+            residual = new_residual(specs, q_BHLD.device)
+            lse_BHL, *buffers = residual_views(specs, residual)
 
-        q = q_BHLD.to(walk.dtype)
-        softmax = OnlineSoftmax((*q.shape[:3], v_BGME.shape[3]), walk.dtype, q.device)
-        for arrived in walk.fetched(buffers):
-            for part, k, v in arrived:
-                for tile in walk.tiles(part):
-                    options = walk.options(part, tile)
-                    out, lse = attention.kernel.forward(
-                        _rows(q, tile.q), _rows(k, tile.kv), _rows(v, tile.kv), **options
-                    )
-                    softmax.add(tile.q, out, lse)
-        if sink_H is not None:
-            softmax.add_sink(sink_H)
-        out, lse = softmax.result()
-        lse_BHL.copy_(lse)
-        return out.to(q_BHLD.dtype), residual
+            q = q_BHLD.to(walk.dtype)
+            softmax = OnlineSoftmax((*q.shape[:3], v_BGME.shape[3]), walk.dtype, q.device)
+            for arrived in walk.fetched(buffers):
+                for part, k, v in arrived:
+                    for tile in walk.tiles(part):
+                        options = walk.options(part, tile)
+                        out, lse = attention.kernel.forward(
+                            _rows(q, tile.q), _rows(k, tile.kv), _rows(v, tile.kv), **options
+                        )
+                        softmax.add(tile.q, out, lse)
+            if sink_H is not None:
+                softmax.add_sink(sink_H)
+            out, lse = softmax.result()
+            lse_BHL.copy_(lse)
+            return out.to(q_BHLD.dtype), residual
 
     def backward(self, attention, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, residual, sink_H=None):
-        walk = _Walk(self, attention, q_BHLD, k_BGMD, v_BGME)
-        lse_BHL, *buffers = residual_views(walk.residual_specs(kept=self.keep_kv), residual)
+        with _Walk(self, attention, q_BHLD, k_BGMD, v_BGME) as walk:
+            lse_BHL, *buffers = residual_views(walk.residual_specs(kept=self.keep_kv), residual)
 
-        q, grad, out = (x.to(walk.dtype) for x in (q_BHLD, grad_BHLE, out_BHLE))
-        dq = RowSum(q.shape, walk.wide, q.device)
-        home = _Homecoming(walk)
-        # Kept messages leave nothing to wait for: remote keys first, so that their gradients travel under the own ones.
-        for arrived in walk.kept(buffers) if self.keep_kv else walk.fetched([]):
-            gradients = []
-            for part, k, v in arrived:
-                dk, dv = (RowSum(x.shape, walk.wide, q.device) for x in (k, v))
-                for tile in walk.tiles(part):
-                    tile_dq, tile_dk, tile_dv = attention.kernel.backward(
-                        _rows(grad, tile.q),
-                        _rows(q, tile.q),
-                        _rows(k, tile.kv),
-                        _rows(v, tile.kv),
-                        _rows(out, tile.q),
-                        _rows(lse_BHL, tile.q),
-                        **walk.options(part, tile),
-                    )
-                    dq.add(tile.q, tile_dq)
-                    dk.add(tile.kv, tile_dk)
-                    dv.add(tile.kv, tile_dv)
-                gradients.append((part, dk.result(), dv.result()))
-            home.bring(gradients)
-        dk, dv = home.result()
-        dsink = None if sink_H is None else sink_gradient(sink_H, grad, out, lse_BHL)
-        return dq.result().to(q_BHLD.dtype), dk.to(k_BGMD.dtype), dv.to(v_BGME.dtype), dsink
+            q, grad, out = (x.to(walk.dtype) for x in (q_BHLD, grad_BHLE, out_BHLE))
+            dq = RowSum(q.shape, walk.wide, q.device)
+            home = _Homecoming(walk)
+            # Kept messages leave nothing to wait for: remote keys first, so that their gradients travel meanwhile.
+            for arrived in walk.kept(buffers) if self.keep_kv else walk.fetched([]):
+                gradients = []
+                for part, k, v in arrived:
+                    dk, dv = (RowSum(x.shape, walk.wide, q.device) for x in (k, v))
+                    for tile in walk.tiles(part):
+                        tile_dq, tile_dk, tile_dv = attention.kernel.backward(
+                            _rows(grad, tile.q),
+                            _rows(q, tile.q),
+                            _rows(k, tile.kv),
+                            _rows(v, tile.kv),
+                            _rows(out, tile.q),
+                            _rows(lse_BHL, tile.q),
+                            **walk.options(part, tile),
+                        )
+                        dq.add(tile.q, tile_dq)
+                        dk.add(tile.kv, tile_dk)
+                        dv.add(tile.kv, tile_dv)
+                    gradients.append((part, dk.result(), dv.result()))
+                home.bring(gradients)
+            dk, dv = home.result()
+            dsink = None if sink_H is None else sink_gradient(sink_H, grad, out, lse_BHL)
+            return dq.result().to(q_BHLD.dtype), dk.to(k_BGMD.dtype), dv.to(v_BGME.dtype), dsink
 
 
 class _Walk:
@@ -108,6 +112,22 @@ class _Walk:
         self.dtype = attention.kernel.tile_dtype(q.dtype) if tiles > 1 else q.dtype
         self.wide = accumulation_dtype(q.dtype)
         self._messages: dict[Rows, torch.Tensor] = {}
+        self._started: list[Pending] = []
+
+    def __enter__(self) -> _Walk:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        # Transfers that nobody waits for would meet those of the next attention, and the ranks fall out of step.
+        if kind is not None:
+            for pending in self._started:
+                with contextlib.suppress(RuntimeError):  # the failure on its way up says more
+                    pending.wait()
+
+    def exchange(self, sends: Messages, receives: Messages) -> Pending:
+        """:func:`~cp_styles.comm.exchange`, finished whatever happens."""
+        self._started.append(exchange(sends, receives, self.attention.group))
+        return self._started[-1]
 
     def residual_specs(self, *, kept: bool) -> list[Spec]:
         messages = [(self.size(self.plan.parts[source].count),) for group in self.sources for source in group]
@@ -165,7 +185,7 @@ class _Walk:
             return {}, Pending((), ())
         messages = {source: self._place(source, places) for source in self.sources[index]}
         sends = [(peer, self.packed(self.plan.sends[peer])) for peer in self.destinations[index]]
-        return messages, exchange(sends, list(messages.items()), self.attention.group)
+        return messages, self.exchange(sends, list(messages.items()))
 
     def _place(self, source: int, places: Iterator[torch.Tensor]) -> torch.Tensor:
         place = next(places, None)
@@ -223,7 +243,7 @@ class _Homecoming:
             (peer, torch.empty(walk.size(_count(walk.plan.sends[peer])), dtype=walk.wide, device=walk.k.device))
             for peer in walk.destinations[len(self._arriving)]
         ]
-        self._arriving.append((receives, exchange(sends, receives, walk.attention.group)))
+        self._arriving.append((receives, walk.exchange(sends, receives)))
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
         """``(dk, dv)`` of this rank's rows, everybody's share included."""

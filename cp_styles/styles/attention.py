@@ -16,11 +16,12 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from cp_styles._compat import tree_map_only
-from cp_styles.dispatcher import bound_mesh, install, sequence_sharded
+from cp_styles.dispatcher import binding_of, even_lengths, install, sequence_sharded
 from cp_styles.functional import check_local
 from cp_styles.kernels import Kernel
 from cp_styles.layout import Balancer, SequenceLayout, head_tail
 from cp_styles.mask import Full, Mask
+from cp_styles.scope import ScopedBinding
 from cp_styles.state import Binding
 from cp_styles.strategies import Ring, Strategy
 from cp_styles.styles.axis import take_axis
@@ -41,7 +42,8 @@ class AttentionContextParallel(ParallelStyle):
         seq_dim: sequence dim of what the *module* receives: 2 for [B, H, S, D], 1 for [B, S, H, D]. What reaches
             scaled_dot_product_attention is [B, H, S, D], as always.
         strategy: ``Ring()`` (default), ``AllGather()``, ...; their docstrings say what is sent.
-        layout: the cut of the sequence, or the balancer that makes it; must be the one the inputs were cut with.
+        layout: the cut of the sequence, or the balancer that makes it; must be the one the inputs were cut with. None
+            takes that of the :class:`~cp_styles.scope.SequenceScope` around the call, and without one ``head_tail``.
         mask: who attends to whom, beside ``is_causal`` of the call; in global positions.
         kernel: computes the tiles; default the one scaled_dot_product_attention chose.
         use_local_output: False leaves outputs as DTensors, Shard on the sequence axis; needs equal parts.
@@ -65,7 +67,7 @@ class AttentionContextParallel(ParallelStyle):
         mesh_axis: str = "cp",
         seq_dim: int = 2,
         strategy: Strategy | None = None,
-        layout: SequenceLayout | Balancer = head_tail,
+        layout: SequenceLayout | Balancer | None = None,
         mask: Mask | None = None,
         kernel: Kernel | None = None,
         use_local_output: bool = True,
@@ -124,11 +126,12 @@ class ContextParallelState:
             name,
             axis.get_group(),
             style.strategy,
-            style.layout,
+            head_tail if style.layout is None else style.layout,
             style.mask,
             style.kernel,
         )
-        self.mesh = bound_mesh(self.binding, axis.device_type)
+        self._scoped = ScopedBinding(self.binding, style.layout, axis.device_type)
+        self.mesh = self._scoped.mesh()
         self._signature = inspect.signature(module.forward)
         parameters = list(self._signature.parameters)
         self._names = next((names for names in _NAMES if set(names) <= set(parameters)), tuple(parameters[:3]))
@@ -154,6 +157,8 @@ class ContextParallelState:
 
     def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         install()
+        self.mesh = self._scoped.mesh()
+        self.binding = binding_of(self.mesh) or self.binding
         bound = self._signature.bind(*args, **kwargs)
         inputs: tuple[Any, ...] = tuple(bound.arguments.get(name) for name in self._names)
         dim = self.style.seq_dim
@@ -201,7 +206,7 @@ class ContextParallelState:
 
     def _share(self, grad: torch.Tensor) -> torch.Tensor:
         """A parameter inside the module (a scalar; DTensor takes no other) has this rank's share as its gradient."""
-        if isinstance(grad, DTensor) and grad.device_mesh is self.mesh:
+        if isinstance(grad, DTensor) and binding_of(grad.device_mesh) is not None:
             return grad.redistribute(placements=[Partial()]).to_local()
         return grad
 
@@ -241,14 +246,13 @@ class ContextParallelState:
 
     def _refuse_uneven(self, length: int) -> None:
         """DTensors cut a dim as torch.chunk does; of any other cut, full_tensor() and redistribute() make nonsense."""
-        lengths = list(self.binding.layout_for(length).lengths)
-        size = -(-length // len(lengths))
-        chunks = [min(size, max(length - rank * size, 0)) for rank in range(len(lengths))]
-        if lengths != chunks:
+        lengths = self.binding.layout_for(length).lengths
+        even = even_lengths(length, len(lengths))
+        if lengths != even:
             raise ValueError(
                 f"{self.binding.name}: use_local_output=False makes DTensors, and a DTensor of {length} positions has "
-                f"{chunks} on its ranks, where the layout puts {lengths}: use local outputs, or a length that "
-                f"{len(lengths)} divides"
+                f"{list(even)} on its ranks, where the layout puts {list(lengths)}: use local outputs, or a length "
+                f"that {len(lengths)} divides"
             )
 
     def _explain(self, failure: BaseException) -> None:

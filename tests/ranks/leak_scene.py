@@ -1,0 +1,142 @@
+"""The stage of test_leaks.py: one problem, the modules that work on it, and what must hold whatever happened."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from cp_styles.layout import contiguous, head_tail
+from cp_styles.strategies import AllGather, Ring
+from cp_styles.testing import run_ranks
+from tests.oracle import attend_and_differentiate, error
+from tests.ranks.attention_case import EXACT, Core, Problem, cp_mesh, parallel, run_attention
+
+RANKS = 3  # a ring with a transfer under way while another one is worked on
+
+
+class Stop(BaseException):
+    """What no ``except Exception`` catches: KeyboardInterrupt, SystemExit."""
+
+
+class Oops(RuntimeError):
+    """A mistake in somebody's model."""
+
+
+class Probe(Core):
+    """A core that lets a test act inside its forward: before and after its attention."""
+
+    before: Callable[[], None] | None = None
+    after: Callable[[], None] | None = None
+    attend: Callable[..., torch.Tensor] | None = None
+
+    def forward(self, query, key, value):
+        if self.before:
+            self.before()
+        out = (self.attend or super().forward)(query, key, value)
+        if self.after:
+            self.after()
+        return out
+
+
+def attention_of(query, key, value):
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+
+
+def raising(error: BaseException) -> Callable[..., None]:
+    def act(*_):
+        raise error
+
+    return act
+
+
+class Scene:
+    """One rank's view. Every method that attends is called on all ranks alike."""
+
+    problem = Problem(length=13, kv_heads=2)
+    local = Problem(length=7, heads=6, kv_heads=3)  # attended to by everybody alone, outside; heads for three ranks
+
+    def __init__(self, rank: int, barrier: threading.Barrier) -> None:
+        self.rank, self._barrier = rank, barrier
+        self.mesh = cp_mesh(RANKS)
+        self.other_mesh = dist.device_mesh.init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
+        self.probes: list[Probe] = []
+
+    def probe(self, **style) -> Probe:
+        """A parallel module; it is used again, undisturbed, when the scenario is over."""
+        self.probes.append(parallel(Probe(), self.mesh, **style))
+        return self.probes[-1]
+
+    def leaves(self, layout=head_tail) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """This rank's query, key and value, and its part of the cotangent."""
+        return self.problem.shard(layout, self.rank, RANKS)
+
+    def check(self, found: list[torch.Tensor], layout=head_tail) -> None:
+        """``[out, dq, dk, dv]`` are one device's."""
+        errors = self.problem.errors([x.detach() for x in found], layout, self.rank, RANKS)
+        assert max(errors) < EXACT, errors
+
+    def run(self, attend: Callable[..., torch.Tensor], layout=head_tail) -> None:
+        """A forward and a backward that are one device's."""
+        assert max(run_attention(attend, self.problem, self.rank, RANKS, layout=layout)) < EXACT
+
+    def once(self, act: Callable[[], None]) -> None:
+        """Do what changes the process, which the ranks share, on one of them while the others wait."""
+        self._barrier.wait()
+        if self.rank == 0:
+            act()
+        self._barrier.wait()
+
+    @torch.enable_grad()  # hooks of a backward run without
+    def outside(self) -> None:
+        """SDPA of plain tensors, and of DTensors on another mesh (grouped heads cut by tensor parallelism)."""
+        self.outside_plain()
+        local = self.local
+        shards = [distribute_tensor(x, self.other_mesh, [Shard(1)]).requires_grad_() for x in local.inputs]
+        out = attention_of(*shards)
+        assert out.placements == (Shard(1),)
+        grads = torch.autograd.grad(out, shards, distribute_tensor(local.cotangent, self.other_mesh, [Shard(1)]))
+        for mine, whole in zip((out, *grads), local.expected, strict=True):
+            assert error(mine.full_tensor(), whole) < EXACT
+
+    def outside_plain(self) -> None:
+        """Of plain tensors only: torch before 2.15 has no rule for DTensors on CPU, but for our handlers."""
+        found = attend_and_differentiate(attention_of, self.local.inputs, self.local.cotangent)
+        for mine, whole in zip(found, self.local.expected, strict=True):
+            assert error(mine, whole) < EXACT
+
+    def all_is_well(self) -> None:
+        """After whatever happened: outside exact, the modules of the scene exact, a new one exact."""
+        self.outside()
+        for probe in self.probes:
+            probe.before = probe.after = probe.attend = None
+            layout = next(iter(probe._forward_pre_hooks.values())).__self__.style.layout
+            self.run(probe, layout)
+        self.run(parallel(Core(), self.mesh, strategy=AllGather(), layout=contiguous), contiguous)
+        self.run(parallel(Core(), self.mesh, strategy=Ring(keep_kv=False)))
+
+
+def scenario(act: Callable[[Scene], None]) -> Callable[[], None]:
+    """Makes a test of what happens on one rank: attention outside is exact before, and all is well after."""
+    barrier = threading.Barrier(RANKS)
+
+    def on(rank: int) -> None:
+        try:
+            scene = Scene(rank, barrier)
+            scene.outside_plain()
+            act(scene)
+            scene.all_is_well()
+        except BaseException:
+            barrier.abort()
+            raise
+
+    def test() -> None:
+        barrier.reset()
+        run_ranks(on, RANKS, timeout_seconds=20.0)
+
+    test.__name__, test.__doc__ = act.__name__, act.__doc__
+    return test

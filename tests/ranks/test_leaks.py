@@ -1,0 +1,311 @@
+"""Whatever happens around, inside and after a context-parallel module, nothing of it stays behind.
+
+Each scenario is one way in which a switch thrown by hooks is left on, or is off when a backward needs it. Before it,
+in the middle where it says so, and after it, attention outside is exact, and so is attention inside.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from cp_styles.functional import context_attention
+from cp_styles.kernels import CPU_FLASH, ReferenceKernel
+from cp_styles.layout import contiguous, head_tail
+from cp_styles.mask import Causal, SlidingWindow
+from cp_styles.strategies import AllGather, Ring
+from tests.oracle import allowed, error, expected_attention, randn
+from tests.ranks.attention_case import EXACT, Core, Projected, parallel
+from tests.ranks.leak_scene import RANKS, Oops, Scene, Stop, attention_of, raising, scenario
+
+# -- things that raise --
+
+
+@scenario
+def test_nothing_special(s: Scene) -> None:
+    s.run(s.probe())
+
+
+@scenario
+def test_exception_before_the_attention(s: Scene) -> None:
+    probe = s.probe()
+    probe.before = raising(Oops())
+    with pytest.raises(Oops):
+        probe(*s.leaves()[0])
+
+
+@scenario
+def test_exception_after_the_attention(s: Scene) -> None:
+    probe = s.probe()
+    probe.after = raising(Oops())
+    with pytest.raises(Oops) as caught:
+        probe(*s.leaves()[0])
+    assert not getattr(caught.value, "__notes__", None)  # the attention was reached: nothing to explain
+
+
+@scenario
+def test_base_exception_in_forward(s: Scene) -> None:
+    for when in ("before", "after"):
+        probe = s.probe()
+        setattr(probe, when, raising(Stop()))
+        with pytest.raises(Stop):
+            probe(*s.leaves()[0])
+
+
+@scenario
+def test_exception_while_keys_are_under_way(s: Scene) -> None:
+    class Failing(ReferenceKernel):
+        calls = 0
+
+        def forward(self, *args, **options):
+            self.calls += 1
+            if self.calls == 2:
+                raise Oops
+            return super().forward(*args, **options)
+
+        def backward(self, *args, **options):
+            self.calls += 1
+            if self.calls == RANKS + 2:
+                raise Oops
+            return super().backward(*args, **options)
+
+    for strategy in (Ring(), AllGather(), Ring(keep_kv=False)):
+        kernel = Failing()
+        attend = partial(context_attention, group=s.mesh, mask=Causal(), strategy=strategy, kernel=kernel)
+        with pytest.raises(Oops):
+            attend(*s.leaves()[0])
+        kernel.calls = 0
+        leaves, cotangent = s.leaves()
+        kernel.calls = -100
+        out = attend(*leaves)
+        kernel.calls = RANKS
+        with pytest.raises(Oops):
+            out.backward(cotangent)
+        kernel.calls = -100
+        s.run(attend)
+
+
+@scenario
+def test_a_later_pre_hook_raises(s: Scene) -> None:
+    probe = s.probe()
+    handle = probe.register_forward_pre_hook(raising(Oops()))
+    with pytest.raises(Oops):
+        probe(*s.leaves()[0])
+    handle.remove()
+
+
+@scenario
+def test_a_forward_hook_raises(s: Scene) -> None:
+    probe = s.probe()
+    handle = probe.register_forward_hook(raising(Oops()))
+    with pytest.raises(Oops):
+        probe(*s.leaves()[0])
+    handle.remove()
+
+
+@scenario
+def test_exception_in_backward(s: Scene) -> None:
+    for where in ("out", "query", "inside"):
+        probe = s.probe()
+        leaves, cotangent = s.leaves()
+        handles = []
+        if where == "inside":
+
+            def attend(query, key, value, handles=handles):
+                out = attention_of(query, key, value)
+                handles.append(out.register_hook(raising(Oops())))
+                return out
+
+            probe.attend = attend
+        out = probe(*leaves)
+        if where != "inside":
+            handles.append((out if where == "out" else leaves[0]).register_hook(raising(Oops())))
+        with pytest.raises(Oops):
+            torch.autograd.grad(out, leaves, cotangent, retain_graph=True)
+        s.outside()
+        handles[0].remove()
+        s.check([out, *torch.autograd.grad(out, leaves, cotangent)])
+
+
+@scenario
+def test_base_exception_in_backward(s: Scene) -> None:
+    probe = s.probe()
+    leaves, cotangent = s.leaves()
+    out = probe(*leaves)
+    leaves[2].register_hook(raising(Stop()))
+    with pytest.raises(Stop):
+        out.backward(cotangent)
+
+
+# -- without gradients, or with few of them --
+
+
+@scenario
+def test_inputs_without_gradients(s: Scene) -> None:
+    probe = s.probe()
+    leaves, _ = s.leaves()
+    out = probe(*(x.detach() for x in leaves))
+    assert not out.requires_grad
+    assert error(out, head_tail(13, RANKS).shard(s.problem.expected[0], 2, s.rank)) < EXACT
+
+
+@scenario
+def test_no_grad_and_inference_mode(s: Scene) -> None:
+    probe = s.probe()
+    expected = head_tail(13, RANKS).shard(s.problem.expected[0], 2, s.rank)
+    for mode in (torch.no_grad, torch.inference_mode):
+        leaves, _ = s.leaves()
+        with mode():
+            out = probe(*leaves)
+            assert error(out, expected) < EXACT
+            fresh = probe(*(x.detach() * 1 for x in leaves))  # tensors made inside the mode
+            assert error(fresh, expected) < EXACT
+        assert not out.requires_grad
+
+
+@scenario
+def test_gradients_for_some_inputs(s: Scene) -> None:
+    probe = s.probe()
+    for wanted in ((0,), (1,), (2,), (0, 2)):
+        leaves, cotangent = s.leaves()
+        inputs = [x if index in wanted else x.detach() for index, x in enumerate(leaves)]
+        out = probe(*inputs)
+        grads = torch.autograd.grad(out, [leaves[index] for index in wanted], cotangent, retain_graph=True)
+        layout = head_tail(13, RANKS)
+        for index, grad in zip(wanted, grads, strict=True):
+            assert error(grad, layout.shard(s.problem.expected[1 + index], 2, s.rank)) < EXACT
+    # All want one, one is asked for.
+    leaves, cotangent = s.leaves()
+    (grad,) = torch.autograd.grad(probe(*leaves), leaves[1:2], cotangent)
+    assert error(grad, layout.shard(s.problem.expected[2], 2, s.rank)) < EXACT
+
+
+@scenario
+def test_gradient_of_a_parameter_around_the_core(s: Scene) -> None:
+    whole, module = Projected(Core()), Projected(Core())
+    s.probes.append(parallel(module.core, s.mesh))  # no probe, but used again like one
+    tokens, cotangent = randn(1, 2, 13, 10), randn(2, 2, 13, 10)
+    (expected,) = torch.autograd.grad(whole(tokens), whole.v.weight, cotangent)
+    layout = head_tail(13, RANKS)
+    out = module(layout.shard(tokens, 1, s.rank))
+    (grad,) = torch.autograd.grad(out, module.v.weight, layout.shard(cotangent, 1, s.rank), retain_graph=True)
+    torch.distributed.all_reduce(grad)
+    assert error(grad, expected) < EXACT
+    out.backward(layout.shard(cotangent, 1, s.rank))
+    grad = module.v.weight.grad.clone()
+    torch.distributed.all_reduce(grad)
+    assert error(grad, expected) < EXACT
+
+
+@scenario
+def test_gradient_of_a_parameter_inside_the_core(s: Scene) -> None:
+    """A learned temperature: its gradient is this rank's share, a plain tensor."""
+
+    class Tempered(Core):
+        def __init__(self) -> None:
+            super().__init__()
+            self.temperature = nn.Parameter(torch.tensor(1.3, dtype=torch.float64))
+
+        def forward(self, query, key, value):
+            return super().forward(query * self.temperature, key, value)
+
+    whole = Tempered()
+    (expected,) = torch.autograd.grad(whole(*s.problem.inputs), whole.temperature, s.problem.cotangent)
+    core = parallel(Tempered(), s.mesh)
+    leaves, cotangent = s.leaves()
+    (asked,) = torch.autograd.grad(core(*leaves), core.temperature, cotangent)
+    core(*leaves).backward(cotangent)
+    for grad in (asked, core.temperature.grad):
+        assert not isinstance(grad, DTensor)
+        torch.distributed.all_reduce(grad)
+        assert error(grad, expected) < EXACT
+
+
+# -- more than one forward, or backward --
+
+
+@scenario
+def test_backward_twice(s: Scene) -> None:
+    for strategy in (Ring(), Ring(keep_kv=False), AllGather()):
+        leaves, cotangent = s.leaves()
+        out = s.probe(strategy=strategy)(*leaves)
+        for keep in (True, False):
+            s.check([out, *torch.autograd.grad(out, leaves, cotangent, retain_graph=keep)])
+            s.outside()
+
+
+@scenario
+def test_gradient_accumulation(s: Scene) -> None:
+    probe = s.probe()
+    leaves, cotangent = s.leaves()
+    for _ in range(3):
+        out = probe(*leaves)
+        out.backward(cotangent)
+    s.check([out, *(x.grad / 3 for x in leaves)])
+
+
+@scenario
+def test_two_forwards_alive(s: Scene) -> None:
+    """Micro-batches of a pipeline: the first one's backward after the second one's forward."""
+    probe = s.probe()
+    sets = [s.leaves() for _ in range(2)]
+    outs = [probe(*leaves) for leaves, _ in sets]
+    for out, (leaves, cotangent) in zip(outs, sets, strict=True):
+        s.check([out, *torch.autograd.grad(out, leaves, cotangent)])
+
+
+@scenario
+def test_interleaved_modules(s: Scene) -> None:
+    for backwards in ((0, 1), (1, 0)):
+        layouts = (head_tail, contiguous)
+        probes = s.probe(layout=head_tail), s.probe(layout=contiguous, strategy=AllGather())
+        sets = [s.leaves(layout) for layout in layouts]
+        outs = [probe(*leaves) for probe, (leaves, _) in zip(probes, sets, strict=True)]
+        for index in backwards:
+            leaves, cotangent = sets[index]
+            s.check([outs[index], *torch.autograd.grad(outs[index], leaves, cotangent)], layouts[index])
+            s.outside()
+
+
+@scenario
+def test_nested_modules(s: Scene) -> None:
+    """One module's forward runs in the middle of another one's."""
+    outer, inner = s.probe(), s.probe(strategy=AllGather(), layout=contiguous)
+    outer.before = outer.after = partial(s.run, inner, contiguous)
+    s.run(outer)
+
+
+@scenario
+def test_nested_modules_that_hand_their_inputs_on(s: Scene) -> None:
+    """The style on a module and on a module in it: refused by name, on every rank."""
+    outer, inner = s.probe(), s.probe()
+    outer.attend = lambda *qkv: inner(*qkv)
+    with pytest.raises(ValueError, match="query is a DTensor on mesh axes"):
+        outer(*s.leaves()[0])
+
+
+@scenario
+def test_two_configurations(s: Scene) -> None:
+    """Strategies, layouts, masks and kernels of their own, on one mesh, alive at the same time."""
+    window = SlidingWindow(2, 1)
+    mask = allowed(lambda p, j: p - 2 <= j <= p + 1, 13, 13)
+    expected = expected_attention(s.problem.inputs, s.problem.cotangent, mask)
+    styles = [
+        {"strategy": Ring(), "layout": contiguous, "mask": window},
+        {"strategy": AllGather(keep_kv=False), "layout": head_tail, "mask": window, "kernel": ReferenceKernel()},
+    ]
+    causal = s.probe(layout=head_tail, kernel=CPU_FLASH)
+    causal_set = s.leaves()
+    causal_out = causal(*causal_set[0])
+    windowed = [parallel(Core(causal=False), s.mesh, **style) for style in styles]
+    sets = [s.leaves(style["layout"]) for style in styles]
+    outs = [core(*leaves) for core, (leaves, _) in zip(windowed, sets, strict=True)]
+    s.check([causal_out, *torch.autograd.grad(causal_out, causal_set[0], causal_set[1])])
+    for style, out, (leaves, cotangent) in zip(styles, outs, sets, strict=True):
+        layout = style["layout"](13, RANKS)
+        for mine, whole in zip([out, *torch.autograd.grad(out, leaves, cotangent)], expected, strict=True):
+            assert error(mine, layout.shard(whole, 2, s.rank)) < EXACT

@@ -1,0 +1,183 @@
+"""More of what test_leaks.py asks: recomputation, copies and ends of modules, and others in the same process."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from copy import deepcopy
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.autograd.graph import save_on_cpu
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.experimental._context_parallel import _attention as torch_cp
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.utils.checkpoint import checkpoint
+
+from cp_styles.layout import head_tail
+from cp_styles.strategies import AllGather, Ring
+from tests.oracle import error, randn
+from tests.ranks.attention_case import EXACT, Core, Projected, parallel
+from tests.ranks.leak_scene import Scene, attention_of, scenario
+
+# -- checkpointing and saved tensors --
+
+
+@scenario
+def test_checkpoint_around_the_module(s: Scene) -> None:
+    for reentrant in (True, False):
+        s.run(partial(checkpoint, s.probe(), use_reentrant=reentrant))
+        s.outside()
+
+
+@scenario
+def test_checkpoint_inside_the_module(s: Scene) -> None:
+    for reentrant in (True, False):
+        probe = s.probe()
+        probe.attend = partial(checkpoint, attention_of, use_reentrant=reentrant)
+        s.run(probe)
+
+
+@scenario
+def test_checkpoint_nested_twice(s: Scene) -> None:
+    for reentrant in (True, False):
+        inner = partial(checkpoint, s.probe(), use_reentrant=reentrant)
+        s.run(partial(checkpoint, lambda *qkv, inner=inner: inner(*qkv), use_reentrant=reentrant))
+    probe = s.probe()
+    probe.attend = partial(checkpoint, attention_of, use_reentrant=False)
+    s.run(partial(checkpoint, probe, use_reentrant=False))
+
+
+@scenario
+def test_checkpoint_recomputes_among_other_forwards(s: Scene) -> None:
+    """A block of two attentions is recomputed in the backward, between others' backwards."""
+    first, second = s.probe(), s.probe(strategy=AllGather(), layout=head_tail)
+    leaves, cotangent = s.leaves()
+
+    def block(query, key, value):
+        return first(query, key, value) + second(query, key, value)
+
+    alone = second(*leaves)
+    out = checkpoint(block, *leaves, use_reentrant=False)
+    grads = torch.autograd.grad(out + alone, leaves, cotangent)
+    s.check([out / 2, *(grad / 3 for grad in grads)])
+
+
+@scenario
+def test_saved_tensors_on_the_host(s: Scene) -> None:
+    for strategy in (Ring(), AllGather(keep_kv=False)):
+        leaves, cotangent = s.leaves()
+        with save_on_cpu():
+            out = s.probe(strategy=strategy)(*leaves)
+        s.check([out, *torch.autograd.grad(out, leaves, cotangent)])
+
+
+# -- the life of modules --
+
+
+@scenario
+def test_backward_after_the_module_is_gone(s: Scene) -> None:
+    core = parallel(Core(), s.mesh)
+    leaves, cotangent = s.leaves()
+    out = core(*leaves)
+    del core
+    s.once(gc.collect)
+    s.run(s.probe(strategy=AllGather()))
+    s.check([out, *torch.autograd.grad(out, leaves, cotangent)])
+
+
+@scenario
+def test_modules_are_freed(s: Scene) -> None:
+    core = parallel(Core(), s.mesh)
+    s.run(core)
+    died = weakref.ref(core)
+    del core
+    s.once(gc.collect)  # one at a time: a collection that meets another one does nothing
+    assert died() is None
+
+
+@scenario
+def test_copies(s: Scene) -> None:
+    """A copy made before is not parallel; one made after is, for itself, on the same mesh."""
+    plain = Projected(Core())
+    before = deepcopy(plain)
+    parallel(plain.core, s.mesh)
+    after = deepcopy(plain)
+    assert not before.core._forward_pre_hooks
+    state = next(iter(after.core._forward_pre_hooks.values())).__self__
+    assert state.module is after.core
+    assert state.mesh is not next(iter(plain.core._forward_pre_hooks.values())).__self__.mesh
+    s.run(after.core)
+    s.run(plain.core)
+    with pytest.raises(ValueError, match="context parallel already"):
+        parallel(after.core, s.mesh)
+
+
+# -- others in the same process --
+
+
+@scenario
+def test_attention_outside_during_forward_and_backward(s: Scene) -> None:
+    probe = s.probe()
+    probe.before = probe.after = s.outside
+    leaves, cotangent = s.leaves()
+    for tensor in leaves:
+        tensor.register_hook(lambda _: s.outside())
+    out = probe(*leaves)
+    out.register_hook(lambda _: s.outside())
+    s.check([out, *torch.autograd.grad(out, leaves, cotangent)])
+
+
+@scenario
+def test_with_loss_parallel(s: Scene) -> None:
+    """It adds its own handlers to DTensor's table and takes them out again."""
+    logits, labels = randn(5, 6, 9), torch.arange(6)
+    expected = F.cross_entropy(logits, labels)
+    probe, loss_context = s.probe(), loss_parallel()
+    leaves, cotangent = s.leaves()
+
+    def cross_entropy_is_right() -> None:
+        shard = distribute_tensor(logits, s.other_mesh, [Shard(1)]).requires_grad_()
+        loss = F.cross_entropy(shard, labels)
+        assert error(loss.full_tensor(), expected) < EXACT
+        (grad,) = torch.autograd.grad(loss, shard)
+        whole = logits.clone().requires_grad_()
+        assert error(grad.full_tensor(), torch.autograd.grad(F.cross_entropy(whole, labels), whole)[0]) < EXACT
+
+    outs = [probe(*leaves)]
+    s.once(loss_context.__enter__)
+    outs.append(probe(*leaves))
+    cross_entropy_is_right()
+    s.check([outs[0], *torch.autograd.grad(outs[0], leaves, cotangent)])
+    s.run(probe)
+    cross_entropy_is_right()
+    s.outside()
+    s.once(lambda: loss_context.__exit__(None, None, None))
+    s.check([outs[1], *torch.autograd.grad(outs[1], leaves, cotangent)])
+
+
+@scenario
+def test_with_torch_context_parallel(s: Scene) -> None:
+    """It puts another table in place of DTensor's, and the one it once saw back."""
+    probe = s.probe()
+    sets = [s.leaves() for _ in range(3)]
+
+    def forward(index: int) -> torch.Tensor:
+        return probe(*sets[index][0])
+
+    def backward(index: int, out: torch.Tensor) -> None:
+        leaves, cotangent = sets[index]
+        s.check([out, *torch.autograd.grad(out, leaves, cotangent)])
+
+    before, before_too = forward(0), forward(1)
+    s.once(torch_cp._enable_context_parallel_dispatcher)
+    during = forward(2)
+    backward(0, before)
+    s.run(probe)
+    s.once(torch_cp._enable_context_parallel_dispatcher)  # two enables and one disable leave torch's on
+    s.once(torch_cp._disable_context_parallel_dispatcher)
+    backward(1, before_too)
+    backward(2, during)
+    s.run(probe)
