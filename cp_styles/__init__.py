@@ -10,9 +10,10 @@ from cp_styles.batch import (
 )
 from cp_styles.functional import context_attention
 from cp_styles.kernels import Kernel, ReferenceKernel
-from cp_styles.layout import SequenceLayout, contiguous, head_tail, per_document_head_tail, striped
+from cp_styles.layout import SequenceLayout, by_work, contiguous, head_tail, per_document_head_tail, striped
 from cp_styles.mask import Causal, Chunked, Dense, Documents, Full, Mask, PrefixLM, SlidingWindow
 from cp_styles.plan import imbalance
+from cp_styles.scope import SequenceScope
 from cp_styles.strategies import AllGather, Ring, Strategy, Ulysses
 from cp_styles.styles import (
     AttentionContextParallel,
@@ -44,9 +45,11 @@ __all__ = [
     "RowwiseParallel",
     "SequenceLayout",
     "SequenceParallel",
+    "SequenceScope",
     "SlidingWindow",
     "Strategy",
     "Ulysses",
+    "by_work",
     "context_attention",
     "contiguous",
     "document_positions",

@@ -95,3 +95,9 @@ def in_process_store() -> Any:
 def process_group_named(name: str) -> dist.ProcessGroup:
     """The group that a functional collective names. Seen: 2.11 to 2.15."""
     return dist.distributed_c10d._resolve_process_group(name)  # pyright: ignore
+
+
+def current_graph_task() -> int | None:
+    """A number for the backward that runs now in this thread, None outside of any. Seen: 2.11 to 2.15."""
+    task = torch._C._current_graph_task_id()
+    return None if task < 0 else task

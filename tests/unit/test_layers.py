@@ -14,7 +14,7 @@ LAYERS = (
     ("mask", "layout", "batch", "collectives"),
     ("plan", "kernels", "merge"),
     ("strategies",),
-    ("dispatcher", "state", "functional"),
+    ("dispatcher", "state", "scope", "functional"),
     ("styles",),
     ("__init__",),
 )
