@@ -18,6 +18,7 @@ from cp_styles.strategies import AllGather, Ring, Strategy, Ulysses
 from cp_styles.styles import (
     AttentionContextParallel,
     ColwiseParallel,
+    ModuleContextParallel,
     PrepareModuleInput,
     PrepareModuleInputOutput,
     PrepareModuleOutput,
@@ -36,6 +37,7 @@ __all__ = [
     "Full",
     "Kernel",
     "Mask",
+    "ModuleContextParallel",
     "PrefixLM",
     "PrepareModuleInput",
     "PrepareModuleInputOutput",

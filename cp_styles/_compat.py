@@ -101,3 +101,8 @@ def current_graph_task() -> int | None:
     """A number for the backward that runs now in this thread, None outside of any. Seen: 2.11 to 2.15."""
     task = torch._C._current_graph_task_id()
     return None if task < 0 else task
+
+
+def fast_path_attention() -> tuple[Any, ...]:
+    """The fused inference paths of nn.MultiheadAttention and nn.TransformerEncoderLayer. Seen: 2.11 to 2.15."""
+    return torch._native_multi_head_attention, torch._transformer_encoder_layer_fwd  # pyright: ignore

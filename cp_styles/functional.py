@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
@@ -59,18 +61,32 @@ def context_attention(
     else:
         raise TypeError(f"context_attention needs a process group or a 1-D DeviceMesh, got {type(group).__name__}")
     binding = Binding("context_attention", axis, group, strategy or Ring(), layout, mask or Full(), kernel)
-    tensors = (q_BHLD, k_BGMD, v_BGME)
+    return attend(binding, (q_BHLD, k_BGMD, v_BGME), scale=scale, sink_H=sink_H)
 
-    def refuse() -> None:
+
+def attend(
+    binding: Binding,
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    sink_H: torch.Tensor | None = None,
+    refuse: Callable[[], None] | None = None,
+) -> torch.Tensor:
+    """What :func:`context_attention` does, for a binding; ``refuse`` raises for what this rank alone may see."""
+
+    def check() -> None:
+        if refuse is not None:
+            refuse()
         check_local(binding.name, tensors)
-        if sink_H is not None and tuple(sink_H.shape) != (q_BHLD.shape[1],):
+        heads = tensors[0].shape[1]
+        if sink_H is not None and tuple(sink_H.shape) != (heads,):
             raise ValueError(
-                f"context_attention: sink_H must be one logit for each of {q_BHLD.shape[1]} query heads, got "
-                f"shape {tuple(sink_H.shape)}"
+                f"{binding.name}: sink_H must be one logit for each of {heads} query heads, got {tuple(sink_H.shape)}"
             )
 
-    lengths = binding.agree(refuse, tensors, 2)
-    attention = binding.attention(*lengths, tensors, is_causal=False, scale=scale)
+    lengths = binding.agree(check, tensors, 2)
+    attention = binding.attention(*lengths, tensors, is_causal=is_causal, scale=scale)
     return _ContextAttention.apply(*tensors, sink_H, attention, binding.strategy)
 
 

@@ -55,7 +55,7 @@ class SequenceScope:
         self.mesh_axis = mesh_axis
         self._tokens: list[Token[Any]] = []
         # One bound mesh a configuration: the modules of a model mostly share one.
-        self._meshes: dict[tuple[Binding, str], DeviceMesh] = {}
+        self._meshes: dict[Binding, DeviceMesh] = {}
 
     def __enter__(self) -> SequenceScope:
         self._tokens.append(_open.set((*_open.get(), (self, current_graph_task()))))
@@ -80,21 +80,34 @@ _open: ContextVar[tuple[tuple[SequenceScope, int | None], ...]] = ContextVar("se
 class ScopedBinding:
     """A module's binding, and what it becomes under the scope of the moment."""
 
-    def __init__(self, binding: Binding, layout: SequenceLayout | Balancer | None, device_type: str) -> None:
+    def __init__(self, binding: Binding, layout: SequenceLayout | Balancer | None) -> None:
         """``layout`` is the one the user named, or None; ``binding`` holds the default then."""
         self._binding = binding
         self._named = layout
-        self._device_type = device_type
-        self._mesh = bound_mesh(binding, device_type)
+        self._mesh: DeviceMesh | None = None
         self._was_scoped = False
 
-    def mesh(self) -> DeviceMesh:
-        """The bound mesh for a call now.
+    def mesh(self, device_type: str) -> DeviceMesh:
+        """The bound mesh for a call now, see :meth:`now`."""
+        binding, scope = self._now()
+        if scope is not None:
+            if binding not in scope._meshes:
+                scope._meshes[binding] = bound_mesh(binding, device_type)
+            return scope._meshes[binding]
+        if self._mesh is None:
+            self._mesh = bound_mesh(binding, device_type)
+        return self._mesh
+
+    def now(self) -> Binding:
+        """The binding for a call now.
 
         Raises:
             RuntimeError: in a recomputation that was not given its scope.
             ValueError: when the module names another layout than the scope.
         """
+        return self._now()[0]
+
+    def _now(self) -> tuple[Binding, SequenceScope | None]:
         name, axis = self._binding.name, self._binding.axis
         scope, opened_in = next(
             ((scope, task) for scope, task in reversed(_open.get()) if scope.mesh_axis == axis), (None, None)
@@ -107,18 +120,14 @@ class ScopedBinding:
                 "or open the scope inside the checkpointed function"
             )
         if scope is None:
-            return self._mesh
+            return self._binding, None
         self._was_scoped = True
         if self._named is not None and self._layout_named(scope) != scope.layout:
             raise ValueError(
                 f"{name}: the style names a layout that is not the one of the SequenceScope around the call; cut with "
                 "one layout and attend with the same (leave layout= out of the style to take the scope's)"
             )
-        binding = replace(self._binding, layout=scope.layout, mask=self._binding.mask & scope.mask)
-        key = (binding, self._device_type)
-        if key not in scope._meshes:
-            scope._meshes[key] = bound_mesh(binding, self._device_type)
-        return scope._meshes[key]
+        return replace(self._binding, layout=scope.layout, mask=self._binding.mask & scope.mask), scope
 
     def _layout_named(self, scope: SequenceScope) -> SequenceLayout:
         if isinstance(self._named, SequenceLayout):

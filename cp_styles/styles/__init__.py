@@ -1,6 +1,7 @@
 """ParallelStyles for parallelize_module; on a composed mesh each takes its own axis."""
 
 from cp_styles.styles.attention import AttentionContextParallel
+from cp_styles.styles.module import ModuleContextParallel
 from cp_styles.styles.prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
 from cp_styles.styles.sequence import SequenceParallel
 from cp_styles.styles.tensor import ColwiseParallel, RowwiseParallel
@@ -8,6 +9,7 @@ from cp_styles.styles.tensor import ColwiseParallel, RowwiseParallel
 __all__ = [
     "AttentionContextParallel",
     "ColwiseParallel",
+    "ModuleContextParallel",
     "PrepareModuleInput",
     "PrepareModuleInputOutput",
     "PrepareModuleOutput",

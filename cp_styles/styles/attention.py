@@ -130,8 +130,8 @@ class ContextParallelState:
             style.mask,
             style.kernel,
         )
-        self._scoped = ScopedBinding(self.binding, style.layout, axis.device_type)
-        self.mesh = self._scoped.mesh()
+        self._scoped = ScopedBinding(self.binding, style.layout)
+        self.mesh: DeviceMesh | None = None
         self._signature = inspect.signature(module.forward)
         parameters = list(self._signature.parameters)
         self._names = next((names for names in _NAMES if set(names) <= set(parameters)), tuple(parameters[:3]))
@@ -157,8 +157,8 @@ class ContextParallelState:
 
     def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         install()
-        self.mesh = self._scoped.mesh()
-        self.binding = binding_of(self.mesh) or self.binding
+        self.mesh = mesh = self._scoped.mesh(self.axis.device_type)
+        self.binding = binding_of(mesh) or self.binding
         bound = self._signature.bind(*args, **kwargs)
         inputs: tuple[Any, ...] = tuple(bound.arguments.get(name) for name in self._names)
         dim = self.style.seq_dim
@@ -167,7 +167,7 @@ class ContextParallelState:
         if not self.style.use_local_output:
             self._refuse_uneven(q_length)
         for name, tensor, size in zip(self._names, local, (q_length, kv_length, kv_length), strict=True):
-            bound.arguments[name] = shared = sequence_sharded(tensor, self.mesh, dim, size)
+            bound.arguments[name] = shared = sequence_sharded(tensor, mesh, dim, size)
             if shared.requires_grad:
                 shared.register_hook(self._post_backward)
         self.phase = Phase.FORWARD
