@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from cp_styles.kernels import Kernel
 from cp_styles.layout import Balancer, SequenceLayout, head_tail
@@ -95,6 +96,8 @@ def check_local(name: str, tensors: tuple[torch.Tensor, ...]) -> None:
     for label, tensor in zip(("query", "key", "value"), tensors, strict=True):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name}: {label} must be a tensor, got {type(tensor).__name__}")
+        if isinstance(tensor, DTensor):
+            raise TypeError(f"{name}: {label} is a DTensor; pass this rank's part, tensor.to_local()")
         if tensor.ndim != 4:
             raise ValueError(
                 f"{name}: {label} must have 4 dims (batch, heads, sequence, head dim), got {tuple(tensor.shape)}"

@@ -38,6 +38,11 @@ class Mask:
         """The sequence length this mask was written for, or None when it fits any."""
         return None
 
+    def check(self, shape: tuple[int, int, int, int]) -> None:
+        """Raise ValueError unless the mask fits an attention of ``shape``, the whole [B, H, S_q, S_kv]."""
+        if self.length not in (None, shape[3]):
+            raise ValueError(f"the mask was made for {self.length} positions, the sequence has {shape[3]}")
+
     def allowed(self, q_positions_L: torch.Tensor, kv_positions_M: torch.Tensor) -> torch.Tensor:
         """The band as booleans ``[L, M]``: the definition that everything faster is tested against."""
         lo, hi = self.bounds(q_positions_L)
@@ -231,6 +236,11 @@ class Dense(Mask):
         sizes = [size for size in self.tensor.shape[-2:] if size != 1]
         return sizes[-1] if sizes else None
 
+    def check(self, shape: tuple[int, int, int, int]) -> None:
+        sizes = tuple(self.tensor.shape)
+        if any(size not in (1, whole) for size, whole in zip(sizes, shape[-len(sizes) :], strict=True)):
+            raise ValueError(f"a dense mask of shape {sizes} does not broadcast to [B, H, S_q, S_kv] = {list(shape)}")
+
     def bounds(self, q_positions_L: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return Full().bounds(q_positions_L)
 
@@ -260,6 +270,10 @@ class All(Mask):
         if len(lengths) > 1:
             raise ValueError(f"masks for sequences of different lengths {sorted(lengths, key=str)} were combined")
         return lengths.pop() if lengths else None
+
+    def check(self, shape: tuple[int, int, int, int]) -> None:
+        for part in self.parts:
+            part.check(shape)
 
     def bounds(self, q_positions_L: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         los, his = zip(*(part.bounds(q_positions_L) for part in self.parts), strict=True)

@@ -98,14 +98,11 @@ class Binding:
         q_layout = self.layout_for(q_length)
         kv_layout = q_layout if kv_length == q_length else self._layout_of_keys(q_length, kv_length, is_causal)
         mask = self.mask & Causal() if is_causal else self.mask
-        if mask.length not in (None, kv_length):
-            raise ValueError(
-                f"{self.name}: the mask was made for {mask.length} positions, the sequence has {kv_length}"
-            )
-        if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-            raise ValueError(
-                f"{self.name}: {q.shape[1]} query heads are not a multiple of {k.shape[1]} key/value heads"
-            )
+        try:
+            _check_shapes(q, k, v)
+            mask.check((q.shape[0], q.shape[1], q_length, kv_length))
+        except ValueError as error:
+            raise ValueError(f"{self.name}: {error}") from None
         if scale is None:
             scale = 1.0 / math.sqrt(q.shape[-1])
         kernel = self.kernel or self._kernel(q_layout, kv_layout, mask, tensors, preferred)
@@ -209,6 +206,19 @@ class Binding:
     @lru_cache(maxsize=256)  # noqa: B019 - bindings are few, immutable and live as long as their modules
     def _fingerprint(self) -> int:
         return _fingerprint([self._text()])
+
+
+def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Of [B, H, S, D]: no broadcasting here, because a part of the sequence may be empty and would not notice."""
+    batches, heads = ([x.shape[dim] for x in (q, k, v)] for dim in (0, 1))
+    if len(set(batches)) > 1:
+        raise ValueError(f"query, key and value have batches of {batches[0]}, {batches[1]} and {batches[2]}")
+    if heads[1] != heads[2]:
+        raise ValueError(f"there are {heads[1]} key heads and {heads[2]} value heads")
+    if heads[1] == 0 or heads[0] % heads[1]:
+        raise ValueError(f"{heads[0]} query heads are not a multiple of {heads[1]} key/value heads")
+    if q.shape[3] != k.shape[3]:
+        raise ValueError(f"the head dims of query and key differ: {q.shape[3]} and {k.shape[3]}")
 
 
 def _other_sizes(tensor: torch.Tensor, seq_dim: int) -> tuple[int, ...]:

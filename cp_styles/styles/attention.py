@@ -159,7 +159,7 @@ class ContextParallelState:
         install()
         self.mesh = mesh = self._scoped.mesh(self.axis.device_type)
         self.binding = binding_of(mesh) or self.binding
-        bound = self._signature.bind(*args, **kwargs)
+        bound = self._bind(args, kwargs)
         inputs: tuple[Any, ...] = tuple(bound.arguments.get(name) for name in self._names)
         dim = self.style.seq_dim
         local = tuple(value.to_local() if isinstance(value, DTensor) else value for value in inputs)
@@ -174,11 +174,24 @@ class ContextParallelState:
         self.binding.tally.calls = 0
         return bound.args, bound.kwargs
 
+    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:
+        try:
+            return self._signature.bind(*args, **kwargs)
+        except TypeError as error:
+            problem = TypeError(f"{self.binding.name}: {error}")
+
+        def refuse() -> None:
+            raise problem
+
+        self.binding.agree(refuse, (), self.style.seq_dim)  # so that no rank waits for this one
+        raise problem
+
     def _post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        self.phase = Phase.IDLE
+        phase, self.phase = self.phase, Phase.IDLE
         failure = sys.exc_info()[1]
         if output is None and failure is not None:
-            self._explain(failure)
+            if phase is Phase.FORWARD:  # and not refused before it
+                self._explain(failure)
             return None
         if not self.binding.tally.calls:
             raise NotImplementedError(f"{self.binding.name}: {_NOT_REACHED}")
@@ -256,7 +269,8 @@ class ContextParallelState:
             )
 
     def _explain(self, failure: BaseException) -> None:
-        if not self.binding.tally.calls and not getattr(failure, "__notes__", None):
+        """Say what is behind a failure of DTensor's, which knows nothing of attention."""
+        if "DTensor" in str(failure) and not self.binding.tally.calls and not getattr(failure, "__notes__", None):
             failure.add_note(f"{self.binding.name}: {_NOT_REACHED}")
 
 
