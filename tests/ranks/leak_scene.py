@@ -10,7 +10,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from cp_styles.functional import context_attention
 from cp_styles.layout import contiguous, head_tail
+from cp_styles.mask import Causal
 from cp_styles.strategies import AllGather, Ring
 from cp_styles.testing import run_ranks
 from tests.oracle import attend_and_differentiate, error
@@ -114,7 +116,7 @@ class Scene:
         self.outside()
         for probe in self.probes:
             probe.before = probe.after = probe.attend = None
-            layout = next(iter(probe._forward_pre_hooks.values())).__self__.style.layout
+            layout = next(iter(probe._forward_pre_hooks.values())).__self__.style.layout or head_tail
             self.run(probe, layout)
         self.run(parallel(Core(), self.mesh, strategy=AllGather(), layout=contiguous), contiguous)
         self.run(parallel(Core(), self.mesh, strategy=Ring(keep_kv=False)))
@@ -140,3 +142,36 @@ def scenario(act: Callable[[Scene], None]) -> Callable[[], None]:
 
     test.__name__, test.__doc__ = act.__name__, act.__doc__
     return test
+
+
+class Even(Scene):
+    """Equal parts: DTensor's own ops, which refused calls may reach, go wrong on some ranks where parts differ."""
+
+    problem = Problem(length=12, kv_heads=2)
+
+
+def refusals(act: Callable[[Scene], object]) -> str:
+    """What every rank says when ``act`` is refused; right afterwards, a good call on the same group is exact.
+
+    One text where all ranks say the same, else a line a rank. Anything but a deliberate refusal, the timeout of a rank
+    that was left waiting above all, fails.
+    """
+    barrier = threading.Barrier(RANKS)
+
+    def on(rank: int) -> str:
+        stage = Even(rank, barrier)
+        text = None
+        try:
+            act(stage)
+        except (TypeError, ValueError, RuntimeError) as error:
+            if type(error) is RuntimeError and not getattr(error, "__notes__", None):
+                raise  # a collective that timed out, or a failure that nobody explained
+            text = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+        assert text, "nothing was refused"
+        stage.run(parallel(Core(), stage.mesh))
+        stage.run(lambda *qkv: context_attention(*qkv, stage.mesh, mask=Causal(), strategy=AllGather()))
+        stage.outside()
+        return text
+
+    texts = run_ranks(on, RANKS, timeout_seconds=10.0)
+    return texts[0] if len(set(texts)) == 1 else "\n".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))

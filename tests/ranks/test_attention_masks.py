@@ -252,3 +252,26 @@ def test_uneven_dtensors_are_not_handed_out():
             core(*problem.shard(head_tail, rank, 3)[0])
 
     run_ranks(on, 3)
+
+
+@pytest.mark.parametrize(
+    "length",
+    [
+        12,
+        pytest.param(13, marks=pytest.mark.xfail(strict=True, reason="DTensor takes the parts of the ranks for equal")),
+    ],
+)
+def test_reshapes_inside_the_module(length: int):
+    """Heads joined, views, expanded sizes: what attention modules do with their output, by DTensor's own rules."""
+    problem = Problem(length=length)
+
+    class Joined(Core):
+        def forward(self, query, key, value):
+            out = super().forward(query, key, value).transpose(1, 2).contiguous()
+            return out.view(out.shape[0], out.shape[1], -1).unsqueeze(0).expand(1, -1, -1, -1)[0]
+
+    def on(rank: int):
+        core = parallel(Joined(), cp_mesh(3))
+        return max(run_attention(lambda *qkv: core(*qkv).unflatten(2, (4, 8)).transpose(1, 2), problem, rank, 3))
+
+    assert max(run_ranks(on, 3, timeout_seconds=5.0)) < EXACT

@@ -1,0 +1,390 @@
+"""Bad input is refused on every rank, in words that say the remedy; nothing hangs, and a good call works right after.
+
+"Every rank" is what matters: a rank that raises alone leaves the others waiting for its keys.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from cp_styles.functional import context_attention
+from cp_styles.layout import contiguous, head_tail
+from cp_styles.mask import Causal, Dense, Documents, SlidingWindow
+from cp_styles.strategies import AllGather, Ring
+from cp_styles.styles import AttentionContextParallel
+from tests.oracle import randn
+from tests.ranks.attention_case import Core, parallel
+from tests.ranks.leak_scene import RANKS, Scene, attention_of, refusals
+
+
+def wrapped(text: str) -> str:
+    """Messages are one line; the expected texts below are not."""
+    return "\n".join(textwrap.fill(line, 110) for line in text.splitlines())
+
+
+class Calls(nn.Module):
+    """A module whose attention is whatever a test says, with the arguments modules have."""
+
+    def __init__(self, attend=attention_of) -> None:
+        super().__init__()
+        self.attend = attend
+
+    def forward(self, query, key, value, attention_mask=None, dropout_p=0.0, **extra):
+        return self.attend(query, key, value)
+
+
+def call(attend=attention_of, style=None, **arguments):
+    """What ``refusals`` needs: a module with this attention is called with these arguments beside q, k and v."""
+
+    def act(s: Scene):
+        return parallel(Calls(attend), s.mesh, **(style or {}))(*s.leaves()[0], **arguments)
+
+    return act
+
+
+# -- when the style is applied --
+
+
+class Nothing(nn.Module):
+    def forward(self, hidden_states):
+        return hidden_states
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        (
+            lambda s: AttentionContextParallel()._apply(Core(), "cuda"),
+            "needs a DeviceMesh, got str: call init_device_mesh",
+        ),
+        (lambda s: AttentionContextParallel()._apply(Core(), dist.group.WORLD), "needs a DeviceMesh, got ProcessGroup"),
+        (
+            lambda s: parallel(Core(), init_device_mesh("cpu", (1, 3), mesh_dim_names=("dp", "tp"))),
+            "works on the mesh axis \"cp\", but the mesh has axes ('dp', 'tp'): name one of them \"cp\"",
+        ),
+        (lambda s: parallel(Core(), init_device_mesh("cpu", (1, 3))), "but the mesh has 2 axes without names"),
+        (
+            lambda s: parallel(Core(), s.mesh, strategy="ring"),
+            "strategy must be a Strategy object such as Ring(), got",
+        ),
+        (lambda s: parallel(Core(), s.mesh, strategy=Ring), "strategy must be a Strategy object such as Ring()"),
+        (lambda s: parallel(Core(), s.mesh, layout="zigzag"), "layout must be a SequenceLayout or a function"),
+        (
+            lambda s: parallel(Core(), s.mesh, mask="causal"),
+            "mask must be a Mask object such as Causal(), got",
+        ),
+        (lambda s: parallel(Core(), s.mesh, kernel="flash"), "kernel must be a Kernel object or None, got 'flash'"),
+        (lambda s: parallel(Core(), s.mesh, seq_dim=3), "seq_dim must be 2 ([B, H, S, D]) or 1 ([B, S, H, D]), got 3"),
+        (
+            lambda s: parallel(Core(), s.mesh, layout=head_tail(16, 4)),
+            "the layout cuts the sequence for 4 ranks, mesh axis 'cp' has 3",
+        ),
+        (lambda s: parallel(Nothing(), s.mesh), "for modules whose forward takes query, key and value; Nothing takes"),
+        (
+            lambda s: parallel(parallel(Core(), s.mesh), s.mesh),
+            "Core is context parallel already: apply AttentionContextParallel to a module once",
+        ),
+        (lambda s: context_attention(*s.leaves()[0], "cp"), "needs a process group or a 1-D DeviceMesh, got str"),
+        (
+            lambda s: context_attention(*s.leaves()[0], init_device_mesh("cpu", (1, 3), mesh_dim_names=("dp", "cp"))),
+            "needs a 1-D mesh, got axes ('dp', 'cp'): pass mesh['cp']",
+        ),
+    ],
+    ids=lambda value: value[:40] if isinstance(value, str) else "",
+)
+def test_what_can_be_seen_when_it_is_applied(act, message: str):
+    text = refusals(act)
+    assert message in text
+    assert "rank 0" not in text  # the same on all
+
+
+# -- arguments of the call --
+
+
+def test_dropout():
+    """As the module's argument; inside of it, where it decomposes the attention, causal or not."""
+    assert_expected_inline(
+        wrapped(refusals(call(dropout_p=0.1))),
+        """\
+NotImplementedError: Calls (AttentionContextParallel over mesh axis 'cp'): dropout_p=0.1: each rank's random
+numbers would have to be those of one device. Set dropout to 0, or apply it after the attention""",
+    )
+    for causal in (True, False):
+        inside = partial(F.scaled_dot_product_attention, dropout_p=0.1, is_causal=causal, enable_gqa=True)
+        assert "given dropout (set it to 0)" in refusals(call(inside)), causal
+
+
+def test_masks_of_the_call():
+    mask = torch.ones(12, 12, dtype=torch.bool)
+    assert_expected_inline(
+        wrapped(refusals(call(attention_mask=mask))),
+        """\
+NotImplementedError: Calls (AttentionContextParallel over mesh axis 'cp'): got a tensor 'attention_mask' of
+shape (12, 12) beside query, key and value. A mask of this call would say nothing about the other ranks' keys:
+give the style the mask of the whole sequence (mask=SlidingWindow(...), Documents(...), Dense(tensor)); apply
+anything else outside of the module""",
+    )
+    assert "got a tensor 'bias'" in refusals(call(bias=mask))  # prime-rl#3397: swallowed by **kwargs
+
+    def inside(query, key, value):
+        own = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=own, enable_gqa=True)
+
+    assert "attn_mask inside a context-parallel module is a local tensor" in refusals(call(inside))
+
+
+def test_arguments_that_do_not_fit_the_module():
+    assert "missing a required argument: 'value'" in refusals(lambda s: parallel(Core(), s.mesh)(*s.leaves()[0][:2]))
+
+    def one_alone(s: Scene):
+        leaves = s.leaves()[0]
+        parallel(Core(), s.mesh)(*(leaves[:2] if s.rank == 1 else leaves))
+
+    text = refusals(one_alone)
+    assert "rank 1: TypeError: Core (AttentionContextParallel over mesh axis 'cp'): missing a required argument" in text
+    assert "rank 2: ValueError: Core (AttentionContextParallel over mesh axis 'cp'): ranks [1] of mesh" in text
+
+
+def test_the_math_backend():
+    def act(s: Scene):
+        core, leaves = parallel(Core(), s.mesh), s.leaves()[0]
+        context = sdpa_kernel(SDPBackend.MATH)
+        s.once(context.__enter__)
+        try:
+            core(*leaves)
+        finally:
+            s.once(lambda: context.__exit__(None, None, None))
+
+    assert_expected_inline(
+        wrapped(refusals(act)),
+        """\
+NotImplementedError: Core (AttentionContextParallel over mesh axis 'cp'): scaled_dot_product_attention is
+restricted to the MATH backend, which never shows the attention as one op. Allow a fused backend
+(sdpa_kernel), or use kernel=ReferenceKernel() with a fused backend allowed""",
+    )
+
+
+# -- DTensors --
+
+
+def test_dtensors_that_are_not_this_sequence():
+    def on(mesh: str, placement):
+        def act(s: Scene):
+            leaves = s.leaves()[0]
+            target = s.mesh if mesh == "cp" else s.other_mesh
+            leaves[0] = DTensor.from_local(leaves[0], target, [placement], run_check=False)
+            parallel(Core(), s.mesh)(*leaves)
+
+        return act
+
+    assert_expected_inline(
+        wrapped(refusals(on("tp", Shard(2)))),
+        """\
+ValueError: Core (AttentionContextParallel over mesh axis 'cp'): query is a DTensor on mesh axes ('tp',) with
+(Shard(dim=2),); expected a local tensor, or a DTensor on ('cp',) with Shard(2). Have the style before it
+return local tensors (use_local_output=True)""",
+    )
+    for placement in (Replicate(), Shard(1)):
+        assert f"with ({placement!r},); expected a local tensor" in refusals(on("cp", placement))
+
+
+def test_the_function_takes_local_tensors():
+    def act(s: Scene):
+        leaves = s.leaves()[0]
+        leaves[1] = DTensor.from_local(leaves[1], s.mesh, [Shard(2)], run_check=False)
+        context_attention(*leaves, s.mesh)
+
+    assert "key is a DTensor; pass this rank's part, tensor.to_local()" in refusals(act)
+
+
+# -- shapes and lengths --
+
+
+def test_lengths_that_the_layout_cannot_cut():
+    assert_expected_inline(
+        wrapped(refusals(call(style={"layout": head_tail(13, RANKS)}))),
+        """\
+ValueError: Calls (AttentionContextParallel over mesh axis 'cp'): the layout cuts 13 positions, the ranks of
+mesh axis 'cp' hold 12 together; build the layout for this length, or give a balancer such as head_tail""",
+    )
+
+    def cut_otherwise(s: Scene):
+        parallel(Core(), s.mesh, layout=lambda length, ranks: contiguous(length - 3, ranks))(*s.leaves()[0])
+
+    assert "was asked to cut 12 positions for 3 ranks and returned a layout of 9" in refusals(cut_otherwise)
+
+    def other_lengths(s: Scene):
+        leaves = [x.narrow(2, 0, x.shape[2] - (s.rank == 0)) for x in s.leaves()[0]]
+        leaves = [torch.cat((x, x[:, :, :1]), 2) if s.rank == 2 else x for x in leaves]
+        parallel(Core(), s.mesh, layout=contiguous)(*leaves)
+
+    assert_expected_inline(
+        wrapped(refusals(other_lengths)),
+        """\
+ValueError: Core (AttentionContextParallel over mesh axis 'cp'): the ranks of mesh axis 'cp' hold [3, 4, 5]
+positions, but the layout contiguous gives them [4, 4, 4] of 12: cut the inputs with the layout the attention
+uses (layout.shard), or give the attention the layout they were cut with""",
+    )
+
+
+def test_masks_of_another_shape():
+    for mask, message in (
+        (Documents((6, 7)), "the mask was made for 13 positions, the sequence has 12"),
+        (Causal() & Documents((7, 7)), "the mask was made for 14 positions, the sequence has 12"),
+        (Dense(torch.ones(11, 12)), "shape (11, 12) does not broadcast to [B, H, S_q, S_kv] = [2, 4, 12, 12]"),
+        (Dense(torch.ones(3, 1, 12, 12)), "shape (3, 1, 12, 12) does not broadcast to [B, H, S_q, S_kv]"),
+    ):
+        by_function = refusals(lambda s, mask=mask: context_attention(*s.leaves()[0], s.mesh, mask=mask))
+        by_style = refusals(lambda s, mask=mask: parallel(Core(), s.mesh, mask=mask)(*s.leaves()[0]))
+        for text in (by_function, by_style):
+            assert message in text
+            assert "rank 0" not in text
+
+
+def test_causal_cross_attention():
+    def act(s: Scene):
+        query, key, value = s.leaves()[0]
+        more = [torch.cat((x, x), 2) for x in (key, value)]
+        parallel(Core(), s.mesh)(query, *more)
+
+    assert_expected_inline(
+        wrapped(refusals(act)),
+        """\
+ValueError: Core (AttentionContextParallel over mesh axis 'cp'): is_causal=True with 12 queries and 24 keys:
+positions of the two sequences do not correspond. Cross-attention takes no positional mask here; pass
+is_causal=False""",
+    )
+
+    def window(s: Scene):
+        query, key, value = s.leaves(contiguous)[0]
+        layout = contiguous
+        keys = layout(7, RANKS).lengths[s.rank]
+        cut = [x.narrow(2, 0, keys) for x in (key, value)]
+        context_attention(query, *cut, s.mesh, mask=SlidingWindow(3), layout=layout)
+
+    assert "SlidingWindow(left=3, right=0) with 12 queries and 7 keys" in refusals(window)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        (((2, 4, 8), (2, 2, 8), (2, 3, 8)), "2 key heads and 3 value heads"),
+        (((2, 4, 8), (2, 3, 8), (2, 3, 8)), "4 query heads are not a multiple of 3 key/value heads"),
+        (((2, 4, 8), (1, 4, 8), (1, 4, 8)), "query, key and value have batches of 2, 1 and 1"),
+        (((2, 4, 8), (2, 4, 6), (2, 4, 6)), "the head dims of query and key differ: 8 and 6"),
+    ],
+)
+def test_shapes_that_do_not_fit_together(shapes, message: str):
+    """On every rank, though one of them has no tokens: 2 positions on 3 ranks."""
+
+    def act(s: Scene):
+        rows = contiguous(2, RANKS).lengths[s.rank]
+        tensors = [randn(0, batch, heads, rows, dim) for batch, heads, dim in shapes]
+        context_attention(*tensors, s.mesh, layout=contiguous)
+
+    text = refusals(act)
+    assert message in text
+    assert "rank 0" not in text
+
+
+# -- ranks that differ --
+
+
+@pytest.mark.parametrize("door", ["style", "function"])
+@pytest.mark.parametrize(
+    ("garbage", "message"),
+    [
+        (lambda q: q[0], "query must have 4 dims (batch, heads, sequence, head dim), got (4, 4, 8)"),
+        (lambda q: None, "query must be a tensor, got NoneType"),
+        (lambda q: "query", "query must be a tensor, got str"),
+        (lambda q: q.float(), "query, key and value must share one floating-point dtype"),
+        (lambda q: q.to("meta"), "and one device, got"),
+    ],
+)
+def test_one_rank_alone_passes_garbage(door: str, garbage, message: str):
+    def act(s: Scene):
+        leaves = s.leaves()[0]
+        if s.rank == 1:
+            leaves[0] = garbage(leaves[0].detach())
+        attend = parallel(Core(), s.mesh) if door == "style" else partial(context_attention, group=s.mesh)
+        attend(*leaves)
+
+    lines = refusals(act).splitlines()
+    assert message in lines[1]
+    for line in (lines[0], lines[2]):
+        assert "ranks [1] of mesh axis 'cp' refused their inputs (their own error says why); this rank stops" in line
+
+
+@pytest.mark.parametrize("door", ["style", "function"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x: x[:1], "disagree on shape (beside the sequence) or dtype: ranks [2] differ from rank 0; here it is"),
+        (lambda x: x[..., :6], "disagree on shape (beside the sequence) or dtype: ranks [2] differ"),
+        (lambda x: x.float(), "disagree on shape (beside the sequence) or dtype: ranks [2] differ"),
+        (lambda x: torch.cat((x, x), 2), "positions, but the layout head_tail gives them"),
+    ],
+)
+def test_ranks_that_disagree_in_shape_or_dtype(door: str, change, message: str):
+    def act(s: Scene):
+        leaves = [change(x) if s.rank == 2 else x for x in s.leaves()[0]]
+        attend = parallel(Core(), s.mesh) if door == "style" else partial(context_attention, group=s.mesh)
+        attend(*leaves)
+
+    assert message in refusals(act)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"strategy": AllGather()}, {"strategy": Ring(keep_kv=False)}, {"layout": contiguous}, {"mask": Causal()}],
+    ids=str,
+)
+@pytest.mark.parametrize("door", ["style", "function"])
+def test_ranks_that_disagree_in_what_to_do(door: str, options: dict):
+    def act(s: Scene):
+        mine = options if s.rank == 0 else {}
+        leaves = [x.narrow(2, 0, 4) for x in s.leaves(head_tail)[0]]  # equal parts, so that only the options differ
+        if door == "style":
+            parallel(Core(causal=False), s.mesh, **mine)(*leaves)
+        else:
+            context_attention(*leaves, s.mesh, **mine)
+
+    lines = refusals(act).splitlines()
+    assert len(lines) == RANKS  # each names its own
+    for line in lines:
+        assert "disagree on strategy, layout, mask or kernel: ranks [1, 2] differ from rank 0; here it is" in line
+
+
+# -- what the module does --
+
+
+def gathered(query, key, value):
+    return attention_of(*(x.redistribute(placements=[Replicate()]) for x in (query, key, value)))
+
+
+@pytest.mark.parametrize(
+    ("attend", "message"),
+    [
+        (gathered, "query reaches the attention as (Replicate(),) with shape (2, 4, 12, 8), not Shard(2)"),
+        (lambda q, k, v: attention_of(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)), "check seq_dim"),
+        (lambda q, k, v: attention_of(q, k, v).sum(2), "the module reduced or gathered the sequence dim"),
+        (lambda q, k, v: attention_of(q, k, v).mean(), "the module reduced or gathered the sequence dim"),
+        (lambda q, k, v: attention_of(q, k, v).redistribute(placements=[Replicate()]), "reduced or gathered"),
+        (lambda q, k, v: v * 2, "no fused attention op was reached inside the module"),
+        (lambda q, k, v: attention_of(q, k.full_tensor(), v.full_tensor()), "key was not made inside this module"),
+    ],
+    ids=["gathered", "transposed", "summed", "averaged", "gathered after", "no attention", "own gather"],
+)
+def test_modules_that_do_something_else(attend, message: str):
+    assert message in refusals(call(attend))
