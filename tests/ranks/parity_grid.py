@@ -1,0 +1,187 @@
+"""The parity grid: its axes, which rows of their product make sense, and which of those are run."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import cache, partial
+from itertools import combinations, product
+
+import torch
+
+from cp_styles.kernels import CPU_FLASH, ReferenceKernel
+from cp_styles.layout import SequenceLayout, by_work, contiguous, head_tail, per_document_head_tail, striped
+from cp_styles.mask import Causal, Dense, Documents, Mask
+from cp_styles.strategies import AllGather, Ring, Ulysses
+from tests.oracle import allowed, mask_cases, randn
+
+BATCH = 2
+
+STRATEGIES = {
+    "ring": Ring(),
+    "ring, sent again": Ring(keep_kv=False),
+    "all-gather": AllGather(),
+    "all-gather, sent again": AllGather(keep_kv=False),
+    "Ulysses": Ulysses(),
+    "Ulysses x ring": Ulysses(size=2),
+    "Ulysses x all-gather": Ulysses(inner=AllGather(keep_kv=False), size=2),
+}
+KERNELS = {"flash": CPU_FLASH, "reference": ReferenceKernel()}
+# Query and key/value heads: MHA, groups, one key head, fewer heads than ranks, heads that no number of ranks divides.
+HEADS = ((4, 4), (4, 2), (6, 1), (3, 3), (6, 3))
+DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+RANKS = (1, 2, 3, 4, 5, 8)
+# Shorter than 8 ranks; a prime; beyond the plan's block of 128 queries, which no number of ranks here divides.
+LENGTHS = (5, 23, 137)
+
+
+@dataclass(frozen=True)
+class MaskValue:
+    """A mask of the package beside what the oracle is told, both as large as the sequence."""
+
+    mask: Mask
+    sees: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+
+
+Dealer = Callable[[int, int, torch.dtype], MaskValue]
+"""``(length, heads, dtype)`` to a mask."""
+
+
+@cache
+def _pairs(name: str, length: int) -> MaskValue:
+    case = mask_cases(length)[name]
+    return MaskValue(case.mask, allowed(case.sees, length, length))
+
+
+def _ones(length: int, heads: int, dtype: torch.dtype) -> MaskValue:
+    return MaskValue(Documents((1,) * length), torch.eye(length, dtype=torch.bool))
+
+
+def _dense(shape: str, boolean: bool, causal: bool, length: int, heads: int, dtype: torch.dtype) -> MaskValue:
+    """``shape``: a letter a dim; B, H, L and M are whole, 1 broadcasts. Some rows of whole masks see nothing."""
+    sizes = [{"B": BATCH, "H": heads, "L": length, "M": length, "1": 1}[letter] for letter in shape]
+    bias = randn(7, *sizes).masked_fill(randn(8, *sizes) > 1.0, float("-inf"))
+    if "L" in shape and "M" in shape:
+        bias[..., length // 2, :] = float("-inf")
+    sees = torch.ones(length, length, dtype=torch.bool).tril() if causal else None
+    if boolean:
+        allows = bias > -0.5
+        whole = allows.expand(*sizes[:-2], length, length)
+        return MaskValue(
+            Dense(allows) & (Causal() if causal else Dense(allows)), whole if sees is None else whole & sees
+        )
+    bias = bias.to(dtype)
+    return MaskValue(Dense(bias) & Causal() if causal else Dense(bias), sees, bias)
+
+
+MASKS: dict[str, Dealer] = {
+    **{name: partial(lambda name, length, *_: _pairs(name, length), name) for name in mask_cases(5)},
+    "documents of one": _ones,
+    **{f"bool {shape}": partial(_dense, shape, True, False) for shape in ("LM", "HLM", "1M")},
+    **{f"float {shape}": partial(_dense, shape, False, False) for shape in ("LM", "BHLM", "B1LM", "1HLM", "L1")},
+    "bool BHLM & causal": partial(_dense, "BHLM", True, True),
+    "float H1M & causal": partial(_dense, "H1M", False, True),
+}
+
+
+def uneven(length: int, ranks: int) -> SequenceLayout:
+    """Chunks of many lengths by hand; the last rank (of several) is empty."""
+    cuts = [0, 1, length // 3, length // 3 + 1, length - 1, length]
+    chunks: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
+    for index in range(5):
+        chunks[index * 2 % max(ranks - 1, 1)].append((cuts[index], cuts[index + 1]))
+    return SequenceLayout.from_chunks(chunks)
+
+
+def _documents(length: int, ranks: int, mask: Mask) -> SequenceLayout:
+    return per_document_head_tail(length, ranks, documents=(1, length // 2, length - length // 2 - 1))
+
+
+LAYOUTS: dict[str, Callable[[int, int, Mask], SequenceLayout]] = {
+    "contiguous": lambda length, ranks, mask: contiguous(length, ranks),
+    "head_tail": lambda length, ranks, mask: head_tail(length, ranks),
+    "striped": lambda length, ranks, mask: striped(length, ranks, block=2),
+    "per_document_head_tail": _documents,
+    "by_work": lambda length, ranks, mask: by_work(length, ranks, mask=mask),
+    "uneven": lambda length, ranks, mask: uneven(length, ranks),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    strategy: str
+    mask: str
+    layout: str
+    kernel: str
+    heads: tuple[int, int]
+    dtype: torch.dtype
+    ranks: int
+    length: int
+
+    def value(self) -> MaskValue:
+        return MASKS[self.mask](self.length, self.heads[0], self.dtype)
+
+    def cut(self) -> SequenceLayout:
+        return LAYOUTS[self.layout](self.length, self.ranks, self.value().mask)
+
+
+AXES = {
+    "strategy": STRATEGIES,
+    "mask": MASKS,
+    "layout": LAYOUTS,
+    "kernel": KERNELS,
+    "heads": HEADS,
+    "dtype": DTYPES,
+    "ranks": RANKS,
+    "length": LENGTHS,
+}
+assert [axis.name for axis in fields(Row)] == list(AXES)
+
+
+def makes_sense(row: Row) -> bool:
+    """The only rule: two ranks exchange heads, so two must divide the ranks."""
+    return not (row.strategy.startswith("Ulysses x") and row.ranks % 2)
+
+
+def pairs_of(row: Row) -> set[tuple[tuple[str, object], tuple[str, object]]]:
+    """What a row covers: its values on every two axes."""
+    return set(combinations([(axis, getattr(row, axis)) for axis in AXES], 2))
+
+
+@cache
+def grid() -> tuple[Row, ...]:
+    """Every strategy x mask x layout once, and of what is left the values that cover most pairs not seen before.
+
+    Strategy, mask and layout are what plans are made of, so their product is whole; the same rows every time.
+    """
+    draw, seen, rows = random.Random(0), set(), []
+    for first in product(STRATEGIES, MASKS, LAYOUTS):
+        drawn = [Row(*first, *(draw.choice(tuple(AXES[axis])) for axis in list(AXES)[3:])) for _ in range(12)]
+        rows.append(max(filter(makes_sense, drawn), key=lambda row: len(pairs_of(row) - seen)))
+        seen |= pairs_of(rows[-1])
+    return tuple(rows)
+
+
+def missing_pairs() -> set[tuple[tuple[str, object], tuple[str, object]]]:
+    """Pairs of values that some row of the whole product has, and no row of the grid."""
+    possible = {
+        ((one, x), (other, y)) for one, other in combinations(AXES, 2) for x, y in product(AXES[one], AXES[other])
+    }
+    senseless = {
+        (("strategy", strategy), ("ranks", ranks))
+        for strategy, ranks in product(STRATEGIES, RANKS)
+        if strategy.startswith("Ulysses x") and ranks % 2
+    }
+    return possible - senseless - set().union(*map(pairs_of, grid()))
+
+
+def coverage() -> str:
+    """How many rows have each value, an axis a line."""
+    lines = [f"{len(grid())} rows"]
+    for axis in AXES:
+        counts = Counter(str(getattr(row, axis)).removeprefix("torch.") for row in grid())
+        lines.append(f"{axis}: " + ", ".join(f"{value} {count}" for value, count in counts.items()))
+    return "\n".join(lines)

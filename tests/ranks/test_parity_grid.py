@@ -1,0 +1,112 @@
+"""Strategy x mask x layout x kernel x heads x dtype x ranks x length, generated, against the float64 oracle.
+
+What the grid covers is held by the first test, as numbers; see parity_grid.py for how its rows are chosen.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from functools import cache, partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+
+from cp_styles.functional import context_attention
+from cp_styles.testing import run_ranks
+from tests.oracle import attend_and_differentiate, attention_inputs, error, expected_attention
+from tests.ranks.attention_case import EXACT, Core, cp_mesh, parallel
+from tests.ranks.parity_grid import BATCH, KERNELS, RANKS, STRATEGIES, Row, coverage, grid, missing_pairs
+
+# Low precision against one device on the same rounded inputs, for each of out, dq, dk, dv: error within RATIO of its
+# error plus FLOOR times the dtype's epsilon.
+RATIO, FLOOR = 1.5, 0.25
+
+
+def test_what_the_grid_covers():
+    """Every two values of any two axes meet, but two ranks of heads in an odd number of ranks."""
+    assert missing_pairs() == set()
+    assert_expected_inline(
+        "\n".join(textwrap.fill(line, 110) for line in coverage().splitlines()),
+        """\
+966 rows
+strategy: ring 138, ring, sent again 138, all-gather 138, all-gather, sent again 138, Ulysses 138, Ulysses x
+ring 138, Ulysses x all-gather 138
+mask: full 42, causal 42, window 42, window both sides 42, window ahead 42, chunked 42, prefix 42, documents
+42, prefix documents 42, causal documents 42, causal chunks 42, windowed documents 42, documents of one 42,
+bool LM 42, bool HLM 42, bool 1M 42, float LM 42, float BHLM 42, float B1LM 42, float 1HLM 42, float L1 42,
+bool BHLM & causal 42, float H1M & causal 42
+layout: contiguous 161, head_tail 161, striped 161, per_document_head_tail 161, by_work 161, uneven 161
+kernel: reference 471, flash 495
+heads: (3, 3) 189, (6, 1) 182, (6, 3) 195, (4, 4) 192, (4, 2) 208
+dtype: float64 325, bfloat16 315, float32 326
+ranks: 3 117, 4 208, 5 108, 1 107, 8 217, 2 209
+length: 137 335, 5 310, 23 321""",
+    )
+
+
+@cache
+def problem(mask: str, heads: tuple[int, int], dtype: torch.dtype, length: int):
+    """Whole inputs and cotangent, the oracle's results, and in low precision the errors of one device's attention."""
+    row = Row("ring", mask, "contiguous", "flash", heads, dtype, 1, length)
+    value = row.value()
+    shape = {"length": length, "batch": BATCH, "heads": heads[0], "kv_heads": heads[1], "dim": 8}
+    inputs, cotangent = attention_inputs(dtype=dtype, **shape)
+    bias = None if value.bias is None else value.bias.double()
+    expected = expected_attention(inputs, cotangent, value.sees, bias=bias)
+    if dtype == torch.float64:
+        return inputs, cotangent, expected, [0.0] * 4
+    given = value.sees
+    if value.bias is not None:
+        given = value.bias if value.sees is None else value.bias.masked_fill(~value.sees, float("-inf"))
+    given = given.expand(BATCH, heads[0], length, length)  # fused attention takes no mask of three dims
+    one = partial(F.scaled_dot_product_attention, attn_mask=given, enable_gqa=True)
+    alone = attend_and_differentiate(one, inputs, cotangent)
+    return inputs, cotangent, expected, [error(*pair) for pair in zip(alone, expected, strict=True)]
+
+
+def attempt(row: Row, index: int, rank: int, mesh) -> list[torch.Tensor]:
+    """``[out, dq, dk, dv]`` of a row on a rank; every third row goes through the module's door."""
+    inputs, cotangent, _, _ = problem(row.mask, row.heads, row.dtype, row.length)
+    layout = row.cut()
+    options = {
+        "strategy": STRATEGIES[row.strategy],
+        "layout": layout,
+        "mask": row.value().mask,
+        "kernel": KERNELS[row.kernel],
+    }
+    if index % 3:
+        attend = partial(context_attention, group=mesh, **options)
+    else:
+        attend = parallel(Core(causal=False), mesh, **options)
+    try:
+        return attend_and_differentiate(
+            attend, [layout.shard(x, 2, rank) for x in inputs], layout.shard(cotangent, 2, rank)
+        )
+    except Exception as failure:
+        raise AssertionError(f"{row}: {failure}") from failure
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_grid(ranks: int):
+    rows = [(index, row) for index, row in enumerate(grid()) if row.ranks == ranks]
+    for _, row in rows:
+        problem(row.mask, row.heads, row.dtype, row.length)  # once, and not once a rank
+
+    def on(rank: int):
+        mesh = cp_mesh(ranks)
+        return [attempt(row, index, rank, mesh) for index, row in rows]
+
+    wrong = []
+    for (_, row), *parts in zip(rows, *run_ranks(on, ranks), strict=True):
+        _, _, expected, alone = problem(row.mask, row.heads, row.dtype, row.length)
+        layout, slack = row.cut(), 0.0 if row.dtype == torch.float64 else FLOOR * torch.finfo(row.dtype).eps
+        for what, wanted, mine, by_rank in zip(
+            ("out", "dq", "dk", "dv"), expected, alone, zip(*parts, strict=True), strict=True
+        ):
+            assert {part.dtype for part in by_rank} == {row.dtype}
+            found = error(layout.unshard(by_rank, 2), wanted)
+            if not found <= (EXACT if row.dtype == torch.float64 else RATIO * mine + slack):  # NaN is wrong too
+                wrong.append(f"{what} {found:.2e}, alone {mine:.2e}: {row}")
+    assert not wrong, f"{len(wrong)} wrong, such as\n" + "\n".join(wrong[:12])
