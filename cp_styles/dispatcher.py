@@ -23,6 +23,7 @@ from cp_styles.kernels import SDPA_KERNELS
 from cp_styles.kernels.sdpa import schema_names
 from cp_styles.state import Binding
 from cp_styles.strategies import Attention
+from cp_styles.strategies.base import new_residual
 
 _SEQ_DIM = 2  # of every aten attention op: [B, H, S, D]
 _PREFIX = "cp_styles:"
@@ -96,7 +97,9 @@ class _Route:
 def _forward(op: torch._ops.OpOverload, binding: Binding, values: dict[str, Any]) -> Any:
     attention, (q, k, v) = _attention(op, binding, values)
     query = values["query"]
-    out, residual = binding.strategy.forward(attention, q, k, v, keep=values["keep"])
+    specs = binding.strategy.residual_specs(attention, q, k, v) if values["keep"] else []
+    residual = new_residual(specs, q.device)
+    out = binding.strategy.forward(attention, q, k, v, None, residual if values["keep"] else None)
     mesh, ranks = query.device_mesh, attention.ranks
     named = {
         "out": sequence_sharded(out, mesh, _SEQ_DIM, query.shape[_SEQ_DIM]),
@@ -119,7 +122,7 @@ def _forward_composite(op: torch._ops.OpOverload, binding: Binding, values: dict
     if heads != kv_heads and not values["enable_gqa"]:
         raise ValueError(f"{binding.name}: {heads} query heads and {kv_heads} key/value heads need enable_gqa=True")
     attention, (q, k, v) = _attention(op, binding, values)
-    out, _ = binding.strategy.forward(attention, q, k, v, keep=False)
+    out = binding.strategy.forward(attention, q, k, v)
     return sequence_sharded(out, values["query"].device_mesh, _SEQ_DIM, values["query"].shape[_SEQ_DIM])
 
 

@@ -15,6 +15,7 @@ from cp_styles.layout import Balancer, SequenceLayout, head_tail
 from cp_styles.mask import Full, Mask
 from cp_styles.state import Binding
 from cp_styles.strategies import Attention, Ring, Strategy
+from cp_styles.strategies.base import new_residual
 
 
 def context_attention(
@@ -112,7 +113,10 @@ def check_local(name: str, tensors: tuple[torch.Tensor, ...]) -> None:
 class _ContextAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, sink, attention: Attention, strategy: Strategy):
-        out, residual = strategy.forward(attention, q, k, v, sink, keep=any(ctx.needs_input_grad))
+        residual = None
+        if any(ctx.needs_input_grad):
+            residual = new_residual(strategy.residual_specs(attention, q, k, v), q.device)
+        out = strategy.forward(attention, q, k, v, sink, residual)
         ctx.save_for_backward(q, k, v, out, residual, sink)
         ctx.attention, ctx.strategy = attention, strategy
         return out

@@ -26,9 +26,10 @@ from typing import NamedTuple
 
 import torch
 
-from cp_styles._compat import start_all_gather, start_all_to_all, wait_tensor
+from cp_styles._compat import process_group_named, start_all_gather, start_all_to_all, wait_tensor
 from cp_styles.collectives._group import Peers
 from cp_styles.collectives._rows import Rows
+from cp_styles.comm import Pending, exchange
 from cp_styles.layout import Chunk
 
 Tensors = tuple[torch.Tensor, ...]
@@ -39,6 +40,7 @@ class Started(NamedTuple):
 
     wire: torch.Tensor | None
     tensors: Tensors
+    pending: Pending | None = None
 
 
 class Exchange(NamedTuple):
@@ -73,27 +75,43 @@ class Exchange(NamedTuple):
         """Pack (one copy at most) and send one message to each rank; the tensors must not change until it has left."""
         if self.peers.size == 1:
             return Started(None, tensors)
-        seen = [self._rows_first(x) for x in tensors]
-        lead = prod(self._lead(seen[0]))
-        mine = self.rows.sizes[self.peers.rank] * lead
-        widths = [self._width(rank, seen) for rank in range(self.peers.size)]
-        own_width = widths[self.peers.rank]
-        if self.to_columns:
-            packed = self._pack_columns(seen, widths)
-            sent = [mine * width for width in widths]
-            received = [size * lead * own_width for size in self.rows.sizes]
-            if self._is_gather() and len(set(self.rows.sizes)) == 1:
-                return Started(start_all_gather(_sendable(packed), self.peers.size, self.peers.name), tensors)
-            if self._is_gather():
-                packed = packed.expand(self.peers.size, -1).reshape(-1)
-        else:
-            packed = self._pack_rows(seen)
-            sent = [size * lead * own_width for size in self.rows.sizes]
-            received = [mine * width for width in widths]
+        packed, sent, received = self._message(tensors)
+        shared = len(sent) == 1
+        if shared and len(set(self.rows.sizes)) == 1:
+            return Started(start_all_gather(_sendable(packed), self.peers.size, self.peers.name), tensors)
+        if shared:
+            packed, sent = packed.expand(self.peers.size, -1).reshape(-1), sent * self.peers.size
         wire = _sendable(packed)
         items = packed.element_size() // wire.element_size()
         received, sent = [items * n for n in received], [items * n for n in sent]
         return Started(start_all_to_all(wire, received, sent, self.peers.name), tensors)
+
+    def arriving(self, *tensors: torch.Tensor) -> int:
+        """Number of elements that arrive, this rank's own included: the size of the ``wire`` of :meth:`start_into`."""
+        if self.peers.size == 1:
+            return 0
+        return sum(self._received([self._rows_first(x) for x in tensors]))
+
+    def start_into(self, wire: torch.Tensor, *tensors: torch.Tensor) -> Started:
+        """:meth:`start`, into memory of the caller's: a flat tensor of :meth:`arriving` elements, to keep and to
+        :meth:`unpack` again later. Eager only; the messages go point to point, which gloo does with fewer copies."""
+        if self.peers.size == 1:
+            return Started(None, tensors)
+        seen = [self._rows_first(x) for x in tensors]
+        rank, others = self.peers.rank, [peer for peer in range(self.peers.size) if peer != self.peers.rank]
+        places = wire.split(self._received(seen))
+        if self.to_columns and not self._is_gather():
+            blocks = self._blocks(seen, places[rank])
+        else:
+            packed, sent, _ = self._message(tensors)
+            blocks = packed.split(sent) if len(sent) > 1 else (packed,) * self.peers.size
+            places[rank].copy_(blocks[rank])
+        pending = exchange(
+            [(peer, blocks[peer]) for peer in others],
+            [(peer, places[peer]) for peer in others],
+            process_group_named(self.peers.name),
+        )
+        return Started(wire, tensors, pending)
 
     def finish(self, started: Started) -> Tensors:
         """Wait and unpack.
@@ -103,9 +121,38 @@ class Exchange(NamedTuple):
         """
         if started.wire is None:
             return started.tensors
-        wire = wait_tensor(started.wire).view(started.tensors[0].dtype)
-        seen = [self._rows_first(x) for x in started.tensors]
+        if started.pending is not None:
+            started.pending.wait()
+            return self.unpack(started.wire, *started.tensors)
+        return self.unpack(wait_tensor(started.wire).view(started.tensors[0].dtype), *started.tensors)
+
+    def unpack(self, wire: torch.Tensor, *tensors: torch.Tensor) -> Tensors:
+        """What :meth:`finish` makes of a buffer that has arrived; of the sent tensors only the shapes are read."""
+        if self.peers.size == 1:
+            return tensors
+        seen = [self._rows_first(x) for x in tensors]
         return self._unpack_columns(wire, seen) if self.to_columns else self._unpack_rows(wire, seen)
+
+    def _message(self, tensors: Tensors) -> tuple[torch.Tensor, list[int], list[int]]:
+        """The packed tensors, and how many elements go to and come from each rank; one entry: all get the same."""
+        seen = [self._rows_first(x) for x in tensors]
+        lead = prod(self._lead(seen[0]))
+        widths = [self._width(rank, seen) for rank in range(self.peers.size)]
+        if not self.to_columns:
+            return (
+                self._pack_rows(seen),
+                [size * lead * widths[self.peers.rank] for size in self.rows.sizes],
+                (self._received(seen)),
+            )
+        mine = self.rows.sizes[self.peers.rank] * lead
+        sent = [mine * width for width in widths]
+        return self._pack_columns(seen, widths), sent[:1] if self._is_gather() else sent, self._received(seen)
+
+    def _received(self, seen: list[torch.Tensor]) -> list[int]:
+        lead, rank = prod(self._lead(seen[0])), self.peers.rank
+        if self.to_columns:
+            return [size * lead * self._width(rank, seen) for size in self.rows.sizes]
+        return [self.rows.sizes[rank] * lead * self._width(peer, seen) for peer in range(self.peers.size)]
 
     # The four copies. To columns: pack, unpack. To rows: pack, unpack.
 
@@ -123,6 +170,17 @@ class Exchange(NamedTuple):
         for rank, block in enumerate(wire.split([prod(head) * width for width in widths])):
             _copy_side_by_side(block.view(*head, widths[rank]), seen, c, [columns[rank] for columns in self.columns])
         return wire
+
+    def _blocks(self, seen: list[torch.Tensor], own: torch.Tensor) -> list[torch.Tensor]:
+        """What :meth:`_pack_columns` packs, apart: for each rank its block, this rank's where it is to be."""
+        c = self._column_axis
+        blocks = []
+        for rank in range(self.peers.size):
+            shape = (*seen[0].shape[:c], self._width(rank, seen))
+            block = own if rank == self.peers.rank else own.new_empty(prod(shape))
+            _copy_side_by_side(block.view(shape), seen, c, [columns[rank] for columns in self.columns])
+            blocks.append(block)
+        return blocks
 
     def _unpack_columns(self, wire: torch.Tensor, seen: list[torch.Tensor]) -> Tensors:
         c, rank = self._column_axis, self.peers.rank

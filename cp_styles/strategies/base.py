@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -54,6 +55,10 @@ class Attention:
         return self.q_layout.ranks
 
 
+Spec: TypeAlias = tuple[tuple[int, ...], torch.dtype]
+"""Shape and dtype of a tensor inside a residual."""
+
+
 class Strategy(ABC):
     """Objects of this type are immutable and compare by value, so that they can be shared and cached by."""
 
@@ -65,6 +70,12 @@ class Strategy(ABC):
         """Whether some rank will have to give its kernel an explicit mask."""
 
     @abstractmethod
+    def residual_specs(
+        self, attention: Attention, q_BHLD: torch.Tensor, k_BGMD: torch.Tensor, v_BGME: torch.Tensor
+    ) -> list[Spec]:
+        """What the residual of a call holds; of the tensors only shapes and dtypes are read. See [Note: residual]."""
+
+    @abstractmethod
     def forward(
         self,
         attention: Attention,
@@ -72,13 +83,12 @@ class Strategy(ABC):
         k_BGMD: torch.Tensor,
         v_BGME: torch.Tensor,
         sink_H: torch.Tensor | None = None,
-        *,
-        keep: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``(out_BHLE, residual)``; see [Note: residual].
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """``out_BHLE``; fills ``residual`` when there is one, that is when a backward may come.
 
         ``sink_H`` is one more logit for every query of a head, which takes its share of the softmax and gives nothing
-        (attention sinks). ``keep`` says whether a backward may come.
+        (attention sinks).
         """
 
     @abstractmethod
@@ -98,8 +108,6 @@ class Strategy(ABC):
 
 # Views of the residual start at multiples of this many bytes, as allocators align and vector loads like.
 _ALIGNMENT = 64
-
-Spec = tuple[tuple[int, ...], torch.dtype]
 
 
 def residual_views(specs: Sequence[Spec], residual: torch.Tensor) -> list[torch.Tensor]:

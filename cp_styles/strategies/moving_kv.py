@@ -23,7 +23,7 @@ import torch
 from cp_styles.comm import Pending, exchange
 from cp_styles.merge import OnlineSoftmax, RowSum, accumulation_dtype, sink_gradient
 from cp_styles.plan import Cover, Part, Rows, Tile, make_plan, needs_bias
-from cp_styles.strategies.base import Attention, Spec, Strategy, new_residual, residual_views
+from cp_styles.strategies.base import Attention, Spec, Strategy, residual_views
 
 Messages: TypeAlias = Sequence[tuple[int, torch.Tensor]]
 """Ranks, and what goes to or comes from them."""
@@ -44,11 +44,15 @@ class MovingKV(Strategy):
     def needs_bias(self, q_layout, kv_layout, mask):
         return needs_bias(q_layout, kv_layout, mask)
 
-    def forward(self, attention, q_BHLD, k_BGMD, v_BGME, sink_H=None, *, keep):
+    def residual_specs(self, attention, q_BHLD, k_BGMD, v_BGME):
+        walk = _Walk(self, attention, q_BHLD, k_BGMD, v_BGME)
+        counts = [walk.plan.parts[source].count for group in walk.sources for source in group] if self.keep_kv else []
+        lse: Spec = (tuple(q_BHLD.shape[:3]), walk.wide)
+        return [lse, *(((walk.size(count),), k_BGMD.dtype) for count in counts)]
+
+    def forward(self, attention, q_BHLD, k_BGMD, v_BGME, sink_H=None, residual=None):
         with _Walk(self, attention, q_BHLD, k_BGMD, v_BGME) as walk:
-            specs = walk.residual_specs(kept=self.keep_kv and keep)
-            residual = new_residual(specs, q_BHLD.device)
-            lse_BHL, *buffers = residual_views(specs, residual)
+            lse_BHL, *buffers = walk.kept_in(residual)
 
             q = q_BHLD.to(walk.dtype)
             softmax = OnlineSoftmax((*q.shape[:3], v_BGME.shape[3]), walk.dtype, q.device)
@@ -63,12 +67,13 @@ class MovingKV(Strategy):
             if sink_H is not None:
                 softmax.add_sink(sink_H)
             out, lse = softmax.result()
-            lse_BHL.copy_(lse)
-            return out.to(q_BHLD.dtype), residual
+            if residual is not None:
+                lse_BHL.copy_(lse)
+            return out.to(q_BHLD.dtype)
 
     def backward(self, attention, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, residual, sink_H=None):
         with _Walk(self, attention, q_BHLD, k_BGMD, v_BGME) as walk:
-            lse_BHL, *buffers = residual_views(walk.residual_specs(kept=self.keep_kv), residual)
+            lse_BHL, *buffers = walk.kept_in(residual)
 
             q, grad, out = (x.to(walk.dtype) for x in (q_BHLD, grad_BHLE, out_BHLE))
             dq = RowSum(q.shape, walk.wide, q.device)
@@ -102,7 +107,7 @@ class _Walk:
     """One rank's way through its plan: who sends what when, and the keys and values of each part as they arrive."""
 
     def __init__(self, strategy: MovingKV, attention: Attention, q, k, v) -> None:
-        self.attention = attention
+        self.strategy, self.attention = strategy, attention
         self.rank = attention.rank
         self.plan = make_plan(attention.q_layout, attention.kv_layout, attention.mask, self.rank)
         self.sources = strategy.rounds(self.rank, attention.ranks)
@@ -129,9 +134,12 @@ class _Walk:
         self._started.append(exchange(sends, receives, self.attention.group))
         return self._started[-1]
 
-    def residual_specs(self, *, kept: bool) -> list[Spec]:
-        messages = [(self.size(self.plan.parts[source].count),) for group in self.sources for source in group]
-        return [(tuple(self.q.shape[:3]), self.wide), *((shape, self.k.dtype) for shape in messages if kept)]
+    def kept_in(self, residual: torch.Tensor | None) -> list[torch.Tensor]:
+        """The logsumexp in a residual and the places of kept messages; the logsumexp goes nowhere without one."""
+        if residual is None:
+            return [self.q.new_empty(0)]
+        specs = self.strategy.residual_specs(self.attention, self.q, self.k, self.v)
+        return residual_views(specs, residual)
 
     def size(self, rows: int) -> int:
         """Elements of a message of so many rows."""

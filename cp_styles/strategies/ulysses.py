@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import torch
 
-from cp_styles.collectives import head_exchange
+from cp_styles.collectives import Exchange, head_exchange
 from cp_styles.comm import split_group
 from cp_styles.layout import Chunk, SequenceLayout
 from cp_styles.strategies.base import Attention, Spec, Strategy, new_residual, residual_views
@@ -51,22 +51,26 @@ class Ulysses(Strategy):
         size = self.size_on(q_layout.ranks)
         return self.inner.needs_bias(joined(q_layout, size), joined(kv_layout, size), mask)
 
-    def forward(self, attention, q_BHLD, k_BGMD, v_BGME, sink_H=None, *, keep):
+    def residual_specs(self, attention, q_BHLD, k_BGMD, v_BGME):
+        return _Levels(self, attention, q_BHLD, k_BGMD, v_BGME).residual_specs()
+
+    def forward(self, attention, q_BHLD, k_BGMD, v_BGME, sink_H=None, residual=None):
         levels = _Levels(self, attention, q_BHLD, k_BGMD, v_BGME)
-        q, k, v = levels.to_heads(q_BHLD, k_BGMD, v_BGME)
-        inner, sink = levels.inner, levels.of_heads(sink_H)
-        out, inner_residual = self.inner.forward(inner, q, *levels.paired(k, v), sink, keep=keep)
-        (result,) = levels.out_exchange.adjoint()(out)
-        saved = (q, k, v, out, inner_residual) if keep else ()
-        residual = new_residual([(tuple(x.shape), x.dtype) for x in saved], q.device)
-        for view, tensor in zip(residual_views(levels.residual_specs(residual), residual), saved, strict=False):
-            view.copy_(tensor)
-        return result, residual
+        wires, kept_out, inner_residual = levels.kept_in(residual)
+        q, k, v = levels.to_heads(wires)
+        sink = levels.of_heads(sink_H)
+        out = self.inner.forward(levels.inner, q, *levels.paired(k, v), sink, inner_residual)
+        if kept_out is not None:
+            kept_out.copy_(out)
+        return levels.out_home(out)
 
     def backward(self, attention, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, residual, sink_H=None):
         levels = _Levels(self, attention, q_BHLD, k_BGMD, v_BGME)
-        (grad,) = levels.out_exchange(grad_BHLE)
-        q, k, v, out, inner_residual = residual_views(levels.residual_specs(residual), residual)
+        wires, out, inner_residual = levels.kept_in(residual)
+        assert out is not None  # a backward comes with a residual
+        assert inner_residual is not None
+        grad = levels.grad_to_heads(grad_BHLE)
+        q, k, v = levels.in_heads(wires)
         k, v = levels.paired(k, v)
         sink = levels.of_heads(sink_H)
         dq, dk, dv, dsink = self.inner.backward(levels.inner, grad, q, k, v, out, inner_residual, sink)
@@ -92,12 +96,14 @@ class _Levels:
         heads = (q.shape[1], k.shape[1], k.shape[1])
         q_cut, kv_cut = (_among(layout, self._first, size) for layout in layouts)
         exchange = head_exchange(group, heads=heads, seq_sizes=q_cut, seq_dim=2, head_dim=1)
-        self.out_exchange = exchange._replace(columns=exchange.columns[:1])
+        self._queries = exchange._replace(columns=exchange.columns[:1])
         # One message for all three, unless keys are cut differently from queries (cross-attention).
         self._exchanges = [exchange]
+        self._messages = [(q, k, v)]
         if kv_cut != q_cut:
             keys = head_exchange(group, heads=heads, seq_sizes=kv_cut, seq_dim=2, head_dim=1)
-            self._exchanges = [self.out_exchange, keys._replace(columns=keys.columns[1:])]
+            self._exchanges = [self._queries, keys._replace(columns=keys.columns[1:])]
+            self._messages = [(q,), (k, v)]
         (q_start, q_stop), (kv_start, kv_stop), _ = (columns[rank] for columns in exchange.columns)
         first = 0 if attention.heads is None else attention.heads[0]
         self.inner = replace(
@@ -115,19 +121,64 @@ class _Levels:
         even = regular and pairs == [index // (self._heads // self._kv_heads) for index in range(self._heads)]
         # Which of this rank's KV heads each of its query heads needs, where their order alone does not say it.
         self._pairs = None if even or not pairs else torch.tensor(pairs, device=q.device)
-        self._batch, self._dims, self._dtype = q.shape[0], (q.shape[3], v.shape[3]), q.dtype
+        self._strategy, self._q, self._v = strategy, q, v
 
-    def to_heads(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def kept_in(
+        self, residual: torch.Tensor | None
+    ) -> tuple[list[torch.Tensor], torch.Tensor | None, torch.Tensor | None]:
+        """Places in a residual, or to be dropped: of what arrives, of this rank's heads' out, of the inner residual."""
+        if residual is None:
+            wires = [self._q.new_empty(size) for size in self._arriving()]
+            return wires, None, None
+        *wires, out, inner = residual_views(self.residual_specs(), residual)
+        return wires, out, inner
+
+    def residual_specs(self) -> list[Spec]:
+        """What arrived in the all-to-all (q, k and v of this rank's heads), their out, and the inner residual."""
+        queries, keys = (layout.lengths[self.inner.rank] for layout in (self.inner.q_layout, self.inner.kv_layout))
+        kv_heads = self._kv_heads if self._pairs is None else self._heads
+        batch, _, _, dim, dtype = *self._q.shape, self._q.dtype
+        dim_v = self._v.shape[3]
+        q, k, v = (
+            torch.empty(batch, *shape, dtype=dtype, device="meta")
+            for shape in ((self._heads, queries, dim), (kv_heads, keys, dim), (kv_heads, keys, dim_v))
+        )
+        inner = new_residual(self._strategy.inner.residual_specs(self.inner, q, k, v), q.device)
+        out: Spec = ((batch, self._heads, queries, dim_v), dtype)
+        return [*(((size,), dtype) for size in self._arriving()), out, ((inner.numel(),), inner.dtype)]
+
+    def to_heads(self, wires: list[torch.Tensor]) -> list[torch.Tensor]:
         """Query, key and value from sequence shards to head shards: one all-to-all (two in cross-attention)."""
-        if len(self._exchanges) == 1:
-            return self._exchanges[0](q, k, v)
-        return *self._exchanges[0](q), *self._exchanges[1](k, v)
+        started = [
+            exchange.start_into(wire, *tensors)
+            for exchange, wire, tensors in zip(self._exchanges, wires, self._messages, strict=True)
+        ]
+        return [x for exchange, each in zip(self._exchanges, started, strict=True) for x in exchange.finish(each)]
 
-    def to_sequence(self, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def in_heads(self, wires: list[torch.Tensor]) -> list[torch.Tensor]:
+        """What :meth:`to_heads` gave, from where it arrived."""
+        ways = zip(self._exchanges, wires, self._messages, strict=True)
+        return [x for exchange, wire, tensors in ways for x in exchange.unpack(wire, *tensors)]
+
+    def out_home(self, out: torch.Tensor) -> torch.Tensor:
+        """The output, from head shards to sequence shards: one all-to-all."""
+        return _through(self._queries.adjoint(), out)[0]
+
+    def grad_to_heads(self, grad: torch.Tensor) -> torch.Tensor:
+        """The adjoint of :meth:`out_home`."""
+        return _through(self._queries, grad)[0]
+
+    def _arriving(self) -> list[int]:
+        return [way.arriving(*sent) for way, sent in zip(self._exchanges, self._messages, strict=True)]
+
+    def to_sequence(self, *grads: torch.Tensor) -> list[torch.Tensor]:
         """Their gradients back; those of KV heads that several ranks had are summed on the way."""
-        if len(self._exchanges) == 1:
-            return self._exchanges[0].adjoint()(dq, dk, dv)
-        return *self._exchanges[0].adjoint()(dq), *self._exchanges[1].adjoint()(dk, dv)
+        left = list(grads)
+        home = []
+        for exchange, sent in zip(self._exchanges, self._messages, strict=True):
+            home += _through(exchange.adjoint(), *left[: len(sent)])
+            del left[: len(sent)]
+        return home
 
     def paired(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values such that query heads find their own as kernels look for them."""
@@ -137,7 +188,7 @@ class _Levels:
         """The adjoint of :meth:`paired`."""
         if self._pairs is None:
             return grads
-        shape = (self._batch, self._kv_heads)
+        shape = (self._q.shape[0], self._kv_heads)
         return tuple(x.new_zeros(*shape, *x.shape[2:]).index_add_(1, self._pairs, x) for x in grads)
 
     def of_heads(self, per_head_H: torch.Tensor | None) -> torch.Tensor | None:
@@ -152,19 +203,10 @@ class _Levels:
         whole[self._own] = own
         return whole
 
-    def residual_specs(self, residual: torch.Tensor) -> list[Spec]:
-        """q, k, v and out of this rank's heads, then the inner strategy's residual, which is all the rest."""
-        queries, keys = (layout.lengths[self.inner.rank] for layout in (self.inner.q_layout, self.inner.kv_layout))
-        dim, dim_v = self._dims
-        shapes = (
-            (self._batch, self._heads, queries, dim),
-            (self._batch, self._kv_heads, keys, dim),
-            (self._batch, self._kv_heads, keys, dim_v),
-            (self._batch, self._heads, queries, dim_v),
-        )
-        specs: list[Spec] = [(shape, self._dtype) for shape in shapes]
-        rest = residual.numel() - new_residual(specs, torch.device("meta")).numel()
-        return [*specs, ((max(rest, 0),), torch.uint8)]
+
+def _through(exchange: Exchange, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    wire = tensors[0].new_empty(exchange.arriving(*tensors))
+    return exchange.finish(exchange.start_into(wire, *tensors))
 
 
 @lru_cache(maxsize=256)
