@@ -1,0 +1,177 @@
+"""The examples of CONTRIBUTING.md are put through what the built-in masks, balancers, strategies and kernels pass."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cp_styles.mask import Full
+from cp_styles.testing import run_ranks
+from tests.layouts import layouts
+from tests.oracle import allowed, attention_inputs, error, expected_attention, mask_cases, randn
+from tests.ranks.attention_case import EXACT, cp_mesh
+from tests.ranks.parity_grid import KERNELS, LAYOUTS, MASKS, STRATEGIES, MaskValue, Row, grid, makes_sense
+from tests.ranks.test_parity_grid import attempt, problem
+from tests.unit.test_plan import check_plans
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "CONTRIBUTING.md").read_text()
+
+GRID = grid()  # made before an example joins its axes
+# The axes of the grid, and the value on each whose rows an example takes over.
+AXES = {
+    "mask": (MASKS, "causal"),
+    "layout": (LAYOUTS, "head_tail"),
+    "strategy": (STRATEGIES, "ring"),
+    "kernel": (KERNELS, "flash"),
+}
+
+
+def block(kind: str, what: str) -> str:
+    return re.search(rf"<!-- {kind}: {what} -->\n```python\n(.*?)```", TEXT, re.DOTALL)[1]
+
+
+def example(what: str, right: str = "", wrong: str = "") -> dict[str, Any]:
+    """The example's row of the grid; with ``right`` replaced by ``wrong`` in its code."""
+    source = block("object", what)
+    assert not right or source.count(right) == 1
+    names: dict[str, Any] = {}
+    exec(source.replace(right, wrong) if right else source, names)
+    return eval(f"{{{block('row', what)}}}", names)
+
+
+def value_of(what: str, entry: Any) -> Any:
+    """As the grid has it: masks are told the length and what the oracle is told."""
+    if what != "mask":
+        return entry
+    mask, sees = entry
+    return lambda length, *_: MaskValue(mask, allowed(sees, length, length))
+
+
+def rows_of(what: str, name: str, ranks: int, most: int) -> list[Row]:
+    """Rows of the grid with the example in the place of a built-in one, in float64, on so many ranks."""
+    axis = "layout" if what == "balancer" else what
+    taken = [row for row in GRID if getattr(row, axis) == AXES[axis][1]]
+    rows = {replace(row, **{axis: name}, dtype=torch.float64, ranks=ranks): None for row in taken}
+    return [row for row in rows if makes_sense(row)][:most]
+
+
+def wrong_rows(rows: list[Row], ranks: int) -> list[tuple[Row, float]]:
+    for row in rows:  # the oracle's work is done once, not once a rank
+        problem(row.mask, row.heads, row.dtype, row.length)
+
+    def on(rank: int):
+        mesh = cp_mesh(ranks)
+        return [attempt(row, index, rank, mesh) for index, row in enumerate(rows)]
+
+    wrong = []
+    for row, *parts in zip(rows, *run_ranks(on, ranks), strict=True):
+        expected, layout = problem(row.mask, row.heads, row.dtype, row.length)[2], row.cut()
+        whole = [layout.unshard(by_rank, 2) for by_rank in zip(*parts, strict=True)]
+        worst = max(error(*pair) for pair in zip(whole, expected, strict=True))
+        if not worst <= EXACT:  # NaN is wrong too
+            wrong.append((row, worst))
+    return wrong
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("what", ["mask", "balancer", "strategy", "kernel"])
+def test_the_rows_of_the_grid(what: str, ranks: int, monkeypatch):
+    """Out and gradients in float64, through both doors, with every other axis of the grid."""
+    entries = example(what)
+    for name, entry in entries.items():
+        monkeypatch.setitem(AXES["layout" if what == "balancer" else what][0], name, value_of(what, entry))
+        assert wrong_rows(rows_of(what, name, ranks, 24), ranks) == []
+    if what == "kernel":
+        assert set(entries["counting"].calls) == {"forward", "backward"}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_all_of_them_together(ranks: int, monkeypatch):
+    chosen = {}
+    for what in ("mask", "balancer", "strategy", "kernel"):
+        axis = "layout" if what == "balancer" else what
+        name, entry = next(iter(example(what).items()))
+        monkeypatch.setitem(AXES[axis][0], name, value_of(what, entry))
+        chosen[axis] = name
+    rows = [Row(**chosen, heads=(6, 3), dtype=torch.float64, ranks=ranks, length=length) for length in (5, 23, 137)]
+    assert wrong_rows([row for row in rows for _ in range(2)], ranks) == []
+
+
+@given(layouts())
+def test_every_attended_pair_once_under_the_mask(layout):
+    for mask, sees in example("mask").values():
+        check_plans(layout, layout, mask, allowed(sees, layout.length, layout.length))
+
+
+@given(st.integers(5, 40), st.integers(1, 6), st.data())
+def test_every_attended_pair_once_in_the_layout(length: int, ranks: int, data: st.DataObject):
+    cases = mask_cases(length)
+    case = cases[data.draw(st.sampled_from(sorted(cases)))]
+    for balancer in example("balancer").values():
+        layout = balancer(length, ranks, case.mask)
+        assert (layout.length, layout.ranks) == (length, ranks)
+        check_plans(layout, layout, case.mask, allowed(case.sees, length, length))
+
+
+@pytest.mark.parametrize("length", [0, 1, 3])
+def test_the_balancer_has_fewer_positions_than_ranks(length: int):
+    for balancer in example("balancer").values():
+        assert sum(balancer(length, 5, Full()).lengths) == length
+
+
+def test_tiles_of_the_kernel_are_attention():
+    """As every kernel of tests/unit/test_kernels.py: causal, with a bias, and with rows that see nothing."""
+    inputs, cotangent = attention_inputs(length=7, kv_heads=2)
+    bias = randn(9, 7, 7).masked_fill(randn(8, 7, 7) > 0.5, float("-inf"))
+    bias[3] = float("-inf")
+    causal = allowed(lambda p, j: j <= p, 7, 7)
+    for kernel in example("kernel").values():
+        for options, expected in (
+            ({"causal": True, "bias": None}, expected_attention(inputs, cotangent, causal, scale=0.5)),
+            ({"causal": False, "bias": bias}, expected_attention(inputs, cotangent, bias=bias, scale=0.5)),
+        ):
+            out, lse = kernel.forward(*inputs, **options, scale=0.5)
+            found = [out, *kernel.backward(cotangent, *inputs, out, lse, **options, scale=0.5)]
+            assert max(error(*pair) for pair in zip(found, expected, strict=True)) < 1e-14
+
+
+SABOTAGE = {
+    "mask": ("self.size + 1) * self.size", "self.size + 1) * self.size - 1"),
+    "strategy": ("range(1, ranks)]", "range(2, ranks)]"),
+    "kernel": ("return self.inner.backward(grad, q,", "return self.inner.backward(grad, q * 1.001,"),
+}
+
+
+@pytest.mark.parametrize("what", SABOTAGE)
+def test_mistakes_are_noticed(what: str, monkeypatch):
+    name, entry = next(iter(example(what, *SABOTAGE[what]).items()))
+    monkeypatch.setitem(AXES[what][0], name, value_of(what, entry))
+    rows = [row for row in rows_of(what, name, 3, 24) if row.length == 23][:4]
+    assert wrong_rows(rows, 3)
+
+
+def test_a_balancer_that_loses_positions_is_noticed():
+    (balancer,) = example("balancer", "range(0, length, block)", "range(block, length, block)").values()
+    with pytest.raises(ValueError, match="where position 0 comes next"):
+        balancer(23, 3, Full())
+
+
+def test_the_rows_go_where_the_table_says():
+    rows = re.findall(r"^\| \w+ \| .* \| `(tests/.*?)`: `(\w+)` \|$", TEXT, re.MULTILINE)
+    assert len(rows) == 4
+    for path, name in rows:
+        assert re.search(rf"^(def )?{name}\b", (ROOT / path).read_text(), re.MULTILINE), f"{path} has no {name}"
+
+
+def test_what_is_named_exists():
+    """Files and folders between backticks."""
+    for path in re.findall(r"`((?:cp_styles|tests)/[\w/.]*)`", TEXT):
+        assert (ROOT / path).exists(), path
