@@ -1,0 +1,195 @@
+"""What travels is what somebody needs: the trace's bytes, the plan's rows, and a brute-force lower bound agree.
+
+The lower bound asks the oracle's definition pair by pair: a row of another rank's keys has to come when some local
+query attends to it, and its gradient has to go home; nothing else has to move in a ring or an all-gather.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from cp_styles.functional import context_attention
+from cp_styles.layout import SequenceLayout, by_work, contiguous, head_tail, per_document_head_tail, striped
+from cp_styles.mask import Causal, Dense, Documents, Full, SlidingWindow
+from cp_styles.plan import make_plan
+from cp_styles.strategies import AllGather, Ring, Strategy, Ulysses
+from cp_styles.testing import CommunicationTrace, run_ranks
+from tests.oracle import allowed, document_of, mask_cases
+from tests.ranks.attention_case import EXACT, Problem, cp_mesh, run_attention
+from tests.ranks.parity_grid import uneven
+
+LENGTH, BATCH, HEADS, KV_HEADS, DIM = 29, 2, 4, 2, 8
+DOCUMENTS = (1, 14, 1, 13)
+
+
+def rows_needed(layout: SequenceLayout, seen: torch.Tensor) -> list[int]:
+    """By rank, how many rows of others it cannot do without."""
+    owners = torch.empty(layout.length, dtype=torch.int64)
+    for rank in range(layout.ranks):
+        owners[layout.positions(rank)] = rank
+    return [int((seen[owners == rank].any(0) & (owners != rank)).sum()) for rank in range(layout.ranks)]
+
+
+def rows_planned(layout: SequenceLayout, mask) -> list[int]:
+    return [make_plan(layout, layout, mask, rank).received_rows for rank in range(layout.ranks)]
+
+
+def traced(calls, strategy: Strategy, ranks: int, *, forward_only: bool = False) -> list[list[tuple[str, int]]]:
+    """For each of ``calls``, triples of problem, layout and mask, what all ranks sent for it: (name, bytes).
+
+    The agreement on shapes, an all-gather of six integers, is held to be one and taken out.
+    """
+
+    def on(rank: int):
+        mesh, traces = cp_mesh(ranks), []
+        for problem, layout, mask in calls:
+            attend = partial(context_attention, group=mesh, strategy=strategy, layout=layout, mask=mask)
+            with CommunicationTrace() as trace:
+                if forward_only:
+                    with torch.no_grad():
+                        attend(*problem.shard(layout, rank, ranks)[0])
+                else:
+                    # Bytes of something wrong would prove nothing. float32's rounding; float64 is the parity grid's.
+                    assert max(run_attention(attend, problem, rank, ranks, layout=layout)) < 1e-5
+            agreement = ("all_gather", 6 * 8 * (ranks - 1))
+            assert trace.events.count(agreement) == 1
+            traces.append([event for event in trace.events if event != agreement])
+        return traces
+
+    return [[event for events in by_rank for event in events] for by_rank in zip(*run_ranks(on, ranks), strict=True)]
+
+
+def sent(events: list[tuple[str, int]]) -> int:
+    return sum(size for _, size in events)
+
+
+def row_bytes(problem: Problem) -> int:
+    """A row of key and one of value, all batches and key/value heads (and not query heads)."""
+    return 2 * BATCH * KV_HEADS * DIM * problem.inputs[0].element_size()
+
+
+LAYOUTS = {
+    "contiguous": lambda ranks, mask: contiguous(LENGTH, ranks),
+    "head_tail": lambda ranks, mask: head_tail(LENGTH, ranks),
+    "striped": lambda ranks, mask: striped(LENGTH, ranks),
+    "documents": lambda ranks, mask: per_document_head_tail(LENGTH, ranks, documents=DOCUMENTS),
+    "by_work": lambda ranks, mask: by_work(LENGTH, ranks, mask=mask),
+    "uneven": lambda ranks, mask: uneven(LENGTH, ranks),
+}
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_the_plan_is_the_lower_bound(layout, ranks: int):
+    for case in mask_cases(LENGTH).values():
+        own = layout(ranks, case.mask)
+        assert rows_planned(own, case.mask) == rows_needed(own, allowed(case.sees, LENGTH, LENGTH))
+
+
+@pytest.mark.parametrize("strategy", [Ring(), Ring(keep_kv=False), AllGather(), AllGather(keep_kv=False)], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_the_wire_is_the_lower_bound(layout, strategy):
+    """Forward the rows, backward their gradients, and the rows once more where they are not kept. GQA unexpanded."""
+    ranks, calls, needed = 3, [], []
+    for case in mask_cases(LENGTH).values():
+        seen = allowed(case.sees, LENGTH, LENGTH)
+        own = layout(ranks, case.mask)
+        calls.append((Problem(length=LENGTH, kv_heads=KV_HEADS, mask=seen, dtype=torch.float32), own, case.mask))
+        needed.append(sum(rows_needed(own, seen)))
+    times = 2 if strategy.keep_kv else 3
+    for (problem, _, mask), events, rows in zip(calls, traced(calls, strategy, ranks), needed, strict=True):
+        assert {name for name, _ in events} <= {"send"}
+        assert sent(events) == times * rows * row_bytes(problem), mask
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_a_window_is_a_halo(ranks: int):
+    """W rows before each rank, and no more: the table's 2 B W Hkv D e a rank, whatever the sequence's length."""
+    for length in (64, 128):
+        layout, window = contiguous(length, ranks), SlidingWindow(5, 0)
+        assert rows_planned(layout, window) == [0] + [5] * (ranks - 1)
+        both = SlidingWindow(5, 3)
+        assert rows_planned(layout, both) == [3] + [8] * (ranks - 2) + [5]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_nothing_crosses_documents(ranks: int):
+    document = document_of(DOCUMENTS)
+    for balancer in LAYOUTS.values():
+        mask = Documents(DOCUMENTS)
+        layout = balancer(ranks, mask)
+        for rank in range(ranks):
+            mine = {document(int(p)) for p in layout.positions(rank)}
+            for part in make_plan(layout, layout, mask, rank).parts:
+                positions = layout.positions(part.source)
+                rows = [row for start, stop in part.rows for row in range(start, stop)]
+                assert {document(int(positions[row])) for row in rows} <= mine
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_causal_head_tail_needs_three_quarters(ranks: int):
+    """Of an even cut, each pair of ranks leaves out half of the keys in one direction."""
+    layout = head_tail(16 * ranks, ranks)
+    assert sum(rows_planned(layout, Causal())) == 0.75 * ranks * (ranks - 1) * 16
+    assert sum(rows_planned(contiguous(16 * ranks, ranks), Causal())) == 0.5 * ranks * (ranks - 1) * 16
+
+
+def test_a_dense_mask_sends_everything():
+    """Documented, and so pinned: nobody looks into a dense mask for rows that it never shows."""
+    layout = contiguous(LENGTH, 3)
+    mask = Dense(torch.eye(LENGTH, dtype=torch.bool))
+    assert rows_planned(layout, mask) == [LENGTH - size for size in layout.lengths]
+    # A band beside it is looked into.
+    assert sum(rows_planned(layout, mask & SlidingWindow(1, 0))) == 2
+
+
+def ulysses_one_way(problem: Problem, ranks: int, size: int) -> float:
+    """The table's (U-1)/U (2 Q + K'), K' = K max(1, U / Hkv), of all ranks; Q and K are one rank's, K with V."""
+    query, key, value = problem.inputs
+    kept = key.nbytes + value.nbytes
+    return (size - 1) / size * (2 * query.nbytes + kept * max(1, size / key.shape[1]))
+
+
+@pytest.mark.parametrize(("ranks", "heads", "kv_heads"), [(2, 8, 8), (2, 8, 2), (4, 8, 4), (4, 8, 2), (4, 8, 1)])
+def test_ulysses_bytes(ranks: int, heads: int, kv_heads: int):
+    """The table's, forward and the same backward; a key head goes to the ranks that need it and is not expanded."""
+    problem = Problem(length=8 * ranks, heads=heads, kv_heads=kv_heads, causal=False, dtype=torch.float32)
+    call = [(problem, head_tail, Full())]
+    assert sent(*traced(call, Ulysses(), ranks, forward_only=True)) == ulysses_one_way(problem, ranks, ranks)
+    assert sent(*traced(call, Ulysses(), ranks)) == 2 * ulysses_one_way(problem, ranks, ranks)
+
+
+@pytest.mark.parametrize("inner", [Ring(), AllGather(keep_kv=False)], ids=str)
+def test_hybrid_bytes(inner):
+    """Heads exchanged among U ranks, and the inner strategy's (R-1) of the keys that U ranks have together."""
+    ranks, size = 4, 2
+    problem = Problem(length=32, heads=4, kv_heads=2, causal=False, dtype=torch.float32)
+    keys = (problem.inputs[1].nbytes + problem.inputs[2].nbytes) * (ranks // size - 1)
+    (events,) = traced([(problem, head_tail, Full())], Ulysses(inner=inner, size=size), ranks)
+    assert sent(events) == 2 * ulysses_one_way(problem, ranks, size) + keys * (2 if inner.keep_kv else 3)
+
+
+def test_hybrid_sends_no_row_nobody_attends_to():
+    """The inner level's plan is made of what U ranks hold together: a window stays a halo, of half of the heads."""
+    window, ranks = SlidingWindow(3, 0), 4
+    seen = allowed(mask_cases(32)["window"].sees, 32, 32)
+    problem = Problem(length=32, heads=4, kv_heads=2, mask=seen, dtype=torch.float32)
+    (events,) = traced([(problem, contiguous, window)], Ulysses(size=2), ranks)
+    # One boundary between the two pairs of ranks: 3 rows of all heads (half of them a rank), there and back.
+    assert sent(events) == 2 * ulysses_one_way(problem, ranks, 2) + 2 * 3 * row_bytes(problem)
+
+
+@pytest.mark.parametrize("strategy", [Ring(), AllGather(), Ulysses(), Ulysses(size=2)], ids=str)
+def test_exact_while_counting(strategy):
+    """In float64, so that the counted attentions above are those of the parity grid."""
+    problem = Problem(length=LENGTH, kv_heads=KV_HEADS)
+
+    def on(rank: int):
+        attend = partial(context_attention, group=cp_mesh(4), mask=Causal(), strategy=strategy)
+        with CommunicationTrace():
+            return max(run_attention(attend, problem, rank, 4))
+
+    assert max(run_ranks(on, 4)) < EXACT

@@ -1,0 +1,130 @@
+"""How equal the ranks' work is, and their tokens: the goals as numbers, on masks and documents of real sizes."""
+
+from __future__ import annotations
+
+import random
+import sysconfig
+from functools import cache, partial
+from itertools import accumulate, combinations
+from pathlib import Path
+
+import pytest
+
+from cp_styles.layout import SequenceLayout, by_work, contiguous, head_tail, per_document_head_tail
+from cp_styles.mask import Causal, Chunked, Documents, Full, Mask, PrefixLM, SlidingWindow
+from cp_styles.plan import attended_pairs, imbalance
+
+RANKS, LENGTH = 64, 131072
+GOAL = 1.02  # by_work, largest over mean work
+
+
+@cache
+def library_documents(length: int, seed: int) -> tuple[int, ...]:
+    """Packed documents as long as files of the standard library in tokens (4 bytes each), drawn with replacement.
+
+    The last one is cut off where the sequence ends, as packing does. The files are those of whatever Python runs this;
+    the goal has to hold for any of them.
+    """
+    sizes = [path.stat().st_size // 4 for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))]
+    sizes = [size for size in sizes if size]
+    assert len(sizes) > 100
+    draw = random.Random(seed)
+    drawn: list[int] = []
+    while sum(drawn) < length:
+        drawn.append(draw.choice(sizes))
+    ends = [min(end, length) for end in accumulate(drawn)]
+    return tuple(end - start for start, end in zip([0, *ends], ends, strict=False) if end > start)
+
+
+def tokens_differ_by(layout: SequenceLayout) -> int:
+    return max(layout.lengths) - min(layout.lengths)
+
+
+MASKS: dict[str, Mask] = {
+    "causal": Causal(),
+    "full": Full(),
+    "window 512": SlidingWindow(511, 0),
+    "window 4096": SlidingWindow(4095, 0),
+    "window both sides": SlidingWindow(1000, 1000),
+    "chunks": Causal() & Chunked(8192),
+    "prefix": PrefixLM(5000),
+    **{f"documents {seed}": Documents(library_documents(LENGTH, seed)) for seed in range(2)},
+    **{f"causal documents {seed}": Documents(library_documents(LENGTH, seed)) & Causal() for seed in range(3)},
+    "windowed documents": Documents(library_documents(LENGTH, 3)) & SlidingWindow(2047, 0),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_by_work_at_64_ranks(name: str):
+    """The work within 2 %, and every rank as many tokens as any other, to a block: the rest of the model waits too."""
+    mask = MASKS[name]
+    layout = by_work(LENGTH, RANKS, mask=mask)
+    assert imbalance(layout, mask) <= GOAL
+    assert tokens_differ_by(layout) <= LENGTH // (16 * RANKS)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 7, 8, 64])
+@pytest.mark.parametrize("length", [8192, 131071])
+def test_by_work_on_other_sizes(ranks: int, length: int):
+    """Where lengths do not divide the last block is short, which costs at most a block of tokens."""
+    for mask in (Causal(), SlidingWindow(100, 0)):
+        layout = by_work(length, ranks, mask=mask)
+        assert (layout.length, layout.ranks) == (length, ranks)
+        # Blocks of 1/16 of a rank; a short last one leaves its rank up to a block short of work.
+        assert imbalance(layout, mask) <= 1 + 1 / 16
+        assert tokens_differ_by(layout) <= -(-length // (16 * ranks))
+
+
+def test_smaller_blocks_balance_better():
+    mask = MASKS["causal documents 0"]
+    found = [imbalance(by_work(LENGTH, RANKS, mask=mask, block=block), mask) for block in (512, 128, 32)]
+    assert found == sorted(found, reverse=True)
+    assert found[-1] <= 1.005
+
+
+def test_by_work_is_never_far_from_what_any_layout_can_do():
+    """Against brute force: two ranks, every deal of equally many blocks; greedy is within 4/3 of the best (Graham)."""
+    draw = random.Random(1)
+    for _ in range(10):
+        lengths = tuple(draw.randint(1, 4) for _ in range(3))
+        length, mask = sum(lengths), Documents(lengths) & Causal()
+        blocks = range(length)
+        best = min(
+            imbalance(
+                SequenceLayout.from_chunks([[(b, b + 1) for b in blocks if (b in mine) == own] for own in (1, 0)]), mask
+            )
+            for mine in map(set, combinations(blocks, length // 2))
+        )
+        assert imbalance(by_work(length, 2, mask=mask, block=1), mask) <= 4 / 3 * best
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8, 64])
+def test_head_tail_causal(ranks: int):
+    """Equal to the block where the length divides, else to a row of work; the contiguous cut is what it saves from."""
+    for length in (65536, 65537, 131071):
+        layout = head_tail(length, ranks)
+        assert imbalance(layout, Causal()) <= 1.001
+        assert tokens_differ_by(layout) <= 1
+    # (P^2 - (P-1)^2) / P^2 of the triangle on the last rank: 2 - 1/P, field.md's limit P / (2 P - 1).
+    assert imbalance(contiguous(65536, ranks), Causal()) == pytest.approx(2 - 1 / ranks, rel=1e-3)
+
+
+def test_per_document_head_tail_at_64_ranks():
+    """Its remainders weigh where documents are not much longer than 128 pieces; by_work is there for those."""
+    lengths = library_documents(LENGTH, 0)
+    mask = Documents(lengths) & Causal()
+    layout = per_document_head_tail(LENGTH, RANKS, documents=lengths)
+    assert imbalance(layout, mask) <= 1.02
+    assert tokens_differ_by(layout) <= 1
+    # What the mask that it is not for does to it: head_tail knows nothing of documents.
+    assert imbalance(head_tail(LENGTH, RANKS), mask) > 1.2
+
+
+@pytest.mark.parametrize("name", ["causal", "window 512", "causal documents 0"])
+def test_imbalance_counts_pairs(name: str):
+    """Largest over mean of what the ranks' plans compute, with the whole's work as their sum."""
+    mask, layout = MASKS[name], partial(by_work, mask=MASKS[name])(LENGTH, 8)
+    work = [attended_pairs(layout, layout, mask, rank) for rank in range(8)]
+    whole = contiguous(LENGTH, 1)
+    assert sum(work) == attended_pairs(whole, whole, mask, 0)
+    assert imbalance(layout, mask) == pytest.approx(max(work) / (sum(work) / 8))
