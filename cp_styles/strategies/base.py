@@ -65,6 +65,10 @@ class Strategy(ABC):
     def check_ranks(self, ranks: int) -> None:  # noqa: B027 - most strategies take any number
         """Raise ValueError when the strategy cannot work on so many ranks."""
 
+    def over_two_axes(self, inner: int) -> Strategy:
+        """This strategy where the sequence is cut over two mesh axes, the second of size ``inner``."""
+        raise ValueError(f"{self} works on one mesh axis; for two take Ulysses(inner={self}), or flatten them yourself")
+
     @abstractmethod
     def needs_bias(self, q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask) -> bool:
         """Whether some rank will have to give its kernel an explicit mask."""

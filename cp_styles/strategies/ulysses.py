@@ -44,6 +44,13 @@ class Ulysses(Strategy):
         if self.size is not None and self.size < 1:
             raise ValueError(f"Ulysses size must be at least 1, got {self.size}")
 
+    def over_two_axes(self, inner):
+        if self.size not in (None, inner):
+            raise ValueError(
+                f"{self} says size={self.size}, but the second mesh axis has {inner} ranks; leave size out"
+            )
+        return replace(self, size=inner)
+
     def check_ranks(self, ranks):
         self.inner.check_ranks(ranks // self.size_on(ranks))
 

@@ -13,24 +13,19 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
-from torch.distributed.tensor.parallel import ParallelStyle
 
 from cp_styles._compat import tree_map_only
 from cp_styles.dispatcher import binding_of, even_lengths, install, sequence_sharded
 from cp_styles.functional import check_local
-from cp_styles.kernels import Kernel
-from cp_styles.layout import Balancer, SequenceLayout, head_tail
-from cp_styles.mask import Full, Mask
 from cp_styles.scope import ScopedBinding
 from cp_styles.state import Binding
-from cp_styles.strategies import Ring, Strategy
-from cp_styles.styles.axis import take_axis
+from cp_styles.styles.context import ContextParallelStyle
 
 # What modules call their three inputs; anything else is taken by position.
 _NAMES = (("query", "key", "value"), ("q", "k", "v"), ("xq", "xk", "xv"))
 
 
-class AttentionContextParallel(ParallelStyle):
+class AttentionContextParallel(ContextParallelStyle):
     """Context parallelism for a module that receives query, key and value and calls scaled_dot_product_attention.
 
     The module's local tensors, each rank's part of the sequence, become DTensors sharded along it; the attention inside
@@ -38,14 +33,9 @@ class AttentionContextParallel(ParallelStyle):
     Parameter gradients are each rank's share: sum them over the axis (``sum_gradients``, FSDP2 or DDP over it).
 
     Args:
-        mesh_axis: the axis of a composed mesh that shards the sequence; a 1-D mesh is taken whatever its name.
+        mesh_axis, strategy, layout, mask, kernel: see :class:`~cp_styles.styles.context.ContextParallelStyle`.
         seq_dim: sequence dim of what the *module* receives: 2 for [B, H, S, D], 1 for [B, S, H, D]. What reaches
             scaled_dot_product_attention is [B, H, S, D], as always.
-        strategy: ``Ring()`` (default), ``AllGather()``, ...; their docstrings say what is sent.
-        layout: the cut of the sequence, or the balancer that makes it; must be the one the inputs were cut with. None
-            takes that of the :class:`~cp_styles.scope.SequenceScope` around the call, and without one ``head_tail``.
-        mask: who attends to whom, beside ``is_causal`` of the call; in global positions.
-        kernel: computes the tiles; default the one scaled_dot_product_attention chose.
         use_local_output: False leaves outputs as DTensors, Shard on the sequence axis; needs equal parts.
 
     Inputs are plain tensors, or DTensors on this axis' 1-D mesh with ``Shard(seq_dim)``.
@@ -61,30 +51,15 @@ class AttentionContextParallel(ParallelStyle):
         parallelize_module(model, init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), plan)
     """
 
-    def __init__(
-        self,
-        *,
-        mesh_axis: str = "cp",
-        seq_dim: int = 2,
-        strategy: Strategy | None = None,
-        layout: SequenceLayout | Balancer | None = None,
-        mask: Mask | None = None,
-        kernel: Kernel | None = None,
-        use_local_output: bool = True,
-    ) -> None:
-        super().__init__()
+    def __init__(self, *, seq_dim: int = 2, use_local_output: bool = True, **options: Any) -> None:
+        super().__init__(**options)
         if seq_dim not in (1, 2):
             raise ValueError(f"seq_dim must be 2 ([B, H, S, D]) or 1 ([B, S, H, D]), got {seq_dim}")
-        self.mesh_axis = mesh_axis
         self.seq_dim = seq_dim
-        self.strategy = Ring() if strategy is None else strategy
-        self.layout = layout
-        self.mask = Full() if mask is None else mask
-        self.kernel = kernel
         self.use_local_output = use_local_output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        axis = take_axis(device_mesh, self.mesh_axis, self, module)
+        axis, binding = self.bind(module, device_mesh)
         if any(
             isinstance(getattr(hook, "__self__", None), ContextParallelState)
             for hook in module._forward_pre_hooks.values()
@@ -92,15 +67,11 @@ class AttentionContextParallel(ParallelStyle):
             raise ValueError(
                 f"{type(module).__name__} is context parallel already: apply AttentionContextParallel to a module once"
             )
-        ContextParallelState(self, module, axis).register()
+        ContextParallelState(self, module, axis, binding).register()
         return module
 
     def __repr__(self) -> str:
-        layout = getattr(self.layout, "__name__", repr(self.layout))
-        return (
-            f"{type(self).__name__}(mesh_axis={self.mesh_axis!r}, seq_dim={self.seq_dim}, strategy={self.strategy}, "
-            f"layout={layout}, mask={self.mask}, use_local_output={self.use_local_output})"
-        )
+        return f"{super().__repr__()[:-1]}, seq_dim={self.seq_dim}, use_local_output={self.use_local_output})"
 
 
 class Phase(enum.Enum):
@@ -115,21 +86,12 @@ class Phase(enum.Enum):
 class ContextParallelState:
     """What one module's attention is bound to, and the hooks that make it so."""
 
-    def __init__(self, style: AttentionContextParallel, module: nn.Module, axis: DeviceMesh) -> None:
+    def __init__(self, style: AttentionContextParallel, module: nn.Module, axis: DeviceMesh, binding: Binding) -> None:
         self.style = style
         self.module = module
         self.axis = axis
         self.phase = Phase.IDLE
-        name = (axis.mesh_dim_names or (style.mesh_axis,))[0]
-        self.binding = Binding(
-            f"{type(module).__name__} (AttentionContextParallel over mesh axis {name!r})",
-            name,
-            axis.get_group(),
-            style.strategy,
-            head_tail if style.layout is None else style.layout,
-            style.mask,
-            style.kernel,
-        )
+        self.binding = self._unscoped = binding
         self._scoped = ScopedBinding(self.binding, style.layout)
         self.mesh: DeviceMesh | None = None
         self._signature = inspect.signature(module.forward)
@@ -153,7 +115,7 @@ class ContextParallelState:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallelState:
         # A copied module brings its hooks, and with them its state: the copy shares the mesh and is bound for itself.
-        return ContextParallelState(self.style, copy.deepcopy(self.module, memo), self.axis)
+        return ContextParallelState(self.style, copy.deepcopy(self.module, memo), self.axis, self._unscoped)
 
     def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         install()

@@ -10,23 +10,17 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ParallelStyle
 from torch.overrides import TorchFunctionMode
 
 from cp_styles._compat import fast_path_attention
 from cp_styles.functional import attend
-from cp_styles.kernels import Kernel
-from cp_styles.layout import Balancer, SequenceLayout, head_tail
-from cp_styles.mask import Full, Mask
 from cp_styles.scope import ScopedBinding
-from cp_styles.state import Binding
-from cp_styles.strategies import Ring, Strategy
-from cp_styles.styles.axis import take_axis
+from cp_styles.styles.context import ContextParallelStyle
 
 _STATE = "_context_parallel_calls"
 
 
-class ModuleContextParallel(ParallelStyle):
+class ModuleContextParallel(ContextParallelStyle):
     """Context parallelism at the call: every scaled_dot_product_attention under the module attends to all ranks' keys.
 
     For attention modules that do their own projections, and for whole models whose code cannot be changed. Everything
@@ -37,47 +31,21 @@ class ModuleContextParallel(ParallelStyle):
     What depends on positions is the caller's: give the model the layout's (``layout.positions(rank)``).
 
     Args:
-        mesh_axis, strategy, layout, mask, kernel: as for AttentionContextParallel.
+        mesh_axis, strategy, layout, mask, kernel: see :class:`~cp_styles.styles.context.ContextParallelStyle`.
 
     Raises (at the call, on every rank): NotImplementedError for dropout and masks in the call, for attention by other
     functions (nn.MultiheadAttention), for an attention under no_grad inside a forward that was entered with gradients
     (a function under reentrant checkpointing, whose recomputation would be local), and when no attention was reached.
     """
 
-    def __init__(
-        self,
-        *,
-        mesh_axis: str = "cp",
-        strategy: Strategy | None = None,
-        layout: SequenceLayout | Balancer | None = None,
-        mask: Mask | None = None,
-        kernel: Kernel | None = None,
-    ) -> None:
-        super().__init__()
-        self.mesh_axis = mesh_axis
-        self.strategy = Ring() if strategy is None else strategy
-        self.layout = layout
-        self.mask = Full() if mask is None else mask
-        self.kernel = kernel
-
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        axis = take_axis(device_mesh, self.mesh_axis, self, module)
         taken = [name or "itself" for name, child in module.named_modules() if hasattr(child, _STATE)]
         if taken:
             raise ValueError(
                 f"{type(module).__name__} has context-parallel modules already ({', '.join(taken[:3])}): apply one "
                 "ModuleContextParallel to a module"
             )
-        name = (axis.mesh_dim_names or (self.mesh_axis,))[0]
-        binding = Binding(
-            f"{type(module).__name__} (ModuleContextParallel over mesh axis {name!r})",
-            name,
-            axis.get_group(),
-            self.strategy,
-            head_tail if self.layout is None else self.layout,
-            self.mask,
-            self.kernel,
-        )
+        _, binding = self.bind(module, device_mesh)
         calls = _Calls(ScopedBinding(binding, self.layout), binding.name)
         for child in module.modules():
             # torch's own leaves call no attention, and there are many of them.

@@ -1,14 +1,16 @@
 """Ours against the ideal, side by side in one run: python tests/benchmarks/attention.py [--seq-len 2048 --ranks 2 ...].
 
 The ideal: every rank runs its share of the heads over the whole sequence, alone; nothing is sent. Ours runs through the
-DTensor door (a module under AttentionContextParallel), forward and backward, in rounds interleaved with the ideal's, one
-process a rank with one thread each.
+DTensor door (a module under AttentionContextParallel), forward and backward, in rounds interleaved with the ideal's,
+one process a rank with one thread each.
 
     wall      median over rounds of the paired ratio ours / ideal; a round ends when its slowest rank does
     CPU       the same of the CPU time of all ranks
-    overhead  (CPU time of all ranks - that inside attention kernels) / that inside attention kernels, of our own run: all
+    overhead  (CPU time of all ranks - that inside attention kernels) / that inside attention kernels, of our own run:
+    all
               that is not attention, communication included, and nearly immune to a busy machine
-    wire, kept  bytes sent by all ranks, and bytes alive on rank 0 after the forward beyond its inputs and output, in units
+    wire, kept  bytes sent by all ranks, and bytes alive on rank 0 after the forward beyond its inputs and output, in
+    units
               of u, one rank's query shard
 """
 
@@ -31,8 +33,9 @@ from cp_styles import AllGather, AttentionContextParallel, Kernel, Ring, Strateg
 from cp_styles.kernels import CPU_FLASH
 from cp_styles.testing import CommunicationTrace
 
-# 2 ranks x 1 thread, gloo, B=1, H=8, D=64, causal, float32, forward + backward, torch 2.13: (wall, overhead) at S = 2048.
-# Measured with this method on another machine of the kind, through thin adapters onto torch's CPU flash op, no DTensor.
+# 2 ranks x 1 thread, gloo, B=1, H=8, D=64, causal, float32, forward + backward, torch 2.13: (wall, overhead) at S =
+# 2048. Measured with this method on another machine of the kind, through thin adapters onto torch's CPU flash op, no
+# DTensor.
 PEERS = {
     "torch ring, all-gather": (1.41, 28.9, "16 u"),
     "torch ring, all-to-all": (1.35, 23.3, "16 u"),
