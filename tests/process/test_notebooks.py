@@ -1,0 +1,162 @@
+"""The notebooks as a user runs them: every cell in a kernel, and their programs under torchrun too."""
+
+from __future__ import annotations
+
+import base64
+import io
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cp_styles import head_tail
+from cp_styles.testing import run_ranks
+
+nbformat = pytest.importorskip("nbformat", reason="notebooks need pip install -e '.[notebook]'")
+nbclient = pytest.importorskip("nbclient", reason="notebooks need pip install -e '.[notebook]'")
+pytest.importorskip("ipykernel", reason="notebooks need pip install -e '.[notebook]'")
+
+ROOT = Path(__file__).parents[2]
+TUTORIALS = ROOT / "tutorials"
+NOTEBOOKS = sorted(TUTORIALS.glob("*.ipynb"))
+
+pytestmark = pytest.mark.process
+
+
+def code_cells(notebook):
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def environment() -> dict[str, str]:
+    path = os.pathsep.join([str(ROOT), str(TUTORIALS), os.environ.get("PYTHONPATH", "")])
+    return {name: value for name, value in os.environ.items() if name != "MPLBACKEND"} | {"PYTHONPATH": path}
+
+
+@pytest.fixture(scope="module", params=NOTEBOOKS, ids=lambda path: path.stem)
+def executed(request, tmp_path_factory):
+    """A notebook with its outputs, and the folder in which it ran; any cell that raises is an error here."""
+    folder = tmp_path_factory.mktemp(request.param.stem)
+    notebook = nbformat.read(request.param, as_version=4)
+    with pytest.MonkeyPatch.context() as patch:  # nothing of this goes to the user's home
+        for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "MPLCONFIGDIR"):
+            patch.setenv(name, str(tmp_path_factory.mktemp(name)))
+        client = nbclient.NotebookClient(
+            notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
+        )
+        client.execute(env=environment())
+    return notebook, folder
+
+
+def printed(notebook) -> str:
+    return "".join(
+        output.text
+        for cell in code_cells(notebook)
+        for output in cell.outputs
+        if output.output_type == "stream" and output.name == "stdout"
+    )
+
+
+def test_there_are_notebooks():
+    assert [path.name for path in NOTEBOOKS][:1] == ["01_attention_context_parallel.ipynb"]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_what_is_committed_is_clean(path):
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    assert notebook.metadata.kernelspec.name == "python3"
+    assert path.read_text().isascii()
+    for cell in code_cells(notebook):
+        assert cell.outputs == []
+        assert cell.execution_count is None
+
+
+def test_every_picture_was_drawn(executed):
+    import matplotlib.image
+
+    notebook, _ = executed
+    cells = [cell for cell in code_cells(notebook) if "plt." in cell.source]
+    assert cells
+    for cell in cells:
+        pictures = [output.data["image/png"] for output in cell.outputs if "image/png" in output.get("data", {})]
+        assert len(pictures) == cell.source.count("plt.show()") > 0
+        for picture in pictures:
+            pixels = matplotlib.image.imread(io.BytesIO(base64.b64decode(picture)))[..., :3]
+            # Axes without content are grey and black on white; content has colours, and several of them.
+            coloured = pixels[pixels.max(-1) - pixels.min(-1) > 0.2]
+            assert len({tuple(pixel) for pixel in coloured.tolist()}) > 2
+
+
+def test_no_cell_complains(executed):
+    notebook, _ = executed
+    for cell in code_cells(notebook):
+        for output in cell.outputs:
+            assert output.output_type != "error"
+            assert output.get("name") != "stderr", output.text
+
+
+@pytest.fixture(scope="module")
+def attention(executed):
+    notebook, folder = executed
+    if not (folder / "attention_example.py").exists():
+        pytest.skip("another notebook's")
+    return notebook, folder / "attention_example.py"
+
+
+def torchrun(script: Path, ranks: int) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return subprocess.run([*command, script], env=environment(), capture_output=True, text=True, timeout=240)
+
+
+def test_the_attention_notebook_says_what_it_computed(attention):
+    text = printed(attention[0])
+    assert "the same training, up to the order in which numbers are added" in text
+    assert "process 0 of 2: " in text
+    assert "process 1 of 2: " in text
+    for what in ("dropout", "another layout", "rank 1 in float32"):
+        assert f"{what}: an error on 4 of 4 ranks" in text
+
+
+def test_its_program_is_the_same_under_torchrun(attention):
+    done = torchrun(attention[1], 2)
+    assert done.returncode == 0, done.stderr
+    lines = sorted(done.stdout.splitlines())
+    assert [line.split(":")[0] for line in lines] == ["process 0 of 2", "process 1 of 2"]
+    # The loss is the notebook's, and every process has it.
+    losses = {line.split("loss ")[1].split(",")[0] for line in lines}
+    assert len(losses) == 1
+    assert losses.pop() in printed(attention[0])
+
+
+MISTAKES = {
+    "gradients unsummed": ("sum_gradients(model, mesh)", "None"),
+    "positions from 0": ("layout.positions(rank)", "torch.arange(layout.lengths[rank])"),
+    "cut with another layout": ("layout = balancer(LENGTH, ranks)", "layout = contiguous(LENGTH, ranks)"),
+}
+
+
+def with_mistake(script: Path, name: str, folder: Path) -> Path:
+    source, (right, wrong) = script.read_text(), MISTAKES[name]
+    assert source.count(right) == 1
+    changed = folder / script.name
+    changed.write_text(
+        source.replace(right, wrong).replace("    global_loss,\n", "    contiguous,\n    global_loss,\n")
+    )
+    return changed
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_its_comparison_sees_a_mistake(attention, tmp_path, name):
+    program = runpy.run_path(str(with_mistake(attention[1], name, tmp_path)))
+    expected, layout = program["alone"](), head_tail(program["LENGTH"], 2)
+    for rank, found in enumerate(run_ranks(program["main"], 2)):
+        assert max(program["errors"](found, expected, layout, rank).values()) > 1e-3
+
+
+def test_under_torchrun_a_mistake_is_an_exit_code(attention, tmp_path):
+    done = torchrun(with_mistake(attention[1], "gradients unsummed", tmp_path), 2)
+    assert done.returncode != 0
+    assert "largest relative error" in done.stdout, done.stderr
