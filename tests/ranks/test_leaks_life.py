@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.autograd.graph import save_on_cpu
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.experimental._context_parallel import _attention as torch_cp
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils.checkpoint import checkpoint
@@ -20,7 +20,7 @@ from cp_styles.layout import head_tail
 from cp_styles.strategies import AllGather, Ring
 from tests.oracle import error, randn
 from tests.ranks.attention_case import EXACT, Core, Projected, parallel
-from tests.ranks.leak_scene import Scene, attention_of, scenario
+from tests.ranks.leak_scene import Oops, Scene, attention_of, raising, scenario
 
 # -- checkpointing and saved tensors --
 
@@ -173,11 +173,40 @@ def test_with_torch_context_parallel(s: Scene) -> None:
 
     before, before_too = forward(0), forward(1)
     s.once(torch_cp._enable_context_parallel_dispatcher)
-    during = forward(2)
     backward(0, before)
+    during = forward(2)
     s.run(probe)
     s.once(torch_cp._enable_context_parallel_dispatcher)  # two enables and one disable leave torch's on
     s.once(torch_cp._disable_context_parallel_dispatcher)
     backward(1, before_too)
     backward(2, during)
     s.run(probe)
+
+
+@scenario
+def test_with_handlers_of_others(s: Scene) -> None:
+    """Somebody puts a table of their own in place of DTensor's, with handlers for the same ops: ours go on for our
+    modules, theirs for everybody else; and back again.
+    """
+    probe, dispatcher = s.probe(), DTensor._op_dispatcher
+    sets = [s.leaves() for _ in range(3)]
+    outs = [probe(*leaves) for leaves, _ in sets]
+    theirs: dict = {op: raising(Oops()) for op in dispatcher._custom_op_handlers}
+    original = dispatcher._custom_op_handlers
+
+    def backward(index: int) -> None:
+        leaves, cotangent = sets[index]
+        s.check([outs[index], *torch.autograd.grad(outs[index], leaves, cotangent)])
+
+    s.once(lambda: setattr(dispatcher, "_custom_op_handlers", theirs))
+    backward(0)
+    s.run(probe)
+    s.outside_plain()
+    with pytest.raises(Oops):
+        s.outside()
+    s.once(lambda: setattr(dispatcher, "_custom_op_handlers", {}))
+    backward(1)
+    s.run(probe)
+    s.outside()
+    s.once(lambda: setattr(dispatcher, "_custom_op_handlers", original))
+    backward(2)

@@ -76,13 +76,14 @@ def test_per_document_head_tail_cuts_every_document(documents: list[int], ranks:
 
 def test_head_tail_is_a_head_and_its_tail():
     assert head_tail(16, 2).chunks == (((0, 4), (12, 16)), ((4, 12),))
+    # The remainder goes to heads first, then to tails.
     assert_expected_inline(
-        head_tail(19, 3).describe(),
+        head_tail(22, 3).describe(),
         """\
-19 positions on 3 ranks
-  rank 0:      7 in 2 chunks [0, 4) [16, 19)
-  rank 1:      6 in 2 chunks [4, 7) [13, 16)
-  rank 2:      6 in 1 chunks [7, 13)""",
+22 positions on 3 ranks
+  rank 0:      8 in 2 chunks [0, 4) [18, 22)
+  rank 1:      7 in 2 chunks [4, 8) [15, 18)
+  rank 2:      7 in 1 chunks [8, 15)""",
     )
 
 
