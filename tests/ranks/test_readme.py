@@ -1,35 +1,238 @@
-"""What README.md shows runs, and does what it says."""
+"""What README.md shows runs, and does what it says; what it says of a feature is shown by the test it names."""
 
+import copy
 import re
 from pathlib import Path
 
-from torch.nn.functional import scaled_dot_product_attention
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 
-from cp_styles import head_tail
+from cp_styles import (
+    AttentionContextParallel,
+    Documents,
+    Ring,
+    SequenceScope,
+    Ulysses,
+    head_tail,
+    next_token_labels,
+    per_document_head_tail,
+)
 from cp_styles.testing import run_ranks
+from tests.oracle import allowed, dense_attention, document_of, error
+from tests.ranks.attention_case import EXACT, Core, Problem, cp_mesh, run_attention
+from tutorials.llama import Llama, LlamaConfig, parallel_plan
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+DOCUMENTS = (300, 10, 690)
+
+
+def example(name: str) -> str:
+    return re.search(rf"<!-- {name} -->\n```python\n(.*?)```", README, re.DOTALL)[1]
+
+
+def run_example(*names: str, wanted: str) -> list[torch.Tensor]:
+    """What the variables in ``wanted`` and their gradients are, whole, after these examples, one after the other."""
+
+    def on(rank):
+        scope = {}
+        for name in names:
+            exec(example(name), scope)
+        leaves = [scope[name] for name in wanted.split()]
+        return scope["mesh"].size(), [x.detach() for x in leaves], [x.grad for x in leaves if x.is_leaf]
+
+    (ranks, *first), (_, *second) = run_ranks(on, 2)
+    assert ranks == 2
+    layout = (
+        per_document_head_tail(1000, 2, documents=DOCUMENTS) if names[-1].endswith("packed") else head_tail(1000, 2)
+    )
+    return [
+        layout.unshard(parts, 2) if parts[0].ndim == 4 else sum(parts)
+        for mine, others in zip(first, second, strict=True)
+        for parts in zip(mine, others, strict=True)
+    ]
+
+
+def check(found: list[torch.Tensor], attend) -> None:
+    """``found``: inputs, output, gradients. float32: a few 1e-7 from the order of summation; a row of a wrong mask
+    would be off by its own size."""
+    inputs = [x.double().requires_grad_() for x in found[: (len(found) - 1) // 2]]
+    expected = attend(*inputs)
+    expected.sum().backward()
+    for mine, wanted in zip(found[len(inputs) :], [expected, *(x.grad for x in inputs)], strict=True):
+        assert error(mine, wanted) < 1e-5
+
+
+CAUSAL = torch.ones(1000, 1000, dtype=torch.bool).tril()
 
 
 def test_the_example_is_the_attention_of_all_tokens():
-    source = re.search(r"<!-- example -->\n```python\n(.*?)```", README, re.DOTALL)[1]
+    found = run_example("example", wanted="q k v out")
+    check(found, lambda q, k, v: dense_attention(q, k, v, CAUSAL))
 
-    def example(rank):
-        names = {}
-        exec(source, names)
-        return [names[name].detach() for name in ["q", "k", "v", "out"]] + [names[name].grad for name in "qkv"]
 
-    layout = head_tail(1000, 2)
-    q, k, v, out, *grads = (layout.unshard(parts, 2) for parts in zip(*run_ranks(example, 2), strict=True))
-    inputs = [x.requires_grad_() for x in (q, k, v)]
-    expected = scaled_dot_product_attention(*inputs, is_causal=True)
+def test_packed_documents_in_a_window_layer():
+    found = run_example("example", "example: packed", wanted="q k v out")
+    document, positions = torch.tensor([document_of(DOCUMENTS)(p) for p in range(1000)]), torch.arange(1000)
+    near = positions[:, None] - positions[None, :] < 100
+    mask = CAUSAL & near & (document[:, None] == document[None, :])
+    check(found, lambda q, k, v: dense_attention(q, k, v, mask))
+
+
+def test_sinks():
+    """A key of its own with value 0; the sum of the ranks' shares is the gradient of its logit."""
+
+    def on(rank):
+        scope = {}
+        exec(example("example"), scope)
+        for leaf in (scope["q"], scope["k"], scope["v"]):
+            leaf.grad = None
+        exec(example("example: sinks"), scope)
+        scope["out"].sum().backward()
+        q, k, v, sink = (scope[name] for name in ("q", "k", "v", "sink"))
+        return [x.detach() for x in (q, k, v, scope["out"])], [q.grad, k.grad, v.grad], sink.grad
+
+    (first, first_grads, one), (second, second_grads, other) = run_ranks(on, 2)
+    parts = zip(first + first_grads, second + second_grads, strict=True)
+    q, k, v, out, *grads = (head_tail(1000, 2).unshard(both, 2) for both in parts)
+    inputs = [x.double().requires_grad_() for x in (q, k, v)]
+    sink = torch.zeros(8, dtype=torch.float64, requires_grad=True)
+    more = [torch.cat((torch.zeros_like(x[:, :, :1]), x), 2) for x in inputs[1:]]
+    bias = torch.cat((sink[:, None, None].expand(8, 1000, 1), torch.zeros(8, 1000, 1000)), 2)
+    mask = torch.cat((torch.ones(1000, 1, dtype=torch.bool), CAUSAL), 1)
+    expected = dense_attention(inputs[0], *more, mask, bias=bias)
     expected.sum().backward()
-    # float32: a few 1e-7 from the order of summation; a row of a wrong mask would be off by its own size.
-    for found, wanted in zip([out, *grads], [expected.detach(), *(x.grad for x in inputs)], strict=True):
-        assert (found - wanted).norm() / wanted.norm() < 1e-5
+    for found, wanted in zip([out, *grads, one + other], [expected, *(x.grad for x in [*inputs, sink])], strict=True):
+        assert error(found, wanted) < 1e-5
+
+
+def test_ulysses_by_hand():
+    found = run_example("example", "example: collectives", wanted="q k v out")[:4]
+    assert error(found[3], dense_attention(*(x.double() for x in found[:3]), CAUSAL)) < 1e-5
+
+
+def small_llama() -> tuple[Llama, torch.Tensor]:
+    """Drawn before there are threads, which would share the generator."""
+    torch.manual_seed(0)
+    config = LlamaConfig(vocabulary=11, width=16, layers=2, heads=4, kv_heads=2, hidden=24)
+    return Llama(config).double(), torch.randint(0, 11, (2, 29))
+
+
+def one_process(model: Llama, tokens: torch.Tensor) -> list[torch.Tensor]:
+    logits = model(tokens, torch.arange(29))
+    loss = cross_entropy(logits.flatten(0, 1), next_token_labels(tokens).flatten())
+    return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
+
+
+def test_a_model_whose_code_stays_as_it_is():
+    model, tokens = small_llama()
+    expected = one_process(model, tokens)
+
+    def on(rank):
+        names = {"torch": torch, "model": copy.deepcopy(model), "tokens": tokens, "head_tail": head_tail}
+        names |= {"mesh": cp_mesh(3), "parallelize_module": parallelize_module}
+        exec(example("example: module"), names)
+        found = [names["loss"].detach(), *(parameter.grad for parameter in names["model"].parameters())]
+        return max(error(*pair) for pair in zip(found, expected, strict=True))
+
+    assert max(run_ranks(on, 3)) < EXACT
+
+
+def test_a_scope_under_checkpointing():
+    """As the README says to do it, with another batch's scope open during the backward."""
+    documents = Documents((5, 1, 7))
+    document = document_of(documents.lengths)
+    mask = allowed(lambda p, j: document(p) == document(j) and j <= p, 13, 13)
+    problem = Problem(length=13, mask=mask)
+    layout = per_document_head_tail(13, 2, documents=documents.lengths)
+
+    def on(rank):
+        core = parallelize_module(Core(), cp_mesh(2), AttentionContextParallel())
+        scope, other = SequenceScope(layout, mask=documents), SequenceScope(head_tail(13, 2))
+        leaves, cotangent = problem.shard(layout, rank, 2)
+        with scope:
+            out = checkpoint(core, *leaves, use_reentrant=False, context_fn=scope.for_checkpoint)
+        with other:
+            out.backward(cotangent)
+        return max(problem.errors([out.detach(), *(leaf.grad for leaf in leaves)], layout, rank, 2))
+
+    assert max(run_ranks(on, 2)) < EXACT
+
+
+def test_dtensors_on_the_axis():
+    problem = Problem(length=12)
+
+    def on(rank):
+        mesh = cp_mesh(3)
+        core = parallelize_module(Core(), mesh, AttentionContextParallel())
+
+        def attend(*local):
+            return core(*(DTensor.from_local(x, mesh, [Shard(2)]) for x in local))
+
+        return max(run_attention(attend, problem, rank, 3))
+
+    assert max(run_ranks(on, 3)) < EXACT
+
+
+@pytest.mark.parametrize("size", ["mesh axes", 2])
+def test_a_hybrid_of_two_mesh_axes_or_one(size):
+    problem = Problem(length=13, kv_heads=2)
+
+    def on(rank):
+        if size == 2:
+            mesh, style = cp_mesh(4), AttentionContextParallel(strategy=Ulysses(inner=Ring(), size=2))
+        else:
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+            style = AttentionContextParallel(mesh_axis=("outer", "inner"), strategy=Ulysses(inner=Ring()))
+        return max(run_attention(parallelize_module(Core(), mesh, style), problem, rank, 4))
+
+    assert max(run_ranks(on, 4)) < EXACT
+
+
+def test_the_plan_is_that_of_the_tutorial():
+    shown = dict(re.findall(r'^    "(\S+)": (.+),$', README, re.MULTILINE))
+    plan = parallel_plan(AttentionContextParallel())
+    assert len(shown) == 6
+    assert {name: type(style).__name__ for name, style in plan.items() if name in shown} == {
+        name: text.split("(")[0] for name, text in shown.items()
+    }
 
 
 def test_the_two_commands_are_there_for_ci_to_take():
     commands = dict(re.findall(r"<!-- command: (.*?) -->\n```bash\n(.*?)\n```", README))
     assert commands["main job"].endswith("torchrun --nproc-per-node 4 tutorials/train_llama.py")
     assert commands["tests"].endswith("pytest")
+
+
+def test_every_example_is_run_here():
+    marked = set(re.findall(r"<!-- (example.*?) -->\n```python", README))
+    assert marked == {"example"} | {f"example: {name}" for name in ("packed", "module", "sinks", "collectives")}
+    assert README.count("```python") == len(marked) + 1  # and the plan, which is the tutorial's
+
+
+def test_what_is_said_of_features_names_its_test():
+    """No row without a test that is there, but what is said not to be."""
+    section = README.split("## What is supported")[1].split("\n## ")[0]
+    rows = [row for row in re.findall(r"^\| (.*?) \| (.*?) \|(.*)\|$", section, re.MULTILINE) if row[1].strip()]
+    assert len(rows) > 40
+    for feature, state, shown in rows:
+        named = re.findall(r"`([\w./]+?)(?:::(\w+))?`", shown)
+        if feature == "feature" or re.match("not ", state):
+            continue
+        assert named, f"{feature}: {state}, shown by nothing"
+        for path, test in named:
+            text = (ROOT / path).read_text()
+            assert not test or f"def {test}(" in text, f"{feature}: {path} has no {test}"
+
+
+def test_links_and_files_exist():
+    text = README + (ROOT / "CONTRIBUTING.md").read_text()
+    paths = re.findall(r"\]\(([^)#:]+)(?:#[\w-]+)?\)", text) + re.findall(
+        r"`((?:cp_styles|tests|tutorials)/[\w/.]+)", text
+    )
+    assert [path for path in paths if not (ROOT / path).exists()] == []
