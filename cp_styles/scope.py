@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 from dataclasses import replace
+from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -53,16 +55,15 @@ class SequenceScope:
         self.layout = layout
         self.mask = mask
         self.mesh_axis = mesh_axis
-        self._tokens: list[Token[Any]] = []
         # One bound mesh a configuration: the modules of a model mostly share one.
         self._meshes: dict[Binding, DeviceMesh] = {}
 
     def __enter__(self) -> SequenceScope:
-        self._tokens.append(_open.set((*_open.get(), (self, current_graph_task()))))
+        _open.set((*_open.get(), (self, current_graph_task())))
         return self
 
     def __exit__(self, *exception: object) -> None:
-        _open.reset(self._tokens.pop())
+        _open.set(_open.get()[:-1])  # and no token kept in self, which several threads may have open
 
     def for_checkpoint(self) -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
         """The ``context_fn`` of torch.utils.checkpoint: nothing more in the forward, this scope in the "
@@ -75,6 +76,14 @@ class SequenceScope:
 
 # The open scopes and the backward each was opened in (None outside of any), innermost last.
 _open: ContextVar[tuple[tuple[SequenceScope, int | None], ...]] = ContextVar("sequence_scopes", default=())
+
+# The bound meshes of scopes that somebody still uses, a graph perhaps: a recomputation that makes its scope anew must
+# find the mesh of its forward, for the gradients that arrive are on that one.
+_alive: WeakValueDictionary[Binding, DeviceMesh] = WeakValueDictionary()
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 class ScopedBinding:
@@ -92,7 +101,8 @@ class ScopedBinding:
         binding, scope = self._now()
         if scope is not None:
             if binding not in scope._meshes:
-                scope._meshes[binding] = bound_mesh(binding, device_type)
+                mesh = _alive.get(binding)
+                scope._meshes[binding] = _alive[binding] = mesh or bound_mesh(binding, device_type)
             return scope._meshes[binding]
         if self._mesh is None:
             self._mesh = bound_mesh(binding, device_type)
@@ -108,6 +118,13 @@ class ScopedBinding:
         return self._now()[0]
 
     def _now(self) -> tuple[Binding, SequenceScope | None]:
+        try:
+            return self._resolve()
+        except (ValueError, RuntimeError) as error:
+            self._binding.agree(partial(_raise, error), (), 0)  # so that no rank waits for this one
+            raise
+
+    def _resolve(self) -> tuple[Binding, SequenceScope | None]:
         name, axis = self._binding.name, self._binding.axis
         scope, opened_in = next(
             ((scope, task) for scope, task in reversed(_open.get()) if scope.mesh_axis == axis), (None, None)

@@ -145,14 +145,14 @@ class Binding:
         :func:`~cp_styles.comm.gather_numbers`) makes one rank's problem every rank's error, instead of a hang.
 
         Args:
-            refuse: raises ValueError, TypeError or NotImplementedError on bad local input.
+            refuse: raises ValueError, TypeError or RuntimeError (NotImplementedError is one) on bad local input.
             tensors: local query, key and value, 4-D once ``refuse`` has returned.
             seq_dim: their sequence dim, of any sign.
         """
         problem: Exception | None = None
         try:
             refuse()
-        except (ValueError, TypeError, NotImplementedError) as error:
+        except (ValueError, TypeError, RuntimeError) as error:
             problem = error
         numbers = [0] * 6
         if problem is None:

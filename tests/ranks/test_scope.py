@@ -1,0 +1,355 @@
+"""SequenceScope: a batch's layout and mask reach every attention under it, and its backward, whatever is open then."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+import torch
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+from cp_styles.functional import context_attention
+from cp_styles.layout import SequenceLayout, by_work, contiguous, head_tail, per_document_head_tail, striped
+from cp_styles.mask import Causal, Dense, Documents, Full, SlidingWindow
+from cp_styles.scope import SequenceScope
+from cp_styles.strategies import AllGather, Ring, Ulysses
+from cp_styles.styles import AttentionContextParallel, ModuleContextParallel
+from cp_styles.testing import run_ranks
+from tests.oracle import allowed, dense_attention, document_of, error, expected_attention
+from tests.ranks.attention_case import EXACT, Core, Problem, cp_mesh
+from tests.ranks.leak_scene import RANKS, Even, Oops, Scene, refusals
+
+LENGTH = Even.problem.inputs[0].shape[2]
+DOORS = {"style": AttentionContextParallel, "module": ModuleContextParallel}
+
+
+def styled(door: str, mesh, *, causal: bool = True, **options) -> Core:
+    return parallelize_module(Core(causal=causal), mesh, DOORS[door](**options))
+
+
+class Batch:
+    """Packed documents with a layout of their own, and what causal attention makes of them."""
+
+    def __init__(self, seed: int, lengths: tuple[int, ...], balancer=None, *, window: int | None = None) -> None:
+        document, length = document_of(lengths), sum(lengths)
+        sees = allowed(
+            lambda p, j: document(p) == document(j) and j <= p and (window is None or j >= p - window), length, length
+        )
+        self.mask = Documents(lengths)
+        self.layout = (balancer or partial(per_document_head_tail, documents=lengths))(length, RANKS)
+        self.problem = Problem(length=length, kv_heads=2, mask=sees, seed=seed)
+
+    def scope(self) -> SequenceScope:
+        return SequenceScope(self.layout, mask=self.mask)
+
+    def leaves(self, rank: int):
+        return self.problem.shard(self.layout, rank, RANKS)
+
+    def check(self, rank: int, out, leaves) -> None:
+        errors = self.problem.errors([out.detach(), *(leaf.grad for leaf in leaves)], self.layout, rank, RANKS)
+        assert max(errors) < EXACT, errors
+
+
+# Lengths, documents and layouts all differ, and one is shorter than there are ranks.
+FIRST = Batch(1, (1, 9, 5))
+SECOND = Batch(2, (7, 1, 1, 12), partial(by_work, mask=Documents((7, 1, 1, 12))))
+SHORT = Batch(3, (2,), contiguous)
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("strategy", [Ring(), Ring(keep_kv=False), AllGather(), Ulysses()], ids=str)
+def test_backward_after_the_scope_has_ended(door: str, strategy):
+    def on(rank: int):
+        core = styled(door, cp_mesh(RANKS), strategy=strategy)
+        for batch in (FIRST, SECOND, SHORT, FIRST):  # a new batch every step
+            leaves, cotangent = batch.leaves(rank)
+            with batch.scope():
+                out = core(*leaves)
+            out.backward(cotangent)
+            batch.check(rank, out, leaves)
+
+    run_ranks(on, RANKS)
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_two_micro_batches_alive(door: str):
+    def on(rank: int):
+        core = styled(door, cp_mesh(RANKS), strategy=Ring(keep_kv=False))
+        for order in ((0, 1), (1, 0)):
+            batches, sets, outs = (FIRST, SECOND), [], []
+            for batch in batches:
+                sets.append(batch.leaves(rank))
+                with batch.scope():
+                    outs.append(core(*sets[-1][0]))
+            for index in order:
+                outs[index].backward(sets[index][1])
+                batches[index].check(rank, outs[index], sets[index][0])
+
+    run_ranks(on, RANKS)
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_another_scope_is_open_in_the_backward(door: str):
+    def on(rank: int):
+        core = styled(door, cp_mesh(RANKS))
+        leaves, cotangent = FIRST.leaves(rank)
+        with FIRST.scope():
+            out = core(*leaves)
+        with SECOND.scope():
+            out.backward(cotangent)
+            FIRST.check(rank, out, leaves)
+            later, cotangent = SECOND.leaves(rank)
+            out = core(*later)
+        out.backward(cotangent)
+        SECOND.check(rank, out, later)
+
+    run_ranks(on, RANKS)
+
+
+# -- checkpoints --
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("other", [None, SECOND], ids=["none open", "another open"])
+def test_checkpoint_with_the_scope(door: str, other: Batch | None):
+    """The recomputation is the batch's: by for_checkpoint, or because the scope is opened inside."""
+
+    def on(rank: int):
+        core = styled(door, cp_mesh(RANKS))
+
+        def opened_inside(*qkv):
+            with FIRST.scope():
+                return core(*qkv)
+
+        for how in ("for_checkpoint", "inside", "inside, reentrant"):
+            leaves, cotangent = FIRST.leaves(rank)
+            if how == "for_checkpoint":
+                with (scope := FIRST.scope()):
+                    out = checkpoint(core, *leaves, use_reentrant=False, context_fn=scope.for_checkpoint)
+            else:
+                out = checkpoint(opened_inside, *leaves, use_reentrant=how.endswith("reentrant"))
+            with nullcontext() if other is None else other.scope():
+                out.backward(cotangent)
+            FIRST.check(rank, out, leaves)
+
+    run_ranks(on, RANKS)
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("other", [None, SECOND, FIRST], ids=["none open", "another open", "an equal one open"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_recomputation_without_its_scope_is_refused(door: str, other: Batch | None, reentrant: bool):
+    """On every rank, and the next batch is right; not even an equal scope is guessed to be the one."""
+
+    def on(rank: int):
+        core = styled(door, cp_mesh(RANKS))
+        leaves, cotangent = FIRST.leaves(rank)
+        with FIRST.scope():
+            out = checkpoint(core, *leaves, use_reentrant=reentrant)
+        around = nullcontext() if other is None else other.scope()
+        with around, pytest.raises(RuntimeError, match="which batch's SequenceScope it ran under is not known there"):
+            out.backward(cotangent)
+        leaves, cotangent = SECOND.leaves(rank)
+        with SECOND.scope():
+            out = core(*leaves)
+        out.backward(cotangent)
+        SECOND.check(rank, out, leaves)
+
+    run_ranks(on, RANKS, timeout_seconds=10.0)
+
+
+# -- what modules say themselves --
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_fixed_layout(door: str):
+    """The same is fine, as a layout or a balancer; another one is refused on every rank."""
+
+    def on(rank: int):
+        mesh = cp_mesh(RANKS)
+        batch = Batch(4, (6, 7), head_tail)
+        for layout in (head_tail, batch.layout):
+            leaves, cotangent = batch.leaves(rank)
+            with batch.scope():
+                out = styled(door, mesh, layout=layout)(*leaves)
+            out.backward(cotangent)
+            batch.check(rank, out, leaves)
+
+    run_ranks(on, RANKS)
+    for layout in (striped, contiguous(LENGTH, RANKS), contiguous(LENGTH - 1, RANKS)):
+
+        def act(s: Scene, layout=layout):
+            with SequenceScope(head_tail(LENGTH, RANKS)):
+                styled(door, s.mesh, layout=layout)(*s.leaves()[0])
+
+        assert "names a layout that is not the one of the SequenceScope around the call" in refusals(act)
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_ranks_in_different_scopes_are_refused_together(door: str):
+    """One forgot the scope, has other documents, or has one that its style refuses: nobody is left waiting."""
+    layout, documents = head_tail(LENGTH, RANKS), Documents((5, LENGTH - 5))
+
+    for odd in (None, SequenceScope(layout), SequenceScope(contiguous(LENGTH, RANKS), mask=documents)):
+
+        def act(s: Scene, odd=odd):
+            core = styled(door, s.mesh, layout=layout)
+            scope = SequenceScope(layout, mask=documents)
+            if s.rank == 1 and odd is None:
+                return core(*s.leaves()[0])
+            with odd if s.rank == 1 else scope:
+                return core(*s.leaves()[0])
+
+        refusals(act)
+
+
+def test_a_window_layer_next_to_a_full_one_under_one_scope():
+    """Different masks, strategies and doors on one mesh, chained; each sees its own mask and the batch's documents."""
+    lengths = (4, 1, 10)
+    document, length = document_of(lengths), 15
+    plain = allowed(lambda p, j: document(p) == document(j), length, length)
+    windowed = allowed(lambda p, j: document(p) == document(j) and p - 2 <= j <= p, length, length)
+    causal = allowed(lambda p, j: document(p) == document(j) and j <= p, length, length)
+    problem = Problem(length=length, kv_heads=2, causal=False)
+
+    def whole(query, key, value):
+        return dense_attention(
+            dense_attention(dense_attention(query, key, value, windowed), key, value, plain), key, value, causal
+        )
+
+    leaves = [x.clone().requires_grad_() for x in problem.inputs]
+    out = whole(*leaves)
+    problem.expected = [out.detach(), *torch.autograd.grad(out, leaves, problem.cotangent)]
+    layout = per_document_head_tail(length, RANKS, documents=lengths)
+
+    def on(rank: int):
+        mesh = cp_mesh(RANKS)
+        window = styled("style", mesh, causal=False, mask=SlidingWindow(2, 0), strategy=AllGather())
+        full = styled("module", mesh, causal=False, strategy=Ring(keep_kv=False))
+        causal = styled("style", mesh, causal=True, strategy=Ulysses())
+        (query, key, value), cotangent = problem.shard(layout, rank, RANKS)
+        with SequenceScope(layout, mask=Documents(lengths)):
+            out = causal(full(window(query, key, value), key, value), key, value)
+        out.backward(cotangent)
+        return max(problem.errors([out.detach(), query.grad, key.grad, value.grad], layout, rank, RANKS))
+
+    assert max(run_ranks(on, RANKS)) < EXACT
+
+
+def test_a_dense_mask_of_the_batch():
+    """Per batch row and head, as left-padded batches have them; with the module's own causal mask."""
+    length, keep = 13, torch.tensor([13, 9])
+    padded = torch.arange(length)[None, :] >= (length - keep)[:, None]
+    problem = Problem(length=length, kv_heads=2, causal=True)
+    dense = padded[:, None, None, :]
+    both = dense & torch.ones(length, length, dtype=torch.bool).tril()
+    problem.expected = expected_attention(problem.inputs, problem.cotangent, both)
+    layout = head_tail(length, RANKS)
+
+    def on(rank: int):
+        core = styled("style", cp_mesh(RANKS))
+        leaves, cotangent = problem.shard(layout, rank, RANKS)
+        with SequenceScope(layout, mask=Dense(dense)):
+            out = core(*leaves)
+        out.backward(cotangent)
+        return max(problem.errors([out.detach(), *(x.grad for x in leaves)], layout, rank, RANKS))
+
+    assert max(run_ranks(on, RANKS)) < EXACT
+
+
+# -- scopes among each other --
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_nested_scopes(door: str):
+    """The innermost of the module's axis; those of other axes do not concern it; what ended is gone."""
+
+    def on(rank: int):
+        core = styled(door, cp_mesh(RANKS))
+
+        def run(batch: Batch) -> None:
+            leaves, cotangent = batch.leaves(rank)
+            out = core(*leaves)
+            out.backward(cotangent)
+            batch.check(rank, out, leaves)
+
+        outer, plain = FIRST.scope(), Batch(5, (13,), head_tail)
+        run(plain)
+        with outer:
+            run(FIRST)
+            with SECOND.scope(), SequenceScope(SHORT.layout, mesh_axis="other"):
+                run(SECOND)
+                with outer:  # the same object again, inside of itself
+                    run(FIRST)
+                run(SECOND)
+            run(FIRST)
+            for failure in (Oops, KeyboardInterrupt):
+                with pytest.raises(failure), SECOND.scope():
+                    raise failure
+            run(FIRST)
+        run(plain)  # without a scope: head_tail, and no documents
+
+    run_ranks(on, RANKS)
+
+
+def test_an_exception_in_a_forward_leaves_the_outer_scope():
+    def on(rank: int):
+        core = styled("module", cp_mesh(RANKS))
+        handle = core.register_forward_hook(lambda *_: (_ for _ in ()).throw(Oops()))
+        with FIRST.scope():
+            with pytest.raises(Oops), SECOND.scope():
+                core(*SECOND.leaves(rank)[0])
+            handle.remove()
+            leaves, cotangent = FIRST.leaves(rank)
+            out = core(*leaves)
+        out.backward(cotangent)
+        FIRST.check(rank, out, leaves)
+
+    run_ranks(on, RANKS)
+
+
+def test_the_function_is_given_everything_and_ignores_scopes():
+    def on(rank: int):
+        attend = partial(context_attention, group=cp_mesh(RANKS), layout=FIRST.layout, mask=FIRST.mask & Causal())
+        leaves, cotangent = FIRST.leaves(rank)
+        with SECOND.scope():
+            out = attend(*leaves)
+        out.backward(cotangent)
+        FIRST.check(rank, out, leaves)
+
+    run_ranks(on, RANKS)
+
+
+def test_scopes_without_gradients():
+    def on(rank: int):
+        core = styled("style", cp_mesh(RANKS))
+        wanted = FIRST.layout.shard(FIRST.problem.expected[0], 2, rank)
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode(), FIRST.scope():
+                assert error(core(*(x.detach() for x in FIRST.leaves(rank)[0])), wanted) < EXACT
+
+    run_ranks(on, RANKS)
+
+
+def test_what_makes_no_sense_is_refused():
+    layout = head_tail(12, RANKS)
+    with pytest.raises(TypeError, match="needs this batch's SequenceLayout"):
+        SequenceScope(head_tail)
+    with pytest.raises(TypeError, match="mask must be a Mask object"):
+        SequenceScope(layout, mask=(4, 8))
+    with pytest.raises(ValueError, match="the mask is for 13 positions, the layout cuts 12"):
+        SequenceScope(layout, mask=Documents((5, 8)))
+    for wrong, message in (
+        (SequenceScope(head_tail(LENGTH, 2)), "the layout cuts the sequence for 2 ranks, mesh axis 'cp' has 3"),
+        (SequenceScope(head_tail(LENGTH - 1, RANKS)), f"hold {LENGTH} together"),
+        (SequenceScope(SequenceLayout.from_chunks([[(0, LENGTH)], [], []]), mask=Full()), "gives them"),
+    ):
+        for door in DOORS:
+
+            def act(s: Scene, wrong=wrong, door=door):
+                with wrong:
+                    styled(door, s.mesh)(*s.leaves()[0])
+
+            assert message in refusals(act)
