@@ -79,7 +79,8 @@ class SequenceLayout:
     def shard(self, tensor: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
         """The part of a whole ``tensor`` that ``rank`` holds along ``dim``.
 
-        One chunk is a view; several are one copy. Differentiable; nothing is communicated.
+        One chunk is a view; several are one copy. Differentiable; nothing is communicated. The result remembers its
+        layout (see :func:`cut_with`), so that attending to it with another one is refused.
 
         Raises:
             ValueError: when ``tensor.shape[dim]`` is not :attr:`length`.
@@ -91,9 +92,9 @@ class SequenceLayout:
                 f"layout for {tensor.shape[dim]} positions"
             )
         parts = [tensor.narrow(dim, start, stop - start) for start, stop in self.chunks[rank]]
-        if len(parts) == 1:
-            return parts[0]
-        return torch.cat(parts, dim) if parts else tensor.narrow(dim, 0, 0)
+        part = parts[0] if len(parts) == 1 else torch.cat(parts, dim) if parts else tensor.narrow(dim, 0, 0)
+        part._cp_styles_layout = self  # pyright: ignore[reportAttributeAccessIssue]
+        return part
 
     def unshard(self, parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
         """The whole tensor from every rank's part (all of them in this process): the inverse of :meth:`shard`.
@@ -122,6 +123,12 @@ class SequenceLayout:
             shown = " ".join(f"[{start}, {stop})" for start, stop in own[:6]) + (" ..." if len(own) > 6 else "")
             lines.append(f"  rank {rank}: {self.lengths[rank]:>6} in {len(own)} chunks {shown}")
         return "\n".join(lines)
+
+
+def cut_with(tensor: torch.Tensor) -> SequenceLayout | None:
+    """The layout that :meth:`SequenceLayout.shard` cut this very tensor with; None once anything was computed from "
+    "it."""
+    return getattr(tensor, "_cp_styles_layout", None)
 
 
 Balancer: TypeAlias = Callable[[int, int], SequenceLayout]

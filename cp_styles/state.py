@@ -7,7 +7,7 @@ import re
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from cp_styles.comm import gather_numbers
 from cp_styles.kernels import SDPA_KERNELS, Kernel, ReferenceKernel
-from cp_styles.layout import Balancer, SequenceLayout, cached_layout
+from cp_styles.layout import Balancer, SequenceLayout, cached_layout, cut_with
 from cp_styles.mask import Causal, Full, Mask
 from cp_styles.strategies import Attention, Strategy
 
@@ -152,6 +152,7 @@ class Binding:
         problem: Exception | None = None
         try:
             refuse()
+            self._refuse_other_cut(tensors)
         except (ValueError, TypeError, RuntimeError) as error:
             problem = error
         numbers = [0] * 6
@@ -162,7 +163,7 @@ class Binding:
                 tensors[1].shape[seq_dim],
                 tensors[2].shape[seq_dim],
                 _fingerprint([*(_other_sizes(x, seq_dim) for x in tensors), *(x.dtype for x in tensors)]),
-                self._fingerprint(),
+                self._print,
             ]
         rows = gather_numbers(numbers, self.group)
         if problem is not None:
@@ -178,6 +179,17 @@ class Binding:
                     "the layout the attention uses (layout.shard), or give the attention the layout they were cut with"
                 )
         return sum(q_lengths), sum(kv_lengths)
+
+    def _refuse_other_cut(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Layouts mostly give equal lengths, so a wrong one shows in nothing but wrong results, and here."""
+        for tensor in tensors:
+            cut = cut_with(tensor)
+            if cut is not None and cut.ranks == self.group.size() and cut != self.layout_for(cut.length):
+                raise ValueError(
+                    f"{self.name}: an input of shape {tuple(tensor.shape)} was cut with another layout than the "
+                    f"attention uses ({_plain(self.layout)}); cut and attend with the same one: layout= of the style, "
+                    "or a SequenceScope around both"
+                )
 
     def _compare(self, rows: Sequence[tuple[int, ...]], tensors: Sequence[torch.Tensor], seq_dim: int) -> None:
         refused = [rank for rank, row in enumerate(rows) if not row[0]]
@@ -203,8 +215,8 @@ class Binding:
     def _text(self) -> str:
         return ", ".join(_plain(part) for part in (self.strategy, self.layout, self.mask, self.kernel))
 
-    @lru_cache(maxsize=256)  # noqa: B019 - bindings are few, immutable and live as long as their modules
-    def _fingerprint(self) -> int:
+    @cached_property
+    def _print(self) -> int:
         return _fingerprint([self._text()])
 
 
