@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from typing import Any
 
@@ -72,8 +73,8 @@ class _Calls(TorchFunctionMode):
         self._seen = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Calls:
-        copy = memo[id(self)] = _Calls(self._scoped, self._name)
-        return copy
+        made = memo[id(self)] = _Calls(self._scoped, self._name)
+        return made
 
     def __enter__(self) -> _Calls:
         self._grad_at_entry.append(torch.is_grad_enabled())
@@ -87,7 +88,7 @@ class _Calls(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return self._attend(*args, **kwargs)
-        if func in _OTHERS:
+        if func in _OTHERS or getattr(func, "__name__", None) in _OTHER_OPERATORS:
             raise NotImplementedError(
                 f"{self._name}: {func.__name__} is not one of the attention calls that run context parallel; use "
                 "scaled_dot_product_attention"
@@ -128,8 +129,8 @@ class _Calls(TorchFunctionMode):
             if self._grad_at_entry[-1] and not torch.is_grad_enabled():
                 raise NotImplementedError(
                     f"{self._name}: attention under no_grad inside a module that was entered with gradients. If this "
-                    "is reentrant checkpointing, its recomputation would not be context parallel: pass "
-                    "use_reentrant=False"
+                    "is reentrant checkpointing of a function, its recomputation would not be context parallel: "
+                    "checkpoint a module that makes the call, a layer for example"
                 )
 
         return attend(self._scoped.now(), (query, key, value), is_causal=is_causal, scale=scale, refuse=refuse)
@@ -147,6 +148,8 @@ class _Calls(TorchFunctionMode):
 
 # Attention that would otherwise run on the local part, silently.
 _OTHERS = {F.multi_head_attention_forward, *fast_path_attention()}
+# What flex_attention and varlen_attn, plain Python functions, come down to.
+_OTHER_OPERATORS = {"flex_attention", "_varlen_attn"}
 
 
 class _Entered:
@@ -155,6 +158,21 @@ class _Entered:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with getattr(self, _STATE):
             return super().forward(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # What copy.deepcopy does without it, by the way that is closed to pickle below.
+        inherited = getattr(super(), "__deepcopy__", None)
+        if inherited is not None:
+            return inherited(memo)
+        made = memo[id(self)] = type(self).__new__(type(self))
+        made.__setstate__(copy.deepcopy(self.__getstate__(), memo))  # pyright: ignore[reportAttributeAccessIssue]
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"{type(self).__name__} is context parallel (ModuleContextParallel), bound to the process groups of this "
+            "run, and cannot be pickled: save its state_dict(), load that into a new one and apply the style to it"
+        )
 
 
 _subclasses: dict[type, type] = {}

@@ -1,0 +1,341 @@
+"""ModuleContextParallel: models that call scaled_dot_product_attention somewhere inside, and what may go wrong."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from functools import cache, partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.functional import scaled_dot_product_attention as imported_by_name
+from torch.utils.checkpoint import CheckpointError, checkpoint
+
+from cp_styles.batch import sum_gradients
+from cp_styles.layout import SequenceLayout, contiguous, head_tail
+from cp_styles.mask import Full, SlidingWindow
+from cp_styles.scope import SequenceScope
+from cp_styles.strategies import AllGather, Ring, Ulysses
+from cp_styles.styles import ModuleContextParallel
+from cp_styles.testing import run_ranks
+from tests.oracle import dense_attention, error, randn
+from tests.ranks.attention_case import EXACT, cp_mesh
+from tests.ranks.leak_scene import RANKS, Oops, Scene, Stop, refusals
+
+WIDTH, HEADS, KV_HEADS, LENGTH = 12, 4, 2, 13
+
+
+def by_attribute(*args, **kwargs):
+    return F.scaled_dot_product_attention(*args, **kwargs)
+
+
+def by_oracle(query, key, value, *, is_causal, enable_gqa, window=None):
+    length = query.shape[2]
+    mask = torch.ones(length, length, dtype=torch.bool).tril()
+    return dense_attention(
+        query, key, value, mask if window is None else mask & mask.new_ones(mask.shape).triu(-window)
+    )
+
+
+class SelfAttention(nn.Module):
+    """As models have it: hidden states in and out, the projections its own. ``attend`` is how it got the function."""
+
+    def __init__(self, attend=imported_by_name) -> None:
+        super().__init__()
+        self.attend = attend
+        self.q, self.o = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.k, self.v = nn.Linear(WIDTH, WIDTH // 2), nn.Linear(WIDTH, WIDTH // 2)
+
+    def forward(self, x):
+        query, key, value = (
+            project(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for project in (self.q, self.k, self.v)
+        )
+        return self.o(self.attend(query, key, value, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(2))
+
+
+class Layer(nn.Module):
+    def __init__(self, attend) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(WIDTH), SelfAttention(attend)
+
+    def forward(self, x):
+        return x + self.attention(self.norm(x))
+
+
+class Model(nn.Module):
+    """Two layers; the first gets the function by name, the second by attribute. ``ckpt`` wraps what it is told."""
+
+    def __init__(self, *, attends=(imported_by_name, by_attribute), ckpt=None, level: str = "layer") -> None:
+        super().__init__()
+        if ckpt is not None and level == "function":
+            attends = [partial(_checkpointed, ckpt, attend) for attend in attends]
+        self.layers = nn.ModuleList(Layer(attend) for attend in attends)
+        self.ckpt = ckpt if level == "layer" else None
+        for index, parameter in enumerate(self.parameters()):
+            parameter.data = randn(index, *parameter.shape) * 0.4
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x) if self.ckpt is None else self.ckpt(layer, x)
+        return x
+
+
+def _checkpointed(ckpt, attend, *args, **kwargs):
+    return ckpt(lambda *qkv: attend(*qkv, **kwargs), *args)
+
+
+TOKENS, COTANGENT = randn(50, 2, LENGTH, WIDTH), randn(51, 2, LENGTH, WIDTH)
+REENTRANT = partial(checkpoint, use_reentrant=True)
+NOT_REENTRANT = partial(checkpoint, use_reentrant=False)
+
+
+@cache
+def expected(windows: tuple[int | None, ...] = (None, None)):
+    """``(out, dx, parameter gradients)`` of one process."""
+    model = Model(attends=[partial(by_oracle, window=window) for window in windows])
+    leaf = TOKENS.clone().requires_grad_()
+    out = model(leaf)
+    out.backward(COTANGENT)
+    return out.detach(), leaf.grad, {name: p.grad for name, p in model.named_parameters()}
+
+
+def styled(model: nn.Module, mesh, **style) -> nn.Module:
+    return parallelize_module(model, mesh, ModuleContextParallel(**style))
+
+
+def check(model: nn.Module, mesh, rank: int, *, layout: SequenceLayout | None = None, wanted=None) -> None:
+    """Forward and backward of a styled model are one process'."""
+    layout = layout or head_tail(LENGTH, RANKS)
+    out_wanted, dx_wanted, grads_wanted = wanted or expected()
+    model.zero_grad()
+    leaf = layout.shard(TOKENS, 1, rank).clone().requires_grad_()
+    out = model(leaf)
+    out.backward(layout.shard(COTANGENT, 1, rank))
+    sum_gradients(model, mesh)
+    assert error(out, layout.shard(out_wanted, 1, rank)) < EXACT
+    assert error(leaf.grad, layout.shard(dx_wanted, 1, rank)) < EXACT
+    for name, parameter in model.named_parameters():
+        # A key's bias moves all logits of a row alike: its gradient is zero but for rounding of terms of size 1.
+        scale = 1.0 if name.endswith("k.bias") else float(grads_wanted[name].norm())
+        assert float((parameter.grad - grads_wanted[name]).norm()) / scale < EXACT, name
+
+
+def outside_is_untouched() -> None:
+    """Attention of somebody else's tensors, by both names, is one device's."""
+    inputs = [randn(index, 1, 2, 5, 4) for index in range(3)]
+    wanted = dense_attention(*inputs)
+    for attend in (imported_by_name, by_attribute):
+        assert error(attend(*inputs), wanted) < EXACT
+
+
+def on_ranks(act):
+    """A test of ``act(mesh, rank)`` on all ranks, with attention outside untouched afterwards."""
+
+    def test() -> None:
+        def on(rank: int) -> None:
+            act(cp_mesh(RANKS), rank)
+            outside_is_untouched()
+
+        expected()
+        run_ranks(on, RANKS, timeout_seconds=20.0)
+
+    test.__name__, test.__doc__ = act.__name__, act.__doc__
+    return test
+
+
+@pytest.mark.parametrize("strategy", [Ring(), AllGather(keep_kv=False), Ulysses()], ids=str)
+@pytest.mark.parametrize("ckpt", [None, REENTRANT, NOT_REENTRANT], ids=["plain", "reentrant", "not reentrant"])
+def test_a_model_as_it_is(strategy, ckpt):
+    """The function imported by name and by attribute; layers checkpointed in both flavours."""
+
+    def on(rank: int):
+        mesh = cp_mesh(RANKS)
+        model = styled(Model(ckpt=ckpt), mesh, strategy=strategy)
+        for _ in range(2):
+            check(model, mesh, rank)
+        outside_is_untouched()
+
+    expected()
+    run_ranks(on, RANKS)
+
+
+@on_ranks
+def test_the_function_checkpointed(mesh, rank):
+    """Its recomputation is outside of every module, so it would be local: loud in both flavours, and never wrong."""
+    with pytest.raises(CheckpointError, match="different metadata than during the forward"):  # torch notices
+        check(styled(Model(ckpt=NOT_REENTRANT, level="function"), mesh), mesh, rank)
+    outside_is_untouched()
+    model = styled(Model(ckpt=REENTRANT, level="function"), mesh)
+    leaf = head_tail(LENGTH, RANKS).shard(TOKENS, 1, rank).clone().requires_grad_()
+    with pytest.raises(NotImplementedError, match="checkpoint a module that makes the call"):
+        model(leaf)
+    with torch.no_grad():  # where nothing is recomputed
+        assert error(model(leaf), head_tail(LENGTH, RANKS).shard(expected()[0], 1, rank)) < EXACT
+
+
+@on_ranks
+def test_the_layers_alone_and_by_name(mesh, rank):
+    """The style on attention modules picked by pattern, window layers next to full ones."""
+    model = Model()
+    plan = {
+        "layers.0.attention": ModuleContextParallel(mask=SlidingWindow(3, 0), strategy=AllGather(), layout=contiguous),
+        "layers.1.attention": ModuleContextParallel(layout=contiguous),
+    }
+    parallelize_module(model, mesh, plan)
+    check(model, mesh, rank, layout=contiguous(LENGTH, RANKS), wanted=expected((3, None)))
+
+
+@on_ranks
+def test_a_scope_over_a_checkpointed_model(mesh, rank):
+    layout = contiguous(LENGTH, RANKS)
+    scope = SequenceScope(layout)
+    model = styled(Model(ckpt=partial(NOT_REENTRANT, context_fn=scope.for_checkpoint)), mesh)
+    leaf = layout.shard(TOKENS, 1, rank).clone().requires_grad_()
+    with scope:
+        out = model(leaf)
+    out.backward(layout.shard(COTANGENT, 1, rank))
+    for found, wanted in zip((out, leaf.grad), expected(), strict=False):
+        assert error(found, layout.shard(wanted, 1, rank)) < EXACT
+
+
+# -- what stays as it was --
+
+
+@on_ranks
+def test_names_and_classes(mesh, rank):
+    plain, model = Model(), Model()
+    styled(model, mesh)
+    assert list(model.state_dict()) == list(plain.state_dict())
+    assert [name for name, _ in model.named_modules()] == [name for name, _ in plain.named_modules()]
+    for mine, was in zip(model.modules(), plain.modules(), strict=True):
+        assert isinstance(mine, type(was))
+        assert type(mine).__qualname__ == type(was).__qualname__
+    assert repr(model) == repr(plain)
+    plain.load_state_dict(model.state_dict())
+    model.load_state_dict(plain.state_dict())
+
+
+@on_ranks
+def test_copies(mesh, rank):
+    """A copy made after is parallel and its own; one made before is not."""
+    model = Model()
+    before = copy.deepcopy(model)
+    styled(model, mesh)
+    after = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    check(after, mesh, rank)
+    with pytest.raises(ValueError, match="has context-parallel modules already"):
+        styled(after, mesh)
+    assert error(before(TOKENS), expected()[0]) < EXACT
+
+
+@on_ranks
+def test_pickles(mesh, rank):
+    """The weights are pickled as ever; the parallel module itself is bound to processes, and says so."""
+    model = styled(Model(attends=(imported_by_name, by_attribute)), mesh)
+    buffer = io.BytesIO()
+    torch.save(model.state_dict(), buffer)
+    buffer.seek(0)
+    plain = Model()
+    plain.load_state_dict(torch.load(buffer))
+    assert error(plain(TOKENS), expected()[0]) < EXACT
+    for dump in (pickle.dumps, lambda module: torch.save(module, io.BytesIO())):
+        with pytest.raises(TypeError, match=r"Model is context parallel .*save its state_dict"):
+            dump(model)
+
+
+# -- what raises --
+
+
+@pytest.mark.parametrize("failure", [Oops, Stop])
+@pytest.mark.parametrize("where", ["before", "after", "hook", "backward"])
+def test_exceptions_leak_nothing(failure, where):
+    class Failing(SelfAttention):
+        armed = True
+
+        def fail(self, *_):
+            if self.armed:
+                raise failure
+
+        def forward(self, x):
+            if where == "before":
+                self.fail()
+            out = super().forward(x)
+            if where == "after":
+                self.fail()
+            if where == "backward" and self.armed:
+                out.register_hook(self.fail)
+            return out
+
+    def on(rank: int):
+        mesh = cp_mesh(RANKS)
+        model = Model(ckpt=NOT_REENTRANT)
+        weights = model.layers[1].attention.state_dict()
+        model.layers[1].attention = failing = Failing()
+        failing.load_state_dict(weights)
+        styled(model.double(), mesh)
+        for name, parameter in failing.named_parameters():
+            parameter.data = weights[name].clone()
+        if where == "hook":
+            failing.register_forward_hook(failing.fail)
+        layout = head_tail(LENGTH, RANKS)
+        leaf = layout.shard(TOKENS, 1, rank).clone().requires_grad_()
+        with pytest.raises(failure):
+            model(leaf).backward(layout.shard(COTANGENT, 1, rank))
+        outside_is_untouched()
+        failing.armed = False
+        check(model, mesh, rank)
+        outside_is_untouched()
+
+    expected()
+    run_ranks(on, RANKS, timeout_seconds=20.0)
+
+
+class Holder(nn.Module):
+    """A module whose forward is given."""
+
+    def __init__(self, act, *children: nn.Module) -> None:
+        super().__init__()
+        self.act, self.held = act, nn.ModuleList(children)
+
+    def forward(self, query, key, value):
+        return self.act(self, query, key, value)
+
+
+def flex(module, query, key, value):
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return flex_attention(*(x.detach() for x in (query, key, value)), enable_gqa=True)  # no backward on CPU
+
+
+MHA = nn.MultiheadAttention(8, 2, batch_first=True, dtype=torch.float64)
+ENCODER = nn.TransformerEncoderLayer(8, 2, batch_first=True, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("act", "children", "message"),
+    [
+        (lambda m, q, k, v: q, (), "no scaled_dot_product_attention was called inside"),
+        (lambda m, q, k, v: m.held[0](q[:, 0], q[:, 0], q[:, 0])[0], (MHA,), "use scaled_dot_product_attention"),
+        (lambda m, q, k, v: m.held[0](q[:, 0]), (ENCODER,), "use scaled_dot_product_attention"),
+        (flex, (), "use scaled_dot_product_attention"),
+        (lambda m, q, k, v: imported_by_name(q, k, v, dropout_p=0.1, enable_gqa=True), (), "dropout_p=0.1"),
+        (lambda m, q, k, v: imported_by_name(q, k, v, torch.ones(1, 4), enable_gqa=True), (), "says nothing about the"),
+        (lambda m, q, k, v: imported_by_name(q, k, v), (), "need enable_gqa=True"),
+    ],
+    ids=["no attention", "MultiheadAttention", "TransformerEncoderLayer", "flex", "dropout", "attn_mask", "gqa"],
+)
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_what_is_refused(act, children, message: str, mode: str):
+    def call(s: Scene):
+        module = Holder(act, *(copy.deepcopy(child) for child in children)).train(mode == "train")
+        with torch.set_grad_enabled(mode == "train"):
+            styled(module, s.mesh, mask=Full())(*s.leaves()[0])
+
+    assert message in refusals(call)
