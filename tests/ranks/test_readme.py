@@ -10,20 +10,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.functional import cross_entropy
-from torch.utils.checkpoint import checkpoint
 
 from cp_styles import (
     AttentionContextParallel,
-    Documents,
     Ring,
-    SequenceScope,
     Ulysses,
     head_tail,
     next_token_labels,
     per_document_head_tail,
 )
 from cp_styles.testing import run_ranks
-from tests.oracle import allowed, dense_attention, document_of, error
+from tests.oracle import dense_attention, document_of, error
 from tests.ranks.attention_case import EXACT, Core, Problem, cp_mesh, run_attention
 from tutorials.llama import Llama, LlamaConfig, parallel_plan
 
@@ -141,27 +138,6 @@ def test_a_model_whose_code_stays_as_it_is():
         return max(error(*pair) for pair in zip(found, expected, strict=True))
 
     assert max(run_ranks(on, 3)) < EXACT
-
-
-def test_a_scope_under_checkpointing():
-    """As the README says to do it, with another batch's scope open during the backward."""
-    documents = Documents((5, 1, 7))
-    document = document_of(documents.lengths)
-    mask = allowed(lambda p, j: document(p) == document(j) and j <= p, 13, 13)
-    problem = Problem(length=13, mask=mask)
-    layout = per_document_head_tail(13, 2, documents=documents.lengths)
-
-    def on(rank):
-        core = parallelize_module(Core(), cp_mesh(2), AttentionContextParallel())
-        scope, other = SequenceScope(layout, mask=documents), SequenceScope(head_tail(13, 2))
-        leaves, cotangent = problem.shard(layout, rank, 2)
-        with scope:
-            out = checkpoint(core, *leaves, use_reentrant=False, context_fn=scope.for_checkpoint)
-        with other:
-            out.backward(cotangent)
-        return max(problem.errors([out.detach(), *(leaf.grad for leaf in leaves)], layout, rank, 2))
-
-    assert max(run_ranks(on, 2)) < EXACT
 
 
 def test_dtensors_on_the_axis():
