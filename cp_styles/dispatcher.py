@@ -34,7 +34,11 @@ _serial = itertools.count()
 def bound_mesh(binding: Binding, device_type: str) -> DeviceMesh:
     """A mesh of its own over the binding's group: DTensors on it attend as the binding says. No communication."""
     name = f"{_PREFIX}{next(_serial)}"
-    mesh = DeviceMesh.from_group(binding.group, device_type, mesh_dim_names=(name,))
+    return rebind(DeviceMesh.from_group(binding.group, device_type, mesh_dim_names=(name,)), binding)
+
+
+def rebind(mesh: DeviceMesh, binding: Binding | None) -> DeviceMesh:
+    """Give a bound mesh another binding, or none; for who knows that no DTensor and no graph uses it any more."""
     setattr(mesh, _ATTRIBUTE, binding)
     return mesh
 

@@ -9,13 +9,34 @@ from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_styles._compat import current_graph_task
-from cp_styles.dispatcher import bound_mesh
+from cp_styles.dispatcher import bound_mesh, rebind
 from cp_styles.layout import Balancer, SequenceLayout
 from cp_styles.mask import Full, Mask
 from cp_styles.state import Binding
+
+
+class Lease:
+    """A bound mesh in use: by its scope, a module's forward, and the graphs made with it. Then the next batch gets it.
+
+    DTensor remembers every mesh it has seen, for ever: one a batch would be a leak, and slow, since nothing it knows of
+    one mesh helps with the next.
+    """
+
+    def __init__(self, mesh: DeviceMesh, returns: list[DeviceMesh]) -> None:
+        self.mesh = mesh
+        self._returns = returns
+
+    def __del__(self) -> None:
+        self._returns.append(rebind(self.mesh, None))
+
+    def hold_in_graph(self, tensor: torch.Tensor) -> None:
+        """Stay in use for as long as the node that made ``tensor`` may run its backward."""
+        if tensor.grad_fn is not None:
+            tensor.grad_fn.metadata[Lease] = self  # pyright: ignore[reportIndexIssue]
 
 
 class SequenceScope:
@@ -56,7 +77,7 @@ class SequenceScope:
         self.mask = mask
         self.mesh_axis = mesh_axis
         # One bound mesh a configuration: the modules of a model mostly share one.
-        self._meshes: dict[Binding, DeviceMesh] = {}
+        self._leases: dict[Binding, Lease] = {}
 
     def __enter__(self) -> SequenceScope:
         _open.set((*_open.get(), (self, current_graph_task())))
@@ -77,9 +98,9 @@ class SequenceScope:
 # The open scopes and the backward each was opened in (None outside of any), innermost last.
 _open: ContextVar[tuple[tuple[SequenceScope, int | None], ...]] = ContextVar("sequence_scopes", default=())
 
-# The bound meshes of scopes that somebody still uses, a graph perhaps: a recomputation that makes its scope anew must
-# find the mesh of its forward, for the gradients that arrive are on that one.
-_alive: WeakValueDictionary[Binding, DeviceMesh] = WeakValueDictionary()
+# The leases that somebody still holds, a graph perhaps: a recomputation that makes its scope anew must find the mesh of
+# its forward, for the gradients that arrive are on that one.
+_alive: WeakValueDictionary[Binding, Lease] = WeakValueDictionary()
 
 
 def _raise(error: Exception) -> None:
@@ -93,20 +114,24 @@ class ScopedBinding:
         """``layout`` is the one the user named, or None; ``binding`` holds the default then."""
         self._binding = binding
         self._named = layout
-        self._mesh: DeviceMesh | None = None
+        self._free: list[DeviceMesh] = []
+        self._unscoped: Lease | None = None
         self._was_scoped = False
 
-    def mesh(self, device_type: str) -> DeviceMesh:
+    def lease(self, device_type: str) -> Lease:
         """The bound mesh for a call now, see :meth:`now`."""
         binding, scope = self._now()
         if scope is not None:
-            if binding not in scope._meshes:
-                mesh = _alive.get(binding)
-                scope._meshes[binding] = _alive[binding] = mesh or bound_mesh(binding, device_type)
-            return scope._meshes[binding]
-        if self._mesh is None:
-            self._mesh = bound_mesh(binding, device_type)
-        return self._mesh
+            if binding not in scope._leases:
+                scope._leases[binding] = _alive[binding] = _alive.get(binding) or self._take(binding, device_type)
+            return scope._leases[binding]
+        if self._unscoped is None:
+            self._unscoped = self._take(binding, device_type)
+        return self._unscoped
+
+    def _take(self, binding: Binding, device_type: str) -> Lease:
+        mesh = rebind(self._free.pop(), binding) if self._free else bound_mesh(binding, device_type)
+        return Lease(mesh, self._free)
 
     def now(self) -> Binding:
         """The binding for a call now.

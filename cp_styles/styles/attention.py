@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from cp_styles._compat import tree_map_only
 from cp_styles.dispatcher import binding_of, even_lengths, install, sequence_sharded
 from cp_styles.functional import check_local
-from cp_styles.scope import ScopedBinding
+from cp_styles.scope import Lease, ScopedBinding
 from cp_styles.state import Binding
 from cp_styles.styles.context import ContextParallelStyle
 
@@ -93,7 +93,7 @@ class ContextParallelState:
         self.phase = Phase.IDLE
         self.binding = self._unscoped = binding
         self._scoped = ScopedBinding(self.binding, style.layout)
-        self.mesh: DeviceMesh | None = None
+        self._lease: Lease | None = None
         self._signature = inspect.signature(module.forward)
         parameters = list(self._signature.parameters)
         self._names = next((names for names in _NAMES if set(names) <= set(parameters)), tuple(parameters[:3]))
@@ -119,7 +119,8 @@ class ContextParallelState:
 
     def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         install()
-        self.mesh = mesh = self._scoped.mesh(self.axis.device_type)
+        self._lease = lease = self._scoped.lease(self.axis.device_type)
+        mesh = lease.mesh
         self.binding = binding_of(mesh) or self.binding
         bound = self._bind(args, kwargs)
         inputs: tuple[Any, ...] = tuple(bound.arguments.get(name) for name in self._names)
@@ -130,6 +131,7 @@ class ContextParallelState:
             self._refuse_uneven(q_length)
         for name, tensor, size in zip(self._names, local, (q_length, kv_length, kv_length), strict=True):
             bound.arguments[name] = shared = sequence_sharded(tensor, mesh, dim, size)
+            lease.hold_in_graph(shared)
             if shared.requires_grad:
                 shared.register_hook(self._post_backward)
         self.phase = Phase.FORWARD
@@ -150,6 +152,7 @@ class ContextParallelState:
 
     def _post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         phase, self.phase = self.phase, Phase.IDLE
+        lease, self._lease = self._lease, None
         failure = sys.exc_info()[1]
         if output is None and failure is not None:
             if phase is Phase.FORWARD:  # and not refused before it
@@ -157,11 +160,13 @@ class ContextParallelState:
             return None
         if not self.binding.tally.calls:
             raise NotImplementedError(f"{self.binding.name}: {_NOT_REACHED}")
-        return tree_map_only(DTensor, self._lower, output)
+        assert lease is not None
+        return tree_map_only(DTensor, lambda each: self._lower(each, lease), output)
 
-    def _lower(self, output: DTensor) -> torch.Tensor:
-        if output.device_mesh is not self.mesh:
+    def _lower(self, output: DTensor, lease: Lease) -> torch.Tensor:
+        if output.device_mesh is not lease.mesh:
             return output
+        lease.hold_in_graph(output)
         (placement,) = output.placements
         if not isinstance(placement, Shard):
             raise ValueError(
