@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -40,6 +41,7 @@ def thread_local_world() -> Iterator[None]:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.testing._internal.distributed import multi_threaded_pg as threads
 
+    excepthook = sys.excepthook
     world = threads._install_threaded_pg()
     if not hasattr(world, "comms"):  # 2.11: destroy_process_group reads it, the threads' world lacks it
         world.comms = []  # pyright: ignore[reportAttributeAccessIssue]
@@ -53,6 +55,8 @@ def thread_local_world() -> Iterator[None]:
     finally:
         _set_thread_isolation_mode(False)
         threads._uninstall_threaded_pg()
+        # init_process_group puts "[rank0]:" before what an uncaught exception prints, once more every time.
+        sys.excepthook = excepthook
 
 
 def process_group_of(op_argument: Any) -> dist.ProcessGroup | None:

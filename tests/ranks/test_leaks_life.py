@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from copy import deepcopy
 from functools import partial
@@ -18,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cp_styles.layout import head_tail
 from cp_styles.strategies import AllGather, Ring
+from cp_styles.testing import run_ranks
 from tests.oracle import error, randn
 from tests.ranks.attention_case import EXACT, Core, Projected, parallel
 from tests.ranks.leak_scene import Oops, Scene, attention_of, raising, scenario
@@ -210,3 +212,10 @@ def test_with_handlers_of_others(s: Scene) -> None:
     s.outside()
     s.once(lambda: setattr(dispatcher, "_custom_op_handlers", original))
     backward(2)
+
+
+def test_ranks_as_threads_leave_no_hook_behind():
+    """torch puts the rank before every uncaught exception's lines: a notebook would have it once for every run."""
+    before = sys.excepthook
+    run_ranks(lambda rank: None, 2)
+    assert sys.excepthook is before
