@@ -60,6 +60,7 @@ class SdpaKernel(Kernel):
         return "attn_mask" in schema_names(self.forward_op._schema.arguments)
 
     def forward(self, q_BHLD, k_BGMD, v_BGME, *, causal, bias, scale):
+        q_BHLD, scale, _ = _positive_scale(q_BHLD, scale)
         k, v = (self._widen(x, q_BHLD.shape[1]) for x in (k_BGMD, v_BGME))
         values = _call(
             self.forward_op,
@@ -85,6 +86,7 @@ class SdpaKernel(Kernel):
 
     def backward(self, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, lse_BHL, *, causal, bias, scale):
         queries, keys = q_BHLD.shape[2], k_BGMD.shape[2]
+        q_BHLD, scale, sign = _positive_scale(q_BHLD, scale)
         k, v = (self._widen(x, q_BHLD.shape[1]) for x in (k_BGMD, v_BGME))
         # The CUDA kernels read the logsumexp of some rows as if it were contiguous, and do not check.
         lse = F.pad(lse_BHL, (0, -queries % self.lse_multiple)).contiguous()
@@ -109,7 +111,7 @@ class SdpaKernel(Kernel):
             grad_input_mask=[True, True, True, False],
             scale=scale,
         )
-        return dq, self._narrow(dk, k_BGMD), self._narrow(dv, v_BGME)
+        return dq if sign == 1.0 else dq * sign, self._narrow(dk, k_BGMD), self._narrow(dv, v_BGME)
 
     def check(self, q_BHLD, k_BGMD, v_BGME, *, biased):
         if q_BHLD.device.type != self.device_type or q_BHLD.dtype not in self.dtypes:
@@ -147,6 +149,17 @@ class SdpaKernel(Kernel):
     @staticmethod
     def _narrow(grad: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         return grad if grad.shape[1] == kv.shape[1] else grad.unflatten(1, (kv.shape[1], -1)).sum(2)
+
+
+def _positive_scale(q_BHLD: torch.Tensor, scale: float) -> tuple[torch.Tensor, float, float]:
+    """``(query, scale, sign)`` with the same logits and a scale above 0; dq is to be multiplied by ``sign``.
+
+    CPU's kernel masks before it scales, so that a scale of 0 or below makes NaN or infinity of what causal hides.
+    """
+    if scale > 0:
+        return q_BHLD, scale, 1.0
+    sign = -1.0 if scale < 0 else 0.0
+    return q_BHLD * sign, abs(scale) or 1.0, sign
 
 
 def _call(op: torch._ops.OpOverload, **values: Any) -> tuple[Any, ...]:

@@ -89,7 +89,7 @@ MASKS: dict[str, Dealer] = {
 
 def uneven(length: int, ranks: int) -> SequenceLayout:
     """Chunks of many lengths by hand; the last rank (of several) is empty."""
-    cuts = [0, 1, length // 3, length // 3 + 1, length - 1, length]
+    cuts = sorted([0, min(1, length), length // 3, length // 3 + 1, max(length - 1, 0), length])
     chunks: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
     for index in range(5):
         chunks[index * 2 % max(ranks - 1, 1)].append((cuts[index], cuts[index + 1]))

@@ -1,0 +1,311 @@
+"""What calls may ask for beside a mask: other lengths, head dims, scales and sinks; what they may not, in words."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import product
+
+import pytest
+import torch
+
+from cp_styles.batch import next_token_labels
+from cp_styles.functional import context_attention
+from cp_styles.kernels import CPU_FLASH, ReferenceKernel
+from cp_styles.layout import by_work, contiguous, head_tail, per_document_head_tail, striped
+from cp_styles.mask import Causal, Chunked, Documents, Full, SlidingWindow
+from cp_styles.strategies import AllGather, Ring, Ulysses
+from cp_styles.testing import run_ranks
+from tests.oracle import allowed, attention_inputs, dense_attention, document_of, error, expected_attention, randn
+from tests.ranks.attention_case import EXACT, Core, Problem, cp_mesh, parallel, run_attention
+from tests.ranks.leak_scene import Scene, refusals
+from tests.ranks.parity_grid import uneven
+
+STRATEGIES = (Ring(), Ring(keep_kv=False), AllGather(), AllGather(keep_kv=False), Ulysses(), Ulysses(size=2))
+RANKS = 4
+
+
+def worst(problem: Problem, calls, ranks: int = RANKS) -> float:
+    """Largest error of the calls, (layout, options) each, over ranks and over out, dq, dk and dv."""
+
+    def on(rank: int):
+        mesh = cp_mesh(ranks)
+        found = []
+        for layout, options in calls:
+            attend = partial(context_attention, group=mesh, layout=layout, **options)
+            found += run_attention(attend, problem, rank, ranks, layout=layout)
+        assert all(size == size for size in found), "NaN"
+        return max(found)
+
+    return max(run_ranks(on, ranks))
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(9, 14), (14, 9), (2, 30), (30, 2), (1, 3)])
+@pytest.mark.parametrize("kernel", [CPU_FLASH, ReferenceKernel()], ids=["flash", "reference"])
+def test_cross_attention(queries: int, keys: int, kernel):
+    """Every strategy, layouts whose cuts of queries and of keys differ in shape, fewer of them than ranks."""
+    problem = Problem(length=queries, kv_length=keys, kv_heads=2, causal=False)
+    calls = [
+        (layout, {"strategy": strategy, "kernel": kernel})
+        for strategy, layout in product(STRATEGIES, (contiguous, head_tail, striped, uneven))
+    ]
+    assert worst(problem, calls) < EXACT
+
+
+@pytest.mark.parametrize("dim", [1, 2, 3, 65])
+def test_head_dims(dim: int):
+    """1 is what torch's fused kernel does not take; the kernel for it is found, or named."""
+    problem = Problem(length=13, kv_heads=2, dim=dim)
+    kernels = (None, ReferenceKernel()) if dim == 1 else (None, CPU_FLASH, ReferenceKernel())
+    calls = [(head_tail, {"strategy": s, "mask": Causal(), "kernel": k}) for s in STRATEGIES for k in kernels]
+    assert worst(problem, calls) < EXACT
+
+
+@pytest.mark.parametrize("dims", [(8, 5), (5, 8), (1, 3), (16, 1)])
+def test_values_with_a_head_dim_of_their_own(dims: tuple[int, int]):
+    """As in latent attention; torch's fused kernels do not take it, the reference does, and is chosen by itself."""
+    problem = Problem(length=13, kv_heads=2, dim=dims[0])
+    problem.inputs[2] = randn(9, 2, 2, 13, dims[1])
+    problem.cotangent = randn(10, 2, 4, 13, dims[1])
+    causal = torch.ones(13, 13, dtype=torch.bool).tril()
+    problem.expected = expected_attention(problem.inputs, problem.cotangent, causal)
+    calls = [(layout, {"strategy": s, "mask": Causal()}) for s, layout in product(STRATEGIES, (head_tail, contiguous))]
+    assert worst(problem, calls) < EXACT
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.7, 1e-3, 1.0, 3.0])
+def test_scales(scale: float):
+    """0 is a mean over what is visible, and not "the default"; its dq and dk are 0."""
+    problem = Problem(length=13, kv_heads=2, scale=scale)
+    kernels = (None, ReferenceKernel())
+    calls = [
+        (head_tail, {"strategy": s, "mask": Causal(), "scale": scale, "kernel": k}) for s in STRATEGIES for k in kernels
+    ]
+    if scale == 0.0:
+        assert not problem.expected[1].any()
+        for expected in problem.expected[1:3]:
+            expected += 1.0  # a norm to divide by; what is found must then be 0 of it
+
+        def on(rank: int):
+            mesh, found = cp_mesh(RANKS), []
+            for layout, options in calls:
+                leaves, cotangent = problem.shard(layout, rank, RANKS)
+                out = context_attention(*leaves, mesh, layout=layout, **options)
+                out.backward(cotangent)
+                assert not leaves[0].grad.any()
+                assert not leaves[1].grad.any()
+                own = layout(13, RANKS)
+                found += [error(out, own.shard(problem.expected[0], 2, rank))]
+                found += [error(leaves[2].grad, own.shard(problem.expected[3], 2, rank))]
+            return max(found)
+
+        assert max(run_ranks(on, RANKS)) < EXACT
+    else:
+        assert worst(problem, calls) < EXACT
+
+    def by_style(rank: int):
+        core = parallel(Core(scale=scale), cp_mesh(RANKS), strategy=AllGather())
+        leaves, _ = problem.shard(head_tail, rank, RANKS)
+        return error(core(*leaves), head_tail(13, RANKS).shard(problem.expected[0], 2, rank))
+
+    assert max(run_ranks(by_style, RANKS)) < EXACT
+
+
+# -- sinks --
+
+
+@pytest.mark.parametrize("kernel", [CPU_FLASH, ReferenceKernel()], ids=["flash", "reference"])
+@pytest.mark.parametrize("size", [0.0, 1.0, 50.0, -50.0])
+def test_sinks(kernel, size: float):
+    """A logit a head beside the keys: one more column of logits in the oracle. Its gradient sums over the ranks."""
+    length = 13
+    inputs, cotangent = attention_inputs(length=length, kv_heads=2)
+    sink = randn(5, 4) + size
+    cases = {
+        "causal": (Causal(), torch.ones(length, length, dtype=torch.bool).tril()),
+        "window": (SlidingWindow(2, 0), allowed(lambda p, j: p - 2 <= j <= p, length, length)),
+    }
+
+    def whole(query, key, value, sink, mask):
+        key, value = (x.repeat_interleave(2, 1) for x in (key, value))
+        logits = (query @ key.mT * 8**-0.5).masked_fill(~mask, float("-inf"))
+        column = sink[None, :, None, None].expand(*logits.shape[:3], 1)
+        return torch.softmax(torch.cat((logits, column), -1), -1)[..., :-1] @ value
+
+    for mask, dense in cases.values():
+        leaves = [x.clone().requires_grad_() for x in (*inputs, sink)]
+        out = whole(*leaves, dense)
+        wanted = [out.detach(), *torch.autograd.grad(out, leaves, cotangent)]
+        calls = list(product(STRATEGIES, (head_tail(length, RANKS), uneven(length, RANKS))))
+
+        def on(rank: int, mask=mask, wanted=wanted, calls=calls):
+            mesh, found = cp_mesh(RANKS), []
+            for strategy, layout in calls:
+                leaves = [layout.shard(x, 2, rank).clone().requires_grad_() for x in inputs]
+                own = sink.clone().requires_grad_()
+                options = {"layout": layout, "strategy": strategy, "kernel": kernel, "mask": mask}
+                out = context_attention(*leaves, mesh, sink_H=own, **options)
+                out.backward(layout.shard(cotangent, 2, rank))
+                torch.distributed.all_reduce(own.grad)
+                for mine, one in zip((out, *(x.grad for x in leaves)), wanted, strict=False):
+                    found.append(float((mine - layout.shard(one, 2, rank)).norm() / one.norm()))
+                # -50: probabilities of e-50, whose gradient is nothing; compared on the scale of the cotangent.
+                found.append(float((own.grad - wanted[4]).norm() / max(wanted[4].norm(), 1.0)))
+            return max(found)
+
+        assert max(run_ranks(on, RANKS)) < EXACT
+
+
+def test_a_sink_of_minus_infinity_is_none():
+    problem = Problem(length=13, kv_heads=2)
+    sink = torch.full((4,), float("-inf"), dtype=torch.float64)
+    assert worst(problem, [(head_tail, {"strategy": s, "mask": Causal(), "sink_H": sink}) for s in STRATEGIES]) < EXACT
+
+
+def test_sinks_of_another_shape_are_refused():
+    for shape in ((2,), (1, 4), ()):
+        text = refusals(lambda s, shape=shape: context_attention(*s.leaves()[0], s.mesh, sink_H=torch.zeros(shape)))
+        assert "sink_H must be one logit for each of 4 query heads" in text
+
+
+def test_what_is_not_there_is_refused_by_name():
+    """prime-rl#3397: an argument swallowed by **kwargs. Nothing here takes any, so a softcap is a TypeError at once."""
+
+    def softcap(s: Scene):
+        context_attention(*s.leaves()[0], s.mesh, softcap=30.0)
+
+    def dropout(s: Scene):
+        context_attention(*s.leaves()[0], s.mesh, dropout_p=0.1)
+
+    assert "unexpected keyword argument 'softcap'" in refusals(softcap)
+    assert "unexpected keyword argument 'dropout_p'" in refusals(dropout)
+
+    class Swallowing(Core):
+        def forward(self, query, key, value, **kwargs):
+            return super().forward(query, key, value)
+
+    def s_aux(s: Scene):
+        parallel(Swallowing(), s.mesh)(*s.leaves()[0], s_aux=torch.zeros(4))
+
+    assert "got a tensor 's_aux' of shape (4,) beside query, key and value" in refusals(s_aux)
+
+
+# -- what users of others trip over --
+
+
+def test_windows_and_chunks_do_not_train_as_full_causal():
+    """accelerate#4177. The gradient of what is out of sight is zero, and not just small."""
+    length = 40
+    for mask, sees in (
+        (SlidingWindow(4, 0), lambda p, j: p - 4 <= j <= p),
+        (Causal() & Chunked(8), lambda p, j: p // 8 == j // 8 and j <= p),
+    ):
+        problem = Problem(length=length, mask=allowed(sees, length, length))
+        assert worst(problem, [(head_tail, {"strategy": s, "mask": mask}) for s in STRATEGIES]) < EXACT
+        seen = allowed(sees, length, length)[32:].any(0)
+
+        def on(rank: int, mask=mask, seen=seen, problem=problem):
+            layout = head_tail(length, RANKS)
+            leaves, cotangent = problem.shard(layout, rank, RANKS)
+            out = context_attention(*leaves, cp_mesh(RANKS), mask=mask)
+            out.backward(torch.where((layout.positions(rank) >= 32)[:, None], cotangent, 0.0))
+            unseen = ~seen[layout.positions(rank)]
+            return any(bool(x.grad[:, :, unseen].any()) for x in leaves[1:])
+
+        assert not any(run_ranks(on, RANKS))
+
+
+def test_packing_does_not_attend_across_documents():
+    """trl#6843, axolotl#3608: a document packed among others is the same as alone, out and gradients, bit for bit of
+    what float64 can say; and other documents' tokens may be anything."""
+    documents = (5, 1, 17, 9)
+    length, start, size = sum(documents), 6, 17
+    inputs, cotangent = attention_inputs(length=length, kv_heads=2)
+    document = document_of(documents)
+    own = torch.tensor([document(p) == 2 for p in range(length)])
+    for x in inputs:  # garbage in the others
+        x[:, :, ~own] *= 1e6
+    alone = [x[:, :, start : start + size] for x in (*inputs, cotangent)]
+    wanted = expected_attention(alone[:3], alone[3], torch.ones(size, size, dtype=torch.bool).tril())
+    mask = Documents(documents) & Causal()
+    balancers = (head_tail, partial(per_document_head_tail, documents=documents), partial(by_work, mask=mask))
+    calls = list(product(STRATEGIES, balancers))
+
+    def on(rank: int):
+        mesh, results = cp_mesh(RANKS), []
+        for strategy, balancer in calls:
+            layout = balancer(length, RANKS)
+            leaves = [layout.shard(x, 2, rank).clone().requires_grad_() for x in inputs]
+            out = context_attention(*leaves, mesh, mask=mask, layout=layout, strategy=strategy)
+            out.backward(layout.shard(cotangent, 2, rank))
+            results.append([out.detach(), *(x.grad for x in leaves)])
+        return results
+
+    for (_, balancer), *parts in zip(calls, *run_ranks(on, RANKS), strict=True):
+        layout = balancer(length, RANKS)
+        for by_rank, one in zip(zip(*parts, strict=True), wanted, strict=True):
+            assert error(layout.unshard(by_rank, 2)[:, :, start : start + size], one) < EXACT
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_lengths_that_do_not_divide_and_short_ones(ranks: int):
+    """TransformerEngine#3331, #1930, pytorch#159706: every length from 1 to three times the ranks, nothing padded."""
+    strategies = (Ring(), AllGather(), Ulysses())
+
+    problems = {length: Problem(length=length, kv_heads=1, batch=1) for length in range(1, 3 * ranks + 1)}
+
+    def on(rank: int):
+        mesh, found = cp_mesh(ranks), {}
+        for length, problem in problems.items():
+            for index, layout in enumerate((contiguous, head_tail, striped)):
+                attend = partial(
+                    context_attention,
+                    group=mesh,
+                    mask=Causal(),
+                    layout=layout,
+                    strategy=strategies[(length + index) % 3],
+                )
+                found[length, index] = max(run_attention(attend, problem, rank, ranks, layout=layout))
+        return {where: size for where, size in found.items() if not size < EXACT}
+
+    assert run_ranks(on, ranks) == [{}] * ranks
+
+
+@pytest.mark.parametrize(
+    ("ranks", "heads", "kv_heads"), [(4, 4, 2), (4, 4, 1), (8, 8, 2), (5, 7, 1), (4, 6, 3), (3, 2, 1)]
+)
+def test_ulysses_with_fewer_key_heads_than_ranks(ranks: int, heads: int, kv_heads: int):
+    """prime-rl#3042, and heads that the ranks do not divide, or that are fewer than they."""
+    problem = Problem(length=2 * ranks + 1, heads=heads, kv_heads=kv_heads)
+    calls = [(layout, {"strategy": Ulysses(), "mask": Causal()}) for layout in (contiguous, head_tail, uneven)]
+    assert worst(problem, calls, ranks) < EXACT
+
+
+def test_labels_are_rolled_before_the_cut():
+    """Automodel#3544: every position's label is the next token of the *sequence*, whoever holds that, and MTP's too."""
+    tokens = torch.arange(17)[None]
+    for layout in (contiguous(17, 4), head_tail(17, 4), striped(17, 4), uneven(17, 4)):
+        for shift in (1, 2):
+            labels = next_token_labels(tokens, shift=shift)
+            for rank in range(4):
+                for position, label in zip(
+                    layout.positions(rank).tolist(), layout.shard(labels, 1, rank)[0].tolist(), strict=True
+                ):
+                    assert label == (position + shift if position + shift < 17 else -100)
+
+
+def test_full_masks_of_cross_attention_are_whole():
+    """A mean of all values where keys are alike: nobody's keys are missed or counted twice, whatever the lengths."""
+    value = randn(3, 1, 2, 11, 4)
+
+    def on(rank: int):
+        q_layout, kv_layout = striped(6, 3), striped(11, 3)
+        query, key = (
+            torch.zeros(1, 2, q_layout.lengths[rank], 4).double(),
+            torch.zeros(1, 2, kv_layout.lengths[rank], 4),
+        )
+        shard = kv_layout.shard(value, 2, rank)
+        out = context_attention(query, key.double(), shard, cp_mesh(3), layout=striped, mask=Full())
+        return error(out, value.mean(2, keepdim=True).expand(1, 2, q_layout.lengths[rank], 4))
+
+    assert max(run_ranks(on, 3)) < EXACT
+    assert dense_attention(value, value, value).shape == value.shape
