@@ -166,11 +166,10 @@ def _attention(
             f"{name}: dropout_p={values['dropout_p']} inside context-parallel attention: each rank's random numbers "
             "would have to be those of one device. Set dropout to 0 here, or apply dropout after the attention"
         )
-    if values.get("attn_mask") is not None:
+    if isinstance(values.get("attn_mask"), DTensor):
         raise NotImplementedError(
-            f"{name}: attn_mask inside a context-parallel module is a local tensor that says nothing about the other "
-            "ranks' keys. Give the style the mask of the whole sequence, as mask=SlidingWindow(...), Documents(...) or "
-            "Dense(tensor)"
+            f"{name}: attn_mask is a DTensor; pass the mask of the whole sequence as a plain tensor, the same on all "
+            "ranks"
         )
     tensors = [values[key] for key in ("query", "key", "value")]
     for label, tensor in zip(("query", "key", "value"), tensors, strict=True):
@@ -188,6 +187,7 @@ def _attention(
         tensors[1].shape[_SEQ_DIM],
         local,
         is_causal=values["is_causal"],
+        attn_mask=values.get("attn_mask"),
         scale=values["scale"],
         preferred=preferred,
     )

@@ -71,6 +71,7 @@ def attend(
     tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     *,
     is_causal: bool = False,
+    attn_mask: torch.Tensor | None = None,
     scale: float | None = None,
     sink_H: torch.Tensor | None = None,
     refuse: Callable[[], None] | None = None,
@@ -87,8 +88,8 @@ def attend(
                 f"{binding.name}: sink_H must be one logit for each of {heads} query heads, got {tuple(sink_H.shape)}"
             )
 
-    lengths = binding.agree(check, tensors, 2)
-    attention = binding.attention(*lengths, tensors, is_causal=is_causal, scale=scale)
+    lengths = binding.agree(check, tensors, 2, attn_mask)
+    attention = binding.attention(*lengths, tensors, is_causal=is_causal, attn_mask=attn_mask, scale=scale)
     return _ContextAttention.apply(*tensors, sink_H, attention, binding.strategy)
 
 

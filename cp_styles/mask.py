@@ -34,6 +34,11 @@ class Mask:
         return False
 
     @property
+    def pattern(self) -> Mask:
+        """This mask as far as a plan depends on it: the band, and that there is a bias, but not its tensor."""
+        return self
+
+    @property
     def length(self) -> int | None:
         """The sequence length this mask was written for, or None when it fits any."""
         return None
@@ -206,7 +211,7 @@ class Documents(Mask):
         return start, stop
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Dense(Mask):
     """Any boolean (True: attend) or additive float mask, broadcastable to ``[B, H, S_q, S_kv]``, whole on every rank.
 
@@ -215,6 +220,10 @@ class Dense(Mask):
     """
 
     tensor: torch.Tensor
+
+    @property
+    def pattern(self) -> Mask:
+        return SomeBias()
 
     def __post_init__(self) -> None:
         if self.tensor.ndim < 2 or self.tensor.ndim > 4:
@@ -239,7 +248,13 @@ class Dense(Mask):
     def check(self, shape: tuple[int, int, int, int]) -> None:
         sizes = tuple(self.tensor.shape)
         if any(size not in (1, whole) for size, whole in zip(sizes, shape[-len(sizes) :], strict=True)):
-            raise ValueError(f"a dense mask of shape {sizes} does not broadcast to [B, H, S_q, S_kv] = {list(shape)}")
+            raise ValueError(
+                f"a dense mask of shape {sizes} does not broadcast to [B, H, S_q, S_kv] = {list(shape)}: give the mask "
+                "of the whole sequence, rows and columns in the order of positions"
+            )
+
+    def __repr__(self) -> str:
+        return f"Dense({tuple(self.tensor.shape)}, {self.tensor.dtype})"
 
     def bounds(self, q_positions_L: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return Full().bounds(q_positions_L)
@@ -255,10 +270,23 @@ class Dense(Mask):
 
 
 @dataclass(frozen=True)
+class SomeBias(Full):
+    """The pattern of a mask with a bias. Caches of plans hold this one instead, and no tensor."""
+
+    @property
+    def has_bias(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
 class All(Mask):
     """The conjunction of masks; made by ``&``."""
 
     parts: tuple[Mask, ...]
+
+    @property
+    def pattern(self) -> Mask:
+        return All(tuple(part.pattern for part in self.parts))
 
     @property
     def has_bias(self) -> bool:

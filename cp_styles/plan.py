@@ -84,9 +84,13 @@ class Plan:
         return sum(part.count for part in self.parts if part.source != self.rank)
 
 
-@lru_cache(maxsize=1024)
 def make_plan(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, rank: int) -> Plan:
-    """The plan of ``rank`` for queries cut by ``q_layout`` and keys cut by ``kv_layout`` under ``mask``."""
+    """The plan of ``rank`` for queries cut by ``q_layout`` and keys cut by ``kv_layout`` under ``mask``; cached."""
+    return _make_plan(q_layout, kv_layout, mask.pattern, rank)
+
+
+@lru_cache(maxsize=1024)
+def _make_plan(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, rank: int) -> Plan:
     ranks = q_layout.ranks
     parts = tuple(_part(q_layout, kv_layout, mask, rank, source) for source in range(ranks))
     sends = tuple(
@@ -95,10 +99,14 @@ def make_plan(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, r
     return Plan(rank, parts, sends)
 
 
-@lru_cache(maxsize=1024)
 def needs_bias(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask) -> bool:
-    """Whether some tile of some rank has an explicit mask."""
-    return mask.has_bias or any(
+    """Whether some tile of some rank has an explicit mask; cached."""
+    return mask.has_bias or _has_partial_tile(q_layout, kv_layout, mask)
+
+
+@lru_cache(maxsize=1024)
+def _has_partial_tile(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask) -> bool:
+    return any(
         tile.cover is Cover.PARTIAL
         for rank in range(q_layout.ranks)
         for part in make_plan(q_layout, kv_layout, mask, rank).parts

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from cp_styles.comm import gather_numbers
 from cp_styles.kernels import SDPA_KERNELS, Kernel, ReferenceKernel
 from cp_styles.layout import Balancer, SequenceLayout, cached_layout, cut_with
-from cp_styles.mask import Causal, Full, Mask
+from cp_styles.mask import Causal, Dense, Full, Mask
 from cp_styles.strategies import Attention, Strategy
 
 
@@ -88,9 +88,12 @@ class Binding:
         *,
         is_causal: bool,
         scale: float | None,
+        attn_mask: torch.Tensor | None = None,
         preferred: Kernel | None = None,
     ) -> Attention:
         """The attention of one call, from its *global* lengths and its local query, key and value [B, H, S, D].
+
+        ``attn_mask`` is the call's own, of the whole sequence, in the order of positions.
 
         Raises the same errors on every rank, because nothing here depends on the rank. Communicates nothing.
         """
@@ -99,6 +102,7 @@ class Binding:
         kv_layout = q_layout if kv_length == q_length else self._layout_of_keys(q_length, kv_length, is_causal)
         mask = self.mask & Causal() if is_causal else self.mask
         try:
+            mask = mask if attn_mask is None else mask & Dense(attn_mask)
             _check_shapes(q, k, v)
             mask.check((q.shape[0], q.shape[1], q_length, kv_length))
         except ValueError as error:
@@ -138,7 +142,13 @@ class Binding:
             return kernel
         raise AssertionError("the reference kernel takes everything")
 
-    def agree(self, refuse: Callable[[], None], tensors: Sequence[torch.Tensor], seq_dim: int) -> tuple[int, int]:
+    def agree(
+        self,
+        refuse: Callable[[], None],
+        tensors: Sequence[torch.Tensor],
+        seq_dim: int,
+        attn_mask: torch.Tensor | None = None,
+    ) -> tuple[int, int]:
         """Global query and key lengths, once all ranks are known to have inputs that fit together.
 
         ``refuse`` raises for what this rank alone may see. Then one all-gather of a few integers (see
@@ -148,6 +158,7 @@ class Binding:
             refuse: raises ValueError, TypeError or RuntimeError (NotImplementedError is one) on bad local input.
             tensors: local query, key and value, 4-D once ``refuse`` has returned.
             seq_dim: their sequence dim, of any sign.
+            attn_mask: the call's own mask of the whole sequence, where it is known already.
         """
         problem: Exception | None = None
         try:
@@ -162,7 +173,9 @@ class Binding:
                 tensors[0].shape[seq_dim],
                 tensors[1].shape[seq_dim],
                 tensors[2].shape[seq_dim],
-                _fingerprint([*(_other_sizes(x, seq_dim) for x in tensors), *(x.dtype for x in tensors)]),
+                _fingerprint(
+                    [*(_other_sizes(x, seq_dim) for x in tensors), *(x.dtype for x in tensors), _shape(attn_mask)]
+                ),
                 self._print,
             ]
         rows = gather_numbers(numbers, self.group)
@@ -237,6 +250,10 @@ def _other_sizes(tensor: torch.Tensor, seq_dim: int) -> tuple[int, ...]:
     sizes = list(tensor.shape)
     del sizes[seq_dim]
     return tuple(sizes)
+
+
+def _shape(mask: torch.Tensor | None) -> Any:
+    return None if mask is None else (tuple(mask.shape), mask.dtype)
 
 
 def _plain(value: Any) -> str:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from cp_styles._compat import tree_map_only
 from cp_styles.dispatcher import binding_of, even_lengths, install, sequence_sharded
 from cp_styles.functional import check_local
+from cp_styles.mask import Dense
 from cp_styles.scope import Lease, ScopedBinding
 from cp_styles.state import Binding
 from cp_styles.styles.context import ContextParallelStyle
@@ -38,12 +39,14 @@ class AttentionContextParallel(ContextParallelStyle):
             scaled_dot_product_attention is [B, H, S, D], as always.
         use_local_output: False leaves outputs as DTensors, Shard on the sequence axis; needs equal parts.
 
-    Inputs are plain tensors, or DTensors on this axis' 1-D mesh with ``Shard(seq_dim)``.
-    Communication a forward: one all-gather of six integers, so that all ranks hear of one rank's bad input; then the
-    strategy's.
+    An ``attn_mask``, of the module's call or of scaled_dot_product_attention in it, is the mask of the whole sequence
+    (the same on all ranks), rows and columns in the order of positions. Inputs are plain tensors, or DTensors on this
+    axis' 1-D mesh with ``Shard(seq_dim)``. Communication a forward: one all-gather of six integers, so that all ranks
+    hear of one rank's bad input; then the strategy's.
 
     Raises (at the call, on every rank, with the module's name): ValueError, TypeError or NotImplementedError for inputs
-    that are not the layout's, for dropout, masks in the call, and modules whose attention was not reached.
+    that are not the layout's, for dropout, masks that are not the whole sequence's, and modules whose attention was not
+    reached.
 
     Example::
 
@@ -126,7 +129,9 @@ class ContextParallelState:
         inputs: tuple[Any, ...] = tuple(bound.arguments.get(name) for name in self._names)
         dim = self.style.seq_dim
         local = tuple(value.to_local() if isinstance(value, DTensor) else value for value in inputs)
-        q_length, kv_length = self.binding.agree(lambda: self._refuse(bound.arguments, inputs, local), local, dim)
+        q_length, kv_length = self.binding.agree(
+            lambda: self._refuse(bound.arguments, inputs, local), local, dim, bound.arguments.get("attn_mask")
+        )
         if not self.style.use_local_output:
             self._refuse_uneven(q_length)
         for name, tensor, size in zip(self._names, local, (q_length, kv_length, kv_length), strict=True):
@@ -209,12 +214,12 @@ class ContextParallelState:
                 continue
             if label == "dropout_p" and value:
                 raise NotImplementedError(f"{name}: dropout_p={value}: {_NO_DROPOUT}")
-            if isinstance(value, torch.Tensor):
+            if label == "attn_mask" and value is not None:
+                Dense(value)  # raises for what is no mask
+            elif isinstance(value, torch.Tensor):
                 raise NotImplementedError(
-                    f"{name}: got a tensor {label!r} of shape {tuple(value.shape)} beside query, key and value. A mask "
-                    "of this call would say nothing about the other ranks' keys: give the style the mask of the whole "
-                    "sequence (mask=SlidingWindow(...), Documents(...), Dense(tensor)); apply anything else outside of "
-                    "the module"
+                    f"{name}: got a tensor {label!r} of shape {tuple(value.shape)} beside query, key and value. Only "
+                    "an attn_mask of the whole sequence is understood; apply anything else outside of the module"
                 )
         backends = torch.backends.cuda
         if not (backends.flash_sdp_enabled() or backends.mem_efficient_sdp_enabled() or backends.cudnn_sdp_enabled()):
@@ -247,7 +252,7 @@ _NO_DROPOUT = (
 _NOT_REACHED = (
     "no fused attention op was reached inside the module. Context parallelism needs scaled_dot_product_attention on "
     "the tensors the module received, and torch takes it apart when it is given dropout (set it to 0), an attn_mask "
-    "tensor (give the style a mask= instead), or the MATH backend (allow a fused one). Weights and "
+    "that requires grad (detach it), or the MATH backend (allow a fused one). Weights and "
     "tables that meet query, key or value inside the module must do so before it"
 )
 

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from cp_styles._compat import fast_path_attention
 from cp_styles.functional import attend
+from cp_styles.mask import Dense
 from cp_styles.scope import ScopedBinding
 from cp_styles.styles.context import ContextParallelStyle
 
@@ -29,12 +30,13 @@ class ModuleContextParallel(ContextParallelStyle):
     its calls are seen, while the module or one of its descendants runs. Each of them gets a subclass of its own class
     for that, so state_dict keys and isinstance stay as they were, and a checkpointed layer is recomputed as it ran.
 
+    An attn_mask of a call is the mask of the whole sequence, rows and columns in the order of positions.
     What depends on positions is the caller's: give the model the layout's (``layout.positions(rank)``).
 
     Args:
         mesh_axis, strategy, layout, mask, kernel: see :class:`~cp_styles.styles.context.ContextParallelStyle`.
 
-    Raises (at the call, on every rank): NotImplementedError for dropout and masks in the call, for attention by other
+    Raises (at the call, on every rank): NotImplementedError for dropout, for attention by other
     functions (nn.MultiheadAttention), for an attention under no_grad inside a forward that was entered with gradients
     (a function under reentrant checkpointing, whose recomputation would be local), and when no attention was reached.
     """
@@ -117,10 +119,7 @@ class _Calls(TorchFunctionMode):
                     "device. Set it to 0, or apply dropout after the attention"
                 )
             if attn_mask is not None:
-                raise NotImplementedError(
-                    f"{self._name}: an attn_mask of shape {tuple(attn_mask.shape)} says nothing about the other ranks' "
-                    "keys. Give the style (or the SequenceScope) the mask of the whole sequence, as mask="
-                )
+                Dense(attn_mask)  # raises for what is no mask
             if query.shape[1] != key.shape[1] and not enable_gqa:
                 raise ValueError(
                     f"{self._name}: {query.shape[1]} query heads and {key.shape[1]} key/value heads need "
@@ -133,7 +132,14 @@ class _Calls(TorchFunctionMode):
                     "checkpoint a module that makes the call, a layer for example"
                 )
 
-        return attend(self._scoped.now(), (query, key, value), is_causal=is_causal, scale=scale, refuse=refuse)
+        return attend(
+            self._scoped.now(),
+            (query, key, value),
+            is_causal=is_causal,
+            attn_mask=attn_mask,
+            scale=scale,
+            refuse=refuse,
+        )
 
     def start(self, module: nn.Module, args: Any) -> None:
         self._seen = 0

@@ -131,17 +131,10 @@ def test_masks_of_the_call():
         wrapped(refusals(call(attention_mask=mask))),
         """\
 NotImplementedError: Calls (AttentionContextParallel over mesh axis 'cp'): got a tensor 'attention_mask' of
-shape (12, 12) beside query, key and value. A mask of this call would say nothing about the other ranks' keys:
-give the style the mask of the whole sequence (mask=SlidingWindow(...), Documents(...), Dense(tensor)); apply
+shape (12, 12) beside query, key and value. Only an attn_mask of the whole sequence is understood; apply
 anything else outside of the module""",
     )
     assert "got a tensor 'bias'" in refusals(call(bias=mask))  # prime-rl#3397: swallowed by **kwargs
-
-    def inside(query, key, value):
-        own = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool)
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=own, enable_gqa=True)
-
-    assert "attn_mask inside a context-parallel module is a local tensor" in refusals(call(inside))
 
 
 def test_arguments_that_do_not_fit_the_module():

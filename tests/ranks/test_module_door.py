@@ -326,7 +326,7 @@ ENCODER = nn.TransformerEncoderLayer(8, 2, batch_first=True, dtype=torch.float64
         (lambda m, q, k, v: m.held[0](q[:, 0]), (ENCODER,), "use scaled_dot_product_attention"),
         (flex, (), "use scaled_dot_product_attention"),
         (lambda m, q, k, v: imported_by_name(q, k, v, dropout_p=0.1, enable_gqa=True), (), "dropout_p=0.1"),
-        (lambda m, q, k, v: imported_by_name(q, k, v, torch.ones(1, 4), enable_gqa=True), (), "says nothing about the"),
+        (lambda m, q, k, v: imported_by_name(q, k, v, torch.ones(1, 4), enable_gqa=True), (), "the whole sequence"),
         (lambda m, q, k, v: imported_by_name(q, k, v), (), "need enable_gqa=True"),
     ],
     ids=["no attention", "MultiheadAttention", "TransformerEncoderLayer", "flex", "dropout", "attn_mask", "gqa"],

@@ -1,0 +1,137 @@
+"""scaled_dot_product_attention's own attn_mask: the whole sequence's, in the order of positions, through every door."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+from cp_styles import AttentionContextParallel, ModuleContextParallel, Ring, Ulysses, head_tail
+from cp_styles.testing import run_ranks
+
+RANKS, BATCH, HEADS, LENGTH = 3, 2, 3, 17
+LAYOUT = head_tail(LENGTH, RANKS)
+SDPA = nn.functional.scaled_dot_product_attention
+
+
+class Passed(nn.Module):
+    """The mask comes as an argument of the module."""
+
+    def forward(self, q, k, v, attn_mask=None):
+        return SDPA(q, k, v, attn_mask=attn_mask)
+
+
+class Held(nn.Module):
+    """The mask is the module's own."""
+
+    def __init__(self, mask):
+        super().__init__()
+        self.register_buffer("mask", mask)
+
+    def forward(self, q, k, v):
+        return SDPA(q, k, v, attn_mask=self.mask)
+
+
+def tensors():
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(BATCH, HEADS, LENGTH, 4, generator=generator, dtype=torch.float64) for _ in range(4)]
+
+
+def masks():
+    generator = torch.Generator().manual_seed(1)
+    for shape in [(LENGTH, LENGTH), (1, 1, LENGTH, LENGTH), (BATCH, 1, 1, LENGTH), (BATCH, HEADS, LENGTH, LENGTH)]:
+        noise = torch.randn(shape, generator=generator, dtype=torch.float64)
+        keep = noise > -0.5
+        keep[..., 0] = True
+        yield pytest.param(keep, id=f"bool{list(shape)}")
+        yield pytest.param(noise.masked_fill(~keep, float("-inf")), id=f"float{list(shape)}")
+    nobody = torch.ones(LENGTH, LENGTH, dtype=torch.bool)
+    nobody[5] = False
+    yield pytest.param(nobody, id="a fully masked row")
+
+
+def one_device(mask):
+    q, k, v, grad = tensors()
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    bias = (
+        torch.zeros(mask.shape, dtype=q.dtype).masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else mask
+    )
+    dead = (bias == float("-inf")).all(-1, keepdim=True)  # rows without any key give zero, as torch's do
+    p = (q @ k.mT / 2 + bias.masked_fill(dead, 0.0)).softmax(-1).masked_fill(dead, 0.0)
+    out = p @ v
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+def passed(mask, mesh, strategy):
+    core = parallelize_module(Passed(), mesh, AttentionContextParallel(strategy=strategy))
+    return lambda q, k, v: core(q, k, v, attn_mask=mask)
+
+
+def held(mask, mesh, strategy):
+    return parallelize_module(Held(mask), mesh, AttentionContextParallel(strategy=strategy))
+
+
+def recomputed(mask, mesh, strategy):
+    core = passed(mask, mesh, strategy)
+    return lambda q, k, v: checkpoint(core, q, k, v, use_reentrant=False)
+
+
+def module(mask, mesh, strategy):
+    return parallelize_module(Held(mask), mesh, ModuleContextParallel(strategy=strategy))
+
+
+@pytest.mark.parametrize("strategy", [Ring(), Ulysses()], ids=["ring", "ulysses"])
+@pytest.mark.parametrize("mask", masks())
+def test_every_door_takes_the_whole_mask(mask, strategy):
+    expected = one_device(mask)
+
+    def body(rank):
+        mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",))
+        results = []
+        for door in (passed, held, recomputed, module):
+            q, k, v, grad = (LAYOUT.shard(x, 2, rank) for x in tensors())
+            leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+            out = door(mask, mesh, strategy)(*leaves)
+            out.backward(grad)
+            results.append([out.detach(), *(x.grad for x in leaves)])
+        return results
+
+    by_rank = run_ranks(body, RANKS)
+    for door in range(4):
+        for index, wanted in enumerate(expected):
+            found = LAYOUT.unshard([results[door][index] for results in by_rank], 2)
+            # Some tens of float64 roundings.
+            assert (found - wanted).norm() <= 1e-12 * wanted.norm()
+
+
+@pytest.mark.parametrize("door", [passed, held, module])
+def test_this_ranks_part_of_a_mask_is_refused(door):
+    def body(rank):
+        mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",))
+        local = [LAYOUT.shard(x, 2, rank) for x in tensors()[:3]]
+        own = torch.ones(LAYOUT.lengths[0], LAYOUT.lengths[0], dtype=torch.bool)
+        return door(own, mesh, Ring())(*local)
+
+    errors = run_ranks(body, RANKS, return_errors=True)
+    assert all(isinstance(error, (ValueError, RuntimeError)) for error in errors)
+
+
+def test_masks_of_different_shapes_are_every_ranks_error():
+    def body(rank):
+        mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",))
+        mask = torch.ones((1 if rank == 1 else LENGTH, LENGTH), dtype=torch.bool)
+        return passed(mask, mesh, Ring())(*(LAYOUT.shard(x, 2, rank) for x in tensors()[:3]))
+
+    errors = run_ranks(body, RANKS, return_errors=True)
+    assert all("disagree on shape" in str(error) for error in errors)
+
+
+def test_a_mask_that_wants_a_gradient_is_refused():
+    def body(rank):
+        mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",))
+        mask = torch.zeros(LENGTH, LENGTH, dtype=torch.float64, requires_grad=True)
+        return passed(mask, mesh, Ring())(*(LAYOUT.shard(x, 2, rank) for x in tensors()[:3]))
+
+    errors = run_ranks(body, RANKS, return_errors=True)
+    assert all(isinstance(error, NotImplementedError) and "detach() the mask" in str(error) for error in errors)
