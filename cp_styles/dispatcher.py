@@ -18,9 +18,10 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from cp_styles._compat import DETACH_IN_PLACE_HAS_NO_RULE, default_dispatch, sdpa_handlers
+from cp_styles._compat import DETACH_IN_PLACE_HAS_NO_RULE, default_dispatch, sdpa_handlers, without_communication
 from cp_styles.kernels import SDPA_KERNELS
 from cp_styles.kernels.sdpa import schema_names
+from cp_styles.layout import SequenceLayout
 from cp_styles.state import Binding
 from cp_styles.strategies import Attention
 from cp_styles.strategies.base import new_residual
@@ -34,7 +35,13 @@ _serial = itertools.count()
 def bound_mesh(binding: Binding, device_type: str) -> DeviceMesh:
     """A mesh of its own over the binding's group: DTensors on it attend as the binding says. No communication."""
     name = f"{_PREFIX}{next(_serial)}"
-    return rebind(DeviceMesh.from_group(binding.group, device_type, mesh_dim_names=(name,)), binding)
+    mesh = DeviceMesh.from_group(binding.group, device_type, mesh_dim_names=(name,))
+    # Strategies use the binding's group. What else would communicate is DTensor, gathering the sequence on the way
+    # round the attention op (dropout, a matmul of q and k), and in parts that it takes for equal.
+    return rebind(without_communication(mesh, NO_COMMUNICATION), binding)
+
+
+NO_COMMUNICATION = "none: nothing may gather the sequence inside a context-parallel module"
 
 
 def rebind(mesh: DeviceMesh, binding: Binding | None) -> DeviceMesh:
@@ -106,7 +113,7 @@ def _forward(op: torch._ops.OpOverload, binding: Binding, values: dict[str, Any]
     out = binding.strategy.forward(attention, q, k, v, None, residual if values["keep"] else None)
     mesh, ranks = query.device_mesh, attention.ranks
     named = {
-        "out": sequence_sharded(out, mesh, _SEQ_DIM, query.shape[_SEQ_DIM]),
+        "out": like_part(out, query),
         "logsumexp": sequence_sharded(residual, mesh, 0, residual.numel() * ranks),
         "max_q": query.shape[_SEQ_DIM],
         "max_k": values["key"].shape[_SEQ_DIM],
@@ -127,7 +134,7 @@ def _forward_composite(op: torch._ops.OpOverload, binding: Binding, values: dict
         raise ValueError(f"{binding.name}: {heads} query heads and {kv_heads} key/value heads need enable_gqa=True")
     attention, (q, k, v) = _attention(op, binding, values)
     out = binding.strategy.forward(attention, q, k, v)
-    return sequence_sharded(out, values["query"].device_mesh, _SEQ_DIM, values["query"].shape[_SEQ_DIM])
+    return like_part(out, values["query"])
 
 
 def _backward(op: torch._ops.OpOverload, binding: Binding, values: dict[str, Any]) -> tuple[Any, ...]:
@@ -143,11 +150,7 @@ def _backward(op: torch._ops.OpOverload, binding: Binding, values: dict[str, Any
             grad if grad.stride() == x.stride() else torch.empty_like(x).copy_(grad)
             for grad, x in zip(grads, (q, k, v), strict=True)
         ]
-    mesh = values["query"].device_mesh
-    shared = [
-        sequence_sharded(grad, mesh, _SEQ_DIM, values[name].shape[_SEQ_DIM])
-        for grad, name in zip(grads, ("query", "key", "value"), strict=True)
-    ]
+    shared = [like_part(grad, values[name]) for grad, name in zip(grads, ("query", "key", "value"), strict=True)]
     return *shared, *[None] * (len(op._schema.returns) - 3)
 
 
@@ -182,9 +185,9 @@ def _attention(
             )
     local = tuple(tensor.to_local() for tensor in tensors)
     preferred = next((kernel for kernel in SDPA_KERNELS if op.name().startswith(f"aten::{kernel.name}")), None)
+    assert binding.lengths is not None  # agreed on before there was a bound mesh
     attention = binding.attention(
-        tensors[0].shape[_SEQ_DIM],
-        tensors[1].shape[_SEQ_DIM],
+        *binding.lengths,
         local,
         is_causal=values["is_causal"],
         attn_mask=values.get("attn_mask"),
@@ -199,6 +202,24 @@ def sequence_sharded(local: torch.Tensor, mesh: DeviceMesh, dim: int, size: int)
     shape = torch.Size((*local.shape[:dim], size, *local.shape[dim + 1 :]))
     strides = _strides(local, dim, size)
     return DTensor.from_local(local, mesh, [Shard(dim)], run_check=False, shape=shape, stride=strides)
+
+
+def like_part(local: torch.Tensor, part: DTensor) -> DTensor:
+    """A result with the rows of ``part``, [B, H, L, D] both, as a DTensor that DTensor takes for cut like it."""
+    return sequence_sharded(local, part.device_mesh, _SEQ_DIM, part.shape[_SEQ_DIM])
+
+
+def declared_size(layout: SequenceLayout, rank: int) -> int:
+    """The global size to declare to DTensor for a dim that ``layout`` cuts.
+
+    The true one where the ranks' parts are those DTensor would make. Elsewhere one of which DTensor, by its own rule,
+    gives this rank what it has, so that views and expansions inside the module come out right; ranks then declare
+    different sizes, which nobody compares.
+    """
+    own = layout.lengths[rank]
+    if layout.lengths == even_lengths(layout.length, layout.ranks):
+        return layout.length
+    return own * layout.ranks if own else rank or layout.length
 
 
 def even_lengths(length: int, ranks: int) -> tuple[int, ...]:
@@ -229,6 +250,12 @@ def _local_grad(grad: DTensor, attention: Attention) -> torch.Tensor:
         raise ValueError(f"the gradient of a context-parallel attention output arrived as {placement}, not Shard(2)")
     # Whole, in DTensor's order: the ranks' parts one after the other, whatever positions they stand for.
     lengths = attention.q_layout.lengths
+    if local.shape[_SEQ_DIM] != sum(lengths):
+        raise ValueError(
+            f"the gradient of a context-parallel attention output arrived whole, but its {sum(lengths)} positions are "
+            f"cut into {list(lengths)}, which DTensor does not know; end the module with an output sharded like its "
+            "inputs"
+        )
     return local.narrow(_SEQ_DIM, sum(lengths[: attention.rank]), lengths[attention.rank])
 
 

@@ -215,21 +215,29 @@ class Documents(Mask):
 class Dense(Mask):
     """Any boolean (True: attend) or additive float mask, broadcastable to ``[B, H, S_q, S_kv]``, whole on every rank.
 
-    Compared by identity. A float mask that requires grad is refused: its gradient would have to be assembled from
-    every rank's tiles, and nobody here does that yet.
+    Compared by the identity of the tensor, which must not change in place afterwards. A float mask that requires grad
+    is refused: its gradient would have to be assembled from every rank's tiles, and nobody here does that yet.
     """
 
     tensor: torch.Tensor
+    _version: int = field(init=False, default=0)
 
     @property
     def pattern(self) -> Mask:
         return SomeBias()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Dense) and other.tensor is self.tensor
+
+    def __hash__(self) -> int:
+        return id(self.tensor)
 
     def __post_init__(self) -> None:
         if self.tensor.ndim < 2 or self.tensor.ndim > 4:
             raise ValueError(f"a dense mask must broadcast to [B, H, S_q, S_kv], got shape {tuple(self.tensor.shape)}")
         if self.tensor.dtype != torch.bool and not self.tensor.is_floating_point():
             raise TypeError(f"a dense mask must be bool (True: attend) or float (added), got {self.tensor.dtype}")
+        object.__setattr__(self, "_version", _version(self.tensor))
         if self.tensor.requires_grad:
             raise NotImplementedError(
                 "the gradient of an attention bias is not computed under context parallelism: detach() the mask, or "
@@ -260,6 +268,8 @@ class Dense(Mask):
         return Full().bounds(q_positions_L)
 
     def bias(self, q_positions_L: torch.Tensor, kv_positions_M: torch.Tensor) -> torch.Tensor:
+        if _version(self.tensor) != self._version:
+            raise RuntimeError(f"{self!r} was changed in place after it was given as a mask; give a copy")
         bias = self.tensor
         for dim, positions in ((-2, q_positions_L), (-1, kv_positions_M)):
             if bias.shape[dim] != 1:
@@ -267,6 +277,10 @@ class Dense(Mask):
         if bias.dtype == torch.bool:
             return torch.zeros(bias.shape, device=bias.device).masked_fill_(~bias, float("-inf"))
         return bias
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 @dataclass(frozen=True)

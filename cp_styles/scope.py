@@ -115,19 +115,20 @@ class ScopedBinding:
         self._binding = binding
         self._named = layout
         self._free: list[DeviceMesh] = []
-        self._unscoped: Lease | None = None
+        self._latest: Lease | None = None  # so that calls of one length find the mesh of the one before
         self._was_scoped = False
 
-    def lease(self, device_type: str) -> Lease:
-        """The bound mesh for a call now, see :meth:`now`."""
-        binding, scope = self._now()
-        if scope is not None:
-            if binding not in scope._leases:
-                scope._leases[binding] = _alive[binding] = _alive.get(binding) or self._take(binding, device_type)
-            return scope._leases[binding]
-        if self._unscoped is None:
-            self._unscoped = self._take(binding, device_type)
-        return self._unscoped
+    def lease(self, binding: Binding, device_type: str) -> Lease:
+        """A bound mesh for ``binding``, which is what :meth:`now` gave and what the call adds to it."""
+        lease = _alive.get(binding)
+        if lease is None:
+            lease = _alive[binding] = self._take(binding, device_type)
+        scope = self._resolve()[1]
+        if scope is None:
+            self._latest = lease
+        else:
+            scope._leases[binding] = lease
+        return lease
 
     def _take(self, binding: Binding, device_type: str) -> Lease:
         mesh = rebind(self._free.pop(), binding) if self._free else bound_mesh(binding, device_type)

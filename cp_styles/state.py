@@ -39,6 +39,7 @@ class Binding:
         layout: the cut itself, or the balancer that makes it from (length, ranks).
         mask: who attends to whom, beside what the call says with ``is_causal``.
         kernel: computes the tiles; None takes the fused kernel of the call, or one that can do what it cannot.
+        lengths: global numbers of queries and of keys of the call, once its ranks have agreed on them.
         tally: the ops served so far, so that a module whose attention was never reached can be told so.
     """
 
@@ -49,6 +50,7 @@ class Binding:
     layout: SequenceLayout | Balancer
     mask: Mask
     kernel: Kernel | None = None
+    lengths: tuple[int, int] | None = None
     tally: Tally = field(default_factory=Tally, compare=False, repr=False)
 
     def __post_init__(self) -> None:

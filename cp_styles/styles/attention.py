@@ -7,6 +7,7 @@ import copy
 import enum
 import inspect
 import sys
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 from cp_styles._compat import tree_map_only
-from cp_styles.dispatcher import binding_of, even_lengths, install, sequence_sharded
+from cp_styles.dispatcher import NO_COMMUNICATION, binding_of, declared_size, even_lengths, install, sequence_sharded
 from cp_styles.functional import check_local
 from cp_styles.mask import Dense
 from cp_styles.scope import Lease, ScopedBinding
@@ -122,20 +123,28 @@ class ContextParallelState:
 
     def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         install()
-        self._lease = lease = self._scoped.lease(self.axis.device_type)
-        mesh = lease.mesh
-        self.binding = binding_of(mesh) or self.binding
+        self.binding = self._scoped.now()
         bound = self._bind(args, kwargs)
         inputs: tuple[Any, ...] = tuple(bound.arguments.get(name) for name in self._names)
         dim = self.style.seq_dim
         local = tuple(value.to_local() if isinstance(value, DTensor) else value for value in inputs)
-        q_length, kv_length = self.binding.agree(
-            lambda: self._refuse(bound.arguments, inputs, local), local, dim, bound.arguments.get("attn_mask")
-        )
+        attn_mask = bound.arguments.get("attn_mask")
+        lengths = self.binding.agree(lambda: self._refuse(bound.arguments, inputs, local), local, dim, attn_mask)
         if not self.style.use_local_output:
-            self._refuse_uneven(q_length)
-        for name, tensor, size in zip(self._names, local, (q_length, kv_length, kv_length), strict=True):
-            bound.arguments[name] = shared = sequence_sharded(tensor, mesh, dim, size)
+            self._refuse_uneven(lengths[0])
+        self.binding = replace(self.binding, lengths=lengths)
+        if attn_mask is not None:
+            self.binding = replace(self.binding, mask=self.binding.mask & Dense(attn_mask))
+            bound.arguments["attn_mask"] = None
+        self._lease = lease = self._scoped.lease(self.binding, self.axis.device_type)
+        self.binding = (
+            binding_of(lease.mesh) or self.binding
+        )  # an equal one, perhaps another module's: its tally counts
+        q_size, kv_size = (
+            declared_size(self.binding.layout_for(length), self.binding.group.rank()) for length in lengths
+        )
+        for name, tensor, size in zip(self._names, local, (q_size, kv_size, kv_size), strict=True):
+            bound.arguments[name] = shared = sequence_sharded(tensor, lease.mesh, dim, size)
             lease.hold_in_graph(shared)
             if shared.requires_grad:
                 shared.register_hook(self._post_backward)
@@ -242,8 +251,15 @@ class ContextParallelState:
 
     def _explain(self, failure: BaseException) -> None:
         """Say what is behind a failure of DTensor's, which knows nothing of attention."""
-        if "DTensor" in str(failure) and not self.binding.tally.calls and not getattr(failure, "__notes__", None):
+        if getattr(failure, "__notes__", None):
+            return
+        if not self.binding.tally.calls and any(word in str(failure) for word in ("DTensor", NO_COMMUNICATION)):
             failure.add_note(f"{self.binding.name}: {_NOT_REACHED}")
+        elif NO_COMMUNICATION in str(failure):
+            failure.add_note(
+                f"{self.binding.name}: the module gathers or reduces the sequence after its attention. Do that outside "
+                "of it"
+            )
 
 
 _NO_DROPOUT = (

@@ -258,7 +258,7 @@ def test_uneven_dtensors_are_not_handed_out():
     "length",
     [
         12,
-        pytest.param(13, marks=pytest.mark.xfail(strict=True, reason="DTensor takes the parts of the ranks for equal")),
+        13,
     ],
 )
 def test_reshapes_inside_the_module(length: int):

@@ -135,3 +135,26 @@ def test_a_mask_that_wants_a_gradient_is_refused():
 
     errors = run_ranks(body, RANKS, return_errors=True)
     assert all(isinstance(error, NotImplementedError) and "detach() the mask" in str(error) for error in errors)
+
+
+def test_a_mask_inside_the_module_needs_parts_that_dtensor_would_make():
+    """Else torch compares it with the size DTensor was told and goes round the op; what that gathers is refused."""
+    length = 13
+    layout = head_tail(length, RANKS)
+    generator = torch.Generator().manual_seed(0)
+    whole = [torch.randn(1, 2, length, 4, generator=generator, dtype=torch.float64) for _ in range(3)]
+
+    def body(rank):
+        mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",))
+        local = [layout.shard(x, 2, rank) for x in whole]
+        mask = torch.ones(length, length, dtype=torch.bool).tril()
+        given = passed(mask, mesh, Ring())(*local)
+        try:
+            held(mask, mesh, Ring())(*local)
+        except RuntimeError as error:
+            return given, f"{error} {error.__notes__}"
+
+    results = run_ranks(body, RANKS)
+    assert all("nothing may gather the sequence" in text and "no fused attention op" in text for _, text in results)
+    expected = SDPA(*whole, is_causal=True)
+    assert (layout.unshard([given for given, _ in results], 2) - expected).norm() <= 1e-12 * expected.norm()

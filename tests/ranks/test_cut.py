@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
-from cp_styles import AttentionContextParallel, contiguous, context_attention, head_tail
+from cp_styles import AttentionContextParallel, context_attention, contiguous, head_tail
 from cp_styles.testing import run_ranks
 
 RANKS, LENGTH = 3, 12
