@@ -62,25 +62,48 @@ class OnlineSoftmax:
 
 
 class RowSum:
-    """Sums tiles of gradients ``[B, H, rows, D]`` into rows of a whole; the first whole tile is taken as it is."""
+    """Sums tiles of gradients ``[B, H, rows, D]`` into rows of a whole.
+
+    The first whole tile is taken as it is, and partial ones that come before it wait for it: zeros to add to would be
+    written and read in vain.
+    """
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         self._shape = shape
         self._dtype = dtype
         self._device = device
         self._sum: torch.Tensor | None = None
+        self._waiting: tuple[tuple[int, int], torch.Tensor] | None = None
 
     def add(self, rows: tuple[int, int], tile: torch.Tensor) -> None:
         """Add a tile to the rows ``rows``. The tensor may be kept and changed."""
-        if self._sum is None:
-            if rows == (0, self._shape[2]) and tile.dtype == self._dtype:
-                self._sum = tile
-                return
-            self._sum = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
-        self._sum[:, :, rows[0] : rows[1]] += tile
+        if self._sum is not None:
+            self._sum[:, :, rows[0] : rows[1]] += tile
+        elif rows == (0, self._shape[2]) and tile.dtype == self._dtype:
+            self._sum = tile
+            self._settle()
+        elif self._waiting is None and tile.dtype == self._dtype:
+            self._waiting = (rows, tile)
+        elif self._waiting is not None and self._waiting[0] == rows:
+            self._waiting[1].add_(tile)
+        else:
+            self._sum = self._zeros()
+            self._settle()
+            self._sum[:, :, rows[0] : rows[1]] += tile
 
     def result(self) -> torch.Tensor:
-        return torch.zeros(self._shape, dtype=self._dtype, device=self._device) if self._sum is None else self._sum
+        if self._sum is None:
+            self._sum = self._zeros()
+            self._settle()
+        return self._sum
+
+    def _settle(self) -> None:
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            self.add(*waiting)
+
+    def _zeros(self) -> torch.Tensor:
+        return torch.zeros(self._shape, dtype=self._dtype, device=self._device)
 
 
 def sink_gradient(

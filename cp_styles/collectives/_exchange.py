@@ -123,15 +123,19 @@ class Exchange(NamedTuple):
             return started.tensors
         if started.pending is not None:
             started.pending.wait()
-            return self.unpack(started.wire, *started.tensors)
+            return self.unpack(started.wire, *started.tensors, rows_outermost=True)
         return self.unpack(wait_tensor(started.wire).view(started.tensors[0].dtype), *started.tensors)
 
-    def unpack(self, wire: torch.Tensor, *tensors: torch.Tensor) -> Tensors:
-        """What :meth:`finish` makes of a buffer that has arrived; of the sent tensors only the shapes are read."""
+    def unpack(self, wire: torch.Tensor, *tensors: torch.Tensor, rows_outermost: bool = False) -> Tensors:
+        """What :meth:`finish` makes of a buffer that has arrived; of the sent tensors only the shapes are read.
+
+        ``rows_outermost`` leaves results "to rows" with the rows outermost in memory, as projections have them, instead
+        of contiguous.
+        """
         if self.peers.size == 1:
             return tensors
         seen = [self._rows_first(x) for x in tensors]
-        return self._unpack_columns(wire, seen) if self.to_columns else self._unpack_rows(wire, seen)
+        return self._unpack_columns(wire, seen) if self.to_columns else self._unpack_rows(wire, seen, rows_outermost)
 
     def _message(self, tensors: Tensors) -> tuple[torch.Tensor, list[int], list[int]]:
         """The packed tensors, and how many elements go to and come from each rank; one entry: all get the same."""
@@ -206,7 +210,7 @@ class Exchange(NamedTuple):
             at += stop - start
         return wire.view(-1)
 
-    def _unpack_rows(self, wire: torch.Tensor, seen: list[torch.Tensor]) -> Tensors:
+    def _unpack_rows(self, wire: torch.Tensor, seen: list[torch.Tensor], rows_outermost: bool) -> Tensors:
         c, mine = self._column_axis, self.rows.sizes[self.peers.rank]
         head = (mine, *self._lead(seen[0]))
         widths = [self._width(rank, seen) for rank in range(self.peers.size)]
@@ -218,16 +222,22 @@ class Exchange(NamedTuple):
         ]
         by_tensor = zip(*blocks, strict=True)
         # A list: 2.15 fails to compile a generator that adds tensors ("generator already executing").
-        return tuple([self._merge(parts, cols) for parts, cols in zip(by_tensor, self.columns, strict=True)])
+        if rows_outermost:
+            merged = [self._merge(parts, cols, c) for parts, cols in zip(by_tensor, self.columns, strict=True)]
+            return tuple([x.movedim(0, self.row_dim) for x in merged])
+        in_order = [tuple([part.movedim(0, self.row_dim) for part in parts]) for parts in by_tensor]
+        return tuple(
+            [self._merge(parts, cols, self.column_dim) for parts, cols in zip(in_order, self.columns, strict=True)]
+        )
 
-    def _merge(self, parts: Tensors, columns: tuple[Chunk, ...]) -> torch.Tensor:
+    @staticmethod
+    def _merge(parts: Tensors, columns: tuple[Chunk, ...], dim: int) -> torch.Tensor:
         """All columns from every rank's; what several ranks had is summed, in rank order, in float32 at least."""
-        parts = tuple(part.movedim(0, self.row_dim) for part in parts)
         dtype = parts[0].dtype
         merged = []
         for low, high in pairwise(sorted({edge for chunk in columns for edge in chunk})):
             first, *others = [
-                part.narrow(self.column_dim, low - start, high - low)
+                part.narrow(dim, low - start, high - low)
                 for part, (start, stop) in zip(parts, columns, strict=True)
                 if start <= low and high <= stop
             ]
@@ -239,7 +249,7 @@ class Exchange(NamedTuple):
         # No .to() and no .contiguous() that does nothing: a compiled Function that ends with one has a gradient of zero
         # on 2.11.
         if len(merged) != 1:
-            return torch.cat(merged, self.column_dim) if merged else parts[0]
+            return torch.cat(merged, dim) if merged else parts[0]
         return merged[0] if merged[0].is_contiguous() else merged[0].contiguous()
 
     # Geometry.

@@ -96,6 +96,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument(
+        "--keep-freed-memory",
+        action="store_true",
+        help="tell glibc not to give large buffers back at every free, for the ideal and ours alike: without, much of "
+        "the overhead is the page faults of taking them anew",
+    )
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), default="float32")
     args = parser.parse_args()
     if args.seq_len % (2 * args.ranks) or args.heads % args.ranks or args.heads % args.kv_heads:
@@ -219,6 +225,8 @@ def report(args: argparse.Namespace, rows: list[list[Row]], query: torch.Tensor)
 
 if __name__ == "__main__":
     arguments = parse()
+    if arguments.keep_freed_memory:  # read by the C library when the ranks start
+        os.environ.update(MALLOC_MMAP_THRESHOLD_=str(2**30), MALLOC_TRIM_THRESHOLD_=str(2**32))
     torch.multiprocessing.start_processes(
         work, args=(arguments, 20000 + os.getpid() % 20000), nprocs=arguments.ranks, start_method="spawn"
     )
