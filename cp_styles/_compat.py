@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only as tree_map_only  # seen: 2.11 to 2.15
 
-# DTensor knows no aten.detach_: seen in 2.11; has a rule from 2.12.
-DETACH_IN_PLACE_HAS_NO_RULE = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 12)
+# DTensor knows no aten.detach_: seen in 2.11 and 2.12; has a rule from 2.13.
+DETACH_IN_PLACE_HAS_NO_RULE = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13)
 
 
 def sdpa_handlers() -> dict[Any, Callable[..., Any]]:
