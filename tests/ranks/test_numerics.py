@@ -140,8 +140,8 @@ def test_float16_inputs_whose_products_overflow(strategy):
 def test_the_error_does_not_grow_with_the_ring(dtype: torch.dtype, strategy):
     """ring-flash-attention#42: the forward looked fine, and the backward's error grew with every hop.
 
-    Each of out, dq, dk and dv at 8 ranks has at most 1.15 times the error it has at 2 ranks (sums in another order;
-    measured up to 1.05), for a plain and a packed causal mask. A gradient rounded to bfloat16 once a hop would have
+    Each of out, dq, dk and dv at 8 ranks has at most 1.15 times the error it has at 2 ranks: sums in another
+    order, and no more, for a plain and a packed causal mask. A gradient rounded to bfloat16 once a hop would have
     sqrt(8 / 2) = 2 times.
     """
     length, documents = 512, (100, 1, 200, 211)
