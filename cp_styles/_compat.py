@@ -114,13 +114,13 @@ def fast_path_attention() -> tuple[Any, ...]:
 
 
 def flattened(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    """The 1-D mesh of several axes of a mesh, the last one varying fastest; the same one every time. Seen: 2.11 to "
-    "2.15."""
+    """The 1-D mesh of several axes of a mesh, the last one varying fastest; the same one every time. Seen: 2.11 to
+    2.15."""
     return mesh[names]._flatten("_".join(names))
 
 
 def without_communication(mesh: DeviceMesh, reason: str) -> DeviceMesh:
-    """Make every collective over the mesh fail, on every rank alike, with ``reason`` in the error. Seen: 2.11 to "
-    "2.15."""
+    """Make every collective over the mesh fail, on every rank alike, with ``reason`` in the error. Seen: 2.11 to
+    2.15."""
     mesh._dim_group_names = [reason]  # pyright: ignore[reportAttributeAccessIssue]
     return mesh

@@ -126,8 +126,8 @@ class SequenceLayout:
 
 
 def cut_with(tensor: torch.Tensor) -> SequenceLayout | None:
-    """The layout that :meth:`SequenceLayout.shard` cut this very tensor with; None once anything was computed from "
-    "it."""
+    """The layout that :meth:`SequenceLayout.shard` cut this very tensor with; None once anything was computed from
+    it."""
     return getattr(tensor, "_cp_styles_layout", None)
 
 

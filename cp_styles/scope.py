@@ -87,8 +87,8 @@ class SequenceScope:
         _open.set(_open.get()[:-1])  # and no token kept in self, which several threads may have open
 
     def for_checkpoint(self) -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
-        """The ``context_fn`` of torch.utils.checkpoint: nothing more in the forward, this scope in the "
-        "recomputation."""
+        """The ``context_fn`` of torch.utils.checkpoint: nothing more in the forward, this scope in the
+        recomputation."""
         return contextlib.nullcontext(), self
 
     def __repr__(self) -> str:

@@ -137,9 +137,8 @@ class ContextParallelState:
             self.binding = replace(self.binding, mask=self.binding.mask & Dense(attn_mask))
             bound.arguments["attn_mask"] = None
         self._lease = lease = self._scoped.lease(self.binding, self.axis.device_type)
-        self.binding = (
-            binding_of(lease.mesh) or self.binding
-        )  # an equal one, perhaps another module's: its tally counts
+        # An equal binding, perhaps another module's, serves as well: and then its tally is the one that counts.
+        self.binding = binding_of(lease.mesh) or self.binding
         q_size, kv_size = (
             declared_size(self.binding.layout_for(length), self.binding.group.rank()) for length in lengths
         )
