@@ -1,0 +1,113 @@
+"""Attention calls, however they were imported, on their way to the engine: what doors without DTensor share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+
+from cp_styles._compat import fast_path_attention
+from cp_styles.functional import attend
+from cp_styles.mask import Dense
+from cp_styles.scope import ScopedBinding
+
+
+class AttentionCalls(TorchFunctionMode):
+    """Sends the attention calls made in this thread, while it is entered, through the engine.
+
+    However the function was imported, its calls are seen; other threads are not concerned.
+    """
+
+    def __init__(self, scoped: ScopedBinding, name: str) -> None:
+        super().__init__()
+        self._scoped = scoped
+        self._name = name
+        self._grad_at_entry: list[bool] = []
+        self._seen = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AttentionCalls:
+        made = memo[id(self)] = AttentionCalls(self._scoped, self._name)
+        return made
+
+    def __enter__(self) -> AttentionCalls:
+        self._grad_at_entry.append(torch.is_grad_enabled())
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        self._grad_at_entry.pop()
+        return super().__exit__(*exception)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return self._attend(*args, **kwargs)
+        if func in _OTHERS or getattr(func, "__name__", None) in _OTHER_OPERATORS:
+            raise NotImplementedError(
+                f"{self._name}: {func.__name__} is not one of the attention calls that run context parallel; use "
+                "scaled_dot_product_attention"
+            )
+        return func(*args, **kwargs)
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        self._seen += 1
+
+        def refuse() -> None:
+            if any(isinstance(tensor, DTensor) for tensor in (query, key, value)):
+                raise ValueError(f"{self._name}: query, key and value are DTensors here; pass local tensors")
+            if dropout_p:
+                raise NotImplementedError(
+                    f"{self._name}: dropout_p={dropout_p}: each rank's random numbers would have to be those of one "
+                    "device. Set it to 0, or apply dropout after the attention"
+                )
+            if attn_mask is not None:
+                Dense(attn_mask)  # raises for what is no mask
+            if query.shape[1] != key.shape[1] and not enable_gqa:
+                raise ValueError(
+                    f"{self._name}: {query.shape[1]} query heads and {key.shape[1]} key/value heads need "
+                    "enable_gqa=True"
+                )
+            if self._grad_at_entry[-1] and not torch.is_grad_enabled():
+                raise NotImplementedError(
+                    f"{self._name}: attention under no_grad inside a module that was entered with gradients. If this "
+                    "is reentrant checkpointing of a function, its recomputation would not be context parallel: "
+                    "checkpoint a module that makes the call, a layer for example"
+                )
+
+        return attend(
+            self._scoped.now(),
+            (query, key, value),
+            is_causal=is_causal,
+            attn_mask=attn_mask,
+            scale=scale,
+            refuse=refuse,
+        )
+
+    def start(self, module: nn.Module, args: Any) -> None:
+        self._seen = 0
+
+    def require_one(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not self._seen:
+            raise NotImplementedError(
+                f"{self._name}: no scaled_dot_product_attention was called inside: nothing here is context parallel, "
+                "and attention by other means would be local to each rank"
+            )
+
+
+# Attention that would otherwise run on the local part, silently.
+_OTHERS = {F.multi_head_attention_forward, *fast_path_attention()}
+# What flex_attention and varlen_attn, plain Python functions, come down to.
+_OTHER_OPERATORS = {"flex_attention", "_varlen_attn"}
