@@ -93,25 +93,44 @@ class Exchange(NamedTuple):
         return sum(self._received([self._rows_first(x) for x in tensors]))
 
     def start_into(self, wire: torch.Tensor, *tensors: torch.Tensor) -> Started:
-        """:meth:`start`, into memory of the caller's: a flat tensor of :meth:`arriving` elements, to keep and to
-        :meth:`unpack` again later. Eager only; the messages go point to point, which gloo does with fewer copies."""
+        """:meth:`start` to columns, into memory of the caller's: a flat tensor of :meth:`arriving` elements, to keep
+        and to :meth:`unpack` again later. Eager only; the messages go point to point, which gloo does with fewer copies."""
         if self.peers.size == 1:
             return Started(None, tensors)
+        assert self.to_columns, "to rows: home()"
         seen = [self._rows_first(x) for x in tensors]
-        rank, others = self.peers.rank, [peer for peer in range(self.peers.size) if peer != self.peers.rank]
         places = wire.split(self._received(seen))
-        if self.to_columns and not self._is_gather():
-            blocks = self._blocks(seen, places[rank])
-        else:
-            packed, sent, _ = self._message(tensors)
-            blocks = packed.split(sent) if len(sent) > 1 else (packed,) * self.peers.size
-            places[rank].copy_(blocks[rank])
+        blocks = self._blocks(seen, places[self.peers.rank])
         pending = exchange(
-            [(peer, blocks[peer]) for peer in others],
-            [(peer, places[peer]) for peer in others],
+            [(peer, blocks[peer]) for peer in self._others],
+            [(peer, places[peer]) for peer in self._others],
             process_group_named(self.peers.name),
         )
         return Started(wire, tensors, pending)
+
+    def home(self, *tensors: torch.Tensor) -> Tensors:
+        """To rows, point to point and each tensor by itself: where the rows lie together nothing is packed, and what
+        this rank keeps is not copied before it is merged. Eager only.
+
+        Returns tensors with the rows outermost in memory, as projections have them.
+        """
+        assert not self.to_columns, "to columns: start_into()"
+        if self.peers.size == 1:
+            return tensors
+        c, rank = self._column_axis, self.peers.rank
+        seen = [self._rows_first(x) for x in tensors]
+        sends = [(peer, self.rows.own(x, 0, peer).contiguous()) for peer in self._others for x in seen]
+        parts = [[self.rows.own(x, 0, rank)] * self.peers.size for x in seen]
+        receives = []
+        for peer in self._others:
+            for own, columns in zip(parts, self.columns, strict=True):
+                start, stop = columns[peer]
+                shape = (*own[rank].shape[:c], stop - start, *own[rank].shape[c + 1 :])
+                own[peer] = own[rank].new_empty(shape)
+                receives.append((peer, own[peer]))
+        exchange(sends, receives, process_group_named(self.peers.name)).wait()
+        merged = [self._merge(tuple(own), columns, c) for own, columns in zip(parts, self.columns, strict=True)]
+        return tuple([x.movedim(0, self.row_dim) for x in merged])
 
     def finish(self, started: Started) -> Tensors:
         """Wait and unpack.
@@ -123,19 +142,15 @@ class Exchange(NamedTuple):
             return started.tensors
         if started.pending is not None:
             started.pending.wait()
-            return self.unpack(started.wire, *started.tensors, rows_outermost=True)
+            return self.unpack(started.wire, *started.tensors)
         return self.unpack(wait_tensor(started.wire).view(started.tensors[0].dtype), *started.tensors)
 
-    def unpack(self, wire: torch.Tensor, *tensors: torch.Tensor, rows_outermost: bool = False) -> Tensors:
-        """What :meth:`finish` makes of a buffer that has arrived; of the sent tensors only the shapes are read.
-
-        ``rows_outermost`` leaves results "to rows" with the rows outermost in memory, as projections have them, instead
-        of contiguous.
-        """
+    def unpack(self, wire: torch.Tensor, *tensors: torch.Tensor) -> Tensors:
+        """What :meth:`finish` makes of a buffer that has arrived; of the sent tensors only the shapes are read."""
         if self.peers.size == 1:
             return tensors
         seen = [self._rows_first(x) for x in tensors]
-        return self._unpack_columns(wire, seen) if self.to_columns else self._unpack_rows(wire, seen, rows_outermost)
+        return self._unpack_columns(wire, seen) if self.to_columns else self._unpack_rows(wire, seen)
 
     def _message(self, tensors: Tensors) -> tuple[torch.Tensor, list[int], list[int]]:
         """The packed tensors, and how many elements go to and come from each rank; one entry: all get the same."""
@@ -210,7 +225,7 @@ class Exchange(NamedTuple):
             at += stop - start
         return wire.view(-1)
 
-    def _unpack_rows(self, wire: torch.Tensor, seen: list[torch.Tensor], rows_outermost: bool) -> Tensors:
+    def _unpack_rows(self, wire: torch.Tensor, seen: list[torch.Tensor]) -> Tensors:
         c, mine = self._column_axis, self.rows.sizes[self.peers.rank]
         head = (mine, *self._lead(seen[0]))
         widths = [self._width(rank, seen) for rank in range(self.peers.size)]
@@ -222,9 +237,6 @@ class Exchange(NamedTuple):
         ]
         by_tensor = zip(*blocks, strict=True)
         # A list: 2.15 fails to compile a generator that adds tensors ("generator already executing").
-        if rows_outermost:
-            merged = [self._merge(parts, cols, c) for parts, cols in zip(by_tensor, self.columns, strict=True)]
-            return tuple([x.movedim(0, self.row_dim) for x in merged])
         in_order = [tuple([part.movedim(0, self.row_dim) for part in parts]) for parts in by_tensor]
         return tuple(
             [self._merge(parts, cols, self.column_dim) for parts, cols in zip(in_order, self.columns, strict=True)]
@@ -253,6 +265,10 @@ class Exchange(NamedTuple):
         return merged[0] if merged[0].is_contiguous() else merged[0].contiguous()
 
     # Geometry.
+
+    @property
+    def _others(self) -> list[int]:
+        return [peer for peer in range(self.peers.size) if peer != self.peers.rank]
 
     @property
     def _column_axis(self) -> int:

@@ -29,8 +29,8 @@ class Peers(NamedTuple):
     size: int
 
 
-def peers_of(group: Group) -> Peers:
-    """Resolve ``group``; None and a group of one rank need no process group afterwards.
+def peers_of(group: Group | Peers) -> Peers:
+    """Resolve ``group`` (peers are resolved already). None and a group of one need no process group afterwards.
 
     Raises:
         TypeError: for anything that is not a group.
@@ -38,6 +38,8 @@ def peers_of(group: Group) -> Peers:
     """
     if group is None:
         return Peers("", 0, 1)
+    if isinstance(group, Peers):
+        return group
     if isinstance(group, tuple):
         if len(group) != 2 or not isinstance(group[0], DeviceMesh) or not isinstance(group[1], str):
             raise TypeError(f"{group!r} is not a group: {GROUP_REMEDY}")

@@ -9,7 +9,7 @@ import torch
 
 from cp_styles.collectives._autograd import differentiable, start
 from cp_styles.collectives._exchange import Exchange
-from cp_styles.collectives._group import Facts, Group, consult, dim_of, facts_of, peers_of
+from cp_styles.collectives._group import Facts, Group, Peers, consult, dim_of, facts_of, peers_of
 from cp_styles.collectives._rows import (
     Layout,
     Rows,
@@ -26,7 +26,7 @@ TensorOrTensors = TypeVar("TensorOrTensors", torch.Tensor, Sequence[torch.Tensor
 
 
 def head_exchange(
-    group: Group, *, heads: Sequence[int], seq_sizes: Layout, seq_dim: int, head_dim: int, ndim: int = 4
+    group: Group | Peers, *, heads: Sequence[int], seq_sizes: Layout, seq_dim: int, head_dim: int, ndim: int = 4
 ) -> Exchange:
     """The exchange under :func:`seq_to_heads`, for use inside an autograd Function of your own.
 

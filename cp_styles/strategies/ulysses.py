@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
 from cp_styles.collectives import Exchange, head_exchange
+from cp_styles.collectives._group import Peers, peers_of
 from cp_styles.comm import split_group
 from cp_styles.layout import Chunk, SequenceLayout
 from cp_styles.strategies.base import Attention, Spec, Strategy, new_residual, residual_views
@@ -92,42 +94,71 @@ class Ulysses(Strategy):
         return size
 
 
+class _Geometry(NamedTuple):
+    """Of a call on two levels, all that does not depend on its tensors; the same at every layer and step.
+
+    Attributes:
+        queries: the exchange of queries.
+        exchanges: of the messages: one for query, key and value, or two where keys are cut differently.
+        layouts: of queries and keys on the inner level.
+        own: the query heads of this rank.
+        kv_heads: how many KV heads it gets.
+        pairs: which of those each of its query heads needs, where their order alone does not say it.
+    """
+
+    queries: Exchange
+    exchanges: tuple[Exchange, ...]
+    layouts: tuple[SequenceLayout, SequenceLayout]
+    own: Chunk
+    kv_heads: int
+    pairs: tuple[int, ...] | None
+
+
+@lru_cache(maxsize=256)
+def _geometry(
+    peers: Peers, first: int, q_layout: SequenceLayout, kv_layout: SequenceLayout, heads: int, kv_heads: int
+) -> _Geometry:
+    q_cut, kv_cut = (_among(layout, first, peers.size) for layout in (q_layout, kv_layout))
+    exchange = head_exchange(peers, heads=(heads, kv_heads, kv_heads), seq_sizes=q_cut, seq_dim=2, head_dim=1)
+    queries = exchange._replace(columns=exchange.columns[:1])
+    exchanges = (exchange,)
+    if kv_cut != q_cut:  # cross-attention
+        keys = head_exchange(peers, heads=(heads, kv_heads), seq_sizes=kv_cut, seq_dim=2, head_dim=1)
+        exchanges = (queries, keys._replace(columns=(keys.columns[1],) * 2))
+    (start, stop), (kv_start, kv_stop) = (columns[peers.rank] for columns in exchange.columns[:2])
+    own, kv_own = stop - start, kv_stop - kv_start
+    share = heads // kv_heads
+    pairs = tuple(head // share - kv_start for head in range(start, stop))
+    regular = kv_own and own % kv_own == 0
+    even = regular and pairs == tuple(index // (own // kv_own) for index in range(own))
+    layouts = joined(q_layout, peers.size), joined(kv_layout, peers.size)
+    return _Geometry(queries, exchanges, layouts, (start, stop), kv_own, None if even or not pairs else pairs)
+
+
 class _Levels:
     """The two levels of one call, and the ways between them; see [Note: two levels]."""
 
     def __init__(self, strategy: Ulysses, attention: Attention, q, k, v) -> None:
         size = strategy.size_on(attention.ranks)
         group, inner_group = split_group(attention.group, size)
-        rank, self._first = attention.rank % size, attention.rank - attention.rank % size
+        first = attention.rank - attention.rank % size
         layouts = (attention.q_layout, attention.kv_layout)
-        heads = (q.shape[1], k.shape[1], k.shape[1])
-        q_cut, kv_cut = (_among(layout, self._first, size) for layout in layouts)
-        exchange = head_exchange(group, heads=heads, seq_sizes=q_cut, seq_dim=2, head_dim=1)
-        self._queries = exchange._replace(columns=exchange.columns[:1])
-        # One message for all three, unless keys are cut differently from queries (cross-attention).
-        self._exchanges = [exchange]
-        self._messages = [(q, k, v)]
-        if kv_cut != q_cut:
-            keys = head_exchange(group, heads=heads, seq_sizes=kv_cut, seq_dim=2, head_dim=1)
-            self._exchanges = [self._queries, keys._replace(columns=keys.columns[1:])]
-            self._messages = [(q,), (k, v)]
-        (q_start, q_stop), (kv_start, kv_stop), _ = (columns[rank] for columns in exchange.columns)
-        first = 0 if attention.heads is None else attention.heads[0]
+        geometry = _geometry(peers_of(group), first, *layouts, q.shape[1], k.shape[1])
+        self._queries, self._exchanges = geometry.queries, geometry.exchanges
+        # One message for all three, unless keys are cut differently from queries.
+        self._messages = [(q, k, v)] if len(self._exchanges) == 1 else [(q,), (k, v)]
+        start, stop = geometry.own
+        before = 0 if attention.heads is None else attention.heads[0]
         self.inner = replace(
             attention,
             group=inner_group,
-            q_layout=joined(layouts[0], size),
-            kv_layout=joined(layouts[1], size),
-            heads=(first + q_start, first + q_stop),
+            q_layout=geometry.layouts[0],
+            kv_layout=geometry.layouts[1],
+            heads=(before + start, before + stop),
         )
-        self._own = slice(q_start, q_stop)
-        self._heads, self._kv_heads = q_stop - q_start, kv_stop - kv_start
-        share = heads[0] // heads[1]
-        pairs = [head // share - kv_start for head in range(q_start, q_stop)]
-        regular = self._kv_heads and self._heads % self._kv_heads == 0
-        even = regular and pairs == [index // (self._heads // self._kv_heads) for index in range(self._heads)]
-        # Which of this rank's KV heads each of its query heads needs, where their order alone does not say it.
-        self._pairs = None if even or not pairs else torch.tensor(pairs, device=q.device)
+        self._own = slice(start, stop)
+        self._heads, self._kv_heads = stop - start, geometry.kv_heads
+        self._pairs = None if geometry.pairs is None else torch.tensor(geometry.pairs, device=q.device)
         self._strategy, self._q, self._v = strategy, q, v
 
     def kept_in(
@@ -138,7 +169,7 @@ class _Levels:
             wires = [self._q.new_empty(size) for size in self._arriving()]
             return wires, None, None
         *wires, out, inner = residual_views(self.residual_specs(), residual)
-        return wires, out, inner
+        return wires, out.transpose(1, 2), inner
 
     def residual_specs(self) -> list[Spec]:
         """What arrived in the all-to-all (q, k and v of this rank's heads), their out, and the inner residual."""
@@ -151,7 +182,7 @@ class _Levels:
             for shape in ((self._heads, queries, dim), (kv_heads, keys, dim), (kv_heads, keys, dim_v))
         )
         inner = new_residual(self._strategy.inner.residual_specs(self.inner, q, k, v), q.device)
-        out: Spec = ((batch, self._heads, queries, dim_v), dtype)
+        out: Spec = ((batch, queries, self._heads, dim_v), dtype)  # as kernels leave it
         return [*(((size,), dtype) for size in self._arriving()), out, ((inner.numel(),), inner.dtype)]
 
     def to_heads(self, wires: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -169,11 +200,12 @@ class _Levels:
 
     def out_home(self, out: torch.Tensor) -> torch.Tensor:
         """The output, from head shards to sequence shards: one all-to-all."""
-        return _through(self._queries.adjoint(), out)[0]
+        return self._queries.adjoint().home(out)[0]
 
     def grad_to_heads(self, grad: torch.Tensor) -> torch.Tensor:
         """The adjoint of :meth:`out_home`."""
-        return _through(self._queries, grad)[0]
+        wire = grad.new_empty(self._queries.arriving(grad))
+        return self._queries.finish(self._queries.start_into(wire, grad))[0]
 
     def _arriving(self) -> list[int]:
         return [way.arriving(*sent) for way, sent in zip(self._exchanges, self._messages, strict=True)]
@@ -183,7 +215,7 @@ class _Levels:
         left = list(grads)
         home = []
         for exchange, sent in zip(self._exchanges, self._messages, strict=True):
-            home += _through(exchange.adjoint(), *left[: len(sent)])
+            home += exchange.adjoint().home(*left[: len(sent)])
             del left[: len(sent)]
         return home
 
@@ -209,11 +241,6 @@ class _Levels:
         whole = torch.zeros_like(like_H)
         whole[self._own] = own
         return whole
-
-
-def _through(exchange: Exchange, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    wire = tensors[0].new_empty(exchange.arriving(*tensors))
-    return exchange.finish(exchange.start_into(wire, *tensors))
 
 
 @lru_cache(maxsize=256)
