@@ -7,7 +7,7 @@ gradients straight home. The bytes are therefore the plan's, the least there are
 [Note: moving tensors]
 message    1-D: rows of k as [B, G, rows, D], then of v as [B, G, rows, E], each contiguous; the one copy the wire needs
 residual   lse [B, H, L] in the accumulation dtype; where KV is kept, the received messages, by source
-gradients  messages of dk and dv in the accumulation dtype, from user to owner
+gradients  one message of dk and one of dv, [B, rows, G, D] in the accumulation dtype, from user to owner
 """
 
 from __future__ import annotations
@@ -246,10 +246,12 @@ class _Homecoming:
             self._add(part.rows, dk, dv)
         if own or not gradients:
             return
-        sends = [(part.source, torch.cat((dk.reshape(-1), dv.reshape(-1)))) for part, dk, dv in gradients]
+        # In the order in which kernels leave gradients, [B, rows, G, D], so that nothing has to be packed.
+        sends = [(part.source, x.transpose(1, 2).contiguous()) for part, *pair in gradients for x in pair]
         receives = [
-            (peer, torch.empty(walk.size(_count(walk.plan.sends[peer])), dtype=walk.wide, device=walk.k.device))
+            (peer, x.new_empty(x.shape[0], _count(walk.plan.sends[peer]), x.shape[1], x.shape[3], dtype=walk.wide))
             for peer in walk.destinations[len(self._arriving)]
+            for x in (walk.k, walk.v)
         ]
         self._arriving.append((receives, walk.exchange(sends, receives)))
 
@@ -257,9 +259,8 @@ class _Homecoming:
         """``(dk, dv)`` of this rank's rows, everybody's share included."""
         for messages, pending in self._arriving:
             pending.wait()
-            for peer, message in messages:
-                rows = self._walk.plan.sends[peer]
-                self._add(rows, *self._walk.split(message, _count(rows)))
+            for (peer, dk), (_, dv) in zip(messages[::2], messages[1::2], strict=True):
+                self._add(self._walk.plan.sends[peer], dk.transpose(1, 2), dv.transpose(1, 2))
         return self._dk.result(), self._dv.result()
 
     def _add(self, rows: Rows, dk: torch.Tensor, dv: torch.Tensor) -> None:
