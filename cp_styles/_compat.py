@@ -120,7 +120,8 @@ def flattened(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
 
 
 def without_communication(mesh: DeviceMesh, reason: str) -> DeviceMesh:
-    """Make every collective over the mesh fail, on every rank alike, with ``reason`` in the error. Seen: 2.11 to
-    2.15."""
-    mesh._dim_group_names = [reason]  # pyright: ignore[reportAttributeAccessIssue]
+    """Make every collective over the mesh's first axis fail, on every rank alike, with ``reason`` in the error. Seen:
+    2.11 to 2.15."""
+    others = mesh._dim_group_names[1:]  # pyright: ignore[reportAttributeAccessIssue]
+    mesh._dim_group_names = [reason, *others]  # pyright: ignore[reportAttributeAccessIssue]
     return mesh

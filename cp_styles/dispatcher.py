@@ -1,8 +1,9 @@
 """The only file that touches DTensor's dispatcher: routes attention ops on bound DTensors to their strategy.
 
 [Note: routing] Handlers for torch's attention ops are installed once and stay. Whether an op is context parallel is
-said by the DeviceMesh its DTensors live on: a *bound mesh* is a private 1-D view of the user's axis that carries a
-Binding. The mesh goes wherever the tensors go: through views, autograd, checkpointing, save_on_cpu, and into the
+said by the DeviceMesh its DTensors live on: a *bound mesh* is a private view of the user's axis that carries a Binding.
+(Its first axis is the sequence's; the axes over which tensor parallelism has cut the heads, if it has, follow; see
+composed.py.) The mesh goes wherever the tensors go: through views, autograd, checkpointing, save_on_cpu, and into the
 backward, whatever happened to the forward. So there is nothing to switch on or off, nothing to leak, and ops on any
 other mesh pass through. Forward's second output, the logsumexp, is nobody's but the same op's backward: it carries the
 strategy's residual (see [Note: residual] in strategies/base.py).
@@ -11,7 +12,7 @@ strategy's residual (see [Note: residual] in strategies/base.py).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from cp_styles._compat import DETACH_IN_PLACE_HAS_NO_RULE, default_dispatch, sdpa_handlers, without_communication
+from cp_styles.composed import HeadShare, Placements, head_share, refuse_placements
 from cp_styles.kernels import SDPA_KERNELS
 from cp_styles.kernels.sdpa import schema_names
 from cp_styles.layout import SequenceLayout
@@ -33,11 +35,16 @@ _serial = itertools.count()
 
 
 def bound_mesh(binding: Binding, device_type: str) -> DeviceMesh:
-    """A mesh of its own over the binding's group: DTensors on it attend as the binding says. No communication."""
+    """A mesh of its own over the binding's group, and the axes beside it where there are some: DTensors on it attend as
+    the binding says. No communication."""
     name = f"{_PREFIX}{next(_serial)}"
-    mesh = DeviceMesh.from_group(binding.group, device_type, mesh_dim_names=(name,))
+    if binding.beside is None:
+        mesh = DeviceMesh.from_group(binding.group, device_type, mesh_dim_names=(name,))
+    else:
+        mesh = binding.beside.around(binding.group, device_type, name)
     # Strategies use the binding's group. What else would communicate is DTensor, gathering the sequence on the way
-    # round the attention op (dropout, a matmul of q and k), and in parts that it takes for equal.
+    # round the attention op (dropout, a matmul of q and k), and in parts that it takes for equal. What it does on the
+    # axes beside is right.
     return rebind(without_communication(mesh, NO_COMMUNICATION), binding)
 
 
@@ -106,7 +113,7 @@ class _Route:
 
 
 def _forward(op: torch._ops.OpOverload, binding: Binding, values: dict[str, Any]) -> Any:
-    attention, (q, k, v) = _attention(op, binding, values)
+    attention, (q, k, v), _ = _attention(op, binding, values)
     query = values["query"]
     specs = binding.strategy.residual_specs(attention, q, k, v) if values["keep"] else []
     residual = new_residual(specs, q.device)
@@ -114,7 +121,7 @@ def _forward(op: torch._ops.OpOverload, binding: Binding, values: dict[str, Any]
     mesh, ranks = query.device_mesh, attention.ranks
     named = {
         "out": like_part(out, query),
-        "logsumexp": sequence_sharded(residual, mesh, 0, residual.numel() * ranks),
+        "logsumexp": sequence_sharded(residual, mesh, 0, residual.numel() * ranks, _unplaced(mesh)),
         "max_q": query.shape[_SEQ_DIM],
         "max_k": values["key"].shape[_SEQ_DIM],
     }
@@ -122,7 +129,7 @@ def _forward(op: torch._ops.OpOverload, binding: Binding, values: dict[str, Any]
     results = []
     for name, returned in zip(schema_names(op._schema.returns), op._schema.returns, strict=True):
         if name not in named and returned.type.kind() == "TensorType":
-            named[name] = DTensor.from_local(q.new_empty(0), mesh, [Replicate()], run_check=False)
+            named[name] = DTensor.from_local(q.new_empty(0), mesh, [Replicate()] * mesh.ndim, run_check=False)
         results.append(named.get(name))
     return tuple(results)
 
@@ -132,25 +139,31 @@ def _forward_composite(op: torch._ops.OpOverload, binding: Binding, values: dict
     heads, kv_heads = values["query"].shape[1], values["key"].shape[1]
     if heads != kv_heads and not values["enable_gqa"]:
         raise ValueError(f"{binding.name}: {heads} query heads and {kv_heads} key/value heads need enable_gqa=True")
-    attention, (q, k, v) = _attention(op, binding, values)
+    attention, (q, k, v), _ = _attention(op, binding, values)
     out = binding.strategy.forward(attention, q, k, v)
     return like_part(out, values["query"])
 
 
 def _backward(op: torch._ops.OpOverload, binding: Binding, values: dict[str, Any]) -> tuple[Any, ...]:
-    attention, (q, k, v) = _attention(op, binding, values)
-    grad = _local_grad(values["grad_out"], attention)
+    attention, (q, k, v), share = _attention(op, binding, values)
+    grad = _local_grad(values["grad_out"], values["query"].placements, attention)
     out, residual = values["out"].to_local(), values["logsumexp"].to_local()
     *grads, _ = binding.strategy.backward(attention, grad, q, k, v, out, residual)
+    parts = [values[name] for name in ("query", "key", "value")]
+    if share is not None:
+        grads[1:] = [share.to_keys(x, part.to_local().shape[1]) for x, part in zip(grads[1:], parts[1:], strict=True)]
     layouts = (attention.q_layout, attention.kv_layout)
     if any(layout.lengths != even_lengths(layout.length, layout.ranks) for layout in layouts):
         # Accumulated into a DTensor, as reentrant checkpoints do, a gradient of other strides than its tensor's is
         # cloned, and DTensor's clones are even.
         grads = [
             grad if grad.stride() == x.stride() else torch.empty_like(x).copy_(grad)
-            for grad, x in zip(grads, (q, k, v), strict=True)
+            for grad, x in zip(grads, (part.to_local() for part in parts), strict=True)
         ]
-    shared = [like_part(grad, values[name]) for grad, name in zip(grads, ("query", "key", "value"), strict=True)]
+    # Where the query's heads are cut and the keys' are not, a rank has the gradients that its own query heads give.
+    cut, keys = parts[0].placements, parts[1].placements
+    sums = tuple(theirs if theirs == own else Partial() for own, theirs in zip(cut, keys, strict=True))
+    shared = [like_part(x, part, p) for x, part, p in zip(grads, parts, (cut, sums, sums), strict=True)]
     return *shared, *[None] * (len(op._schema.returns) - 3)
 
 
@@ -160,8 +173,8 @@ def _unchanged(op: torch._ops.OpOverload, binding: Binding, values: dict[str, An
 
 def _attention(
     op: torch._ops.OpOverload, binding: Binding, values: dict[str, Any]
-) -> tuple[Attention, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """The call's attention and its local query, key and value, or the reason why not."""
+) -> tuple[Attention, tuple[torch.Tensor, ...], HeadShare | None]:
+    """The call's attention, its local query, key and value, and which heads they are; or the reason why not."""
     name = binding.name
     binding.tally.calls += 1
     if values["dropout_p"]:
@@ -178,12 +191,16 @@ def _attention(
     for label, tensor in zip(("query", "key", "value"), tensors, strict=True):
         if not isinstance(tensor, DTensor) or binding_of(tensor.device_mesh) is not binding:
             raise ValueError(f"{name}: {label} was not made inside this module: it is no DTensor of its sequence axis")
-        if tensor.placements != (Shard(_SEQ_DIM),):
+        if tensor.placements[0] != Shard(_SEQ_DIM):
             raise ValueError(
                 f"{name}: {label} reaches the attention as {tensor.placements} with shape {tuple(tensor.shape)}, not "
-                f"Shard({_SEQ_DIM}): something in the module moved or gathered the sequence dim; check seq_dim"
+                f"Shard({_SEQ_DIM}) on the sequence axis: something in the module moved or gathered the sequence dim; "
+                "check seq_dim"
             )
     local = tuple(tensor.to_local() for tensor in tensors)
+    share, whole = _share(name, tensors)
+    if share is not None:
+        local = (local[0], *(share.of_keys(x) for x in local[1:]))
     preferred = next((kernel for kernel in SDPA_KERNELS if op.name().startswith(f"aten::{kernel.name}")), None)
     assert binding.lengths is not None  # agreed on before there was a bound mesh
     attention = binding.attention(
@@ -193,20 +210,63 @@ def _attention(
         attn_mask=values.get("attn_mask"),
         scale=values["scale"],
         preferred=preferred,
+        heads=None if share is None else share.heads,
+        whole=whole,
     )
-    return attention, local
+    return attention, local, share
 
 
-def sequence_sharded(local: torch.Tensor, mesh: DeviceMesh, dim: int, size: int) -> DTensor:
-    """The rank's part as a DTensor with ``size`` rows on ``dim``: no communication, and parts may differ in length."""
-    shape = torch.Size((*local.shape[:dim], size, *local.shape[dim + 1 :]))
-    strides = _strides(local, dim, size)
-    return DTensor.from_local(local, mesh, [Shard(dim)], run_check=False, shape=shape, stride=strides)
+def _share(name: str, tensors: list[DTensor]) -> tuple[HeadShare | None, tuple[int, int] | None]:
+    """This rank's heads, and how many rows of a batch and heads a mask must be for; None on 1-D meshes: all of them."""
+    query, key, _ = tensors
+    if query.device_mesh.ndim == 1:
+        return None, None
+    others = [tensor.placements[1:] for tensor in tensors]
+    try:
+        names = (query.device_mesh.mesh_dim_names or ())[1:]
+        refuse_placements(("query", "key", "value"), others, names, _SEQ_DIM, head_dim=1)
+        share = head_share(query, key)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    # A mask's rows of the batch are not cut here: where the batch is, only one for all of it will do.
+    batch = 1 if Shard(0) in others[0] else query.shape[0]
+    return share, (batch, share.of)
 
 
-def like_part(local: torch.Tensor, part: DTensor) -> DTensor:
-    """A result with the rows of ``part``, [B, H, L, D] both, as a DTensor that DTensor takes for cut like it."""
-    return sequence_sharded(local, part.device_mesh, _SEQ_DIM, part.shape[_SEQ_DIM])
+def sequence_sharded(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    dim: int,
+    size: int,
+    others: Placements = (),
+    whole: Sequence[int] | None = None,
+) -> DTensor:
+    """The rank's part as a DTensor with ``size`` rows on ``dim``: no communication, and parts may differ in length.
+
+    ``others`` are its placements on the axes beside the sequence's, ``whole`` its shape but for what ``dim`` says.
+    """
+    shape = list(local.shape if whole is None else whole)
+    shape[dim] = size
+    return placed(local, mesh, (Shard(dim), *others), shape)
+
+
+def placed(local: torch.Tensor, mesh: DeviceMesh, placements: Placements, shape: Sequence[int]) -> DTensor:
+    """The rank's part of a whole of ``shape``, laid out in memory in the same order: no communication, no check."""
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=_strides(local, shape)
+    )
+
+
+def like_part(local: torch.Tensor, part: DTensor, placements: Placements | None = None) -> DTensor:
+    """A result with the rows of ``part``, [B, H, L, D] both, as a DTensor that DTensor takes for cut like it, or on the
+    axes beside the sequence's as ``placements`` say."""
+    placements = part.placements if placements is None else placements
+    return placed(local, part.device_mesh, placements, (*part.shape[:3], local.shape[3]))
+
+
+def _unplaced(mesh: DeviceMesh) -> Placements:
+    """For what is no DTensor but must look like one: nothing to say on the axes beside the sequence's."""
+    return (Replicate(),) * (mesh.ndim - 1)
 
 
 def declared_size(layout: SequenceLayout, rank: int) -> int:
@@ -228,21 +288,24 @@ def even_lengths(length: int, ranks: int) -> tuple[int, ...]:
     return tuple(min(size, max(length - rank * size, 0)) for rank in range(ranks))
 
 
-def _strides(local: torch.Tensor, dim: int, size: int) -> tuple[int, ...]:
-    """Strides of the whole tensor laid out in memory in the order in which the local one is."""
+def _strides(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a tensor of ``shape`` laid out in memory in the order in which the local one is."""
     order = sorted(range(local.ndim), key=lambda d: (local.stride(d), -d))
     strides, step = [0] * local.ndim, 1
     for d in order:
         strides[d] = step
-        step *= size if d == dim else max(local.shape[d], 1)
+        step *= max(shape[d], 1)
     return tuple(strides)
 
 
-def _local_grad(grad: DTensor, attention: Attention) -> torch.Tensor:
-    """This rank's rows of the output's gradient, however it arrives."""
-    (placement,) = grad.placements
+def _local_grad(grad: DTensor, wanted: Placements, attention: Attention) -> torch.Tensor:
+    """This rank's rows of the output's gradient, however it arrives; beside the sequence axis as ``wanted`` says."""
+    placement = grad.placements[0]
     if isinstance(placement, Partial):
-        grad = grad.redistribute(placements=[Replicate()])
+        placement = Replicate()
+    arrives = (placement, *wanted[1:])
+    if grad.placements != arrives:
+        grad = grad.redistribute(placements=arrives)
     local = grad.to_local()
     if placement == Shard(_SEQ_DIM):
         return local

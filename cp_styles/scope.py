@@ -13,6 +13,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_styles._compat import current_graph_task
+from cp_styles.composed import Beside
 from cp_styles.dispatcher import bound_mesh, rebind
 from cp_styles.layout import Balancer, SequenceLayout
 from cp_styles.mask import Full, Mask
@@ -114,7 +115,7 @@ class ScopedBinding:
         """``layout`` is the one the user named, or None; ``binding`` holds the default then."""
         self._binding = binding
         self._named = layout
-        self._free: list[DeviceMesh] = []
+        self._free: dict[Beside | None, list[DeviceMesh]] = {}
         self._latest: Lease | None = None  # so that calls of one length find the mesh of the one before
         self._was_scoped = False
 
@@ -131,8 +132,9 @@ class ScopedBinding:
         return lease
 
     def _take(self, binding: Binding, device_type: str) -> Lease:
-        mesh = rebind(self._free.pop(), binding) if self._free else bound_mesh(binding, device_type)
-        return Lease(mesh, self._free)
+        free = self._free.setdefault(binding.beside, [])
+        mesh = rebind(free.pop(), binding) if free else bound_mesh(binding, device_type)
+        return Lease(mesh, free)
 
     def now(self) -> Binding:
         """The binding for a call now.

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from cp_styles.comm import gather_numbers
+from cp_styles.composed import Beside
 from cp_styles.kernels import SDPA_KERNELS, Kernel, ReferenceKernel
 from cp_styles.layout import Balancer, SequenceLayout, cached_layout, cut_with
 from cp_styles.mask import Causal, Dense, Full, Mask
@@ -40,6 +41,7 @@ class Binding:
         mask: who attends to whom, beside what the call says with ``is_causal``.
         kernel: computes the tiles; None takes the fused kernel of the call, or one that can do what it cannot.
         lengths: global numbers of queries and of keys of the call, once its ranks have agreed on them.
+        beside: the axes beside ``axis`` on which the call's tensors are DTensors, None for none.
         tally: the ops served so far, so that a module whose attention was never reached can be told so.
     """
 
@@ -51,6 +53,7 @@ class Binding:
     mask: Mask
     kernel: Kernel | None = None
     lengths: tuple[int, int] | None = None
+    beside: Beside | None = None
     tally: Tally = field(default_factory=Tally, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -92,10 +95,14 @@ class Binding:
         scale: float | None,
         attn_mask: torch.Tensor | None = None,
         preferred: Kernel | None = None,
+        heads: tuple[int, int] | None = None,
+        whole: tuple[int, int] | None = None,
     ) -> Attention:
         """The attention of one call, from its *global* lengths and its local query, key and value [B, H, S, D].
 
-        ``attn_mask`` is the call's own, of the whole sequence, in the order of positions.
+        ``attn_mask`` is the call's own, of the whole sequence, in the order of positions. Where the tensors are part of
+        a larger batch, or of more heads, ``heads`` says which query heads, and ``whole`` the (batch, heads) for which a
+        mask must be.
 
         Raises the same errors on every rank, because nothing here depends on the rank. Communicates nothing.
         """
@@ -106,13 +113,13 @@ class Binding:
         try:
             mask = mask if attn_mask is None else mask & Dense(attn_mask)
             _check_shapes(q, k, v)
-            mask.check((q.shape[0], q.shape[1], q_length, kv_length))
+            mask.check((*(whole or (q.shape[0], q.shape[1])), q_length, kv_length))
         except ValueError as error:
             raise ValueError(f"{self.name}: {error}") from None
         if scale is None:
             scale = 1.0 / math.sqrt(q.shape[-1])
         kernel = self.kernel or self._kernel(q_layout, kv_layout, mask, tensors, preferred)
-        attention = Attention(self.group, q_layout, kv_layout, mask, kernel, scale)
+        attention = Attention(self.group, q_layout, kv_layout, mask, kernel, scale, heads)
         if self.kernel is not None:
             try:
                 kernel.check(q, k, v, biased=self.strategy.needs_bias(q_layout, kv_layout, mask))

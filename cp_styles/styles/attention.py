@@ -13,15 +13,16 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from cp_styles._compat import tree_map_only
-from cp_styles.dispatcher import NO_COMMUNICATION, binding_of, declared_size, even_lengths, install, sequence_sharded
+from cp_styles.dispatcher import NO_COMMUNICATION, binding_of, declared_size, even_lengths, install
 from cp_styles.functional import check_local
 from cp_styles.mask import Dense
 from cp_styles.scope import Lease, ScopedBinding
 from cp_styles.state import Binding
 from cp_styles.styles.context import ContextParallelStyle
+from cp_styles.styles.lift import Lift
 
 # What modules call their three inputs; anything else is taken by position.
 _NAMES = (("query", "key", "value"), ("q", "k", "v"), ("xq", "xk", "xv"))
@@ -71,7 +72,9 @@ class AttentionContextParallel(ContextParallelStyle):
             raise ValueError(
                 f"{type(module).__name__} is context parallel already: apply AttentionContextParallel to a module once"
             )
-        ContextParallelState(self, module, axis, binding).register()
+        sequence = (self.mesh_axis,) if isinstance(self.mesh_axis, str) else tuple(self.mesh_axis)
+        lift = Lift(axis, device_mesh, sequence, self.seq_dim, self.use_local_output)
+        ContextParallelState(self, module, lift, axis, binding).register()
         return module
 
     def __repr__(self) -> str:
@@ -90,9 +93,12 @@ class Phase(enum.Enum):
 class ContextParallelState:
     """What one module's attention is bound to, and the hooks that make it so."""
 
-    def __init__(self, style: AttentionContextParallel, module: nn.Module, axis: DeviceMesh, binding: Binding) -> None:
+    def __init__(
+        self, style: AttentionContextParallel, module: nn.Module, lift: Lift, axis: DeviceMesh, binding: Binding
+    ) -> None:
         self.style = style
         self.module = module
+        self.lift = lift
         self.axis = axis
         self.phase = Phase.IDLE
         self.binding = self._unscoped = binding
@@ -119,7 +125,7 @@ class ContextParallelState:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallelState:
         # A copied module brings its hooks, and with them its state: the copy shares the mesh and is bound for itself.
-        return ContextParallelState(self.style, copy.deepcopy(self.module, memo), self.axis, self._unscoped)
+        return ContextParallelState(self.style, copy.deepcopy(self.module, memo), self.lift, self.axis, self._unscoped)
 
     def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         install()
@@ -130,9 +136,10 @@ class ContextParallelState:
         local = tuple(value.to_local() if isinstance(value, DTensor) else value for value in inputs)
         attn_mask = bound.arguments.get("attn_mask")
         lengths = self.binding.agree(lambda: self._refuse(bound.arguments, inputs, local), local, dim, attn_mask)
-        if not self.style.use_local_output:
+        beside = self.lift.beside(self._names, inputs)
+        if self.lift.makes_sequence_dtensors(beside):
             self._refuse_uneven(lengths[0])
-        self.binding = replace(self.binding, lengths=lengths)
+        self.binding = replace(self.binding, lengths=lengths, beside=beside)
         if attn_mask is not None:
             self.binding = replace(self.binding, mask=self.binding.mask & Dense(attn_mask))
             bound.arguments["attn_mask"] = None
@@ -142,8 +149,8 @@ class ContextParallelState:
         q_size, kv_size = (
             declared_size(self.binding.layout_for(length), self.binding.group.rank()) for length in lengths
         )
-        for name, tensor, size in zip(self._names, local, (q_size, kv_size, kv_size), strict=True):
-            bound.arguments[name] = shared = sequence_sharded(tensor, lease.mesh, dim, size)
+        for name, value, part, size in zip(self._names, inputs, local, (q_size, kv_size, kv_size), strict=True):
+            bound.arguments[name] = shared = self.lift.up(value, part, lease.mesh, size)
             lease.hold_in_graph(shared)
             if shared.requires_grad:
                 shared.register_hook(self._post_backward)
@@ -180,18 +187,10 @@ class ContextParallelState:
         if output.device_mesh is not lease.mesh:
             return output
         lease.hold_in_graph(output)
-        (placement,) = output.placements
-        if not isinstance(placement, Shard):
-            raise ValueError(
-                f"{self.binding.name}: an output of shape {tuple(output.shape)} is {placement}, not sharded along the "
-                "sequence: the module reduced or gathered the sequence dim. Do that outside of it"
-            )
-        local = output.to_local()
-        if local.requires_grad:
-            local.register_hook(self._pre_backward)
-        if self.style.use_local_output:
-            return local
-        return sequence_sharded(local, self.axis, placement.dim, output.shape[placement.dim])
+        try:
+            return self.lift.down(output, self.binding.beside, self._pre_backward)
+        except ValueError as error:
+            raise ValueError(f"{self.binding.name}: {error}") from None
 
     def _pre_backward(self, grad: torch.Tensor) -> None:
         install()
@@ -200,7 +199,9 @@ class ContextParallelState:
     def _share(self, grad: torch.Tensor) -> torch.Tensor:
         """A parameter inside the module (a scalar; DTensor takes no other) has this rank's share as its gradient."""
         if isinstance(grad, DTensor) and binding_of(grad.device_mesh) is not None:
-            return grad.redistribute(placements=[Partial()]).to_local()
+            # Over the other axes nobody sums the gradients of a plain parameter: there it must be whole.
+            whole = [Replicate()] * (grad.device_mesh.ndim - 1)
+            return grad.redistribute(placements=[Partial(), *whole]).to_local()
         return grad
 
     def _post_backward(self, grad: torch.Tensor) -> None:
@@ -208,14 +209,11 @@ class ContextParallelState:
 
     def _refuse(self, arguments: dict[str, Any], inputs: tuple[Any, ...], local: tuple[Any, ...]) -> None:
         """Raise for what this rank alone can see to be wrong."""
-        name, dim = self.binding.name, self.style.seq_dim
-        for label, value in zip(self._names, inputs, strict=True):
-            if isinstance(value, DTensor) and (value.device_mesh != self.axis or value.placements != (Shard(dim),)):
-                raise ValueError(
-                    f"{name}: {label} is a DTensor on mesh axes {value.device_mesh.mesh_dim_names} with "
-                    f"{value.placements}; expected a local tensor, or a DTensor on {self.axis.mesh_dim_names} with "
-                    f"Shard({dim}). Have the style before it return local tensors (use_local_output=True)"
-                )
+        name = self.binding.name
+        try:
+            self.lift.beside(self._names, inputs)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
         check_local(name, local)
         for label, value in _flat_arguments(self._signature, arguments):
             if label in self._names:
@@ -243,8 +241,8 @@ class ContextParallelState:
         even = even_lengths(length, len(lengths))
         if lengths != even:
             raise ValueError(
-                f"{self.binding.name}: use_local_output=False makes DTensors, and a DTensor of {length} positions has "
-                f"{list(even)} on its ranks, where the layout puts {list(lengths)}: use local outputs, or a length "
+                f"{self.binding.name}: outputs are DTensors on the sequence axis, and a DTensor of {length} positions "
+                f"has {list(even)} on its ranks, where the layout puts {list(lengths)}: use local outputs, or a length "
                 f"that {len(lengths)} divides"
             )
 

@@ -14,7 +14,7 @@ LAYERS = (
     ("mask", "layout", "batch", "collectives"),
     ("plan", "kernels", "merge"),
     ("strategies",),
-    ("dispatcher", "state", "scope", "functional", "calls"),
+    ("composed", "dispatcher", "state", "scope", "functional", "calls"),
     ("styles",),
     ("__init__",),
 )
