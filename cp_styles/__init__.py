@@ -1,5 +1,6 @@
 """Context parallelism as ParallelStyles for parallelize_module: exact or loud."""
 
+from cp_styles.balancers import HeadTailLoadBalancer, PerDocumentHeadTailLoadBalancer, PTRRLoadBalancer
 from cp_styles.batch import (
     document_positions,
     global_loss,
@@ -11,7 +12,7 @@ from cp_styles.batch import (
 from cp_styles.functional import context_attention
 from cp_styles.kernels import Kernel, ReferenceKernel
 from cp_styles.layout import SequenceLayout, by_work, contiguous, head_tail, per_document_head_tail, striped
-from cp_styles.mask import Causal, Chunked, Dense, Documents, Full, Mask, PrefixLM, SlidingWindow
+from cp_styles.mask import Causal, Chunked, Dense, Documents, Full, Mask, PerRow, PrefixLM, SlidingWindow
 from cp_styles.plan import imbalance
 from cp_styles.scope import SequenceScope
 from cp_styles.strategies import AllGather, Ring, Strategy, Ulysses
@@ -25,6 +26,12 @@ from cp_styles.styles import (
     RowwiseParallel,
     SequenceParallel,
 )
+from cp_styles.torch_api import (
+    context_parallel,
+    context_parallel_shard,
+    context_parallel_unshard,
+    set_rotate_method,
+)
 
 __all__ = [
     "AllGather",
@@ -35,9 +42,14 @@ __all__ = [
     "Dense",
     "Documents",
     "Full",
+    "HeadTailLoadBalancer",
     "Kernel",
     "Mask",
     "ModuleContextParallel",
+    "PTRRLoadBalancer",
+    "PerDocumentHeadTailLoadBalancer",
+    "PerRow",
+    "PerRow",
     "PrefixLM",
     "PrepareModuleInput",
     "PrepareModuleInputOutput",
@@ -53,6 +65,9 @@ __all__ = [
     "Ulysses",
     "by_work",
     "context_attention",
+    "context_parallel",
+    "context_parallel_shard",
+    "context_parallel_unshard",
     "contiguous",
     "document_positions",
     "global_loss",
@@ -61,6 +76,7 @@ __all__ = [
     "imbalance",
     "next_token_labels",
     "per_document_head_tail",
+    "set_rotate_method",
     "shard_batch",
     "striped",
     "sum_gradients",

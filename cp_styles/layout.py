@@ -215,8 +215,7 @@ def by_work(length: int, ranks: int, *, mask: Mask, block: int | None = None) ->
         raise ValueError(f"block must be at least 1, got {block}")
     block = block or max(1, -(-length // (16 * ranks)))
     positions = torch.arange(length)
-    lo, hi = mask.bounds(positions)
-    work = (hi.clamp(max=length) - lo).clamp(min=0)
+    work = mask.work(positions, length)
     blocks = -(-length // block)
     sums = torch.zeros(blocks, dtype=torch.int64).index_add_(0, positions // block, work).tolist()
     own: list[list[Chunk]] = [[] for _ in range(ranks)]

@@ -54,7 +54,18 @@ class Mask:
         kv = kv_positions_M[None, :]
         return (kv >= lo[:, None]) & (kv < hi[:, None])
 
+    def work(self, q_positions_L: torch.Tensor, keys: int) -> torch.Tensor:
+        """How many of ``keys`` keys each query attends to: int64 ``[L]``. What layouts balance."""
+        lo, hi = self.bounds(q_positions_L)
+        return (hi.clamp(max=keys) - lo).clamp(min=0)
+
+    def row(self, index: int) -> Mask:
+        """The mask of one row of the batch."""
+        return self
+
     def __and__(self, other: Mask) -> Mask:
+        if isinstance(other, PerRow):
+            return PerRow(tuple(self.row(index) & mask for index, mask in enumerate(other.masks)))
         parts = tuple(part for mask in (self, other) for part in (mask.parts if isinstance(mask, All) else (mask,)))
         parts = tuple(dict.fromkeys(part for part in parts if not isinstance(part, Full)))
         return All(parts) if len(parts) > 1 else (parts[0] if parts else Full())
@@ -169,25 +180,30 @@ class Documents(Mask):
         return cls(tuple(size for size in lengths if size))
 
     @classmethod
-    def from_ids(cls, ids_S: torch.Tensor) -> Documents:
-        """From one document id a position; a document is a run of equal ids.
+    def from_ids(cls, ids_S: torch.Tensor) -> Documents | PerRow:
+        """From one document id a position; a document is a run of equal ids. [B, S] gives each row its own documents.
 
         Raises:
             ValueError: when an id comes back after another one: those positions would attend to each other through
                 a gap, which packed documents cannot say; use :class:`Dense`.
         """
+        if ids_S.ndim == 2:
+            return PerRow(tuple(cls.from_ids(row) for row in ids_S))
         if ids_S.ndim != 1:
-            raise ValueError(f"document ids must be [S], got shape {tuple(ids_S.shape)}: pass one row of the batch")
+            raise ValueError(f"document ids must be [S] or [B, S], got shape {tuple(ids_S.shape)}")
         values, lengths = torch.unique_consecutive(ids_S.cpu(), return_counts=True)
         if values.unique().numel() != values.numel():
             raise ValueError("a document id returns after another document; give it an id of its own, or use Dense")
         return cls(tuple(lengths.tolist()))
 
     @classmethod
-    def from_positions(cls, positions_S: torch.Tensor) -> Documents:
-        """From position ids that restart at 0 with every document, as packed batches carry them."""
+    def from_positions(cls, positions_S: torch.Tensor) -> Documents | PerRow:
+        """From position ids that restart at 0 with every document, as packed batches carry them. [B, S] gives each row
+        its own documents."""
+        if positions_S.ndim == 2:
+            return PerRow(tuple(cls.from_positions(row) for row in positions_S))
         if positions_S.ndim != 1 or (positions_S.numel() and int(positions_S[0]) != 0):
-            raise ValueError(f"positions must be [S] and start with 0, got shape {tuple(positions_S.shape)}")
+            raise ValueError(f"positions must be [S] or [B, S] and start with 0, got shape {tuple(positions_S.shape)}")
         positions = positions_S.cpu().long()
         starts = torch.nonzero(positions == 0).flatten()
         lengths = torch.diff(starts, append=torch.tensor([positions.numel()]))
@@ -261,6 +277,13 @@ class Dense(Mask):
                 "of the whole sequence, rows and columns in the order of positions"
             )
 
+    def row(self, index: int) -> Mask:
+        if self.tensor.ndim < 4 or self.tensor.shape[0] == 1:
+            return self
+        if index >= self.tensor.shape[0]:
+            raise ValueError(f"{self!r} has no row {index} of the batch")
+        return Dense(self.tensor[index : index + 1])
+
     def __repr__(self) -> str:
         return f"Dense({tuple(self.tensor.shape)}, {self.tensor.dtype})"
 
@@ -313,6 +336,9 @@ class All(Mask):
             raise ValueError(f"masks for sequences of different lengths {sorted(lengths, key=str)} were combined")
         return lengths.pop() if lengths else None
 
+    def row(self, index: int) -> Mask:
+        return reduce(Mask.__and__, (part.row(index) for part in self.parts))
+
     def check(self, shape: tuple[int, int, int, int]) -> None:
         for part in self.parts:
             part.check(shape)
@@ -324,3 +350,50 @@ class All(Mask):
     def bias(self, q_positions_L: torch.Tensor, kv_positions_M: torch.Tensor) -> torch.Tensor | None:
         biases = [bias for part in self.parts if (bias := part.bias(q_positions_L, kv_positions_M)) is not None]
         return reduce(torch.add, biases) if biases else None
+
+
+@dataclass(frozen=True)
+class PerRow(Mask):
+    """A mask for each row of the batch: packed documents that differ from row to row, for example.
+
+    Rows attend one after the other, each by its own plan, so what the masks do not need does not travel. All rows are
+    cut by one layout; ``by_work(S, P, mask=...)`` balances their sum.
+    """
+
+    masks: tuple[Mask, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "masks", tuple(self.masks))
+        if not self.masks or any(not isinstance(mask, Mask) or isinstance(mask, PerRow) for mask in self.masks):
+            raise TypeError(f"PerRow takes one mask for each row of the batch, got {self.masks!r}")
+        if len({mask.length for mask in self.masks} - {None}) > 1:
+            raise ValueError(f"the rows' masks are for {[mask.length for mask in self.masks]} positions: give all one")
+
+    @property
+    def has_bias(self) -> bool:
+        return any(mask.has_bias for mask in self.masks)
+
+    @property
+    def pattern(self) -> Mask:
+        return PerRow(tuple(mask.pattern for mask in self.masks))
+
+    @property
+    def length(self) -> int | None:
+        return next((mask.length for mask in self.masks if mask.length is not None), None)
+
+    def check(self, shape: tuple[int, int, int, int]) -> None:
+        if shape[0] != len(self.masks):
+            raise ValueError(f"there are masks for {len(self.masks)} rows, the batch has {shape[0]}")
+        for mask in self.masks:
+            mask.check((1, *shape[1:]))
+
+    def work(self, q_positions_L: torch.Tensor, keys: int) -> torch.Tensor:
+        return reduce(torch.add, (mask.work(q_positions_L, keys) for mask in self.masks))
+
+    def row(self, index: int) -> Mask:
+        return self.masks[index]
+
+    def __and__(self, other: Mask) -> Mask:
+        if isinstance(other, PerRow) and len(other.masks) != len(self.masks):
+            raise ValueError(f"masks for {len(self.masks)} and for {len(other.masks)} rows were combined")
+        return PerRow(tuple(mask & other.row(index) for index, mask in enumerate(self.masks)))

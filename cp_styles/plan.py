@@ -116,8 +116,7 @@ def _has_partial_tile(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask:
 
 def attended_pairs(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, rank: int) -> int:
     """Number of (query, key) pairs that ``rank`` computes: its work."""
-    lo, hi = mask.bounds(q_layout.positions(rank))
-    return int((hi.clamp(max=kv_layout.length) - lo).clamp(min=0).sum())
+    return int(mask.work(q_layout.positions(rank), kv_layout.length).sum())
 
 
 def imbalance(layout: SequenceLayout, mask: Mask) -> float:

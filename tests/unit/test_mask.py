@@ -68,7 +68,7 @@ def test_empty_documents_are_dropped_from_cu_seqlens():
         (lambda: Documents.from_cu_seqlens([[0, 3]]), "1-D"),
         (lambda: Documents.from_cu_seqlens([0]), "start with 0"),
         (lambda: Documents.from_cu_seqlens([0, 3, 2]), "must not decrease"),
-        (lambda: Documents.from_ids(torch.tensor([[0, 1]])), r"must be \[S\], got shape \(1, 2\)"),
+        (lambda: Documents.from_ids(torch.tensor([[[0, 1]]])), r"must be \[S\] or \[B, S\], got shape \(1, 1, 2\)"),
         (lambda: Documents.from_ids(torch.tensor([0, 1, 0])), "returns after another document"),
         (lambda: Documents.from_positions(torch.tensor([1, 2])), "start with 0"),
         (lambda: Documents.from_positions(torch.tensor([0, 1, 3])), "count up by one"),

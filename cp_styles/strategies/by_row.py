@@ -1,0 +1,68 @@
+"""Masks that differ from row to row of the batch: any strategy, one row after the other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import reduce
+
+import torch
+
+from cp_styles.mask import PerRow
+from cp_styles.strategies.base import Attention, Strategy, new_residual, residual_views
+
+
+@dataclass(frozen=True)
+class ByRow(Strategy):
+    """``inner`` for every row of the batch, with the row's own mask; bindings use it for such masks by themselves.
+
+    Communication: the inner strategy's, once a row, so with as many more messages as there are rows.
+    """
+
+    inner: Strategy
+
+    def check_ranks(self, ranks):
+        self.inner.check_ranks(ranks)
+
+    def over_two_axes(self, inner):
+        return ByRow(self.inner.over_two_axes(inner))
+
+    def needs_bias(self, q_layout, kv_layout, mask):
+        masks = mask.masks if isinstance(mask, PerRow) else (mask,)
+        return any(self.inner.needs_bias(q_layout, kv_layout, row) for row in masks)
+
+    def residual_specs(self, attention, q_BHLD, k_BGMD, v_BGME):
+        specs = []
+        for row, q, k, v in _rows(attention, q_BHLD, k_BGMD, v_BGME):
+            inner = new_residual(self.inner.residual_specs(row, q, k, v), torch.device("meta"))
+            specs.append(((inner.numel(),), inner.dtype))
+        return specs
+
+    def forward(self, attention, q_BHLD, k_BGMD, v_BGME, sink_H=None, residual=None):
+        kept = self._kept(attention, residual, q_BHLD, k_BGMD, v_BGME)
+        rows = _rows(attention, q_BHLD, k_BGMD, v_BGME)
+        return _joined([self.inner.forward(*row, sink_H, own) for row, own in zip(rows, kept, strict=True)])
+
+    def backward(self, attention, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, residual, sink_H=None):
+        kept = self._kept(attention, residual, q_BHLD, k_BGMD, v_BGME)
+        rows = _rows(attention, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE)
+        grads = [self.inner.backward(*row, own, sink_H) for row, own in zip(rows, kept, strict=True)]
+        dq, dk, dv, dsink = zip(*grads, strict=True)
+        return _joined(dq), _joined(dk), _joined(dv), None if sink_H is None else reduce(torch.add, dsink)
+
+    def _kept(self, attention, residual, q, k, v) -> list[torch.Tensor | None]:
+        if residual is None:
+            return [None] * q.shape[0]
+        return list(residual_views(self.residual_specs(attention, q, k, v), residual))
+
+
+def _rows(attention: Attention, *tensors: torch.Tensor) -> list[tuple]:
+    """``(attention, *tensors)`` of each row of the batch, every tensor with a batch of 1."""
+    return [
+        (replace(attention, mask=attention.mask.row(index)), *(x[index : index + 1] for x in tensors))
+        for index in range(tensors[0].shape[0])
+    ]
+
+
+def _joined(rows: list[torch.Tensor] | tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """[1, H, L, D] each to [B, H, L, D], laid out as kernels leave it: [B, L, H, D] in memory."""
+    return torch.cat([x.transpose(1, 2) for x in rows]).transpose(1, 2)

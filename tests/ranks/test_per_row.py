@@ -1,0 +1,145 @@
+"""Masks that differ from row to row of the batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cp_styles import (
+    AllGather,
+    Causal,
+    Dense,
+    Documents,
+    PerRow,
+    Ring,
+    SequenceScope,
+    SlidingWindow,
+    Ulysses,
+    by_work,
+    context_attention,
+    contiguous,
+    head_tail,
+    imbalance,
+)
+from cp_styles.plan import make_plan
+from cp_styles.testing import CommunicationTrace, RankError, run_ranks
+from tests.oracle import document_of, randn
+from tests.ranks.attention_case import EXACT, Core, Problem, cp_mesh, parallel, run_attention
+
+LENGTH = 21
+ROWS = [(5, 1, 15), (21,), (7, 7, 7)]
+DOCUMENTS = PerRow(tuple(Documents(row) for row in ROWS))
+
+
+def seen(causal: bool = True) -> torch.Tensor:
+    """The same written out: [B, 1, S, S]."""
+    rows = [torch.tensor([document_of(row)(p) for p in range(LENGTH)]) for row in ROWS]
+    mask = torch.stack([ids[:, None] == ids[None] for ids in rows])[:, None]
+    return mask & torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril() if causal else mask
+
+
+@pytest.mark.parametrize("layout", [head_tail, contiguous], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "strategy", [Ring(), Ring(keep_kv=False), AllGather(), Ulysses(), Ulysses(inner=Ring(), size=1)], ids=str
+)
+def test_documents_of_each_row(strategy, layout):
+    problem = Problem(length=LENGTH, batch=3, kv_heads=2, mask=seen(), causal=False)
+
+    def on(rank: int) -> list[float]:
+        def attend(q, k, v):
+            return context_attention(q, k, v, cp_mesh(3), mask=DOCUMENTS & Causal(), strategy=strategy, layout=layout)
+
+        return run_attention(attend, problem, rank, 3, layout=layout)
+
+    assert max(max(errors) for errors in run_ranks(on, 3)) < EXACT
+
+
+def test_a_style_under_a_scope_that_differs_by_row():
+    """The module's window, the call's is_causal and the batch's rows together; backward after the scope."""
+    window = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(-4)
+    problem = Problem(length=LENGTH, batch=3, mask=seen() & window, causal=False)
+    layout = by_work(LENGTH, 2, mask=DOCUMENTS & Causal())
+
+    def on(rank: int) -> list[float]:
+        core = parallel(Core(causal=True), cp_mesh(2), mask=SlidingWindow(4))
+
+        def attend(q, k, v):
+            with SequenceScope(layout, mask=DOCUMENTS):
+                return core(q, k, v)
+
+        return run_attention(attend, problem, rank, 2, layout=layout)
+
+    assert max(max(errors) for errors in run_ranks(on, 2)) < EXACT
+
+
+def test_with_a_dense_mask_of_every_row_and_sinks():
+    bias = randn(7, 3, 4, LENGTH, LENGTH)
+    problem = Problem(length=LENGTH, batch=3, causal=False)
+    sink = randn(8, 4)
+    q, k, v = (x.clone().requires_grad_() for x in problem.inputs)
+    whole_sink = sink.clone().requires_grad_()
+    logits = (q @ k.mT * q.shape[-1] ** -0.5 + bias).masked_fill(~seen(), float("-inf"))
+    weights = torch.softmax(torch.cat([logits, whole_sink[None, :, None, None].expand(3, 4, LENGTH, 1)], -1), -1)
+    out = weights[..., :-1] @ v
+    problem.expected = [out.detach(), *torch.autograd.grad(out, (q, k, v), problem.cotangent, retain_graph=True)]
+    (expected_sink,) = torch.autograd.grad(out, whole_sink, problem.cotangent)
+
+    def on(rank: int) -> tuple[list[float], torch.Tensor]:
+        own = sink.clone().requires_grad_()
+
+        def attend(q, k, v):
+            mask = DOCUMENTS & Causal() & Dense(bias)
+            return context_attention(q, k, v, cp_mesh(2), mask=mask, sink_H=own)
+
+        return run_attention(attend, problem, rank, 2), own.grad
+
+    results = run_ranks(on, 2)
+    assert max(max(errors) for errors, _ in results) < EXACT
+    assert float((sum(grad for _, grad in results) - expected_sink).norm() / expected_sink.norm()) < EXACT
+
+
+def test_each_row_sends_what_its_own_mask_needs():
+    """Row by row what the plan says, and nothing across documents: less than any mask that all rows share."""
+    problem = Problem(length=LENGTH, batch=3, mask=seen(), causal=False)
+    layout = contiguous(LENGTH, 3)
+
+    def on(rank: int) -> int:
+        q, k, v = (layout.shard(x, 2, rank) for x in problem.inputs)
+        with CommunicationTrace() as trace:
+            context_attention(q, k, v, cp_mesh(3), mask=DOCUMENTS & Causal(), layout=layout)
+        return sum(size for name, size in trace.events if name == "send")
+
+    row_bytes = 2 * 4 * 8 * 8  # key and value, 4 heads of 8, float64
+    plans = [make_plan(layout, layout, Documents(row) & Causal(), rank) for row in ROWS for rank in range(3)]
+    assert sum(run_ranks(on, 3)) == row_bytes * sum(plan.received_rows for plan in plans)
+    assert all(plan.received_rows == 0 for plan in plans[6:]), "three documents on three ranks: nothing crosses"
+
+
+def test_ids_and_positions_of_a_batch():
+    ids = torch.stack([torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in ROWS])
+    positions = torch.stack([torch.cat([torch.arange(size) for size in row]) for row in ROWS])
+    assert Documents.from_ids(ids) == DOCUMENTS == Documents.from_positions(positions)
+
+
+def test_balance_counts_all_rows():
+    mask = DOCUMENTS & Causal()
+    work = sum(mask.row(index).work(torch.arange(LENGTH), LENGTH) for index in range(3))
+    assert torch.equal(mask.work(torch.arange(LENGTH), LENGTH), work)
+    assert imbalance(by_work(LENGTH, 3, mask=mask, block=1), mask) < 1.05 < imbalance(contiguous(LENGTH, 3), mask)
+
+
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="masks for 3 and for 2 rows were combined"):
+        DOCUMENTS & PerRow((Causal(), Causal()))
+    with pytest.raises(TypeError, match="one mask for each row"):
+        PerRow((DOCUMENTS,))
+    with pytest.raises(ValueError, match="positions: give all one"):
+        PerRow((Documents((3,)), Documents((4,))))
+    problem = Problem(length=LENGTH, batch=2, causal=False)
+
+    def on(rank: int):
+        run_attention(lambda *qkv: context_attention(*qkv, cp_mesh(2), mask=DOCUMENTS), problem, rank, 2)
+
+    with pytest.raises(RankError, match="masks for 3 rows, the batch has 2") as caught:
+        run_ranks(on, 2)
+    assert sorted(caught.value.errors) == [0, 1]
