@@ -11,6 +11,21 @@ Everything here takes and gives plain tensors, and none of it knows about attent
     sum_gradients(model, cp)
 
 ``cp`` is the process group, or the 1-D mesh, over which the sequence is cut, and ``rank`` the rank in it.
+
+Who sums the gradients? Every rank's backward gives its own share, and exactly one reducer must add them up. Where
+sequences differ over a data-parallel axis too, the tokens are counted and the loss and gradients summed over both:
+``both = mesh["dp", "cp"]._flatten("dp_cp")`` takes the place of ``cp`` in the last three lines above, and below.
+
+- nobody else: ``sum_gradients(model, cp)``, as above;
+- FSDP2: ``fully_shard(..., mesh=cp)`` of each layer and the model, ``global_loss(..., cp, averaged_over=cp.size())``;
+- HSDP: ``fully_shard(..., mesh=mesh["dp", "cp"])``, ``global_loss(..., both, averaged_over=both.size())``;
+- DDP: ``DistributedDataParallel(model, process_group=cp.get_group())``, ``averaged_over=cp.size()``;
+- FSDP2 over dp alone: ``global_loss(..., both, averaged_over=mesh["dp"].size())``, then ``sum_gradients(model, cp)``.
+
+FSDP2 and DDP divide by the number of ranks they reduce over, and ``averaged_over`` multiplies by it beforehand, so that
+ranks may hold any number of tokens. (``FSDPModule.set_gradient_divide_factor(1.0)`` in place of it says the same, where
+the backend can: gloo cannot in float32.) An accumulation of micro-batches changes nothing: give every
+:func:`global_loss` the count of all of them, and sum (or let FSDP2 and DDP synchronize) after the last.
 """
 
 from __future__ import annotations
@@ -25,6 +40,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from cp_styles.comm import shares_ranks
 from cp_styles.layout import SequenceLayout
 
 Group: TypeAlias = dist.ProcessGroup | DeviceMesh
@@ -142,7 +158,9 @@ def global_token_count(labels: torch.Tensor, group: Group, *, ignore_index: int 
     return count
 
 
-def global_loss(token_losses: torch.Tensor, token_count: torch.Tensor | int, group: Group) -> torch.Tensor:
+def global_loss(
+    token_losses: torch.Tensor, token_count: torch.Tensor | int, group: Group, *, averaged_over: int = 1
+) -> torch.Tensor:
     """The mean loss of all tokens of all ranks, as one device would have it, whoever holds how many of them.
 
     The value is the global one on every rank; the gradient is this rank's share of it. So the gradients *summed* over
@@ -153,12 +171,20 @@ def global_loss(token_losses: torch.Tensor, token_count: torch.Tensor | int, gro
             ignored tokens; any shape. A DTensor must be replicated.
         token_count: from :func:`global_token_count`. 0 gives nan, as on one device.
         group: the ranks that share the tokens; a mesh of data and context parallel ranks, flattened, is one too.
+        averaged_over: how many ranks' gradients the reducer *averages*, so that it makes their sum: what it divides by
+            is multiplied to the gradient (not to the value). 1 for :func:`sum_gradients`, which divides by nothing; the
+            number of ranks for FSDP2 and DDP, see the top of this file.
 
     Returns:
         0-dim, in the dtype of ``token_losses``, but at least float32.
 
     Communication: forward one all-reduce of one number, backward none.
+
+    Raises:
+        ValueError: for a DTensor that is not replicated, or ``averaged_over`` below 1.
     """
+    if averaged_over < 1:
+        raise ValueError(f"averaged_over is a number of ranks, 1 where gradients are summed, got {averaged_over}")
     if isinstance(token_losses, DTensor):
         if any(placement != Replicate() for placement in token_losses.placements):
             raise ValueError(
@@ -167,24 +193,25 @@ def global_loss(token_losses: torch.Tensor, token_count: torch.Tensor | int, gro
             )
         token_losses = token_losses.to_local()
     total = token_losses.sum(dtype=torch.promote_types(token_losses.dtype, torch.float32))
-    return _SumOverGroup.apply(total, _process_group(group)) / token_count
+    return _SumOverGroup.apply(total, _process_group(group), averaged_over) / token_count
 
 
 class _SumOverGroup(torch.autograd.Function):
-    """all_reduce: a share on every rank -> the sum on every rank; backward: the gradient as it is, no communication.
+    """all_reduce: a share on every rank -> the sum on every rank; backward: the gradient, scaled, no communication.
 
     Every rank calls backward on the same sum, which is one loss and not as many as there are ranks.
     """
 
     @staticmethod
-    def forward(ctx, share: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(ctx, share: torch.Tensor, group: dist.ProcessGroup, averaged_over: int) -> torch.Tensor:
         total = share.clone()
         dist.all_reduce(total, group=group)
+        ctx.averaged_over = averaged_over
         return total
 
     @staticmethod
-    def backward(ctx, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grads[0], None
+    def backward(ctx, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return grads[0] * ctx.averaged_over, None, None
 
 
 @torch.no_grad()
@@ -227,14 +254,13 @@ def sum_gradients(
 
 
 def _refuse_spread(parameters: list[torch.Tensor], group: dist.ProcessGroup) -> None:
-    ranks = set(dist.get_process_group_ranks(group))
     for mesh in {parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)}:
-        for axis in range(mesh.ndim):
-            if len(ranks.intersection(dist.get_process_group_ranks(mesh.get_group(axis)))) > 1:
-                raise ValueError(
-                    f"sum_gradients over ranks {sorted(ranks)}: a DTensor parameter lives on {mesh}, whose axis {axis} "
-                    "spreads over the same ranks, and its gradient is reduced there: leave such parameters out"
-                )
+        if shares_ranks(mesh, group):
+            raise ValueError(
+                f"sum_gradients over ranks {sorted(dist.get_process_group_ranks(group))}: a DTensor parameter lives on "
+                f"{mesh}, which spreads over the same ranks, and its gradient is reduced there: leave such parameters "
+                "out"
+            )
 
 
 def _with_gradient_anywhere(parameters: list[torch.Tensor], group: dist.ProcessGroup) -> list[torch.Tensor]:

@@ -7,6 +7,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 
 class Pending:
@@ -64,6 +65,14 @@ def gather_numbers(numbers: Sequence[int], group: dist.ProcessGroup) -> list[tup
 def has_cpu_backend(group: dist.ProcessGroup) -> bool:
     """Whether small host tensors can be exchanged in this group without the device."""
     return "cpu" in dist.get_backend_config(group)
+
+
+def shares_ranks(mesh: DeviceMesh, group: dist.ProcessGroup) -> bool:
+    """Whether some axis of ``mesh`` spreads over more than one rank of ``group``. No communication."""
+    ranks = set(dist.get_process_group_ranks(group))
+    return any(
+        len(ranks.intersection(dist.get_process_group_ranks(mesh.get_group(axis)))) > 1 for axis in range(mesh.ndim)
+    )
 
 
 _split: WeakKeyDictionary[dist.ProcessGroup, dict[int, tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]]] = (

@@ -88,7 +88,7 @@ def attend(
                 f"{binding.name}: sink_H must be one logit for each of {heads} query heads, got {tuple(sink_H.shape)}"
             )
 
-    lengths = binding.agree(check, tensors, 2, attn_mask)
+    lengths = binding.agree(check, tensors, 2, attn_mask, {"is_causal": is_causal, "scale": scale})
     attention = binding.attention(*lengths, tensors, is_causal=is_causal, attn_mask=attn_mask, scale=scale)
     return _ContextAttention.apply(*tensors, sink_H, attention, binding.strategy)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -17,8 +17,9 @@ from cp_styles.comm import gather_numbers
 from cp_styles.composed import Beside
 from cp_styles.kernels import SDPA_KERNELS, Kernel, ReferenceKernel
 from cp_styles.layout import Balancer, SequenceLayout, cached_layout, cut_with
-from cp_styles.mask import Causal, Dense, Full, Mask, PerRow
-from cp_styles.strategies import Attention, ByRow, Strategy
+from cp_styles.mask import Causal, Dense, Full, Mask
+from cp_styles.strategies import Attention, Strategy
+from cp_styles.unreduced import ParameterWatch, watch_of
 
 
 @dataclass
@@ -43,6 +44,8 @@ class Binding:
         lengths: global numbers of queries and of keys of the call, once its ranks have agreed on them.
         beside: the axes beside ``axis`` on which the call's tensors are DTensors, None for none.
         tally: the ops served so far, so that a module whose attention was never reached can be told so.
+        watch: notices parameters that nobody reduces over the group; None takes the group's own, for callers that
+            bind anew at every call.
     """
 
     name: str
@@ -55,6 +58,7 @@ class Binding:
     lengths: tuple[int, int] | None = None
     beside: Beside | None = None
     tally: Tally = field(default_factory=Tally, compare=False, repr=False)
+    watch: ParameterWatch | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.strategy, Strategy):
@@ -66,8 +70,6 @@ class Binding:
             )
         if not isinstance(self.mask, Mask):
             raise TypeError(f"{self.name}: mask must be a Mask object such as Causal(), got {self.mask!r}")
-        if isinstance(self.mask, PerRow) and not isinstance(self.strategy, ByRow):
-            object.__setattr__(self, "strategy", ByRow(self.strategy))
         if self.kernel is not None and not isinstance(self.kernel, Kernel):
             raise TypeError(f"{self.name}: kernel must be a Kernel object or None, got {self.kernel!r}")
         if isinstance(self.layout, SequenceLayout) and self.layout.ranks != self.group.size():
@@ -159,6 +161,7 @@ class Binding:
         tensors: Sequence[torch.Tensor],
         seq_dim: int,
         attn_mask: torch.Tensor | None = None,
+        call: Mapping[str, Any] | None = None,
     ) -> tuple[int, int]:
         """Global query and key lengths, once all ranks are known to have inputs that fit together.
 
@@ -170,11 +173,17 @@ class Binding:
             tensors: local query, key and value, 4-D once ``refuse`` has returned.
             seq_dim: their sequence dim, of any sign.
             attn_mask: the call's own mask of the whole sequence, where it is known already.
+            call: what else the call says, by name (``is_causal``, ``scale``), where that is known already.
+
+        Warns :class:`~cp_styles.unreduced.UnreducedGradientsWarning` when the ranks' parameters have come apart.
         """
+        watch = self.watch or watch_of(self.group)
         problem: Exception | None = None
         try:
             refuse()
-            self._refuse_other_cut(tensors)
+            if tensors:
+                self._refuse_other_cut(tensors)
+                self._refuse_other_values(tensors, seq_dim)
         except (ValueError, TypeError, RuntimeError) as error:
             problem = error
         numbers = [0] * 6
@@ -183,16 +192,16 @@ class Binding:
                 1,
                 tensors[0].shape[seq_dim],
                 tensors[1].shape[seq_dim],
-                tensors[2].shape[seq_dim],
                 _fingerprint(
                     [*(_other_sizes(x, seq_dim) for x in tensors), *(x.dtype for x in tensors), _shape(attn_mask)]
                 ),
-                self._print,
+                self._print ^ (_fingerprint([call]) if call else 0),
+                watch.look(tensors, self.group),
             ]
         rows = gather_numbers(numbers, self.group)
         if problem is not None:
             raise problem
-        self._compare(rows, tensors, seq_dim)
+        self._compare(rows, tensors, call or {})
         q_lengths, kv_lengths = ([row[index] for row in rows] for index in (1, 2))
         for lengths in (q_lengths, kv_lengths):
             layout = self.layout_for(sum(lengths))
@@ -202,6 +211,7 @@ class Binding:
                     f"{_plain(self.layout)} gives them {list(layout.lengths)} of {sum(lengths)}: cut the inputs with "
                     "the layout the attention uses (layout.shard), or give the attention the layout they were cut with"
                 )
+        watch.compare([row[5] for row in rows], self.name, self.axis, self.group)
         return sum(q_lengths), sum(kv_lengths)
 
     def _refuse_other_cut(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -215,22 +225,27 @@ class Binding:
                     "or a SequenceScope around both"
                 )
 
-    def _compare(self, rows: Sequence[tuple[int, ...]], tensors: Sequence[torch.Tensor], seq_dim: int) -> None:
+    def _refuse_other_values(self, tensors: Sequence[torch.Tensor], seq_dim: int) -> None:
+        keys, values = tensors[1].shape[seq_dim], tensors[2].shape[seq_dim]
+        if keys != values:
+            raise ValueError(f"{self.name}: key and value have different lengths: {keys} and {values}")
+
+    def _compare(
+        self, rows: Sequence[tuple[int, ...]], tensors: Sequence[torch.Tensor], call: Mapping[str, Any]
+    ) -> None:
         refused = [rank for rank, row in enumerate(rows) if not row[0]]
         if refused:
             raise ValueError(
                 f"{self.name}: ranks {refused} of mesh axis {self.axis!r} refused their inputs (their own error says "
                 "why); this rank stops with them"
             )
-        for row in rows:
-            if row[2] != row[3]:
-                raise ValueError(
-                    f"{self.name}: key and value have different lengths: {row[2]} and {row[3]} on some rank"
-                )
-        for index, what in ((4, "shape (beside the sequence) or dtype"), (5, "strategy, layout, mask or kernel")):
+        settings = "strategy, layout, mask or kernel" + (f" (or {', '.join(call)} of the call)" if call else "")
+        for index, what in ((3, "shape (beside the sequence) or dtype"), (4, settings)):
             if len({row[index] for row in rows}) > 1:
                 odd = [rank for rank, row in enumerate(rows) if row[index] != rows[0][index]]
-                mine = [(tuple(x.shape), str(x.dtype)) for x in tensors] if index == 4 else self._text()
+                mine = [(tuple(x.shape), str(x.dtype)) for x in tensors]
+                if index == 4:
+                    mine = ", ".join([self._text(), *(f"{name}={value}" for name, value in call.items())])
                 raise ValueError(
                     f"{self.name}: the ranks of mesh axis {self.axis!r} disagree on {what}: ranks {odd} differ from "
                     f"rank 0; here it is {mine}"

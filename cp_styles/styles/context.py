@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from weakref import WeakSet
+
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -13,6 +16,7 @@ from cp_styles.mask import Full, Mask
 from cp_styles.state import Binding
 from cp_styles.strategies import Ring, Strategy
 from cp_styles.styles.axis import take_axis
+from cp_styles.unreduced import ParameterWatch
 
 
 class ContextParallelStyle(ParallelStyle):
@@ -45,6 +49,8 @@ class ContextParallelStyle(ParallelStyle):
         self.layout = layout
         self.mask = Full() if mask is None else mask
         self.kernel = kernel
+        # By group: ranks may be threads that apply one style object.
+        self._warned: WeakSet[dist.ProcessGroup] = WeakSet()
 
     def bind(self, module: nn.Module, device_mesh: DeviceMesh) -> tuple[DeviceMesh, Binding]:
         """The 1-D mesh of the sequence, and what this style binds the module's attention to on it."""
@@ -52,7 +58,8 @@ class ContextParallelStyle(ParallelStyle):
         name = (axis.mesh_dim_names or ("cp",))[0]
         who = f"{type(module).__name__} ({type(self).__name__} over mesh axis {name!r})"
         layout = head_tail if self.layout is None else self.layout
-        binding = Binding(who, name, axis.get_group(), strategy, layout, self.mask, self.kernel)
+        watch = ParameterWatch(self._warned)
+        binding = Binding(who, name, axis.get_group(), strategy, layout, self.mask, self.kernel, watch=watch)
         strategy.check_ranks(axis.size())
         return axis, binding
 

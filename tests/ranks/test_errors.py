@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from functools import partial
 
@@ -16,13 +17,14 @@ from expecttest import assert_expected_inline
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cp_styles.functional import context_attention
 from cp_styles.layout import contiguous, head_tail
 from cp_styles.mask import Causal, Dense, Documents, SlidingWindow
 from cp_styles.strategies import AllGather, Ring
-from cp_styles.styles import AttentionContextParallel
+from cp_styles.styles import AttentionContextParallel, ModuleContextParallel
 from tests.oracle import randn
 from tests.ranks.attention_case import Core, parallel
 from tests.ranks.leak_scene import RANKS, Scene, attention_of, refusals
@@ -187,7 +189,7 @@ def test_dtensors_that_are_not_this_sequence():
 ValueError: Core (AttentionContextParallel over mesh axis 'cp'): query is a DTensor on mesh axes ('tp',) with
 (Shard(dim=2),); expected a local tensor, or a DTensor on ('cp',) with Shard(2), because the style was given
 the 1-D mesh ('cp',): for DTensors on other axes pass the composed mesh to parallelize_module, or have the
-style before it return local tensors (use_local_output=True)""",
+style before this one return local tensors (use_local_output=True)""",
     )
     for placement in (Replicate(), Shard(1)):
         assert f"with ({placement!r},); expected a local tensor" in refusals(on("cp", placement))
@@ -357,7 +359,28 @@ def test_ranks_that_disagree_in_what_to_do(door: str, options: dict):
     lines = refusals(act).splitlines()
     assert len(lines) == RANKS  # each names its own
     for line in lines:
-        assert "disagree on strategy, layout, mask or kernel: ranks [1, 2] differ from rank 0; here it is" in line
+        assert re.search(
+            r"disagree on strategy, layout, mask or kernel.*: ranks \[1, 2\] differ from rank 0; here it is", line
+        )
+
+
+@pytest.mark.parametrize(("option", "said"), [({"is_causal": True}, "is_causal=True"), ({"scale": 0.5}, "scale=0.5")])
+def test_ranks_that_disagree_in_the_call(option: dict, said: str):
+    """Where the call is seen before the agreement."""
+
+    class Calls(nn.Module):
+        def forward(self, query, key, value):
+            return F.scaled_dot_product_attention(query, key, value, enable_gqa=True, **self.options)
+
+    def act(s: Scene):
+        module = parallelize_module(Calls(), s.mesh, ModuleContextParallel(layout=contiguous))
+        module.options = option if s.rank == 0 else {}
+        module(*s.leaves(contiguous)[0])
+
+    first, *others = refusals(act).splitlines()
+    assert "(or is_causal, scale of the call): ranks [1, 2] differ from rank 0" in first
+    assert said in first
+    assert all("is_causal=False, scale=None" in line for line in others)
 
 
 # -- what the module does --

@@ -14,7 +14,7 @@ LAYERS = (
     ("mask", "layout", "batch", "collectives"),
     ("plan", "kernels", "merge"),
     ("strategies",),
-    ("composed", "dispatcher", "state", "scope", "functional", "calls"),
+    ("composed", "unreduced", "dispatcher", "state", "scope", "functional", "calls"),
     ("styles",),
     ("__init__",),
 )

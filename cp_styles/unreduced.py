@@ -1,0 +1,116 @@
+"""Notices that nobody reduces a model's gradients over the sequence axis: after a step its parameters differ.
+
+Context parallelism leaves every rank with its own share of each gradient. An optimizer that steps on shares takes the
+ranks' parameters apart, and nothing fails: the loss goes on falling. But ranks that hold the same parameters hold the
+same bits, so a number made of the bits of one parameter, in the all-gather that every attention makes anyway, tells.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from collections.abc import Iterator, Sequence
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from cp_styles.comm import shares_ranks
+
+_MOST_NODES = 500  # of a graph that are asked for their parameter: the projection of a query is within some ten
+_MOST_ELEMENTS = 2**16
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class UnreducedGradientsWarning(UserWarning):
+    """The ranks of the sequence axis hold different parameters: gradients were not reduced over it."""
+
+
+class ParameterWatch:
+    """Compares one parameter behind an attention's inputs between the ranks that share the sequence, now and then.
+
+    At the attentions number 1, 2, 4, 8, ... that have a parameter behind them: a step that left the ranks apart is
+    seen before as many forwards again have gone by, and a look (which waits for the device, on CUDA) costs nothing in
+    the long run. A look every time the parameter has changed would be missed by FSDP2, which hides its writes.
+    """
+
+    def __init__(self, told: WeakSet[dist.ProcessGroup] | None = None) -> None:
+        """``told`` are the groups that have been warned already: the modules of a model share one."""
+        self._told: WeakSet[dist.ProcessGroup] = WeakSet() if told is None else told
+        self._attentions = 0
+        self._looked_at: torch.Size | None = None
+
+    def look(self, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> int:
+        """A number of the bits of the parameter nearest behind ``tensors``; 0 says nothing. No communication."""
+        self._looked_at = None
+        if group.size() == 1 or torch.compiler.is_compiling() or not any(x.requires_grad for x in tensors):
+            return 0
+        self._attentions += 1
+        if self._attentions & (self._attentions - 1) or group in self._told:
+            return 0
+        for parameter in _parameters_behind(tensors):
+            if isinstance(parameter, DTensor):
+                if shares_ranks(parameter.device_mesh, group):
+                    continue  # its parts differ by right, and DTensor knows how to reduce its gradient
+                parameter = parameter.to_local()
+            if parameter.numel() and parameter.untyped_storage().nbytes():  # FSDP frees what it gathered
+                self._looked_at = parameter.shape
+                return _number_of_bits(parameter)
+        return 0
+
+    def compare(self, numbers: Sequence[int], name: str, axis: str, group: dist.ProcessGroup) -> None:
+        """Warn, once a model and group, where ranks have different numbers; the same on every rank."""
+        if 0 in numbers or len(set(numbers)) == 1:
+            return
+        self._told.add(group)
+        warnings.warn(
+            f"{name}: the ranks of mesh axis {axis!r} hold different parameters (seen in one of shape "
+            f"{tuple(self._looked_at or ())}), so from here on they train different models. Context parallelism leaves "
+            f"each rank its own share of every gradient. Sum the shares: sum_gradients(model, mesh[{axis!r}]) between "
+            "backward() and the optimizer's step, or FSDP2 (fully_shard) or DDP over a mesh that contains this axis; "
+            "cp_styles/batch.py has the line for each. Ranks that began with different weights look the same: seed "
+            "them alike",
+            UnreducedGradientsWarning,
+            stacklevel=2,
+        )
+
+
+_watches: WeakKeyDictionary[dist.ProcessGroup, ParameterWatch] = WeakKeyDictionary()
+
+
+def watch_of(group: dist.ProcessGroup) -> ParameterWatch:
+    """The one watch of all attention in ``group`` that has no module to belong to."""
+    return _watches.setdefault(group, ParameterWatch())
+
+
+def _parameters_behind(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Trained parameters that ``tensors`` were computed from, nearest first."""
+    for tensor in tensors:
+        if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
+            yield tensor
+    waiting = deque(tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None)
+    seen = set(waiting)
+    for _ in range(_MOST_NODES):
+        if not waiting:
+            return
+        node = waiting.popleft()
+        leaf = getattr(node, "variable", None)
+        # A leaf that is no parameter is somebody's input, which the ranks cut.
+        if isinstance(leaf, nn.Parameter):
+            yield leaf
+        following = [after for after, _ in node.next_functions if after is not None and after not in seen]
+        seen.update(following)
+        waiting.extend(following)
+
+
+@torch.no_grad()
+def _number_of_bits(parameter: torch.Tensor) -> int:
+    """Never 0, and other bits give another number but by accident; of large parameters, elements spread over them."""
+    flat = parameter.detach().reshape(-1)
+    flat = flat[:: -(-flat.numel() // _MOST_ELEMENTS)]
+    bits = flat.contiguous().view(_INTEGERS[flat.element_size()]).to(torch.int64)
+    # Weighed, or a step of one size up here and down there, as Adam's first is, would cancel.
+    weights = torch.arange(1, 2 * len(bits), 2, device=bits.device)
+    return int((bits * weights).sum()) or 1

@@ -1,0 +1,226 @@
+"""One small training, alone and under every composition: threads run a few steps of it, processes all twenty.
+
+A composition is a function of the model's making: it takes this rank and returns a ``Training``. What all have in
+common: float64, two layers, sequences of 46 cut unevenly, labels that are missing more often in some parts than in
+others. So a reducer that averages, or a mean of means, cannot be right by accident.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from cp_styles.batch import global_loss, global_token_count, next_token_labels, shard_batch, sum_gradients
+from cp_styles.layout import SequenceLayout
+from cp_styles.styles import AttentionContextParallel, ModuleContextParallel
+from cp_styles.testing import CommunicationTrace
+from tests.oracle import randn
+from tutorials.llama import Llama, LlamaConfig, parallel_plan
+
+CONFIG = LlamaConfig(40, width=32, layers=2, heads=4, kv_heads=2, hidden=48)
+ROWS, LENGTH, RANKS, STEPS = 4, 46, 4, 20
+
+# Uneven, but in pairs of tokens: tensor parallelism cuts what a rank holds once more.
+LAYOUTS = {
+    1: SequenceLayout.from_chunks([[(0, 46)]]),
+    2: SequenceLayout.from_chunks([[(0, 10), (30, 46)], [(10, 30)]]),
+    4: SequenceLayout.from_chunks([[(0, 6), (40, 46)], [(6, 20)], [(20, 28)], [(28, 40)]]),
+}
+SEQ_DIMS = {"tokens": 1, "labels": 1}
+
+
+def new_model(dtype: torch.dtype = torch.float64) -> Llama:
+    """The same everywhere, without the random generator that threads share."""
+    model = Llama(CONFIG).to(dtype)
+    for index, parameter in enumerate(model.parameters()):
+        drawn = randn(index, *parameter.shape)
+        parameter.data = (drawn * parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 1 + drawn / 10).to(dtype)
+    return model
+
+
+def batch_of(step: int) -> dict[str, torch.Tensor]:
+    tokens = torch.randint(0, 40, (ROWS, LENGTH), generator=torch.Generator().manual_seed(step))
+    labels = next_token_labels(tokens)
+    labels[0, :25] = labels[1, 12:14] = -100
+    return {"tokens": tokens, "labels": labels}
+
+
+@dataclass
+class Training:
+    """``backward(batch)`` returns the loss and leaves the whole gradient; ``named`` are the parameters to compare."""
+
+    backward: Callable[[dict[str, torch.Tensor]], torch.Tensor]
+    model: nn.Module
+    losses: list[float] = field(default_factory=list)
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    calls: list[tuple[str, int]] = field(default_factory=list)
+
+    def run(self, steps: int) -> Training:
+        """AdamW steps; keeps the losses, the first step's gradients, and what the second step sent."""
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3)
+        for step in range(steps):
+            with CommunicationTrace() as trace:
+                self.losses.append(self.backward(batch_of(step)).item())
+            if step == 0:
+                self.gradients = {name: whole(parameter.grad) for name, parameter in self.named()}
+            if step == 1:  # the first sets groups up and looks at parameters
+                self.calls = trace.events
+            optimizer.step()
+            optimizer.zero_grad()
+        return self
+
+    def named(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name.removeprefix("module."), parameter) for name, parameter in self.model.named_parameters()]
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        return {name: whole(parameter) for name, parameter in self.named()}
+
+    def counted(self) -> str:
+        """What the second step sent, for ``assert_expected_inline``; of the attention's messages, the bytes."""
+        sizes: dict[str, list[int]] = {}
+        for name, size in sorted(self.calls):
+            sizes.setdefault(name, []).append(size)
+        return "\n".join(
+            f"{name}: " + ("" if name == "send" else f"{len(each)} calls, ") + f"{sum(each)} bytes"
+            for name, each in sizes.items()
+        )
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+@cache
+def alone(steps: int) -> Training:
+    """One process."""
+    model = new_model()
+
+    def backward(batch):
+        loss = F.cross_entropy(model(batch["tokens"], torch.arange(LENGTH)).flatten(0, 1), batch["labels"].flatten())
+        loss.backward()
+        return loss
+
+    return Training(backward, model).run(steps)
+
+
+def rows_of(batch: dict[str, torch.Tensor], mesh: DeviceMesh | None) -> dict[str, torch.Tensor]:
+    """Whole sequences, dealt to the data-parallel ranks of ``mesh``."""
+    if mesh is None:
+        return batch
+    return {name: rows.chunk(mesh.size())[mesh.get_local_rank()] for name, rows in batch.items()}
+
+
+def token_losses(model: nn.Module, batch: dict[str, torch.Tensor], cp: DeviceMesh) -> tuple[torch.Tensor, torch.Tensor]:
+    """Summed losses of this rank's part, and its labels."""
+    layout, rank = LAYOUTS[cp.size()], cp.get_local_rank()
+    mine = shard_batch(batch, layout, rank, seq_dims=SEQ_DIMS)
+    logits = model(mine["tokens"], layout.positions(rank))
+    return F.cross_entropy(logits.flatten(0, 1), mine["labels"].flatten(), reduction="sum"), mine["labels"]
+
+
+def training(
+    model: nn.Module,
+    cp: DeviceMesh,
+    over: DeviceMesh,
+    *,
+    dp: DeviceMesh | None = None,
+    averaged_over: int = 1,
+    sum_over: DeviceMesh | None = None,
+) -> Training:
+    """The step of all compositions: they differ in who averages and who sums, over what."""
+
+    def backward(batch):
+        losses, labels = token_losses(model, rows_of(batch, dp), cp)
+        loss = global_loss(losses, global_token_count(labels, over), over, averaged_over=averaged_over)
+        loss.backward()
+        if sum_over is not None:
+            sum_gradients(model, sum_over)
+        return loss
+
+    return Training(backward, model)
+
+
+def cp_plan(cp: int) -> dict[str, AttentionContextParallel]:
+    return {"layers.*.attention.core": AttentionContextParallel(layout=LAYOUTS[cp])}
+
+
+def shard(model: nn.Module, mesh: DeviceMesh, **options) -> nn.Module:
+    """FSDP2 as it is commonly applied: every layer, then the rest."""
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
+    return model
+
+
+def dp_cp() -> tuple[DeviceMesh, DeviceMesh]:
+    """dp 2 x cp 2, and both in one."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    return mesh, mesh["dp", "cp"]._flatten("dp_cp")
+
+
+def one_cp() -> DeviceMesh:
+    return init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",))
+
+
+def by_sum_gradients() -> Training:
+    mesh, both = dp_cp()
+    model = parallelize_module(new_model(), mesh["cp"], cp_plan(2))
+    return training(model, mesh["cp"], both, dp=mesh["dp"], sum_over=both)
+
+
+def by_fsdp_over_dp_cp() -> Training:
+    mesh, both = dp_cp()
+    model = shard(parallelize_module(new_model(), mesh["cp"], cp_plan(2)), both)
+    return training(model, mesh["cp"], both, dp=mesh["dp"], averaged_over=both.size())
+
+
+def by_fsdp_over_cp() -> Training:
+    cp = one_cp()
+    model = shard(parallelize_module(new_model(), cp, ModuleContextParallel(layout=LAYOUTS[4])), cp)
+    return training(model, cp, cp, averaged_over=cp.size())
+
+
+def by_ddp_over_cp() -> Training:
+    cp = one_cp()
+    model = parallelize_module(new_model(), cp, cp_plan(4))
+    return training(DistributedDataParallel(model, process_group=cp.get_group()), cp, cp, averaged_over=cp.size())
+
+
+def by_hsdp() -> Training:
+    mesh, both = dp_cp()
+    model = shard(parallelize_module(new_model(), mesh["cp"], cp_plan(2)), mesh["dp", "cp"])
+    return training(model, mesh["cp"], both, dp=mesh["dp"], averaged_over=both.size())
+
+
+def by_fsdp_over_dp_and_sum_gradients_over_cp() -> Training:
+    mesh, both = dp_cp()
+    model = shard(parallelize_module(new_model(), mesh["cp"], cp_plan(2)), mesh["dp"])
+    return training(model, mesh["cp"], both, dp=mesh["dp"], averaged_over=mesh["dp"].size(), sum_over=mesh["cp"])
+
+
+def by_fsdp_over_cp_with_tp() -> Training:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    attention = AttentionContextParallel(layout=LAYOUTS[2])
+    model = shard(parallelize_module(new_model(), mesh, parallel_plan(attention)), mesh["cp"])
+    return training(model, mesh["cp"], mesh["cp"], averaged_over=2)
+
+
+COMPOSITIONS = (
+    by_sum_gradients,
+    by_fsdp_over_dp_cp,
+    by_fsdp_over_cp,
+    by_ddp_over_cp,
+    by_hsdp,
+    by_fsdp_over_dp_and_sum_gradients_over_cp,
+    by_fsdp_over_cp_with_tp,
+)
