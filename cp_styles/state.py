@@ -17,8 +17,8 @@ from cp_styles.comm import gather_numbers
 from cp_styles.composed import Beside
 from cp_styles.kernels import SDPA_KERNELS, Kernel, ReferenceKernel
 from cp_styles.layout import Balancer, SequenceLayout, cached_layout, cut_with
-from cp_styles.mask import Causal, Dense, Full, Mask
-from cp_styles.strategies import Attention, Strategy
+from cp_styles.mask import Causal, Dense, Full, Mask, PerRow
+from cp_styles.strategies import Attention, ByRow, Strategy
 from cp_styles.unreduced import ParameterWatch, watch_of
 
 
@@ -70,6 +70,8 @@ class Binding:
             )
         if not isinstance(self.mask, Mask):
             raise TypeError(f"{self.name}: mask must be a Mask object such as Causal(), got {self.mask!r}")
+        if isinstance(self.mask, PerRow) and not isinstance(self.strategy, ByRow):
+            object.__setattr__(self, "strategy", ByRow(self.strategy))
         if self.kernel is not None and not isinstance(self.kernel, Kernel):
             raise TypeError(f"{self.name}: kernel must be a Kernel object or None, got {self.kernel!r}")
         if isinstance(self.layout, SequenceLayout) and self.layout.ranks != self.group.size():
