@@ -1,6 +1,5 @@
 """Context parallelism as ParallelStyles for parallelize_module: exact or loud."""
 
-from cp_styles.balancers import HeadTailLoadBalancer, PerDocumentHeadTailLoadBalancer, PTRRLoadBalancer
 from cp_styles.batch import (
     document_positions,
     global_loss,
@@ -42,12 +41,9 @@ __all__ = [
     "Dense",
     "Documents",
     "Full",
-    "HeadTailLoadBalancer",
     "Kernel",
     "Mask",
     "ModuleContextParallel",
-    "PTRRLoadBalancer",
-    "PerDocumentHeadTailLoadBalancer",
     "PerRow",
     "PrefixLM",
     "PrepareModuleInput",
