@@ -25,12 +25,7 @@ from cp_styles.styles import (
     RowwiseParallel,
     SequenceParallel,
 )
-from cp_styles.torch_api import (
-    context_parallel,
-    context_parallel_shard,
-    context_parallel_unshard,
-    set_rotate_method,
-)
+from cp_styles.unreduced import UnreducedGradientsWarning
 
 __all__ = [
     "AllGather",
@@ -61,9 +56,6 @@ __all__ = [
     "UnreducedGradientsWarning",
     "by_work",
     "context_attention",
-    "context_parallel",
-    "context_parallel_shard",
-    "context_parallel_unshard",
     "contiguous",
     "document_positions",
     "global_loss",
@@ -72,7 +64,6 @@ __all__ = [
     "imbalance",
     "next_token_labels",
     "per_document_head_tail",
-    "set_rotate_method",
     "shard_batch",
     "striped",
     "sum_gradients",
