@@ -1,5 +1,6 @@
 """Context parallelism as ParallelStyles for parallelize_module: exact or loud."""
 
+from cp_styles.balancers import HeadTailLoadBalancer, PerDocumentHeadTailLoadBalancer, PTRRLoadBalancer
 from cp_styles.batch import (
     document_positions,
     global_loss,
@@ -25,6 +26,12 @@ from cp_styles.styles import (
     RowwiseParallel,
     SequenceParallel,
 )
+from cp_styles.torch_api import (
+    context_parallel,
+    context_parallel_shard,
+    context_parallel_unshard,
+    set_rotate_method,
+)
 from cp_styles.unreduced import UnreducedGradientsWarning
 
 __all__ = [
@@ -36,9 +43,12 @@ __all__ = [
     "Dense",
     "Documents",
     "Full",
+    "HeadTailLoadBalancer",
     "Kernel",
     "Mask",
     "ModuleContextParallel",
+    "PTRRLoadBalancer",
+    "PerDocumentHeadTailLoadBalancer",
     "PerRow",
     "PrefixLM",
     "PrepareModuleInput",
@@ -56,6 +66,9 @@ __all__ = [
     "UnreducedGradientsWarning",
     "by_work",
     "context_attention",
+    "context_parallel",
+    "context_parallel_shard",
+    "context_parallel_unshard",
     "contiguous",
     "document_positions",
     "global_loss",
@@ -64,6 +77,7 @@ __all__ = [
     "imbalance",
     "next_token_labels",
     "per_document_head_tail",
+    "set_rotate_method",
     "shard_batch",
     "striped",
     "sum_gradients",

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils import checkpoint
 from torch.utils._pytree import tree_map_only as tree_map_only  # seen: 2.11 to 2.15
 
 # DTensor knows no aten.detach_: seen in 2.11 and 2.12; has a rule from 2.13.
@@ -125,3 +126,41 @@ def without_communication(mesh: DeviceMesh, reason: str) -> DeviceMesh:
     others = mesh._dim_group_names[1:]  # pyright: ignore[reportAttributeAccessIssue]
     mesh._dim_group_names = [reason, *others]  # pyright: ignore[reportAttributeAccessIssue]
     return mesh
+
+
+def saved_tensors_hooks_on_top() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
+    """The innermost (pack, unpack) of ``torch.autograd.graph.saved_tensors_hooks`` in this thread, or None. Seen: 2.11
+    to 2.15."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore
+
+
+def running_reruns() -> list[tuple[Any, str | None]]:
+    """Who will call a function again in a backward that is running now in this thread: activation checkpoints.
+
+    Each as (object, name of its attribute that holds the function), innermost first. The name is None for an
+    autograd.Function that is not torch's: what its backward will do, nobody knows.
+
+    Seen: 2.11, 2.12, 2.13, 2.14, 2.15 (``run_function`` of CheckpointFunction; the frame object of the other kind, in
+    ``checkpoint``'s generator and in the hooks that it opens).
+    """
+    found: list[tuple[Any, str | None]] = []
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "checkpoint" and code.co_filename == checkpoint.__file__:
+            generator = getattr(frame.f_locals.get("gen"), "gi_frame", None)
+            if generator is not None and "new_frame" in generator.f_locals:
+                found.append((generator.f_locals["new_frame"], "recompute_fn"))
+        elif code.co_name == "forward" and code.co_argcount:
+            ctx = frame.f_locals.get(code.co_varnames[0])
+            if isinstance(ctx, torch.autograd.function.FunctionCtx):
+                is_checkpoint = code is checkpoint.CheckpointFunction.forward.__code__
+                found.append((ctx, "run_function" if is_checkpoint else None))
+        frame = frame.f_back
+    # torch.distributed._composable.checkpoint opens the hooks without the function.
+    pack = (saved_tensors_hooks_on_top() or (None,))[0]
+    if getattr(pack, "__qualname__", "").startswith("_checkpoint_hook."):
+        cells = dict(zip(pack.__code__.co_freevars, pack.__closure__ or (), strict=False))  # pyright: ignore
+        if "frame" in cells and all(owner is not cells["frame"].cell_contents for owner, _ in found):
+            found.insert(0, (cells["frame"].cell_contents, "recompute_fn"))
+    return found

@@ -80,12 +80,7 @@ class AttentionCalls(TorchFunctionMode):
                     f"{self._name}: {query.shape[1]} query heads and {key.shape[1]} key/value heads need "
                     "enable_gqa=True"
                 )
-            if self._grad_at_entry[-1] and not torch.is_grad_enabled():
-                raise NotImplementedError(
-                    f"{self._name}: attention under no_grad inside a module that was entered with gradients. If this "
-                    "is reentrant checkpointing of a function, its recomputation would not be context parallel: "
-                    "checkpoint a module that makes the call, a layer for example"
-                )
+            self.check_reruns()
 
         return attend(
             self._scoped.now(),
@@ -95,6 +90,15 @@ class AttentionCalls(TorchFunctionMode):
             scale=scale,
             refuse=refuse,
         )
+
+    def check_reruns(self) -> None:
+        """Raise for a call that would be made again in a backward, where this mode is not entered."""
+        if self._grad_at_entry[-1] and not torch.is_grad_enabled():
+            raise NotImplementedError(
+                f"{self._name}: attention under no_grad inside a module that was entered with gradients. If this "
+                "is reentrant checkpointing of a function, its recomputation would not be context parallel: "
+                "checkpoint a module that makes the call, a layer for example"
+            )
 
     def start(self, module: nn.Module, args: Any) -> None:
         self._seen = 0

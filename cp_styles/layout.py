@@ -93,7 +93,7 @@ class SequenceLayout:
             )
         parts = [tensor.narrow(dim, start, stop - start) for start, stop in self.chunks[rank]]
         part = parts[0] if len(parts) == 1 else torch.cat(parts, dim) if parts else tensor.narrow(dim, 0, 0)
-        part._cp_styles_layout = self  # pyright: ignore[reportAttributeAccessIssue]
+        mark_cut(part, self)
         return part
 
     def unshard(self, parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
@@ -129,6 +129,14 @@ def cut_with(tensor: torch.Tensor) -> SequenceLayout | None:
     """The layout that :meth:`SequenceLayout.shard` cut this very tensor with; None once anything was computed from
     it."""
     return getattr(tensor, "_cp_styles_layout", None)
+
+
+def mark_cut(tensor: torch.Tensor, layout: SequenceLayout | None) -> None:
+    """Have :func:`cut_with` say ``layout`` of this very tensor."""
+    if layout is None:
+        tensor.__dict__.pop("_cp_styles_layout", None)
+    else:
+        tensor._cp_styles_layout = layout  # pyright: ignore[reportAttributeAccessIssue]
 
 
 Balancer: TypeAlias = Callable[[int, int], SequenceLayout]
@@ -218,13 +226,28 @@ def by_work(length: int, ranks: int, *, mask: Mask, block: int | None = None) ->
     work = mask.work(positions, length)
     blocks = -(-length // block)
     sums = torch.zeros(blocks, dtype=torch.int64).index_add_(0, positions // block, work).tolist()
+    return by_block_work(length, ranks, work=sums, block=block)
+
+
+def by_block_work(length: int, ranks: int, *, work: Sequence[int], block: int) -> SequenceLayout:
+    """Equal work where it is known block by block: :func:`by_work` for work that was counted elsewhere.
+
+    Args:
+        length: number of positions.
+        ranks: number of ranks.
+        work: of every block of ``block`` positions, in order; the last one may be short.
+        block: positions a block.
+    """
+    _check(length, ranks)
+    if block < 1 or len(work) != -(-length // block):
+        raise ValueError(f"{length} positions in blocks of {block} do not have {len(work)} amounts of work")
     own: list[list[Chunk]] = [[] for _ in range(ranks)]
     least = [(0, 0, rank) for rank in range(ranks)]  # (blocks beyond the fair share, work, rank)
-    fair = -(-blocks // ranks)
-    for index in sorted(range(blocks), key=lambda index: -sums[index]):
+    fair = -(-len(work) // ranks)
+    for index in sorted(range(len(work)), key=lambda index: -work[index]):
         _, done, rank = heapq.heappop(least)
         own[rank].append((index * block, min((index + 1) * block, length)))
-        heapq.heappush(least, (int(len(own[rank]) >= fair), done + sums[index], rank))
+        heapq.heappush(least, (int(len(own[rank]) >= fair), done + work[index], rank))
     return SequenceLayout.from_chunks(own)
 
 

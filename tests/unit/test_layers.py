@@ -11,11 +11,11 @@ PACKAGE = Path(__file__).parents[2] / "cp_styles"
 # Lowest row first. A new file must be given a row here, and in the README's picture.
 LAYERS = (
     ("_compat", "comm", "testing"),
-    ("mask", "layout", "batch", "collectives"),
+    ("mask", "layout", "balancers", "batch", "collectives"),
     ("plan", "kernels", "merge"),
     ("strategies",),
     ("composed", "unreduced", "dispatcher", "state", "scope", "functional", "calls"),
-    ("styles",),
+    ("styles", "block", "torch_api"),
     ("__init__",),
 )
 ROW = {module: row for row, modules in enumerate(LAYERS) for module in modules}

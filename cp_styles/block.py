@@ -1,0 +1,396 @@
+"""A block of context parallelism: buffers cut in place, and this thread's attention calls sent through the engine.
+
+[Note: cut buffers] A buffer is cut in place by giving the same tensor object other data (``tensor.data``), and restored
+by giving it the data back: no copy, whatever views of it there are, and also if it is a leaf that requires grad. A
+graph made inside may have saved the very object, and its backward may come when that holds the whole again: what is
+saved inside a block is therefore saved under another name (:class:`_Aliases`). A leaf's gradient is that of the part,
+wherever the backward runs: for the moment it arrives, the leaf is the part again (:meth:`_Part.follow_gradient`).
+
+[Note: reruns] Activation checkpointing runs a function again in the middle of a backward, maybe after the block. An
+attention call inside a checkpoint, or one that is given a cut buffer, leaves word there: the function that will be run
+again first enters the block again (:class:`_Rerun`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from cp_styles._compat import running_reruns, saved_tensors_hooks_on_top
+from cp_styles.balancers import Cut, LoadBalancer, layout_of
+from cp_styles.calls import AttentionCalls
+from cp_styles.comm import gather_numbers
+from cp_styles.kernels import Kernel
+from cp_styles.layout import Balancer, SequenceLayout, cached_layout, cut_with, head_tail, mark_cut
+from cp_styles.mask import Full, Mask
+from cp_styles.scope import ScopedBinding
+from cp_styles.state import Binding
+from cp_styles.strategies import AllGather, Strategy
+
+
+class ContextParallelBlock(contextlib.ContextDecorator):
+    """What :func:`context_parallel` returns."""
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        buffers: Sequence[torch.Tensor] | None,
+        seq_dims: Sequence[int] | None,
+        no_restore: Iterable[torch.Tensor] | None,
+        *,
+        strategy: Strategy | None,
+        layout: Cut | None,
+        mask: Mask | None,
+        kernel: Kernel | None,
+    ) -> None:
+        self._group = group_of("context_parallel", mesh)
+        self._axis = (mesh.mesh_dim_names or ("cp",))[0]
+        self._buffers = [] if buffers is None else buffers
+        self._seq_dims = [] if seq_dims is None else seq_dims
+        self._no_restore = [] if no_restore is None else list(no_restore)
+        self._strategy, self._layout, self._mask, self._kernel = strategy, layout, mask, kernel
+        self._entered: list[contextlib.ExitStack] = []
+
+    def __enter__(self) -> ContextParallelBlock:
+        with torch.no_grad():
+            entry = agree_on("context_parallel", self._group, self._entry, lambda entry: entry.facts)
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._note_cut)
+            stack.enter_context(entry.inside([part for part in entry.parts if part.restored]))
+            stack.callback(_open.set, _open.get())
+            _open.set((*_open.get(), entry))
+            self._entered.append(stack.pop_all())
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._entered.pop().__exit__(*exception)
+
+    def _note_cut(self) -> None:
+        last_cut.set(None if self._layout is None else ranks_of(self._group))
+
+    def _entry(self) -> _Entry:
+        """Everything that can be wrong is found here, before anything is changed."""
+        pairs = pairs_of(self._buffers, self._seq_dims)
+        for buffer in self._no_restore:
+            if all(buffer is not other for other, _ in pairs):
+                raise ValueError("no_restore_buffers must be a subset of buffers, the same tensor objects")
+        for buffer, _ in pairs:
+            _check_buffer(buffer)
+        pairs = [(buffer, dim_of(buffer, dim)) for buffer, dim in pairs]
+        for buffer, dim in pairs:
+            self._refuse_part(buffer, dim)
+        layout = self._layout.layout if isinstance(self._layout, LoadBalancer) else self._layout
+        if layout is None:
+            layout = self._default_layout(pairs)
+        strategy = rotation.get() if self._strategy is None else self._strategy
+        name = f"context_parallel (over mesh axis {self._axis!r})"
+        binding = Binding(name, self._axis, self._group, strategy, layout, self._mask or Full(), self._kernel)
+        strategy.check_ranks(self._group.size())
+        named = None if self._layout is None and not pairs else layout
+        parts: dict[int, _Part] = {}
+        for buffer, dim in pairs:
+            restored = all(buffer is not other for other in self._no_restore)
+            part = _Part(buffer, dim, layout_of(layout, buffer.shape[dim], self._group.size()), restored)
+            if parts.setdefault(id(buffer), part).dim != dim:
+                raise ValueError(f"a buffer is given twice, with sequence dims {parts[id(buffer)].dim} and {dim}")
+        for part in parts.values():
+            part.cut(self._group.rank())
+        facts = [(dim, tuple(buffer.shape), buffer.dtype) for buffer, dim in pairs]
+        outer = _open.get()[-1] if _open.get() else None
+        return _Entry(binding, named, list(parts.values()), facts, outer)
+
+    def _refuse_part(self, buffer: torch.Tensor, dim: int) -> None:
+        layout, rank = cut_with(buffer), self._group.rank()
+        if layout is not None and layout.ranks > 1 and buffer.shape[dim] == layout.lengths[rank % layout.ranks]:
+            raise ValueError(
+                f"a buffer of shape {tuple(buffer.shape)} is a part of a sequence already: of a block that is still "
+                "open, of one that was told not to restore it (no_restore_buffers), or from a layout's shard; leave it "
+                "out of buffers"
+            )
+
+    def _default_layout(self, pairs: list[tuple[torch.Tensor, int]]) -> SequenceLayout | Balancer:
+        lengths = [buffer.shape[dim] for buffer, dim in pairs]
+        if len(set(lengths)) > 1:
+            raise ValueError(
+                f"the buffers have {lengths} positions in their sequence dims, which is not one sequence. Of a "
+                "table that is longer than the sequence, pass the view that belongs to it, table[:length], and have "
+                "the model use that. For several sequences (cross-attention), say how each is cut: layout=head_tail"
+            )
+        return cached_layout(head_tail, lengths[0], self._group.size()) if lengths else head_tail
+
+
+class _Part:
+    """A buffer of a block, and this rank's part of it. See [Note: cut buffers]."""
+
+    def __init__(self, buffer: torch.Tensor, dim: int, layout: SequenceLayout, restored: bool) -> None:
+        self.buffer, self.dim, self.layout, self.restored = buffer, dim, layout, restored
+
+    def cut(self, rank: int) -> None:
+        # A copy, also of a single chunk: what happens to the part in place must not reach the whole.
+        self._data = self.layout.shard(self.buffer.detach(), self.dim, rank).clone(
+            memory_format=torch.contiguous_format
+        )
+        grad = self.buffer.grad if self.buffer.is_leaf else None
+        if grad is not None and grad.shape != self._data.shape:
+            raise ValueError(
+                f"a buffer of shape {tuple(self.buffer.shape)} has a .grad of that shape already, and the gradients of "
+                f"this rank's part, {tuple(self._data.shape)}, cannot be added to it: set it to None before the block"
+            )
+
+    def put(self) -> Callable[[], None]:
+        """Make the buffer the part; calling what is returned makes it what it was."""
+        buffer, data, layout = self.buffer, self.buffer.data, cut_with(self.buffer)
+
+        def undo() -> None:
+            _set_data(buffer, data)
+            mark_cut(buffer, layout)
+
+        _set_data(buffer, self._data)
+        mark_cut(buffer, self.layout)
+        return undo
+
+    def follow_gradient(self) -> None:
+        """Before a leaf becomes the whole again: the gradients that its part still gets find the part."""
+        if not self.buffer.requires_grad:
+            return
+        node, undo = get_gradient_edge(self.buffer).node, []
+
+        def find(_: Any) -> None:
+            grad = self.buffer.grad
+            if grad is not None and grad.shape != self._data.shape:
+                raise RuntimeError(
+                    f"the backward of a context_parallel block has a gradient for this rank's part, "
+                    f"{tuple(self._data.shape)}, of a buffer that has a .grad of shape {tuple(grad.shape)} already: "
+                    "set that to None before"
+                )
+            undo.append(self.put())
+
+        def leave(*_: Any) -> None:
+            undo.pop()()
+
+        node.register_prehook(find)
+        node.register_hook(leave)
+
+
+def _set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
+    if tensor.requires_grad:
+        # A leaf's gradient accumulator remembers the shape it was made for; data of another dtype makes torch drop it.
+        other = torch.float64 if data.dtype == torch.float32 else torch.float32
+        tensor.data = data.new_empty(0, dtype=other)
+    tensor.data = data
+
+
+class _Entry:
+    """One time inside a block: what it needs to be entered again. See [Note: reruns]."""
+
+    def __init__(
+        self,
+        binding: Binding,
+        named: SequenceLayout | Balancer | None,
+        parts: list[_Part],
+        facts: list[Any],
+        outer: _Entry | None,
+    ) -> None:
+        self.name, self.group, self.layout = binding.name, binding.group, binding.layout
+        self.scoped = ScopedBinding(binding, named)
+        self.parts, self.facts, self.outer = parts, facts, outer
+        self.buffers = {id(part.buffer) for part in parts}
+        self._around = {id(owner) for owner, _ in running_reruns()}
+
+    @contextlib.contextmanager
+    def inside(self, put_back: list[_Part]) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for part in self.parts:
+                undo = part.put()
+                if part in put_back:
+                    stack.callback(undo)
+                    stack.callback(part.follow_gradient)
+            if put_back:
+                stack.enter_context(_Aliases())
+            stack.enter_context(_BlockCalls(self))
+            yield
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """As it was, for a recomputation; all buffers are put back, for what they are now is somebody else's."""
+        with self.outer.again() if self.outer is not None else contextlib.nullcontext(), self.inside(self.parts):
+            yield
+
+    def remember(self) -> None:
+        """Have the checkpoints around the present call enter this block again, and those around it, as they are now."""
+        for owner, attribute in running_reruns():
+            entry: _Entry | None = self
+            while entry is not None and id(owner) in entry._around:
+                entry = entry.outer
+            if entry is None:
+                continue
+            if attribute is None:
+                if not torch.is_grad_enabled():
+                    raise NotImplementedError(
+                        f"{self.name}: attention inside {type(owner).__name__}, an autograd.Function. If its backward "
+                        "runs the attention again, that may be outside of the block: use torch.utils.checkpoint, or "
+                        "open the block inside the function that is run again"
+                    )
+                continue
+            fn = getattr(owner, attribute)
+            if not (isinstance(fn, _Rerun) and fn.entry is entry):
+                setattr(owner, attribute, _Rerun(fn, entry))
+
+
+@dataclass(frozen=True)
+class _Rerun:
+    """A function that is run again in a backward, and the block to be in then."""
+
+    fn: Callable[..., Any]
+    entry: _Entry
+
+    def __call__(self, *args: Any) -> Any:
+        with self.entry.again():
+            return self.fn(*args)
+
+
+class _BlockCalls(AttentionCalls):
+    """The attention calls of a block."""
+
+    def __init__(self, entry: _Entry) -> None:
+        super().__init__(entry.scoped, entry.name)
+        self._entry = entry
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self._entry.buffers.isdisjoint(map(id, args)):
+            self._remember()
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def check_reruns(self) -> None:
+        self._remember()
+
+    def _remember(self) -> None:
+        if not torch.compiler.is_compiling():
+            self._entry.remember()
+
+
+class _Aliases(torch.autograd.graph.saved_tensors_hooks):
+    """Saves tensors for the backward as what they are now, not by the object that holds them.
+
+    See [Note: cut buffers]. Hooks that were there before (offloading, a checkpoint's) get what is saved, as they would
+    without. torch checks only itself whether a saved tensor was changed in place, so that is done here.
+    """
+
+    def __init__(self) -> None:
+        before = saved_tensors_hooks_on_top()
+
+        def pack(tensor: torch.Tensor) -> Any:
+            alias = tensor.detach()  # and not the tensor: an output that its own graph holds would never be freed
+            return before[0](alias) if before is not None else (alias, alias._version)
+
+        def unpack(saved: Any) -> torch.Tensor:
+            if before is not None:
+                return before[1](saved)
+            alias, version = saved
+            if alias._version != version:
+                raise RuntimeError(
+                    f"a tensor of shape {tuple(alias.shape)} that the backward needs was modified by an in-place "
+                    f"operation: it was saved at version {version} and is at {alias._version}"
+                )
+            return alias
+
+        super().__init__(pack, unpack)
+
+
+def agree_on(name: str, group: dist.ProcessGroup, check: Callable[[], Any], facts: Callable[[Any], list[Any]]) -> Any:
+    """What ``check`` returns, once all ranks have got through it with the same ``facts``."""
+    problem: Exception | None = None
+    result, numbers = None, [0, 0]
+    try:
+        result = check()
+        numbers = [1, zlib.crc32(repr(facts(result)).encode())]
+    except (ValueError, TypeError, RuntimeError) as error:
+        problem = error
+    rows = gather_numbers(numbers, group)
+    if problem is not None:
+        raise problem
+    refused = [rank for rank, row in enumerate(rows) if not row[0]]
+    if refused:
+        raise ValueError(f"{name}: ranks {refused} refused their arguments (their own error says why)")
+    if len({row[1] for row in rows}) > 1:
+        odd = [rank for rank, row in enumerate(rows) if row[1] != rows[0][1]]
+        raise ValueError(
+            f"{name}: ranks {odd} have other buffers than rank 0: their number, shapes, dtypes and sequence dims must "
+            f"be the same on all ranks; here they are {facts(result)}"
+        )
+    return result
+
+
+def group_of(name: str, mesh: DeviceMesh) -> dist.ProcessGroup:
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f'{name} needs a DeviceMesh of one axis, such as mesh["cp"], got {type(mesh).__name__}')
+    if mesh.ndim != 1:
+        raise ValueError(
+            f'{name} needs the one mesh axis that cuts the sequence, got {mesh.mesh_dim_names}: pass mesh["cp"], or '
+            "whatever it is called"
+        )
+    return mesh.get_group()
+
+
+def pairs_of(buffers: Sequence[Any], seq_dims: Sequence[int]) -> list[tuple[Any, int]]:
+    if isinstance(buffers, torch.Tensor):
+        raise TypeError("buffers is a list of tensors, got one tensor: put it into a list")
+    if len(buffers) != len(seq_dims):
+        raise ValueError(f"there are {len(buffers)} buffers and {len(seq_dims)} sequence dims: give one for each")
+    return list(zip(buffers, seq_dims, strict=True))
+
+
+def check_plain(buffer: Any) -> None:
+    if not isinstance(buffer, torch.Tensor):
+        raise TypeError(f"buffers are tensors, got {type(buffer).__name__}")
+    if isinstance(buffer, DTensor):
+        raise TypeError(f"a buffer of shape {tuple(buffer.shape)} is a DTensor: pass plain tensors, to_local()")
+
+
+def _check_buffer(buffer: Any) -> None:
+    """Refuse what cannot be cut in place."""
+    check_plain(buffer)
+    shape = tuple(buffer.shape)
+    if isinstance(buffer, nn.Parameter):
+        raise TypeError(
+            f"a buffer of shape {shape} is an nn.Parameter, which an optimizer and others hold: take this rank's "
+            "rows of it in the model, by position ids that are a buffer"
+        )
+    if buffer.grad_fn is not None:
+        raise ValueError(
+            f"a buffer of shape {shape} is the result of a computation that requires grad, and cutting it in place "
+            "would cut its graph: use context_parallel_shard, which is differentiable, or compute it inside the block"
+        )
+
+
+def dim_of(buffer: torch.Tensor, dim: int) -> int:
+    if not -buffer.ndim <= dim < buffer.ndim:
+        raise ValueError(f"a buffer of shape {tuple(buffer.shape)} has no sequence dim {dim}")
+    return dim % buffer.ndim
+
+
+def open_on(group: dist.ProcessGroup) -> _Entry | None:
+    """The innermost open block of this context over these ranks."""
+    return next((entry for entry in reversed(_open.get()) if entry.group is group), None)
+
+
+def ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(group))
+
+
+rotation: ContextVar[Strategy] = ContextVar("rotate_method", default=AllGather())  # noqa: B039 - it is frozen
+# The blocks that are open in this context, innermost last.
+_open: ContextVar[tuple[_Entry, ...]] = ContextVar("context_parallel_blocks", default=())
+# The ranks of the last block that ended, if its cut was not the default.
+last_cut: ContextVar[tuple[int, ...] | None] = ContextVar("context_parallellast_cut", default=None)
