@@ -187,6 +187,8 @@ def _attention(
             f"{name}: attn_mask is a DTensor; pass the mask of the whole sequence as a plain tensor, the same on all "
             "ranks"
         )
+    if values.get("attn_mask") is not None and "grad_out" not in values:
+        binding.agree_on_mask(values["attn_mask"])  # made inside the module, so nobody has compared it yet
     tensors = [values[key] for key in ("query", "key", "value")]
     for label, tensor in zip(("query", "key", "value"), tensors, strict=True):
         if not isinstance(tensor, DTensor) or binding_of(tensor.device_mesh) is not binding:

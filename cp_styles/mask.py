@@ -13,9 +13,24 @@ from dataclasses import dataclass, field
 from functools import reduce
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 # "No bound on this side": larger than any position, small enough that sums of two do not overflow int64.
 UNBOUNDED = 2**60
+
+
+@dataclass(frozen=True, eq=False)
+class BlockGrid:
+    """Blocks of (query, key) positions, for masks that no band describes.
+
+    Attributes:
+        block: positions of a block: (queries, keys).
+        cover: uint8 ``[query blocks, key blocks]`` on the host: 0 nobody attends to anything in the block, 1 the
+            mask's bias says who does, 2 everybody does.
+    """
+
+    block: tuple[int, int]
+    cover: torch.Tensor
 
 
 class Mask:
@@ -34,9 +49,24 @@ class Mask:
         return False
 
     @property
+    def biased_everywhere(self) -> bool:
+        """Whether the bias must be asked for even where :attr:`grids` say that a block is full."""
+        return self.has_bias
+
+    @property
+    def grids(self) -> tuple[BlockGrid, ...]:
+        """What blocks, beside the band, say about who attends to whom: see :class:`BlockGrid`."""
+        return ()
+
+    @property
     def pattern(self) -> Mask:
         """This mask as far as a plan depends on it: the band, and that there is a bias, but not its tensor."""
         return self
+
+    @property
+    def content(self) -> int:
+        """A number that differs where masks differ in what their texts do not say: what their tensors hold."""
+        return 0
 
     @property
     def length(self) -> int | None:
@@ -265,6 +295,10 @@ class Dense(Mask):
         return True
 
     @property
+    def content(self) -> int:
+        return digest(self.tensor)
+
+    @property
     def length(self) -> int | None:
         sizes = [size for size in self.tensor.shape[-2:] if size != 1]
         return sizes[-1] if sizes else None
@@ -306,6 +340,36 @@ def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def digest(tensor: torch.Tensor) -> int:
+    """A checksum of 63 bits of what a tensor holds, the same on every machine; remembered until the tensor changes.
+
+    One pass over the tensor, and on CUDA a wait for the device.
+    """
+    found = _digests.get(tensor)
+    if found is None or found[0] != _version(tensor):
+        found = _digests[tensor] = (_version(tensor), _checksum(tensor.detach()))
+    return found[1]
+
+
+_digests: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    total = 0
+    for start, piece in enumerate(tensor.contiguous().view(-1).view(torch.uint8).split(_PIECE)):
+        words = torch.nn.functional.pad(piece, (0, -piece.numel() % 8)).view(torch.int64)
+        # Odd factors that differ by place; integers, which wrap alike everywhere, and not floats.
+        places = torch.arange(start * _PIECE, start * _PIECE + words.numel(), device=words.device)
+        total += int((words * (places * 0x9E3779B97F4A7C1 * 2 + 1)).sum())
+    return total % 2**63
+
+
+_PIECE = 2**23  # bytes at a time, so that a large mask needs little more memory
+
+
 @dataclass(frozen=True)
 class SomeBias(Full):
     """The pattern of a mask with a bias. Caches of plans hold this one instead, and no tensor."""
@@ -328,6 +392,23 @@ class All(Mask):
     @property
     def has_bias(self) -> bool:
         return any(part.has_bias for part in self.parts)
+
+    @property
+    def content(self) -> int:
+        return hash(tuple(part.content for part in self.parts))
+
+    @property
+    def biased_everywhere(self) -> bool:
+        return any(part.biased_everywhere for part in self.parts)
+
+    @property
+    def grids(self) -> tuple[BlockGrid, ...]:
+        return tuple(grid for part in self.parts for grid in part.grids)
+
+    def work(self, q_positions_L: torch.Tensor, keys: int) -> torch.Tensor:
+        # At most what the least of them leaves; how much less, is not counted.
+        works = (part.work(q_positions_L, keys) for part in self.parts)
+        return reduce(torch.minimum, works, super().work(q_positions_L, keys))
 
     @property
     def length(self) -> int | None:
@@ -372,6 +453,10 @@ class PerRow(Mask):
     @property
     def has_bias(self) -> bool:
         return any(mask.has_bias for mask in self.masks)
+
+    @property
+    def content(self) -> int:
+        return hash(tuple(mask.content for mask in self.masks))
 
     @property
     def pattern(self) -> Mask:

@@ -17,7 +17,7 @@ from cp_styles.comm import gather_numbers
 from cp_styles.composed import Beside
 from cp_styles.kernels import SDPA_KERNELS, Kernel, ReferenceKernel
 from cp_styles.layout import Balancer, SequenceLayout, cached_layout, cut_with
-from cp_styles.mask import Causal, Dense, Full, Mask, PerRow
+from cp_styles.mask import Causal, Dense, Full, Mask, PerRow, digest
 from cp_styles.strategies import Attention, ByRow, Strategy
 from cp_styles.unreduced import ParameterWatch, watch_of
 
@@ -195,7 +195,7 @@ class Binding:
                 tensors[0].shape[seq_dim],
                 tensors[1].shape[seq_dim],
                 _fingerprint(
-                    [*(_other_sizes(x, seq_dim) for x in tensors), *(x.dtype for x in tensors), _shape(attn_mask)]
+                    [*(_other_sizes(x, seq_dim) for x in tensors), *(x.dtype for x in tensors), _contents(attn_mask)]
                 ),
                 self._print ^ (_fingerprint([call]) if call else 0),
                 watch.look(tensors, self.group),
@@ -215,6 +215,17 @@ class Binding:
                 )
         watch.compare([row[5] for row in rows], self.name, self.axis, self.group)
         return sum(q_lengths), sum(kv_lengths)
+
+    def agree_on_mask(self, attn_mask: torch.Tensor) -> None:
+        """Raise on every rank unless all of them have this mask: for one that shows up after :meth:`agree`.
+
+        Communication: one all-gather of one integer.
+        """
+        if len({row[0] for row in gather_numbers([_fingerprint([_contents(attn_mask)])], self.group)}) > 1:
+            raise ValueError(
+                f"{self.name}: the ranks of mesh axis {self.axis!r} disagree on the attn_mask, here one of shape "
+                f"{tuple(attn_mask.shape)}: give every rank the mask of the whole sequence, the same one"
+            )
 
     def _refuse_other_cut(self, tensors: Sequence[torch.Tensor]) -> None:
         """Layouts mostly give equal lengths, so a wrong one shows in nothing but wrong results, and here."""
@@ -242,7 +253,7 @@ class Binding:
                 "why); this rank stops with them"
             )
         settings = "strategy, layout, mask or kernel" + (f" (or {', '.join(call)} of the call)" if call else "")
-        for index, what in ((3, "shape (beside the sequence) or dtype"), (4, settings)):
+        for index, what in ((3, "shape (beside the sequence), dtype or attn_mask"), (4, settings)):
             if len({row[index] for row in rows}) > 1:
                 odd = [rank for rank, row in enumerate(rows) if row[index] != rows[0][index]]
                 mine = [(tuple(x.shape), str(x.dtype)) for x in tensors]
@@ -258,7 +269,7 @@ class Binding:
 
     @cached_property
     def _print(self) -> int:
-        return _fingerprint([self._text()])
+        return _fingerprint([self._text(), self.mask.content])
 
 
 def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -280,8 +291,8 @@ def _other_sizes(tensor: torch.Tensor, seq_dim: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def _shape(mask: torch.Tensor | None) -> Any:
-    return None if mask is None else (tuple(mask.shape), mask.dtype)
+def _contents(mask: torch.Tensor | None) -> Any:
+    return None if mask is None else (tuple(mask.shape), mask.dtype, digest(mask))
 
 
 def _plain(value: Any) -> str:

@@ -7,7 +7,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from cp_styles import AttentionContextParallel, ModuleContextParallel, Ring, Ulysses, head_tail
+from cp_styles import (
+    AttentionContextParallel,
+    Causal,
+    Dense,
+    ModuleContextParallel,
+    PerRow,
+    Ring,
+    Ulysses,
+    context_attention,
+    head_tail,
+)
+from cp_styles.mask import digest
 from cp_styles.testing import run_ranks
 
 RANKS, BATCH, HEADS, LENGTH = 3, 2, 3, 17
@@ -125,6 +136,40 @@ def test_masks_of_different_shapes_are_every_ranks_error():
 
     errors = run_ranks(body, RANKS, return_errors=True)
     assert all("disagree on shape" in str(error) for error in errors)
+
+
+@pytest.mark.parametrize("additive", [False, True])
+def test_masks_that_differ_in_one_place_are_every_ranks_error(additive):
+    """As the call's, the style's and under PerRow: attention would be of neither mask."""
+
+    def body(rank):
+        mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",))
+        mask = torch.ones(LENGTH, LENGTH, dtype=torch.float64 if additive else torch.bool)
+        mask[-1, 3] = rank != 1
+        q, k, v = (LAYOUT.shard(x, 2, rank) for x in tensors()[:3])
+        said = []
+        for door in (passed, held, module):
+            with pytest.raises(ValueError) as caught:
+                door(mask, mesh, Ring())(q, k, v)
+            said.append(str(caught.value))
+        with pytest.raises(ValueError) as caught:
+            context_attention(q, k, v, mesh, mask=PerRow((Causal() & Dense(mask),) * q.shape[0]), layout=LAYOUT)
+        return [*said, str(caught.value)]
+
+    for said in run_ranks(body, RANKS):
+        assert all("disagree on" in text and "mask" in text for text in said), said
+
+
+def test_a_checksum_tells_masks_apart():
+    mask = torch.rand(9, 7, generator=torch.Generator().manual_seed(0)) > 0.5
+    copies = [mask, mask.clone(), mask.t().contiguous().t(), mask.expand(4, 9, 7)]
+    assert len({digest(copy) for copy in copies}) == 1
+    others = [mask.flip(0), mask.flip(1), ~mask, mask.roll(1), mask.float(), mask[:1]]
+    assert len({digest(other) for other in (mask, *others)}) == 7
+    changed = mask.clone()
+    before = digest(changed)
+    changed[4, 4] ^= True
+    assert digest(changed) != before
 
 
 def test_a_mask_that_wants_a_gradient_is_refused():
