@@ -4,7 +4,8 @@ For one rank's queries and one source's keys, a band mask (see :mod:`cp_styles.m
 ``[a_i, b_i)`` of the source's local rows for each local query row ``i``. Where ``a`` and ``b`` stay, the attended
 region is a rectangle; where ``b`` climbs by one a row, it is a rectangle and a causal triangle; everything else is cut
 into small blocks with an explicit mask. Head-tail's three cases, contiguous, striped, documents and windows all
-fall out of that one walk. Forward and backward use the same tiles. Pure: no process group, no device.
+fall out of that one walk. Masks that are no bands are planned by blocks of positions instead, see
+:class:`~cp_styles.mask.BlockGrid`. Forward and backward use the same tiles. Pure: no process group, no device.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 
 from cp_styles.layout import SequenceLayout
 from cp_styles.mask import Mask
+from cp_styles.rectangles import rectangles
 
 Rows = tuple[tuple[int, int], ...]
 """Ascending half-open ranges of a rank's local rows."""
@@ -93,15 +95,13 @@ def make_plan(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, r
 def _make_plan(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, rank: int) -> Plan:
     ranks = q_layout.ranks
     parts = tuple(_part(q_layout, kv_layout, mask, rank, source) for source in range(ranks))
-    sends = tuple(
-        () if peer == rank else _needed(*_intervals(q_layout, kv_layout, mask, peer, rank)) for peer in range(ranks)
-    )
+    sends = tuple(() if peer == rank else _rows(q_layout, kv_layout, mask, peer, rank) for peer in range(ranks))
     return Plan(rank, parts, sends)
 
 
 def needs_bias(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask) -> bool:
     """Whether some tile of some rank has an explicit mask; cached."""
-    return mask.has_bias or _has_partial_tile(q_layout, kv_layout, mask)
+    return mask.has_bias or _has_partial_tile(q_layout, kv_layout, mask.pattern)
 
 
 @lru_cache(maxsize=1024)
@@ -139,25 +139,102 @@ def _intervals(
     return a.masked_fill(empty, 0), b.masked_fill(empty, 0)
 
 
-def _needed(a: torch.Tensor, b: torch.Tensor) -> Rows:
-    """The union of the intervals, as ascending ranges."""
+def _inside(a: torch.Tensor, b: torch.Tensor, size: int) -> torch.Tensor:
+    """The union of the intervals: a boolean for each of ``size`` rows."""
     some = b > a
-    if not bool(some.any()):
-        return ()
-    size = int(b.max())
     depth = torch.zeros(size + 1, dtype=torch.int64)
     ones = torch.ones_like(a[some])
     depth.index_add_(0, a[some], ones)
     depth.index_add_(0, b[some], -ones)
-    inside = (depth.cumsum(0)[:size] > 0).to(torch.int8)
+    return depth.cumsum(0)[:size] > 0
+
+
+def _ranges(inside: torch.Tensor) -> Rows:
+    """Where ``inside`` is true, as ascending ranges."""
+    inside = inside.to(torch.int8)
     edges = torch.diff(inside, prepend=inside.new_zeros(1), append=inside.new_zeros(1))
     starts, stops = torch.nonzero(edges == 1).flatten(), torch.nonzero(edges == -1).flatten()
     return tuple(zip(starts.tolist(), stops.tolist(), strict=True))
 
 
-def _part(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, rank: int, source: int) -> Part:
+def _rows(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, rank: int, source: int) -> Rows:
+    """The rows of the source that the rank needs."""
+    if mask.grids:
+        return _ranges(_cells(q_layout, kv_layout, mask, rank, source).needed)
     a, b = _intervals(q_layout, kv_layout, mask, rank, source)
-    rows = _needed(a, b)
+    return _ranges(_inside(a, b, kv_layout.lengths[source]))
+
+
+@dataclass(frozen=True)
+class _Cells:
+    """One rank's queries and one source's keys, cut where they pass from one block of the mask's grids to another.
+
+    Attributes:
+        cover: ``[q cells, kv cells]``: 0 nothing, 1 some pairs, 2 all pairs.
+        q_edges, kv_edges: local rows where cells start, and where the last one ends.
+        needed: bool a row of the source.
+    """
+
+    cover: torch.Tensor
+    q_edges: torch.Tensor
+    kv_edges: torch.Tensor
+    needed: torch.Tensor
+
+
+def _cells(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, rank: int, source: int) -> _Cells:
+    q, kv = q_layout.positions(rank), kv_layout.positions(source)
+    blocks = [(q // grid.block[0], kv // grid.block[1]) for grid in mask.grids]
+    q_edges, kv_edges = (_edges(list(side)) for side in zip(*blocks, strict=True))
+    cover = torch.full((len(q_edges) - 1, len(kv_edges) - 1), 2)
+    for grid, (q_block, kv_block) in zip(mask.grids, blocks, strict=True):
+        found = grid.cover[q_block[q_edges[:-1]]][:, kv_block[kv_edges[:-1]]]
+        cover = torch.minimum(cover, found.long())
+    # What the band leaves of the cells: nothing where it passes all rows of one by, all where it holds all of them.
+    a, b = _intervals(q_layout, kv_layout, mask, rank, source)
+    cell = torch.repeat_interleave(q_edges.diff())
+    empty, size = b <= a, len(kv)
+
+    def over_cells(values: torch.Tensor, how: str) -> torch.Tensor:
+        return torch.zeros(cover.shape[0], 1, dtype=torch.int64).scatter_reduce(
+            0, cell[:, None], values[:, None], how, include_self=False
+        )
+
+    outside = (kv_edges[:-1] >= over_cells(b, "amax")) | (
+        kv_edges[1:] <= over_cells(a.masked_fill(empty, size), "amin")
+    )
+    within = (kv_edges[:-1] >= over_cells(a.masked_fill(empty, size), "amax")) & (kv_edges[1:] <= over_cells(b, "amin"))
+    some = torch.minimum(cover, torch.tensor(1))
+    cover = torch.where(outside, 0, some if mask.biased_everywhere else torch.where(within, cover, some))
+    needed = (cover > 0).any(0).repeat_interleave(kv_edges.diff()) & _inside(a, b, size)
+    return _Cells(cover, q_edges, kv_edges, needed)
+
+
+def _edges(blocks: list[torch.Tensor]) -> torch.Tensor:
+    """Rows before which some of the block numbers change, with both ends."""
+    rows = blocks[0].numel()
+    changed = torch.zeros(rows + 1, dtype=torch.bool)
+    changed[[0, rows]] = True
+    for block in blocks:
+        changed[1:-1] |= block.diff() != 0
+    return torch.nonzero(changed).flatten()
+
+
+def _block_part(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, rank: int, source: int) -> Part:
+    cells = _cells(q_layout, kv_layout, mask, rank, source)
+    # Rows that do not travel leave no gap in what arrives.
+    arriving = torch.cat((torch.zeros(1, dtype=torch.int64), cells.needed.cumsum(0)))[cells.kv_edges]
+    kept = arriving.diff() > 0
+    kv_edges = [0, *arriving[1:][kept].tolist()]
+    found = rectangles(cells.cover[:, kept], cells.q_edges.tolist(), kv_edges)
+    tiles = (Tile(q, kv, Cover.FULL if full else Cover.PARTIAL) for q, kv, full in found)
+    return Part(source, _ranges(cells.needed), tuple(tiles))
+
+
+def _part(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, rank: int, source: int) -> Part:
+    if mask.grids:
+        return _block_part(q_layout, kv_layout, mask, rank, source)
+    a, b = _intervals(q_layout, kv_layout, mask, rank, source)
+    rows = _ranges(_inside(a, b, kv_layout.lengths[source]))
     if not rows:
         return Part(source, (), ())
     # From the source's local rows to their place among the rows that travel.

@@ -1,0 +1,72 @@
+"""Rectangles of a grid of blocks: few and large kernel calls for masks that are no bands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import TypeAlias
+
+import torch
+
+Edges: TypeAlias = list[int]
+"""Where the cells of one dim start, and where the last one ends."""
+
+# Cells smaller than this join their neighbours: below it a kernel call is mostly overhead.
+_CELL = 128
+# Largest rectangle with an explicit mask, in pairs: the mask is materialized.
+_PAIRS = 2**20
+
+
+def rectangles(
+    cover: torch.Tensor, q_edges: Edges, kv_edges: Edges
+) -> Iterator[tuple[tuple[int, int], tuple[int, int], bool]]:
+    """``(query rows, key rows, full)`` that cover every cell of ``cover`` that is not 0 once.
+
+    Args:
+        cover: ``[q cells, kv cells]``: 0 nothing, 1 some pairs, 2 all pairs.
+        q_edges: the rows of the cells.
+        kv_edges: likewise, of the keys.
+    """
+    cover, q_edges = _coarser(cover, q_edges)
+    turned, kv_edges = _coarser(cover.T, kv_edges)
+    cover = turned.T
+    found = [_stacked(cover), [(y, x, state) for x, y, state in _stacked(cover.T)]]
+    for (i, i_end), (j, j_end), state in min(found, key=len):
+        first, last = kv_edges[j], kv_edges[j_end]
+        rows = (q_edges[i], q_edges[i_end])
+        # Full ones need no mask, so any size will do.
+        step = rows[1] - rows[0] if state == 2 else max(_CELL, _PAIRS // (last - first))
+        for start in range(*rows, step):
+            yield (start, min(start + step, rows[1])), (first, last), state == 2
+
+
+def _stacked(cover: torch.Tensor) -> list[tuple[tuple[int, int], tuple[int, int], int]]:
+    """Runs of one state in a row of cells, joined with the same runs of the rows below."""
+    done, growing = [], {}
+    for i, row in enumerate([*cover.tolist(), []]):
+        cuts = [0, *(j for j in range(1, len(row)) if row[j] != row[j - 1]), len(row)]
+        runs = {(j, stop, row[j]) for j, stop in pairwise(cuts) if stop > j and row[j]}
+        for run in [run for run in growing if run not in runs]:
+            done.append(((growing.pop(run), i), run[:2], run[2]))
+        for run in runs:
+            growing.setdefault(run, i)
+    return sorted(done)
+
+
+def _coarser(cover: torch.Tensor, edges: Edges) -> tuple[torch.Tensor, Edges]:
+    """Neighbouring small cells of the first dim as one: of one state where they agree, else 1."""
+    kept = [0]
+    for index in range(1, len(edges) - 1):
+        if edges[index + 1] - edges[kept[-1]] > _CELL:
+            kept.append(index)
+    if len(kept) == cover.shape[0] or not cover.numel():
+        return cover, edges
+    group = torch.zeros(cover.shape[0], dtype=torch.int64)
+    group[kept[1:]] = 1
+    index = group.cumsum(0)[:, None].expand(cover.shape)
+    shape = (len(kept), cover.shape[1])
+    least, most = (
+        torch.full(shape, value).scatter_reduce(0, index, cover.long(), how)
+        for value, how in ((2, "amin"), (0, "amax"))
+    )
+    return torch.where(least == most, least, 1), [*(edges[start] for start in kept), edges[-1]]
