@@ -155,7 +155,8 @@ def running_reruns() -> list[tuple[Any, str | None]]:
             ctx = frame.f_locals.get(code.co_varnames[0])
             if isinstance(ctx, torch.autograd.function.FunctionCtx):
                 is_checkpoint = code is checkpoint.CheckpointFunction.forward.__code__
-                found.append((ctx, "run_function" if is_checkpoint else None))
+                if not is_checkpoint or hasattr(ctx, "run_function"):  # it looks at its inputs before it sets it
+                    found.append((ctx, "run_function" if is_checkpoint else None))
         frame = frame.f_back
     # torch.distributed._composable.checkpoint opens the hooks without the function.
     pack = (saved_tensors_hooks_on_top() or (None,))[0]
@@ -164,3 +165,18 @@ def running_reruns() -> list[tuple[Any, str | None]]:
         if "frame" in cells and all(owner is not cells["frame"].cell_contents for owner, _ in found):
             found.insert(0, (cells["frame"].cell_contents, "recompute_fn"))
     return found
+
+
+def constant_under_compile(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let torch.compile call ``function`` while it traces and take the result for a constant. Only for functions of
+    arguments that it guards by identity, as classes and functions. Documented as torch.compiler.assume_constant_result.
+    """
+    return torch.compiler.assume_constant_result(function)
+
+
+def run_kernel(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The kernel of an op for the device of its tensors, past all that dispatches to it: modes, autograd. Seen: 2.11 to
+    2.15."""
+    device = next(value.device.type for value in args if isinstance(value, torch.Tensor))
+    key = torch._C._dispatch_key_parse(device.upper())  # pyright: ignore
+    return op.redispatch(torch._C.DispatchKeySet(key), *args, **kwargs)  # pyright: ignore

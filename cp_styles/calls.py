@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from cp_styles._compat import fast_path_attention
 from cp_styles.functional import attend
-from cp_styles.mask import Dense
+from cp_styles.ops import spelled_ahead
 from cp_styles.scope import ScopedBinding
 
 
@@ -25,6 +25,7 @@ class AttentionCalls(TorchFunctionMode):
     def __init__(self, scoped: ScopedBinding, name: str) -> None:
         super().__init__()
         self._scoped = scoped
+        self._spelled = spelled_ahead(scoped)
         self._name = name
         self._grad_at_entry: list[bool] = []
         self._seen = 0
@@ -73,8 +74,6 @@ class AttentionCalls(TorchFunctionMode):
                     f"{self._name}: dropout_p={dropout_p}: each rank's random numbers would have to be those of one "
                     "device. Set it to 0, or apply dropout after the attention"
                 )
-            if attn_mask is not None:
-                Dense(attn_mask)  # raises for what is no mask
             if query.shape[1] != key.shape[1] and not enable_gqa:
                 raise ValueError(
                     f"{self._name}: {query.shape[1]} query heads and {key.shape[1]} key/value heads need "
@@ -83,7 +82,7 @@ class AttentionCalls(TorchFunctionMode):
             self.check_reruns()
 
         return attend(
-            self._scoped.now(),
+            self._spelled if torch.compiler.is_compiling() else self._scoped,
             (query, key, value),
             is_causal=is_causal,
             attn_mask=attn_mask,
@@ -93,6 +92,8 @@ class AttentionCalls(TorchFunctionMode):
 
     def check_reruns(self) -> None:
         """Raise for a call that would be made again in a backward, where this mode is not entered."""
+        if torch.compiler.is_compiling():
+            return  # it traces what runs again, and does not run __enter__
         if self._grad_at_entry[-1] and not torch.is_grad_enabled():
             raise NotImplementedError(
                 f"{self._name}: attention under no_grad inside a module that was entered with gradients. If this "

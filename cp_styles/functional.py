@@ -6,16 +6,18 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
+from cp_styles.autocast import as_attended
 from cp_styles.kernels import Kernel
 from cp_styles.layout import Balancer, SequenceLayout, head_tail
-from cp_styles.mask import Full, Mask
+from cp_styles.mask import Dense, Full, Mask
+from cp_styles.ops import Source, Spelled, check_plain, handle, refuse_on_all, spelled
 from cp_styles.state import Binding
-from cp_styles.strategies import Attention, Ring, Strategy
-from cp_styles.strategies.base import new_residual
+from cp_styles.strategies import Ring, Strategy
+
+# Made once: torch.compile does not make objects of such classes while it traces.
+_RING, _FULL = Ring(), Full()
 
 
 def context_attention(
@@ -51,6 +53,9 @@ def context_attention(
 
     Communication: one all-gather of six integers, then the strategy's. Backward: the strategy's.
 
+    Under torch.compile: one opaque op forward and one backward. ``mask``, ``layout``, ``strategy`` and ``kernel`` are
+    made outside of the compiled function; other ones are another graph, other lengths or values are not.
+
     Raises:
         ValueError, TypeError, NotImplementedError: on every rank, when any rank's input is bad or they do not fit.
     """
@@ -62,13 +67,17 @@ def context_attention(
         axis = "group"
     else:
         raise TypeError(f"context_attention needs a process group or a 1-D DeviceMesh, got {type(group).__name__}")
-    binding = Binding("context_attention", axis, group, strategy or Ring(), layout, mask or Full(), kernel)
-    return attend(binding, (q_BHLD, k_BGMD, v_BGME), scale=scale, sink_H=sink_H)
+    name, strategy, mask = "context_attention", strategy or _RING, mask or _FULL
+    if torch.compiler.is_compiling():
+        source = spelled(name, axis, group.group_name, strategy, layout, mask, kernel)
+    else:
+        source = Binding(name, axis, group, strategy, layout, mask, kernel)
+    return attend(source, (q_BHLD, k_BGMD, v_BGME), scale=scale, sink_H=sink_H)
 
 
 def attend(
-    binding: Binding,
-    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    source: Source | Spelled,
+    tensors: tuple[torch.Tensor, ...],
     *,
     is_causal: bool = False,
     attn_mask: torch.Tensor | None = None,
@@ -76,53 +85,23 @@ def attend(
     sink_H: torch.Tensor | None = None,
     refuse: Callable[[], None] | None = None,
 ) -> torch.Tensor:
-    """What :func:`context_attention` does, for a binding; ``refuse`` raises for what this rank alone may see."""
-
-    def check() -> None:
+    """What :func:`context_attention` does, for what an attention is bound to (``Spelled`` under torch.compile, and
+    there only); ``refuse`` raises for what this rank alone may see."""
+    problem = ""
+    try:
         if refuse is not None:
             refuse()
-        check_local(binding.name, tensors)
-        heads = tensors[0].shape[1]
-        if sink_H is not None and tuple(sink_H.shape) != (heads,):
-            raise ValueError(
-                f"{binding.name}: sink_H must be one logit for each of {heads} query heads, got {tuple(sink_H.shape)}"
-            )
-
-    lengths = binding.agree(check, tensors, 2, attn_mask, {"is_causal": is_causal, "scale": scale})
-    attention = binding.attention(*lengths, tensors, is_causal=is_causal, attn_mask=attn_mask, scale=scale)
-    return _ContextAttention.apply(*tensors, sink_H, attention, binding.strategy)
-
-
-def check_local(name: str, tensors: tuple[torch.Tensor, ...]) -> None:
-    """Refuse what no attention takes: not plain tensors, not 4-D, dtypes or devices that differ."""
-    for label, tensor in zip(("query", "key", "value"), tensors, strict=True):
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name}: {label} must be a tensor, got {type(tensor).__name__}")
-        if isinstance(tensor, DTensor):
-            raise TypeError(f"{name}: {label} is a DTensor; pass this rank's part, tensor.to_local()")
-        if tensor.ndim != 4:
-            raise ValueError(
-                f"{name}: {label} must have 4 dims (batch, heads, sequence, head dim), got {tuple(tensor.shape)}"
-            )
-    if len({(x.dtype, x.device) for x in tensors}) > 1 or not tensors[0].is_floating_point():
-        raise ValueError(
-            f"{name}: query, key and value must share one floating-point dtype and one device, got "
-            f"{[(str(x.dtype), str(x.device)) for x in tensors]}"
-        )
-
-
-class _ContextAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, v, sink, attention: Attention, strategy: Strategy):
-        residual = None
-        if any(ctx.needs_input_grad):
-            residual = new_residual(strategy.residual_specs(attention, q, k, v), q.device)
-        out = strategy.forward(attention, q, k, v, sink, residual)
-        ctx.save_for_backward(q, k, v, out, residual, sink)
-        ctx.attention, ctx.strategy = attention, strategy
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        return *ctx.strategy.backward(ctx.attention, grad, *ctx.saved_tensors), None, None
+        check_plain(source.name, tensors)
+        tensors = tuple(map(as_attended, tensors))
+        if attn_mask is not None and attn_mask.requires_grad:
+            Dense(attn_mask)  # raises; asked here, because compiled code does not know it any more
+    except (ValueError, TypeError, RuntimeError) as error:
+        if not isinstance(source, Spelled):
+            refuse_on_all(error, source)
+        problem = f"{error}"  # raised where and when the others hear of it
+    wanted = [x.requires_grad for x in (*tensors, sink_H) if x is not None]
+    config, dense = (source.config, source.dense) if isinstance(source, Spelled) else (handle(source), None)
+    out, _, _ = torch.ops.cp_styles.attention(
+        *tensors, sink_H, attn_mask, dense, config, is_causal, scale, torch.is_grad_enabled() and any(wanted), problem
+    )
+    return out

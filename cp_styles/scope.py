@@ -7,7 +7,7 @@ from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,6 +17,7 @@ from cp_styles.composed import Beside
 from cp_styles.dispatcher import bound_mesh, rebind
 from cp_styles.layout import Balancer, SequenceLayout
 from cp_styles.mask import Full, Mask
+from cp_styles.spelling import spell
 from cp_styles.state import Binding
 
 
@@ -77,6 +78,7 @@ class SequenceScope:
         self.layout = layout
         self.mask = mask
         self.mesh_axis = mesh_axis
+        self._text: tuple[str, list[torch.Tensor]] | None = None
         # One bound mesh a configuration: the modules of a model mostly share one.
         self._leases: dict[Binding, Lease] = {}
 
@@ -91,6 +93,14 @@ class SequenceScope:
         """The ``context_fn`` of torch.utils.checkpoint: nothing more in the forward, this scope in the
         recomputation."""
         return contextlib.nullcontext(), self
+
+    def spelled(self, tensors: list[torch.Tensor]) -> str:
+        """Layout and mask as a text, spelled once; see :func:`~cp_styles.spelling.spell`."""
+        if self._text is None:
+            found: list[torch.Tensor] = []
+            self._text = spell((self.layout, self.mask), found), found
+        tensors.extend(self._text[1])
+        return self._text[0]
 
     def __repr__(self) -> str:
         return f"SequenceScope({self.layout.length} positions on {self.layout.ranks} ranks, mask={self.mask})"
@@ -108,16 +118,31 @@ def _raise(error: Exception) -> None:
     raise error
 
 
+class ScopeHistory:
+    """Whether an attention has ever run under a scope: then a recomputation without one is a mistake."""
+
+    def __init__(self) -> None:
+        self.was_scoped = False
+
+
 class ScopedBinding:
     """A module's binding, and what it becomes under the scope of the moment."""
 
-    def __init__(self, binding: Binding, layout: SequenceLayout | Balancer | None) -> None:
+    def __init__(
+        self, binding: Binding, layout: SequenceLayout | Balancer | None, history: ScopeHistory | None = None
+    ) -> None:
         """``layout`` is the one the user named, or None; ``binding`` holds the default then."""
-        self._binding = binding
-        self._named = layout
+        self.unscoped = binding
+        self.named = layout
+        self.history = history or ScopeHistory()
+        # One binding a scope, and not one a call: so that it lives as long as its scope, and is described once.
+        self._under: WeakKeyDictionary[SequenceScope, Binding] = WeakKeyDictionary()
         self._free: dict[Beside | None, list[DeviceMesh]] = {}
         self._latest: Lease | None = None  # so that calls of one length find the mesh of the one before
-        self._was_scoped = False
+
+    @property
+    def name(self) -> str:
+        return self.unscoped.name
 
     def lease(self, binding: Binding, device_type: str) -> Lease:
         """A bound mesh for ``binding``, which is what :meth:`now` gave and what the call adds to it."""
@@ -143,38 +168,45 @@ class ScopedBinding:
             RuntimeError: in a recomputation that was not given its scope.
             ValueError: when the module names another layout than the scope.
         """
-        return self._now()[0]
+        return self.resolve()[0]
 
-    def _now(self) -> tuple[Binding, SequenceScope | None]:
+    def resolve(self) -> tuple[Binding, SequenceScope | None]:
+        """What :meth:`now` returns, and the scope that made it so."""
         try:
             return self._resolve()
         except (ValueError, RuntimeError) as error:
-            self._binding.agree(partial(_raise, error), (), 0)  # so that no rank waits for this one
+            self.unscoped.agree(partial(_raise, error), (), 0)  # so that no rank waits for this one
             raise
 
     def _resolve(self) -> tuple[Binding, SequenceScope | None]:
-        name, axis = self._binding.name, self._binding.axis
+        name, axis = self.unscoped.name, self.unscoped.axis
         scope, opened_in = next(
             ((scope, task) for scope, task in reversed(_open.get()) if scope.mesh_axis == axis), (None, None)
         )
         task = current_graph_task()
-        if task is not None and opened_in != task and (scope is not None or self._was_scoped):
+        if task is not None and opened_in != task and (scope is not None or self.history.was_scoped):
             raise RuntimeError(
                 f"{name}: attention is being recomputed inside a backward, and which batch's SequenceScope it ran "
                 "under is not known there: pass context_fn=scope.for_checkpoint to checkpoint (use_reentrant=False), "
                 "or open the scope inside the checkpointed function"
             )
         if scope is None:
-            return self._binding, None
-        self._was_scoped = True
-        if self._named is not None and self._layout_named(scope) != scope.layout:
+            return self.unscoped, None
+        self.history.was_scoped = True
+        if self.named is not None and self._layout_named(scope) != scope.layout:
             raise ValueError(
                 f"{name}: the style names a layout that is not the one of the SequenceScope around the call; cut with "
                 "one layout and attend with the same (leave layout= out of the style to take the scope's)"
             )
-        return replace(self._binding, layout=scope.layout, mask=self._binding.mask & scope.mask), scope
+        if scope not in self._under:
+            self._under[scope] = self.bound_to(scope.layout, scope.mask)
+        return self._under[scope], scope
+
+    def bound_to(self, layout: SequenceLayout, mask: Mask) -> Binding:
+        """The binding under a scope of this layout and mask."""
+        return replace(self.unscoped, layout=layout, mask=self.unscoped.mask & mask)
 
     def _layout_named(self, scope: SequenceScope) -> SequenceLayout:
-        if isinstance(self._named, SequenceLayout):
-            return self._named
-        return self._binding.layout_for(scope.layout.length)
+        if isinstance(self.named, SequenceLayout):
+            return self.named
+        return self.unscoped.layout_for(scope.layout.length)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cp_styles._compat import in_process_store, process_group_named, process_group_of, thread_local_world
+from cp_styles._compat import in_process_store, process_group_named, process_group_of, run_kernel, thread_local_world
 
 T = TypeVar("T")
 
@@ -97,6 +97,9 @@ class CommunicationTrace(TorchDispatchMode):
     a send its tensor; an all-to-all what is not for itself; an all-gather its shard P - 1 times; a reduce-scatter
     (P - 1)/P of its input; an all-reduce 2 (P - 1)/P of it; a broadcast its tensor P - 1 times on the source
     (these are the bandwidth-optimal algorithms; a backend may send more). ``trace.events`` lists (name, bytes).
+
+    It looks into the ops of this package, and so hides them from modes that were entered before it: enter it outside of
+    a selective checkpoint, not inside.
     """
 
     def __init__(self) -> None:
@@ -118,6 +121,9 @@ class CommunicationTrace(TorchDispatchMode):
             event = _event_of(func, args)
             if event is not None:
                 self.events.append(event)
+        if func.namespace == "cp_styles":  # opaque to everybody else
+            with self:
+                return run_kernel(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
 

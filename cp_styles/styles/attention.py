@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from cp_styles._compat import tree_map_only
 from cp_styles.dispatcher import NO_COMMUNICATION, binding_of, declared_size, even_lengths, install
-from cp_styles.functional import check_local
 from cp_styles.mask import Dense
+from cp_styles.ops import check_local
 from cp_styles.scope import Lease, ScopedBinding
 from cp_styles.state import Binding
 from cp_styles.styles.context import ContextParallelStyle

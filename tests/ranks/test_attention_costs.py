@@ -163,6 +163,8 @@ def test_the_next_keys_are_on_their_way_while_these_are_computed(keep_kv: bool):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             before = len(self.events)
             result = super().__torch_dispatch__(func, types, args, kwargs)
+            if func.namespace == "cp_styles":
+                return result  # what is inside it has passed here op by op
             log.extend(name for name, _ in self.events[before:] if name == "send" and self.rank == 0)
             return result
 
