@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from cp_styles.autocast import attended_dtype
 from cp_styles.comm import gather_numbers
 from cp_styles.composed import Beside
 from cp_styles.kernels import SDPA_KERNELS, Kernel, ReferenceKernel
@@ -195,7 +196,7 @@ class Binding:
                 tensors[0].shape[seq_dim],
                 tensors[1].shape[seq_dim],
                 _fingerprint(
-                    [*(_other_sizes(x, seq_dim) for x in tensors), *(x.dtype for x in tensors), _contents(attn_mask)]
+                    [*(_other_sizes(x, seq_dim) for x in tensors), *map(attended_dtype, tensors), _contents(attn_mask)]
                 ),
                 self._print ^ (_fingerprint([call]) if call else 0),
                 watch.look(tensors, self.group),
@@ -256,7 +257,7 @@ class Binding:
         for index, what in ((3, "shape (beside the sequence), dtype or attn_mask"), (4, settings)):
             if len({row[index] for row in rows}) > 1:
                 odd = [rank for rank, row in enumerate(rows) if row[index] != rows[0][index]]
-                mine = [(tuple(x.shape), str(x.dtype)) for x in tensors]
+                mine = [(tuple(x.shape), str(attended_dtype(x))) for x in tensors]
                 if index == 4:
                     mine = ", ".join([self._text(), *(f"{name}={value}" for name, value in call.items())])
                 raise ValueError(

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
+from cp_styles.autocast import without_autocast
 from cp_styles.kernels.base import Kernel
 from cp_styles.merge import EMPTY_LSE, accumulation_dtype
+
+
+def _says_its_dtypes(method):
+    """Autocast, where a caller is under it, would turn the products below back to low precision."""
+
+    @functools.wraps(method)
+    def run(self, tensor, *others, **options):
+        with without_autocast(tensor.device):
+            return method(self, tensor, *others, **options)
+
+    return run
 
 
 class ReferenceKernel(Kernel):
     """Materializes the logits of a tile in the accumulation dtype (float32, or float64 for float64)."""
 
+    @_says_its_dtypes
     def forward(self, q_BHLD, k_BGMD, v_BGME, *, causal, bias, scale):
         logits_BGRLM = self._logits(q_BHLD, k_BGMD, causal, bias, scale)
         lse = torch.logsumexp(logits_BGRLM, -1)
@@ -18,6 +33,7 @@ class ReferenceKernel(Kernel):
         out = torch.exp(logits_BGRLM - lse.unsqueeze(-1)) @ v_BGME.to(lse.dtype).unsqueeze(2)
         return out.flatten(1, 2), lse.flatten(1, 2)
 
+    @_says_its_dtypes
     def backward(self, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, lse_BHL, *, causal, bias, scale):
         dtype = accumulation_dtype(q_BHLD.dtype)
         groups = (k_BGMD.shape[1], -1)

@@ -10,7 +10,7 @@ PACKAGE = Path(__file__).parents[2] / "cp_styles"
 
 # Lowest row first. A new file must be given a row here, and in the README's picture.
 LAYERS = (
-    ("_compat", "comm", "testing"),
+    ("_compat", "autocast", "comm", "testing"),
     ("mask", "flex_mask", "rectangles", "layout", "balancers", "batch", "collectives", "spelling"),
     ("plan", "kernels", "merge"),
     ("strategies",),
