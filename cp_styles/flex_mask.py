@@ -11,14 +11,13 @@ import ctypes
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask
-from torch.overrides import TorchFunctionMode
 
+from cp_styles.captured import captured_tensors
 from cp_styles.mask import UNBOUNDED, BlockGrid, Mask, PerRow
 
 MaskMod: TypeAlias = Callable[..., torch.Tensor]
@@ -318,54 +317,6 @@ def _over_pairs(mod: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
     """``mask_mod`` on index vectors (b_B, h_H, q_L, kv_M), giving ``[B, H, L, M]``."""
     heads = torch.vmap(_over_queries_and_keys(mod), in_dims=(None, 0, None, None))
     return torch.vmap(heads, in_dims=(0, None, None, None))
-
-
-def captured_tensors(mod: Callable[..., Any], numbers: tuple[int, ...], device: torch.device) -> list[torch.Tensor]:
-    """The tensors that a mask_mod or score_mod reads beside its arguments, in the order of their first use.
-
-    Found by calling it once: from closures, globals, attributes of modules or wherever.
-    """
-    arguments = [torch.tensor([number], device=device) for number in numbers]
-    with _Reading() as reading:
-        torch.vmap(partial(_noted, reading, mod))(*arguments)
-    return list(reading.found.values())
-
-
-def _noted(reading: _Reading, mod: Callable[..., Any], *arguments: torch.Tensor) -> Any:
-    reading.note(arguments)
-    return mod(*arguments)
-
-
-class _Reading(TorchFunctionMode):
-    """Collects the tensors that come into torch calls from elsewhere."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: dict[int, torch.Tensor] = {}
-        self._known: dict[int, torch.Tensor] = {}
-
-    def note(self, value: Any) -> None:
-        self._known.update((id(tensor), tensor) for tensor in tensors_in(value))
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for tensor in tensors_in((args, kwargs or {})):
-            if id(tensor) not in self._known:
-                self.found[id(tensor)] = tensor
-        result = func(*args, **(kwargs or {}))
-        self.note(result)
-        return result
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested tuples, lists and dicts."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
 
 
 def _version(tensor: torch.Tensor) -> int:

@@ -59,20 +59,24 @@ def context_attention(
     Raises:
         ValueError, TypeError, NotImplementedError: on every rank, when any rank's input is bad or they do not fit.
     """
-    if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            raise ValueError(f"context_attention needs a 1-D mesh, got axes {group.mesh_dim_names}: pass mesh['cp']")
-        axis, group = (group.mesh_dim_names or ("cp",))[0], group.get_group()
-    elif isinstance(group, dist.ProcessGroup):
-        axis = "group"
-    else:
-        raise TypeError(f"context_attention needs a process group or a 1-D DeviceMesh, got {type(group).__name__}")
     name, strategy, mask = "context_attention", strategy or _RING, mask or _FULL
+    axis, group = axis_and_group(name, group)
     if torch.compiler.is_compiling():
         source = spelled(name, axis, group.group_name, strategy, layout, mask, kernel)
     else:
         source = Binding(name, axis, group, strategy, layout, mask, kernel)
     return attend(source, (q_BHLD, k_BGMD, v_BGME), scale=scale, sink_H=sink_H)
+
+
+def axis_and_group(name: str, group: dist.ProcessGroup | DeviceMesh) -> tuple[str, dist.ProcessGroup]:
+    """The ranks that share the sequence, and what messages call their axis."""
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(f"{name} needs a 1-D mesh, got axes {group.mesh_dim_names}: pass mesh['cp']")
+        return (group.mesh_dim_names or ("cp",))[0], group.get_group()
+    if isinstance(group, dist.ProcessGroup):
+        return "group", group
+    raise TypeError(f"{name} needs a process group or a 1-D DeviceMesh, got {type(group).__name__}")
 
 
 def attend(

@@ -1,6 +1,8 @@
 """Local attention kernels: one tile forward, one tile backward."""
 
-from cp_styles.kernels.base import Kernel
+from cp_styles.kernels.base import Kernel, Where
+from cp_styles.kernels.flex import FlexKernel
+from cp_styles.kernels.lse import LseGradient
 from cp_styles.kernels.reference import ReferenceKernel
 from cp_styles.kernels.sdpa import CPU_FLASH, CUDA_CUDNN, CUDA_EFFICIENT, CUDA_FLASH, SDPA_KERNELS, SdpaKernel
 
@@ -10,7 +12,10 @@ __all__ = [
     "CUDA_EFFICIENT",
     "CUDA_FLASH",
     "SDPA_KERNELS",
+    "FlexKernel",
     "Kernel",
+    "LseGradient",
     "ReferenceKernel",
     "SdpaKernel",
+    "Where",
 ]

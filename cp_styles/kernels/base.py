@@ -6,12 +6,30 @@ Shapes: B batch, H query heads, G key/value heads (H a multiple of G), L queries
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import ClassVar, NamedTuple
 
 import torch
 
 
+class Where(NamedTuple):
+    """Where a tile is in the whole attention.
+
+    Attributes:
+        q_L: global position of each query.
+        kv_M: global position of each key.
+        head: which of the whole attention's query heads the tile's first one is.
+    """
+
+    q_L: torch.Tensor
+    kv_M: torch.Tensor
+    head: int
+
+
 class Kernel(ABC):
     """Attention of one tile on one device. Stateless; L and M are never 0."""
+
+    # Whether forward and backward take one more keyword, ``where`` (a Where).
+    positional: ClassVar[bool] = False
 
     @abstractmethod
     def forward(

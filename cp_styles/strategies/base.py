@@ -110,6 +110,18 @@ class Strategy(ABC):
         """``(dq, dk, dv, dsink)``, shaped and typed like the local ones; dsink is this rank's share of a sum."""
 
 
+    @abstractmethod
+    def logsumexp(
+        self,
+        attention: Attention,
+        q_BHLD: torch.Tensor,
+        k_BGMD: torch.Tensor,
+        v_BGME: torch.Tensor,
+        residual: torch.Tensor,
+    ) -> torch.Tensor:
+        """``lse_BHL`` of the local queries as a forward left it in ``residual``; EMPTY_LSE where there was no key."""
+
+
 # Views of the residual start at multiples of this many bytes, as allocators align and vector loads like.
 _ALIGNMENT = 64
 

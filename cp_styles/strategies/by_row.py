@@ -49,6 +49,11 @@ class ByRow(Strategy):
         dq, dk, dv, dsink = zip(*grads, strict=True)
         return _joined(dq), _joined(dk), _joined(dv), None if sink_H is None else reduce(torch.add, dsink)
 
+    def logsumexp(self, attention, q_BHLD, k_BGMD, v_BGME, residual):
+        kept = self._kept(attention, residual, q_BHLD, k_BGMD, v_BGME)
+        rows = _rows(attention, q_BHLD, k_BGMD, v_BGME)
+        return torch.cat([self.inner.logsumexp(*row, own) for row, own in zip(rows, kept, strict=True)])
+
     def _kept(self, attention, residual, q, k, v) -> list[torch.Tensor | None]:
         if residual is None:
             return [None] * q.shape[0]

@@ -21,6 +21,7 @@ from typing import Any, TypeAlias
 import torch
 
 from cp_styles.comm import Pending, exchange
+from cp_styles.kernels import Where
 from cp_styles.merge import OnlineSoftmax, RowSum, accumulation_dtype, sink_gradient
 from cp_styles.plan import Cover, Part, Rows, Tile, make_plan, needs_bias
 from cp_styles.strategies.base import Attention, Spec, Strategy, residual_views
@@ -49,6 +50,9 @@ class MovingKV(Strategy):
         counts = [walk.plan.parts[source].count for group in walk.sources for source in group] if self.keep_kv else []
         lse: Spec = (tuple(q_BHLD.shape[:3]), walk.wide)
         return [lse, *(((walk.size(count),), k_BGMD.dtype) for count in counts)]
+
+    def logsumexp(self, attention, q_BHLD, k_BGMD, v_BGME, residual):
+        return _Walk(self, attention, q_BHLD, k_BGMD, v_BGME).kept_in(residual)[0].clone()
 
     def forward(self, attention, q_BHLD, k_BGMD, v_BGME, sink_H=None, residual=None):
         with _Walk(self, attention, q_BHLD, k_BGMD, v_BGME) as walk:
@@ -186,7 +190,11 @@ class _Walk:
     def options(self, part: Part, tile: Tile) -> dict:
         """The kernel's keyword arguments for a tile."""
         bias = self._bias(part, tile) if tile.cover is Cover.PARTIAL else None
-        return {"causal": tile.cover is Cover.CAUSAL, "bias": bias, "scale": self.attention.scale}
+        options = {"causal": tile.cover is Cover.CAUSAL, "bias": bias, "scale": self.attention.scale}
+        if self.attention.kernel.positional:
+            heads = self.attention.heads
+            options["where"] = Where(*self._positions(part, tile), 0 if heads is None else heads[0])
+        return options
 
     def _start(self, index: int, places: Iterator[torch.Tensor]) -> tuple[dict[int, torch.Tensor], Pending]:
         if index == len(self.sources):
@@ -212,11 +220,16 @@ class _Walk:
         part = self.plan.parts[source]
         return part, *self.split(message.to(self.dtype), part.count)
 
-    def _bias(self, part: Part, tile: Tile) -> torch.Tensor:
+    def _positions(self, part: Part, tile: Tile) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of the queries and keys of a tile, in the whole sequence."""
         attention, device = self.attention, self.q.device
         q_positions = attention.q_layout.positions(self.rank, device)[tile.q[0] : tile.q[1]]
         kv_positions = _gather_rows(attention.kv_layout.positions(part.source, device), part.rows, dim=0)
-        kv_positions = kv_positions[tile.kv[0] : tile.kv[1]]
+        return q_positions, kv_positions[tile.kv[0] : tile.kv[1]]
+
+    def _bias(self, part: Part, tile: Tile) -> torch.Tensor:
+        attention, device = self.attention, self.q.device
+        q_positions, kv_positions = self._positions(part, tile)
         outside = ~attention.mask.allowed(q_positions, kv_positions)
         bias = attention.mask.bias(q_positions, kv_positions)
         if bias is None:

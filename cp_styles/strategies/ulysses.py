@@ -86,6 +86,14 @@ class Ulysses(Strategy):
         dq, dk, dv = levels.to_sequence(dq, *levels.unpaired(dk, dv))
         return dq, dk, dv, levels.among_heads(dsink, sink_H)
 
+    def logsumexp(self, attention, q_BHLD, k_BGMD, v_BGME, residual):
+        levels = _Levels(self, attention, q_BHLD, k_BGMD, v_BGME)
+        wires, _, inner_residual = levels.kept_in(residual)
+        assert inner_residual is not None
+        q, k, v = levels.in_heads(wires)
+        lse = self.inner.logsumexp(levels.inner, q, *levels.paired(k, v), inner_residual)
+        return levels.out_home(lse.unsqueeze(-1)).squeeze(-1)
+
     def size_on(self, ranks: int) -> int:
         """How many ranks exchange heads when ``ranks`` share the sequence."""
         size = ranks if self.size is None else self.size

@@ -1,0 +1,78 @@
+"""The tensors that a mask_mod or score_mod of FlexAttention reads, found by watching it run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+
+def captured_tensors(mod: Callable[..., Any], numbers: tuple[float, ...], device: torch.device) -> list[torch.Tensor]:
+    """The tensors that a mask_mod or score_mod reads beside its arguments, in the order of their first use.
+
+    Found by calling it once: from closures, globals, attributes of modules or wherever.
+    """
+    arguments = [torch.tensor([number], device=device) for number in numbers]
+    with _Reading() as reading:
+        torch.vmap(partial(_noted, reading, mod))(*arguments)
+    return list(reading.found.values())
+
+
+def _noted(reading: _Reading, mod: Callable[..., Any], *arguments: torch.Tensor) -> Any:
+    reading.note(arguments)
+    return mod(*arguments)
+
+
+class _Reading(TorchFunctionMode):
+    """Collects the tensors that come into torch calls from elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[int, torch.Tensor] = {}
+        self._known: dict[int, torch.Tensor] = {}
+
+    def note(self, value: Any) -> None:
+        self._known.update((id(tensor), tensor) for tensor in tensors_in(value))
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in tensors_in((args, kwargs or {})):
+            if id(tensor) not in self._known:
+                self.found[id(tensor)] = tensor
+        result = func(*args, **(kwargs or {}))
+        self.note(result)
+        return result
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in nested tuples, lists and dicts."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+
+
+class Replacing(TorchFunctionMode):
+    """Puts other tensors in the place of some, wherever a torch call is given them; ``others`` goes by ``id()``."""
+
+    def __init__(self, others: Mapping[int, torch.Tensor]) -> None:
+        super().__init__()
+        self._others = others
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*self._put(args), **self._put(kwargs or {}))
+
+    def _put(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._others.get(id(value), value)
+        if isinstance(value, dict):
+            return {key: self._put(item) for key, item in value.items()}
+        if type(value) in (tuple, list):
+            return type(value)(self._put(item) for item in value)
+        return value

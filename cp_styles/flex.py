@@ -1,0 +1,210 @@
+"""FlexAttention under context parallelism: BlockMasks and score_mods of the whole sequence, forward and backward.
+
+torch has no backward for FlexAttention on CPU. Here there is one everywhere: a BlockMask becomes a mask of the plan and
+runs through the fused kernels, tile by tile; a score_mod runs through :class:`~cp_styles.kernels.FlexKernel`.
+
+Shapes: B batch, H query heads, G key/value heads, L local queries, M local keys, D head dim, E value head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
+
+from cp_styles.captured import captured_tensors
+from cp_styles.flex_mask import FlexMask
+from cp_styles.functional import axis_and_group
+from cp_styles.kernels import FlexKernel, Kernel, LseGradient
+from cp_styles.kernels.flex import ScoreMod
+from cp_styles.layout import Balancer, SequenceLayout, head_tail
+from cp_styles.mask import Full, Mask, PerRow
+from cp_styles.merge import EMPTY_LSE
+from cp_styles.ops import check_local
+from cp_styles.state import Binding
+from cp_styles.strategies import Attention, Ring, Strategy
+from cp_styles.strategies.base import new_residual
+
+
+@dataclass(frozen=True)
+class FlexCall:
+    """What a call of flex_attention says beside its tensors; the names are torch's."""
+
+    score_mod: ScoreMod | None = None
+    block_mask: BlockMask | None = None
+    scale: float | None = None
+    enable_gqa: bool = False
+    return_lse: bool = False
+    kernel_options: Mapping[str, Any] | None = None
+    return_aux: AuxRequest | None = None
+
+    @property
+    def wants_lse(self) -> bool:
+        return self.return_lse or (self.return_aux is not None and self.return_aux.lse)
+
+    def check(self, name: str, q_BHLD: torch.Tensor, k_BGMD: torch.Tensor) -> None:
+        """Raise for what this does not do."""
+        if self.return_lse and self.return_aux is not None:
+            raise ValueError(f"{name}: return_lse and return_aux both ask for the logsumexp: pass return_aux alone")
+        if self.return_aux is not None and self.return_aux.max_scores:
+            raise NotImplementedError(
+                f"{name}: max_scores are not computed under context parallelism; leave AuxRequest(max_scores=True) out"
+            )
+        backend = (self.kernel_options or {}).get("BACKEND", "AUTO")
+        if backend not in ("AUTO", "TRITON"):  # the other options tune torch's own kernel and change no result
+            raise NotImplementedError(
+                f"{name}: kernel_options BACKEND={backend!r} asks for a kernel that does not run under context "
+                "parallelism; leave it out"
+            )
+        if q_BHLD.shape[1] != k_BGMD.shape[1] and not self.enable_gqa:
+            raise ValueError(
+                f"{name}: {q_BHLD.shape[1]} query heads and {k_BGMD.shape[1]} key/value heads need enable_gqa=True"
+            )
+
+    def result(self, out_BHLE: torch.Tensor, lse_BHL: torch.Tensor | None) -> Any:
+        """What torch's function returns for it."""
+        if self.return_aux is not None:
+            return out_BHLE, AuxOutput(lse=lse_BHL, max_scores=None)
+        return (out_BHLE, lse_BHL) if self.return_lse else out_BHLE
+
+
+def context_flex_attention(
+    q_BHLD: torch.Tensor,
+    k_BGMD: torch.Tensor,
+    v_BGME: torch.Tensor,
+    group: dist.ProcessGroup | DeviceMesh,
+    *,
+    score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_aux: AuxRequest | None = None,
+    mask: Mask | None = None,
+    layout: SequenceLayout | Balancer = head_tail,
+    strategy: Strategy | None = None,
+) -> Any:
+    """torch's flex_attention over a sequence of which this rank holds a part: equal to one device's on the whole.
+
+    Args:
+        q_BHLD: local query, cut by ``layout``.
+        k_BGMD: local key, cut likewise; G heads are what travels.
+        v_BGME: local value.
+        group: the ranks that share the sequence: a process group or a 1-D mesh.
+        score_mod: ``(score, b, h, q_idx, kv_idx) -> score``, with positions of the whole sequence. Tensors that it
+            reads may require grad: their gradient is this rank's share, to be summed over the group, as any
+            parameter's.
+        block_mask: of the *whole* sequence: ``create_block_mask(mask_mod, B, H, S, S)``. Rows of keys that it does not
+            need stay where they are.
+        scale: of the logits; default 1/sqrt(D).
+        enable_gqa: H may be a multiple of G.
+        return_aux: ``AuxRequest(lse=True)`` for the logsumexp (natural logarithm, -inf where a query sees nothing),
+            which is differentiable.
+        mask: a mask of the package that holds beside ``block_mask``.
+        layout: the cut, or the balancer that made it.
+        strategy: how queries and keys meet; default ``Ring()``.
+
+    Returns:
+        ``out_BHLE``, or ``(out_BHLE, AuxOutput)`` where ``return_aux`` was given.
+
+    Communication: one all-gather of six integers, then the strategy's; :class:`~cp_styles.Ulysses` sends the logsumexp
+    back where it is asked for.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: on every rank, when any rank's input is bad or they do not fit.
+    """
+    name = "context_flex_attention"
+    binding = Binding(name, *axis_and_group(name, group), strategy or Ring(), layout, mask or Full())
+    call = FlexCall(score_mod, block_mask, scale, enable_gqa, return_aux=return_aux)
+    return call.result(*flex_attend(binding, (q_BHLD, k_BGMD, v_BGME), call))
+
+
+def flex_attend(
+    binding: Binding,
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    call: FlexCall,
+    refuse: Callable[[], None] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """``(out, lse)`` of a call, for a binding; ``refuse`` raises for what this rank alone may see."""
+    problem: Exception | None = None
+    bound, learned = binding, ()
+    try:
+        if refuse is not None:
+            refuse()
+        check_local(binding.name, tensors)
+        call.check(binding.name, *tensors[:2])
+        bound, learned = _bound(binding, call, tensors[0].device)
+    except (ValueError, TypeError, RuntimeError) as error:
+        problem = error
+
+    def check() -> None:
+        if problem is not None:
+            raise problem
+
+    said = {"scale": call.scale, "logsumexp": call.wants_lse}
+    lengths = bound.agree(check, tensors, 2, None, said)
+    attention = bound.attention(*lengths, tensors, is_causal=False, scale=call.scale)
+    out, lse = _FlexAttention.apply(*tensors, attention, bound.strategy, call.wants_lse, *learned)
+    return out, lse if call.wants_lse else None
+
+
+def _bound(binding: Binding, call: FlexCall, device: torch.device) -> tuple[Binding, tuple[torch.Tensor, ...]]:
+    """The binding of one call, and the tensors that its score_mod learns."""
+    mask, kernel, learned = binding.mask, binding.kernel, ()
+    if call.block_mask is not None:
+        mask = mask & (FlexMask(call.block_mask) if call.score_mod else FlexMask.by_row(call.block_mask))
+    if call.score_mod is not None:
+        if isinstance(mask, PerRow):
+            raise NotImplementedError(
+                f"{binding.name}: a score_mod beside a mask for each row of the batch: put the rows' masks into the "
+                "block_mask"
+            )
+        read = captured_tensors(call.score_mod, (0.0, 0, 0, 0, 0), device)
+        learned = tuple(tensor for tensor in read if tensor.requires_grad)
+        kernel = FlexKernel(call.score_mod, learned)
+    return replace(binding, mask=mask, kernel=kernel), learned
+
+
+class _FlexAttention(torch.autograd.Function):
+    """``(out, lse)``; lse is empty unless asked for."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, attention: Attention, strategy: Strategy, wants_lse: bool, *learned):
+        residual = None
+        if wants_lse or any(ctx.needs_input_grad):
+            residual = new_residual(strategy.residual_specs(attention, q, k, v), q.device)
+        out = strategy.forward(attention, q, k, v, None, residual)
+        if wants_lse:
+            assert residual is not None
+            lse = strategy.logsumexp(attention, q, k, v, residual)
+            lse.masked_fill_(lse <= EMPTY_LSE / 2, float("-inf"))
+        else:
+            lse = q.new_empty(0)
+            ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, v, out, residual, *learned)
+        ctx.attention, ctx.strategy = attention, strategy
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad, grad_lse):
+        q, k, v, out, residual, *learned = ctx.saved_tensors
+        attention: Attention = ctx.attention
+        shares = [torch.zeros_like(tensor) for tensor in learned]
+        if grad is None and grad_lse is None:
+            return None, None, None, None, None, None, *(None for _ in learned)
+        kernel: Kernel = attention.kernel
+        if isinstance(kernel, FlexKernel):
+            kernel = replace(kernel, values=tuple(learned), shares=tuple(shares))
+        grad = torch.zeros_like(out) if grad is None else grad
+        if grad_lse is not None:
+            kernel, grad = LseGradient(kernel), torch.cat((grad, grad_lse.unsqueeze(-1).to(grad.dtype)), -1)
+        attention = replace(attention, kernel=kernel)
+        dq, dk, dv, _ = ctx.strategy.backward(attention, grad, q, k, v, out, residual)
+        return dq, dk, dv, None, None, None, *shares

@@ -1,0 +1,145 @@
+"""FlexAttention's score_mod, forward and backward, in plain torch ops: any device, CPU too."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+
+from cp_styles.autocast import without_autocast
+from cp_styles.captured import Replacing
+from cp_styles.kernels.base import Kernel, Where
+from cp_styles.merge import EMPTY_LSE, accumulation_dtype
+
+ScoreMod = Callable[..., torch.Tensor]
+
+# Logits that are worked on at a time; there are a handful of temporaries of this size.
+_LOGITS = 2**23
+
+
+@dataclass(frozen=True)
+class FlexKernel(Kernel):
+    """softmax(score_mod(q k^T scale, batch, head, query, key)) v, with positions of the whole sequence.
+
+    Logits are materialized, some queries at a time, in the accumulation dtype, which is what score_mod is given. It
+    is called as torch calls it: on scalars, under vmap. Its derivatives are autograd's.
+
+    Attributes:
+        score_mod: ``(score, b, h, q_idx, kv_idx) -> score``.
+        learned: the tensors it reads that require grad.
+        values: what stands for ``learned`` in a backward.
+        shares: where a backward adds up their gradients, over its tiles; one for each of ``learned``.
+    """
+
+    score_mod: ScoreMod
+    learned: tuple[torch.Tensor, ...] = field(default=(), repr=False, compare=False)
+    values: tuple[torch.Tensor, ...] = field(default=(), repr=False, compare=False)
+    shares: tuple[torch.Tensor, ...] = field(default=(), repr=False, compare=False)
+    positional: ClassVar[bool] = True
+
+    def forward(self, q_BHLD, k_BGMD, v_BGME, *, causal, bias, scale, where: Where):
+        tile = _Tile(self, q_BHLD, k_BGMD, v_BGME, causal, bias, scale, where)
+        with without_autocast(q_BHLD.device):
+            outs, lses = zip(*map(tile.forward, tile.chunks()), strict=True)
+        return torch.cat(outs, 2), torch.cat(lses, 2)
+
+    def backward(self, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, lse_BHL, *, causal, bias, scale, where: Where):
+        tile = _Tile(self, q_BHLD, k_BGMD, v_BGME, causal, bias, scale, where)
+        whole = [x.to(tile.dtype) for x in (grad_BHLE, out_BHLE, lse_BHL)]
+        dq, dk, dv = [], torch.zeros_like(tile.k), torch.zeros_like(tile.v)
+        with without_autocast(q_BHLD.device):
+            for rows in tile.chunks():
+                dlogits, p, dvalues = tile.backward(rows, *(x[:, :, rows] for x in whole))
+                for share, dvalue in zip(self.shares, dvalues, strict=True):
+                    share += dvalue
+                dq.append(dlogits @ tile.k)
+                dk += dlogits.mT @ tile.q[:, :, rows]
+                dv += p.mT @ whole[0][:, :, rows]
+        groups = k_BGMD.shape[1]
+        return torch.cat(dq, 2), *(x.unflatten(1, (groups, -1)).sum(2) for x in (dk, dv))
+
+    def check(self, q_BHLD, k_BGMD, v_BGME, *, biased):
+        pass
+
+    def tile_dtype(self, dtype):
+        return accumulation_dtype(dtype)
+
+
+class _Tile:
+    def __init__(
+        self, kernel: FlexKernel, q, k, v, causal: bool, bias: torch.Tensor | None, scale: float, where: Where
+    ):
+        self.dtype = accumulation_dtype(q.dtype)
+        share = q.shape[1] // k.shape[1]
+        self.q = q.to(self.dtype)
+        self.k, self.v = (x.to(self.dtype).repeat_interleave(share, 1) for x in (k, v))
+        self._kernel, self._causal, self._scale, self._where = kernel, causal, scale, where
+        # [B, H, L, M] with 1s where it broadcasts.
+        self._bias = None if bias is None else bias[(None,) * (4 - bias.ndim)].to(self.dtype)
+        mod = kernel.score_mod
+        for dims in (
+            (0, None, None, None, 0),
+            (0, None, None, 0, None),
+            (0, None, 0, None, None),
+            (0, 0, None, None, None),
+        ):
+            mod = torch.vmap(mod, in_dims=dims)
+        self._mod = mod
+
+    def chunks(self) -> Iterator[slice]:
+        batch, heads, queries, _ = self.q.shape
+        step = max(1, _LOGITS // max(batch * heads * self.k.shape[2], 1))
+        for start in range(0, queries, step):
+            yield slice(start, min(start + step, queries))
+
+    def logits(self, rows: slice) -> torch.Tensor:
+        return (self.q[:, :, rows] @ self.k.mT * self._scale).detach()
+
+    def forward(self, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """``(out, lse)`` of some of the queries."""
+        scores, hidden = self.scores(rows, self.logits(rows))
+        lse = torch.logsumexp(scores.masked_fill(hidden, float("-inf")), -1)
+        lse = lse.masked_fill(lse == float("-inf"), EMPTY_LSE)
+        return torch.exp(scores - lse.unsqueeze(-1)).masked_fill(hidden, 0.0) @ self.v, lse
+
+    def backward(
+        self, rows: slice, grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+        """Gradients of q k^T, the probabilities, and gradients of what score_mod learns, from some of the queries."""
+        kernel = self._kernel
+        with torch.enable_grad():
+            logits = self.logits(rows).requires_grad_()
+            values = [value.detach().requires_grad_() for value in kernel.values]
+            others = {id(original): value for original, value in zip(kernel.learned, values, strict=True)}
+            with Replacing(others) if others else contextlib.nullcontext():
+                scores, hidden = self.scores(rows, logits)
+        p = torch.exp(scores.detach() - lse.unsqueeze(-1)).masked_fill(hidden, 0.0)
+        ds = p * (grad @ self.v.mT - (grad * out).sum(-1, keepdim=True))
+        dlogits, *dvalues = _pulled_back(scores, [logits, *values], ds)
+        return dlogits.masked_fill(hidden, 0.0) * self._scale, p, dvalues
+
+    def scores(self, rows: slice, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Modified logits, and which of them the masks hide; broadcastable."""
+        device, (batch, heads, queries, keys) = logits.device, logits.shape
+        b = torch.arange(batch, device=device)
+        h = torch.arange(self._where.head, self._where.head + heads, device=device)
+        scores = self._mod(logits, b, h, self._where.q_L[rows], self._where.kv_M).to(self.dtype)
+        hidden = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device)
+        if self._causal:
+            hidden = torch.ones(queries, keys, dtype=torch.bool, device=device).triu(1 + rows.start)[None, None]
+        if self._bias is not None:
+            bias = self._bias if self._bias.shape[2] == 1 else self._bias[:, :, rows]
+            hidden = hidden | (bias == float("-inf"))
+            scores = scores + bias.masked_fill(bias == float("-inf"), 0.0)
+        return scores, hidden
+
+
+def _pulled_back(result: torch.Tensor, inputs: list[torch.Tensor], grad: torch.Tensor) -> list[torch.Tensor]:
+    """Vector-Jacobian products; zeros where the result does not depend on an input."""
+    if not result.requires_grad:
+        return [torch.zeros_like(x) for x in inputs]
+    found = torch.autograd.grad(result, inputs, grad, allow_unused=True)
+    return [torch.zeros_like(x) if dx is None else dx for x, dx in zip(inputs, found, strict=True)]

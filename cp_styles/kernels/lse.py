@@ -1,0 +1,41 @@
+"""Gradients that come to the logsumexp, by any kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from cp_styles.kernels.base import Kernel
+
+
+@dataclass(frozen=True)
+class LseGradient(Kernel):
+    """``inner`` for a backward whose ``grad`` has one more column, the gradient of the logsumexp.
+
+    A kernel computes d logits = p (grad v^T - sum(grad out)). A column more, of which value is 0 and out is -1, adds
+    its gradient to the bracket, which is what the logsumexp's derivative p asks for.
+    """
+
+    inner: Kernel
+
+    @property
+    def positional(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.inner.positional
+
+    def forward(self, q_BHLD, k_BGMD, v_BGME, **options):
+        return self.inner.forward(q_BHLD, k_BGMD, v_BGME, **options)
+
+    def backward(self, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, lse_BHL, **options):
+        # CUDA's kernels take head dims in multiples of 8, so one column more is eight.
+        q, k, v = (F.pad(x, (0, 8)) for x in (q_BHLD, k_BGMD, v_BGME))
+        grad, out = F.pad(grad_BHLE, (0, 7)), F.pad(out_BHLE, (0, 8), value=-1.0)
+        dq, dk, dv = (x[..., :-8] for x in self.inner.backward(grad, q, k, v, out, lse_BHL, **options))
+        return dq, dk, dv
+
+    def check(self, q_BHLD: torch.Tensor, k_BGMD: torch.Tensor, v_BGME: torch.Tensor, *, biased: bool) -> None:
+        self.inner.check(q_BHLD, k_BGMD, v_BGME, biased=biased)
+
+    def tile_dtype(self, dtype):
+        return self.inner.tile_dtype(dtype)
