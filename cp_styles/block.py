@@ -40,7 +40,7 @@ from cp_styles.strategies import AllGather, Strategy
 
 
 class ContextParallelBlock(contextlib.ContextDecorator):
-    """What :func:`context_parallel` returns."""
+    """What :func:`~cp_styles.torch_api.context_parallel` returns: a context manager, and a decorator."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class ContextParallelBlock(contextlib.ContextDecorator):
         self._seq_dims = [] if seq_dims is None else seq_dims
         self._no_restore = [] if no_restore is None else list(no_restore)
         self._strategy, self._layout, self._mask, self._kernel = strategy, layout, mask, kernel
-        self._entered: list[contextlib.ExitStack] = []
+        self._entered: list[tuple[_Entry, contextlib.ExitStack]] = []
 
     def __enter__(self) -> ContextParallelBlock:
         with torch.no_grad():
@@ -70,11 +70,27 @@ class ContextParallelBlock(contextlib.ContextDecorator):
             stack.enter_context(entry.inside([part for part in entry.parts if part.restored]))
             stack.callback(_open.set, _open.get())
             _open.set((*_open.get(), entry))
-            self._entered.append(stack.pop_all())
+            self._entered.append((entry, stack.pop_all()))
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self._entered.pop().__exit__(*exception)
+        self._entered.pop()[1].__exit__(*exception)
+
+    @property
+    def layout(self) -> SequenceLayout | Balancer:
+        """How the sequence is cut while inside; without buffers, the function that cuts any length."""
+        return self._now.layout
+
+    @property
+    def strategy(self) -> Strategy:
+        """How keys and queries meet while inside."""
+        return self._now.strategy
+
+    @property
+    def _now(self) -> _Entry:
+        if not self._entered:
+            raise RuntimeError("a context_parallel block knows its layout and strategy only while it is entered")
+        return self._entered[-1][0]
 
     def _note_cut(self) -> None:
         last_cut.set(None if self._layout is None else ranks_of(self._group))
@@ -202,7 +218,8 @@ class _Entry:
         facts: list[Any],
         outer: _Entry | None,
     ) -> None:
-        self.name, self.group, self.layout = binding.name, binding.group, binding.layout
+        self.name, self.group = binding.name, binding.group
+        self.layout, self.strategy = binding.layout, binding.strategy
         self.scoped = ScopedBinding(binding, named)
         self.parts, self.facts, self.outer = parts, facts, outer
         self.buffers = {id(part.buffer) for part in parts}
@@ -230,9 +247,7 @@ class _Entry:
     def remember(self) -> None:
         """Have the checkpoints around the present call enter this block again, and those around it, as they are now."""
         for owner, attribute in running_reruns():
-            entry: _Entry | None = self
-            while entry is not None and id(owner) in entry._around:
-                entry = entry.outer
+            entry = next((entry for entry in self.lineage() if id(owner) not in entry._around), None)
             if entry is None:
                 continue
             if attribute is None:
@@ -244,8 +259,18 @@ class _Entry:
                     )
                 continue
             fn = getattr(owner, attribute)
-            if not (isinstance(fn, _Rerun) and fn.entry is entry):
-                setattr(owner, attribute, _Rerun(fn, entry))
+            if isinstance(fn, _Rerun):
+                if entry in fn.entry.lineage():
+                    continue
+                fn = fn.fn  # what an enclosing block has left there, which this one enters too
+            setattr(owner, attribute, _Rerun(fn, entry))
+
+    def lineage(self) -> Iterator[_Entry]:
+        """This block and those around it, from the inside out."""
+        entry: _Entry | None = self
+        while entry is not None:
+            yield entry
+            entry = entry.outer
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,273 @@
+"""A context_parallel block's life: backward after its end, other blocks, checkpoints, exceptions, threads."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import threading
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from cp_styles import (
+    AllGather,
+    Causal,
+    Ring,
+    context_parallel,
+    context_parallel_shard,
+    context_parallel_unshard,
+    contiguous,
+    head_tail,
+    set_rotate_method,
+)
+from cp_styles.block import rotation
+from cp_styles.testing import run_ranks
+from tests.oracle import randn
+from tests.ranks.attention_case import EXACT, cp_mesh
+from tests.ranks.torch_api_scene import LENGTH, Batch, gradients, run
+
+RANKS = 3
+
+
+def keep_matmuls(ctx, op, *args, **kwargs):
+    return CheckpointPolicy.MUST_SAVE if "mm" in str(op) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+CHECKPOINTS = {
+    "none": None,
+    "non-reentrant": lambda layer, x: checkpoint(layer, x, use_reentrant=False),
+    # Without torch's comparison of shapes, nothing but the values would tell a recomputation without the block.
+    "unchecked": lambda layer, x: checkpoint(layer, x, use_reentrant=False, determinism_check="none"),
+    "reentrant": lambda layer, x: checkpoint(layer, x.requires_grad_(), use_reentrant=True),
+    "selective": lambda layer, x: checkpoint(
+        layer, x, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, keep_matmuls)
+    ),
+    "nested": lambda layer, x: checkpoint(lambda x: checkpoint(layer, x, use_reentrant=False), x, use_reentrant=False),
+    "reentrant in the other": lambda layer, x: checkpoint(
+        lambda x: checkpoint(layer, x, use_reentrant=True), x.requires_grad_(), use_reentrant=False
+    ),
+}
+
+
+@pytest.mark.parametrize("around", CHECKPOINTS.values(), ids=CHECKPOINTS)
+@pytest.mark.parametrize("when", ["inside", "after", "after, kept cut", "in another block"])
+def test_the_backward_is_right(when, around):
+    batch = Batch(layers=2)
+
+    def rank_main(rank):
+        mesh = cp_mesh(RANKS)
+        model = batch.model()
+        given = batch.buffers(model)
+        x, cotangent, *tables = given["buffers"]
+        kept = {x, cotangent, *(tables if when == "after, kept cut" else ())}
+        with context_parallel(mesh, **given, no_restore_buffers=kept):
+            out = run(model, x, around)
+            if when == "inside":
+                out.backward(cotangent)
+        if when == "in another block":
+            # Another cut of the same tables: what is run again must find those of its own block.
+            with context_parallel(mesh, buffers=tables, buffer_seq_dims=[0, 0], layout=contiguous):
+                out.backward(cotangent)
+        elif when != "inside":
+            out.backward(cotangent)
+        if when != "after, kept cut":
+            assert all(torch.equal(table, whole.table) for table, whole in zip(tables, batch.model(), strict=True))
+        (whole,) = context_parallel_unshard(mesh, [out], [1], head_tail)
+        return batch.errors([whole, *gradients(model, mesh)])
+
+    assert max(run_ranks(rank_main, RANKS)) < EXACT
+
+
+@pytest.mark.parametrize("around", [CHECKPOINTS["none"], CHECKPOINTS["non-reentrant"], CHECKPOINTS["reentrant"]])
+def test_two_blocks_alive(around):
+    """Accumulation over two micro-batches with one backward, the blocks' cuts different."""
+    batches = Batch(), Batch(seed=60)
+    expected = [batches[0].expected[1 + i] + batches[1].expected[1 + i] for i in range(2)]
+
+    def rank_main(rank):
+        mesh, model, losses = cp_mesh(RANKS), batches[0].model(), []
+        for batch, layout in zip(batches, (head_tail, contiguous), strict=True):
+            given = batch.buffers(model)
+            x, cotangent, _ = given["buffers"]
+            with context_parallel(mesh, **given, layout=layout):
+                losses.append((run(model, x, around) * cotangent).sum())
+        sum(losses).backward()
+        found = gradients(model, mesh)
+        return max(float((a - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True))
+
+    assert max(run_ranks(rank_main, RANKS)) < EXACT
+
+
+def test_a_block_inside_the_checkpoint():
+    batch = Batch()
+
+    def rank_main(rank):
+        mesh, model = cp_mesh(RANKS), batch.model()
+        x, cotangent = (head_tail(LENGTH, RANKS).shard(whole, 1, rank) for whole in (batch.x, batch.cotangent))
+
+        def forward(x):
+            with context_parallel(mesh, buffers=[model[0].table], buffer_seq_dims=[0]):
+                return run(model, x)
+
+        out = checkpoint(forward, x, use_reentrant=False)
+        out.backward(cotangent)
+        (whole,) = context_parallel_unshard(mesh, [out], [1])
+        return batch.errors([whole, *gradients(model, mesh)])
+
+    assert max(run_ranks(rank_main, RANKS)) < EXACT
+
+
+@pytest.mark.parametrize("around", [CHECKPOINTS["none"], CHECKPOINTS["non-reentrant"], CHECKPOINTS["reentrant"]])
+def test_nested_blocks_with_a_backward_after_both(around):
+    """The outer block cuts the table, the inner one has the mask: what is run again needs both."""
+    batch = Batch()
+
+    def rank_main(rank):
+        mesh, model = cp_mesh(RANKS), batch.model()
+        model[0].causal = False
+        given = batch.buffers(model)
+        x, cotangent, _ = given["buffers"]
+        with context_parallel(mesh, **given, no_restore_buffers={cotangent}):
+            with context_parallel(mesh, mask=Causal()):
+                out = run(model, x, around)
+            full = F.scaled_dot_product_attention(*[x[:, None].clone()] * 3)  # the outer block's again
+            (full,) = context_parallel_unshard(mesh, [full], [2])
+        out.backward(cotangent)
+        (whole,) = context_parallel_unshard(mesh, [out], [1])
+        expected = F.scaled_dot_product_attention(*[batch.x[:, None]] * 3)
+        return max(batch.errors([whole, *gradients(model, mesh)]), float((full - expected).norm()))
+
+    assert max(run_ranks(rank_main, RANKS)) < EXACT
+
+
+class Unknown(torch.autograd.Function):
+    """Somebody's checkpoint."""
+
+    @staticmethod
+    def forward(ctx, layer, x):
+        return layer(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise AssertionError
+
+
+def test_a_foreign_recomputation_is_refused_and_no_grad_is_not():
+    batch = Batch()
+
+    def rank_main(rank):
+        mesh, model = cp_mesh(2), batch.model()
+        given = batch.buffers(model)
+        x = given["buffers"][0]
+        with context_parallel(mesh, **given):
+            with torch.no_grad():
+                out = run(model, x)
+            with pytest.raises(NotImplementedError, match=r"UnknownBackward.*torch\.utils\.checkpoint"):
+                Unknown.apply(model[0], x.clone().requires_grad_())
+        (whole,) = context_parallel_unshard(mesh, [out], [1])
+        return float((whole - batch.expected[0]).norm())
+
+    assert max(run_ranks(rank_main, 2)) < EXACT
+
+
+class Mine(BaseException):
+    """Not an Exception: what a test runner or a job scheduler may throw."""
+
+
+@pytest.mark.parametrize("error", [KeyError("mine"), StopIteration(7), KeyboardInterrupt(), Mine()], ids=repr)
+def test_the_users_own_exception_comes_through(error):
+    whole = randn(0, 2, LENGTH)
+
+    def rank_main(rank):
+        mesh = cp_mesh(2)
+        leaf, plain, positions = whole.clone().requires_grad_(), whole.clone(), torch.arange(LENGTH)
+        kept = whole.clone()
+        block = context_parallel(
+            mesh,
+            buffers=[leaf, plain, positions, kept],
+            buffer_seq_dims=[1, -1, 0, 1],
+            no_restore_buffers={kept},
+        )
+
+        def fail():
+            plain.requires_grad_()
+            positions.add_(1)
+            assert leaf.shape == plain.shape == kept.shape == (2, head_tail(LENGTH, 2).lengths[rank])
+            raise error
+
+        for _ in range(2):  # and the block is good for another time
+            with pytest.raises(type(error)) as caught, block:
+                fail()
+            assert caught.value is error
+            assert torch.equal(leaf, whole)
+            assert leaf.requires_grad
+            assert torch.equal(plain, whole)
+            assert torch.equal(positions, torch.arange(LENGTH))
+            assert torch.equal(kept, head_tail(LENGTH, 2).shard(whole, 1, rank))
+            plain.requires_grad_(False)
+            kept.data = whole.clone()
+        q = randn(rank, 1, 1, 4, 4)
+        assert torch.equal(F.scaled_dot_product_attention(q, q, q), F.scaled_dot_product_attention(q, q, q))
+
+    run_ranks(rank_main, 2)
+
+
+def test_other_threads_attend_by_themselves():
+    q = randn(0, 1, 1, 4, 4)
+    alone = F.scaled_dot_product_attention(q, q, q)
+
+    def rank_main(rank):
+        mesh, found = cp_mesh(2), []
+        with context_parallel(mesh):
+            other = threading.Thread(target=lambda: found.append(F.scaled_dot_product_attention(q, q, q)))
+            other.start()
+            other.join()
+            part = context_parallel_shard(mesh, [q], [2])[0]
+            mine = F.scaled_dot_product_attention(part, part, part)
+        assert torch.equal(found[0], alone)
+        assert mine.shape[2] == 2
+
+    run_ranks(rank_main, 2)
+
+
+def test_the_rotate_method_is_of_the_context():
+    def rank_main(rank):
+        mesh = cp_mesh(1)
+
+        def now(**options):
+            with context_parallel(mesh, **options) as block:
+                return block.strategy
+
+        assert now() == AllGather()
+        with set_rotate_method("alltoall"):
+            assert now() == Ring()
+            assert now(strategy=AllGather()) == AllGather()
+            with pytest.raises(NotImplementedError, match="carrier pigeon"):
+                set_rotate_method("carrier pigeon")
+            assert now() == Ring()
+        assert now() == AllGather()
+        set_rotate_method("alltoall")
+        assert now() == Ring()
+        found = []  # in threads of a rank's thread there is no mesh: they are asked for the default itself
+        here = contextvars.copy_context()
+        for target in (lambda: found.append(rotation.get()), lambda: here.run(lambda: found.append(rotation.get()))):
+            thread = threading.Thread(target=target)
+            thread.start()
+            thread.join()
+        assert found == [AllGather(), Ring()]
+
+        async def task(method):
+            set_rotate_method(method)
+            await asyncio.sleep(0)
+            return now()
+
+        async def both():
+            return await asyncio.gather(task("allgather"), task("alltoall"))
+
+        assert asyncio.run(both()) == [AllGather(), Ring()]
+        assert now() == Ring()
+
+    run_ranks(rank_main, 1)
