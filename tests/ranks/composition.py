@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -25,7 +26,7 @@ from cp_styles.layout import SequenceLayout
 from cp_styles.styles import AttentionContextParallel, ModuleContextParallel
 from cp_styles.testing import CommunicationTrace
 from tests.oracle import randn
-from tutorials.llama import Llama, LlamaConfig, parallel_plan
+from tutorials.llama import Llama, LlamaConfig, parallel_plan, rotary_table
 
 CONFIG = LlamaConfig(40, width=32, layers=2, heads=4, kv_heads=2, hidden=48)
 ROWS, LENGTH, RANKS, STEPS = 4, 46, 4, 20
@@ -215,6 +216,61 @@ def by_fsdp_over_cp_with_tp() -> Training:
     return training(model, mesh["cp"], mesh["cp"], averaged_over=2)
 
 
+class Stage(nn.Module):
+    """Some layers of a model, with what stands before the first or after the last; parameters keep their names."""
+
+    def __init__(self, model: Llama, layers: range, positions: torch.Tensor) -> None:
+        super().__init__()
+        self.config, self.positions = model.config, positions
+        if layers.start == 0:
+            self.embed = model.embed
+        self.layers = nn.ModuleDict({str(index): model.layers[index] for index in layers})
+        if layers.stop == len(model.layers):
+            self.norm, self.out = model.norm, model.out
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.embed(x) if hasattr(self, "embed") else x
+        positions = self.positions if positions is None else positions
+        table = rotary_table(positions, self.config.head_dim, self.config.rope_base, x.dtype)
+        for layer in self.layers.values():
+            x = layer(x, table)
+        return self.out(self.norm(x)) if hasattr(self, "out") else x
+
+
+def by_pipeline() -> Training:
+    """Two stages of one layer, each over cp; a micro-batch a row, so that two are under way in every stage."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "cp"))
+    pp, cp = mesh["pp"], mesh["cp"]
+    layout, rank, index = LAYOUTS[2], cp.get_local_rank(), pp.get_local_rank()
+    model = parallelize_module(new_model(), cp, cp_plan(2))
+    part = Stage(model, range(index, index + 1), layout.positions(rank))
+    stage = PipelineStage(part, index, 2, torch.device("cpu"), group=pp.get_group())
+    count = torch.tensor(0)
+
+    def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        return global_loss(losses, count, cp)
+
+    # Not the schedule's division by the number of micro-batches: the losses are shares of one mean already.
+    schedule = Schedule1F1B(stage, ROWS, loss_fn=loss_of, scale_grads=False)
+
+    def backward(batch):
+        nonlocal count
+        mine = shard_batch(batch, layout, rank, seq_dims=SEQ_DIMS)
+        losses: list[torch.Tensor] = []
+        if index == 0:
+            schedule.step(mine["tokens"])
+        else:
+            count = global_token_count(mine["labels"], cp)
+            schedule.step(target=mine["labels"], losses=losses)
+        sum_gradients(part, cp)
+        loss = sum(losses, torch.zeros((), dtype=torch.float64)).detach()
+        torch.distributed.all_reduce(loss, group=pp.get_group())  # for the comparison: only the last stage knows it
+        return loss
+
+    return Training(backward, part)
+
+
 COMPOSITIONS = (
     by_sum_gradients,
     by_fsdp_over_dp_cp,
@@ -223,4 +279,5 @@ COMPOSITIONS = (
     by_hsdp,
     by_fsdp_over_dp_and_sum_gradients_over_cp,
     by_fsdp_over_cp_with_tp,
+    by_pipeline,
 )

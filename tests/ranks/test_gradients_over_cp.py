@@ -46,8 +46,8 @@ def assert_same_training(make, steps: int) -> str:
     for losses, gradients, parameters, _ in runs:
         assert losses == pytest.approx(single.losses, abs=EXACT)
         for found, wanted in ((gradients, single.gradients), (parameters, single.parameters())):
-            assert found.keys() == wanted.keys()
-            assert max(error(found[name], wanted[name]) for name in wanted) < EXACT
+            assert max(error(found[name], wanted[name]) for name in found) < EXACT
+    assert {name for run in runs for name in run[2]} == single.parameters().keys()  # stages have some of them each
     return runs[0][-1]
 
 
