@@ -291,12 +291,16 @@ def even_lengths(length: int, ranks: int) -> tuple[int, ...]:
 
 
 def _strides(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a tensor of ``shape`` laid out in memory in the order in which the local one is."""
+    """Strides of a tensor of ``shape`` laid out in memory in the order in which the local one is, with gaps where that
+    has gaps: by these, not by the local ones, torch decides what a view may join."""
     order = sorted(range(local.ndim), key=lambda d: (local.stride(d), -d))
-    strides, step = [0] * local.ndim, 1
+    strides, step, local_step = [0] * local.ndim, 1, 1
     for d in order:
+        if local.shape[d] > 1 and local.stride(d) > local_step:
+            step, local_step = step * -(-local.stride(d) // local_step), local.stride(d)
         strides[d] = step
         step *= max(shape[d], 1)
+        local_step *= max(local.shape[d], 1)
     return tuple(strides)
 
 

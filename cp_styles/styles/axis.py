@@ -8,6 +8,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from cp_styles.styles.other_axes import OtherAxes
+
 
 def take_axis(device_mesh: DeviceMesh, axis: str, style: ParallelStyle, module: nn.Module) -> DeviceMesh:
     """The 1-D mesh on which ``style`` works: ``device_mesh[axis]``, or ``device_mesh`` itself when it is 1-D.
@@ -39,8 +41,11 @@ def take_axis(device_mesh: DeviceMesh, axis: str, style: ParallelStyle, module: 
 class OnMeshAxis(ParallelStyle):
     """Put before one of torch's styles among the bases: gives it ``mesh_axis`` and lets it take composed meshes.
 
-    Everything else is torch's: arguments, hooks, and the errors of both.
+    Everything else is torch's: arguments, hooks, and the errors of both. DTensors on the composed mesh are taken as
+    well, see :class:`~cp_styles.styles.other_axes.OtherAxes`.
     """
+
+    _keeps_rows = False  # whether all dims but the last come out as they go in
 
     def __init__(self, *, mesh_axis: str = "tp", **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -48,7 +53,12 @@ class OnMeshAxis(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         # Cut here and not in parallelize_module, which hands composed meshes on as they are.
-        return super()._apply(module, take_axis(device_mesh, self.mesh_axis, self, module))  # pyright: ignore[reportAbstractUsage]
+        axis = take_axis(device_mesh, self.mesh_axis, self, module)
+        applied = super()._apply(module, axis)  # pyright: ignore[reportAbstractUsage]
+        if device_mesh.ndim > 1:
+            who = f"{type(self).__name__} on {type(module).__name__}"
+            OtherAxes(who, axis, device_mesh, self._keeps_rows).register(applied)
+        return applied
 
     def __repr__(self) -> str:
         return f"{super().__repr__()[:-1]}, mesh_axis={self.mesh_axis!r})"

@@ -18,3 +18,5 @@ class SequenceParallel(OnMeshAxis, torch_parallel.SequenceParallel):
     Args:
         mesh_axis: the axis to take from a mesh of several; a 1-D mesh is taken whatever its name.
     """
+
+    _keeps_rows = True

@@ -17,14 +17,22 @@ class ColwiseParallel(OnMeshAxis, torch_parallel.ColwiseParallel):
     Args:
         mesh_axis: the axis to take from a mesh of several; a 1-D mesh is taken whatever its name.
 
+    DTensors on the composed mesh are taken too, where the other axes cut rows: see
+    :class:`~cp_styles.styles.other_axes.OtherAxes`.
+
     Raises:
         TypeError, ValueError: when applied to what :func:`cp_styles.styles.axis.take_axis` refuses.
     """
+
+    _keeps_rows = True
 
 
 class RowwiseParallel(OnMeshAxis, torch_parallel.RowwiseParallel):
     """Cut a Linear or an Embedding by its input features over ``mesh_axis``.
 
     As :class:`ColwiseParallel` of this module, for :class:`torch.distributed.tensor.parallel.RowwiseParallel`. A
-    Linear with bias is right as well: the inputs are cut over this one axis only, so the bias is added once.
+    Linear with bias is right as well: the module sees this one axis only, so the bias is added once, and nothing is
+    gathered over the others.
     """
+
+    _keeps_rows = True
