@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from cp_styles._compat import fast_path_attention
 from cp_styles.functional import attend
 from cp_styles.ops import spelled_ahead
 from cp_styles.scope import ScopedBinding
+from cp_styles.state import Tally
 
 
 class AttentionCalls(TorchFunctionMode):
@@ -22,17 +24,27 @@ class AttentionCalls(TorchFunctionMode):
     However the function was imported, its calls are seen; other threads are not concerned.
     """
 
-    def __init__(self, scoped: ScopedBinding, name: str) -> None:
+    def __init__(
+        self, scoped: ScopedBinding, name: str, sink: tuple[nn.Module, str] | None = None, tally: Tally | None = None
+    ) -> None:
+        """``sink``: the module and the name of its parameter with a sink's logit for each query head; ``tally``: where
+        to count the calls."""
         super().__init__()
         self._scoped = scoped
+        self._sink = sink
+        self._tally = Tally() if tally is None else tally
         self._spelled = spelled_ahead(scoped)
         self._name = name
         self._grad_at_entry: list[bool] = []
-        self._seen = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AttentionCalls:
-        made = memo[id(self)] = AttentionCalls(self._scoped, self._name)
+        made = memo[id(self)] = AttentionCalls(self._scoped, self._name, tally=copy.deepcopy(self._tally, memo))
+        made._sink = copy.deepcopy(self._sink, memo)
         return made
+
+    def with_sink(self, module: nn.Module, parameter: str) -> AttentionCalls:
+        """The same for calls under ``module``, which take its parameter as their attention sink."""
+        return AttentionCalls(self._scoped, self._name, (module, parameter), self._tally)
 
     def __enter__(self) -> AttentionCalls:
         self._grad_at_entry.append(torch.is_grad_enabled())
@@ -64,7 +76,7 @@ class AttentionCalls(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        self._seen += 1
+        self._tally.calls += 1
 
         def refuse() -> None:
             if any(isinstance(tensor, DTensor) for tensor in (query, key, value)):
@@ -87,8 +99,15 @@ class AttentionCalls(TorchFunctionMode):
             is_causal=is_causal,
             attn_mask=attn_mask,
             scale=scale,
+            sink_H=self._sink_now(),
             refuse=refuse,
         )
+
+    def _sink_now(self) -> torch.Tensor | None:
+        if self._sink is None:
+            return None
+        sink = getattr(*self._sink)
+        return sink.to_local() if isinstance(sink, DTensor) else sink
 
     def check_reruns(self) -> None:
         """Raise for a call that would be made again in a backward, where this mode is not entered."""
@@ -102,10 +121,10 @@ class AttentionCalls(TorchFunctionMode):
             )
 
     def start(self, module: nn.Module, args: Any) -> None:
-        self._seen = 0
+        self._tally.calls = 0
 
     def require_one(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not self._seen:
+        if not self._tally.calls:
             raise NotImplementedError(
                 f"{self._name}: no scaled_dot_product_attention was called inside: nothing here is context parallel, "
                 "and attention by other means would be local to each rank"

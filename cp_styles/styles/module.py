@@ -29,11 +29,18 @@ class ModuleContextParallel(ContextParallelStyle):
 
     Args:
         mesh_axis, strategy, layout, mask, kernel: see :class:`~cp_styles.styles.context.ContextParallelStyle`.
+        sink: name of a parameter, such as "sinks", that attention modules hold: one learned logit for each of their
+            query heads that takes part in every softmax and gives nothing. Calls under such a module take it as their
+            attention sink, which scaled_dot_product_attention has no argument for; other calls take none.
 
     Raises (at the call, on every rank): NotImplementedError for dropout, for attention by other
     functions (nn.MultiheadAttention), for an attention under no_grad inside a forward that was entered with gradients
     (a function under reentrant checkpointing, whose recomputation would be local), and when no attention was reached.
     """
+
+    def __init__(self, *, sink: str | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        self.sink = sink
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         taken = [name or "itself" for name, child in module.named_modules() if hasattr(child, _STATE)]
@@ -44,18 +51,29 @@ class ModuleContextParallel(ContextParallelStyle):
             )
         _, binding = self.bind(module, device_mesh)
         calls = AttentionCalls(ScopedBinding(binding, self.layout), binding.name)
-        for child in module.modules():
-            # torch's own leaves call no attention, and there are many of them.
-            if (
-                child is module
-                or any(True for _ in child.children())
-                or not type(child).__module__.startswith("torch.")
-            ):
-                setattr(child, _STATE, calls)
-                child.__class__ = _subclass(type(child))
+        if self.sink is not None and all(getattr(child, self.sink, None) is None for child in module.modules()):
+            raise ValueError(
+                f"{type(module).__name__} has no module with a parameter {self.sink!r}: name the one that holds a "
+                "logit for each query head, or leave sink out"
+            )
+        self._enter(module, module, calls)
         module.register_forward_pre_hook(calls.start)
         module.register_forward_hook(calls.require_one)
         return module
+
+    def _enter(self, child: nn.Module, module: nn.Module, calls: AttentionCalls) -> None:
+        """Have ``child`` and what is under it run with their calls sent through the engine."""
+        if hasattr(child, _STATE):
+            return  # a module that is there twice
+        if self.sink is not None and getattr(child, self.sink, None) is not None:
+            calls = calls.with_sink(child, self.sink)
+        children = list(child.children())
+        # torch's own leaves call no attention, and there are many of them.
+        if child is module or children or not type(child).__module__.startswith("torch."):
+            setattr(child, _STATE, calls)
+            child.__class__ = _subclass(type(child))
+        for grandchild in children:
+            self._enter(grandchild, module, calls)
 
 
 class _Entered:

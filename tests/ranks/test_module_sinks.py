@@ -1,0 +1,123 @@
+"""Attention sinks that modules hold, under ModuleContextParallel: models whose softmax has one more logit a head."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+from cp_styles import AllGather, ModuleContextParallel, Ring, Ulysses, head_tail, sum_gradients
+from cp_styles.testing import run_ranks
+from tests.oracle import randn
+from tests.ranks.attention_case import EXACT, cp_mesh
+
+WIDTH, HEADS, LENGTH, RANKS = 12, 4, 13, 3
+
+
+class Core(nn.Module):
+    def forward(self, query, key, value, sinks=None):
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+class DenseCore(nn.Module):
+    def forward(self, query, key, value, sinks=None):
+        length = query.shape[2]
+        logits = query @ key.mT * query.shape[-1] ** -0.5
+        logits = logits.masked_fill(torch.ones(length, length, dtype=torch.bool).triu(1), float("-inf"))
+        if sinks is None:
+            return torch.softmax(logits, -1) @ value
+        more = sinks[None, :, None, None].expand(*logits.shape[:3], 1)
+        return torch.softmax(torch.cat([logits, more], -1), -1)[..., :-1] @ value
+
+
+class Layer(nn.Module):
+    """Sinks are this module's, the call is its child's."""
+
+    def __init__(self, seed: int, core: nn.Module, sinks: bool) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.core = core
+        self.sinks = nn.Parameter(torch.zeros(HEADS)) if sinks else None
+        for index, parameter in enumerate(self.parameters()):
+            parameter.data = randn(seed + index, *parameter.shape) * parameter.shape[-1] ** -0.5
+
+    def forward(self, x):
+        query, key, value = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
+        return x + self.core(query, key, value, self.sinks).transpose(1, 2).flatten(2)
+
+
+class Model(nn.Module):
+    """Three layers, the one in the middle without sinks."""
+
+    def __init__(self, core: type[nn.Module], ckpt=None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(10 * index, core(), index != 1) for index in range(3))
+        self.ckpt = ckpt
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x) if self.ckpt is None else checkpoint(layer, x, use_reentrant=self.ckpt == "reentrant")
+        return x
+
+
+X, COTANGENT = randn(1, 2, LENGTH, WIDTH), randn(2, 2, LENGTH, WIDTH)
+
+
+def expected() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    model = Model(DenseCore)
+    out = model(X)
+    out.backward(COTANGENT)
+    return out.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("ckpt", [None, "reentrant", "non-reentrant"])
+@pytest.mark.parametrize("strategy", [Ring(), AllGather(), Ulysses()], ids=str)
+def test_a_model_with_sinks(strategy, ckpt):
+    wanted, grads = expected()
+    layout = head_tail(LENGTH, RANKS)
+
+    def on(rank: int) -> None:
+        mesh = cp_mesh(RANKS)
+        model = parallelize_module(Model(Core, ckpt), mesh, ModuleContextParallel(strategy=strategy, sink="sinks"))
+        for each in (model, copy.deepcopy(model)):
+            out = each(layout.shard(X, 1, rank).requires_grad_())
+            out.backward(layout.shard(COTANGENT, 1, rank))
+            mine = layout.shard(wanted, 1, rank)
+            assert float((out - mine).norm() / wanted.norm()) < EXACT
+            sum_gradients(each, mesh)
+            for name, parameter in each.named_parameters():
+                assert float((parameter.grad - grads[name]).norm() / grads[name].norm()) < EXACT, name
+            each.zero_grad()
+
+    run_ranks(on, RANKS)
+
+
+def test_a_copy_has_sinks_of_its_own():
+    def on(rank: int) -> None:
+        model = parallelize_module(Model(Core), cp_mesh(2), ModuleContextParallel(sink="sinks"))
+        part = head_tail(LENGTH, 2).shard(X, 1, rank)
+        before, other = model(part), copy.deepcopy(model)
+        with torch.no_grad():
+            other.layers[0].sinks += 3.0
+        assert torch.equal(model(part), before)
+        assert not torch.allclose(other(part), before)
+
+    run_ranks(on, 2)
+
+
+def test_what_does_not_fit_is_refused():
+    def on(rank: int) -> None:
+        mesh = cp_mesh(2)
+        with pytest.raises(ValueError, match="has no module with a parameter 'sink'"):
+            parallelize_module(Model(Core), mesh, ModuleContextParallel(sink="sink"))
+        model = parallelize_module(Model(Core), mesh, ModuleContextParallel(sink="sinks"))
+        model.layers[0].sinks = nn.Parameter(torch.zeros(HEADS - 1, dtype=torch.float64))
+        with pytest.raises(ValueError, match="one logit for each of 4 query heads"):
+            model(head_tail(LENGTH, 2).shard(X, 1, rank))
+
+    run_ranks(on, 2)
