@@ -38,6 +38,9 @@ def take_axis(device_mesh: DeviceMesh, axis: str, style: ParallelStyle, module: 
     return device_mesh[axis]
 
 
+_APPLIED = "_cp_styles_applied"
+
+
 class OnMeshAxis(ParallelStyle):
     """Put before one of torch's styles among the bases: gives it ``mesh_axis`` and lets it take composed meshes.
 
@@ -54,11 +57,25 @@ class OnMeshAxis(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         # Cut here and not in parallelize_module, which hands composed meshes on as they are.
         axis = take_axis(device_mesh, self.mesh_axis, self, module)
+        self._refuse_again(module)
         applied = super()._apply(module, axis)  # pyright: ignore[reportAbstractUsage]
+        applied.__dict__.setdefault(_APPLIED, set()).add(self._as_applied())
         if device_mesh.ndim > 1:
             who = f"{type(self).__name__} on {type(module).__name__}"
             OtherAxes(who, axis, device_mesh, self._keeps_rows).register(applied)
         return applied
+
+    def _refuse_again(self, module: nn.Module) -> None:
+        """Applied twice, what a style prepares would be cut or gathered twice, and fit nothing or, worse, something."""
+        if self._as_applied() in module.__dict__.get(_APPLIED, ()):
+            raise ValueError(
+                f"{self._as_applied()} is on {type(module).__name__} already: apply a style to a module once, and a "
+                "plan to a model once"
+            )
+
+    def _as_applied(self) -> str:
+        """A text, so that copies of the module have it as well."""
+        return f"{type(self).__name__} over mesh axis {self.mesh_axis!r}"
 
     def __repr__(self) -> str:
         return f"{super().__repr__()[:-1]}, mesh_axis={self.mesh_axis!r})"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from cp_styles.calls import AttentionCalls
 from cp_styles.scope import ScopedBinding
 from cp_styles.styles.context import ContextParallelStyle
+from cp_styles.styles.pickles import BoundToThisRun
 
 _STATE = "_context_parallel_calls"
 
@@ -76,27 +76,12 @@ class ModuleContextParallel(ContextParallelStyle):
             self._enter(grandchild, module, calls)
 
 
-class _Entered:
+class _Entered(BoundToThisRun):
     """Put before a module's class: its forward runs with the calls sent through the engine."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with getattr(self, _STATE):
             return super().forward(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        # What copy.deepcopy does without it, by the way that is closed to pickle below.
-        inherited = getattr(super(), "__deepcopy__", None)
-        if inherited is not None:
-            return inherited(memo)
-        made = memo[id(self)] = type(self).__new__(type(self))
-        made.__setstate__(copy.deepcopy(self.__getstate__(), memo))  # pyright: ignore[reportAttributeAccessIssue]
-        return made
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(
-            f"{type(self).__name__} is context parallel (ModuleContextParallel), bound to the process groups of this "
-            "run, and cannot be pickled: save its state_dict(), load that into a new one and apply the style to it"
-        )
 
 
 _subclasses: dict[type, type] = {}

@@ -1,0 +1,237 @@
+"""What a parallel model's state is: the keys it had, checkpoints that load under other meshes, copies, pickles."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+from cp_styles.batch import sum_gradients
+from cp_styles.layout import SequenceLayout, by_work, contiguous, head_tail, striped
+from cp_styles.mask import Causal
+from cp_styles.styles import (
+    AttentionContextParallel,
+    ColwiseParallel,
+    ModuleContextParallel,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+)
+from cp_styles.testing import run_ranks
+from tests.oracle import error, randn
+from tests.ranks.attention_case import EXACT, Core, Projected, cp_mesh, parallel
+from tests.ranks.composition import (
+    LAYOUTS,
+    Training,
+    alone,
+    batch_of,
+    cp_plan,
+    new_model,
+    one_cp,
+    shard,
+    training,
+)
+from tests.ranks.leak_scene import refusals
+from tutorials.llama import parallel_plan
+
+LENGTHS = {
+    "contiguous": contiguous(11, 3),
+    "head_tail": head_tail(13, 4),
+    "striped": striped(40, 3),
+    "by_work": by_work(100, 3, mask=Causal()),
+    "a rank without tokens": SequenceLayout.from_chunks([[(0, 3), (5, 9)], [], [(3, 5)]]),
+    "no tokens": contiguous(0, 2),
+}
+
+
+def cp_and_tp() -> tuple[DeviceMesh, Training]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    plan = parallel_plan(AttentionContextParallel(layout=LAYOUTS[2]))
+    model = parallelize_module(new_model(), mesh, plan)
+    return mesh, training(model, mesh["cp"], mesh["cp"], sum_over=mesh["cp"])
+
+
+def test_the_keys_are_those_of_the_plain_model():
+    def on(rank: int) -> None:
+        plain = new_model().state_dict()
+        mesh, run = cp_and_tp()
+        assert list(run.model.state_dict()) == list(plain)
+        for style in (AttentionContextParallel(), ModuleContextParallel()):
+            where = "layers.*.attention.core" if isinstance(style, AttentionContextParallel) else "layers.*"
+            model = parallelize_module(new_model(), mesh["cp"], {where: style})
+            state = model.state_dict()
+            assert list(state) == list(plain)
+            assert all(torch.equal(state[name], plain[name]) for name in plain)
+            model.load_state_dict(plain)
+
+    run_ranks(on, 4)
+
+
+# -- checkpoints --
+
+
+def advance(run: Training, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        losses.append(run.backward(batch_of(step)).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def by_sum_gradients_over_cp() -> Training:
+    cp = one_cp()
+    return training(parallelize_module(new_model(), cp, cp_plan(4)), cp, cp, sum_over=cp)
+
+
+def by_fsdp_over_cp() -> Training:
+    cp = one_cp()
+    model = shard(parallelize_module(new_model(), cp, cp_plan(4)), cp)
+    return training(model, cp, cp, averaged_over=4)
+
+
+@pytest.mark.parametrize("then", [by_sum_gradients_over_cp, by_fsdp_over_cp])
+def test_a_checkpoint_of_cp_2_tp_2_goes_on_under_cp_4_tp_1(tmp_path, then: Callable[[], Training]):
+    """Parameters and AdamW's moments; the six losses are those of one process that never stopped."""
+
+    def before(rank: int) -> list[float]:
+        _, run = cp_and_tp()
+        optimizer = torch.optim.AdamW(run.model.parameters(), lr=3e-3)
+        losses = advance(run, optimizer, range(3))
+        model_state, optimizer_state = get_state_dict(run.model, optimizer)
+        dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=tmp_path)
+        return losses
+
+    def after(rank: int) -> list[float]:
+        run = then()
+        with torch.no_grad():
+            for parameter in run.model.parameters():
+                parameter.zero_()  # what is right afterwards was loaded
+        optimizer = torch.optim.AdamW(run.model.parameters(), lr=3e-3)
+        model_state, optimizer_state = get_state_dict(run.model, optimizer)
+        dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=tmp_path)
+        set_state_dict(run.model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+        return advance(run, optimizer, range(3, 6))
+
+    wanted = alone(6).losses
+    for losses in run_ranks(before, 4):
+        assert losses == pytest.approx(wanted[:3], abs=1e-11)
+    for losses in run_ranks(after, 4):
+        assert losses == pytest.approx(wanted[3:], abs=1e-11)
+
+
+@pytest.mark.parametrize("layout", LENGTHS.values(), ids=LENGTHS)
+def test_a_layout_is_its_chunks_in_any_checkpoint(tmp_path, layout: SequenceLayout):
+    """Plain tuples of integers: json, ``torch.save`` with its safe loader, and DCP bring the same layout back."""
+    assert SequenceLayout.from_chunks(json.loads(json.dumps(layout.chunks))) == layout
+    buffer = io.BytesIO()
+    torch.save({"layout": layout.chunks}, buffer)
+    buffer.seek(0)
+    assert SequenceLayout.from_chunks(torch.load(buffer, weights_only=True)["layout"]) == layout
+    assert pickle.loads(pickle.dumps(layout)) == copy.deepcopy(layout) == layout
+
+    def on(rank: int) -> None:
+        dcp.save({"layout": json.dumps(layout.chunks), "step": 3}, checkpoint_id=tmp_path)
+        state = {"layout": "", "step": 0}
+        dcp.load(state, checkpoint_id=tmp_path)
+        assert SequenceLayout.from_chunks(json.loads(state["layout"])) == layout
+        assert state["step"] == 3
+
+    run_ranks(on, 2)
+
+
+# -- copies and pickles --
+
+
+def attended(model: Projected, mesh: DeviceMesh, rank: int) -> list[torch.Tensor]:
+    """Output and parameter gradients over all ranks' rows."""
+    model.zero_grad()
+    out = model(contiguous(8, 2).shard(randn(7, 1, 8, 10), 1, rank))
+    out.square().sum().backward()
+    sum_gradients(model, mesh)
+    return [out.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
+
+
+def test_copies_of_a_parallel_module():
+    """As parallel as what they were copied from, with parameters of their own; what they share is the mesh."""
+
+    def on(rank: int) -> None:
+        mesh = cp_mesh(2)
+        model = Projected(Core())
+        parallel(model.core, mesh, layout=contiguous)
+        twin = copy.deepcopy(model)
+        wanted = attended(model, mesh, rank)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        again = copy.deepcopy(twin)  # a copy's copy
+        for each in (twin, again):
+            assert max(error(*pair) for pair in zip(attended(each, mesh, rank), wanted, strict=True)) < EXACT
+
+    run_ranks(on, 2)
+
+
+# -- twice --
+
+TWICE = {
+    "AttentionContextParallel": (Core, AttentionContextParallel),
+    "ModuleContextParallel": (Core, ModuleContextParallel),
+    "ColwiseParallel": (lambda: nn.Linear(4, 4), lambda: ColwiseParallel(mesh_axis="cp")),
+    "RowwiseParallel": (lambda: nn.Linear(4, 4), lambda: RowwiseParallel(mesh_axis="cp")),
+    "SequenceParallel": (lambda: nn.LayerNorm(4), lambda: SequenceParallel(mesh_axis="cp")),
+    "PrepareModuleInput": (
+        nn.Identity,
+        lambda: PrepareModuleInput(mesh_axis="cp", input_layouts=Shard(1), desired_input_layouts=Replicate()),
+    ),
+    "PrepareModuleOutput": (
+        nn.Identity,
+        lambda: PrepareModuleOutput(mesh_axis="cp", output_layouts=Shard(1), desired_output_layouts=Replicate()),
+    ),
+    "PrepareModuleInputOutput": (
+        nn.Identity,
+        lambda: PrepareModuleInputOutput(
+            mesh_axis="cp",
+            input_layouts=Shard(1),
+            desired_input_layouts=Replicate(),
+            output_layouts=Replicate(),
+            desired_output_layouts=Shard(1),
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize(("module", "style"), TWICE.values(), ids=TWICE)
+def test_a_style_applied_twice(module, style):
+    """An error, and not a double shard; of a copy as well. A module of its own takes the same style object."""
+
+    def act(scene) -> None:
+        given, one = module(), style()
+        parallelize_module(module(), scene.mesh, one)
+        parallelize_module(copy.deepcopy(parallelize_module(given, scene.mesh, one)), scene.mesh, style())
+
+    said = refusals(act)
+    assert said.startswith("ValueError")
+    assert type(module()).__name__ in said
+
+
+def test_a_plan_applied_twice():
+    def act(scene) -> None:
+        mesh = init_device_mesh("cpu", (3, 1), mesh_dim_names=("cp", "tp"))
+        model = new_model()
+        parallelize_module(model, mesh, parallel_plan(AttentionContextParallel()))
+        parallelize_module(model, mesh, parallel_plan(AttentionContextParallel()))
+
+    assert "RowwiseParallel over mesh axis 'tp' is on Embedding already" in refusals(act)
