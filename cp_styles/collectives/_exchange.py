@@ -94,7 +94,7 @@ class Exchange(NamedTuple):
 
     def start_into(self, wire: torch.Tensor, *tensors: torch.Tensor) -> Started:
         """:meth:`start` to columns, into memory of the caller's: a flat tensor of :meth:`arriving` elements, to keep
-        and to :meth:`unpack` again later. Eager only; the messages go point to point, which gloo does with fewer copies."""
+        and to :meth:`unpack` again later. Eager only; point to point, which gloo does with fewer copies."""
         if self.peers.size == 1:
             return Started(None, tensors)
         assert self.to_columns, "to rows: home()"

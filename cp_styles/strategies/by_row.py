@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import reduce
+from typing import Any
 
 import torch
 
@@ -32,7 +33,7 @@ class ByRow(Strategy):
 
     def residual_specs(self, attention, q_BHLD, k_BGMD, v_BGME):
         specs = []
-        for row, q, k, v in _rows(attention, q_BHLD, k_BGMD, v_BGME):
+        for row, (q, k, v) in _rows(attention, q_BHLD, k_BGMD, v_BGME):
             inner = new_residual(self.inner.residual_specs(row, q, k, v), torch.device("meta"))
             specs.append(((inner.numel(),), inner.dtype))
         return specs
@@ -40,12 +41,13 @@ class ByRow(Strategy):
     def forward(self, attention, q_BHLD, k_BGMD, v_BGME, sink_H=None, residual=None):
         kept = self._kept(attention, residual, q_BHLD, k_BGMD, v_BGME)
         rows = _rows(attention, q_BHLD, k_BGMD, v_BGME)
-        return _joined([self.inner.forward(*row, sink_H, own) for row, own in zip(rows, kept, strict=True)])
+        outs = [self.inner.forward(row, *qkv, sink_H, own) for (row, qkv), own in zip(rows, kept, strict=True)]
+        return _joined(outs)
 
     def backward(self, attention, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, residual, sink_H=None):
         kept = self._kept(attention, residual, q_BHLD, k_BGMD, v_BGME)
         rows = _rows(attention, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE)
-        grads = [self.inner.backward(*row, own, sink_H) for row, own in zip(rows, kept, strict=True)]
+        grads = [self.inner.backward(row, *given, own, sink_H) for (row, given), own in zip(rows, kept, strict=True)]
         dq, dk, dv, dsink = zip(*grads, strict=True)
         return _joined(dq), _joined(dk), _joined(dv), None if sink_H is None else reduce(torch.add, dsink)
 
@@ -54,16 +56,16 @@ class ByRow(Strategy):
         rows = _rows(attention, q_BHLD, k_BGMD, v_BGME)
         return torch.cat([self.inner.logsumexp(*row, own) for row, own in zip(rows, kept, strict=True)])
 
-    def _kept(self, attention, residual, q, k, v) -> list[torch.Tensor | None]:
+    def _kept(self, attention, residual, q, k, v) -> list[Any]:
         if residual is None:
             return [None] * q.shape[0]
         return list(residual_views(self.residual_specs(attention, q, k, v), residual))
 
 
-def _rows(attention: Attention, *tensors: torch.Tensor) -> list[tuple]:
-    """``(attention, *tensors)`` of each row of the batch, every tensor with a batch of 1."""
+def _rows(attention: Attention, *tensors: torch.Tensor) -> list[tuple[Attention, Any]]:
+    """The attention and the tensors, with a batch of 1, of each row of the batch."""
     return [
-        (replace(attention, mask=attention.mask.row(index)), *(x[index : index + 1] for x in tensors))
+        (replace(attention, mask=attention.mask.row(index)), tuple(x[index : index + 1] for x in tensors))
         for index in range(tensors[0].shape[0])
     ]
 
