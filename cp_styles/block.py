@@ -1,11 +1,5 @@
 """A block of context parallelism: buffers cut in place, and this thread's attention calls sent through the engine.
 
-[Note: cut buffers] A buffer is cut in place by giving the same tensor object other data (``tensor.data``), and restored
-by giving it the data back: no copy, whatever views of it there are, and also if it is a leaf that requires grad. A
-graph made inside may have saved the very object, and its backward may come when that holds the whole again: what is
-saved inside a block is therefore saved under another name (:class:`_Aliases`). A leaf's gradient is that of the part,
-wherever the backward runs: for the moment it arrives, the leaf is the part again (:meth:`_Part.follow_gradient`).
-
 [Note: reruns] Activation checkpointing runs a function again in the middle of a backward, maybe after the block. An
 attention call inside a checkpoint, or one that is given a cut buffer, leaves word there: the function that will be run
 again first enters the block again (:class:`_Rerun`).
@@ -22,17 +16,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
-from cp_styles._compat import running_reruns, saved_tensors_hooks_on_top
+from cp_styles._compat import running_reruns
 from cp_styles.balancers import Cut, LoadBalancer, layout_of
+from cp_styles.buffers import Aliases, Part, check_buffer, dim_of
 from cp_styles.calls import AttentionCalls
 from cp_styles.comm import gather_numbers
 from cp_styles.kernels import Kernel
-from cp_styles.layout import Balancer, SequenceLayout, cached_layout, cut_with, head_tail, mark_cut
+from cp_styles.layout import Balancer, SequenceLayout, cached_layout, cut_with, head_tail
 from cp_styles.mask import Full, Mask
 from cp_styles.scope import ScopedBinding
 from cp_styles.state import Binding
@@ -74,7 +66,15 @@ class ContextParallelBlock(contextlib.ContextDecorator):
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self._entered.pop()[1].__exit__(*exception)
+        entry, stack = self._entered.pop()
+        stack.__exit__(*exception)
+        computed = [part.buffer for part in entry.parts if part.restored and part.buffer.grad_fn is not None]
+        if computed and exception[0] is None:
+            raise RuntimeError(
+                f"a buffer of shape {tuple(computed[0].shape)}, a view, was changed in place by a computation with "
+                "gradient inside the block. Its values are restored, but not what autograd takes it for: compute "
+                "out of place, pass a clone of the view, or put it in no_restore_buffers"
+            )
 
     @property
     def layout(self) -> SequenceLayout | Balancer:
@@ -102,7 +102,7 @@ class ContextParallelBlock(contextlib.ContextDecorator):
             if all(buffer is not other for other, _ in pairs):
                 raise ValueError("no_restore_buffers must be a subset of buffers, the same tensor objects")
         for buffer, _ in pairs:
-            _check_buffer(buffer)
+            check_buffer(buffer)
         pairs = [(buffer, dim_of(buffer, dim)) for buffer, dim in pairs]
         for buffer, dim in pairs:
             self._refuse_part(buffer, dim)
@@ -114,10 +114,10 @@ class ContextParallelBlock(contextlib.ContextDecorator):
         binding = Binding(name, self._axis, self._group, strategy, layout, self._mask or Full(), self._kernel)
         strategy.check_ranks(self._group.size())
         named = None if self._layout is None and not pairs else layout
-        parts: dict[int, _Part] = {}
+        parts: dict[int, Part] = {}
         for buffer, dim in pairs:
             restored = all(buffer is not other for other in self._no_restore)
-            part = _Part(buffer, dim, layout_of(layout, buffer.shape[dim], self._group.size()), restored)
+            part = Part(buffer, dim, layout_of(layout, buffer.shape[dim], self._group.size()), restored)
             if parts.setdefault(id(buffer), part).dim != dim:
                 raise ValueError(f"a buffer is given twice, with sequence dims {parts[id(buffer)].dim} and {dim}")
         for part in parts.values():
@@ -146,67 +146,6 @@ class ContextParallelBlock(contextlib.ContextDecorator):
         return cached_layout(head_tail, lengths[0], self._group.size()) if lengths else head_tail
 
 
-class _Part:
-    """A buffer of a block, and this rank's part of it. See [Note: cut buffers]."""
-
-    def __init__(self, buffer: torch.Tensor, dim: int, layout: SequenceLayout, restored: bool) -> None:
-        self.buffer, self.dim, self.layout, self.restored = buffer, dim, layout, restored
-
-    def cut(self, rank: int) -> None:
-        # A copy, also of a single chunk: what happens to the part in place must not reach the whole.
-        self._data = self.layout.shard(self.buffer.detach(), self.dim, rank).clone(
-            memory_format=torch.contiguous_format
-        )
-        grad = self.buffer.grad if self.buffer.is_leaf else None
-        if grad is not None and grad.shape != self._data.shape:
-            raise ValueError(
-                f"a buffer of shape {tuple(self.buffer.shape)} has a .grad of that shape already, and the gradients of "
-                f"this rank's part, {tuple(self._data.shape)}, cannot be added to it: set it to None before the block"
-            )
-
-    def put(self) -> Callable[[], None]:
-        """Make the buffer the part; calling what is returned makes it what it was."""
-        buffer, data, layout = self.buffer, self.buffer.data, cut_with(self.buffer)
-
-        def undo() -> None:
-            _set_data(buffer, data)
-            mark_cut(buffer, layout)
-
-        _set_data(buffer, self._data)
-        mark_cut(buffer, self.layout)
-        return undo
-
-    def follow_gradient(self) -> None:
-        """Before a leaf becomes the whole again: the gradients that its part still gets find the part."""
-        if not self.buffer.requires_grad:
-            return
-        node, undo = get_gradient_edge(self.buffer).node, []
-
-        def find(_: Any) -> None:
-            grad = self.buffer.grad
-            if grad is not None and grad.shape != self._data.shape:
-                raise RuntimeError(
-                    f"the backward of a context_parallel block has a gradient for this rank's part, "
-                    f"{tuple(self._data.shape)}, of a buffer that has a .grad of shape {tuple(grad.shape)} already: "
-                    "set that to None before"
-                )
-            undo.append(self.put())
-
-        def leave(*_: Any) -> None:
-            undo.pop()()
-
-        node.register_prehook(find)
-        node.register_hook(leave)
-
-
-def _set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
-    if tensor.requires_grad:
-        # A leaf's gradient accumulator remembers the shape it was made for; data of another dtype makes torch drop it.
-        other = torch.float64 if data.dtype == torch.float32 else torch.float32
-        tensor.data = data.new_empty(0, dtype=other)
-    tensor.data = data
-
-
 class _Entry:
     """One time inside a block: what it needs to be entered again. See [Note: reruns]."""
 
@@ -214,7 +153,7 @@ class _Entry:
         self,
         binding: Binding,
         named: SequenceLayout | Balancer | None,
-        parts: list[_Part],
+        parts: list[Part],
         facts: list[Any],
         outer: _Entry | None,
     ) -> None:
@@ -226,7 +165,7 @@ class _Entry:
         self._around = {id(owner) for owner, _ in running_reruns()}
 
     @contextlib.contextmanager
-    def inside(self, put_back: list[_Part]) -> Iterator[None]:
+    def inside(self, put_back: list[Part]) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             for part in self.parts:
                 undo = part.put()
@@ -234,7 +173,7 @@ class _Entry:
                     stack.callback(undo)
                     stack.callback(part.follow_gradient)
             if put_back:
-                stack.enter_context(_Aliases())
+                stack.enter_context(Aliases())
             stack.enter_context(_BlockCalls(self))
             yield
 
@@ -305,34 +244,6 @@ class _BlockCalls(AttentionCalls):
             self._entry.remember()
 
 
-class _Aliases(torch.autograd.graph.saved_tensors_hooks):
-    """Saves tensors for the backward as what they are now, not by the object that holds them.
-
-    See [Note: cut buffers]. Hooks that were there before (offloading, a checkpoint's) get what is saved, as they would
-    without. torch checks only itself whether a saved tensor was changed in place, so that is done here.
-    """
-
-    def __init__(self) -> None:
-        before = saved_tensors_hooks_on_top()
-
-        def pack(tensor: torch.Tensor) -> Any:
-            alias = tensor.detach()  # and not the tensor: an output that its own graph holds would never be freed
-            return before[0](alias) if before is not None else (alias, alias._version)
-
-        def unpack(saved: Any) -> torch.Tensor:
-            if before is not None:
-                return before[1](saved)
-            alias, version = saved
-            if alias._version != version:
-                raise RuntimeError(
-                    f"a tensor of shape {tuple(alias.shape)} that the backward needs was modified by an in-place "
-                    f"operation: it was saved at version {version} and is at {alias._version}"
-                )
-            return alias
-
-        super().__init__(pack, unpack)
-
-
 def agree_on(name: str, group: dist.ProcessGroup, check: Callable[[], Any], facts: Callable[[Any], list[Any]]) -> Any:
     """What ``check`` returns, once all ranks have got through it with the same ``facts``."""
     problem: Exception | None = None
@@ -374,35 +285,6 @@ def pairs_of(buffers: Sequence[Any], seq_dims: Sequence[int]) -> list[tuple[Any,
     if len(buffers) != len(seq_dims):
         raise ValueError(f"there are {len(buffers)} buffers and {len(seq_dims)} sequence dims: give one for each")
     return list(zip(buffers, seq_dims, strict=True))
-
-
-def check_plain(buffer: Any) -> None:
-    if not isinstance(buffer, torch.Tensor):
-        raise TypeError(f"buffers are tensors, got {type(buffer).__name__}")
-    if isinstance(buffer, DTensor):
-        raise TypeError(f"a buffer of shape {tuple(buffer.shape)} is a DTensor: pass plain tensors, to_local()")
-
-
-def _check_buffer(buffer: Any) -> None:
-    """Refuse what cannot be cut in place."""
-    check_plain(buffer)
-    shape = tuple(buffer.shape)
-    if isinstance(buffer, nn.Parameter):
-        raise TypeError(
-            f"a buffer of shape {shape} is an nn.Parameter, which an optimizer and others hold: take this rank's "
-            "rows of it in the model, by position ids that are a buffer"
-        )
-    if buffer.grad_fn is not None:
-        raise ValueError(
-            f"a buffer of shape {shape} is the result of a computation that requires grad, and cutting it in place "
-            "would cut its graph: use context_parallel_shard, which is differentiable, or compute it inside the block"
-        )
-
-
-def dim_of(buffer: torch.Tensor, dim: int) -> int:
-    if not -buffer.ndim <= dim < buffer.ndim:
-        raise ValueError(f"a buffer of shape {tuple(buffer.shape)} has no sequence dim {dim}")
-    return dim % buffer.ndim
 
 
 def open_on(group: dist.ProcessGroup) -> _Entry | None:

@@ -56,9 +56,9 @@ class AttentionCalls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
+        if func is F.scaled_dot_product_attention or func in _BELOW:
             return self._attend(*args, **kwargs)
-        if func in _OTHERS or getattr(func, "__name__", None) in _OTHER_OPERATORS:
+        if func in _OTHERS or getattr(func, "__name__", "").removesuffix(".default") in _OTHER_OPERATORS:
             raise NotImplementedError(
                 f"{self._name}: {func.__name__} is not one of the attention calls that run context parallel; use "
                 "scaled_dot_product_attention"
@@ -133,5 +133,18 @@ class AttentionCalls(TorchFunctionMode):
 
 # Attention that would otherwise run on the local part, silently.
 _OTHERS = {F.multi_head_attention_forward, *fast_path_attention()}
-# What flex_attention and varlen_attn, plain Python functions, come down to.
-_OTHER_OPERATORS = {"flex_attention", "_varlen_attn"}
+# The function as an operator.
+_BELOW = {torch.ops.aten.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default}
+# What flex_attention and varlen_attn, plain Python functions, come down to, and the operators that others do.
+_OTHER_OPERATORS = {
+    "flex_attention",
+    "_varlen_attn",
+    "_flash_attention_forward",
+    "_efficient_attention_forward",
+    "_scaled_dot_product_attention_math",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable",
+}

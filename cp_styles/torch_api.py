@@ -27,8 +27,6 @@ from cp_styles.balancers import Cut, layout_of
 from cp_styles.block import (
     ContextParallelBlock,
     agree_on,
-    check_plain,
-    dim_of,
     group_of,
     last_cut,
     open_on,
@@ -36,6 +34,7 @@ from cp_styles.block import (
     ranks_of,
     rotation,
 )
+from cp_styles.buffers import check_plain, dim_of
 from cp_styles.collectives import gather
 from cp_styles.comm import gather_numbers
 from cp_styles.kernels import Kernel

@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[2] / "cp_styles"
 # Lowest row first. A new file must be given a row here, and in the README's picture.
 LAYERS = (
     ("_compat", "autocast", "comm", "testing"),
-    ("mask", "captured", "flex_mask", "rectangles", "layout", "balancers", "batch", "collectives", "spelling"),
+    ("mask", "captured", "flex_mask", "rectangles", "layout", "balancers", "buffers", "batch", "collectives", "spelling"),
     ("plan", "kernels", "merge"),
     ("strategies",),
     ("composed", "unreduced", "dispatcher", "state", "scope", "ops", "functional", "flex", "calls"),

@@ -1,0 +1,416 @@
+"""torch's context-parallel API: the parameter grid of torch's own tests, buffers of all kinds, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention as attention_by_name
+
+from cp_styles import (
+    AllGather,
+    HeadTailLoadBalancer,
+    Ring,
+    Ulysses,
+    context_parallel,
+    context_parallel_shard,
+    context_parallel_unshard,
+    contiguous,
+    head_tail,
+    set_rotate_method,
+    striped,
+)
+from cp_styles.testing import RankError, run_ranks
+from tests.oracle import dense_attention, error, randn
+from tests.ranks.attention_case import EXACT, Core, Problem, cp_mesh, parallel
+
+RANKS = 2
+# MATH is that of one device: what computes tiles is ours (pytorch#147793). Kernels of CUDA need processes and a GPU.
+BACKENDS = (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH)
+STRATEGIES = {"allgather": AllGather(), "alltoall": Ring()}
+GRID = [
+    row
+    for row in itertools.product(
+        (True, False), (head_tail, contiguous), STRATEGIES, (True, False), ("context", "style"), BACKENDS
+    )
+    if row[-2:] != ("style", SDPBackend.MATH)  # refused: tests/ranks/test_errors.py
+]
+
+
+@pytest.mark.parametrize(
+    ("causal", "layout", "rotate", "forward_only", "door", "backend"),
+    GRID,
+    ids=lambda value: getattr(value, "__name__", None) or getattr(value, "name", str(value)),
+)
+def test_the_grid_of_torch(causal, layout, rotate, forward_only, door, backend):
+    problem = Problem(length=16, causal=causal, kv_heads=2)
+
+    def attend(core, q, k, v, cotangent):
+        if forward_only:
+            return [core(q, k, v)]
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = core(*leaves)
+        return [out, *torch.autograd.grad(out, leaves, cotangent)]
+
+    def rank_main(rank):
+        mesh, core = cp_mesh(RANKS), Core(causal=causal)
+        buffers = [x.clone() for x in (*problem.inputs, problem.cotangent)]
+        with set_rotate_method(rotate), sdpa_kernel(backend):
+            if door == "context":
+                with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 4, layout=layout) as block:
+                    assert block.strategy == STRATEGIES[rotate]
+                    found = attend(core, *buffers)
+            else:
+                parallel(core, mesh, strategy=STRATEGIES[rotate], layout=layout)
+                found = attend(core, *context_parallel_shard(mesh, buffers, [2] * 4, layout))
+        found = context_parallel_unshard(mesh, found, [2] * len(found), layout)
+        return max(error(mine, whole) for mine, whole in zip(found, problem.expected, strict=forward_only is False))
+
+    assert max(run_ranks(rank_main, RANKS)) < EXACT
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("length", [1, 2, 3, 7, 16, 33])
+@pytest.mark.parametrize("when", ["inside", "after"])
+def test_any_length_and_leaves_as_buffers(length, ranks, when):
+    """Short sequences (pytorch#159706), lengths that do not divide, buffers that require grad, which torch refuses."""
+    problem = Problem(length=length, causal=length % 2 == 1)  # pytorch#141429: not causal, under load balancing
+
+    def rank_main(rank):
+        mesh = cp_mesh(ranks)
+        q, k, v = (x.clone().requires_grad_() for x in problem.inputs)
+        cotangent = problem.cotangent.clone()
+        alive = (q * 2).sum()  # a graph of the wholes, made before
+        with context_parallel(
+            mesh, buffers=[q, k, v, cotangent], buffer_seq_dims=[2, -2, 2, 2], no_restore_buffers={cotangent}
+        ):
+            assert q.shape[2] == head_tail(length, ranks).lengths[rank]
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=problem.causal)
+            if when == "inside":
+                torch.autograd.backward(out, cotangent)
+        if when == "after":
+            out.backward(cotangent)
+        found = context_parallel_unshard(mesh, [out, q.grad, k.grad, v.grad], [2] * 4)
+        assert not any(x.requires_grad for x in found)
+        assert all(torch.equal(x, whole) for x, whole in zip((q, k, v), problem.inputs, strict=True))
+        q.grad = None
+        alive.backward()
+        assert torch.equal(q.grad, torch.full_like(q, 2.0))
+        return max(error(mine, whole) for mine, whole in zip(found, problem.expected, strict=True))
+
+    assert max(run_ranks(rank_main, ranks)) < EXACT
+
+
+@pytest.mark.parametrize("door", ["module", "name", "torch._C._nn", "operator"])
+def test_no_buffers_and_any_import(door):
+    """pytorch#159634; the layout follows from what the ranks hold together."""
+    attend = {
+        "module": F.scaled_dot_product_attention,
+        "name": attention_by_name,
+        "torch._C._nn": torch._C._nn.scaled_dot_product_attention,
+        "operator": torch.ops.aten.scaled_dot_product_attention,
+    }[door]
+    problems = [Problem(length=length, causal=False, kv_length=kv) for length, kv in ((5, None), (12, None), (6, 10))]
+
+    def rank_main(rank):
+        mesh = cp_mesh(RANKS)
+        errors = []
+        with context_parallel(mesh):
+            for problem in problems:
+                parts = context_parallel_shard(mesh, problem.inputs, [2] * 3)
+                (out,) = context_parallel_unshard(mesh, [attend(*parts)], [2])
+                errors.append(error(out, problem.expected[0]))
+        assert torch.equal(attend(*problems[0].inputs), F.scaled_dot_product_attention(*problems[0].inputs))
+        return max(errors)
+
+    assert max(run_ranks(rank_main, RANKS)) < EXACT
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2), (torch.float16, 1e-3)])
+def test_float32_and_low_precision(dtype, bound):
+    """pytorch#147793, torchtitan#3340: float32 has no flash kernel on CUDA. Here no dtype is a case of its own.
+
+    The bounds are some units of the last place; a key too many or too few is 1e-1.
+    """
+    problem = Problem(length=24, dtype=dtype)
+
+    def rank_main(rank):
+        mesh = cp_mesh(RANKS)
+        q, k, v = (x.clone() for x in problem.inputs)
+        with context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2] * 3):
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        (out,) = context_parallel_unshard(mesh, [out], [2])
+        assert out.dtype == dtype
+        return error(out, problem.expected[0])
+
+    assert max(run_ranks(rank_main, RANKS)) < bound
+
+
+def test_buffers_of_all_kinds():
+    length = 10
+    layout = head_tail(length, RANKS)
+    base = randn(0, 3, length + 4, 6)
+
+    def rank_main(rank):
+        mesh = cp_mesh(RANKS)
+        own = base.clone()
+        views = [own[:, :length], own[:, 2 : length + 2], own.transpose(0, 1)[:length]]  # of one storage
+        expanded = torch.arange(length).expand(3, length)  # position ids, as models make them
+        flags, empty = torch.arange(length) > 4, torch.empty(0, length)
+        twice = torch.arange(length)
+        everything = [*views, expanded, flags, empty, twice, twice]
+        dims = [1, 1, 0, 1, 0, 1, 0, -1]
+        whole = [x.clone() for x in everything]
+        with context_parallel(mesh, buffers=everything, buffer_seq_dims=dims) as block:
+            assert block.layout == layout
+            for x, saved, dim in zip(everything, whole, dims, strict=True):
+                assert torch.equal(x, layout.shard(saved, dim, rank))
+            assert torch.equal(own, base)  # what the views are of is not theirs to change
+            views[0].mul_(2)
+            expanded.add_(1)
+            twice.zero_()
+            assert torch.equal(own, base)
+        assert all(torch.equal(x, saved) for x, saved in zip(everything, whole, strict=True))
+        assert torch.equal(own, base)
+        own.add_(1)
+        assert torch.equal(views[0], base[:, :length] + 1)  # and views of it they still are
+        assert all(not hasattr(x, "_cp_styles_layout") for x in everything)
+
+    run_ranks(rank_main, RANKS)
+
+
+@pytest.mark.parametrize("a_view", [False, True])
+def test_a_buffer_that_is_computed_in_place(a_view):
+    """Inside, it is what it was computed to be; then it is what it was, and where autograd cannot, an error says so."""
+    whole = randn(0, 8, 3)
+
+    def rank_main(rank):
+        buffer, weight = whole.clone(), torch.ones(3, dtype=whole.dtype, requires_grad=True)
+        buffer = buffer[:] if a_view else buffer
+        with context_parallel(cp_mesh(RANKS), buffers=[buffer], buffer_seq_dims=[0]):
+            buffer.mul_(weight)
+            (buffer * buffer).sum().backward()
+        assert torch.equal(buffer, whole)
+        assert not buffer.requires_grad
+        part = head_tail(8, RANKS).shard(whole, 0, rank)
+        return error(weight.grad, (2 * part * part).sum(0))
+
+    if a_view:
+        with pytest.raises(RankError, match="a view, was changed in place by a computation with gradient"):
+            run_ranks(rank_main, RANKS)
+    else:
+        assert max(run_ranks(rank_main, RANKS)) < EXACT
+
+
+def test_sequences_of_several_lengths_are_said_to_be_such():
+    """Cross-attention: each length is cut on its own. Otherwise a long table would be cut for another one."""
+    problem = Problem(length=7, kv_length=12, causal=False)
+
+    def rank_main(rank):
+        mesh = cp_mesh(RANKS)
+        q, k, v = (x.clone() for x in problem.inputs)
+        with (
+            pytest.raises(ValueError, match=r"have \[7, 12, 12\] positions.*table\[:length\].*layout=head_tail"),
+            context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2] * 3),
+        ):
+            pass
+        with context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2] * 3, layout=head_tail):
+            out = F.scaled_dot_product_attention(q, k, v)
+            (out,) = context_parallel_unshard(mesh, [out], [2])
+        return error(out, problem.expected[0])
+
+    assert max(run_ranks(rank_main, RANKS)) < EXACT
+
+
+def test_a_rotary_table_that_is_kept_by_the_graph():
+    """A complex table, sliced in the model, as rotary embeddings are; the backward comes after the block."""
+    length, dim = 9, 4
+    x, cotangent = randn(1, 1, 2, length, 2 * dim), randn(2, 1, 2, length, 2 * dim)
+    table = torch.polar(torch.ones(length, dim, dtype=torch.float64), randn(3, length, dim))
+
+    def model(x, table, causal_attention):
+        rotated = torch.view_as_complex(x.unflatten(-1, (dim, 2))) * table[: x.shape[2]]
+        return causal_attention(torch.view_as_real(rotated).flatten(-2))
+
+    whole = x.clone().requires_grad_()
+    mask = torch.ones(length, length, dtype=torch.bool).tril()
+    expected = model(whole, table, lambda q: dense_attention(q, q, q, mask))
+    expected.backward(cotangent)
+
+    def rank_main(rank):
+        mesh = cp_mesh(RANKS)
+        mine, own = x.clone().requires_grad_(), table.clone()
+        with context_parallel(mesh, buffers=[mine, own], buffer_seq_dims=[2, 0]):
+            out = model(mine, own, lambda q: F.scaled_dot_product_attention(q, q, q, is_causal=True))
+        out.backward(head_tail(length, RANKS).shard(cotangent, 2, rank))
+        out, grad = context_parallel_unshard(mesh, [out, mine.grad], [2, 2])
+        return max(error(out, expected), error(grad, whole.grad))
+
+    assert max(run_ranks(rank_main, RANKS)) < EXACT
+
+
+def test_the_cut_belongs_to_the_call():
+    """Whatever cuts, one balancer in all three functions; and pytorch's: sharding a batch flips no switch."""
+    problem, length = Problem(length=12), 12
+
+    def rank_main(rank):
+        mesh, errors = cp_mesh(RANKS), []
+        balancer = HeadTailLoadBalancer(length, RANKS)
+        for cut in (balancer, head_tail(length, RANKS), head_tail, contiguous, striped, contiguous(length, RANKS)):
+            parts = context_parallel_shard(
+                mesh, {"q": problem.inputs[0], "kv": problem.inputs[1]}, {"q": 2, "kv": 2}, cut
+            )
+            _ = context_parallel_shard(mesh, [problem.inputs[2]], [2], contiguous)  # another one's, in between
+            with context_parallel(mesh, layout=cut, strategy=Ulysses(), mask=None):
+                out = F.scaled_dot_product_attention(parts["q"], parts["kv"], parts["kv"], is_causal=True)
+                (inside,) = context_parallel_unshard(mesh, [out], [2])
+            (outside,) = context_parallel_unshard(mesh, [out], [2], cut)
+            assert torch.equal(inside, outside)
+            mask = torch.ones(length, length, dtype=torch.bool).tril()
+            q, k, _ = problem.inputs
+            errors.append(error(inside, dense_attention(q, k, k, mask)))
+            with pytest.raises(ValueError, match="pass the same as load_balancer="):
+                context_parallel_unshard(mesh, [out], [2])
+        with context_parallel(mesh):
+            pass
+        context_parallel_unshard(mesh, [out], [2])
+        return max(errors)
+
+    assert max(run_ranks(rank_main, RANKS)) < EXACT
+
+
+def enter(mesh, *buffers, dims=None, **options):
+    with context_parallel(mesh, buffers=list(buffers), buffer_seq_dims=dims or [0] * len(buffers), **options):
+        raise AssertionError("was not refused")
+
+
+def kept_cut(mesh):
+    whole = torch.arange(8)
+    with context_parallel(mesh, buffers=[whole], buffer_seq_dims=[0], no_restore_buffers={whole}):
+        pass
+    enter(mesh, whole)
+
+
+def cut_in_an_open_block(mesh):
+    whole = torch.arange(8)
+    with context_parallel(mesh, buffers=[whole], buffer_seq_dims=[0]):
+        enter(mesh, whole)
+
+
+def with_a_whole_gradient(mesh):
+    whole = torch.ones(8, requires_grad=True)
+    whole.sum().backward()
+    enter(mesh, whole)
+
+
+def attend_to_another_length(mesh):
+    q = torch.randn(1, 1, 3, 4)
+    with context_parallel(mesh, buffers=[torch.arange(8)], buffer_seq_dims=[0]):
+        F.scaled_dot_product_attention(q, q, q)
+
+
+def attend(**options):
+    def call(mesh):
+        q = torch.randn(1, 1, 4, 4)
+        with context_parallel(mesh):
+            F.scaled_dot_product_attention(q, q, q, **options)
+
+    return call
+
+
+def by_operator(mesh):
+    q = torch.randn(1, 1, 4, 4)
+    with context_parallel(mesh):
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(q, q, q)
+
+
+A = torch.arange(8)
+REFUSED = {
+    "composed mesh": (
+        lambda mesh: enter(init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("dp", "cp"))),
+        r'mesh\["cp"\]',
+    ),
+    "no mesh": (lambda mesh: enter(None), "needs a DeviceMesh"),
+    "a dim too few": (lambda mesh: enter(mesh, A, A, dims=[0]), "2 buffers and 1 sequence dims"),
+    "one tensor": (
+        lambda mesh: context_parallel(mesh, buffers=A, buffer_seq_dims=[0]).__enter__(),
+        "put it into a list",
+    ),
+    "no such dim": (lambda mesh: enter(mesh, A, dims=[1]), "no sequence dim 1"),
+    "not a subset": (lambda mesh: enter(mesh, A, no_restore_buffers={A.clone()}), "subset of buffers"),
+    "a parameter": (lambda mesh: enter(mesh, nn.Parameter(torch.ones(8))), "nn.Parameter"),
+    "a DTensor": (lambda mesh: enter(mesh, DTensor.from_local(A, mesh, [Shard(0)])), "to_local"),
+    "no tensor": (lambda mesh: enter(mesh, [1, 2]), "got list"),
+    "a result": (lambda mesh: enter(mesh, torch.ones(8, requires_grad=True) * 2), "context_parallel_shard"),
+    "cut already, kept": (kept_cut, "part of a sequence already"),
+    "cut already, open": (cut_in_an_open_block, "part of a sequence already"),
+    "a gradient already": (with_a_whole_gradient, "set it to None before"),
+    "twice, differently": (lambda mesh: enter(mesh, *[torch.ones(8, 8)] * 2, dims=[0, 1]), "given twice"),
+    "ranks differ": (lambda mesh: enter(mesh, torch.ones(8 + mesh.get_local_rank())), "ranks .1. have other buffers"),
+    "one rank alone": (
+        lambda mesh: enter(mesh, A, dims=[mesh.get_local_rank()]),
+        r"no sequence dim 1|ranks \[1\] refused",
+    ),
+    "a layout of other ranks": (lambda mesh: enter(mesh, A, layout=head_tail(8, 5)), "5 ranks"),
+    "no layout": (lambda mesh: enter(mesh, A, layout="zigzag"), "layout must be"),
+    "no strategy": (lambda mesh: enter(mesh, A, strategy="ring"), "Strategy object"),
+    "attention over another length": (attend_to_another_length, "cuts 8 positions"),
+    "dropout": (attend(dropout_p=0.1), "dropout_p=0.1"),
+    "an operator below": (by_operator, "use scaled_dot_product_attention"),
+    "shard without a cut": (lambda mesh: context_parallel_shard(mesh, [A], [0]), "contiguous.*head_tail"),
+    "shard: names differ": (lambda mesh: context_parallel_shard(mesh, {"a": A}, {"b": 0}, head_tail), "same entries"),
+    "shard: other length": (lambda mesh: context_parallel_shard(mesh, [A], [0], head_tail(9, RANKS)), "9 positions"),
+    "unshard: lengths": (
+        lambda mesh: context_parallel_unshard(mesh, [A[: 3 + 3 * mesh.get_local_rank()]], [0]),
+        "hold .3, 6.",
+    ),
+    "unshard: no tensor": (lambda mesh: context_parallel_unshard(mesh, [7], [0]), "got int"),
+}
+
+
+@pytest.mark.parametrize(("call", "words"), REFUSED.values(), ids=REFUSED)
+def test_what_is_refused_on_every_rank(call, words):
+    for found in run_ranks(lambda rank: call(cp_mesh(RANKS)), RANKS, return_errors=True, timeout_seconds=20):
+        assert isinstance(found, (ValueError, TypeError, NotImplementedError)), found
+        with pytest.raises(type(found), match=words):
+            raise found
+
+
+def test_an_in_place_change_of_what_the_backward_needs_is_noticed():
+    def rank_main(rank):
+        x, weight = torch.ones(8), torch.ones(4, requires_grad=True)
+        with context_parallel(cp_mesh(RANKS), buffers=[x], buffer_seq_dims=[0]):
+            out = x * weight
+            x.add_(1)
+            out.sum().backward()
+
+    with pytest.raises(RankError, match="modified by an in-place operation"):
+        run_ranks(rank_main, RANKS)
+
+
+def test_torchs_own_beside_ours():
+    """Its switches, on and off while a block is open, do not reach ours; and ours are not there to reach it."""
+    theirs = pytest.importorskip("torch.distributed.tensor.experimental._attention")
+    problem = Problem(length=8)
+
+    def rank_main(rank):
+        mesh = cp_mesh(RANKS)
+        q, k, v = (x.clone() for x in problem.inputs)
+        attend = F.scaled_dot_product_attention
+        with context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2] * 3):
+            outs = [F.scaled_dot_product_attention(q, k, v, is_causal=True)]
+            theirs._enable_context_parallel_dispatcher()
+            outs.append(F.scaled_dot_product_attention(q, k, v, is_causal=True))
+            theirs._disable_context_parallel_dispatcher()
+            outs.append(F.scaled_dot_product_attention(q, k, v, is_causal=True))
+            outs = context_parallel_unshard(mesh, outs, [2] * 3)
+        assert F.scaled_dot_product_attention is attend
+        return max(error(out, problem.expected[0]) for out in outs)
+
+    assert max(run_ranks(rank_main, RANKS)) < EXACT
