@@ -12,7 +12,7 @@ from cp_styles.autocast import as_attended
 from cp_styles.kernels import Kernel
 from cp_styles.layout import Balancer, SequenceLayout, head_tail
 from cp_styles.mask import Dense, Full, Mask
-from cp_styles.ops import Source, Spelled, check_plain, handle, refuse_on_all, spelled
+from cp_styles.ops import Source, Spelled, check_local, check_plain, handle, refuse_on_all, spelled
 from cp_styles.state import Binding
 from cp_styles.strategies import Ring, Strategy
 
@@ -95,7 +95,8 @@ def attend(
     try:
         if refuse is not None:
             refuse()
-        check_plain(source.name, tensors)
+        # Compiled, shapes are for the op to check, when all ranks can hear of it.
+        (check_plain if isinstance(source, Spelled) else check_local)(source.name, tensors)
         tensors = tuple(map(as_attended, tensors))
         if attn_mask is not None and attn_mask.requires_grad:
             Dense(attn_mask)  # raises; asked here, because compiled code does not know it any more

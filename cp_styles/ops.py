@@ -209,7 +209,8 @@ def _attention(q, k, v, sink, attn_mask, dense, config, is_causal, scale, keep, 
             raise NotImplementedError(problem)
         if scope is not None and keep and not live:
             said = _spelled_scope(scope, name)
-        check_local(name, (q, k, v))
+        if not live:
+            check_local(name, (q, k, v))
         if attn_mask is not None:
             Dense(attn_mask)  # raises for what is no mask
         if sink is not None and tuple(sink.shape) != (q.shape[1],):

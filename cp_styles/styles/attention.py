@@ -23,6 +23,7 @@ from cp_styles.scope import Lease, ScopedBinding
 from cp_styles.state import Binding
 from cp_styles.styles.context import ContextParallelStyle
 from cp_styles.styles.lift import Lift
+from cp_styles.styles.traced import Traced, traced_of
 
 # What modules call their three inputs; anything else is taken by position.
 _NAMES = (("query", "key", "value"), ("q", "k", "v"), ("xq", "xk", "xv"))
@@ -115,7 +116,11 @@ class ContextParallelState:
                 "module of its own that takes the three"
             )
 
+        self._places = [(name, parameters.index(name)) for name in self._names]
+
     def register(self) -> None:
+        options = {"seq_dim": self.style.seq_dim, "use_local_output": self.style.use_local_output}
+        Traced(self._scoped, self.lift, self.axis, self._places, **options).attach(self.module)
         # The last to change the inputs and the first to see the outputs: other styles' hooks see what they always saw.
         self.module.register_forward_pre_hook(self._pre_forward, with_kwargs=True)
         self.module.register_forward_hook(self._post_forward, prepend=True, always_call=True)
@@ -128,6 +133,9 @@ class ContextParallelState:
         return ContextParallelState(self.style, copy.deepcopy(self.module, memo), self.lift, self.axis, self._unscoped)
 
     def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        if torch.compiler.is_compiling():
+            traced_of(module).ran = False
+            return args, kwargs
         install()
         self.binding = self._scoped.now()
         bound = self._bind(args, kwargs)
@@ -171,6 +179,13 @@ class ContextParallelState:
         raise problem
 
     def _post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if torch.compiler.is_compiling():
+            if not traced_of(module).ran:
+                raise RuntimeError(
+                    f"{self._unscoped.name}: torch.compile traced a forward that is not the module's class': something "
+                    "set the attribute `forward` of the module itself. Set it before the style is applied"
+                )
+            return output
         phase, self.phase = self.phase, Phase.IDLE
         lease, self._lease = self._lease, None
         failure = sys.exc_info()[1]

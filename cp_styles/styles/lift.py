@@ -70,7 +70,7 @@ class Lift:
             if not isinstance(value, DTensor) or value.device_mesh != mesh:
                 on = f"on mesh axes {value.device_mesh.mesh_dim_names}" if isinstance(value, DTensor) else "local"
                 raise ValueError(f"{what}, but {label} is {on}: pass all three on the same mesh")
-        found = self._of(mesh)
+        found = self.of(mesh)
         if isinstance(found, str):
             raise ValueError(f"{what}: {found}. Otherwise {expected}")
         if found.seq_axis is None and not self._use_local_output:
@@ -93,7 +93,7 @@ class Lift:
         if bound.ndim == 1:
             return sequence_sharded(local, bound, self._seq_dim, rows)
         assert isinstance(value, DTensor)  # beside() saw it
-        found = self._of(value.device_mesh)
+        found = self.of(value.device_mesh)
         assert isinstance(found, Beside)
         others = found.others(value.placements)
         return sequence_sharded(local, bound, self._seq_dim, rows, others, value.shape)
@@ -131,7 +131,8 @@ class Lift:
         """Whether outputs will be DTensors cut over the sequence axis."""
         return not self._use_local_output if came is None else came.seq_axis is not None
 
-    def _of(self, mesh: DeviceMesh) -> Beside | str:
+    def of(self, mesh: DeviceMesh) -> Beside | str:
+        """What the axes of a mesh are beside the sequence's; or why they are none."""
         if mesh not in self._known:
             self._known[mesh] = beside(mesh, self._composed, self._sequence)
         return self._known[mesh]
