@@ -184,6 +184,24 @@ def test_copies_of_a_parallel_module():
     run_ranks(on, 2)
 
 
+def test_pickles_of_a_parallel_module():
+    """The weights are pickled as ever; the module is bound to processes, and says so."""
+
+    def on(rank: int) -> None:
+        model = Projected(Core())
+        parallel(model.core, cp_mesh(2))
+        buffer = io.BytesIO()
+        torch.save(model.state_dict(), buffer)
+        buffer.seek(0)
+        Projected(Core()).load_state_dict(torch.load(buffer, weights_only=True))
+        for dump in (pickle.dumps, lambda module: torch.save(module, io.BytesIO())):
+            for module in (model, model.core):
+                with pytest.raises(TypeError, match=r"Core is context parallel.*save its state_dict"):
+                    dump(module)
+
+    run_ranks(on, 2)
+
+
 # -- twice --
 
 TWICE = {

@@ -1,0 +1,67 @@
+"""What test_composition.py starts: every composition, one after another, on the ranks that torchrun made.
+
+torchrun --nproc-per-node 4 tests/process/composition_job.py [NAME ...]
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from cp_styles.unreduced import UnreducedGradientsWarning
+from tests.oracle import error
+from tests.ranks.composition import COMPOSITIONS, STEPS, Training, alone
+
+# Of twenty losses around 4. Rounding, carried through twenty steps of AdamW, is 1e-14; what a composition is most often
+# wrong by, a gradient that is averaged, or summed over too few ranks, is above 1e-5 after the first.
+TOLERANCE = 1e-9
+
+
+def furthest(run: Training, single: Training) -> tuple[float, float]:
+    """The largest difference of a loss, and the largest relative one of a parameter, on any rank."""
+    parameters = single.parameters()
+    mine = torch.tensor(
+        [
+            max(abs(found - wanted) for found, wanted in zip(run.losses, single.losses, strict=True)),
+            max(error(found, parameters[name]) for name, found in run.parameters().items()),
+        ],
+        dtype=torch.float64,
+    )
+    dist.all_reduce(mine, op=dist.ReduceOp.MAX)
+    return mine[0].item(), mine[1].item()
+
+
+def main(names: list[str]) -> int:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    warnings.simplefilter("error", UnreducedGradientsWarning)
+    single = alone(STEPS)
+    missed = 0
+    for make in COMPOSITIONS:
+        if names and make.__name__ not in names:
+            continue
+        start = time.perf_counter()
+        run = make().run(STEPS)
+        loss, parameter = furthest(run, single)
+        missed += not (loss < TOLERANCE and parameter < TOLERANCE)  # nan is missed, too
+        if dist.get_rank() == 0:
+            said = f"{make.__name__}: losses within {loss:.0e}, parameters within {parameter:.0e}"
+            print(f"{said}, {time.perf_counter() - start:.1f} s", flush=True)
+            print("".join(f"    {line}\n" for line in run.counted().splitlines()), end="", flush=True)
+    dist.barrier()
+    return missed
+
+
+if __name__ == "__main__":
+    status = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # a thread of gloo may abort at the interpreter's shutdown, see tutorials/train_llama.py

@@ -1,0 +1,92 @@
+"""Twenty AdamW steps under every composition, on real processes that are started once: one process' training."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from expecttest import assert_expected_inline
+
+ROOT = Path(__file__).parents[2]
+JOB = Path(__file__).with_name("composition_job.py")
+
+pytestmark = pytest.mark.process
+
+
+def start(job: Path = JOB) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", job]
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=300)
+
+
+def test_every_composition_is_the_training_of_one_process():
+    """The losses and the parameters to 1e-9, which the job holds; and what rank 0 sends in a step, to the byte."""
+    done = start()
+    assert done.returncode == 0, done.stdout + done.stderr
+    without_figures = re.sub(r": losses within .*", "", done.stdout)
+    assert_expected_inline(
+        without_figures,
+        """\
+by_sum_gradients
+    all_gather: 2 calls, 96 bytes
+    all_reduce: 4 calls, 217032 bytes
+    send: 30720 bytes
+by_fsdp_over_dp_cp
+    all_gather: 7 calls, 201504 bytes
+    all_reduce: 2 calls, 24 bytes
+    reduce_scatter: 3 calls, 108480 bytes
+    send: 30720 bytes
+by_fsdp_over_cp
+    all_gather: 7 calls, 201696 bytes
+    all_reduce: 2 calls, 24 bytes
+    reduce_scatter: 3 calls, 108480 bytes
+    send: 106496 bytes
+by_ddp_over_cp
+    all_gather: 2 calls, 288 bytes
+    all_reduce: 3 calls, 216984 bytes
+    broadcast: 2 calls, 276 bytes
+    send: 106496 bytes
+by_hsdp
+    all_gather: 7 calls, 134368 bytes
+    all_reduce: 5 calls, 72344 bytes
+    reduce_scatter: 3 calls, 72320 bytes
+    send: 30720 bytes
+by_fsdp_over_dp_and_sum_gradients_over_cp
+    all_gather: 7 calls, 134368 bytes
+    all_reduce: 4 calls, 72376 bytes
+    reduce_scatter: 3 calls, 72320 bytes
+    send: 30720 bytes
+by_fsdp_over_cp_with_tp
+    all_gather: 18 calls, 217568 bytes
+    all_reduce: 7 calls, 1296 bytes
+    reduce_scatter: 13 calls, 169600 bytes
+    send: 30720 bytes
+by_pipeline
+    all_gather: 4 calls, 192 bytes
+    all_reduce: 3 calls, 72232 bytes
+    send: 57344 bytes
+""",
+    )
+
+
+def test_what_is_wrong_is_seen(tmp_path):
+    """The least that goes wrong: a gradient that FSDP2 has averaged where it should be summed, of which AdamW, which
+    divides by the gradient's size, shows next to nothing."""
+    job = tmp_path / "sabotaged.py"
+    job.write_text(
+        """
+import os, sys
+from tests.ranks import composition
+original = composition.global_loss
+composition.global_loss = lambda *args, averaged_over: original(*args)
+from tests.process import composition_job
+status = composition_job.main(["by_fsdp_over_dp_cp"])
+sys.stdout.flush()
+os._exit(status)
+"""
+    )
+    done = start(job)
+    assert done.returncode != 0
+    assert "by_fsdp_over_dp_cp: losses within" in done.stdout, done.stderr
