@@ -15,6 +15,7 @@ from cp_styles.layout import SequenceLayout, by_work, contiguous, head_tail, per
 from cp_styles.mask import Causal, Chunked, Dense, Documents, Full, Mask, PerRow, PrefixLM, SlidingWindow
 from cp_styles.plan import imbalance
 from cp_styles.scope import SequenceScope
+from cp_styles.selective import save_attention
 from cp_styles.strategies import AllGather, Ring, Strategy, Ulysses
 from cp_styles.styles import (
     AttentionContextParallel,
@@ -77,6 +78,7 @@ __all__ = [
     "imbalance",
     "next_token_labels",
     "per_document_head_tail",
+    "save_attention",
     "set_rotate_method",
     "shard_batch",
     "striped",

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from cp_styles._compat import resolve_group
+
 
 class Pending:
     """Transfers under way. Keeps its tensors alive; :meth:`wait` before reading what was received."""
@@ -52,14 +54,25 @@ def gather_numbers(numbers: Sequence[int], group: dist.ProcessGroup) -> list[tup
     This is how one rank's problem becomes every rank's error. Communication: one all-gather of ``len(numbers)`` int64
     a rank; on the host where the group has a CPU backend, else on the device, which waits for it.
     """
-    size = group.size()
-    if size == 1:
+    if group.size() == 1:
         return [tuple(numbers)]
     device = torch.device("cpu") if has_cpu_backend(group) else torch.device("cuda", torch.cuda.current_device())
     mine = torch.tensor(numbers, dtype=torch.int64, device=device)
-    rows = [torch.empty_like(mine) for _ in range(size)]
-    dist.all_gather(rows, mine, group=group)
-    return [tuple(row.tolist()) for row in rows]
+    return [tuple(row) for row in torch.ops.cp_styles.gather_numbers(mine, group.group_name).tolist()]
+
+
+# An op, so that a selective checkpoint can keep what it returned and its recomputation need not ask again.
+torch.library.define(
+    "cp_styles::gather_numbers", "(Tensor mine, str group_name) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
+)
+
+
+@torch.library.impl("cp_styles::gather_numbers", "CompositeExplicitAutograd")
+def _gather_numbers(mine: torch.Tensor, group_name: str) -> torch.Tensor:
+    group = resolve_group(group_name)
+    rows = mine.new_empty(group.size(), mine.numel())
+    dist.all_gather(list(rows), mine, group=group)
+    return rows
 
 
 def has_cpu_backend(group: dist.ProcessGroup) -> bool:

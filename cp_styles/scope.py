@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
@@ -89,10 +90,17 @@ class SequenceScope:
     def __exit__(self, *exception: object) -> None:
         _open.set(_open.get()[:-1])  # and no token kept in self, which several threads may have open
 
-    def for_checkpoint(self) -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
-        """The ``context_fn`` of torch.utils.checkpoint: nothing more in the forward, this scope in the
-        recomputation."""
-        return contextlib.nullcontext(), self
+    def for_checkpoint(
+        self, context_fn: Callable[[], tuple[Any, Any]] | None = None
+    ) -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
+        """The ``context_fn`` of torch.utils.checkpoint: nothing more in the forward, this scope in the recomputation.
+
+        With a ``context_fn`` of your own, ``partial(scope.for_checkpoint, context_fn)``: its contexts as well.
+        """
+        if context_fn is None:
+            return contextlib.nullcontext(), self
+        forward, recomputation = context_fn()
+        return forward, _Both(self, recomputation)
 
     def spelled(self, tensors: list[torch.Tensor]) -> str:
         """Layout and mask as a text, spelled once; see :func:`~cp_styles.spelling.spell`."""
@@ -104,6 +112,23 @@ class SequenceScope:
 
     def __repr__(self) -> str:
         return f"SequenceScope({self.layout.length} positions on {self.layout.ranks} ranks, mask={self.mask})"
+
+
+class _Both(contextlib.AbstractContextManager[None]):
+    """One context inside another; checkpoints may enter it several times."""
+
+    def __init__(self, outer: Any, inner: Any) -> None:
+        self._outer, self._inner = outer, inner
+
+    def __enter__(self) -> None:
+        self._outer.__enter__()
+        self._inner.__enter__()
+
+    def __exit__(self, *exception: object) -> None:
+        try:
+            self._inner.__exit__(*exception)
+        finally:
+            self._outer.__exit__(*exception)
 
 
 # The open scopes and the backward each was opened in (None outside of any), innermost last.

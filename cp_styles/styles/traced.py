@@ -41,10 +41,10 @@ class TracedCalls(AttentionCalls):
     """Takes the attention of DTensors on a bound mesh, and gives its output back as one."""
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._seen = 0
+        self._tally.calls = 0
         with self:
             output = forward(*args, **kwargs)
-        if not self._seen:
+        if not self._tally.calls:
             raise NotImplementedError(
                 f"{self._name}: no scaled_dot_product_attention was called inside the module, on what it received"
             )

@@ -1,0 +1,189 @@
+"""Selective activation checkpointing: what is recomputed communicates nothing, and is as right as what is not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from cp_styles.functional import context_attention
+from cp_styles.kernels import CPU_FLASH, Kernel
+from cp_styles.layout import head_tail
+from cp_styles.mask import Causal, Documents
+from cp_styles.scope import SequenceScope
+from cp_styles.selective import save_attention
+from cp_styles.strategies import AllGather, Ring, Ulysses
+from cp_styles.styles import AttentionContextParallel, ModuleContextParallel
+from cp_styles.testing import CommunicationTrace, run_ranks
+from tests.oracle import allowed, document_of
+from tests.ranks.attention_case import EXACT, Core, Problem, cp_mesh, run_attention
+
+RANKS = 3
+DOORS = ["style", "module", "function"]
+PROBLEM = Problem(length=13, kv_heads=2)
+
+
+def there_and_back(x: torch.Tensor) -> torch.Tensor:
+    """``x``, by two ops that save their results: a recomputation has to come by here."""
+    return x.exp().log()
+
+
+class Layer(nn.Module):
+    """An attention with something to recompute before and after it."""
+
+    def __init__(self, attend: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.attend = attend
+        self.runs = 0
+
+    def forward(self, query, key, value):
+        self.runs += 1
+        return there_and_back(self.attend(*map(there_and_back, (query, key, value))))
+
+
+def layer(door: str, mesh: DeviceMesh, **options: Any) -> Layer:
+    if door == "style":
+        return Layer(parallelize_module(Core(), mesh, AttentionContextParallel(**options)))
+    if door == "module":
+        return Layer(parallelize_module(Core(), mesh, ModuleContextParallel(**options)))
+    return Layer(partial(context_attention, group=mesh, mask=Causal(), **options))
+
+
+def events_of(attend: Callable[..., torch.Tensor], rank: int, problem: Problem = PROBLEM) -> list[tuple[str, int]]:
+    """What this rank sends for a forward and backward, which are one device's."""
+    with CommunicationTrace() as trace:
+        assert max(run_attention(attend, problem, rank, RANKS)) < EXACT
+    return trace.events
+
+
+def checkpointed(layer: nn.Module, context_fn: Callable[[], Any] | None = None) -> Callable[..., torch.Tensor]:
+    options = {} if context_fn is None else {"context_fn": context_fn}
+    return lambda *qkv: checkpoint(layer, *qkv, use_reentrant=False, **options)
+
+
+def contexts(policy=None) -> Callable[[], Any]:
+    return partial(create_selective_checkpoint_contexts, save_attention(policy))
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("strategy", [Ring(), Ring(keep_kv=False), AllGather(), Ulysses()], ids=str)
+def test_a_recomputation_that_communicates_nothing(door: str, strategy):
+    """Exactly the events of no checkpoint at all; a plain checkpoint agrees and sends the forward's keys once more."""
+
+    def on(rank: int):
+        mesh = cp_mesh(RANKS)
+        own = layer(door, mesh, strategy=strategy)
+        for _ in range(2):  # the second time everything that is remembered is there
+            without = events_of(own, rank)
+            runs = own.runs
+            assert events_of(checkpointed(own, contexts()), rank) == without
+            assert own.runs == runs + 2  # it was recomputed
+        again = Counter(events_of(checkpointed(own), rank)) - Counter(without)
+        assert again["all_gather", 6 * 8 * (RANKS - 1)] == 1
+        assert sum(again.values()) > 1
+
+    run_ranks(on, RANKS)
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_no_kernel_runs_again(door: str):
+    """Nor is there anything else of the attention to compute twice."""
+
+    class Counting(Kernel):
+        forwards = backwards = 0
+
+        def forward(self, *tensors, **options):
+            self.forwards += 1
+            return CPU_FLASH.forward(*tensors, **options)
+
+        def backward(self, *tensors, **options):
+            self.backwards += 1
+            return CPU_FLASH.backward(*tensors, **options)
+
+        def check(self, *tensors, biased):
+            CPU_FLASH.check(*tensors, biased=biased)
+
+    def on(rank: int):
+        kernel = Counting()
+        own = layer(door, cp_mesh(RANKS), kernel=kernel)
+        assert max(run_attention(checkpointed(own, contexts()), PROBLEM, rank, RANKS)) < EXACT
+        assert (kernel.forwards, kernel.backwards) == (RANKS, RANKS)
+
+    run_ranks(on, RANKS)
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_beside_a_policy_of_ones_own(door: str):
+    """It is asked about everything but the attention."""
+
+    def on(rank: int):
+        asked: Counter[Any] = Counter()
+
+        def own_policy(context, op, *args, **kwargs):
+            asked[op] += 1
+            return CheckpointPolicy.MUST_SAVE if op is torch.ops.aten.exp.default else CheckpointPolicy.MUST_RECOMPUTE
+
+        own = layer(door, cp_mesh(RANKS))
+        assert max(run_attention(checkpointed(own, contexts(own_policy)), PROBLEM, rank, RANKS)) < EXACT
+        assert asked[torch.ops.aten.exp.default]
+        assert not any("attention" in str(op) or "gather" in str(op) for op in asked)
+
+    run_ranks(on, RANKS)
+
+
+@pytest.mark.parametrize("door", ["style", "module"])
+@pytest.mark.parametrize("open_later", [False, True])
+def test_under_a_scope(door: str, open_later: bool):
+    """The batch's scope has ended, or another one is open, when the backward comes."""
+    lengths = (5, 8)
+    document = document_of(lengths)
+    problem = Problem(length=13, kv_heads=2, mask=allowed(lambda p, j: document(p) == document(j) and j <= p, 13, 13))
+
+    def on(rank: int):
+        own = layer(door, cp_mesh(RANKS))
+
+        def attend(*qkv, context_fn=None):
+            with SequenceScope(head_tail(13, RANKS), mask=Documents(lengths)) as scope:
+                fn = None if context_fn is None else partial(scope.for_checkpoint, context_fn)
+                return own(*qkv) if fn is None else checkpointed(own, fn)(*qkv)
+
+        without = events_of(attend, rank, problem)
+        with CommunicationTrace() as trace:
+            leaves, cotangent = problem.shard(head_tail, rank, RANKS)
+            out = attend(*leaves, context_fn=contexts())
+            with SequenceScope(head_tail(13, RANKS)) if open_later else nullcontext():
+                out.backward(cotangent)
+        found = [out.detach(), *(leaf.grad for leaf in leaves)]
+        assert max(problem.errors(found, head_tail, rank, RANKS)) < EXACT
+        assert trace.events == without
+
+    run_ranks(on, RANKS)
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_two_layers_and_two_batches_alive(door: str):
+    """What is kept belongs to its own layer and its own forward."""
+
+    def on(rank: int):
+        mesh = cp_mesh(RANKS)
+        own = layer(door, mesh)
+        other = Problem(length=17, kv_heads=1)
+        started = []
+        for problem in (PROBLEM, other):
+            leaves, cotangent = problem.shard(head_tail, rank, RANKS)
+            started.append((problem, leaves, cotangent, checkpointed(own, contexts())(*leaves)))
+        for problem, leaves, cotangent, out in started:
+            out.backward(cotangent)
+            found = [out.detach(), *(leaf.grad for leaf in leaves)]
+            assert max(problem.errors(found, head_tail, rank, RANKS)) < EXACT
+
+    run_ranks(on, RANKS)
