@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn.attention import flex_attention as flex_module
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_map_only as tree_map_only  # seen: 2.11 to 2.15
 
@@ -180,3 +183,40 @@ def run_kernel(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[st
     device = next(value.device.type for value in args if isinstance(value, torch.Tensor))
     key = torch._C._dispatch_key_parse(device.upper())  # pyright: ignore
     return op.redispatch(torch._C.DispatchKeySet(key), *args, **kwargs)  # pyright: ignore
+
+
+# What flex_attention comes down to: its module, its operator, and what stands there for no score_mod and for no
+# BlockMask. Seen: 2.11 to 2.15.
+FLEX_FUNCTION: Any = flex_module.flex_attention
+FLEX_GLOBALS: dict[str, Any] = vars(flex_module)
+FLEX_OPERATOR: Any = torch.ops.higher_order.flex_attention
+FLEX_IDENTITY: Any = flex_module._identity
+FLEX_UNBLOCKED: int = flex_module._LARGE_SPARSE_BLOCK_SIZE  # pyright: ignore
+
+
+class AsWritten:
+    """From now until :meth:`end`, functions under torch.compile run in this thread as they were written.
+
+    Their wrapper does so inside a kernel of a fake tensor, by a thread's own variable; nothing is compiled, and nothing
+    is remembered about the code. Seen: 2.11 to 2.15.
+    """
+
+    def __init__(self) -> None:
+        kernel = types.SimpleNamespace(in_kernel_invocation=True, shape_env=None)
+        self._context = torch._guards.TracingContext(kernel)  # pyright: ignore[reportArgumentType]
+        self._before = torch._guards.TracingContext.try_get()
+        torch._guards._TLS.tracing_context = self._context
+
+    def end(self) -> None:
+        if torch._guards.TracingContext.try_get() is self._context:
+            torch._guards._TLS.tracing_context = self._before
+
+
+def never_compile_alone(function: Callable[..., Any]) -> None:
+    """Have torch.compile trace ``function`` as part of what calls it, but never by itself.
+
+    A mode's ``__torch_function__`` that was compiled by itself is looked up by the identity of the function it is
+    given, and getters of properties are made anew for every call, where others were before. Seen: 2.11 to 2.15.
+    """
+    strategy = FrameExecStrategy(FrameAction.SKIP, FrameAction.DEFAULT)
+    torch._C._dynamo.eval_frame.set_code_exec_strategy(function.__code__, strategy)  # pyright: ignore

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from typing import Any
 
 import torch
@@ -11,11 +12,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from cp_styles._compat import fast_path_attention
+from cp_styles._compat import FLEX_OPERATOR, fast_path_attention, never_compile_alone
+from cp_styles.flex import flex_attend
+from cp_styles.flex_calls import QUESTIONS, FlexCalls, operator_results
 from cp_styles.functional import attend
 from cp_styles.ops import spelled_ahead
 from cp_styles.scope import ScopedBinding
 from cp_styles.state import Tally
+from cp_styles.varlen import VARLEN_OPERATOR, VARLEN_OPERATORS, varlen_operator
 
 
 class AttentionCalls(TorchFunctionMode):
@@ -36,6 +40,7 @@ class AttentionCalls(TorchFunctionMode):
         self._spelled = spelled_ahead(scoped)
         self._name = name
         self._grad_at_entry: list[bool] = []
+        self._flex = FlexCalls()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AttentionCalls:
         made = memo[id(self)] = AttentionCalls(self._scoped, self._name, tally=copy.deepcopy(self._tally, memo))
@@ -52,13 +57,28 @@ class AttentionCalls(TorchFunctionMode):
 
     def __exit__(self, *exception: Any) -> None:
         self._grad_at_entry.pop()
+        self._flex.forget()
         return super().__exit__(*exception)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention or func in _BELOW:
             return self._attend(*args, **kwargs)
-        if func in _OTHERS or getattr(func, "__name__", "").removesuffix(".default") in _OTHER_OPERATORS:
+        name = getattr(func, "__name__", None)
+        if not torch.compiler.is_compiling():  # which knows no method of these names
+            name = (name or "").removesuffix(".default")
+            if self._flex.expecting:
+                self._flex.forget(unless_under_way=True)
+            if func in QUESTIONS:
+                answer = self._flex.answer(sys._getframe(1), func, args)
+                return func(*args, **kwargs) if answer is None else answer
+            if func is FLEX_OPERATOR:
+                return self._attend_flex(*args[:3])
+            if name == VARLEN_OPERATOR:
+                return self._attend_varlen(*args, **kwargs)
+        if func is FLEX_OPERATOR:
+            raise NotImplementedError(f"{self._name}: flex_attention is not compiled here; {_FLEX_REMEDY}")
+        if func in _OTHERS or name in _OTHER_OPERATORS:
             raise NotImplementedError(
                 f"{self._name}: {func.__name__} is not one of the attention calls that run context parallel; use "
                 "scaled_dot_product_attention"
@@ -103,6 +123,23 @@ class AttentionCalls(TorchFunctionMode):
             refuse=refuse,
         )
 
+    @torch.compiler.disable
+    def _attend_flex(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
+        self._tally.calls += 1
+        call = self._flex.take()
+        if call is None:
+            raise NotImplementedError(
+                f"{self._name}: flex_attention came here another way than by torch's function, which is how it is "
+                f"understood; {_FLEX_REMEDY}"
+            )
+        found = flex_attend(self._scoped.now(), (query, key, value), call, self.check_reruns)
+        return operator_results(*found)
+
+    @torch.compiler.disable
+    def _attend_varlen(self, *args: Any, **kwargs: Any) -> Any:
+        self._tally.calls += 1
+        return varlen_operator(self._scoped.now(), self.check_reruns, *args, **kwargs)
+
     def _sink_now(self) -> torch.Tensor | None:
         if self._sink is None:
             return None
@@ -131,14 +168,19 @@ class AttentionCalls(TorchFunctionMode):
             )
 
 
+never_compile_alone(AttentionCalls.__torch_function__)
+
 # Attention that would otherwise run on the local part, silently.
 _OTHERS = {F.multi_head_attention_forward, *fast_path_attention()}
 # The function as an operator.
 _BELOW = {torch.ops.aten.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default}
-# What flex_attention and varlen_attn, plain Python functions, come down to, and the operators that others do.
+_FLEX_REMEDY = (
+    "call torch.nn.attention.flex_attention.flex_attention itself and not what torch.compile made of it (under "
+    'torch.compiler.set_stance("force_eager") the two are the same), or context_flex_attention'
+)
+# The operators that other functions come down to.
 _OTHER_OPERATORS = {
-    "flex_attention",
-    "_varlen_attn",
+    *VARLEN_OPERATORS,
     "_flash_attention_forward",
     "_efficient_attention_forward",
     "_scaled_dot_product_attention_math",
@@ -148,3 +190,4 @@ _OTHER_OPERATORS = {
     "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_fused_attention_overrideable",
 }
+_OTHER_OPERATORS |= {f"{name}.default" for name in _OTHER_OPERATORS}

@@ -131,14 +131,31 @@ def flex_attend(
     refuse: Callable[[], None] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """``(out, lse)`` of a call, for a binding; ``refuse`` raises for what this rank alone may see."""
-    problem: Exception | None = None
-    bound, learned = binding, ()
-    try:
+
+    def bind() -> tuple[Binding, tuple[torch.Tensor, ...]]:
         if refuse is not None:
             refuse()
         check_local(binding.name, tensors)
         call.check(binding.name, *tensors[:2])
-        bound, learned = _bound(binding, call, tensors[0].device)
+        return _bound(binding, call, tensors[0].device)
+
+    return attend_with_lse(binding, tensors, bind, scale=call.scale, wants_lse=call.wants_lse)
+
+
+def attend_with_lse(
+    binding: Binding,
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    bind: Callable[[], tuple[Binding, tuple[torch.Tensor, ...]]],
+    *,
+    scale: float | None,
+    wants_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """``(out, lse)``, lse [B, H, L] if it is wanted. ``bind`` checks what this rank is given and returns what
+    ``binding`` becomes for this call, and the tensors that its kernel learns; every rank hears of what it raises."""
+    problem: Exception | None = None
+    bound, learned = binding, ()
+    try:
+        bound, learned = bind()
     except (ValueError, TypeError, RuntimeError) as error:
         problem = error
 
@@ -146,11 +163,10 @@ def flex_attend(
         if problem is not None:
             raise problem
 
-    said = {"scale": call.scale, "logsumexp": call.wants_lse}
-    lengths = bound.agree(check, tensors, 2, None, said)
-    attention = bound.attention(*lengths, tensors, is_causal=False, scale=call.scale)
-    out, lse = _FlexAttention.apply(*tensors, attention, bound.strategy, call.wants_lse, *learned)
-    return out, lse if call.wants_lse else None
+    lengths = bound.agree(check, tensors, 2, None, {"scale": scale, "logsumexp": wants_lse})
+    attention = bound.attention(*lengths, tensors, is_causal=False, scale=scale)
+    out, lse = _FlexAttention.apply(*tensors, attention, bound.strategy, wants_lse, *learned)
+    return out, lse if wants_lse else None
 
 
 def _bound(binding: Binding, call: FlexCall, device: torch.device) -> tuple[Binding, tuple[torch.Tensor, ...]]:

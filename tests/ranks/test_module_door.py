@@ -308,12 +308,6 @@ class Holder(nn.Module):
         return self.act(self, query, key, value)
 
 
-def flex(module, query, key, value):
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return flex_attention(*(x.detach() for x in (query, key, value)), enable_gqa=True)  # no backward on CPU
-
-
 MHA = nn.MultiheadAttention(8, 2, batch_first=True, dtype=torch.float64)
 ENCODER = nn.TransformerEncoderLayer(8, 2, batch_first=True, dtype=torch.float64)
 
@@ -324,12 +318,11 @@ ENCODER = nn.TransformerEncoderLayer(8, 2, batch_first=True, dtype=torch.float64
         (lambda m, q, k, v: q, (), "no scaled_dot_product_attention was called inside"),
         (lambda m, q, k, v: m.held[0](q[:, 0], q[:, 0], q[:, 0])[0], (MHA,), "use scaled_dot_product_attention"),
         (lambda m, q, k, v: m.held[0](q[:, 0]), (ENCODER,), "use scaled_dot_product_attention"),
-        (flex, (), "use scaled_dot_product_attention"),
         (lambda m, q, k, v: imported_by_name(q, k, v, dropout_p=0.1, enable_gqa=True), (), "dropout_p=0.1"),
         (lambda m, q, k, v: imported_by_name(q, k, v, torch.ones(1, 4), enable_gqa=True), (), "the whole sequence"),
         (lambda m, q, k, v: imported_by_name(q, k, v), (), "need enable_gqa=True"),
     ],
-    ids=["no attention", "MultiheadAttention", "TransformerEncoderLayer", "flex", "dropout", "attn_mask", "gqa"],
+    ids=["no attention", "MultiheadAttention", "TransformerEncoderLayer", "dropout", "attn_mask", "gqa"],
 )
 @pytest.mark.parametrize("mode", ["train", "eval"])
 def test_what_is_refused(act, children, message: str, mode: str):

@@ -1,0 +1,108 @@
+"""flex_attention, as torch has it, caught on its way: what :class:`~cp_styles.calls.AttentionCalls` does about it.
+
+[Note: catching flex_attention] It is a plain Python function, so no mode sees the call itself. What a mode sees are the
+things it asks of its tensors, and then its operator. On the way it would refuse a BlockMask of the whole sequence, for
+the local query is shorter, and inputs that require grad, on CPU. So the mode answers those questions as one device
+would: lengths are the BlockMask's (the engine compares them with the real ones of all ranks); nothing requires grad.
+In front of its operator it starts torch.compile, which would trace the mode instead of calling it; so the last answer
+comes with word that this thread runs functions as they are written. What comes to the operator another way is refused.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from types import FrameType
+from typing import Any
+
+import torch
+
+from cp_styles._compat import (
+    FLEX_FUNCTION,
+    FLEX_GLOBALS,
+    FLEX_IDENTITY,
+    FLEX_UNBLOCKED,
+    AsWritten,
+)
+from cp_styles.flex import FlexCall
+
+_SIZE = torch.Tensor.size
+_DEVICE, _REQUIRES_GRAD = torch.Tensor.device.__get__, torch.Tensor.requires_grad.__get__  # pyright: ignore
+QUESTIONS = frozenset((_SIZE, _DEVICE, _REQUIRES_GRAD))
+"""The calls that :meth:`FlexCalls.answer` may have an answer to."""
+
+
+class FlexCalls:
+    """The flex_attention calls of one thread, one at a time. See [Note: catching flex_attention]."""
+
+    def __init__(self) -> None:
+        self._pending: tuple[FrameType, FlexCall, AsWritten] | None = None
+
+    @torch.compiler.disable
+    def answer(self, frame: FrameType, func: Any, args: tuple[Any, ...]) -> Any:
+        """What ``frame`` is told that asks one of QUESTIONS; None where the plain answer will do."""
+        if frame.f_globals is not FLEX_GLOBALS:
+            return None
+        asked_in = frame.f_code.co_name
+        if func is _SIZE:
+            return _whole_length(frame, args) if frame.f_code is FLEX_FUNCTION.__code__ else None
+        if func == _REQUIRES_GRAD:
+            return False if asked_in == "_validate_device" else None
+        if asked_in == "_apply_kernel_options" and self._pending is None:
+            self._expect(frame.f_back)
+        return None
+
+    def _expect(self, frame: FrameType | None) -> None:
+        """The last that is asked before the operator."""
+        if frame is None or frame.f_code is not FLEX_FUNCTION.__code__:
+            return
+        said = frame.f_locals
+        block_mask, score_mod = said["block_mask"], said["score_mod"]
+        call = FlexCall(
+            score_mod=None if score_mod is FLEX_IDENTITY else score_mod,
+            block_mask=None if min(block_mask.BLOCK_SIZE) >= FLEX_UNBLOCKED else block_mask,
+            scale=said["scale"],
+            enable_gqa=said["enable_gqa"],
+            return_lse=said["return_lse"],
+            kernel_options=said["kernel_options"],
+            return_aux=said["return_aux"],
+        )
+        self._pending = frame, call, AsWritten()
+
+    @property
+    def expecting(self) -> bool:
+        """Whether a call was announced that has not come to its operator."""
+        return self._pending is not None
+
+    def forget(self, unless_under_way: bool = False) -> None:
+        """Be ready for the next call, where an exception kept the last one from its operator."""
+        if self._pending is None:
+            return
+        expected, _, as_written = self._pending
+        frame = sys._getframe(1) if unless_under_way else None
+        while frame is not None and frame is not expected:
+            frame = frame.f_back
+        if frame is None:
+            self._pending = None
+            as_written.end()
+
+    def take(self) -> FlexCall | None:
+        """The call whose operator is reached; None where it came another way."""
+        call = None if self._pending is None else self._pending[1]
+        self.forget()
+        return call
+
+
+def _whole_length(frame: FrameType, args: tuple[Any, ...]) -> int | None:
+    said = frame.f_locals
+    block_mask = said.get("block_mask")
+    if block_mask is None or min(block_mask.BLOCK_SIZE) >= FLEX_UNBLOCKED or args[1:] != (-2,):
+        return None
+    sides = [side for side, name in enumerate(("query", "key")) if said[name] is args[0]]
+    return block_mask.seq_lengths[sides[0]] if sides else None
+
+
+def operator_results(out: torch.Tensor, lse: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What the operator gives to flex_attention: the logsumexp in bits, which it turns into the natural one."""
+    nothing = out.new_empty(0)
+    return out, nothing if lse is None else lse / math.log(2.0), nothing
