@@ -102,8 +102,8 @@ class PerDocumentHeadTailLoadBalancer(LoadBalancer):
         if any(row != rows[0] for row in rows):
             raise NotImplementedError(
                 f"the {len(rows)} rows of the batch hold different documents, and one layout cuts them all: put the "
-                "documents of the batch behind one another in one row, or cut all rows head_tail and mask the "
-                "documents (Dense of [B, 1, S, S])"
+                "documents of the batch behind one another in one row, or cut all rows head_tail and give the "
+                "attention each row's documents as a mask (PerRow)"
             )
         self.seq_length_per_doc, self.world_size, self.device = rows, world_size, device
 

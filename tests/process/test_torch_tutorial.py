@@ -1,0 +1,53 @@
+"""The tutorial's program under torchrun, on real processes; and wrong ones, which must not pass."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "tutorials" / "context_parallel_drop_in.py"
+
+pytestmark = pytest.mark.process
+
+
+def torchrun(script: Path, ranks: int, *arguments: object) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [*command, script, *map(str, arguments)], env=environment, capture_output=True, text=True, timeout=240
+    )
+
+
+@pytest.mark.parametrize(("ranks", "length"), [(4, 64), (2, 37)])
+def test_the_tutorials_steps(ranks, length):
+    done = torchrun(SCRIPT, ranks, "--length", length)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("process ")]
+    assert len(lines) == 2 * ranks
+    for method in ("allgather", "alltoall"):
+        held = [int(line.split(": ")[1].split(" of ")[0]) for line in lines if method in line]
+        assert sum(held) == length
+
+
+MISTAKES = {
+    "not causal": ("(*cp_qkv, is_causal=True)", "(*cp_qkv)"),
+    "in another order": ("for tensor in cp_qkv)], [2] * 4)", "for tensor in cp_qkv)], [2] * 4, contiguous)"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_an_exit_code(tmp_path, name):
+    source, (right, wrong) = SCRIPT.read_text(), MISTAKES[name]
+    assert source.count(right) == 1
+    script = tmp_path / SCRIPT.name
+    changed = source.replace(right, wrong).replace("import context_parallel,", "import contiguous, context_parallel,")
+    script.write_text(changed)
+    done = torchrun(script, 2)
+    assert done.returncode != 0
+    assert "relative errors" in done.stdout, done.stderr
