@@ -39,6 +39,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.parallel import DistributedDataParallel
 
 from cp_styles.comm import shares_ranks
 from cp_styles.layout import SequenceLayout
@@ -216,7 +217,11 @@ class _SumOverGroup(torch.autograd.Function):
 
 @torch.no_grad()
 def sum_gradients(
-    parameters: nn.Module | Iterable[torch.Tensor], group: Group, *, bucket_bytes: int = 25 * 2**20
+    parameters: nn.Module | Iterable[torch.Tensor],
+    group: Group,
+    *,
+    bucket_bytes: int = 25 * 2**20,
+    reduce_dtype: torch.dtype | None = None,
 ) -> None:
     """Sum ``.grad`` over the ranks of ``group``, in place, once after the last backward of a step.
 
@@ -233,24 +238,42 @@ def sum_gradients(
         group: the cp ranks.
         bucket_bytes: gradients of one dtype travel together, flat, about this many bytes at a time; this is also the
             extra memory.
+        reduce_dtype: travels and is summed; None for at least float32, whatever dtype the gradients have. Those of
+            bfloat16 parameters are rounded once, then, and not once a rank; half the bytes with ``torch.bfloat16``.
 
     Communication: an all-reduce of four integers, one a bucket, and, when ranks differ in which gradients they have,
     one of a byte a parameter.
 
     Raises:
-        ValueError: on every rank, when ranks do not have the same parameters, or when a DTensor parameter lives on a
-            mesh that spreads over ``group``.
+        ValueError: on every rank, when ranks do not have the same parameters, or when they are reduced over ranks of
+            ``group`` already: by a DDP module, or as DTensors on a mesh that spreads over them.
     """
     group = _process_group(group)
+    if isinstance(parameters, nn.Module):
+        _refuse_ddp(parameters, group)
     given = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
     trained = [parameter for parameter in dict.fromkeys(given) if parameter.requires_grad]
     _refuse_spread(trained, group)
     gradients = [_local_gradient(parameter) for parameter in _with_gradient_anywhere(trained, group)]
     for bucket in _buckets(gradients, bucket_bytes):
         flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+        flat = flat.to(reduce_dtype or torch.promote_types(flat.dtype, torch.float32))
         dist.all_reduce(flat, group=group)
         for gradient, piece in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
             gradient.copy_(piece.view_as(gradient))
+
+
+def _refuse_ddp(module: nn.Module, group: dist.ProcessGroup) -> None:
+    ranks = set(dist.get_process_group_ranks(group))
+    for name, child in module.named_modules():
+        if isinstance(child, DistributedDataParallel):
+            both = sorted(ranks.intersection(dist.get_process_group_ranks(child.process_group)))
+            if len(both) > 1:
+                raise ValueError(
+                    f"sum_gradients over ranks {sorted(ranks)}: {name or 'the module'} is DistributedDataParallel over "
+                    f"{both} and has reduced its gradients there. Leave sum_gradients out, and give global_loss "
+                    f"averaged_over={child.process_group.size()}"
+                )
 
 
 def _refuse_spread(parameters: list[torch.Tensor], group: dist.ProcessGroup) -> None:

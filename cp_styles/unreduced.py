@@ -40,15 +40,15 @@ class ParameterWatch:
         """``told`` are the groups that have been warned already: the modules of a model share one."""
         self._told: WeakSet[dist.ProcessGroup] = WeakSet() if told is None else told
         self._attentions = 0
+        self._counts = False
         self._looked_at: torch.Size | None = None
 
     def look(self, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> int:
         """A number of the bits of the parameter nearest behind ``tensors``; 0 says nothing. No communication."""
         self._looked_at = None
-        if group.size() == 1 or torch.compiler.is_compiling() or not any(x.requires_grad for x in tensors):
-            return 0
-        self._attentions += 1
-        if self._attentions & (self._attentions - 1) or group in self._told:
+        self._counts = group.size() > 1 and any(x.requires_grad for x in tensors) and not torch.compiler.is_compiling()
+        # A power of two has no bit in common with the number below it.
+        if not self._counts or self._attentions & (self._attentions + 1) or group in self._told:
             return 0
         for parameter in _parameters_behind(tensors):
             if isinstance(parameter, DTensor):
@@ -62,6 +62,7 @@ class ParameterWatch:
 
     def compare(self, numbers: Sequence[int], name: str, axis: str, group: dist.ProcessGroup) -> None:
         """Warn, once a model and group, where ranks have different numbers; the same on every rank."""
+        self._attentions += self._counts  # here, where no rank has refused, so that all ranks look at the same ones
         if 0 in numbers or len(set(numbers)) == 1:
             return
         self._told.add(group)

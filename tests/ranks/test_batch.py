@@ -133,6 +133,26 @@ def test_gradients_travel_in_buckets_of_one_dtype():
     assert ranks[0][2] == [("all_reduce", size) for size in (32, 2048, 1028, 2048, 2048)]
 
 
+@pytest.mark.parametrize(("reduce_dtype", "wire"), [(None, 4), (torch.bfloat16, 2), (torch.float64, 8)])
+def test_low_precision_gradients_are_summed_in_float32(reduce_dtype, wire: int):
+    """And rounded once; summed in bfloat16, where one asks for that, each addition rounds."""
+    shares = torch.randn(4, 512, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+    def sums(rank):
+        parameter = nn.Parameter(torch.zeros(512, dtype=torch.bfloat16))
+        parameter.grad = shares[rank].clone()
+        with CommunicationTrace() as trace:
+            sum_gradients([parameter], dist.group.WORLD, reduce_dtype=reduce_dtype)
+        assert trace.events[-1] == ("all_reduce", 2 * 512 * wire * 3 // 4)
+        return parameter.grad
+
+    once = shares.double().sum(0).bfloat16()
+    for summed in run_ranks(sums, 4):
+        assert summed.dtype == torch.bfloat16
+        # float32 sums lie exactly between two bfloat16 numbers now and then, and fall to the other side of them.
+        assert ((summed != once).sum() <= 2) == (reduce_dtype != torch.bfloat16)
+
+
 def test_dtensor_parameters_are_summed_by_their_local_tensors_in_the_placements_of_the_parameter():
     """One cp rank has a partial gradient, as sequence-parallel norms do, the other has none yet."""
 

@@ -6,6 +6,7 @@ and elsewhere also show that there is no false alarm.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from functools import partial
 
@@ -16,18 +17,19 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from cp_styles.batch import global_loss, sum_gradients
+from cp_styles.batch import global_loss, global_token_count, sum_gradients
 from cp_styles.functional import context_attention
-from cp_styles.layout import contiguous
+from cp_styles.layout import SequenceLayout, contiguous
 from cp_styles.styles import ModuleContextParallel
 from cp_styles.testing import CommunicationTrace, run_ranks
 from cp_styles.unreduced import ParameterWatch, UnreducedGradientsWarning
 from tests.oracle import error, randn
 from tests.ranks import composition
 from tests.ranks.attention_case import Core, Projected, cp_mesh
-from tests.ranks.composition import RANKS, Training, alone, dp_cp, shard, training
+from tests.ranks.composition import RANKS, Training, alone, dp_cp, one_cp, shard, training
 
 # Sums in another order, a few 1e-16 a term, carried through three steps of AdamW, which divides by small numbers; the
 # smallest mistake, one missing label out of 120, is 1e-3.
@@ -150,6 +152,71 @@ def test_checkpointing_under_fsdp(make, where: str, use_reentrant: bool):
         return run
 
     assert_same_training(checkpointed, 2)
+
+
+def test_ddp_over_dp_and_cp():
+    def make() -> Training:
+        mesh, both = dp_cp()
+        model = parallelize_module(composition.new_model(), mesh["cp"], composition.cp_plan(2))
+        model = DistributedDataParallel(model, process_group=both.get_group())
+        return training(model, mesh["cp"], both, dp=mesh["dp"], averaged_over=both.size())
+
+    assert_same_training(make, 2)
+
+
+@pytest.mark.parametrize("reducer", ["FSDP2", "DDP", "sum_gradients"])
+def test_micro_batches_that_are_reduced_once(reducer: str):
+    """Gradients of four micro-batches, each with the count of all of them, and one reduction after the last."""
+
+    def make() -> Training:
+        cp = one_cp()
+        model = parallelize_module(composition.new_model(), cp, composition.cp_plan(4))
+        if reducer == "FSDP2":
+            shard(model, cp)
+        elif reducer == "DDP":
+            model = DistributedDataParallel(model, process_group=cp.get_group())
+
+        def backward(batch):
+            rows = [{name: x[row : row + 1] for name, x in batch.items()} for row in range(composition.ROWS)]
+            layout, rank = composition.LAYOUTS[4], cp.get_local_rank()
+            count = sum(global_token_count(layout.shard(row["labels"], 1, rank), cp) for row in rows)
+            total = 0
+            for index, row in enumerate(rows):
+                last = index == len(rows) - 1
+                if reducer == "FSDP2":
+                    model.set_requires_gradient_sync(last)
+                unsynced = reducer == "DDP" and not last
+                with model.no_sync() if unsynced else contextlib.nullcontext():
+                    losses, _ = composition.token_losses(model, row, cp)
+                    averaged_over = 1 if reducer == "sum_gradients" else cp.size()
+                    loss = global_loss(losses, count, cp, averaged_over=averaged_over)
+                    loss.backward()
+                total += loss.detach()
+            if reducer == "sum_gradients":
+                sum_gradients(model, cp)
+            return total
+
+        return Training(backward, model)
+
+    assert_same_training(make, 3)
+
+
+@pytest.mark.parametrize("make", [composition.by_fsdp_over_cp, composition.by_ddp_over_cp])
+def test_a_rank_without_tokens(make, monkeypatch):
+    """Its share of every gradient is zero, and its reducer waits for it all the same."""
+    layout = SequenceLayout.from_chunks([[(0, 20)], [], [(20, 21), (30, 46)], [(21, 30)]])
+    monkeypatch.setitem(composition.LAYOUTS, 4, layout)
+    assert_same_training(make, 2)
+
+
+def test_what_ddp_has_reduced_is_not_summed_again():
+    def on(rank: int) -> None:
+        run = composition.by_ddp_over_cp()
+        run.backward(composition.batch_of(0))
+        with pytest.raises(ValueError, match=r"has reduced its gradients there.*averaged_over=4"):
+            sum_gradients(run.model, one_cp())
+
+    run_ranks(on, RANKS)
 
 
 def test_averaged_over_scales_the_gradient_alone():
@@ -302,7 +369,10 @@ def test_looks_grow_rare_and_send_nothing_more():
         weight = nn.Parameter(randn(0, 10, 10))
         watch, group = ParameterWatch(), cp_mesh(2).get_group()
         with CommunicationTrace() as trace:
-            numbers = [watch.look([randn(rank, 3, 10) @ weight], group) for _ in range(20)]
+            numbers = []
+            for _ in range(20):
+                numbers.append(watch.look([randn(rank, 3, 10) @ weight], group))
+                watch.compare([0, 0], "nobody", "cp", group)
         assert not trace.events
         assert watch.look([randn(rank, 3, 10)], group) == 0  # nothing behind it
         watch.compare([0, 7], "nobody", "cp", group)  # one rank has nothing to say, so there is nothing to compare
@@ -311,6 +381,20 @@ def test_looks_grow_rare_and_send_nothing_more():
     first, second = run_ranks(on, 2)
     assert [index for index, _ in first] == [1, 2, 4, 8, 16]
     assert first == second
+
+
+def test_a_refused_call_leaves_the_looks_in_step():
+    """One rank refuses its input, all ranks hear of it, and the next step is compared as ever."""
+
+    def on(rank: int) -> None:
+        mesh = cp_mesh(2)
+        model = attended_by_function(mesh)
+        x = randn(0, 1, 2, 4, 6).requires_grad_()
+        with pytest.raises(ValueError, match=r"refused|4 dims"):
+            context_attention(x if rank else x[0], x, x, mesh)
+        steps_of(model, model)
+
+    assert len(warned(on)) == 2
 
 
 def test_what_shows_in_the_number():
