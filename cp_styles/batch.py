@@ -267,12 +267,13 @@ def _refuse_ddp(module: nn.Module, group: dist.ProcessGroup) -> None:
     ranks = set(dist.get_process_group_ranks(group))
     for name, child in module.named_modules():
         if isinstance(child, DistributedDataParallel):
-            both = sorted(ranks.intersection(dist.get_process_group_ranks(child.process_group)))
+            reduced = dist.get_process_group_ranks(child.process_group)
+            both = sorted(ranks.intersection(reduced))
             if len(both) > 1:
                 raise ValueError(
                     f"sum_gradients over ranks {sorted(ranks)}: {name or 'the module'} is DistributedDataParallel over "
                     f"{both} and has reduced its gradients there. Leave sum_gradients out, and give global_loss "
-                    f"averaged_over={child.process_group.size()}"
+                    f"averaged_over={len(reduced)}"
                 )
 
 
