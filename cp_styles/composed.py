@@ -107,7 +107,7 @@ def refuse_placements(
             elif isinstance(placement, Shard) and placement.dim == 3:
                 why = "cuts the head dim"
             raise ValueError(
-                f"{label} is {placement} on mesh axis {name!r}, which {why}: redistribute it to Shard({head_dim}) "
+                f"{label} is {placement!r} on mesh axis {name!r}, which {why}: redistribute it to Shard({head_dim}) "
                 "(heads) or Replicate() on that axis before the module"
             )
         query, *keys = of_axis

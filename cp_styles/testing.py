@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -96,7 +97,8 @@ class CommunicationTrace(TorchDispatchMode):
     ``trace.calls`` counts by short name (``send``, ``all_gather``, ...); ``trace.sent_bytes`` is what leaves this rank:
     a send its tensor; an all-to-all what is not for itself; an all-gather its shard P - 1 times; a reduce-scatter
     (P - 1)/P of its input; an all-reduce 2 (P - 1)/P of it; a broadcast its tensor P - 1 times on the source
-    (these are the bandwidth-optimal algorithms; a backend may send more). ``trace.events`` lists (name, bytes).
+    (these are the bandwidth-optimal algorithms; a backend may send more). ``trace.events`` lists (name, bytes), and
+    :meth:`calls_over` counts what went over one axis of a mesh.
 
     It looks into the ops of this package, and so hides them from modes that were entered before it: enter it outside of
     a selective checkpoint, not inside.
@@ -105,6 +107,12 @@ class CommunicationTrace(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.events: list[tuple[str, int]] = []
+        self._groups: list[tuple[int, ...]] = []  # the ranks of each event
+
+    def calls_over(self, axis: DeviceMesh) -> Counter[str]:
+        """The calls, by short name, whose group has the ranks of a 1-D mesh."""
+        ranks = tuple(axis.mesh.tolist())
+        return Counter(name for (name, _), group in zip(self.events, self._groups, strict=True) if group == ranks)
 
     @property
     def calls(self) -> Counter[str]:
@@ -118,9 +126,11 @@ class CommunicationTrace(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # DTensor first: what it sends for this op comes back here op by op
         if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
-            event = _event_of(func, args)
-            if event is not None:
+            group = _group_of(args)
+            event = None if group is None else _event_of(func, args, group)
+            if event is not None and group is not None:
                 self.events.append(event)
+                self._groups.append(tuple(dist.get_process_group_ranks(group)))
         if func.namespace == "cp_styles":  # opaque to everybody else
             with self:
                 return run_kernel(func, args, kwargs or {})
@@ -135,14 +145,17 @@ def _nbytes(value: Any) -> int:
     return 0
 
 
-def _event_of(func: Any, args: tuple[Any, ...]) -> tuple[str, int] | None:
-    name = func._schema.name.split("::")[1].strip("_").removesuffix("_out")
+def _group_of(args: tuple[Any, ...]) -> dist.ProcessGroup | None:
+    """Of a communication op's arguments; None for wait_tensor and the like, which send nothing."""
     group = next((g for g in map(process_group_of, args) if g is not None), None)
     if group is None:  # functional collectives carry the group's name, last or nearly so
         tags = [a for a in args if isinstance(a, str) and a not in ("sum", "avg", "max", "min", "product")]
-        if not tags:
-            return None  # wait_tensor and the like send nothing
-        group = process_group_named(tags[-1])
+        return process_group_named(tags[-1]) if tags else None
+    return group
+
+
+def _event_of(func: Any, args: tuple[Any, ...], group: dist.ProcessGroup) -> tuple[str, int] | None:
+    name = func._schema.name.split("::")[1].strip("_").removesuffix("_out")
     size, rank = group.size(), group.rank()
     if name.startswith("recv"):
         return None

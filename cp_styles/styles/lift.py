@@ -81,7 +81,7 @@ class Lift:
         for label, value in zip(labels, inputs, strict=True):
             if found.seq_axis is not None and value.placements[found.seq_axis] != Shard(dim):
                 raise ValueError(
-                    f"{label} is {value.placements[found.seq_axis]} on the sequence axis {self._sequence[0]!r} of "
+                    f"{label} is {value.placements[found.seq_axis]!r} on the sequence axis {self._sequence[0]!r} of "
                     f"{mesh.mesh_dim_names}, not Shard({dim}): cut it with the attention's layout, or check seq_dim"
                 )
         others = [found.others(value.placements) for value in inputs]
@@ -107,7 +107,7 @@ class Lift:
         placement, *others = output.placements
         if not isinstance(placement, Shard):
             raise ValueError(
-                f"an output of shape {tuple(output.shape)} is {placement}, not sharded along the "
+                f"an output of shape {tuple(output.shape)} is {placement!r}, not sharded along the "
                 "sequence: the module reduced or gathered the sequence dim. Do that outside of it"
             )
         if any(isinstance(other, Shard) and other.dim == placement.dim for other in others):

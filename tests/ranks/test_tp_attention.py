@@ -1,0 +1,438 @@
+"""Query, key and value that are tensor parallelism's DTensors: lifted to the sequence axis, exact, lowered again.
+
+float64 against the dense oracle, EXACT of attention_case.py. What goes over which axis is counted: over cp what the
+strategy sends and nothing of DTensor's.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.utils.checkpoint import checkpoint
+
+from cp_styles.dispatcher import binding_of
+from cp_styles.layout import SequenceLayout, contiguous, head_tail, per_document_head_tail
+from cp_styles.mask import Causal, Dense, Documents
+from cp_styles.scope import SequenceScope
+from cp_styles.strategies import AllGather, Ring, Ulysses
+from cp_styles.testing import CommunicationTrace, run_ranks
+from tests.oracle import randn
+from tests.ranks.attention_case import EXACT, Core, Problem, parallel
+from tests.ranks.leak_scene import Oops, raising
+from tests.ranks.tp_cp_case import HEADS, WHOLE, Cut, composed_mesh
+
+ALIKE, QUERIES = (HEADS, HEADS, HEADS), (HEADS, WHOLE, WHOLE)
+
+
+def exact(cut: Cut, *sizes: int, names: tuple[str, ...] = ("cp", "tp"), causal: bool = True, **style):
+    """Out and gradients of all ranks are one device's."""
+    ranks = torch.Size(sizes or (2,) * len(names)).numel()
+
+    def on(rank: int) -> list[float]:
+        mesh = composed_mesh(*sizes, names=names)
+        core = Core(causal=causal, seq_dim=cut.seq_dim)
+        return cut.errors(parallel(core, mesh, layout=cut.layout, seq_dim=cut.seq_dim, **style), mesh)
+
+    errors = run_ranks(on, ranks)
+    assert max(max(each) for each in errors) < EXACT, errors
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["tp", "cp x tp"])
+@pytest.mark.parametrize("placements", [ALIKE, QUERIES, (WHOLE,) * 3], ids=["heads", "queries", "replicated"])
+@pytest.mark.parametrize("seq_dim", [1, 2])
+def test_placements(placements, full: bool, seq_dim: int):
+    """Heads cut, none, or those of queries alone; as DTensors on tp or on the composed mesh."""
+    exact(Cut(Problem(length=12, kv_heads=2), placements, full=full, seq_dim=seq_dim))
+
+
+@pytest.mark.parametrize("strategy", [Ring(keep_kv=False), AllGather(), Ulysses()], ids=str)
+@pytest.mark.parametrize("layout", [head_tail, contiguous])
+def test_strategies_and_lengths_that_do_not_divide(strategy, layout):
+    exact(Cut(Problem(length=13, heads=8, kv_heads=4), layout=layout), strategy=strategy)
+    exact(Cut(Problem(length=13, heads=8, kv_heads=4), QUERIES, layout=layout), strategy=strategy)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 1), (6, 2), (6, 3), (10, 5), (3, 3)])
+def test_key_heads_that_tp_does_not_divide(heads: int, kv_heads: int):
+    """Replicated keys: a rank's query heads find theirs, also where these are no even share (6 of 3, 10 of 5)."""
+    exact(Cut(Problem(length=12, heads=heads, kv_heads=kv_heads), QUERIES))
+
+
+def test_heads_that_tp_cuts_unevenly():
+    """5 heads are 3 and 2: each query head has its key head on the same rank."""
+    exact(Cut(Problem(length=12, heads=5, kv_heads=5)))
+
+
+@pytest.mark.parametrize(
+    ("names", "sizes"),
+    [(("tp", "cp"), (2, 2)), (("dp", "cp", "tp"), (2, 2, 1)), (("cp", "dp", "tp"), (2, 1, 2)), (("cp", "tp"), (1, 2))],
+    ids=str,
+)
+def test_meshes(names, sizes):
+    """Axes in another order, with more of them between, and an axis of one rank."""
+    for full in (False, True):
+        exact(Cut(Problem(length=12, kv_heads=2), full=full and len(names) == 2), *sizes, names=names)
+
+
+def test_axes_of_any_name_and_both_at_once():
+    problem = Problem(length=12, kv_heads=2)
+    exact(Cut(problem, axis="model"), names=("cp", "model"))
+
+    def on(rank: int) -> list[float]:
+        """The sequence axis has another name as well, and two axes cut: the batch and the heads."""
+        mesh = composed_mesh(2, 2, 2, names=("seq", "dp", "tp"))
+        core = parallel(Core(), mesh, mesh_axis="seq")
+        own = mesh.get_local_rank("seq")
+        leaves, cotangent = problem.shard(head_tail, own, 2)
+        place = [Shard(0), Shard(1)]
+
+        def cut(x):
+            x = x.detach().chunk(2, 0)[mesh.get_local_rank("dp")].chunk(2, 1)[mesh.get_local_rank("tp")]
+            return DTensor.from_local(x.contiguous(), mesh["dp", "tp"], place, run_check=False)
+
+        inputs = [cut(x).requires_grad_() for x in leaves]
+        out = core(*inputs)
+        out.backward(cut(cotangent))
+        return problem.errors([x.full_tensor() for x in (out.detach(), *(i.grad for i in inputs))], head_tail, own, 2)
+
+    assert max(map(max, run_ranks(on, 8))) < EXACT
+
+
+def test_a_sequence_over_two_axes():
+    """The hybrid, with tp inside: cut over outer and inner, which the style flattens."""
+    problem = Problem(length=16, heads=4, kv_heads=4)
+
+    def on(rank: int) -> list[float]:
+        mesh = composed_mesh(2, 2, 2, names=("outer", "inner", "tp"))
+        core = parallel(Core(), mesh, mesh_axis=("outer", "inner"), strategy=Ulysses(inner=Ring()))
+        own = 2 * mesh.get_local_rank("outer") + mesh.get_local_rank("inner")
+        leaves, cotangent = problem.shard(head_tail, own, 4)
+        tp = mesh["tp"]
+        inputs = [
+            DTensor.from_local(x.detach().chunk(2, 1)[tp.get_local_rank()].contiguous(), tp, [HEADS], run_check=False)
+            for x in leaves
+        ]
+        for x in inputs:
+            x.requires_grad_()
+        out = core(*inputs)
+        out.backward(DTensor.from_local(cotangent.chunk(2, 1)[tp.get_local_rank()], tp, [HEADS], run_check=False))
+        return problem.errors([x.full_tensor() for x in (out.detach(), *(i.grad for i in inputs))], head_tail, own, 4)
+
+    assert max(map(max, run_ranks(on, 8))) < EXACT
+
+
+# -- masks --
+
+
+@pytest.mark.parametrize("placements", [ALIKE, QUERIES], ids=["heads", "queries"])
+@pytest.mark.parametrize("strategy", [Ring(), Ulysses()], ids=str)
+def test_a_mask_of_every_head(placements, strategy):
+    """Dense masks have the heads of all tp ranks; every rank takes its own, of the style's and of the call's."""
+    mask = torch.rand(1, 4, 12, 12, generator=torch.Generator().manual_seed(0)) < 0.6
+    cut = Cut(Problem(length=12, kv_heads=2, causal=False, mask=mask[0]), placements)
+    exact(cut, causal=False, strategy=strategy, mask=Dense(mask))
+
+    class Masked(nn.Module):
+        def forward(self, q, k, v, attn_mask):
+            return F.scaled_dot_product_attention(q, k, v, attn_mask, enable_gqa=True)
+
+    def on(rank: int) -> list[float]:
+        mesh = composed_mesh()
+        core = parallel(Masked(), mesh, strategy=strategy)
+        return cut.errors(lambda *qkv: core(*qkv, mask), mesh)
+
+    assert max(map(max, run_ranks(on, 4))) < EXACT
+
+
+def test_documents_of_a_scope_two_batches_alive():
+    """Each batch has its own bound mesh, and both backwards come after both forwards."""
+    batches = [Documents((5, 7, 3)), Documents((2, 13))]
+
+    def sees(documents: Documents) -> torch.Tensor:
+        positions = torch.arange(15)
+        return (documents & Causal()).allowed(positions, positions)
+
+    cuts = [
+        Cut(
+            Problem(length=15, kv_heads=2, causal=False, mask=sees(documents)),
+            layout=per_document_head_tail(15, 2, documents=documents.lengths),
+        )
+        for documents in batches
+    ]
+
+    def on(rank: int) -> float:
+        mesh = composed_mesh()
+        core = parallel(Core(), mesh)
+        running = []
+        for documents, cut in zip(batches, cuts, strict=True):
+            leaves = cut.leaves(mesh)
+            with SequenceScope(cut.layout, mask=documents):
+                running.append((cut, core(*leaves), leaves))
+        return max(max(cut.finish(out, leaves, mesh)) for cut, out, leaves in running)
+
+    assert max(run_ranks(on, 4)) < EXACT
+
+
+# -- what goes over which axis --
+
+
+@pytest.mark.parametrize(
+    ("placements", "over_tp"), [(ALIKE, {}), (QUERIES, {"all_reduce": 2})], ids=["heads", "queries"]
+)
+def test_what_goes_over_which_axis(placements, over_tp):
+    """Over cp the ranks' agreement and the ring; over tp the gradients of replicated keys and values, nothing else."""
+    cut = Cut(Problem(length=12, kv_heads=2), placements)
+
+    def on(rank: int):
+        mesh = composed_mesh()
+        core = parallel(Core(), mesh)
+        leaves, cotangent = cut.leaves(mesh), cut.problem.shard(head_tail, mesh.get_local_rank("cp"), 2)[1]
+        laid = cut._lay(cotangent, HEADS, mesh)
+        with CommunicationTrace() as trace:
+            core(*leaves).backward(laid)
+        return [dict(trace.calls_over(mesh[axis])) for axis in ("cp", "tp")], trace.sent_bytes
+
+    for (over_cp, of_tp), sent in run_ranks(on, 4):
+        assert over_cp == {"all_gather": 1, "send": 3}
+        assert of_tp == over_tp
+        assert sent > 0
+
+
+# -- a module's life --
+
+
+class Scaled(Core):
+    """A parameter meets a DTensor inside: a scalar, which DTensor takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.tensor(1.25, dtype=torch.float64))
+
+    def forward(self, query, key, value):
+        return super().forward(query * self.gain, key, value)
+
+
+def test_a_parameter_inside():
+    """Its gradient is this cp rank's share, and whole over tp, as that of any parameter which tp replicates."""
+    problem = Problem(length=12, kv_heads=2)
+    alone = Scaled()
+    alone(*problem.inputs).backward(problem.cotangent)
+    assert alone.gain.grad is not None
+
+    def on(rank: int) -> float:
+        mesh = composed_mesh()
+        core, cut = parallel(Scaled(), mesh), Cut(problem)
+        leaves = cut.leaves(mesh)
+        laid = cut._lay(problem.shard(head_tail, mesh.get_local_rank("cp"), 2)[1], HEADS, mesh)
+        core(*leaves).backward(laid)
+        assert core.gain.grad is not None
+        return float(core.gain.grad)
+
+    shares = run_ranks(on, 4)
+    assert shares[0] == shares[1]
+    assert shares[2] == shares[3]
+    assert abs(shares[0] + shares[2] - float(alone.gain.grad)) < EXACT * abs(float(alone.gain.grad))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed(reentrant: bool):
+    def on(rank: int) -> list[float]:
+        mesh, cut = composed_mesh(), Cut(Problem(length=13, kv_heads=2), QUERIES)
+        core = parallel(Core(), mesh)
+        return cut.errors(lambda *qkv: checkpoint(core, *qkv, use_reentrant=reentrant), mesh)
+
+    assert max(map(max, run_ranks(on, 4))) < EXACT
+
+
+class Failing(Core):
+    fails = False
+
+    def forward(self, query, key, value):
+        out = super().forward(query, key, value)
+        if self.fails:
+            raising(Oops("a mistake of the user's"))()
+        return out
+
+
+def test_copies_exceptions_no_grad_and_other_inputs():
+    """One module after another life: an exception inside, local tensors, evaluation, a copy."""
+    problem = Problem(length=12, kv_heads=2)
+
+    def on(rank: int) -> None:
+        mesh = composed_mesh()
+        core = parallel(Failing(), mesh)
+        cut, both = Cut(problem), Cut(problem, QUERIES, full=True)
+        core.fails = True
+        with pytest.raises(Oops):
+            core(*cut.leaves(mesh))
+        core.fails = False
+        assert max(cut.errors(core, mesh)) < EXACT
+        assert max(both.errors(core, mesh)) < EXACT
+        own = mesh.get_local_rank("cp")
+        parts, cotangent = problem.shard(head_tail, own, 2)
+        out = core(*parts)  # all heads, on every tp rank
+        assert not isinstance(out, DTensor)
+        out.backward(cotangent)
+        assert max(problem.errors([out.detach(), *(x.grad for x in parts)], head_tail, own, 2)) < EXACT
+        other = copy.deepcopy(core)
+        assert max(cut.errors(other, mesh)) < EXACT
+        wanted = core(*cut.leaves(mesh)).detach()
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                leaves = cut.leaves(mesh)
+                assert torch.equal(core(*leaves).to_local(), wanted.to_local())
+
+    run_ranks(on, 4)
+
+
+def test_bound_meshes_are_used_again():
+    """A batch a scope: DTensor remembers every mesh for ever."""
+    cut = Cut(Problem(length=12, kv_heads=2))
+
+    def on(rank: int) -> int:
+        mesh = composed_mesh()
+        seen = set()
+
+        class Watching(Core):
+            def forward(self, query, key, value):
+                seen.add(query.device_mesh.mesh_dim_names[0])
+                assert binding_of(query.device_mesh) is not None
+                return super().forward(query, key, value)
+
+        core = parallel(Watching(), mesh)
+        for _ in range(6):
+            with SequenceScope(head_tail(12, 2)):
+                assert max(cut.errors(core, mesh)) < EXACT
+        return len(seen)
+
+    assert max(run_ranks(on, 4)) <= 2
+
+
+# -- refusals --
+
+
+def refused(act, *sizes: int, names=("cp", "tp")) -> str:
+    """What every rank says; a good call is exact right after it."""
+
+    def on(rank: int) -> str:
+        mesh = composed_mesh(*sizes, names=names)
+        with pytest.raises((ValueError, NotImplementedError)) as caught:
+            act(mesh)
+        cut = Cut(Problem(length=12, kv_heads=2))
+        assert max(cut.errors(parallel(Core(), mesh), mesh)) < EXACT
+        return str(caught.value)
+
+    texts = run_ranks(on, 4, timeout_seconds=20)
+    assert len(set(texts)) == 1, texts
+    return texts[0]
+
+
+def inputs_on(mesh: DeviceMesh, *placements, shape=(2, 4, 6, 8)) -> list[DTensor]:
+    """Query, key and value of which every rank has ``shape``."""
+    each = placements if isinstance(placements[0], list) else [list(placements)] * 3
+    return [DTensor.from_local(randn(0, *shape), mesh, p, run_check=False) for p in each]
+
+
+def core_on(mesh: DeviceMesh, **style) -> nn.Module:
+    return parallel(Core(), mesh, **style)
+
+
+@pytest.mark.parametrize(
+    ("act", "text"),
+    [
+        (
+            lambda m: core_on(m)(*inputs_on(m["tp"], Partial())),
+            "query is Partial(sum) on mesh axis 'tp', which is a sum that nobody has taken: redistribute it to Shard(1)"
+            " (heads) or Replicate() on that axis before the module",
+        ),
+        (lambda m: core_on(m)(*inputs_on(m["tp"], Shard(2))), "cuts the sequence once more, beside the sequence axis"),
+        (lambda m: core_on(m)(*inputs_on(m["tp"], Shard(3))), "cuts the head dim"),
+        (
+            lambda m: core_on(m)(*inputs_on(m["tp"], [WHOLE], [HEADS], [HEADS])),
+            "place all three alike, or query Shard(1) and both others Replicate()",
+        ),
+        (lambda m: core_on(m)(*inputs_on(m["tp"], [HEADS], [HEADS], [WHOLE])), "place all three alike"),
+        (
+            lambda m: core_on(m["cp"])(*inputs_on(m["tp"], HEADS)),
+            "because the style was given the 1-D mesh ('cp',): for DTensors on other axes pass the composed mesh to "
+            "parallelize_module",
+        ),
+        (
+            lambda m: core_on(m)(*inputs_on(m["tp"], HEADS)[:2], randn(0, 2, 4, 6, 8)),
+            "but value is local: pass all three on the same mesh",
+        ),
+        (
+            lambda m: core_on(m)(*inputs_on(init_device_mesh("cpu", (4,), mesh_dim_names=("world",)), HEADS)),
+            "they are not axes of the mesh ('cp', 'tp') that the style was given",
+        ),
+        (
+            lambda m: core_on(m)(*inputs_on(composed_mesh(names=("tp", "cp"))["tp"], HEADS)),
+            "they are not over the ranks that the axes of these names have in the mesh ('cp', 'tp') of the style",
+        ),
+        (
+            lambda m: core_on(m)(*inputs_on(m, WHOLE, HEADS)),
+            "query is Replicate() on the sequence axis 'cp' of ('cp', 'tp'), not Shard(2)",
+        ),
+        (lambda m: core_on(m)(*inputs_on(m, Shard(1), WHOLE)), "query is Shard(dim=1) on the sequence axis 'cp'"),
+        (lambda m: core_on(m)(*inputs_on(m["cp"], Shard(1))), "expected a local tensor, or a DTensor on ('cp',)"),
+        (
+            lambda m: core_on(m, use_local_output=False)(*inputs_on(m["tp"], HEADS)),
+            "use_local_output=False says nothing about them",
+        ),
+        (
+            lambda m: core_on(m, mask=Dense(torch.ones(1, 4, 12, 12, dtype=torch.bool)))(*inputs_on(m["tp"], HEADS)),
+            "a dense mask of shape (1, 4, 12, 12) does not broadcast to [B, H, S_q, S_kv] = [2, 8, 12, 12]",
+        ),
+    ],
+)
+def test_other_dtensors_are_refused(act, text: str):
+    assert text in refused(act)
+
+
+def test_heads_that_have_not_their_keys():
+    """6 query heads are 3 and 3, their 3 key heads 2 and 1: the second rank would need a key head of the first."""
+    cut = Cut(Problem(length=12, heads=6, kv_heads=3))
+
+    def act(mesh: DeviceMesh) -> None:
+        parts, _ = cut.problem.shard(head_tail, mesh.get_local_rank("cp"), 2)
+        sizes = ((3, 3), (2, 1), (2, 1))
+        leaves = []
+        for x, split in zip(parts, sizes, strict=True):
+            local = x.detach().split(split, 1)[mesh.get_local_rank("tp")].contiguous()
+            stride = torch.empty(x.shape, device="meta").stride()
+            leaves.append(DTensor.from_local(local, mesh["tp"], [HEADS], run_check=False, shape=x.shape, stride=stride))
+        core_on(mesh)(*leaves)
+
+    assert "6 query heads and 3 key/value heads cannot be cut over mesh axes ['tp']" in refused(act)
+
+
+def test_uneven_sequences_do_not_become_dtensors_on_the_composed_mesh():
+    """On tp alone they may, as DTensor does not know the sequence there."""
+    layout = SequenceLayout.from_chunks([[(0, 5)], [(5, 12)]])
+    exact(Cut(Problem(length=12, kv_heads=2), layout=layout))
+
+    def act(mesh: DeviceMesh) -> None:
+        own = mesh.get_local_rank("cp")
+        local, shape = randn(0, 2, 2, layout.lengths[own], 8), torch.Size((2, 4, 12, 8))
+        stride = torch.empty(shape, device="meta").stride()
+        x = DTensor.from_local(local, mesh, [Shard(2), HEADS], run_check=False, shape=shape, stride=stride)
+        core_on(mesh, layout=layout)(x, x, x)
+
+    assert "a DTensor of 12 positions has [6, 6] on its ranks, where the layout puts [5, 7]" in refused(act)
+
+
+def test_a_module_that_joins_the_sequence_with_the_heads():
+    class Joins(Core):
+        def forward(self, query, key, value):
+            return super().forward(query, key, value).sum(2)
+
+    def act(mesh: DeviceMesh) -> None:
+        parallel(Joins(), mesh)(*Cut(Problem(length=12, kv_heads=2)).leaves(mesh))
+
+    assert "not sharded along the sequence: the module reduced or gathered the sequence dim" in refused(act)

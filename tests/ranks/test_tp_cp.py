@@ -1,0 +1,333 @@
+"""Tensor and context parallelism in one plan: a Llama on a (cp, tp) mesh trains as on one process.
+
+The tutorial's model with its plan changed so that DTensors pass between its modules: between the projections and the
+attention (on tp), or everywhere (on the composed mesh). float64. Gradients of one step within 1e-12 of one process's:
+sums of some hundred terms in another order are 1e-15 each, and one key or one bias counted twice is 1e-2. Losses of 20
+AdamW steps within 1e-9: a step divides by the root of a square, which lifts differences of tiny gradients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cache
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+from cp_styles import (
+    AttentionContextParallel,
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    Ulysses,
+    global_loss,
+    global_token_count,
+    head_tail,
+    next_token_labels,
+    sum_gradients,
+)
+from cp_styles.testing import CommunicationTrace, run_ranks
+from tests.oracle import randn
+from tests.ranks.tp_cp_case import composed_mesh
+from tutorials.llama import Llama, LlamaConfig, parallel_plan
+
+CONFIG = LlamaConfig(40, width=32, layers=2, heads=4, kv_heads=2, hidden=48)
+ROWS, LENGTH, STEPS = 2, 24, 20
+GRADIENTS, LOSSES = 1e-12, 1e-9
+
+
+def new_model(config: LlamaConfig = CONFIG, *, biased: bool = True) -> Llama:
+    """With biases where tensor parallelism sums: behind the attention and the feed-forward."""
+    model = Llama(config)
+    for layer in model.layers if biased else ():
+        layer.attention.wo = nn.Linear(config.heads * config.head_dim, config.width)
+        layer.feed_forward.w2 = nn.Linear(config.hidden, config.width)
+    for index, parameter in enumerate(model.double().parameters()):
+        drawn = randn(index, *parameter.shape)
+        parameter.data = drawn * parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 1 + drawn / 10
+    return model
+
+
+def batch_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(0, 40, (ROWS, LENGTH), generator=torch.Generator().manual_seed(step))
+    return tokens, next_token_labels(tokens)
+
+
+@dataclass
+class Run:
+    losses: list[float] = field(default_factory=list)
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    calls: dict[str, Counter[str]] = field(default_factory=dict)
+
+    def counted(self) -> str:
+        """What a step sends over which axis."""
+        return "\n".join(
+            f"{axis}: " + ", ".join(f"{name} {count}" for name, count in sorted(calls.items()))
+            for axis, calls in self.calls.items()
+        )
+
+
+def whole(tensor: torch.Tensor | None) -> torch.Tensor:
+    assert tensor is not None
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+@cache
+def alone(config: LlamaConfig = CONFIG, steps: int = STEPS) -> Run:
+    model, run = new_model(config), Run()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for step in range(steps):
+        tokens, labels = batch_of(step)
+        loss = F.cross_entropy(model(tokens, torch.arange(LENGTH)).flatten(0, 1), labels.flatten())
+        loss.backward()
+        run.losses.append(loss.item())
+        if step == 0:
+            run.gradients = {name: whole(p.grad) for name, p in model.named_parameters()}
+        optimizer.step()
+        optimizer.zero_grad()
+    return run
+
+
+Forward = Callable[[Llama, DeviceMesh, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def plain(model: Llama, mesh: DeviceMesh, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    return model(tokens, positions)
+
+
+def train(
+    mesh: DeviceMesh,
+    parallelize: Callable[[Llama, DeviceMesh], None],
+    *,
+    config: LlamaConfig = CONFIG,
+    steps: int = STEPS,
+    forward: Forward = plain,
+    around_loss: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    backward_inside: bool = True,
+) -> Run:
+    """The same steps on this rank; ``backward_inside``: of ``around_loss``, else only the loss's own backward is."""
+    model, run, cp = new_model(config), Run(), mesh["cp"]
+    parallelize(model, mesh)
+    layout, own = head_tail(LENGTH, cp.size()), cp.get_local_rank()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for step in range(steps):
+        tokens, labels = (layout.shard(x, 1, own) for x in batch_of(step))
+        with CommunicationTrace() as trace:
+            with around_loss():
+                logits = forward(model, mesh, tokens, layout.positions(own))
+                of_loss = logits if backward_inside else logits.detach().requires_grad_()
+                losses = F.cross_entropy(of_loss.flatten(0, 1), labels.flatten(), reduction="sum")
+                loss = global_loss(losses, global_token_count(labels, cp), cp)
+                loss.backward()
+            if not backward_inside:
+                logits.backward(of_loss.grad)
+            sum_gradients(model, cp)
+        run.losses.append(loss.item())
+        if step == 0:
+            run.gradients = {name: whole(p.grad) for name, p in model.named_parameters()}
+        if step == 1 or steps == 1:  # the first step sets groups up
+            run.calls = {name: trace.calls_over(mesh[name]) for name in mesh.mesh_dim_names or ()}
+            assert sum(sum(calls.values()) for calls in run.calls.values()) == sum(trace.calls.values())
+        optimizer.step()
+        optimizer.zero_grad()
+    return run
+
+
+def check(runs: list[Run], config: LlamaConfig = CONFIG) -> Run:
+    """All ranks' losses and gradients are one process's; the first rank's run."""
+    expected = alone(config)
+    for run in runs:
+        assert run.gradients.keys() == expected.gradients.keys()
+        for name, gradient in run.gradients.items():
+            error = float((gradient - expected.gradients[name]).norm() / expected.gradients[name].norm())
+            assert error < GRADIENTS, (name, error)
+        for mine, theirs in zip(run.losses, expected.losses, strict=False):
+            assert abs(mine - theirs) < LOSSES
+    assert all(run.calls == runs[0].calls for run in runs)
+    return runs[0]
+
+
+# -- plans --
+
+
+def dtensor_plan(attention: AttentionContextParallel, *, kv=None) -> dict:
+    """DTensors on tp from the projections through the attention; the rotary table becomes one too."""
+    plan = parallel_plan(attention)
+    del plan["layers.*.attention.w[qkv]"]
+    return {
+        **plan,
+        "layers.*.attention": PrepareModuleInput(
+            input_layouts=(Shard(1), Replicate()), desired_input_layouts=(Replicate(), Replicate())
+        ),
+        "layers.*.attention.wq": ColwiseParallel(use_local_output=False),
+        "layers.*.attention.w[kv]": kv or ColwiseParallel(use_local_output=False),
+    }
+
+
+def whole_dtensor_plan(attention: AttentionContextParallel) -> dict:
+    """DTensors on the composed mesh between all modules; no module is told to gather, each style does on its axis."""
+    stay = {"use_local_output": False}
+    return {
+        "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1), **stay),
+        "layers.*.attention_norm": SequenceParallel(**stay),
+        "layers.*.attention.w[qkv]": ColwiseParallel(input_layouts=Shard(1), **stay),
+        "layers.*.attention.core": attention,
+        "layers.*.attention.wo": RowwiseParallel(output_layouts=Shard(1), **stay),
+        "layers.*.feed_forward_norm": SequenceParallel(**stay),
+        "layers.*.feed_forward.w[13]": ColwiseParallel(input_layouts=Shard(1), **stay),
+        "layers.*.feed_forward.w2": RowwiseParallel(output_layouts=Shard(1), **stay),
+        "norm": SequenceParallel(**stay),
+        "out": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate(), **stay),
+    }
+
+
+def by(plan: dict) -> Callable[[Llama, DeviceMesh], None]:
+    def parallelize(model: Llama, mesh: DeviceMesh) -> None:
+        parallelize_module(model, mesh, plan)
+
+    return parallelize
+
+
+# -- the tests --
+
+
+def test_local_tensors():
+    """The tutorial's own plan, with biases behind the row-wise layers."""
+    run = check(
+        run_ranks(lambda rank: train(composed_mesh(), by(parallel_plan(AttentionContextParallel())), steps=2), 4)
+    )
+    assert_expected_inline(
+        run.counted(),
+        """\
+cp: all_gather 2, all_reduce 4, send 6
+tp: all_gather 11, all_reduce 5, reduce_scatter 10""",
+    )
+
+
+def test_dtensors_between_projections_and_attention():
+    """Twenty steps; what a step sends is what it sends with local tensors."""
+    run = check(run_ranks(lambda rank: train(composed_mesh(), by(dtensor_plan(AttentionContextParallel()))), 4))
+    assert_expected_inline(
+        run.counted(),
+        """\
+cp: all_gather 2, all_reduce 4, send 6
+tp: all_gather 11, all_reduce 5, reduce_scatter 10""",
+    )
+
+
+def test_key_heads_that_tp_does_not_divide():
+    """One key head for two tp ranks: gathered over tp behind its projection, its gradient summed there."""
+    config = replace(CONFIG, kv_heads=1)
+    gathered = ColwiseParallel(output_layouts=Replicate(), use_local_output=False)
+    plan = dtensor_plan(AttentionContextParallel(strategy=Ulysses()), kv=gathered)
+    run = check(run_ranks(lambda rank: train(composed_mesh(), by(plan), config=config, steps=2), 4), config)
+    assert_expected_inline(
+        run.counted(),
+        """\
+cp: all_gather 2, all_reduce 4, send 12
+tp: all_gather 15, all_reduce 9, reduce_scatter 10""",
+    )
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["backward inside", "backward after"])
+def test_loss_parallel(inside: bool):
+    """It puts handlers into DTensor's table and takes them out again; ours stay, for the backward too."""
+    plan = dtensor_plan(AttentionContextParallel())
+    plan["out"] = ColwiseParallel(input_layouts=Shard(1), use_local_output=False)
+    barrier = threading.Barrier(4)
+
+    def on(rank: int) -> Run:
+        @contextlib.contextmanager
+        def shared():
+            """One table for all threads: the first rank changes it while the others wait."""
+            context = loss_parallel()
+            barrier.wait()
+            if rank == 0:
+                context.__enter__()
+            barrier.wait()
+            yield
+            barrier.wait()
+            if rank == 0:
+                context.__exit__(None, None, None)
+            barrier.wait()
+
+        try:
+            return train(composed_mesh(), by(plan), steps=3, around_loss=shared, backward_inside=inside)
+        except BaseException:
+            barrier.abort()
+            raise
+
+    run = check(run_ranks(on, 4))
+    assert_expected_inline(
+        run.counted(),
+        """\
+cp: all_gather 2, all_reduce 4, send 6
+tp: all_gather 10, all_reduce 8, reduce_scatter 10""",
+    )
+
+
+def table_on_the_mesh(model: Llama, mesh: DeviceMesh) -> None:
+    """The rotary table meets DTensors of the composed mesh, so it must be one."""
+
+    def hook(module: nn.Module, args):
+        x, table = args
+        if not isinstance(table, DTensor):
+            table = DTensor.from_local(table, mesh, [Shard(1), Replicate()], run_check=False)
+        return x, table
+
+    for layer in model.layers:
+        layer.attention.register_forward_pre_hook(hook)
+
+
+def on_the_mesh(model: Llama, mesh: DeviceMesh, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    tokens = DTensor.from_local(tokens, mesh, [Shard(1), Replicate()], run_check=False)
+    logits = model(tokens, positions)
+    assert isinstance(logits, DTensor)
+    assert logits.placements == (Shard(1), Replicate())
+    return logits.to_local()
+
+
+def test_dtensors_on_both_axes_from_end_to_end():
+    """No module gathers the sequence over cp, whatever has a bias: over cp go the ring and the loss and gradients."""
+
+    def parallelize(model: Llama, mesh: DeviceMesh) -> None:
+        by(whole_dtensor_plan(AttentionContextParallel()))(model, mesh)
+        table_on_the_mesh(model, mesh)
+
+    run = check(run_ranks(lambda rank: train(composed_mesh(), parallelize, forward=on_the_mesh), 4))
+    assert_expected_inline(
+        run.counted(),
+        """\
+cp: all_gather 2, all_reduce 4, send 6
+tp: all_gather 17, all_reduce 5, reduce_scatter 16""",
+    )
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_layers(reentrant: bool):
+    def parallelize(model: Llama, mesh: DeviceMesh) -> None:
+        by(dtensor_plan(AttentionContextParallel()))(model, mesh)
+        for layer in model.layers:
+            forward = layer.forward
+            layer.forward = lambda *args, forward=forward: checkpoint(forward, *args, use_reentrant=reentrant)
+
+    check(run_ranks(lambda rank: train(composed_mesh(), parallelize, steps=2), 4))
+
+
+@pytest.mark.parametrize("names", [("tp", "cp"), ("dp", "cp", "tp"), ("cp", "dp", "tp")], ids=str)
+def test_other_meshes(names):
+    sizes = tuple({"dp": 1}.get(name, 2) for name in names)
+    plan = dtensor_plan(AttentionContextParallel())
+    check(run_ranks(lambda rank: train(composed_mesh(*sizes, names=names), by(plan), steps=2), 4))
