@@ -35,6 +35,17 @@ def default_dispatch(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: d
     return dispatcher.wrap(results, info.output_sharding.output_spec)  # pyright: ignore[reportOptionalMemberAccess]
 
 
+def dtensor_without_grad(
+    local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Any, ...], shape: torch.Size, stride: tuple[int, ...]
+) -> DTensor:
+    """``DTensor.from_local`` for a tensor that needs no autograd and no checks: a tenth of the time. Seen: 2.11 to
+    2.15 (the constructor, DTensorSpec and TensorMeta)."""
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, local.dtype))
+    return DTensor(local, spec, requires_grad=False)  # pyright: ignore[reportAbstractUsage]
+
+
 @contextlib.contextmanager
 def thread_local_world() -> Iterator[None]:
     """Give every thread its own torch.distributed world while inside, so that threads can be ranks.

@@ -19,7 +19,13 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from cp_styles._compat import DETACH_IN_PLACE_HAS_NO_RULE, default_dispatch, sdpa_handlers, without_communication
+from cp_styles._compat import (
+    DETACH_IN_PLACE_HAS_NO_RULE,
+    default_dispatch,
+    dtensor_without_grad,
+    sdpa_handlers,
+    without_communication,
+)
 from cp_styles.composed import HeadShare, Placements, head_share, refuse_placements
 from cp_styles.kernels import SDPA_KERNELS
 from cp_styles.kernels.sdpa import schema_names
@@ -254,9 +260,10 @@ def sequence_sharded(
 
 def placed(local: torch.Tensor, mesh: DeviceMesh, placements: Placements, shape: Sequence[int]) -> DTensor:
     """The rank's part of a whole of ``shape``, laid out in memory in the same order: no communication, no check."""
-    return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=_strides(local, shape)
-    )
+    size, strides = torch.Size(shape), _strides(local, shape)
+    if not (torch.is_grad_enabled() or torch.is_inference_mode_enabled() or torch.compiler.is_compiling()):
+        return dtensor_without_grad(local, mesh, placements, size, strides)
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=size, stride=strides)
 
 
 def like_part(local: torch.Tensor, part: DTensor, placements: Placements | None = None) -> DTensor:
