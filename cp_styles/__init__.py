@@ -9,6 +9,8 @@ from cp_styles.batch import (
     shard_batch,
     sum_gradients,
 )
+from cp_styles.flex import context_flex_attention
+from cp_styles.flex_mask import FlexMask
 from cp_styles.functional import context_attention
 from cp_styles.kernels import Kernel, ReferenceKernel
 from cp_styles.layout import SequenceLayout, by_work, contiguous, head_tail, per_document_head_tail, striped
@@ -34,6 +36,7 @@ from cp_styles.torch_api import (
     set_rotate_method,
 )
 from cp_styles.unreduced import UnreducedGradientsWarning
+from cp_styles.varlen import context_varlen_attention
 
 __all__ = [
     "AllGather",
@@ -43,6 +46,7 @@ __all__ = [
     "ColwiseParallel",
     "Dense",
     "Documents",
+    "FlexMask",
     "Full",
     "HeadTailLoadBalancer",
     "Kernel",
@@ -67,9 +71,11 @@ __all__ = [
     "UnreducedGradientsWarning",
     "by_work",
     "context_attention",
+    "context_flex_attention",
     "context_parallel",
     "context_parallel_shard",
     "context_parallel_unshard",
+    "context_varlen_attention",
     "contiguous",
     "document_positions",
     "global_loss",

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
+from cp_styles._compat import without_function_modes
 from cp_styles.captured import captured_tensors
 from cp_styles.flex_mask import FlexMask
 from cp_styles.functional import axis_and_group
@@ -190,6 +191,7 @@ class _FlexAttention(torch.autograd.Function):
     """``(out, lse)``; lse is empty unless asked for."""
 
     @staticmethod
+    @without_function_modes()
     def forward(ctx, q, k, v, attention: Attention, strategy: Strategy, wants_lse: bool, *learned):
         residual = None
         if wants_lse or any(ctx.needs_input_grad):
@@ -209,6 +211,7 @@ class _FlexAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @without_function_modes()
     def backward(ctx, grad, grad_lse):
         q, k, v, out, residual, *learned = ctx.saved_tensors
         attention: Attention = ctx.attention

@@ -2,7 +2,7 @@
 
 Most BlockMasks say what a band says (causal, windows, packed documents, prefixes, and conjunctions of them). Whether
 one does is found out once, by asking ``mask_mod`` about its partial blocks: then plan, bytes and kernels are those of
-:mod:`cp_styles.mask`. What is no band is planned block by block, and ``mask_mod`` is asked tile by tile.
+:mod:`cp_styles.mask`. What is no band is planned block by block, and what ``mask_mod`` said of partial blocks is kept.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class FlexMask(Mask):
     at all, and ``mask_mod`` decides inside partial ones, as FlexAttention's kernels do.
 
     The same BlockMask object is looked at once, however often it is given. That costs ``mask_mod`` on its partial
-    blocks; nothing is communicated. It must be the same on all ranks, which compare what they found.
+    blocks, and for what is no band a byte for every pair in them is kept; nothing is communicated. It must be the same
+    on all ranks, which compare what they found.
 
     Raises:
         TypeError: for what is no BlockMask.
@@ -121,9 +122,10 @@ class FlexMask(Mask):
         facts.check_unchanged()
         device = facts.states.device
         q, kv = q_positions_L.to(device), kv_positions_M.to(device)
-        states = facts.states[:, :, q // mask.BLOCK_SIZE[0]][:, :, :, kv // mask.BLOCK_SIZE[1]]
-        b, h = (torch.arange(size, device=device) for size in facts.states.shape[:2])
-        allowed = _over_pairs(mask.mask_mod)(b, h, q, kv) & (states == 1) | (states == 2)
+        rows, columns = mask.BLOCK_SIZE
+        states, places = (x[:, :, q // rows][:, :, :, kv // columns] for x in (facts.states, facts.places))
+        # Place 0 stands for blocks that are not partial.
+        allowed = (states == 2) | (states == 1) & facts.bits[places, (q % rows)[:, None], kv % columns]
         return torch.zeros(allowed.shape, device=device).masked_fill_(~allowed, float("-inf"))
 
 
@@ -191,12 +193,16 @@ class _Facts:
         pattern: for all of the batch and heads together.
         bands: one for each row of the batch, where each is a band for all heads; else None.
         states: ``[B, H, q blocks, kv blocks]``, 0 absent, 1 partial, 2 full; on the mask's device.
+        places: of the same shape: which of ``bits`` is of a partial block.
+        bits: bool ``[partial blocks, queries, keys]``, what mask_mod said; empty for bands.
         read: the tensors that mask_mod reads, and their versions.
     """
 
     pattern: BlockPattern
     bands: tuple[BlockPattern, ...] | None
     states: torch.Tensor
+    places: torch.Tensor
+    bits: torch.Tensor
     read: tuple[tuple[torch.Tensor, int], ...]
 
     def check_unchanged(self) -> None:
@@ -234,7 +240,10 @@ def _look(mask: BlockMask) -> _Facts:
     lo = torch.where(full, starts, UNBOUNDED).amin(-1).repeat_interleave(rows, 1)
     hi = torch.where(full, starts + widths, 0).amax(-1).repeat_interleave(rows, 1)
     counts = (full * widths).sum(-1).repeat_interleave(rows, 1)
+    places, kept = torch.zeros_like(blocks, dtype=torch.int64), []
     for (n, i, j), bits in _partial_bits(mask, blocks, queries, keys):
+        places[n, i, j] = torch.arange(len(n), device=device) + sum(map(len, kept))
+        kept.append(bits)
         area = bits.sum((1, 2))
         blocks[n, i, j] = torch.where(area == 0, 0, torch.where(area == heights[i] * widths[j], 2, 1)).to(blocks.dtype)
         inside = j[:, None, None] * columns + torch.arange(columns, device=device)
@@ -260,7 +269,8 @@ def _look(mask: BlockMask) -> _Facts:
     each = [pattern(slice(b * heads, (b + 1) * heads)) for b in range(batch)] if whole.grid and batch > 1 else []
     bands = tuple(each) if each and all(row.grid is None for row in each) else None
     read = tuple((tensor, _version(tensor)) for tensor in captured_tensors(mask.mask_mod, (0, 0, 0, 0), device))
-    return _Facts(whole, bands, states, read)
+    needed = torch.cat(kept) if whole.grid and kept else torch.zeros(1, rows, columns, dtype=torch.bool, device=device)
+    return _Facts(whole, bands, states, places.view(states.shape), needed, read)
 
 
 def _four(mask: BlockMask) -> tuple[int, int, int, int]:
@@ -311,12 +321,6 @@ def _partial_bits(
 
 def _over_queries_and_keys(mod: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     return torch.vmap(torch.vmap(mod, in_dims=(None, None, None, 0)), in_dims=(None, None, 0, None))
-
-
-def _over_pairs(mod: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """``mask_mod`` on index vectors (b_B, h_H, q_L, kv_M), giving ``[B, H, L, M]``."""
-    heads = torch.vmap(_over_queries_and_keys(mod), in_dims=(None, 0, None, None))
-    return torch.vmap(heads, in_dims=(0, None, None, None))
 
 
 def _version(tensor: torch.Tensor) -> int:

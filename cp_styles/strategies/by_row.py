@@ -54,7 +54,7 @@ class ByRow(Strategy):
     def logsumexp(self, attention, q_BHLD, k_BGMD, v_BGME, residual):
         kept = self._kept(attention, residual, q_BHLD, k_BGMD, v_BGME)
         rows = _rows(attention, q_BHLD, k_BGMD, v_BGME)
-        return torch.cat([self.inner.logsumexp(*row, own) for row, own in zip(rows, kept, strict=True)])
+        return torch.cat([self.inner.logsumexp(row, *qkv, own) for (row, qkv), own in zip(rows, kept, strict=True)])
 
     def _kept(self, attention, residual, q, k, v) -> list[Any]:
         if residual is None:

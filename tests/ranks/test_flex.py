@@ -1,0 +1,365 @@
+"""FlexAttention of the whole sequence on ranks: out, logsumexp and gradients against a dense oracle; wires; doors."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.attention.flex_attention as flex_module
+from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
+from torch.utils.checkpoint import checkpoint
+
+from cp_styles.flex import context_flex_attention
+from cp_styles.flex_mask import FlexMask
+from cp_styles.functional import context_attention
+from cp_styles.layout import by_work, contiguous, head_tail, per_document_head_tail
+from cp_styles.mask import Causal, Documents, SlidingWindow
+from cp_styles.plan import make_plan
+from cp_styles.scope import SequenceScope
+from cp_styles.strategies import AllGather, Ring, Ulysses
+from cp_styles.styles import AttentionContextParallel, ModuleContextParallel
+from cp_styles.testing import CommunicationTrace, run_ranks
+from tests.oracle import randn
+from tests.ranks import flex_case as case
+from tests.ranks.attention_case import EXACT, cp_mesh
+from tests.ranks.flex_case import FlexProblem
+
+# 28 documents, as torch's own test has them, and of all lengths.
+DOCUMENTS = (1, 2, 3, 9, 1, 1, 14, 2, 2, 5, 8, 1, 3, 4, 2, 6, 1, 1, 1, 2, 7, 3, 1, 2, 2, 1, 4, 6)
+LENGTH = sum(DOCUMENTS)
+ROWS = torch.tensor([[0] * 30 + [1] * (LENGTH - 30), [0] * 71 + [1] * (LENGTH - 71)])
+TABLE = torch.rand(4, LENGTH, LENGTH, generator=torch.Generator().manual_seed(3)) > 0.6
+
+MASKS = {
+    "none": {},
+    "causal": {"mask_mod": case.causal},
+    "28 documents": {"mask_mod": case.both(case.causal, case.of_documents(DOCUMENTS)), "block": (32, 8)},
+    "windowed documents": {"mask_mod": case.both(case.window(4), case.of_documents(DOCUMENTS))},
+    "prefix": {"mask_mod": case.prefix(11), "block": 128},
+    "sinks and window": {"mask_mod": case.sinks_and_window},
+    "documents a row": {
+        "mask_mod": lambda b, h, q, kv: (ROWS[b, q] == ROWS[b, kv]) & (q >= kv),
+        "mask_batch": 2,
+        "block": (8, 16),
+    },
+    "random, a head": {"mask_mod": lambda b, h, q, kv: TABLE[h, q, kv] & (q % 9 != 4), "mask_heads": 4, "block": 4},
+}
+SCORES = {
+    "alibi": (case.alibi, ()),
+    "relative bias": (case.relative_bias, (randn(20, 4, 2 * LENGTH),)),
+    "softcap": (case.softcap, ()),
+    "learned": (case.learned_softcap, (randn(21) ** 2 + 1, randn(22, 4) * 0.1)),
+    "masking": (case.own_mask, ()),
+}
+LAYOUTS = {
+    "contiguous": lambda ranks, mask: contiguous(LENGTH, ranks),
+    "head_tail": lambda ranks, mask: head_tail(LENGTH, ranks),
+    "per_document": lambda ranks, mask: per_document_head_tail(LENGTH, ranks, documents=DOCUMENTS),
+    "by_work": lambda ranks, mask: by_work(LENGTH, ranks, mask=mask),
+}
+STRATEGIES = {"ring": Ring(), "all-gather": AllGather(keep_kv=False), "Ulysses": Ulysses(), "hybrid": Ulysses(size=2)}
+ROTATION = [("ring", 2), ("all-gather", 3), ("Ulysses", 3), ("hybrid", 4), ("ring", 4), ("Ulysses", 2)]
+
+
+@cache
+def problem(mask: str, score: str | None = None) -> FlexProblem:
+    mod, learned = SCORES[score] if score else (None, ())
+    return FlexProblem(**MASKS[mask], score_mod=mod, learned=learned, length=LENGTH)
+
+
+def by_function(q, k, v, *, layout, strategy=None, **options):
+    aux = AuxRequest(lse=True)
+    out, found = context_flex_attention(
+        q, k, v, dist.group.WORLD, layout=layout, strategy=strategy, return_aux=aux, **options
+    )
+    assert found.max_scores is None
+    return out, found.lse
+
+
+def check(whole: FlexProblem, layout, strategy, tolerance: float = EXACT) -> None:
+    def rank_main(rank: int):
+        return whole.run(
+            lambda *args, **options: by_function(*args, layout=layout, strategy=strategy, **options), layout, rank
+        )
+
+    assert max(whole.errors(run_ranks(rank_main, layout.ranks), layout)) < tolerance
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("mask", MASKS)
+def test_masks(mask: str, layout: str):
+    whole = problem(mask)
+    ours = FlexMask(whole.block_mask) if whole.block_mask is not None else Causal()
+    index = list(MASKS).index(mask) + list(LAYOUTS).index(layout)
+    for strategy, ranks in (ROTATION[index % 6], ROTATION[(index + 3) % 6]):
+        check(whole, LAYOUTS[layout](ranks, ours), STRATEGIES[strategy])
+
+
+@pytest.mark.parametrize("mask", ["none", "28 documents", "sinks and window", "random, a head", "documents a row"])
+@pytest.mark.parametrize("score", SCORES)
+def test_scores(score: str, mask: str):
+    index = list(SCORES).index(score) + len(mask)
+    for strategy, ranks in (ROTATION[index % 6], ROTATION[(index + 2) % 6]):
+        check(problem(mask, score), head_tail(LENGTH, ranks), STRATEGIES[strategy])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("score", [None, "softcap"])
+def test_low_precision(dtype, score):
+    # Rounding of the inputs' own products: a few units in the last place, against float64 of the same inputs.
+    mod, learned = SCORES[score] if score else (None, ())
+    whole = FlexProblem(case.sinks_and_window, mod, learned, length=LENGTH, dtype=dtype)
+    check(whole, head_tail(LENGTH, 2), Ring(), 4 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 3, 6])
+def test_heads_that_ranks_do_not_divide(kv_heads: int):
+    slopes = randn(30, 6)
+    whole = FlexProblem(
+        lambda b, h, q, kv: (q >= kv) & ((q - kv) % (h + 1) == 0),
+        lambda learned, score, b, h, q, kv: score * learned[0][h] + b,
+        (slopes,),
+        heads=6,
+        kv_heads=kv_heads,
+        mask_heads=6,
+        length=41,
+        scale=-0.3,
+    )
+    check(whole, contiguous(41, 4), Ulysses())
+
+
+def test_only_what_the_plan_says_travels():
+    """Forward and backward, in bytes: the plan's rows, and their gradients home."""
+    whole = problem("28 documents")
+    assert whole.block_mask is not None
+    mask = FlexMask(whole.block_mask)
+    for layout in (contiguous(LENGTH, 4), head_tail(LENGTH, 4)):
+        plans = [make_plan(layout, layout, mask, rank) for rank in range(4)]
+        documents = Documents(DOCUMENTS) & Causal()
+        assert plans == [make_plan(layout, layout, documents, rank) for rank in range(4)]
+
+        def rank_main(rank: int, layout=layout):
+            attend = lambda *args, **options: by_function(*args, layout=layout, **options)  # noqa: E731
+            with CommunicationTrace() as trace:
+                whole.run(attend, layout, rank)
+            return sum(size for name, size in trace.events if name == "send")
+
+        row = 2 * 2 * (8 + 8) * 8  # batch x heads x (key + value) x float64
+        received = sum(plan.received_rows for plan in plans)
+        assert sum(run_ranks(rank_main, 4)) == 2 * received * row
+    assert sum(make_plan(*[contiguous(LENGTH, 4)] * 2, mask, rank).received_rows for rank in range(4)) < 20
+
+
+def test_blocks_that_nobody_needs_stay_at_home():
+    blocks = torch.tensor([[1, 0, 0, 0], [0, 1, 0, 0], [1, 0, 1, 0], [0, 0, 0, 1]], dtype=torch.bool)
+    whole = FlexProblem(lambda b, h, q, kv: blocks[q // 16, kv // 16], length=64)
+    layout = contiguous(64, 4)
+    assert whole.block_mask is not None
+    plans = [make_plan(layout, layout, FlexMask(whole.block_mask), rank) for rank in range(4)]
+    assert [plan.received_rows for plan in plans] == [0, 0, 16, 0]
+    check(whole, layout, Ring())
+
+
+class Attention(nn.Module):
+    """As models have it: torch's function, however they got hold of it, somewhere inside."""
+
+    def __init__(self, by_name: bool = True) -> None:
+        super().__init__()
+        self.by_name = by_name
+
+    def forward(self, q, k, v, **options):
+        attend = flex_attention if self.by_name else flex_module.flex_attention
+        return attend(q, k, v, **options)
+
+
+class Around(nn.Module):
+    def __init__(self, checkpointed: bool) -> None:
+        super().__init__()
+        self.core, self.checkpointed = Attention(), checkpointed
+
+    def forward(self, *args, **options):
+        if self.checkpointed:
+            return checkpoint(self.core, *args, use_reentrant=False, **options)
+        return self.core(*args, **options)
+
+
+@pytest.mark.parametrize("how", ["by name", "by attribute", "checkpointed", "return_lse"])
+@pytest.mark.parametrize("score", [None, "learned"])
+def test_inside_a_module(how: str, score: str | None):
+    layout = head_tail(LENGTH, 2)
+    whole = problem("sinks and window", score)
+
+    def rank_main(rank: int):
+        module = Around(True) if how == "checkpointed" else Attention(how == "by name")
+        parallelize_module(module, cp_mesh(2), ModuleContextParallel(layout=layout))
+
+        def attend(*args, **options):
+            if how == "return_lse":
+                return module(*args, return_lse=True, **options)
+            out, aux = module(*args, return_aux=AuxRequest(lse=True), **options)
+            return out, aux.lse
+
+        return whole.run(attend, layout, rank)
+
+    assert max(whole.errors(run_ranks(rank_main, 2), layout)) < EXACT
+
+
+def test_plain_calls_inside_and_outside():
+    """Without gradients and logsumexp, without a BlockMask; and torch's own function afterwards, as it ever was."""
+    q, k, v = (randn(seed, 1, 2, 32, 8, dtype=torch.float32) for seed in range(3))
+    block_mask = create_block_mask(case.causal, None, None, 32, 32, device="cpu")
+    alone = [flex_attention(q, k, v, block_mask=mask) for mask in (None, block_mask)]
+
+    def rank_main(rank: int):
+        layout = contiguous(32, 2)
+        module = parallelize_module(Attention(), cp_mesh(2), ModuleContextParallel(layout=layout))
+        own = [layout.shard(x, 2, rank) for x in (q, k, v)]
+        with torch.no_grad():
+            return [module(*own, block_mask=mask) for mask in (None, block_mask)]
+
+    for whole, *parts in zip(alone, *run_ranks(rank_main, 2), strict=True):
+        torch.testing.assert_close(torch.cat(parts, 2), whole)
+    again = [flex_attention(q, k, v, block_mask=mask) for mask in (None, block_mask)]
+    for before, after in zip(alone, again, strict=True):
+        assert torch.equal(before, after)
+    with pytest.raises(NotImplementedError, match="does not support backward on CPU"):
+        flex_attention(q.requires_grad_(), k, v)
+
+
+def test_a_warning_that_is_an_error_leaves_nothing_behind(monkeypatch):
+    """Between the last question and the operator torch may warn, and warnings may raise."""
+
+    def complain(*args, **kwargs):
+        raise UserWarning("complaint")
+
+    monkeypatch.setattr(flex_module, "_warn_once", complain)
+
+    def rank_main(rank: int):
+        layout = contiguous(LENGTH, 2)
+        module = parallelize_module(Attention(), cp_mesh(2), ModuleContextParallel(layout=layout))
+        with pytest.raises(UserWarning, match="complaint"):
+            problem("causal").run(lambda *args, **options: module(*args, return_lse=True, **options), layout, rank)
+        return torch._guards.TracingContext.try_get() is None
+
+    assert run_ranks(rank_main, 2) == [True, True]
+
+
+def test_under_a_scope_and_beside_a_mask():
+    lengths = (40, LENGTH - 40)
+    whole = FlexProblem(case.both(case.sinks_and_window, case.of_documents(lengths), case.window(50)), length=LENGTH)
+    inside = create_block_mask(case.sinks_and_window, None, None, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=16)
+    layout = by_work(LENGTH, 3, mask=FlexMask(inside) & Documents(lengths))
+
+    def rank_main(rank: int):
+        module = parallelize_module(Attention(), cp_mesh(3), ModuleContextParallel(mask=SlidingWindow(49, 0)))
+
+        def attend(*args, block_mask, **options):
+            with SequenceScope(layout, mask=Documents(lengths)):
+                return module(*args, block_mask=inside, return_lse=True, **options)
+
+        return whole.run(attend, layout, rank)
+
+    assert max(whole.errors(run_ranks(rank_main, 3), layout)) < EXACT
+
+
+@pytest.mark.parametrize("mask", ["28 documents", "sinks and window", "documents a row", "random, a head"])
+def test_a_block_mask_for_scaled_dot_product_attention(mask: str):
+    """FlexMask is a mask as any other: with a style on DTensors, and with the function."""
+    whole, layout = problem(mask), head_tail(LENGTH, 2)
+    assert whole.block_mask is not None
+    ours = FlexMask(whole.block_mask)
+
+    class Core(nn.Module):
+        def forward(self, q, k, v):
+            return nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+    def rank_main(rank: int):
+        core = parallelize_module(Core(), cp_mesh(2), AttentionContextParallel(layout=layout, mask=ours))
+        own = [layout.shard(x, 2, rank) for x in whole.inputs]
+        return core(*own), context_attention(*own, dist.group.WORLD, mask=ours, layout=layout)
+
+    for parts in zip(*run_ranks(rank_main, 2), strict=True):
+        torch.testing.assert_close(layout.unshard(parts, 2), whole.expected[0], rtol=1e-12, atol=1e-12)
+
+
+def plus_one(score, b, h, q, kv):
+    return score + 1
+
+
+def plus_two(score, b, h, q, kv):
+    return score + 2
+
+
+LOCAL = create_block_mask(case.causal, None, None, LENGTH // 2, LENGTH // 2, device="cpu")
+WHOLE = create_block_mask(case.causal, None, None, LENGTH, LENGTH, device="cpu")
+OTHER = create_block_mask(case.sinks_and_window, None, None, LENGTH, LENGTH, device="cpu")
+REFUSED = {
+    "a rank's BlockMask": ({"block_mask": LOCAL}, "takes the lengths of the whole sequence, not of a rank's"),
+    "other BlockMasks": (lambda rank: {"block_mask": (WHOLE, OTHER)[rank]}, "disagree on strategy, layout, mask"),
+    "other scores": (
+        lambda rank: {"score_mod": (plus_one, plus_two)[rank]},
+        "disagree on strategy, layout, mask",
+    ),
+    "BACKEND": ({"kernel_options": {"BACKEND": "FLASH"}}, "BACKEND='FLASH' asks for a kernel"),
+    "both": ({"return_lse": True, "return_aux": AuxRequest(lse=True)}, "return_lse"),
+    "maxima": ({"return_aux": AuxRequest(max_scores=True)}, "max"),
+    "one rank alone": (lambda rank: {"kernel_options": {"BACKEND": "FLASH"} if rank else None}, "refused their inputs"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(name: str):
+    given, message = REFUSED[name]
+    q, k, v = (randn(seed, 1, 2, LENGTH // 2, 8) for seed in range(3))
+
+    def rank_main(rank: int):
+        options = given(rank) if callable(given) else given
+        module = parallelize_module(Attention(), cp_mesh(2), ModuleContextParallel(layout=contiguous))
+        module(q, k, v, **options)
+
+    errors = run_ranks(rank_main, 2, return_errors=True)
+    assert all(isinstance(error, (ValueError, NotImplementedError)) for error in errors), errors
+    assert any(message in str(error) for error in errors), errors
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_what_torch_compile_made_of_flex_attention(fullgraph: bool):
+    """Right where its tracing gives way to torch's function, else an error; with the remedy, right."""
+    layout, compiled = contiguous(LENGTH, 2), torch.compile(flex_attention, backend="eager", fullgraph=fullgraph)
+    whole = problem("sinks and window", "softcap")
+
+    class Module(nn.Module):
+        def forward(self, *args, **options):
+            return compiled(*args, **options)
+
+    def rank_main(rank: int, plain: bool):
+        module = parallelize_module(Module(), cp_mesh(2), ModuleContextParallel(layout=layout))
+        if plain:
+            return module(*(layout.shard(x, 2, rank) for x in whole.inputs), enable_gqa=True)
+        return whole.run(lambda *args, **options: module(*args, return_lse=True, **options), layout, rank)
+
+    found = run_ranks(rank_main, 2, True, return_errors=True)
+    if not all(isinstance(part, Exception) for part in found):  # torch.compile left the function as it was
+        expected = problem("none").expected[0]
+        torch.testing.assert_close(layout.unshard(found, 2), expected, rtol=1e-12, atol=1e-12)
+    with torch.compiler.set_stance("force_eager"):
+        found = run_ranks(rank_main, 2, False)
+    assert max(whole.errors(found, layout)) < EXACT
+
+
+def test_dtensors_are_no_input():
+    """torch traces its operator before anybody here sees it, and has no rule for DTensors: loud, in torch's words."""
+    q, k, v = (randn(seed, 1, 2, 16, 8) for seed in range(3))
+
+    def rank_main(rank: int):
+        mesh = cp_mesh(2)
+        module = parallelize_module(Attention(), mesh, AttentionContextParallel())
+        module(*(distribute_tensor(x, mesh, [Shard(2)]) for x in (q, k, v)))
+
+    errors = run_ranks(rank_main, 2, return_errors=True)
+    assert all(isinstance(error, RuntimeError) for error in errors), errors

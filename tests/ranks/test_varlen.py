@@ -1,0 +1,160 @@
+"""varlen_attn under context parallelism: packed documents by cu_seqlens of the whole pack, against a dense oracle."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.attention import varlen
+from torch.nn.attention.varlen import varlen_attn
+
+from cp_styles.layout import contiguous, head_tail, per_document_head_tail
+from cp_styles.mask import Causal, Documents
+from cp_styles.plan import make_plan
+from cp_styles.strategies import AllGather, Ring, Ulysses
+from cp_styles.styles import ModuleContextParallel
+from cp_styles.testing import CommunicationTrace, run_ranks
+from cp_styles.varlen import context_varlen_attention
+from tests.ranks.attention_case import EXACT, cp_mesh
+from tests.ranks.flex_case import FlexProblem, of_documents
+
+LENGTHS = (20, 1, 9, 31)
+TOTAL = sum(LENGTHS)
+# An empty document is one that a batch of fixed size pads with.
+CU = torch.tensor([0, 20, 21, 21, 30, 61], dtype=torch.int32)
+WINDOWS = ((-1, -1), (-1, 0), (4, 0), (3, 2), (-1, 5))
+
+
+def whole(window: tuple[int, int], **shape) -> FlexProblem:
+    left, right = window
+    same = of_documents(LENGTHS)
+
+    def mask_mod(b, h, q, kv):
+        allowed = same(b, h, q, kv)
+        allowed = allowed & (q - kv <= left) if left >= 0 else allowed
+        return allowed & (kv - q <= right) if right >= 0 else allowed
+
+    return FlexProblem(mask_mod, length=TOTAL, batch=1, **shape)
+
+
+def packed(attend, scale=None):
+    """``attend`` of [T, H, D] for a caller with [1, H, T, D]; the options of flex_attention are not passed on."""
+
+    def run(q, k, v, **_):
+        out, lse = attend(*(x.squeeze(0).transpose(0, 1) for x in (q, k, v)), scale=scale)
+        return out.transpose(0, 1).unsqueeze(0), lse.unsqueeze(0)
+
+    return run
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [(Ring(), 2), (AllGather(), 3), (Ulysses(), 4)])
+@pytest.mark.parametrize("window", WINDOWS)
+def test_the_function(window: tuple[int, int], strategy, ranks: int):
+    problem = whole(window, scale=0.3)
+    for layout in (contiguous(TOTAL, ranks), per_document_head_tail(TOTAL, ranks, documents=LENGTHS)):
+
+        def rank_main(rank: int, layout=layout):
+            def attend(*args, scale):
+                return context_varlen_attention(
+                    *args,
+                    dist.group.WORLD,
+                    CU,
+                    window_size=window,
+                    scale=scale,
+                    return_lse=True,
+                    layout=layout,
+                    strategy=strategy,
+                )
+
+            return problem.run(packed(attend, 0.3), layout, rank)
+
+        assert max(problem.errors(run_ranks(rank_main, ranks), layout)) < EXACT
+
+
+class Packed(nn.Module):
+    """Torch's function, imported by name or not, somewhere inside."""
+
+    def __init__(self, by_name: bool = True) -> None:
+        super().__init__()
+        self.by_name = by_name
+
+    def forward(self, q, k, v, *args, **options):
+        attend = varlen_attn if self.by_name else varlen.varlen_attn
+        return attend(q, k, v, *args, **options)
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Packed()
+
+    def forward(self, *args, **options):
+        return self.inner(*args, **options)
+
+
+@pytest.mark.parametrize("how", ["by name", "by attribute", "nested"])
+@pytest.mark.parametrize("window", WINDOWS[:3])
+def test_torch_s_own_inside_a_module(window: tuple[int, int], how: str):
+    knows_gqa = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    problem, layout = whole(window), head_tail(TOTAL, 2)
+
+    def rank_main(rank: int):
+        module = Nested() if how == "nested" else Packed(how == "by name")
+        parallelize_module(module, cp_mesh(2), ModuleContextParallel(layout=layout))
+
+        def attend(*args, scale):
+            options = {"enable_gqa": True} if knows_gqa else {}
+            options["return_aux"] = varlen.AuxRequest(lse=True)
+            return module(*args, CU, CU.clone(), 31, 31, window_size=window, **options)
+
+        return problem.run(packed(attend), layout, rank)
+
+    assert max(problem.errors(run_ranks(rank_main, 2), layout)) < EXACT
+
+
+def test_rows_stay_within_documents():
+    problem, layout = whole((-1, 0)), contiguous(TOTAL, 3)
+
+    def rank_main(rank: int):
+        def attend(*args, scale):
+            options = {"window_size": (-1, 0), "return_lse": True, "layout": layout}
+            return context_varlen_attention(*args, dist.group.WORLD, CU, **options)
+
+        with CommunicationTrace() as trace:
+            problem.run(packed(attend), layout, rank)
+        return sum(size for name, size in trace.events if name == "send")
+
+    plans = [make_plan(layout, layout, Documents(LENGTHS) & Causal(), rank) for rank in range(3)]
+    row = 2 * (8 + 8) * 8  # heads x (key + value) x float64, and as much back
+    assert sum(run_ranks(rank_main, 3)) == 2 * row * sum(plan.received_rows for plan in plans)
+
+
+OTHER = torch.tensor([0, 30, 61], dtype=torch.int32)
+REFUSED = {
+    "other documents for keys": ((CU, OTHER, 31, 31), {}, "cu_seq_k is not cu_seq_q"),
+    "a rank's own documents": ((OTHER // 2,) * 2 + (31, 31), {}, "the mask was made for 30 positions"),
+    "documents that differ between ranks": (lambda rank: ((CU, OTHER)[rank],) * 2 + (31, 31), {}, "disagree on"),
+    "a cache": ((CU, CU, 31, 31), {"seqused_k": torch.tensor([1])}, "cache of keys"),
+    "splits": ((CU, CU, 31, 31), {"num_splits": 1}, "num_splits=1"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(name: str):
+    args, options, message = REFUSED[name]
+    if not set(options) <= set(inspect.signature(varlen_attn).parameters):
+        pytest.skip("this torch has no such argument")
+    layout = head_tail(TOTAL, 2)
+
+    def rank_main(rank: int):
+        module = parallelize_module(Packed(), cp_mesh(2), ModuleContextParallel(layout=layout))
+        q = torch.zeros(layout.lengths[rank], 2, 8)
+        module(q, q, q, *(args(rank) if callable(args) else args), **options)
+
+    errors = run_ranks(rank_main, 2, return_errors=True)
+    assert all(isinstance(error, (ValueError, NotImplementedError)) for error in errors), errors
+    assert all(message in str(error) for error in errors), errors
