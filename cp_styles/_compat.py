@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import overrides
 from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -44,6 +43,7 @@ def dtensor_without_grad(
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
     spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, local.dtype))
+    local = local.detach() if local.requires_grad else local
     return DTensor(local, spec, requires_grad=False)  # pyright: ignore[reportAbstractUsage]
 
 
@@ -149,10 +149,6 @@ def saved_tensors_hooks_on_top() -> tuple[Callable[[torch.Tensor], Any], Callabl
     return torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore
 
 
-# Its other autograd.Functions, compiled graphs among them, run nothing again that they were given as a function.
-_TORCH_FILES = torch.__path__[0]
-
-
 def running_reruns() -> list[tuple[Any, str | None]]:
     """Who will call a function again in a backward that is running now in this thread: activation checkpoints.
 
@@ -172,11 +168,10 @@ def running_reruns() -> list[tuple[Any, str | None]]:
                 found.append((generator.f_locals["new_frame"], "recompute_fn"))
         elif code.co_name == "forward" and code.co_argcount:
             ctx = frame.f_locals.get(code.co_varnames[0])
-            if code is checkpoint.CheckpointFunction.forward.__code__:
-                if hasattr(ctx, "run_function"):  # it looks at its inputs before it sets it
-                    found.append((ctx, "run_function"))
-            elif isinstance(ctx, torch.autograd.function.FunctionCtx) and not code.co_filename.startswith(_TORCH_FILES):
-                found.append((ctx, None))
+            if isinstance(ctx, torch.autograd.function.FunctionCtx):
+                is_checkpoint = code is checkpoint.CheckpointFunction.forward.__code__
+                if not is_checkpoint or hasattr(ctx, "run_function"):  # it looks at its inputs before it sets it
+                    found.append((ctx, "run_function" if is_checkpoint else None))
         frame = frame.f_back
     # torch.distributed._composable.checkpoint opens the hooks without the function.
     pack = (saved_tensors_hooks_on_top() or (None,))[0]
@@ -237,14 +232,3 @@ def never_compile_alone(function: Callable[..., Any]) -> None:
     """
     strategy = FrameExecStrategy(FrameAction.SKIP, FrameAction.DEFAULT)
     torch._C._dynamo.eval_frame.set_code_exec_strategy(function.__code__, strategy)  # pyright: ignore
-
-
-@contextlib.contextmanager
-def without_function_modes() -> Iterator[None]:
-    """No TorchFunctionMode but those entered inside. Seen: 2.11 to 2.15."""
-    taken = [overrides._pop_mode() for _ in range(overrides._len_torch_function_stack())]
-    try:
-        yield
-    finally:
-        for mode in reversed(taken):
-            overrides._push_mode(mode)
