@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import overrides
 from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -149,6 +150,10 @@ def saved_tensors_hooks_on_top() -> tuple[Callable[[torch.Tensor], Any], Callabl
     return torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore
 
 
+# Its other autograd.Functions, compiled graphs among them, run nothing again that they were given as a function.
+_TORCH_FILES = torch.__path__[0]
+
+
 def running_reruns() -> list[tuple[Any, str | None]]:
     """Who will call a function again in a backward that is running now in this thread: activation checkpoints.
 
@@ -168,10 +173,11 @@ def running_reruns() -> list[tuple[Any, str | None]]:
                 found.append((generator.f_locals["new_frame"], "recompute_fn"))
         elif code.co_name == "forward" and code.co_argcount:
             ctx = frame.f_locals.get(code.co_varnames[0])
-            if isinstance(ctx, torch.autograd.function.FunctionCtx):
-                is_checkpoint = code is checkpoint.CheckpointFunction.forward.__code__
-                if not is_checkpoint or hasattr(ctx, "run_function"):  # it looks at its inputs before it sets it
-                    found.append((ctx, "run_function" if is_checkpoint else None))
+            if code is checkpoint.CheckpointFunction.forward.__code__:
+                if hasattr(ctx, "run_function"):  # it looks at its inputs before it sets it
+                    found.append((ctx, "run_function"))
+            elif isinstance(ctx, torch.autograd.function.FunctionCtx) and not code.co_filename.startswith(_TORCH_FILES):
+                found.append((ctx, None))
         frame = frame.f_back
     # torch.distributed._composable.checkpoint opens the hooks without the function.
     pack = (saved_tensors_hooks_on_top() or (None,))[0]
@@ -232,3 +238,14 @@ def never_compile_alone(function: Callable[..., Any]) -> None:
     """
     strategy = FrameExecStrategy(FrameAction.SKIP, FrameAction.DEFAULT)
     torch._C._dynamo.eval_frame.set_code_exec_strategy(function.__code__, strategy)  # pyright: ignore
+
+
+@contextlib.contextmanager
+def without_function_modes() -> Iterator[None]:
+    """No TorchFunctionMode but those entered inside. Seen: 2.11 to 2.15."""
+    taken = [overrides._pop_mode() for _ in range(overrides._len_torch_function_stack())]
+    try:
+        yield
+    finally:
+        for mode in reversed(taken):
+            overrides._push_mode(mode)
