@@ -154,6 +154,20 @@ def test_checkpointing_under_fsdp(make, where: str, use_reentrant: bool):
     assert_same_training(checkpointed, 2)
 
 
+@pytest.mark.parametrize("style", ["AttentionContextParallel", "ModuleContextParallel"])
+def test_styles_on_what_fsdp_has_sharded(style: str):
+    """The other order: FSDP2 first (the compositions above apply it last, as tensor parallelism asks for)."""
+
+    def make() -> Training:
+        cp = one_cp()
+        module = {"layers.*": ModuleContextParallel(layout=composition.LAYOUTS[4])}
+        model = shard(composition.new_model(), cp)
+        parallelize_module(model, cp, module if style == "ModuleContextParallel" else composition.cp_plan(4))
+        return training(model, cp, cp, averaged_over=cp.size())
+
+    assert_same_training(make, 2)
+
+
 def test_ddp_over_dp_and_cp():
     def make() -> Training:
         mesh, both = dp_cp()
