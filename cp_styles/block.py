@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from cp_styles._compat import running_reruns
+from cp_styles._compat import never_compile_alone, running_reruns
 from cp_styles.balancers import Cut, LoadBalancer, layout_of
 from cp_styles.buffers import Aliases, Part, check_buffer, dim_of
 from cp_styles.calls import AttentionCalls
@@ -232,16 +232,16 @@ class _BlockCalls(AttentionCalls):
         self._entry = entry
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self._entry.buffers.isdisjoint(map(id, args)):
-            self._remember()
+        if not torch.compiler.is_compiling() and not self._entry.buffers.isdisjoint(map(id, args)):
+            self._entry.remember()
         return super().__torch_function__(func, types, args, kwargs)
 
     def check_reruns(self) -> None:
-        self._remember()
-
-    def _remember(self) -> None:
         if not torch.compiler.is_compiling():
             self._entry.remember()
+
+
+never_compile_alone(_BlockCalls.__torch_function__)
 
 
 def agree_on(name: str, group: dist.ProcessGroup, check: Callable[[], Any], facts: Callable[[Any], list[Any]]) -> Any:
@@ -289,7 +289,7 @@ def pairs_of(buffers: Sequence[Any], seq_dims: Sequence[int]) -> list[tuple[Any,
 
 def open_on(group: dist.ProcessGroup) -> _Entry | None:
     """The innermost open block of this context over these ranks."""
-    return next((entry for entry in reversed(_open.get()) if entry.group is group), None)
+    return next((entry for entry in reversed(_open.get()) if ranks_of(entry.group) == ranks_of(group)), None)
 
 
 def ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:

@@ -40,7 +40,9 @@ class Part:
 
     def put(self) -> Callable[[], None]:
         """Make the buffer the part; calling what is returned makes it what it was."""
-        buffer, data, layout = self.buffer, self.buffer.data, cut_with(self.buffer)
+        buffer, layout = self.buffer, cut_with(self.buffer)
+        with torch.inference_mode(False):  # what is made in that mode could never be trained with
+            data = buffer.data
 
         def undo() -> None:
             if buffer.grad_fn is not None:  # computed inside, in place: that is not of the whole

@@ -70,7 +70,8 @@ def context_parallel(
         no_restore_buffers: those that may stay cut after the block.
         strategy: how keys and queries meet; default what :func:`set_rotate_method` says.
         layout: how the sequence is cut; default ``head_tail``, of the buffers' length if there are any. Then attention
-            over another length is refused; a function takes any.
+            over another length is refused; a function takes any. Parts that you cut yourself, where there are no
+            buffers, must be those of this cut: nobody can see it of them.
         mask: who attends to whom, beside ``is_causal`` of the calls; in global positions.
         kernel: computes the tiles.
 

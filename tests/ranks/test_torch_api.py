@@ -208,6 +208,40 @@ def test_a_buffer_that_is_computed_in_place(a_view):
         assert max(run_ranks(rank_main, RANKS)) < EXACT
 
 
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_inference_leaves_buffers_that_can_be_trained_with(mode):
+    problem = Problem(length=9)
+
+    def rank_main(rank):
+        mesh = cp_mesh(RANKS)
+        q, k, v = (x.clone() for x in problem.inputs)
+        with mode(), context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2] * 3):
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        (out,) = context_parallel_unshard(mesh, [out], [2])
+        (q.requires_grad_() * k).sum().backward()
+        assert torch.equal(q.grad, problem.inputs[1])
+        return error(out, problem.expected[0])
+
+    assert max(run_ranks(rank_main, RANKS)) < EXACT
+
+
+def test_a_composed_mesh_by_its_axis():
+    """The block of one axis is found by functions that are handed a fresh slice of the mesh."""
+    problem = Problem(length=9)
+
+    def rank_main(rank):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+        q, k, v = (x.clone() for x in problem.inputs)
+        with context_parallel(mesh["cp"], buffers=[q, k, v], buffer_seq_dims=[2] * 3, layout=contiguous):
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            (out,) = context_parallel_unshard(
+                init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["b"], [out], [2]
+            )
+        return error(out, problem.expected[0])
+
+    assert max(run_ranks(rank_main, 4)) < EXACT
+
+
 def test_sequences_of_several_lengths_are_said_to_be_such():
     """Cross-attention: each length is cut on its own. Otherwise a long table would be cut for another one."""
     problem = Problem(length=7, kv_length=12, causal=False)
