@@ -6,7 +6,7 @@ import contextlib
 import sys
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention import flex_attention as flex_module
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_map_only as tree_map_only  # seen: 2.11 to 2.15
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 # DTensor knows no aten.detach_: seen in 2.11 and 2.12; has a rule from 2.13.
 DETACH_IN_PLACE_HAS_NO_RULE = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13)
@@ -249,3 +251,8 @@ def without_function_modes() -> Iterator[None]:
     finally:
         for mode in reversed(taken):
             overrides._push_mode(mode)
+
+
+def uncompiled(function: F) -> F:
+    """torch.compiler.disable, which says no types: neither the function nor what it calls is compiled."""
+    return torch.compiler.disable(function)  # pyright: ignore[reportReturnType]
