@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from cp_styles._compat import FLEX_OPERATOR, fast_path_attention, never_compile_alone
+from cp_styles._compat import FLEX_OPERATOR, fast_path_attention, never_compile_alone, uncompiled
 from cp_styles.flex import flex_attend
 from cp_styles.flex_calls import QUESTIONS, FlexCalls, operator_results
 from cp_styles.functional import attend
@@ -123,7 +123,7 @@ class AttentionCalls(TorchFunctionMode):
             refuse=refuse,
         )
 
-    @torch.compiler.disable
+    @uncompiled
     def _attend_flex(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
         self._tally.calls += 1
         call = self._flex.take()
@@ -135,7 +135,7 @@ class AttentionCalls(TorchFunctionMode):
         found = flex_attend(self._scoped.now(), (query, key, value), call, self.check_reruns)
         return operator_results(*found)
 
-    @torch.compiler.disable
+    @uncompiled
     def _attend_varlen(self, *args: Any, **kwargs: Any) -> Any:
         self._tally.calls += 1
         return varlen_operator(self._scoped.now(), self.check_reruns, *args, **kwargs)

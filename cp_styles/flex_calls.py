@@ -23,6 +23,7 @@ from cp_styles._compat import (
     FLEX_IDENTITY,
     FLEX_UNBLOCKED,
     AsWritten,
+    uncompiled,
 )
 from cp_styles.flex import FlexCall
 
@@ -38,7 +39,7 @@ class FlexCalls:
     def __init__(self) -> None:
         self._pending: tuple[FrameType, FlexCall, AsWritten] | None = None
 
-    @torch.compiler.disable
+    @uncompiled
     def answer(self, frame: FrameType, func: Any, args: tuple[Any, ...]) -> Any:
         """What ``frame`` is told that asks one of QUESTIONS; None where the plain answer will do."""
         if frame.f_globals is not FLEX_GLOBALS:

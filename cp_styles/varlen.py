@@ -146,7 +146,8 @@ def _attend(
     scale: float | None,
     wants_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    batched = tuple(x.transpose(0, 1).unsqueeze(0) if _is_pack(x) else x for x in tensors)
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) if _is_pack(x) else x for x in tensors)
+    batched = q, k, v
 
     def bind() -> tuple[Binding, tuple[torch.Tensor, ...]]:
         check_plain(binding.name, tensors)

@@ -108,6 +108,13 @@ def test_scores(score: str, mask: str):
         check(problem(mask, score), head_tail(LENGTH, ranks), STRATEGIES[strategy])
 
 
+def test_queries_some_at_a_time(monkeypatch):
+    """As large tiles are worked on, whose logits would not fit into memory."""
+    monkeypatch.setattr("cp_styles.kernels.flex._LOGITS", 2 * 4 * 30 * 7)
+    for mask in ("causal", "random, a head"):
+        check(problem(mask, "relative bias"), contiguous(LENGTH, 2), Ring())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("score", [None, "softcap"])
 def test_low_precision(dtype, score):

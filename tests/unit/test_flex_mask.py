@@ -142,10 +142,20 @@ def test_large_plans_have_few_tiles_and_exact_ones(block):
         assert tiles < 60
 
 
-def test_with_a_band_beside():
-    mask = FlexMask(made(sinks_and_window, 90)) & Documents((50, 40))
-    allowed = asked(and_masks(sinks_and_window, of_documents((50, 40))), 90)
-    check_block_plans(head_tail(90, 3), mask, allowed, (16, 16))
+def holes(b, h, q, kv):
+    """No band, and most blocks full."""
+    return (q >= kv) | (kv % 5 == 0)
+
+
+@pytest.mark.parametrize("mask_mod", [sinks_and_window, holes])
+@pytest.mark.parametrize("window", [None, 30])
+def test_with_a_band_beside(mask_mod, window):
+    mods, mask = [mask_mod, of_documents((250, 50))], FlexMask(made(mask_mod, 300)) & Documents((250, 50))
+    if window:
+        mods.append(lambda b, h, q, kv: (q - kv).abs() <= window)
+        mask = mask & SlidingWindow(window, window)
+    for layout in (contiguous(300, 2), head_tail(300, 3)):
+        check_block_plans(layout, mask, asked(and_masks(*mods), 300), (16, 16))
 
 
 def test_work_is_counted_and_balanced():
