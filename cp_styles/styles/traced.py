@@ -105,6 +105,7 @@ class Traced:
     ) -> None:
         """``inputs``: name and position of query, key and value among the arguments of the module."""
         self.ran = False
+        self._holds_parameters = False
         self._scoped, self._lift, self._axis, self._inputs = scoped, lift, axis, tuple(inputs)
         self._seq_dim, self._use_local_output = seq_dim, use_local_output
         self._name = scoped.name
@@ -115,11 +116,14 @@ class Traced:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Traced:
         options = {"seq_dim": self._seq_dim, "use_local_output": self._use_local_output}
-        return Traced(self._scoped, self._lift, self._axis, self._inputs, **options)
+        made = Traced(self._scoped, self._lift, self._axis, self._inputs, **options)
+        made._holds_parameters = self._holds_parameters
+        return made
 
     def attach(self, module: nn.Module) -> None:
         """Let ``module`` run so; torch.compile finds it by the module's class and nowhere else."""
         setattr(module, _STATE, self)
+        self._holds_parameters = any(True for _ in module.parameters())
         module.__class__ = _subclass(type(module))
 
     def forward(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -128,6 +132,11 @@ class Traced:
             raise NotImplementedError(
                 f"{self._name}: use_local_output=False under torch.compile: whether the ranks' parts make a DTensor is "
                 "not known there. Leave it out, or keep this module out of the compiled region"
+            )
+        if self._holds_parameters:
+            raise NotImplementedError(
+                f"{self._name}: torch.compile does not trace parameters beside DTensors: apply the module's parameters "
+                "before it (a temperature to the query, for example), or take ModuleContextParallel"
             )
         inputs = [kwargs[name] if name in kwargs else args[place] for name, place in self._inputs]
         came = self._came(inputs)

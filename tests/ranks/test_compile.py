@@ -1,0 +1,432 @@
+"""torch.compile, fullgraph: one device's attention through every door, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from functorch.compile import min_cut_rematerialization_partition
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from cp_styles.batch import sum_gradients
+from cp_styles.functional import context_attention
+from cp_styles.kernels import ReferenceKernel
+from cp_styles.layout import by_work, contiguous, head_tail
+from cp_styles.mask import Causal, Dense, Documents, Full, SlidingWindow
+from cp_styles.ops import spelled
+from cp_styles.scope import SequenceScope
+from cp_styles.selective import save_attention
+from cp_styles.strategies import AllGather, Ring, Ulysses
+from cp_styles.styles import AttentionContextParallel, ModuleContextParallel
+from cp_styles.testing import run_ranks
+from tests.oracle import allowed, document_of, error, randn
+from tests.ranks.attention_case import EXACT, Core, Problem, cp_mesh, run_attention
+
+# 2.11 compiles in processes (tests/process/test_compile_cache.py); its compiler is not safe for threads.
+pytestmark = pytest.mark.skipif(torch.__version__.startswith("2.11"), reason="torch 2.11 cannot compile on two threads")
+
+RANKS = 2
+DOORS = ["style", "module", "function"]
+LENGTHS = (13, 16)  # unequal parts on two ranks, and equal ones
+PROBLEMS = {length: Problem(length=length, kv_heads=2) for length in LENGTHS}
+
+
+@pytest.fixture(autouse=True)
+def _afresh():
+    torch.compiler.reset()
+
+
+class Grouped(Core):
+    """The same without a comparison of two sizes, which would be a symbol where heads are one."""
+
+    def forward(self, query, key, value):
+        if self.seq_dim == 1:
+            query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        out = F.scaled_dot_product_attention(
+            query, key, value, is_causal=self.causal, scale=self.scale, enable_gqa=True
+        )
+        return out.transpose(1, 2) if self.seq_dim == 1 else out
+
+
+def door(name: str, mesh: DeviceMesh, core: nn.Module | None = None, **options: Any) -> Callable[..., torch.Tensor]:
+    """Attention as a user of that door writes it, causal."""
+    if name == "function":
+        return partial(context_attention, group=mesh, mask=options.pop("mask", Full()) & Causal(), **options)
+    style = {"style": AttentionContextParallel, "module": ModuleContextParallel}[name]
+    return parallelize_module(core or Grouped(), mesh, style(**options))
+
+
+class Block(nn.Module):
+    """Something to compile around an attention."""
+
+    def __init__(self, attend: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.attend = attend
+
+    def forward(self, query, key, value):
+        return self.attend(query.exp().log(), key * 1.0, value * 1.0) * 1.0
+
+
+def compiled(attend: Callable[..., torch.Tensor], backend: Any = "aot_eager", **options: Any):
+    return torch.compile(Block(attend), backend=backend, fullgraph=True, **options)
+
+
+class Traces:
+    """A backend that keeps the graphs, forward and backward, of what it compiles."""
+
+    def __init__(self) -> None:
+        self.forwards: list[torch.fx.GraphModule] = []
+        self.backwards: list[torch.fx.GraphModule] = []
+        self.backend = aot_autograd(
+            fw_compiler=self._keep_in(self.forwards),
+            bw_compiler=self._keep_in(self.backwards),
+            partition_fn=min_cut_rematerialization_partition,
+        )
+
+    @staticmethod
+    def _keep_in(graphs: list[torch.fx.GraphModule]):
+        def compiler(graph, example_inputs):
+            graphs.append(graph)
+            return graph
+
+        return compiler
+
+    def ops(self, graphs: list[torch.fx.GraphModule]) -> list[str]:
+        """The ops of this package, in order."""
+        nodes = [node for graph in graphs for node in graph.graph.nodes if node.op == "call_function"]
+        return [str(node.target) for node in nodes if str(node.target).startswith("cp_styles.")]
+
+
+@pytest.mark.parametrize("strategy", [Ring(), AllGather(), Ulysses()], ids=str)
+@pytest.mark.parametrize("name", DOORS)
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_every_door_and_strategy(name: str, strategy, dynamic: bool):
+    def on(rank: int):
+        attend = compiled(door(name, cp_mesh(RANKS), strategy=strategy), dynamic=dynamic)
+        for length in LENGTHS if dynamic else LENGTHS[:1]:
+            assert max(run_attention(attend, PROBLEMS[length], rank, RANKS)) < EXACT
+
+    run_ranks(on, RANKS)
+
+
+def test_other_lengths_are_the_same_graph():
+    """However many there are, once the compiler has seen that they vary."""
+    traces = Traces()
+
+    def on(rank: int):
+        attend = compiled(door("module", cp_mesh(RANKS)), traces.backend, dynamic=True)
+        for length in (20, 24, 28, 32):
+            assert max(run_attention(attend, Problem(length=length, kv_heads=2), rank, RANKS)) < EXACT
+
+    run_ranks(on, RANKS)
+    assert len(traces.forwards) == RANKS
+
+
+@pytest.mark.parametrize("name", DOORS)
+def test_other_configurations_are_other_graphs(name: str):
+    """One compiled function after another layout, window and kernel, and back: each is attended by its own."""
+    window = SlidingWindow(3, 0)
+    seen = Problem(length=16, kv_heads=2, mask=allowed(lambda p, j: p - 3 <= j <= p, 16, 16))
+    configurations = [
+        (PROBLEMS[16], head_tail, {"layout": head_tail}),
+        (seen, contiguous, {"layout": contiguous, "mask": window}),
+        (PROBLEMS[16], BY_WORK, {"layout": BY_WORK, "kernel": ReferenceKernel(), "strategy": AllGather(keep_kv=False)}),
+        (PROBLEMS[16], head_tail, {"layout": head_tail(16, RANKS)}),
+    ]
+
+    def on(rank: int):
+        mesh, block = cp_mesh(RANKS), Block(torch.add)
+        attend = torch.compile(block, backend="aot_eager", fullgraph=True)
+        for problem, layout, options in configurations:
+            block.attend = door(name, mesh, **options)
+            assert max(run_attention(attend, problem, rank, RANKS, layout=layout)) < EXACT
+
+    run_ranks(on, RANKS)
+
+
+BY_WORK = partial(by_work, mask=Causal())
+
+
+def documents(lengths: tuple[int, ...]) -> Problem:
+    document, length = document_of(lengths), sum(lengths)
+    return Problem(
+        length=length,
+        kv_heads=2,
+        mask=allowed(lambda p, j: document(p) == document(j) and j <= p, length, length),
+    )
+
+
+@pytest.mark.parametrize("name", ["style", "module"])
+def test_batches_of_documents_are_one_graph(name: str):
+    """Scopes come and go, and end before the backward: what is compiled asks at every run."""
+    batches = [(documents(lengths), Documents(lengths)) for lengths in ((3, 13), (9, 2, 5), (16,), (1, 15))]
+    traces = Traces()
+
+    def on(rank: int):
+        attend = compiled(door(name, cp_mesh(RANKS)), traces.backend)
+        started = []
+        for index, (problem, mask) in enumerate(batches):
+            layout = contiguous(16, RANKS) if index % 2 else head_tail(16, RANKS)
+            leaves, cotangent = problem.shard(layout, rank, RANKS)
+            with SequenceScope(layout, mask=mask):
+                started.append((problem, layout, leaves, cotangent, attend(*leaves)))
+        for problem, layout, leaves, cotangent, out in reversed(started):
+            out.backward(cotangent)
+            found = [out.detach(), *(leaf.grad for leaf in leaves)]
+            assert max(problem.errors(found, layout, rank, RANKS)) < EXACT
+        assert max(run_attention(attend, PROBLEMS[16], rank, RANKS)) < EXACT  # and without a scope
+
+    run_ranks(on, RANKS)
+    assert len(traces.forwards) == RANKS  # threads, each with a module of its own
+
+
+@pytest.mark.parametrize("name", DOORS)
+def test_masks_that_are_tensors(name: str):
+    """Of the style, and of the call; they are inputs of the graph."""
+    masks = [randn(seed, 16, 16) < 0.5 for seed in (1, 2)]
+    for mask in masks:
+        mask.fill_diagonal_(True)
+    causal = torch.ones(16, 16, dtype=torch.bool).tril()
+
+    class Masked(nn.Module):
+        def forward(self, query, key, value, attn_mask):
+            return F.scaled_dot_product_attention(query, key, value, attn_mask, enable_gqa=True)
+
+    def on(rank: int):
+        mesh = cp_mesh(RANKS)
+        for mask in masks:
+            problem = Problem(length=16, kv_heads=2, mask=mask & causal)
+            attend = compiled(door(name, mesh, mask=Dense(mask)))
+            assert max(run_attention(attend, problem, rank, RANKS)) < EXACT
+        if name != "function":
+            masked = torch.compile(door(name, mesh, Masked()), backend="aot_eager", fullgraph=True)
+            for mask in masks:
+                problem = Problem(length=16, kv_heads=2, mask=mask)
+                attend = partial(lambda mask, *qkv: masked(*qkv, mask), mask)
+                assert max(run_attention(attend, problem, rank, RANKS)) < EXACT
+
+    run_ranks(on, RANKS)
+
+
+def test_sinks():
+    def on(rank: int):
+        attends = [partial(context_attention, group=cp_mesh(RANKS), mask=Causal())]
+        attends.append(torch.compile(attends[0], backend="aot_eager", fullgraph=True))
+        found = []
+        for attend in attends:
+            leaves, cotangent = PROBLEMS[13].shard(head_tail, rank, RANKS)
+            sink = randn(7, 4).requires_grad_()
+            out = attend(*leaves, sink_H=sink)
+            out.backward(cotangent)
+            found.append([out.detach(), sink.grad, *(leaf.grad for leaf in leaves)])
+        assert max(map(error, *found)) < EXACT  # as eager, which is held to the oracle elsewhere
+
+    run_ranks(on, RANKS)
+
+
+class Scaled(Grouped):
+    """A parameter inside the module: its gradient is a sum over the sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
+
+    def forward(self, query, key, value):
+        return super().forward(query * self.temperature, key, value)
+
+
+def test_gradients_of_parameters_inside():
+    problem = Problem(length=13, kv_heads=2, scale=1.5 * 8**-0.5)
+    # <dq, q> with respect to their product, and that one's to the temperature.
+    wanted = (problem.expected[1] * problem.inputs[0]).sum() / 1.5
+
+    def on(rank: int):
+        mesh = cp_mesh(RANKS)
+        core = door("module", mesh, Scaled())
+        leaves, cotangent = problem.shard(head_tail, rank, RANKS)
+        compiled(core)(*leaves).backward(cotangent)
+        sum_gradients(core, mesh)
+        assert error(core.temperature.grad, wanted) < EXACT
+        with pytest.raises(Exception, match="does not trace parameters beside DTensors"):
+            compiled(door("style", mesh, Scaled()))(*leaves)
+
+    run_ranks(on, RANKS)
+
+
+# -- checkpoints --
+
+
+def without_side_effects():
+    """A module that counts its attention calls has what torch.compile calls side effects. Under a checkpoint it wants
+    to be told, thread by thread, that the recomputation need not repeat them."""
+    return torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True)
+
+
+@pytest.mark.parametrize("name", DOORS)
+def test_a_selective_checkpoint_attends_once(name: str):
+    """And a plain one twice, which the test therefore would see. All that communicates is inside the one op."""
+    kept = partial(create_selective_checkpoint_contexts, save_attention())
+
+    def graphs(**options) -> Traces:
+        torch.compiler.reset()
+        traces = Traces()
+
+        def on(rank: int):
+            block = Block(door(name, cp_mesh(RANKS)))
+
+            def layer(query, key, value):
+                return checkpoint(block, query, key, value, use_reentrant=False, **options)
+
+            attend = torch.compile(layer, backend=traces.backend, fullgraph=True)
+            with without_side_effects():
+                assert max(run_attention(attend, PROBLEMS[16], rank, RANKS)) < EXACT
+
+        run_ranks(on, RANKS)
+        return traces
+
+    for options, forwards in (({"context_fn": kept}, 0), ({}, 1)):
+        traces = graphs(**options)
+        assert traces.ops(traces.forwards[:1]) == ["cp_styles.attention.default"]
+        again = ["cp_styles.attention.default"] * forwards
+        assert traces.ops(traces.backwards[:1]) == [*again, "cp_styles.attention_backward.default"]
+
+
+def test_a_recomputation_without_its_scope_is_refused():
+    """And right where the attention is kept: its scope is not asked for again."""
+    problem, mask = documents((5, 11)), Documents((5, 11))
+    kept = partial(create_selective_checkpoint_contexts, save_attention())
+
+    def on(rank: int):
+        for options in ({"context_fn": kept}, {}):
+            block = Block(door("module", cp_mesh(RANKS)))
+
+            def layer(query, key, value, block=block, options=options):
+                return checkpoint(block, query, key, value, use_reentrant=False, **options)
+
+            leaves, cotangent = problem.shard(head_tail, rank, RANKS)
+            attend = torch.compile(layer, backend=Traces().backend, fullgraph=True)
+            with SequenceScope(head_tail(16, RANKS), mask=mask), without_side_effects():
+                out = attend(*leaves)
+            if options:
+                out.backward(cotangent)
+                found = [out.detach(), *(leaf.grad for leaf in leaves)]
+                assert max(problem.errors(found, head_tail, rank, RANKS)) < EXACT
+            else:
+                with pytest.raises(RuntimeError, match="which batch's SequenceScope it ran under is not known"):
+                    out.backward(cotangent)
+
+    run_ranks(on, RANKS)
+
+
+# -- what raises --
+
+
+class Act(nn.Module):
+    def __init__(self, act) -> None:
+        super().__init__()
+        self.act = act
+
+    def forward(self, query, key, value):
+        return self.act(query, key, value)
+
+
+def attention(query, key, value, **options):
+    return F.scaled_dot_product_attention(query, key, value, enable_gqa=True, **options)
+
+
+STYLES = ["style", "module"]
+
+
+@pytest.mark.parametrize(
+    ("names", "act", "message"),
+    [
+        (STYLES, lambda q, k, v: attention(q, k, v, dropout_p=0.1), "dropout_p=0.1"),
+        (STYLES, lambda q, k, v: q * 2, "no scaled_dot_product_attention was called inside"),
+        (STYLES, lambda q, k, v: F.scaled_dot_product_attention(q, k, v), "need enable_gqa=True"),
+        (["style"], lambda q, k, v: attention(q - q.mean(2, keepdim=True), k, v), "nothing may gather the sequence"),
+        (["style"], lambda q, k, v: attention(q[:, :, 1:], k, v), "nothing may gather the sequence"),
+        (["style"], lambda q, k, v: attention(q, k, v).mean(2), "not sharded along the sequence"),
+        (["style"], lambda q, k, v: attention(*(x.transpose(1, 2) for x in (q, k, v))), "check seq_dim"),
+    ],
+    ids=["dropout", "not reached", "gqa", "mean", "slice", "reduced", "moved"],
+)
+def test_what_a_module_may_not_do(names: list[str], act, message: str):
+    """On every rank, in words, and nothing is wrong afterwards."""
+    for name in names:
+
+        def on(rank: int, name: str = name):
+            mesh = cp_mesh(RANKS)
+            bad = torch.compile(door(name, mesh, Act(act)), backend="aot_eager", fullgraph=True)
+            with pytest.raises(Exception) as caught:
+                bad(*PROBLEMS[16].shard(head_tail, rank, RANKS)[0])
+            assert message in str(caught.value)
+            assert max(run_attention(compiled(door(name, mesh)), PROBLEMS[16], rank, RANKS)) < EXACT
+
+        run_ranks(on, RANKS)
+
+
+@pytest.mark.parametrize("name", DOORS)
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda q, k, v: (q[:, :, :1], k, v), "positions, but the layout head_tail gives them"),
+        (lambda q, k, v: (q, k.float(), v), "must share one floating-point dtype"),
+        (lambda q, k, v: (q[..., :4], k[..., :4], v[..., :4]), "disagree on shape"),
+    ],
+    ids=["length", "dtype", "head dim"],
+)
+def test_one_rank_alone(name: str, spoil, message: str):
+    """What differs between ranks is seen when the graph runs, by all of them."""
+
+    def on(rank: int):
+        leaves = PROBLEMS[16].shard(head_tail, rank, RANKS)[0]
+        attend = torch.compile(door(name, cp_mesh(RANKS)), backend="aot_eager", fullgraph=True)
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            attend(*(spoil(*leaves) if rank == 1 else leaves))
+        text = str(caught.value)
+        assert message in text or (rank == 0 and "ranks [1] of mesh axis 'cp' refused their inputs" in text)
+
+    run_ranks(on, RANKS, timeout_seconds=10.0)
+
+
+def test_what_no_text_can_stand_for():
+    """Eager takes any object; a graph needs one that another process finds."""
+
+    def on(rank: int):
+        mesh = cp_mesh(RANKS)
+        local = lambda length, ranks: head_tail(length, ranks)  # noqa: E731
+        for name in DOORS:
+            attend = door(name, mesh, layout=local)
+            assert max(run_attention(attend, PROBLEMS[16], rank, RANKS)) < EXACT
+            with pytest.raises(Exception, match="define it at the top level of a module"):
+                compiled(attend)(*PROBLEMS[16].shard(head_tail, rank, RANKS)[0])
+        scoped = compiled(door("module", mesh))
+        mask = Dense(torch.ones(16, 16, dtype=torch.bool))
+        with (
+            SequenceScope(head_tail(16, RANKS), mask=mask),
+            pytest.raises(NotImplementedError, match="a scope's mask cannot hold tensors"),
+        ):
+            scoped(*PROBLEMS[16].shard(head_tail, rank, RANKS)[0])
+
+    run_ranks(on, RANKS)
+
+
+def test_the_ops():
+    """What torch asks of an op: its schema, its fake kernel, its gradient, static and dynamic."""
+
+    def on(rank: int):
+        group = cp_mesh(1).get_group()
+        source = spelled("test", "cp", group.group_name, Ring(), head_tail, Causal(), None)
+        q, k, v = (x.clone().requires_grad_() for x in PROBLEMS[16].inputs)
+        arguments = (q, k, v, None, None, None, source.config, False, None, True, "")
+        torch.library.opcheck(torch.ops.cp_styles.attention.default, arguments)
+
+    run_ranks(on, 1)
