@@ -154,7 +154,7 @@ def test_with_a_band_beside(mask_mod, window):
     if window:
         mods.append(lambda b, h, q, kv: (q - kv).abs() <= window)
         mask = mask & SlidingWindow(window, window)
-    for layout in (contiguous(300, 2), head_tail(300, 3)):
+    for layout in (contiguous(300, 1), contiguous(300, 2), head_tail(300, 3)):
         check_block_plans(layout, mask, asked(and_masks(*mods), 300), (16, 16))
 
 
