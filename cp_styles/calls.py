@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from types import FrameType
 from typing import Any
 
 import torch
@@ -70,7 +71,7 @@ class AttentionCalls(TorchFunctionMode):
             if self._flex.expecting:
                 self._flex.forget(unless_under_way=True)
             if func in QUESTIONS:
-                answer = self._flex.answer(sys._getframe(1), func, args)
+                answer = self._flex.answer(_asking(sys._getframe(1)), func, args)
                 return func(*args, **kwargs) if answer is None else answer
             if func is FLEX_OPERATOR:
                 return self._attend_flex(*args[:3])
@@ -132,13 +133,21 @@ class AttentionCalls(TorchFunctionMode):
                 f"{self._name}: flex_attention came here another way than by torch's function, which is how it is "
                 f"understood; {_FLEX_REMEDY}"
             )
-        found = flex_attend(self._scoped.now(), (query, key, value), call, self.check_reruns)
+        found = flex_attend(self._scoped.now(), (query, key, value), call, self._check_sinkless)
         return operator_results(*found)
 
     @uncompiled
     def _attend_varlen(self, *args: Any, **kwargs: Any) -> Any:
         self._tally.calls += 1
-        return varlen_operator(self._scoped.now(), self.check_reruns, *args, **kwargs)
+        return varlen_operator(self._scoped.now(), self._check_sinkless, *args, **kwargs)
+
+    def _check_sinkless(self) -> None:
+        self.check_reruns()
+        if self._sink is not None:
+            raise NotImplementedError(
+                f"{self._name}: attention sinks are for scaled_dot_product_attention; with flex_attention take its "
+                "logsumexp, or leave sink= out"
+            )
 
     def _sink_now(self) -> torch.Tensor | None:
         if self._sink is None:
@@ -166,6 +175,13 @@ class AttentionCalls(TorchFunctionMode):
                 f"{self._name}: no scaled_dot_product_attention was called inside: nothing here is context parallel, "
                 "and attention by other means would be local to each rank"
             )
+
+
+def _asking(frame: FrameType) -> FrameType:
+    """What called a mode, past the modes that were called first."""
+    while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
 
 
 never_compile_alone(AttentionCalls.__torch_function__)

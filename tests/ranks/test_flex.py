@@ -24,6 +24,7 @@ from cp_styles.scope import SequenceScope
 from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.styles import AttentionContextParallel, ModuleContextParallel
 from cp_styles.testing import CommunicationTrace, run_ranks
+from cp_styles.torch_api import context_parallel
 from tests.oracle import randn
 from tests.ranks import flex_case as case
 from tests.ranks.attention_case import EXACT, cp_mesh
@@ -370,3 +371,32 @@ def test_dtensors_are_no_input():
 
     errors = run_ranks(rank_main, 2, return_errors=True)
     assert all(isinstance(error, RuntimeError) for error in errors), errors
+
+
+@pytest.mark.parametrize("score", [None, "learned"])
+def test_in_torch_s_context_parallel_block(score: str | None):
+    """torch's API, with the backward inside the block: what the backward calls is not caught again."""
+    whole, layout = problem("sinks and window", score), head_tail(LENGTH, 2)
+
+    def rank_main(rank: int):
+        def attend(*args, **options):
+            return flex_attention(*args, return_lse=True, **options)
+
+        with context_parallel(cp_mesh(2)):
+            return whole.run(attend, layout, rank)
+
+    assert max(whole.errors(run_ranks(rank_main, 2), layout)) < EXACT
+
+
+def test_checkpointed_in_torch_s_context_parallel_block():
+    """The recomputation comes after the block's end, and enters it again."""
+    whole, layout = problem("sinks and window"), head_tail(LENGTH, 2)
+
+    def rank_main(rank: int):
+        def attend(*args, **options):
+            with context_parallel(cp_mesh(2)):
+                return checkpoint(flex_attention, *args, use_reentrant=False, return_lse=True, **options)
+
+        return whole.run(attend, layout, rank)
+
+    assert max(whole.errors(run_ranks(rank_main, 2), layout)) < EXACT
