@@ -1,0 +1,121 @@
+"""One rank of test_compile_tp_cp.py: a tensor x context parallel layer, compiled; and where inductor waits."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch._inductor.utils import run_and_get_code
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+from cp_styles import (
+    AttentionContextParallel,
+    Causal,
+    ColwiseParallel,
+    RowwiseParallel,
+    context_attention,
+    head_tail,
+)
+from tests.oracle import dense_attention, error, randn
+
+WIDTH, HEADS, LENGTH = 12, 4, 16
+
+
+class Core(nn.Module):
+    def forward(self, query, key, value):
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+class DenseCore(nn.Module):
+    def forward(self, query, key, value):
+        mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+        return dense_attention(query, key, value, mask)
+
+
+class Layer(nn.Module):
+    def __init__(self, core: nn.Module) -> None:
+        super().__init__()
+        self.core = core
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        for index, parameter in enumerate(self.parameters()):
+            parameter.data = randn(index, *parameter.shape) * 0.3
+
+    def forward(self, x):
+        query, key, value = (
+            project(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for project in (self.wq, self.wk, self.wv)
+        )
+        return x + self.wo(self.core(query, key, value).transpose(1, 2).flatten(2))
+
+
+def layer_error(mesh: DeviceMesh, *, local: bool, layout=head_tail) -> float:
+    """Of the compiled layer to one process' in output, input gradient and parameter gradients."""
+    x, cotangent = randn(10, 2, LENGTH, WIDTH), randn(11, 2, LENGTH, WIDTH)
+    reference = Layer(DenseCore())
+    leaf = x.clone().requires_grad_()
+    wanted = reference(leaf)
+    wanted.backward(cotangent)
+    plan = {
+        "w[qkv]": ColwiseParallel(use_local_output=local),
+        "core": AttentionContextParallel(),
+        "wo": RowwiseParallel(input_layouts=Shard(-1)),
+    }
+    model = parallelize_module(Layer(Core()), mesh, plan)
+    own, rank = layout(LENGTH, mesh["cp"].size()), mesh["cp"].get_local_rank()
+    mine = own.shard(x, 1, rank).clone().requires_grad_()
+    out = torch.compile(model, backend="aot_eager", fullgraph=True)(mine)
+    out.backward(own.shard(cotangent, 1, rank))
+    errors = [error(out, own.shard(wanted, 1, rank))]
+    # The input is whole on every tp rank, and so is its gradient.
+    errors.append(error(mine.grad, own.shard(leaf.grad, 1, rank)))
+    for (_, found), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
+        whole = found.grad.full_tensor()
+        dist.all_reduce(whole, group=mesh.get_group("cp"))
+        errors.append(error(whole, expected.grad))
+    return max(errors)
+
+
+def order_of_waiting(mesh: DeviceMesh) -> list[str]:
+    """The order in which inductor starts a gather over tp, attends over cp, waits for the gather and uses it."""
+    tp, query = mesh["tp"], torch.randn(1, 2, 4, 4)
+
+    def overlapping(x, q):
+        gathered = DTensor.from_local(x, tp, [Shard(0)], run_check=False).redistribute(placements=[Replicate()])
+        out = context_attention(q, q, q, mesh["cp"], mask=CAUSAL)
+        return gathered.to_local() @ out
+
+    _, code = run_and_get_code(torch.compile(overlapping, fullgraph=True), torch.randn(4, 4), query)
+    steps = {
+        "all_gather_into_tensor.default(": "start",
+        "cp_styles.attention.default(": "attend",
+        "wait_tensor.default(": "wait",
+    }
+    body = code[-1].split("def call(")[-1].splitlines()
+    calls = [line for line in body if "torch.ops." in line and "assert_" not in line]
+    return [step for line in calls for name, step in names.items() if f"{name}.default(" in line]
+
+
+CAUSAL = Causal()
+
+
+def main(rank: int, ranks: int, store: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    said = {"local": layer_error(mesh, local=True)}
+    torch.compiler.reset()
+    said["dtensors"] = layer_error(mesh, local=False)
+    torch.compiler.reset()
+    said["order"] = order_of_waiting(mesh)
+    print(json.dumps(said), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
