@@ -43,9 +43,15 @@ class AttentionContextParallel(ContextParallelStyle):
         use_local_output: False leaves outputs as DTensors, Shard on the sequence axis; needs equal parts.
 
     An ``attn_mask``, of the module's call or of scaled_dot_product_attention in it, is the mask of the whole sequence
-    (the same on all ranks), rows and columns in the order of positions. Inputs are plain tensors, or DTensors on this
-    axis' 1-D mesh with ``Shard(seq_dim)``. Communication a forward: one all-gather of six integers, so that all ranks
-    hear of one rank's bad input; then the strategy's.
+    (the same on all ranks), rows and columns in the order of positions, and with all heads where tensor parallelism
+    cuts them. Communication a forward: one all-gather of six integers, so that all ranks hear of one rank's bad input;
+    then the strategy's.
+
+    Inputs are plain tensors, or DTensors on this axis' 1-D mesh with ``Shard(seq_dim)``; or, where the style was given
+    a composed mesh, DTensors on its other axes ("tp"), Shard on the heads or the batch, or Replicate (key and value may
+    be replicated where the query's heads are cut: their gradients are then summed over that axis, two all-reduces); or
+    on the composed mesh itself, ``Shard(seq_dim)`` on this axis. Outputs leave on the mesh on which inputs came. See
+    [Note: lifting] in lift.py.
 
     Raises (at the call, on every rank, with the module's name): ValueError, TypeError or NotImplementedError for inputs
     that are not the layout's, for dropout, masks that are not the whole sequence's, and modules whose attention was not

@@ -76,8 +76,9 @@ def test_heads_that_tp_cuts_unevenly():
 )
 def test_meshes(names, sizes):
     """Axes in another order, with more of them between, and an axis of one rank."""
-    for full in (False, True):
-        exact(Cut(Problem(length=12, kv_heads=2), full=full and len(names) == 2), *sizes, names=names)
+    for full in (False, len(names) == 2):
+        for placements in (ALIKE, QUERIES):
+            exact(Cut(Problem(length=12, kv_heads=2), placements, full=full), *sizes, names=names)
 
 
 def test_axes_of_any_name_and_both_at_once():
@@ -436,3 +437,22 @@ def test_a_module_that_joins_the_sequence_with_the_heads():
         parallel(Joins(), mesh)(*Cut(Problem(length=12, kv_heads=2)).leaves(mesh))
 
     assert "not sharded along the sequence: the module reduced or gathered the sequence dim" in refused(act)
+
+
+def test_gathering_the_sequence_inside_is_refused_beside_tp_too():
+    """Over tp DTensor may communicate in the module, over the sequence axis it may not."""
+
+    class Gathers(Core):
+        def forward(self, query, key, value):
+            return super().forward(query.softmax(2), key, value)
+
+    def on(rank: int) -> str:
+        mesh, cut = composed_mesh(), Cut(Problem(length=12, kv_heads=2))
+        with pytest.raises(RuntimeError) as caught:
+            parallel(Gathers(), mesh)(*cut.leaves(mesh))
+        assert max(cut.errors(parallel(Core(), mesh), mesh)) < EXACT
+        return "\n".join([str(caught.value), *caught.value.__notes__])
+
+    for text in run_ranks(on, 4, timeout_seconds=20):
+        assert "nothing may gather the sequence inside a context-parallel module" in text
+        assert "no fused attention op was reached inside the module" in text

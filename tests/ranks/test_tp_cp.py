@@ -9,6 +9,7 @@ AdamW steps within 1e-9: a step divides by the root of a square, which lifts dif
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -313,6 +314,64 @@ def test_dtensors_on_both_axes_from_end_to_end():
 cp: all_gather 2, all_reduce 4, send 6
 tp: all_gather 17, all_reduce 5, reduce_scatter 16""",
     )
+
+
+def test_a_part_that_is_a_view():
+    """What layout.shard cuts has gaps in memory: by the strides torch joins the rows of a Linear."""
+    x, gradient = randn(0, 2, 8, 6), randn(1, 2, 8, 4)
+    linear = nn.Linear(6, 4).double()
+    expected = linear(x)
+    expected.backward(gradient)
+
+    def on(rank: int) -> None:
+        mesh = composed_mesh()
+        mine = copy.deepcopy(linear)
+        mine.zero_grad()
+        parallelize_module(mine, mesh, ColwiseParallel(use_local_output=False))
+        own = mesh.get_local_rank("cp")
+        part, wanted, cotangent = (whole.detach()[:, own * 4 : own * 4 + 4] for whole in (x, expected, gradient))
+        assert not part.is_contiguous()
+        out = mine(DTensor.from_local(part, mesh, [Shard(1), Replicate()], run_check=False))
+        assert (out.device_mesh, out.placements, out.shape) == (mesh, (Shard(1), Shard(2)), expected.shape)
+        assert torch.allclose(out.redistribute(mesh, [Shard(1), Replicate()]).to_local(), wanted, rtol=0, atol=1e-14)
+        out.redistribute(mesh, [Shard(1), Replicate()]).to_local().backward(cotangent)
+        sum_gradients(mine, mesh["cp"])
+        for name, parameter in mine.named_parameters():
+            alone = linear.get_parameter(name).grad
+            assert alone is not None
+            assert torch.allclose(whole(parameter.grad), alone, rtol=0, atol=1e-13)
+
+    run_ranks(on, 4)
+
+
+def refused(style, *placements, names=("cp", "tp"), shape=(2, 4, 6)) -> str:
+    """What every rank says to a DTensor that is placed so on the composed mesh."""
+
+    def on(rank: int) -> str:
+        mesh = composed_mesh(names=names)
+        module = nn.LayerNorm(6) if isinstance(style, SequenceParallel) else nn.Linear(6, 4)
+        parallelize_module(module, mesh, style)
+        with pytest.raises((ValueError, NotImplementedError)) as caught:
+            module(DTensor.from_local(torch.zeros(shape), mesh, placements, run_check=False))
+        return str(caught.value)
+
+    texts = run_ranks(on, 4, timeout_seconds=20)
+    assert len(set(texts)) == 1, texts
+    return texts[0]
+
+
+def test_what_styles_on_one_axis_refuse_of_the_composed_mesh():
+    colwise = ColwiseParallel()
+    for placement in (Replicate(), Shard(2)):
+        assert "every axis beside 'tp' must cut rows, as Shard(1) does" in refused(colwise, placement, Replicate())
+    text = "'tp' must come after the axes that cut the same dim, as tp in ('cp', 'tp')"
+    assert text in refused(colwise, Shard(1), Shard(1), names=("tp", "cp"))
+    rowwise = RowwiseParallel(output_layouts=Shard(1), use_local_output=False)
+    assert "axis must come after those that cut the same dim" in refused(
+        rowwise, Replicate(), Shard(1), names=("tp", "cp")
+    )
+    prepare = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
+    assert "but this style takes DTensors on 'tp' alone" in refused(prepare, Shard(1), Replicate())
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
