@@ -90,11 +90,7 @@ def order_of_waiting(mesh: DeviceMesh) -> list[str]:
         return gathered.to_local() @ out
 
     _, code = run_and_get_code(torch.compile(overlapping, fullgraph=True), torch.randn(4, 4), query)
-    steps = {
-        "all_gather_into_tensor.default(": "start",
-        "cp_styles.attention.default(": "attend",
-        "wait_tensor.default(": "wait",
-    }
+    names = {"all_gather_into_tensor": "start", "cp_styles.attention": "attend", "wait_tensor": "wait"}
     body = code[-1].split("def call(")[-1].splitlines()
     calls = [line for line in body if "torch.ops." in line and "assert_" not in line]
     return [step for line in calls for name, step in names.items() if f"{name}.default(" in line]
