@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import overrides
-from torch._dynamo.types import FrameAction, FrameExecStrategy
+from torch._dynamo.types import FrameAction, FrameExecStrategy  # pyright: ignore[reportPrivateImportUsage]
+from torch._guards import _TLS, TracingContext
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.attention import flex_attention as flex_module
@@ -208,7 +209,7 @@ def run_kernel(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[st
 # What flex_attention comes down to: its module, its operator, and what stands there for no score_mod and for no
 # BlockMask. Seen: 2.11 to 2.15.
 FLEX_FUNCTION: Any = flex_module.flex_attention
-FLEX_GLOBALS: dict[str, Any] = vars(flex_module)
+FLEX_GLOBALS: Any = vars(flex_module)
 FLEX_OPERATOR: Any = torch.ops.higher_order.flex_attention
 FLEX_IDENTITY: Any = flex_module._identity
 FLEX_UNBLOCKED: int = flex_module._LARGE_SPARSE_BLOCK_SIZE  # pyright: ignore
@@ -223,13 +224,13 @@ class AsWritten:
 
     def __init__(self) -> None:
         kernel = types.SimpleNamespace(in_kernel_invocation=True, shape_env=None)
-        self._context = torch._guards.TracingContext(kernel)  # pyright: ignore[reportArgumentType]
-        self._before = torch._guards.TracingContext.try_get()
-        torch._guards._TLS.tracing_context = self._context
+        self._context = TracingContext(kernel)  # pyright: ignore[reportArgumentType]
+        self._before = TracingContext.try_get()
+        _TLS.tracing_context = self._context
 
     def end(self) -> None:
-        if torch._guards.TracingContext.try_get() is self._context:
-            torch._guards._TLS.tracing_context = self._before
+        if TracingContext.try_get() is self._context:
+            _TLS.tracing_context = self._before
 
 
 def never_compile_alone(function: Callable[..., Any]) -> None:
@@ -245,7 +246,7 @@ def never_compile_alone(function: Callable[..., Any]) -> None:
 @contextlib.contextmanager
 def without_function_modes() -> Iterator[None]:
     """No TorchFunctionMode but those entered inside. Seen: 2.11 to 2.15."""
-    taken = [overrides._pop_mode() for _ in range(overrides._len_torch_function_stack())]
+    taken = [overrides._pop_mode() for _ in range(overrides._len_torch_function_stack())]  # pyright: ignore
     try:
         yield
     finally:

@@ -134,7 +134,8 @@ def cut_with(tensor: torch.Tensor) -> SequenceLayout | None:
 def mark_cut(tensor: torch.Tensor, layout: SequenceLayout | None) -> None:
     """Have :func:`cut_with` say ``layout`` of this very tensor."""
     if layout is None:
-        tensor.__dict__.pop("_cp_styles_layout", None)
+        if cut_with(tensor) is not None:
+            del tensor._cp_styles_layout  # pyright: ignore[reportAttributeAccessIssue]
     else:
         tensor._cp_styles_layout = layout  # pyright: ignore[reportAttributeAccessIssue]
 

@@ -109,7 +109,6 @@ class Strategy(ABC):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """``(dq, dk, dv, dsink)``, shaped and typed like the local ones; dsink is this rank's share of a sum."""
 
-
     @abstractmethod
     def logsumexp(
         self,

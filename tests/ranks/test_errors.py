@@ -326,7 +326,10 @@ def test_one_rank_alone_passes_garbage(door: str, garbage, message: str):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda x: x[:1], "disagree on shape (beside the sequence), dtype or attn_mask: ranks [2] differ from rank 0; here it is"),
+        (
+            lambda x: x[:1],
+            "dtype or attn_mask: ranks [2] differ from rank 0; here it is",
+        ),
         (lambda x: x[..., :6], "disagree on shape (beside the sequence), dtype or attn_mask: ranks [2] differ"),
         (lambda x: x.float(), "disagree on shape (beside the sequence), dtype or attn_mask: ranks [2] differ"),
         (lambda x: torch.cat((x, x), 2), "positions, but the layout head_tail gives them"),

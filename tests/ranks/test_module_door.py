@@ -166,7 +166,7 @@ def test_a_model_as_it_is(strategy, ckpt):
 @on_ranks
 def test_the_function_checkpointed(mesh, rank):
     """Its recomputation is outside of every module, so it would be local: loud in both flavours, and never wrong."""
-    with pytest.raises(CheckpointError, match="during the (original )?forward"):  # torch notices
+    with pytest.raises(CheckpointError, match=r"during the (original )?forward"):  # torch notices
         check(styled(Model(ckpt=NOT_REENTRANT, level="function"), mesh), mesh, rank)
     outside_is_untouched()
     model = styled(Model(ckpt=REENTRANT, level="function"), mesh)

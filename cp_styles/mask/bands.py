@@ -1,0 +1,158 @@
+"""Masks with structure: each query attends to one interval of keys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from cp_styles.mask.algebra import UNBOUNDED, Mask, PerRow
+
+
+@dataclass(frozen=True)
+class Causal(Mask):
+    """Position p attends to 0 .. p."""
+
+    def bounds(self, q_positions_L: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.zeros_like(q_positions_L), q_positions_L + 1
+
+
+@dataclass(frozen=True)
+class SlidingWindow(Mask):
+    """Position p attends to p - left .. p + right, both included; None means no bound on that side.
+
+    ``SlidingWindow(w - 1, 0)`` is the causal window of ``w`` tokens that model configurations call
+    ``sliding_window=w``.
+    """
+
+    left: int | None
+    right: int | None = 0
+
+    def __post_init__(self) -> None:
+        for name in ("left", "right"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ValueError(f"SlidingWindow {name} must be >= 0 or None, got {value}")
+
+    def bounds(self, q_positions_L: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        left = UNBOUNDED if self.left is None else self.left
+        right = UNBOUNDED if self.right is None else self.right
+        return (q_positions_L - left).clamp(min=0), q_positions_L + right + 1
+
+
+@dataclass(frozen=True)
+class Chunked(Mask):
+    """Attention within chunks of ``size`` positions (Llama 4 style); with ``Causal()``: ``Causal() & Chunked(n)``."""
+
+    size: int
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ValueError(f"Chunked size must be at least 1, got {self.size}")
+
+    def bounds(self, q_positions_L: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        start = q_positions_L - q_positions_L % self.size
+        return start, start + self.size
+
+
+@dataclass(frozen=True)
+class PrefixLM(Mask):
+    """Causal, but the first ``prefix`` positions are visible to all."""
+
+    prefix: int
+
+    def __post_init__(self) -> None:
+        if self.prefix < 0:
+            raise ValueError(f"PrefixLM prefix must be >= 0, got {self.prefix}")
+
+    def bounds(self, q_positions_L: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.zeros_like(q_positions_L), (q_positions_L + 1).clamp(min=self.prefix)
+
+
+@dataclass(frozen=True)
+class Documents(Mask):
+    """Packed documents: a position attends within its own document only; add ``& Causal()`` for causal documents.
+
+    ``prefixes``, one a document, makes the first so many positions of each document visible to all of it
+    (prefix-LM a document): positions then see ``max(p + 1, prefix end)`` and no further.
+    """
+
+    lengths: tuple[int, ...]
+    prefixes: tuple[int, ...] | None = None
+    _ends: torch.Tensor = field(init=False, compare=False, repr=False)
+    _hash: int = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lengths", tuple(int(size) for size in self.lengths))
+        if any(size < 1 for size in self.lengths):
+            raise ValueError(f"document lengths must be at least 1, got {min(self.lengths)}")
+        if self.prefixes is not None:
+            object.__setattr__(self, "prefixes", tuple(int(size) for size in self.prefixes))
+            if len(self.prefixes) != len(self.lengths) or any(
+                not 0 <= p <= n for p, n in zip(self.prefixes, self.lengths, strict=True)
+            ):
+                raise ValueError("prefixes must give one length a document, between 0 and that document's length")
+        object.__setattr__(self, "_ends", torch.tensor(self.lengths, dtype=torch.int64).cumsum(0))
+        object.__setattr__(self, "_hash", hash((self.lengths, self.prefixes)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @classmethod
+    def from_cu_seqlens(cls, cu_seqlens: torch.Tensor | Sequence[int]) -> Documents:
+        """From cumulative lengths ``[0, n0, n0 + n1, ...]`` as varlen attention kernels take them."""
+        ends = torch.as_tensor(cu_seqlens, dtype=torch.int64).cpu()
+        if ends.ndim != 1 or ends.numel() < 2 or int(ends[0]) != 0:
+            raise ValueError(f"cu_seqlens must be 1-D and start with 0, got shape {tuple(ends.shape)}")
+        lengths = (ends[1:] - ends[:-1]).tolist()
+        if min(lengths) < 0:
+            raise ValueError("cu_seqlens must not decrease")
+        return cls(tuple(size for size in lengths if size))
+
+    @classmethod
+    def from_ids(cls, ids_S: torch.Tensor) -> Documents | PerRow:
+        """From one document id a position; a document is a run of equal ids. [B, S] gives each row its own documents.
+
+        Raises:
+            ValueError: when an id comes back after another one: those positions would attend to each other through
+                a gap, which packed documents cannot say; use :class:`Dense`.
+        """
+        if ids_S.ndim == 2:
+            return PerRow(tuple(cls.from_ids(row) for row in ids_S))
+        if ids_S.ndim != 1:
+            raise ValueError(f"document ids must be [S] or [B, S], got shape {tuple(ids_S.shape)}")
+        values, lengths = torch.unique_consecutive(ids_S.cpu(), return_counts=True)
+        if values.unique().numel() != values.numel():
+            raise ValueError("a document id returns after another document; give it an id of its own, or use Dense")
+        return cls(tuple(lengths.tolist()))
+
+    @classmethod
+    def from_positions(cls, positions_S: torch.Tensor) -> Documents | PerRow:
+        """From position ids that restart at 0 with every document, as packed batches carry them. [B, S] gives each row
+        its own documents."""
+        if positions_S.ndim == 2:
+            return PerRow(tuple(cls.from_positions(row) for row in positions_S))
+        if positions_S.ndim != 1 or (positions_S.numel() and int(positions_S[0]) != 0):
+            raise ValueError(f"positions must be [S] or [B, S] and start with 0, got shape {tuple(positions_S.shape)}")
+        positions = positions_S.cpu().long()
+        starts = torch.nonzero(positions == 0).flatten()
+        lengths = torch.diff(starts, append=torch.tensor([positions.numel()]))
+        expected = torch.arange(positions.numel()) - torch.repeat_interleave(starts, lengths)
+        if not torch.equal(positions, expected):
+            raise ValueError("positions must count up by one inside a document and restart at 0")
+        return cls(tuple(lengths.tolist()))
+
+    @property
+    def length(self) -> int:
+        return int(self._ends[-1]) if self.lengths else 0
+
+    def bounds(self, q_positions_L: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ends = self._ends.to(q_positions_L.device)
+        lengths = torch.tensor(self.lengths, dtype=torch.int64, device=q_positions_L.device)
+        index = torch.bucketize(q_positions_L, ends, right=True)
+        start, stop = ends[index] - lengths[index], ends[index]
+        if self.prefixes is not None:
+            prefixes = torch.tensor(self.prefixes, dtype=torch.int64, device=q_positions_L.device)
+            stop = torch.maximum(q_positions_L + 1, start + prefixes[index])
+        return start, stop

@@ -1,0 +1,132 @@
+"""Masks written out: any boolean or additive tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from cp_styles.mask.algebra import Full, Mask
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Dense(Mask):
+    """Any boolean (True: attend) or additive float mask, broadcastable to ``[B, H, S_q, S_kv]``, whole on every rank.
+
+    Compared by the identity of the tensor, which must not change in place afterwards. A float mask that requires grad
+    is refused: its gradient would have to be assembled from every rank's tiles, and nobody here does that yet.
+    """
+
+    tensor: torch.Tensor
+    _version: int = field(init=False, default=0)
+
+    @property
+    def pattern(self) -> Mask:
+        return SomeBias()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Dense) and other.tensor is self.tensor
+
+    def __hash__(self) -> int:
+        return id(self.tensor)
+
+    def __post_init__(self) -> None:
+        if self.tensor.ndim < 2 or self.tensor.ndim > 4:
+            raise ValueError(f"a dense mask must broadcast to [B, H, S_q, S_kv], got shape {tuple(self.tensor.shape)}")
+        if self.tensor.dtype != torch.bool and not self.tensor.is_floating_point():
+            raise TypeError(f"a dense mask must be bool (True: attend) or float (added), got {self.tensor.dtype}")
+        object.__setattr__(self, "_version", _version(self.tensor))
+        if self.tensor.requires_grad:
+            raise NotImplementedError(
+                "the gradient of an attention bias is not computed under context parallelism: detach() the mask, or "
+                "run the module that learns it without AttentionContextParallel"
+            )
+
+    @property
+    def has_bias(self) -> bool:
+        return True
+
+    @property
+    def content(self) -> int:
+        return digest(self.tensor)
+
+    @property
+    def length(self) -> int | None:
+        sizes = [size for size in self.tensor.shape[-2:] if size != 1]
+        return sizes[-1] if sizes else None
+
+    def check(self, shape: tuple[int, int, int, int]) -> None:
+        sizes = tuple(self.tensor.shape)
+        if any(size not in (1, whole) for size, whole in zip(sizes, shape[-len(sizes) :], strict=True)):
+            raise ValueError(
+                f"a dense mask of shape {sizes} does not broadcast to [B, H, S_q, S_kv] = {list(shape)}: give the mask "
+                "of the whole sequence, rows and columns in the order of positions"
+            )
+
+    def row(self, index: int) -> Mask:
+        if self.tensor.ndim < 4 or self.tensor.shape[0] == 1:
+            return self
+        if index >= self.tensor.shape[0]:
+            raise ValueError(f"{self!r} has no row {index} of the batch")
+        return Dense(self.tensor[index : index + 1])
+
+    def __repr__(self) -> str:
+        return f"Dense({tuple(self.tensor.shape)}, {self.tensor.dtype})"
+
+    def bounds(self, q_positions_L: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return Full().bounds(q_positions_L)
+
+    def bias(self, q_positions_L: torch.Tensor, kv_positions_M: torch.Tensor) -> torch.Tensor:
+        if _version(self.tensor) != self._version:
+            raise RuntimeError(f"{self!r} was changed in place after it was given as a mask; give a copy")
+        bias = self.tensor
+        for dim, positions in ((-2, q_positions_L), (-1, kv_positions_M)):
+            if bias.shape[dim] != 1:
+                bias = bias.index_select(dim, positions.to(bias.device))
+        if bias.dtype == torch.bool:
+            return torch.zeros(bias.shape, device=bias.device).masked_fill_(~bias, float("-inf"))
+        return bias
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def digest(tensor: torch.Tensor) -> int:
+    """A checksum of 63 bits of what a tensor holds, the same on every machine; remembered until the tensor changes.
+
+    One pass over the tensor, and on CUDA a wait for the device.
+    """
+    found = _digests.get(tensor)
+    if found is None or found[0] != _version(tensor):
+        found = _digests[tensor] = (_version(tensor), _checksum(tensor.detach()))
+    return found[1]
+
+
+_digests: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    total = 0
+    for start, piece in enumerate(tensor.contiguous().view(-1).view(torch.uint8).split(_PIECE)):
+        words = torch.nn.functional.pad(piece, (0, -piece.numel() % 8)).view(torch.int64)
+        # Odd factors that differ by place; integers, which wrap alike everywhere, and not floats.
+        places = torch.arange(start * _PIECE, start * _PIECE + words.numel(), device=words.device)
+        total += int((words * (places * 0x9E3779B97F4A7C1 * 2 + 1)).sum())
+    return total % 2**63
+
+
+_PIECE = 2**23  # bytes at a time, so that a large mask needs little more memory
+
+
+@dataclass(frozen=True)
+class SomeBias(Full):
+    """The pattern of a mask with a bias. Caches of plans hold this one instead, and no tensor."""
+
+    @property
+    def has_bias(self) -> bool:
+        return True
