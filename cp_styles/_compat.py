@@ -257,3 +257,12 @@ def without_function_modes() -> Iterator[None]:
 def uncompiled(function: F) -> F:
     """torch.compiler.disable, which says no types: neither the function nor what it calls is compiled."""
     return torch.compiler.disable(function)  # pyright: ignore[reportReturnType]
+
+
+def hooks_in_order(module: torch.nn.Module) -> None:
+    """Let a module's hooks stand in its dicts in the order in which they run. Where some were put first
+    (``prepend``), torch.compile on 2.11 takes one for another. Names seen: 2.11 to 2.15."""
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        ordered = list(hooks.items())
+        hooks.clear()
+        hooks.update(ordered)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from cp_styles._compat import current_graph_task, tree_map_only
+from cp_styles._compat import current_graph_task, hooks_in_order, tree_map_only
 from cp_styles.dispatcher import NO_COMMUNICATION, binding_of, declared_size, even_lengths, install
 from cp_styles.mask import Dense
 from cp_styles.ops import check_local
@@ -130,6 +130,7 @@ class ContextParallelState:
         # The last to change the inputs and the first to see the outputs: other styles' hooks see what they always saw.
         self.module.register_forward_pre_hook(self._pre_forward, with_kwargs=True)
         self.module.register_forward_hook(self._post_forward, prepend=True, always_call=True)
+        hooks_in_order(self.module)
         for parameter in self.module.parameters():
             if parameter.requires_grad:
                 parameter.register_hook(self._share)

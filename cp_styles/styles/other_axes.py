@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from cp_styles._compat import tree_map_only
+from cp_styles._compat import hooks_in_order, tree_map_only
 from cp_styles.composed import Beside, Placements, beside
 from cp_styles.dispatcher import placed
 
@@ -47,6 +47,7 @@ class OtherAxes:
         """Before the style's own hooks on the way in, after them on the way out."""
         module.register_forward_pre_hook(self._lower, prepend=True)
         module.register_forward_hook(self._lift)
+        hooks_in_order(module)
 
     def _lower(self, module: nn.Module, args: Any) -> Any:
         if self._came is not None:  # from a forward that failed
