@@ -2,6 +2,7 @@
 
 import copy
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from cp_styles import (
     AttentionContextParallel,
@@ -17,13 +19,15 @@ from cp_styles import (
     Ulysses,
     head_tail,
     next_token_labels,
-    per_document_head_tail,
+    save_attention,
+    sum_gradients,
 )
 from cp_styles.testing import run_ranks
 from tests.oracle import dense_attention, document_of, error
 from tests.ranks.attention_case import EXACT, Core, Problem, cp_mesh, run_attention
 from tutorials.llama import Llama, LlamaConfig, parallel_plan
 
+EXAMPLES = ("packed", "module", "sinks", "collectives", "fsdp", "flex", "torch api", "selective")
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 DOCUMENTS = (300, 10, 690)
@@ -41,13 +45,10 @@ def run_example(*names: str, wanted: str) -> list[torch.Tensor]:
         for name in names:
             exec(example(name), scope)
         leaves = [scope[name] for name in wanted.split()]
-        return scope["mesh"].size(), [x.detach() for x in leaves], [x.grad for x in leaves if x.is_leaf]
+        layout = scope.get("layout", head_tail(1000, 2))
+        return layout, [x.detach() for x in leaves], [x.grad for x in leaves if x.is_leaf]
 
-    (ranks, *first), (_, *second) = run_ranks(on, 2)
-    assert ranks == 2
-    layout = (
-        per_document_head_tail(1000, 2, documents=DOCUMENTS) if names[-1].endswith("packed") else head_tail(1000, 2)
-    )
+    (layout, *first), (_, *second) = run_ranks(on, 2)
     return [
         layout.unshard(parts, 2) if parts[0].ndim == 4 else sum(parts)
         for mine, others in zip(first, second, strict=True)
@@ -140,6 +141,84 @@ def test_a_model_whose_code_stays_as_it_is():
     assert max(run_ranks(on, 3)) < EXACT
 
 
+def test_gradients_that_fsdp_averages():
+    """Two sequences over dp, each cut over cp, in parts of different lengths."""
+    model, tokens = small_llama()
+    expected = one_process(model, tokens)[1:]
+    layout = head_tail(29, 2)
+
+    def on(rank):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+        row, part = mesh["dp"].get_local_rank(), mesh["cp"].get_local_rank()
+        mine = parallelize_module(copy.deepcopy(model), mesh, parallel_plan_of_attention(layout))
+        names = {"torch": torch, "mesh": mesh, "model": mine, "positions": layout.positions(part)}
+        names["mine"] = layout.shard(tokens[row : row + 1], 1, part)
+        names["labels"] = layout.shard(next_token_labels(tokens[row : row + 1]), 1, part)
+        exec(example("example: fsdp"), names)
+        found = [parameter.grad.full_tensor() for parameter in mine.parameters()]
+        return max(error(*pair) for pair in zip(found, expected, strict=True))
+
+    assert max(run_ranks(on, 4)) < EXACT
+
+
+def parallel_plan_of_attention(layout) -> dict[str, AttentionContextParallel]:
+    return {"layers.*.attention.core": AttentionContextParallel(layout=layout)}
+
+
+def test_code_written_for_torch_s_context_parallel():
+    model, tokens = small_llama()
+    tokens, positions = tokens[:, :24], torch.arange(24)
+    labels = tokens.roll(-1, 1)
+    cross_entropy(model(tokens, positions).flatten(0, 1), labels.flatten()).backward()
+    expected = [parameter.grad for parameter in model.parameters()]
+
+    def on(rank):
+        mine, table = copy.deepcopy(model), positions.clone()
+        mine.zero_grad()
+        names = {"mesh": cp_mesh(3), "tokens": tokens.clone(), "labels": labels.clone(), "table": table}
+        names["model"] = lambda part: mine(part, table).flatten(0, 1)
+        names["loss_fn"] = lambda logits, wanted: cross_entropy(logits, wanted.flatten())
+        exec(example("example: torch api"), names)
+        assert torch.equal(names["tokens"], tokens)
+        assert torch.equal(table, positions)
+        sum_gradients(mine, names["mesh"])
+        # The mean of three ranks' means, which hold eight tokens each.
+        found = [parameter.grad / 3 for parameter in mine.parameters()]
+        return max(error(*pair) for pair in zip(found, expected, strict=True))
+
+    assert max(run_ranks(on, 3)) < EXACT
+
+
+def test_a_selective_checkpoint():
+    problem = Problem(length=12)
+
+    def on(rank):
+        core = parallelize_module(Core(), cp_mesh(3), AttentionContextParallel())
+
+        def attend(*qkv):
+            names = {"partial": partial, "create_selective_checkpoint_contexts": create_selective_checkpoint_contexts}
+            names |= {"save_attention": save_attention, "checkpoint": checkpoint}
+            names |= {"layer": lambda qkv: core(*qkv), "x": qkv}
+            exec(example("example: selective"), names)
+            return names["x"]
+
+        return max(run_attention(attend, problem, rank, 3))
+
+    assert max(run_ranks(on, 3)) < EXACT
+
+
+def test_flex_attention_with_sinks_in_a_window_and_softcap():
+    found = run_example("example", "example: flex", wanted="q k v out")
+    behind = torch.arange(1000)[:, None] - torch.arange(1000)[None, :]
+    mask = (behind >= 0) & ((behind < 64) | (torch.arange(1000) < 4))
+
+    def attend(q, k, v):
+        logits = 30 * torch.tanh(q @ k.mT * q.shape[-1] ** -0.5 / 30)
+        return torch.softmax(logits.masked_fill(~mask, float("-inf")), -1) @ v
+
+    check(found, attend)
+
+
 def test_dtensors_on_the_axis():
     problem = Problem(length=12)
 
@@ -187,7 +266,7 @@ def test_the_two_commands_are_there_for_ci_to_take():
 
 def test_every_example_is_run_here():
     marked = set(re.findall(r"<!-- (example.*?) -->\n```python", README))
-    assert marked == {"example"} | {f"example: {name}" for name in ("packed", "module", "sinks", "collectives")}
+    assert marked == {"example"} | {f"example: {name}" for name in EXAMPLES}
     assert README.count("```python") == len(marked) + 1  # and the plan, which is the tutorial's
 
 
