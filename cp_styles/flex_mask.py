@@ -58,6 +58,10 @@ class FlexMask(Mask):
         rows = mask._facts.bands
         return mask if mask._facts.pattern.grid is None or rows is None else PerRow(rows)
 
+    @property
+    def singles_out(self) -> bool:
+        return _four(self.block_mask)[:2] != (1, 1)
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, FlexMask) and other.block_mask is self.block_mask
 

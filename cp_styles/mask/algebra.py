@@ -61,6 +61,11 @@ class Mask:
         return 0
 
     @property
+    def singles_out(self) -> bool:
+        """Whether rows of the batch, or heads, have masks of their own."""
+        return False
+
+    @property
     def length(self) -> int | None:
         """The sequence length this mask was written for, or None when it fits any."""
         return None
@@ -118,6 +123,10 @@ class All(Mask):
     @property
     def content(self) -> int:
         return hash(tuple(part.content for part in self.parts))
+
+    @property
+    def singles_out(self) -> bool:
+        return any(part.singles_out for part in self.parts)
 
     @property
     def biased_everywhere(self) -> bool:
@@ -179,6 +188,10 @@ class PerRow(Mask):
     @property
     def content(self) -> int:
         return hash(tuple(mask.content for mask in self.masks))
+
+    @property
+    def singles_out(self) -> bool:
+        return True
 
     @property
     def pattern(self) -> Mask:

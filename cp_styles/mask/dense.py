@@ -52,6 +52,10 @@ class Dense(Mask):
         return digest(self.tensor)
 
     @property
+    def singles_out(self) -> bool:
+        return any(size != 1 for size in self.tensor.shape[:-2])
+
+    @property
     def length(self) -> int | None:
         sizes = [size for size in self.tensor.shape[-2:] if size != 1]
         return sizes[-1] if sizes else None

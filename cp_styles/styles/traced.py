@@ -77,6 +77,8 @@ class TracedCalls(AttentionCalls):
             )
         if isinstance(attn_mask, DTensor):
             raise NotImplementedError(f"{self._name}: attn_mask is a DTensor; pass the whole sequence's mask, plain")
+        if attn_mask is not None and len(query.placements) > 1 and any(size != 1 for size in attn_mask.shape[:-2]):
+            raise NotImplementedError(f"{self._name}: attn_mask {tuple(attn_mask.shape)}: {_SINGLED_OUT}")
         out = super()._attend(
             query.to_local(),
             key.to_local(),
@@ -199,9 +201,17 @@ class Traced:
                 return f"query is a DTensor on mesh axes {came and came.mesh_dim_names}: {beside}"
             if beside is not None and beside.seq_axis is not None:
                 return "DTensors that are cut over the sequence axis and others are not taken under torch.compile"
+            if beside is not None and self._scoped.unscoped.mask.singles_out:
+                return f"{self._scoped.unscoped.mask}: {_SINGLED_OUT}"
             binding = self._scoped.unscoped if beside is None else replace(self._scoped.unscoped, beside=beside)
             self._meshes[came] = bound_mesh(binding, self._axis.device_type)
         return self._meshes[came]
+
+
+_SINGLED_OUT = (
+    "under torch.compile, with query, key and value as DTensors on other axes, nobody knows which heads or rows of the "
+    "batch a rank has: give one mask for all of them, local tensors, or keep this module out of the compiled region"
+)
 
 
 def traced_of(module: nn.Module) -> Traced:

@@ -18,6 +18,7 @@ from cp_styles import (
     AttentionContextParallel,
     Causal,
     ColwiseParallel,
+    Dense,
     RowwiseParallel,
     context_attention,
     head_tail,
@@ -28,8 +29,13 @@ WIDTH, HEADS, LENGTH = 12, 4, 16
 
 
 class Core(nn.Module):
+    def __init__(self, attn_mask: torch.Tensor | None = None) -> None:
+        super().__init__()
+        self.attn_mask = attn_mask
+
     def forward(self, query, key, value):
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        causal = self.attn_mask is None
+        return F.scaled_dot_product_attention(query, key, value, self.attn_mask, is_causal=causal)
 
 
 class DenseCore(nn.Module):
@@ -80,6 +86,22 @@ def layer_error(mesh: DeviceMesh, *, local: bool, layout=head_tail) -> float:
     return max(errors)
 
 
+def refusals(mesh: DeviceMesh) -> list[str]:
+    """What is said of masks of single heads: as many as this rank has, so that no shape gives them away."""
+    mask = torch.ones(1, HEADS // 2, LENGTH, LENGTH, dtype=torch.bool)
+    said = []
+    for core, style in ((Core(mask), {}), (Core(), {"mask": Dense(mask)})):
+        plan = {"w[qkv]": ColwiseParallel(use_local_output=False), "core": AttentionContextParallel(**style)}
+        model = parallelize_module(Layer(core), mesh, plan)
+        mine = head_tail(LENGTH, 2).shard(randn(10, 2, LENGTH, WIDTH), 1, mesh["cp"].get_local_rank())
+        try:
+            torch.compile(model, backend="aot_eager", fullgraph=True)(mine)
+        except Exception as error:  # torch wraps what it meets while it traces, in several kinds
+            said.append(f"{error}")
+        torch.compiler.reset()
+    return said
+
+
 def order_of_waiting(mesh: DeviceMesh) -> list[str]:
     """The order in which inductor starts a gather over tp, attends over cp, waits for the gather and uses it."""
     tp, query = mesh["tp"], torch.randn(1, 2, 4, 4)
@@ -107,6 +129,7 @@ def main(rank: int, ranks: int, store: str) -> None:
     torch.compiler.reset()
     said["dtensors"] = layer_error(mesh, local=False)
     torch.compiler.reset()
+    said["refused"] = refusals(mesh)
     said["order"] = order_of_waiting(mesh)
     print(json.dumps(said), flush=True)
     dist.barrier()

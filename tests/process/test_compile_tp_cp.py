@@ -41,4 +41,6 @@ def test_a_layer_on_cp_and_tp(tmp_path):
         said = json.loads(out.splitlines()[-1])
         assert said["local"] < EXACT
         assert said["dtensors"] < EXACT
+        assert len(said["refused"]) == 2
+        assert all("nobody knows which heads" in text for text in said["refused"]), said["refused"]
         assert said["order"] == ["start", "attend", "wait"]
