@@ -14,7 +14,7 @@ from cp_styles.mask import Causal, Documents, Full, SlidingWindow
 from cp_styles.plan import make_plan
 from cp_styles.strategies import AllGather, Ring
 from cp_styles.testing import CommunicationTrace, run_ranks
-from tests.ranks.attention_case import Core, Problem, cp_mesh, parallel, run_attention
+from tests.ranks.attention_case import Core, Problem, cp_mesh, parallel, plain, run_attention
 
 LENGTH = 16
 
@@ -95,7 +95,7 @@ def test_bytes_of_causal_head_tail(door: str, strategy, ranks: int, kept: int, a
         # 3; these 6 and 7, and each other's.
         (Documents((6, 10)), contiguous, 2 + (4 + 8) + (2 + 4) + (2 + 4)),
     ],
-    ids=str,
+    ids=plain,
 )
 def test_only_rows_that_somebody_attends_to_travel(strategy, mask, layout, rows: int):
     """The wire carries the plan's rows, and those are as many as the mask says, by hand."""

@@ -26,7 +26,7 @@ from cp_styles.mask import Causal, Dense, Documents, SlidingWindow
 from cp_styles.strategies import AllGather, Ring
 from cp_styles.styles import AttentionContextParallel, ModuleContextParallel
 from tests.oracle import randn
-from tests.ranks.attention_case import Core, parallel
+from tests.ranks.attention_case import Core, parallel, plain
 from tests.ranks.leak_scene import RANKS, Scene, attention_of, refusals
 
 
@@ -347,7 +347,7 @@ def test_ranks_that_disagree_in_shape_or_dtype(door: str, change, message: str):
 @pytest.mark.parametrize(
     "options",
     [{"strategy": AllGather()}, {"strategy": Ring(keep_kv=False)}, {"layout": contiguous}, {"mask": Causal()}],
-    ids=str,
+    ids=plain,
 )
 @pytest.mark.parametrize("door", ["style", "function"])
 def test_ranks_that_disagree_in_what_to_do(door: str, options: dict):
