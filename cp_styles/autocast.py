@@ -9,7 +9,9 @@ import torch
 
 def _lower(device: torch.device) -> torch.dtype | None:
     kind = device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+    # torch.compile on 2.11 cannot ask whether there is autocast for a device; what it compiles for has it.
+    known = torch.compiler.is_compiling() or torch.amp.is_autocast_available(kind)
+    if not known or not torch.is_autocast_enabled(kind):
         return None
     return torch.get_autocast_dtype(kind)
 
