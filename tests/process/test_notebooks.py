@@ -148,6 +148,7 @@ def with_mistake(script: Path, name: str, folder: Path) -> Path:
     return changed
 
 
+@pytest.mark.filterwarnings("default::cp_styles.UnreducedGradientsWarning")  # it says so too, and goes on
 @pytest.mark.parametrize("name", MISTAKES)
 def test_its_comparison_sees_a_mistake(attention, tmp_path, name):
     program = runpy.run_path(str(with_mistake(attention[1], name, tmp_path)))
