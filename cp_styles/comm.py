@@ -88,9 +88,8 @@ def shares_ranks(mesh: DeviceMesh, group: dist.ProcessGroup) -> bool:
     )
 
 
-_split: WeakKeyDictionary[dist.ProcessGroup, dict[int, tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]]] = (
-    WeakKeyDictionary()
-)
+# The parts of a group, by their ranks; never the group itself, which would then keep itself alive.
+_parts: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
 
 
 def split_group(
@@ -104,23 +103,21 @@ def split_group(
     """
     if group is None or group.size() == 1:
         return None, None
-    made = _split.setdefault(group, {})
-    if size not in made:
-        members = dist.get_process_group_ranks(group)
-        rank = group.rank()
-        first = rank - rank % size
-        made[size] = (
-            _group_of(members[first : first + size], group, members),
-            _group_of(members[rank % size :: size], group, members),
-        )
-    return made[size]
+    members, rank = dist.get_process_group_ranks(group), group.rank()
+    first = rank - rank % size
+    return _part_of(members[first : first + size], group, members), _part_of(
+        members[rank % size :: size], group, members
+    )
 
 
-def _group_of(ranks: list[int], group: dist.ProcessGroup, members: list[int]) -> dist.ProcessGroup | None:
+def _part_of(ranks: list[int], group: dist.ProcessGroup, members: list[int]) -> dist.ProcessGroup | None:
     if len(ranks) == 1:
         return None
     if ranks == members:
         return group
-    made = dist.new_group(ranks, use_local_synchronization=True)
-    assert isinstance(made, dist.ProcessGroup)  # an int stands for "not a member", which this rank is
-    return made
+    parts = _parts.setdefault(group, {})
+    if tuple(ranks) not in parts:
+        made = dist.new_group(ranks, use_local_synchronization=True)
+        assert isinstance(made, dist.ProcessGroup)  # an int stands for "not a member", which this rank is
+        parts[tuple(ranks)] = made
+    return parts[tuple(ranks)]

@@ -14,9 +14,10 @@ from __future__ import annotations
 import ast
 import ctypes
 import itertools
+from collections import OrderedDict
 from functools import lru_cache, partial
 from typing import NamedTuple, TypeAlias
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -44,7 +45,9 @@ _live: WeakValueDictionary[str, Source] = WeakValueDictionary()
 _serial = itertools.count()
 
 # What compiled graphs have named, by group: ranks may be threads, and share the graphs.
-_bound: WeakKeyDictionary[dist.ProcessGroup, dict[str, Source]] = WeakKeyDictionary()
+# Not without end, because what is bound keeps its group alive.
+_bound: OrderedDict[tuple[dist.ProcessGroup, str], Source] = OrderedDict()
+_MOST_BOUND = 128
 
 
 def handle(source: Source) -> str:
@@ -124,15 +127,17 @@ def source_of(config: str, dense: torch.Tensor | None = None) -> Source:
         return found
     name, axis, group_name, *parts, scoped, named = parse(config, () if dense is None else (dense,))
     group = resolve_group(group_name)
-    known = _bound.setdefault(group, {})
-    if config not in known or dense is not None:
+    found = _bound.pop((group, config), None)
+    if found is None or dense is not None:
         strategy, layout, mask, kernel = parts
         binding = Binding(name, axis, group, strategy, layout, mask, kernel)
-        before = known.get(config)
         # With a Dense mask the binding is another one at every call, but has seen the same scopes.
-        history = before.history if isinstance(before, ScopedBinding) else ScopeHistory()
-        known[config] = ScopedBinding(binding, layout if named else None, history) if scoped else binding
-    return known[config]
+        history = found.history if isinstance(found, ScopedBinding) else ScopeHistory()
+        found = ScopedBinding(binding, layout if named else None, history) if scoped else binding
+    _bound[group, config] = found
+    while len(_bound) > _MOST_BOUND:
+        _bound.popitem(last=False)
+    return found
 
 
 def resolve(source: Source) -> tuple[Binding, SequenceScope | None]:
