@@ -117,11 +117,6 @@ def in_process_store() -> Any:
     return dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
 
 
-def process_group_named(name: str) -> dist.ProcessGroup:
-    """The group that a functional collective names. Seen: 2.11 to 2.15."""
-    return dist.distributed_c10d._resolve_process_group(name)  # pyright: ignore
-
-
 def current_graph_task() -> int | None:
     """A number for the backward that runs now in this thread, None outside of any. Seen: 2.11 to 2.15."""
     task = torch._C._current_graph_task_id()

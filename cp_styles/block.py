@@ -300,4 +300,4 @@ rotation: ContextVar[Strategy] = ContextVar("rotate_method", default=AllGather()
 # The blocks that are open in this context, innermost last.
 _open: ContextVar[tuple[_Entry, ...]] = ContextVar("context_parallel_blocks", default=())
 # The ranks of the last block that ended, if its cut was not the default.
-last_cut: ContextVar[tuple[int, ...] | None] = ContextVar("context_parallellast_cut", default=None)
+last_cut: ContextVar[tuple[int, ...] | None] = ContextVar("context_parallel_last_cut", default=None)

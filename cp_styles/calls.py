@@ -19,7 +19,7 @@ from cp_styles.flex_calls import QUESTIONS, FlexCalls, operator_results
 from cp_styles.functional import attend
 from cp_styles.ops import spelled_ahead
 from cp_styles.scope import ScopedBinding
-from cp_styles.state import Tally
+from cp_styles.state import Tally, refuse_dropout, refuse_grouped
 from cp_styles.varlen import VARLEN_OPERATOR, VARLEN_OPERATORS, varlen_operator
 
 
@@ -102,16 +102,8 @@ class AttentionCalls(TorchFunctionMode):
         def refuse() -> None:
             if any(isinstance(tensor, DTensor) for tensor in (query, key, value)):
                 raise ValueError(f"{self._name}: query, key and value are DTensors here; pass local tensors")
-            if dropout_p:
-                raise NotImplementedError(
-                    f"{self._name}: dropout_p={dropout_p}: each rank's random numbers would have to be those of one "
-                    "device. Set it to 0, or apply dropout after the attention"
-                )
-            if query.shape[1] != key.shape[1] and not enable_gqa:
-                raise ValueError(
-                    f"{self._name}: {query.shape[1]} query heads and {key.shape[1]} key/value heads need "
-                    "enable_gqa=True"
-                )
+            refuse_dropout(self._name, dropout_p)
+            refuse_grouped(self._name, query.shape[1], key.shape[1], enable_gqa)
             self.check_reruns()
 
         return attend(

@@ -105,9 +105,8 @@ def split_group(
         return None, None
     members, rank = dist.get_process_group_ranks(group), group.rank()
     first = rank - rank % size
-    return _part_of(members[first : first + size], group, members), _part_of(
-        members[rank % size :: size], group, members
-    )
+    neighbours, strangers = members[first : first + size], members[rank % size :: size]
+    return _part_of(neighbours, group, members), _part_of(strangers, group, members)
 
 
 def _part_of(ranks: list[int], group: dist.ProcessGroup, members: list[int]) -> dist.ProcessGroup | None:

@@ -30,7 +30,7 @@ from cp_styles.composed import HeadShare, Placements, head_share, refuse_placeme
 from cp_styles.kernels import SDPA_KERNELS
 from cp_styles.kernels.sdpa import schema_names
 from cp_styles.layout import SequenceLayout
-from cp_styles.state import Binding
+from cp_styles.state import Binding, refuse_dropout, refuse_grouped
 from cp_styles.strategies import Attention
 from cp_styles.strategies.base import new_residual
 
@@ -142,9 +142,7 @@ def _forward(op: torch._ops.OpOverload, binding: Binding, values: dict[str, Any]
 
 def _forward_composite(op: torch._ops.OpOverload, binding: Binding, values: dict[str, Any]) -> DTensor:
     # The whole of scaled_dot_product_attention reaches DTensor only in inference mode: there is no backward to serve.
-    heads, kv_heads = values["query"].shape[1], values["key"].shape[1]
-    if heads != kv_heads and not values["enable_gqa"]:
-        raise ValueError(f"{binding.name}: {heads} query heads and {kv_heads} key/value heads need enable_gqa=True")
+    refuse_grouped(binding.name, values["query"].shape[1], values["key"].shape[1], values["enable_gqa"])
     attention, (q, k, v), _ = _attention(op, binding, values)
     out = binding.strategy.forward(attention, q, k, v)
     return like_part(out, values["query"])
@@ -183,11 +181,7 @@ def _attention(
     """The call's attention, its local query, key and value, and which heads they are; or the reason why not."""
     name = binding.name
     binding.tally.calls += 1
-    if values["dropout_p"]:
-        raise NotImplementedError(
-            f"{name}: dropout_p={values['dropout_p']} inside context-parallel attention: each rank's random numbers "
-            "would have to be those of one device. Set dropout to 0 here, or apply dropout after the attention"
-        )
+    refuse_dropout(name, values["dropout_p"])
     if isinstance(values.get("attn_mask"), DTensor):
         raise NotImplementedError(
             f"{name}: attn_mask is a DTensor; pass the mask of the whole sequence as a plain tensor, the same on all "

@@ -28,7 +28,7 @@ from cp_styles.layout import Balancer, SequenceLayout, head_tail
 from cp_styles.mask import Full, Mask, PerRow
 from cp_styles.merge import EMPTY_LSE
 from cp_styles.ops import check_local
-from cp_styles.state import Binding
+from cp_styles.state import Binding, refuse_grouped
 from cp_styles.strategies import Attention, Ring, Strategy
 from cp_styles.strategies.base import new_residual
 
@@ -63,10 +63,7 @@ class FlexCall:
                 f"{name}: kernel_options BACKEND={backend!r} asks for a kernel that does not run under context "
                 "parallelism; leave it out"
             )
-        if q_BHLD.shape[1] != k_BGMD.shape[1] and not self.enable_gqa:
-            raise ValueError(
-                f"{name}: {q_BHLD.shape[1]} query heads and {k_BGMD.shape[1]} key/value heads need enable_gqa=True"
-            )
+        refuse_grouped(name, q_BHLD.shape[1], k_BGMD.shape[1], self.enable_gqa)
 
     def result(self, out_BHLE: torch.Tensor, lse_BHL: torch.Tensor | None) -> Any:
         """What torch's function returns for it."""

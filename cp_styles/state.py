@@ -273,6 +273,20 @@ class Binding:
         return _fingerprint([self._text(), self.mask.content])
 
 
+def refuse_dropout(name: str, dropout_p: float) -> None:
+    if dropout_p:
+        raise NotImplementedError(
+            f"{name}: dropout_p={dropout_p}: each rank's random numbers would have to be those of one device. Set "
+            "dropout to 0, or apply it after the attention"
+        )
+
+
+def refuse_grouped(name: str, heads: int, kv_heads: int, enable_gqa: bool) -> None:
+    """As torch does; what reaches its fused ops has passed this already."""
+    if heads != kv_heads and not enable_gqa:
+        raise ValueError(f"{name}: {heads} query heads and {kv_heads} key/value heads need enable_gqa=True")
+
+
 def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """Of [B, H, S, D]: no broadcasting here, because a part of the sequence may be empty and would not notice."""
     batches, heads = ([x.shape[dim] for x in (q, k, v)] for dim in (0, 1))

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cp_styles._compat import in_process_store, process_group_named, process_group_of, run_kernel, thread_local_world
+from cp_styles._compat import in_process_store, process_group_of, resolve_group, run_kernel, thread_local_world
 
 T = TypeVar("T")
 
@@ -150,7 +150,7 @@ def _group_of(args: tuple[Any, ...]) -> dist.ProcessGroup | None:
     group = next((g for g in map(process_group_of, args) if g is not None), None)
     if group is None:  # functional collectives carry the group's name, last or nearly so
         tags = [a for a in args if isinstance(a, str) and a not in ("sum", "avg", "max", "min", "product")]
-        return process_group_named(tags[-1]) if tags else None
+        return resolve_group(tags[-1]) if tags else None
     return group
 
 

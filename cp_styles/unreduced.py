@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from cp_styles.checksum import checksum
 from cp_styles.comm import shares_ranks
 
 _MOST_NODES = 500  # of a graph that are asked for their parameter: the projection of a query is within some ten
 _MOST_ELEMENTS = 2**16
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class UnreducedGradientsWarning(UserWarning):
@@ -106,12 +106,7 @@ def _parameters_behind(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor
         waiting.extend(following)
 
 
-@torch.no_grad()
 def _number_of_bits(parameter: torch.Tensor) -> int:
     """Never 0, and other bits give another number but by accident; of large parameters, elements spread over them."""
     flat = parameter.detach().reshape(-1)
-    flat = flat[:: -(-flat.numel() // _MOST_ELEMENTS)]
-    bits = flat.contiguous().view(_INTEGERS[flat.element_size()]).to(torch.int64)
-    # Weighed, or a step of one size up here and down there, as Adam's first is, would cancel.
-    weights = torch.arange(1, 2 * len(bits), 2, device=bits.device)
-    return int((bits * weights).sum()) or 1
+    return checksum(flat[:: -(-flat.numel() // _MOST_ELEMENTS)]) or 1

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import torch
 
-from cp_styles._compat import process_group_named, start_all_gather, start_all_to_all, wait_tensor
+from cp_styles._compat import resolve_group, start_all_gather, start_all_to_all, wait_tensor
 from cp_styles.collectives._group import Peers
 from cp_styles.collectives._rows import Rows
 from cp_styles.comm import Pending, exchange
@@ -104,7 +104,7 @@ class Exchange(NamedTuple):
         pending = exchange(
             [(peer, blocks[peer]) for peer in self._others],
             [(peer, places[peer]) for peer in self._others],
-            process_group_named(self.peers.name),
+            resolve_group(self.peers.name),
         )
         return Started(wire, tensors, pending)
 
@@ -128,7 +128,7 @@ class Exchange(NamedTuple):
                 shape = (*own[rank].shape[:c], stop - start, *own[rank].shape[c + 1 :])
                 own[peer] = own[rank].new_empty(shape)
                 receives.append((peer, own[peer]))
-        exchange(sends, receives, process_group_named(self.peers.name)).wait()
+        exchange(sends, receives, resolve_group(self.peers.name)).wait()
         merged = [self._merge(tuple(own), columns, c) for own, columns in zip(parts, self.columns, strict=True)]
         return tuple([x.movedim(0, self.row_dim) for x in merged])
 

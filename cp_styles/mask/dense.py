@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from cp_styles.checksum import checksum
 from cp_styles.mask.algebra import Full, Mask
 
 
@@ -98,33 +99,14 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def digest(tensor: torch.Tensor) -> int:
-    """A checksum of 63 bits of what a tensor holds, the same on every machine; remembered until the tensor changes.
-
-    One pass over the tensor, and on CUDA a wait for the device.
-    """
+    """The :func:`~cp_styles.checksum.checksum` of a tensor, remembered until it changes."""
     found = _digests.get(tensor)
     if found is None or found[0] != _version(tensor):
-        found = _digests[tensor] = (_version(tensor), _checksum(tensor.detach()))
+        found = _digests[tensor] = (_version(tensor), checksum(tensor))
     return found[1]
 
 
 _digests: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-
-
-def _checksum(tensor: torch.Tensor) -> int:
-    for dim, stride in enumerate(tensor.stride()):
-        if stride == 0 and tensor.shape[dim] > 1:
-            tensor = tensor.narrow(dim, 0, 1)
-    total = 0
-    for start, piece in enumerate(tensor.contiguous().view(-1).view(torch.uint8).split(_PIECE)):
-        words = torch.nn.functional.pad(piece, (0, -piece.numel() % 8)).view(torch.int64)
-        # Odd factors that differ by place; integers, which wrap alike everywhere, and not floats.
-        places = torch.arange(start * _PIECE, start * _PIECE + words.numel(), device=words.device)
-        total += int((words * (places * 0x9E3779B97F4A7C1 * 2 + 1)).sum())
-    return total % 2**63
-
-
-_PIECE = 2**23  # bytes at a time, so that a large mask needs little more memory
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,6 @@ class ByRow(Strategy):
 
     inner: Strategy
 
-    def check_ranks(self, ranks):
-        self.inner.check_ranks(ranks)
-
-    def over_two_axes(self, inner):
-        return ByRow(self.inner.over_two_axes(inner))
-
     def needs_bias(self, q_layout, kv_layout, mask):
         masks = mask.masks if isinstance(mask, PerRow) else (mask,)
         return any(self.inner.needs_bias(q_layout, kv_layout, row) for row in masks)

@@ -20,7 +20,7 @@ from cp_styles.dispatcher import NO_COMMUNICATION, binding_of, declared_size, ev
 from cp_styles.mask import Dense
 from cp_styles.ops import check_local
 from cp_styles.scope import Lease, ScopedBinding
-from cp_styles.state import Binding
+from cp_styles.state import Binding, refuse_dropout
 from cp_styles.styles.context import ContextParallelStyle
 from cp_styles.styles.lift import Lift
 from cp_styles.styles.traced import Traced, traced_of
@@ -241,8 +241,8 @@ class ContextParallelState:
         for label, value in _flat_arguments(self._signature, arguments):
             if label in self._names:
                 continue
-            if label == "dropout_p" and value:
-                raise NotImplementedError(f"{name}: dropout_p={value}: {_NO_DROPOUT}")
+            if label == "dropout_p":
+                refuse_dropout(name, value)
             if label == "attn_mask" and value is not None:
                 Dense(value)  # raises for what is no mask
             elif isinstance(value, torch.Tensor):
@@ -282,9 +282,6 @@ class ContextParallelState:
             )
 
 
-_NO_DROPOUT = (
-    "each rank's random numbers would have to be those of one device. Set dropout to 0, or apply it after the attention"
-)
 _NOT_REACHED = (
     "no fused attention op was reached inside the module. Context parallelism needs scaled_dot_product_attention on "
     "the tensors the module received, and torch takes it apart when it is given dropout (set it to 0), an attn_mask "

@@ -18,10 +18,10 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils.checkpoint import checkpoint
 
 from cp_styles.layout import head_tail
-from cp_styles.strategies import AllGather, Ring
+from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.testing import run_ranks
 from tests.oracle import error, randn
-from tests.ranks.attention_case import EXACT, Core, Projected, parallel
+from tests.ranks.attention_case import EXACT, Core, Projected, cp_mesh, parallel
 from tests.ranks.leak_scene import Oops, Scene, attention_of, raising, scenario
 
 # -- checkpointing and saved tensors --
@@ -219,3 +219,19 @@ def test_ranks_as_threads_leave_no_hook_behind():
     before = sys.excepthook
     run_ranks(lambda rank: None, 2)
     assert sys.excepthook is before
+
+
+def test_destroyed_groups_are_freed():
+    """Idle groups keep threads that poll: a cache that held them slowed everything after it down."""
+    groups: list[weakref.ref] = []
+
+    def on(rank: int) -> None:
+        mesh = cp_mesh(2)
+        groups.append(weakref.ref(mesh.get_group()))
+        for strategy in (Ring(), Ulysses(), Ulysses(size=1)):
+            core = parallel(Core(), mesh, strategy=strategy, layout=head_tail)
+            core(*(randn(seed, 1, 4, 6, 8).requires_grad_() for seed in range(3))).sum().backward()
+
+    run_ranks(on, 2)
+    gc.collect()
+    assert [group() for group in groups] == [None, None]

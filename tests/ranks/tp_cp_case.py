@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from cp_styles.layout import Balancer, SequenceLayout, head_tail
-from tests.ranks.attention_case import Problem
+from cp_styles.testing import run_ranks
+from tests.ranks.attention_case import EXACT, Core, Problem, parallel
 
 HEADS, WHOLE = Shard(1), Replicate()  # of [B, H, S, D], on tp
 
@@ -98,3 +99,16 @@ class Cut:
     def _part(self, tensor: DTensor) -> torch.Tensor:
         part = part_of(tensor)
         return part.transpose(1, 2) if self.seq_dim == 1 else part
+
+
+def exact(cut: Cut, *sizes: int, names: tuple[str, ...] = ("cp", "tp"), causal: bool = True, **style):
+    """Out and gradients of all ranks are one device's."""
+    ranks = torch.Size(sizes or (2,) * len(names)).numel()
+
+    def on(rank: int) -> list[float]:
+        mesh = composed_mesh(*sizes, names=names)
+        core = Core(causal=causal, seq_dim=cut.seq_dim)
+        return cut.errors(parallel(core, mesh, layout=cut.layout, seq_dim=cut.seq_dim, **style), mesh)
+
+    errors = run_ranks(on, ranks)
+    assert max(max(each) for each in errors) < EXACT, errors
