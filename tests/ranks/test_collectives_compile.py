@@ -6,11 +6,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from cp_styles.collectives import Padded, all_to_all, gather, heads_to_seq, reduce_scatter, seq_to_heads, split
 from cp_styles.layout import head_tail
-from cp_styles.testing import run_ranks
 from tests.ranks.collectives_reference import randn, world
+from tests.ranks.compiling import cannot_compile_on_threads, run_ranks
 
-# 2.11 compiles in processes (checked by hand); its compiler is not safe for threads.
-pytestmark = pytest.mark.skipif(torch.__version__.startswith("2.11"), reason="torch 2.11 cannot compile on two threads")
+pytestmark = cannot_compile_on_threads
 
 SIZES = (3, 4)
 LAYOUT = head_tail(7, 2)

@@ -2,108 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from functorch.compile import min_cut_rematerialization_partition
 from torch import nn
-from torch._dynamo.backends.common import aot_autograd
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from cp_styles.batch import sum_gradients
 from cp_styles.functional import context_attention
 from cp_styles.kernels import ReferenceKernel
 from cp_styles.layout import by_work, contiguous, head_tail
-from cp_styles.mask import Causal, Dense, Documents, Full, SlidingWindow
+from cp_styles.mask import Causal, Dense, Documents, SlidingWindow
 from cp_styles.ops import spelled
 from cp_styles.scope import SequenceScope
 from cp_styles.selective import save_attention
 from cp_styles.strategies import AllGather, Ring, Ulysses
-from cp_styles.styles import AttentionContextParallel, ModuleContextParallel
-from cp_styles.testing import run_ranks
 from tests.oracle import allowed, document_of, error, randn
-from tests.ranks.attention_case import EXACT, Core, Problem, cp_mesh, run_attention
+from tests.ranks.attention_case import EXACT, Problem, cp_mesh, run_attention
+from tests.ranks.compiling import (
+    DOORS,
+    LENGTHS,
+    PROBLEMS,
+    RANKS,
+    Block,
+    Grouped,
+    Traces,
+    cannot_compile_on_threads,
+    compiled,
+    door,
+    ranks_here,
+    run_ranks,
+)
 
-# 2.11 compiles in processes (tests/process/test_compile_cache.py); its compiler is not safe for threads.
-pytestmark = pytest.mark.skipif(torch.__version__.startswith("2.11"), reason="torch 2.11 cannot compile on two threads")
-
-RANKS = 2
-DOORS = ["style", "module", "function"]
-LENGTHS = (13, 16)  # unequal parts on two ranks, and equal ones
-PROBLEMS = {length: Problem(length=length, kv_heads=2) for length in LENGTHS}
+pytestmark = cannot_compile_on_threads
 
 
 @pytest.fixture(autouse=True)
 def _afresh():
     torch.compiler.reset()
-
-
-class Grouped(Core):
-    """The same without a comparison of two sizes, which would be a symbol where heads are one."""
-
-    def forward(self, query, key, value):
-        if self.seq_dim == 1:
-            query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-        out = F.scaled_dot_product_attention(
-            query, key, value, is_causal=self.causal, scale=self.scale, enable_gqa=True
-        )
-        return out.transpose(1, 2) if self.seq_dim == 1 else out
-
-
-def door(name: str, mesh: DeviceMesh, core: nn.Module | None = None, **options: Any) -> Callable[..., torch.Tensor]:
-    """Attention as a user of that door writes it, causal."""
-    if name == "function":
-        return partial(context_attention, group=mesh, mask=options.pop("mask", Full()) & Causal(), **options)
-    style = {"style": AttentionContextParallel, "module": ModuleContextParallel}[name]
-    return parallelize_module(core or Grouped(), mesh, style(**options))
-
-
-class Block(nn.Module):
-    """Something to compile around an attention."""
-
-    def __init__(self, attend: Callable[..., torch.Tensor]) -> None:
-        super().__init__()
-        self.attend = attend
-
-    def forward(self, query, key, value):
-        return self.attend(query.exp().log(), key * 1.0, value * 1.0) * 1.0
-
-
-def compiled(attend: Callable[..., torch.Tensor], backend: Any = "aot_eager", **options: Any):
-    return torch.compile(Block(attend), backend=backend, fullgraph=True, **options)
-
-
-class Traces:
-    """A backend that keeps the graphs, forward and backward, of what it compiles."""
-
-    def __init__(self) -> None:
-        self.forwards: list[torch.fx.GraphModule] = []
-        self.backwards: list[torch.fx.GraphModule] = []
-        self.backend = aot_autograd(
-            fw_compiler=self._keep_in(self.forwards),
-            bw_compiler=self._keep_in(self.backwards),
-            partition_fn=min_cut_rematerialization_partition,
-        )
-
-    @staticmethod
-    def _keep_in(graphs: list[torch.fx.GraphModule]):
-        def compiler(graph, example_inputs):
-            graphs.append(graph)
-            return graph
-
-        return compiler
-
-    def ops(self, graphs: list[torch.fx.GraphModule]) -> list[str]:
-        """The ops of this package, in order."""
-        nodes = [node for graph in graphs for node in graph.graph.nodes if node.op == "call_function"]
-        return [str(node.target) for node in nodes if str(node.target).startswith("cp_styles.")]
 
 
 @pytest.mark.parametrize("strategy", [Ring(), AllGather(), Ulysses()], ids=str)
@@ -128,7 +66,7 @@ def test_other_lengths_are_the_same_graph():
             assert max(run_attention(attend, Problem(length=length, kv_heads=2), rank, RANKS)) < EXACT
 
     run_ranks(on, RANKS)
-    assert len(traces.forwards) == RANKS
+    assert len(traces.forwards) == ranks_here()
 
 
 @pytest.mark.parametrize("name", DOORS)
@@ -186,7 +124,7 @@ def test_batches_of_documents_are_one_graph(name: str):
         assert max(run_attention(attend, PROBLEMS[16], rank, RANKS)) < EXACT  # and without a scope
 
     run_ranks(on, RANKS)
-    assert len(traces.forwards) == RANKS  # threads, each with a module of its own
+    assert len(traces.forwards) == ranks_here()  # each with a module of its own
 
 
 @pytest.mark.parametrize("name", DOORS)
@@ -323,101 +261,6 @@ def test_a_recomputation_without_its_scope_is_refused():
             else:
                 with pytest.raises(RuntimeError, match="which batch's SequenceScope it ran under is not known"):
                     out.backward(cotangent)
-
-    run_ranks(on, RANKS)
-
-
-# -- what raises --
-
-
-class Act(nn.Module):
-    def __init__(self, act) -> None:
-        super().__init__()
-        self.act = act
-
-    def forward(self, query, key, value):
-        return self.act(query, key, value)
-
-
-def attention(query, key, value, **options):
-    return F.scaled_dot_product_attention(query, key, value, enable_gqa=True, **options)
-
-
-STYLES = ["style", "module"]
-
-
-@pytest.mark.parametrize(
-    ("names", "act", "message"),
-    [
-        (STYLES, lambda q, k, v: attention(q, k, v, dropout_p=0.1), "dropout_p=0.1"),
-        (STYLES, lambda q, k, v: q * 2, "no scaled_dot_product_attention was called inside"),
-        (STYLES, lambda q, k, v: F.scaled_dot_product_attention(q, k, v), "need enable_gqa=True"),
-        (["style"], lambda q, k, v: attention(q - q.mean(2, keepdim=True), k, v), "nothing may gather the sequence"),
-        (["style"], lambda q, k, v: attention(q[:, :, 1:], k, v), "nothing may gather the sequence"),
-        (["style"], lambda q, k, v: attention(q, k, v).mean(2), "not sharded along the sequence"),
-        (["style"], lambda q, k, v: attention(*(x.transpose(1, 2) for x in (q, k, v))), "check seq_dim"),
-    ],
-    ids=["dropout", "not reached", "gqa", "mean", "slice", "reduced", "moved"],
-)
-def test_what_a_module_may_not_do(names: list[str], act, message: str):
-    """On every rank, in words, and nothing is wrong afterwards."""
-    for name in names:
-
-        def on(rank: int, name: str = name):
-            mesh = cp_mesh(RANKS)
-            bad = torch.compile(door(name, mesh, Act(act)), backend="aot_eager", fullgraph=True)
-            with pytest.raises(Exception) as caught:
-                bad(*PROBLEMS[16].shard(head_tail, rank, RANKS)[0])
-            assert message in str(caught.value)
-            assert max(run_attention(compiled(door(name, mesh)), PROBLEMS[16], rank, RANKS)) < EXACT
-
-        run_ranks(on, RANKS)
-
-
-@pytest.mark.parametrize("name", DOORS)
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (lambda q, k, v: (q[:, :, :1], k, v), "positions, but the layout head_tail gives them"),
-        (lambda q, k, v: (q, k.float(), v), "must share one floating-point dtype"),
-        (lambda q, k, v: (q[..., :4], k[..., :4], v[..., :4]), "disagree on shape"),
-    ],
-    ids=["length", "dtype", "head dim"],
-)
-def test_one_rank_alone(name: str, spoil, message: str):
-    """What differs between ranks is seen when the graph runs, by all of them."""
-
-    def on(rank: int):
-        leaves = PROBLEMS[16].shard(head_tail, rank, RANKS)[0]
-        attend = torch.compile(door(name, cp_mesh(RANKS)), backend="aot_eager", fullgraph=True)
-        with pytest.raises((ValueError, RuntimeError)) as caught:
-            attend(*(spoil(*leaves) if rank == 1 else leaves))
-        text = str(caught.value)
-        assert message in text or (rank == 0 and "ranks [1] of mesh axis 'cp' refused their inputs" in text)
-
-    run_ranks(on, RANKS, timeout_seconds=10.0)
-
-
-def test_what_no_text_can_stand_for():
-    """Eager takes any object; a graph needs one that another process finds."""
-
-    def on(rank: int):
-        mesh = cp_mesh(RANKS)
-        local = lambda length, ranks: head_tail(length, ranks)  # noqa: E731
-        for name in DOORS:
-            attend = door(name, mesh, layout=local)
-            assert max(run_attention(attend, PROBLEMS[16], rank, RANKS)) < EXACT
-            dist.barrier()  # that a thread compiles is, to torch, that the process does
-            with pytest.raises(Exception, match="define it at the top level of a module"):
-                compiled(attend)(*PROBLEMS[16].shard(head_tail, rank, RANKS)[0])
-            dist.barrier()
-        scoped = compiled(door("module", mesh))
-        mask = Dense(torch.ones(16, 16, dtype=torch.bool))
-        with (
-            SequenceScope(head_tail(16, RANKS), mask=mask),
-            pytest.raises(NotImplementedError, match="a scope's mask cannot hold tensors"),
-        ):
-            scoped(*PROBLEMS[16].shard(head_tail, rank, RANKS)[0])
 
     run_ranks(on, RANKS)
 

@@ -1,0 +1,41 @@
+"""The compiled tests on torch 2.11, whose compiler is not safe on two threads: a process for each rank.
+
+Two processes for all of them, started once, and not marked as tests that start processes: nox leaves those out.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.ranks.compiling import MEETING_PLACE, RANK_HERE, RANKS
+
+ROOT = Path(__file__).parents[2]
+FILES = ("test_compile.py", "test_compile_refusals.py", "test_collectives_compile.py")
+
+
+@pytest.mark.skipif(not torch.__version__.startswith("2.11"), reason="there the ranks are threads")
+@pytest.mark.skipif(RANK_HERE in os.environ, reason="this is such a process")
+@pytest.mark.parametrize("file", FILES)
+def test_with_a_process_for_each_rank(file: str, tmp_path):
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", f"tests/ranks/{file}"]
+    environment = os.environ | {MEETING_PLACE: str(tmp_path), "OMP_NUM_THREADS": "1"}
+    running = [
+        subprocess.Popen(
+            command,
+            env=environment | {RANK_HERE: str(rank)},
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(RANKS)
+    ]
+    said = [process.communicate(timeout=900)[0] for process in running]
+    assert [process.returncode for process in running] == [0] * RANKS, "\n".join(said)
+    assert all(" passed" in each and "skipped" not in each for each in said), said

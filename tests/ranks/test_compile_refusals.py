@@ -1,0 +1,114 @@
+"""torch.compile: what attention refuses while it is traced, and when the graph runs; on every rank, in words."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from cp_styles.layout import head_tail
+from cp_styles.mask import Dense
+from cp_styles.scope import SequenceScope
+from tests.ranks.attention_case import EXACT, cp_mesh, run_attention
+from tests.ranks.compiling import DOORS, PROBLEMS, RANKS, cannot_compile_on_threads, compiled, door, run_ranks
+
+pytestmark = cannot_compile_on_threads
+
+
+@pytest.fixture(autouse=True)
+def _afresh():
+    torch.compiler.reset()
+
+
+class Act(nn.Module):
+    def __init__(self, act) -> None:
+        super().__init__()
+        self.act = act
+
+    def forward(self, query, key, value):
+        return self.act(query, key, value)
+
+
+def attention(query, key, value, **options):
+    return F.scaled_dot_product_attention(query, key, value, enable_gqa=True, **options)
+
+
+STYLES = ["style", "module"]
+
+
+@pytest.mark.parametrize(
+    ("names", "act", "message"),
+    [
+        (STYLES, lambda q, k, v: attention(q, k, v, dropout_p=0.1), "dropout_p=0.1"),
+        (STYLES, lambda q, k, v: q * 2, "no scaled_dot_product_attention was called inside"),
+        (STYLES, lambda q, k, v: F.scaled_dot_product_attention(q, k, v), "need enable_gqa=True"),
+        (["style"], lambda q, k, v: attention(q - q.mean(2, keepdim=True), k, v), "nothing may gather the sequence"),
+        (["style"], lambda q, k, v: attention(q[:, :, 1:], k, v), "nothing may gather the sequence"),
+        (["style"], lambda q, k, v: attention(q, k, v).mean(2), "not sharded along the sequence"),
+        (["style"], lambda q, k, v: attention(*(x.transpose(1, 2) for x in (q, k, v))), "check seq_dim"),
+    ],
+    ids=["dropout", "not reached", "gqa", "mean", "slice", "reduced", "moved"],
+)
+def test_what_a_module_may_not_do(names: list[str], act, message: str):
+    """On every rank, in words, and nothing is wrong afterwards."""
+    for name in names:
+
+        def on(rank: int, name: str = name):
+            mesh = cp_mesh(RANKS)
+            bad = torch.compile(door(name, mesh, Act(act)), backend="aot_eager", fullgraph=True)
+            with pytest.raises(Exception) as caught:
+                bad(*PROBLEMS[16].shard(head_tail, rank, RANKS)[0])
+            assert message in str(caught.value)
+            assert max(run_attention(compiled(door(name, mesh)), PROBLEMS[16], rank, RANKS)) < EXACT
+
+        run_ranks(on, RANKS)
+
+
+@pytest.mark.parametrize("name", DOORS)
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda q, k, v: (q[:, :, :1], k, v), "positions, but the layout head_tail gives them"),
+        (lambda q, k, v: (q, k.float(), v), "must share one floating-point dtype"),
+        (lambda q, k, v: (q[..., :4], k[..., :4], v[..., :4]), "disagree on shape"),
+    ],
+    ids=["length", "dtype", "head dim"],
+)
+def test_one_rank_alone(name: str, spoil, message: str):
+    """What differs between ranks is seen when the graph runs, by all of them."""
+
+    def on(rank: int):
+        leaves = PROBLEMS[16].shard(head_tail, rank, RANKS)[0]
+        attend = torch.compile(door(name, cp_mesh(RANKS)), backend="aot_eager", fullgraph=True)
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            attend(*(spoil(*leaves) if rank == 1 else leaves))
+        text = str(caught.value)
+        assert message in text or (rank == 0 and "ranks [1] of mesh axis 'cp' refused their inputs" in text)
+
+    run_ranks(on, RANKS, timeout_seconds=10.0)
+
+
+def test_what_no_text_can_stand_for():
+    """Eager takes any object; a graph needs one that another process finds."""
+
+    def on(rank: int):
+        mesh = cp_mesh(RANKS)
+        local = lambda length, ranks: head_tail(length, ranks)  # noqa: E731
+        for name in DOORS:
+            attend = door(name, mesh, layout=local)
+            assert max(run_attention(attend, PROBLEMS[16], rank, RANKS)) < EXACT
+            dist.barrier()  # that a thread compiles is, to torch, that the process does
+            with pytest.raises(Exception, match="define it at the top level of a module"):
+                compiled(attend)(*PROBLEMS[16].shard(head_tail, rank, RANKS)[0])
+            dist.barrier()
+        scoped = compiled(door("module", mesh))
+        mask = Dense(torch.ones(16, 16, dtype=torch.bool))
+        with (
+            SequenceScope(head_tail(16, RANKS), mask=mask),
+            pytest.raises(NotImplementedError, match="a scope's mask cannot hold tensors"),
+        ):
+            scoped(*PROBLEMS[16].shard(head_tail, rank, RANKS)[0])
+
+    run_ranks(on, RANKS)
