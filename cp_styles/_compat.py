@@ -123,6 +123,12 @@ def current_graph_task() -> int | None:
     return None if task < 0 else task
 
 
+def current_autograd_node() -> Any:
+    """The node whose backward runs now in this thread, None outside of any; a compiled graph is one node. Seen: 2.11,
+    2.13, 2.15."""
+    return torch._C._current_autograd_node()  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def fast_path_attention() -> tuple[Any, ...]:
     """The fused inference paths of nn.MultiheadAttention and nn.TransformerEncoderLayer. Seen: 2.11 to 2.15."""
     return torch._native_multi_head_attention, torch._transformer_encoder_layer_fwd  # pyright: ignore

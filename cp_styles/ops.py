@@ -33,6 +33,7 @@ from cp_styles.spelling import parse, spell
 from cp_styles.state import Binding
 from cp_styles.strategies import Strategy
 from cp_styles.strategies.base import new_residual
+from cp_styles.unreduced import watch_of
 
 Source: TypeAlias = Binding | ScopedBinding
 """What an attention is bound to; a ScopedBinding says it anew for every call."""
@@ -283,6 +284,8 @@ def _attention_backward(grad, q, k, v, out, residual, sink, attn_mask, dense, ca
     source = source_of(config, dense)
     if isinstance(source, ScopedBinding):
         source = source.bound_to(*parse(said)) if said else source.unscoped
+    if not config.startswith(_LIVE):
+        watch_of(source.group).remember(source.group)
     attention = source.attention(q_length, kv_length, (q, k, v), is_causal=is_causal, attn_mask=attn_mask, scale=scale)
     *grads, dsink = source.strategy.backward(attention, grad, q, k, v, out, residual, sink)
     if not config.startswith(_LIVE):

@@ -3,6 +3,10 @@
 Context parallelism leaves every rank with its own share of each gradient. An optimizer that steps on shares takes the
 ranks' parameters apart, and nothing fails: the loss goes on falling. But ranks that hold the same parameters hold the
 same bits, so a number made of the bits of one parameter, in the all-gather that every attention makes anyway, tells.
+
+[Note: compiled] Inside a compiled graph nothing leads from an attention's inputs back to parameters. But when its
+backward runs, the node that runs is the graph's, and that leads to what the graph was given. So a backward remembers a
+parameter, and the forwards after it look at that one.
 """
 
 from __future__ import annotations
@@ -10,18 +14,21 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
-from weakref import WeakKeyDictionary, WeakSet
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from cp_styles._compat import current_autograd_node
 from cp_styles.checksum import checksum
 from cp_styles.comm import shares_ranks
 
 _MOST_NODES = 500  # of a graph that are asked for their parameter: the projection of a query is within some ten
 _MOST_ELEMENTS = 2**16
+_MOST_REMEMBERED = 8  # of compiled models; several, because FSDP frees those that are not in use
 
 
 class UnreducedGradientsWarning(UserWarning):
@@ -39,26 +46,40 @@ class ParameterWatch:
     def __init__(self, told: WeakSet[dist.ProcessGroup] | None = None) -> None:
         """``told`` are the groups that have been warned already: the modules of a model share one."""
         self._told: WeakSet[dist.ProcessGroup] = WeakSet() if told is None else told
-        self._attentions = 0
+        self._attentions = self._backwards = 0
         self._counts = False
+        self._remembered: list[ref[torch.Tensor]] = []
         self._looked_at: torch.Size | None = None
 
     def look(self, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> int:
         """A number of the bits of the parameter nearest behind ``tensors``; 0 says nothing. No communication."""
         self._looked_at = None
-        self._counts = group.size() > 1 and any(x.requires_grad for x in tensors) and not torch.compiler.is_compiling()
+        trained = any(x.requires_grad for x in tensors)
+        remembered = [] if trained else [found for each in self._remembered if (found := each()) is not None]
+        self._counts = group.size() > 1 and (trained or bool(remembered)) and not torch.compiler.is_compiling()
         # A power of two has no bit in common with the number below it.
         if not self._counts or self._attentions & (self._attentions + 1) or group in self._told:
             return 0
-        for parameter in _parameters_behind(tensors):
-            if isinstance(parameter, DTensor):
-                if shares_ranks(parameter.device_mesh, group):
-                    continue  # its parts differ by right, and DTensor knows how to reduce its gradient
-                parameter = parameter.to_local()
-            if parameter.numel() and parameter.untyped_storage().nbytes():  # FSDP frees what it gathered
-                self._looked_at = parameter.shape
-                return _number_of_bits(parameter)
+        for parameter in _parameters_behind(tensors) if trained else remembered:
+            part = _comparable(parameter, group)
+            if part is not None:
+                self._looked_at = part.shape
+                return _number_of_bits(part)
         return 0
+
+    def remember(self, group: dist.ProcessGroup) -> None:
+        """Called in the backward of a compiled attention: keep in mind what it is differentiated for, weakly.
+
+        At the backwards number 1, 2, 4, 8, ..., as looks are. No communication.
+        """
+        self._backwards += 1
+        node = current_autograd_node()
+        if node is None or group.size() == 1 or self._backwards & (self._backwards - 1):
+            return
+        self._remembered = [each for each in self._remembered if each() is not None]
+        nearest = next((x for x in _leaves_behind([node]) if _comparable(x, group) is not None), None)
+        if nearest is not None and all(each() is not nearest for each in self._remembered):
+            self._remembered = [*self._remembered[1 - _MOST_REMEMBERED :], ref(nearest)]
 
     def compare(self, numbers: Sequence[int], name: str, axis: str, group: dist.ProcessGroup) -> None:
         """Warn, once a model and group, where ranks have different numbers; the same on every rank."""
@@ -91,7 +112,12 @@ def _parameters_behind(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor
     for tensor in tensors:
         if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
             yield tensor
-    waiting = deque(tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None)
+    yield from _leaves_behind([tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None])
+
+
+def _leaves_behind(nodes: Sequence[Any]) -> Iterator[torch.Tensor]:
+    """The same from nodes of autograd's graph; of one that stands for a whole graph, in the order of use in it."""
+    waiting = deque(nodes)
     seen = set(waiting)
     for _ in range(_MOST_NODES):
         if not waiting:
@@ -104,6 +130,16 @@ def _parameters_behind(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor
         following = [after for after, _ in node.next_functions if after is not None and after not in seen]
         seen.update(following)
         waiting.extend(following)
+
+
+def _comparable(parameter: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor | None:
+    """What of ``parameter`` this rank holds, if all ranks of ``group`` should hold the same and it can be read."""
+    if isinstance(parameter, DTensor):
+        if shares_ranks(parameter.device_mesh, group):
+            return None  # its parts differ by right, and DTensor knows how to reduce its gradient
+        parameter = parameter.to_local()
+    # FSDP frees what it gathered.
+    return parameter if parameter.numel() and parameter.untyped_storage().nbytes() else None
 
 
 def _number_of_bits(parameter: torch.Tensor) -> int:

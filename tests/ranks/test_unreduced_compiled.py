@@ -1,0 +1,217 @@
+"""The warning when nobody sums the gradients over cp, from models under torch.compile."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+from cp_styles.batch import sum_gradients
+from cp_styles.functional import context_attention
+from cp_styles.layout import contiguous
+from cp_styles.styles import AttentionContextParallel, ModuleContextParallel
+from cp_styles.unreduced import ParameterWatch, UnreducedGradientsWarning
+from tests.oracle import randn
+from tests.ranks.attention_case import Projected, cp_mesh
+from tests.ranks.compiling import Grouped, cannot_compile_on_threads, ranks_here, run_ranks
+
+pytestmark = cannot_compile_on_threads
+
+RANKS = 2
+DOORS = ["style", "module", "function"]
+
+
+@pytest.fixture(autouse=True)
+def _afresh():
+    torch.compiler.reset()
+
+
+class Layer(Projected):
+    """Without unflatten, which torch.compile cannot trace under a mode: seen on 2.11 and 2.13."""
+
+    def forward(self, x):
+        rows = x.shape[:2]
+        query, key, value = (
+            project(x).view(*rows, -1, self.dim).transpose(1, 2) for project in (self.q, self.k, self.v)
+        )
+        return self.o(self.core(query, key, value).transpose(1, 2).flatten(2))
+
+
+class Layers(nn.Module):
+    """Two attentions with their projections, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(Layer(Grouped()), Layer(Grouped()))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def attended(door: str, mesh) -> nn.Module:
+    model = Layers()
+    if door == "style":
+        style = AttentionContextParallel(layout=contiguous)
+        return parallelize_module(model, mesh, {"layers.*.core": style})
+    if door == "module":
+        return parallelize_module(model, mesh, ModuleContextParallel(layout=contiguous))
+    for layer in model.layers:
+        layer.core.forward = lambda *qkv: context_attention(*qkv, mesh, layout=contiguous)
+    return model
+
+
+def steps_of(model: nn.Module, act, *, steps: int = 3, reduce=lambda: None) -> None:
+    """SGD steps on random inputs that differ between ranks, so that shares do."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        x = randn(1000 * torch.distributed.get_rank() + step, 1, 4, 10)
+        act(x).square().sum().backward()
+        reduce()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def warned(act) -> list[str]:
+    """The warnings that ``act`` gives on the ranks that are here, together."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run_ranks(act, RANKS)
+    return [str(each.message) for each in caught if issubclass(each.category, UnreducedGradientsWarning)]
+
+
+def compiled(model: nn.Module, how: str):
+    """The whole model as one graph, or a graph a layer, with autograd between them as ever."""
+    if how == "model":
+        return torch.compile(model, backend="aot_eager", fullgraph=True)
+    for layer in model.layers:
+        layer.compile(backend="aot_eager", fullgraph=True)
+    return model
+
+
+@pytest.mark.parametrize("how", ["model", "layers"])
+@pytest.mark.parametrize("door", DOORS)
+def test_a_model_that_nobody_reduces_is_told(door: str, how: str):
+    def on(rank: int) -> None:
+        model = attended(door, cp_mesh(RANKS))
+        steps_of(model, compiled(model, how))
+
+    texts = warned(on)
+    assert len(texts) == ranks_here(RANKS)
+    assert all("mesh axis 'cp' hold different parameters (seen in one of shape (24, 10))" in text for text in texts)
+
+
+def test_a_warning_turned_into_an_error_is_one_on_every_rank():
+    """And leaves the compiled model's other errors as they are."""
+
+    def on(rank: int) -> None:
+        model = attended("style", cp_mesh(RANKS))
+        with warnings.catch_warnings(), pytest.raises(UnreducedGradientsWarning):
+            steps_of(model, compiled(model, "model"))
+
+    run_ranks(on, RANKS)
+
+
+@pytest.mark.parametrize("case", ["summed", "frozen", "no step", "own inputs", "no grad", "fsdp"])
+def test_no_false_alarm(case: str):
+    def on(rank: int) -> None:
+        mesh = cp_mesh(RANKS)
+        model = attended("module", mesh)
+        act = compiled(model, "layers" if case == "fsdp" else "model")
+        if case == "summed":
+            steps_of(model, act, steps=5, reduce=lambda: sum_gradients(model, mesh))
+        elif case == "frozen":  # and a head that is trained, locally, behind the last attention
+            model.requires_grad_(False)
+            head = nn.Linear(10, 10).double()
+            steps_of(head, lambda x: head(act(x)))
+        elif case == "no step":
+            for seed in range(4):
+                act(randn(seed + rank, 1, 4, 10)).sum().backward()
+        elif case == "own inputs":  # leaves that differ by right
+            model.requires_grad_(False)
+            inputs = [randn(seed + rank, 1, 4, 10).requires_grad_() for seed in range(4)]
+            for x in inputs:
+                act(x).sum().backward()
+        elif case == "fsdp":
+            for layer in model.layers:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+            steps_of(model, act)
+        else:
+            for parameter in model.parameters():
+                parameter.data = parameter.data + rank
+            with torch.no_grad():
+                act(randn(rank, 1, 4, 10))
+
+    assert warned(on) == []
+
+
+def test_fsdp_over_the_wrong_axis_is_told():
+    """FSDP frees what a unit gathered: the parameters of the others cannot be read then, those of the last one can."""
+
+    def on(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("dp", "cp"))
+        model = attended("style", mesh["cp"])
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh["dp"])
+        fully_shard(model, mesh=mesh["dp"])
+        steps_of(model, compiled(model, "layers"), steps=5)
+
+    assert len(warned(on)) == ranks_here(RANKS)
+
+
+def test_parameters_of_tensor_parallelism_are_told():
+    """DTensors on another axis, of which a rank has a part that it has in common with others along cp."""
+
+    def on(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=("cp", "tp"))
+        model = attended("style", mesh["cp"])
+        parallelize_module(model, mesh["tp"], {f"layers.*.{name}": ColwiseParallel() for name in "qkv"})
+        steps_of(model, compiled(model, "model"), steps=2)
+
+    assert len(warned(on)) == ranks_here(RANKS)
+
+
+class InBackward(torch.autograd.Function):
+    """Calls what it is given in its backward."""
+
+    @staticmethod
+    def forward(ctx, x, act):
+        ctx.act = act
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.act()
+        return grad, None
+
+
+def test_what_is_remembered():
+    """Trained parameters, few, weakly, now and then; and a forward with parameters of its own looks at those."""
+
+    def on(rank: int):
+        watch, group = ParameterWatch(), cp_mesh(RANKS).get_group()
+
+        def differentiate(weight) -> None:
+            InBackward.apply(randn(rank, 3, 10) @ weight, lambda: watch.remember(group)).sum().backward()
+
+        plain = randn(rank, 3, 10)
+        input_of_mine = randn(rank, 10, 10).requires_grad_()
+        differentiate(input_of_mine)  # which may differ
+        assert watch.look([plain], group) == 0
+        weights = [nn.Parameter(randn(seed, 10, 10)) for seed in range(2)]
+        for _ in range(3):
+            differentiate(weights[0])
+        number = watch.look([plain], group)
+        assert number == ParameterWatch().look([weights[0]], group) != 0
+        assert watch.look([plain @ weights[1]], group) == ParameterWatch().look([weights[1]], group)
+        differentiate(weights[1])  # the backward number 5, at which nothing is remembered
+        del weights[0]
+        assert watch.look([plain], group) == 0
+        return number
+
+    assert len(set(run_ranks(on, RANKS))) == 1
