@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -216,22 +217,60 @@ FLEX_IDENTITY: Any = flex_module._identity
 FLEX_UNBLOCKED: int = flex_module._LARGE_SPARSE_BLOCK_SIZE  # pyright: ignore
 
 
-class AsWritten:
-    """From now until :meth:`end`, functions under torch.compile run in this thread as they were written.
+class FlexAsWritten:
+    """From now until :meth:`end`, what torch.compile made of flex_attention runs in this thread as it was written, and
+    so does what flex_attention itself compiles. Everything else is compiled as ever.
 
-    Their wrapper does so inside a kernel of a fake tensor, by a thread's own variable; nothing is compiled, and nothing
-    is remembered about the code. Seen: 2.11 to 2.15.
+    torch.compile's wrapper runs a function as it was written where it finds itself inside a kernel of a fake tensor, by
+    a thread's own variable. So nothing is traced, and torch remembers nothing about the code: a trace that fails would
+    leave flex_attention uncompiled in all of the process. Seen: 2.11 to 2.15 (the wrapper, its ``fn``).
     """
 
     def __init__(self) -> None:
-        kernel = types.SimpleNamespace(in_kernel_invocation=True, shape_env=None)
-        self._context = TracingContext(kernel)  # pyright: ignore[reportArgumentType]
-        self._before = TracingContext.try_get()
-        _TLS.tracing_context = self._context
+        self._context = _AskedByWrapper() if TracingContext.try_get() is None else None
+        if self._context is not None:
+            _TLS.tracing_context = self._context
 
     def end(self) -> None:
-        if TracingContext.try_get() is self._context:
-            _TLS.tracing_context = self._before
+        if self._context is not None and TracingContext.try_get() is self._context:
+            _TLS.tracing_context = None
+
+
+class _AskedByWrapper(TracingContext):
+    """Has a fake mode for torch.compile's wrapper around flex_attention, and none for anybody else who asks."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+
+    @property
+    def fake_mode(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        frame = sys._getframe(1)
+        asked_for = frame.f_locals.get("fn") if frame.f_code.co_name == "compile_wrapper" else None
+        return _IN_KERNEL if asked_for is not None and _is_flex(inspect.unwrap(asked_for)) else None
+
+    @fake_mode.setter
+    def fake_mode(self, value: Any) -> None:
+        pass
+
+
+def _is_flex(function: Any) -> bool:
+    local = f"{FLEX_FUNCTION.__qualname__}.<locals>."
+    return function is FLEX_FUNCTION or (
+        getattr(function, "__globals__", None) is FLEX_GLOBALS and function.__qualname__.startswith(local)
+    )
+
+
+# What torch.compile calls the rest of a function after a break of its graph: this, "_", the name. Seen: 2.11 to 2.15.
+RESUMED = "torch_dynamo_resume_in"
+
+
+def traced_functions() -> list[tuple[str, str]]:
+    """(file, name) of the functions that torch.compile is just tracing in this thread, outermost first. Seen: 2.11 to
+    2.15."""
+    return [(frame.filename, frame.name) for frame in TracingContext.extract_stack()]
+
+
+_IN_KERNEL = types.SimpleNamespace(in_kernel_invocation=True, shape_env=None)
 
 
 def never_compile_alone(function: Callable[..., Any]) -> None:
@@ -255,9 +294,10 @@ def without_function_modes() -> Iterator[None]:
             overrides._push_mode(mode)
 
 
-def uncompiled(function: F) -> F:
-    """torch.compiler.disable, which says no types: neither the function nor what it calls is compiled."""
-    return torch.compiler.disable(function)  # pyright: ignore[reportReturnType]
+def uncompiled(function: F, reason: str | None = None) -> F:
+    """torch.compiler.disable, which says no types: neither the function nor what it calls is compiled. ``reason``: what
+    torch.compile says of it where it may not break the graph."""
+    return torch.compiler.disable(function, reason=reason)  # pyright: ignore[reportReturnType]
 
 
 def hooks_in_order(module: torch.nn.Module) -> None:

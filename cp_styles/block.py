@@ -12,13 +12,14 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from cp_styles._compat import never_compile_alone, running_reruns
+from cp_styles._compat import running_reruns, uncompiled
 from cp_styles.balancers import Cut, LoadBalancer, layout_of
 from cp_styles.buffers import Aliases, Part, check_buffer, dim_of
 from cp_styles.calls import AttentionCalls
@@ -26,9 +27,16 @@ from cp_styles.comm import gather_numbers
 from cp_styles.kernels import Kernel
 from cp_styles.layout import Balancer, SequenceLayout, cached_layout, cut_with, head_tail
 from cp_styles.mask import Full, Mask
+from cp_styles.ops import watcher
 from cp_styles.scope import ScopedBinding
 from cp_styles.state import Binding
 from cp_styles.strategies import AllGather, Strategy
+
+_uncompiled = partial(
+    uncompiled,
+    reason="a context_parallel block cuts tensors in place and hears from other ranks, outside of torch.compile's "
+    "graphs: compile what is called inside of it, the model for example, or leave fullgraph=True out",
+)
 
 
 class ContextParallelBlock(contextlib.ContextDecorator):
@@ -54,6 +62,7 @@ class ContextParallelBlock(contextlib.ContextDecorator):
         self._strategy, self._layout, self._mask, self._kernel = strategy, layout, mask, kernel
         self._entered: list[tuple[_Entry, contextlib.ExitStack]] = []
 
+    @_uncompiled
     def __enter__(self) -> ContextParallelBlock:
         with torch.no_grad():
             entry = agree_on("context_parallel", self._group, self._entry, lambda entry: entry.facts)
@@ -65,6 +74,7 @@ class ContextParallelBlock(contextlib.ContextDecorator):
             self._entered.append((entry, stack.pop_all()))
         return self
 
+    @_uncompiled
     def __exit__(self, *exception: Any) -> None:
         entry, stack = self._entered.pop()
         stack.__exit__(*exception)
@@ -174,6 +184,8 @@ class _Entry:
                     stack.callback(part.follow_gradient)
             if put_back:
                 stack.enter_context(Aliases())
+            stack.callback(watcher.set, watcher.get())
+            watcher.set(self.remember)
             stack.enter_context(_BlockCalls(self))
             yield
 
@@ -231,17 +243,13 @@ class _BlockCalls(AttentionCalls):
         super().__init__(entry.scoped, entry.name)
         self._entry = entry
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not torch.compiler.is_compiling() and not self._entry.buffers.isdisjoint(map(id, args)):
+    def note(self, args: tuple[Any, ...]) -> None:
+        if not self._entry.buffers.isdisjoint(map(id, args)):
             self._entry.remember()
-        return super().__torch_function__(func, types, args, kwargs)
 
     def check_reruns(self) -> None:
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_dynamo_compiling():
             self._entry.remember()
-
-
-never_compile_alone(_BlockCalls.__torch_function__)
 
 
 def agree_on(name: str, group: dist.ProcessGroup, check: Callable[[], Any], facts: Callable[[Any], list[Any]]) -> Any:

@@ -18,7 +18,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 
-from cp_styles._compat import saved_tensors_hooks_on_top
+from cp_styles._compat import saved_tensors_hooks_on_top, uncompiled
 from cp_styles.layout import SequenceLayout, cut_with, mark_cut
 
 
@@ -111,7 +111,7 @@ class Aliases(torch.autograd.graph.saved_tensors_hooks):
                 )
             return alias
 
-        super().__init__(pack, unpack)
+        super().__init__(uncompiled(pack), uncompiled(unpack))  # a version is no constant
 
 
 def check_plain(buffer: Any) -> None:

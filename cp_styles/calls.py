@@ -13,9 +13,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from cp_styles._compat import FLEX_OPERATOR, fast_path_attention, never_compile_alone, uncompiled
+from cp_styles._compat import FLEX_OPERATOR, FlexAsWritten, fast_path_attention, never_compile_alone, uncompiled
 from cp_styles.flex import flex_attend
-from cp_styles.flex_calls import QUESTIONS, FlexCalls, operator_results
+from cp_styles.flex_calls import FIRST_QUESTION, QUESTIONS, FlexCalls, operator_results, traced_part
 from cp_styles.functional import attend
 from cp_styles.ops import spelled_ahead
 from cp_styles.scope import ScopedBinding
@@ -40,7 +40,7 @@ class AttentionCalls(TorchFunctionMode):
         self._tally = Tally() if tally is None else tally
         self._spelled = spelled_ahead(scoped)
         self._name = name
-        self._grad_at_entry: list[bool] = []
+        self._entered: list[tuple[bool, FlexAsWritten]] = []
         self._flex = FlexCalls()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AttentionCalls:
@@ -53,20 +53,23 @@ class AttentionCalls(TorchFunctionMode):
         return AttentionCalls(self._scoped, self._name, (module, parameter), self._tally)
 
     def __enter__(self) -> AttentionCalls:
-        self._grad_at_entry.append(torch.is_grad_enabled())
+        self._entered.append((torch.is_grad_enabled(), FlexAsWritten()))
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
-        self._grad_at_entry.pop()
+        self._entered.pop()[1].end()
         self._flex.forget()
         return super().__exit__(*exception)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        compiling = torch.compiler.is_dynamo_compiling()
+        if not compiling:
+            self.note(args)
         if func is F.scaled_dot_product_attention or func in _BELOW:
-            return self._attend(*args, **kwargs)
+            return self._attend(*args, **kwargs) if compiling else self._attend_uncompiled(*args, **kwargs)
         name = getattr(func, "__name__", None)
-        if not torch.compiler.is_compiling():  # which knows no method of these names
+        if not compiling:  # which knows no method of these names
             name = (name or "").removesuffix(".default")
             if self._flex.expecting:
                 self._flex.forget(unless_under_way=True)
@@ -77,8 +80,12 @@ class AttentionCalls(TorchFunctionMode):
                 return self._attend_flex(*args[:3])
             if name == VARLEN_OPERATOR:
                 return self._attend_varlen(*args, **kwargs)
-        if func is FLEX_OPERATOR:
-            raise NotImplementedError(f"{self._name}: flex_attention is not compiled here; {_FLEX_REMEDY}")
+        elif func is FIRST_QUESTION and (part := traced_part()):
+            if part == "rest":
+                raise NotImplementedError("what raises while it is traced runs as it was written")
+            _break_the_graph()
+        elif func is FLEX_OPERATOR or name in VARLEN_OPERATORS:
+            _break_the_graph()
         if func in _OTHERS or name in _OTHER_OPERATORS:
             raise NotImplementedError(
                 f"{self._name}: {func.__name__} is not one of the attention calls that run context parallel; use "
@@ -107,7 +114,7 @@ class AttentionCalls(TorchFunctionMode):
             self.check_reruns()
 
         return attend(
-            self._spelled if torch.compiler.is_compiling() else self._scoped,
+            self._spelled if torch.compiler.is_dynamo_compiling() else self._scoped,
             (query, key, value),
             is_causal=is_causal,
             attn_mask=attn_mask,
@@ -115,6 +122,9 @@ class AttentionCalls(TorchFunctionMode):
             sink_H=self._sink_now(),
             refuse=refuse,
         )
+
+    # What torch.compile left to Python, between its graphs, it would compile piece by piece: the engine as well.
+    _attend_uncompiled = uncompiled(_attend)
 
     @uncompiled
     def _attend_flex(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
@@ -147,11 +157,14 @@ class AttentionCalls(TorchFunctionMode):
         sink = getattr(*self._sink)
         return sink.to_local() if isinstance(sink, DTensor) else sink
 
+    def note(self, args: tuple[Any, ...]) -> None:
+        """Take notice of a call of anything at all."""
+
     def check_reruns(self) -> None:
         """Raise for a call that would be made again in a backward, where this mode is not entered."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return  # it traces what runs again, and does not run __enter__
-        if self._grad_at_entry[-1] and not torch.is_grad_enabled():
+        if self._entered[-1][0] and not torch.is_grad_enabled():
             raise NotImplementedError(
                 f"{self._name}: attention under no_grad inside a module that was entered with gradients. If this "
                 "is reentrant checkpointing of a function, its recomputation would not be context parallel: "
@@ -182,9 +195,17 @@ never_compile_alone(AttentionCalls.__torch_function__)
 _OTHERS = {F.multi_head_attention_forward, *fast_path_attention()}
 # The function as an operator.
 _BELOW = {torch.ops.aten.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default}
-_FLEX_REMEDY = (
-    "call torch.nn.attention.flex_attention.flex_attention itself and not what torch.compile made of it (under "
-    'torch.compiler.set_stance("force_eager") the two are the same), or context_flex_attention'
+_FLEX_REMEDY = "call torch.nn.attention.flex_attention.flex_attention, or what torch.compile made of it"
+
+
+def _break_the_graph() -> None:
+    raise RuntimeError(f"{__name__} asked torch.compile to break its graph, and nobody compiles")
+
+
+_break_the_graph = uncompiled(
+    _break_the_graph,
+    "under context parallelism flex_attention and varlen_attn run outside of torch.compile's graphs: compile without "
+    "fullgraph=True, which breaks the graph there, or compile what stands between the attentions",
 )
 # The operators that other functions come down to.
 _OTHER_OPERATORS = {

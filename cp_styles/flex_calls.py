@@ -4,8 +4,10 @@
 things it asks of its tensors, and then its operator. On the way it would refuse a BlockMask of the whole sequence, for
 the local query is shorter, and inputs that require grad, on CPU. So the mode answers those questions as one device
 would: lengths are the BlockMask's (the engine compares them with the real ones of all ranks); nothing requires grad.
-In front of its operator it starts torch.compile, which would trace the mode instead of calling it; so the last answer
-comes with word that this thread runs functions as they are written. What comes to the operator another way is refused.
+torch.compile would trace the mode instead of calling it, whether a user compiles flex_attention or it compiles its own
+operator; so while the mode is entered, this thread runs both as they are written. Where torch.compile traces what
+calls flex_attention, it is asked to break its graph there (:func:`traced_part`). What comes to the operator another
+way is refused.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ from cp_styles._compat import (
     FLEX_GLOBALS,
     FLEX_IDENTITY,
     FLEX_UNBLOCKED,
-    AsWritten,
+    RESUMED,
+    constant_under_compile,
+    traced_functions,
     uncompiled,
 )
 from cp_styles.flex import FlexCall
@@ -37,7 +41,7 @@ class FlexCalls:
     """The flex_attention calls of one thread, one at a time. See [Note: catching flex_attention]."""
 
     def __init__(self) -> None:
-        self._pending: tuple[FrameType, FlexCall, AsWritten] | None = None
+        self._pending: tuple[FrameType, FlexCall] | None = None
 
     @uncompiled
     def answer(self, frame: FrameType, func: Any, args: tuple[Any, ...]) -> Any:
@@ -46,7 +50,7 @@ class FlexCalls:
             return None
         asked_in = frame.f_code.co_name
         if func is _SIZE:
-            return _whole_length(frame, args) if frame.f_code is FLEX_FUNCTION.__code__ else None
+            return _whole_length(frame, args) if _is_part(frame.f_code.co_name) else None
         if func == _REQUIRES_GRAD:
             return False if asked_in == "_validate_device" else None
         if asked_in == "_apply_kernel_options" and self._pending is None:
@@ -55,7 +59,7 @@ class FlexCalls:
 
     def _expect(self, frame: FrameType | None) -> None:
         """The last that is asked before the operator."""
-        if frame is None or frame.f_code is not FLEX_FUNCTION.__code__:
+        if frame is None or frame.f_globals is not FLEX_GLOBALS or not _is_part(frame.f_code.co_name):
             return
         said = frame.f_locals
         block_mask, score_mod = said["block_mask"], said["score_mod"]
@@ -68,7 +72,7 @@ class FlexCalls:
             kernel_options=said["kernel_options"],
             return_aux=said["return_aux"],
         )
-        self._pending = frame, call, AsWritten()
+        self._pending = frame, call
 
     @property
     def expecting(self) -> bool:
@@ -79,19 +83,37 @@ class FlexCalls:
         """Be ready for the next call, where an exception kept the last one from its operator."""
         if self._pending is None:
             return
-        expected, _, as_written = self._pending
         frame = sys._getframe(1) if unless_under_way else None
-        while frame is not None and frame is not expected:
+        while frame is not None and frame is not self._pending[0]:
             frame = frame.f_back
         if frame is None:
             self._pending = None
-            as_written.end()
 
     def take(self) -> FlexCall | None:
         """The call whose operator is reached; None where it came another way."""
         call = None if self._pending is None else self._pending[1]
         self.forget()
         return call
+
+
+FIRST_QUESTION = torch.Tensor.dim
+"""What torch.compile comes to first when it traces flex_attention."""
+
+
+@constant_under_compile
+def traced_part() -> str:
+    """What of flex_attention it is that asks FIRST_QUESTION of torch.compile: the "whole", the "rest" that is left when
+    the graph was broken at the beginning, or nothing of it."""
+    names = [name for file, name in traced_functions() if file == _FILE and _is_part(name)]
+    return "" if not names else "whole" if names[0] == FLEX_FUNCTION.__name__ else "rest"
+
+
+def _is_part(name: str) -> bool:
+    """Whether a function of torch's module is flex_attention, or the rest of it after a break of the graph."""
+    return name == FLEX_FUNCTION.__name__ or name.startswith(f"{RESUMED}_{FLEX_FUNCTION.__name__}_")
+
+
+_FILE = FLEX_FUNCTION.__code__.co_filename
 
 
 def _whole_length(frame: FrameType, args: tuple[Any, ...]) -> int | None:

@@ -15,6 +15,8 @@ import ast
 import ctypes
 import itertools
 from collections import OrderedDict
+from collections.abc import Callable
+from contextvars import ContextVar
 from functools import lru_cache, partial
 from typing import NamedTuple, TypeAlias
 from weakref import WeakValueDictionary
@@ -23,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from cp_styles._compat import resolve_group
+from cp_styles._compat import resolve_group, uncompiled
 from cp_styles.autocast import attended_dtype
 from cp_styles.kernels import Kernel
 from cp_styles.layout import Balancer, SequenceLayout
@@ -44,6 +46,9 @@ _LIVE, _UNSPELLED = "live:", "unspelled:"
 # Handles in use: an op takes strings, but no objects. Weak, so that a handle keeps nothing alive.
 _live: WeakValueDictionary[str, Source] = WeakValueDictionary()
 _serial = itertools.count()
+
+watcher: ContextVar[Callable[[], None] | None] = ContextVar("attention_watcher", default=None)
+"""Called by every attention that runs inside a compiled graph in this context: no mode sees those."""
 
 # What compiled graphs have named, by group: ranks may be threads, and share the graphs.
 # Not without end, because what is bound keeps its group alive.
@@ -202,9 +207,13 @@ torch.library.define(
 
 
 @torch.library.impl("cp_styles::attention", "CompositeExplicitAutograd")
+@uncompiled
 def _attention(q, k, v, sink, attn_mask, dense, config, is_causal, scale, keep, problem):
     """``keep``: a backward may come. ``problem``: why this rank refuses the call, where tracing it told so."""
     live = config.startswith(_LIVE)
+    watch = watcher.get()
+    if watch is not None and not live:
+        watch()
     binding, scope = resolve(source_of(config, dense))
     name = binding.name
     said = ""
@@ -241,6 +250,7 @@ def _attention_fake(q, k, v, sink, attn_mask, dense, config, is_causal, scale, k
     return _like_query(q, v.shape[-1]), residual, torch.empty(sizes[1], dtype=torch.uint8, device="cpu")
 
 
+@uncompiled
 def _save(ctx, inputs, output) -> None:
     q, k, v, sink, attn_mask, dense, config, is_causal, scale, keep, _ = inputs
     out, residual, call = output
@@ -251,6 +261,7 @@ def _save(ctx, inputs, output) -> None:
         ctx.binding = source_of(_read(_text_of(call))[2])  # alive for as long as its backward may come
 
 
+@uncompiled
 def _differentiate(ctx, grad, *_):
     q, k, v, out, residual, sink, attn_mask, dense, call = ctx.saved_tensors
     none = (None,) * 7
@@ -279,6 +290,7 @@ torch.library.define(
 
 
 @torch.library.impl("cp_styles::attention_backward", "CompositeExplicitAutograd")
+@uncompiled
 def _attention_backward(grad, q, k, v, out, residual, sink, attn_mask, dense, call, config, is_causal, scale):
     q_length, kv_length, said = _read(_text_of(call))
     source = source_of(config, dense)

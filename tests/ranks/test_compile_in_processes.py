@@ -16,7 +16,14 @@ import torch
 from tests.ranks.compiling import MEETING_PLACE, RANK_HERE, RANKS
 
 ROOT = Path(__file__).parents[2]
-FILES = ("test_compile.py", "test_compile_refusals.py", "test_unreduced_compiled.py", "test_collectives_compile.py")
+FILES = (
+    "test_compile.py",
+    "test_compile_refusals.py",
+    "test_unreduced_compiled.py",
+    "test_collectives_compile.py",
+    "test_flex_compiled.py",
+    "test_block_compiled.py",
+)
 
 
 @pytest.mark.skipif(not torch.__version__.startswith("2.11"), reason="there the ranks are threads")

@@ -335,31 +335,6 @@ def test_what_is_refused(name: str):
     assert any(message in str(error) for error in errors), errors
 
 
-@pytest.mark.parametrize("fullgraph", [False, True])
-def test_what_torch_compile_made_of_flex_attention(fullgraph: bool):
-    """Right where its tracing gives way to torch's function, else an error; with the remedy, right."""
-    layout, compiled = contiguous(LENGTH, 2), torch.compile(flex_attention, backend="eager", fullgraph=fullgraph)
-    whole = problem("sinks and window", "softcap")
-
-    class Module(nn.Module):
-        def forward(self, *args, **options):
-            return compiled(*args, **options)
-
-    def rank_main(rank: int, plain: bool):
-        module = parallelize_module(Module(), cp_mesh(2), ModuleContextParallel(layout=layout))
-        if plain:
-            return module(*(layout.shard(x, 2, rank) for x in whole.inputs), enable_gqa=True)
-        return whole.run(lambda *args, **options: module(*args, return_lse=True, **options), layout, rank)
-
-    found = run_ranks(rank_main, 2, True, return_errors=True)
-    if not all(isinstance(part, Exception) for part in found):  # torch.compile left the function as it was
-        expected = problem("none").expected[0]
-        torch.testing.assert_close(layout.unshard(found, 2), expected, rtol=1e-12, atol=1e-12)
-    with torch.compiler.set_stance("force_eager"):
-        found = run_ranks(rank_main, 2, False)
-    assert max(whole.errors(found, layout)) < EXACT
-
-
 def test_dtensors_are_no_input():
     """torch traces its operator before anybody here sees it, and has no rule for DTensors: loud, in torch's words."""
     q, k, v = (randn(seed, 1, 2, 16, 8) for seed in range(3))

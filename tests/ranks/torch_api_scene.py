@@ -29,7 +29,7 @@ class Layer(nn.Module):
 
     def forward(self, x_BSW):
         query, key, value = (
-            t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in ((x_BSW * self.table) @ self.qkv).chunk(3, -1)
+            t.view(*x_BSW.shape[:2], HEADS, -1).transpose(1, 2) for t in ((x_BSW * self.table) @ self.qkv).chunk(3, -1)
         )
         out = F.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
         return x_BSW + out.transpose(1, 2).flatten(2) @ self.out

@@ -1,0 +1,121 @@
+"""torch.compile and context_parallel blocks: what is compiled inside of one, and what one is inside of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
+
+from cp_styles.layout import head_tail
+from cp_styles.torch_api import context_parallel, context_parallel_unshard
+from tests.ranks.attention_case import EXACT, Problem, cp_mesh
+from tests.ranks.compiling import RANKS, cannot_compile_on_threads, run_ranks
+from tests.ranks.torch_api_scene import LENGTH, Batch, gradients, run
+
+pytestmark = cannot_compile_on_threads
+
+BATCH = Batch(layers=2)
+
+
+@pytest.fixture(autouse=True)
+def _afresh():
+    torch.compiler.reset()
+
+
+def check(model, out: torch.Tensor, mesh) -> None:
+    (whole,) = context_parallel_unshard(mesh, [out], [1])
+    assert BATCH.errors([whole, *gradients(model, mesh)]) < EXACT
+
+
+def a_batch(model) -> tuple[dict[str, Any], torch.Tensor, torch.Tensor]:
+    """The block's arguments, and of its buffers the input and the cotangent, which stays cut."""
+    arguments = BATCH.buffers(model)
+    x, cotangent = arguments["buffers"][:2]
+    for parameter in model.parameters():
+        parameter.grad = None
+    return {**arguments, "no_restore_buffers": [cotangent]}, x, cotangent
+
+
+@pytest.mark.parametrize("backward", ["inside", "after"])
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_compiled_model_inside(fullgraph: bool, backward: str):
+    """From step to step, each in a block of its own, by the same graphs."""
+
+    def on(rank: int):
+        mesh, model = cp_mesh(RANKS), BATCH.model()
+        counter = CompileCounterWithBackend("aot_eager")
+        compiled, graphs = torch.compile(run, backend=counter, fullgraph=fullgraph), []
+        for _ in range(3):
+            arguments, x, cotangent = a_batch(model)
+            with context_parallel(mesh, **arguments):
+                out = compiled(model, x)
+                if backward == "inside":
+                    out.backward(cotangent)
+            if backward == "after":
+                out.backward(cotangent)
+            check(model, out, mesh)
+            graphs.append(counter.frame_count)
+        assert graphs[0] == graphs[2] > 0
+        dist.barrier()
+
+    run_ranks(on, RANKS)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_compiled_layers(reentrant: bool):
+    """The recomputation comes after the block and enters it again, also where inductor's graph shows no mode what it
+    calls, and the layer reads no buffer that would be of another size by then."""
+    problem, layout = Problem(length=13), head_tail(13, RANKS)
+
+    def on(rank: int):
+        mesh = cp_mesh(RANKS)
+
+        @torch.compile(fullgraph=True)
+        def layer(query, key, value):
+            return F.scaled_dot_product_attention(query * 1.0, key, value, is_causal=True)
+
+        for _ in range(2):
+            leaves, cotangent = problem.shard(layout, rank, RANKS)
+            with context_parallel(mesh, layout=head_tail):
+                out = checkpoint(layer, *leaves, use_reentrant=reentrant)
+            out.backward(cotangent)
+            found = [out.detach(), *(leaf.grad for leaf in leaves)]
+            assert max(problem.errors(found, layout, rank, RANKS)) < EXACT
+
+    run_ranks(on, RANKS)
+
+
+@pytest.mark.parametrize("backward", ["inside", "after"])
+def test_a_block_inside_a_compiled_function(backward: str):
+    """Its graph breaks there, and what the block calls is compiled; as one graph it is refused, in words."""
+
+    def step(mesh, arguments, model, x, cotangent):
+        with context_parallel(mesh, **arguments):
+            out = run(model, x)
+            if backward == "inside":
+                out.backward(cotangent)
+        return out
+
+    def on(rank: int):
+        mesh, model = cp_mesh(RANKS), BATCH.model()
+        arguments, x, cotangent = a_batch(model)
+        with pytest.raises(Exception, match="compile what is called inside of it"):
+            torch.compile(step, backend="eager", fullgraph=True)(mesh, arguments, model, x, cotangent)
+        assert x.shape[1] == LENGTH  # nothing was cut
+        counter = CompileCounterWithBackend("aot_eager")
+        compiled = torch.compile(step, backend=counter)
+        for _ in range(2):
+            arguments, x, cotangent = a_batch(model)
+            out = compiled(mesh, arguments, model, x, cotangent)
+            if backward == "after":
+                out.backward(cotangent)
+            check(model, out, mesh)
+        assert counter.frame_count > 0
+        dist.barrier()
+
+    run_ranks(on, RANKS)

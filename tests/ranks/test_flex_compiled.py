@@ -1,0 +1,218 @@
+"""torch.compile and FlexAttention or varlen_attn: of the attention itself and of what calls it, in modules, blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
+from torch.nn.attention.varlen import AuxRequest as LogsumexpToo
+from torch.nn.attention.varlen import varlen_attn
+
+from cp_styles.layout import SequenceLayout, head_tail
+from cp_styles.styles import ModuleContextParallel
+from cp_styles.torch_api import context_parallel
+from tests.oracle import randn
+from tests.ranks import flex_case as case
+from tests.ranks.attention_case import EXACT, cp_mesh
+from tests.ranks.compiling import RANKS, cannot_compile_on_threads, run_ranks
+from tests.ranks.flex_case import FlexProblem
+
+pytestmark = cannot_compile_on_threads
+
+LENGTH = 61
+LAYOUT = head_tail(LENGTH, RANKS)
+LEARNED = (randn(21) ** 2 + 1, randn(22, 4) * 0.1)
+PROBLEMS = {
+    "plain": FlexProblem(length=LENGTH),
+    "masked": FlexProblem(case.sinks_and_window, length=LENGTH),
+    "learned": FlexProblem(case.sinks_and_window, case.learned_softcap, LEARNED, length=LENGTH),
+}
+DOORS = ["module", "block"]
+
+
+@pytest.fixture(autouse=True)
+def _afresh():
+    torch.compiler.reset()
+
+
+class Model(nn.Module):
+    """Something to compile before and after ``attend``."""
+
+    def __init__(self, attend: Callable[..., Any] = flex_attention) -> None:
+        super().__init__()
+        self.attend = attend
+
+    def forward(self, q, k, v, *args, **options):
+        out, other = self.attend(q.exp().log(), k * 1.0, v * 1.0, *args, **options)
+        return out * 2.0 / 2.0, other
+
+
+def behind(
+    door: str, model: nn.Module, layout: SequenceLayout, compiler: Callable[[Any], Any] = lambda model: model
+) -> Callable[..., Any]:
+    """``model`` as a user of that door calls it, compiled or not; a block ends before the backward."""
+    mesh = cp_mesh(layout.ranks)
+    if door == "module":
+        return compiler(parallelize_module(model, mesh, ModuleContextParallel(layout=layout)))
+    model = compiler(model)
+
+    def inside(*args, **options):
+        with context_parallel(mesh, layout=layout):
+            return model(*args, **options)
+
+    return inside
+
+
+def check(whole: FlexProblem, attend: Callable[..., Any], layout: SequenceLayout, rank: int) -> None:
+    found = whole.run(attend, layout, rank)
+    parts: list[Any] = [None] * layout.ranks
+    dist.all_gather_object(parts, found)
+    assert max(whole.errors(parts, layout)) < EXACT
+
+
+def never(graph, example_inputs):
+    raise AssertionError("torch.compile made a graph of an attention")
+
+
+@pytest.mark.parametrize("asked", ["return_lse", "return_aux"])
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_what_torch_compile_made_of_flex_attention(fullgraph: bool, door: str, asked: str):
+    """As its users have it at the top of a file: the engine runs, and nothing is compiled."""
+    compiled = torch.compile(flex_attention, backend=never, fullgraph=fullgraph)
+
+    def attend(model, *args, **options):
+        if asked == "return_lse":
+            return model(*args, return_lse=True, **options)
+        out, aux = model(*args, return_aux=AuxRequest(lse=True), **options)
+        assert aux.max_scores is None
+        return out, aux.lse
+
+    def on(rank: int):
+        model = behind(door, Model(compiled), LAYOUT)
+        for whole in PROBLEMS.values():
+            check(whole, partial(attend, model), LAYOUT, rank)
+
+    run_ranks(on, RANKS)
+
+
+@pytest.mark.parametrize("compiled_by", ["itself", "its caller"])
+def test_elsewhere_it_is_compiled_as_ever(compiled_by: str):
+    """Beside it, inside the module, other functions; and outside, before and after, itself."""
+    own, other = CompileCounter(), CompileCounter()
+    compiled = torch.compile(flex_attention, backend=own)
+    beside = torch.compile(lambda q: q.exp().log(), backend=other, fullgraph=True)
+    q, k, v = (randn(seed, 1, 2, 32, 8, dtype=torch.float32) for seed in range(3))
+    block_mask = create_block_mask(case.causal, None, None, 32, 32, device="cpu")
+    alone = flex_attention(q, k, v, block_mask=block_mask)
+
+    def attend(q, *args, **options):
+        return (flex_attention if compiled_by == "its caller" else compiled)(beside(q), *args, **options)
+
+    def on(rank: int):
+        whole, layout = PROBLEMS["learned"], head_tail(LENGTH, 1)
+        compiler = torch.compile(backend="eager") if compiled_by == "its caller" else lambda model: model
+        model = behind("module", Model(attend), layout, compiler)
+        for _ in range(2):
+            check(whole, partial(model, return_lse=True), layout, rank)
+        if compiled_by == "itself":
+            assert (own.frame_count, other.frame_count) == (0, 1)
+        for frames in (1, 1):
+            torch.testing.assert_close(compiled(q, k, v, block_mask=block_mask), alone)
+            assert own.frame_count == frames
+            assert own.op_count > 0
+
+    run_ranks(on, 1)
+
+
+@pytest.mark.parametrize(
+    ("door", "how"),
+    [
+        ("module", "flex_attention"),
+        ("block", "flex_attention"),
+        ("module", "what torch.compile made of it"),
+        ("block", "inside a compiled function"),
+    ],
+)
+def test_a_compiled_model(door: str, how: str):
+    """In graphs before and after the attention, which stay the same from step to step."""
+
+    def on(rank: int):
+        counter = CompileCounterWithBackend("aot_eager")
+        attend = flex_attention
+        if how == "what torch.compile made of it":
+            attend = torch.compile(flex_attention, backend=never, fullgraph=True)
+        if how == "inside a compiled function":
+            attend = torch.compile(
+                lambda q, *args, **options: flex_attention(q * 1.0, *args, **options), backend="eager"
+            )
+        model = behind(door, Model(attend), LAYOUT, partial(torch.compile, backend=counter))
+        graphs = []
+        for name in ("plain", "learned", "learned", "learned"):
+            check(PROBLEMS[name], partial(model, return_lse=True), LAYOUT, rank)
+            graphs.append(counter.frame_count)
+        assert counter.op_count >= 4  # what stands before the attention, at least
+        assert graphs[2] == graphs[3]
+        dist.barrier()
+
+    run_ranks(on, RANKS)
+
+
+def test_inductor():
+    def on(rank: int):
+        model = behind("module", Model(), LAYOUT, torch.compile)
+        check(PROBLEMS["learned"], partial(model, return_lse=True), LAYOUT, rank)
+
+    run_ranks(on, RANKS)
+
+
+CU = torch.tensor([0, 20, 21, 21, 30, LENGTH], dtype=torch.int32)
+PACKED = FlexProblem(
+    case.both(case.of_documents((20, 1, 9, LENGTH - 30)), case.causal), length=LENGTH, batch=1, kv_heads=4
+)
+
+
+def packed(model: Callable[..., Any], q, k, v, **_):
+    """A model of packs [T, H, D] for a caller with [1, H, T, D]."""
+    out, lse = model(*(x.squeeze(0).transpose(0, 1) for x in (q, k, v)))
+    return out.transpose(0, 1).unsqueeze(0), lse.unsqueeze(0)
+
+
+def varlen(q, k, v):
+    return varlen_attn(q, k, v, CU, CU, 31, 31, window_size=(-1, 0), return_aux=LogsumexpToo(lse=True))
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_varlen_in_a_compiled_model(door: str):
+    def on(rank: int):
+        counter = CompileCounterWithBackend("aot_eager")
+        model = behind(door, Model(varlen), LAYOUT, partial(torch.compile, backend=counter))
+        check(PACKED, partial(packed, model), LAYOUT, rank)
+        assert counter.op_count >= 4
+        dist.barrier()
+
+    run_ranks(on, RANKS)
+
+
+@pytest.mark.parametrize(
+    ("door", "attention"), [("module", varlen), ("block", partial(flex_attention, return_lse=True))]
+)
+def test_one_graph_of_all_is_refused(door: str, attention):
+    """In words, before anything is sent."""
+    inputs = (PACKED if attention is varlen else PROBLEMS["masked"]).inputs
+
+    def on(rank: int):
+        model = behind(door, Model(attention), LAYOUT, partial(torch.compile, backend="eager", fullgraph=True))
+        run = partial(packed, model) if attention is varlen else model
+        with pytest.raises(Exception, match="compile without fullgraph=True, which breaks the graph there"):
+            run(*(LAYOUT.shard(x, 2, rank) for x in inputs))
+
+    run_ranks(on, RANKS)
