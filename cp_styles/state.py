@@ -22,6 +22,9 @@ from cp_styles.mask import Causal, Dense, Full, Mask, PerRow, digest
 from cp_styles.strategies import Attention, ByRow, Strategy
 from cp_styles.unreduced import ParameterWatch, watch_of
 
+# Attentions of a binding that are kept, with what strategies have derived for them.
+_MOST_ATTENTIONS = 16
+
 
 @dataclass
 class Tally:
@@ -60,6 +63,7 @@ class Binding:
     beside: Beside | None = None
     tally: Tally = field(default_factory=Tally, compare=False, repr=False)
     watch: ParameterWatch | None = field(default=None, compare=False, repr=False)
+    _attentions: dict[tuple[Any, ...], Attention] = field(init=False, default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.strategy, Strategy):
@@ -111,8 +115,33 @@ class Binding:
         a larger batch, or of more heads, ``heads`` says which query heads, and ``whole`` the (batch, heads) for which a
         mask must be.
 
-        Raises the same errors on every rank, because nothing here depends on the rank. Communicates nothing.
+        Raises the same errors on every rank, because nothing here depends on the rank. Communicates nothing. A call
+        like one of the last ones gets the same object.
         """
+        said = {"is_causal": is_causal, "scale": scale, "preferred": preferred, "heads": heads, "whole": whole}
+        if attn_mask is not None:
+            return self._attention(q_length, kv_length, tensors, attn_mask, **said)
+        like = *(x.shape for x in tensors), tensors[0].dtype, tensors[0].device
+        key = q_length, kv_length, like, *said.values()
+        found = self._attentions.get(key)
+        if found is None:
+            if len(self._attentions) >= _MOST_ATTENTIONS:
+                self._attentions.clear()
+            found = self._attentions[key] = self._attention(q_length, kv_length, tensors, None, **said)
+        return found
+
+    def _attention(
+        self,
+        q_length: int,
+        kv_length: int,
+        tensors: Sequence[torch.Tensor],
+        attn_mask: torch.Tensor | None,
+        is_causal: bool,
+        scale: float | None,
+        preferred: Kernel | None,
+        heads: tuple[int, int] | None,
+        whole: tuple[int, int] | None,
+    ) -> Attention:
         q, k, v = tensors
         q_layout = self.layout_for(q_length)
         kv_layout = q_layout if kv_length == q_length else self._layout_of_keys(q_length, kv_length, is_causal)

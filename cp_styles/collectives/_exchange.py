@@ -26,10 +26,9 @@ from typing import NamedTuple
 
 import torch
 
-from cp_styles._compat import resolve_group, start_all_gather, start_all_to_all, wait_tensor
+from cp_styles._compat import start_all_gather, start_all_to_all, wait_tensor
 from cp_styles.collectives._group import Peers
 from cp_styles.collectives._rows import Rows
-from cp_styles.comm import Pending, exchange
 from cp_styles.layout import Chunk
 
 Tensors = tuple[torch.Tensor, ...]
@@ -40,7 +39,6 @@ class Started(NamedTuple):
 
     wire: torch.Tensor | None
     tensors: Tensors
-    pending: Pending | None = None
 
 
 class Exchange(NamedTuple):
@@ -86,52 +84,6 @@ class Exchange(NamedTuple):
         received, sent = [items * n for n in received], [items * n for n in sent]
         return Started(start_all_to_all(wire, received, sent, self.peers.name), tensors)
 
-    def arriving(self, *tensors: torch.Tensor) -> int:
-        """Number of elements that arrive, this rank's own included: the size of the ``wire`` of :meth:`start_into`."""
-        if self.peers.size == 1:
-            return 0
-        return sum(self._received([self._rows_first(x) for x in tensors]))
-
-    def start_into(self, wire: torch.Tensor, *tensors: torch.Tensor) -> Started:
-        """:meth:`start` to columns, into memory of the caller's: a flat tensor of :meth:`arriving` elements, to keep
-        and to :meth:`unpack` again later. Eager only; point to point, which gloo does with fewer copies."""
-        if self.peers.size == 1:
-            return Started(None, tensors)
-        assert self.to_columns, "to rows: home()"
-        seen = [self._rows_first(x) for x in tensors]
-        places = wire.split(self._received(seen))
-        blocks = self._blocks(seen, places[self.peers.rank])
-        pending = exchange(
-            [(peer, blocks[peer]) for peer in self._others],
-            [(peer, places[peer]) for peer in self._others],
-            resolve_group(self.peers.name),
-        )
-        return Started(wire, tensors, pending)
-
-    def home(self, *tensors: torch.Tensor) -> Tensors:
-        """To rows, point to point and each tensor by itself: where the rows lie together nothing is packed, and what
-        this rank keeps is not copied before it is merged. Eager only.
-
-        Returns tensors with the rows outermost in memory, as projections have them.
-        """
-        assert not self.to_columns, "to columns: start_into()"
-        if self.peers.size == 1:
-            return tensors
-        c, rank = self._column_axis, self.peers.rank
-        seen = [self._rows_first(x) for x in tensors]
-        sends = [(peer, self.rows.own(x, 0, peer).contiguous()) for peer in self._others for x in seen]
-        parts = [[self.rows.own(x, 0, rank)] * self.peers.size for x in seen]
-        receives = []
-        for peer in self._others:
-            for own, columns in zip(parts, self.columns, strict=True):
-                start, stop = columns[peer]
-                shape = (*own[rank].shape[:c], stop - start, *own[rank].shape[c + 1 :])
-                own[peer] = own[rank].new_empty(shape)
-                receives.append((peer, own[peer]))
-        exchange(sends, receives, resolve_group(self.peers.name)).wait()
-        merged = [self._merge(tuple(own), columns, c) for own, columns in zip(parts, self.columns, strict=True)]
-        return tuple([x.movedim(0, self.row_dim) for x in merged])
-
     def finish(self, started: Started) -> Tensors:
         """Wait and unpack.
 
@@ -140,16 +92,8 @@ class Exchange(NamedTuple):
         """
         if started.wire is None:
             return started.tensors
-        if started.pending is not None:
-            started.pending.wait()
-            return self.unpack(started.wire, *started.tensors)
-        return self.unpack(wait_tensor(started.wire).view(started.tensors[0].dtype), *started.tensors)
-
-    def unpack(self, wire: torch.Tensor, *tensors: torch.Tensor) -> Tensors:
-        """What :meth:`finish` makes of a buffer that has arrived; of the sent tensors only the shapes are read."""
-        if self.peers.size == 1:
-            return tensors
-        seen = [self._rows_first(x) for x in tensors]
+        wire = wait_tensor(started.wire).view(started.tensors[0].dtype)
+        seen = [self._rows_first(x) for x in started.tensors]
         return self._unpack_columns(wire, seen) if self.to_columns else self._unpack_rows(wire, seen)
 
     def _message(self, tensors: Tensors) -> tuple[torch.Tensor, list[int], list[int]]:
@@ -190,17 +134,6 @@ class Exchange(NamedTuple):
             _copy_side_by_side(block.view(*head, widths[rank]), seen, c, [columns[rank] for columns in self.columns])
         return wire
 
-    def _blocks(self, seen: list[torch.Tensor], own: torch.Tensor) -> list[torch.Tensor]:
-        """What :meth:`_pack_columns` packs, apart: for each rank its block, this rank's where it is to be."""
-        c = self._column_axis
-        blocks = []
-        for rank in range(self.peers.size):
-            shape = (*seen[0].shape[:c], self._width(rank, seen))
-            block = own if rank == self.peers.rank else own.new_empty(prod(shape))
-            _copy_side_by_side(block.view(shape), seen, c, [columns[rank] for columns in self.columns])
-            blocks.append(block)
-        return blocks
-
     def _unpack_columns(self, wire: torch.Tensor, seen: list[torch.Tensor]) -> Tensors:
         c, rank = self._column_axis, self.peers.rank
         width = self._width(rank, seen)
@@ -239,36 +172,10 @@ class Exchange(NamedTuple):
         # A list: 2.15 fails to compile a generator that adds tensors ("generator already executing").
         in_order = [tuple([part.movedim(0, self.row_dim) for part in parts]) for parts in by_tensor]
         return tuple(
-            [self._merge(parts, cols, self.column_dim) for parts, cols in zip(in_order, self.columns, strict=True)]
+            [merged_columns(parts, cols, self.column_dim) for parts, cols in zip(in_order, self.columns, strict=True)]
         )
 
-    @staticmethod
-    def _merge(parts: Tensors, columns: tuple[Chunk, ...], dim: int) -> torch.Tensor:
-        """All columns from every rank's; what several ranks had is summed, in rank order, in float32 at least."""
-        dtype = parts[0].dtype
-        merged = []
-        for low, high in pairwise(sorted({edge for chunk in columns for edge in chunk})):
-            first, *others = [
-                part.narrow(dim, low - start, high - low)
-                for part, (start, stop) in zip(parts, columns, strict=True)
-                if start <= low and high <= stop
-            ]
-            wide = others and dtype in (torch.float16, torch.bfloat16)
-            total = first.float() if wide else first
-            for part in others:
-                total = total + part
-            merged.append(total.to(dtype) if wide else total)
-        # No .to() and no .contiguous() that does nothing: a compiled Function that ends with one has a gradient of zero
-        # on 2.11.
-        if len(merged) != 1:
-            return torch.cat(merged, dim) if merged else parts[0]
-        return merged[0] if merged[0].is_contiguous() else merged[0].contiguous()
-
     # Geometry.
-
-    @property
-    def _others(self) -> list[int]:
-        return [peer for peer in range(self.peers.size) if peer != self.peers.rank]
 
     @property
     def _column_axis(self) -> int:
@@ -298,6 +205,28 @@ class Exchange(NamedTuple):
     def _is_gather(self) -> bool:
         """Everybody wants the same columns."""
         return all(len(set(columns)) == 1 for columns in self.columns)
+
+
+def merged_columns(parts: Tensors, columns: tuple[Chunk, ...], dim: int) -> torch.Tensor:
+    """All columns from every rank's; what several ranks had is summed, in rank order, in float32 at least."""
+    dtype = parts[0].dtype
+    merged = []
+    for low, high in pairwise(sorted({edge for chunk in columns for edge in chunk})):
+        first, *others = [
+            part.narrow(dim, low - start, high - low)
+            for part, (start, stop) in zip(parts, columns, strict=True)
+            if start <= low and high <= stop
+        ]
+        wide = others and dtype in (torch.float16, torch.bfloat16)
+        total = first.float() if wide else first
+        for part in others:
+            total = total + part
+        merged.append(total.to(dtype) if wide else total)
+    # No .to() and no .contiguous() that does nothing: a compiled Function that ends with one has a gradient of zero
+    # on 2.11.
+    if len(merged) != 1:
+        return torch.cat(merged, dim) if merged else parts[0]
+    return merged[0] if merged[0].is_contiguous() else merged[0].contiguous()
 
 
 def _is_cut(columns: tuple[Chunk, ...]) -> bool:

@@ -66,7 +66,10 @@ class Kernel(ABC):
 
     @abstractmethod
     def check(self, q_BHLD: torch.Tensor, k_BGMD: torch.Tensor, v_BGME: torch.Tensor, *, biased: bool) -> None:
-        """Raise NotImplementedError, with a remedy, for what the kernel cannot do."""
+        """Raise NotImplementedError, with a remedy, for what the kernel cannot do.
+
+        Asked once for tensors of one shape, dtype and device: only those may matter.
+        """
 
     def tile_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """In which dtype to run the tiles of inputs of ``dtype`` when there are several to merge.

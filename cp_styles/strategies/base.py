@@ -11,10 +11,10 @@ DTensor's dispatcher it takes the place of the logsumexp, which nobody reads but
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from math import prod
-from typing import TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,8 @@ import torch.distributed as dist
 from cp_styles.kernels import Kernel
 from cp_styles.layout import SequenceLayout
 from cp_styles.mask import Mask
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,14 @@ class Attention:
     kernel: Kernel
     scale: float
     heads: tuple[int, int] | None = None
+    _known: dict[Hashable, Any] = field(init=False, default_factory=dict, compare=False, repr=False)
+
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What ``make`` makes, made once a key: what a strategy derives from an attention and the shapes of its tensors
+        is the same at every layer and step that uses it, and must hold no tensor of a call."""
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
 
     @property
     def rank(self) -> int:

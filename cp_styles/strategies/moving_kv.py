@@ -23,11 +23,13 @@ import torch
 from cp_styles.comm import Pending, exchange
 from cp_styles.kernels import Where
 from cp_styles.merge import OnlineSoftmax, RowSum, accumulation_dtype, sink_gradient
-from cp_styles.plan import Cover, Part, Rows, Tile, make_plan, needs_bias
+from cp_styles.plan import Cover, Part, Plan, Rows, Tile, make_plan, needs_bias
 from cp_styles.strategies.base import Attention, Spec, Strategy, residual_views
 
 Messages: TypeAlias = Sequence[tuple[int, torch.Tensor]]
 """Ranks, and what goes to or comes from them."""
+
+_Rounds: TypeAlias = Sequence[Sequence[int]]
 
 Arrived: TypeAlias = tuple[Part, torch.Tensor, torch.Tensor]
 """A part of the plan with the k and v rows it needs."""
@@ -46,10 +48,15 @@ class MovingKV(Strategy):
         return needs_bias(q_layout, kv_layout, mask)
 
     def residual_specs(self, attention, q_BHLD, k_BGMD, v_BGME):
-        walk = _Walk(self, attention, q_BHLD, k_BGMD, v_BGME)
+        return attention.once(
+            (self, q_BHLD.shape, k_BGMD.shape, v_BGME.shape, q_BHLD.dtype),
+            lambda: self._specs(_Walk(self, attention, q_BHLD, k_BGMD, v_BGME)),
+        )
+
+    def _specs(self, walk: _Walk) -> list[Spec]:
         counts = [walk.plan.parts[source].count for group in walk.sources for source in group] if self.keep_kv else []
-        lse: Spec = (tuple(q_BHLD.shape[:3]), walk.wide)
-        return [lse, *(((walk.size(count),), k_BGMD.dtype) for count in counts)]
+        lse: Spec = (tuple(walk.q.shape[:3]), walk.wide)
+        return [lse, *(((walk.size(count),), walk.k.dtype) for count in counts)]
 
     def logsumexp(self, attention, q_BHLD, k_BGMD, v_BGME, residual):
         return _Walk(self, attention, q_BHLD, k_BGMD, v_BGME).kept_in(residual)[0].clone()
@@ -112,12 +119,10 @@ class _Walk:
 
     def __init__(self, strategy: MovingKV, attention: Attention, q, k, v) -> None:
         self.strategy, self.attention = strategy, attention
-        self.rank = attention.rank
-        self.plan = make_plan(attention.q_layout, attention.kv_layout, attention.mask, self.rank)
-        self.sources = strategy.rounds(self.rank, attention.ranks)
-        self.destinations = _destinations(strategy, self.rank, attention.ranks)
+        self.rank, self.plan, self.sources, self.destinations, tiles = attention.once(
+            strategy, lambda: _way(strategy, attention)
+        )
         self.q, self.k, self.v = q, k, v
-        tiles = sum(len(part.tiles) for part in self.plan.parts)
         self.dtype = attention.kernel.tile_dtype(q.dtype) if tiles > 1 else q.dtype
         self.wide = accumulation_dtype(q.dtype)
         self._messages: dict[Rows, torch.Tensor] = {}
@@ -237,6 +242,14 @@ class _Walk:
         elif attention.heads is not None and bias.ndim > 2 and bias.shape[-3] > 1:
             bias = bias.narrow(-3, attention.heads[0], attention.heads[1] - attention.heads[0])
         return bias.to(device, self.dtype).masked_fill(outside, float("-inf"))
+
+
+def _way(strategy: MovingKV, attention: Attention) -> tuple[int, Plan, _Rounds, _Rounds, int]:
+    """This rank, its plan, who sends to it and to whom it sends in each round, and the number of its tiles."""
+    rank, ranks = attention.rank, attention.ranks
+    plan = make_plan(attention.q_layout, attention.kv_layout, attention.mask, rank)
+    tiles = sum(len(part.tiles) for part in plan.parts)
+    return rank, plan, strategy.rounds(rank, ranks), _destinations(strategy, rank, ranks), tiles
 
 
 class _Homecoming:

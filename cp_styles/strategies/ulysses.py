@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from cp_styles.collectives import Exchange, head_exchange
+from cp_styles.collectives._direct import Direct
 from cp_styles.collectives._group import Peers, peers_of
 from cp_styles.comm import split_group
 from cp_styles.layout import Chunk, SequenceLayout
@@ -32,9 +33,8 @@ class Ulysses(Strategy):
 
     Attributes:
         inner: the strategy among ranks that hold the same heads.
-        size: how many neighbouring ranks exchange heads (U); None takes the whole axis, or, where the style has two
-        mesh
-            axes, the second of them. Must divide the number of ranks.
+        size: how many neighbouring ranks exchange heads (U); None takes the whole axis, or, where the style has
+            two mesh axes, the second of them. Must divide the number of ranks.
     """
 
     inner: Strategy = field(default_factory=Ring)
@@ -61,25 +61,29 @@ class Ulysses(Strategy):
         return self.inner.needs_bias(joined(q_layout, size), joined(kv_layout, size), mask)
 
     def residual_specs(self, attention, q_BHLD, k_BGMD, v_BGME):
-        return _Levels(self, attention, q_BHLD, k_BGMD, v_BGME).residual_specs()
+        return self._levels(attention, q_BHLD, k_BGMD, v_BGME).specs
 
     def forward(self, attention, q_BHLD, k_BGMD, v_BGME, sink_H=None, residual=None):
-        levels = _Levels(self, attention, q_BHLD, k_BGMD, v_BGME)
-        wires, kept_out, inner_residual = levels.kept_in(residual)
-        q, k, v = levels.to_heads(wires)
+        levels = self._levels(attention, q_BHLD, k_BGMD, v_BGME)
+        wires, kept_out, inner_residual = levels.kept_in(residual, q_BHLD)
+        levels.to_heads(wires, q_BHLD, k_BGMD, v_BGME)
+        q, k, v = levels.in_heads(wires, q_BHLD, k_BGMD, v_BGME)
         sink = levels.of_heads(sink_H)
         out = self.inner.forward(levels.inner, q, *levels.paired(k, v), sink, inner_residual)
         if kept_out is not None:
             kept_out.copy_(out)
-        return levels.out_home(out)
+        return levels.like_queries(out.shape[3]).home(out)[0]
 
     def backward(self, attention, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, residual, sink_H=None):
-        levels = _Levels(self, attention, q_BHLD, k_BGMD, v_BGME)
-        wires, out, inner_residual = levels.kept_in(residual)
+        levels = self._levels(attention, q_BHLD, k_BGMD, v_BGME)
+        wires, out, inner_residual = levels.kept_in(residual, q_BHLD)
         assert out is not None  # a backward comes with a residual
         assert inner_residual is not None
-        grad = levels.grad_to_heads(grad_BHLE)
-        q, k, v = levels.in_heads(wires)
+        way = levels.like_queries(grad_BHLE.shape[3])
+        wire = grad_BHLE.new_empty(way.arriving)
+        way.start(wire, grad_BHLE).wait()
+        (grad,) = way.unpack(wire, grad_BHLE)
+        q, k, v = levels.in_heads(wires, q_BHLD, k_BGMD, v_BGME)
         k, v = levels.paired(k, v)
         sink = levels.of_heads(sink_H)
         dq, dk, dv, dsink = self.inner.backward(levels.inner, grad, q, k, v, out, inner_residual, sink)
@@ -87,12 +91,17 @@ class Ulysses(Strategy):
         return dq, dk, dv, levels.among_heads(dsink, sink_H)
 
     def logsumexp(self, attention, q_BHLD, k_BGMD, v_BGME, residual):
-        levels = _Levels(self, attention, q_BHLD, k_BGMD, v_BGME)
-        wires, _, inner_residual = levels.kept_in(residual)
+        levels = self._levels(attention, q_BHLD, k_BGMD, v_BGME)
+        wires, _, inner_residual = levels.kept_in(residual, q_BHLD)
         assert inner_residual is not None
-        q, k, v = levels.in_heads(wires)
+        q, k, v = levels.in_heads(wires, q_BHLD, k_BGMD, v_BGME)
         lse = self.inner.logsumexp(levels.inner, q, *levels.paired(k, v), inner_residual)
-        return levels.out_home(lse.unsqueeze(-1)).squeeze(-1)
+        return levels.like_queries(1).home(lse.unsqueeze(-1))[0].squeeze(-1)
+
+    def _levels(self, attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> _Levels:
+        return attention.once(
+            (self, q.shape, k.shape, v.shape, q.dtype, q.device), lambda: _Levels(self, attention, q, k, v)
+        )
 
     def size_on(self, ranks: int) -> int:
         """How many ranks exchange heads when ``ranks`` share the sequence."""
@@ -144,7 +153,7 @@ def _geometry(
 
 
 class _Levels:
-    """The two levels of one call, and the ways between them; see [Note: two levels]."""
+    """The two levels of calls of one shape, and the ways between them; see [Note: two levels]."""
 
     def __init__(self, strategy: Ulysses, attention: Attention, q, k, v) -> None:
         size = strategy.size_on(attention.ranks)
@@ -152,9 +161,12 @@ class _Levels:
         first = attention.rank - attention.rank % size
         layouts = (attention.q_layout, attention.kv_layout)
         geometry = _geometry(peers_of(group), first, *layouts, q.shape[1], k.shape[1])
-        self._queries, self._exchanges = geometry.queries, geometry.exchanges
         # One message for all three, unless keys are cut differently from queries.
-        self._messages = [(q, k, v)] if len(self._exchanges) == 1 else [(q,), (k, v)]
+        self._messages = (slice(0, 3),) if len(geometry.exchanges) == 1 else (slice(0, 1), slice(1, 3))
+        shapes = (q.shape, k.shape, v.shape)
+        self._ways = [Direct(way, shapes[which]) for way, which in zip(geometry.exchanges, self._messages, strict=True)]
+        self._geometry, self._q_shape = geometry, tuple(q.shape)
+        self._like_queries: dict[int, Direct] = {}
         start, stop = geometry.own
         before = 0 if attention.heads is None else attention.heads[0]
         self.inner = replace(
@@ -167,65 +179,51 @@ class _Levels:
         self._own = slice(start, stop)
         self._heads, self._kv_heads = stop - start, geometry.kv_heads
         self._pairs = None if geometry.pairs is None else torch.tensor(geometry.pairs, device=q.device)
-        self._strategy, self._q, self._v = strategy, q, v
+        self.specs = self._residual_specs(strategy.inner, q, v)
+
+    def like_queries(self, dim: int) -> Direct:
+        """The way of what has ``dim`` numbers for each query and head: the output, its gradient, the logsumexp."""
+        if dim not in self._like_queries:
+            self._like_queries[dim] = Direct(self._geometry.queries, ((*self._q_shape[:3], dim),))
+        return self._like_queries[dim]
 
     def kept_in(
-        self, residual: torch.Tensor | None
+        self, residual: torch.Tensor | None, q: torch.Tensor
     ) -> tuple[list[torch.Tensor], torch.Tensor | None, torch.Tensor | None]:
         """Places in a residual, or to be dropped: of what arrives, of this rank's heads' out, of the inner residual."""
         if residual is None:
-            wires = [self._q.new_empty(size) for size in self._arriving()]
-            return wires, None, None
-        *wires, out, inner = residual_views(self.residual_specs(), residual)
+            return [q.new_empty(way.arriving) for way in self._ways], None, None
+        *wires, out, inner = residual_views(self.specs, residual)
         return wires, out.transpose(1, 2), inner
 
-    def residual_specs(self) -> list[Spec]:
+    def _residual_specs(self, inner: Strategy, q: torch.Tensor, v: torch.Tensor) -> list[Spec]:
         """What arrived in the all-to-all (q, k and v of this rank's heads), their out, and the inner residual."""
         queries, keys = (layout.lengths[self.inner.rank] for layout in (self.inner.q_layout, self.inner.kv_layout))
         kv_heads = self._kv_heads if self._pairs is None else self._heads
-        batch, _, _, dim, dtype = *self._q.shape, self._q.dtype
-        dim_v = self._v.shape[3]
-        q, k, v = (
+        batch, _, _, dim, dtype = *q.shape, q.dtype
+        dim_v = v.shape[3]
+        tensors = (
             torch.empty(batch, *shape, dtype=dtype, device="meta")
             for shape in ((self._heads, queries, dim), (kv_heads, keys, dim), (kv_heads, keys, dim_v))
         )
-        inner = new_residual(self._strategy.inner.residual_specs(self.inner, q, k, v), q.device)
+        kept = new_residual(inner.residual_specs(self.inner, *tensors), torch.device("meta"))
         out: Spec = ((batch, queries, self._heads, dim_v), dtype)  # as kernels leave it
-        return [*(((size,), dtype) for size in self._arriving()), out, ((inner.numel(),), inner.dtype)]
+        return [*(((way.arriving,), dtype) for way in self._ways), out, ((kept.numel(),), kept.dtype)]
 
-    def to_heads(self, wires: list[torch.Tensor]) -> list[torch.Tensor]:
+    def to_heads(self, wires: list[torch.Tensor], *tensors: torch.Tensor) -> None:
         """Query, key and value from sequence shards to head shards: one all-to-all (two in cross-attention)."""
-        started = [
-            exchange.start_into(wire, *tensors)
-            for exchange, wire, tensors in zip(self._exchanges, wires, self._messages, strict=True)
-        ]
-        return [x for exchange, each in zip(self._exchanges, started, strict=True) for x in exchange.finish(each)]
+        ways = zip(self._ways, wires, self._messages, strict=True)
+        for pending in [way.start(wire, *tensors[which]) for way, wire, which in ways]:
+            pending.wait()
 
-    def in_heads(self, wires: list[torch.Tensor]) -> list[torch.Tensor]:
+    def in_heads(self, wires: list[torch.Tensor], *tensors: torch.Tensor) -> list[torch.Tensor]:
         """What :meth:`to_heads` gave, from where it arrived."""
-        ways = zip(self._exchanges, wires, self._messages, strict=True)
-        return [x for exchange, wire, tensors in ways for x in exchange.unpack(wire, *tensors)]
-
-    def out_home(self, out: torch.Tensor) -> torch.Tensor:
-        """The output, from head shards to sequence shards: one all-to-all."""
-        return self._queries.adjoint().home(out)[0]
-
-    def grad_to_heads(self, grad: torch.Tensor) -> torch.Tensor:
-        """The adjoint of :meth:`out_home`."""
-        wire = grad.new_empty(self._queries.arriving(grad))
-        return self._queries.finish(self._queries.start_into(wire, grad))[0]
-
-    def _arriving(self) -> list[int]:
-        return [way.arriving(*sent) for way, sent in zip(self._exchanges, self._messages, strict=True)]
+        ways = zip(self._ways, wires, self._messages, strict=True)
+        return [x for way, wire, which in ways for x in way.unpack(wire, *tensors[which])]
 
     def to_sequence(self, *grads: torch.Tensor) -> list[torch.Tensor]:
-        """Their gradients back; those of KV heads that several ranks had are summed on the way."""
-        left = list(grads)
-        home = []
-        for exchange, sent in zip(self._exchanges, self._messages, strict=True):
-            home += exchange.adjoint().home(*left[: len(sent)])
-            del left[: len(sent)]
-        return home
+        """The adjoint of :meth:`to_heads`; gradients of KV heads that several ranks had are summed on the way."""
+        return [x for way, which in zip(self._ways, self._messages, strict=True) for x in way.home(*grads[which])]
 
     def paired(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values such that query heads find their own as kernels look for them."""
@@ -235,7 +233,7 @@ class _Levels:
         """The adjoint of :meth:`paired`."""
         if self._pairs is None:
             return grads
-        shape = (self._q.shape[0], self._kv_heads)
+        shape = (self._q_shape[0], self._kv_heads)
         return tuple(x.new_zeros(*shape, *x.shape[2:]).index_add_(1, self._pairs, x) for x in grads)
 
     def of_heads(self, per_head_H: torch.Tensor | None) -> torch.Tensor | None:

@@ -1,0 +1,158 @@
+"""An exchange from rank to rank, eager: what Ulysses makes at every layer and step, with the arithmetic done once.
+
+The blocks are those of :mod:`cp_styles.collectives._exchange`, ``[rows, *lead, columns of all tensors side by side]``,
+seen through strides. Point to point, because gloo then copies less than in its all-to-all, and because what stays on a
+rank need not go through a message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from math import prod
+from typing import NamedTuple
+
+import torch
+
+from cp_styles._compat import resolve_group
+from cp_styles.collectives._exchange import Exchange, Tensors, merged_columns
+from cp_styles.comm import Pending, exchange
+
+Sizes = tuple[int, ...]
+
+
+class _Place(NamedTuple):
+    """Of one tensor, some columns in a block."""
+
+    columns: tuple[int, int]
+    shape: Sizes
+    strides: Sizes
+    offset: int
+
+    def of(self, flat: torch.Tensor, before: int = 0) -> torch.Tensor:
+        return flat.as_strided(self.shape, self.strides, flat.storage_offset() + before + self.offset)
+
+
+class Direct:
+    """The two directions of an :class:`~cp_styles.collectives.Exchange` for tensors of given shapes.
+
+    ``shapes`` are those on the side where a rank has its rows of all columns. No autograd.
+    """
+
+    def __init__(self, way: Exchange, shapes: Sequence[Sizes]) -> None:
+        self._way, self._shapes = way, shapes
+        self._trivial = way.peers.size == 1
+        if self._trivial:
+            self.arriving = 0
+            return
+        rank, sizes = way.peers.rank, way.rows.sizes
+        self._axis = way.column_dim + (way.column_dim < way.row_dim)  # of the columns, where the rows come first
+        lead = prod(_first(tuple(shapes[0]), way.row_dim)[1 : self._axis])
+        self._others = [peer for peer in range(way.peers.size) if peer != rank]
+        # To columns: my block for each rank, and the block of all rows that I have in the end.
+        blocks = [self._block(peer, sizes[rank]) for peer in range(way.peers.size)]
+        self._blocks = [places for places, _ in blocks]
+        self._leaving = [sizes[rank] * lead * width for _, width in blocks]
+        self._whole, width = self._block(rank, sum(sizes))
+        received = [size * lead * width for size in sizes]
+        self._received = list(zip(accumulate(received, initial=0), received, strict=False))
+        self.arriving = sum(received)
+        self._in_order = len(way.rows.in_rank_order()) <= 1
+        # To rows: what comes from each rank, and whether every column comes from one.
+        self._coming = [
+            (peer, [_first(place.shape, way.row_dim) for place in self._blocks[peer]]) for peer in self._others
+        ]
+        self._owners = [
+            _owners(columns, shape[way.column_dim]) for columns, shape in zip(way.columns, shapes, strict=True)
+        ]
+
+    def start(self, wire: torch.Tensor, *tensors: torch.Tensor) -> Pending:
+        """Send each rank the columns that it wants; ``wire`` fills up, flat, of :attr:`arriving` elements.
+
+        Communication: one message to every other rank. Backward: :meth:`home`.
+        """
+        if self._trivial:
+            return Pending((), ())
+        rank, dim = self._way.peers.rank, self._way.column_dim
+        sends, before = [], self._received[rank][0]
+        for peer, places in enumerate(self._blocks):
+            block, at = (wire, before) if peer == rank else (wire.new_empty(self._leaving[peer]), 0)
+            for place, x in zip(places, tensors, strict=True):
+                start, size = place.columns
+                place.of(block, at).copy_(x.narrow(dim, start, size))
+            if peer != rank:
+                sends.append((peer, block))
+        receives = [(peer, wire.narrow(0, *self._received[peer])) for peer in self._others]
+        return exchange(sends, receives, resolve_group(self._way.peers.name))
+
+    def unpack(self, wire: torch.Tensor, *tensors: torch.Tensor) -> Tensors:
+        """All rows of this rank's columns of each tensor, where they have arrived: views of the wire, or of one copy
+        where a contiguous cut is not what the rows have. (``tensors`` is what there is on a group of one.)"""
+        if self._trivial:
+            return tensors
+        if not self._in_order:
+            rows = sum(self._way.rows.sizes)
+            wire = self._way.rows.to_global(wire.view(rows, self.arriving // rows)).view(-1)
+        return tuple(place.of(wire) for place in self._whole)
+
+    def home(self, *tensors: torch.Tensor) -> Tensors:
+        """From all rows of this rank's columns to its rows of all columns; what several ranks had is summed.
+
+        Each tensor goes by itself: where the rows lie together nothing is packed, and what this rank keeps is not
+        copied before it is merged. Communication: a message a tensor to every other rank. Backward: :meth:`start`.
+
+        Returns tensors with the rows outermost in memory, as projections have them.
+        """
+        if self._trivial:
+            return tensors
+        way, rank = self._way, self._way.peers.rank
+        seen = [x.movedim(way.row_dim, 0) for x in tensors]
+        sends = [(peer, way.rows.own(x, 0, peer).contiguous()) for peer in self._others for x in seen]
+        parts = [[way.rows.own(x, 0, rank)] * way.peers.size for x in seen]
+        receives = []
+        for peer, shapes in self._coming:
+            for own, shape in zip(parts, shapes, strict=True):
+                own[peer] = own[rank].new_empty(shape)
+                receives.append((peer, own[peer]))
+        exchange(sends, receives, resolve_group(way.peers.name)).wait()
+        merged = [
+            torch.cat([own[owner] for owner in owners], self._axis)
+            if owners
+            else merged_columns(tuple(own), columns, self._axis)
+            for own, columns, owners in zip(parts, way.columns, self._owners, strict=True)
+        ]
+        return tuple([x.movedim(0, way.row_dim) for x in merged])
+
+    def _block(self, rank: int, rows: int) -> tuple[list[_Place], int]:
+        """Where the columns that ``rank`` wants of so many rows are in a block, and the block's width."""
+        way, places, width = self._way, [], 0
+        shapes = [(*shape[: way.row_dim], rows, *shape[way.row_dim + 1 :]) for shape in self._shapes]
+        wanted = [columns[rank] for columns in way.columns]
+        total = sum(
+            (stop - start) * prod(_first(shape, way.row_dim)[self._axis + 1 :])
+            for shape, (start, stop) in zip(shapes, wanted, strict=True)
+        )
+        for shape, (start, stop) in zip(shapes, wanted, strict=True):
+            shape = (*shape[: way.column_dim], stop - start, *shape[way.column_dim + 1 :])
+            seen = _first(tuple(range(len(shape))), way.row_dim)
+            strides, step = [0] * len(shape), 1
+            for place, dim in reversed(list(enumerate(seen))):
+                step = total if place == self._axis - 1 else step
+                strides[dim] = step
+                step *= shape[dim]
+            places.append(_Place((start, stop - start), shape, tuple(strides), width))
+            width += prod(_first(shape, way.row_dim)[self._axis :])
+        return places, total
+
+
+def _first(values: Sizes, dim: int) -> Sizes:
+    """With the value of ``dim`` in front of the others."""
+    return (values[dim], *values[:dim], *values[dim + 1 :])
+
+
+def _owners(columns: Sequence[tuple[int, int]], total: int) -> list[int]:
+    """The ranks in the order of the columns they have, if each column has one rank and there are several; else none."""
+    order = sorted((rank for rank, (start, stop) in enumerate(columns) if stop > start), key=lambda r: columns[r])
+    edges = [edge for rank in order for edge in columns[rank]]
+    cut = edges[::2] == [0, *edges[1:-1:2]] and edges[-1:] == [total]
+    return order if cut and len(order) > 1 else []
