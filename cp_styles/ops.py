@@ -60,7 +60,7 @@ def handle(source: Source) -> str:
     """A ``config`` for as long as ``source`` lives."""
     known = source.__dict__.get("_handle")
     if known is None or _live.get(known) is not source:  # a copy brings the handle of what it was copied from
-        known = f"{_LIVE}{next(_serial)}"
+        known = f"{_LIVE}{next(_serial):016x}"  # as long as any other, or a recomputation's would differ in shape
         object.__setattr__(source, "_handle", known)
         _live[known] = source
     return known

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from functools import partial
+from itertools import count
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
+from cp_styles import ops
 from cp_styles.functional import context_attention
 from cp_styles.layout import SequenceLayout, by_work, contiguous, head_tail, per_document_head_tail, striped
 from cp_styles.mask import Causal, Dense, Documents, Full, SlidingWindow
@@ -133,6 +136,27 @@ def test_checkpoint_with_the_scope(door: str, other: Batch | None):
             with nullcontext() if other is None else other.scope():
                 out.backward(cotangent)
             FIRST.check(rank, out, leaves)
+
+    run_ranks(on, RANKS)
+
+
+def test_a_recomputation_whose_number_has_another_digit(monkeypatch):
+    """What the attention op names its binding by is among what checkpoints compare, and each run has its own."""
+
+    def on(rank: int):
+        core = styled("module", cp_mesh(RANKS))
+        leaves, cotangent = FIRST.leaves(rank)
+
+        def opened_inside(*qkv):
+            with FIRST.scope():
+                return core(*qkv)
+
+        out = checkpoint(opened_inside, *leaves, use_reentrant=False)
+        dist.barrier()
+        monkeypatch.setattr(ops, "_serial", count(10**9))  # by every rank: they are threads of one process
+        dist.barrier()
+        out.backward(cotangent)
+        FIRST.check(rank, out, leaves)
 
     run_ranks(on, RANKS)
 
