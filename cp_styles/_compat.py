@@ -7,6 +7,7 @@ import inspect
 import sys
 import types
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -45,11 +46,20 @@ def dtensor_without_grad(
 ) -> DTensor:
     """``DTensor.from_local`` for a tensor that needs no autograd and no checks: a tenth of the time. Seen: 2.11 to
     2.15 (the constructor, DTensorSpec and TensorMeta)."""
+    local = local.detach() if local.requires_grad else local
+    spec = _dtensor_spec(mesh, placements, shape, stride, local.dtype)
+    if spec.mesh is not mesh:  # an equal one, maybe of a world that is no more
+        spec = _dtensor_spec.__wrapped__(mesh, placements, shape, stride, local.dtype)
+    return DTensor(local, spec, requires_grad=False)  # pyright: ignore[reportAbstractUsage]
+
+
+@lru_cache(maxsize=256)  # one is shared by many tensors, as those that DTensor's own sharding rules return are
+def _dtensor_spec(
+    mesh: DeviceMesh, placements: tuple[Any, ...], shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype
+) -> Any:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-    spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, local.dtype))
-    local = local.detach() if local.requires_grad else local
-    return DTensor(local, spec, requires_grad=False)  # pyright: ignore[reportAbstractUsage]
+    return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, dtype))
 
 
 @contextlib.contextmanager
@@ -146,6 +156,9 @@ def without_communication(mesh: DeviceMesh, reason: str) -> DeviceMesh:
     2.11 to 2.15."""
     others = mesh._dim_group_names[1:]  # pyright: ignore[reportAttributeAccessIssue]
     mesh._dim_group_names = [reason, *others]  # pyright: ignore[reportAttributeAccessIssue]
+    # For torch.compile a mesh keeps its groups alive, and DTensor's caches keep every mesh: their threads would outlive
+    # destroy_process_group. Outside of compiled code the names are all that is read.
+    mesh._pg_registry.clear()  # pyright: ignore[reportAttributeAccessIssue]
     return mesh
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import weakref
 from copy import deepcopy
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -221,6 +223,7 @@ def test_ranks_as_threads_leave_no_hook_behind():
     assert sys.excepthook is before
 
 
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="no other way to count the threads of C++ code")
 def test_destroyed_groups_are_freed():
     """Idle groups keep threads that poll: a cache that held them slowed everything after it down."""
     groups: list[weakref.ref] = []
@@ -232,6 +235,12 @@ def test_destroyed_groups_are_freed():
             core = parallel(Core(), mesh, strategy=strategy, layout=head_tail)
             core(*(randn(seed, 1, 4, 6, 8).requires_grad_() for seed in range(3))).sum().backward()
 
-    run_ranks(on, 2)
-    gc.collect()
-    assert [group() for group in groups] == [None, None]
+    def threads_after() -> int:
+        run_ranks(on, 2)
+        gc.collect()
+        return len(os.listdir("/proc/self/task"))
+
+    # The first leaves what torch starts once, and what tests before this one held until now.
+    first, *later = (threads_after() for _ in range(4))
+    assert min(later) <= first
+    assert all(group() is None for group in groups)
