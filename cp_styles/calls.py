@@ -30,21 +30,30 @@ class AttentionCalls(TorchFunctionMode):
     """
 
     def __init__(
-        self, scoped: ScopedBinding, name: str, sink: tuple[nn.Module, str] | None = None, tally: Tally | None = None
+        self,
+        scoped: ScopedBinding,
+        name: str,
+        sink: tuple[nn.Module, str] | None = None,
+        tally: Tally | None = None,
+        *,
+        inlined: bool = False,
     ) -> None:
         """``sink``: the module and the name of its parameter with a sink's logit for each query head; ``tally``: where
-        to count the calls."""
+        to count the calls; ``inlined``: this is entered inside of a graph, so that what runs again enters it again."""
         super().__init__()
         self._scoped = scoped
         self._sink = sink
         self._tally = Tally() if tally is None else tally
         self._spelled = spelled_ahead(scoped)
         self._name = name
-        self._entered: list[tuple[bool, FlexAsWritten]] = []
+        self._inlined = inlined
+        self._grad_at_entry: list[bool] = []
+        self._as_written: list[FlexAsWritten] = []
         self._flex = FlexCalls()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AttentionCalls:
-        made = memo[id(self)] = AttentionCalls(self._scoped, self._name, tally=copy.deepcopy(self._tally, memo))
+        tally = copy.deepcopy(self._tally, memo)
+        made = memo[id(self)] = AttentionCalls(self._scoped, self._name, tally=tally, inlined=self._inlined)
         made._sink = copy.deepcopy(self._sink, memo)
         return made
 
@@ -52,12 +61,18 @@ class AttentionCalls(TorchFunctionMode):
         """The same for calls under ``module``, which take its parameter as their attention sink."""
         return AttentionCalls(self._scoped, self._name, (module, parameter), self._tally)
 
+    def inlined(self) -> AttentionCalls:
+        """The same for a module whose forward is traced by torch.compile, which does not run ``__enter__``."""
+        return AttentionCalls(self._scoped, self._name, self._sink, self._tally, inlined=True)
+
     def __enter__(self) -> AttentionCalls:
-        self._entered.append((torch.is_grad_enabled(), FlexAsWritten()))
+        self._grad_at_entry.append(torch.is_grad_enabled())
+        self._as_written.append(FlexAsWritten())
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
-        self._entered.pop()[1].end()
+        self._grad_at_entry.pop()
+        self._as_written.pop().end()
         self._flex.forget()
         return super().__exit__(*exception)
 
@@ -123,8 +138,10 @@ class AttentionCalls(TorchFunctionMode):
             refuse=refuse,
         )
 
-    # What torch.compile left to Python, between its graphs, it would compile piece by piece: the engine as well.
-    _attend_uncompiled = uncompiled(_attend)
+    @uncompiled
+    def _attend_uncompiled(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """What torch.compile leaves to Python between its graphs it compiles piece by piece: the engine as well."""
+        return self._attend(*args, **kwargs)
 
     @uncompiled
     def _attend_flex(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
@@ -162,9 +179,9 @@ class AttentionCalls(TorchFunctionMode):
 
     def check_reruns(self) -> None:
         """Raise for a call that would be made again in a backward, where this mode is not entered."""
-        if torch.compiler.is_dynamo_compiling():
-            return  # it traces what runs again, and does not run __enter__
-        if self._entered[-1][0] and not torch.is_grad_enabled():
+        if self._inlined:
+            return
+        if self._grad_at_entry[-1] and not torch.is_grad_enabled():
             raise NotImplementedError(
                 f"{self._name}: attention under no_grad inside a module that was entered with gradients. If this "
                 "is reentrant checkpointing of a function, its recomputation would not be context parallel: "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -56,17 +57,19 @@ class ModuleContextParallel(ContextParallelStyle):
                 f"{type(module).__name__} has no module with a parameter {self.sink!r}: name the one that holds a "
                 "logit for each query head, or leave sink out"
             )
-        self._enter(module, module, calls)
+        self._enter(module, module, (calls, calls.inlined()))
         module.register_forward_pre_hook(calls.start)
         module.register_forward_hook(calls.require_one)
         return module
 
-    def _enter(self, child: nn.Module, module: nn.Module, calls: AttentionCalls) -> None:
-        """Have ``child`` and what is under it run with their calls sent through the engine."""
+    def _enter(self, child: nn.Module, module: nn.Module, calls: tuple[AttentionCalls, AttentionCalls]) -> None:
+        """Have ``child`` and what is under it run with their calls sent through the engine: ``calls`` are for a forward
+        that Python runs, and for one that torch.compile traces."""
         if hasattr(child, _STATE):
             return  # a module that is there twice
         if self.sink is not None and getattr(child, self.sink, None) is not None:
-            calls = calls.with_sink(child, self.sink)
+            with_sink = calls[0].with_sink(child, self.sink)
+            calls = with_sink, with_sink.inlined()
         children = list(child.children())
         # torch's own leaves call no attention, and there are many of them.
         if child is module or children or not type(child).__module__.startswith("torch."):
@@ -80,7 +83,7 @@ class _Entered(BoundToThisRun):
     """Put before a module's class: its forward runs with the calls sent through the engine."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with getattr(self, _STATE):
+        with getattr(self, _STATE)[torch.compiler.is_dynamo_compiling()]:
             return super().forward(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
 

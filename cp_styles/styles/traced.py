@@ -111,7 +111,7 @@ class Traced:
         self._scoped, self._lift, self._axis, self._inputs = scoped, lift, axis, tuple(inputs)
         self._seq_dim, self._use_local_output = seq_dim, use_local_output
         self._name = scoped.name
-        self._calls = TracedCalls(scoped, scoped.name)
+        self._calls = TracedCalls(scoped, scoped.name, inlined=True)
         self._meshes: dict[DeviceMesh | None, DeviceMesh] = {}
         self._handle = f"{next(_serial)}"
         _alive[self._handle] = self

@@ -7,12 +7,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from cp_styles.layout import head_tail
 from cp_styles.mask import Dense
 from cp_styles.scope import SequenceScope
 from tests.ranks.attention_case import EXACT, cp_mesh, run_attention
-from tests.ranks.compiling import DOORS, PROBLEMS, RANKS, cannot_compile_on_threads, compiled, door, run_ranks
+from tests.ranks.compiling import DOORS, PROBLEMS, RANKS, Grouped, cannot_compile_on_threads, compiled, door, run_ranks
 
 pytestmark = cannot_compile_on_threads
 
@@ -110,5 +111,31 @@ def test_what_no_text_can_stand_for():
             pytest.raises(NotImplementedError, match="a scope's mask cannot hold tensors"),
         ):
             scoped(*PROBLEMS[16].shard(head_tail, rank, RANKS)[0])
+
+    run_ranks(on, RANKS)
+
+
+class Recomputed(nn.Module):
+    """Reentrant checkpointing of whatever attends."""
+
+    def __init__(self, attend) -> None:
+        super().__init__()
+        self.attend = attend
+
+    def forward(self, query, key, value):
+        return checkpoint(self.attend, query, key, value, use_reentrant=True)
+
+
+def test_a_compiled_function_that_runs_again_outside_of_its_module():
+    """Its recomputation would be local. A compiled layer is recomputed as it ran."""
+
+    def on(rank: int):
+        function = torch.compile(attention, backend="aot_eager")
+        refused = door("module", cp_mesh(RANKS), Recomputed(function))
+        with pytest.raises(Exception, match="its recomputation would not be context parallel"):
+            refused(*PROBLEMS[16].shard(head_tail, rank, RANKS)[0])
+        right = door("module", cp_mesh(RANKS), Recomputed(Grouped()))
+        right.attend.compile(backend="aot_eager", fullgraph=True)
+        assert max(run_attention(right, PROBLEMS[16], rank, RANKS)) < EXACT
 
     run_ranks(on, RANKS)
