@@ -25,7 +25,7 @@ def report(session: nox.Session, torch: str) -> Path:
 @nox.session
 @nox.parametrize("torch", TORCH)
 def tests(session: nox.Session, torch: str) -> None:
-    """Everything but what starts processes of its own; a crash of torch's costs the test it happens in, no more."""
+    """Everything but what is marked as starting processes; a crash of torch's costs the test it happens in, no more."""
     # The versions in the constraint as well: an extra must not bring another torch.
     constraint = report(session, torch).with_suffix(".txt")
     constraint.parent.mkdir(parents=True, exist_ok=True)

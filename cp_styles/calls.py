@@ -106,6 +106,8 @@ class AttentionCalls(TorchFunctionMode):
                 f"{self._name}: {func.__name__} is not one of the attention calls that run context parallel; use "
                 "scaled_dot_product_attention"
             )
+        if func is torch.Tensor.unflatten:
+            func = torch.unflatten  # the same, without a super() that torch.compile cannot trace: seen on 2.11, 2.13
         return func(*args, **kwargs)
 
     def _attend(

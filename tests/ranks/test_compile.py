@@ -6,8 +6,10 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from cp_styles.batch import sum_gradients
@@ -19,8 +21,9 @@ from cp_styles.ops import spelled
 from cp_styles.scope import SequenceScope
 from cp_styles.selective import save_attention
 from cp_styles.strategies import AllGather, Ring, Ulysses
+from cp_styles.styles import ModuleContextParallel
 from tests.oracle import allowed, document_of, error, randn
-from tests.ranks.attention_case import EXACT, Problem, cp_mesh, run_attention
+from tests.ranks.attention_case import EXACT, Problem, Projected, cp_mesh, run_attention
 from tests.ranks.compiling import (
     DOORS,
     LENGTHS,
@@ -276,3 +279,22 @@ def test_the_ops():
         torch.library.opcheck(torch.ops.cp_styles.attention.default, arguments)
 
     run_ranks(on, 1)
+
+
+def test_a_module_that_unflattens():
+    """As attention modules with projections do; by itself torch.compile cannot trace Tensor.unflatten under a mode."""
+    layout, x, cotangent = head_tail(13, RANKS), randn(1, 2, 13, 10), randn(2, 2, 13, 10)
+
+    def on(rank: int):
+        model = Projected(Grouped())
+        parallelize_module(model, cp_mesh(RANKS), ModuleContextParallel())
+        found = []
+        for act in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
+            leaf = layout.shard(x, 1, rank).clone().requires_grad_()
+            out = act(leaf)
+            out.backward(layout.shard(cotangent, 1, rank))
+            found.append((out.detach(), leaf.grad))
+            dist.barrier()  # that a thread compiles is, to torch, that the process does
+        assert max(map(error, *found)) < EXACT  # as eager, which is held to the oracle elsewhere
+
+    run_ranks(on, RANKS)

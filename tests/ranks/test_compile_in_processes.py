@@ -16,13 +16,10 @@ import torch
 from tests.ranks.compiling import MEETING_PLACE, RANK_HERE, RANKS
 
 ROOT = Path(__file__).parents[2]
-FILES = (
-    "test_compile.py",
-    "test_compile_refusals.py",
-    "test_unreduced_compiled.py",
-    "test_collectives_compile.py",
-    "test_flex_compiled.py",
-    "test_block_compiled.py",
+FILES = sorted(
+    path.name
+    for path in Path(__file__).parent.glob("test_*.py")
+    if "\npytestmark = cannot_compile_on_threads\n" in path.read_text()
 )
 
 

@@ -31,23 +31,12 @@ def _afresh():
     torch.compiler.reset()
 
 
-class Layer(Projected):
-    """Without unflatten, which torch.compile cannot trace under a mode: seen on 2.11 and 2.13."""
-
-    def forward(self, x):
-        rows = x.shape[:2]
-        query, key, value = (
-            project(x).view(*rows, -1, self.dim).transpose(1, 2) for project in (self.q, self.k, self.v)
-        )
-        return self.o(self.core(query, key, value).transpose(1, 2).flatten(2))
-
-
 class Layers(nn.Module):
     """Two attentions with their projections, one after the other."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(Layer(Grouped()), Layer(Grouped()))
+        self.layers = nn.Sequential(Projected(Grouped()), Projected(Grouped()))
 
     def forward(self, x):
         return self.layers(x)
