@@ -83,7 +83,8 @@ class _Entered(BoundToThisRun):
     """Put before a module's class: its forward runs with the calls sent through the engine."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with getattr(self, _STATE)[torch.compiler.is_dynamo_compiling()]:
+        calls, inlined = getattr(self, _STATE)
+        with inlined if torch.compiler.is_dynamo_compiling() else calls:
             return super().forward(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
 
