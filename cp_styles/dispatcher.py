@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -181,24 +182,12 @@ def _attention(
     """The call's attention, its local query, key and value, and which heads they are; or the reason why not."""
     name = binding.name
     binding.tally.calls += 1
-    refuse_dropout(name, values["dropout_p"])
-    if isinstance(values.get("attn_mask"), DTensor):
-        raise NotImplementedError(
-            f"{name}: attn_mask is a DTensor; pass the mask of the whole sequence as a plain tensor, the same on all "
-            "ranks"
-        )
-    if values.get("attn_mask") is not None and "grad_out" not in values:
-        binding.agree_on_mask(values["attn_mask"])  # made inside the module, so nobody has compared it yet
     tensors = [values[key] for key in ("query", "key", "value")]
-    for label, tensor in zip(("query", "key", "value"), tensors, strict=True):
-        if not isinstance(tensor, DTensor) or binding_of(tensor.device_mesh) is not binding:
-            raise ValueError(f"{name}: {label} was not made inside this module: it is no DTensor of its sequence axis")
-        if tensor.placements[0] != Shard(_SEQ_DIM):
-            raise ValueError(
-                f"{name}: {label} reaches the attention as {tensor.placements} with shape {tuple(tensor.shape)}, not "
-                f"Shard({_SEQ_DIM}) on the sequence axis: something in the module moved or gathered the sequence dim; "
-                "check seq_dim"
-            )
+    refuse = partial(_refuse, binding, values, tensors)
+    if "grad_out" in values:
+        refuse()
+    else:
+        binding.agree_on_call(refuse, values["is_causal"], values["scale"], values.get("attn_mask"))
     local = tuple(tensor.to_local() for tensor in tensors)
     share, whole = _share(name, tensors)
     if share is not None:
@@ -216,6 +205,26 @@ def _attention(
         whole=whole,
     )
     return attention, local, share
+
+
+def _refuse(binding: Binding, values: dict[str, Any], tensors: list[DTensor]) -> None:
+    """Raise for what is no attention over this module's sequence."""
+    name = binding.name
+    refuse_dropout(name, values["dropout_p"])
+    if isinstance(values.get("attn_mask"), DTensor):
+        raise NotImplementedError(
+            f"{name}: attn_mask is a DTensor; pass the mask of the whole sequence as a plain tensor, the same on all "
+            "ranks"
+        )
+    for label, tensor in zip(("query", "key", "value"), tensors, strict=True):
+        if not isinstance(tensor, DTensor) or binding_of(tensor.device_mesh) is not binding:
+            raise ValueError(f"{name}: {label} was not made inside this module: it is no DTensor of its sequence axis")
+        if tensor.placements[0] != Shard(_SEQ_DIM):
+            raise ValueError(
+                f"{name}: {label} reaches the attention as {tensor.placements} with shape {tuple(tensor.shape)}, not "
+                f"Shard({_SEQ_DIM}) on the sequence axis: something in the module moved or gathered the sequence dim; "
+                "check seq_dim"
+            )
 
 
 def _share(name: str, tensors: list[DTensor]) -> tuple[HeadShare | None, tuple[int, int] | None]:

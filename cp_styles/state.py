@@ -246,16 +246,38 @@ class Binding:
         watch.compare([row[5] for row in rows], self.name, self.axis, self.group)
         return sum(q_lengths), sum(kv_lengths)
 
-    def agree_on_mask(self, attn_mask: torch.Tensor) -> None:
-        """Raise on every rank unless all of them have this mask: for one that shows up after :meth:`agree`.
+    def agree_on_call(
+        self, refuse: Callable[[], None], is_causal: bool, scale: float | None, attn_mask: torch.Tensor | None
+    ) -> None:
+        """Raise on every rank unless all of them call their attention alike: for a call that comes after :meth:`agree`.
 
-        Communication: one all-gather of one integer.
+        Modules that look at their own part do not, ``is_causal=query.shape[2] > 1`` where one rank has one token.
+        ``refuse`` raises for what this rank alone may see. Communication: one all-gather of two integers.
         """
-        if len({row[0] for row in gather_numbers([_fingerprint([_contents(attn_mask)])], self.group)}) > 1:
+        problem: Exception | None = None
+        numbers = [0, 0]
+        try:
+            refuse()
+            numbers = [1, _fingerprint([is_causal, scale, _contents(attn_mask)])]
+        except (ValueError, TypeError, RuntimeError) as error:
+            problem = error
+        rows = gather_numbers(numbers, self.group)
+        if problem is not None:
+            raise problem
+        self._hear_of_refusals(rows, "the attention inside")
+        if len(set(rows)) > 1:
+            odd = [rank for rank, row in enumerate(rows) if row != rows[0]]
+            mask = "none" if attn_mask is None else f"one of shape {tuple(attn_mask.shape)}"
             raise ValueError(
-                f"{self.name}: the ranks of mesh axis {self.axis!r} disagree on the attn_mask, here one of shape "
-                f"{tuple(attn_mask.shape)}: give every rank the mask of the whole sequence, the same one"
+                f"{self.name}: the ranks of mesh axis {self.axis!r} disagree on the call of the attention inside: "
+                f"ranks {odd} differ from rank 0; here is_causal={is_causal}, scale={scale}, attn_mask {mask}. What a module "
+                "decides by the length of its input must not depend on a rank's part, and a mask is that of the whole "
+                "sequence, the same on all ranks"
             )
+
+    def stop_others(self) -> None:
+        """Take part in the :meth:`agree_on_call` of ranks that call their attention, which this one will not do."""
+        gather_numbers([0, 0], self.group)
 
     def _refuse_other_cut(self, tensors: Sequence[torch.Tensor]) -> None:
         """Layouts mostly give equal lengths, so a wrong one shows in nothing but wrong results, and here."""
@@ -273,15 +295,18 @@ class Binding:
         if keys != values:
             raise ValueError(f"{self.name}: key and value have different lengths: {keys} and {values}")
 
-    def _compare(
-        self, rows: Sequence[tuple[int, ...]], tensors: Sequence[torch.Tensor], call: Mapping[str, Any]
-    ) -> None:
+    def _hear_of_refusals(self, rows: Sequence[tuple[int, ...]], what: str) -> None:
         refused = [rank for rank, row in enumerate(rows) if not row[0]]
         if refused:
             raise ValueError(
-                f"{self.name}: ranks {refused} of mesh axis {self.axis!r} refused their inputs (their own error says "
-                "why); this rank stops with them"
+                f"{self.name}: ranks {refused} of mesh axis {self.axis!r} refused {what} (their own error says why); "
+                "this rank stops with them"
             )
+
+    def _compare(
+        self, rows: Sequence[tuple[int, ...]], tensors: Sequence[torch.Tensor], call: Mapping[str, Any]
+    ) -> None:
+        self._hear_of_refusals(rows, "their inputs")
         settings = "strategy, layout, mask or kernel" + (f" (or {', '.join(call)} of the call)" if call else "")
         for index, what in ((3, "shape (beside the sequence), dtype or attn_mask"), (4, settings)):
             if len({row[index] for row in rows}) > 1:

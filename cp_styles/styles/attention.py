@@ -3,6 +3,7 @@ it."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import enum
 import inspect
@@ -44,8 +45,8 @@ class AttentionContextParallel(ContextParallelStyle):
 
     An ``attn_mask``, of the module's call or of scaled_dot_product_attention in it, is the mask of the whole sequence
     (the same on all ranks), rows and columns in the order of positions, and with all heads where tensor parallelism
-    cuts them. Communication a forward: one all-gather of six integers, so that all ranks hear of one rank's bad input;
-    then the strategy's.
+    cuts them. Communication a forward: one all-gather of six integers, so that all ranks hear of one rank's bad input,
+    and one of two integers at the call inside, likewise; then the strategy's.
 
     Inputs are plain tensors, or DTensors on this axis' 1-D mesh with ``Shard(seq_dim)``; or, where the style was given
     a composed mesh, DTensors on its other axes ("tp"), Shard on the heads or the batch, or Replicate (key and value may
@@ -199,12 +200,21 @@ class ContextParallelState:
         if output is None and failure is not None:
             if phase is Phase.FORWARD:  # and not refused before it
                 self._explain(failure)
+                if self._others_wait:
+                    with contextlib.suppress(RuntimeError):  # the failure on its way up says more
+                        self.binding.stop_others()
             return None
-        # In a recomputation a selective checkpoint may have had the attention's output ready.
-        if not self.binding.tally.calls and current_graph_task() is None:
+        if self._others_wait:
+            self.binding.stop_others()
             raise NotImplementedError(f"{self.binding.name}: {_NOT_REACHED}")
         assert lease is not None
         return tree_map_only(DTensor, lambda each: self._lower(each, lease), output)
+
+    @property
+    def _others_wait(self) -> bool:
+        """At the end of a forward that has not reached its attention, where other ranks that have ask for this one.
+        (In a recomputation a selective checkpoint may have had the attention's output ready, on all ranks.)"""
+        return not self.binding.tally.calls and current_graph_task() is None
 
     def _lower(self, output: DTensor, lease: Lease) -> torch.Tensor:
         if output.device_mesh is not lease.mesh:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import re
 import textwrap
 from functools import partial
 
@@ -17,16 +16,15 @@ from expecttest import assert_expected_inline
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cp_styles.functional import context_attention
 from cp_styles.layout import contiguous, head_tail
 from cp_styles.mask import Causal, Dense, Documents, SlidingWindow
-from cp_styles.strategies import AllGather, Ring
-from cp_styles.styles import AttentionContextParallel, ModuleContextParallel
+from cp_styles.strategies import Ring
+from cp_styles.styles import AttentionContextParallel
 from tests.oracle import randn
-from tests.ranks.attention_case import Core, parallel, plain
+from tests.ranks.attention_case import Core, parallel
 from tests.ranks.leak_scene import RANKS, Scene, attention_of, refusals
 
 
@@ -320,70 +318,6 @@ def test_one_rank_alone_passes_garbage(door: str, garbage, message: str):
     assert message in lines[1]
     for line in (lines[0], lines[2]):
         assert "ranks [1] of mesh axis 'cp' refused their inputs (their own error says why); this rank stops" in line
-
-
-@pytest.mark.parametrize("door", ["style", "function"])
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            lambda x: x[:1],
-            "dtype or attn_mask: ranks [2] differ from rank 0; here it is",
-        ),
-        (lambda x: x[..., :6], "disagree on shape (beside the sequence), dtype or attn_mask: ranks [2] differ"),
-        (lambda x: x.float(), "disagree on shape (beside the sequence), dtype or attn_mask: ranks [2] differ"),
-        (lambda x: torch.cat((x, x), 2), "positions, but the layout head_tail gives them"),
-    ],
-)
-def test_ranks_that_disagree_in_shape_or_dtype(door: str, change, message: str):
-    def act(s: Scene):
-        leaves = [change(x) if s.rank == 2 else x for x in s.leaves()[0]]
-        attend = parallel(Core(), s.mesh) if door == "style" else partial(context_attention, group=s.mesh)
-        attend(*leaves)
-
-    assert message in refusals(act)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"strategy": AllGather()}, {"strategy": Ring(keep_kv=False)}, {"layout": contiguous}, {"mask": Causal()}],
-    ids=plain,
-)
-@pytest.mark.parametrize("door", ["style", "function"])
-def test_ranks_that_disagree_in_what_to_do(door: str, options: dict):
-    def act(s: Scene):
-        mine = options if s.rank == 0 else {}
-        leaves = [x.narrow(2, 0, 4) for x in s.leaves(head_tail)[0]]  # equal parts, so that only the options differ
-        if door == "style":
-            parallel(Core(causal=False), s.mesh, **mine)(*leaves)
-        else:
-            context_attention(*leaves, s.mesh, **mine)
-
-    lines = refusals(act).splitlines()
-    assert len(lines) == RANKS  # each names its own
-    for line in lines:
-        assert re.search(
-            r"disagree on strategy, layout, mask or kernel.*: ranks \[1, 2\] differ from rank 0; here it is", line
-        )
-
-
-@pytest.mark.parametrize(("option", "said"), [({"is_causal": True}, "is_causal=True"), ({"scale": 0.5}, "scale=0.5")])
-def test_ranks_that_disagree_in_the_call(option: dict, said: str):
-    """Where the call is seen before the agreement."""
-
-    class Calls(nn.Module):
-        def forward(self, query, key, value):
-            return F.scaled_dot_product_attention(query, key, value, enable_gqa=True, **self.options)
-
-    def act(s: Scene):
-        module = parallelize_module(Calls(), s.mesh, ModuleContextParallel(layout=contiguous))
-        module.options = option if s.rank == 0 else {}
-        module(*s.leaves(contiguous)[0])
-
-    first, *others = refusals(act).splitlines()
-    assert "(or is_causal, scale of the call): ranks [1, 2] differ from rank 0" in first
-    assert said in first
-    assert all("is_causal=False, scale=None" in line for line in others)
 
 
 # -- what the module does --
