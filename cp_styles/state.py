@@ -270,9 +270,9 @@ class Binding:
             mask = "none" if attn_mask is None else f"one of shape {tuple(attn_mask.shape)}"
             raise ValueError(
                 f"{self.name}: the ranks of mesh axis {self.axis!r} disagree on the call of the attention inside: "
-                f"ranks {odd} differ from rank 0; here is_causal={is_causal}, scale={scale}, attn_mask {mask}. What a module "
-                "decides by the length of its input must not depend on a rank's part, and a mask is that of the whole "
-                "sequence, the same on all ranks"
+                f"ranks {odd} differ from rank 0; here is_causal={is_causal}, scale={scale}, attn_mask {mask}. What a "
+                "module decides by the length of its input must not depend on a rank's part, and a mask is that of the "
+                "whole sequence, the same on all ranks"
             )
 
     def stop_others(self) -> None:
