@@ -13,7 +13,15 @@ from cp_styles.flex import context_flex_attention
 from cp_styles.flex_mask import FlexMask
 from cp_styles.functional import context_attention
 from cp_styles.kernels import Kernel, ReferenceKernel
-from cp_styles.layout import SequenceLayout, by_work, contiguous, head_tail, per_document_head_tail, striped
+from cp_styles.layout import (
+    LayoutMismatchWarning,
+    SequenceLayout,
+    by_work,
+    contiguous,
+    head_tail,
+    per_document_head_tail,
+    striped,
+)
 from cp_styles.mask import Causal, Chunked, Dense, Documents, Full, Mask, PerRow, PrefixLM, SlidingWindow
 from cp_styles.plan import imbalance
 from cp_styles.scope import SequenceScope
@@ -50,6 +58,7 @@ __all__ = [
     "Full",
     "HeadTailLoadBalancer",
     "Kernel",
+    "LayoutMismatchWarning",
     "Mask",
     "ModuleContextParallel",
     "PTRRLoadBalancer",

@@ -7,6 +7,8 @@ A load balancer is a function that returns one.
 from __future__ import annotations
 
 import heapq
+import warnings
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -133,11 +135,42 @@ def cut_with(tensor: torch.Tensor) -> SequenceLayout | None:
 
 def mark_cut(tensor: torch.Tensor, layout: SequenceLayout | None) -> None:
     """Have :func:`cut_with` say ``layout`` of this very tensor."""
+    key = id(tensor)
     if layout is None:
         if cut_with(tensor) is not None:
             del tensor._cp_styles_layout  # pyright: ignore[reportAttributeAccessIssue]
+            _cut.pop(key, None)
     else:
         tensor._cp_styles_layout = layout  # pyright: ignore[reportAttributeAccessIssue]
+        _cut[key] = weakref.ref(tensor, lambda _: _cut.pop(key, None)), layout
+
+
+# Tensors that were cut and are still there, by id: a registry, which decides nothing but a warning.
+_cut: dict[int, tuple[weakref.ref[torch.Tensor], SequenceLayout]] = {}
+
+
+class LayoutMismatchWarning(UserWarning):
+    """A sequence seems to be cut with one layout and attended with another."""
+
+
+def warn_of_other_cuts(layout: SequenceLayout, name: str) -> None:
+    """Warn where tensors of a sequence like this one are around, cut with other layouts, and none with ``layout``.
+
+    Once anything was computed from a tensor, nobody can tell how it was cut (see :func:`cut_with`); but the tokens that
+    a model was given are mostly still there when its layers attend.
+    """
+    if layout.ranks == 1 or not _cut:
+        return
+    around = {cut for _, cut in list(_cut.values()) if (cut.ranks, cut.length) == (layout.ranks, layout.length)}
+    if around and layout not in around:
+        warnings.warn(
+            f"{name}: attends to {layout.length} positions on {layout.ranks} ranks with a layout that no tensor here "
+            f"was cut with, while there are some of this length that {len(around)} other layout(s) cut. If these "
+            "are the tokens, the result is wrong: cut and attend with the same SequenceLayout. If they have nothing to do with "
+            "it, del them, or filter this warning",
+            LayoutMismatchWarning,
+            stacklevel=2,
+        )
 
 
 Balancer: TypeAlias = Callable[[int, int], SequenceLayout]

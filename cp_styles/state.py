@@ -17,7 +17,7 @@ from cp_styles.autocast import attended_dtype
 from cp_styles.comm import gather_numbers
 from cp_styles.composed import Beside
 from cp_styles.kernels import SDPA_KERNELS, Kernel, ReferenceKernel
-from cp_styles.layout import Balancer, SequenceLayout, cached_layout, cut_with
+from cp_styles.layout import Balancer, SequenceLayout, cached_layout, cut_with, warn_of_other_cuts
 from cp_styles.mask import Causal, Dense, Full, Mask, PerRow, digest
 from cp_styles.strategies import Attention, ByRow, Strategy
 from cp_styles.unreduced import ParameterWatch, watch_of
@@ -207,7 +207,8 @@ class Binding:
             attn_mask: the call's own mask of the whole sequence, where it is known already.
             call: what else the call says, by name (``is_causal``, ``scale``), where that is known already.
 
-        Warns :class:`~cp_styles.unreduced.UnreducedGradientsWarning` when the ranks' parameters have come apart.
+        Warns :class:`~cp_styles.unreduced.UnreducedGradientsWarning` when the ranks' parameters have come apart, and
+        :class:`~cp_styles.layout.LayoutMismatchWarning` when tokens seem to be cut with another layout.
         """
         watch = self.watch or watch_of(self.group)
         problem: Exception | None = None
@@ -244,6 +245,7 @@ class Binding:
                     "the layout the attention uses (layout.shard), or give the attention the layout they were cut with"
                 )
         watch.compare([row[5] for row in rows], self.name, self.axis, self.group)
+        warn_of_other_cuts(self.layout_for(sum(q_lengths)), self.name)
         return sum(q_lengths), sum(kv_lengths)
 
     def agree_on_call(

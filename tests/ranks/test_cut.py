@@ -1,5 +1,7 @@
 """Cut with one layout, attended with another: equal lengths hide it, the tensor's own memory of its cut does not."""
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,10 +9,18 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
-from cp_styles import AttentionContextParallel, context_attention, contiguous, head_tail
+from cp_styles import (
+    AttentionContextParallel,
+    LayoutMismatchWarning,
+    ModuleContextParallel,
+    context_attention,
+    contiguous,
+    head_tail,
+)
 from cp_styles.testing import run_ranks
 
 RANKS, LENGTH = 3, 12
+OWN_LENGTH = 15  # of which no other test may have left a tensor behind
 
 
 class Core(nn.Module):
@@ -52,3 +62,45 @@ def test_the_same_cut_passes(door):
     whole = inputs()
     outs = run_ranks(lambda rank: door(rank, [head_tail(LENGTH, RANKS).shard(x, 2, rank) for x in whole], head_tail), 3)
     assert head_tail(LENGTH, RANKS).unshard(outs, 2).shape == whole[0].shape
+
+
+class Model(nn.Module):
+    """From tokens, so that nothing that reaches its attention knows how they were cut."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.core = nn.Embedding(11, 8, dtype=torch.float64), Core()
+
+    def forward(self, tokens):
+        x = self.embed(tokens).unflatten(2, (2, 4)).transpose(1, 2)
+        return self.core(x, x, x)
+
+
+@pytest.mark.parametrize("style", [AttentionContextParallel, ModuleContextParallel])
+@pytest.mark.parametrize("right", [False, True])
+def test_tokens_of_another_cut_are_warned_of(style, right):
+    layout = (head_tail if right else contiguous)(OWN_LENGTH, RANKS)
+
+    def body(rank):
+        model = Model()
+        parallelize_module(
+            model.core, init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",)), style(layout=head_tail)
+        )
+        tokens = layout.shard(torch.arange(OWN_LENGTH)[None] % 11, 1, rank)
+        model(tokens)
+        if right:
+            strange = contiguous(OWN_LENGTH, RANKS).shard(torch.arange(OWN_LENGTH), 0, rank)
+            model(tokens)
+            del strange
+        del tokens
+        dist.barrier()  # all ranks are threads of this process
+        model(torch.arange(OWN_LENGTH // RANKS)[None])  # nobody knows, nobody warns
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run_ranks(body, RANKS)
+    found = [warning for warning in caught if warning.category is LayoutMismatchWarning]
+    assert len(found) == (0 if right else RANKS)
+    assert all(
+        "Core" in str(warning.message) and "15 positions on 3 ranks" in str(warning.message) for warning in found
+    )
