@@ -165,9 +165,9 @@ def warn_of_other_cuts(layout: SequenceLayout, name: str) -> None:
     if around and layout not in around:
         warnings.warn(
             f"{name}: attends to {layout.length} positions on {layout.ranks} ranks with a layout that no tensor here "
-            f"was cut with, while there are some of this length that {len(around)} other layout(s) cut. If these "
-            "are the tokens, the result is wrong: cut and attend with the same SequenceLayout. If they have nothing to do with "
-            "it, del them, or filter this warning",
+            f"was cut with, while there are some of this length that {len(around)} other layout(s) cut. If these are "
+            "the tokens, the result is wrong: cut and attend with the same SequenceLayout. If they have nothing to do "
+            "with it, del them, or filter this warning",
             LayoutMismatchWarning,
             stacklevel=2,
         )
