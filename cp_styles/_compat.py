@@ -156,8 +156,13 @@ def without_communication(mesh: DeviceMesh, reason: str) -> DeviceMesh:
     2.11 to 2.15."""
     others = mesh._dim_group_names[1:]  # pyright: ignore[reportAttributeAccessIssue]
     mesh._dim_group_names = [reason, *others]  # pyright: ignore[reportAttributeAccessIssue]
-    # For torch.compile a mesh keeps its groups alive, and DTensor's caches keep every mesh: their threads would outlive
-    # destroy_process_group. Outside of compiled code the names are all that is read.
+    # DTensor's caches keep every mesh: its groups' threads would outlive destroy_process_group.
+    return without_groups(mesh)
+
+
+def without_groups(mesh: DeviceMesh) -> DeviceMesh:
+    """A mesh that does not keep its groups alive, as meshes do for code that is being compiled: by name it finds them
+    as long as they exist. Seen: 2.11, 2.13, 2.15."""
     mesh._pg_registry.clear()  # pyright: ignore[reportAttributeAccessIssue]
     return mesh
 

@@ -6,10 +6,12 @@ point-to-point, collectives, sub-groups and DTensor behave as they do between pr
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -19,7 +21,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cp_styles._compat import in_process_store, process_group_of, resolve_group, run_kernel, thread_local_world
+from cp_styles._compat import (
+    in_process_store,
+    process_group_of,
+    resolve_group,
+    run_kernel,
+    thread_local_world,
+    without_groups,
+)
 
 T = TypeVar("T")
 
@@ -73,12 +82,13 @@ def run_ranks(
             if dist.is_initialized():
                 dist.destroy_process_group()
 
-    with thread_local_world():
+    with thread_local_world(), _only_new_objects():
         threads = [threading.Thread(target=rank_main, args=(rank,), daemon=True) for rank in range(world_size)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
+        _forget_groups()
     if return_errors:
         results = [errors.get(rank, result) for rank, result in enumerate(results)]
         return results
@@ -86,6 +96,25 @@ def run_ranks(
         first = next(iter(errors.values()))
         raise RankError(errors) from first
     return results
+
+
+@contextlib.contextmanager
+def _only_new_objects() -> Iterator[None]:
+    """Have the garbage collector look at nothing that was there before, so that asking it for something is quick."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def _forget_groups() -> None:
+    """Take the groups, all destroyed now, out of the meshes that hold them, for DTensor's caches hold every mesh for
+    good. A group that lives has threads that poll, and thousands of them are what a test run would leave otherwise."""
+    for each in gc.get_objects():
+        # Not isinstance, which asks every object for its class: torch has some that load libraries for that.
+        if type(each) is DeviceMesh:
+            without_groups(each)
 
 
 class CommunicationTrace(TorchDispatchMode):

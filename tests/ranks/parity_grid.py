@@ -10,7 +10,9 @@ from functools import cache, partial
 from itertools import combinations, product
 
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
 
+from cp_styles.flex_mask import FlexMask
 from cp_styles.kernels import CPU_FLASH, ReferenceKernel
 from cp_styles.layout import SequenceLayout, by_work, contiguous, head_tail, per_document_head_tail, striped
 from cp_styles.mask import Causal, Dense, Documents, Mask
@@ -77,6 +79,24 @@ def _dense(shape: str, boolean: bool, causal: bool, length: int, heads: int, dty
     return MaskValue(Dense(bias) & Causal() if causal else Dense(bias), sees, bias)
 
 
+def _sink_and_window(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+    """No band: the first tokens, and a window that is wider in every second head."""
+    return (q >= kv) & ((kv < 3) | (q - kv < 4 + 9 * (h % 2)))
+
+
+def _two_documents(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+    """A band, of another document in each row of the batch."""
+    return (q >= kv) & ((q < 11 + b) == (kv < 11 + b))
+
+
+@cache
+def _block_mask(mod: Callable[..., torch.Tensor], length: int, heads: int, dtype: torch.dtype) -> MaskValue:
+    whole = [torch.arange(size) for size in (BATCH, heads, length, length)]
+    sees = mod(*(index.view([-1 if dim == place else 1 for place in range(4)]) for dim, index in enumerate(whole)))
+    blocks = create_block_mask(mod, BATCH, heads, length, length, device="cpu", BLOCK_SIZE=(32, 16))
+    return MaskValue(FlexMask(blocks), sees.expand(BATCH, heads, length, length))
+
+
 MASKS: dict[str, Dealer] = {
     **{name: partial(lambda name, length, *_: _pairs(name, length), name) for name in mask_cases(5)},
     "documents of one": _ones,
@@ -84,6 +104,8 @@ MASKS: dict[str, Dealer] = {
     **{f"float {shape}": partial(_dense, shape, False, False) for shape in ("LM", "BHLM", "B1LM", "1HLM", "L1")},
     "bool BHLM & causal": partial(_dense, "BHLM", True, True),
     "float H1M & causal": partial(_dense, "H1M", False, True),
+    "BlockMask": partial(_block_mask, _sink_and_window),
+    "BlockMask of documents": partial(_block_mask, _two_documents),
 }
 
 

@@ -20,8 +20,8 @@ from tests.ranks.attention_case import EXACT, Core, cp_mesh, parallel
 from tests.ranks.parity_grid import BATCH, KERNELS, RANKS, STRATEGIES, Row, coverage, grid, missing_pairs
 
 # Low precision against one device on the same rounded inputs, for each of out, dq, dk, dv: error within RATIO of its
-# error plus FLOOR times the dtype's epsilon.
-RATIO, FLOOR = 1.5, 0.25
+# error plus FLOOR times the dtype's epsilon, which is one rounding more (that of a merge) than one device makes.
+RATIO, FLOOR = 1.5, 0.5
 
 
 def test_what_the_grid_covers():
@@ -30,19 +30,19 @@ def test_what_the_grid_covers():
     assert_expected_inline(
         "\n".join(textwrap.fill(line, 110) for line in coverage().splitlines()),
         """\
-966 rows
-strategy: ring 138, ring, sent again 138, all-gather 138, all-gather, sent again 138, Ulysses 138, Ulysses x
-ring 138, Ulysses x all-gather 138
+1050 rows
+strategy: ring 150, ring, sent again 150, all-gather 150, all-gather, sent again 150, Ulysses 150, Ulysses x
+ring 150, Ulysses x all-gather 150
 mask: full 42, causal 42, window 42, window both sides 42, window ahead 42, chunked 42, prefix 42, documents
 42, prefix documents 42, causal documents 42, causal chunks 42, windowed documents 42, documents of one 42,
 bool LM 42, bool HLM 42, bool 1M 42, float LM 42, float BHLM 42, float B1LM 42, float 1HLM 42, float L1 42,
-bool BHLM & causal 42, float H1M & causal 42
-layout: contiguous 161, head_tail 161, striped 161, per_document_head_tail 161, by_work 161, uneven 161
-kernel: reference 471, flash 495
-heads: (3, 3) 189, (6, 1) 182, (6, 3) 195, (4, 4) 192, (4, 2) 208
-dtype: float64 325, bfloat16 315, float32 326
-ranks: 3 117, 4 208, 5 108, 1 107, 8 217, 2 209
-length: 137 335, 5 310, 23 321""",
+bool BHLM & causal 42, float H1M & causal 42, BlockMask 42, BlockMask of documents 42
+layout: contiguous 175, head_tail 175, striped 175, per_document_head_tail 175, by_work 175, uneven 175
+kernel: reference 500, flash 550
+heads: (3, 3) 196, (6, 1) 198, (6, 3) 221, (4, 4) 214, (4, 2) 221
+dtype: float64 357, bfloat16 333, float32 360
+ranks: 3 121, 4 220, 5 124, 1 123, 8 240, 2 222
+length: 137 368, 5 336, 23 346""",
     )
 
 
