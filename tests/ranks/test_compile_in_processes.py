@@ -1,4 +1,4 @@
-"""The compiled tests on torch 2.11, whose compiler is not safe on two threads: a process for each rank.
+"""The compiled tests on torch 2.11 and 2.12, whose compilers are not safe on two threads: a process for each rank.
 
 Two processes for all of them, started once, and not marked as tests that start processes: nox leaves those out.
 """
@@ -11,9 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
-from tests.ranks.compiling import MEETING_PLACE, RANK_HERE, RANKS
+from tests.ranks.compiling import COMPILES_ON_THREADS, MEETING_PLACE, RANK_HERE, RANKS
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted(
@@ -23,7 +22,7 @@ FILES = sorted(
 )
 
 
-@pytest.mark.skipif(not torch.__version__.startswith("2.11"), reason="there the ranks are threads")
+@pytest.mark.skipif(COMPILES_ON_THREADS, reason="there the ranks are threads")
 @pytest.mark.skipif(RANK_HERE in os.environ, reason="this is such a process")
 @pytest.mark.parametrize("file", FILES)
 def test_with_a_process_for_each_rank(file: str, tmp_path):
