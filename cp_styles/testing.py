@@ -104,6 +104,7 @@ def _only_new_objects() -> Iterator[None]:
     gc.freeze()
     try:
         yield
+        gc.collect()  # of this run only, while that is cheap: cycles hold groups too, and thawed they would grow old
     finally:
         gc.unfreeze()
 
