@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import math
 import re
 import zlib
@@ -22,15 +23,36 @@ from cp_styles.mask import Causal, Dense, Full, Mask, PerRow, digest
 from cp_styles.strategies import Attention, ByRow, Strategy
 from cp_styles.unreduced import ParameterWatch, watch_of
 
+_SAME_CALL = (
+    "What a module decides by the length of its input must not depend on a rank's part, and a mask is that of the "
+    "whole sequence, the same on all ranks"
+)
+
 # Attentions of a binding that are kept, with what strategies have derived for them.
 _MOST_ATTENTIONS = 16
 
 
+class Word(enum.IntEnum):
+    """What a rank says of itself when ranks agree on what they are about to do."""
+
+    NO_CALL = -1
+    BAD_INPUTS = 0
+    GOOD_INPUTS = 1
+    GOOD_CALL = 2
+
+
 @dataclass
 class Tally:
-    """How many attention ops a binding has served."""
+    """What one forward of a module has come to.
+
+    Attributes:
+        calls: how many attention ops its binding has served.
+        owed: the :meth:`Binding.agree` that was put off until the first of them, as a function of ``refuse`` and
+            ``call``; None where the ranks have agreed.
+    """
 
     calls: int = 0
+    owed: Callable[..., Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -47,7 +69,7 @@ class Binding:
         kernel: computes the tiles; None takes the fused kernel of the call, or one that can do what it cannot.
         lengths: global numbers of queries and of keys of the call, once its ranks have agreed on them.
         beside: the axes beside ``axis`` on which the call's tensors are DTensors, None for none.
-        tally: the ops served so far, so that a module whose attention was never reached can be told so.
+        tally: what the forward has come to, so that a module whose attention was never reached can be told so.
         watch: notices parameters that nobody reduces over the group; None takes the group's own, for callers that
             bind anew at every call.
     """
@@ -187,6 +209,24 @@ class Binding:
             return kernel
         raise AssertionError("the reference kernel takes everything")
 
+    def known_lengths(
+        self, refuse: Callable[[], None], tensors: Sequence[torch.Tensor], seq_dim: int
+    ) -> tuple[int, int] | None:
+        """What :meth:`agree` would return, where that is sure without asking: then it may wait for the call.
+
+        A balancer must be told the length, and a rank that sees something wrong must say so now. No communication.
+        """
+        if not isinstance(self.layout, SequenceLayout):
+            return None
+        try:
+            refuse()
+            self._refuse_other_cut(tensors)
+        except (ValueError, TypeError, RuntimeError):
+            return None
+        own = self.layout.lengths[self.group.rank()]
+        fits = all(x.shape[seq_dim] == own for x in tensors)
+        return (self.layout.length, self.layout.length) if fits else None
+
     def agree(
         self,
         refuse: Callable[[], None],
@@ -194,6 +234,7 @@ class Binding:
         seq_dim: int,
         attn_mask: torch.Tensor | None = None,
         call: Mapping[str, Any] | None = None,
+        refused: Word = Word.BAD_INPUTS,
     ) -> tuple[int, int]:
         """Global query and key lengths, once all ranks are known to have inputs that fit together.
 
@@ -206,6 +247,7 @@ class Binding:
             seq_dim: their sequence dim, of any sign.
             attn_mask: the call's own mask of the whole sequence, where it is known already.
             call: what else the call says, by name (``is_causal``, ``scale``), where that is known already.
+            refused: what the others are to hear if ``refuse`` raises.
 
         Warns :class:`~cp_styles.unreduced.UnreducedGradientsWarning` when the ranks' parameters have come apart, and
         :class:`~cp_styles.layout.LayoutMismatchWarning` when tokens seem to be cut with another layout.
@@ -219,10 +261,10 @@ class Binding:
                 self._refuse_other_values(tensors, seq_dim)
         except (ValueError, TypeError, RuntimeError) as error:
             problem = error
-        numbers = [0] * 6
+        numbers = [refused, *[0] * 5]
         if problem is None:
             numbers = [
-                1,
+                Word.GOOD_INPUTS if call is None else Word.GOOD_CALL,
                 tensors[0].shape[seq_dim],
                 tensors[1].shape[seq_dim],
                 _fingerprint(
@@ -234,52 +276,51 @@ class Binding:
         rows = gather_numbers(numbers, self.group)
         if problem is not None:
             raise problem
+        self._hear_of_refusals(rows)
         self._compare(rows, tensors, call or {})
-        q_lengths, kv_lengths = ([row[index] for row in rows] for index in (1, 2))
-        for lengths in (q_lengths, kv_lengths):
-            layout = self.layout_for(sum(lengths))
-            if list(layout.lengths) != lengths:
-                raise ValueError(
-                    f"{self.name}: the ranks of mesh axis {self.axis!r} hold {lengths} positions, but the layout "
-                    f"{_plain(self.layout)} gives them {list(layout.lengths)} of {sum(lengths)}: cut the inputs with "
-                    "the layout the attention uses (layout.shard), or give the attention the layout they were cut with"
-                )
         watch.compare([row[5] for row in rows], self.name, self.axis, self.group)
-        warn_of_other_cuts(self.layout_for(sum(q_lengths)), self.name)
-        return sum(q_lengths), sum(kv_lengths)
+        q_length, kv_length = (sum(row[index] for row in rows) for index in (1, 2))
+        warn_of_other_cuts(self.layout_for(q_length), self.name)
+        return q_length, kv_length
 
     def agree_on_call(
         self, refuse: Callable[[], None], is_causal: bool, scale: float | None, attn_mask: torch.Tensor | None
     ) -> None:
-        """Raise on every rank unless all of them call their attention alike: for a call that comes after :meth:`agree`.
+        """Raise on every rank unless all of them call their attention alike: for a call inside a module.
 
         Modules that look at their own part do not, ``is_causal=query.shape[2] > 1`` where one rank has one token.
-        ``refuse`` raises for what this rank alone may see. Communication: one all-gather of two integers.
+        ``refuse`` raises for what this rank alone may see. Communication: the all-gather of an :meth:`agree` that is
+        owed; one of two integers after it.
         """
+        owed, self.tally.owed = self.tally.owed, None
+        if owed is not None:
+            call = {"is_causal": is_causal, "scale": scale, "attn_mask": _contents(attn_mask)}
+            owed(refuse, call=call, refused=Word.NO_CALL)
+            return
         problem: Exception | None = None
-        numbers = [0, 0]
+        numbers = [Word.NO_CALL, 0]
         try:
             refuse()
-            numbers = [1, _fingerprint([is_causal, scale, _contents(attn_mask)])]
+            numbers = [Word.GOOD_CALL, _fingerprint([is_causal, scale, _contents(attn_mask)])]
         except (ValueError, TypeError, RuntimeError) as error:
             problem = error
         rows = gather_numbers(numbers, self.group)
         if problem is not None:
             raise problem
-        self._hear_of_refusals(rows, "the attention inside")
+        self._hear_of_refusals(rows)
         if len(set(rows)) > 1:
             odd = [rank for rank, row in enumerate(rows) if row != rows[0]]
             mask = "none" if attn_mask is None else f"one of shape {tuple(attn_mask.shape)}"
             raise ValueError(
                 f"{self.name}: the ranks of mesh axis {self.axis!r} disagree on the call of the attention inside: "
-                f"ranks {odd} differ from rank 0; here is_causal={is_causal}, scale={scale}, attn_mask {mask}. What a "
-                "module decides by the length of its input must not depend on a rank's part, and a mask is that of the "
-                "whole sequence, the same on all ranks"
+                f"ranks {odd} differ from rank 0; here is_causal={is_causal}, scale={scale}, attn_mask {mask}. "
+                f"{_SAME_CALL}"
             )
 
     def stop_others(self) -> None:
         """Take part in the :meth:`agree_on_call` of ranks that call their attention, which this one will not do."""
-        gather_numbers([0, 0], self.group)
+        owed, self.tally.owed = self.tally.owed, None
+        gather_numbers([Word.NO_CALL, *[0] * (1 if owed is None else 5)], self.group)
 
     def _refuse_other_cut(self, tensors: Sequence[torch.Tensor]) -> None:
         """Layouts mostly give equal lengths, so a wrong one shows in nothing but wrong results, and here."""
@@ -297,28 +338,45 @@ class Binding:
         if keys != values:
             raise ValueError(f"{self.name}: key and value have different lengths: {keys} and {values}")
 
-    def _hear_of_refusals(self, rows: Sequence[tuple[int, ...]], what: str) -> None:
-        refused = [rank for rank, row in enumerate(rows) if not row[0]]
-        if refused:
-            raise ValueError(
-                f"{self.name}: ranks {refused} of mesh axis {self.axis!r} refused {what} (their own error says why); "
-                "this rank stops with them"
-            )
+    def _hear_of_refusals(self, rows: Sequence[tuple[int, ...]]) -> None:
+        for word, what in ((Word.BAD_INPUTS, "their inputs"), (Word.NO_CALL, "the attention inside")):
+            refused = [rank for rank, row in enumerate(rows) if row[0] == word]
+            if refused:
+                raise ValueError(
+                    f"{self.name}: ranks {refused} of mesh axis {self.axis!r} refused {what} (their own error says "
+                    "why); this rank stops with them"
+                )
 
     def _compare(
         self, rows: Sequence[tuple[int, ...]], tensors: Sequence[torch.Tensor], call: Mapping[str, Any]
     ) -> None:
-        self._hear_of_refusals(rows, "their inputs")
-        settings = "strategy, layout, mask or kernel" + (f" (or {', '.join(call)} of the call)" if call else "")
-        for index, what in ((3, "shape (beside the sequence), dtype or attn_mask"), (4, settings)):
-            if len({row[index] for row in rows}) > 1:
-                odd = [rank for rank, row in enumerate(rows) if row[index] != rows[0][index]]
-                mine = [(tuple(x.shape), str(attended_dtype(x))) for x in tensors]
-                if index == 4:
-                    mine = ", ".join([self._text(), *(f"{name}={value}" for name, value in call.items())])
+        """Raise unless the ranks' numbers are those of inputs that fit together."""
+        shapes = [(tuple(x.shape), str(attended_dtype(x))) for x in tensors]
+        settings = ", ".join([self._text(), *(f"{name}={value}" for name, value in call.items())])
+        named = "strategy, layout, mask or kernel" + (f" (or {', '.join(call)} of the call)" if call else "")
+        self._compare_column(rows, 3, "shape (beside the sequence), dtype or attn_mask", shapes)
+        if len({row[0] for row in rows}) == 1:
+            self._compare_column(rows, 4, named, settings)
+        self._compare_lengths(rows)
+        # A rank that did not get to its call was not asked about it: what it has instead of a call is told first.
+        self._compare_column(rows, 4, named, settings)
+
+    def _compare_column(self, rows: Sequence[tuple[int, ...]], column: int, what: str, mine: Any) -> None:
+        odd = [rank for rank, row in enumerate(rows) if row[column] != rows[0][column]]
+        if odd:
+            raise ValueError(
+                f"{self.name}: the ranks of mesh axis {self.axis!r} disagree on {what}: ranks {odd} differ from "
+                f"rank 0; here it is {mine}"
+            )
+
+    def _compare_lengths(self, rows: Sequence[tuple[int, ...]]) -> None:
+        for lengths in ([row[1] for row in rows], [row[2] for row in rows]):
+            layout = self.layout_for(sum(lengths))
+            if list(layout.lengths) != lengths:
                 raise ValueError(
-                    f"{self.name}: the ranks of mesh axis {self.axis!r} disagree on {what}: ranks {odd} differ from "
-                    f"rank 0; here it is {mine}"
+                    f"{self.name}: the ranks of mesh axis {self.axis!r} hold {lengths} positions, but the layout "
+                    f"{_plain(self.layout)} gives them {list(layout.lengths)} of {sum(lengths)}: cut the inputs with "
+                    "the layout the attention uses (layout.shard), or give the attention the layout they were cut with"
                 )
 
     def _text(self) -> str:

@@ -9,6 +9,7 @@ import enum
 import inspect
 import sys
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,8 +46,9 @@ class AttentionContextParallel(ContextParallelStyle):
 
     An ``attn_mask``, of the module's call or of scaled_dot_product_attention in it, is the mask of the whole sequence
     (the same on all ranks), rows and columns in the order of positions, and with all heads where tensor parallelism
-    cuts them. Communication a forward: one all-gather of six integers, so that all ranks hear of one rank's bad input,
-    and one of two integers at the call inside, likewise; then the strategy's.
+    cuts them. Communication a forward: at the call inside, one all-gather of six integers, so that all ranks hear of
+    one rank's bad input; then the strategy's. Where the layout is a balancer, which must first be told the length, that
+    is two all-gathers, of six integers before the module and of two at the call.
 
     Inputs are plain tensors, or DTensors on this axis' 1-D mesh with ``Shard(seq_dim)``; or, where the style was given
     a composed mesh, DTensors on its other axes ("tp"), Shard on the heads or the batch, or Replicate (key and value may
@@ -151,7 +153,10 @@ class ContextParallelState:
         dim = self.style.seq_dim
         local = tuple(value.to_local() if isinstance(value, DTensor) else value for value in inputs)
         attn_mask = bound.arguments.get("attn_mask")
-        lengths = self.binding.agree(lambda: self._refuse(bound.arguments, inputs, local), local, dim, attn_mask)
+        asked = self.binding
+        refuse = partial(self._refuse, bound.arguments, inputs, local)
+        known = asked.known_lengths(refuse, local, dim)
+        lengths = known or asked.agree(refuse, local, dim, attn_mask)
         beside = self.lift.beside(self._names, inputs)
         if self.lift.makes_sequence_dtensors(beside):
             self._refuse_uneven(lengths[0])
@@ -171,7 +176,9 @@ class ContextParallelState:
             if shared.requires_grad:
                 shared.register_hook(self._post_backward)
         self.phase = Phase.FORWARD
-        self.binding.tally.calls = 0
+        tally = self.binding.tally
+        tally.calls = 0
+        tally.owed = known and partial(asked.agree, tensors=local, seq_dim=dim, attn_mask=attn_mask)
         return bound.args, bound.kwargs
 
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:
@@ -194,6 +201,12 @@ class ContextParallelState:
                     "set the attribute `forward` of the module itself. Set it before the style is applied"
                 )
             return output
+        try:
+            return self._leave(output)
+        finally:
+            self.binding.tally.owed = None  # a recomputation may stop before its attention; this holds the inputs
+
+    def _leave(self, output: Any) -> Any:
         phase, self.phase = self.phase, Phase.IDLE
         lease, self._lease = self._lease, None
         failure = sys.exc_info()[1]

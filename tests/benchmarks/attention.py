@@ -31,6 +31,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from cp_styles import AllGather, AttentionContextParallel, Kernel, Ring, Strategy, Ulysses, contiguous, head_tail
 from cp_styles.kernels import CPU_FLASH
+from cp_styles.layout import Balancer
 from cp_styles.testing import CommunicationTrace
 
 # 2 ranks x 1 thread, gloo, B=1, H=8, D=64, causal, float32, forward + backward, torch 2.13: (wall, overhead) at S =
@@ -42,6 +43,13 @@ PEERS = {
     "ring-flash-attention zigzag": (1.35, 13.7, "16 u"),
     "yunchang USP (ring 2)": (1.37, 18.0, "16 u"),
     "yunchang Ulysses": (1.27, 15.8, "8 u"),
+}
+
+STRATEGIES: dict[str, tuple[Strategy, Balancer]] = {
+    "Ring()": (Ring(), head_tail),
+    "Ring(keep_kv=False)": (Ring(keep_kv=False), head_tail),
+    "AllGather()": (AllGather(), head_tail),
+    "Ulysses()": (Ulysses(), contiguous),
 }
 
 
@@ -97,6 +105,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument(
+        "--only", choices=STRATEGIES, action="append", help="this one beside the ideal; may be repeated"
+    )
+    parser.add_argument(
         "--keep-freed-memory",
         action="store_true",
         help="tell glibc not to give large buffers back at every free, for the ideal and ours alike: without, much of "
@@ -130,14 +141,9 @@ def work(rank: int, args: argparse.Namespace, port: int) -> None:
     contenders.append((Row("ideal: heads split, nothing sent"), Core(), whole, None))
     local = args.seq_len // args.ranks
     shard = tensors([(heads, local) for heads in (args.heads, args.kv_heads, args.kv_heads, args.heads)])
-    strategies: list[tuple[str, Strategy, object]] = [
-        ("Ring()", Ring(), head_tail),
-        ("Ring(keep_kv=False)", Ring(keep_kv=False), head_tail),
-        ("AllGather()", AllGather(), head_tail),
-        ("Ulysses()", Ulysses(), contiguous),
-    ]
-    for name, strategy, layout in strategies:
-        kernel = TimedKernel()
+    for name in args.only or STRATEGIES:
+        strategy, balancer = STRATEGIES[name]
+        kernel, layout = TimedKernel(), balancer(args.seq_len, args.ranks)
         style = AttentionContextParallel(strategy=strategy, layout=layout, kernel=kernel)
         contenders.append((Row(name), parallelize_module(Core(), mesh, style), shard, kernel))
     for index in range(args.rounds + 2):

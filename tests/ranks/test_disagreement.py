@@ -21,7 +21,7 @@ from cp_styles.styles import AttentionContextParallel, ModuleContextParallel
 from tests.ranks.attention_case import Core, parallel, plain
 from tests.ranks.leak_scene import RANKS, Scene, refusals
 
-LENGTH = 13
+LENGTH = 12  # as of Even, whose parts are equal
 
 
 @pytest.mark.parametrize("door", ["style", "function"])
@@ -81,11 +81,15 @@ class Calls(nn.Module):
         return F.scaled_dot_product_attention(query, key, value, enable_gqa=True, **self.options)
 
 
-def calling(door: str, **option):
+# Where the layout itself is given, ranks agree once, at the call; a balancer is told the length before.
+LAYOUTS = {"balancer": contiguous, "layout": contiguous(LENGTH, RANKS)}
+
+
+def calling(door: str, layout: str, **option):
     """What ``refusals`` needs: rank 0 calls attention with an option that the others do not give."""
 
     def act(s: Scene):
-        module = parallelize_module(Calls(), s.mesh, STYLES[door](layout=contiguous))
+        module = parallelize_module(Calls(), s.mesh, STYLES[door](layout=LAYOUTS[layout]))
         module.options = option if s.rank == 0 else {}
         module(*s.leaves(contiguous)[0])
 
@@ -93,14 +97,15 @@ def calling(door: str, **option):
 
 
 @pytest.mark.parametrize("no_grad", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("door", STYLES)
 @pytest.mark.parametrize(("option", "said"), [({"is_causal": True}, "is_causal=True"), ({"scale": 0.5}, "scale=0.5")])
-def test_ranks_that_disagree_in_the_call(option: dict, said: str, door: str, no_grad: bool):
+def test_ranks_that_disagree_in_the_call(option: dict, said: str, door: str, layout: str, no_grad: bool):
     """A module may decide by what it sees of the sequence, where ranks do not see the same."""
 
     def act(s: Scene):
         with torch.inference_mode() if no_grad else nullcontext():
-            calling(door, **option)(s)
+            calling(door, layout, **option)(s)
 
     first, *others = refusals(act).splitlines()
     assert "ranks [1, 2] differ from rank 0" in first
@@ -133,18 +138,19 @@ def fails(*tensors):
         (fails, "my own mistake"),
         (
             lambda q, k, v: F.scaled_dot_product_attention(
-                q, k, v, attn_mask=torch.ones(LENGTH, LENGTH) > 0, enable_gqa=True
+                q, k, v, attn_mask=torch.ones(LENGTH + 1, LENGTH + 1) > 0, enable_gqa=True
             ),
             "nothing may gather the sequence",
         ),
     ],
-    ids=["dropout", "no attention", "own exception", "a mask of its own"],
+    ids=["dropout", "no attention", "own exception", "a mask of another length"],
 )
-def test_one_rank_alone_does_not_attend(alone, message: str):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_one_rank_alone_does_not_attend(alone, message: str, layout: str):
     """The others would wait for its keys."""
 
     def act(s: Scene):
-        module = parallelize_module(Failing(), s.mesh, AttentionContextParallel(layout=contiguous))
+        module = parallelize_module(Failing(), s.mesh, AttentionContextParallel(layout=LAYOUTS[layout]))
         module.alone = alone if s.rank == 1 else None
         module(*s.leaves(contiguous)[0])
 
@@ -152,3 +158,43 @@ def test_one_rank_alone_does_not_attend(alone, message: str):
     assert message in lines["rank 1"]
     for line in (lines["rank 0"], lines["rank 2"]):
         assert "ranks [1] of mesh axis 'cp' refused the attention inside (their own error says why)" in line
+
+
+@pytest.mark.parametrize(
+    ("change", "mine", "others"),
+    [
+        (lambda x: x.int(), "must share one floating-point dtype", "ranks [1] of mesh axis 'cp' refused their inputs"),
+        (lambda x: x[:, :, 1:], "hold 11 together", "hold 11 together"),
+        (lambda x: x.float(), "ranks [1] differ from rank 0", "ranks [1] differ from rank 0"),
+        (lambda x: x[:1], "ranks [1] differ from rank 0", "ranks [1] differ from rank 0"),
+    ],
+    ids=["refused", "length", "dtype", "batch"],
+)
+def test_one_rank_has_other_inputs_where_the_layout_is_given(change, mine: str, others: str):
+    """Nobody asks before the call then; a rank that sees that its inputs are wrong does not get there."""
+
+    def act(s: Scene):
+        module = parallelize_module(Calls(), s.mesh, AttentionContextParallel(layout=LAYOUTS["layout"]))
+        module.options = {}
+        module(*(change(x) if s.rank == 1 else x for x in s.leaves(contiguous)[0]))
+
+    said = refusals(act).splitlines()
+    first, second, third = said * RANKS if len(said) == 1 else said
+    assert mine in second
+    assert others in first
+    assert others in third
+
+
+@pytest.mark.parametrize("named", [0, 1])
+def test_only_one_rank_is_given_the_layout(named: int):
+    """It agrees at its call, the others before it: they meet all the same."""
+
+    def act(s: Scene):
+        layout = LAYOUTS["layout" if s.rank == named else "balancer"]
+        module = parallelize_module(Calls(), s.mesh, AttentionContextParallel(layout=layout))
+        module.options = {}
+        module(*s.leaves(contiguous)[0])
+
+    lines = refusals(act).splitlines()
+    assert len(lines) == RANKS
+    assert all("disagree on strategy, layout, mask or kernel" in line for line in lines)

@@ -31,7 +31,7 @@ def test_one_forward_one_backward():
     assert_expected_inline(
         assert_same_training(by_pipeline, 3),
         """\
-all_gather: 8 calls, 256 bytes
+all_gather: 4 calls, 192 bytes
 all_reduce: 3 calls, 72232 bytes
 send: 57344 bytes""",
     )
