@@ -156,11 +156,12 @@ def test_a_compiled_model(door: str, how: str):
             )
         model = behind(door, Model(attend), LAYOUT, partial(torch.compile, backend=counter))
         graphs = []
-        for name in ("plain", "learned", "learned", "learned"):
+        # The ranks, threads of one process, share what is compiled of a function: it may take one a step more.
+        for name in ("plain", *["learned"] * 5):
             check(PROBLEMS[name], partial(model, return_lse=True), LAYOUT, rank)
             graphs.append(counter.frame_count)
         assert counter.op_count >= 4  # what stands before the attention, at least
-        assert graphs[2] == graphs[3]
+        assert graphs[-1] == graphs[-2]
         dist.barrier()
 
     run_ranks(on, RANKS)
