@@ -1,10 +1,18 @@
 """Local attention kernels: one tile forward, one tile backward."""
 
-from cp_styles.kernels.base import Kernel, Where
+from cp_styles.kernels.base import Kernel, TileCall, Where
 from cp_styles.kernels.flex import FlexKernel
 from cp_styles.kernels.lse import LseGradient
 from cp_styles.kernels.reference import ReferenceKernel
-from cp_styles.kernels.sdpa import CPU_FLASH, CUDA_CUDNN, CUDA_EFFICIENT, CUDA_FLASH, SDPA_KERNELS, SdpaKernel
+from cp_styles.kernels.sdpa import (
+    CPU_FLASH,
+    CUDA_CUDNN,
+    CUDA_EFFICIENT,
+    CUDA_FLASH,
+    SDPA_KERNELS,
+    SdpaKernel,
+    VarlenKernel,
+)
 
 __all__ = [
     "CPU_FLASH",
@@ -17,5 +25,7 @@ __all__ = [
     "LseGradient",
     "ReferenceKernel",
     "SdpaKernel",
+    "TileCall",
+    "VarlenKernel",
     "Where",
 ]

@@ -6,7 +6,8 @@ Shapes: B batch, H query heads, G key/value heads (H a multiple of G), L queries
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -23,6 +24,13 @@ class Where(NamedTuple):
     q_L: torch.Tensor
     kv_M: torch.Tensor
     head: int
+
+
+class TileCall(NamedTuple):
+    """The arguments of one ``forward`` or ``backward``: its tensors, and its keyword arguments."""
+
+    tensors: tuple[torch.Tensor, ...]
+    options: dict[str, Any]
 
 
 class Kernel(ABC):
@@ -63,6 +71,22 @@ class Kernel(ABC):
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """``(dq, dk, dv)`` of the tile, given ``out`` and ``lse`` of the *whole* attention (all tiles merged)."""
+
+    def forward_tiles(self, tiles: Iterable[TileCall]) -> Iterator[tuple[int, tuple[torch.Tensor, torch.Tensor]]]:
+        """``forward`` of tiles of one attention, whose keys have all arrived: (number of the tile, its result) each.
+
+        One by one as they are asked for, so that no two of them are in memory together. A kernel that is better at
+        several in one call overrides it; results may come in any order.
+        """
+        for index, (tensors, options) in enumerate(tiles):
+            yield index, self.forward(*tensors, **options)
+
+    def backward_tiles(
+        self, tiles: Iterable[TileCall]
+    ) -> Iterator[tuple[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]:
+        """``backward`` of tiles of one attention, likewise."""
+        for index, (tensors, options) in enumerate(tiles):
+            yield index, self.backward(*tensors, **options)
 
     @abstractmethod
     def check(self, q_BHLD: torch.Tensor, k_BGMD: torch.Tensor, v_BGME: torch.Tensor, *, biased: bool) -> None:

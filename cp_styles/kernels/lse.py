@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from cp_styles.kernels.base import Kernel
+from cp_styles.kernels.base import Kernel, TileCall
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,30 @@ class LseGradient(Kernel):
         return self.inner.forward(q_BHLD, k_BGMD, v_BGME, **options)
 
     def backward(self, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, lse_BHL, **options):
-        # CUDA's kernels take head dims in multiples of 8, so one column more is eight.
-        q, k, v = (F.pad(x, (0, 8)) for x in (q_BHLD, k_BGMD, v_BGME))
-        grad, out = F.pad(grad_BHLE, (0, 7)), F.pad(out_BHLE, (0, 8), value=-1.0)
-        dq, dk, dv = (x[..., :-8] for x in self.inner.backward(grad, q, k, v, out, lse_BHL, **options))
-        return dq, dk, dv
+        return _cut(self.inner.backward(*_widened(grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, lse_BHL), **options))
+
+    def forward_tiles(self, tiles):
+        return self.inner.forward_tiles(tiles)
+
+    def backward_tiles(self, tiles):
+        wider = (TileCall(_widened(*tensors), options) for tensors, options in tiles)
+        for index, gradients in self.inner.backward_tiles(wider):
+            yield index, _cut(gradients)
 
     def check(self, q_BHLD: torch.Tensor, k_BGMD: torch.Tensor, v_BGME: torch.Tensor, *, biased: bool) -> None:
         self.inner.check(q_BHLD, k_BGMD, v_BGME, biased=biased)
 
     def tile_dtype(self, dtype):
         return self.inner.tile_dtype(dtype)
+
+
+def _widened(grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, lse_BHL) -> tuple[torch.Tensor, ...]:
+    """A backward's tensors with the column more."""
+    # CUDA's kernels take head dims in multiples of 8, so one column more is eight.
+    q, k, v = (F.pad(x, (0, 8)) for x in (q_BHLD, k_BGMD, v_BGME))
+    return F.pad(grad_BHLE, (0, 7)), q, k, v, F.pad(out_BHLE, (0, 8), value=-1.0), lse_BHL
+
+
+def _cut(gradients: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dq, dk, dv = (x[..., :-8] for x in gradients)
+    return dq, dk, dv

@@ -1,4 +1,4 @@
-"""The kernels behind torch's scaled_dot_product_attention, called tile by tile through their aten ops.
+"""The kernels behind torch's scaled_dot_product_attention, called by their aten ops, tile by tile or many at once.
 
 The ops differ in argument names and in what they return, not in what they compute: arguments are bound to the op's own
 schema by name, so one class serves all of them and a torch version that changes a signature is met here.
@@ -6,15 +6,22 @@ schema by name, so one class serves all of them and a torch version that changes
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from cp_styles.kernels.base import Kernel
+from cp_styles.kernels.base import Kernel, TileCall
+from cp_styles.kernels.packing import Packing
 from cp_styles.merge import EMPTY_LSE
+
+# A pack is a copy of its tiles. It pays where a call by itself would leave a GPU idle, and not where a tile alone has
+# more blocks of 128 queries, of some 32 heads, than there are multiprocessors. A guess that no GPU has confirmed.
+_LONG_TILE = 1024
+# The most rows of queries, or of keys, in a pack: what the copies may take.
+_MOST_ROWS = 2**15
 
 # One name for what the schemas call differently.
 _ALIASES = {"grad_out_": "grad_out", "log_sumexp": "logsumexp", "output": "out", "attn_bias": "attn_mask"}
@@ -151,6 +158,120 @@ class SdpaKernel(Kernel):
         return grad if grad.shape[1] == kv.shape[1] else grad.unflatten(1, (kv.shape[1], -1)).sum(2)
 
 
+# What else the packed ops take, in some version of torch.
+_UNUSED = ("window_size_left", "window_size_right", "seqused_k", "alibi_slopes", "block_table", "num_splits")
+
+
+@dataclass(frozen=True)
+class VarlenKernel(SdpaKernel):
+    """A fused op with a sibling for packed documents, which takes the tiles of one cover in one call.
+
+    It is given a pack, in which each tile is a document: see :mod:`cp_styles.kernels.packing`. Causal tiles are square,
+    so how the mask of a document with more keys than queries would be aligned does not matter.
+
+    Memory: a copy of what is in a pack, of at most _MOST_ROWS queries and keys a head.
+
+    Attributes:
+        packed_name: the sibling's name in aten, without its ``_forward`` or ``_backward``.
+    """
+
+    packed_name: str = "_flash_attention"
+
+    @property
+    def packed_forward_op(self) -> torch._ops.OpOverload:
+        return getattr(torch.ops.aten, f"{self.packed_name}_forward").default
+
+    @property
+    def packed_backward_op(self) -> torch._ops.OpOverload:
+        return getattr(torch.ops.aten, f"{self.packed_name}_backward").default
+
+    def forward_tiles(self, tiles):
+        for indices, calls in _packs(tiles, query=0):
+            if len(calls) == 1:
+                yield indices[0], self.forward(*calls[0].tensors, **calls[0].options)
+            else:
+                yield from zip(indices, self._forward_pack(calls), strict=True)
+
+    def backward_tiles(self, tiles):
+        for indices, calls in _packs(tiles, query=1):
+            if len(calls) == 1:
+                yield indices[0], self.backward(*calls[0].tensors, **calls[0].options)
+            else:
+                yield from zip(indices, self._backward_pack(calls), strict=True)
+
+    def _forward_pack(self, calls: Sequence[TileCall]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        q, k, v = zip(*(call.tensors for call in calls), strict=True)
+        rows, columns = Packing.of(q), Packing.of(k)
+        q_THD, scale, _ = _positive_scale(rows.join(q), calls[0].options["scale"])
+        out_THD, lse_HT, *_ = _call(
+            self.packed_forward_op,
+            query=q_THD,
+            key=columns.join(k),
+            value=columns.join(v),
+            scale=scale,
+            return_debug_mask=False,
+            **_documents(rows, columns, calls),
+        )
+        return zip(rows.split(out_THD), rows.split_lse(lse_HT), strict=True)
+
+    def _backward_pack(self, calls: Sequence[TileCall]) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        grad, q, k, v, out, lse = zip(*(call.tensors for call in calls), strict=True)
+        rows, columns = Packing.of(q), Packing.of(k)
+        q_THD, scale, sign = _positive_scale(rows.join(q), calls[0].options["scale"])
+        dq, dk, dv = _call(
+            self.packed_backward_op,
+            grad_out=rows.join(grad),
+            query=q_THD,
+            key=columns.join(k),
+            value=columns.join(v),
+            out=rows.join(out),
+            logsumexp=rows.join_lse(lse),
+            scale=scale,
+            # Never read: there is no dropout.
+            rng_state=torch.zeros(2, dtype=torch.uint64, device=q_THD.device),
+            unused=torch.empty(0, device=q_THD.device),
+            **_documents(rows, columns, calls),
+        )
+        return zip(rows.split(dq if sign == 1.0 else dq * sign), columns.split(dk), columns.split(dv), strict=True)
+
+
+def _packs(tiles: Iterable[TileCall], query: int) -> Iterator[tuple[list[int], list[TileCall]]]:
+    """Tiles, with their numbers, that one call may take; ``query`` is the place of the query among their tensors."""
+    packs: dict[bool, tuple[list[int], list[TileCall]]] = {}
+    counts = {True: (0, 0), False: (0, 0)}
+    for index, call in enumerate(tiles):
+        cover, (q, k) = call.options["causal"], call.tensors[query : query + 2]
+        queries, keys = q.shape[0] * q.shape[2], k.shape[0] * k.shape[2]
+        if call.options["bias"] is not None or queries > _LONG_TILE:
+            yield [index], [call]
+            continue
+        counts[cover] = counts[cover][0] + queries, counts[cover][1] + keys
+        if cover in packs and max(counts[cover]) > _MOST_ROWS:
+            yield packs.pop(cover)
+            counts[cover] = queries, keys
+        indices, calls = packs.setdefault(cover, ([], []))
+        indices.append(index)
+        calls.append(call)
+    yield from packs.values()
+
+
+def _documents(rows: Packing, columns: Packing, calls: Sequence[TileCall]) -> dict[str, Any]:
+    """What both packed ops are told beside tensors."""
+    device, causal = calls[0].tensors[0].device, calls[0].options["causal"]
+    q_bounds = rows.bounds(device)
+    return {
+        "cum_seq_q": q_bounds,
+        "cum_seq_k": q_bounds if rows == columns else columns.bounds(device),
+        # It sizes the grid, and may be more than there is. At 1 the CUDA kernel takes another way, made for decoding,
+        # on which heads change places.
+        "max_q": max(rows.longest, 2),
+        "max_k": columns.longest,
+        "dropout_p": 0.0,
+        "is_causal": causal,
+        **dict.fromkeys(_UNUSED),
+    }
+
+
 def _positive_scale(q_BHLD: torch.Tensor, scale: float) -> tuple[torch.Tensor, float, float]:
     """``(query, scale, sign)`` with the same logits and a scale above 0; dq is to be multiplied by ``sign``.
 
@@ -173,7 +294,7 @@ _LOW = (torch.float16, torch.bfloat16)
 CPU_FLASH = SdpaKernel(
     "_scaled_dot_product_flash_attention_for_cpu", "cpu", (torch.float64, torch.float32, *_LOW), wide_tiles=True
 )
-CUDA_FLASH = SdpaKernel("_scaled_dot_product_flash_attention", "cuda", _LOW)
+CUDA_FLASH = VarlenKernel("_scaled_dot_product_flash_attention", "cuda", _LOW)
 CUDA_EFFICIENT = SdpaKernel(
     "_scaled_dot_product_efficient_attention", "cuda", (torch.float32, *_LOW), grouped=False, lse_multiple=32
 )

@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 import torch
 
 from cp_styles.comm import Pending, exchange
-from cp_styles.kernels import Where
+from cp_styles.kernels import TileCall, Where
 from cp_styles.merge import OnlineSoftmax, RowSum, accumulation_dtype, sink_gradient
 from cp_styles.plan import Cover, Part, Plan, Rows, Tile, make_plan, needs_bias
 from cp_styles.strategies.base import Attention, Spec, Strategy, residual_views
@@ -68,13 +68,9 @@ class MovingKV(Strategy):
             q = q_BHLD.to(walk.dtype)
             softmax = OnlineSoftmax((*q.shape[:3], v_BGME.shape[3]), walk.dtype, q.device)
             for arrived in walk.fetched(buffers):
-                for part, k, v in arrived:
-                    for tile in walk.tiles(part):
-                        options = walk.options(part, tile)
-                        out, lse = attention.kernel.forward(
-                            _rows(q, tile.q), _rows(k, tile.kv), _rows(v, tile.kv), **options
-                        )
-                        softmax.add(tile.q, out, lse)
+                tiles = walk.tiles(arrived)
+                for index, (out, lse) in attention.kernel.forward_tiles(walk.calls(arrived, tiles, (q,))):
+                    softmax.add(tiles[index][1].q, out, lse)
             if sink_H is not None:
                 softmax.add_sink(sink_H)
             out, lse = softmax.result()
@@ -91,23 +87,17 @@ class MovingKV(Strategy):
             home = _Homecoming(walk)
             # Kept messages leave nothing to wait for: remote keys first, so that their gradients travel meanwhile.
             for arrived in walk.kept(buffers) if self.keep_kv else walk.fetched([]):
-                gradients = []
-                for part, k, v in arrived:
-                    dk, dv = (RowSum(x.shape, walk.wide, q.device) for x in (k, v))
-                    for tile in walk.tiles(part):
-                        tile_dq, tile_dk, tile_dv = attention.kernel.backward(
-                            _rows(grad, tile.q),
-                            _rows(q, tile.q),
-                            _rows(k, tile.kv),
-                            _rows(v, tile.kv),
-                            _rows(out, tile.q),
-                            _rows(lse_BHL, tile.q),
-                            **walk.options(part, tile),
-                        )
-                        dq.add(tile.q, tile_dq)
-                        dk.add(tile.kv, tile_dk)
-                        dv.add(tile.kv, tile_dv)
-                    gradients.append((part, dk.result(), dv.result()))
+                tiles = walk.tiles(arrived)
+                sums = [[RowSum(x.shape, walk.wide, q.device) for x in (k, v)] for _, k, v in arrived]
+                calls = walk.calls(arrived, tiles, (grad, q), (out, lse_BHL))
+                for index, (tile_dq, tile_dk, tile_dv) in attention.kernel.backward_tiles(calls):
+                    place, tile = tiles[index]
+                    dq.add(tile.q, tile_dq)
+                    for total, share in zip(sums[place], (tile_dk, tile_dv), strict=True):
+                        total.add(tile.kv, share)
+                gradients = [
+                    (part, dk.result(), dv.result()) for (part, _, _), (dk, dv) in zip(arrived, sums, strict=True)
+                ]
                 home.bring(gradients)
             dk, dv = home.result()
             dsink = None if sink_H is None else sink_gradient(sink_H, grad, out, lse_BHL)
@@ -188,9 +178,28 @@ class _Walk:
             yield [self._arrived(source, next(places)) for source in group]
         yield self._own()
 
-    def tiles(self, part: Part) -> Sequence[Tile]:
-        """What to compute of a part: nothing where there is no head or no batch."""
-        return part.tiles if self.q.numel() else ()
+    def tiles(self, arrived: Sequence[Arrived]) -> list[tuple[int, Tile]]:
+        """What to compute of parts, each tile with its part's place: nothing where there is no head or no batch."""
+        if not self.q.numel():
+            return []
+        return [(place, tile) for place, (part, _, _) in enumerate(arrived) for tile in part.tiles]
+
+    def calls(
+        self,
+        arrived: Sequence[Arrived],
+        tiles: Sequence[tuple[int, Tile]],
+        before: tuple[torch.Tensor, ...],
+        after: tuple[torch.Tensor, ...] = (),
+    ) -> Iterator[TileCall]:
+        """What a kernel is given for each tile: its rows of ``before``, of k and v, and of ``after``.
+
+        One by one, since a mask is made for a tile, and is as large.
+        """
+        for place, tile in tiles:
+            part, k, v = arrived[place]
+            queries = [[_rows(x, tile.q) for x in tensors] for tensors in (before, after)]
+            tensors = (*queries[0], _rows(k, tile.kv), _rows(v, tile.kv), *queries[1])
+            yield TileCall(tensors, self.options(part, tile))
 
     def options(self, part: Part, tile: Tile) -> dict:
         """The kernel's keyword arguments for a tile."""

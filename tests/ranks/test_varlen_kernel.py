@@ -1,0 +1,145 @@
+"""A kernel that takes many tiles in one call, through the engine: torch's CUDA varlen flash, of which there is only a
+stand-in under the same schema here (see :mod:`tests.varlen_op`)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+
+import pytest
+import torch
+
+from cp_styles.functional import context_attention
+from cp_styles.kernels import CPU_FLASH
+from cp_styles.layout import contiguous, head_tail, per_document_head_tail
+from cp_styles.mask import Causal, Documents, Full, PerRow
+from cp_styles.strategies import AllGather, Ring, Ulysses
+from cp_styles.testing import run_ranks
+from cp_styles.varlen import context_varlen_attention
+from tests.oracle import document_of
+from tests.ranks.attention_case import EXACT, Problem, cp_mesh, plain, run_attention
+from tests.ranks.flex_case import FlexProblem, of_documents
+from tests.varlen_op import PACKED, STAND_IN, Ops, varlen_ops_on_cpu
+
+# Short and long ones, on both sides of the plan's shortest run (32 rows); empty ones are none.
+LENGTHS = (40, 3, 70, 1, 35, 5, 33, 64)
+STRATEGIES = [
+    (Ring(), 2),
+    (Ring(keep_kv=False), 3),
+    (AllGather(), 4),
+    (AllGather(keep_kv=False), 2),
+    (Ulysses(), 2),
+    (Ulysses(inner=AllGather(), size=2), 4),
+]
+
+
+def within(lengths: tuple[int, ...], causal: bool) -> torch.Tensor:
+    """Which pairs are in one document: [S, S]."""
+    ids = torch.tensor([document_of(lengths)(position) for position in range(sum(lengths))])
+    same = ids[:, None] == ids[None]
+    return same.tril() if causal else same
+
+
+def attended(problem: Problem, ranks: int, **options) -> tuple[list[float], list[Counter]]:
+    """The largest errors of each rank, and the attention ops that it called."""
+
+    def on(rank: int):
+        attend = partial(context_attention, group=cp_mesh(ranks), kernel=STAND_IN, **options)
+        with Ops() as ops:
+            errors = run_attention(attend, problem, rank, ranks, layout=options["layout"])
+        return max(errors), ops.counts
+
+    with varlen_ops_on_cpu():
+        errors, counts = zip(*run_ranks(on, ranks), strict=True)
+    return list(errors), list(counts)
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), STRATEGIES, ids=plain)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("layout", [contiguous, head_tail], ids=plain)
+def test_documents_are_attended_as_on_one_device(strategy, ranks: int, causal: bool, layout):
+    """Grouped heads and a batch of 2, which the pack holds one after the other."""
+    problem = Problem(length=sum(LENGTHS), kv_heads=2, mask=within(LENGTHS, causal), scale=0.3)
+    mask = Documents(LENGTHS) & Causal() if causal else Documents(LENGTHS)
+    errors, counts = attended(problem, ranks, strategy=strategy, mask=mask, layout=layout, scale=0.3)
+    assert max(errors) < EXACT
+    assert any(count[PACKED[0]] for count in counts)
+    assert [count[PACKED[0]] for count in counts] == [count[PACKED[1]] for count in counts]
+
+
+@pytest.mark.parametrize("name", ["causal", "full", "documents a row"])
+def test_other_masks(name: str):
+    """One tile a round, packs of several sources' full tiles, and a plan for each row of the batch."""
+    rows = (LENGTHS, LENGTHS[::-1])
+    length = sum(LENGTHS)
+    masks = {
+        "causal": (Causal(), torch.ones(length, length, dtype=torch.bool).tril()),
+        "full": (Full(), torch.ones(length, length, dtype=torch.bool)),
+        "documents a row": (
+            PerRow(tuple(Documents(row) & Causal() for row in rows)),
+            torch.stack([within(row, True) for row in rows])[:, None],
+        ),
+    }
+    mask, seen = masks[name]
+    problem = Problem(length=length, kv_heads=1, mask=seen)
+    for strategy in (Ring(), AllGather()):
+        errors, _ = attended(problem, 3, strategy=strategy, mask=mask, layout=head_tail)
+        assert max(errors) < EXACT
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (4, 0)])
+def test_the_function_with_gradients_of_its_logsumexp(window: tuple[int, int], monkeypatch):
+    """By the kernel that a call finds for itself, as on CUDA it finds flash."""
+    monkeypatch.setattr("cp_styles.state.SDPA_KERNELS", (STAND_IN,))
+    same = of_documents(LENGTHS)
+
+    def mask_mod(b, h, q, kv):
+        allowed = same(b, h, q, kv)
+        allowed = allowed & (q - kv <= window[0]) if window[0] >= 0 else allowed
+        return allowed & (kv <= q) if window[1] == 0 else allowed
+
+    problem, ranks = FlexProblem(mask_mod, length=sum(LENGTHS), batch=1), 3
+    cu = torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32)
+    for layout in (contiguous(sum(LENGTHS), ranks), per_document_head_tail(sum(LENGTHS), ranks, documents=LENGTHS)):
+
+        def rank_main(rank: int, layout=layout):
+            def attend(*qkv, **_):
+                q, k, v = (x.squeeze(0).transpose(0, 1) for x in qkv)
+                out, lse = context_varlen_attention(
+                    q,
+                    k,
+                    v,
+                    cp_mesh(ranks),
+                    cu,
+                    window_size=window,
+                    return_lse=True,
+                    layout=layout,
+                )
+                return out.transpose(0, 1).unsqueeze(0), lse.unsqueeze(0)
+
+            return problem.run(attend, layout, rank)
+
+        with varlen_ops_on_cpu():
+            found = run_ranks(rank_main, ranks)
+        assert max(problem.errors(found, layout)) < EXACT
+
+
+def test_low_precision_is_as_good_as_tile_by_tile():
+    """The op returns low precision, as a tile's does, so packing adds nothing to the error."""
+    problem = Problem(length=sum(LENGTHS), kv_heads=2, mask=within(LENGTHS, True), dtype=torch.bfloat16)
+    options = {"strategy": AllGather(), "mask": Documents(LENGTHS) & Causal(), "layout": contiguous}
+    packed, _ = attended(problem, 2, **options)
+
+    def on(rank: int):
+        kernel = CPU_FLASH  # merges in float32, from float32 tiles: the better of the two
+        return max(
+            run_attention(
+                partial(context_attention, group=cp_mesh(2), kernel=kernel, **options),
+                problem,
+                rank,
+                2,
+                layout=contiguous,
+            )
+        )
+
+    assert max(packed) < 2 * max(run_ranks(on, 2))
