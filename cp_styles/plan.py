@@ -86,30 +86,36 @@ class Plan:
         return sum(part.count for part in self.parts if part.source != self.rank)
 
 
-def make_plan(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, rank: int) -> Plan:
-    """The plan of ``rank`` for queries cut by ``q_layout`` and keys cut by ``kv_layout`` under ``mask``; cached."""
-    return _make_plan(q_layout, kv_layout, mask.pattern, rank)
+def make_plan(
+    q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, rank: int, *, small_tiles: bool = False
+) -> Plan:
+    """The plan of ``rank`` for queries cut by ``q_layout`` and keys cut by ``kv_layout`` under ``mask``; cached.
+
+    ``small_tiles`` says that many small tiles cost little: short runs then stay what they are, rather than join into a
+    block with an explicit mask, unless they see the same keys many times over. What travels is the same.
+    """
+    return _make_plan(q_layout, kv_layout, mask.pattern, rank, small_tiles)
 
 
 @lru_cache(maxsize=1024)
-def _make_plan(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, rank: int) -> Plan:
+def _make_plan(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, rank: int, small_tiles: bool) -> Plan:
     ranks = q_layout.ranks
-    parts = tuple(_part(q_layout, kv_layout, mask, rank, source) for source in range(ranks))
+    parts = tuple(_part(q_layout, kv_layout, mask, rank, source, small_tiles) for source in range(ranks))
     sends = tuple(() if peer == rank else _rows(q_layout, kv_layout, mask, peer, rank) for peer in range(ranks))
     return Plan(rank, parts, sends)
 
 
-def needs_bias(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask) -> bool:
+def needs_bias(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, *, small_tiles: bool = False) -> bool:
     """Whether some tile of some rank has an explicit mask; cached."""
-    return mask.has_bias or _has_partial_tile(q_layout, kv_layout, mask.pattern)
+    return mask.has_bias or _has_partial_tile(q_layout, kv_layout, mask.pattern, small_tiles)
 
 
 @lru_cache(maxsize=1024)
-def _has_partial_tile(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask) -> bool:
+def _has_partial_tile(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, small_tiles: bool) -> bool:
     return any(
         tile.cover is Cover.PARTIAL
         for rank in range(q_layout.ranks)
-        for part in make_plan(q_layout, kv_layout, mask, rank).parts
+        for part in make_plan(q_layout, kv_layout, mask, rank, small_tiles=small_tiles).parts
         for tile in part.tiles
     )
 
@@ -230,7 +236,9 @@ def _block_part(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask,
     return Part(source, _ranges(cells.needed), tuple(tiles))
 
 
-def _part(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, rank: int, source: int) -> Part:
+def _part(
+    q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, rank: int, source: int, small_tiles: bool
+) -> Part:
     if mask.grids:
         return _block_part(q_layout, kv_layout, mask, rank, source)
     a, b = _intervals(q_layout, kv_layout, mask, rank, source)
@@ -242,24 +250,44 @@ def _part(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, rank:
     before = torch.cumsum(stops - starts, 0) - (stops - starts)
     index = torch.searchsorted(starts, a, right=True).sub_(1).clamp_(min=0)
     shift = torch.where(b > a, starts[index] - before[index], 0)
-    tiles = _tiles(a - shift, b - shift, mask.has_bias)
+    tiles = _tiles(a - shift, b - shift, mask.has_bias, small_tiles)
     return Part(source, rows, tuple(tiles))
 
 
-def _tiles(a: torch.Tensor, b: torch.Tensor, biased: bool) -> Iterator[Tile]:
+def _tiles(a: torch.Tensor, b: torch.Tensor, biased: bool, small_tiles: bool) -> Iterator[Tile]:
     """Cut the region {(i, j): a_i <= j < b_i} into tiles, each attended pair in exactly one."""
+    for group in _groups(a, b):
+        for runs in _apart(a, b, group) if small_tiles and not biased else [group]:
+            yield from _group_tiles(a, b, runs, biased)
+
+
+def _groups(a: torch.Tensor, b: torch.Tensor) -> Iterator[list[tuple[int, int]]]:
+    """Runs, short ones with their neighbours."""
     group: list[tuple[int, int]] = []
     for start, stop in _runs(a, b):
         short = stop - start < _SHORT
         if group and not (short and stop - group[0][0] <= _BLOCK):
-            yield from _group_tiles(a, b, group, biased)
+            yield group
             group = []
         group.append((start, stop))
         if not short:
-            yield from _group_tiles(a, b, group, biased)
+            yield group
             group = []
     if group:
-        yield from _group_tiles(a, b, group, biased)
+        yield group
+
+
+def _apart(a: torch.Tensor, b: torch.Tensor, group: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """The group cut into tiles without a mask, where they have few more keys than one tile for all: at most twice.
+
+    Documents share none; stripes and windows share most, and each tile comes with a copy of its keys.
+    """
+    runs: list[tuple[int, int]] = []
+    for start, stop in group:
+        climbs = int(a[start]) != int(a[stop - 1])  # as it does from document to document of one row
+        runs += [(row, row + 1) for row in range(start, stop)] if climbs and stop - start < _SHORT else [(start, stop)]
+    low, high = a[[start for start, _ in runs]], b[[stop - 1 for _, stop in runs]]
+    return [[run] for run in runs] if int((high - low).sum()) <= 2 * int(high.max() - low.min()) else [group]
 
 
 def _runs(a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[int, int]]:

@@ -180,7 +180,7 @@ class Binding:
         attention = Attention(self.group, q_layout, kv_layout, mask, kernel, scale, heads)
         if self.kernel is not None:
             try:
-                kernel.check(q, k, v, biased=self.strategy.needs_bias(q_layout, kv_layout, mask))
+                self._check_kernel(kernel, q_layout, kv_layout, mask, tensors)
             except NotImplementedError as error:
                 raise NotImplementedError(f"{self.name}: {error}") from None
         return attention
@@ -200,14 +200,18 @@ class Binding:
         return self.layout_for(kv_length)
 
     def _kernel(self, q_layout, kv_layout, mask, tensors, preferred: Kernel | None) -> Kernel:
-        biased = self.strategy.needs_bias(q_layout, kv_layout, mask)
         for kernel in (*([preferred] if preferred else []), *SDPA_KERNELS, ReferenceKernel()):
             try:
-                kernel.check(*tensors, biased=biased)
+                self._check_kernel(kernel, q_layout, kv_layout, mask, tensors)
             except NotImplementedError:
                 continue
             return kernel
         raise AssertionError("the reference kernel takes everything")
+
+    def _check_kernel(self, kernel: Kernel, q_layout, kv_layout, mask: Mask, tensors: Sequence[torch.Tensor]) -> None:
+        kernel.check(*tensors, biased=False)  # before plans are made for it, which takes longer
+        small_tiles = kernel.small_tiles
+        kernel.check(*tensors, biased=self.strategy.needs_bias(q_layout, kv_layout, mask, small_tiles=small_tiles))
 
     def known_lengths(
         self, refuse: Callable[[], None], tensors: Sequence[torch.Tensor], seq_dim: int

@@ -38,6 +38,8 @@ class Kernel(ABC):
 
     # Whether forward and backward take one more keyword, ``where`` (a Where).
     positional: ClassVar[bool] = False
+    # Whether many small tiles cost little, so that the plan need not join them.
+    small_tiles: ClassVar[bool] = False
 
     @abstractmethod
     def forward(

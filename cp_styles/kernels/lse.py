@@ -24,6 +24,10 @@ class LseGradient(Kernel):
     def positional(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.inner.positional
 
+    @property
+    def small_tiles(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.inner.small_tiles
+
     def forward(self, q_BHLD, k_BGMD, v_BGME, **options):
         return self.inner.forward(q_BHLD, k_BGMD, v_BGME, **options)
 

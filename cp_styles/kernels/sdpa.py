@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -176,6 +176,7 @@ class VarlenKernel(SdpaKernel):
     """
 
     packed_name: str = "_flash_attention"
+    small_tiles: ClassVar[bool] = True
 
     @property
     def packed_forward_op(self) -> torch._ops.OpOverload:

@@ -80,8 +80,10 @@ class Strategy(ABC):
         raise ValueError(f"{self} works on one mesh axis; for two take Ulysses(inner={self}), or flatten them yourself")
 
     @abstractmethod
-    def needs_bias(self, q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask) -> bool:
-        """Whether some rank will have to give its kernel an explicit mask."""
+    def needs_bias(
+        self, q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, *, small_tiles: bool = False
+    ) -> bool:
+        """Whether some rank will have to give its kernel, of which ``small_tiles`` is told, an explicit mask."""
 
     @abstractmethod
     def residual_specs(

@@ -44,8 +44,8 @@ class MovingKV(Strategy):
     def rounds(self, rank: int, ranks: int) -> Sequence[Sequence[int]]:
         """The *other* ranks, in groups whose keys arrive together; every rank has the same number of groups."""
 
-    def needs_bias(self, q_layout, kv_layout, mask):
-        return needs_bias(q_layout, kv_layout, mask)
+    def needs_bias(self, q_layout, kv_layout, mask, *, small_tiles=False):
+        return needs_bias(q_layout, kv_layout, mask, small_tiles=small_tiles)
 
     def residual_specs(self, attention, q_BHLD, k_BGMD, v_BGME):
         return attention.once(
@@ -256,7 +256,8 @@ class _Walk:
 def _way(strategy: MovingKV, attention: Attention) -> tuple[int, Plan, _Rounds, _Rounds, int]:
     """This rank, its plan, who sends to it and to whom it sends in each round, and the number of its tiles."""
     rank, ranks = attention.rank, attention.ranks
-    plan = make_plan(attention.q_layout, attention.kv_layout, attention.mask, rank)
+    small_tiles = attention.kernel.small_tiles
+    plan = make_plan(attention.q_layout, attention.kv_layout, attention.mask, rank, small_tiles=small_tiles)
     tiles = sum(len(part.tiles) for part in plan.parts)
     return rank, plan, strategy.rounds(rank, ranks), _destinations(strategy, rank, ranks), tiles
 

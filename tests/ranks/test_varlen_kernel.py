@@ -4,17 +4,20 @@ stand-in under the same schema here (see :mod:`tests.varlen_op`)."""
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import pytest
 import torch
 
 from cp_styles.functional import context_attention
-from cp_styles.kernels import CPU_FLASH
+from cp_styles.kernels import CPU_FLASH, VarlenKernel
 from cp_styles.layout import contiguous, head_tail, per_document_head_tail
-from cp_styles.mask import Causal, Documents, Full, PerRow
+from cp_styles.mask import Causal, Documents, Full, PerRow, SlidingWindow
+from cp_styles.plan import Cover, make_plan
 from cp_styles.strategies import AllGather, Ring, Ulysses
-from cp_styles.testing import run_ranks
+from cp_styles.testing import RankError, run_ranks
 from cp_styles.varlen import context_varlen_attention
 from tests.oracle import document_of
 from tests.ranks.attention_case import EXACT, Problem, cp_mesh, plain, run_attention
@@ -23,6 +26,7 @@ from tests.varlen_op import PACKED, STAND_IN, Ops, varlen_ops_on_cpu
 
 # Short and long ones, on both sides of the plan's shortest run (32 rows); empty ones are none.
 LENGTHS = (40, 3, 70, 1, 35, 5, 33, 64)
+DOCUMENTS = (1, 2, 3, 9, 1, 1, 14, 2, 2, 5, 8, 1, 3, 4, 2, 6, 1, 1, 1, 2, 7, 3, 1, 2, 2, 1, 4, 6)
 STRATEGIES = [
     (Ring(), 2),
     (Ring(keep_kv=False), 3),
@@ -44,7 +48,7 @@ def attended(problem: Problem, ranks: int, **options) -> tuple[list[float], list
     """The largest errors of each rank, and the attention ops that it called."""
 
     def on(rank: int):
-        attend = partial(context_attention, group=cp_mesh(ranks), kernel=STAND_IN, **options)
+        attend = partial(context_attention, group=cp_mesh(ranks), **{"kernel": STAND_IN} | options)
         with Ops() as ops:
             errors = run_attention(attend, problem, rank, ranks, layout=options["layout"])
         return max(errors), ops.counts
@@ -65,6 +69,51 @@ def test_documents_are_attended_as_on_one_device(strategy, ranks: int, causal: b
     assert max(errors) < EXACT
     assert any(count[PACKED[0]] for count in counts)
     assert [count[PACKED[0]] for count in counts] == [count[PACKED[1]] for count in counts]
+
+
+@pytest.mark.parametrize(("strategy", "calls"), [(Ring(), 4), (AllGather(), 2)], ids=plain)
+def test_28_documents_are_a_call_a_round(strategy, calls: int):
+    """Each document in 8 chunks, as torch's own balancer for documents cuts them: on each of 4 ranks 28 causal tiles of
+    its own keys, and 28 full ones of each other rank's. A ring is 4 rounds, an
+    all-gather 2."""
+    documents = tuple(8 * length for length in DOCUMENTS)
+    layout = per_document_head_tail(sum(documents), 4, documents=documents)
+    mask = Documents(documents) & Causal()
+    for rank in range(4):
+        parts = make_plan(layout, layout, mask, rank, small_tiles=True).parts
+        covers = [{tile.cover for tile in part.tiles} for part in parts]
+        assert covers == [{Cover.CAUSAL if source == rank else Cover.FULL} for source in range(4)]
+        assert sum(len(part.tiles) for part in parts) == 4 * 28
+    problem = Problem(length=sum(documents), batch=1, heads=2, kv_heads=1, mask=within(documents, True))
+    errors, counts = attended(problem, 4, strategy=strategy, mask=mask, layout=layout)
+    assert max(errors) < EXACT
+    assert (
+        counts == [{"cp_styles::attention": 1, "cp_styles::attention_backward": 1, **dict.fromkeys(PACKED, calls)}] * 4
+    )
+
+
+@dataclass(frozen=True)
+class Maskless(VarlenKernel):
+    """Takes no mask, as flash on CUDA does not."""
+
+    takes_bias: ClassVar[bool] = False  # pyright: ignore[reportIncompatibleMethodOverride]
+
+
+@pytest.mark.parametrize("strategy", [Ring(), Ulysses(size=2)], ids=plain)
+def test_short_documents_need_no_mask(strategy):
+    """What joins them under one would send the whole pack, on CUDA, to a kernel that takes masks."""
+    kernel = Maskless(STAND_IN.name, STAND_IN.device_type, STAND_IN.dtypes)
+    problem = Problem(length=sum(DOCUMENTS), mask=within(DOCUMENTS, True))
+    options = {"strategy": strategy, "layout": head_tail, "kernel": kernel}
+    errors, counts = attended(problem, 4, mask=Documents(DOCUMENTS) & Causal(), **options)
+    assert max(errors) < EXACT
+    assert all(count[PACKED[0]] for count in counts)
+    rows = (DOCUMENTS, DOCUMENTS[::-1])
+    problem = Problem(length=sum(DOCUMENTS), mask=torch.stack([within(row, True) for row in rows])[:, None])
+    errors, _ = attended(problem, 4, mask=PerRow(tuple(Documents(row) & Causal() for row in rows)), **options)
+    assert max(errors) < EXACT
+    with pytest.raises(RankError, match="takes no mask, and this layout and mask need one in some tile"):
+        attended(problem, 4, mask=SlidingWindow(4, 0), **options)
 
 
 @pytest.mark.parametrize("name", ["causal", "full", "documents a row"])

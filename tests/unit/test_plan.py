@@ -1,14 +1,16 @@
 """The plan computes every attended pair once, asks for the rows it needs and no other, and everybody agrees on it."""
 
+from functools import partial
+
 import pytest
 import torch
 from expecttest import assert_expected_inline
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cp_styles.layout import SequenceLayout, contiguous, head_tail, striped
+from cp_styles.layout import SequenceLayout, contiguous, head_tail, per_document_head_tail, striped
 from cp_styles.mask import Causal, Dense, Documents, Full, Mask, SlidingWindow
-from cp_styles.plan import Cover, Part, Rows, Tile, attended_pairs, imbalance, make_plan, needs_bias
+from cp_styles.plan import Cover, Part, Plan, Rows, Tile, attended_pairs, imbalance, make_plan, needs_bias
 from tests.layouts import layouts
 from tests.oracle import allowed, mask_cases
 
@@ -35,6 +37,17 @@ def pairs_of(tile: Tile, part: Part, visible: torch.Tensor) -> torch.Tensor:
 
 def check_plans(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, seen: torch.Tensor) -> None:
     plans = [make_plan(q_layout, kv_layout, mask, rank) for rank in range(q_layout.ranks)]
+    check_tiles(plans, q_layout, kv_layout, mask, seen)
+    apart = [make_plan(q_layout, kv_layout, mask, rank, small_tiles=True) for rank in range(q_layout.ranks)]
+    check_tiles(apart, q_layout, kv_layout, mask, seen)
+    for plan, other in zip(plans, apart, strict=True):  # only tiles differ
+        assert [part.rows for part in plan.parts] == [part.rows for part in other.parts]
+        assert plan.sends == other.sends
+
+
+def check_tiles(
+    plans: list[Plan], q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, seen: torch.Tensor
+) -> None:
     for rank, plan in enumerate(plans):
         mine = seen[q_layout.positions(rank)]
         assert attended_pairs(q_layout, kv_layout, mask, rank) == int(mine.sum())
@@ -118,6 +131,32 @@ def test_dense_masks_need_an_explicit_mask_in_every_tile():
         tile.cover for rank in range(2) for part in make_plan(layout, layout, mask, rank).parts for tile in part.tiles
     }
     assert covers == {Cover.PARTIAL}
+
+
+# Of all lengths; documents of one row in a row, and rows of a rank that are the end of one and the start of the next.
+DOCUMENTS = (1, 2, 3, 9, 1, 1, 14, 2, 2, 5, 8, 1, 3, 4, 2, 6, 1, 1, 1, 2, 7, 3, 1, 2, 2, 1, 4, 6)
+
+
+@pytest.mark.parametrize("scale", [1, 7, 40])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("balancer", [contiguous, head_tail, striped, "per document"])
+def test_documents_need_no_explicit_mask_where_small_tiles_are_welcome(scale: int, causal: bool, balancer):
+    documents = tuple(scale * length for length in DOCUMENTS)
+    mask = Documents(documents) & Causal() if causal else Documents(documents)
+    if balancer == "per document":
+        balancer = partial(per_document_head_tail, documents=documents)
+    layout = balancer(sum(documents), 4)
+    assert not needs_bias(layout, layout, mask, small_tiles=True)
+
+
+def test_small_tiles_that_would_see_the_same_keys_again_and_again_join():
+    """Windows, and stripes of more rows than one: a tile a row would be as many copies of the keys."""
+    for layout, mask in (
+        (contiguous(256, 2), SlidingWindow(20, 0)),
+        (partial(striped, block=4)(256, 2), Causal()),
+    ):
+        for rank in range(2):
+            assert make_plan(layout, layout, mask, rank) == make_plan(layout, layout, mask, rank, small_tiles=True)
 
 
 def picture(layout: SequenceLayout, mask: Mask) -> str:
