@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import enum
 import math
-import re
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from cp_styles.agreement import Word, compare, fingerprint, hear_of_refusals, plain
 from cp_styles.autocast import attended_dtype
 from cp_styles.comm import gather_numbers
 from cp_styles.composed import Beside
@@ -30,15 +28,6 @@ _SAME_CALL = (
 
 # Attentions of a binding that are kept, with what strategies have derived for them.
 _MOST_ATTENTIONS = 16
-
-
-class Word(enum.IntEnum):
-    """What a rank says of itself when ranks agree on what they are about to do."""
-
-    NO_CALL = -1
-    BAD_INPUTS = 0
-    GOOD_INPUTS = 1
-    GOOD_CALL = 2
 
 
 @dataclass
@@ -271,16 +260,16 @@ class Binding:
                 Word.GOOD_INPUTS if call is None else Word.GOOD_CALL,
                 tensors[0].shape[seq_dim],
                 tensors[1].shape[seq_dim],
-                _fingerprint(
+                fingerprint(
                     [*(_other_sizes(x, seq_dim) for x in tensors), *map(attended_dtype, tensors), _contents(attn_mask)]
                 ),
-                self._print ^ (_fingerprint([call]) if call else 0),
+                self._print ^ (fingerprint([call]) if call else 0),
                 watch.look(tensors, self.group),
             ]
         rows = gather_numbers(numbers, self.group)
         if problem is not None:
             raise problem
-        self._hear_of_refusals(rows)
+        hear_of_refusals(rows, self.name, self.axis)
         self._compare(rows, tensors, call or {})
         watch.compare([row[5] for row in rows], self.name, self.axis, self.group)
         q_length, kv_length = (sum(row[index] for row in rows) for index in (1, 2))
@@ -305,13 +294,13 @@ class Binding:
         numbers = [Word.NO_CALL, 0]
         try:
             refuse()
-            numbers = [Word.GOOD_CALL, _fingerprint([is_causal, scale, _contents(attn_mask)])]
+            numbers = [Word.GOOD_CALL, fingerprint([is_causal, scale, _contents(attn_mask)])]
         except (ValueError, TypeError, RuntimeError) as error:
             problem = error
         rows = gather_numbers(numbers, self.group)
         if problem is not None:
             raise problem
-        self._hear_of_refusals(rows)
+        hear_of_refusals(rows, self.name, self.axis)
         if len(set(rows)) > 1:
             odd = [rank for rank, row in enumerate(rows) if row != rows[0]]
             mask = "none" if attn_mask is None else f"one of shape {tuple(attn_mask.shape)}"
@@ -333,7 +322,7 @@ class Binding:
             if cut is not None and cut.ranks == self.group.size() and cut != self.layout_for(cut.length):
                 raise ValueError(
                     f"{self.name}: an input of shape {tuple(tensor.shape)} was cut with another layout than the "
-                    f"attention uses ({_plain(self.layout)}); cut and attend with the same one: layout= of the style, "
+                    f"attention uses ({plain(self.layout)}); cut and attend with the same one: layout= of the style, "
                     "or a SequenceScope around both"
                 )
 
@@ -342,15 +331,6 @@ class Binding:
         if keys != values:
             raise ValueError(f"{self.name}: key and value have different lengths: {keys} and {values}")
 
-    def _hear_of_refusals(self, rows: Sequence[tuple[int, ...]]) -> None:
-        for word, what in ((Word.BAD_INPUTS, "their inputs"), (Word.NO_CALL, "the attention inside")):
-            refused = [rank for rank, row in enumerate(rows) if row[0] == word]
-            if refused:
-                raise ValueError(
-                    f"{self.name}: ranks {refused} of mesh axis {self.axis!r} refused {what} (their own error says "
-                    "why); this rank stops with them"
-                )
-
     def _compare(
         self, rows: Sequence[tuple[int, ...]], tensors: Sequence[torch.Tensor], call: Mapping[str, Any]
     ) -> None:
@@ -358,20 +338,13 @@ class Binding:
         shapes = [(tuple(x.shape), str(attended_dtype(x))) for x in tensors]
         settings = ", ".join([self._text(), *(f"{name}={value}" for name, value in call.items())])
         named = "strategy, layout, mask or kernel" + (f" (or {', '.join(call)} of the call)" if call else "")
-        self._compare_column(rows, 3, "shape (beside the sequence), dtype or attn_mask", shapes)
+        where = self.name, self.axis
+        compare(rows, 3, *where, "shape (beside the sequence), dtype or attn_mask", shapes)
         if len({row[0] for row in rows}) == 1:
-            self._compare_column(rows, 4, named, settings)
+            compare(rows, 4, *where, named, settings)
         self._compare_lengths(rows)
         # A rank that did not get to its call was not asked about it: what it has instead of a call is told first.
-        self._compare_column(rows, 4, named, settings)
-
-    def _compare_column(self, rows: Sequence[tuple[int, ...]], column: int, what: str, mine: Any) -> None:
-        odd = [rank for rank, row in enumerate(rows) if row[column] != rows[0][column]]
-        if odd:
-            raise ValueError(
-                f"{self.name}: the ranks of mesh axis {self.axis!r} disagree on {what}: ranks {odd} differ from "
-                f"rank 0; here it is {mine}"
-            )
+        compare(rows, 4, *where, named, settings)
 
     def _compare_lengths(self, rows: Sequence[tuple[int, ...]]) -> None:
         for lengths in ([row[1] for row in rows], [row[2] for row in rows]):
@@ -379,16 +352,16 @@ class Binding:
             if list(layout.lengths) != lengths:
                 raise ValueError(
                     f"{self.name}: the ranks of mesh axis {self.axis!r} hold {lengths} positions, but the layout "
-                    f"{_plain(self.layout)} gives them {list(layout.lengths)} of {sum(lengths)}: cut the inputs with "
+                    f"{plain(self.layout)} gives them {list(layout.lengths)} of {sum(lengths)}: cut the inputs with "
                     "the layout the attention uses (layout.shard), or give the attention the layout they were cut with"
                 )
 
     def _text(self) -> str:
-        return ", ".join(_plain(part) for part in (self.strategy, self.layout, self.mask, self.kernel))
+        return ", ".join(plain(part) for part in (self.strategy, self.layout, self.mask, self.kernel))
 
     @cached_property
     def _print(self) -> int:
-        return _fingerprint([self._text(), self.mask.content])
+        return fingerprint([self._text(), self.mask.content])
 
 
 def refuse_dropout(name: str, dropout_p: float) -> None:
@@ -426,13 +399,3 @@ def _other_sizes(tensor: torch.Tensor, seq_dim: int) -> tuple[int, ...]:
 
 def _contents(mask: torch.Tensor | None) -> Any:
     return None if mask is None else (tuple(mask.shape), mask.dtype, digest(mask))
-
-
-def _plain(value: Any) -> str:
-    """A text that is the same on every rank: no addresses, and functions by name."""
-    return getattr(value, "__qualname__", None) or re.sub(r" at 0x[0-9a-f]+", "", repr(value))
-
-
-def _fingerprint(values: Sequence[Any]) -> int:
-    # Not hash(): Python salts the hash of strings differently in every process.
-    return zlib.crc32(repr(values).encode())

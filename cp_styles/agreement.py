@@ -1,0 +1,52 @@
+"""What ranks tell each other before they attend, and what they say where it does not fit together."""
+
+from __future__ import annotations
+
+import enum
+import re
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+Rows = Sequence[tuple[int, ...]]
+"""What each rank said, in group order: numbers, of which the first is a :class:`Word`."""
+
+
+class Word(enum.IntEnum):
+    """What a rank says of itself when ranks agree on what they are about to do."""
+
+    NO_CALL = -1
+    BAD_INPUTS = 0
+    GOOD_INPUTS = 1
+    GOOD_CALL = 2
+
+
+def hear_of_refusals(rows: Rows, name: str, axis: str) -> None:
+    """Raise ValueError where a rank has refused what it was given."""
+    for word, what in ((Word.BAD_INPUTS, "their inputs"), (Word.NO_CALL, "the attention inside")):
+        refused = [rank for rank, row in enumerate(rows) if row[0] == word]
+        if refused:
+            raise ValueError(
+                f"{name}: ranks {refused} of mesh axis {axis!r} refused {what} (their own error says why); this rank "
+                "stops with them"
+            )
+
+
+def compare(rows: Rows, column: int, name: str, axis: str, what: str, mine: Any) -> None:
+    """Raise ValueError unless the ranks have the same number in ``column``, which stands for ``mine`` on this one."""
+    odd = [rank for rank, row in enumerate(rows) if row[column] != rows[0][column]]
+    if odd:
+        raise ValueError(
+            f"{name}: the ranks of mesh axis {axis!r} disagree on {what}: ranks {odd} differ from rank 0; here it is "
+            f"{mine}"
+        )
+
+
+def plain(value: Any) -> str:
+    """A text that is the same on every rank: no addresses, and functions by name."""
+    return getattr(value, "__qualname__", None) or re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+
+
+def fingerprint(values: Sequence[Any]) -> int:
+    # Not hash(): Python salts the hash of strings differently in every process.
+    return zlib.crc32(repr(values).encode())
