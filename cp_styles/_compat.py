@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import overrides
+from torch._dynamo import eval_frame
+from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch._dynamo.types import FrameAction, FrameExecStrategy  # pyright: ignore[reportPrivateImportUsage]
 from torch._guards import _TLS, TracingContext
 from torch.distributed.device_mesh import DeviceMesh
@@ -263,12 +265,27 @@ class _AskedByWrapper(TracingContext):
     @property
     def fake_mode(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
         frame = sys._getframe(1)
-        asked_for = frame.f_locals.get("fn") if frame.f_code.co_name == "compile_wrapper" else None
+        asked_for = frame.f_locals.get("fn") if frame.f_code.co_name == _WRAPPER else None
         return _IN_KERNEL if asked_for is not None and _is_flex(inspect.unwrap(asked_for)) else None
 
     @fake_mode.setter
     def fake_mode(self, value: Any) -> None:
         pass
+
+
+# What a function compiled as one graph raises where torch has compiled it as often as it will. Seen: 2.11, 2.13, 2.15.
+RecompileLimitHit: type[Exception] = FailOnRecompileLimitHit
+
+
+def within_compiled(frame: types.FrameType | None) -> bool:
+    """Whether ``frame`` runs because of a call of something that torch.compile made, and nothing was disabled since.
+    Seen: 2.11, 2.13, 2.15 (torch.compile's wrapper; that of torch.compiler.disable has another name there)."""
+    while frame is not None and frame.f_code.co_filename != eval_frame.__file__:
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_name == _WRAPPER
+
+
+_WRAPPER = "compile_wrapper"
 
 
 def _is_flex(function: Any) -> bool:

@@ -1,7 +1,8 @@
 """FlexAttention under context parallelism: BlockMasks and score_mods of the whole sequence, forward and backward.
 
 torch has no backward for FlexAttention on CPU. Here there is one everywhere: a BlockMask becomes a mask of the plan and
-runs through the fused kernels, tile by tile; a score_mod runs through :class:`~cp_styles.kernels.FlexKernel`.
+runs through the fused kernels, tile by tile; a score_mod runs through :class:`~cp_styles.kernels.FlexKernel`, or
+:class:`~cp_styles.kernels.CompiledFlexKernel` where the call is compiled, as torch's own does.
 
 Shapes: B batch, H query heads, G key/value heads, L local queries, M local keys, D head dim, E value head dim.
 """
@@ -22,8 +23,9 @@ from cp_styles._compat import without_function_modes
 from cp_styles.captured import captured_tensors
 from cp_styles.flex_mask import FlexMask
 from cp_styles.functional import axis_and_group
-from cp_styles.kernels import FlexKernel, Kernel, LseGradient
+from cp_styles.kernels import CompiledFlexKernel, FlexKernel, Kernel, LseGradient
 from cp_styles.kernels.flex import ScoreMod
+from cp_styles.kernels.flex_compiled import compiled_takes
 from cp_styles.layout import Balancer, SequenceLayout, head_tail
 from cp_styles.mask import Full, Mask, PerRow
 from cp_styles.merge import EMPTY_LSE
@@ -35,7 +37,10 @@ from cp_styles.strategies.base import new_residual
 
 @dataclass(frozen=True)
 class FlexCall:
-    """What a call of flex_attention says beside its tensors; the names are torch's."""
+    """What a call of flex_attention says beside its tensors; the names are torch's.
+
+    ``compiled`` says how it came: from what torch.compile made of it or of its caller.
+    """
 
     score_mod: ScoreMod | None = None
     block_mask: BlockMask | None = None
@@ -44,6 +49,7 @@ class FlexCall:
     return_lse: bool = False
     kernel_options: Mapping[str, Any] | None = None
     return_aux: AuxRequest | None = None
+    compiled: bool = False
 
     @property
     def wants_lse(self) -> bool:
@@ -135,7 +141,7 @@ def flex_attend(
             refuse()
         check_local(binding.name, tensors)
         call.check(binding.name, *tensors[:2])
-        return _bound(binding, call, tensors[0].device)
+        return _bound(binding, call, tensors)
 
     return attend_with_lse(binding, tensors, bind, scale=call.scale, wants_lse=call.wants_lse)
 
@@ -167,7 +173,9 @@ def attend_with_lse(
     return out, lse if wants_lse else None
 
 
-def _bound(binding: Binding, call: FlexCall, device: torch.device) -> tuple[Binding, tuple[torch.Tensor, ...]]:
+def _bound(
+    binding: Binding, call: FlexCall, tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+) -> tuple[Binding, tuple[torch.Tensor, ...]]:
     """The binding of one call, and the tensors that its score_mod learns."""
     mask, kernel, learned = binding.mask, binding.kernel, ()
     if call.block_mask is not None:
@@ -178,9 +186,11 @@ def _bound(binding: Binding, call: FlexCall, device: torch.device) -> tuple[Bind
                 f"{binding.name}: a score_mod beside a mask for each row of the batch: put the rows' masks into the "
                 "block_mask"
             )
-        read = captured_tensors(call.score_mod, (0.0, 0, 0, 0, 0), device)
+        read = captured_tensors(call.score_mod, (0.0, 0, 0, 0, 0), tensors[0].device)
         learned = tuple(tensor for tensor in read if tensor.requires_grad)
         kernel = FlexKernel(call.score_mod, learned)
+        if call.compiled and compiled_takes(tensors[0], tensors[2]):
+            kernel = CompiledFlexKernel(call.score_mod, learned, on_cpu=tensors[0].device.type == "cpu")
     return replace(binding, mask=mask, kernel=kernel), learned
 
 

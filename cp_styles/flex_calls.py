@@ -28,6 +28,7 @@ from cp_styles._compat import (
     constant_under_compile,
     traced_functions,
     uncompiled,
+    within_compiled,
 )
 from cp_styles.flex import FlexCall
 
@@ -71,6 +72,7 @@ class FlexCalls:
             return_lse=said["return_lse"],
             kernel_options=said["kernel_options"],
             return_aux=said["return_aux"],
+            compiled=within_compiled(frame.f_back),
         )
         self._pending = frame, call
 

@@ -2,6 +2,7 @@
 
 from cp_styles.kernels.base import Kernel, TileCall, Where
 from cp_styles.kernels.flex import FlexKernel
+from cp_styles.kernels.flex_compiled import CompiledFlexKernel
 from cp_styles.kernels.lse import LseGradient
 from cp_styles.kernels.reference import ReferenceKernel
 from cp_styles.kernels.sdpa import (
@@ -20,6 +21,7 @@ __all__ = [
     "CUDA_EFFICIENT",
     "CUDA_FLASH",
     "SDPA_KERNELS",
+    "CompiledFlexKernel",
     "FlexKernel",
     "Kernel",
     "LseGradient",

@@ -86,7 +86,7 @@ def never(graph, example_inputs):
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_what_torch_compile_made_of_flex_attention(fullgraph: bool, door: str, asked: str):
-    """As its users have it at the top of a file: the engine runs, and nothing is compiled."""
+    """As its users have it at the top of a file: the engine runs, and nothing is compiled (in float64)."""
     compiled = torch.compile(flex_attention, backend=never, fullgraph=fullgraph)
 
     def attend(model, *args, **options):

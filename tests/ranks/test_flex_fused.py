@@ -1,0 +1,177 @@
+"""Compiled flex_attention with a score_mod: tiles in torch's compiled kernel, on CPU forward only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.attention.flex_attention as flex_module
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.attention.flex_attention import flex_attention
+
+from cp_styles import flex as engine
+from cp_styles.kernels import CompiledFlexKernel, flex, flex_compiled
+from cp_styles.layout import head_tail
+from tests.oracle import randn
+from tests.ranks import flex_case as case
+from tests.ranks.attention_case import EXACT
+from tests.ranks.compiling import RANKS, cannot_compile_on_threads, run_ranks
+from tests.ranks.flex_case import FlexProblem
+from tests.ranks.test_flex_compiled import Model, behind
+
+pytestmark = [
+    cannot_compile_on_threads,
+    pytest.mark.skipif(
+        not torch.backends.cpu.get_cpu_capability().startswith("AVX"), reason="torch compiles no flex_attention here"
+    ),
+]
+
+LENGTH = 96
+LAYOUT = head_tail(LENGTH, RANKS)
+LEARNED = tuple(x.float() for x in (randn(21) ** 2 + 1, randn(22, 4) * 0.1))
+
+
+@cache
+def problem(name: str, dtype: torch.dtype = torch.float32) -> FlexProblem:
+    mask, score, learned = {
+        "causal, learned": (case.causal, case.learned_softcap, LEARNED),
+        "far away": (case.sinks_and_window, steep_alibi, ()),
+        "masking": (None, case.own_mask, ()),
+    }[name]
+    return FlexProblem(mask, score, learned, length=LENGTH, dtype=dtype)
+
+
+def steep_alibi(learned, score, b, h, q, kv):
+    """What is far away gives exp(-200)."""
+    return score - (q - kv).abs() * 2.0 * 2.0 ** -(h * 1.0)
+
+
+@pytest.fixture(autouse=True)
+def _afresh():
+    torch.compiler.reset()
+    yield
+    flex_compiled._compiled.cache_clear()
+
+
+def compile_with(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flex_compiled, "_compile", partial(torch.compile, fullgraph=True, backend=backend))
+    flex_compiled._compiled.cache_clear()
+
+
+class Seen:
+    """What was compiled, and the number of keys of all logits that were made in plain ops."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.counter = CompileCounterWithBackend("inductor")  # which raises where it cannot
+        self.keys: list[int] = []
+        logits = flex._Tile.logits
+
+        def noted(tile: Any, rows: slice) -> torch.Tensor:
+            self.keys.append(tile.k.shape[2])
+            return logits(tile, rows)
+
+        compile_with(self.counter, monkeypatch)
+        monkeypatch.setattr(flex._Tile, "logits", noted)
+
+    def operators(self) -> int:
+        """Calls of FlexAttention's operator in the graphs that were compiled."""
+        nodes = [node for graph in self.counter.graphs for node in graph.graph.nodes]
+        return sum(node.target is torch.ops.higher_order.flex_attention for node in nodes)
+
+
+def errors(whole: FlexProblem, attend: Callable[..., Any], rank: int) -> list[float]:
+    parts: list[Any] = [None] * RANKS
+    dist.all_gather_object(parts, whole.run(attend, LAYOUT, rank))
+    return whole.errors(parts, LAYOUT)
+
+
+def logsumexp_too(model: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **options: model(*args, return_lse=True, **options)
+
+
+@pytest.mark.parametrize("door", ["module", "block"])
+@pytest.mark.parametrize("compiled", ["flex_attention", "its caller"])
+@pytest.mark.parametrize("name", ["causal, learned", "far away", "masking"])
+def test_as_exact_as_in_plain_ops(name: str, compiled: str, door: str, monkeypatch):
+    """In float32, at most twice the error of what eager flex_attention gives, plus 1e-7: the same sums in another
+    order. One key too many or too few gives 1e-2."""
+    seen = Seen(monkeypatch)
+    whole = problem(name)
+    wrapped = torch.compile(flex_attention) if compiled == "flex_attention" else flex_attention
+
+    def on(rank: int):
+        compiler = torch.compile(backend="eager") if compiled == "its caller" else lambda model: model
+        eager = errors(whole, logsumexp_too(behind(door, Model(), LAYOUT)), rank)
+        assert seen.counter.frame_count == 0
+        dist.barrier()
+        found = errors(whole, logsumexp_too(behind(door, Model(wrapped), LAYOUT, compiler)), rank)
+        assert all(mine <= 2 * theirs + 1e-7 for mine, theirs in zip(found, eager, strict=True)), (found, eager)
+
+    run_ranks(on, RANKS)
+    assert seen.operators() > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_forward_makes_no_logits(dtype: torch.dtype, monkeypatch):
+    """All of it is torch's compiled kernel, one graph for each shape of a tile, and as exact as one device's."""
+    seen = Seen(monkeypatch)
+    whole = problem("causal, learned", dtype)
+    with torch.no_grad():
+        options: dict[str, Any] = {"block_mask": whole.block_mask, "enable_gqa": True}
+        options["score_mod"] = lambda *args: case.learned_softcap(LEARNED, *args)
+        alone_by: Callable[..., torch.Tensor] = torch.compile(flex_attention)
+        alone = alone_by(*whole.inputs, **options)
+    wanted = whole.expected[0]
+    allowed = 1.1 * float((alone - wanted).norm() / wanted.norm()) + 1e-7
+
+    def on(rank: int):
+        model = behind("module", Model(torch.compile(flex_attention)), LAYOUT)
+        inputs = [LAYOUT.shard(x, 2, rank) for x in whole.inputs]
+        frames = []
+        for _ in range(2):
+            found: list[Any] = [None] * RANKS
+            with torch.no_grad():
+                dist.all_gather_object(found, model(*inputs, return_lse=True, **options)[0])
+            assert float((LAYOUT.unshard(found, 2) - wanted).norm() / wanted.norm()) <= allowed
+            dist.barrier()
+            frames.append(seen.counter.frame_count)
+            dist.barrier()
+        assert frames[0] == frames[1]
+
+    run_ranks(on, RANKS)
+    assert max(seen.keys) <= flex_compiled._GUESSED_FROM
+    assert 0 < seen.operators() == seen.counter.frame_count
+
+
+def biased_softcap(learned, score, b, h, q, kv):
+    table, slopes = learned
+    return 2.0 * torch.tanh(score / 2.0) + table[h, q - kv + LENGTH] + slopes[h] * (q - kv)
+
+
+@pytest.mark.parametrize("mask", [case.causal, case.sinks_and_window, case.of_documents((31, 65))])
+@pytest.mark.parametrize("score", [biased_softcap, case.own_mask, case.learned_softcap])
+def test_the_backward_of_other_devices(mask: Callable[..., torch.Tensor], score: Callable[..., Any], monkeypatch):
+    """torch's own gradients of tiles, with its backward in plain ops, which it has for CPU too and refuses to run."""
+    tiles = []
+    gradients = flex_compiled.tile_gradients
+    compile_with("aot_eager", monkeypatch)
+    monkeypatch.setattr(flex_module, "_validate_device", lambda *tensors: None)
+    monkeypatch.setattr(engine, "compiled_takes", lambda *tensors: True)
+    monkeypatch.setattr(engine, "CompiledFlexKernel", lambda *args, on_cpu: CompiledFlexKernel(*args))
+    monkeypatch.setattr(flex_compiled, "tile_gradients", lambda *args: tiles.append(args) or gradients(*args))
+    learned = {
+        biased_softcap: (randn(20, 4, 2 * LENGTH), randn(22, 4) * 0.1),
+        case.learned_softcap: (randn(21) ** 2 + 1, randn(22, 4) * 0.1),
+    }.get(score, ())
+    whole = FlexProblem(mask, score, learned, length=LENGTH)
+
+    def on(rank: int):
+        found = errors(whole, logsumexp_too(behind("module", Model(torch.compile(flex_attention)), LAYOUT)), rank)
+        assert max(found) < EXACT
+
+    run_ranks(on, RANKS)
+    assert bool(tiles) == (score is not case.learned_softcap)  # whose cap is a scalar
