@@ -112,8 +112,7 @@ def tile_gradients(
     with torch.enable_grad():
         leaves = [x.detach().requires_grad_() for x in inputs]
         out_tile, lse_tile = attend(*leaves)
-    lse = lse_tile.detach()
-    w = torch.exp(lse - lse_BHL).masked_fill(lse <= EMPTY_LSE / 2, 0.0).unsqueeze(-1)  # -inf too
+    w = torch.exp(lse_tile.detach() - lse_BHL).unsqueeze(-1)  # 0 where the tile's is -inf, for lse_BHL is finite
     grad = w * grad_BHLE
     # A difference, so in the wide dtype.
     grad_lse = (grad * (out_tile.detach().to(grad.dtype) - out_BHLE)).sum(-1)

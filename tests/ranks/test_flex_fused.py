@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from cp_styles import flex as engine
 from cp_styles.kernels import CompiledFlexKernel, flex, flex_compiled
+from cp_styles.kernels.base import Where
 from cp_styles.layout import head_tail
+from cp_styles.merge import EMPTY_LSE
 from tests.oracle import randn
 from tests.ranks import flex_case as case
 from tests.ranks.attention_case import EXACT
@@ -62,20 +65,26 @@ def compile_with(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     flex_compiled._compiled.cache_clear()
 
 
+def _in_plain_ops(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Numbers of keys of the logits that will be made in plain ops."""
+    keys: list[int] = []
+    logits = flex._Tile.logits
+
+    def noted(tile: Any, rows: slice) -> torch.Tensor:
+        keys.append(tile.k.shape[2])
+        return logits(tile, rows)
+
+    monkeypatch.setattr(flex._Tile, "logits", noted)
+    return keys
+
+
 class Seen:
     """What was compiled, and the number of keys of all logits that were made in plain ops."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.counter = CompileCounterWithBackend("inductor")  # which raises where it cannot
-        self.keys: list[int] = []
-        logits = flex._Tile.logits
-
-        def noted(tile: Any, rows: slice) -> torch.Tensor:
-            self.keys.append(tile.k.shape[2])
-            return logits(tile, rows)
-
+        self.keys = _in_plain_ops(monkeypatch)
         compile_with(self.counter, monkeypatch)
-        monkeypatch.setattr(flex._Tile, "logits", noted)
 
     def operators(self) -> int:
         """Calls of FlexAttention's operator in the graphs that were compiled."""
@@ -123,7 +132,7 @@ def test_the_forward_makes_no_logits(dtype: torch.dtype, monkeypatch):
     with torch.no_grad():
         options: dict[str, Any] = {"block_mask": whole.block_mask, "enable_gqa": True}
         options["score_mod"] = lambda *args: case.learned_softcap(LEARNED, *args)
-        alone_by: Callable[..., torch.Tensor] = torch.compile(flex_attention)
+        alone_by: Any = torch.compile(flex_attention)
         alone = alone_by(*whole.inputs, **options)
     wanted = whole.expected[0]
     allowed = 1.1 * float((alone - wanted).norm() / wanted.norm()) + 1e-7
@@ -175,3 +184,90 @@ def test_the_backward_of_other_devices(mask: Callable[..., torch.Tensor], score:
 
     run_ranks(on, RANKS)
     assert bool(tiles) == (score is not case.learned_softcap)  # whose cap is a scalar
+
+
+def hidden_by_score(score, b, h, q, kv):
+    """What no shift of the logits tells from keys of very low logits."""
+    return torch.where(q == 42, float("-inf"), score + 0.1 * h * (q - kv))
+
+
+def misleading(score, b, h, q, kv):
+    """The guess is made from keys whose probabilities are nothing."""
+    return torch.where((kv % 2 == 1) | (kv == 20), score - 1000.0, score)
+
+
+def sloped(score, b, h, q, kv):
+    return score - SLOPES[h] * (q - kv).abs()
+
+
+SLOPES = torch.tensor([0.5, -0.25, 0.125, 1.0, 2.0, 0.1])
+TILE = {"q_L": torch.arange(40, 71, 2), "kv_M": torch.arange(5, 21), "head": 2}
+BIASES = {
+    "none": None,
+    "one for all": randn(30, 16, 16).masked_fill(randn(31, 16, 16) > 0.3, float("-inf")),
+    "of the keys": randn(30, 1, 16),
+    "a head": randn(30, 4, 16, 16).masked_fill(randn(31, 4, 16, 1) > 0.3, float("-inf")),
+    "a row of the batch": randn(30, 2, 1, 16, 16).masked_fill(randn(31, 2, 1, 16, 16) > 0.9, float("-inf")),
+}
+
+
+def a_tile(mod: Callable[..., Any], causal: bool = False, bias: torch.Tensor | None = None) -> bool:
+    """Whether the compiled kernel finds what the plain one does; queries that see nothing have EMPTY_LSE in both."""
+    q, k, v = randn(0, 2, 4, 16, 8).float(), randn(1, 2, 2, 16, 8).float(), randn(2, 2, 2, 16, 5).float()
+    options: dict[str, Any] = {"causal": causal, "bias": None if bias is None else bias.float(), "scale": 0.3}
+    plain, fused = (
+        kernel.forward(q, k, v, **options, where=Where(**TILE))
+        for kernel in (flex.FlexKernel(mod), CompiledFlexKernel(mod, on_cpu=True))
+    )
+    dead = plain[1] == EMPTY_LSE
+    assert torch.equal(fused[1] == EMPTY_LSE, dead)
+    assert not fused[0][dead].any()
+    # Float32 rounds logits that are scores of up to 10 and positions; a wrong place of one of them is not 1e-4.
+    return all(torch.allclose(mine, theirs, rtol=1e-4, atol=1e-4) for mine, theirs in zip(fused, plain, strict=True))
+
+
+@pytest.mark.parametrize("bias", BIASES)
+def test_a_tile_in_its_place(bias: str, monkeypatch):
+    """Positions, heads and masks of a tile; traced only, so that it is quick."""
+    compile_with("eager", monkeypatch)
+    seen = _in_plain_ops(monkeypatch)
+    assert a_tile(sloped, bias=BIASES[bias])
+    assert a_tile(sloped, causal=True)
+    assert seen.count(16) == 2  # the plain kernel's own
+
+
+@pytest.mark.parametrize("mod", [hidden_by_score, misleading])
+def test_a_logsumexp_that_cannot_be_told(mod: Callable[..., Any], monkeypatch):
+    compile_with("eager", monkeypatch)
+    seen = _in_plain_ops(monkeypatch)
+    assert a_tile(mod)
+    assert seen.count(16) == 2  # by the plain kernel, and by the other in its way
+
+
+def test_one_shape_more_than_torch_compiles(monkeypatch):
+    compile_with("eager", monkeypatch)
+    with torch._dynamo.config.patch(recompile_limit=1):
+        assert a_tile(sloped)
+        seen = _in_plain_ops(monkeypatch)
+        kernel = CompiledFlexKernel(sloped, on_cpu=True)
+        q = randn(3, 1, 2, 12, 8).float()
+        where = Where(torch.arange(12), torch.arange(12), 0)
+        out, _ = kernel.forward(q, q, q, causal=False, bias=None, scale=1.0, where=where)
+        assert 12 in seen
+        wanted, _ = flex.FlexKernel(sloped).forward(q, q, q, causal=False, bias=None, scale=1.0, where=where)
+        assert torch.equal(out, wanted)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "dim", "takes"),
+    [
+        (torch.float64, "cpu", 64, False),
+        (torch.float32, "cpu", 8, True),
+        (torch.float32, "meta", 64, False),
+        (torch.bfloat16, "cuda", 16, True),
+        (torch.bfloat16, "cuda", 8, False),
+    ],
+)
+def test_what_the_compiled_kernel_takes(dtype: torch.dtype, device: str, dim: int, takes: bool):
+    like = SimpleNamespace(dtype=dtype, device=torch.device(device), shape=(1, 2, 3, dim))
+    assert flex_compiled.compiled_takes(like, like) == takes  # pyright: ignore[reportArgumentType]
