@@ -26,12 +26,10 @@ from tests.ranks.compiling import RANKS, cannot_compile_on_threads, run_ranks
 from tests.ranks.flex_case import FlexProblem
 from tests.ranks.test_flex_compiled import Model, behind
 
-pytestmark = [
-    cannot_compile_on_threads,
-    pytest.mark.skipif(
-        not torch.backends.cpu.get_cpu_capability().startswith("AVX"), reason="torch compiles no flex_attention here"
-    ),
-]
+pytestmark = cannot_compile_on_threads
+compiles_for_this_cpu = pytest.mark.skipif(
+    not torch.backends.cpu.get_cpu_capability().startswith("AVX"), reason="torch compiles no flex_attention here"
+)
 
 LENGTH = 96
 LAYOUT = head_tail(LENGTH, RANKS)
@@ -102,6 +100,7 @@ def logsumexp_too(model: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args, **options: model(*args, return_lse=True, **options)
 
 
+@compiles_for_this_cpu
 @pytest.mark.parametrize("door", ["module", "block"])
 @pytest.mark.parametrize("compiled", ["flex_attention", "its caller"])
 @pytest.mark.parametrize("name", ["causal, learned", "far away", "masking"])
@@ -124,6 +123,7 @@ def test_as_exact_as_in_plain_ops(name: str, compiled: str, door: str, monkeypat
     assert seen.operators() > 0
 
 
+@compiles_for_this_cpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_forward_makes_no_logits(dtype: torch.dtype, monkeypatch):
     """All of it is torch's compiled kernel, one graph for each shape of a tile, and as exact as one device's."""
