@@ -1,9 +1,10 @@
-"""The tensors that a mask_mod or score_mod of FlexAttention reads, found by watching it run."""
+"""What a mask_mod or score_mod of FlexAttention is made of: the tensors that it reads, found by running it; its code."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from types import CellType, CodeType
 from typing import Any
 
 import torch
@@ -76,3 +77,33 @@ class Replacing(TorchFunctionMode):
         if type(value) in (tuple, list):
             return type(value)(self._put(item) for item in value)
         return value
+
+
+def code_of(function: Any) -> str:
+    """What a Python function says, as a text that processes can compare: its code, constants and the plain values it
+    has from around it. Of tensors their shapes; of what has no code in Python, the type."""
+    return repr(_said(function, set()))
+
+
+def _said(value: Any, above: set[int]) -> Any:
+    if id(value) in above:  # a function that knows itself
+        return "..."
+    above = above | {id(value)}
+    if isinstance(value, (bool, int, float, complex, str, bytes, type(None))):
+        return value
+    if isinstance(value, (tuple, list)):
+        return [_said(item, above) for item in value]
+    if isinstance(value, (set, frozenset)):  # in an order of its own in each process
+        return sorted(repr(_said(item, above)) for item in value)
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.dtype
+    if isinstance(value, CodeType):
+        return value.co_code, value.co_names, _said(value.co_consts, above)
+    code = getattr(value, "__code__", None)
+    if code is None:
+        return type(value).__qualname__
+    around = [cell.cell_contents for cell in value.__closure__ or () if cell != _EMPTY_CELL]
+    return [_said(part, above) for part in (code, value.__defaults__, around)]
+
+
+_EMPTY_CELL = CellType()

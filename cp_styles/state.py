@@ -361,7 +361,7 @@ class Binding:
 
     @cached_property
     def _print(self) -> int:
-        return fingerprint([self._text(), self.mask.content])
+        return fingerprint([self._text(), self.mask.content, 0 if self.kernel is None else self.kernel.content])
 
 
 def refuse_dropout(name: str, dropout_p: float) -> None:

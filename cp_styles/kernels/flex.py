@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -10,7 +11,7 @@ from typing import ClassVar
 import torch
 
 from cp_styles.autocast import without_autocast
-from cp_styles.captured import Replacing
+from cp_styles.captured import Replacing, code_of
 from cp_styles.kernels.base import Kernel, Where
 from cp_styles.merge import EMPTY_LSE, accumulation_dtype
 
@@ -39,6 +40,10 @@ class FlexKernel(Kernel):
     values: tuple[torch.Tensor, ...] = field(default=(), repr=False, compare=False)
     shares: tuple[torch.Tensor, ...] = field(default=(), repr=False, compare=False)
     positional: ClassVar[bool] = True
+
+    @property
+    def content(self):
+        return zlib.crc32(code_of(self.score_mod).encode())
 
     def forward(self, q_BHLD, k_BGMD, v_BGME, *, causal, bias, scale, where: Where):
         tile = _Tile(self, q_BHLD, k_BGMD, v_BGME, causal, bias, scale, where)

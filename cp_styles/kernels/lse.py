@@ -28,6 +28,10 @@ class LseGradient(Kernel):
     def small_tiles(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.inner.small_tiles
 
+    @property
+    def content(self):
+        return self.inner.content
+
     def forward(self, q_BHLD, k_BGMD, v_BGME, **options):
         return self.inner.forward(q_BHLD, k_BGMD, v_BGME, **options)
 

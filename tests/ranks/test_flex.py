@@ -303,6 +303,16 @@ def plus_two(score, b, h, q, kv):
     return score + 2
 
 
+def plus(number: float, inner: bool = False):
+    def score_mod(score, b, h, q, kv):
+        return score + number
+
+    def of_it(score, b, h, q, kv):
+        return score_mod(score, b, h, q, kv)
+
+    return of_it if inner else score_mod
+
+
 LOCAL = create_block_mask(case.causal, None, None, LENGTH // 2, LENGTH // 2, device="cpu")
 WHOLE = create_block_mask(case.causal, None, None, LENGTH, LENGTH, device="cpu")
 OTHER = create_block_mask(case.sinks_and_window, None, None, LENGTH, LENGTH, device="cpu")
@@ -311,6 +321,14 @@ REFUSED = {
     "other BlockMasks": (lambda rank: {"block_mask": (WHOLE, OTHER)[rank]}, "disagree on strategy, layout, mask"),
     "other scores": (
         lambda rank: {"score_mod": (plus_one, plus_two)[rank]},
+        "disagree on strategy, layout, mask",
+    ),
+    "other numbers in scores of one name": (
+        lambda rank: {"score_mod": plus((1.0, 2.0)[rank])},
+        "disagree on strategy, layout, mask",
+    ),
+    "other numbers in what scores call": (
+        lambda rank: {"score_mod": plus((1.0, 2.0)[rank], inner=True)},
         "disagree on strategy, layout, mask",
     ),
     "BACKEND": ({"kernel_options": {"BACKEND": "FLASH"}}, "BACKEND='FLASH' asks for a kernel"),
