@@ -1,4 +1,4 @@
-"""What a mask_mod or score_mod of FlexAttention is made of: the tensors that it reads, found by running it; its code."""
+"""What a mask_mod or score_mod of FlexAttention is made of: tensors that it reads, found by running it; its code."""
 
 from __future__ import annotations
 
