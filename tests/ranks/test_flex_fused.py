@@ -101,9 +101,15 @@ def logsumexp_too(model: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @compiles_for_this_cpu
-@pytest.mark.parametrize("door", ["module", "block"])
-@pytest.mark.parametrize("compiled", ["flex_attention", "its caller"])
-@pytest.mark.parametrize("name", ["causal, learned", "far away", "masking"])
+@pytest.mark.parametrize(
+    ("name", "compiled", "door"),
+    [
+        ("causal, learned", "flex_attention", "module"),
+        ("causal, learned", "its caller", "block"),
+        ("far away", "flex_attention", "block"),
+        ("masking", "its caller", "module"),
+    ],
+)
 def test_as_exact_as_in_plain_ops(name: str, compiled: str, door: str, monkeypatch):
     """In float32, at most twice the error of what eager flex_attention gives, plus 1e-7: the same sums in another
     order. One key too many or too few gives 1e-2."""
@@ -161,8 +167,15 @@ def biased_softcap(learned, score, b, h, q, kv):
     return 2.0 * torch.tanh(score / 2.0) + table[h, q - kv + LENGTH] + slopes[h] * (q - kv)
 
 
-@pytest.mark.parametrize("mask", [case.causal, case.sinks_and_window, case.of_documents((31, 65))])
-@pytest.mark.parametrize("score", [biased_softcap, case.own_mask, case.learned_softcap])
+@pytest.mark.parametrize(
+    ("mask", "score"),
+    [
+        (case.causal, biased_softcap),
+        (case.sinks_and_window, case.own_mask),
+        (case.of_documents((31, 65)), case.learned_softcap),
+    ],
+    ids=["biased", "own mask", "learned"],
+)
 def test_the_backward_of_other_devices(mask: Callable[..., torch.Tensor], score: Callable[..., Any], monkeypatch):
     """torch's own gradients of tiles, with its backward in plain ops, which it has for CPU too and refuses to run."""
     tiles = []

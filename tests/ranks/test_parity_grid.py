@@ -38,11 +38,11 @@ mask: full 42, causal 42, window 42, window both sides 42, window ahead 42, chun
 bool LM 42, bool HLM 42, bool 1M 42, float LM 42, float BHLM 42, float B1LM 42, float 1HLM 42, float L1 42,
 bool BHLM & causal 42, float H1M & causal 42, BlockMask 42, BlockMask of documents 42
 layout: contiguous 175, head_tail 175, striped 175, per_document_head_tail 175, by_work 175, uneven 175
-kernel: reference 500, flash 550
-heads: (3, 3) 196, (6, 1) 198, (6, 3) 221, (4, 4) 214, (4, 2) 221
-dtype: float64 357, bfloat16 333, float32 360
-ranks: 3 121, 4 220, 5 124, 1 123, 8 240, 2 222
-length: 137 368, 5 336, 23 346""",
+kernel: reference 511, flash 539
+heads: (3, 3) 214, (4, 4) 184, (6, 1) 223, (4, 2) 209, (6, 3) 220
+dtype: float64 362, bfloat16 317, float32 371
+ranks: 4 283, 2 308, 1 106, 8 151, 3 106, 5 96
+length: 137 350, 5 361, 23 339""",
     )
 
 
