@@ -21,11 +21,6 @@ from cp_styles.mask import Causal, Dense, Full, Mask, PerRow, digest
 from cp_styles.strategies import Attention, ByRow, Strategy
 from cp_styles.unreduced import ParameterWatch, watch_of
 
-_SAME_CALL = (
-    "What a module decides by the length of its input must not depend on a rank's part, and a mask is that of the "
-    "whole sequence, the same on all ranks"
-)
-
 # Attentions of a binding that are kept, with what strategies have derived for them.
 _MOST_ATTENTIONS = 16
 
@@ -307,7 +302,8 @@ class Binding:
             raise ValueError(
                 f"{self.name}: the ranks of mesh axis {self.axis!r} disagree on the call of the attention inside: "
                 f"ranks {odd} differ from rank 0; here is_causal={is_causal}, scale={scale}, attn_mask {mask}. "
-                f"{_SAME_CALL}"
+                "What a module decides by the length of its input must not depend on a rank's part, and a mask is that "
+                "of the whole sequence, the same on all ranks"
             )
 
     def stop_others(self) -> None:
