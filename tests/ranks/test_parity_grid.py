@@ -21,7 +21,7 @@ from tests.ranks.parity_grid import BATCH, KERNELS, RANKS, STRATEGIES, Row, cove
 
 # Low precision against one device on the same rounded inputs, for each of out, dq, dk, dv: error within RATIO of its
 # error plus FLOOR times the dtype's epsilon. One rounding (half an epsilon) more than one device makes is a merge's; in
-# float32, where nothing else is rounded and one device's whole error is two epsilons, sums in another order are one more.
+# float32, where one device's whole error is two epsilons, sums in another order are one more.
 RATIO, FLOOR = 1.5, {torch.float32: 1.0, torch.bfloat16: 0.5}
 
 
