@@ -30,7 +30,7 @@ DETACH_IN_PLACE_HAS_NO_RULE = tuple(int(part) for part in torch.__version__.spli
 
 
 def sdpa_handlers() -> dict[Any, Callable[..., Any]]:
-    """The dict of per-op handlers DTensor reads at every dispatch. Seen: 2.11, 2.12, 2.13, 2.14, 2.15."""
+    """The dict of per-op handlers DTensor reads at every dispatch. Seen: 2.11 to 2.15."""
     return DTensor._op_dispatcher._custom_op_handlers  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -101,7 +101,7 @@ def process_group_of(op_argument: Any) -> dist.ProcessGroup | None:
 
 
 def resolve_group(name: str) -> dist.ProcessGroup:
-    """The process group of this (thread's) world with the name ``ProcessGroup.group_name``. Seen: 2.11, 2.13, 2.15."""
+    """The process group of this (thread's) world with the name ``ProcessGroup.group_name``. Seen: 2.11 to 2.15."""
     return dist.distributed_c10d._resolve_process_group(name)  # pyright: ignore
 
 
@@ -137,8 +137,8 @@ def current_graph_task() -> int | None:
 
 
 def current_autograd_node() -> Any:
-    """The node whose backward runs now in this thread, None outside of any; a compiled graph is one node. Seen: 2.11,
-    2.13, 2.15."""
+    """The node whose backward runs now in this thread, None outside of any; a compiled graph is one node. Seen: 2.11
+    to 2.15."""
     return torch._C._current_autograd_node()  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -164,7 +164,7 @@ def without_communication(mesh: DeviceMesh, reason: str) -> DeviceMesh:
 
 def without_groups(mesh: DeviceMesh) -> DeviceMesh:
     """A mesh that does not keep its groups alive, as meshes do for code that is being compiled: by name it finds them
-    as long as they exist. Seen: 2.11, 2.13, 2.15."""
+    as long as they exist. Seen: 2.11 to 2.15."""
     mesh._pg_registry.clear()  # pyright: ignore[reportAttributeAccessIssue]
     return mesh
 
@@ -185,7 +185,7 @@ def running_reruns() -> list[tuple[Any, str | None]]:
     Each as (object, name of its attribute that holds the function), innermost first. The name is None for an
     autograd.Function that is not torch's: what its backward will do, nobody knows.
 
-    Seen: 2.11, 2.12, 2.13, 2.14, 2.15 (``run_function`` of CheckpointFunction; the frame object of the other kind, in
+    Seen: 2.11 to 2.15 (``run_function`` of CheckpointFunction; the frame object of the other kind, in
     ``checkpoint``'s generator and in the hooks that it opens).
     """
     found: list[tuple[Any, str | None]] = []
@@ -273,13 +273,13 @@ class _AskedByWrapper(TracingContext):
         pass
 
 
-# What a function compiled as one graph raises where torch has compiled it as often as it will. Seen: 2.11, 2.13, 2.15.
+# What a function compiled as one graph raises where torch has compiled it as often as it will. Seen: 2.11 to 2.15.
 RecompileLimitHit: type[Exception] = FailOnRecompileLimitHit
 
 
 def within_compiled(frame: types.FrameType | None) -> bool:
     """Whether ``frame`` runs because of a call of something that torch.compile made, and nothing was disabled since.
-    Seen: 2.11, 2.13, 2.15 (torch.compile's wrapper; that of torch.compiler.disable has another name there)."""
+    Seen: 2.11 to 2.15 (torch.compile's wrapper; that of torch.compiler.disable has another name there)."""
     while frame is not None and frame.f_code.co_filename != eval_frame.__file__:
         frame = frame.f_back
     return frame is not None and frame.f_code.co_name == _WRAPPER

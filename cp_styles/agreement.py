@@ -5,8 +5,12 @@ from __future__ import annotations
 import enum
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import torch.distributed as dist
+
+from cp_styles.comm import gather_numbers
 
 Rows = Sequence[tuple[int, ...]]
 """What each rank said, in group order: numbers, of which the first is a :class:`Word`."""
@@ -19,6 +23,26 @@ class Word(enum.IntEnum):
     BAD_INPUTS = 0
     GOOD_INPUTS = 1
     GOOD_CALL = 2
+
+
+def tell(
+    say: Callable[[], Sequence[int]], width: int, group: dist.ProcessGroup, refused: Word = Word.BAD_INPUTS
+) -> Rows:
+    """What each rank said: ``width`` numbers, which ``say`` returns, the first a Word.
+
+    Where it raises ValueError, TypeError or RuntimeError (NotImplementedError is one) instead, this rank raises that,
+    and no rank waits for it: the others have heard ``refused``. Communication: one all-gather of ``width`` integers.
+    """
+    problem: Exception | None = None
+    numbers: Sequence[int] = [refused, *[0] * (width - 1)]
+    try:
+        numbers = say()
+    except (ValueError, TypeError, RuntimeError) as error:
+        problem = error
+    rows = gather_numbers(numbers, group)
+    if problem is not None:
+        raise problem
+    return rows
 
 
 def hear_of_refusals(rows: Rows, name: str, axis: str) -> None:

@@ -8,7 +8,6 @@ again first enters the block again (:class:`_Rerun`).
 from __future__ import annotations
 
 import contextlib
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -20,10 +19,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_styles._compat import running_reruns, uncompiled
+from cp_styles.agreement import Word, fingerprint, tell
 from cp_styles.balancers import Cut, LoadBalancer, layout_of
 from cp_styles.buffers import Aliases, Part, check_buffer, dim_of
 from cp_styles.calls import AttentionCalls
-from cp_styles.comm import gather_numbers
 from cp_styles.kernels import Kernel
 from cp_styles.layout import Balancer, SequenceLayout, cached_layout, cut_with, head_tail
 from cp_styles.mask import Full, Mask
@@ -254,17 +253,15 @@ class _BlockCalls(AttentionCalls):
 
 def agree_on(name: str, group: dist.ProcessGroup, check: Callable[[], Any], facts: Callable[[Any], list[Any]]) -> Any:
     """What ``check`` returns, once all ranks have got through it with the same ``facts``."""
-    problem: Exception | None = None
-    result, numbers = None, [0, 0]
-    try:
-        result = check()
-        numbers = [1, zlib.crc32(repr(facts(result)).encode())]
-    except (ValueError, TypeError, RuntimeError) as error:
-        problem = error
-    rows = gather_numbers(numbers, group)
-    if problem is not None:
-        raise problem
-    refused = [rank for rank, row in enumerate(rows) if not row[0]]
+    results = []
+
+    def say() -> Sequence[int]:
+        results.append(check())
+        return Word.GOOD_INPUTS, fingerprint(facts(results[0]))
+
+    rows = tell(say, 2, group)
+    (result,) = results
+    refused = [rank for rank, row in enumerate(rows) if row[0] == Word.BAD_INPUTS]
     if refused:
         raise ValueError(f"{name}: ranks {refused} refused their arguments (their own error says why)")
     if len({row[1] for row in rows}) > 1:

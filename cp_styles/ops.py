@@ -17,7 +17,7 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Callable
 from contextvars import ContextVar
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import NamedTuple, TypeAlias
 from weakref import WeakValueDictionary
 
@@ -153,8 +153,7 @@ def resolve(source: Source) -> tuple[Binding, SequenceScope | None]:
 
 def refuse_on_all(error: Exception, source: Source) -> None:
     """Raise what this rank found wrong, when all ranks have heard that it did."""
-    resolve(source)[0].agree(partial(_raise, error), (), 2)
-    raise error
+    resolve(source)[0].refuse(error)
 
 
 def _spelled_scope(scope: SequenceScope, name: str) -> str:
@@ -166,10 +165,6 @@ def _spelled_scope(scope: SequenceScope, name: str) -> str:
             "hold tensors: pass this one as the call's attn_mask, or give it to the style"
         )
     return text
-
-
-def _raise(error: Exception) -> None:
-    raise error
 
 
 def check_local(name: str, tensors: tuple[torch.Tensor, ...]) -> None:

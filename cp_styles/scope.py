@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import replace
-from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -139,10 +138,6 @@ _open: ContextVar[tuple[tuple[SequenceScope, int | None], ...]] = ContextVar("se
 _alive: WeakValueDictionary[Binding, Lease] = WeakValueDictionary()
 
 
-def _raise(error: Exception) -> None:
-    raise error
-
-
 class ScopeHistory:
     """Whether an attention has ever run under a scope: then a recomputation without one is a mistake."""
 
@@ -200,8 +195,7 @@ class ScopedBinding:
         try:
             return self._resolve()
         except (ValueError, RuntimeError) as error:
-            self.unscoped.agree(partial(_raise, error), (), 0)  # so that no rank waits for this one
-            raise
+            self.unscoped.refuse(error)
 
     def _resolve(self) -> tuple[Binding, SequenceScope | None]:
         name, axis = self.unscoped.name, self.unscoped.axis

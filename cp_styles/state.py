@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from cp_styles.agreement import Word, compare, fingerprint, hear_of_refusals, plain
+from cp_styles.agreement import Word, compare, fingerprint, hear_of_refusals, plain, tell
 from cp_styles.autocast import attended_dtype
-from cp_styles.comm import gather_numbers
 from cp_styles.composed import Beside
 from cp_styles.kernels import SDPA_KERNELS, Kernel, ReferenceKernel
 from cp_styles.layout import Balancer, SequenceLayout, cached_layout, cut_with, warn_of_other_cuts
@@ -226,8 +225,8 @@ class Binding:
     ) -> tuple[int, int]:
         """Global query and key lengths, once all ranks are known to have inputs that fit together.
 
-        ``refuse`` raises for what this rank alone may see. Then one all-gather of a few integers (see
-        :func:`~cp_styles.comm.gather_numbers`) makes one rank's problem every rank's error, instead of a hang.
+        ``refuse`` raises for what this rank alone may see. Then one all-gather of six integers (see
+        :func:`~cp_styles.agreement.tell`) makes one rank's problem every rank's error, instead of a hang.
 
         Args:
             refuse: raises ValueError, TypeError or RuntimeError (NotImplementedError is one) on bad local input.
@@ -241,17 +240,12 @@ class Binding:
         :class:`~cp_styles.layout.LayoutMismatchWarning` when tokens seem to be cut with another layout.
         """
         watch = self.watch or watch_of(self.group)
-        problem: Exception | None = None
-        try:
+
+        def say() -> Sequence[int]:
             refuse()
-            if tensors:
-                self._refuse_other_cut(tensors)
-                self._refuse_other_values(tensors, seq_dim)
-        except (ValueError, TypeError, RuntimeError) as error:
-            problem = error
-        numbers = [refused, *[0] * 5]
-        if problem is None:
-            numbers = [
+            self._refuse_other_cut(tensors)
+            self._refuse_other_values(tensors, seq_dim)
+            return (
                 Word.GOOD_INPUTS if call is None else Word.GOOD_CALL,
                 tensors[0].shape[seq_dim],
                 tensors[1].shape[seq_dim],
@@ -260,10 +254,9 @@ class Binding:
                 ),
                 self._print ^ (fingerprint([call]) if call else 0),
                 watch.look(tensors, self.group),
-            ]
-        rows = gather_numbers(numbers, self.group)
-        if problem is not None:
-            raise problem
+            )
+
+        rows = tell(say, 6, self.group, refused)
         hear_of_refusals(rows, self.name, self.axis)
         self._compare(rows, tensors, call or {})
         watch.compare([row[5] for row in rows], self.name, self.axis, self.group)
@@ -285,31 +278,29 @@ class Binding:
             call = {"is_causal": is_causal, "scale": scale, "attn_mask": _contents(attn_mask)}
             owed(refuse, call=call, refused=Word.NO_CALL)
             return
-        problem: Exception | None = None
-        numbers = [Word.NO_CALL, 0]
-        try:
-            refuse()
-            numbers = [Word.GOOD_CALL, fingerprint([is_causal, scale, _contents(attn_mask)])]
-        except (ValueError, TypeError, RuntimeError) as error:
-            problem = error
-        rows = gather_numbers(numbers, self.group)
-        if problem is not None:
-            raise problem
-        hear_of_refusals(rows, self.name, self.axis)
-        if len(set(rows)) > 1:
-            odd = [rank for rank, row in enumerate(rows) if row != rows[0]]
-            mask = "none" if attn_mask is None else f"one of shape {tuple(attn_mask.shape)}"
-            raise ValueError(
-                f"{self.name}: the ranks of mesh axis {self.axis!r} disagree on the call of the attention inside: "
-                f"ranks {odd} differ from rank 0; here is_causal={is_causal}, scale={scale}, attn_mask {mask}. "
-                "What a module decides by the length of its input must not depend on a rank's part, and a mask is that "
-                "of the whole sequence, the same on all ranks"
-            )
 
-    def stop_others(self) -> None:
-        """Take part in the :meth:`agree_on_call` of ranks that call their attention, which this one will not do."""
-        owed, self.tally.owed = self.tally.owed, None
-        gather_numbers([Word.NO_CALL, *[0] * (1 if owed is None else 5)], self.group)
+        def say() -> Sequence[int]:
+            refuse()
+            return Word.GOOD_CALL, fingerprint([is_causal, scale, _contents(attn_mask)])
+
+        rows = tell(say, 2, self.group, Word.NO_CALL)
+        hear_of_refusals(rows, self.name, self.axis)
+        mask = "none" if attn_mask is None else f"one of shape {tuple(attn_mask.shape)}"
+        mine = (
+            f"is_causal={is_causal}, scale={scale}, attn_mask {mask}. What a module decides by the length of its input "
+            "must not depend on a rank's part, and a mask is that of the whole sequence, the same on all ranks"
+        )
+        compare(rows, 1, self.name, self.axis, "the call of the attention inside", mine)
+
+    def refuse(self, problem: Exception) -> NoReturn:
+        """Raise ``problem``, once the ranks that are about to :meth:`agree` have heard that there is one."""
+        self.agree(partial(_raise, problem), (), 0)
+        raise problem
+
+    def refuse_call(self, problem: Exception) -> NoReturn:
+        """The same where other ranks may have called their attention, and :meth:`agree_on_call`."""
+        self.agree_on_call(partial(_raise, problem), False, None, None)
+        raise problem
 
     def _refuse_other_cut(self, tensors: Sequence[torch.Tensor]) -> None:
         """Layouts mostly give equal lengths, so a wrong one shows in nothing but wrong results, and here."""
@@ -358,6 +349,10 @@ class Binding:
     @cached_property
     def _print(self) -> int:
         return fingerprint([self._text(), self.mask.content, 0 if self.kernel is None else self.kernel.content])
+
+
+def _raise(problem: Exception) -> NoReturn:
+    raise problem
 
 
 def refuse_dropout(name: str, dropout_p: float) -> None:

@@ -68,16 +68,11 @@ def _forward(
     return_debug_mask,
     *,
     scale=None,
-    window_size_left=None,
-    window_size_right=None,
-    seqused_k=None,
-    alibi_slopes=None,
-    block_table=None,
-    num_splits=None,
+    **unused,
 ):
     assert dropout_p == 0.0
     assert not return_debug_mask
-    assert {window_size_left, window_size_right, seqused_k, alibi_slopes, block_table, num_splits} == {None}
+    assert set(unused.values()) <= {None}
     out, lse = torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0], dtype=_wide(q))
     for rows, columns, hidden in _documents(q, k, v, cum_seq_q, cum_seq_k, max_q, max_k, is_causal):
         logits = _logits(q[rows], k[columns], hidden, scale)
@@ -101,14 +96,13 @@ def _backward(
     dropout_p,
     is_causal,
     rng_state,
-    unused,
+    _,
     *,
     scale=None,
-    window_size_left=None,
-    window_size_right=None,
+    **unused,
 ):
     assert dropout_p == 0.0
-    assert {window_size_left, window_size_right} == {None}
+    assert set(unused.values()) <= {None}
     assert grad.dtype == out.dtype == q.dtype
     assert grad.shape == out.shape == q.shape
     assert lse.shape == (q.shape[1], q.shape[0])

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 
+from cp_styles.agreement import fingerprint
 from cp_styles.autocast import without_autocast
 from cp_styles.captured import Replacing, code_of
 from cp_styles.kernels.base import Kernel, Where
@@ -43,7 +43,7 @@ class FlexKernel(Kernel):
 
     @property
     def content(self):
-        return zlib.crc32(code_of(self.score_mod).encode())
+        return fingerprint([code_of(self.score_mod)])
 
     def forward(self, q_BHLD, k_BGMD, v_BGME, *, causal, bias, scale, where: Where):
         tile = _Tile(self, q_BHLD, k_BGMD, v_BGME, causal, bias, scale, where)

@@ -249,8 +249,6 @@ def _with_key(q, k, v, logits_BHL, mod, q_L, kv_M, head, bias, causal, scale):
     return flex_attention(q, k, v, score_mod=with_key, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
 
 
-# Sizes are symbols where torch makes them so. For CPU its generator then writes code that does not compile, for some
-# sizes that tensors of score_mod have ("ks1" is replaced in "ks12": seen on 2.13), so each shape is for itself there.
 _compile = partial(torch.compile, fullgraph=True)
 
 
@@ -259,4 +257,7 @@ def _compiled(function: Callable[..., Any], *variant: Hashable) -> Callable[...,
     """``function`` as torch compiles it, for one variant. torch counts how often it compiles a piece of code, and stops
     at a few, so a variant that needs another graph anyway has a copy of the code."""
     copy = FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+    # Sizes are symbols where torch makes them so. On CPU, each shape is for itself: with symbols torch's generator
+    # writes code that does not compile, for some sizes that tensors of score_mod have ("ks1" is replaced in "ks12":
+    # seen on 2.13).
     return _compile(copy, dynamic=False if function is _with_key else None)

@@ -6,7 +6,7 @@ schema by name, so one class serves all of them and a torch version that changes
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -187,18 +187,10 @@ class VarlenKernel(SdpaKernel):
         return getattr(torch.ops.aten, f"{self.packed_name}_backward").default
 
     def forward_tiles(self, tiles):
-        for indices, calls in _packs(tiles, query=0):
-            if len(calls) == 1:
-                yield indices[0], self.forward(*calls[0].tensors, **calls[0].options)
-            else:
-                yield from zip(indices, self._forward_pack(calls), strict=True)
+        return _packed(tiles, 0, self.forward, self._forward_pack)
 
     def backward_tiles(self, tiles):
-        for indices, calls in _packs(tiles, query=1):
-            if len(calls) == 1:
-                yield indices[0], self.backward(*calls[0].tensors, **calls[0].options)
-            else:
-                yield from zip(indices, self._backward_pack(calls), strict=True)
+        return _packed(tiles, 1, self.backward, self._backward_pack)
 
     def _forward_pack(self, calls: Sequence[TileCall]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         q, k, v = zip(*(call.tensors for call in calls), strict=True)
@@ -234,6 +226,20 @@ class VarlenKernel(SdpaKernel):
             **_documents(rows, columns, calls),
         )
         return zip(rows.split(dq if sign == 1.0 else dq * sign), columns.split(dk), columns.split(dv), strict=True)
+
+
+def _packed(
+    tiles: Iterable[TileCall],
+    query: int,
+    single: Callable[..., Any],
+    several: Callable[[Sequence[TileCall]], Iterable[Any]],
+) -> Iterator[tuple[int, Any]]:
+    """(Number of the tile, its result) each, by one call for a tile alone and by another for a pack."""
+    for indices, calls in _packs(tiles, query):
+        if len(calls) == 1:
+            yield indices[0], single(*calls[0].tensors, **calls[0].options)
+        else:
+            yield from zip(indices, several(calls), strict=True)
 
 
 def _packs(tiles: Iterable[TileCall], query: int) -> Iterator[tuple[list[int], list[TileCall]]]:

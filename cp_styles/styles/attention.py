@@ -185,13 +185,7 @@ class ContextParallelState:
         try:
             return self._signature.bind(*args, **kwargs)
         except TypeError as error:
-            problem = TypeError(f"{self.binding.name}: {error}")
-
-        def refuse() -> None:
-            raise problem
-
-        self.binding.agree(refuse, (), self.style.seq_dim)  # so that no rank waits for this one
-        raise problem
+            self.binding.refuse(TypeError(f"{self.binding.name}: {error}"))
 
     def _post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -215,11 +209,10 @@ class ContextParallelState:
                 self._explain(failure)
                 if self._others_wait:
                     with contextlib.suppress(RuntimeError):  # the failure on its way up says more
-                        self.binding.stop_others()
+                        self.binding.refuse_call(RuntimeError(str(failure)))
             return None
         if self._others_wait:
-            self.binding.stop_others()
-            raise NotImplementedError(f"{self.binding.name}: {_NOT_REACHED}")
+            self.binding.refuse_call(NotImplementedError(f"{self.binding.name}: {_NOT_REACHED}"))
         assert lease is not None
         return tree_map_only(DTensor, lambda each: self._lower(each, lease), output)
 

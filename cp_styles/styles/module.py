@@ -50,6 +50,11 @@ class ModuleContextParallel(ContextParallelStyle):
                 f"{type(module).__name__} has context-parallel modules already ({', '.join(taken[:3])}): apply one "
                 "ModuleContextParallel to a module"
             )
+        if "forward" in vars(module):
+            raise ValueError(
+                f"{type(module).__name__}: something has set the attribute `forward` of the module itself, which hides "
+                "its class' and would hide this style's: apply the style first, or to what the module is in"
+            )
         _, binding = self.bind(module, device_mesh)
         calls = AttentionCalls(ScopedBinding(binding, self.layout), binding.name)
         if self.sink is not None and all(getattr(child, self.sink, None) is None for child in module.modules()):

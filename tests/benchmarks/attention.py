@@ -7,11 +7,11 @@ one process a rank with one thread each.
     wall      median over rounds of the paired ratio ours / ideal; a round ends when its slowest rank does
     CPU       the same of the CPU time of all ranks
     overhead  (CPU time of all ranks - that inside attention kernels) / that inside attention kernels, of our own run:
-    all
-              that is not attention, communication included, and nearly immune to a busy machine
+              all that is not attention, communication included, and nearly immune to a busy machine
+    system    how much of that is the operating system's: sockets, and page faults; of all rounds together, because it
+              is counted in ticks
     wire, kept  bytes sent by all ranks, and bytes alive on rank 0 after the forward beyond its inputs and output, in
-    units
-              of u, one rank's query shard
+              units of u, one rank's query shard
 """
 
 from __future__ import annotations
@@ -92,6 +92,7 @@ class Row:
     wall: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
     kernels: list[float] = field(default_factory=list)
+    system: list[float] = field(default_factory=list)
     wire: int = 0
     kept: int = 0
 
@@ -152,7 +153,7 @@ def work(rank: int, args: argparse.Namespace, port: int) -> None:
         for row, module, inputs, kernel in contenders[turn:] + contenders[:turn]:
             measure(row, module, inputs, kernel, first=index == 0)
             if index < 2:  # warm-up
-                row.wall, row.cpu, row.kernels = [], [], []
+                row.wall, row.cpu, row.kernels, row.system = [], [], [], []
         if rank == 0:
             print(f"\rround {index + 1}/{args.rounds + 2}", end="", flush=True)
     rows: list[list[Row]] = [[] for _ in range(args.ranks)]
@@ -177,10 +178,11 @@ def measure(
     dist.barrier()
     if kernel is not None:
         kernel.spent[0] = 0.0
-    wall, cpu = time.perf_counter(), time.process_time()
+    wall, cpu, system = time.perf_counter(), time.process_time(), os.times().system
     module(q, k, v).backward(inputs[3])
     row.cpu.append(time.process_time() - cpu)
     row.wall.append(time.perf_counter() - wall)
+    row.system.append(os.times().system - system)
     row.kernels.append(kernel.spent[0] if kernel is not None else row.cpu[-1])
 
 
@@ -216,19 +218,26 @@ def report(args: argparse.Namespace, rows: list[list[Row]], query: torch.Tensor)
         f"\rtorch {torch.__version__}, {args.ranks} ranks x 1 thread, gloo, B=1 H={args.heads}:{args.kv_heads} "
         f"D={args.head_dim} S={args.seq_len} causal {args.dtype}, forward + backward, {len(rounds)} rounds"
     )
-    print(f"{'':<34}{'wall':>7}{'CPU':>7}{'overhead':>10}{'wire':>8}{'kept':>8}")
+    print(f"{'':<34}{'wall':>7}{'CPU':>7}{'overhead':>10}{'system':>8}{'wire':>8}{'kept':>8}")
     for index, row in enumerate(rows[0]):
         wall = statistics.median(slowest(index, turn) / slowest(0, turn) for turn in rounds)
         cpu = statistics.median(total(index, turn, "cpu") / total(0, turn, "cpu") for turn in rounds)
         over = statistics.median(total(index, t, "cpu") / total(index, t, "kernels") - 1 for t in rounds)
+        system = sum(total(index, turn, "system") for turn in rounds) / sum(
+            total(index, turn, "kernels") for turn in rounds
+        )
         wire = sum(ranks[index].wire for ranks in rows) / unit
-        shown = f"{over:>9.1%} {wire:>6.1f} u{row.kept / unit:>6.1f} u" if index else f"{'-':>9} {'0':>6} u"
+        shown = (
+            f"{over:>9.1%} {system:>7.1%} {wire:>6.1f} u{row.kept / unit:>6.1f} u"
+            if index
+            else f"{'-':>9} {system:>7.1%} {'0':>6} u"
+        )
         print(f"{row.name:<34}{wall:>7.2f}{cpu:>7.2f}{shown}")
     best = statistics.median(slowest(0, turn) for turn in rounds)
     print(f"ideal: {best * 1e3:.0f} ms a forward and backward")
     print("peers, S=2048 on 2 ranks, elsewhere by the same method:")
     for name, (wall, over, wire) in PEERS.items():
-        print(f"{name:<34}{wall:>7.2f}{'':>7}{over:>8.1f} %{wire:>9}")
+        print(f"{name:<34}{wall:>7.2f}{'':>7}{over:>8.1f} %{'':>8}{wire:>9}")
 
 
 if __name__ == "__main__":

@@ -19,9 +19,9 @@ from cp_styles.mask import Causal
 from cp_styles.strategies import AllGather, Ring
 from cp_styles.styles import AttentionContextParallel, ModuleContextParallel
 from tests.ranks.attention_case import Core, parallel, plain
-from tests.ranks.leak_scene import RANKS, Scene, refusals
+from tests.ranks.leak_scene import RANKS, Even, Scene, refusals
 
-LENGTH = 12  # as of Even, whose parts are equal
+LENGTH = Even.problem.inputs[0].shape[2]
 
 
 @pytest.mark.parametrize("door", ["style", "function"])

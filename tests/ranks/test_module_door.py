@@ -202,6 +202,21 @@ def test_a_scope_over_a_checkpointed_model(mesh, rank):
         assert error(found, layout.shard(wanted, 1, rank)) < EXACT
 
 
+@on_ranks
+def test_a_forward_of_its_own(mesh, rank):
+    """It would hide the style's. What is inside such a module's parent runs under the parent's."""
+    model = Model()
+    forward = model.forward
+    model.forward = lambda *args: forward(*args)
+    with pytest.raises(ValueError, match="something has set the attribute `forward` of the module itself"):
+        styled(model, mesh)
+    del model.forward
+    layer = model.layers[0]
+    inner = layer.forward
+    layer.forward = lambda *args: inner(*args)
+    check(styled(model, mesh), mesh, rank)
+
+
 # -- what stays as it was --
 
 

@@ -20,9 +20,9 @@ from tests.ranks.attention_case import EXACT, Core, cp_mesh, parallel
 from tests.ranks.parity_grid import BATCH, KERNELS, RANKS, STRATEGIES, Row, coverage, grid, missing_pairs
 
 # Low precision against one device on the same rounded inputs, for each of out, dq, dk, dv: error within RATIO of its
-# error plus FLOOR times the dtype's epsilon. One rounding (half an epsilon) more than one device makes is a merge's; in
-# float32, where one device's whole error is two epsilons, sums in another order are one more.
-RATIO, FLOOR = 1.5, {torch.float32: 1.0, torch.bfloat16: 0.5}
+# error plus FLOOR times the dtype's epsilon, half a rounding: a merge rounds once more than one device does. A batch of
+# 8 (parity_grid.py) makes both errors averages; of 2 rows of 5 tokens they were draws, up to twice each other.
+RATIO, FLOOR = 1.5, 0.25
 
 
 def test_what_the_grid_covers():
@@ -102,7 +102,7 @@ def test_grid(ranks: int):
     wrong = []
     for (_, row), *parts in zip(rows, *run_ranks(on, ranks), strict=True):
         _, _, expected, alone = problem(row.mask, row.heads, row.dtype, row.length)
-        layout, slack = row.cut(), 0.0 if row.dtype == torch.float64 else FLOOR[row.dtype] * torch.finfo(row.dtype).eps
+        layout, slack = row.cut(), 0.0 if row.dtype == torch.float64 else FLOOR * torch.finfo(row.dtype).eps
         for what, wanted, mine, by_rank in zip(
             ("out", "dq", "dk", "dv"), expected, alone, zip(*parts, strict=True), strict=True
         ):
