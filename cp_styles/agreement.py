@@ -56,13 +56,13 @@ def hear_of_refusals(rows: Rows, name: str, axis: str) -> None:
             )
 
 
-def compare(rows: Rows, column: int, name: str, axis: str, what: str, mine: Any) -> None:
-    """Raise ValueError unless the ranks have the same number in ``column``, which stands for ``mine`` on this one."""
+def compare(rows: Rows, column: int, name: str, axis: str, what: str, mine: Callable[[], Any]) -> None:
+    """Raise ValueError unless the ranks have the same number in ``column``, which stands for ``mine()`` on this one."""
     odd = [rank for rank, row in enumerate(rows) if row[column] != rows[0][column]]
     if odd:
         raise ValueError(
             f"{name}: the ranks of mesh axis {axis!r} disagree on {what}: ranks {odd} differ from rank 0; here it is "
-            f"{mine}"
+            f"{mine()}"
         )
 
 

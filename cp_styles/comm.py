@@ -40,10 +40,11 @@ def exchange(
     """
     if group is not None and all(tensor.is_cpu for _, tensor in (*receives, *sends)):
         # The same without a list of ops, whose making costs more than sending small messages does; a backend for CPUs
-        # has nothing to join.
+        # has nothing to join. Sends come first: gloo's own thread then moves the data, when it hears of the receive.
+        # The other way round this one would, with a lock that the other needs for what arrives, and polls for.
         receives, sends = ([(peer, x) for peer, x in pairs if x.numel()] for pairs in (receives, sends))
-        works = [group.recv([tensor], peer, 0) for peer, tensor in receives]
-        works += [group.send([tensor], peer, 0) for peer, tensor in sends]
+        works = [group.send([tensor], peer, 0) for peer, tensor in sends]
+        works += [group.recv([tensor], peer, 0) for peer, tensor in receives]
         return Pending(works, [tensor for _, tensor in (*receives, *sends)])
     ops = [
         dist.P2POp(call, tensor, group=group, group_peer=peer)

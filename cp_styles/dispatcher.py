@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from cp_styles._compat import (
 )
 from cp_styles.composed import HeadShare, Placements, head_share, refuse_placements
 from cp_styles.kernels import SDPA_KERNELS
-from cp_styles.kernels.sdpa import schema_names
+from cp_styles.kernels.sdpa import names_of
 from cp_styles.layout import SequenceLayout
 from cp_styles.state import Binding, refuse_dropout, refuse_grouped
 from cp_styles.strategies import Attention
@@ -95,10 +95,10 @@ class _Route:
     def __init__(
         self, op: torch._ops.OpOverload, ours: Callable[..., Any], previous: Callable[..., Any] | None
     ) -> None:
-        self._names = schema_names(op._schema.arguments)
+        self._names = names_of(op).arguments
         self._defaults = {
-            alias: argument.default_value
-            for alias, argument in zip(self._names, op._schema.arguments, strict=True)
+            self._names[argument.name]: argument.default_value
+            for argument in op._schema.arguments
             if argument.has_default_value()
         }
         self._ours = ours
@@ -108,9 +108,8 @@ class _Route:
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, DTensor)]
         binding = next((found for tensor in tensors if (found := binding_of(tensor.device_mesh))), None)
         if binding is not None:
-            spelled = dict(zip((argument.name for argument in op._schema.arguments), self._names, strict=True))
-            values = {**self._defaults, **dict(zip(self._names, args, strict=False))}
-            values.update({spelled[name]: value for name, value in kwargs.items()})
+            values = {**self._defaults, **dict(zip(self._names.values(), args, strict=False))}
+            values.update({self._names[name]: value for name, value in kwargs.items()})
             values["keep"] = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
             with torch.no_grad():
                 return self._ours(op, binding, values)
@@ -134,8 +133,8 @@ def _forward(op: torch._ops.OpOverload, binding: Binding, values: dict[str, Any]
     }
     # The rest is for dropout, nested tensors and debugging, which were refused; the backward gets it and ignores it.
     results = []
-    for name, returned in zip(schema_names(op._schema.returns), op._schema.returns, strict=True):
-        if name not in named and returned.type.kind() == "TensorType":
+    for index, name in enumerate(names_of(op).returns):
+        if name not in named and op._schema.returns[index].type.kind() == "TensorType":
             named[name] = DTensor.from_local(q.new_empty(0), mesh, [Replicate()] * mesh.ndim, run_check=False)
         results.append(named.get(name))
     return tuple(results)
@@ -169,7 +168,7 @@ def _backward(op: torch._ops.OpOverload, binding: Binding, values: dict[str, Any
     cut, keys = parts[0].placements, parts[1].placements
     sums = tuple(theirs if theirs == own else Partial() for own, theirs in zip(cut, keys, strict=True))
     shared = [like_part(x, part, p) for x, part, p in zip(grads, parts, (cut, sums, sums), strict=True)]
-    return *shared, *[None] * (len(op._schema.returns) - 3)
+    return *shared, *[None] * (len(names_of(op).returns) - 3)
 
 
 def _unchanged(op: torch._ops.OpOverload, binding: Binding, values: dict[str, Any]) -> DTensor:
@@ -263,7 +262,8 @@ def sequence_sharded(
 
 def placed(local: torch.Tensor, mesh: DeviceMesh, placements: Placements, shape: Sequence[int]) -> DTensor:
     """The rank's part of a whole of ``shape``, laid out in memory in the same order: no communication, no check."""
-    size, strides = torch.Size(shape), _strides(local, shape)
+    size = torch.Size(shape)
+    strides = _strides(local.shape, local.stride(), size)
     if not (torch.is_grad_enabled() or torch.is_inference_mode_enabled() or torch.compiler.is_compiling()):
         return dtensor_without_grad(local, mesh, placements, size, strides)
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=size, stride=strides)
@@ -300,17 +300,18 @@ def even_lengths(length: int, ranks: int) -> tuple[int, ...]:
     return tuple(min(size, max(length - rank * size, 0)) for rank in range(ranks))
 
 
-def _strides(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+@lru_cache(maxsize=1024)
+def _strides(local_shape: torch.Size, local_strides: tuple[int, ...], shape: torch.Size) -> tuple[int, ...]:
     """Strides of a tensor of ``shape`` laid out in memory in the order in which the local one is, with gaps where that
     has gaps: by these, not by the local ones, torch decides what a view may join."""
-    order = sorted(range(local.ndim), key=lambda d: (local.stride(d), -d))
-    strides, step, local_step = [0] * local.ndim, 1, 1
+    order = sorted(range(len(shape)), key=lambda d: (local_strides[d], -d))
+    strides, step, local_step = [0] * len(shape), 1, 1
     for d in order:
-        if local.shape[d] > 1 and local.stride(d) > local_step:
-            step, local_step = step * -(-local.stride(d) // local_step), local.stride(d)
+        if local_shape[d] > 1 and local_strides[d] > local_step:
+            step, local_step = step * -(-local_strides[d] // local_step), local_strides[d]
         strides[d] = step
         step *= max(shape[d], 1)
-        local_step *= max(local.shape[d], 1)
+        local_step *= max(local_shape[d], 1)
     return tuple(strides)
 
 

@@ -285,11 +285,15 @@ class Binding:
 
         rows = tell(say, 2, self.group, Word.NO_CALL)
         hear_of_refusals(rows, self.name, self.axis)
-        mask = "none" if attn_mask is None else f"one of shape {tuple(attn_mask.shape)}"
-        mine = (
-            f"is_causal={is_causal}, scale={scale}, attn_mask {mask}. What a module decides by the length of its input "
-            "must not depend on a rank's part, and a mask is that of the whole sequence, the same on all ranks"
-        )
+
+        def mine() -> str:
+            mask = "none" if attn_mask is None else f"one of shape {tuple(attn_mask.shape)}"
+            return (
+                f"is_causal={is_causal}, scale={scale}, attn_mask {mask}. What a module decides by the length of its "
+                "input must not depend on a rank's part, and a mask is that of the whole sequence, the same on all "
+                "ranks"
+            )
+
         compare(rows, 1, self.name, self.axis, "the call of the attention inside", mine)
 
     def refuse(self, problem: Exception) -> NoReturn:
@@ -322,8 +326,13 @@ class Binding:
         self, rows: Sequence[tuple[int, ...]], tensors: Sequence[torch.Tensor], call: Mapping[str, Any]
     ) -> None:
         """Raise unless the ranks' numbers are those of inputs that fit together."""
-        shapes = [(tuple(x.shape), str(attended_dtype(x))) for x in tensors]
-        settings = ", ".join([self._text(), *(f"{name}={value}" for name, value in call.items())])
+
+        def shapes() -> list[Any]:
+            return [(tuple(x.shape), str(attended_dtype(x))) for x in tensors]
+
+        def settings() -> str:
+            return ", ".join([self._text(), *(f"{name}={value}" for name, value in call.items())])
+
         named = "strategy, layout, mask or kernel" + (f" (or {', '.join(call)} of the call)" if call else "")
         where = self.name, self.axis
         compare(rows, 3, *where, "shape (beside the sequence), dtype or attn_mask", shapes)

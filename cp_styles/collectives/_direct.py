@@ -29,8 +29,8 @@ class _Place(NamedTuple):
     strides: Sizes
     offset: int
 
-    def of(self, flat: torch.Tensor, before: int = 0) -> torch.Tensor:
-        return flat.as_strided(self.shape, self.strides, flat.storage_offset() + before + self.offset)
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        return flat.as_strided(self.shape, self.strides, flat.storage_offset() + self.offset)
 
 
 class Direct:
@@ -73,17 +73,24 @@ class Direct:
         """
         if self._trivial:
             return Pending((), ())
-        rank, dim = self._way.peers.rank, self._way.column_dim
-        sends, before = [], self._received[rank][0]
-        for peer, places in enumerate(self._blocks):
-            block, at = (wire, before) if peer == rank else (wire.new_empty(self._leaving[peer]), 0)
-            for place, x in zip(places, tensors, strict=True):
-                start, size = place.columns
-                place.of(block, at).copy_(x.narrow(dim, start, size))
-            if peer != rank:
-                sends.append((peer, block))
+        rank, own = self._way.peers.rank, self._received[self._way.peers.rank]
+        # Ranks come here together. Where two that share processors post messages at the same time, each one's gloo
+        # thread, woken by the other, can interrupt a post that holds the lock it needs, and polls. So one of two
+        # neighbours makes the copy that nobody waits for before it posts, the other after.
+        if rank % 2:
+            self._pack(rank, wire.narrow(0, *own), tensors)
+        sends = [(peer, self._pack(peer, wire.new_empty(self._leaving[peer]), tensors)) for peer in self._others]
         receives = [(peer, wire.narrow(0, *self._received[peer])) for peer in self._others]
-        return exchange(sends, receives, resolve_group(self._way.peers.name))
+        pending = exchange(sends, receives, resolve_group(self._way.peers.name))
+        if not rank % 2:
+            self._pack(rank, wire.narrow(0, *own), tensors)
+        return pending
+
+    def _pack(self, peer: int, block: torch.Tensor, tensors: Tensors) -> torch.Tensor:
+        """Fill ``block`` with the columns that ``peer`` wants of this rank's rows."""
+        for place, x in zip(self._blocks[peer], tensors, strict=True):
+            place.of(block).copy_(x.narrow(self._way.column_dim, *place.columns))
+        return block
 
     def unpack(self, wire: torch.Tensor, *tensors: torch.Tensor) -> Tensors:
         """All rows of this rank's columns of each tensor, where they have arrived: views of the wire, or of one copy
@@ -95,18 +102,20 @@ class Direct:
             wire = self._way.rows.to_global(wire.view(rows, self.arriving // rows)).view(-1)
         return tuple(place.of(wire) for place in self._whole)
 
-    def home(self, *tensors: torch.Tensor) -> Tensors:
+    def home(self, tensors: list[torch.Tensor]) -> Tensors:
         """From all rows of this rank's columns to its rows of all columns; what several ranks had is summed.
 
         Each tensor goes by itself: where the rows lie together nothing is packed, and what this rank keeps is not
-        copied before it is merged. Communication: a message a tensor to every other rank. Backward: :meth:`start`.
+        copied before it is merged. The list is emptied, so that the memory of one tensor can be that of the next one's
+        result. Communication: a message a tensor to every other rank. Backward: :meth:`start`.
 
         Returns tensors with the rows outermost in memory, as projections have them.
         """
         if self._trivial:
-            return tensors
+            return tuple(tensors)
         way, rank = self._way, self._way.peers.rank
         seen = [x.movedim(way.row_dim, 0) for x in tensors]
+        tensors.clear()
         sends = [(peer, way.rows.own(x, 0, peer).contiguous()) for peer in self._others for x in seen]
         parts = [[way.rows.own(x, 0, rank)] * way.peers.size for x in seen]
         receives = []
@@ -115,13 +124,15 @@ class Direct:
                 own[peer] = own[rank].new_empty(shape)
                 receives.append((peer, own[peer]))
         exchange(sends, receives, resolve_group(way.peers.name)).wait()
-        merged = [
-            torch.cat([own[owner] for owner in owners], self._axis)
-            if owners
-            else merged_columns(tuple(own), columns, self._axis)
-            for own, columns, owners in zip(parts, way.columns, self._owners, strict=True)
-        ]
-        return tuple([x.movedim(0, way.row_dim) for x in merged])
+        del seen, sends, receives, own
+        return tuple([self._merged(parts.pop(0), place).movedim(0, way.row_dim) for place in range(len(way.columns))])
+
+    def _merged(self, parts: list[torch.Tensor], place: int) -> torch.Tensor:
+        """All columns of a tensor, of which ``parts`` are from each rank."""
+        owners = self._owners[place]
+        if owners:
+            return torch.cat([parts[owner] for owner in owners], self._axis)
+        return merged_columns(tuple(parts), self._way.columns[place], self._axis)
 
     def _block(self, rank: int, rows: int) -> tuple[list[_Place], int]:
         """Where the columns that ``rank`` wants of so many rows are in a block, and the block's width."""

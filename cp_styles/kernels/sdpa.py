@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import cache
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,9 +28,23 @@ _MOST_ROWS = 2**15
 _ALIASES = {"grad_out_": "grad_out", "log_sumexp": "logsumexp", "output": "out", "attn_bias": "attn_mask"}
 
 
-def schema_names(entries: Sequence[Any]) -> list[str]:
-    """The names of a schema's arguments or returns, in one spelling for all the attention ops."""
-    return [_ALIASES.get(entry.name) or entry.name or "" for entry in entries]
+class Names(NamedTuple):
+    """What an op calls its arguments and its results.
+
+    Attributes:
+        arguments: by the schema's own name, the one spelling there is for all the attention ops.
+        returns: in that spelling.
+    """
+
+    arguments: dict[str, str]
+    returns: tuple[str, ...]
+
+
+@cache
+def names_of(op: torch._ops.OpOverload) -> Names:
+    schema = op._schema  # asking it anything takes longer than many a tile
+    arguments = {argument.name: _ALIASES.get(argument.name, argument.name) for argument in schema.arguments}
+    return Names(arguments, tuple(_ALIASES.get(returned.name, returned.name) or "" for returned in schema.returns))
 
 
 @dataclass(frozen=True)
@@ -64,7 +79,7 @@ class SdpaKernel(Kernel):
 
     @property
     def takes_bias(self) -> bool:
-        return "attn_mask" in schema_names(self.forward_op._schema.arguments)
+        return "attn_mask" in names_of(self.forward_op).arguments.values()
 
     def forward(self, q_BHLD, k_BGMD, v_BGME, *, causal, bias, scale):
         q_BHLD, scale, _ = _positive_scale(q_BHLD, scale)
@@ -81,7 +96,7 @@ class SdpaKernel(Kernel):
             return_debug_mask=False,
             scale=scale,
         )
-        results = dict(zip(schema_names(self.forward_op._schema.returns), values, strict=True))
+        results = dict(zip(names_of(self.forward_op).returns, values, strict=True))
         out, lse = results["out"], results["logsumexp"]
         lse = lse.flatten(2)[:, :, : q_BHLD.shape[2]]
         if bias is not None:
@@ -292,9 +307,7 @@ def _positive_scale(q_BHLD: torch.Tensor, scale: float) -> tuple[torch.Tensor, f
 
 def _call(op: torch._ops.OpOverload, **values: Any) -> tuple[Any, ...]:
     """Call an op with those of the values that its schema names."""
-    arguments = op._schema.arguments
-    named = dict(zip((argument.name for argument in arguments), schema_names(arguments), strict=True))
-    return op(**{name: values[alias] for name, alias in named.items()})
+    return op(**{name: values[alias] for name, alias in names_of(op).arguments.items()})
 
 
 _LOW = (torch.float16, torch.bfloat16)

@@ -71,8 +71,10 @@ class Ulysses(Strategy):
         sink = levels.of_heads(sink_H)
         out = self.inner.forward(levels.inner, q, *levels.paired(k, v), sink, inner_residual)
         if kept_out is not None:
-            kept_out.copy_(out)
-        return levels.like_queries(out.shape[3]).home(out)[0]
+            out = kept_out.copy_(out)  # whose own memory the result finds free
+        way, heads = levels.like_queries(out.shape[3]), [out]
+        del out
+        return way.home(heads)[0]
 
     def backward(self, attention, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, residual, sink_H=None):
         levels = self._levels(attention, q_BHLD, k_BGMD, v_BGME)
@@ -86,8 +88,10 @@ class Ulysses(Strategy):
         q, k, v = levels.in_heads(wires, q_BHLD, k_BGMD, v_BGME)
         k, v = levels.paired(k, v)
         sink = levels.of_heads(sink_H)
-        dq, dk, dv, dsink = self.inner.backward(levels.inner, grad, q, k, v, out, inner_residual, sink)
-        dq, dk, dv = levels.to_sequence(dq, *levels.unpaired(dk, dv))
+        *grads, dsink = self.inner.backward(levels.inner, grad, q, k, v, out, inner_residual, sink)
+        grads[1:] = levels.unpaired(*grads[1:])
+        del grad, wire  # what comes next finds room there
+        dq, dk, dv = levels.to_sequence(grads)
         return dq, dk, dv, levels.among_heads(dsink, sink_H)
 
     def logsumexp(self, attention, q_BHLD, k_BGMD, v_BGME, residual):
@@ -96,7 +100,7 @@ class Ulysses(Strategy):
         assert inner_residual is not None
         q, k, v = levels.in_heads(wires, q_BHLD, k_BGMD, v_BGME)
         lse = self.inner.logsumexp(levels.inner, q, *levels.paired(k, v), inner_residual)
-        return levels.like_queries(1).home(lse.unsqueeze(-1))[0].squeeze(-1)
+        return levels.like_queries(1).home([lse.unsqueeze(-1)])[0].squeeze(-1)
 
     def _levels(self, attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> _Levels:
         return attention.once(
@@ -221,9 +225,12 @@ class _Levels:
         ways = zip(self._ways, wires, self._messages, strict=True)
         return [x for way, wire, which in ways for x in way.unpack(wire, *tensors[which])]
 
-    def to_sequence(self, *grads: torch.Tensor) -> list[torch.Tensor]:
-        """The adjoint of :meth:`to_heads`; gradients of KV heads that several ranks had are summed on the way."""
-        return [x for way, which in zip(self._ways, self._messages, strict=True) for x in way.home(*grads[which])]
+    def to_sequence(self, grads: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The adjoint of :meth:`to_heads`, which empties the list; gradients of KV heads that several ranks had are
+        summed on the way."""
+        messages = [grads[which] for which in self._messages]
+        grads.clear()
+        return [x for way, message in zip(self._ways, messages, strict=True) for x in way.home(message)]
 
     def paired(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values such that query heads find their own as kernels look for them."""

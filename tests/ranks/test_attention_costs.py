@@ -6,15 +6,17 @@ from functools import partial
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from cp_styles.functional import context_attention
 from cp_styles.kernels import CPU_FLASH, Kernel
 from cp_styles.layout import contiguous, head_tail
 from cp_styles.mask import Causal, Documents, Full, SlidingWindow
 from cp_styles.plan import make_plan
-from cp_styles.strategies import AllGather, Ring
+from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.testing import CommunicationTrace, run_ranks
 from tests.ranks.attention_case import Core, Problem, cp_mesh, parallel, plain, run_attention
+from tests.varlen_op import Ops
 
 LENGTH = 16
 
@@ -185,3 +187,34 @@ def test_the_next_keys_are_on_their_way_while_these_are_computed(keep_kv: bool):
     else:
         backward = ["send", "gradient", "send", "gradient", *home, "gradient", *home]
     assert log == forward + backward
+
+
+def test_a_gradient_leaves_its_memory_to_the_next_result():
+    """Of the three that a kernel has made for Ulysses' heads, one is free whenever a result for the rows is made."""
+
+    class Weak(Counting):
+        made: tuple[StorageWeakRef, ...] = ()
+
+        def backward(self, *args, **options):
+            grads = super().backward(*args, **options)
+            self.made = tuple(StorageWeakRef(grad.untyped_storage()) for grad in grads)
+            return grads
+
+    class Merges(Ops):
+        def __init__(self, kernel: Weak) -> None:
+            super().__init__()
+            self.kernel, self.alive = kernel, []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten.cat.default:
+                self.alive += [sum(not grad.expired() for grad in self.kernel.made)]
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def on(rank: int):
+        kernel = Weak()
+        attend = partial(context_attention, group=cp_mesh(2), strategy=Ulysses(), kernel=kernel, layout=contiguous)
+        with Merges(kernel) as merges:
+            run_attention(attend, Problem(length=LENGTH), rank, 2, layout=contiguous)
+        return [count for count in merges.alive if count]
+
+    assert run_ranks(on, 2) == [[3, 2, 1]] * 2

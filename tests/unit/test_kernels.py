@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cp_styles.kernels import CPU_FLASH, CUDA_FLASH, SDPA_KERNELS, Kernel, ReferenceKernel
-from cp_styles.kernels.sdpa import schema_names
+from cp_styles.kernels.sdpa import names_of
 from cp_styles.merge import EMPTY_LSE
 from tests.oracle import attention_inputs, dense_attention, error, expected_attention, randn
 
@@ -143,8 +143,7 @@ class Calls(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if "attention" in func.name():
-            arguments = func._schema.arguments
-            common = dict(zip((x.name for x in arguments), schema_names(arguments), strict=True))
+            common = names_of(func).arguments
             values = dict(zip(common, args, strict=False)) | (kwargs or {})
             self.seen[func.name()] = {common[name]: value for name, value in values.items()}
         return func(*args, **(kwargs or {}))
