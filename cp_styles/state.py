@@ -290,8 +290,7 @@ class Binding:
             mask = "none" if attn_mask is None else f"one of shape {tuple(attn_mask.shape)}"
             return (
                 f"is_causal={is_causal}, scale={scale}, attn_mask {mask}. What a module decides by the length of its "
-                "input must not depend on a rank's part, and a mask is that of the whole sequence, the same on all "
-                "ranks"
+                "input must not depend on a rank's part, and a mask is the whole sequence's, the same on all ranks"
             )
 
         compare(rows, 1, self.name, self.axis, "the call of the attention inside", mine)
