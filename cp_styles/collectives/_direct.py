@@ -36,13 +36,14 @@ class _Place(NamedTuple):
 class Direct:
     """The two directions of an :class:`~cp_styles.collectives.Exchange` for tensors of given shapes.
 
-    ``shapes`` are those on the side where a rank has its rows of all columns. No autograd.
+    ``shapes`` are those on the side where a rank has its rows of all columns. No autograd. A ``trivial`` one, of a
+    group of one rank, gives back the tensors that it is given.
     """
 
     def __init__(self, way: Exchange, shapes: Sequence[Sizes]) -> None:
         self._way, self._shapes = way, shapes
-        self._trivial = way.peers.size == 1
-        if self._trivial:
+        self.trivial = way.peers.size == 1
+        if self.trivial:
             self.arriving = 0
             return
         rank, sizes = way.peers.rank, way.rows.sizes
@@ -71,7 +72,7 @@ class Direct:
 
         Communication: one message to every other rank. Backward: :meth:`home`.
         """
-        if self._trivial:
+        if self.trivial:
             return Pending((), ())
         rank, own = self._way.peers.rank, self._received[self._way.peers.rank]
         # Ranks come here together. Where two that share processors post messages at the same time, each one's gloo
@@ -95,7 +96,7 @@ class Direct:
     def unpack(self, wire: torch.Tensor, *tensors: torch.Tensor) -> Tensors:
         """All rows of this rank's columns of each tensor, where they have arrived: views of the wire, or of one copy
         where a contiguous cut is not what the rows have. (``tensors`` is what there is on a group of one.)"""
-        if self._trivial:
+        if self.trivial:
             return tensors
         if not self._in_order:
             rows = sum(self._way.rows.sizes)
@@ -111,7 +112,7 @@ class Direct:
 
         Returns tensors with the rows outermost in memory, as projections have them.
         """
-        if self._trivial:
+        if self.trivial:
             return tuple(tensors)
         way, rank = self._way, self._way.peers.rank
         seen = [x.movedim(way.row_dim, 0) for x in tensors]

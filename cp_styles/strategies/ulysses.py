@@ -70,9 +70,11 @@ class Ulysses(Strategy):
         q, k, v = levels.in_heads(wires, q_BHLD, k_BGMD, v_BGME)
         sink = levels.of_heads(sink_H)
         out = self.inner.forward(levels.inner, q, *levels.paired(k, v), sink, inner_residual)
-        if kept_out is not None:
-            out = kept_out.copy_(out)  # whose own memory the result finds free
         way, heads = levels.like_queries(out.shape[3]), [out]
+        if kept_out is not None:
+            kept_out.copy_(out)
+            if not way.trivial:  # the result finds the memory of ``out`` free
+                heads = [kept_out]
         del out
         return way.home(heads)[0]
 

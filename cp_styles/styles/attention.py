@@ -214,8 +214,6 @@ class ContextParallelState:
         if self._others_wait:
             self.binding.refuse_call(NotImplementedError(f"{self.binding.name}: {_NOT_REACHED}"))
         assert lease is not None
-        if isinstance(output, DTensor):  # as it mostly is
-            return self._lower(output, lease)
         return tree_map_only(DTensor, lambda each: self._lower(each, lease), output)
 
     @property

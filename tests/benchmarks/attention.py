@@ -8,8 +8,8 @@ one process a rank with one thread each.
     CPU       the same of the CPU time of all ranks
     overhead  (CPU time of all ranks - that inside attention kernels) / that inside attention kernels, of our own run:
               all that is not attention, communication included, and nearly immune to a busy machine
-    system    how much of that is the operating system's: sockets, and page faults; of all rounds together, because it
-              is counted in ticks
+    system    the operating system's CPU time, for sockets and page faults, over that inside attention kernels; of all
+              rounds together, because it is counted in ticks
     wire, kept  bytes sent by all ranks, and bytes alive on rank 0 after the forward beyond its inputs and output, in
               units of u, one rank's query shard
 """
@@ -223,16 +223,10 @@ def report(args: argparse.Namespace, rows: list[list[Row]], query: torch.Tensor)
         wall = statistics.median(slowest(index, turn) / slowest(0, turn) for turn in rounds)
         cpu = statistics.median(total(index, turn, "cpu") / total(0, turn, "cpu") for turn in rounds)
         over = statistics.median(total(index, t, "cpu") / total(index, t, "kernels") - 1 for t in rounds)
-        system = sum(total(index, turn, "system") for turn in rounds) / sum(
-            total(index, turn, "kernels") for turn in rounds
-        )
+        system, kernels = (sum(total(index, t, what) for t in rounds) for what in ("system", "kernels"))
         wire = sum(ranks[index].wire for ranks in rows) / unit
-        shown = (
-            f"{over:>9.1%} {system:>7.1%} {wire:>6.1f} u{row.kept / unit:>6.1f} u"
-            if index
-            else f"{'-':>9} {system:>7.1%} {'0':>6} u"
-        )
-        print(f"{row.name:<34}{wall:>7.2f}{cpu:>7.2f}{shown}")
+        shown, kept = (f"{over:.1%}", f"{row.kept / unit:>6.1f} u") if index else ("-", "")
+        print(f"{row.name:<34}{wall:>7.2f}{cpu:>7.2f}{shown:>10}{system / kernels:>8.1%}{wire:>6.1f} u{kept}")
     best = statistics.median(slowest(0, turn) for turn in rounds)
     print(f"ideal: {best * 1e3:.0f} ms a forward and backward")
     print("peers, S=2048 on 2 ranks, elsewhere by the same method:")

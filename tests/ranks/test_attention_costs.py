@@ -218,3 +218,20 @@ def test_a_gradient_leaves_its_memory_to_the_next_result():
         return [count for count in merges.alive if count]
 
     assert run_ranks(on, 2) == [[3, 2, 1]] * 2
+
+
+@pytest.mark.parametrize("strategy", [Ring(), AllGather(), Ulysses(), Ulysses(size=1)], ids=plain)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_output_is_nobody_elses_memory(strategy, ranks: int):
+    """What a forward keeps for its backward would live as long as the output does, and change with it."""
+    problem = Problem(length=LENGTH)
+
+    def on(rank: int) -> bool:
+        mesh = cp_mesh(ranks)
+        leaves, _ = problem.shard(contiguous(LENGTH, ranks), rank, ranks)
+        options = {"strategy": strategy, "layout": contiguous}
+        doors = (partial(context_attention, group=mesh, **options), parallel(Core(causal=False), mesh, **options))
+        outs = [attend(*(leaf.detach().requires_grad_() for leaf in leaves)) for attend in doors]
+        return all(out.untyped_storage().nbytes() == out.nbytes for out in outs)
+
+    assert run_ranks(on, ranks) == [True] * ranks
