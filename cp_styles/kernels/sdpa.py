@@ -59,6 +59,7 @@ class SdpaKernel(Kernel):
         wide_tiles: float32 tiles of low-precision inputs are affordable.
         lse_multiple: the op pads the logsumexp to a multiple of this many queries.
         lse_column: the op's logsumexp is [B, H, L, 1].
+        out_by_rows: the backward reads ``out`` as [B, L, H, E] in memory, whatever its strides say.
     """
 
     name: str
@@ -68,6 +69,7 @@ class SdpaKernel(Kernel):
     wide_tiles: bool = False
     lse_multiple: int = 1
     lse_column: bool = False
+    out_by_rows: bool = False
 
     @property
     def forward_op(self) -> torch._ops.OpOverload:
@@ -120,7 +122,7 @@ class SdpaKernel(Kernel):
             key=k,
             value=v,
             attn_mask=self._fitted(bias, q_BHLD, k_BGMD),
-            out=out_BHLE,
+            out=out_BHLE.transpose(1, 2).contiguous().transpose(1, 2) if self.out_by_rows else out_BHLE,
             logsumexp=lse.unsqueeze(-1) if self.lse_column else lse,
             cum_seq_q=None,
             cum_seq_k=None,
@@ -160,7 +162,7 @@ class SdpaKernel(Kernel):
         if bias is None:
             return None
         shape = (*q_BHLD.shape[:3], k_BGMD.shape[2])
-        bias = bias.to(q_BHLD.dtype).expand(*bias.shape[:-1], shape[3])
+        bias = _in_rows(bias.to(q_BHLD.dtype).expand(*bias.shape[:-1], shape[3]))
         # The CUDA kernels load rows in aligned pieces of 16 bytes.
         padding = -shape[3] % 8 if self.device_type == "cuda" else 0
         return F.pad(bias, (0, padding))[..., : shape[3]].expand(shape)
@@ -305,9 +307,21 @@ def _positive_scale(q_BHLD: torch.Tensor, scale: float) -> tuple[torch.Tensor, f
     return q_BHLD * sign, abs(scale) or 1.0, sign
 
 
+_READ_IN_ROWS = ("query", "key", "value", "grad_out", "out")
+
+
 def _call(op: torch._ops.OpOverload, **values: Any) -> tuple[Any, ...]:
-    """Call an op with those of the values that its schema names."""
+    """Call an op with those of the values that its schema names.
+
+    The ops read each row as if its numbers stood one after the other, and do not check: scaled_dot_product_attention
+    does that before it chooses one.
+    """
+    values |= {name: _in_rows(values[name]) for name in _READ_IN_ROWS if name in values}
     return op(**{name: values[alias] for name, alias in names_of(op).arguments.items()})
+
+
+def _in_rows(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 _LOW = (torch.float16, torch.bfloat16)
@@ -316,7 +330,12 @@ CPU_FLASH = SdpaKernel(
 )
 CUDA_FLASH = VarlenKernel("_scaled_dot_product_flash_attention", "cuda", _LOW)
 CUDA_EFFICIENT = SdpaKernel(
-    "_scaled_dot_product_efficient_attention", "cuda", (torch.float32, *_LOW), grouped=False, lse_multiple=32
+    "_scaled_dot_product_efficient_attention",
+    "cuda",
+    (torch.float32, *_LOW),
+    grouped=False,
+    lse_multiple=32,
+    out_by_rows=True,
 )
 CUDA_CUDNN = SdpaKernel("_scaled_dot_product_cudnn_attention", "cuda", _LOW, grouped=False, lse_column=True)
 

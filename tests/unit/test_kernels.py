@@ -100,6 +100,25 @@ def test_gradients_of_tiles_add_up_to_those_of_the_whole(kernel: Kernel):
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=name_of)
+@pytest.mark.parametrize("which", range(3), ids=["query", "key", "value"])
+def test_rows_whose_numbers_stand_apart(kernel: Kernel, which: int):
+    """[B, H, D, S] in memory, one tensor at a time and then all, with a mask and a gradient laid out alike."""
+
+    def apart(x: torch.Tensor) -> torch.Tensor:
+        return x.mT.contiguous().mT
+
+    inputs, cotangent = attention_inputs(length=6)
+    bias = randn(9, 6, 6)
+    expected = expected_attention(inputs, cotangent, bias=bias)
+    some = [apart(x) if place == which else x for place, x in enumerate(inputs)]
+    for tensors in (some, list(map(apart, inputs))):
+        for found, wanted in zip(
+            run(kernel, tensors, apart(cotangent), bias=bias.mT.contiguous().mT), expected, strict=True
+        ):
+            assert error(found, wanted) < EXACT
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=name_of)
 def test_any_strides(kernel: Kernel):
     """Slices of rows, [B, S, H, D] in memory, and the expanded gradient that ``out.sum()`` makes."""
     inputs, _ = attention_inputs(length=9)
@@ -168,7 +187,9 @@ def test_cuda_kernels_fit_the_schemas_of_this_torch(kernel, kv_heads: int, biase
         assert (tuple(lse.shape), lse.dtype) == ((2, 4, 100), torch.float32)
         # Rows of a longer logsumexp, as the plan's tiles are.
         merged = torch.empty(2, 4, 164, dtype=torch.float32, device=device)[:, :, 64:]
-        grads = kernel.backward(grad, q, k, v, out, merged, **options)
+        # What tiles merge into is [B, H, L, D] in memory, and a gradient may have any strides.
+        out = out.clone(memory_format=torch.contiguous_format)
+        grads = kernel.backward(grad.mT.contiguous().mT, q.mT.contiguous().mT, k, v, out, merged, **options)
     assert [tuple(x.shape) for x in grads] == [tuple(x.shape) for x in (q, k, v)]
     assert {x.dtype for x in grads} == {torch.bfloat16}
     forward, backward = calls.seen[kernel.forward_op.name()], calls.seen[kernel.backward_op.name()]
@@ -176,6 +197,9 @@ def test_cuda_kernels_fit_the_schemas_of_this_torch(kernel, kv_heads: int, biase
     assert (forward["scale"], backward["scale"]) == (0.125, 0.125)
     # The CUDA kernels take the pointer and assume the strides.
     assert backward["logsumexp"].is_contiguous()
+    assert {backward[name].stride(-1) for name in ("query", "key", "value", "grad_out", "out")} == {1}
+    if backward["out"].dtype == torch.bfloat16 and kernel.takes_bias and not kernel.lse_column:
+        assert backward["out"].stride(2) == 4 * 64  # efficient attention steps over all heads from row to row
     if biased:
         assert (tuple(forward["attn_mask"].shape), forward["attn_mask"].dtype) == ((2, 4, 100, 77), torch.bfloat16)
         assert forward["attn_mask"].stride(2) % 8 == 0  # pieces of 16 bytes
