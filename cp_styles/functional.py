@@ -43,7 +43,8 @@ def context_attention(
         mask: who attends to whom, in global positions; default everybody to everybody.
         layout: the cut, or the balancer that made it.
         strategy: how queries and keys meet; default ``Ring()``, whose docstring gives the bytes.
-        kernel: computes the tiles; default the fastest of torch's that can.
+        kernel: computes the tiles; default the fastest of torch's that can. Tiles with an explicit mask go to another
+            one where it takes none: see :func:`~cp_styles.kernels.kernel_for_tiles`.
         scale: of the logits; default 1/sqrt(D).
         sink_H: a learned logit a query head that takes part in every softmax and gives nothing (attention sinks); the
             same on all ranks. Its gradient is this rank's share: sum it over the group, as any parameter's.

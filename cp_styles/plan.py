@@ -105,21 +105,6 @@ def _make_plan(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, 
     return Plan(rank, parts, sends)
 
 
-def needs_bias(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, *, small_tiles: bool = False) -> bool:
-    """Whether some tile of some rank has an explicit mask; cached."""
-    return mask.has_bias or _has_partial_tile(q_layout, kv_layout, mask.pattern, small_tiles)
-
-
-@lru_cache(maxsize=1024)
-def _has_partial_tile(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, small_tiles: bool) -> bool:
-    return any(
-        tile.cover is Cover.PARTIAL
-        for rank in range(q_layout.ranks)
-        for part in make_plan(q_layout, kv_layout, mask, rank, small_tiles=small_tiles).parts
-        for tile in part.tiles
-    )
-
-
 def attended_pairs(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, rank: int) -> int:
     """Number of (query, key) pairs that ``rank`` computes: its work."""
     return int(mask.work(q_layout.positions(rank), kv_layout.length).sum())

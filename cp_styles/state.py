@@ -14,7 +14,7 @@ import torch.distributed as dist
 from cp_styles.agreement import Word, compare, fingerprint, hear_of_refusals, plain, tell
 from cp_styles.autocast import attended_dtype
 from cp_styles.composed import Beside
-from cp_styles.kernels import SDPA_KERNELS, Kernel, ReferenceKernel
+from cp_styles.kernels import Kernel, kernel_for_tiles
 from cp_styles.layout import Balancer, SequenceLayout, cached_layout, cut_with, warn_of_other_cuts
 from cp_styles.mask import Causal, Dense, Full, Mask, PerRow, digest
 from cp_styles.strategies import Attention, ByRow, Strategy
@@ -49,7 +49,8 @@ class Binding:
         strategy: how queries, keys and values meet.
         layout: the cut itself, or the balancer that makes it from (length, ranks).
         mask: who attends to whom, beside what the call says with ``is_causal``.
-        kernel: computes the tiles; None takes the fused kernel of the call, or one that can do what it cannot.
+        kernel: computes the tiles it can, see :func:`~cp_styles.kernels.kernel_for_tiles`; None prefers the fused
+            kernel of the call.
         lengths: global numbers of queries and of keys of the call, once its ranks have agreed on them.
         beside: the axes beside ``axis`` on which the call's tensors are DTensors, None for none.
         tally: what the forward has come to, so that a module whose attention was never reached can be told so.
@@ -159,14 +160,11 @@ class Binding:
             raise ValueError(f"{self.name}: {error}") from None
         if scale is None:
             scale = 1.0 / math.sqrt(q.shape[-1])
-        kernel = self.kernel or self._kernel(q_layout, kv_layout, mask, tensors, preferred)
-        attention = Attention(self.group, q_layout, kv_layout, mask, kernel, scale, heads)
-        if self.kernel is not None:
-            try:
-                self._check_kernel(kernel, q_layout, kv_layout, mask, tensors)
-            except NotImplementedError as error:
-                raise NotImplementedError(f"{self.name}: {error}") from None
-        return attention
+        try:
+            kernel = kernel_for_tiles(tensors, named=self.kernel, preferred=preferred)
+        except NotImplementedError as error:
+            raise NotImplementedError(f"{self.name}: {error}") from None
+        return Attention(self.group, q_layout, kv_layout, mask, kernel, scale, heads)
 
     def _layout_of_keys(self, q_length: int, kv_length: int, is_causal: bool) -> SequenceLayout:
         if is_causal or not isinstance(self.mask, Full):
@@ -181,20 +179,6 @@ class Binding:
                 f"{kv_length} keys; give a balancer such as contiguous"
             )
         return self.layout_for(kv_length)
-
-    def _kernel(self, q_layout, kv_layout, mask, tensors, preferred: Kernel | None) -> Kernel:
-        for kernel in (*([preferred] if preferred else []), *SDPA_KERNELS, ReferenceKernel()):
-            try:
-                self._check_kernel(kernel, q_layout, kv_layout, mask, tensors)
-            except NotImplementedError:
-                continue
-            return kernel
-        raise AssertionError("the reference kernel takes everything")
-
-    def _check_kernel(self, kernel: Kernel, q_layout, kv_layout, mask: Mask, tensors: Sequence[torch.Tensor]) -> None:
-        kernel.check(*tensors, biased=False)  # before plans are made for it, which takes longer
-        small_tiles = kernel.small_tiles
-        kernel.check(*tensors, biased=self.strategy.needs_bias(q_layout, kv_layout, mask, small_tiles=small_tiles))
 
     def known_lengths(
         self, refuse: Callable[[], None], tensors: Sequence[torch.Tensor], seq_dim: int

@@ -1,6 +1,7 @@
 """Local attention kernels: one tile forward, one tile backward."""
 
 from cp_styles.kernels.base import Kernel, TileCall, Where
+from cp_styles.kernels.by_tile import ByTile, kernel_for_tiles
 from cp_styles.kernels.flex import FlexKernel
 from cp_styles.kernels.flex_compiled import CompiledFlexKernel
 from cp_styles.kernels.lse import LseGradient
@@ -21,6 +22,7 @@ __all__ = [
     "CUDA_EFFICIENT",
     "CUDA_FLASH",
     "SDPA_KERNELS",
+    "ByTile",
     "CompiledFlexKernel",
     "FlexKernel",
     "Kernel",
@@ -30,4 +32,5 @@ __all__ = [
     "TileCall",
     "VarlenKernel",
     "Where",
+    "kernel_for_tiles",
 ]

@@ -99,7 +99,8 @@ class Kernel(ABC):
     def check(self, q_BHLD: torch.Tensor, k_BGMD: torch.Tensor, v_BGME: torch.Tensor, *, biased: bool) -> None:
         """Raise NotImplementedError, with a remedy, for what the kernel cannot do.
 
-        Asked once for tensors of one shape, dtype and device: only those may matter.
+        Asked once for tensors of one shape, dtype and device, with ``biased`` for tiles that have an explicit mask:
+        only those may matter.
         """
 
     def tile_dtype(self, dtype: torch.dtype) -> torch.dtype:

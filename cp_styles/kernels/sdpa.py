@@ -150,8 +150,8 @@ class SdpaKernel(Kernel):
             )
         if biased and not self.takes_bias:
             raise NotImplementedError(
-                f"{self.name} takes no mask, and this layout and mask need one in some tile; choose another SDPA "
-                "backend (efficient attention takes masks), or pass kernel=ReferenceKernel()"
+                f"{self.name} takes no mask; choose another SDPA backend (efficient attention takes masks), or pass "
+                "kernel=ReferenceKernel()"
             )
 
     def tile_dtype(self, dtype):

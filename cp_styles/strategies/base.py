@@ -80,12 +80,6 @@ class Strategy(ABC):
         raise ValueError(f"{self} works on one mesh axis; for two take Ulysses(inner={self}), or flatten them yourself")
 
     @abstractmethod
-    def needs_bias(
-        self, q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, *, small_tiles: bool = False
-    ) -> bool:
-        """Whether some rank will have to give its kernel, of which ``small_tiles`` is told, an explicit mask."""
-
-    @abstractmethod
     def residual_specs(
         self, attention: Attention, q_BHLD: torch.Tensor, k_BGMD: torch.Tensor, v_BGME: torch.Tensor
     ) -> list[Spec]:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from cp_styles.mask import PerRow
 from cp_styles.strategies.base import Attention, Strategy, new_residual, residual_views
 
 
@@ -20,10 +19,6 @@ class ByRow(Strategy):
     """
 
     inner: Strategy
-
-    def needs_bias(self, q_layout, kv_layout, mask, *, small_tiles=False):
-        masks = mask.masks if isinstance(mask, PerRow) else (mask,)
-        return any(self.inner.needs_bias(q_layout, kv_layout, row, small_tiles=small_tiles) for row in masks)
 
     def residual_specs(self, attention, q_BHLD, k_BGMD, v_BGME):
         specs = []

@@ -23,7 +23,7 @@ import torch
 from cp_styles.comm import Pending, exchange
 from cp_styles.kernels import TileCall, Where
 from cp_styles.merge import OnlineSoftmax, RowSum, accumulation_dtype, sink_gradient
-from cp_styles.plan import Cover, Part, Plan, Rows, Tile, make_plan, needs_bias
+from cp_styles.plan import Cover, Part, Plan, Rows, Tile, make_plan
 from cp_styles.strategies.base import Attention, Spec, Strategy, residual_views
 
 Messages: TypeAlias = Sequence[tuple[int, torch.Tensor]]
@@ -43,9 +43,6 @@ class MovingKV(Strategy):
     @abstractmethod
     def rounds(self, rank: int, ranks: int) -> Sequence[Sequence[int]]:
         """The *other* ranks, in groups whose keys arrive together; every rank has the same number of groups."""
-
-    def needs_bias(self, q_layout, kv_layout, mask, *, small_tiles=False):
-        return needs_bias(q_layout, kv_layout, mask, small_tiles=small_tiles)
 
     def residual_specs(self, attention, q_BHLD, k_BGMD, v_BGME):
         return attention.once(
@@ -179,10 +176,14 @@ class _Walk:
         yield self._own()
 
     def tiles(self, arrived: Sequence[Arrived]) -> list[tuple[int, Tile]]:
-        """What to compute of parts, each tile with its part's place: nothing where there is no head or no batch."""
+        """What to compute of parts, each tile with its part's place: nothing where there is no head or no batch.
+
+        Tiles with a mask come last: a kernel may take the others together, and another one those with a mask.
+        """
         if not self.q.numel():
             return []
-        return [(place, tile) for place, (part, _, _) in enumerate(arrived) for tile in part.tiles]
+        tiles = [(place, tile) for place, (part, _, _) in enumerate(arrived) for tile in part.tiles]
+        return sorted(tiles, key=lambda entry: entry[1].cover is Cover.PARTIAL)
 
     def calls(
         self,

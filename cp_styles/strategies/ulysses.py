@@ -56,10 +56,6 @@ class Ulysses(Strategy):
     def check_ranks(self, ranks):
         self.inner.check_ranks(ranks // self.size_on(ranks))
 
-    def needs_bias(self, q_layout, kv_layout, mask, *, small_tiles=False):
-        size = self.size_on(q_layout.ranks)
-        return self.inner.needs_bias(joined(q_layout, size), joined(kv_layout, size), mask, small_tiles=small_tiles)
-
     def residual_specs(self, attention, q_BHLD, k_BGMD, v_BGME):
         return self._levels(attention, q_BHLD, k_BGMD, v_BGME).specs
 

@@ -31,7 +31,8 @@ class ContextParallelStyle(ParallelStyle):
         layout: the cut of the sequence, or the balancer that makes it; must be the one the inputs were cut with. None
             takes that of the :class:`~cp_styles.scope.SequenceScope` around the call, and without one ``head_tail``.
         mask: who attends to whom, beside ``is_causal`` of the call; in global positions.
-        kernel: computes the tiles; default the one scaled_dot_product_attention chose.
+        kernel: computes the tiles; default the one scaled_dot_product_attention chose. Tiles with an explicit mask go
+            to another one where it takes none: see :func:`~cp_styles.kernels.kernel_for_tiles`.
     """
 
     def __init__(

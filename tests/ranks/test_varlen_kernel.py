@@ -17,12 +17,12 @@ from cp_styles.layout import contiguous, head_tail, per_document_head_tail
 from cp_styles.mask import Causal, Documents, Full, PerRow, SlidingWindow
 from cp_styles.plan import Cover, make_plan
 from cp_styles.strategies import AllGather, Ring, Ulysses
-from cp_styles.testing import RankError, run_ranks
+from cp_styles.testing import run_ranks
 from cp_styles.varlen import context_varlen_attention
 from tests.oracle import document_of
 from tests.ranks.attention_case import EXACT, Problem, cp_mesh, plain, run_attention
 from tests.ranks.flex_case import FlexProblem, of_documents
-from tests.varlen_op import PACKED, STAND_IN, Ops, varlen_ops_on_cpu
+from tests.varlen_op import ALONE, PACKED, STAND_IN, Ops, varlen_ops_on_cpu
 
 # Short and long ones, on both sides of the plan's shortest run (32 rows); empty ones are none.
 LENGTHS = (40, 3, 70, 1, 35, 5, 33, 64)
@@ -98,6 +98,17 @@ class Maskless(VarlenKernel):
 
     takes_bias: ClassVar[bool] = False  # pyright: ignore[reportIncompatibleMethodOverride]
 
+    def forward(self, *tensors, bias, **options):
+        assert bias is None
+        return super().forward(*tensors, bias=bias, **options)
+
+    def backward(self, *tensors, bias, **options):
+        assert bias is None
+        return super().backward(*tensors, bias=bias, **options)
+
+
+MASKLESS = Maskless(STAND_IN.name, STAND_IN.device_type, STAND_IN.dtypes)
+
 
 class OneByOne(VarlenKernel):
     """The same op that packs would go to, a tile a call."""
@@ -114,9 +125,8 @@ class OneByOne(VarlenKernel):
 @pytest.mark.parametrize("strategy", [Ring(), Ulysses(size=2)], ids=plain)
 def test_short_documents_need_no_mask(strategy):
     """What joins them under one would send the whole pack, on CUDA, to a kernel that takes masks."""
-    kernel = Maskless(STAND_IN.name, STAND_IN.device_type, STAND_IN.dtypes)
     problem = Problem(length=sum(DOCUMENTS), mask=within(DOCUMENTS, True))
-    options = {"strategy": strategy, "layout": head_tail, "kernel": kernel}
+    options = {"strategy": strategy, "layout": head_tail, "kernel": MASKLESS}
     errors, counts = attended(problem, 4, mask=Documents(DOCUMENTS) & Causal(), **options)
     assert max(errors) < EXACT
     assert all(count[PACKED[0]] for count in counts)
@@ -124,8 +134,21 @@ def test_short_documents_need_no_mask(strategy):
     problem = Problem(length=sum(DOCUMENTS), mask=torch.stack([within(row, True) for row in rows])[:, None])
     errors, _ = attended(problem, 4, mask=PerRow(tuple(Documents(row) & Causal() for row in rows)), **options)
     assert max(errors) < EXACT
-    with pytest.raises(RankError, match="takes no mask, and this layout and mask need one in some tile"):
-        attended(problem, 4, mask=SlidingWindow(4, 0), **options)
+
+
+@pytest.mark.parametrize("strategy", [Ring(), AllGather(), Ulysses()], ids=plain)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_tiles_with_a_mask_go_to_a_kernel_that_takes_masks(strategy, dtype: torch.dtype):
+    """Only those: in the same round, what needs no mask goes to the kernel that was named, in one pack."""
+    mask, near = Documents(LENGTHS) & SlidingWindow(45, 0), within(LENGTHS, True).triu(-45)  # of documents up to 70
+    problem = Problem(length=sum(LENGTHS), kv_heads=2, mask=near, dtype=dtype)
+    options = {"strategy": strategy, "mask": mask, "layout": contiguous}
+    errors, counts = attended(problem, 2, kernel=MASKLESS, **options)
+    assert [count[PACKED[0]] for count in counts] == [1, 1]  # the causal tiles of the own keys
+    assert any(count[ALONE[0]] for count in counts)
+    # Low precision: the house's bound, against the same without the named kernel.
+    bound = EXACT if dtype == torch.float64 else 1.1 * max(attended(problem, 2, kernel=STAND_IN, **options)[0])
+    assert max(errors) <= bound
 
 
 @pytest.mark.parametrize("name", ["causal", "full", "documents a row"])
@@ -151,7 +174,7 @@ def test_other_masks(name: str):
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (4, 0)])
 def test_the_function_with_gradients_of_its_logsumexp(window: tuple[int, int], monkeypatch):
     """By the kernel that a call finds for itself, as on CUDA it finds flash."""
-    monkeypatch.setattr("cp_styles.state.SDPA_KERNELS", (STAND_IN,))
+    monkeypatch.setattr("cp_styles.kernels.by_tile.SDPA_KERNELS", (STAND_IN,))
     same = of_documents(LENGTHS)
 
     def mask_mod(b, h, q, kv):

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cp_styles.kernels import CPU_FLASH, CUDA_FLASH, SDPA_KERNELS, Kernel, ReferenceKernel
+from cp_styles.kernels import (
+    CPU_FLASH,
+    CUDA_CUDNN,
+    CUDA_EFFICIENT,
+    CUDA_FLASH,
+    SDPA_KERNELS,
+    ByTile,
+    Kernel,
+    ReferenceKernel,
+    TileCall,
+    kernel_for_tiles,
+)
 from cp_styles.kernels.sdpa import names_of
 from cp_styles.merge import EMPTY_LSE
 from tests.oracle import attention_inputs, dense_attention, error, expected_attention, randn
@@ -148,9 +160,100 @@ def test_kernels_say_what_they_cannot_do():
     with pytest.raises(NotImplementedError, match=r"on cuda, got torch.float32 on cpu; pass kernel=ReferenceKernel"):
         CUDA_FLASH.check(*inputs, biased=False)
     low = [x.bfloat16() for x in inputs]
-    with pytest.raises(NotImplementedError, match="takes no mask, and this layout and mask need one in some tile"):
+    with pytest.raises(NotImplementedError, match="takes no mask; choose another SDPA backend"):
         replace(CUDA_FLASH, device_type="cpu").check(*low, biased=True)
     CPU_FLASH.check(*inputs, biased=True)
+
+
+class Like(NamedTuple):
+    """What of a tensor a kernel may be chosen by."""
+
+    dtype: torch.dtype
+    device: torch.device
+    shape: tuple[int, ...]
+
+
+REFERENCE = ReferenceKernel()
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "options", "plain", "masked"),
+    [
+        ("cpu", torch.bfloat16, {}, CPU_FLASH, CPU_FLASH),
+        ("cpu", torch.float64, {}, CPU_FLASH, CPU_FLASH),
+        ("cpu", torch.float64, {"value_dim": 4}, REFERENCE, REFERENCE),
+        ("cpu", torch.float32, {"named": REFERENCE}, REFERENCE, REFERENCE),
+        ("cuda", torch.bfloat16, {}, CUDA_FLASH, CUDA_EFFICIENT),
+        ("cuda", torch.float16, {"preferred": CUDA_FLASH}, CUDA_FLASH, CUDA_EFFICIENT),
+        ("cuda", torch.bfloat16, {"preferred": CUDA_CUDNN}, CUDA_CUDNN, CUDA_CUDNN),
+        ("cuda", torch.bfloat16, {"preferred": CUDA_EFFICIENT}, CUDA_EFFICIENT, CUDA_EFFICIENT),
+        ("cuda", torch.bfloat16, {"named": CUDA_FLASH, "preferred": CUDA_CUDNN}, CUDA_FLASH, CUDA_CUDNN),
+        ("cuda", torch.float32, {}, CUDA_EFFICIENT, CUDA_EFFICIENT),
+        ("cuda", torch.float32, {"preferred": CUDA_FLASH}, CUDA_EFFICIENT, CUDA_EFFICIENT),
+        ("cuda", torch.float64, {}, REFERENCE, REFERENCE),
+        ("cuda", torch.bfloat16, {"value_dim": 4}, REFERENCE, REFERENCE),
+        ("mps", torch.float32, {}, REFERENCE, REFERENCE),
+    ],
+)
+def test_which_kernel_computes_which_tile(device: str, dtype: torch.dtype, options, plain: Kernel, masked: Kernel):
+    dims = (8, 8, options.get("value_dim", 8))
+    tensors: Any = [Like(dtype, torch.device(device), (2, 4, 10, dim)) for dim in dims]
+    found = kernel_for_tiles(tensors, named=options.get("named"), preferred=options.get("preferred"))
+    pair = (found.plain, found.masked) if isinstance(found, ByTile) else (found, found)
+    assert [kernel_of(x) for x in pair] == [kernel_of(x) for x in (plain, masked)]
+    assert found.small_tiles == plain.small_tiles
+
+
+def kernel_of(kernel: Kernel) -> Any:
+    return type(kernel) if isinstance(kernel, ReferenceKernel) else kernel
+
+
+def test_a_named_kernel_is_never_left_out():
+    """What it does not take at all it refuses. One that is told where its tiles are may compute more than attention."""
+    inputs, _ = attention_inputs(length=4)
+    with pytest.raises(NotImplementedError, match="on cuda, got"):
+        kernel_for_tiles(inputs, named=CUDA_FLASH)
+
+    class Placed(ReferenceKernel):
+        positional: ClassVar[bool] = True
+
+        def check(self, q, k, v, *, biased):
+            if biased:
+                raise NotImplementedError("Placed takes no mask")
+
+    with pytest.raises(NotImplementedError, match="Placed takes no mask"):
+        kernel_for_tiles(inputs, named=Placed())
+
+
+class Wide(ReferenceKernel):
+    """Prefers float32 tiles, as the reference does, and says what it was called with."""
+
+    def __init__(self) -> None:
+        self.biased: list[bool] = []
+
+    def forward(self, *tensors, bias, **options):
+        self.biased.append(bias is not None)
+        return super().forward(*tensors, bias=bias, **options)
+
+
+def test_tiles_of_two_kernels():
+    """In any order: each tile's result comes with its number."""
+    plain, masked = Wide(), Wide()
+    both = ByTile(plain, masked)
+    calls = []
+    for index, biased in enumerate([True, False, False, True, False]):
+        inputs, _ = attention_inputs(seed=10 * index, length=5)
+        options = {"causal": False, "bias": randn(index, 5, 5) if biased else None, "scale": 0.3}
+        calls.append(TileCall(tuple(inputs), options))
+    found = dict(both.forward_tiles(iter(calls)))
+    assert sorted(found) == [0, 1, 2, 3, 4]
+    for index, (tensors, options) in enumerate(calls):
+        assert torch.equal(found[index][0], REFERENCE.forward(*tensors, **options)[0])
+    assert (plain.biased, masked.biased) == ([False] * 3, [True] * 2)
+    # The dtype of tiles is one that both were checked for, or prefer.
+    assert both.tile_dtype(torch.bfloat16) == torch.float32
+    assert ByTile(CUDA_FLASH, masked).tile_dtype(torch.bfloat16) == torch.bfloat16
+    assert ByTile(CUDA_FLASH, CUDA_EFFICIENT).tile_dtype(torch.float16) == torch.float16
 
 
 class Calls(TorchDispatchMode):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cp_styles.layout import SequenceLayout, contiguous, head_tail, per_document_head_tail, striped
 from cp_styles.mask import Causal, Dense, Documents, Full, Mask, SlidingWindow
-from cp_styles.plan import Cover, Part, Plan, Rows, Tile, attended_pairs, imbalance, make_plan, needs_bias
+from cp_styles.plan import Cover, Part, Plan, Rows, Tile, attended_pairs, imbalance, make_plan
 from tests.layouts import layouts
 from tests.oracle import allowed, mask_cases
 
@@ -33,6 +33,12 @@ def pairs_of(tile: Tile, part: Part, visible: torch.Tensor) -> torch.Tensor:
     counts[queries[:, None], rows[None, :]] = seen
     # An explicit mask is applied to the tile, so what it computes is what is visible.
     return counts * visible if tile.cover is Cover.PARTIAL else counts
+
+
+def covers(layout: SequenceLayout, mask: Mask, **options) -> set[Cover]:
+    """Of all ranks' tiles."""
+    plans = [make_plan(layout, layout, mask, rank, **options) for rank in range(layout.ranks)]
+    return {tile.cover for plan in plans for part in plan.parts for tile in part.tiles}
 
 
 def check_plans(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, seen: torch.Tensor) -> None:
@@ -104,7 +110,7 @@ def test_head_tail_causal_is_one_kernel_call_a_part(ranks: int, length: int):
     for rank in range(ranks):
         for part in make_plan(layout, layout, Causal(), rank).parts:
             assert len(part.tiles) == 1
-    assert not needs_bias(layout, layout, Causal())
+    assert Cover.PARTIAL not in covers(layout, Causal())
     # Head-tail is equal to a block: the work of the ranks differs by nothing.
     assert imbalance(layout, Causal()) == 1.0
 
@@ -126,11 +132,7 @@ def test_imbalance_is_largest_over_mean():
 def test_dense_masks_need_an_explicit_mask_in_every_tile():
     layout = contiguous(6, 2)
     mask = Dense(torch.ones(6, 6, dtype=torch.bool)) & Causal()
-    assert needs_bias(layout, layout, mask)
-    covers = {
-        tile.cover for rank in range(2) for part in make_plan(layout, layout, mask, rank).parts for tile in part.tiles
-    }
-    assert covers == {Cover.PARTIAL}
+    assert covers(layout, mask) == {Cover.PARTIAL}
 
 
 # Of all lengths; documents of one row in a row, and rows of a rank that are the end of one and the start of the next.
@@ -146,7 +148,7 @@ def test_documents_need_no_explicit_mask_where_small_tiles_are_welcome(scale: in
     if balancer == "per document":
         balancer = partial(per_document_head_tail, documents=documents)
     layout = balancer(sum(documents), 4)
-    assert not needs_bias(layout, layout, mask, small_tiles=True)
+    assert Cover.PARTIAL not in covers(layout, mask, small_tiles=True)
 
 
 def test_small_tiles_that_would_see_the_same_keys_again_and_again_join():
