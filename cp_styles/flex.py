@@ -28,7 +28,6 @@ from cp_styles.kernels.flex import ScoreMod
 from cp_styles.kernels.flex_compiled import compiled_takes
 from cp_styles.layout import Balancer, SequenceLayout, head_tail
 from cp_styles.mask import Full, Mask, PerRow
-from cp_styles.merge import EMPTY_LSE
 from cp_styles.ops import check_local
 from cp_styles.state import Binding, refuse_grouped
 from cp_styles.strategies import Attention, Ring, Strategy
@@ -207,7 +206,6 @@ class _FlexAttention(torch.autograd.Function):
         if wants_lse:
             assert residual is not None
             lse = strategy.logsumexp(attention, q, k, v, residual)
-            lse.masked_fill_(lse <= EMPTY_LSE / 2, float("-inf"))
         else:
             lse = q.new_empty(0)
             ctx.mark_non_differentiable(lse)

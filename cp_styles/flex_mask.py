@@ -87,6 +87,10 @@ class FlexMask(Mask):
         return self._facts.pattern.has_bias
 
     @property
+    def additive(self) -> bool:
+        return False
+
+    @property
     def biased_everywhere(self) -> bool:
         return False
 

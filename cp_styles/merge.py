@@ -44,10 +44,11 @@ class OnlineSoftmax:
         torch.logaddexp(lse, lse_BHL, out=lse)
         out.lerp_(out_BHLD.to(self._dtype), weight.unsqueeze(-1))
 
-    def add_sink(self, sink_H: torch.Tensor) -> None:
-        """Merge one more key a head whose logit is ``sink_H`` for every query and whose value is 0."""
+    def add_sink(self, sink_H: torch.Tensor, level_BHL: torch.Tensor | None = None) -> None:
+        """Merge one more key a head whose logit is ``sink_H`` for every query and whose value is 0; ``level_BHL`` was
+        taken off all other logits."""
         out, lse = self.result()
-        sink = sink_H.to(lse.dtype)[:, None]
+        sink = _off(sink_H.to(lse.dtype)[:, None], level_BHL)
         self._out, self._lse = out * torch.sigmoid(lse - sink).unsqueeze(-1).to(out.dtype), torch.logaddexp(lse, sink)
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -106,13 +107,21 @@ class RowSum:
         return torch.zeros(self._shape, dtype=self._dtype, device=self._device)
 
 
+def _off(sink_H1: torch.Tensor, level_BHL: torch.Tensor | None) -> torch.Tensor:
+    return sink_H1 if level_BHL is None else (sink_H1 - level_BHL).to(sink_H1.dtype)
+
+
 def sink_gradient(
-    sink_H: torch.Tensor, grad_BHLE: torch.Tensor, out_BHLE: torch.Tensor, lse_BHL: torch.Tensor
+    sink_H: torch.Tensor,
+    grad_BHLE: torch.Tensor,
+    out_BHLE: torch.Tensor,
+    lse_BHL: torch.Tensor,
+    level_BHL: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Gradient of a sink's logit from the merged ``out`` and ``lse``, summed over batch and these queries: [H].
 
     A key with value 0 and probability p gets d logit = p (grad . 0 - grad . out).
     """
-    p_BHL = torch.exp(sink_H.to(lse_BHL.dtype)[:, None] - lse_BHL)
+    p_BHL = torch.exp(_off(sink_H.to(lse_BHL.dtype)[:, None], level_BHL) - lse_BHL)
     dots_BHL = (grad_BHLE * out_BHLE).sum(-1, dtype=lse_BHL.dtype)
     return -(p_BHL * dots_BHL).sum((0, 2)).to(sink_H.dtype)

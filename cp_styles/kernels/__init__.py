@@ -4,6 +4,7 @@ from cp_styles.kernels.base import Kernel, TileCall, Where
 from cp_styles.kernels.by_tile import ByTile, kernel_for_tiles
 from cp_styles.kernels.flex import FlexKernel
 from cp_styles.kernels.flex_compiled import CompiledFlexKernel
+from cp_styles.kernels.levels import BesideDrowned, RowLevels
 from cp_styles.kernels.lse import LseGradient
 from cp_styles.kernels.reference import ReferenceKernel
 from cp_styles.kernels.sdpa import (
@@ -22,12 +23,14 @@ __all__ = [
     "CUDA_EFFICIENT",
     "CUDA_FLASH",
     "SDPA_KERNELS",
+    "BesideDrowned",
     "ByTile",
     "CompiledFlexKernel",
     "FlexKernel",
     "Kernel",
     "LseGradient",
     "ReferenceKernel",
+    "RowLevels",
     "SdpaKernel",
     "TileCall",
     "VarlenKernel",

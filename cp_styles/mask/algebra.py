@@ -41,6 +41,11 @@ class Mask:
         return False
 
     @property
+    def additive(self) -> bool:
+        """Whether the bias holds other numbers than 0 and -inf."""
+        return self.has_bias
+
+    @property
     def biased_everywhere(self) -> bool:
         """Whether the bias must be asked for even where :attr:`grids` say that a block is full."""
         return self.has_bias
@@ -127,6 +132,10 @@ class All(Mask):
     @property
     def singles_out(self) -> bool:
         return any(part.singles_out for part in self.parts)
+
+    @property
+    def additive(self) -> bool:
+        return any(part.additive for part in self.parts)
 
     @property
     def biased_everywhere(self) -> bool:

@@ -49,6 +49,10 @@ class Dense(Mask):
         return True
 
     @property
+    def additive(self) -> bool:
+        return self.tensor.dtype != torch.bool
+
+    @property
     def content(self) -> int:
         return digest(self.tensor)
 

@@ -124,7 +124,7 @@ class Strategy(ABC):
         v_BGME: torch.Tensor,
         residual: torch.Tensor,
     ) -> torch.Tensor:
-        """``lse_BHL`` of the local queries as a forward left it in ``residual``; EMPTY_LSE where there was no key."""
+        """``lse_BHL`` of the local queries as a forward left it in ``residual``; -inf where there was no key."""
 
 
 # Views of the residual start at multiples of this many bytes, as allocators align and vector loads like.

@@ -21,8 +21,9 @@ from typing import Any, TypeAlias
 import torch
 
 from cp_styles.comm import Pending, exchange
-from cp_styles.kernels import TileCall, Where
-from cp_styles.merge import OnlineSoftmax, RowSum, accumulation_dtype, sink_gradient
+from cp_styles.kernels import BesideDrowned, RowLevels, TileCall, Where
+from cp_styles.kernels.levels import of_heads
+from cp_styles.merge import EMPTY_LSE, OnlineSoftmax, RowSum, accumulation_dtype, sink_gradient
 from cp_styles.plan import Cover, Part, Plan, Rows, Tile, make_plan
 from cp_styles.strategies.base import Attention, Spec, Strategy, residual_views
 
@@ -56,20 +57,25 @@ class MovingKV(Strategy):
         return [lse, *(((walk.size(count),), walk.k.dtype) for count in counts)]
 
     def logsumexp(self, attention, q_BHLD, k_BGMD, v_BGME, residual):
-        return _Walk(self, attention, q_BHLD, k_BGMD, v_BGME).kept_in(residual)[0].clone()
+        walk = _Walk(self, attention, q_BHLD, k_BGMD, v_BGME)
+        lse_BHL = walk.kept_in(residual)[0]
+        lse_BHL = lse_BHL.masked_fill(lse_BHL <= EMPTY_LSE / 2, float("-inf"))
+        return lse_BHL if walk.level is None else (lse_BHL + walk.level).to(lse_BHL.dtype)
 
     def forward(self, attention, q_BHLD, k_BGMD, v_BGME, sink_H=None, residual=None):
         with _Walk(self, attention, q_BHLD, k_BGMD, v_BGME) as walk:
             lse_BHL, *buffers = walk.kept_in(residual)
 
             q = q_BHLD.to(walk.dtype)
+            if walk.levels is not None:
+                q = walk.levels.quiet(q)
             softmax = OnlineSoftmax((*q.shape[:3], v_BGME.shape[3]), walk.dtype, q.device)
             for arrived in walk.fetched(buffers):
                 tiles = walk.tiles(arrived)
                 for index, (out, lse) in attention.kernel.forward_tiles(walk.calls(arrived, tiles, (q,))):
                     softmax.add(tiles[index][1].q, out, lse)
             if sink_H is not None:
-                softmax.add_sink(sink_H)
+                softmax.add_sink(sink_H, walk.level)
             out, lse = softmax.result()
             if residual is not None:
                 lse_BHL.copy_(lse)
@@ -80,6 +86,9 @@ class MovingKV(Strategy):
             lse_BHL, *buffers = walk.kept_in(residual)
 
             q, grad, out = (x.to(walk.dtype) for x in (q_BHLD, grad_BHLE, out_BHLE))
+            kernel = attention.kernel
+            if walk.levels is not None and walk.levels.drowned is not None:
+                kernel, q = BesideDrowned(kernel), walk.levels.split(q)
             dq = RowSum(q.shape, walk.wide, q.device)
             home = _Homecoming(walk)
             # Kept messages leave nothing to wait for: remote keys first, so that their gradients travel meanwhile.
@@ -87,7 +96,7 @@ class MovingKV(Strategy):
                 tiles = walk.tiles(arrived)
                 sums = [[RowSum(x.shape, walk.wide, q.device) for x in (k, v)] for _, k, v in arrived]
                 calls = walk.calls(arrived, tiles, (grad, q), (out, lse_BHL))
-                for index, (tile_dq, tile_dk, tile_dv) in attention.kernel.backward_tiles(calls):
+                for index, (tile_dq, tile_dk, tile_dv) in kernel.backward_tiles(calls):
                     place, tile = tiles[index]
                     dq.add(tile.q, tile_dq)
                     for total, share in zip(sums[place], (tile_dk, tile_dv), strict=True):
@@ -97,8 +106,8 @@ class MovingKV(Strategy):
                 ]
                 home.bring(gradients)
             dk, dv = home.result()
-            dsink = None if sink_H is None else sink_gradient(sink_H, grad, out, lse_BHL)
-            return dq.result().to(q_BHLD.dtype), dk.to(k_BGMD.dtype), dv.to(v_BGME.dtype), dsink
+            dsink = None if sink_H is None else sink_gradient(sink_H, grad, out, lse_BHL, walk.level)
+            return dq.result()[..., : q_BHLD.shape[3]].to(q_BHLD.dtype), dk.to(k_BGMD.dtype), dv.to(v_BGME.dtype), dsink
 
 
 class _Walk:
@@ -110,8 +119,11 @@ class _Walk:
             strategy, lambda: _way(strategy, attention)
         )
         self.q, self.k, self.v = q, k, v
-        self.dtype = attention.kernel.tile_dtype(q.dtype) if tiles > 1 else q.dtype
         self.wide = accumulation_dtype(q.dtype)
+        levels = self.levels
+        # A sum is made of several tiles, and of one in which rows are drowned.
+        sums = tiles > 1 or (levels is not None and levels.drowned is not None)
+        self.dtype = attention.kernel.tile_dtype(q.dtype) if sums else q.dtype
         self._messages: dict[Rows, torch.Tensor] = {}
         self._started: list[Pending] = []
 
@@ -124,6 +136,28 @@ class _Walk:
             for pending in self._started:
                 with contextlib.suppress(RuntimeError):  # the failure on its way up says more
                     pending.wait()
+
+    @property
+    def levels(self) -> RowLevels | None:
+        """What is taken off an additive mask's biases; None where there is nothing to take off."""
+        attention, device = self.attention, self.q.device
+        if not attention.mask.additive or not self.q.numel() or not attention.kv_layout.length:
+            return None
+        if device.type == "meta":  # somebody asks for shapes
+            return None
+        # Where a score_mod follows, nobody knows what a query of 0 would come to.
+        drowns = not attention.kernel.positional
+
+        def make() -> RowLevels | None:
+            q_positions, keys = attention.q_layout.positions(self.rank, device), attention.kv_layout.length
+            return RowLevels.of(attention.mask, q_positions, keys, attention.heads, self.wide, drowns=drowns)
+
+        return attention.once((RowLevels, self.wide, device, drowns), make)
+
+    @property
+    def level(self) -> torch.Tensor | None:
+        """The level of each row, [B, H, L] or what broadcasts to it; None for 0."""
+        return None if self.levels is None else self.levels.level
 
     def exchange(self, sends: Messages, receives: Messages) -> Pending:
         """:func:`~cp_styles.comm.exchange`, finished whatever happens."""
@@ -246,11 +280,11 @@ class _Walk:
         attention, device = self.attention, self.q.device
         q_positions, kv_positions = self._positions(part, tile)
         outside = ~attention.mask.allowed(q_positions, kv_positions)
-        bias = attention.mask.bias(q_positions, kv_positions)
+        bias = of_heads(attention.mask.bias(q_positions, kv_positions), attention.heads)
         if bias is None:
             bias = torch.zeros(outside.shape, dtype=self.dtype, device=device)
-        elif attention.heads is not None and bias.ndim > 2 and bias.shape[-3] > 1:
-            bias = bias.narrow(-3, attention.heads[0], attention.heads[1] - attention.heads[0])
+        if self.levels is not None:
+            bias = self.levels.off(bias.to(device), tile.q)
         return bias.to(device, self.dtype).masked_fill(outside, float("-inf"))
 
 

@@ -7,10 +7,15 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import product
+from operator import le
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import AuxRequest
 
+from cp_styles.flex import context_flex_attention
 from cp_styles.functional import context_attention
 from cp_styles.kernels import CPU_FLASH, ReferenceKernel
 from cp_styles.layout import contiguous, head_tail
@@ -186,3 +191,114 @@ def test_constant_logits_are_a_plain_mean():
             assert float(found[1].norm()) < EXACT * float(wanted[2].norm())
             assert error(found[0], wanted[0]) < EXACT
             assert max(errors_of(found[2:], wanted[2:])) < EXACT
+
+
+MASKED = {
+    "rows": lambda fill: torch.zeros(10, 10, dtype=torch.float64).index_fill(0, torch.tensor([0, 1, 2, 9]), fill),
+    "left padding": lambda fill: left_padded(fill),
+    "two heads": lambda fill: torch.where(randn(5, 1, 4, 10, 1) > 0.5, fill, randn(6, 1, 4, 10, 10)),
+    "two numbers": lambda fill: fill * torch.where(randn(7, 10, 10) > 0, 1.0, 0.5).index_fill(1, torch.tensor(8), 1.0),
+    "rows that see zeros of the future": lambda fill: torch.full((10, 10), fill, dtype=torch.float64).triu(-2),
+    "above": lambda fill: torch.zeros(10, 10, dtype=torch.float64).index_fill(0, torch.tensor([4]), -fill),
+    "keys": lambda fill: fill * torch.ones(2, 1, 1, 10).double().index_fill(3, torch.tensor([3, 5, 8]), 0.5),
+}
+
+
+def left_padded(fill: float) -> torch.Tensor:
+    """As Hugging Face makes it: causal, and the first rows of the batch's second sequence are padding."""
+    hidden = torch.ones(2, 1, 10, 10, dtype=torch.bool).triu(1)
+    hidden[1, :, :, :4] = True
+    return torch.zeros(2, 1, 10, 10, dtype=torch.float64).masked_fill(hidden, fill)
+
+
+def least(mask: torch.Tensor, sees: torch.Tensor) -> torch.Tensor:
+    """The same mask by what its rows have at most, in float64: for real numbers, the same softmax."""
+    mask = mask.double().masked_fill(~sees, float("-inf"))
+    return mask - mask.amax(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", MASKED)
+def test_rows_that_are_masked_throughout_with_numbers(dtype: torch.dtype, name: str):
+    """Where a logsumexp would have no digits left for the number of keys, the rows are what one device makes of them.
+
+    One device is torch's plain attention: its fused one's backward goes by such a logsumexp, and is wrong by the number
+    of keys. Where the number leaves digits for the logits, the wanted result is that of real numbers, to which one
+    device comes less near.
+    """
+    wide = accumulation_dtype(dtype)
+    causal = name == "rows that see zeros of the future"
+    sees = tril(10) if causal else torch.ones(10, 10, dtype=torch.bool)
+    inputs, cotangent = attention_inputs(length=10, dtype=dtype)
+    settings, wants = [], []
+    for fill in (torch.finfo(dtype).min, -1e9, -3e4, -300.0):
+        mask = MASKED[name](fill).to(dtype)
+
+        def plainly(*tensors: torch.Tensor, mask: torch.Tensor = mask) -> torch.Tensor:
+            with sdpa_kernel(SDPBackend.MATH):
+                return F.scaled_dot_product_attention(
+                    *tensors, attn_mask=mask.masked_fill(~sees, float("-inf")).to(tensors[0].dtype)
+                )
+
+        if abs(fill) * torch.finfo(wide).eps > 64:  # the number's neighbours are further away than any logit here
+            wanted = attend_and_differentiate(plainly, [x.to(wide) for x in inputs], cotangent.to(wide))
+        else:
+            wanted = expected_attention(inputs, cotangent, bias=least(mask, sees))
+        one = errors_of(attend_and_differentiate(plainly, inputs, cotangent), wanted)
+        if dtype == torch.bfloat16:  # whose fused backward starts from a rounded out
+            usual = least(mask, sees)
+            fused = partial(F.scaled_dot_product_attention, attn_mask=usual.to(dtype))
+            found = attend_and_differentiate(fused, inputs, cotangent)
+            one = list(map(max, one, errors_of(found, expected_attention(inputs, cotangent, bias=usual))))
+        for ranks, strategy, kernel in (
+            *((3, strategy, None) for strategy in STRATEGIES[:4]),
+            (4, Ulysses(size=2), None),
+            (1, Ring(), None),
+            (3, Ring(), ReferenceKernel()),
+        ):
+            attended = Dense(mask) & Causal() if causal else Dense(mask)
+            options = {"mask": attended, "strategy": strategy, "kernel": kernel}
+            settings.append((ranks, (contiguous(10, ranks), options)))
+            wants.append((fill, strategy, ranks, wanted, one))
+    results: dict[int, list] = {}
+    for ranks in (1, 3, 4):
+        results[ranks] = gathered(inputs, cotangent, ranks, [setting for size, setting in settings if size == ranks])
+    for fill, strategy, ranks, wanted, one in wants:
+        errors = errors_of(results[ranks].pop(0), wanted)
+        # Low precision: at most 1.1 times one device's error. float32: 6e-8 an operation, in sums of 10 terms.
+        bounds = [EXACT if dtype == torch.float64 else 1e-6 + 1.1 * x * (dtype == torch.bfloat16) for x in one]
+        assert all(map(le, errors, bounds)), (fill, strategy, ranks, errors, bounds)
+
+
+def test_sinks_and_the_logsumexp_of_such_rows():
+    inputs, cotangent = attention_inputs(length=10)
+    layout = contiguous(10, 3)
+    for fill in (-1e9, -1e300):
+        mask, sink = MASKED["rows"](fill), torch.tensor([0.5, -2.0, 1.0, fill], dtype=torch.float64)
+        leaves = [x.clone().requires_grad_() for x in (*inputs, sink)]
+        logits = leaves[0] @ leaves[1].mT * 8**-0.5
+        # The sink is a key of value 0.
+        logits = torch.cat((logits + mask, leaves[3][:, None, None].expand(2, 4, 10, 1)), -1)
+        top = logits.detach().amax(-1, keepdim=True)
+        weights = torch.softmax(logits - top, -1)[..., :-1]
+        wanted = [weights @ leaves[2], torch.logsumexp((logits - top)[..., :-1], -1) + top.squeeze(-1)]
+        wanted += torch.autograd.grad(wanted[0], leaves, cotangent)
+
+        def on(rank: int, mask=mask, sink=sink):
+            mesh = cp_mesh(3)
+            own = [layout.shard(x, 2, rank).clone().requires_grad_() for x in inputs]
+            own_sink = sink.clone().requires_grad_()
+            out = context_attention(*own, mesh, mask=Dense(mask), layout=contiguous, sink_H=own_sink)
+            *grads, dsink = torch.autograd.grad(out, [*own, own_sink], layout.shard(cotangent, 2, rank))
+            _, aux = context_flex_attention(
+                *own, mesh, mask=Dense(mask), layout=contiguous, return_aux=AuxRequest(lse=True)
+            )
+            return [out.detach(), aux.lse.detach(), *grads, dsink]
+
+        *found, dsinks = zip(*run_ranks(on, 3), strict=True)
+        whole = [layout.unshard(list(parts), 2) for parts in found] + [sum(dsinks)]
+        lse, wanted_lse = whole.pop(1), wanted.pop(1)
+        assert ((lse - wanted_lse) / wanted_lse).abs().max() < EXACT
+        # Beside -1e9 a float64 has digits to 1e-7, and the logits of the last head's sink are of that size.
+        bound = 1e-7 if fill == -1e9 else EXACT
+        assert all(error(mine, one) < bound for mine, one in zip(whole, wanted, strict=True)), fill
