@@ -17,6 +17,7 @@ from torch._dynamo import eval_frame
 from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch._dynamo.types import FrameAction, FrameExecStrategy  # pyright: ignore[reportPrivateImportUsage]
 from torch._guards import _TLS, TracingContext
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.attention import flex_attention as flex_module
@@ -167,6 +168,17 @@ def without_groups(mesh: DeviceMesh) -> DeviceMesh:
     as long as they exist. Seen: 2.11 to 2.15."""
     mesh._pg_registry.clear()  # pyright: ignore[reportAttributeAccessIssue]
     return mesh
+
+
+def has_tangent(tensor: torch.Tensor) -> bool:
+    """Whether forward-mode differentiation looks at ``tensor``: it, or what transforms of torch.func have wrapped, is a
+    dual tensor. Seen: 2.11 to 2.15."""
+    functorch = torch._C._functorch  # pyright: ignore
+    while functorch.is_batchedtensor(tensor) or forward_ad.unpack_dual(tensor).tangent is None:
+        if not functorch.is_functorch_wrapped_tensor(tensor):
+            return False
+        tensor = functorch.get_unwrapped(tensor)
+    return True
 
 
 def saved_tensors_hooks_on_top() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from cp_styles._compat import without_function_modes
 from cp_styles.captured import captured_tensors
+from cp_styles.derivatives import first_derivatives_only, refuse_tangents
 from cp_styles.flex_mask import FlexMask
 from cp_styles.functional import axis_and_group
 from cp_styles.kernels import CompiledFlexKernel, FlexKernel, Kernel, LseGradient
@@ -186,6 +186,7 @@ def _bound(
                 "block_mask"
             )
         read = captured_tensors(call.score_mod, (0.0, 0, 0, 0, 0), tensors[0].device)
+        refuse_tangents(binding.name, read)
         learned = tuple(tensor for tensor in read if tensor.requires_grad)
         kernel = FlexKernel(call.score_mod, learned)
         if call.compiled and compiled_takes(tensors[0], tensors[2]):
@@ -215,7 +216,7 @@ class _FlexAttention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
+    @first_derivatives_only
     @without_function_modes()
     def backward(ctx, grad, grad_lse):
         q, k, v, out, residual, *learned = ctx.saved_tensors

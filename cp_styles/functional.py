@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_styles.autocast import as_attended
+from cp_styles.derivatives import refuse_tangents
 from cp_styles.kernels import Kernel
 from cp_styles.layout import Balancer, SequenceLayout, head_tail
 from cp_styles.mask import Dense, Full, Mask
@@ -98,6 +99,7 @@ def attend(
             refuse()
         # Compiled, shapes are for the op to check, when all ranks can hear of it.
         (check_plain if isinstance(source, Spelled) else check_local)(source.name, tensors)
+        refuse_tangents(source.name, (sink_H,))
         tensors = tuple(map(as_attended, tensors))
         if attn_mask is not None and attn_mask.requires_grad:
             Dense(attn_mask)  # raises; asked here, because compiled code does not know it any more

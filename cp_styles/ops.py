@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from cp_styles._compat import resolve_group, uncompiled
 from cp_styles.autocast import attended_dtype
+from cp_styles.derivatives import first_derivatives_only, refuse_tangents
 from cp_styles.kernels import Kernel
 from cp_styles.layout import Balancer, SequenceLayout
 from cp_styles.mask import Dense, Mask
@@ -183,12 +184,13 @@ def check_local(name: str, tensors: tuple[torch.Tensor, ...]) -> None:
 
 
 def check_plain(name: str, tensors: tuple[torch.Tensor, ...]) -> None:
-    """Refuse what is no tensor, and DTensors."""
+    """Refuse what is no tensor, DTensors, and tensors in forward-mode differentiation."""
     for label, tensor in zip(("query", "key", "value"), tensors, strict=True):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name}: {label} must be a tensor, got {type(tensor).__name__}")
         if isinstance(tensor, DTensor):
             raise TypeError(f"{name}: {label} is a DTensor; pass this rank's part, tensor.to_local()")
+    refuse_tangents(name, tensors)
 
 
 # -- forward --
@@ -257,6 +259,7 @@ def _save(ctx, inputs, output) -> None:
 
 
 @uncompiled
+@first_derivatives_only
 def _differentiate(ctx, grad, *_):
     q, k, v, out, residual, sink, attn_mask, dense, call = ctx.saved_tensors
     none = (None,) * 7

@@ -8,6 +8,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from cp_styles.checksum import checksum
+from cp_styles.derivatives import refuse_tangents
 from cp_styles.mask.algebra import Full, Mask
 
 
@@ -37,6 +38,7 @@ class Dense(Mask):
             raise ValueError(f"a dense mask must broadcast to [B, H, S_q, S_kv], got shape {tuple(self.tensor.shape)}")
         if self.tensor.dtype != torch.bool and not self.tensor.is_floating_point():
             raise TypeError(f"a dense mask must be bool (True: attend) or float (added), got {self.tensor.dtype}")
+        refuse_tangents("a dense mask", (self.tensor,))
         object.__setattr__(self, "_version", _version(self.tensor))
         if self.tensor.requires_grad:
             raise NotImplementedError(

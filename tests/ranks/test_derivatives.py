@@ -1,0 +1,126 @@
+"""Derivatives that attention here has not are refused in words, on every rank, in every door: never wrong, never 0."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+
+from cp_styles import AllGather, Dense, ReferenceKernel, Ring, Ulysses, context_attention, contiguous
+from cp_styles.testing import RankError, run_ranks
+from tests.oracle import attention_inputs, randn
+from tests.ranks.attention_case import cp_mesh
+from tests.ranks.doors import DOORS, LENGTH
+
+
+def on_ranks(ranks: int, attend: Callable[..., None]) -> str:
+    """What every rank raises in ``attend(mesh, q, k, v)``."""
+    inputs, _ = attention_inputs(length=LENGTH, batch=1)
+    layout = contiguous(LENGTH, ranks)
+
+    def on(rank: int) -> None:
+        attend(cp_mesh(ranks), *(layout.shard(x, 2, rank).clone() for x in inputs))
+
+    with pytest.raises(RankError) as caught:
+        run_ranks(on, ranks)
+    text = str(caught.value)
+    assert all(f"rank {rank}: " in text for rank in range(ranks)), text
+    return text
+
+
+def penalty(attend: Callable[..., torch.Tensor], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, square: bool):
+    """A gradient penalty. With a loss that is linear in the output no incoming gradient requires grad."""
+    q.requires_grad_()
+    temperature = torch.full((8,), 1.5, dtype=torch.float64, requires_grad=True)
+    out = attend(q * temperature, k, v)
+    (dq,) = torch.autograd.grad(out.square().sum() if square else out.sum(), q, create_graph=True)
+    dq.square().sum().backward()
+
+
+# Behind AttentionContextParallel it is torch's own op that says so.
+SECOND = re.compile(r"second derivatives|derivative for aten::_scaled_dot_product_\w+_backward is not implemented")
+
+
+@pytest.mark.parametrize("square", [False, True])
+@pytest.mark.parametrize("door", DOORS)
+def test_second_derivatives(door: str, square: bool):
+    text = on_ranks(2, lambda mesh, *tensors: penalty(lambda *x: DOORS[door](mesh, *x), *tensors, square))
+    assert len(SECOND.findall(text)) >= 2, text
+
+
+@pytest.mark.parametrize("kernel", [None, ReferenceKernel()], ids=["flash", "reference"])
+@pytest.mark.parametrize("strategy", [Ring(keep_kv=False), AllGather(), Ulysses()], ids=str)
+def test_second_derivatives_by_any_strategy(strategy, kernel):
+    def attend(mesh, *tensors):
+        options = {"layout": contiguous, "strategy": strategy, "kernel": kernel}
+        penalty(lambda *x: context_attention(*x, mesh, **options), *tensors, square=False)
+
+    assert len(SECOND.findall(on_ranks(2, attend))) >= 2
+
+
+def test_a_first_derivative_that_keeps_its_graph():
+    """create_graph=True alone changes nothing: not the gradients, and not those of what came before the attention."""
+    inputs, cotangent = attention_inputs(length=LENGTH, batch=1)
+    layout = contiguous(LENGTH, 2)
+
+    def on(rank: int) -> None:
+        mesh = cp_mesh(2)
+        for name, door in DOORS.items():
+            leaves = [layout.shard(x, 2, rank).clone().requires_grad_() for x in inputs]
+            found = [
+                torch.autograd.grad(door(mesh, *leaves), leaves, layout.shard(cotangent, 2, rank), create_graph=graph)
+                for graph in (False, True)
+            ]
+            assert all(torch.equal(*pair) for pair in zip(*found, strict=True)), name
+
+    run_ranks(on, 2)
+
+
+@pytest.mark.parametrize("how", ["dual", "jvp", "jacfwd", "inside vmap"])
+@pytest.mark.parametrize("door", DOORS)
+def test_forward_mode(door: str, how: str):
+    def attend(mesh, q, k, v):
+        def run(*tensors):
+            return DOORS[door](mesh, *tensors)
+
+        if how == "dual":
+            run(q, k, forward_ad.make_dual(v, v))
+        elif how == "jvp":
+            torch.func.jvp(run, (q, k, v), (q, k, v))
+        elif how == "jacfwd":
+            torch.func.jacfwd(lambda key: run(q, key, v))(k)
+        else:
+            torch.func.jvp(torch.func.vmap(run), (q[None], k[None], v[None]), (q[None], k[None], v[None]))
+
+    # Levels are the process': one rank, or a level around all of them.
+    ranks = 2 if how == "dual" else 1
+    with forward_ad.dual_level() if how == "dual" else contextlib.nullcontext():
+        text = on_ranks(ranks, attend)
+    assert text.count("forward-mode differentiation") == ranks, text
+
+
+@pytest.mark.parametrize("which", ["sink", "mask"])
+def test_forward_mode_of_what_stands_beside(which: str):
+    def attend(mesh, *tensors):
+        sink, mask = randn(1, 4), randn(2, LENGTH, LENGTH)
+        sink = forward_ad.make_dual(sink, sink) if which == "sink" else sink
+        mask = forward_ad.make_dual(mask, mask) if which == "mask" else mask
+        context_attention(*tensors, mesh, mask=Dense(mask), sink_H=sink, layout=contiguous)
+
+    with forward_ad.dual_level():
+        assert on_ranks(2, attend).count("forward-mode differentiation") == 2
+
+
+def test_one_rank_in_forward_mode_is_every_ranks_error():
+    def attend(mesh, q, k, v):
+        v = forward_ad.make_dual(v, v) if mesh.get_local_rank() == 1 else v
+        context_attention(q, k, v, mesh, layout=contiguous)
+
+    with forward_ad.dual_level():
+        text = on_ranks(3, attend)
+    assert text.count("forward-mode differentiation") == 1
+    assert text.count("ranks [1] of mesh axis 'cp' refused") == 2
