@@ -6,6 +6,7 @@ cannot hide in its own oracle.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -62,11 +63,22 @@ def expected_attention(
     return attend_and_differentiate(lambda *qkv: dense_attention(*qkv, mask, **options), wide, cotangent.double())
 
 
-def error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Norm of the difference over the norm of what is expected (or of the difference alone, where that is zero)."""
+# A float64 result this small is zero but for the rounding of terms that cancel, as the gradient of the query is where
+# there is one key, or a key's bias. The terms are products of a few random numbers of variance 1.
+VANISHING = 1e-12
+
+
+def error(found: torch.Tensor, expected: torch.Tensor, *, whole: torch.Tensor | None = None) -> float:
+    """Norm of the difference over the norm of ``whole`` (of ``expected`` if None), infinite if that is NaN.
+
+    Where that norm is VANISHING, what is left is rounding of terms of size 1: the difference is taken as it is. A
+    rank's part of a result is compared on the scale of the ``whole`` result.
+    """
     assert found.shape == expected.shape, f"{tuple(found.shape)} instead of {tuple(expected.shape)}"
-    found, expected = found.detach().double(), expected.detach().double()
-    return float((found - expected).norm()) / (float(expected.norm()) or 1.0)
+    difference = float((found.detach().double() - expected.detach().double()).norm())
+    scale = float((expected if whole is None else whole).detach().double().norm())
+    # max() of several errors passes over NaN, but not over infinity.
+    return difference / (scale if scale > VANISHING else 1.0) if math.isfinite(difference) else math.inf
 
 
 def randn(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:

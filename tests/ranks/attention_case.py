@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from cp_styles.layout import Balancer, SequenceLayout, head_tail
 from cp_styles.styles import AttentionContextParallel
-from tests.oracle import attention_inputs, dense_attention, expected_attention, randn
+from tests.oracle import attention_inputs, dense_attention, error, expected_attention, randn
 
 # Sums in another order: at most some hundred terms here, each a few 1e-16 from exact. A key counted twice or missed
 # shows at 1e-2.
@@ -112,9 +112,7 @@ class Problem:
         own, own_kv = self.layouts(layout, ranks)
         errors = []
         for mine, whole, cut in zip(found, self.expected, (own, own, own_kv, own_kv), strict=True):
-            wanted = cut.shard(whole, 2, rank)
-            assert mine.shape == wanted.shape, f"{tuple(mine.shape)} instead of {tuple(wanted.shape)}"
-            errors.append(float((mine.double() - wanted).norm() / whole.norm()))
+            errors.append(error(mine, cut.shard(whole, 2, rank), whole=whole))
         return errors
 
 

@@ -19,8 +19,6 @@ from cp_styles.mask import Causal, Dense, Documents, Mask
 from cp_styles.strategies import AllGather, Ring, Ulysses
 from tests.oracle import allowed, mask_cases, randn
 
-BATCH = 8  # enough numbers in 5 tokens for an error in low precision to be an average
-
 STRATEGIES = {
     "ring": Ring(),
     "ring, sent again": Ring(keep_kv=False),
@@ -35,8 +33,10 @@ KERNELS = {"flash": CPU_FLASH, "reference": ReferenceKernel()}
 HEADS = ((4, 4), (4, 2), (6, 1), (3, 3), (6, 3))
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 RANKS = (1, 2, 3, 4, 5, 8)
-# Shorter than 8 ranks; a prime; beyond the plan's block of 128 queries, which no number of ranks here divides.
-LENGTHS = (5, 23, 137)
+# Shorter than 8 ranks; a prime; beyond the plan's block of 128 queries, which no number of ranks here divides. Each
+# with a batch that makes an error in low precision an average of some hundred rows.
+BATCHES = {5: 32, 23: 8, 137: 2}
+LENGTHS = tuple(BATCHES)
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def _ones(length: int, heads: int, dtype: torch.dtype) -> MaskValue:
 
 def _dense(shape: str, boolean: bool, causal: bool, length: int, heads: int, dtype: torch.dtype) -> MaskValue:
     """``shape``: a letter a dim; B, H, L and M are whole, 1 broadcasts. Some rows of whole masks see nothing."""
-    sizes = [{"B": BATCH, "H": heads, "L": length, "M": length, "1": 1}[letter] for letter in shape]
+    sizes = [{"B": BATCHES[length], "H": heads, "L": length, "M": length, "1": 1}[letter] for letter in shape]
     bias = randn(7, *sizes).masked_fill(randn(8, *sizes) > 1.0, float("-inf"))
     if "L" in shape and "M" in shape:
         bias[..., length // 2, :] = float("-inf")
@@ -91,10 +91,11 @@ def _two_documents(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.
 
 @cache
 def _block_mask(mod: Callable[..., torch.Tensor], length: int, heads: int, dtype: torch.dtype) -> MaskValue:
-    whole = [torch.arange(size) for size in (BATCH, heads, length, length)]
+    sizes = (BATCHES[length], heads, length, length)
+    whole = [torch.arange(size) for size in sizes]
     sees = mod(*(index.view([-1 if dim == place else 1 for place in range(4)]) for dim, index in enumerate(whole)))
-    blocks = create_block_mask(mod, BATCH, heads, length, length, device="cpu", BLOCK_SIZE=(32, 16))
-    return MaskValue(FlexMask(blocks), sees.expand(BATCH, heads, length, length))
+    blocks = create_block_mask(mod, *sizes, device="cpu", BLOCK_SIZE=(32, 16))
+    return MaskValue(FlexMask(blocks), sees.expand(sizes))
 
 
 MASKS: dict[str, Dealer] = {

@@ -20,6 +20,8 @@ from cp_styles import (
 )
 from cp_styles.mask import digest
 from cp_styles.testing import run_ranks
+from tests.oracle import error
+from tests.ranks.attention_case import EXACT
 
 RANKS, BATCH, HEADS, LENGTH = 3, 2, 3, 17
 LAYOUT = head_tail(LENGTH, RANKS)
@@ -112,8 +114,7 @@ def test_every_door_takes_the_whole_mask(mask, strategy):
     for door in range(4):
         for index, wanted in enumerate(expected):
             found = LAYOUT.unshard([results[door][index] for results in by_rank], 2)
-            # Some tens of float64 roundings.
-            assert (found - wanted).norm() <= 1e-12 * wanted.norm()
+            assert error(found, wanted) < EXACT
 
 
 @pytest.mark.parametrize("door", [passed, held, module])
@@ -202,4 +203,4 @@ def test_a_mask_inside_the_module_needs_parts_that_dtensor_would_make():
     results = run_ranks(body, RANKS)
     assert all("nothing may gather the sequence" in text and "no fused attention op" in text for _, text in results)
     expected = SDPA(*whole, is_causal=True)
-    assert (layout.unshard([given for given, _ in results], 2) - expected).norm() <= 1e-12 * expected.norm()
+    assert error(layout.unshard([given for given, _ in results], 2), expected) < EXACT

@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 from cp_styles.batch import global_loss, global_token_count, next_token_labels, shard_batch, sum_gradients
 from cp_styles.layout import SequenceLayout, contiguous, head_tail
 from cp_styles.testing import CommunicationTrace, RankError, run_ranks
+from tests.oracle import error
 
 VOCABULARY, LENGTH = 11, 14
 
@@ -23,10 +24,6 @@ LAYOUTS = {
     "head_tail": head_tail(LENGTH, 3),
     "uneven, one rank empty": SequenceLayout.from_chunks([[(0, 9)], [(9, 14)], []]),
 }
-
-
-def error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found - expected).norm() / expected.norm())
 
 
 class Model(nn.Module):

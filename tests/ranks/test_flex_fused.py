@@ -19,7 +19,7 @@ from cp_styles.kernels import CompiledFlexKernel, flex, flex_compiled
 from cp_styles.kernels.base import Where
 from cp_styles.layout import head_tail
 from cp_styles.merge import EMPTY_LSE
-from tests.oracle import randn
+from tests.oracle import error, randn
 from tests.ranks import flex_case as case
 from tests.ranks.attention_case import EXACT
 from tests.ranks.compiling import RANKS, cannot_compile_on_threads, run_ranks
@@ -141,7 +141,7 @@ def test_the_forward_makes_no_logits(dtype: torch.dtype, monkeypatch):
         alone_by: Any = torch.compile(flex_attention)
         alone = alone_by(*whole.inputs, **options)
     wanted = whole.expected[0]
-    allowed = 1.1 * float((alone - wanted).norm() / wanted.norm()) + 1e-7
+    allowed = 1.1 * error(alone, wanted) + 1e-7
 
     def on(rank: int):
         model = behind("module", Model(torch.compile(flex_attention)), LAYOUT)
@@ -151,7 +151,7 @@ def test_the_forward_makes_no_logits(dtype: torch.dtype, monkeypatch):
             found: list[Any] = [None] * RANKS
             with torch.no_grad():
                 dist.all_gather_object(found, model(*inputs, return_lse=True, **options)[0])
-            assert float((LAYOUT.unshard(found, 2) - wanted).norm() / wanted.norm()) <= allowed
+            assert error(LAYOUT.unshard(found, 2), wanted) <= allowed
             dist.barrier()
             frames.append(seen.counter.frame_count)
             dist.barrier()

@@ -17,6 +17,7 @@ from cp_styles import styles
 from cp_styles.batch import sum_gradients
 from cp_styles.layout import head_tail
 from cp_styles.testing import run_ranks
+from tests.oracle import error
 
 VOCABULARY, WIDTH, LENGTH = 12, 8, 8
 NAMES = [name for name in styles.__all__ if name in parallel.__all__]  # those that torch has too
@@ -92,7 +93,7 @@ def gradients(model):
 def assert_close(found, expected):
     assert found.keys() == expected.keys()
     for name in expected:
-        assert float((found[name] - expected[name]).norm() / expected[name].norm()) < 1e-13, name
+        assert error(found[name], expected[name]) < 1e-13, name
 
 
 def test_one_plan_on_a_composed_mesh_is_one_device():

@@ -25,7 +25,7 @@ from cp_styles import (
 )
 from cp_styles.block import rotation
 from cp_styles.testing import run_ranks
-from tests.oracle import randn
+from tests.oracle import error, randn
 from tests.ranks.attention_case import EXACT, cp_mesh
 from tests.ranks.torch_api_scene import LENGTH, Batch, gradients, run
 
@@ -96,7 +96,7 @@ def test_two_blocks_alive(around):
                 losses.append((run(model, x, around) * cotangent).sum())
         sum(losses).backward()
         found = gradients(model, mesh)
-        return max(float((a - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True))
+        return max(error(*pair) for pair in zip(found, expected, strict=True))
 
     assert max(run_ranks(rank_main, RANKS)) < EXACT
 
@@ -138,7 +138,7 @@ def test_nested_blocks_with_a_backward_after_both(around):
         out.backward(cotangent)
         (whole,) = context_parallel_unshard(mesh, [out], [1])
         expected = F.scaled_dot_product_attention(*[batch.x[:, None]] * 3)
-        return max(batch.errors([whole, *gradients(model, mesh)]), float((full - expected).norm()))
+        return max(batch.errors([whole, *gradients(model, mesh)]), error(full, expected))
 
     assert max(run_ranks(rank_main, RANKS)) < EXACT
 
@@ -168,7 +168,7 @@ def test_a_foreign_recomputation_is_refused_and_no_grad_is_not():
             with pytest.raises(NotImplementedError, match=r"UnknownBackward.*torch\.utils\.checkpoint"):
                 Unknown.apply(model[0], x.clone().requires_grad_())
         (whole,) = context_parallel_unshard(mesh, [out], [1])
-        return float((whole - batch.expected[0]).norm())
+        return error(whole, batch.expected[0])
 
     assert max(run_ranks(rank_main, 2)) < EXACT
 

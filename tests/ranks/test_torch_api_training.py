@@ -20,7 +20,7 @@ from cp_styles import (
     sum_gradients,
 )
 from cp_styles.testing import RankError, run_ranks
-from tests.oracle import randn
+from tests.oracle import error, randn
 from tests.ranks.attention_case import cp_mesh
 
 LENGTH, VOCABULARY, WIDTH, STEPS = 13, 11, 8, 4
@@ -107,7 +107,7 @@ def differences(rank, ranks, around, **options) -> float:
     losses, parameters = train(around, cp_mesh(ranks), **options)
     expected_losses, expected = train(AROUND["plain"])
     worst = max(abs(a - b) for a, b in zip(losses, expected_losses, strict=True))
-    return max(worst, *(float((a - b).norm() / b.norm()) for a, b in zip(parameters, expected, strict=True)))
+    return max(worst, *(error(*pair) for pair in zip(parameters, expected, strict=True)))
 
 
 # AdamW divides by the root of the second moment, which makes more of a gradient near zero's last bits; a token too many

@@ -40,7 +40,7 @@ from cp_styles import (
     sum_gradients,
 )
 from cp_styles.testing import CommunicationTrace, run_ranks
-from tests.oracle import randn
+from tests.oracle import error, randn
 from tests.ranks.tp_cp_case import composed_mesh
 from tutorials.llama import Llama, LlamaConfig, parallel_plan
 
@@ -152,8 +152,7 @@ def check(runs: list[Run], config: LlamaConfig = CONFIG) -> Run:
     for run in runs:
         assert run.gradients.keys() == expected.gradients.keys()
         for name, gradient in run.gradients.items():
-            error = float((gradient - expected.gradients[name]).norm() / expected.gradients[name].norm())
-            assert error < GRADIENTS, (name, error)
+            assert error(gradient, expected.gradients[name]) < GRADIENTS, name
         for mine, theirs in zip(run.losses, expected.losses, strict=False):
             assert abs(mine - theirs) < LOSSES
     assert all(run.calls == runs[0].calls for run in runs)
