@@ -15,7 +15,7 @@ from typing import TypeAlias
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
-from cp_styles.layout import Balancer, SequenceLayout, by_block_work, cached_layout, head_tail, per_document_head_tail
+from cp_styles.layout import Balancer, SequenceLayout, by_block_work, head_tail, layout_made_by, per_document_head_tail
 
 
 class LoadBalancer(ABC):
@@ -187,4 +187,4 @@ def layout_of(cut: Cut, length: int, ranks: int) -> SequenceLayout:
         raise TypeError(
             f"a cut is a load balancer of cp_styles, a SequenceLayout, or a function such as head_tail, got {cut!r}"
         )
-    return cached_layout(layout, length, ranks)
+    return layout_made_by(layout, length, ranks)

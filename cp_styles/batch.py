@@ -31,7 +31,7 @@ the backend can: gloo cannot in float32.) An accumulation of micro-batches chang
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TypeAlias
 
 import torch
@@ -41,6 +41,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
+from cp_styles.agreement import Meeting, Said, end_forwards, exchange_status, fingerprint
 from cp_styles.comm import shares_ranks
 from cp_styles.layout import SequenceLayout
 
@@ -152,10 +153,13 @@ def global_token_count(labels: torch.Tensor, group: Group, *, ignore_index: int 
 
     Over several micro-batches, add up their counts and give the sum to every :func:`global_loss`.
 
-    Communication: one all-reduce of one integer.
+    Communication: one all-reduce of one integer; before it, where there were forwards of attention since the ranks last
+    heard from each other, one all-gather of some integers over the attention's group, as the first backward does it.
     """
+    group = _process_group(group)
+    end_forwards()
     count = (labels != ignore_index).sum()
-    dist.all_reduce(count, group=_process_group(group))
+    dist.all_reduce(count, group=group)
     return count
 
 
@@ -179,7 +183,8 @@ def global_loss(
     Returns:
         0-dim, in the dtype of ``token_losses``, but at least float32.
 
-    Communication: forward one all-reduce of one number, backward none.
+    Communication: forward one all-reduce of one number, and the all-gather of :func:`global_token_count`, unless it or
+    a backward has come since the last forward; backward none.
 
     Raises:
         ValueError: for a DTensor that is not replicated, or ``averaged_over`` below 1.
@@ -193,8 +198,10 @@ def global_loss(
                 "or the sum would count them wrongly"
             )
         token_losses = token_losses.to_local()
+    group = _process_group(group)
+    end_forwards()
     total = token_losses.sum(dtype=torch.promote_types(token_losses.dtype, torch.float32))
-    return _SumOverGroup.apply(total, _process_group(group), averaged_over) / token_count
+    return _SumOverGroup.apply(total, group, averaged_over) / token_count
 
 
 class _SumOverGroup(torch.autograd.Function):
@@ -241,20 +248,24 @@ def sum_gradients(
         reduce_dtype: travels and is summed; None for at least float32, whatever dtype the gradients have. Those of
             bfloat16 parameters are rounded once, then, and not once a rank; half the bytes with ``torch.bfloat16``.
 
-    Communication: an all-reduce of four integers, one a bucket, and, when ranks differ in which gradients they have,
-    one of a byte a parameter.
+    Communication: an all-gather of :data:`~cp_styles.agreement.WIDTH` integers, an all-reduce a bucket, and, when ranks
+    differ in which gradients they have, one of a byte a parameter.
 
     Raises:
         ValueError: on every rank, when ranks do not have the same parameters, or when they are reduced over ranks of
             ``group`` already: by a DDP module, or as DTensors on a mesh that spreads over them.
     """
     group = _process_group(group)
-    if isinstance(parameters, nn.Module):
-        _refuse_ddp(parameters, group)
-    given = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
-    trained = [parameter for parameter in dict.fromkeys(given) if parameter.requires_grad]
-    _refuse_spread(trained, group)
-    gradients = [_local_gradient(parameter) for parameter in _with_gradient_anywhere(trained, group)]
+
+    def check() -> list[torch.Tensor]:
+        if isinstance(parameters, nn.Module):
+            _refuse_ddp(parameters, group)
+        given = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
+        trained = [parameter for parameter in dict.fromkeys(given) if parameter.requires_grad]
+        _refuse_spread(trained, group)
+        return trained
+
+    gradients = [_local_gradient(parameter) for parameter in _with_gradient_anywhere(check, group)]
     for bucket in _buckets(gradients, bucket_bytes):
         flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
         flat = flat.to(reduce_dtype or torch.promote_types(flat.dtype, torch.float32))
@@ -287,25 +298,30 @@ def _refuse_spread(parameters: list[torch.Tensor], group: dist.ProcessGroup) -> 
             )
 
 
-def _with_gradient_anywhere(parameters: list[torch.Tensor], group: dist.ProcessGroup) -> list[torch.Tensor]:
-    """The parameters that have a gradient on at least one rank: the same list on every rank."""
-    device = parameters[0].device if parameters else torch.device("cpu")
-    present = bytes(parameter.grad is not None for parameter in parameters)
-    kinds = [(tuple(p.to_local().shape if isinstance(p, DTensor) else p.shape), str(p.dtype)) for p in parameters]
-    own = [zlib.crc32(repr(kinds).encode()), zlib.crc32(present)]
-    # A number is the same everywhere when its maximum is also its minimum; fixed size, so it cannot hang itself.
-    most = torch.tensor([*own, *(-number for number in own)], dtype=torch.int64, device=device)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
-    alike, presence_alike = (high == -low for high, low in most.view(2, 2).T.tolist())
-    if not alike:
+def _with_gradient_anywhere(check: Callable[[], list[torch.Tensor]], group: dist.ProcessGroup) -> list[torch.Tensor]:
+    """Of the parameters that ``check`` returns, those that have a gradient on at least one rank: the same on every
+    rank."""
+    parameters: list[torch.Tensor] = []
+    present = b""
+
+    def build() -> Said:
+        nonlocal parameters, present
+        parameters = check()
+        present = bytes(parameter.grad is not None for parameter in parameters)
+        kinds = [(tuple(p.to_local().shape if isinstance(p, DTensor) else p.shape), str(p.dtype)) for p in parameters]
+        return Said(inputs=fingerprint(kinds), call=zlib.crc32(present))
+
+    rows = exchange_status(build, Meeting.GRADIENTS, "sum_gradients", "group", group)
+    if len({row.inputs for row in rows}) > 1:
         raise ValueError(
             f"sum_gradients: the ranks of the group do not have the same parameters (this one has {len(parameters)} "
             "that are trained): pass the same ones, in the same order, with the same shapes and dtypes, on every rank"
         )
-    if not presence_alike:
+    if len({row.call for row in rows}) > 1:
+        device = parameters[0].device if parameters else torch.device("cpu")
         anywhere = torch.tensor(list(present), dtype=torch.uint8, device=device)
         dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=group)
-        present = anywhere.tolist()
+        present = bytes(anywhere.tolist())
     return [parameter for parameter, has in zip(parameters, present, strict=True) if has]
 
 

@@ -19,12 +19,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_styles._compat import running_reruns, uncompiled
-from cp_styles.agreement import Word, fingerprint, tell
+from cp_styles.agreement import Meeting, Said, exchange_status, fingerprint, ledger_of, offer_refusal
 from cp_styles.balancers import Cut, LoadBalancer, layout_of
 from cp_styles.buffers import Aliases, Part, check_buffer, dim_of
 from cp_styles.calls import AttentionCalls
 from cp_styles.kernels import Kernel
-from cp_styles.layout import Balancer, SequenceLayout, cached_layout, cut_with, head_tail
+from cp_styles.layout import Balancer, SequenceLayout, cut_with, head_tail, layout_made_by
 from cp_styles.mask import Full, Mask
 from cp_styles.ops import watcher
 from cp_styles.scope import ScopedBinding
@@ -64,11 +64,13 @@ class ContextParallelBlock(contextlib.ContextDecorator):
     @_uncompiled
     def __enter__(self) -> ContextParallelBlock:
         with torch.no_grad():
-            entry = agree_on("context_parallel", self._group, self._entry, lambda entry: entry.facts)
+            entry = agree_on("context_parallel", self._axis, self._group, self._entry, lambda entry: entry.facts)
         with contextlib.ExitStack() as stack:
             stack.callback(self._note_cut)
             stack.enter_context(entry.inside([part for part in entry.parts if part.restored]))
             stack.callback(_open.set, _open.get())
+            ledger = ledger_of(self._group)
+            ledger.engaged = ledger.backward_began = False
             _open.set((*_open.get(), entry))
             self._entered.append((entry, stack.pop_all()))
         return self
@@ -77,6 +79,10 @@ class ContextParallelBlock(contextlib.ContextDecorator):
     def __exit__(self, *exception: Any) -> None:
         entry, stack = self._entered.pop()
         stack.__exit__(*exception)
+        if isinstance(exception[1], Exception) and not ledger_of(self._group).backward_began:
+            offer_refusal(
+                entry.name, self._axis, self._group
+            )  # others may be at a call that this rank does not come to
         computed = [part.buffer for part in entry.parts if part.restored and part.buffer.grad_fn is not None]
         if computed and exception[0] is None:
             raise RuntimeError(
@@ -152,7 +158,7 @@ class ContextParallelBlock(contextlib.ContextDecorator):
                 "table that is longer than the sequence, pass the view that belongs to it, table[:length], and have "
                 "the model use that. For several sequences (cross-attention), say how each is cut: layout=head_tail"
             )
-        return cached_layout(head_tail, lengths[0], self._group.size()) if lengths else head_tail
+        return layout_made_by(head_tail, lengths[0], self._group.size()) if lengths else head_tail
 
 
 class _Entry:
@@ -251,26 +257,24 @@ class _BlockCalls(AttentionCalls):
             self._entry.remember()
 
 
-def agree_on(name: str, group: dist.ProcessGroup, check: Callable[[], Any], facts: Callable[[Any], list[Any]]) -> Any:
+def agree_on(
+    name: str, axis: str, group: dist.ProcessGroup, check: Callable[[], Any], facts: Callable[[Any], list[Any]]
+) -> Any:
     """What ``check`` returns, once all ranks have got through it with the same ``facts``."""
     results = []
 
-    def say() -> Sequence[int]:
+    def build() -> Said:
         results.append(check())
-        return Word.GOOD_INPUTS, fingerprint(facts(results[0]))
+        return Said(inputs=fingerprint(facts(results[0])))
 
-    rows = tell(say, 2, group)
-    (result,) = results
-    refused = [rank for rank, row in enumerate(rows) if row[0] == Word.BAD_INPUTS]
-    if refused:
-        raise ValueError(f"{name}: ranks {refused} refused their arguments (their own error says why)")
-    if len({row[1] for row in rows}) > 1:
-        odd = [rank for rank, row in enumerate(rows) if row[1] != rows[0][1]]
+    rows = exchange_status(build, Meeting.BLOCK, name, axis, group)
+    odd = [rank for rank, row in enumerate(rows) if row.inputs != rows[0].inputs]
+    if odd:
         raise ValueError(
             f"{name}: ranks {odd} have other buffers than rank 0: their number, shapes, dtypes and sequence dims must "
-            f"be the same on all ranks; here they are {facts(result)}"
+            f"be the same on all ranks; here they are {facts(results[0])}"
         )
-    return result
+    return results[0]
 
 
 def group_of(name: str, mesh: DeviceMesh) -> dist.ProcessGroup:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from cp_styles._compat import FLEX_OPERATOR, FlexAsWritten, fast_path_attention, never_compile_alone, uncompiled
+from cp_styles.agreement import ledger_of, offer_refusal
 from cp_styles.flex import flex_attend
 from cp_styles.flex_calls import FIRST_QUESTION, QUESTIONS, FlexCalls, operator_results, traced_part
 from cp_styles.functional import attend
@@ -43,7 +44,8 @@ class AttentionCalls(TorchFunctionMode):
         super().__init__()
         self._scoped = scoped
         self._sink = sink
-        self._tally = Tally() if tally is None else tally
+        # The binding's own, so that ranks can compare how many calls they have made.
+        self._tally = scoped.unscoped.tally if tally is None else tally
         self._spelled = spelled_ahead(scoped)
         self._name = name
         self._inlined = inlined
@@ -192,13 +194,26 @@ class AttentionCalls(TorchFunctionMode):
 
     def start(self, module: nn.Module, args: Any) -> None:
         self._tally.calls = 0
+        if not torch.compiler.is_dynamo_compiling():
+            ledger_of(self._scoped.unscoped.group).engaged = False
 
-    def require_one(self, module: nn.Module, args: Any, output: Any) -> None:
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        """The end of a module's forward, whatever it was."""
+        if not torch.compiler.is_dynamo_compiling() and output is None and sys.exc_info()[1] is not None:
+            self._offer_refusal()
+            return
         if not self._tally.calls:
+            self._offer_refusal()
             raise NotImplementedError(
                 f"{self._name}: no scaled_dot_product_attention was called inside: nothing here is context parallel, "
                 "and attention by other means would be local to each rank"
             )
+
+    @uncompiled
+    def _offer_refusal(self) -> None:
+        """Others may be at a call that this rank does not come to."""
+        binding = self._scoped.unscoped
+        offer_refusal(binding.name, binding.axis, binding.group)
 
 
 def _asking(frame: FrameType) -> FrameType:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
+from datetime import timedelta
 from weakref import WeakKeyDictionary
 
 import torch
@@ -64,9 +66,23 @@ def gather_numbers(numbers: Sequence[int], group: dist.ProcessGroup) -> list[tup
     """
     if group.size() == 1:
         return [tuple(numbers)]
-    device = torch.device("cpu") if has_cpu_backend(group) else torch.device("cuda", torch.cuda.current_device())
-    mine = torch.tensor(numbers, dtype=torch.int64, device=device)
+    mine = _row(numbers, group)
     return [tuple(row) for row in torch.ops.cp_styles.gather_numbers(mine, group.group_name).tolist()]
+
+
+def offer_numbers(numbers: Sequence[int], group: dist.ProcessGroup, seconds: float) -> None:
+    """:func:`gather_numbers` for a rank that has failed: it reads nothing, and waits for the others so long at most."""
+    mine = _row(numbers, group)
+    rows = mine.new_empty(group.size(), mine.numel())
+    with contextlib.suppress(RuntimeError):  # the failure on its way up says more
+        work = dist.all_gather(list(rows), mine, group=group, async_op=True)
+        if work is not None:
+            work.wait(timedelta(seconds=seconds))
+
+
+def _row(numbers: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
+    device = torch.device("cpu") if has_cpu_backend(group) else torch.device("cuda", torch.cuda.current_device())
+    return torch.tensor(numbers, dtype=torch.int64, device=device)
 
 
 # An op, so that a selective checkpoint can keep what it returned and its recomputation need not ask again.

@@ -27,6 +27,7 @@ from cp_styles._compat import (
     sdpa_handlers,
     without_communication,
 )
+from cp_styles.agreement import begin_backward
 from cp_styles.composed import HeadShare, Placements, head_share, refuse_placements
 from cp_styles.kernels import SDPA_KERNELS
 from cp_styles.kernels.sdpa import names_of
@@ -124,6 +125,7 @@ def _forward(op: torch._ops.OpOverload, binding: Binding, values: dict[str, Any]
     specs = binding.strategy.residual_specs(attention, q, k, v) if values["keep"] else []
     residual = new_residual(specs, q.device)
     out = binding.strategy.forward(attention, q, k, v, None, residual if values["keep"] else None)
+    binding.finished()
     mesh, ranks = query.device_mesh, attention.ranks
     named = {
         "out": like_part(out, query),
@@ -145,6 +147,7 @@ def _forward_composite(op: torch._ops.OpOverload, binding: Binding, values: dict
     refuse_grouped(binding.name, values["query"].shape[1], values["key"].shape[1], values["enable_gqa"])
     attention, (q, k, v), _ = _attention(op, binding, values)
     out = binding.strategy.forward(attention, q, k, v)
+    binding.finished()
     return like_part(out, values["query"])
 
 
@@ -185,8 +188,10 @@ def _attention(
     refuse = partial(_refuse, binding, values, tensors)
     if "grad_out" in values:
         refuse()
+        begin_backward(binding.group)
     else:
-        binding.agree_on_call(refuse, values["is_causal"], values["scale"], values.get("attn_mask"))
+        keep = values.get("keep", False)
+        binding.agree_on_call(refuse, values["is_causal"], values["scale"], values.get("attn_mask"), keep)
     local = tuple(tensor.to_local() for tensor in tensors)
     share, whole = _share(name, tensors)
     if share is not None:

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from cp_styles._compat import without_function_modes
+from cp_styles.agreement import begin_backward
 from cp_styles.captured import captured_tensors
 from cp_styles.derivatives import first_derivatives_only, refuse_tangents
 from cp_styles.flex_mask import FlexMask
@@ -115,7 +116,7 @@ def context_flex_attention(
     Returns:
         ``out_BHLE``, or ``(out_BHLE, AuxOutput)`` where ``return_aux`` was given.
 
-    Communication: one all-gather of six integers, then the strategy's; :class:`~cp_styles.Ulysses` sends the logsumexp
+    Communication: one all-gather of 13 integers, then the strategy's; :class:`~cp_styles.Ulysses` sends the logsumexp
     back where it is asked for.
 
     Raises:
@@ -159,16 +160,19 @@ def attend_with_lse(
     bound, learned = binding, ()
     try:
         bound, learned = bind()
-    except (ValueError, TypeError, RuntimeError) as error:
+    except Exception as error:  # whatever it is, the others are to hear of it
         problem = error
 
     def check() -> None:
         if problem is not None:
             raise problem
 
-    lengths = bound.agree(check, tensors, 2, None, {"scale": scale, "logsumexp": wants_lse})
-    attention = bound.attention(*lengths, tensors, is_causal=False, scale=scale)
+    keep = torch.is_grad_enabled() and any(x.requires_grad for x in (*tensors, *learned))
+    bound = bound.agree(check, tensors, 2, None, {"scale": scale, "logsumexp": wants_lse}, keep)
+    assert bound.lengths is not None
+    attention = bound.attention(*bound.lengths, tensors, is_causal=False, scale=scale)
     out, lse = _FlexAttention.apply(*tensors, attention, bound.strategy, wants_lse, *learned)
+    bound.finished()
     return out, lse if wants_lse else None
 
 
@@ -231,5 +235,6 @@ class _FlexAttention(torch.autograd.Function):
         if grad_lse is not None:
             kernel, grad = LseGradient(kernel), torch.cat((grad, grad_lse.unsqueeze(-1).to(grad.dtype)), -1)
         attention = replace(attention, kernel=kernel)
+        begin_backward(attention.group)
         dq, dk, dv, _ = ctx.strategy.backward(attention, grad, q, k, v, out, residual)
         return dq, dk, dv, None, None, None, *shares

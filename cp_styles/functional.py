@@ -53,7 +53,7 @@ def context_attention(
     Returns:
         ``out_BHLE`` of the local queries, in their dtype.
 
-    Communication: one all-gather of six integers, then the strategy's. Backward: the strategy's.
+    Communication: one all-gather of 13 integers, then the strategy's. Backward: the strategy's.
 
     Under torch.compile: one opaque op forward and one backward. ``mask``, ``layout``, ``strategy`` and ``kernel`` are
     made outside of the compiled function; other ones are another graph, other lengths or values are not.
@@ -103,7 +103,7 @@ def attend(
         tensors = tuple(map(as_attended, tensors))
         if attn_mask is not None and attn_mask.requires_grad:
             Dense(attn_mask)  # raises; asked here, because compiled code does not know it any more
-    except (ValueError, TypeError, RuntimeError) as error:
+    except Exception as error:  # whatever it is, the others are to hear of it
         if not isinstance(source, Spelled):
             refuse_on_all(error, source)
         problem = f"{error}"  # raised where and when the others hear of it

@@ -6,6 +6,8 @@ A load balancer is a function that returns one.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import heapq
 import warnings
 import weakref
@@ -13,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -159,9 +161,7 @@ def warn_of_other_cuts(layout: SequenceLayout, name: str) -> None:
     Once anything was computed from a tensor, nobody can tell how it was cut (see :func:`cut_with`); but the tokens that
     a model was given are mostly still there when its layers attend.
     """
-    if layout.ranks == 1 or not _cut:
-        return
-    around = {cut for _, cut in list(_cut.values()) if (cut.ranks, cut.length) == (layout.ranks, layout.length)}
+    around = _cut_around(layout.length, layout.ranks)
     if around and layout not in around:
         warnings.warn(
             f"{name}: attends to {layout.length} positions on {layout.ranks} ranks with a layout that no tensor here "
@@ -171,6 +171,21 @@ def warn_of_other_cuts(layout: SequenceLayout, name: str) -> None:
             LayoutMismatchWarning,
             stacklevel=2,
         )
+
+
+def other_cuts_around(layout_for: Callable[[int], SequenceLayout], ranks: int) -> bool:
+    """Whether :func:`warn_of_other_cuts` would warn of the layout of some length; ``layout_for`` may raise."""
+    for length in {cut.length for _, cut in list(_cut.values()) if cut.ranks == ranks}:
+        with contextlib.suppress(Exception):
+            if layout_for(length) not in (_cut_around(length, ranks) or {layout_for(length)}):
+                return True
+    return False
+
+
+def _cut_around(length: int, ranks: int) -> set[SequenceLayout]:
+    if ranks == 1:
+        return set()
+    return {cut for _, cut in list(_cut.values()) if (cut.ranks, cut.length) == (ranks, length)}
 
 
 Balancer: TypeAlias = Callable[[int, int], SequenceLayout]
@@ -285,9 +300,61 @@ def by_block_work(length: int, ranks: int, *, work: Sequence[int], block: int) -
     return SequenceLayout.from_chunks(own)
 
 
+@dataclass(frozen=True)
+class SeveralLayouts:
+    """A balancer that has been asked already: what it said, of each length. Queries and keys may differ in theirs."""
+
+    layouts: tuple[SequenceLayout, ...]
+
+    def __call__(self, length: int, ranks: int) -> SequenceLayout:
+        for layout in self.layouts:
+            if (layout.length, layout.ranks) == (length, ranks):
+                return layout
+        known = ", ".join(f"{layout.length} on {layout.ranks}" for layout in self.layouts)
+        raise ValueError(f"there are layouts of {known} ranks, not of {length} positions on {ranks}")
+
+
+def layout_made_by(balancer: Balancer, length: int, ranks: int) -> SequenceLayout:
+    """``balancer(length, ranks)``, checked. Equal layouts are the same object, so that what is cached by them is found.
+
+    The balancers of this module, alone or with constants bound by functools.partial, are asked once and for all. Any
+    other may read what changes from batch to batch, and is asked every time.
+    """
+    if says_always_the_same(balancer):
+        return _remembered(_by_value(balancer), length, ranks)
+    return _the_one_like(_made_by(balancer, length, ranks))
+
+
+def says_always_the_same(balancer: Balancer) -> bool:
+    """Whether it is known to depend on length and ranks alone."""
+    if isinstance(balancer, SeveralLayouts):
+        return True
+    function, constants = _by_value(balancer)[:2]
+    return function in _OWN and all(map(_is_constant, constants))
+
+
+def _by_value(balancer: Balancer) -> tuple[Any, tuple[Any, ...], tuple[str, ...]]:
+    """The function, what is bound to it, and the last names of that; a partial object itself compares by identity."""
+    if not isinstance(balancer, functools.partial):
+        return balancer, (), ()
+    return balancer.func, (*balancer.args, *balancer.keywords.values()), tuple(balancer.keywords)
+
+
+def _is_constant(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_constant, value))
+    return value is None or isinstance(value, (int, Mask))
+
+
 @lru_cache(maxsize=512)
-def cached_layout(balancer: Balancer, length: int, ranks: int) -> SequenceLayout:
-    """``balancer(length, ranks)``, remembered: the same cut is asked for at every layer and step."""
+def _remembered(parts: tuple[Any, tuple[Any, ...], tuple[str, ...]], length: int, ranks: int) -> SequenceLayout:
+    function, constants, names = parts
+    first = len(constants) - len(names)
+    named = dict(zip(names, constants[first:], strict=True))
+    return _the_one_like(_made_by(functools.partial(function, *constants[:first], **named), length, ranks))
+
+
+def _made_by(balancer: Balancer, length: int, ranks: int) -> SequenceLayout:
     layout = balancer(length, ranks)
     if not isinstance(layout, SequenceLayout):
         raise TypeError(
@@ -299,6 +366,14 @@ def cached_layout(balancer: Balancer, length: int, ranks: int) -> SequenceLayout
             f"{layout.length} positions for {layout.ranks} ranks"
         )
     return layout
+
+
+@lru_cache(maxsize=512)
+def _the_one_like(layout: SequenceLayout) -> SequenceLayout:
+    return layout
+
+
+_OWN = frozenset((contiguous, head_tail, per_document_head_tail, striped, by_work, by_block_work))
 
 
 def _check(length: int, ranks: int) -> None:

@@ -17,6 +17,7 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Callable
 from contextvars import ContextVar
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple, TypeAlias
 from weakref import WeakValueDictionary
@@ -26,11 +27,12 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from cp_styles._compat import resolve_group, uncompiled
+from cp_styles.agreement import begin_backward
 from cp_styles.autocast import attended_dtype
 from cp_styles.derivatives import first_derivatives_only, refuse_tangents
 from cp_styles.kernels import Kernel
-from cp_styles.layout import Balancer, SequenceLayout
-from cp_styles.mask import Dense, Mask
+from cp_styles.layout import Balancer, SequenceLayout, says_always_the_same
+from cp_styles.mask import Dense, Full, Mask, digest
 from cp_styles.scope import ScopedBinding, ScopeHistory, SequenceScope
 from cp_styles.spelling import parse, spell
 from cp_styles.state import Binding
@@ -230,11 +232,18 @@ def _attention(q, k, v, sink, attn_mask, dense, config, is_causal, scale, keep, 
                 f"{name}: sink_H must be one logit for each of {q.shape[1]} query heads, got {tuple(sink.shape)}"
             )
 
-    lengths = binding.agree(check, (q, k, v), 2, attn_mask, {"is_causal": is_causal, "scale": scale})
+    call = {"is_causal": is_causal, "scale": scale, "sink": None if sink is None else digest(sink)}
+    unsettled, binding = binding, binding.agree(check, (q, k, v), 2, attn_mask, call, keep)
+    lengths = binding.lengths
+    assert lengths is not None
     attention = binding.attention(*lengths, (q, k, v), is_causal=is_causal, attn_mask=attn_mask, scale=scale)
     residual = new_residual(binding.strategy.residual_specs(attention, q, k, v) if keep else [], q.device)
     out = binding.strategy.forward(attention, q, k, v, sink, residual if keep else None)
+    binding.finished()
     if not live:
+        cut = unsettled.layout
+        if keep and scope is None and not isinstance(cut, SequenceLayout) and not says_always_the_same(cut):
+            said = spell((binding.layout, Full()), [])  # by its backward it may say something else
         out = _laid_out(out, _like_query(q.to("meta"), v.shape[3]))
     said = handle(binding) if live else said
     return out, residual, _tensor_of(f"({lengths[0]},{lengths[1]},{said!r})" if keep else "")
@@ -292,8 +301,11 @@ torch.library.define(
 def _attention_backward(grad, q, k, v, out, residual, sink, attn_mask, dense, call, config, is_causal, scale):
     q_length, kv_length, said = _read(_text_of(call))
     source = source_of(config, dense)
+    begin_backward(source.unscoped.group if isinstance(source, ScopedBinding) else source.group)
     if isinstance(source, ScopedBinding):
         source = source.bound_to(*parse(said)) if said else source.unscoped
+    elif said and not config.startswith(_LIVE):
+        source = replace(source, layout=parse(said)[0])
     if not config.startswith(_LIVE):
         watch_of(source.group).remember(source.group)
     attention = source.attention(q_length, kv_length, (q, k, v), is_causal=is_causal, attn_mask=attn_mask, scale=scale)

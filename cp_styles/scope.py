@@ -194,7 +194,7 @@ class ScopedBinding:
         """What :meth:`now` returns, and the scope that made it so."""
         try:
             return self._resolve()
-        except (ValueError, RuntimeError) as error:
+        except Exception as error:  # whatever it is, the others are to hear of it
             self.unscoped.refuse(error)
 
     def _resolve(self) -> tuple[Binding, SequenceScope | None]:

@@ -4,18 +4,40 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from cp_styles.agreement import Word, compare, fingerprint, hear_of_refusals, plain, tell
+from cp_styles._compat import current_graph_task
+from cp_styles.agreement import (
+    BACKWARD_MAY_COME,
+    MAY_WARN,
+    Meeting,
+    RankStatus,
+    Rows,
+    Said,
+    compare,
+    exchange_status,
+    fingerprint,
+    ledger_of,
+    offer_refusal,
+    plain,
+)
 from cp_styles.autocast import attended_dtype
 from cp_styles.composed import Beside
 from cp_styles.kernels import Kernel, kernel_for_tiles
-from cp_styles.layout import Balancer, SequenceLayout, cached_layout, cut_with, warn_of_other_cuts
+from cp_styles.layout import (
+    Balancer,
+    SequenceLayout,
+    SeveralLayouts,
+    cut_with,
+    layout_made_by,
+    other_cuts_around,
+    warn_of_other_cuts,
+)
 from cp_styles.mask import Causal, Dense, Full, Mask, PerRow, digest
 from cp_styles.strategies import Attention, ByRow, Strategy
 from cp_styles.unreduced import ParameterWatch, watch_of
@@ -70,6 +92,9 @@ class Binding:
     tally: Tally = field(default_factory=Tally, compare=False, repr=False)
     watch: ParameterWatch | None = field(default=None, compare=False, repr=False)
     _attentions: dict[tuple[Any, ...], Attention] = field(init=False, default_factory=dict, compare=False, repr=False)
+    _settlements: dict[tuple[SequenceLayout, SequenceLayout], Binding] = field(
+        init=False, default_factory=dict, compare=False, repr=False
+    )
 
     def __post_init__(self) -> None:
         if not isinstance(self.strategy, Strategy):
@@ -94,7 +119,7 @@ class Binding:
     def layout_for(self, length: int) -> SequenceLayout:
         """The cut of a sequence of ``length`` positions."""
         if not isinstance(self.layout, SequenceLayout):
-            return cached_layout(self.layout, length, self.group.size())
+            return layout_made_by(self.layout, length, self.group.size())
         if self.layout.length != length:
             raise ValueError(
                 f"{self.name}: the layout cuts {self.layout.length} positions, the ranks of mesh axis {self.axis!r} "
@@ -192,7 +217,7 @@ class Binding:
         try:
             refuse()
             self._refuse_other_cut(tensors)
-        except (ValueError, TypeError, RuntimeError):
+        except Exception:  # whatever it is, the others are to hear of it
             return None
         own = self.layout.lengths[self.group.rank()]
         fits = all(x.shape[seq_dim] == own for x in tensors)
@@ -205,70 +230,158 @@ class Binding:
         seq_dim: int,
         attn_mask: torch.Tensor | None = None,
         call: Mapping[str, Any] | None = None,
-        refused: Word = Word.BAD_INPUTS,
-    ) -> tuple[int, int]:
-        """Global query and key lengths, once all ranks are known to have inputs that fit together.
+        keep: bool = False,
+        refused: RankStatus = RankStatus.BAD_INPUTS,
+    ) -> Binding:
+        """What this becomes for one call, with its ``lengths``, once all ranks are known to have inputs that fit
+        together: a balancer is asked for its layout here and not again, in the call's backward neither.
 
-        ``refuse`` raises for what this rank alone may see. Then one all-gather of six integers (see
-        :func:`~cp_styles.agreement.tell`) makes one rank's problem every rank's error, instead of a hang.
+        ``refuse`` raises for what this rank alone may see. Then one all-gather (see
+        :func:`~cp_styles.agreement.exchange_status`) makes one rank's problem every rank's error, instead of a hang. A
+        second one follows where some rank could not guess the global lengths from its own, as it can where parts are
+        equal or were of these lengths before; and one where a rank has something to warn of.
 
         Args:
-            refuse: raises ValueError, TypeError or RuntimeError (NotImplementedError is one) on bad local input.
+            refuse: raises on bad local input.
             tensors: local query, key and value, 4-D once ``refuse`` has returned.
             seq_dim: their sequence dim, of any sign.
             attn_mask: the call's own mask of the whole sequence, where it is known already.
             call: what else the call says, by name (``is_causal``, ``scale``), where that is known already.
+            keep: whether a backward of the call may come, where the call is known.
             refused: what the others are to hear if ``refuse`` raises.
 
         Warns :class:`~cp_styles.unreduced.UnreducedGradientsWarning` when the ranks' parameters have come apart, and
         :class:`~cp_styles.layout.LayoutMismatchWarning` when tokens seem to be cut with another layout.
         """
-        watch = self.watch or watch_of(self.group)
+        watch, ranks, ledger = self.watch or watch_of(self.group), self.group.size(), ledger_of(self.group)
+        layouts: dict[int, SequenceLayout] = {}  # a balancer may take its time, and may say something else next time
 
-        def say() -> Sequence[int]:
+        def layout_for(length: int) -> SequenceLayout:
+            if length not in layouts:
+                layouts[length] = self.layout_for(length)
+            return layouts[length]
+
+        def cuts(whole: tuple[int, int]) -> tuple[SequenceLayout, SequenceLayout]:
+            return layout_for(whole[0]), layout_for(whole[1])
+
+        def build() -> Said:
             refuse()
             self._refuse_other_cut(tensors)
             self._refuse_other_values(tensors, seq_dim)
-            return (
-                Word.GOOD_INPUTS if call is None else Word.GOOD_CALL,
-                tensors[0].shape[seq_dim],
-                tensors[1].shape[seq_dim],
-                fingerprint(
+            own = tensors[0].shape[seq_dim], tensors[1].shape[seq_dim]
+            guess = ledger.lengths.get(own, (own[0] * ranks, own[1] * ranks))
+            if isinstance(self.layout, SequenceLayout):
+                guess = self.layout.length, self.layout.length
+            try:
+                layout = _number_of(cuts(guess))
+            except Exception:  # of a length that may not be the call's
+                guess, layout = (0, 0), 0
+            may_warn = other_cuts_around(layout_for, ranks)
+            return Said(
+                RankStatus.GOOD_INPUTS if call is None else RankStatus.GOOD_CALL,
+                place=self.tally.calls,
+                q_length=own[0],
+                kv_length=own[1],
+                guessed=_packed(guess),
+                layout=layout,
+                inputs=fingerprint(
                     [*(_other_sizes(x, seq_dim) for x in tensors), *map(attended_dtype, tensors), _contents(attn_mask)]
                 ),
-                self._print ^ (fingerprint([call]) if call else 0),
-                watch.look(tensors, self.group),
+                config=self._print,
+                call=fingerprint([call]) if call else 0,
+                watch=watch.look(tensors, self.group),
+                flags=BACKWARD_MAY_COME * keep + MAY_WARN * may_warn,
             )
 
-        rows = tell(say, 6, self.group, refused)
-        hear_of_refusals(rows, self.name, self.axis)
+        where = self.name, self.axis
+        ledger.engaged = True
+        rows = exchange_status(build, Meeting.ATTENTION, *where, self.group, refused)
         self._compare(rows, tensors, call or {})
-        watch.compare([row[5] for row in rows], self.name, self.axis, self.group)
-        q_length, kv_length = (sum(row[index] for row in rows) for index in (1, 2))
-        warn_of_other_cuts(self.layout_for(q_length), self.name)
-        return q_length, kv_length
+        whole = sum(row.q_length for row in rows), sum(row.kv_length for row in rows)
+        layout_rows = rows
+        if any(row.guessed != _packed(whole) for row in rows):
+
+            def build_layout() -> Said:
+                return Said(layout=_number_of(cuts(whole)))
+
+            layout_rows = exchange_status(build_layout, Meeting.LAYOUT, *where, self.group)
+        if len({row.status for row in rows}) == 1:
+            compare(layout_rows, "layout", *where, _NAMED, self._text)
+        self._compare_lengths(rows, cuts(whole))
+        # A rank that did not get to its call was not asked about it: what it has instead of a call is told first.
+        compare(rows, "config", *where, _NAMED, self._text)
+        _compare_keep(rows, keep, *where)
+        ledger.remember((tensors[0].shape[seq_dim], tensors[1].shape[seq_dim]), whole)
+        self._warn(rows, watch, layouts[whole[0]])
+        self._begun(call is not None)
+        return self._settled(whole, cuts(whole))
+
+    def _warn(self, rows: Rows, watch: ParameterWatch, layout: SequenceLayout) -> None:
+        """A warning may be an error where the user says so: then it must be one that all ranks hear of."""
+        found = watch.compare([row.watch for row in rows], self.name, self.axis, self.group)
+        if found is None and not any(row.flags & MAY_WARN for row in rows):
+            return
+
+        def warn() -> Said:
+            if found is not None:
+                watch.tell(found)
+            warn_of_other_cuts(layout, self.name)
+            return Said()
+
+        exchange_status(warn, Meeting.WARNING, self.name, self.axis, self.group)
+
+    def _begun(self, engaged: bool) -> None:
+        """An attention starts here, and ends with :meth:`finished`."""
+        ledger = ledger_of(self.group)
+        ledger.engaged, ledger.backward_began = engaged, False
+        ledger.forward_open = ledger.forward_open or current_graph_task() is None
+
+    def finished(self) -> None:
+        """The forward of the attention that was agreed on has ended: an error from here on is not the attention's."""
+        ledger_of(self.group).engaged = False
+
+    def _settled(self, lengths: tuple[int, int], cuts: tuple[SequenceLayout, SequenceLayout]) -> Binding:
+        """This binding with layouts in the place of a balancer; the same one for the same layouts."""
+        found = self._settlements.get(cuts)
+        if found is None:
+            if len(self._settlements) >= _MOST_ATTENTIONS:
+                self._settlements.clear()
+            layout = cuts[0] if cuts[0] == cuts[1] else SeveralLayouts(cuts)
+            found = self._settlements[cuts] = replace(self, layout=layout, lengths=lengths)
+        return found
 
     def agree_on_call(
-        self, refuse: Callable[[], None], is_causal: bool, scale: float | None, attn_mask: torch.Tensor | None
+        self,
+        refuse: Callable[[], None],
+        is_causal: bool,
+        scale: float | None,
+        attn_mask: torch.Tensor | None,
+        keep: bool,
     ) -> None:
         """Raise on every rank unless all of them call their attention alike: for a call inside a module.
 
         Modules that look at their own part do not, ``is_causal=query.shape[2] > 1`` where one rank has one token.
-        ``refuse`` raises for what this rank alone may see. Communication: the all-gather of an :meth:`agree` that is
-        owed; one of two integers after it.
+        ``refuse`` raises for what this rank alone may see; ``keep``: a backward may come. Communication: that of an
+        :meth:`agree` that is owed; one all-gather after it.
         """
         owed, self.tally.owed = self.tally.owed, None
         if owed is not None:
             call = {"is_causal": is_causal, "scale": scale, "attn_mask": _contents(attn_mask)}
-            owed(refuse, call=call, refused=Word.NO_CALL)
+            owed(refuse, call=call, keep=keep, refused=RankStatus.NO_CALL)
             return
 
-        def say() -> Sequence[int]:
+        def build() -> Said:
             refuse()
-            return Word.GOOD_CALL, fingerprint([is_causal, scale, _contents(attn_mask)])
+            return Said(
+                RankStatus.GOOD_CALL,
+                place=self.tally.calls,
+                call=fingerprint([is_causal, scale, _contents(attn_mask)]),
+                flags=BACKWARD_MAY_COME * keep,
+            )
 
-        rows = tell(say, 2, self.group, Word.NO_CALL)
-        hear_of_refusals(rows, self.name, self.axis)
+        where = self.name, self.axis
+        ledger_of(self.group).engaged = True
+        rows = exchange_status(build, Meeting.CALL, *where, self.group, RankStatus.NO_CALL)
 
         def mine() -> str:
             mask = "none" if attn_mask is None else f"one of shape {tuple(attn_mask.shape)}"
@@ -277,17 +390,18 @@ class Binding:
                 "input must not depend on a rank's part, and a mask is the whole sequence's, the same on all ranks"
             )
 
-        compare(rows, 1, self.name, self.axis, "the call of the attention inside", mine)
+        compare(rows, "call", *where, "the call of the attention inside", mine)
+        _compare_keep(rows, keep, *where)
+        self._begun(True)
 
     def refuse(self, problem: Exception) -> NoReturn:
         """Raise ``problem``, once the ranks that are about to :meth:`agree` have heard that there is one."""
         self.agree(partial(_raise, problem), (), 0)
         raise problem
 
-    def refuse_call(self, problem: Exception) -> NoReturn:
-        """The same where other ranks may have called their attention, and :meth:`agree_on_call`."""
-        self.agree_on_call(partial(_raise, problem), False, None, None)
-        raise problem
+    def refuse_call(self) -> None:
+        """Let the ranks that have called their attention, or are about to, hear that this one will not."""
+        offer_refusal(self.name, self.axis, self.group)
 
     def _refuse_other_cut(self, tensors: Sequence[torch.Tensor]) -> None:
         """Layouts mostly give equal lengths, so a wrong one shows in nothing but wrong results, and here."""
@@ -305,9 +419,7 @@ class Binding:
         if keys != values:
             raise ValueError(f"{self.name}: key and value have different lengths: {keys} and {values}")
 
-    def _compare(
-        self, rows: Sequence[tuple[int, ...]], tensors: Sequence[torch.Tensor], call: Mapping[str, Any]
-    ) -> None:
+    def _compare(self, rows: Rows, tensors: Sequence[torch.Tensor], call: Mapping[str, Any]) -> None:
         """Raise unless the ranks' numbers are those of inputs that fit together."""
 
         def shapes() -> list[Any]:
@@ -316,21 +428,20 @@ class Binding:
         def settings() -> str:
             return ", ".join([self._text(), *(f"{name}={value}" for name, value in call.items())])
 
-        named = "strategy, layout, mask or kernel" + (f" (or {', '.join(call)} of the call)" if call else "")
         where = self.name, self.axis
-        compare(rows, 3, *where, "shape (beside the sequence), dtype or attn_mask", shapes)
-        if len({row[0] for row in rows}) == 1:
-            compare(rows, 4, *where, named, settings)
-        self._compare_lengths(rows)
-        # A rank that did not get to its call was not asked about it: what it has instead of a call is told first.
-        compare(rows, 4, *where, named, settings)
+        compare(rows, "inputs", *where, "shape (beside the sequence), dtype or attn_mask", shapes)
+        if len({row.status for row in rows}) == 1:
+            named = _NAMED + (f" (or {', '.join(call)} of the call)" if call else "")
+            compare(rows, "config", *where, named, settings)
+            compare(rows, "call", *where, named, settings)
 
-    def _compare_lengths(self, rows: Sequence[tuple[int, ...]]) -> None:
-        for lengths in ([row[1] for row in rows], [row[2] for row in rows]):
-            layout = self.layout_for(sum(lengths))
-            if list(layout.lengths) != lengths:
+    def _compare_lengths(self, rows: Rows, cuts: tuple[SequenceLayout, SequenceLayout]) -> None:
+        for layout, lengths in zip(
+            cuts, zip(*((row.q_length, row.kv_length) for row in rows), strict=True), strict=True
+        ):
+            if layout.lengths != lengths:
                 raise ValueError(
-                    f"{self.name}: the ranks of mesh axis {self.axis!r} hold {lengths} positions, but the layout "
+                    f"{self.name}: the ranks of mesh axis {self.axis!r} hold {list(lengths)} positions, but the layout "
                     f"{plain(self.layout)} gives them {list(layout.lengths)} of {sum(lengths)}: cut the inputs with "
                     "the layout the attention uses (layout.shard), or give the attention the layout they were cut with"
                 )
@@ -340,7 +451,34 @@ class Binding:
 
     @cached_property
     def _print(self) -> int:
-        return fingerprint([self._text(), self.mask.content, 0 if self.kernel is None else self.kernel.content])
+        # Of a balancer only that it is one: what it says is compared.
+        cut = plain(self.layout) if isinstance(self.layout, SequenceLayout) else "balancer"
+        texts = [plain(part) for part in (self.strategy, self.mask, self.kernel)]
+        return fingerprint([cut, *texts, self.mask.content, 0 if self.kernel is None else self.kernel.content])
+
+
+_NAMED = "strategy, layout, mask or kernel"
+
+
+def _number_of(cuts: tuple[SequenceLayout, SequenceLayout]) -> int:
+    """Python hashes tuples of integers, which is what layouts hash, alike in every process."""
+    return hash(tuple(map(hash, cuts)))
+
+
+def _packed(lengths: tuple[int, int]) -> int:
+    return lengths[0] << 31 | lengths[1]
+
+
+def _compare_keep(rows: Rows, keep: bool, name: str, axis: str) -> None:
+    """The backward of one rank would wait for the others' share."""
+    keeps = [row.flags & BACKWARD_MAY_COME for row in rows if row.status == RankStatus.GOOD_CALL]
+    if len(set(keeps)) > 1:
+        odd = [rank for rank, row in enumerate(rows) if not row.flags & BACKWARD_MAY_COME]
+        raise ValueError(
+            f"{name}: a backward may come on some ranks of mesh axis {axis!r} and not on others: ranks {odd} attend "
+            f"under no_grad, or with inputs none of which requires grad; here one {'may' if keep else 'may not'} come. "
+            "Every rank has a share of every gradient: run the forward with gradients on all ranks, or on none"
+        )
 
 
 def _raise(problem: Exception) -> NoReturn:

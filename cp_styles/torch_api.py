@@ -78,7 +78,7 @@ def context_parallel(
     Returns:
         A context manager, good for any number of uses, one after another.
 
-    Communication: at entry one all-gather of two integers, so that all ranks hear of one rank's mistake. Cutting and
+    Communication: at entry one all-gather of 13 integers, so that all ranks hear of one rank's mistake. Cutting and
     restoring send nothing.
 
     Raises (at entry, on every rank): ValueError for a composed mesh, numbers of dims and buffers that differ, lengths
@@ -207,7 +207,7 @@ def context_parallel_unshard(
             ``load_balancer``, when the last one on this mesh was not cut by default.
         TypeError: for DTensors and what is no tensor.
     """
-    group = group_of("context_parallel_unshard", mesh)
+    group, axis = group_of("context_parallel_unshard", mesh), (mesh.mesh_dim_names or ("cp",))[0]
     block = open_on(group)
 
     def check() -> list[tuple[torch.Tensor, int]]:
@@ -222,7 +222,7 @@ def context_parallel_unshard(
         return [(buffer, dim_of(buffer, dim)) for buffer, dim in pairs]
 
     pairs = agree_on(
-        "context_parallel_unshard", group, check, lambda pairs: [(dim, x.ndim, x.dtype) for x, dim in pairs]
+        "context_parallel_unshard", axis, group, check, lambda pairs: [(dim, x.ndim, x.dtype) for x, dim in pairs]
     )
     cut = load_balancer if load_balancer is not None else block.layout if block is not None else head_tail
     rows = gather_numbers([buffer.shape[dim] for buffer, dim in pairs] or [0], group)

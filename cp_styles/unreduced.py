@@ -81,22 +81,23 @@ class ParameterWatch:
         if nearest is not None and all(each() is not nearest for each in self._remembered):
             self._remembered = [*self._remembered[1 - _MOST_REMEMBERED :], ref(nearest)]
 
-    def compare(self, numbers: Sequence[int], name: str, axis: str, group: dist.ProcessGroup) -> None:
-        """Warn, once a model and group, where ranks have different numbers; the same on every rank."""
+    def compare(self, numbers: Sequence[int], name: str, axis: str, group: dist.ProcessGroup) -> str | None:
+        """What to :meth:`tell`, once a model and group, where ranks have different numbers; the same on every rank."""
         self._attentions += self._counts  # here, where no rank has refused, so that all ranks look at the same ones
         if 0 in numbers or len(set(numbers)) == 1:
-            return
+            return None
         self._told.add(group)
-        warnings.warn(
+        return (
             f"{name}: the ranks of mesh axis {axis!r} hold different parameters (seen in one of shape "
             f"{tuple(self._looked_at or ())}), so from here on they train different models. Context parallelism leaves "
             f"each rank its own share of every gradient. Sum the shares: sum_gradients(model, mesh[{axis!r}]) between "
             "backward() and the optimizer's step, or FSDP2 (fully_shard) or DDP over a mesh that contains this axis; "
             "cp_styles/batch.py has the line for each. Ranks that began with different weights look the same: seed "
-            "them alike",
-            UnreducedGradientsWarning,
-            stacklevel=2,
+            "them alike"
         )
+
+    def tell(self, what: str) -> None:
+        warnings.warn(what, UnreducedGradientsWarning, stacklevel=2)
 
 
 _watches: WeakKeyDictionary[dist.ProcessGroup, ParameterWatch] = WeakKeyDictionary()

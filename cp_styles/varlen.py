@@ -59,7 +59,7 @@ def context_varlen_attention(
     Returns:
         ``out_THE``, or with ``return_lse`` ``(out_THE, lse_HT)``, which is differentiable.
 
-    Communication: one all-gather of six integers, then the strategy's: rows of documents that this rank has a token of.
+    Communication: one all-gather of 13 integers, then the strategy's: rows of documents that this rank has a token of.
 
     Raises:
         ValueError, TypeError, NotImplementedError: on every rank, when any rank's input is bad or they do not fit.

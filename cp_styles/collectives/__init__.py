@@ -17,7 +17,7 @@ None; with None, and in a group of one, everything is the identity. ``layout`` s
 can be, the remainder to the first ranks), sizes, :class:`Padded`, or a :class:`~cp_styles.layout.SequenceLayout`
 (head_tail, striped, :func:`nested_layout` for ring x Ulysses, :func:`per_document_layout` for packed documents).
 
-With ``check=True``, the default, the ranks compare their calls first (one all-gather of about a KiB), so that a mistake
+With ``check=True``, the default, the ranks compare their calls first (one all-gather of integers), so that a mistake
 of one rank raises on all. Under torch.compile there is no check, and ranks are taken to have equal sizes where sizes
 are not given. Everything but sync_inputs and sync_object compiles with fullgraph.
 

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from cp_styles._compat import resolve_group
+from cp_styles.agreement import Meeting, Said, exchange_status
 from cp_styles.layout import SequenceLayout
 
 Group: TypeAlias = dist.ProcessGroup | DeviceMesh | tuple[DeviceMesh, str] | None
@@ -90,8 +91,8 @@ def consult(peers: Peers, call: str, describe: Callable[[], Facts], check: bool)
     Returns:
         The ``own`` size of each rank.
 
-    Communicates one all-gather of ``1024 + 64 * ranks`` bytes, on the CPU where the group has a CPU backend; on a
-    group that has none, the host waits for the device.
+    Communicates one all-gather of :data:`~cp_styles.agreement.WIDTH` integers, on the CPU where the group has a CPU
+    backend; on a group that has none, the host waits for the device. Where ranks differ, one more, of what they say.
     """
     if peers.size == 1 or not check or torch.compiler.is_compiling():
         return (describe().own,) * peers.size
@@ -99,8 +100,13 @@ def consult(peers: Peers, call: str, describe: Callable[[], Facts], check: bool)
     try:
         same, own = describe()
         said = {"same": {key: _short(value) for key, value in same.items()}, "own": own}
-    except (ValueError, TypeError) as caught:
-        error, said = caught, {"error": f"{type(caught).__name__}: {caught}"[:400]}
+    except Exception as caught:  # whatever it is, the others are to hear of it
+        error, said, own = caught, {"error": f"{type(caught).__name__}: {caught}"[:400]}, 0
+    text = json.dumps({"call": call, **{key: value for key, value in said.items() if key != "own"}})
+    row = Said(q_length=own, inputs=zlib.crc32(text.encode()), flags=int(error is not None))
+    rows = exchange_status(lambda: row, Meeting.COLLECTIVE, "cp_styles.collectives", "group", resolve_group(peers.name))
+    if len({(row.inputs, row.flags) for row in rows}) == 1 and error is None:
+        return tuple(row.q_length for row in rows)
     everyone = _all_gather_json(peers, {"call": call, **said})
     if error is not None:
         raise error

@@ -3,7 +3,6 @@ it."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import enum
 import inspect
@@ -18,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from cp_styles._compat import current_graph_task, hooks_in_order, tree_map_only
+from cp_styles.agreement import ledger_of
 from cp_styles.dispatcher import NO_COMMUNICATION, binding_of, declared_size, even_lengths, install
 from cp_styles.mask import Dense
 from cp_styles.ops import check_local
@@ -46,9 +46,9 @@ class AttentionContextParallel(ContextParallelStyle):
 
     An ``attn_mask``, of the module's call or of scaled_dot_product_attention in it, is the mask of the whole sequence
     (the same on all ranks), rows and columns in the order of positions, and with all heads where tensor parallelism
-    cuts them. Communication a forward: at the call inside, one all-gather of six integers, so that all ranks hear of
+    cuts them. Communication a forward: at the call inside, one all-gather of 13 integers, so that all ranks hear of
     one rank's bad input; then the strategy's. Where the layout is a balancer, which must first be told the length, that
-    is two all-gathers, of six integers before the module and of two at the call.
+    is two all-gathers, before the module and at the call.
 
     Inputs are plain tensors, or DTensors on this axis' 1-D mesh with ``Shard(seq_dim)``; or, where the style was given
     a composed mesh, DTensors on its other axes ("tp"), Shard on the heads or the batch, or Replicate (key and value may
@@ -156,11 +156,13 @@ class ContextParallelState:
         asked = self.binding
         refuse = partial(self._refuse, bound.arguments, inputs, local)
         known = asked.known_lengths(refuse, local, dim)
-        lengths = known or asked.agree(refuse, local, dim, attn_mask)
+        agreed = replace(asked, lengths=known) if known else asked.agree(refuse, local, dim, attn_mask)
+        lengths = agreed.lengths
+        assert lengths is not None
         beside = self.lift.beside(self._names, inputs)
         if self.lift.makes_sequence_dtensors(beside):
             self._refuse_uneven(lengths[0])
-        self.binding = replace(self.binding, lengths=lengths, beside=beside)
+        self.binding = replace(agreed, beside=beside)
         if attn_mask is not None:
             self.binding = replace(self.binding, mask=self.binding.mask & Dense(attn_mask))
             bound.arguments["attn_mask"] = None
@@ -178,6 +180,7 @@ class ContextParallelState:
         self.phase = Phase.FORWARD
         tally = self.binding.tally
         tally.calls = 0
+        ledger_of(self.binding.group).engaged = False
         tally.owed = known and partial(asked.agree, tensors=local, seq_dim=dim, attn_mask=attn_mask)
         return bound.args, bound.kwargs
 
@@ -207,12 +210,12 @@ class ContextParallelState:
         if output is None and failure is not None:
             if phase is Phase.FORWARD:  # and not refused before it
                 self._explain(failure)
-                if self._others_wait:
-                    with contextlib.suppress(RuntimeError):  # the failure on its way up says more
-                        self.binding.refuse_call(RuntimeError(str(failure)))
+                if self._others_wait and isinstance(failure, Exception):
+                    self.binding.refuse_call()
             return None
         if self._others_wait:
-            self.binding.refuse_call(NotImplementedError(f"{self.binding.name}: {_NOT_REACHED}"))
+            self.binding.refuse_call()
+            raise NotImplementedError(f"{self.binding.name}: {_NOT_REACHED}")
         assert lease is not None
         return tree_map_only(DTensor, lambda each: self._lower(each, lease), output)
 

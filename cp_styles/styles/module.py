@@ -64,7 +64,7 @@ class ModuleContextParallel(ContextParallelStyle):
             )
         self._enter(module, module, (calls, calls.inlined()))
         module.register_forward_pre_hook(calls.start)
-        module.register_forward_hook(calls.require_one)
+        module.register_forward_hook(calls.leave, always_call=True)
         return module
 
     def _enter(self, child: nn.Module, module: nn.Module, calls: tuple[AttentionCalls, AttentionCalls]) -> None:

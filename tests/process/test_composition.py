@@ -30,42 +30,42 @@ def test_every_composition_is_the_training_of_one_process():
         without_figures,
         """\
 by_sum_gradients
-    all_gather: 2 calls, 96 bytes
-    all_reduce: 4 calls, 217032 bytes
+    all_gather: 4 calls, 624 bytes
+    all_reduce: 3 calls, 216984 bytes
     send: 30720 bytes
 by_fsdp_over_dp_cp
-    all_gather: 7 calls, 201504 bytes
+    all_gather: 8 calls, 201720 bytes
     all_reduce: 2 calls, 24 bytes
     reduce_scatter: 3 calls, 108480 bytes
     send: 30720 bytes
 by_fsdp_over_cp
-    all_gather: 7 calls, 201696 bytes
+    all_gather: 8 calls, 202344 bytes
     all_reduce: 2 calls, 24 bytes
     reduce_scatter: 3 calls, 108480 bytes
     send: 106496 bytes
 by_ddp_over_cp
-    all_gather: 2 calls, 288 bytes
+    all_gather: 3 calls, 936 bytes
     all_reduce: 3 calls, 216984 bytes
     broadcast: 2 calls, 276 bytes
     send: 106496 bytes
 by_hsdp
-    all_gather: 7 calls, 134368 bytes
+    all_gather: 8 calls, 134584 bytes
     all_reduce: 5 calls, 72344 bytes
     reduce_scatter: 3 calls, 72320 bytes
     send: 30720 bytes
 by_fsdp_over_dp_and_sum_gradients_over_cp
-    all_gather: 7 calls, 134368 bytes
-    all_reduce: 4 calls, 72376 bytes
+    all_gather: 9 calls, 134688 bytes
+    all_reduce: 3 calls, 72344 bytes
     reduce_scatter: 3 calls, 72320 bytes
     send: 30720 bytes
 by_fsdp_over_cp_with_tp
-    all_gather: 18 calls, 217568 bytes
+    all_gather: 19 calls, 217784 bytes
     all_reduce: 7 calls, 1296 bytes
     reduce_scatter: 13 calls, 169600 bytes
     send: 30720 bytes
 by_pipeline
-    all_gather: 4 calls, 192 bytes
-    all_reduce: 3 calls, 72232 bytes
+    all_gather: 8 calls, 832 bytes
+    all_reduce: 2 calls, 72200 bytes
     send: 57344 bytes
 """,
     )

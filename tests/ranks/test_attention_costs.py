@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from cp_styles.agreement import WIDTH
 from cp_styles.functional import context_attention
 from cp_styles.kernels import CPU_FLASH, Kernel
 from cp_styles.layout import contiguous, head_tail
@@ -43,7 +44,7 @@ class Counting(Kernel):
 def costs(problem: Problem, ranks: int, door: str, **options) -> tuple[float, list[CommunicationTrace], list[Counting]]:
     """Bytes of all ranks, forward and backward, in units of one rank's query shard; the traces; the kernels.
 
-    The agreement on shapes, an all-gather of six integers, is not counted: everything else is point to point.
+    What ranks tell each other, all-gathers of WIDTH integers, is not counted: everything else is point to point.
     """
     layout, mask = options.pop("layout"), options.pop("mask")
 
@@ -62,9 +63,10 @@ def costs(problem: Problem, ranks: int, door: str, **options) -> tuple[float, li
     for trace in traces:
         assert set(trace.calls) <= {"send", "all_gather"}
         agreed = [size for name, size in trace.events if name == "all_gather"]
-        # On the inputs before a module runs, and on the call inside; a function sees both at once.
-        numbers = ([6, 2] if door == "style" else [6]) if ranks > 1 else []
-        assert agreed == [count * 8 * (ranks - 1) for count in numbers]
+        # On the inputs before a module runs, and on the call inside (a function sees both at once); and before the
+        # first backward, that all ranks are through with their forwards.
+        meetings = (3 if door == "style" else 2) if ranks > 1 else 0
+        assert agreed == [WIDTH * 8 * (ranks - 1)] * meetings
         sent += sum(size for name, size in trace.events if name == "send")
     return sent / (problem.inputs[0].nbytes / ranks), list(traces), list(kernels)
 

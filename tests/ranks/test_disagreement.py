@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -12,12 +13,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.attention.flex_attention import flex_attention
 
+from cp_styles.batch import global_loss
+from cp_styles.flex import context_flex_attention
 from cp_styles.functional import context_attention
-from cp_styles.layout import contiguous, head_tail
+from cp_styles.layout import contiguous, head_tail, per_document_head_tail
 from cp_styles.mask import Causal
 from cp_styles.strategies import AllGather, Ring
 from cp_styles.styles import AttentionContextParallel, ModuleContextParallel
+from cp_styles.testing import run_ranks
+from cp_styles.torch_api import context_parallel
+from cp_styles.varlen import context_varlen_attention
 from tests.ranks.attention_case import Core, parallel, plain
 from tests.ranks.leak_scene import RANKS, Even, Scene, refusals
 
@@ -127,6 +134,16 @@ def fails(*tensors):
     raise ValueError("my own mistake")
 
 
+# What is said of the calls below under ModuleContextParallel, which sees them before torch does.
+OF_THE_MODULE = {
+    "nothing may gather the sequence inside": ("dropout_p=0.1", "refused their inputs"),
+    "no fused attention op was reached inside the module": (
+        "no scaled_dot_product_attention was called inside",
+        "refused the attention inside",
+    ),
+}
+
+
 @pytest.mark.parametrize(
     ("alone", "message"),
     [
@@ -146,18 +163,26 @@ def fails(*tensors):
     ids=["dropout", "no attention", "own exception", "a mask of another length"],
 )
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_one_rank_alone_does_not_attend(alone, message: str, layout: str):
+@pytest.mark.parametrize("door", STYLES)
+def test_one_rank_alone_does_not_attend(alone, message: str, door: str, layout: str):
     """The others would wait for its keys."""
+    refused = "refused the attention inside"
+    if door == "module" and message in OF_THE_MODULE:
+        message, refused = OF_THE_MODULE[message]
 
     def act(s: Scene):
-        module = parallelize_module(Failing(), s.mesh, AttentionContextParallel(layout=LAYOUTS[layout]))
+        module = parallelize_module(Failing(), s.mesh, STYLES[door](layout=LAYOUTS[layout]))
         module.alone = alone if s.rank == 1 else None
         module(*s.leaves(contiguous)[0])
 
-    lines = {line[:6]: line for line in refusals(act).splitlines() if line.startswith("rank ")}
+    text = refusals(act)
+    if door == "module" and message == "nothing may gather the sequence":  # it is compared before anybody refuses it
+        assert "disagree on shape (beside the sequence), dtype or attn_mask: ranks [1] differ" in text
+        return
+    lines = {line[:6]: line for line in text.splitlines() if line.startswith("rank ")}
     assert message in lines["rank 1"]
     for line in (lines["rank 0"], lines["rank 2"]):
-        assert "ranks [1] of mesh axis 'cp' refused the attention inside (their own error says why)" in line
+        assert f"ranks [1] of mesh axis 'cp' {refused} (their own error says why)" in line
 
 
 @pytest.mark.parametrize(
@@ -198,3 +223,205 @@ def test_only_one_rank_is_given_the_layout(named: int):
     lines = refusals(act).splitlines()
     assert len(lines) == RANKS
     assert all("disagree on strategy, layout, mask or kernel" in line for line in lines)
+
+
+def flex(s: Scene, *qkv):
+    return context_flex_attention(*qkv, s.mesh, enable_gqa=True)
+
+
+def varlen(s: Scene, *qkv):
+    packs = (x[0].transpose(0, 1) for x in qkv)
+    return context_varlen_attention(*packs, s.mesh, [0, LENGTH])
+
+
+def function(s: Scene, *qkv):
+    return context_attention(*qkv, s.mesh)
+
+
+def styled(style, layout) -> Callable[..., torch.Tensor]:
+    return lambda s, *qkv: parallelize_module(Core(), s.mesh, style(layout=layout))(*qkv)
+
+
+def block(s: Scene, *qkv):
+    with context_parallel(s.mesh):
+        return Core()(*qkv)
+
+
+DOORS = {
+    "style, balancer": styled(AttentionContextParallel, head_tail),
+    "style, layout": styled(AttentionContextParallel, head_tail(LENGTH, RANKS)),
+    "module": styled(ModuleContextParallel, head_tail),
+    "function": function,
+    "flex": flex,
+    "varlen": varlen,
+    "block": block,
+}
+
+
+@pytest.mark.parametrize("how", ["no_grad", "no input wants a gradient"])
+@pytest.mark.parametrize("door", DOORS)
+def test_one_rank_without_a_backward(door: str, how: str):
+    """The others' backward would wait for its share of their gradients."""
+
+    def act(s: Scene):
+        leaves = s.leaves()[0]
+        if s.rank == 2 and how != "no_grad":
+            leaves = [x.detach() for x in leaves]
+        with torch.set_grad_enabled(s.rank != 2 or how != "no_grad"):
+            DOORS[door](s, *leaves)
+
+    lines = refusals(act).splitlines()
+    assert all("ranks [2] attend under no_grad, or with inputs none of which requires grad" in line for line in lines)
+    assert ["here one may come" in line for line in lines] == [True, True, False]
+
+
+@pytest.mark.parametrize("after", ["another module", "a backward", "global_loss"])
+@pytest.mark.parametrize("door", DOORS)
+def test_one_rank_attends_once_more(door: str, after: str):
+    """It is noticed when the ranks meet next: not later than at the backward, or at a loss over all tokens."""
+
+    def act(s: Scene):
+        leaves = s.leaves()[0]
+        for _ in range(1 + (s.rank == 1)):
+            out = DOORS[door](s, *leaves)
+        if after == "another module":
+            nn.MSELoss()(context_attention(*leaves, s.mesh, mask=Causal()), out).backward()
+        elif after == "global_loss":
+            global_loss(out.sum(), 1, s.mesh)
+        out.sum().backward()
+
+    text = refusals(act)
+    if after == "another module" and door == "function":  # the same function: told by what it was given
+        assert "disagree on strategy, layout, mask or kernel" in text
+    else:
+        assert "are not at the same place: rank 0 is" in text
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("door", STYLES)
+def test_a_module_attends_another_number_of_times(door: str, layout: str):
+    class Loop(nn.Module):
+        def forward(self, query, key, value):
+            for _ in range(self.times):
+                query = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+            return query
+
+    def act(s: Scene):
+        module = parallelize_module(Loop(), s.mesh, STYLES[door](layout=LAYOUTS[layout]))
+        module.times = 2 - (s.rank == 0)
+        leaves = s.leaves(contiguous)[0]
+        with torch.no_grad():
+            for _ in range(2):
+                module(*leaves)
+
+    text = refusals(act)
+    assert "are not at the same place: rank 0 is about to attend" in text
+    assert "rank 1 is about to attend (call 2 of its module's forward)" in text
+
+
+class Odd(Exception):
+    """Nothing that anybody has heard of."""
+
+
+class FlexCore(nn.Module):
+    def forward(self, query, key, value):
+        return flex_attention(query, key, value, score_mod=self.score_mod, enable_gqa=True)
+
+
+@pytest.mark.parametrize("error", [KeyError("mine"), Odd("mine"), IndexError("mine"), UserWarning("mine")], ids=repr)
+@pytest.mark.parametrize("door", ["flex", "flex in a module", "balancer", "module"])
+def test_whatever_one_rank_raises_the_others_hear_of(door: str, error: Exception):
+    def fail(*_):
+        raise error
+
+    def on(rank: int):
+        s = Even(rank, threading.Barrier(1))
+        leaves = s.leaves()[0]
+        score_mod = fail if rank == 1 else lambda score, *_: score
+        try:
+            if door == "flex":
+                context_flex_attention(*leaves, s.mesh, enable_gqa=True, score_mod=score_mod)
+            elif door == "flex in a module":
+                module = parallelize_module(FlexCore(), s.mesh, ModuleContextParallel())
+                module.score_mod = score_mod
+                module(*leaves)
+            elif door == "balancer":
+                context_attention(*leaves, s.mesh, layout=fail if rank == 1 else head_tail)
+            else:
+                module = parallelize_module(Failing(), s.mesh, ModuleContextParallel())
+                module.alone = fail if rank == 1 else None
+                module(*leaves)
+        finally:
+            s.run(parallel(Core(), s.mesh))
+
+    first, second, third = run_ranks(on, RANKS, timeout_seconds=10.0, return_errors=True)
+    assert (type(second), str(second)) == (type(error), str(error))
+    for other in (first, third):
+        assert isinstance(other, ValueError)
+        assert "ranks [1] of mesh axis 'cp' refused" in str(other)
+
+
+@pytest.mark.parametrize("place", ["before", "after"])
+def test_one_rank_fails_inside_a_block(place: str):
+    def act(s: Scene):
+        leaves = s.leaves()[0]
+        with context_parallel(s.mesh):
+            if place == "after":
+                Core()(*leaves)
+            if s.rank == 1:
+                raise ValueError("my own mistake")
+            Core()(*leaves)
+
+    first, second, third = refusals(act).splitlines()
+    assert "my own mistake" in second
+    assert "ranks [1] of mesh axis 'cp' refused the attention inside" in first
+    assert "ranks [1] of mesh axis 'cp' refused the attention inside" in third
+
+
+@pytest.mark.parametrize("strategy", [Ring(), AllGather()], ids=plain)
+@pytest.mark.parametrize("mine", [None, 2.0], ids=["none", "another"])
+def test_one_rank_has_another_sink(strategy, mine: float | None):
+    def act(s: Scene):
+        sink = torch.ones(s.leaves()[0][0].shape[1], dtype=torch.float64)
+        own = sink if s.rank else None if mine is None else sink * mine
+        context_attention(*s.leaves()[0], s.mesh, sink_H=own, strategy=strategy)
+
+    assert "(or is_causal, scale, sink of the call): ranks [1, 2] differ from rank 0" in refusals(act)
+
+
+def cut_by(documents: list[int]):
+    return lambda length, ranks: per_document_head_tail(length, ranks, documents=documents)
+
+
+@pytest.mark.parametrize("door", [*STYLES, "function", "flex", "varlen"])
+def test_balancers_of_one_name_that_cut_differently(door: str):
+    """Compared is what they say: of equal lengths here, but not the same positions."""
+    pairs = [cut_by([6, 6]), cut_by([12])]
+    assert pairs[0](LENGTH, RANKS).lengths == pairs[1](LENGTH, RANKS).lengths
+
+    def act(s: Scene):
+        layout = pairs[s.rank == 1]
+        leaves = [x * 1 for x in s.leaves(layout)[0]]
+        if door in STYLES:
+            parallelize_module(Core(), s.mesh, STYLES[door](layout=layout))(*leaves)
+        elif door == "function":
+            context_attention(*leaves, s.mesh, layout=layout)
+        elif door == "flex":
+            context_flex_attention(*leaves, s.mesh, layout=layout, enable_gqa=True)
+        else:
+            packs = (x[0].transpose(0, 1) for x in leaves)
+            context_varlen_attention(*packs, s.mesh, [0, LENGTH], layout=layout)
+
+    text = refusals(act)
+    assert "disagree on strategy, layout, mask or kernel" in text
+    assert "ranks [1] differ from rank 0" in text
+
+
+def test_balancers_of_other_names_that_cut_alike():
+    """The same layout under two names is no disagreement."""
+
+    def on(rank: int):
+        s = Even(rank, threading.Barrier(1))
+        s.run(parallel(Core(), s.mesh, layout=head_tail if rank else cut_by([LENGTH])))
+
+    run_ranks(on, RANKS)

@@ -91,7 +91,7 @@ REFUSED = {
     "ranks differ": (lambda mesh: enter(mesh, torch.ones(8 + mesh.get_local_rank())), "ranks .1. have other buffers"),
     "one rank alone": (
         lambda mesh: enter(mesh, A, dims=[mesh.get_local_rank()]),
-        r"no sequence dim 1|ranks \[1\] refused",
+        r"no sequence dim 1|ranks \[1\] of mesh axis 'cp' refused",
     ),
     "a layout of other ranks": (lambda mesh: enter(mesh, A, layout=head_tail(8, 5)), "5 ranks"),
     "no layout": (lambda mesh: enter(mesh, A, layout="zigzag"), "layout must be"),

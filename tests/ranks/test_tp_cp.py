@@ -211,7 +211,7 @@ def test_local_tensors():
     assert_expected_inline(
         run.counted(),
         """\
-cp: all_gather 4, all_reduce 4, send 6
+cp: all_gather 6, all_reduce 3, send 6
 tp: all_gather 11, all_reduce 5, reduce_scatter 10""",
     )
 
@@ -222,7 +222,7 @@ def test_dtensors_between_projections_and_attention():
     assert_expected_inline(
         run.counted(),
         """\
-cp: all_gather 4, all_reduce 4, send 6
+cp: all_gather 6, all_reduce 3, send 6
 tp: all_gather 11, all_reduce 5, reduce_scatter 10""",
     )
 
@@ -236,7 +236,7 @@ def test_key_heads_that_tp_does_not_divide():
     assert_expected_inline(
         run.counted(),
         """\
-cp: all_gather 4, all_reduce 4, send 12
+cp: all_gather 6, all_reduce 3, send 12
 tp: all_gather 15, all_reduce 9, reduce_scatter 10""",
     )
 
@@ -273,7 +273,7 @@ def test_loss_parallel(inside: bool):
     assert_expected_inline(
         run.counted(),
         """\
-cp: all_gather 4, all_reduce 4, send 6
+cp: all_gather 6, all_reduce 3, send 6
 tp: all_gather 10, all_reduce 8, reduce_scatter 10""",
     )
 
@@ -310,7 +310,7 @@ def test_dtensors_on_both_axes_from_end_to_end():
     assert_expected_inline(
         run.counted(),
         """\
-cp: all_gather 4, all_reduce 4, send 6
+cp: all_gather 6, all_reduce 3, send 6
 tp: all_gather 17, all_reduce 5, reduce_scatter 16""",
     )
 

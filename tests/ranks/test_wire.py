@@ -11,6 +11,7 @@ from functools import partial
 import pytest
 import torch
 
+from cp_styles.agreement import WIDTH
 from cp_styles.functional import context_attention
 from cp_styles.layout import SequenceLayout, by_work, contiguous, head_tail, per_document_head_tail, striped
 from cp_styles.mask import Causal, Dense, Documents, Full, SlidingWindow
@@ -40,7 +41,8 @@ def rows_planned(layout: SequenceLayout, mask) -> list[int]:
 def traced(calls, strategy: Strategy, ranks: int, *, forward_only: bool = False) -> list[list[tuple[str, int]]]:
     """For each of ``calls``, triples of problem, layout and mask, what all ranks sent for it: (name, bytes).
 
-    The agreement on shapes, an all-gather of six integers, is held to be one and taken out.
+    What ranks tell each other, an all-gather of WIDTH integers, is held to be one before the forward and one before the
+    backward, and taken out.
     """
 
     def on(rank: int):
@@ -54,8 +56,8 @@ def traced(calls, strategy: Strategy, ranks: int, *, forward_only: bool = False)
                 else:
                     # Bytes of something wrong would prove nothing. float32's rounding; float64 is the parity grid's.
                     assert max(run_attention(attend, problem, rank, ranks, layout=layout)) < 1e-5
-            agreement = ("all_gather", 6 * 8 * (ranks - 1))
-            assert trace.events.count(agreement) == 1
+            agreement = ("all_gather", WIDTH * 8 * (ranks - 1))
+            assert trace.events.count(agreement) == (1 if forward_only else 2)
             traces.append([event for event in trace.events if event != agreement])
         return traces
 

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from cp_styles.layout import (
     SequenceLayout,
-    cached_layout,
     contiguous,
     head_tail,
+    layout_made_by,
     per_document_head_tail,
     striped,
 )
@@ -128,8 +128,8 @@ def test_wrong_lengths_are_refused_with_the_numbers():
 
 
 def test_a_balancer_is_held_to_what_it_was_asked():
-    assert cached_layout(contiguous, 8, 2) is cached_layout(contiguous, 8, 2)
+    assert layout_made_by(contiguous, 8, 2) is layout_made_by(contiguous, 8, 2)
     with pytest.raises(ValueError, match="was asked to cut 8 positions for 2 ranks and returned a layout of 9"):
-        cached_layout(lambda length, ranks: contiguous(9, ranks), 8, 2)
+        layout_made_by(lambda length, ranks: contiguous(9, ranks), 8, 2)
     with pytest.raises(TypeError, match="must be a SequenceLayout or a function"):
-        cached_layout(lambda length, ranks: None, 8, 2)
+        layout_made_by(lambda length, ranks: None, 8, 2)
