@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.functional import cross_entropy
 
+from cp_styles.agreement import WIDTH
 from cp_styles.batch import global_loss, global_token_count, next_token_labels, shard_batch, sum_gradients
 from cp_styles.layout import SequenceLayout, contiguous, head_tail
 from cp_styles.testing import CommunicationTrace, RankError, run_ranks
@@ -101,10 +102,11 @@ def test_a_gradient_that_only_some_ranks_have_is_agreed_on():
             second.grad = torch.full((4,), 5.0)
         with CommunicationTrace() as trace:
             sum_gradients([first, second, nobody], dist.group.WORLD)
-        return first.grad.tolist(), second.grad.tolist(), nobody.grad, trace.calls["all_reduce"]
+        return first.grad.tolist(), second.grad.tolist(), nobody.grad, dict(trace.calls)
 
-    # What they are, what they have, and one bucket.
-    assert run_ranks(grads, 3) == [([6.0] * 4, [5.0] * 4, None, 3)] * 3
+    # What they are; what they have, and one bucket.
+    calls = {"all_gather": 1, "all_reduce": 2}
+    assert run_ranks(grads, 3) == [([6.0] * 4, [5.0] * 4, None, calls)] * 3
 
 
 def test_gradients_travel_in_buckets_of_one_dtype():
@@ -127,7 +129,8 @@ def test_gradients_travel_in_buckets_of_one_dtype():
         assert torch.equal(summed, ranks[0][0][index] + ranks[1][0][index])
         assert torch.equal(summed, ranks[1][1][index])
     # Four integers; then float32: 256 + 256, 256 + a scalar, 256 + 256; then float64: 256.
-    assert ranks[0][2] == [("all_reduce", size) for size in (32, 2048, 1028, 2048, 2048)]
+    sums = [("all_reduce", size) for size in (2048, 1028, 2048, 2048)]
+    assert ranks[0][2] == [("all_gather", 8 * WIDTH), *sums]
 
 
 @pytest.mark.parametrize(("reduce_dtype", "wire"), [(None, 4), (torch.bfloat16, 2), (torch.float64, 8)])
