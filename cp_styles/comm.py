@@ -21,6 +21,11 @@ class Pending:
         self._works = works
         self._tensors = tensors
 
+    @property
+    def done(self) -> bool:
+        """Whether nothing is left to wait for."""
+        return not self._works
+
     def wait(self) -> None:
         """Wait for all transfers: the host for gloo, the current stream for NCCL. Waiting again does nothing."""
         for work in self._works:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import torch
 
 # Stands for "no key yet" in a logsumexp. Finite, so that no difference of two of them is NaN, and far below any
@@ -12,6 +14,10 @@ EMPTY_LSE = -1e30
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """float64 stays; everything else is accumulated in float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+_Place: TypeAlias = tuple[tuple[int, int], tuple[int, int]]
+"""Half-open ranges of heads and of rows."""
 
 
 class OnlineSoftmax:
@@ -29,17 +35,25 @@ class OnlineSoftmax:
         self._device = device
         self._out: torch.Tensor | None = None
         self._lse: torch.Tensor | None = None
+        self._begun: set[tuple[int, int]] = set()
 
-    def add(self, rows: tuple[int, int], out_BHLD: torch.Tensor, lse_BHL: torch.Tensor) -> None:
-        """Merge a tile that covers the query rows ``rows``. The tensors may be kept and changed."""
-        start, stop = rows
+    def add(self, heads: tuple[int, int], rows: tuple[int, int], out_BHLD: torch.Tensor, lse_BHL: torch.Tensor) -> None:
+        """Merge a tile that covers these heads and query rows; heads come in disjoint groups. The tensors may be kept
+        and changed."""
+        fresh = heads not in self._begun and rows == (0, self._shape[2])
+        self._begun.add(heads)
+        if fresh and heads == (0, self._shape[1]):
+            self._out, self._lse = out_BHLD, lse_BHL
+            return
         if self._out is None or self._lse is None:
-            if (start, stop) == (0, self._shape[2]):
-                self._out, self._lse = out_BHLD, lse_BHL
-                return
             self._out, self._lse = self._empty()
         self._out = self._out.to(self._dtype)
-        out, lse = self._out[:, :, start:stop], self._lse[:, :, start:stop]
+        place = (slice(None), slice(*heads), slice(*rows))
+        out, lse = self._out[place], self._lse[place]
+        if fresh:
+            out.copy_(out_BHLD)
+            lse.copy_(lse_BHL)
+            return
         weight = torch.sigmoid(lse_BHL - lse)
         torch.logaddexp(lse, lse_BHL, out=lse)
         out.lerp_(out_BHLD.to(self._dtype), weight.unsqueeze(-1))
@@ -74,23 +88,24 @@ class RowSum:
         self._dtype = dtype
         self._device = device
         self._sum: torch.Tensor | None = None
-        self._waiting: tuple[tuple[int, int], torch.Tensor] | None = None
+        self._waiting: tuple[_Place, torch.Tensor] | None = None
 
-    def add(self, rows: tuple[int, int], tile: torch.Tensor) -> None:
-        """Add a tile to the rows ``rows``. The tensor may be kept and changed."""
+    def add(self, heads: tuple[int, int], rows: tuple[int, int], tile: torch.Tensor) -> None:
+        """Add a tile to these heads and rows. The tensor may be kept and changed."""
+        place = heads, rows
         if self._sum is not None:
-            self._sum[:, :, rows[0] : rows[1]] += tile
-        elif rows == (0, self._shape[2]) and tile.dtype == self._dtype:
+            self._sum[:, slice(*heads), slice(*rows)] += tile
+        elif place == ((0, self._shape[1]), (0, self._shape[2])) and tile.dtype == self._dtype:
             self._sum = tile
             self._settle()
         elif self._waiting is None and tile.dtype == self._dtype:
-            self._waiting = (rows, tile)
-        elif self._waiting is not None and self._waiting[0] == rows:
+            self._waiting = (place, tile)
+        elif self._waiting is not None and self._waiting[0] == place:
             self._waiting[1].add_(tile)
         else:
             self._sum = self._zeros()
             self._settle()
-            self._sum[:, :, rows[0] : rows[1]] += tile
+            self.add(heads, rows, tile)
 
     def result(self) -> torch.Tensor:
         if self._sum is None:
@@ -101,7 +116,8 @@ class RowSum:
     def _settle(self) -> None:
         waiting, self._waiting = self._waiting, None
         if waiting is not None:
-            self.add(*waiting)
+            (heads, rows), tile = waiting
+            self.add(heads, rows, tile)
 
     def _zeros(self) -> torch.Tensor:
         return torch.zeros(self._shape, dtype=self._dtype, device=self._device)

@@ -24,7 +24,7 @@ def save_attention(others: Policy | None = None) -> Policy:
         x = checkpoint(layer, x, use_reentrant=False, context_fn=contexts)
 
     Kept are each attention's output and its residual (logsumexp, and the received keys and values where the strategy
-    has ``keep_kv``), and the ranks' agreement before it; with ``torch.compile`` likewise. Under a SequenceScope give
+    keeps any: ``keep``), and the ranks' agreement before it; with ``torch.compile`` likewise. Under a SequenceScope give
     ``context_fn=partial(scope.for_checkpoint, contexts)``.
 
     Args:

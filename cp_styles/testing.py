@@ -19,7 +19,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from cp_styles._compat import (
     in_process_store,
@@ -165,6 +167,55 @@ class CommunicationTrace(TorchDispatchMode):
             with self:
                 return run_kernel(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
+
+
+class MemoryTrace(TorchDispatchMode):
+    """Counts the bytes of the tensors that this rank (this thread) makes while the mode is on, storage by storage.
+
+    ``with MemoryTrace() as trace:`` around forward and backward. ``trace.live`` is what is alive now of what was made
+    since the mode was entered, ``trace.peak`` the most there was at once, since then or since :meth:`reset`. What was
+    there before does not count. The numbers are those of the tensors, the same on every machine: what an op allocates
+    for itself and frees before it returns, and an allocator's rounding, are not in them.
+
+    Like :class:`CommunicationTrace` it looks into the ops of this package.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    @property
+    def live(self) -> int:
+        """Bytes alive."""
+        for key in [key for key, (storage, _) in self._live.items() if storage.expired()]:
+            del self._live[key]
+        return sum(size for _, size in self._live.values())
+
+    def reset(self) -> None:
+        """Let :attr:`peak` count from now on."""
+        self.peak = self.live
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its local tensors come back here
+        if func.namespace == "cp_styles":
+            with self:
+                return run_kernel(func, args, kwargs or {})
+        given = {StorageWeakRef(x.untyped_storage()).cdata for x in tree_leaves((args, kwargs)) if _has_storage(x)}
+        result = func(*args, **(kwargs or {}))
+        for made in tree_leaves(result):
+            if _has_storage(made):
+                storage = made.untyped_storage()
+                reference = StorageWeakRef(storage)
+                if reference.cdata not in given:
+                    self._live[reference.cdata] = reference, storage.nbytes()
+        self.peak = max(self.peak, self.live)
+        return result
+
+
+def _has_storage(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.device.type != "meta"
 
 
 def _nbytes(value: Any) -> int:

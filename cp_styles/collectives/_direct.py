@@ -106,27 +106,28 @@ class Direct:
     def home(self, tensors: list[torch.Tensor]) -> Tensors:
         """From all rows of this rank's columns to its rows of all columns; what several ranks had is summed.
 
-        Each tensor goes by itself: where the rows lie together nothing is packed, and what this rank keeps is not
-        copied before it is merged. The list is emptied, so that the memory of one tensor can be that of the next one's
-        result. Communication: a message a tensor to every other rank. Backward: :meth:`start`.
+        Each tensor goes by itself, so that one's memory, and that of what arrived for it, is free for the next: the
+        list is emptied. Where the rows lie together nothing is packed, and what this rank keeps is not copied before
+        it is merged. Communication: a message a tensor to every other rank. Backward: :meth:`start`.
 
         Returns tensors with the rows outermost in memory, as projections have them.
         """
         if self.trivial:
             return tuple(tensors)
+        return tuple([self._brought_home(tensors, place) for place in range(len(tensors))])
+
+    def _brought_home(self, tensors: list[torch.Tensor], place: int) -> torch.Tensor:
+        """This rank's rows of all columns of the first of ``tensors``, which is taken out of the list."""
         way, rank = self._way, self._way.peers.rank
-        seen = [x.movedim(way.row_dim, 0) for x in tensors]
-        tensors.clear()
-        sends = [(peer, way.rows.own(x, 0, peer).contiguous()) for peer in self._others for x in seen]
-        parts = [[way.rows.own(x, 0, rank)] * way.peers.size for x in seen]
-        receives = []
+        seen = tensors.pop(0).movedim(way.row_dim, 0)
+        sends = [(peer, way.rows.own(seen, 0, peer).contiguous()) for peer in self._others]
+        parts = [way.rows.own(seen, 0, rank)] * way.peers.size
+        del seen  # what was packed stands for it now
         for peer, shapes in self._coming:
-            for own, shape in zip(parts, shapes, strict=True):
-                own[peer] = own[rank].new_empty(shape)
-                receives.append((peer, own[peer]))
-        exchange(sends, receives, resolve_group(way.peers.name)).wait()
-        del seen, sends, receives, own
-        return tuple([self._merged(parts.pop(0), place).movedim(0, way.row_dim) for place in range(len(way.columns))])
+            parts[peer] = parts[rank].new_empty(shapes[place])
+        exchange(sends, [(peer, parts[peer]) for peer in self._others], resolve_group(way.peers.name)).wait()
+        del sends
+        return self._merged(parts, place).movedim(0, way.row_dim)
 
     def _merged(self, parts: list[torch.Tensor], place: int) -> torch.Tensor:
         """All columns of a tensor, of which ``parts`` are from each rank."""

@@ -72,9 +72,11 @@ class RowLevels:
         some, some_drowned = torch.stack([level.any(), drowned.any()]).tolist()
         return cls(level, drowned.unsqueeze(-1) if some_drowned else None) if some else None
 
-    def off(self, bias: torch.Tensor, rows: tuple[int, int]) -> torch.Tensor:
-        """The biases of some of the rows, by their levels."""
-        return bias - self.level[:, :, rows[0] : rows[1]].unsqueeze(-1)
+    def off(self, bias: torch.Tensor, heads: tuple[int, int], rows: tuple[int, int]) -> torch.Tensor:
+        """The biases of some of the heads and rows, by their levels."""
+        level = self.level[:, :, rows[0] : rows[1]]
+        level = level if level.shape[1] == 1 else level[:, heads[0] : heads[1]]
+        return bias - level.unsqueeze(-1)
 
     def quiet(self, q_BHLD: torch.Tensor) -> torch.Tensor:
         """The queries without those that are drowned."""

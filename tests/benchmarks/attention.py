@@ -47,7 +47,7 @@ PEERS = {
 
 STRATEGIES: dict[str, tuple[Strategy, Balancer]] = {
     "Ring()": (Ring(), head_tail),
-    "Ring(keep_kv=False)": (Ring(keep_kv=False), head_tail),
+    "Ring(keep=0)": (Ring(keep=0), head_tail),
     "AllGather()": (AllGather(), head_tail),
     "Ulysses()": (Ulysses(), contiguous),
 }

@@ -119,7 +119,7 @@ class Scene:
             layout = next(iter(probe._forward_pre_hooks.values())).__self__.style.layout or head_tail
             self.run(probe, layout)
         self.run(parallel(Core(), self.mesh, strategy=AllGather(), layout=contiguous), contiguous)
-        self.run(parallel(Core(), self.mesh, strategy=Ring(keep_kv=False)))
+        self.run(parallel(Core(), self.mesh, strategy=Ring(keep=0)))
 
 
 def scenario(act: Callable[[Scene], None]) -> Callable[[], None]:

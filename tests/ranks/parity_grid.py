@@ -21,12 +21,12 @@ from tests.oracle import allowed, mask_cases, randn
 
 STRATEGIES = {
     "ring": Ring(),
-    "ring, sent again": Ring(keep_kv=False),
+    "ring, sent again": Ring(keep=0),
     "all-gather": AllGather(),
-    "all-gather, sent again": AllGather(keep_kv=False),
+    "all-gather, sent again": AllGather(keep=0),
     "Ulysses": Ulysses(),
     "Ulysses x ring": Ulysses(size=2),
-    "Ulysses x all-gather": Ulysses(inner=AllGather(keep_kv=False), size=2),
+    "Ulysses x all-gather": Ulysses(inner=AllGather(keep=0), size=2),
 }
 KERNELS = {"flash": CPU_FLASH, "reference": ReferenceKernel()}
 # Query and key/value heads: MHA, groups, one key head, fewer heads than ranks, heads that no number of ranks divides.

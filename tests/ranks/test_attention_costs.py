@@ -73,22 +73,23 @@ def costs(problem: Problem, ranks: int, door: str, **options) -> tuple[float, li
 
 @pytest.mark.parametrize("door", ["style", "function"])
 @pytest.mark.parametrize("strategy", [Ring, AllGather])
-@pytest.mark.parametrize(("ranks", "kept", "again"), [(1, 0, 0), (2, 6, 9), (4, 36, 54)])
-def test_bytes_of_causal_head_tail(door: str, strategy, ranks: int, kept: int, again: int):
+@pytest.mark.parametrize(("ranks", "units"), [(1, (0, 0, 0)), (2, (9, 6, 6)), (4, (54, 49, 36))])
+def test_bytes_of_causal_head_tail(door: str, strategy, ranks: int, units: tuple[int, int, int]):
     """u = one rank's query shard; of N (N - 1) pairs of ranks, half need all of the other's keys and half of them half,
     so 3/4 * 2 u a pair forward, as many gradients home, and once more where keys are not kept: N = 2: 6 u and 9 u.
+    By default those of one source are kept: with N = 4, that is half of a source's keys, 1 u, on all ranks but rank 0,
+    which needs all, 2 u.
     """
     problem = Problem(length=LENGTH, dtype=torch.float32)
-    for keep_kv, expected in ((True, kept), (False, again)):
-        units, _, kernels = costs(
-            problem, ranks, door, strategy=strategy(keep_kv=keep_kv), layout=head_tail, mask=Causal()
-        )
-        assert units == expected
+    groups = 2 if strategy is Ring and ranks > 2 else 1  # of heads, where several rounds are as large as this
+    for chosen, expected in zip((strategy(keep=0), strategy(), strategy(keep=64)), units, strict=True):
+        sent, _, kernels = costs(problem, ranks, door, strategy=chosen, layout=head_tail, mask=Causal())
+        assert sent == expected
         for kernel in kernels:  # one call a step
-            assert (len(kernel.forwards), len(kernel.backwards)) == (ranks, ranks)
+            assert (len(kernel.forwards), len(kernel.backwards)) == (ranks * groups, ranks * groups)
 
 
-@pytest.mark.parametrize("strategy", [Ring(), AllGather()])
+@pytest.mark.parametrize("strategy", [Ring(keep=3), AllGather(keep=3)])
 @pytest.mark.parametrize(
     ("mask", "layout", "rows"),
     [
@@ -124,11 +125,11 @@ def test_grouped_heads_travel_unexpanded(strategy, kv_heads: int):
         assert set(kernel.forwards + kernel.backwards) == {(4, kv_heads)}
 
 
-@pytest.mark.parametrize("keep_kv", [True, False])
-def test_low_precision_keys_travel_as_they_are_and_gradients_in_float32(keep_kv: bool):
+@pytest.mark.parametrize("keep", [0, 1])
+def test_low_precision_keys_travel_as_they_are_and_gradients_in_float32(keep: int):
     problem = Problem(length=LENGTH, dtype=torch.bfloat16)
-    units, _, _ = costs(problem, 2, "style", strategy=Ring(keep_kv=keep_kv), layout=head_tail, mask=Causal())
-    assert units == 3 + 2 * 3 + (0 if keep_kv else 3)
+    units, _, _ = costs(problem, 2, "style", strategy=Ring(keep=keep), layout=head_tail, mask=Causal())
+    assert units == 3 + 2 * 3 + (0 if keep else 3)
 
 
 @pytest.mark.parametrize("how", ["no_grad", "no input wants a gradient"])
@@ -148,10 +149,14 @@ def test_without_a_backward_nothing_is_kept(how: str):
     assert sum(run_ranks(on, 2)) == 3 * problem.inputs[0].nbytes / 2
 
 
-@pytest.mark.parametrize("keep_kv", [True, False])
-def test_the_next_keys_are_on_their_way_while_these_are_computed(keep_kv: bool):
-    """The order on a rank: a round's transfers are started before the kernel works on the round before it."""
-    problem = Problem(length=LENGTH, causal=False, dtype=torch.float32)
+@pytest.mark.parametrize("keep", [0, 1, 2])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_the_next_keys_are_on_their_way_while_these_are_computed(keep: int, kv_heads: int):
+    """The order on a rank: a step's transfers are started before the kernel works on the step before it.
+
+    Where key heads are as many as query heads, one half of them follows the other without a pause.
+    """
+    problem = Problem(length=LENGTH, causal=False, kv_heads=kv_heads, dtype=torch.float32)
     log: list[str] = []
 
     class Logged(Counting):
@@ -177,18 +182,27 @@ def test_the_next_keys_are_on_their_way_while_these_are_computed(keep_kv: bool):
     def on(rank: int):
         kernel, wire = Logged(), Wire()
         kernel.rank = wire.rank = rank
-        attend = partial(context_attention, group=cp_mesh(3), strategy=Ring(keep_kv=keep_kv), kernel=kernel)
+        attend = partial(context_attention, group=cp_mesh(3), strategy=Ring(keep=keep), kernel=kernel)
         with wire:
             run_attention(attend, problem, rank, 3)
 
     run_ranks(on, 3)
-    forward = ["send", "compute", "send", "compute", "compute"]
-    home = ["send", "send"]  # of dk and of dv
-    if keep_kv:  # nothing to wait for: remote keys first, so that their gradients travel under the others
-        backward = ["gradient", *home, "gradient", *home, "gradient"]
-    else:
-        backward = ["send", "gradient", "send", "gradient", *home, "gradient", *home]
-    assert log == forward + backward
+    # A "home" is the sends of dk and of dv. Kept messages are worked on first, since there is nothing to wait for.
+    groups = 2 if kv_heads == 4 else 1
+    forward = {
+        1: "send compute send compute compute",
+        2: "send compute send compute send compute" + " compute send compute compute",
+    }
+    backward = {
+        (0, 1): "send gradient send gradient home gradient home",
+        (0, 2): "send gradient send gradient home send gradient home" + " gradient send gradient home gradient home",
+        (1, 1): "send gradient home gradient gradient home",
+        (1, 2): "send gradient home gradient send gradient home" + " gradient home gradient gradient home",
+        (2, 1): "gradient home gradient home gradient",
+        (2, 2): "gradient home gradient home gradient" + " gradient home gradient home gradient",
+    }
+    expected = f"{forward[groups]} {backward[keep, groups]}"
+    assert log == expected.replace("home", "send send").split()
 
 
 def test_a_gradient_leaves_its_memory_to_the_next_result():

@@ -62,7 +62,7 @@ def test_every_mask(balancer, ranks: int):
         mesh = cp_mesh(ranks)
         worst = {}
         for index, (name, case) in enumerate(cases.items()):
-            strategy = (Ring(), AllGather(keep_kv=False))[index % 2]
+            strategy = (Ring(), AllGather(keep=0))[index % 2]
             kernel = (None, ReferenceKernel())[index // 2 % 2]
             options = {"strategy": strategy, "layout": balancer, "kernel": kernel, "mask": case.mask}
             run = partial(run_attention, problem=problems[name], rank=rank, ranks=ranks, layout=balancer)

@@ -20,7 +20,7 @@ from cp_styles.testing import run_ranks
 from tests.oracle import attend_and_differentiate, attention_inputs, error, expected_attention, randn
 from tests.ranks.attention_case import EXACT, Core, DenseCore, Problem, Projected, cp_mesh, parallel, run_attention
 
-STRATEGIES = (Ring(), Ring(keep_kv=False), AllGather(), AllGather(keep_kv=False))
+STRATEGIES = (Ring(), Ring(keep=0), AllGather(), AllGather(keep=0))
 BALANCERS = (contiguous, head_tail)
 MASKS = {True: Causal(), False: Full()}
 

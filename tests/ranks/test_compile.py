@@ -80,7 +80,7 @@ def test_other_configurations_are_other_graphs(name: str):
     configurations = [
         (PROBLEMS[16], head_tail, {"layout": head_tail}),
         (seen, contiguous, {"layout": contiguous, "mask": window}),
-        (PROBLEMS[16], BY_WORK, {"layout": BY_WORK, "kernel": ReferenceKernel(), "strategy": AllGather(keep_kv=False)}),
+        (PROBLEMS[16], BY_WORK, {"layout": BY_WORK, "kernel": ReferenceKernel(), "strategy": AllGather(keep=0)}),
         (PROBLEMS[16], head_tail, {"layout": head_tail(16, RANKS)}),
     ]
 

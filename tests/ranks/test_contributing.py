@@ -145,7 +145,7 @@ def test_tiles_of_the_kernel_are_attention():
 
 SABOTAGE = {
     "mask": ("self.size + 1) * self.size", "self.size + 1) * self.size - 1"),
-    "strategy": ("range(1, ranks)]", "range(2, ranks)]"),
+    "strategy": ("range(1, ranks)\n", "range(2, ranks)\n"),
     "kernel": ("return self.inner.backward(grad, q,", "return self.inner.backward(grad, q * 1.001,"),
 }
 

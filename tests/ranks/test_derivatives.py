@@ -53,7 +53,7 @@ def test_second_derivatives(door: str, square: bool):
 
 
 @pytest.mark.parametrize("kernel", [None, ReferenceKernel()], ids=["flash", "reference"])
-@pytest.mark.parametrize("strategy", [Ring(keep_kv=False), AllGather(), Ulysses()], ids=str)
+@pytest.mark.parametrize("strategy", [Ring(keep=0), AllGather(), Ulysses()], ids=str)
 def test_second_derivatives_by_any_strategy(strategy, kernel):
     def attend(mesh, *tensors):
         options = {"layout": contiguous, "strategy": strategy, "kernel": kernel}

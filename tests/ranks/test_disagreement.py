@@ -55,7 +55,7 @@ def test_ranks_that_disagree_in_shape_or_dtype(door: str, change, message: str):
 
 @pytest.mark.parametrize(
     "options",
-    [{"strategy": AllGather()}, {"strategy": Ring(keep_kv=False)}, {"layout": contiguous}, {"mask": Causal()}],
+    [{"strategy": AllGather()}, {"strategy": Ring(keep=0)}, {"layout": contiguous}, {"mask": Causal()}],
     ids=plain,
 )
 @pytest.mark.parametrize("door", ["style", "function"])

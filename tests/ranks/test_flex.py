@@ -63,7 +63,7 @@ LAYOUTS = {
     "per_document": lambda ranks, mask: per_document_head_tail(LENGTH, ranks, documents=DOCUMENTS),
     "by_work": lambda ranks, mask: by_work(LENGTH, ranks, mask=mask),
 }
-STRATEGIES = {"ring": Ring(), "all-gather": AllGather(keep_kv=False), "Ulysses": Ulysses(), "hybrid": Ulysses(size=2)}
+STRATEGIES = {"ring": Ring(), "all-gather": AllGather(keep=0), "Ulysses": Ulysses(), "hybrid": Ulysses(size=2)}
 ROTATION = [("ring", 2), ("all-gather", 3), ("Ulysses", 3), ("hybrid", 4), ("ring", 4), ("Ulysses", 2)]
 
 
@@ -152,7 +152,7 @@ def test_only_what_the_plan_says_travels():
         assert plans == [make_plan(layout, layout, documents, rank) for rank in range(4)]
 
         def rank_main(rank: int, layout=layout):
-            attend = lambda *args, **options: by_function(*args, layout=layout, **options)  # noqa: E731
+            attend = lambda *args, **options: by_function(*args, layout=layout, strategy=Ring(keep=3), **options)  # noqa: E731
             with CommunicationTrace() as trace:
                 whole.run(attend, layout, rank)
             return sum(size for name, size in trace.events if name == "send")

@@ -73,7 +73,7 @@ def test_exception_while_keys_are_under_way(s: Scene) -> None:
                 raise Oops
             return super().backward(*args, **options)
 
-    for strategy in (Ring(), AllGather(), Ring(keep_kv=False)):
+    for strategy in (Ring(), AllGather(), Ring(keep=0)):
         kernel = Failing()
         attend = partial(context_attention, group=s.mesh, mask=Causal(), strategy=strategy, kernel=kernel)
         with pytest.raises(Oops):
@@ -230,7 +230,7 @@ def test_gradient_of_a_parameter_inside_the_core(s: Scene) -> None:
 
 @scenario
 def test_backward_twice(s: Scene) -> None:
-    for strategy in (Ring(), Ring(keep_kv=False), AllGather()):
+    for strategy in (Ring(), Ring(keep=0), AllGather()):
         leaves, cotangent = s.leaves()
         out = s.probe(strategy=strategy)(*leaves)
         for keep in (True, False):
@@ -296,7 +296,7 @@ def test_two_configurations(s: Scene) -> None:
     expected = expected_attention(s.problem.inputs, s.problem.cotangent, mask)
     styles = [
         {"strategy": Ring(), "layout": contiguous, "mask": window},
-        {"strategy": AllGather(keep_kv=False), "layout": head_tail, "mask": window, "kernel": ReferenceKernel()},
+        {"strategy": AllGather(keep=0), "layout": head_tail, "mask": window, "kernel": ReferenceKernel()},
     ]
     causal = s.probe(layout=head_tail, kernel=CPU_FLASH)
     causal_set = s.leaves()

@@ -71,7 +71,7 @@ def test_checkpoint_recomputes_among_other_forwards(s: Scene) -> None:
 
 @scenario
 def test_saved_tensors_on_the_host(s: Scene) -> None:
-    for strategy in (Ring(), AllGather(keep_kv=False)):
+    for strategy in (Ring(), AllGather(keep=0)):
         leaves, cotangent = s.leaves()
         with save_on_cpu():
             out = s.probe(strategy=strategy)(*leaves)

@@ -145,7 +145,7 @@ def on_ranks(act):
     return test
 
 
-@pytest.mark.parametrize("strategy", [Ring(), AllGather(keep_kv=False), Ulysses()], ids=str)
+@pytest.mark.parametrize("strategy", [Ring(), AllGather(keep=0), Ulysses()], ids=str)
 @pytest.mark.parametrize("ckpt", [None, REENTRANT, NOT_REENTRANT], ids=["plain", "reentrant", "not reentrant"])
 def test_a_model_as_it_is(strategy, ckpt):
     """The function imported by name and by attribute; layers checkpointed in both flavours."""

@@ -26,7 +26,7 @@ from cp_styles.testing import run_ranks
 from tests.oracle import attend_and_differentiate, attention_inputs, error, expected_attention, randn
 from tests.ranks.attention_case import EXACT, Core, cp_mesh
 
-STRATEGIES = (Ring(), Ring(keep_kv=False), AllGather(), Ulysses(), Ulysses(size=2))
+STRATEGIES = (Ring(), Ring(keep=0), AllGather(), Ulysses(), Ulysses(size=2))
 NAMES = ("out", "dq", "dk", "dv")
 
 
@@ -140,7 +140,7 @@ def test_float16_inputs_whose_products_overflow(strategy):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("strategy", [Ring(), Ring(keep_kv=False), AllGather(), Ulysses(size=2)], ids=str)
+@pytest.mark.parametrize("strategy", [Ring(), Ring(keep=0), AllGather(), Ulysses(size=2)], ids=str)
 def test_the_error_does_not_grow_with_the_ring(dtype: torch.dtype, strategy):
     """ring-flash-attention#42: the forward looked fine, and the backward's error grew with every hop.
 

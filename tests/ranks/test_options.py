@@ -20,7 +20,7 @@ from tests.ranks.attention_case import EXACT, Core, Problem, cp_mesh, parallel, 
 from tests.ranks.leak_scene import Scene, refusals
 from tests.ranks.parity_grid import uneven
 
-STRATEGIES = (Ring(), Ring(keep_kv=False), AllGather(), AllGather(keep_kv=False), Ulysses(), Ulysses(size=2))
+STRATEGIES = (Ring(), Ring(keep=0), AllGather(), AllGather(keep=0), Ulysses(), Ulysses(size=2))
 RANKS = 4
 
 

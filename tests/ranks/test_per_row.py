@@ -40,7 +40,7 @@ def seen(causal: bool = True) -> torch.Tensor:
 
 @pytest.mark.parametrize("layout", [head_tail, contiguous], ids=lambda f: f.__name__)
 @pytest.mark.parametrize(
-    "strategy", [Ring(), Ring(keep_kv=False), AllGather(), Ulysses(), Ulysses(inner=Ring(), size=1)], ids=str
+    "strategy", [Ring(), Ring(keep=0), AllGather(), Ulysses(), Ulysses(inner=Ring(), size=1)], ids=str
 )
 def test_documents_of_each_row(strategy, layout):
     problem = Problem(length=LENGTH, batch=3, kv_heads=2, mask=seen(), causal=False)

@@ -62,7 +62,7 @@ SHORT = Batch(3, (2,), contiguous)
 
 
 @pytest.mark.parametrize("door", DOORS)
-@pytest.mark.parametrize("strategy", [Ring(), Ring(keep_kv=False), AllGather(), Ulysses()], ids=str)
+@pytest.mark.parametrize("strategy", [Ring(), Ring(keep=0), AllGather(), Ulysses()], ids=str)
 def test_backward_after_the_scope_has_ended(door: str, strategy):
     def on(rank: int):
         core = styled(door, cp_mesh(RANKS), strategy=strategy)
@@ -79,7 +79,7 @@ def test_backward_after_the_scope_has_ended(door: str, strategy):
 @pytest.mark.parametrize("door", DOORS)
 def test_two_micro_batches_alive(door: str):
     def on(rank: int):
-        core = styled(door, cp_mesh(RANKS), strategy=Ring(keep_kv=False))
+        core = styled(door, cp_mesh(RANKS), strategy=Ring(keep=0))
         for order in ((0, 1), (1, 0)):
             batches, sets, outs = (FIRST, SECOND), [], []
             for batch in batches:
@@ -251,7 +251,7 @@ def test_a_window_layer_next_to_a_full_one_under_one_scope():
     def on(rank: int):
         mesh = cp_mesh(RANKS)
         window = styled("style", mesh, causal=False, mask=SlidingWindow(2, 0), strategy=AllGather())
-        full = styled("module", mesh, causal=False, strategy=Ring(keep_kv=False))
+        full = styled("module", mesh, causal=False, strategy=Ring(keep=0))
         causal = styled("style", mesh, causal=True, strategy=Ulysses())
         (query, key, value), cotangent = problem.shard(layout, rank, RANKS)
         with SequenceScope(layout, mask=Documents(lengths)):

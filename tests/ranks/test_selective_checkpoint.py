@@ -76,7 +76,7 @@ def contexts(policy=None) -> Callable[[], Any]:
 
 
 @pytest.mark.parametrize("door", DOORS)
-@pytest.mark.parametrize("strategy", [Ring(), Ring(keep_kv=False), AllGather(), Ulysses()], ids=str)
+@pytest.mark.parametrize("strategy", [Ring(), Ring(keep=0), AllGather(), Ulysses()], ids=str)
 def test_a_recomputation_that_communicates_nothing(door: str, strategy):
     """Exactly the events of no checkpoint at all; a plain checkpoint agrees and sends the forward's keys once more."""
 

@@ -36,7 +36,7 @@ def test_placements(placements, full: bool, seq_dim: int):
     exact(Cut(Problem(length=12, kv_heads=2), placements, full=full, seq_dim=seq_dim))
 
 
-@pytest.mark.parametrize("strategy", [Ring(keep_kv=False), AllGather(), Ulysses()], ids=str)
+@pytest.mark.parametrize("strategy", [Ring(keep=0), AllGather(), Ulysses()], ids=str)
 @pytest.mark.parametrize("layout", [head_tail, contiguous])
 def test_strategies_and_lengths_that_do_not_divide(strategy, layout):
     exact(Cut(Problem(length=13, heads=8, kv_heads=4), layout=layout), strategy=strategy)

@@ -91,7 +91,7 @@ def test_the_plan_is_the_lower_bound(layout, ranks: int):
         assert rows_planned(own, case.mask) == rows_needed(own, allowed(case.sees, LENGTH, LENGTH))
 
 
-@pytest.mark.parametrize("strategy", [Ring(), Ring(keep_kv=False), AllGather(), AllGather(keep_kv=False)], ids=str)
+@pytest.mark.parametrize("strategy", [Ring(keep=2), Ring(keep=0), AllGather(keep=2), AllGather(keep=0)], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_the_wire_is_the_lower_bound(layout, strategy):
     """Forward the rows, backward their gradients, and the rows once more where they are not kept. GQA unexpanded."""
@@ -101,7 +101,7 @@ def test_the_wire_is_the_lower_bound(layout, strategy):
         own = layout(ranks, case.mask)
         calls.append((Problem(length=LENGTH, kv_heads=KV_HEADS, mask=seen, dtype=torch.float32), own, case.mask))
         needed.append(sum(rows_needed(own, seen)))
-    times = 2 if strategy.keep_kv else 3
+    times = 2 if strategy.keep else 3
     for (problem, _, mask), events, rows in zip(calls, traced(calls, strategy, ranks), needed, strict=True):
         assert {name for name, _ in events} <= {"send"}
         assert sent(events) == times * rows * row_bytes(problem), mask
@@ -164,14 +164,14 @@ def test_ulysses_bytes(ranks: int, heads: int, kv_heads: int):
     assert sent(*traced(call, Ulysses(), ranks)) == 2 * ulysses_one_way(problem, ranks, ranks)
 
 
-@pytest.mark.parametrize("inner", [Ring(), AllGather(keep_kv=False)], ids=str)
+@pytest.mark.parametrize("inner", [Ring(), AllGather(keep=0)], ids=str)
 def test_hybrid_bytes(inner):
     """Heads exchanged among U ranks, and the inner strategy's (R-1) of the keys that U ranks have together."""
     ranks, size = 4, 2
     problem = Problem(length=32, heads=4, kv_heads=2, causal=False, dtype=torch.float32)
     keys = (problem.inputs[1].nbytes + problem.inputs[2].nbytes) * (ranks // size - 1)
     (events,) = traced([(problem, head_tail, Full())], Ulysses(inner=inner, size=size), ranks)
-    assert sent(events) == 2 * ulysses_one_way(problem, ranks, size) + keys * (2 if inner.keep_kv else 3)
+    assert sent(events) == 2 * ulysses_one_way(problem, ranks, size) + keys * (2 if inner.keep else 3)
 
 
 def test_hybrid_sends_no_row_nobody_attends_to():

@@ -11,6 +11,7 @@ from cp_styles.merge import EMPTY_LSE, OnlineSoftmax, RowSum, accumulation_dtype
 from tests.oracle import attention_inputs, dense_attention, error, expected_attention
 
 CPU = torch.device("cpu")
+HEAD = (0, 1)  # all there are
 
 
 def tile_of(q, k, v, keys: slice) -> tuple[torch.Tensor, torch.Tensor]:
@@ -20,15 +21,18 @@ def tile_of(q, k, v, keys: slice) -> tuple[torch.Tensor, torch.Tensor]:
     return out, torch.logsumexp(logits, -1)
 
 
-@given(st.sets(st.integers(1, 11), max_size=5), st.randoms(use_true_random=False))
-def test_tiles_in_any_order_give_the_whole(cuts: set[int], random):
+@given(st.sets(st.integers(1, 11), max_size=5), st.sampled_from([1, 2, 4]), st.randoms(use_true_random=False))
+def test_tiles_in_any_order_give_the_whole(cuts: set[int], groups: int, random):
+    """Of all heads, or of some heads at a time."""
     (q, k, v), cotangent = attention_inputs(length=12)
     bounds = [0, *sorted(cuts), 12]
     tiles = [tile_of(q, k, v, slice(*pair)) for pair in pairwise(bounds)]
     random.shuffle(tiles)
     softmax = OnlineSoftmax(q.shape, torch.float64, CPU)
-    for out, lse in tiles:
-        softmax.add((0, 12), out, lse)
+    heads = [(first, first + 4 // groups) for first in range(0, 4, 4 // groups)]
+    for start, stop in heads:
+        for out, lse in tiles:
+            softmax.add((start, stop), (0, 12), out[:, start:stop], lse[:, start:stop])
     out, lse = softmax.result()
     # A merge is a convex combination in float64: a few 1e-16 a tile.
     assert error(out, expected_attention([q, k, v], cotangent)[0]) < 1e-14
@@ -38,8 +42,8 @@ def test_tiles_in_any_order_give_the_whole(cuts: set[int], random):
 def test_rows_that_some_tiles_leave_out():
     (q, k, v), _ = attention_inputs(length=6)
     softmax = OnlineSoftmax(q.shape, torch.float64, CPU)
-    softmax.add((2, 5), *tile_of(q[:, :, 2:5], k, v, slice(0, 4)))
-    softmax.add((3, 5), *tile_of(q[:, :, 3:5], k, v, slice(4, 6)))
+    softmax.add((0, 4), (2, 5), *tile_of(q[:, :, 2:5], k, v, slice(0, 4)))
+    softmax.add((0, 4), (3, 5), *tile_of(q[:, :, 3:5], k, v, slice(4, 6)))
     out, lse = softmax.result()
     assert error(out[:, :, 2:3], tile_of(q[:, :, 2:3], k, v, slice(0, 4))[0]) < 1e-14
     assert error(out[:, :, 3:5], tile_of(q[:, :, 3:5], k, v, slice(0, 6))[0]) < 1e-14
@@ -58,9 +62,9 @@ def test_nothing_at_all_is_zero_and_empty():
 def test_far_apart_logsumexps_neither_overflow_nor_lose_the_larger(sign: float):
     softmax = OnlineSoftmax((1, 1, 2, 3), torch.float32, CPU)
     small, large = torch.full((1, 1, 2), -1e4 * sign), torch.full((1, 1, 2), 1e4 * sign)
-    softmax.add((0, 2), torch.full((1, 1, 2, 3), 1.0 if sign > 0 else 2.0), small)
-    softmax.add((0, 2), torch.full((1, 1, 2, 3), 2.0 if sign > 0 else 1.0), large)
-    softmax.add((0, 2), torch.zeros(1, 1, 2, 3), torch.full((1, 1, 2), EMPTY_LSE))
+    softmax.add(HEAD, (0, 2), torch.full((1, 1, 2, 3), 1.0 if sign > 0 else 2.0), small)
+    softmax.add(HEAD, (0, 2), torch.full((1, 1, 2, 3), 2.0 if sign > 0 else 1.0), large)
+    softmax.add(HEAD, (0, 2), torch.zeros(1, 1, 2, 3), torch.full((1, 1, 2), EMPTY_LSE))
     out, lse = softmax.result()
     assert torch.equal(out, torch.full((1, 1, 2, 3), 2.0))
     assert torch.equal(lse, torch.full((1, 1, 2), 1e4))
@@ -72,9 +76,9 @@ def test_low_precision_tiles_are_merged_in_float32(first_whole: bool):
     tile = torch.full((1, 1, 2, 4), 1.0, dtype=torch.bfloat16)
     softmax = OnlineSoftmax((1, 1, 2, 4), torch.bfloat16, CPU)
     if not first_whole:
-        softmax.add((0, 1), torch.zeros(1, 1, 1, 4, dtype=torch.bfloat16), torch.full((1, 1, 1), EMPTY_LSE))
+        softmax.add(HEAD, (0, 1), torch.zeros(1, 1, 1, 4, dtype=torch.bfloat16), torch.full((1, 1, 1), EMPTY_LSE))
     for index in range(64):
-        softmax.add((0, 2), tile + index * 2**-7, torch.zeros(1, 1, 2))
+        softmax.add(HEAD, (0, 2), tile + index * 2**-7, torch.zeros(1, 1, 2))
     out, lse = softmax.result()
     assert (out.dtype, lse.dtype) == (torch.float32, torch.float32)
     mean = torch.stack([tile + index * 2**-7 for index in range(64)]).double().mean(0)
@@ -85,16 +89,16 @@ def test_low_precision_tiles_are_merged_in_float32(first_whole: bool):
 def test_one_whole_tile_is_not_copied():
     tile, lse = torch.ones(1, 1, 2, 4, dtype=torch.bfloat16), torch.zeros(1, 1, 2)
     softmax = OnlineSoftmax((1, 1, 2, 4), torch.bfloat16, CPU)
-    softmax.add((0, 2), tile, lse)
+    softmax.add(HEAD, (0, 2), tile, lse)
     assert softmax.result()[0] is tile
 
 
 def test_row_sum_adds_and_keeps_the_first_whole_tile():
     total = RowSum((1, 1, 4, 2), torch.float32, CPU)
     first = torch.ones(1, 1, 4, 2)
-    total.add((0, 4), first)
+    total.add(HEAD, (0, 4), first)
     assert total.result() is first  # no copy where there is one tile
-    total.add((1, 3), torch.ones(1, 1, 2, 2, dtype=torch.bfloat16))
+    total.add(HEAD, (1, 3), torch.ones(1, 1, 2, 2, dtype=torch.bfloat16))
     assert total.result()[0, 0, :, 0].tolist() == [1, 2, 2, 1]
 
 
