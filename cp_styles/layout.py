@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from cp_styles.mask import Mask
+from cp_styles.mask import Mask, work_from
 
 Chunk: TypeAlias = tuple[int, int]
 """A half-open range ``(start, stop)`` of global positions."""
@@ -271,11 +271,8 @@ def by_work(length: int, ranks: int, *, mask: Mask, block: int | None = None) ->
     if block is not None and block < 1:
         raise ValueError(f"block must be at least 1, got {block}")
     block = block or max(1, -(-length // (16 * ranks)))
-    positions = torch.arange(length)
-    work = mask.work(positions, length)
-    blocks = -(-length // block)
-    sums = torch.zeros(blocks, dtype=torch.int64).index_add_(0, positions // block, work).tolist()
-    return by_block_work(length, ranks, work=sums, block=block)
+    work = work_from(mask, torch.arange(0, length, block), length, length)
+    return by_block_work(length, ranks, work=work.tolist(), block=block)
 
 
 def by_block_work(length: int, ranks: int, *, work: Sequence[int], block: int) -> SequenceLayout:

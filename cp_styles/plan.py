@@ -1,51 +1,35 @@
 """What a rank computes and what it needs from whom: derived from (layouts, mask), never branched on.
 
-For one rank's queries and one source's keys, a band mask (see :mod:`cp_styles.mask`) leaves an interval
-``[a_i, b_i)`` of the source's local rows for each local query row ``i``. Where ``a`` and ``b`` stay, the attended
-region is a rectangle; where ``b`` climbs by one a row, it is a rectangle and a causal triangle; everything else is cut
-into small blocks with an explicit mask. Head-tail's three cases, contiguous, striped, documents and windows all
-fall out of that one walk. Masks that are no bands are planned by blocks of positions instead, see
-:class:`~cp_styles.mask.BlockGrid`. Forward and backward use the same tiles. Pure: no process group, no device.
+A band mask (see :mod:`cp_styles.mask`) gives every query position an interval of key positions, whose ends stay or
+climb by one a position over a few long pieces (:func:`~cp_styles.mask.pieces_of`). So does, piece by piece, the
+interval of a source's local rows that a local query row sees: it leaves its course only where an end of the interval
+comes to another chunk. A rank looks at its own pieces and at the chunks they reach, all at once, and cuts each source's
+part into tiles (:mod:`cp_styles.tiles`); of the others' pieces it looks at how far they reach into its own chunks,
+which is what it sends. Nobody makes another rank's plan.
+
+Masks that are no bands are planned by blocks of positions instead, see :class:`~cp_styles.mask.BlockGrid`. Forward and
+backward use the same tiles. Pure: no process group, no device.
 """
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain, groupby
 
 import torch
 
+from cp_styles.cells import cells
 from cp_styles.layout import SequenceLayout
-from cp_styles.mask import Mask
+from cp_styles.mask import Mask, Pieces, pieces_of, work_from
 from cp_styles.rectangles import rectangles
+from cp_styles.tiles import Cover, Run, Stretch, Tile, runs_of, tiles_of
+
+__all__ = ["Cover", "Part", "Plan", "Rows", "Tile", "attended_pairs", "imbalance", "make_plan"]
 
 Rows = tuple[tuple[int, int], ...]
 """Ascending half-open ranges of a rank's local rows."""
-
-# Query rows of a block with an explicit mask. Small enough that what the block computes in vain stays small, large
-# enough that a kernel call is not mostly overhead.
-_BLOCK = 128
-# Runs of fewer rows than this join their neighbours into one block with an explicit mask.
-_SHORT = 32
-
-
-class Cover(enum.Enum):
-    """How a tile's queries see its keys."""
-
-    FULL = "full"
-    CAUSAL = "causal"  # square; row i sees keys 0 .. i
-    PARTIAL = "partial"  # an explicit mask
-
-
-@dataclass(frozen=True)
-class Tile:
-    """One kernel call: local query rows x rows of what came from one source."""
-
-    q: tuple[int, int]
-    kv: tuple[int, int]
-    cover: Cover
 
 
 @dataclass(frozen=True)
@@ -99,45 +83,228 @@ def make_plan(
 
 @lru_cache(maxsize=1024)
 def _make_plan(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, rank: int, small_tiles: bool) -> Plan:
-    ranks = q_layout.ranks
-    parts = tuple(_part(q_layout, kv_layout, mask, rank, source, small_tiles) for source in range(ranks))
-    sends = tuple(() if peer == rank else _rows(q_layout, kv_layout, mask, peer, rank) for peer in range(ranks))
-    return Plan(rank, parts, sends)
+    if mask.grids:
+        others = [peer for peer in range(q_layout.ranks) if peer != rank]
+        parts = tuple(_block_part(q_layout, kv_layout, mask, rank, source) for source in range(q_layout.ranks))
+        sends = {peer: _ranges(cells(q_layout, kv_layout, mask, peer, rank).needed) for peer in others}
+    else:
+        queries, keys = _Chunks(q_layout), _Chunks(kv_layout)
+        pieces = pieces_of(mask, q_layout.length, kv_layout.length, queries.starts)
+        holders = queries.holders(pieces.start)
+        own = pieces.where(holders == rank)
+        courses = _courses(own, queries.rows(torch.tensor(rank), own.start), keys)
+        parts = tuple(_parts(courses, keys, biased=mask.has_bias, small_tiles=small_tiles))
+        sends = _sends(pieces, holders, keys, rank)
+    return Plan(rank, parts, tuple(sends.get(peer, ()) for peer in range(q_layout.ranks)))
 
 
 def attended_pairs(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, rank: int) -> int:
     """Number of (query, key) pairs that ``rank`` computes: its work."""
-    return int(mask.work(q_layout.positions(rank), kv_layout.length).sum())
+    return int(_work(q_layout, kv_layout.length, mask)[rank])
 
 
 def imbalance(layout: SequenceLayout, mask: Mask) -> float:
     """Largest over mean work of the ranks, 1.0 being perfect: how long the slowest keeps the others waiting."""
-    work = [attended_pairs(layout, layout, mask, rank) for rank in range(layout.ranks)]
+    work = _work(layout, layout.length, mask).tolist()
     total = sum(work)
     return max(work) * len(work) / total if total else 1.0
 
 
-def _intervals(
-    q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, rank: int, source: int
+def _work(layout: SequenceLayout, keys: int, mask: Mask) -> torch.Tensor:
+    """The pairs of each rank."""
+    chunks = _Chunks(layout)
+    work = work_from(mask, chunks.bounds[:-1], layout.length, keys)
+    return torch.zeros(layout.ranks, dtype=torch.int64).index_add_(0, chunks.holder, work)
+
+
+class _Chunks:
+    """A layout as tables: int64 ``[chunks]``, in the order of (rank, position)."""
+
+    def __init__(self, layout: SequenceLayout) -> None:
+        self.length, self.ranks = layout.length, layout.ranks
+        edges = torch.tensor(list(chain.from_iterable(chain.from_iterable(layout.chunks))), dtype=torch.int64)
+        self.starts, stops = edges.view(-1, 2).unbind(1)
+        self._sizes = stops - self.starts
+        self._ranks = torch.arange(self.ranks).repeat_interleave(torch.tensor([len(own) for own in layout.chunks]))
+        lengths = torch.tensor(layout.lengths)
+        # Rows of the rank before each chunk.
+        self._rows = self._sizes.cumsum(0) - self._sizes - (lengths.cumsum(0) - lengths)[self._ranks]
+        self._keys = self._key(self._ranks, self.starts)
+        # In the order of positions: where chunks start, with the end of the sequence, and who holds them.
+        self.bounds, order = self.starts.sort()
+        self.bounds = torch.cat((self.bounds, torch.tensor([self.length])))
+        self.holder = self._ranks[order]
+
+    def _key(self, rank: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        return rank * (self.length + 1) + position
+
+    def holders(self, positions: torch.Tensor) -> torch.Tensor:
+        """Who holds these positions."""
+        return self.holder[torch.searchsorted(self.bounds, positions, right=True) - 1]
+
+    def rows(self, rank: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """How many rows of a rank are at positions before these."""
+        if not self.length:
+            return torch.zeros_like(positions)
+        chunk = (torch.searchsorted(self._keys, self._key(rank, positions), right=True) - 1).clamp(min=0)
+        inside = torch.minimum(positions - self.starts[chunk], self._sizes[chunk]) + self._rows[chunk]
+        return torch.where((self._ranks[chunk] == rank) & (inside > 0), inside, 0)
+
+
+@dataclass(frozen=True)
+class _Courses:
+    """Ranges of own rows over which the interval of a source's rows that they see stays its course, and is not empty:
+    int64 ``[N]``, ascending in (source, row).
+
+    Attributes:
+        source: whose rows are seen.
+        row, count: the own rows.
+        a, b: the interval of the first one.
+        a_last, b_last: the interval of the last one.
+    """
+
+    source: torch.Tensor
+    row: torch.Tensor
+    count: torch.Tensor
+    a: torch.Tensor
+    b: torch.Tensor
+    a_last: torch.Tensor
+    b_last: torch.Tensor
+
+
+def _courses(own: Pieces, own_rows: torch.Tensor, keys: _Chunks) -> _Courses:
+    counts = own.stop - own.start
+    found = []
+    # Who holds what a piece reaches: chunk by chunk, or everybody, whichever is less to look at.
+    first, last = own.reach
+    first, last = torch.searchsorted(keys.bounds, first, right=True) - 1, torch.searchsorted(keys.bounds, last)
+    many = last - first >= keys.ranks
+    piece, index = _expanded(torch.where(many, 0, first), torch.where(many, keys.ranks, last))
+    found.append(
+        (torch.where(many[piece], index, keys.holder[index.clamp(max=len(keys.holder) - 1)]), piece, index * 0)
+    )
+    # Where a bound comes to the start of a chunk, or to the end of one.
+    for bound, step in ((own.lo, own.lo_step), (own.hi, own.hi_step)):
+        first = torch.searchsorted(keys.bounds, bound, right=True)
+        last = torch.searchsorted(keys.bounds, bound + step * (counts - 1), right=True)
+        piece, index = _expanded(first, last)
+        row = keys.bounds[index] - bound[piece]
+        found += [
+            (keys.holder[chunk[there]], piece[there], row[there])
+            for chunk in (index - 1, index)
+            for there in [(chunk >= 0) & (chunk < len(keys.holder))]
+        ]
+    source, piece, row = (torch.cat(column) for column in zip(*found, strict=True))
+    rows, pieces = int(counts.max()) + 1 if len(counts) else 1, max(len(counts), 1)
+    place = ((source * pieces + piece) * rows + row).unique()
+    row, piece, source = place % rows, place // rows % pieces, place // (rows * pieces)
+    stop = torch.where(place[1:] // rows == place[:-1] // rows, row[1:], counts[piece[:-1]])
+    stop = torch.cat((stop, counts[piece[-1:]]))
+    a, b, a_last, b_last = (
+        keys.rows(source, bound[piece] + step[piece] * at)
+        for at in (row, stop - 1)
+        for bound, step in ((own.lo, own.lo_step), (own.hi, own.hi_step))
+    )
+    # What is empty at one end only is empty in one row, for it opens or closes by one a row.
+    late, early = ((b == a) & (b_last > a_last)).long(), ((b > a) & (b_last == a_last)).long()
+    some = (b > a) | (b_last > a_last)
+    alone = stop - row <= 1
+    rise = [torch.where(alone, 0, (end > begin).long()) for begin, end in ((a, a_last), (b, b_last))]
+    columns = (
+        source,
+        own_rows[piece] + row + late,
+        stop - row - late - early,
+        a + rise[0] * late,
+        b + rise[1] * late,
+        a_last - rise[0] * early,
+        b_last - rise[1] * early,
+    )
+    return _Courses(*(column[some] for column in columns))
+
+
+def _parts(courses: _Courses, keys: _Chunks, *, biased: bool, small_tiles: bool) -> Iterator[Part]:
+    starts, stops = _union(courses.source, courses.a, courses.b_last, keys.length)
+    # From the source's local rows to their place among the rows that travel.
+    line = courses.source * (keys.length + 1)
+    sizes = stops - starts
+    before = sizes.cumsum(0) - sizes
+    sources = starts // (keys.length + 1)
+    before -= before[torch.searchsorted(sources, sources)]
+    index = torch.searchsorted(starts, line + courses.a, right=True) - 1
+    shift = starts[index] - line - before[index]
+    needed = _by_rank(starts, stops, keys.length)
+    stretches = {
+        source: list(entries) for source, entries in groupby(_stretches(courses, shift), lambda entry: entry[0])
+    }
+    for source in range(keys.ranks):
+        runs: Iterator[Run] = runs_of(stretch for _, stretch in stretches.get(source, ()))
+        tiles = tuple(tiles_of(runs, biased=biased, small_tiles=small_tiles))
+        yield Part(source, needed.get(source, ()), tiles)
+
+
+def _stretches(courses: _Courses, shift: torch.Tensor) -> Iterator[tuple[int, Stretch]]:
+    """The moves from row to row, each source's own; like ones that follow each other as one."""
+    a, b, a_last, b_last = (x - shift for x in (courses.a, courses.b, courses.a_last, courses.b_last))
+    inner = courses.count - 1
+    none = torch.zeros(min(len(inner), 1), dtype=torch.int64)
+    last_row = courses.row + inner
+    # After the moves inside each course comes the one to the next.
+    over = torch.cat(((courses.source.diff() == 0) & (last_row[:-1] + 1 == courses.row[1:]), none.bool()))
+    da, db = (torch.cat((x[1:] - y[:-1], none)) for x, y in ((a, a_last), (b, b_last)))
+    over &= (da >= 0) & (da <= 1) & (db >= 0) & (db <= 1)
+    moves = [
+        torch.stack(pair, 1).flatten()
+        for pair in (
+            (inner, torch.ones_like(inner)),
+            (courses.row, last_row),
+            (a, a_last),
+            (b, b_last),
+            ((a_last > a).long(), torch.where(over, da, -1)),
+            ((b_last > b).long(), torch.where(over, db, -1)),
+            (courses.source, courses.source),
+        )
+    ]
+    steps, row, a, b, da, db, source = (column[moves[0] > 0] for column in moves)
+    new = (da.diff() != 0) | (db.diff() != 0) | (da[1:] < 0)
+    first = torch.nonzero(torch.cat((none == 0, new))).flatten()
+    total = steps.cumsum(0)
+    steps = torch.diff(torch.cat((total[first] - steps[first], total[-1:])))
+    for count, *stretch in zip(steps.tolist(), *(x[first].tolist() for x in (row, a, b, da, db, source)), strict=True):
+        yield stretch[-1], Stretch(count, *stretch[:-1])
+
+
+def _sends(pieces: Pieces, holders: torch.Tensor, keys: _Chunks, rank: int) -> dict[int, Rows]:
+    """By destination, the rows of ``rank`` that its queries see."""
+    first, last = (keys.rows(torch.tensor(rank), position) for position in pieces.reach)
+    there = (last > first) & (holders != rank)
+    return _by_rank(*_union(holders[there], first[there], last[there], keys.length), keys.length)
+
+
+def _expanded(first: torch.Tensor, last: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """For each i, the numbers ``first[i] .. last[i] - 1``: all the i, and all the numbers."""
+    counts = (last - first).clamp(min=0)
+    which = torch.arange(len(counts)).repeat_interleave(counts)
+    return which, torch.arange(len(which)) - (counts.cumsum(0) - counts - first)[which]
+
+
+def _union(
+    rank: torch.Tensor, first: torch.Tensor, last: torch.Tensor, length: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Per local query row, the half-open interval of the source's local rows it attends to (empty: a == b == 0)."""
-    lo, hi = mask.bounds(q_layout.positions(rank))
-    kv_positions = kv_layout.positions(source)
-    # Local rows ascend in position, so an interval of positions is an interval of local rows.
-    a = torch.searchsorted(kv_positions, lo)
-    b = torch.searchsorted(kv_positions, hi)
-    empty = b <= a
-    return a.masked_fill(empty, 0), b.masked_fill(empty, 0)
+    """The union of the ranges ``[first, last)`` of ranks' rows: ascending, apart from each other, on a line on which
+    the rows of rank r begin at ``r (length + 1)``."""
+    starts, order = (rank * (length + 1) + first).sort()
+    reach = (rank * (length + 1) + last)[order].cummax(0).values if len(order) else starts
+    apart = starts[1:] > reach[:-1]
+    some = apart.new_ones(min(len(order), 1))
+    return starts[torch.cat((some, apart))], reach[torch.cat((apart, some))]
 
 
-def _inside(a: torch.Tensor, b: torch.Tensor, size: int) -> torch.Tensor:
-    """The union of the intervals: a boolean for each of ``size`` rows."""
-    some = b > a
-    depth = torch.zeros(size + 1, dtype=torch.int64)
-    ones = torch.ones_like(a[some])
-    depth.index_add_(0, a[some], ones)
-    depth.index_add_(0, b[some], -ones)
-    return depth.cumsum(0)[:size] > 0
+def _by_rank(starts: torch.Tensor, stops: torch.Tensor, length: int) -> dict[int, Rows]:
+    """What :func:`_union` gave, by rank."""
+    ranks = starts // (length + 1)
+    columns = (ranks, starts - ranks * (length + 1), stops - ranks * (length + 1))
+    entries = zip(*(column.tolist() for column in columns), strict=True)
+    return {rank: tuple((a, b) for _, a, b in own) for rank, own in groupby(entries, lambda entry: entry[0])}
 
 
 def _ranges(inside: torch.Tensor) -> Rows:
@@ -148,171 +315,12 @@ def _ranges(inside: torch.Tensor) -> Rows:
     return tuple(zip(starts.tolist(), stops.tolist(), strict=True))
 
 
-def _rows(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, rank: int, source: int) -> Rows:
-    """The rows of the source that the rank needs."""
-    if mask.grids:
-        return _ranges(_cells(q_layout, kv_layout, mask, rank, source).needed)
-    a, b = _intervals(q_layout, kv_layout, mask, rank, source)
-    return _ranges(_inside(a, b, kv_layout.lengths[source]))
-
-
-@dataclass(frozen=True)
-class _Cells:
-    """One rank's queries and one source's keys, cut where they pass from one block of the mask's grids to another.
-
-    Attributes:
-        cover: ``[q cells, kv cells]``: 0 nothing, 1 some pairs, 2 all pairs.
-        q_edges, kv_edges: local rows where cells start, and where the last one ends.
-        needed: bool a row of the source.
-    """
-
-    cover: torch.Tensor
-    q_edges: torch.Tensor
-    kv_edges: torch.Tensor
-    needed: torch.Tensor
-
-
-def _cells(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, rank: int, source: int) -> _Cells:
-    q, kv = q_layout.positions(rank), kv_layout.positions(source)
-    blocks = [(q // grid.block[0], kv // grid.block[1]) for grid in mask.grids]
-    q_edges, kv_edges = (_edges(list(side)) for side in zip(*blocks, strict=True))
-    cover = torch.full((len(q_edges) - 1, len(kv_edges) - 1), 2)
-    for grid, (q_block, kv_block) in zip(mask.grids, blocks, strict=True):
-        found = grid.cover[q_block[q_edges[:-1]]][:, kv_block[kv_edges[:-1]]]
-        cover = torch.minimum(cover, found.long())
-    # What the band leaves of the cells: nothing where it passes all rows of one by, all where it holds all of them.
-    a, b = _intervals(q_layout, kv_layout, mask, rank, source)
-    cell = torch.repeat_interleave(q_edges.diff())
-    empty, size = b <= a, len(kv)
-
-    def over_cells(values: torch.Tensor, how: str) -> torch.Tensor:
-        return torch.zeros(cover.shape[0], 1, dtype=torch.int64).scatter_reduce(
-            0, cell[:, None], values[:, None], how, include_self=False
-        )
-
-    outside = (kv_edges[:-1] >= over_cells(b, "amax")) | (
-        kv_edges[1:] <= over_cells(a.masked_fill(empty, size), "amin")
-    )
-    within = (kv_edges[:-1] >= over_cells(a.masked_fill(empty, size), "amax")) & (kv_edges[1:] <= over_cells(b, "amin"))
-    some = torch.minimum(cover, torch.tensor(1))
-    cover = torch.where(outside, 0, some if mask.biased_everywhere else torch.where(within, cover, some))
-    needed = (cover > 0).any(0).repeat_interleave(kv_edges.diff()) & _inside(a, b, size)
-    return _Cells(cover, q_edges, kv_edges, needed)
-
-
-def _edges(blocks: list[torch.Tensor]) -> torch.Tensor:
-    """Rows before which some of the block numbers change, with both ends."""
-    rows = blocks[0].numel()
-    changed = torch.zeros(rows + 1, dtype=torch.bool)
-    changed[[0, rows]] = True
-    for block in blocks:
-        changed[1:-1] |= block.diff() != 0
-    return torch.nonzero(changed).flatten()
-
-
 def _block_part(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, rank: int, source: int) -> Part:
-    cells = _cells(q_layout, kv_layout, mask, rank, source)
+    found = cells(q_layout, kv_layout, mask, rank, source)
     # Rows that do not travel leave no gap in what arrives.
-    arriving = torch.cat((torch.zeros(1, dtype=torch.int64), cells.needed.cumsum(0)))[cells.kv_edges]
+    arriving = torch.cat((torch.zeros(1, dtype=torch.int64), found.needed.cumsum(0)))[found.kv_edges]
     kept = arriving.diff() > 0
     kv_edges = [0, *arriving[1:][kept].tolist()]
-    found = rectangles(cells.cover[:, kept], cells.q_edges.tolist(), kv_edges)
-    tiles = (Tile(q, kv, Cover.FULL if full else Cover.PARTIAL) for q, kv, full in found)
-    return Part(source, _ranges(cells.needed), tuple(tiles))
-
-
-def _part(
-    q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, rank: int, source: int, small_tiles: bool
-) -> Part:
-    if mask.grids:
-        return _block_part(q_layout, kv_layout, mask, rank, source)
-    a, b = _intervals(q_layout, kv_layout, mask, rank, source)
-    rows = _ranges(_inside(a, b, kv_layout.lengths[source]))
-    if not rows:
-        return Part(source, (), ())
-    # From the source's local rows to their place among the rows that travel.
-    starts, stops = (torch.tensor(side) for side in zip(*rows, strict=True))
-    before = torch.cumsum(stops - starts, 0) - (stops - starts)
-    index = torch.searchsorted(starts, a, right=True).sub_(1).clamp_(min=0)
-    shift = torch.where(b > a, starts[index] - before[index], 0)
-    tiles = _tiles(a - shift, b - shift, mask.has_bias, small_tiles)
-    return Part(source, rows, tuple(tiles))
-
-
-def _tiles(a: torch.Tensor, b: torch.Tensor, biased: bool, small_tiles: bool) -> Iterator[Tile]:
-    """Cut the region {(i, j): a_i <= j < b_i} into tiles, each attended pair in exactly one."""
-    for group in _groups(a, b):
-        for runs in _apart(a, b, group) if small_tiles and not biased else [group]:
-            yield from _group_tiles(a, b, runs, biased)
-
-
-def _groups(a: torch.Tensor, b: torch.Tensor) -> Iterator[list[tuple[int, int]]]:
-    """Runs, short ones with their neighbours."""
-    group: list[tuple[int, int]] = []
-    for start, stop in _runs(a, b):
-        short = stop - start < _SHORT
-        if group and not (short and stop - group[0][0] <= _BLOCK):
-            yield group
-            group = []
-        group.append((start, stop))
-        if not short:
-            yield group
-            group = []
-    if group:
-        yield group
-
-
-def _apart(a: torch.Tensor, b: torch.Tensor, group: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """The group cut into tiles without a mask, where they have few more keys than one tile for all: at most twice.
-
-    Documents share none; stripes and windows share most, and each tile comes with a copy of its keys.
-    """
-    runs: list[tuple[int, int]] = []
-    for start, stop in group:
-        climbs = int(a[start]) != int(a[stop - 1])  # as it does from document to document of one row
-        runs += [(row, row + 1) for row in range(start, stop)] if climbs and stop - start < _SHORT else [(start, stop)]
-    low, high = a[[start for start, _ in runs]], b[[stop - 1 for _, stop in runs]]
-    return [[run] for run in runs] if int((high - low).sum()) <= 2 * int(high.max() - low.min()) else [group]
-
-
-def _runs(a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[int, int]]:
-    """Maximal ranges of non-empty rows whose bounds move by a constant step, 0 or 1 each."""
-    rows = a.numel()
-    filled = b > a
-    da, db = a.diff(), b.diff()
-    lawful = (da >= 0) & (da <= 1) & (db >= 0) & (db <= 1) & filled[1:] & filled[:-1]
-    # step[i] is the move from row i to i + 1; -1 where no run may go on.
-    step = torch.where(lawful, da * 2 + db, -1)
-    changes = torch.nonzero((step[1:] != step[:-1]) | (step[1:] < 0)).flatten() + 1
-    start = 0
-    # Rows after which a run may end. The first step of a run is what defines it, so it never ends there.
-    for last in [*([0] if rows > 1 and int(step[0]) < 0 else []), *changes.tolist(), rows - 1]:
-        if last < start or (last == start and last < rows - 1 and int(step[last]) >= 0):
-            continue
-        if bool(filled[start]):
-            yield start, last + 1
-        start = last + 1
-
-
-def _group_tiles(a: torch.Tensor, b: torch.Tensor, group: list[tuple[int, int]], biased: bool) -> Iterator[Tile]:
-    """Tiles of one run, or of several short ones as one block."""
-    start, stop = group[0][0], group[-1][1]
-    (a_first, b_first), (a_last, b_last) = ((int(a[row]), int(b[row])) for row in (start, stop - 1))
-    if biased or len(group) > 1 or a_first != a_last:
-        yield from _explicit(a, b, start, stop)
-    elif b_first == b_last:
-        yield Tile((start, stop), (a_first, b_first), Cover.FULL)
-    else:  # b climbs by one a row: the causal triangle ends at b_last, a rectangle stands before it
-        if b_first - 1 > a_first:
-            yield Tile((start, stop), (a_first, b_first - 1), Cover.FULL)
-        yield Tile((start, stop), (b_first - 1, b_last), Cover.CAUSAL)
-
-
-def _explicit(a: torch.Tensor, b: torch.Tensor, start: int, stop: int) -> Iterator[Tile]:
-    """Blocks of rows with an explicit mask over the union of what their rows attend to."""
-    for first in range(start, stop, _BLOCK):
-        rows = slice(first, min(first + _BLOCK, stop))
-        filled = b[rows] > a[rows]
-        if bool(filled.any()):
-            low, high = int(a[rows][filled].min()), int(b[rows].max())
-            yield Tile((rows.start, rows.stop), (low, high), Cover.PARTIAL)
+    regions = rectangles(found.cover[:, kept], found.q_edges.tolist(), kv_edges)
+    tiles = (Tile(q, kv, Cover.FULL if full else Cover.PARTIAL) for q, kv, full in regions)
+    return Part(source, _ranges(found.needed), tuple(tiles))

@@ -9,6 +9,7 @@ What no band can say (an arbitrary boolean or additive mask) is :class:`Dense`, 
 from cp_styles.mask.algebra import UNBOUNDED, All, BlockGrid, Full, Mask, PerRow
 from cp_styles.mask.bands import Causal, Chunked, Documents, PrefixLM, SlidingWindow
 from cp_styles.mask.dense import Dense, SomeBias, digest
+from cp_styles.mask.pieces import Pieces, pieces_of, work_from
 
 __all__ = [
     "UNBOUNDED",
@@ -21,8 +22,11 @@ __all__ = [
     "Full",
     "Mask",
     "PerRow",
+    "Pieces",
     "PrefixLM",
     "SlidingWindow",
     "SomeBias",
     "digest",
+    "pieces_of",
+    "work_from",
 ]

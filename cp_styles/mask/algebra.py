@@ -32,6 +32,22 @@ class Mask:
         """First and one-past-last key position each query position may attend to: two int64 ``[L]``."""
         raise NotImplementedError
 
+    def __init_subclass__(cls, **options) -> None:
+        super().__init_subclass__(**options)
+        if "bounds" in vars(cls) and "breaks" not in vars(cls):
+            cls.breaks = Mask.breaks  # those of its base say nothing about the new bounds
+
+    def breaks(self, length: int) -> torch.Tensor:
+        """Positions below ``length`` where a bound may leave its course: int64, in any order, some perhaps in vain.
+
+        From one of them to the next, each bound stays, or climbs by one a position. This one looks at the bounds of
+        all positions; masks that know it better say so.
+        """
+        steps = torch.stack([bound.diff() for bound in self.bounds(torch.arange(length))])
+        jumps = ((steps < 0) | (steps > 1)).any(0)
+        turns = (steps[:, 1:] != steps[:, :-1]).any(0) & ~jumps[1:] & ~jumps[:-1]
+        return torch.cat([torch.nonzero(where).flatten() + 1 for where in (jumps, turns)])
+
     def bias(self, q_positions_L: torch.Tensor, kv_positions_M: torch.Tensor) -> torch.Tensor | None:
         """What is added to the logits inside the band, broadcastable to ``[B, H, L, M]``; None for plain bands."""
         return None
@@ -110,6 +126,9 @@ class Full(Mask):
     def bounds(self, q_positions_L: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.zeros_like(q_positions_L), torch.full_like(q_positions_L, UNBOUNDED)
 
+    def breaks(self, length: int) -> torch.Tensor:
+        return torch.empty(0, dtype=torch.int64)
+
 
 @dataclass(frozen=True)
 class All(Mask):
@@ -168,9 +187,34 @@ class All(Mask):
         los, his = zip(*(part.bounds(q_positions_L) for part in self.parts), strict=True)
         return reduce(torch.maximum, los), reduce(torch.minimum, his)
 
+    def breaks(self, length: int) -> torch.Tensor:
+        found = torch.cat([part.breaks(length) for part in self.parts])
+        first, last = stretches(found, length)
+        ends = [
+            [torch.stack(side) for side in zip(*(p.bounds(x) for p in self.parts), strict=True)] for x in (first, last)
+        ]
+        # Between breaks of the parts, the largest of their lower bounds is that of one which stays or of one which
+        # climbs, and leaves its course where the two meet. Likewise the least of the upper bounds.
+        for before, after, largest in zip(*ends, (True, False), strict=True):
+            none = -2 * UNBOUNDED if largest else 2 * UNBOUNDED
+            climbs = after > before
+            stays, rises = (
+                bound.amax(0) if largest else bound.amin(0)
+                for bound in (before.masked_fill(climbs, none), (before - first).masked_fill(~climbs, none))
+            )
+            meet = stays - rises
+            found = torch.cat((found, meet[(meet > first) & (meet < last)]))
+        return found
+
     def bias(self, q_positions_L: torch.Tensor, kv_positions_M: torch.Tensor) -> torch.Tensor | None:
         biases = [bias for part in self.parts if (bias := part.bias(q_positions_L, kv_positions_M)) is not None]
         return reduce(torch.add, biases) if biases else None
+
+
+def stretches(breaks: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """First and last position of each stretch that ``breaks`` leave of ``0 .. length - 1``: two int64, ascending."""
+    first = torch.cat((breaks.new_zeros(min(length, 1)), breaks[(breaks > 0) & (breaks < length)])).unique()
+    return first, torch.cat((first[1:] - 1, first.new_full((min(length, 1),), length - 1)))
 
 
 @dataclass(frozen=True)

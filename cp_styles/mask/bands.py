@@ -17,6 +17,9 @@ class Causal(Mask):
     def bounds(self, q_positions_L: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.zeros_like(q_positions_L), q_positions_L + 1
 
+    def breaks(self, length: int) -> torch.Tensor:
+        return torch.empty(0, dtype=torch.int64)
+
 
 @dataclass(frozen=True)
 class SlidingWindow(Mask):
@@ -40,6 +43,9 @@ class SlidingWindow(Mask):
         right = UNBOUNDED if self.right is None else self.right
         return (q_positions_L - left).clamp(min=0), q_positions_L + right + 1
 
+    def breaks(self, length: int) -> torch.Tensor:
+        return torch.tensor([self.left or 0])
+
 
 @dataclass(frozen=True)
 class Chunked(Mask):
@@ -55,6 +61,9 @@ class Chunked(Mask):
         start = q_positions_L - q_positions_L % self.size
         return start, start + self.size
 
+    def breaks(self, length: int) -> torch.Tensor:
+        return torch.arange(0, length, self.size)
+
 
 @dataclass(frozen=True)
 class PrefixLM(Mask):
@@ -68,6 +77,9 @@ class PrefixLM(Mask):
 
     def bounds(self, q_positions_L: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.zeros_like(q_positions_L), (q_positions_L + 1).clamp(min=self.prefix)
+
+    def breaks(self, length: int) -> torch.Tensor:
+        return torch.tensor([self.prefix])
 
 
 @dataclass(frozen=True)
@@ -156,3 +168,9 @@ class Documents(Mask):
             prefixes = torch.tensor(self.prefixes, dtype=torch.int64, device=q_positions_L.device)
             stop = torch.maximum(q_positions_L + 1, start + prefixes[index])
         return start, stop
+
+    def breaks(self, length: int) -> torch.Tensor:
+        if self.prefixes is None:
+            return self._ends
+        starts = self._ends - torch.tensor(self.lengths, dtype=torch.int64)
+        return torch.cat((self._ends, starts + torch.tensor(self.prefixes, dtype=torch.int64)))

@@ -23,7 +23,7 @@ LAYERS = (
         "collectives",
         "spelling",
     ),
-    ("plan", "kernels", "merge"),
+    ("cells", "tiles", "plan", "kernels", "merge"),
     ("strategies",),
     (
         "composed",

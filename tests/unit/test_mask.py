@@ -1,12 +1,27 @@
 """Masks against their definition, asked pair by pair; and what their constructors take and refuse."""
 
+from dataclasses import dataclass
+from functools import reduce
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cp_styles.mask import Causal, Chunked, Dense, Documents, Full, PrefixLM, SlidingWindow
-from tests.oracle import allowed, mask_cases, randn
+from cp_styles.mask import (
+    Causal,
+    Chunked,
+    Dense,
+    Documents,
+    Full,
+    Mask,
+    PrefixLM,
+    SlidingWindow,
+    pieces_of,
+    work_from,
+)
+from tests.oracle import MaskCase, allowed, mask_cases, randn
 
 POSITIONS = torch.arange(17)
 
@@ -21,14 +36,77 @@ def test_bounds_are_the_definition(name: str):
     assert torch.equal(case.mask.allowed(rows, columns), expected[rows][:, columns])
 
 
-@given(st.lists(st.sampled_from(sorted(mask_cases(17))), min_size=1, max_size=4))
-def test_conjunction_is_and(names: list[str]):
+def conjunction(names: list[str]) -> tuple[list[MaskCase], Mask]:
     cases = [mask_cases(17)[name] for name in names]
-    mask = cases[0].mask
-    for case in cases[1:]:
-        mask = mask & case.mask
+    return cases, reduce(Mask.__and__, (case.mask for case in cases))
+
+
+SOME_MASKS = st.lists(st.sampled_from(sorted(mask_cases(17))), min_size=1, max_size=4)
+
+
+@given(SOME_MASKS)
+def test_conjunction_is_and(names: list[str]):
+    cases, mask = conjunction(names)
     expected = torch.stack([allowed(case.sees, 17, 17) for case in cases]).all(0)
     assert torch.equal(mask.allowed(POSITIONS, POSITIONS), expected)
+
+
+@given(SOME_MASKS, st.lists(st.integers(0, 16), max_size=3), st.sampled_from([0, 5, 17, 30]), st.booleans())
+def test_pieces_are_the_bounds(names: list[str], cuts: list[int], keys: int, told: bool):
+    """Straight, ascending, all that see something, and no more than the mask's own breaks and the cuts make of it."""
+    _, mask = conjunction(names)
+    own = mask if told else Untold(mask)
+    pieces = pieces_of(own, 17, keys, torch.tensor(cuts, dtype=torch.int64))
+    found = [(-1, 0, 0)]
+    for start, stop, lo, hi, lo_step, hi_step in zip(*(column.tolist() for column in pieces), strict=True):
+        assert not any(start < cut < stop for cut in cuts)
+        assert {lo_step, hi_step} <= {0, 1}
+        found += [(p, lo + lo_step * (p - start), hi + hi_step * (p - start)) for p in range(start, stop)]
+    lo, hi = mask.bounds(POSITIONS)
+    seen = torch.zeros(17, keys, dtype=torch.bool)
+    for p, first, last in found[1:]:
+        assert 0 <= first < last <= keys
+        seen[p, first:last] = True
+    assert [p for p, _, _ in found] == sorted({p for p, _, _ in found})
+    assert torch.equal(seen, mask.allowed(POSITIONS, torch.arange(keys)))
+    starts = torch.tensor([0, *sorted(set(cuts) - {0})])
+    work = [int(seen[a:b].sum()) for a, b in pairwise([*starts.tolist(), 17])]
+    assert work_from(own, starts, 17, keys).tolist() == work
+
+
+@dataclass(frozen=True)
+class Untold(Mask):
+    """Says its bounds and nothing else, as a mask of the user's does."""
+
+    inner: Mask
+
+    def bounds(self, q_positions_L):
+        return self.inner.bounds(q_positions_L)
+
+
+def test_few_pieces_however_long_the_sequence_is():
+    length = 10**9
+    for mask, pieces in ((Causal(), 1), (SlidingWindow(4095, 0), 2), (SlidingWindow(100, 50), 3), (PrefixLM(500), 2)):
+        assert len(pieces_of(mask, length, length, torch.tensor([0])).start) == pieces
+    documents = Documents((length // 4,) * 4)
+    assert len(pieces_of(documents & Causal(), length, length, torch.tensor([0])).start) == 4
+    assert len(pieces_of(documents & SlidingWindow(4095, 0), length, length, torch.tensor([0])).start) == 8
+
+
+def test_a_mask_that_changes_its_bounds_does_not_keep_its_base_classs_breaks():
+    class Frames(Causal):
+        def bounds(self, q_positions_L):
+            return q_positions_L * 0, (q_positions_L // 4 + 1) * 4
+
+    pieces = pieces_of(Frames(), 8, 8, torch.tensor([0]))
+    assert [pieces.start.tolist(), pieces.hi.tolist()] == [[0, 4], [4, 8]]
+
+    class Wrong(Frames):
+        def breaks(self, length):
+            return torch.tensor([3])
+
+    with pytest.raises(ValueError, match=r"Wrong.*: breaks\(\) leaves out a position"):
+        pieces_of(Wrong(), 8, 8, torch.tensor([0]))
 
 
 def test_masks_compare_by_what_they_say():

@@ -1,5 +1,6 @@
 """The plan computes every attended pair once, asks for the rows it needs and no other, and everybody agrees on it."""
 
+from dataclasses import dataclass, field
 from functools import partial
 
 import pytest
@@ -8,7 +9,7 @@ from expecttest import assert_expected_inline
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cp_styles.layout import SequenceLayout, contiguous, head_tail, per_document_head_tail, striped
+from cp_styles.layout import SequenceLayout, by_work, contiguous, head_tail, per_document_head_tail, striped
 from cp_styles.mask import Causal, Dense, Documents, Full, Mask, SlidingWindow
 from cp_styles.plan import Cover, Part, Plan, Rows, Tile, attended_pairs, imbalance, make_plan
 from tests.layouts import layouts
@@ -159,6 +160,44 @@ def test_small_tiles_that_would_see_the_same_keys_again_and_again_join():
     ):
         for rank in range(2):
             assert make_plan(layout, layout, mask, rank) == make_plan(layout, layout, mask, rank, small_tiles=True)
+
+
+@dataclass(frozen=True)
+class Asked(Mask):
+    """A mask that notes of how many positions it is asked."""
+
+    inner: Mask
+    positions: list[int] = field(default_factory=list, compare=False)
+
+    def bounds(self, q_positions_L):
+        self.positions.append(q_positions_L.numel())
+        return self.inner.bounds(q_positions_L)
+
+    def breaks(self, length):
+        return self.inner.breaks(length)
+
+
+@pytest.mark.parametrize(
+    ("length", "ranks", "mask"),
+    [
+        (2**20, 64, Causal()),
+        (2**20, 1024, Causal()),
+        (10 * 2**20, 1024, Causal()),
+        (2**20, 64, SlidingWindow(4095, 0)),
+        (1000 * 1648, 64, Documents((1648,) * 1000) & Causal()),
+    ],
+)
+def test_a_plan_looks_at_chunks_and_pieces_never_at_positions(length: int, ranks: int, mask: Mask):
+    """Nor at what another rank computes: its work is what a rank has itself, and one look at the pieces of all."""
+    layout, asked = head_tail(length, ranks), Asked(mask)
+    plan = make_plan(layout, layout, asked, ranks // 3)
+    pieces = 2 * ranks + len(mask.breaks(length)) + 2
+    # At both ends and in the middle of each piece, once for the plan and once to find the pieces.
+    assert sum(asked.positions) <= 6 * pieces
+    assert sum(len(part.tiles) for part in plan.parts) <= max(ranks, length // ranks // 128 + 4)
+    by_work_asked = Asked(mask)
+    by_work(length, ranks, mask=by_work_asked)
+    assert sum(by_work_asked.positions) <= 6 * (16 * ranks + pieces)
 
 
 def picture(layout: SequenceLayout, mask: Mask) -> str:

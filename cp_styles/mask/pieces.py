@@ -1,0 +1,91 @@
+"""A mask as a few straight pieces: what plans and work are derived from, without looking at every position."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from cp_styles.mask.algebra import All, Full, Mask, PerRow, stretches
+
+
+class Pieces(NamedTuple):
+    """Ranges of query positions that see some key, over which each bound stays or climbs by one a position: int64 [N].
+
+    Attributes:
+        start, stop: the positions, ascending; what lies between two ranges sees nothing.
+        lo, hi: the bounds at ``start``, within the keys.
+        lo_step, hi_step: how they climb, 0 or 1.
+    """
+
+    start: torch.Tensor
+    stop: torch.Tensor
+    lo: torch.Tensor
+    hi: torch.Tensor
+    lo_step: torch.Tensor
+    hi_step: torch.Tensor
+
+    @property
+    def reach(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """First and one-past-last key that some position of each piece sees; all in between are seen by some."""
+        return self.lo, self.hi + self.hi_step * (self.stop - self.start - 1)
+
+    @property
+    def work(self) -> torch.Tensor:
+        """How many (query, key) pairs are in each piece."""
+        count = self.stop - self.start
+        first = self.hi - self.lo
+        return (2 * first + (self.hi_step - self.lo_step) * (count - 1)) * count // 2
+
+    def where(self, which: torch.Tensor) -> Pieces:
+        return Pieces(*(column[which] for column in self))
+
+
+def pieces_of(mask: Mask, queries: int, keys: int, cuts: torch.Tensor) -> Pieces:
+    """The band of ``mask`` over ``queries`` positions that attend to ``keys``, cut at the positions ``cuts`` too."""
+    within = All((mask, _Within(keys)))
+    first, last = stretches(torch.cat((cuts, within.breaks(queries))), queries)
+    middle, more = (first + last) // 2, last - first
+    (lo, hi), (lo_last, hi_last) = within.bounds(first), within.bounds(last)
+    lo_step, hi_step = (lo_last > lo).long(), (hi_last > hi).long()
+    for at in (middle, last):
+        for bound, step, found in zip((lo, hi), (lo_step, hi_step), within.bounds(at), strict=True):
+            if not torch.equal(bound + step * (at - first), found):
+                raise ValueError(f"{mask}: breaks() leaves out a position where a bound changes its course")
+    # Where the bounds approach each other, or part, some rows at one end may see nothing.
+    seen, opening = hi - lo, hi_step - lo_step
+    skipped = torch.where(opening > 0, (1 - seen).clamp(min=0), 0)
+    count = torch.where(opening < 0, torch.minimum(more + 1, seen), more + 1 - skipped)
+    count = count.masked_fill((opening == 0) & (seen <= 0), 0)
+    start = first + skipped
+    found = Pieces(start, start + count, lo + lo_step * skipped, hi + hi_step * skipped, lo_step, hi_step)
+    return found.where(count > 0)
+
+
+def work_from(mask: Mask, starts: torch.Tensor, queries: int, keys: int) -> torch.Tensor:
+    """How many (query, key) pairs there are from each of the positions ``starts`` up to the next one, from the last one
+    up to ``queries``: int64, of the shape of ``starts``, which ascend from 0."""
+    if isinstance(mask, PerRow):
+        return torch.stack([work_from(row, starts, queries, keys) for row in mask.masks]).sum(0)
+    parts = mask.parts if isinstance(mask, All) else (mask,)
+    if all(type(part).work is Mask.work for part in parts):
+        pieces = pieces_of(mask, queries, keys, starts)
+        positions, work = pieces.start, pieces.work
+    else:  # masks that count by themselves, position by position
+        positions = torch.arange(queries)
+        work = mask.work(positions, keys)
+    return torch.zeros_like(starts).index_add_(0, torch.searchsorted(starts, positions, right=True) - 1, work)
+
+
+@dataclass(frozen=True)
+class _Within(Full):
+    """The keys that there are."""
+
+    keys: int
+
+    def bounds(self, q_positions_L: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.zeros_like(q_positions_L), torch.full_like(q_positions_L, self.keys)
+
+    def breaks(self, length: int) -> torch.Tensor:
+        return torch.empty(0, dtype=torch.int64)
