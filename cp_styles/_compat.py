@@ -17,6 +17,7 @@ from torch._dynamo import eval_frame
 from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch._dynamo.types import FrameAction, FrameExecStrategy  # pyright: ignore[reportPrivateImportUsage]
 from torch._guards import _TLS, TracingContext
+from torch._library.fake_impl import allocate_size
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -232,6 +233,15 @@ def constant_under_compile(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compiler.assume_constant_result(function)
 
 
+def new_size(context: Any) -> Any:
+    """A size that only the run of an op knows, for its fake: ``torch.library.get_ctx().new_dynamic_size()``, which
+    refuses outside of fullgraph=True, so that torch.compile breaks the graph there. The attention's residual never
+    leaves a graph but for its own backward, so nothing is lost by having it in one. Seen: 2.11 to 2.15 (the context's
+    ``_shape_env``; torch's device_mesh ops do the same)."""
+    shapes = context._shape_env
+    return context.new_dynamic_size() if shapes is None else allocate_size(shapes)
+
+
 def run_kernel(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The kernel of an op for the device of its tensors, past all that dispatches to it: modes, autograd. Seen: 2.11 to
     2.15."""
@@ -320,13 +330,13 @@ def traced_functions() -> list[tuple[str, str]]:
 _IN_KERNEL = types.SimpleNamespace(in_kernel_invocation=True, shape_env=None)
 
 
-def never_compile_alone(function: Callable[..., Any]) -> None:
-    """Have torch.compile trace ``function`` as part of what calls it, but never by itself.
+def never_compile_alone(function: Callable[..., Any], *, nor_what_it_calls: bool = False) -> None:
+    """Have torch.compile trace ``function`` as part of what calls it, but never by itself; nor what it calls then.
 
     A mode's ``__torch_function__`` that was compiled by itself is looked up by the identity of the function it is
     given, and getters of properties are made anew for every call, where others were before. Seen: 2.11 to 2.15.
     """
-    strategy = FrameExecStrategy(FrameAction.SKIP, FrameAction.DEFAULT)
+    strategy = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP if nor_what_it_calls else FrameAction.DEFAULT)
     torch._C._dynamo.eval_frame.set_code_exec_strategy(function.__code__, strategy)  # pyright: ignore
 
 
@@ -354,3 +364,19 @@ def hooks_in_order(module: torch.nn.Module) -> None:
         ordered = list(hooks.items())
         hooks.clear()
         hooks.update(ordered)
+
+
+def hook_forward(module: torch.nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> None:
+    """``register_forward_pre_hook(before, with_kwargs=True)`` and ``register_forward_hook(after, prepend=True,
+    always_call=True)``, under a number that is the same for every module.
+
+    torch.compile guards the number, so that by torch's own numbers every layer of a model would be compiled for itself.
+    Seen: 2.11 to 2.15 (the dicts; torch's numbers are not negative).
+    """
+    number = -1
+    module._forward_pre_hooks[number] = before
+    module._forward_pre_hooks_with_kwargs[number] = True
+    module._forward_hooks[number] = after
+    module._forward_hooks.move_to_end(number, last=False)  # pyright: ignore[reportAttributeAccessIssue]
+    module._forward_hooks_always_called[number] = True
+    hooks_in_order(module)

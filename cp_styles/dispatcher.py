@@ -61,19 +61,30 @@ NO_COMMUNICATION = "none: nothing may gather the sequence inside a context-paral
 
 def rebind(mesh: DeviceMesh, binding: Binding | None) -> DeviceMesh:
     """Give a bound mesh another binding, or none; for who knows that no DTensor and no graph uses it any more."""
-    setattr(mesh, _ATTRIBUTE, binding)
+    setattr(mesh, _ATTRIBUTE, None if binding is None else _Carried(binding))
     return mesh
+
+
+class _Carried:
+    """What a bound mesh carries, and no copy of it: torch.compile pickles meshes, for the keys of its caches, and a
+    binding, which no graph needs (an attention's is an argument of its op), holds process groups."""
+
+    def __init__(self, binding: Binding) -> None:
+        self.binding = binding
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
 
 
 def binding_of(mesh: DeviceMesh) -> Binding | None:
     """The binding a mesh carries, None for everybody else's meshes."""
-    binding = getattr(mesh, _ATTRIBUTE, None)
-    if binding is None and (mesh.mesh_dim_names or ("",))[0].startswith(_PREFIX):
+    carried = getattr(mesh, _ATTRIBUTE, None)
+    if carried is None and (mesh.mesh_dim_names or ("",))[0].startswith(_PREFIX):
         raise RuntimeError(
             "a context-parallel DTensor lost its binding: its mesh was copied (pickle or deepcopy of a DTensor inside "
             "the module?). Copy local tensors instead"
         )
-    return binding
+    return None if carried is None else carried.binding
 
 
 def install() -> None:

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from cp_styles._compat import resolve_group, uncompiled
+from cp_styles._compat import new_size, resolve_group, uncompiled
 from cp_styles.agreement import begin_backward
 from cp_styles.autocast import attended_dtype
 from cp_styles.derivatives import first_derivatives_only, refuse_tangents
@@ -251,7 +251,7 @@ def _attention(q, k, v, sink, attn_mask, dense, config, is_causal, scale, keep, 
 
 @torch.library.register_fake("cp_styles::attention")
 def _attention_fake(q, k, v, sink, attn_mask, dense, config, is_causal, scale, keep, problem):
-    sizes = [torch.library.get_ctx().new_dynamic_size() if keep else 0 for _ in range(2)]
+    sizes = [new_size(torch.library.get_ctx()) if keep else 0 for _ in range(2)]
     residual = q.new_empty(sizes[0], dtype=torch.uint8)
     return _like_query(q, v.shape[-1]), residual, torch.empty(sizes[1], dtype=torch.uint8, device="cpu")
 

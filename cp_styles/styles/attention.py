@@ -7,6 +7,7 @@ import copy
 import enum
 import inspect
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from cp_styles._compat import current_graph_task, hooks_in_order, tree_map_only
+from cp_styles._compat import current_graph_task, hook_forward, tree_map_only
 from cp_styles.agreement import ledger_of
 from cp_styles.dispatcher import NO_COMMUNICATION, binding_of, declared_size, even_lengths, install
 from cp_styles.mask import Dense
@@ -129,11 +130,9 @@ class ContextParallelState:
 
     def register(self) -> None:
         options = {"seq_dim": self.style.seq_dim, "use_local_output": self.style.use_local_output}
-        Traced(self._scoped, self.lift, self.axis, self._places, **options).attach(self.module)
+        Traced(self._scoped, self.lift, self.axis, self._places, self.run, **options).attach(self.module)
         # The last to change the inputs and the first to see the outputs: other styles' hooks see what they always saw.
-        self.module.register_forward_pre_hook(self._pre_forward, with_kwargs=True)
-        self.module.register_forward_hook(self._post_forward, prepend=True, always_call=True)
-        hooks_in_order(self.module)
+        hook_forward(self.module, self._pre_forward, self._post_forward)
         for parameter in self.module.parameters():
             if parameter.requires_grad:
                 parameter.register_hook(self._share)
@@ -143,9 +142,12 @@ class ContextParallelState:
         return ContextParallelState(self.style, copy.deepcopy(self.module, memo), self.lift, self.axis, self._unscoped)
 
     def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             traced_of(module).ran = False
             return args, kwargs
+        return self._enter(args, kwargs)
+
+    def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         install()
         self.binding = self._scoped.now()
         bound = self._bind(args, kwargs)
@@ -191,13 +193,29 @@ class ContextParallelState:
             self.binding.refuse(TypeError(f"{self.binding.name}: {error}"))
 
     def _post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             if not traced_of(module).ran:
                 raise RuntimeError(
                     f"{self._unscoped.name}: torch.compile traced a forward that is not the module's class': something "
                     "set the attribute `forward` of the module itself. Set it before the style is applied"
                 )
             return output
+        return self._left(output)
+
+    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The module's forward, between what its hooks do where they have not done it: torch.compile has traced them
+        and broke its graph inside of the module, or somebody calls the forward and not the module."""
+        if self.phase is Phase.FORWARD:
+            return forward(*args, **kwargs)
+        args, kwargs = self._enter(args, kwargs)
+        try:
+            output = forward(*args, **kwargs)
+        except BaseException:
+            self._left(None)
+            raise
+        return self._left(output)
+
+    def _left(self, output: Any) -> Any:
         try:
             return self._leave(output)
         finally:

@@ -41,6 +41,11 @@ class Lift:
         self._use_local_output = use_local_output
         self._known: dict[DeviceMesh, Beside | str] = {}
 
+    @property
+    def axes(self) -> tuple[DeviceMesh, DeviceMesh, tuple[str, ...]]:
+        """The sequence's mesh, the one that the style was given, and which of its axes cut the sequence."""
+        return self._axis, self._composed, self._sequence
+
     def beside(self, labels: Sequence[str], inputs: Sequence[Any]) -> Beside | None:
         """The other axes that query, key and value come on, None for none.
 

@@ -10,6 +10,7 @@ knows better yet; no local result depends on it.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import itertools
@@ -23,17 +24,20 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from cp_styles._compat import constant_under_compile, tree_map_only
+from cp_styles._compat import constant_under_compile, never_compile_alone, tree_map_only
 from cp_styles.calls import AttentionCalls
 from cp_styles.dispatcher import bound_mesh
 from cp_styles.scope import ScopedBinding
+from cp_styles.state import Binding
 from cp_styles.styles.lift import Lift
 from cp_styles.styles.pickles import BoundToThisRun
 
 _STATE = "_context_parallel_traced"
 
-# torch.compile hands a string to what it calls while it traces, but no object.
-_alive: WeakValueDictionary[str, Traced] = WeakValueDictionary()
+# torch.compile hands a string to what it calls while it traces, but no object. Modules that are bound alike, the layers
+# of a model, share the object and its string, and with them the graph of a layer.
+_alive: WeakValueDictionary[str, _BoundMeshes] = WeakValueDictionary()
+_known: WeakValueDictionary[tuple[Any, ...], _BoundMeshes] = WeakValueDictionary()
 _serial = itertools.count()
 
 
@@ -101,24 +105,28 @@ class Traced:
         lift: Lift,
         axis: DeviceMesh,
         inputs: Sequence[tuple[str, int]],
+        run: Callable[..., Any],
         *,
         seq_dim: int,
         use_local_output: bool,
     ) -> None:
-        """``inputs``: name and position of query, key and value among the arguments of the module."""
+        """``inputs``: name and position of query, key and value among the arguments of the module. ``run`` calls the
+        forward it is given, with the arguments it is given, where nobody compiles."""
         self.ran = False
         self._holds_parameters = False
-        self._scoped, self._lift, self._axis, self._inputs = scoped, lift, axis, tuple(inputs)
-        self._seq_dim, self._use_local_output = seq_dim, use_local_output
+        self._scoped, self._lift, self._axis, self._inputs, self._run = scoped, lift, axis, tuple(inputs), run
+        self._seq, self._heads = Shard(seq_dim), Shard(3 - seq_dim)
+        self._use_local_output = use_local_output
         self._name = scoped.name
         self._calls = TracedCalls(scoped, scoped.name, inlined=True)
-        self._meshes: dict[DeviceMesh | None, DeviceMesh] = {}
-        self._handle = f"{next(_serial)}"
-        _alive[self._handle] = self
+        key = scoped.unscoped, lift.axes
+        self._meshes = _known.setdefault(key, _BoundMeshes(scoped.unscoped, lift, axis.device_type))
+        self._handle = self._meshes.handle
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Traced:
-        options = {"seq_dim": self._seq_dim, "use_local_output": self._use_local_output}
-        made = Traced(self._scoped, self._lift, self._axis, self._inputs, **options)
+        options = {"seq_dim": self._seq.dim, "use_local_output": self._use_local_output}
+        run = copy.deepcopy(self._run, memo)
+        made = Traced(self._scoped, self._lift, self._axis, self._inputs, run, **options)
         made._holds_parameters = self._holds_parameters
         return made
 
@@ -130,6 +138,8 @@ class Traced:
 
     def forward(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.ran = True
+        if not torch.compiler.is_dynamo_compiling():
+            return self._run(forward, args, kwargs)
         if not self._use_local_output:
             raise NotImplementedError(
                 f"{self._name}: use_local_output=False under torch.compile: whether the ranks' parts make a DTensor is "
@@ -149,7 +159,7 @@ class Traced:
         new_args, new_kwargs = list(args), dict(kwargs)
         for (name, place), value in zip(self._inputs, inputs, strict=True):
             local = value.to_local() if isinstance(value, DTensor) else value
-            lifted = DTensor.from_local(local, bound, [Shard(self._seq_dim), *others], run_check=False)
+            lifted = DTensor.from_local(local, bound, [self._seq, *others], run_check=False)
             if name in kwargs:
                 new_kwargs[name] = lifted
             else:
@@ -162,12 +172,12 @@ class Traced:
         elsewhere = [
             x
             for x in inputs
-            if isinstance(x, DTensor) and not (x.device_mesh == self._axis and x.placements == (Shard(self._seq_dim),))
+            if isinstance(x, DTensor) and not (x.device_mesh == self._axis and x.placements == (self._seq,))
         ]
         if not elsewhere:
             return None
         mesh, placements = elsewhere[0].device_mesh, elsewhere[0].placements
-        fine = (Shard(0), Shard(3 - self._seq_dim), Replicate())
+        fine = (Shard(0), self._heads, Replicate())
         if (
             len(elsewhere) < 3
             or any(x.device_mesh != mesh or x.placements != placements for x in elsewhere)
@@ -193,7 +203,17 @@ class Traced:
             output.to_local() if came is None else DTensor.from_local(output.to_local(), came, others, run_check=False)
         )
 
-    def mesh_of(self, came: DeviceMesh | None) -> DeviceMesh | str:
+
+class _BoundMeshes:
+    """The bound meshes of modules that are bound alike, by the mesh beside the sequence's that their inputs are on."""
+
+    def __init__(self, binding: Binding, lift: Lift, device_type: str) -> None:
+        self._binding, self._lift, self._device_type = binding, lift, device_type
+        self._meshes: dict[DeviceMesh | None, DeviceMesh] = {}
+        self.handle = f"{next(_serial)}"
+        _alive[self.handle] = self
+
+    def of(self, came: DeviceMesh | None) -> DeviceMesh | str:
         """The bound mesh for inputs that came so, made once; or why there is none."""
         if came not in self._meshes:
             beside = None if came is None else self._lift.of(came)
@@ -201,12 +221,16 @@ class Traced:
                 return f"query is a DTensor on mesh axes {came and came.mesh_dim_names}: {beside}"
             if beside is not None and beside.seq_axis is not None:
                 return "DTensors that are cut over the sequence axis and others are not taken under torch.compile"
-            if beside is not None and self._scoped.unscoped.mask.singles_out:
-                return f"{self._scoped.unscoped.mask}: {_SINGLED_OUT}"
-            binding = self._scoped.unscoped if beside is None else replace(self._scoped.unscoped, beside=beside)
-            self._meshes[came] = bound_mesh(binding, self._axis.device_type)
+            if beside is not None and self._binding.mask.singles_out:
+                return f"{self._binding.mask}: {_SINGLED_OUT}"
+            binding = self._binding if beside is None else replace(self._binding, beside=beside)
+            self._meshes[came] = bound_mesh(binding, self._device_type)
         return self._meshes[came]
 
+
+# Where a module breaks the graph, torch.compile traces up to here and calls this: the module then runs as a whole, and
+# as without torch.compile, because DTensors on a bound mesh cannot leave a graph.
+never_compile_alone(Traced.forward, nor_what_it_calls=True)
 
 _SINGLED_OUT = (
     "under torch.compile, with query, key and value as DTensors on other axes, nobody knows which heads or rows of the "
@@ -221,7 +245,7 @@ def traced_of(module: nn.Module) -> Traced:
 
 @constant_under_compile  # of a module and of a mesh, which are guarded
 def _bound(handle: str, came: DeviceMesh | None) -> DeviceMesh | str:
-    return _alive[handle].mesh_of(came)
+    return _alive[handle].of(came)
 
 
 def _uneven(tensor: DTensor) -> bool:
@@ -236,15 +260,13 @@ _subclasses: dict[type, type] = {}
 
 
 def _subclass(cls: type[nn.Module]) -> type[nn.Module]:
-    """The same class, but for the way it runs while it is traced."""
+    """The same class, whose forward is :meth:`Traced.forward`."""
     if cls in _subclasses.values():
         return cls
     if cls not in _subclasses:
 
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():
-                return traced_of(self).forward(functools.partial(cls.forward, self), args, kwargs)
-            return cls.forward(self, *args, **kwargs)
+            return traced_of(self).forward(functools.partial(cls.forward, self), args, kwargs)
 
         forward.__signature__ = inspect.signature(cls.forward)  # pyright: ignore[reportFunctionMemberAccess]
         names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "forward": forward}

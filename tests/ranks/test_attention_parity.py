@@ -173,3 +173,21 @@ def test_low_precision_is_as_good_as_one_device(dtype: torch.dtype, ranks: int):
                 door,
                 ["out", "dq", "dk", "dv"][what],
             )
+
+
+@pytest.mark.parametrize("attention", [Core, DenseCore])
+def test_a_forward_that_is_called_past_its_module(attention):
+    """``module.forward(...)`` calls no hooks, and attends to the whole sequence as ``module(...)`` does, or is refused
+    as that is."""
+    whole = problem(13, True, 2, None)
+
+    def on(rank: int):
+        core = parallel(attention(), cp_mesh(2))
+        for act in (core, core.forward, core):
+            if attention is Core:
+                assert max(run_attention(act, whole, rank, 2)) < EXACT
+            else:
+                with pytest.raises(Exception, match="no fused attention op was reached"):
+                    run_attention(act, whole, rank, 2)
+
+    run_ranks(on, 2)

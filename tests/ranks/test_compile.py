@@ -1,4 +1,4 @@
-"""torch.compile, fullgraph: one device's attention through every door, forward and backward."""
+"""torch.compile, mostly as one graph: one device's attention through every door, forward and backward."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -57,6 +58,79 @@ def test_every_door_and_strategy(name: str, strategy, dynamic: bool):
             assert max(run_attention(attend, PROBLEMS[length], rank, RANKS)) < EXACT
 
     run_ranks(on, RANKS)
+
+
+@pytest.mark.parametrize("name", DOORS)
+@pytest.mark.parametrize("dynamic", [False, True, None], ids=["static", "dynamic", "automatic"])
+def test_as_most_people_call_it(name: str, dynamic: bool | None):
+    """Without fullgraph=True nothing breaks the graph that would not break it there: what is compiled is the attention
+    itself, or a model around it. And lengths vary."""
+    seq_dims = (2, 1) if name == "style" else (2,)
+
+    def on(rank: int):
+        mesh = cp_mesh(RANKS)
+        for seq_dim in seq_dims:
+            options = {} if name == "function" else {"core": Grouped(seq_dim=seq_dim)}
+            attend = door(name, mesh, **options, **({"seq_dim": 1} if seq_dim == 1 else {}))
+            for whole in (attend, Block(attend))[2 - seq_dim :]:
+                act = torch.compile(whole, backend="aot_eager", dynamic=dynamic)
+                for length in LENGTHS:
+                    assert max(run_attention(act, PROBLEMS[length], rank, RANKS, seq_dim=seq_dim)) < EXACT
+
+    counters.clear()
+    run_ranks(on, RANKS)
+    assert not counters["graph_break"]
+
+
+@pytest.mark.parametrize("name", DOORS)
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_layers_that_are_compiled_one_by_one_share_their_graph(name: str, fullgraph: bool):
+    """More of them than torch compiles for one function, where there is something in each that is its own."""
+    traces, layers = Traces(), torch._dynamo.config.recompile_limit + 1
+
+    def on(rank: int):
+        mesh = cp_mesh(RANKS)
+        model = nn.ModuleList(Block(door(name, mesh)) for _ in range(layers))
+        for layer in model:
+            layer.compile(backend=traces.backend, fullgraph=fullgraph)
+            assert max(run_attention(layer, PROBLEMS[16], rank, RANKS)) < EXACT
+
+    run_ranks(on, RANKS)
+    assert len(traces.forwards) == len(traces.backwards) == ranks_here()
+
+
+class Breaking(Grouped):
+    """With something inside that torch.compile does not put into a graph."""
+
+    def __init__(self, where: str, **options) -> None:
+        super().__init__(**options)
+        self.where = where
+
+    def forward(self, query, key, value):
+        if self.where == "before":
+            torch._dynamo.graph_break()
+        out = super().forward(query * 1.0, key, value) * 1.0
+        if self.where == "after":
+            torch._dynamo.graph_break()
+        return out * 1.0
+
+
+@pytest.mark.parametrize("name", ["style", "module"])
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_a_module_that_breaks_the_graph(name: str, where: str):
+    """Between graphs everything is as right as in them."""
+
+    def on(rank: int):
+        attend = door(name, cp_mesh(RANKS), Breaking(where))
+        for whole in (attend, Block(attend)):
+            act = torch.compile(whole, backend="aot_eager")
+            for length in LENGTHS:
+                assert max(run_attention(act, PROBLEMS[length], rank, RANKS)) < EXACT
+        dist.barrier()
+
+    counters.clear()
+    run_ranks(on, RANKS)
+    assert counters["graph_break"]
 
 
 def test_other_lengths_are_the_same_graph():
