@@ -357,26 +357,23 @@ def uncompiled(function: F, reason: str | None = None) -> F:
     return torch.compiler.disable(function, reason=reason)  # pyright: ignore[reportReturnType]
 
 
-def hooks_in_order(module: torch.nn.Module) -> None:
+def hooks_in_order(module: torch.nn.Module, *ours: Any) -> None:
     """Let a module's hooks stand in its dicts in the order in which they run. Where some were put first
-    (``prepend``), torch.compile on 2.11 takes one for another. Names seen: 2.11 to 2.15."""
-    for hooks in (module._forward_pre_hooks, module._forward_hooks):
-        ordered = list(hooks.items())
-        hooks.clear()
-        hooks.update(ordered)
+    (``prepend``), torch.compile on 2.11 takes one for another.
 
-
-def hook_forward(module: torch.nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> None:
-    """``register_forward_pre_hook(before, with_kwargs=True)`` and ``register_forward_hook(after, prepend=True,
-    always_call=True)``, under a number that is the same for every module.
-
-    torch.compile guards the number, so that by torch's own numbers every layer of a model would be compiled for itself.
-    Seen: 2.11 to 2.15 (the dicts; torch's numbers are not negative).
+    ``ours``, the handles of some of them, get numbers that are the same in every module: torch.compile guards the
+    numbers of hooks that are always called or take kwargs, so that by torch's own numbers, which are not negative, it
+    would compile every layer of a model for itself. Names seen: 2.11 to 2.15.
     """
-    number = -1
-    module._forward_pre_hooks[number] = before
-    module._forward_pre_hooks_with_kwargs[number] = True
-    module._forward_hooks[number] = after
-    module._forward_hooks.move_to_end(number, last=False)  # pyright: ignore[reportAttributeAccessIssue]
-    module._forward_hooks_always_called[number] = True
-    hooks_in_order(module)
+    free = min((0, *module._forward_pre_hooks, *module._forward_hooks)) - 1
+    numbers = {handle.id: free - index for index, handle in enumerate(ours)}
+    tables: tuple[dict[int, Any], ...] = (
+        module._forward_pre_hooks,
+        module._forward_pre_hooks_with_kwargs,
+        module._forward_hooks,
+        module._forward_hooks_always_called,
+    )
+    for table in tables:
+        ordered = [(numbers.get(number, number), hook) for number, hook in table.items()]
+        table.clear()
+        table.update(ordered)

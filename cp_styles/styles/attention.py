@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from cp_styles._compat import current_graph_task, hook_forward, tree_map_only
+from cp_styles._compat import current_graph_task, hooks_in_order, tree_map_only
 from cp_styles.agreement import ledger_of
 from cp_styles.dispatcher import NO_COMMUNICATION, binding_of, declared_size, even_lengths, install
 from cp_styles.mask import Dense
@@ -132,7 +132,9 @@ class ContextParallelState:
         options = {"seq_dim": self.style.seq_dim, "use_local_output": self.style.use_local_output}
         Traced(self._scoped, self.lift, self.axis, self._places, self.run, **options).attach(self.module)
         # The last to change the inputs and the first to see the outputs: other styles' hooks see what they always saw.
-        hook_forward(self.module, self._pre_forward, self._post_forward)
+        before = self.module.register_forward_pre_hook(self._pre_forward, with_kwargs=True)
+        after = self.module.register_forward_hook(self._post_forward, prepend=True, always_call=True)
+        hooks_in_order(self.module, before, after)
         for parameter in self.module.parameters():
             if parameter.requires_grad:
                 parameter.register_hook(self._share)

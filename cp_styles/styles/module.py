@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from cp_styles._compat import hooks_in_order
 from cp_styles.calls import AttentionCalls
 from cp_styles.scope import ScopedBinding
 from cp_styles.styles.context import ContextParallelStyle
@@ -63,8 +64,8 @@ class ModuleContextParallel(ContextParallelStyle):
                 "logit for each query head, or leave sink out"
             )
         self._enter(module, module, (calls, calls.inlined()))
-        module.register_forward_pre_hook(calls.start)
-        module.register_forward_hook(calls.leave, always_call=True)
+        before = module.register_forward_pre_hook(calls.start)
+        hooks_in_order(module, before, module.register_forward_hook(calls.leave, always_call=True))
         return module
 
     def _enter(self, child: nn.Module, module: nn.Module, calls: tuple[AttentionCalls, AttentionCalls]) -> None:
