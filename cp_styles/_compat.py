@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.attention import flex_attention as flex_module
 from torch.utils import checkpoint
+from torch.utils._pytree import tree_leaves as tree_leaves  # seen: 2.11 to 2.15
 from torch.utils._pytree import tree_map_only as tree_map_only  # seen: 2.11 to 2.15
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -23,8 +23,8 @@ def save_attention(others: Policy | None = None) -> Policy:
         contexts = partial(create_selective_checkpoint_contexts, save_attention())
         x = checkpoint(layer, x, use_reentrant=False, context_fn=contexts)
 
-    Kept are each attention's output and its residual (logsumexp, and the received keys and values where the strategy
-    keeps any: ``keep``), and the ranks' agreement before it; with ``torch.compile`` likewise. Under a SequenceScope give
+    Kept are each attention's output and its residual (logsumexp, and the received keys and values that the strategy is
+    told to ``keep``), and the ranks' agreement before it; with ``torch.compile`` likewise. Under a SequenceScope give
     ``context_fn=partial(scope.for_checkpoint, contexts)``.
 
     Args:

@@ -21,7 +21,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from cp_styles._compat import (
     in_process_store,
@@ -29,6 +28,7 @@ from cp_styles._compat import (
     resolve_group,
     run_kernel,
     thread_local_world,
+    tree_leaves,
     without_groups,
 )
 

@@ -37,14 +37,15 @@ class Direct:
     """The two directions of an :class:`~cp_styles.collectives.Exchange` for tensors of given shapes.
 
     ``shapes`` are those on the side where a rank has its rows of all columns. No autograd. A ``trivial`` one, of a
-    group of one rank, gives back the tensors that it is given.
+    group of one rank, gives back the tensors that it is given. ``in_order`` says whether rows arrive in the order of
+    positions, as they do where the cut is contiguous.
     """
 
     def __init__(self, way: Exchange, shapes: Sequence[Sizes]) -> None:
         self._way, self._shapes = way, shapes
         self.trivial = way.peers.size == 1
         if self.trivial:
-            self.arriving = 0
+            self.arriving, self.in_order = 0, True
             return
         rank, sizes = way.peers.rank, way.rows.sizes
         self._axis = way.column_dim + (way.column_dim < way.row_dim)  # of the columns, where the rows come first
@@ -58,7 +59,7 @@ class Direct:
         received = [size * lead * width for size in sizes]
         self._received = list(zip(accumulate(received, initial=0), received, strict=False))
         self.arriving = sum(received)
-        self._in_order = len(way.rows.in_rank_order()) <= 1
+        self.in_order = len(way.rows.in_rank_order()) <= 1
         # To rows: what comes from each rank, and whether every column comes from one.
         self._coming = [
             (peer, [_first(place.shape, way.row_dim) for place in self._blocks[peer]]) for peer in self._others
@@ -70,7 +71,7 @@ class Direct:
     def start(self, wire: torch.Tensor, *tensors: torch.Tensor) -> Pending:
         """Send each rank the columns that it wants; ``wire`` fills up, flat, of :attr:`arriving` elements.
 
-        Communication: one message to every other rank. Backward: :meth:`home`.
+        Communication: one message to every other rank. Its adjoint: :meth:`home`.
         """
         if self.trivial:
             return Pending((), ())
@@ -93,22 +94,34 @@ class Direct:
             place.of(block).copy_(x.narrow(self._way.column_dim, *place.columns))
         return block
 
-    def unpack(self, wire: torch.Tensor, *tensors: torch.Tensor) -> Tensors:
-        """All rows of this rank's columns of each tensor, where they have arrived: views of the wire, or of one copy
-        where a contiguous cut is not what the rows have. (``tensors`` is what there is on a group of one.)"""
+    def sort(self, wire: torch.Tensor, place: torch.Tensor) -> None:
+        """Copy what has arrived to ``place``, flat as well, with the rows in the order of positions; for ways that are
+        not :attr:`in_order`."""
+        shape = sum(self._way.rows.sizes), -1
+        self._way.rows.to_global(wire.view(shape), out=place.view(shape))
+
+    def views(self, flat: torch.Tensor, *tensors: torch.Tensor) -> Tensors:
+        """All rows of this rank's columns of each tensor in ``flat``, which has the rows in the order of positions.
+        (``tensors`` is what there is on a group of one.)"""
+        return tensors if self.trivial else tuple(place.of(flat) for place in self._whole)
+
+    def to_columns(self, *tensors: torch.Tensor) -> Tensors:
+        """All rows of this rank's columns of each tensor. Communication: one message to every other rank."""
         if self.trivial:
             return tensors
-        if not self._in_order:
-            rows = sum(self._way.rows.sizes)
-            wire = self._way.rows.to_global(wire.view(rows, self.arriving // rows)).view(-1)
-        return tuple(place.of(wire) for place in self._whole)
+        flat = tensors[0].new_empty(self.arriving)
+        self.start(flat, *tensors).wait()
+        if not self.in_order:
+            wire, flat = flat, torch.empty_like(flat)
+            self.sort(wire, flat)
+        return self.views(flat)
 
     def home(self, tensors: list[torch.Tensor]) -> Tensors:
         """From all rows of this rank's columns to its rows of all columns; what several ranks had is summed.
 
         Each tensor goes by itself, so that one's memory, and that of what arrived for it, is free for the next: the
         list is emptied. Where the rows lie together nothing is packed, and what this rank keeps is not copied before
-        it is merged. Communication: a message a tensor to every other rank. Backward: :meth:`start`.
+        it is merged. Communication: a message a tensor to every other rank. Its adjoint: :meth:`start`.
 
         Returns tensors with the rows outermost in memory, as projections have them.
         """

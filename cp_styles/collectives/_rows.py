@@ -72,14 +72,15 @@ class Rows(NamedTuple):
                 joined.append((start, stop))
         return joined
 
-    def to_global(self, shards: torch.Tensor) -> torch.Tensor:
-        """Dim 0 from rank order (the shards one after another) to global order: one copy, none where they agree."""
+    def to_global(self, shards: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Dim 0 from rank order (the shards one after another) to global order: one copy (into ``out``), none where
+        they agree."""
         ranges = self.in_rank_order()
         if len(ranges) <= 1:
             return shards
         at = accumulate((stop - start for start, stop in ranges), initial=0)
         pieces = sorted((start, offset, stop - start) for offset, (start, stop) in zip(at, ranges, strict=False))
-        return torch.cat([shards.narrow(0, offset, size) for _, offset, size in pieces])
+        return torch.cat([shards.narrow(0, offset, size) for _, offset, size in pieces], out=out)
 
     def own(self, whole: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
         """The part of ``rank``, without filling, of a ``whole`` tensor: a view if it is one range."""

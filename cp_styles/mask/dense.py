@@ -92,9 +92,14 @@ class Dense(Mask):
         if _version(self.tensor) != self._version:
             raise RuntimeError(f"{self!r} was changed in place after it was given as a mask; give a copy")
         bias = self.tensor
-        for dim, positions in ((-2, q_positions_L), (-1, kv_positions_M)):
-            if bias.shape[dim] != 1:
-                bias = bias.index_select(dim, positions.to(bias.device))
+        rows, columns = q_positions_L.to(bias.device), kv_positions_M.to(bias.device)
+        # Both at once: rows of the whole sequence's columns would be much larger than a tile.
+        if bias.shape[-2] != 1 and bias.shape[-1] != 1:
+            bias = bias[..., rows[:, None], columns]
+        elif bias.shape[-2] != 1:
+            bias = bias.index_select(-2, rows)
+        elif bias.shape[-1] != 1:
+            bias = bias.index_select(-1, columns)
         if bias.dtype == torch.bool:
             return torch.zeros(bias.shape, device=bias.device).masked_fill_(~bias, float("-inf"))
         return bias

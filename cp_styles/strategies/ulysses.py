@@ -61,9 +61,9 @@ class Ulysses(Strategy):
 
     def forward(self, attention, q_BHLD, k_BGMD, v_BGME, sink_H=None, residual=None):
         levels = self._levels(attention, q_BHLD, k_BGMD, v_BGME)
-        wires, kept_out, inner_residual = levels.kept_in(residual, q_BHLD)
-        levels.to_heads(wires, q_BHLD, k_BGMD, v_BGME)
-        q, k, v = levels.in_heads(wires, q_BHLD, k_BGMD, v_BGME)
+        places, kept_out, inner_residual = levels.kept_in(residual, q_BHLD)
+        levels.to_heads(places, q_BHLD, k_BGMD, v_BGME)
+        q, k, v = levels.in_heads(places, q_BHLD, k_BGMD, v_BGME)
         sink = levels.of_heads(sink_H)
         out = self.inner.forward(levels.inner, q, *levels.paired(k, v), sink, inner_residual)
         way, heads = levels.like_queries(out.shape[3]), [out]
@@ -76,27 +76,25 @@ class Ulysses(Strategy):
 
     def backward(self, attention, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, residual, sink_H=None):
         levels = self._levels(attention, q_BHLD, k_BGMD, v_BGME)
-        wires, out, inner_residual = levels.kept_in(residual, q_BHLD)
+        places, out, inner_residual = levels.kept_in(residual, q_BHLD)
         assert out is not None  # a backward comes with a residual
         assert inner_residual is not None
         way = levels.like_queries(grad_BHLE.shape[3])
-        wire = grad_BHLE.new_empty(way.arriving)
-        way.start(wire, grad_BHLE).wait()
-        (grad,) = way.unpack(wire, grad_BHLE)
-        q, k, v = levels.in_heads(wires, q_BHLD, k_BGMD, v_BGME)
+        (grad,) = way.to_columns(grad_BHLE)
+        q, k, v = levels.in_heads(places, q_BHLD, k_BGMD, v_BGME)
         k, v = levels.paired(k, v)
         sink = levels.of_heads(sink_H)
         *grads, dsink = self.inner.backward(levels.inner, grad, q, k, v, out, inner_residual, sink)
         grads[1:] = levels.unpaired(*grads[1:])
-        del grad, wire  # what comes next finds room there
+        del grad  # what comes next finds room there
         dq, dk, dv = levels.to_sequence(grads)
         return dq, dk, dv, levels.among_heads(dsink, sink_H)
 
     def logsumexp(self, attention, q_BHLD, k_BGMD, v_BGME, residual):
         levels = self._levels(attention, q_BHLD, k_BGMD, v_BGME)
-        wires, _, inner_residual = levels.kept_in(residual, q_BHLD)
+        places, _, inner_residual = levels.kept_in(residual, q_BHLD)
         assert inner_residual is not None
-        q, k, v = levels.in_heads(wires, q_BHLD, k_BGMD, v_BGME)
+        q, k, v = levels.in_heads(places, q_BHLD, k_BGMD, v_BGME)
         lse = self.inner.logsumexp(levels.inner, q, *levels.paired(k, v), inner_residual)
         return levels.like_queries(1).home([lse.unsqueeze(-1)])[0].squeeze(-1)
 
@@ -192,11 +190,12 @@ class _Levels:
     def kept_in(
         self, residual: torch.Tensor | None, q: torch.Tensor
     ) -> tuple[list[torch.Tensor], torch.Tensor | None, torch.Tensor | None]:
-        """Places in a residual, or to be dropped: of what arrives, of this rank's heads' out, of the inner residual."""
+        """Places in a residual, or to be dropped: of this rank's heads' query, key and value, of their out, and of the
+        inner residual."""
         if residual is None:
             return [q.new_empty(way.arriving) for way in self._ways], None, None
-        *wires, out, inner = residual_views(self.specs, residual)
-        return wires, out.transpose(1, 2), inner
+        *places, out, inner = residual_views(self.specs, residual)
+        return places, out.transpose(1, 2), inner
 
     def _residual_specs(self, inner: Strategy, q: torch.Tensor, v: torch.Tensor) -> list[Spec]:
         """What arrived in the all-to-all (q, k and v of this rank's heads), their out, and the inner residual."""
@@ -212,16 +211,23 @@ class _Levels:
         out: Spec = ((batch, queries, self._heads, dim_v), dtype)  # as kernels leave it
         return [*(((way.arriving,), dtype) for way in self._ways), out, ((kept.numel(),), kept.dtype)]
 
-    def to_heads(self, wires: list[torch.Tensor], *tensors: torch.Tensor) -> None:
+    def to_heads(self, places: list[torch.Tensor], *tensors: torch.Tensor) -> None:
         """Query, key and value from sequence shards to head shards: one all-to-all (two in cross-attention)."""
-        ways = zip(self._ways, wires, self._messages, strict=True)
+        arriving = [
+            place if way.in_order else place.new_empty(way.arriving)
+            for way, place in zip(self._ways, places, strict=True)
+        ]
+        ways = zip(self._ways, arriving, self._messages, strict=True)
         for pending in [way.start(wire, *tensors[which]) for way, wire, which in ways]:
             pending.wait()
+        for way, wire, place in zip(self._ways, arriving, places, strict=True):
+            if not way.in_order:
+                way.sort(wire, place)
 
-    def in_heads(self, wires: list[torch.Tensor], *tensors: torch.Tensor) -> list[torch.Tensor]:
-        """What :meth:`to_heads` gave, from where it arrived."""
-        ways = zip(self._ways, wires, self._messages, strict=True)
-        return [x for way, wire, which in ways for x in way.unpack(wire, *tensors[which])]
+    def in_heads(self, places: list[torch.Tensor], *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """What :meth:`to_heads` left in ``places``, as views."""
+        ways = zip(self._ways, places, self._messages, strict=True)
+        return [x for way, place, which in ways for x in way.views(place, *tensors[which])]
 
     def to_sequence(self, grads: list[torch.Tensor]) -> list[torch.Tensor]:
         """The adjoint of :meth:`to_heads`, which empties the list; gradients of KV heads that several ranks had are
