@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,13 +38,14 @@ def packed_documents(rows: int, length: int) -> tuple[torch.Tensor, torch.Tensor
     """
     wanted = rows * length
     tokens, ids = torch.empty(wanted, dtype=torch.int64), torch.empty(wanted, dtype=torch.int64)
+    # Again and again, should the library be too short; a document's second time is another document.
+    texts = itertools.chain.from_iterable(standard_library() for _ in itertools.count())
     filled = 0
-    while filled < wanted:  # a second time through, should the library ever be too short
-        for document, text in enumerate(standard_library()):
-            piece = torch.tensor([BEGIN, *text])[: wanted - filled]
-            tokens[filled : filled + len(piece)] = piece
-            ids[filled : filled + len(piece)] = document
-            filled += len(piece)
-            if filled == wanted:
-                break
+    for document, text in enumerate(texts):
+        piece = torch.frombuffer(bytearray([BEGIN, *text]), dtype=torch.uint8)[: wanted - filled]
+        tokens[filled : filled + len(piece)] = piece
+        ids[filled : filled + len(piece)] = document
+        filled += len(piece)
+        if filled == wanted:
+            break
     return tokens.view(rows, length), ids.view(rows, length)

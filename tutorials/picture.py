@@ -15,7 +15,7 @@ from matplotlib.figure import Figure, FigureBase
 from matplotlib.patches import Polygon, Rectangle
 
 from cp_styles.layout import SequenceLayout
-from cp_styles.mask import Causal, Mask
+from cp_styles.mask import Mask
 from cp_styles.plan import Cover, Plan, attended_pairs, imbalance, make_plan
 
 # Okabe and Ito's colours without their black and yellow, told apart by all common kinds of colour vision.
@@ -152,23 +152,29 @@ def draw_attention(axes: Axes, layout: SequenceLayout, mask: Mask, rank: int) ->
 
 
 def save_picture(
-    path: Path, losses: Sequence[float], reference: Sequence[float], layout: SequenceLayout, title: str
+    path: Path,
+    losses: Sequence[float],
+    reference: Sequence[float] | None,
+    layout: SequenceLayout,
+    mask: Mask,
+    title: str,
 ) -> None:
-    """Write the PNG: on the left the two loss curves, on the right one attention picture a cp rank."""
+    """Write the PNG: on the left the loss curves, on the right one attention picture a cp rank."""
     figure = Figure(figsize=(10, 4.5), layout="constrained")
     left, right = figure.subfigures(1, 2)
     axes = left.subplots()
     steps = range(1, len(losses) + 1)
-    axes.plot(steps, reference, color="0.7", linewidth=5, label="one process")
+    if reference is not None:
+        axes.plot(steps, reference, color="0.7", linewidth=5, label="one process")
     axes.plot(steps, losses, color="black", linewidth=1, label=title)
-    axes.set(xlabel="step", ylabel="loss (nats a token)", title="The same training")
+    axes.set(xlabel="step", ylabel="loss (nats a token)", title="The same training" if reference else "The training")
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.legend()
     rows = right.subplots(layout.ranks, 1, squeeze=False)
     for rank in range(layout.ranks):
-        draw_attention(rows[rank, 0], layout, Causal(), rank)
+        draw_attention(rows[rank, 0], layout, mask, rank)
     rows[-1, 0].set_xlabel("keys of the whole sequence, coloured by the cp rank that holds them", fontsize=8)
-    right.suptitle("Who attends to whom (causal)", fontsize=10)
+    right.suptitle("Who attends to whom, in the last step", fontsize=10)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
 

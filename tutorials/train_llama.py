@@ -1,21 +1,25 @@
 """Train a small Llama on long sequences under context x tensor parallelism, and hold it against one process.
 
     torchrun --nproc-per-node 4 tutorials/train_llama.py
+    torchrun --nproc-per-node 4 tutorials/train_llama.py --cp 4 --tp 1 --strategy hybrid --documents --layout by_work
     torchrun --nproc-per-node 8 tutorials/train_llama.py --cp 4 --tp 2 --device cuda --dtype bfloat16 --seq-len 16384
 
 Every rank trains on its part of every sequence. Then rank 0 alone trains the same model on the same data, whole, and
-the two are compared: losses and parameters. Exits with 1 if they differ by more than rounding can explain.
+the two are compared: losses and parameters. Exits with 1 if they differ by more than rounding can explain. For
+sequences that are too long for one process: --no-compare.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import resource
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 
@@ -23,7 +27,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from corpus import VOCABULARY, packed_documents
-from llama import Llama, LlamaConfig, parallel_plan
+from llama import CoreAttention, Llama, LlamaConfig, parallel_plan
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
@@ -32,20 +37,44 @@ from tqdm import tqdm
 from cp_styles import (
     AllGather,
     AttentionContextParallel,
+    Causal,
+    Documents,
+    Mask,
     Ring,
     SequenceLayout,
+    SequenceScope,
+    Strategy,
+    Ulysses,
+    by_work,
     contiguous,
+    document_positions,
     global_loss,
     global_token_count,
     head_tail,
+    imbalance,
     next_token_labels,
+    per_document_head_tail,
     shard_batch,
+    striped,
     sum_gradients,
 )
 from cp_styles.testing import CommunicationTrace
 
-STRATEGIES = {"ring": Ring, "allgather": AllGather}
-LAYOUTS = {"head_tail": head_tail, "contiguous": contiguous}
+# Each is given how many ranks exchange heads; only the hybrid asks.
+STRATEGIES: dict[str, Callable[[int], Strategy]] = {
+    "ring": lambda size: Ring(),
+    "allgather": lambda size: AllGather(),
+    "ulysses": lambda size: Ulysses(),
+    "hybrid": lambda size: Ulysses(inner=Ring(), size=size),
+}
+# Each is given the lengths of the documents; those that know nothing of them see one long sequence.
+LAYOUTS: dict[str, Callable[[int, int, tuple[int, ...]], SequenceLayout]] = {
+    "head_tail": lambda length, cp, documents: head_tail(length, cp),
+    "contiguous": lambda length, cp, documents: contiguous(length, cp),
+    "striped": lambda length, cp, documents: striped(length, cp),
+    "by_work": lambda length, cp, documents: by_work(length, cp, mask=Causal() & Documents(documents)),
+    "per_document_head_tail": lambda length, cp, documents: per_document_head_tail(length, cp, documents=documents),
+}
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 CONFIG = LlamaConfig(VOCABULARY)
 MiB = 2**20
@@ -67,19 +96,36 @@ class Arguments(argparse.ArgumentParser):
         sys.exit(2)
 
 
-def parse() -> argparse.Namespace:
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = Arguments(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cp", type=int, default=2, help="ranks that share a sequence (default 2)")
     parser.add_argument("--tp", type=int, default=2, help="ranks that share heads and features (default 2)")
     parser.add_argument("--seq-len", type=int, default=2048, help="tokens of a whole sequence (default 2048)")
-    parser.add_argument("--strategy", choices=STRATEGIES, default="ring")
-    parser.add_argument("--layout", choices=LAYOUTS, default="head_tail")
+    parser.add_argument("--strategy", choices=STRATEGIES, default="ring", help="hybrid: Ulysses with a ring inside")
+    parser.add_argument(
+        "--ulysses-size",
+        type=int,
+        help="of hybrid: how many cp ranks exchange heads (default: the most that leave a ring)",
+    )
+    parser.add_argument("--layout", choices=LAYOUTS, default="head_tail", help="how a sequence is cut over cp")
+    parser.add_argument(
+        "--documents",
+        action="store_true",
+        help="every file is a document: attention stays inside it, and positions begin anew (default: a sequence "
+        "attends over all that is in it)",
+    )
     parser.add_argument("--steps", type=int, default=20)
     # float64: rounding is then so small that a wrong position, label or weight anywhere cannot hide in it.
     parser.add_argument("--dtype", choices=DTYPES, default="float64")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument(
+        "--compare",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="train on one process too and compare; what one process cannot hold cannot be compared",
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/train_llama.png"), help="where the picture goes")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if "RANK" not in os.environ:
         parser.error("start it with torchrun: torchrun --nproc-per-node 4 tutorials/train_llama.py")
     world = int(os.environ["WORLD_SIZE"])
@@ -93,12 +139,27 @@ def parse() -> argparse.Namespace:
         )
     if CONFIG.kv_heads % args.tp or CONFIG.vocabulary % args.tp or CONFIG.hidden % args.tp:
         parser.error(f"--tp {args.tp} does not divide the model's {CONFIG.kv_heads} key/value heads: try 1, 2 or 4")
-    if args.seq_len < 2 * args.cp * args.tp or any(n % args.tp for n in layout_of(args).lengths):
-        unit = 2 * args.cp * args.tp
+    if args.seq_len < 2 * args.cp * args.tp:
+        parser.error(f"--seq-len {args.seq_len} is too short for {world} processes: at least {2 * args.cp * args.tp}")
+    if args.seq_len % args.tp:
         parser.error(
-            f"--seq-len {args.seq_len} does not give every one of {args.cp} cp ranks a multiple of {args.tp} tokens: "
-            f"try {max(1, round(args.seq_len / unit)) * unit}"
+            f"--seq-len {args.seq_len} is no multiple of --tp {args.tp}: try {args.seq_len // args.tp * args.tp}"
         )
+    sizes = [size for size in range(2, args.cp) if args.cp % size == 0]
+    if args.strategy == "hybrid":
+        if not sizes:
+            parser.error(
+                f"--strategy hybrid cuts --cp in two levels, and {args.cp} is no product of two numbers above 1: "
+                "try --cp 4, or --strategy ring or ulysses"
+            )
+        if args.ulysses_size is None:
+            args.ulysses_size = sizes[-1]
+        if args.ulysses_size not in sizes:
+            parser.error(f"--ulysses-size {args.ulysses_size} leaves no ring on --cp {args.cp}: try one of {sizes}")
+    elif args.ulysses_size is not None:
+        parser.error(f"--ulysses-size is for --strategy hybrid, not {args.strategy}: leave it out")
+    if args.layout == "per_document_head_tail" and not args.documents:
+        parser.error("--layout per_document_head_tail cuts documents: add --documents, or use --layout head_tail")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda, but torch sees no CUDA device here: use --device cpu")
     if args.out.suffix != ".png":
@@ -106,8 +167,25 @@ def parse() -> argparse.Namespace:
     return args
 
 
-def layout_of(args: argparse.Namespace) -> SequenceLayout:
-    return LAYOUTS[args.layout](args.seq_len, args.cp)
+def layout_of(args: argparse.Namespace, documents: Documents | None) -> SequenceLayout:
+    """How a sequence is cut, in units of as many tokens as there are tp ranks, for these cut every part once more.
+
+    A document may begin inside a unit. The cut, and nothing else, takes it to begin with the unit.
+    """
+    lengths = (args.seq_len,) if documents is None else documents.lengths
+    ends = [end // args.tp for end in itertools.accumulate(lengths)]
+    in_units = tuple(stop - start for start, stop in itertools.pairwise([0, *ends]) if stop > start)
+    cut = LAYOUTS[args.layout](args.seq_len // args.tp, args.cp, in_units)
+    return SequenceLayout.from_chunks([(start * args.tp, stop * args.tp) for start, stop in own] for own in cut.chunks)
+
+
+@dataclass
+class Batch:
+    """One sequence and what is known of it; ``tensors`` are whole, or one rank's part of them."""
+
+    tensors: dict[str, torch.Tensor]
+    documents: Documents | None
+    scope: SequenceScope | None = None
 
 
 @dataclass
@@ -122,7 +200,7 @@ class Run:
 
 
 def train(
-    title: str, model: Llama, batches: list[dict[str, torch.Tensor]], step: Callable[..., torch.Tensor], tokens: int
+    title: str, model: Llama, batches: list[Batch], step: Callable[[Llama, Batch], torch.Tensor], tokens: int
 ) -> Run:
     """The training itself, the same for both runs: ``step`` makes the loss of a batch and leaves the gradients.
 
@@ -131,8 +209,20 @@ def train(
     run = Run()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     start = time.perf_counter()
-    with tqdm(batches, desc=title, unit="step", disable=not is_first()) as bar:
-        for batch in bar:
+    # A step of a long sequence takes minutes: its layers move the bar, forward and backward.
+    look = "{desc}: {percentage:3.0f}%|{bar}| {n:.2f}/{total} steps [{elapsed}<{remaining}{postfix}]"
+    with tqdm(total=len(batches), desc=title, bar_format=look, disable=not is_first()) as bar:
+
+        def advance(*_: object) -> None:
+            bar.update(0.5 / len(model.layers))
+
+        def follow(layer: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+            advance()
+            inputs[0].register_hook(advance)
+
+        for layer in model.layers:
+            layer.register_forward_hook(follow)
+        for batch in batches:
             optimizer.zero_grad()
             if batch is batches[-1]:
                 with CommunicationTrace() as trace:
@@ -156,18 +246,24 @@ def new_model(args: argparse.Namespace) -> Llama:
     return Llama(CONFIG).to(DTYPES[args.dtype]).to(args.device)
 
 
-def train_in_parallel(args: argparse.Namespace, mesh: DeviceMesh, batches: list[dict[str, torch.Tensor]]) -> Run:
+def train_in_parallel(args: argparse.Namespace, mesh: DeviceMesh, batches: list[Batch]) -> Run:
     cp = mesh["cp"]
-    layout, rank = layout_of(args), cp.get_local_rank()
-    attention = AttentionContextParallel(strategy=STRATEGIES[args.strategy](), layout=layout)
-    model = parallelize_module(new_model(args), mesh, parallel_plan(attention))
-    positions = layout.positions(rank, args.device)
-    mine = [shard_batch(batch, layout, rank, seq_dims={"tokens": 1, "labels": 1}) for batch in batches]
+    strategy = STRATEGIES[args.strategy](args.ulysses_size)
+    model = parallelize_module(new_model(args), mesh, parallel_plan(AttentionContextParallel(strategy=strategy)))
+    mine = []
+    for batch in batches:
+        layout = layout_of(args, batch.documents)
+        part = shard_batch(
+            batch.tensors, layout, cp.get_local_rank(), seq_dims={"tokens": 1, "labels": 1, "positions": 0}
+        )
+        mine.append(Batch(part, batch.documents, SequenceScope(layout, mask=batch.documents)))
 
-    def step(model: Llama, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        logits = model(batch["tokens"], positions)
-        losses = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
-        loss = global_loss(losses, global_token_count(batch["labels"], cp), cp)
+    def step(model: Llama, batch: Batch) -> torch.Tensor:
+        with batch.scope:
+            logits = model(batch.tensors["tokens"], batch.tensors["positions"])
+        labels = batch.tensors["labels"]
+        losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        loss = global_loss(losses, global_token_count(labels, cp), cp)
         loss.backward()
         sum_gradients(model, cp)
         return loss
@@ -175,34 +271,60 @@ def train_in_parallel(args: argparse.Namespace, mesh: DeviceMesh, batches: list[
     return train(f"cp {args.cp} x tp {args.tp}", model, mine, step, args.seq_len)
 
 
-def train_alone(args: argparse.Namespace, batches: list[dict[str, torch.Tensor]]) -> Run:
-    positions = torch.arange(args.seq_len, device=args.device)
+class OneByOne(CoreAttention):
+    """The attention of packed documents on one process: of each document alone."""
 
-    def step(model: Llama, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        logits = model(batch["tokens"], positions)
-        loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+    def __init__(self) -> None:
+        super().__init__()
+        self.lengths: tuple[int, ...] = ()
+
+    def forward(self, q_BHLD: torch.Tensor, k_BGLD: torch.Tensor, v_BGLD: torch.Tensor) -> torch.Tensor:
+        documents = zip(*(x.split(self.lengths, 2) for x in (q_BHLD, k_BGLD, v_BGLD)), strict=True)
+        return torch.cat([super(OneByOne, self).forward(*qkv) for qkv in documents], 2)
+
+
+def train_alone(args: argparse.Namespace, batches: list[Batch]) -> Run:
+    model, attention = new_model(args), OneByOne()
+    if args.documents:
+        for layer in model.layers:
+            layer.attention.core = attention
+
+    def step(model: Llama, batch: Batch) -> torch.Tensor:
+        if batch.documents is not None:
+            attention.lengths = batch.documents.lengths
+        logits = model(batch.tensors["tokens"], batch.tensors["positions"])
+        loss = F.cross_entropy(logits.flatten(0, 1), batch.tensors["labels"].flatten())
         loss.backward()
         return loss
 
-    return train("one process", new_model(args), batches, step, args.seq_len)
+    return train("one process", model, batches, step, args.seq_len)
 
 
-def read_batches(args: argparse.Namespace) -> list[dict[str, torch.Tensor]]:
+def read_batches(args: argparse.Namespace) -> list[Batch]:
     """One whole sequence a step. Rank 0 reads: another machine may have another Python, and so another library."""
     tokens, ids = packed_documents(args.steps, args.seq_len) if is_first() else torch.zeros(2, args.steps, args.seq_len)
     data = torch.stack([tokens, ids]).long().to(args.device)
     dist.broadcast(data, 0)
-    tokens, labels = data[0], next_token_labels(data[0], document_ids=data[1])
-    return [{"tokens": tokens[row : row + 1], "labels": labels[row : row + 1]} for row in range(args.steps)]
+    tokens, ids = data
+    labels = next_token_labels(tokens, document_ids=ids)  # no label crosses the end of a file, with --documents or not
+    batches = []
+    for row in range(args.steps):
+        documents = None
+        positions = torch.arange(args.seq_len, device=args.device)
+        if args.documents:
+            documents, positions = Documents.from_ids(ids[row]), document_positions(ids[row])
+        tensors = {"tokens": tokens[row : row + 1], "labels": labels[row : row + 1], "positions": positions}
+        batches.append(Batch(tensors, documents))
+    return batches
 
 
 def parameter_difference(run: Run, reference: Run | None) -> tuple[float, str]:
     """The largest relative difference of a parameter on any rank, and its name; ``reference`` is rank 0's."""
     differences = []
-    for parameter in run.parameters.values():
+    for name, parameter in run.parameters.items():
         expected = torch.empty_like(parameter)
         if reference is not None:
-            expected.copy_(reference.parameters[list(run.parameters)[len(differences)]])
+            expected.copy_(reference.parameters[name])
         dist.broadcast(expected, 0)
         differences.append((parameter - expected).norm() / expected.norm())
     largest = torch.stack(differences).double()
@@ -220,30 +342,54 @@ def peak_memory(device: str) -> float:
 
 
 def report(
-    args: argparse.Namespace, run: Run, reference: Run, ranks: list[dict[str, object]], worst: tuple[float, str]
+    args: argparse.Namespace,
+    run: Run,
+    reference: Run | None,
+    ranks: list[dict[str, object]],
+    last: Batch,
+    worst: tuple[float, str],
 ) -> bool:
-    """Print the tables, save the picture, and say whether this was the same training."""
+    """Print the tables, save the picture, and say whether this was the same training, on one process or on all."""
     tolerance = TOLERANCE[args.dtype]
     title = f"cp {args.cp} x tp {args.tp}"
-    print(f"\nstep   loss, one process   loss, {title:<12} relative difference")
     differences = []
-    for step, (found, expected) in enumerate(zip(run.losses, reference.losses, strict=True), 1):
-        differences.append(abs(found - expected) / abs(expected))
-        print(f"{step:>4} {expected:>19.12f} {found:>19.12f} {differences[-1]:>17.1e}")
-    print("\nrank  cp  tp  tokens  sent a step (MiB)  peak memory (MiB)  calls a step")
+    if reference is None:
+        print(f"\nstep   loss, {title}")
+        for step, found in enumerate(run.losses, 1):
+            print(f"{step:>4} {found:>19.12f}")
+    else:
+        print(f"\nstep   loss, one process   loss, {title:<12} relative difference")
+        for step, (found, expected) in enumerate(zip(run.losses, reference.losses, strict=True), 1):
+            differences.append(abs(found - expected) / abs(expected))
+            print(f"{step:>4} {expected:>19.12f} {found:>19.12f} {differences[-1]:>17.1e}")
+    print("\nthe last step, and the peak of all of them\nrank  cp  tp  tokens  sent (MiB)  peak memory (MiB)  calls")
     for rank in ranks:
-        print("{rank:>4} {cp:>3} {tp:>3} {tokens:>7} {sent:>18.2f} {peak:>18.0f}  {calls}".format(**rank))
-    print(f"\none process took {reference.seconds:.1f} s, {title} {run.seconds:.1f} s for {args.steps} steps")
+        print("{rank:>4} {cp:>3} {tp:>3} {tokens:>7} {sent:>11.2f} {peak:>18.0f}  {calls}".format(**rank))
+    layout = layout_of(args, last.documents)
+    mask: Mask = Causal() if last.documents is None else Causal() & last.documents
+    print(f"\n{title} took {run.seconds:.1f} s for {args.steps} steps")
+    if reference is not None:
+        print(f"one process took {reference.seconds:.1f} s")
+    if last.documents is not None:
+        print(f"the last step's sequence packs {len(last.documents.lengths)} documents")
+    print(f"the busiest cp rank has {imbalance(layout, mask):.2f} times the mean work in attention")
     from picture import save_picture
 
-    save_picture(args.out, run.losses, reference.losses, layout_of(args), f"{title}, {args.strategy}, {args.layout}")
+    how = f"{title}, {args.strategy}, {args.layout}{', documents' * args.documents}"
+    save_picture(args.out, run.losses, reference and reference.losses, layout, mask, how)
     print(f"picture: {args.out}")
+    checks = [(f"parameter ({worst[1]})", worst[0])]
+    if reference is not None:
+        checks.insert(0, ("loss", max(differences)))
     parity = True
-    for what, difference in (("loss", max(differences)), (f"parameter ({worst[1]})", worst[0])):
+    for what, difference in checks:
         holds = difference <= tolerance  # False for nan as well
         parity &= holds
         print(f"largest relative difference, {what}: {difference:.1e} ({'' if holds else 'NOT '}within {tolerance})")
-    print("PARITY: the same training as on one process" if parity else "PARITY MISSED")
+    if reference is None:
+        print("the ranks agree; not compared with one process" if parity else "THE RANKS DISAGREE")
+    else:
+        print("PARITY: the same training as on one process" if parity else "PARITY MISSED")
     return parity
 
 
@@ -258,6 +404,8 @@ def main() -> int:
     torch.set_num_threads(max(1, cores // local_ranks))
     if args.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    # All wait while rank 0 trains alone, which on long sequences takes longer than what torch waits by itself.
+    dist.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo", timeout=timedelta(days=1))
     mesh = init_device_mesh(args.device, (args.cp, args.tp), mesh_dim_names=("cp", "tp"))
     batches = read_batches(args)
     run = train_in_parallel(args, mesh, batches)
@@ -265,7 +413,7 @@ def main() -> int:
         "rank": dist.get_rank(),
         "cp": mesh["cp"].get_local_rank(),
         "tp": mesh["tp"].get_local_rank(),
-        "tokens": layout_of(args).lengths[mesh["cp"].get_local_rank()],
+        "tokens": layout_of(args, batches[-1].documents).lengths[mesh["cp"].get_local_rank()],
         "sent": run.sent_bytes / MiB,
         "peak": peak_memory(args.device),
         "calls": ", ".join(f"{count} {name}" for name, count in sorted(run.calls.items())),
@@ -273,13 +421,14 @@ def main() -> int:
     ranks: list = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, mine)
     reference = None
-    if is_first():
+    if args.compare and is_first():
         torch.set_num_threads(cores)  # the others wait
         reference = train_alone(args, batches)
-    worst = parameter_difference(run, reference)
+    # Without one process to compare with, rank 0 stands for it: the ranks must still be the same.
+    worst = parameter_difference(run, reference or (run if is_first() else None))
     verdict = torch.ones((), dtype=torch.int64, device=args.device)
-    if reference is not None:
-        verdict.fill_(report(args, run, reference, ranks, worst))
+    if is_first():
+        verdict.fill_(report(args, run, reference, ranks, batches[-1], worst))
     dist.broadcast(verdict, 0)
     dist.destroy_process_group()
     return 0 if verdict.item() else 1

@@ -27,16 +27,28 @@ def start(ranks: int, *arguments: object, script: Path = SCRIPT) -> subprocess.C
     )
 
 
+# The library begins with a file of 5 KB, and then four that are short: most of them are in the last of these sequences.
+PACKED = ["--documents", "--steps", 3, "--seq-len", 1900]
+
+
 @pytest.mark.parametrize(
-    ("cp", "tp", "strategy", "layout"), [(2, 2, "ring", "head_tail"), (3, 1, "allgather", "contiguous")]
+    ("cp", "tp", "strategy", "layout"), [(2, 2, "ring", "per_document_head_tail"), (4, 1, "hybrid", "by_work")]
 )
 def test_the_same_training_as_on_one_process(tmp_path, cp, tp, strategy, layout):
     picture = tmp_path / "new folder" / "run.png"
     options = ["--cp", cp, "--tp", tp, "--strategy", strategy, "--layout", layout, "--out", picture]
-    done = start(cp * tp, *options, "--steps", 2, "--seq-len", 192)
+    done = start(cp * tp, *options, *PACKED)
     assert done.returncode == 0, done.stderr
     assert "PARITY: the same training as on one process" in done.stdout
+    assert "packs 5 documents" in done.stdout
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_one_process_to_compare_with(tmp_path):
+    done = start(1, "--cp", 1, "--tp", 1, "--steps", 1, "--seq-len", 64, "--no-compare", "--out", tmp_path / "run.png")
+    assert done.returncode == 0, done.stderr
+    assert "the ranks agree; not compared with one process" in done.stdout
+    assert "one process:" not in done.stderr  # no second training
 
 
 # What a training under context parallelism is most often wrong by; each must be seen after two steps.
@@ -49,7 +61,13 @@ def roll_late(batch, layout, rank, *, seq_dims):
 original, job.shard_batch = job.shard_batch, roll_late
 """,
     "positions that start at 0 on every rank": """
-job.SequenceLayout.positions = lambda self, rank, device=None: job.torch.arange(self.lengths[rank], device=device)
+def begin_anew(batch, layout, rank, *, seq_dims):
+    mine = original(batch, layout, rank, seq_dims=seq_dims)
+    return mine | {"positions": job.torch.arange(layout.lengths[rank])}
+original, job.shard_batch = job.shard_batch, begin_anew
+""",
+    "documents that see each other": """
+original, job.SequenceScope = job.SequenceScope, lambda layout, mask: original(layout)
 """,
 }
 
@@ -58,8 +76,8 @@ job.SequenceLayout.positions = lambda self, rank, device=None: job.torch.arange(
 def test_what_is_wrong_is_seen_and_fails(tmp_path, change):
     script = tmp_path / "sabotaged.py"
     script.write_text(f"import sys\nimport train_llama as job\n{change}\nsys.exit(job.main())\n")
-    options = ["--cp", 2, "--tp", 1, "--out", tmp_path / "run.png"]
-    done = start(2, *options, "--steps", 2, "--seq-len", 192, script=script)
+    sizes = PACKED if "SequenceScope" in change else ["--steps", 2, "--seq-len", 192]
+    done = start(2, "--cp", 2, "--tp", 1, "--out", tmp_path / "run.png", *sizes, script=script)
     assert done.returncode != 0
     assert "PARITY MISSED" in done.stdout, done.stderr
 
@@ -67,11 +85,37 @@ def test_what_is_wrong_is_seen_and_fails(tmp_path, change):
 def test_a_bad_value_gets_one_line_from_one_rank():
     done = start(2, "--cp", 2, "--tp", 1, "--seq-len", 1)
     said = [line for line in done.stderr.splitlines() if line.startswith("train_llama.py: ")]
-    assert said == [
-        "train_llama.py: --seq-len 1 does not give every one of 2 cp ranks a multiple of 1 tokens: try 4",
-    ]
+    assert said == ["train_llama.py: --seq-len 1 is too short for 2 processes: at least 4"]
     assert done.returncode != 0
     assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ("--cp 3 --tp 2", "--cp 3 x --tp 2 needs 6 processes, there are 4"),
+        ("--cp 4 --tp 0", "--tp must be at least 1, got 0"),
+        ("--seq-len 1001", "--seq-len 1001 is no multiple of --tp 2: try 1000"),
+        ("--strategy hybrid", "2 is no product of two numbers above 1: try --cp 4, or --strategy ring or ulysses"),
+        (
+            "--strategy hybrid --cp 4 --tp 1 --ulysses-size 4",
+            "--ulysses-size 4 leaves no ring on --cp 4: try one of [2]",
+        ),
+        ("--ulysses-size 2", "--ulysses-size is for --strategy hybrid, not ring: leave it out"),
+        ("--layout per_document_head_tail", "cuts documents: add --documents, or use --layout head_tail"),
+        ("--layout zigzag", "invalid choice: 'zigzag'"),
+        ("--out run.pdf", "--out run.pdf must end in .png"),
+    ],
+)
+def test_values_that_do_not_fit_together(monkeypatch, capsys, options, says):
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    import train_llama
+
+    with pytest.raises(SystemExit):
+        train_llama.parse(options.split())
+    assert says in capsys.readouterr().err
 
 
 def test_without_torchrun_it_says_how():
