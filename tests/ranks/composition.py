@@ -1,4 +1,4 @@
-"""One small training, alone and under every composition: threads run a few steps of it, processes all twenty.
+"""One small training, alone and under every composition: on threads and on processes.
 
 A composition is a function of the model's making: it takes this rank and returns a ``Training``. What all have in
 common: float64, two layers, sequences of 46 cut unevenly, labels that are missing more often in some parts than in
@@ -29,7 +29,7 @@ from tests.oracle import randn
 from tutorials.llama import Llama, LlamaConfig, parallel_plan, rotary_table
 
 CONFIG = LlamaConfig(40, width=32, layers=2, heads=4, kv_heads=2, hidden=48)
-ROWS, LENGTH, RANKS, STEPS = 4, 46, 4, 20
+ROWS, LENGTH, RANKS, STEPS = 4, 46, 4, 6
 
 # Uneven, but in pairs of tokens: tensor parallelism cuts what a rank holds once more.
 LAYOUTS = {

@@ -71,7 +71,7 @@ def test_fsdp_over_cp():
 all_gather: 8 calls, 202344 bytes
 all_reduce: 2 calls, 24 bytes
 reduce_scatter: 3 calls, 108480 bytes
-send: 106496 bytes""",
+send: 131072 bytes""",
     )
 
 
@@ -82,7 +82,7 @@ def test_ddp_over_cp():
 all_gather: 3 calls, 936 bytes
 all_reduce: 3 calls, 216984 bytes
 broadcast: 2 calls, 276 bytes
-send: 106496 bytes""",
+send: 131072 bytes""",
     )
 
 
