@@ -25,16 +25,16 @@ def report(session: nox.Session, torch: str) -> Path:
 @nox.session
 @nox.parametrize("torch", TORCH)
 def tests(session: nox.Session, torch: str) -> None:
-    """Everything but what is marked as starting processes; a crash of torch's costs the test it happens in, no more."""
+    """Everything but what is marked as starting processes; a crash of torch's costs the test it happens in."""
     # The versions in the constraint as well: an extra must not bring another torch.
     constraint = report(session, torch).with_suffix(".txt")
     constraint.parent.mkdir(parents=True, exist_ok=True)
     constraint.write_text(f"torch=={torch}\n")
     session.install(f"torch=={torch}")
-    session.install("-c", str(constraint), "-e", ".[test]", "pytest-xdist")
+    session.install("-c", str(constraint), "-e", ".[test]")
     xml = report(session, torch)
     xml.unlink(missing_ok=True)
-    options = ["-n", "2", "--dist", "loadfile", "-m", "not process and not gpu", f"--junitxml={xml.resolve()}"]
+    options = ["-m", "not process and not gpu", f"--junitxml={xml.resolve()}"]
     session.run("pytest", *options, *session.posargs)
 
 

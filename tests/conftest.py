@@ -1,4 +1,6 @@
-"""One profile for all property tests."""
+"""One profile for all property tests, and one thread for every rank's operations."""
+
+import os
 
 from hypothesis import settings
 
@@ -6,3 +8,7 @@ from hypothesis import settings
 # --hypothesis-profile=default); no deadline, because a process' first example pays for torch's lazy imports.
 settings.register_profile("cp_styles", deadline=None, derandomize=True)
 settings.load_profile("cp_styles")
+
+# Before torch is imported, and for the processes that tests start. Two workers with several ranks each share the cores
+# already: threads of their own for every rank's small operations cost a quarter more time, and gain nothing.
+os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -26,8 +26,8 @@ FILES = sorted(
 @pytest.mark.skipif(RANK_HERE in os.environ, reason="this is such a process")
 @pytest.mark.parametrize("file", FILES)
 def test_with_a_process_for_each_rank(file: str, tmp_path):
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", f"tests/ranks/{file}"]
-    environment = os.environ | {MEETING_PLACE: str(tmp_path), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-n", "0", f"tests/ranks/{file}"]
+    environment = os.environ | {MEETING_PLACE: str(tmp_path)}
     running = [
         subprocess.Popen(
             command,
