@@ -73,7 +73,8 @@ class HeadTailLoadBalancer(LoadBalancer):
 
 
 class PerDocumentHeadTailLoadBalancer(LoadBalancer):
-    """:func:`~cp_styles.layout.per_document_head_tail`, with the arguments of torch's balancer of that name.
+    """:func:`~cp_styles.layout.per_document_head_tail` with ``cut_all``, as torch cuts: every rank holds a share of every
+    document, the shortest too. The arguments are those of torch's balancer of that name.
 
     A balancer cuts; it is no mask. The attention must be told of the documents as well (``mask=Documents(lengths)``).
 
@@ -113,7 +114,7 @@ class PerDocumentHeadTailLoadBalancer(LoadBalancer):
 
     def _make(self) -> SequenceLayout:
         (lengths,) = self.seq_length_per_doc[:1]
-        return per_document_head_tail(sum(lengths), self.world_size, documents=lengths)
+        return per_document_head_tail(sum(lengths), self.world_size, documents=lengths, cut_all=True)
 
 
 class PTRRLoadBalancer(LoadBalancer):

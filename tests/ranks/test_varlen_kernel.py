@@ -80,7 +80,7 @@ def test_28_documents_are_a_call_a_round(strategy, calls: tuple[int, int]):
     its own keys, and 28 full ones of each other rank's. A ring is 4 rounds, an
     all-gather 2; its backward goes source by source."""
     documents = tuple(8 * length for length in DOCUMENTS)
-    layout = per_document_head_tail(sum(documents), 4, documents=documents)
+    layout = per_document_head_tail(sum(documents), 4, documents=documents, cut_all=True)
     mask = Documents(documents) & Causal()
     for rank in range(4):
         parts = make_plan(layout, layout, mask, rank, small_tiles=True).parts

@@ -12,7 +12,7 @@ import pytest
 
 from cp_styles.layout import SequenceLayout, by_work, contiguous, head_tail, per_document_head_tail
 from cp_styles.mask import Causal, Chunked, Documents, Full, Mask, PrefixLM, SlidingWindow
-from cp_styles.plan import attended_pairs, imbalance
+from cp_styles.plan import attended_pairs, imbalance, make_plan
 
 RANKS, LENGTH = 64, 131072
 GOAL = 1.02  # by_work, largest over mean work
@@ -118,6 +118,27 @@ def test_per_document_head_tail_at_64_ranks():
     assert tokens_differ_by(layout) <= 1
     # What the mask that it is not for does to it: head_tail knows nothing of documents.
     assert imbalance(head_tail(LENGTH, RANKS), mask) > 1.2
+
+
+@pytest.mark.parametrize("ranks", [8, 64])
+@pytest.mark.parametrize("spread", ["uniform", "equal", "log-normal", "library"])
+def test_tiles_of_a_thousand_documents_grow_with_what_a_rank_attends_to(spread: str, ranks: int):
+    """Documents x ranks would be 64,000 tiles; 17,797 they were when every document was cut over all 64 ranks."""
+    draw = random.Random(7)
+    lengths = {
+        "uniform": tuple(draw.randint(100, 3200) for _ in range(1000)),
+        "equal": (1650,) * 1000,
+        "log-normal": tuple(1 + int(draw.lognormvariate(6.8, 1.1)) for _ in range(1000)),
+        "library": library_documents(1_650_000, 7),
+    }[spread]
+    mask, length = Documents(lengths) & Causal(), sum(lengths)
+    layout = per_document_head_tail(length, ranks, documents=lengths)
+    assert imbalance(layout, mask) <= 1.02
+    assert tokens_differ_by(layout) <= 1
+    for small_tiles in (True, False):
+        for rank in range(0, ranks, 7):
+            plan = make_plan(layout, layout, mask, rank, small_tiles=small_tiles)
+            assert sum(len(part.tiles) for part in plan.parts) <= 500
 
 
 @pytest.mark.parametrize("name", ["causal", "window 512", "causal documents 0"])

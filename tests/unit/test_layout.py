@@ -14,6 +14,8 @@ from cp_styles.layout import (
     per_document_head_tail,
     striped,
 )
+from cp_styles.mask import Causal, Documents
+from cp_styles.plan import imbalance
 from tests.layouts import layouts
 from tests.oracle import randn
 
@@ -57,7 +59,7 @@ def test_balancers_give_all_ranks_the_same_number_of_tokens_or_one_more(length: 
 
 @given(st.lists(st.integers(0, 20), max_size=6), st.integers(1, 5))
 def test_per_document_head_tail_cuts_every_document(documents: list[int], ranks: int):
-    layout = per_document_head_tail(sum(documents), ranks, documents=documents)
+    layout = per_document_head_tail(sum(documents), ranks, documents=documents, cut_all=True)
     start = 0
     for size in documents:
         shares = [
@@ -72,6 +74,29 @@ def test_per_document_head_tail_cuts_every_document(documents: list[int], ranks:
         assert max(shares) - min(shares) <= 1
         start += size
     assert max(layout.lengths) - min(layout.lengths) <= 1  # remainders go to whoever holds least
+
+
+@given(st.lists(st.one_of(st.integers(0, 20), st.integers(0, 2000)), max_size=12), st.integers(1, 9))
+def test_per_document_head_tail_gives_all_ranks_as_many_tokens(documents: list[int], ranks: int):
+    """Whatever stays whole. Never less balanced than all of them cut, unless within 2 %."""
+    length, mask = sum(documents), Documents([size for size in documents if size]) & Causal()
+    layout = per_document_head_tail(length, ranks, documents=documents)
+    assert (layout.length, layout.ranks) == (length, ranks)
+    assert max(layout.lengths) - min(layout.lengths) <= 1
+    assert layout == per_document_head_tail(length, ranks, documents=tuple(documents))
+    if length:
+        every = per_document_head_tail(length, ranks, documents=documents, cut_all=True)
+        assert imbalance(layout, mask) <= max(1.02, imbalance(every, mask))
+
+
+def test_a_long_document_is_cut_over_all_ranks():
+    for length, ranks in ((16, 2), (1000, 7), (5, 9)):
+        assert per_document_head_tail(length, ranks, documents=[length]) == head_tail(length, ranks)
+    layout = per_document_head_tail(100_000 + 64 * 50, 4, documents=[100_000] + [50] * 64)
+    for own in layout.chunks:
+        held = [(start, stop) for start, stop in own if start < 100_000]
+        assert sum(min(stop, 100_000) - start for start, stop in held) == 25_000
+        assert len(own) <= 2 + 16 + 1  # and short ones stay whole, but for what it takes to fill ranks up
 
 
 def test_head_tail_is_a_head_and_its_tail():
