@@ -75,6 +75,11 @@ class SequenceLayout:
         """Number of ranks that share the sequence."""
         return len(self.chunks)
 
+    @property
+    def nbytes(self) -> int:
+        """About what it takes in memory: a tuple of two numbers a chunk."""
+        return 120 * sum(map(len, self.chunks)) + 100 * self.ranks
+
     def positions(self, rank: int, device: torch.device | str | None = None) -> torch.Tensor:
         """Global positions of a rank's tokens, in local order: int64 ``[lengths[rank]]``."""
         parts = [torch.arange(start, stop, device=device) for start, stop in self.chunks[rank]]

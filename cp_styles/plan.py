@@ -15,11 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import chain, groupby
+from typing import Any
 
 import torch
 
+from cp_styles.cache import remembered
 from cp_styles.cells import cells
 from cp_styles.layout import SequenceLayout
 from cp_styles.mask import Mask, Pieces, pieces_of, work_from
@@ -65,6 +66,12 @@ class Plan:
     sends: tuple[Rows, ...]
 
     @property
+    def nbytes(self) -> int:
+        """About what it takes in memory: some objects a tile, and a tuple of two numbers a range of rows."""
+        ranges = sum(len(part.rows) for part in self.parts) + sum(map(len, self.sends))
+        return 400 * sum(len(part.tiles) for part in self.parts) + 120 * ranges + 300 * len(self.parts)
+
+    @property
     def received_rows(self) -> int:
         """Rows that come from other ranks: what the wire carries to this rank."""
         return sum(part.count for part in self.parts if part.source != self.rank)
@@ -81,7 +88,12 @@ def make_plan(
     return _make_plan(q_layout, kv_layout, mask.pattern, rank, small_tiles)
 
 
-@lru_cache(maxsize=1024)
+def _size(arguments: tuple[Any, ...], plan: Plan) -> int:
+    q_layout, kv_layout, mask, *_ = arguments
+    return q_layout.nbytes + kv_layout.nbytes + mask.nbytes + plan.nbytes
+
+
+@remembered(_size)
 def _make_plan(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, rank: int, small_tiles: bool) -> Plan:
     if mask.grids:
         others = [peer for peer in range(q_layout.ranks) if peer != rank]

@@ -91,6 +91,13 @@ class Mask:
         """The sequence length this mask was written for, or None when it fits any."""
         return None
 
+    @property
+    def nbytes(self) -> int:
+        """About what it takes in memory: its tensors, and numbers in tuples."""
+        values = vars(self).values()
+        tensors = sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
+        return tensors + sum(40 * len(value) for value in values if isinstance(value, tuple)) + 100
+
     def check(self, shape: tuple[int, int, int, int]) -> None:
         """Raise ValueError unless the mask fits an attention of ``shape``, the whole [B, H, S_q, S_kv]."""
         if self.length not in (None, shape[3]):
@@ -147,6 +154,10 @@ class All(Mask):
     @property
     def content(self) -> int:
         return hash(tuple(part.content for part in self.parts))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
 
     @property
     def singles_out(self) -> bool:

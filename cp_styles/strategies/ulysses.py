@@ -8,11 +8,11 @@ is plain Ulysses: the inner attention has the whole sequence and nobody to talk 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
+from cp_styles.cache import remembered
 from cp_styles.collectives import Exchange, head_exchange
 from cp_styles.collectives._direct import Direct
 from cp_styles.collectives._group import Peers, peers_of
@@ -131,7 +131,7 @@ class _Geometry(NamedTuple):
     pairs: tuple[int, ...] | None
 
 
-@lru_cache(maxsize=256)
+@remembered(lambda arguments, value: sum(x.nbytes for x in (*arguments[2:4], *value.layouts)))
 def _geometry(
     peers: Peers, first: int, q_layout: SequenceLayout, kv_layout: SequenceLayout, heads: int, kv_heads: int
 ) -> _Geometry:
@@ -260,7 +260,7 @@ class _Levels:
         return whole
 
 
-@lru_cache(maxsize=256)
+@remembered(lambda arguments, value: arguments[0].nbytes + value.nbytes)
 def joined(layout: SequenceLayout, size: int) -> SequenceLayout:
     """The layout of the inner level: what each ``size`` neighbouring ranks hold together."""
     chunks = layout.chunks
@@ -269,7 +269,7 @@ def joined(layout: SequenceLayout, size: int) -> SequenceLayout:
     )
 
 
-@lru_cache(maxsize=1024)
+@remembered(lambda arguments, value: arguments[0].nbytes + value.nbytes)
 def _among(layout: SequenceLayout, first: int, size: int) -> SequenceLayout:
     """How the positions that ``size`` ranks hold together are cut among them, counted from 0 without the gaps."""
     members = layout.chunks[first : first + size]

@@ -10,7 +10,7 @@ PACKAGE = Path(__file__).parents[2] / "cp_styles"
 
 # Lowest row first. A new file must be given a row here, and in the README's picture.
 LAYERS = (
-    ("_compat", "agreement", "autocast", "checksum", "comm", "derivatives", "testing"),
+    ("_compat", "agreement", "autocast", "cache", "checksum", "comm", "derivatives", "testing"),
     (
         "mask",
         "captured",
