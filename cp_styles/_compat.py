@@ -368,7 +368,7 @@ def hooks_in_order(module: torch.nn.Module, *ours: Any) -> None:
     """
     free = min((0, *module._forward_pre_hooks, *module._forward_hooks)) - 1
     numbers = {handle.id: free - index for index, handle in enumerate(ours)}
-    tables: tuple[dict[int, Any], ...] = (
+    tables: tuple[Any, ...] = (
         module._forward_pre_hooks,
         module._forward_pre_hooks_with_kwargs,
         module._forward_hooks,

@@ -4,6 +4,10 @@ An op takes tensors, numbers and strings. Strategies, layouts, masks and kernels
 spelled out, and the text stands in the compiled graph: whatever keys a cache by the graph, torch's caches on disk too,
 then sees the configuration. Functions and classes are spelled by name, so that what runs is always this process' code.
 
+[Note: what a text may name] Texts also come from elsewhere, with an exported program for one, and what they name is
+called. So they may name what this process has spelled itself, dtypes, and what the package itself spells: its masks,
+strategies and the like, and its balancers. Nothing is imported for a text.
+
 :func:`spell` is traced by torch.compile as it stands, so every number and name it reads is guarded: another mask is
 another graph. Hence its plain style.
 """
@@ -13,7 +17,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import functools
-import importlib
+import sys
 import types
 from functools import lru_cache
 from typing import Any
@@ -22,6 +26,12 @@ import torch
 
 from cp_styles._compat import constant_under_compile
 from cp_styles.mask import Dense
+
+_PACKAGE = __name__.rpartition(".")[0] + "."
+
+# What has been spelled in this process, by name. All of it is at the top level of a module, and as few things as a
+# program has such definitions.
+_spelled: dict[str, Any] = {}
 
 
 def spell(value: Any, tensors: list[torch.Tensor]) -> str:
@@ -60,7 +70,11 @@ def spell(value: Any, tensors: list[torch.Tensor]) -> str:
 
 
 def parse(text: str, tensors: tuple[torch.Tensor, ...] = ()) -> Any:
-    """What :func:`spell` spelled; remembered, where there are no tensors in it."""
+    """What :func:`spell` spelled; remembered, where there are no tensors in it.
+
+    Raises:
+        ValueError: for what no text may name; see [Note: what a text may name].
+    """
     return _build(_literal(text), tensors) if tensors else _parsed(text)
 
 
@@ -80,14 +94,14 @@ def _build(literal: Any, tensors: tuple[torch.Tensor, ...]) -> Any:
     if isinstance(literal, list):
         return Dense(tensors[literal[0]])
     if isinstance(literal, set):
-        return _named(*literal)
+        return _known(*literal)
     if isinstance(literal, dict):
         ((name, arguments),) = literal.items()
         built = _build(arguments, tensors)
         if name == "functools:partial":
             function, positional, keywords = built
             return functools.partial(function, *positional, **dict(keywords))
-        return _named(name)(*built)
+        return _known(name)(*built)
     return literal
 
 
@@ -102,10 +116,10 @@ def _name_of(value: Any) -> str:
     if isinstance(value, torch.dtype):
         return str(value).replace(".", ":")
     name = f"{value.__module__}:{value.__qualname__}"
-    try:
-        return name if _named(name) is value else ""
-    except (AttributeError, ImportError):
+    if _found(name) is not value:
         return ""
+    _spelled[name] = value
+    return name
 
 
 @constant_under_compile
@@ -125,6 +139,33 @@ def _shown(value: Any) -> str:
     return getattr(value, "__qualname__", None) or repr(value)
 
 
-def _named(name: str) -> Any:
-    module, path = name.split(":")
-    return functools.reduce(getattr, path.split("."), importlib.import_module(module))
+def _known(name: str) -> Any:
+    """What a text names; see [Note: what a text may name]."""
+    found = _spelled.get(name)
+    if found is None and name.split(":")[0] == "torch" and isinstance(_found(name), torch.dtype):
+        found = _found(name)
+    if found is None and name.startswith(_PACKAGE):
+        found = _found(name)
+        own = isinstance(found, (type, types.FunctionType)) and f"{found.__module__}:{found.__qualname__}" == name
+        spells = own and (bool(_fields_of(found)[0]) if isinstance(found, type) else _is_balancer(found))
+        found = found if spells else None
+    if found is None:
+        raise ValueError(
+            f"the configuration of an attention names {name!r}, which nothing in this process has named yet: an "
+            "exported program may name its own balancers and masks only once they are used here (apply the style, or "
+            "compile the call, that has them), and nothing else"
+        )
+    return found
+
+
+def _is_balancer(function: types.FunctionType) -> bool:
+    return function.__code__.co_varnames[:2] == ("length", "ranks")
+
+
+def _found(name: str) -> Any:
+    """What is there under ``module:qualified.name``, or None; nothing is imported."""
+    module, _, path = name.partition(":")
+    try:
+        return functools.reduce(getattr, path.split("."), sys.modules[module])
+    except (AttributeError, KeyError):
+        return None
