@@ -243,6 +243,12 @@ def new_size(context: Any) -> Any:
     return context.new_dynamic_size() if shapes is None else allocate_size(shapes)
 
 
+def is_traced() -> bool:
+    """Whether torch.compile or torch.export traces the code that asks. ``torch.compiler.is_compiling()`` says so too
+    where another thread compiles. Seen: 2.11 to 2.15."""
+    return torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
+
+
 def run_kernel(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The kernel of an op for the device of its tensors, past all that dispatches to it: modes, autograd. Seen: 2.11 to
     2.15."""

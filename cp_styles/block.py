@@ -23,6 +23,7 @@ from cp_styles.agreement import Meeting, Said, exchange_status, fingerprint, led
 from cp_styles.balancers import Cut, LoadBalancer, layout_of
 from cp_styles.buffers import Aliases, Part, check_buffer, dim_of
 from cp_styles.calls import AttentionCalls
+from cp_styles.comm import group_in_order
 from cp_styles.kernels import Kernel
 from cp_styles.layout import Balancer, SequenceLayout, cut_with, head_tail, layout_made_by
 from cp_styles.mask import Full, Mask
@@ -285,7 +286,7 @@ def group_of(name: str, mesh: DeviceMesh) -> dist.ProcessGroup:
             f'{name} needs the one mesh axis that cuts the sequence, got {mesh.mesh_dim_names}: pass mesh["cp"], or '
             "whatever it is called"
         )
-    return mesh.get_group()
+    return group_in_order(mesh)
 
 
 def pairs_of(buffers: Sequence[Any], seq_dims: Sequence[int]) -> list[tuple[Any, int]]:

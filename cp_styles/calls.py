@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from cp_styles._compat import FLEX_OPERATOR, FlexAsWritten, fast_path_attention, never_compile_alone, uncompiled
 from cp_styles.agreement import ledger_of, offer_refusal
 from cp_styles.flex import flex_attend
-from cp_styles.flex_calls import FIRST_QUESTION, QUESTIONS, FlexCalls, operator_results, traced_part
+from cp_styles.flex_calls import FIRST_QUESTION, QUESTIONS, FlexCalls, traced_part
 from cp_styles.functional import attend
 from cp_styles.ops import spelled_ahead
 from cp_styles.scope import ScopedBinding
@@ -157,7 +157,7 @@ class AttentionCalls(TorchFunctionMode):
                 f"understood; {_FLEX_REMEDY}"
             )
         found = flex_attend(self._scoped.now(), (query, key, value), call, self._check_sinkless)
-        return operator_results(*found)
+        return self._flex.results(*found)
 
     @uncompiled
     def _attend_varlen(self, *args: Any, **kwargs: Any) -> Any:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from types import CellType, CodeType
+from types import CellType, CodeType, ModuleType
 from typing import Any
 
 import torch
@@ -80,30 +80,57 @@ class Replacing(TorchFunctionMode):
 
 
 def code_of(function: Any) -> str:
-    """What a Python function says, as a text that processes can compare: its code, constants and the plain values it
-    has from around it. Of tensors their shapes; of what has no code in Python, the type."""
-    return repr(_said(function, set()))
+    """What a Python function says, as a text that processes can compare: its code, constants, and the plain values that
+    it reads from around it, from globals, and from attributes of objects. Of tensors their shapes; of what has no code
+    in Python, the type. What it does not name is no part of it: an object may know its rank, say."""
+    return repr(_said(function, (), set()))
 
 
-def _said(value: Any, above: set[int]) -> Any:
+def _said(value: Any, names: Iterable[str], above: set[int]) -> Any:
+    """``names``: those that the code around uses, and so the attributes that it may read."""
     if id(value) in above:  # a function that knows itself
         return "..."
     above = above | {id(value)}
     if isinstance(value, (bool, int, float, complex, str, bytes, type(None))):
         return value
     if isinstance(value, (tuple, list)):
-        return [_said(item, above) for item in value]
+        return [_said(item, names, above) for item in value]
+    if isinstance(value, dict):
+        return [(repr(key), _said(item, names, above)) for key, item in value.items()]
     if isinstance(value, (set, frozenset)):  # in an order of its own in each process
-        return sorted(repr(_said(item, above)) for item in value)
+        return sorted(repr(_said(item, names, above)) for item in value)
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), value.dtype
     if isinstance(value, CodeType):
-        return value.co_code, value.co_names, _said(value.co_consts, above)
+        return value.co_code, value.co_names, _said(value.co_consts, (), above)
+    if isinstance(value, (ModuleType, type)):
+        return value.__name__
+    if isinstance(value, partial):
+        return [_said(part, names, above) for part in (value.func, value.args, value.keywords)]
     code = getattr(value, "__code__", None)
     if code is None:
-        return type(value).__qualname__
+        held = getattr(value, "__dict__", {})
+        used = {*names, *(_names_in(type(value).__call__.__code__) if _is_python(value) else ())}
+        found = sorted(used & held.keys())
+        return type(value).__qualname__, [(name, _said(held[name], used, above)) for name in found]
+    used = {*names, *_names_in(code)}
     around = [cell.cell_contents for cell in value.__closure__ or () if cell != _EMPTY_CELL]
-    return [_said(part, above) for part in (code, value.__defaults__, around)]
+    around += [value.__defaults__, value.__kwdefaults__, getattr(value, "__self__", None)]
+    # Of globals the plain values: functions and modules are the same code everywhere.
+    known = [(name, value.__globals__[name]) for name in sorted(_names_in(code)) if name in value.__globals__]
+    plain = [(name, _said(item, used, above)) for name, item in known if isinstance(item, _PLAIN)]
+    return [*(_said(part, used, above) for part in (code, *around)), plain]
 
 
+def _is_python(value: Any) -> bool:
+    return callable(value) and hasattr(type(value).__call__, "__code__")
+
+
+def _names_in(code: Any) -> set[str]:
+    if not isinstance(code, CodeType):
+        return set()
+    return {*code.co_names}.union(*(_names_in(constant) for constant in code.co_consts))
+
+
+_PLAIN = (bool, int, float, complex, str, bytes, tuple, list, dict, set, frozenset)
 _EMPTY_CELL = CellType()

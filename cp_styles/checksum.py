@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 _PIECE = 2**23  # bytes at a time, so that a large tensor needs little more memory
 
@@ -24,3 +25,19 @@ def checksum(tensor: torch.Tensor) -> int:
         places = torch.arange(index * _PIECE, index * _PIECE + words.numel(), device=words.device)
         total += int((words * (places * 0x9E3779B97F4A7C1 * 2 + 1)).sum())
     return total % 2**63
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """A number that grows whenever the tensor is changed in place."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def digest(tensor: torch.Tensor) -> int:
+    """The :func:`checksum` of a tensor, remembered until it changes."""
+    found = _digests.get(tensor)
+    if found is None or found[0] != version_of(tensor):
+        found = _digests[tensor] = (version_of(tensor), checksum(tensor))
+    return found[1]
+
+
+_digests: WeakTensorKeyDictionary = WeakTensorKeyDictionary()

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from cp_styles._compat import resolve_group
+from cp_styles._compat import is_traced, resolve_group
 
 
 class Pending:
@@ -107,6 +107,25 @@ def _gather_numbers(mine: torch.Tensor, group_name: str) -> torch.Tensor:
 def has_cpu_backend(group: dist.ProcessGroup) -> bool:
     """Whether small host tensors can be exchanged in this group without the device."""
     return "cpu" in dist.get_backend_config(group)
+
+
+def group_in_order(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The process group of a 1-D mesh, whose ranks have the same places in both.
+
+    Raises:
+        ValueError: on every rank, where the mesh has them in another order: a rank would have the part of the sequence
+            of its place in the one for DTensor and for get_local_rank(), and of that in the other for who communicates.
+    """
+    group = mesh.get_group()
+    if is_traced():  # which knows no contents of a mesh
+        return group
+    ranks, known = mesh.mesh.tolist(), dist.get_process_group_ranks(group)
+    if ranks != known:
+        raise ValueError(
+            f"mesh axis {mesh.mesh_dim_names} has the ranks {ranks}, in another order than its process group, {known}: "
+            f"make the mesh with ranks that ascend along the axis of the sequence"
+        )
+    return group
 
 
 def shares_ranks(mesh: DeviceMesh, group: dist.ProcessGroup) -> bool:

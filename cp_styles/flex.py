@@ -21,6 +21,7 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 from cp_styles._compat import without_function_modes
 from cp_styles.agreement import begin_backward
 from cp_styles.captured import captured_tensors
+from cp_styles.checksum import version_of
 from cp_styles.derivatives import first_derivatives_only, refuse_tangents
 from cp_styles.flex_mask import FlexMask
 from cp_styles.functional import axis_and_group
@@ -192,9 +193,10 @@ def _bound(
         read = captured_tensors(call.score_mod, (0.0, 0, 0, 0, 0), tensors[0].device)
         refuse_tangents(binding.name, read)
         learned = tuple(tensor for tensor in read if tensor.requires_grad)
-        kernel = FlexKernel(call.score_mod, learned)
+        read = tuple((tensor, version_of(tensor)) for tensor in read)
+        kernel = FlexKernel(call.score_mod, learned, read)
         if call.compiled and compiled_takes(tensors[0], tensors[2]):
-            kernel = CompiledFlexKernel(call.score_mod, learned, on_cpu=tensors[0].device.type == "cpu")
+            kernel = CompiledFlexKernel(call.score_mod, learned, read, on_cpu=tensors[0].device.type == "cpu")
     return replace(binding, mask=mask, kernel=kernel), learned
 
 
@@ -230,6 +232,7 @@ class _FlexAttention(torch.autograd.Function):
             return None, None, None, None, None, None, *(None for _ in learned)
         kernel: Kernel = attention.kernel
         if isinstance(kernel, FlexKernel):
+            kernel.check_unchanged()
             kernel = replace(kernel, values=tuple(learned), shares=tuple(shares))
         grad = torch.zeros_like(out) if grad is None else grad
         if grad_lse is not None:

@@ -34,7 +34,8 @@ from cp_styles.flex import FlexCall
 
 _SIZE = torch.Tensor.size
 _DEVICE, _REQUIRES_GRAD = torch.Tensor.device.__get__, torch.Tensor.requires_grad.__get__  # pyright: ignore
-QUESTIONS = frozenset((_SIZE, _DEVICE, _REQUIRES_GRAD))
+_NUMEL = torch.Tensor.numel
+QUESTIONS = frozenset((_SIZE, _DEVICE, _REQUIRES_GRAD, _NUMEL))
 """The calls that :meth:`FlexCalls.answer` may have an answer to."""
 
 
@@ -43,6 +44,7 @@ class FlexCalls:
 
     def __init__(self) -> None:
         self._pending: tuple[FrameType, FlexCall] | None = None
+        self._empty_lse: torch.Tensor | None = None
 
     @uncompiled
     def answer(self, frame: FrameType, func: Any, args: tuple[Any, ...]) -> Any:
@@ -52,6 +54,8 @@ class FlexCalls:
         asked_in = frame.f_code.co_name
         if func is _SIZE:
             return _whole_length(frame, args) if _is_part(frame.f_code.co_name) else None
+        if func is _NUMEL:  # of none it takes the logsumexp for one that nobody asked for
+            return 1 if self._empty_lse is not None and args[0] is self._empty_lse else None
         if func == _REQUIRES_GRAD:
             return False if asked_in == "_validate_device" else None
         if asked_in == "_apply_kernel_options" and self._pending is None:
@@ -97,6 +101,13 @@ class FlexCalls:
         self.forget()
         return call
 
+    def results(self, out: torch.Tensor, lse: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What the operator gives to flex_attention: the logsumexp in bits, which it turns into the natural one."""
+        nothing = out.new_empty(0)
+        bits = nothing if lse is None else lse / math.log(2.0)
+        self._empty_lse = None if lse is None or lse.numel() else bits
+        return out, bits, nothing
+
 
 FIRST_QUESTION = torch.Tensor.dim
 """What torch.compile comes to first when it traces flex_attention."""
@@ -125,9 +136,3 @@ def _whole_length(frame: FrameType, args: tuple[Any, ...]) -> int | None:
         return None
     sides = [side for side, name in enumerate(("query", "key")) if said[name] is args[0]]
     return block_mask.seq_lengths[sides[0]] if sides else None
-
-
-def operator_results(out: torch.Tensor, lse: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What the operator gives to flex_attention: the logsumexp in bits, which it turns into the natural one."""
-    nothing = out.new_empty(0)
-    return out, nothing if lse is None else lse / math.log(2.0), nothing

@@ -18,6 +18,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask
 
 from cp_styles.captured import captured_tensors
+from cp_styles.checksum import checksum
 from cp_styles.mask import UNBOUNDED, BlockGrid, Mask, PerRow
 
 MaskMod: TypeAlias = Callable[..., torch.Tensor]
@@ -71,6 +72,10 @@ class FlexMask(Mask):
     def __repr__(self) -> str:
         # Ranks compare this text; the digest stands for what was found.
         return f"FlexMask({self.block_mask.shape}, BLOCK_SIZE={self.block_mask.BLOCK_SIZE}, {self.pattern!r})"
+
+    @property
+    def content(self) -> int:
+        return self._facts.content
 
     @property
     def length(self) -> int:
@@ -204,6 +209,7 @@ class _Facts:
         places: of the same shape: which of ``bits`` is of a partial block.
         bits: bool ``[partial blocks, queries, keys]``, what mask_mod said; empty for bands.
         read: the tensors that mask_mod reads, and their versions.
+        content: a number of all that was found, for ranks to compare; what ``pattern`` says is not all of it.
     """
 
     pattern: BlockPattern
@@ -212,6 +218,7 @@ class _Facts:
     places: torch.Tensor
     bits: torch.Tensor
     read: tuple[tuple[torch.Tensor, int], ...]
+    content: int
 
     def check_unchanged(self) -> None:
         for tensor, version in self.read:
@@ -278,7 +285,8 @@ def _look(mask: BlockMask) -> _Facts:
     bands = tuple(each) if each and all(row.grid is None for row in each) else None
     read = tuple((tensor, _version(tensor)) for tensor in captured_tensors(mask.mask_mod, (0, 0, 0, 0), device))
     needed = torch.cat(kept) if whole.grid and kept else torch.zeros(1, rows, columns, dtype=torch.bool, device=device)
-    return _Facts(whole, bands, states, places.view(states.shape), needed, read)
+    content = checksum(needed) ^ checksum(states)  # places follow from states
+    return _Facts(whole, bands, states, places.view(states.shape), needed, read, content)
 
 
 def _four(mask: BlockMask) -> tuple[int, int, int, int]:

@@ -8,7 +8,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from cp_styles._compat import is_traced
 from cp_styles.autocast import as_attended
+from cp_styles.comm import group_in_order
 from cp_styles.derivatives import refuse_tangents
 from cp_styles.kernels import Kernel
 from cp_styles.layout import Balancer, SequenceLayout, head_tail
@@ -63,7 +65,7 @@ def context_attention(
     """
     name, strategy, mask = "context_attention", strategy or _RING, mask or _FULL
     axis, group = axis_and_group(name, group)
-    if torch.compiler.is_compiling():
+    if is_traced():
         source = spelled(name, axis, group.group_name, strategy, layout, mask, kernel)
     else:
         source = Binding(name, axis, group, strategy, layout, mask, kernel)
@@ -75,7 +77,7 @@ def axis_and_group(name: str, group: dist.ProcessGroup | DeviceMesh) -> tuple[st
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(f"{name} needs a 1-D mesh, got axes {group.mesh_dim_names}: pass mesh['cp']")
-        return (group.mesh_dim_names or ("cp",))[0], group.get_group()
+        return (group.mesh_dim_names or ("cp",))[0], group_in_order(group)
     if isinstance(group, dist.ProcessGroup):
         return "group", group
     raise TypeError(f"{name} needs a process group or a 1-D DeviceMesh, got {type(group).__name__}")

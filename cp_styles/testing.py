@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 import threading
+import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -44,8 +46,17 @@ class RankError(RuntimeError):
         super().__init__("\n".join(lines))
 
 
+class RankTimeout(AssertionError):
+    """What :func:`run_ranks` raises when a rank waited for the others as long as it may, whatever came of it."""
+
+
 def run_ranks(
-    fn: Callable[..., T], world_size: int, *args: Any, timeout_seconds: float = 60.0, return_errors: bool = False
+    fn: Callable[..., T],
+    world_size: int,
+    *args: Any,
+    timeout_seconds: float = 60.0,
+    return_errors: bool = False,
+    may_time_out: bool = False,
 ) -> list[T]:
     """Run ``fn(rank, *args)`` on ``world_size`` threads, each a rank of its own gloo process group.
 
@@ -58,12 +69,15 @@ def run_ranks(
         world_size: number of ranks.
         timeout_seconds: how long a rank waits for the others in one collective.
         return_errors: put a rank's exception in its place of the result instead of raising.
+        may_time_out: a rank that runs into the timeout is what this run is about.
 
     Returns:
         What ``fn`` returned, by rank.
 
     Raises:
         RankError: when ranks failed, with the exception of each; the first one to fail is the cause.
+        RankTimeout: when a rank stood at one place for as long as the timeout, unless ``may_time_out``: an error that
+            came of it may have been caught, or taken for the one that was expected.
     """
     results: list[Any] = [None] * world_size
     errors: dict[int, BaseException] = {}
@@ -88,9 +102,11 @@ def run_ranks(
         threads = [threading.Thread(target=rank_main, args=(rank,), daemon=True) for rank in range(world_size)]
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join()
+        waited = _join(threads, timeout_seconds)
         _forget_groups()
+    if waited and not may_time_out:
+        failed = RankError(errors) if errors else None
+        raise RankTimeout(f"ranks waited for the others until the timeout of {timeout_seconds} s: {waited}") from failed
     if return_errors:
         results = [errors.get(rank, result) for rank, result in enumerate(results)]
         return results
@@ -98,6 +114,27 @@ def run_ranks(
         first = next(iter(errors.values()))
         raise RankError(errors) from first
     return results
+
+
+def _join(threads: list[threading.Thread], seconds: float) -> dict[int, str]:
+    """Wait for the threads; by number, where those stood that did not move for (nearly) so long.
+
+    They are looked at from outside, now and then, for an exception that a timeout raises may be caught inside.
+    """
+    stood: dict[int, tuple[Any, float]] = {}
+    found: dict[int, str] = {}
+    while any(thread.is_alive() for thread in threads):
+        next(thread for thread in threads if thread.is_alive()).join(min(0.25, seconds / 20))
+        frames, now = sys._current_frames(), time.monotonic()
+        for rank, thread in enumerate(threads):
+            frame = frames.get(thread.ident or 0)
+            place = None if frame is None else (id(frame), frame.f_code, frame.f_lasti)
+            since = stood[rank][1] if rank in stood and stood[rank][0] == place else now
+            stood[rank] = place, since
+            if frame is not None and now - since > 0.9 * seconds - 0.5:
+                found[rank] = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        del frames, frame
+    return found
 
 
 @contextlib.contextmanager

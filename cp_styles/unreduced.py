@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from cp_styles._compat import current_autograd_node
+from cp_styles._compat import current_autograd_node, is_traced
 from cp_styles.checksum import checksum
 from cp_styles.comm import shares_ranks
 
@@ -56,7 +56,7 @@ class ParameterWatch:
         self._looked_at = None
         trained = any(x.requires_grad for x in tensors)
         remembered = [] if trained else [found for each in self._remembered if (found := each()) is not None]
-        self._counts = group.size() > 1 and (trained or bool(remembered)) and not torch.compiler.is_compiling()
+        self._counts = group.size() > 1 and (trained or bool(remembered)) and not is_traced()
         # A power of two has no bit in common with the number below it.
         if not self._counts or self._attentions & (self._attentions + 1) or group in self._told:
             return 0

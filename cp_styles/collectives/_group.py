@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from cp_styles._compat import resolve_group
+from cp_styles._compat import is_traced, resolve_group
 from cp_styles.agreement import Meeting, Said, exchange_status
+from cp_styles.comm import group_in_order
 from cp_styles.layout import SequenceLayout
 
 Group: TypeAlias = dist.ProcessGroup | DeviceMesh | tuple[DeviceMesh, str] | None
@@ -47,14 +48,14 @@ def peers_of(group: Group | Peers) -> Peers:
         mesh, axis = group
         if axis not in (mesh.mesh_dim_names or ()):
             raise ValueError(f"the mesh has the axes {mesh.mesh_dim_names}, not {axis!r}: pass the name of one of them")
-        group = mesh.get_group(axis)
+        group = mesh.get_group(axis) if is_traced() else group_in_order(mesh[axis])
     elif isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(
                 f"the mesh has {group.ndim} axes {group.mesh_dim_names}: say which one carries the sequence, for "
                 "example (mesh, 'cp')"
             )
-        group = group.get_group()
+        group = group_in_order(group)
     elif not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"{type(group).__name__} is not a group: {GROUP_REMEDY}")
     rank = dist.get_rank(group)

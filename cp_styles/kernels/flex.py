@@ -12,6 +12,7 @@ import torch
 from cp_styles.agreement import fingerprint
 from cp_styles.autocast import without_autocast
 from cp_styles.captured import Replacing, code_of
+from cp_styles.checksum import digest, version_of
 from cp_styles.kernels.base import Kernel, Where
 from cp_styles.merge import EMPTY_LSE, accumulation_dtype
 
@@ -31,19 +32,30 @@ class FlexKernel(Kernel):
     Attributes:
         score_mod: ``(score, b, h, q_idx, kv_idx) -> score``.
         learned: the tensors it reads that require grad.
+        read: the tensors it reads, each with the version that it had, for ranks to compare and backwards to check.
         values: what stands for ``learned`` in a backward.
         shares: where a backward adds up their gradients, over its tiles; one for each of ``learned``.
     """
 
     score_mod: ScoreMod
     learned: tuple[torch.Tensor, ...] = field(default=(), repr=False, compare=False)
+    read: tuple[tuple[torch.Tensor, int], ...] = field(default=(), repr=False, compare=False)
     values: tuple[torch.Tensor, ...] = field(default=(), repr=False, compare=False)
     shares: tuple[torch.Tensor, ...] = field(default=(), repr=False, compare=False)
     positional: ClassVar[bool] = True
 
     @property
     def content(self):
-        return fingerprint([code_of(self.score_mod)])
+        return fingerprint([code_of(self.score_mod), *(digest(tensor) for tensor, _ in self.read)])
+
+    def check_unchanged(self) -> None:
+        """Raise RuntimeError where a tensor that score_mod reads is not what it was when the call was made."""
+        for tensor, version in self.read:
+            if version_of(tensor) != version:
+                raise RuntimeError(
+                    f"a tensor of shape {tuple(tensor.shape)} that the score_mod of flex_attention reads was changed "
+                    "in place between forward and backward: change a copy of it, or run the backward first"
+                )
 
     def forward(self, q_BHLD, k_BGMD, v_BGME, *, causal, bias, scale, where: Where):
         tile = _Tile(self, q_BHLD, k_BGMD, v_BGME, causal, bias, scale, where)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from cp_styles.checksum import checksum
+from cp_styles.checksum import digest, version_of
 from cp_styles.derivatives import refuse_tangents
 from cp_styles.mask.algebra import Full, Mask
 
@@ -39,7 +38,7 @@ class Dense(Mask):
         if self.tensor.dtype != torch.bool and not self.tensor.is_floating_point():
             raise TypeError(f"a dense mask must be bool (True: attend) or float (added), got {self.tensor.dtype}")
         refuse_tangents("a dense mask", (self.tensor,))
-        object.__setattr__(self, "_version", _version(self.tensor))
+        object.__setattr__(self, "_version", version_of(self.tensor))
         if self.tensor.requires_grad:
             raise NotImplementedError(
                 "the gradient of an attention bias is not computed under context parallelism: detach() the mask, or "
@@ -89,7 +88,7 @@ class Dense(Mask):
         return Full().bounds(q_positions_L)
 
     def bias(self, q_positions_L: torch.Tensor, kv_positions_M: torch.Tensor) -> torch.Tensor:
-        if _version(self.tensor) != self._version:
+        if version_of(self.tensor) != self._version:
             raise RuntimeError(f"{self!r} was changed in place after it was given as a mask; give a copy")
         bias = self.tensor
         rows, columns = q_positions_L.to(bias.device), kv_positions_M.to(bias.device)
@@ -103,21 +102,6 @@ class Dense(Mask):
         if bias.dtype == torch.bool:
             return torch.zeros(bias.shape, device=bias.device).masked_fill_(~bias, float("-inf"))
         return bias
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def digest(tensor: torch.Tensor) -> int:
-    """The :func:`~cp_styles.checksum.checksum` of a tensor, remembered until it changes."""
-    found = _digests.get(tensor)
-    if found is None or found[0] != _version(tensor):
-        found = _digests[tensor] = (_version(tensor), checksum(tensor))
-    return found[1]
-
-
-_digests: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 @dataclass(frozen=True)

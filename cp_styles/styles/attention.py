@@ -312,7 +312,12 @@ class ContextParallelState:
         """Say what is behind a failure of DTensor's, which knows nothing of attention."""
         if getattr(failure, "__notes__", None):
             return
-        if not self.binding.tally.calls and any(word in str(failure) for word in ("DTensor", NO_COMMUNICATION)):
+        if "flex_attention" in str(failure):
+            failure.add_note(
+                f"{self.binding.name}: flex_attention inside is not context parallel, and torch has no rule for it on "
+                "DTensors, which its tensors are here: take ModuleContextParallel, or call context_flex_attention"
+            )
+        elif not self.binding.tally.calls and any(word in str(failure) for word in ("DTensor", NO_COMMUNICATION)):
             failure.add_note(f"{self.binding.name}: {_NOT_REACHED}")
         elif NO_COMMUNICATION in str(failure):
             failure.add_note(

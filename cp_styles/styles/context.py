@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from cp_styles._compat import flattened
+from cp_styles.comm import group_in_order
 from cp_styles.kernels import Kernel
 from cp_styles.layout import Balancer, SequenceLayout, head_tail
 from cp_styles.mask import Full, Mask
@@ -60,7 +61,7 @@ class ContextParallelStyle(ParallelStyle):
         who = f"{type(module).__name__} ({type(self).__name__} over mesh axis {name!r})"
         layout = head_tail if self.layout is None else self.layout
         watch = ParameterWatch(self._warned)
-        binding = Binding(who, name, axis.get_group(), strategy, layout, self.mask, self.kernel, watch=watch)
+        binding = Binding(who, name, group_in_order(axis), strategy, layout, self.mask, self.kernel, watch=watch)
         strategy.check_ranks(axis.size())
         return axis, binding
 

@@ -12,10 +12,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
-from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from cp_styles.batch import global_loss
+from cp_styles.collectives import all_to_all
 from cp_styles.flex import context_flex_attention
 from cp_styles.functional import context_attention
 from cp_styles.layout import contiguous, head_tail, per_document_head_tail
@@ -425,3 +427,118 @@ def test_balancers_of_other_names_that_cut_alike():
         s.run(parallel(Core(), s.mesh, layout=head_tail if rank else cut_by([LENGTH])))
 
     run_ranks(on, RANKS)
+
+
+def mask_mods(rank: int):
+    """Of the same first, last and number of keys a row."""
+    hidden = 1 + (rank == 1)
+    return lambda b, h, q_idx, kv_idx: kv_idx % 4 != hidden
+
+
+class Scaled:
+    def __init__(self, factor: float) -> None:
+        self.factor, self.rank = factor, factor
+
+    def __call__(self, score, b, h, q_idx, kv_idx):
+        return score * self.factor
+
+
+def score_mods(kind: str, rank: int):
+    """The same code, which reads other values on rank 1."""
+    value = 1.0 + (rank == 1)
+    if kind == "tensor":
+        table = torch.full((4,), value)
+        return lambda score, b, h, q_idx, kv_idx: score * table[h]
+    if kind == "object":
+        return Scaled(value)
+    held = Scaled(value)
+    return held.__call__ if kind == "method" else lambda score, *_: score * held.factor
+
+
+@pytest.mark.parametrize("kind", ["mask_mod", "tensor", "object", "method", "attribute"])
+def test_ranks_whose_flex_functions_read_other_values(kind: str):
+    def act(s: Scene):
+        leaves = s.leaves()[0]
+        options = {}
+        if kind == "mask_mod":
+            size = {"Q_LEN": LENGTH, "KV_LEN": LENGTH, "BLOCK_SIZE": LENGTH, "device": "cpu"}
+            options["block_mask"] = create_block_mask(mask_mods(s.rank), None, None, **size)
+        else:
+            options["score_mod"] = score_mods(kind, s.rank)
+        context_flex_attention(*leaves, s.mesh, enable_gqa=True, **options)
+
+    text = refusals(act)
+    assert "disagree on strategy, layout, mask or kernel" in text
+    assert "ranks [1] differ from rank 0" in text
+
+
+def test_a_flex_function_whose_object_knows_its_rank():
+    """What the code does not read is no disagreement."""
+
+    def on(rank: int):
+        s = Even(rank, threading.Barrier(1))
+        held = Scaled(1.0)
+        held.rank = rank
+        context_flex_attention(*s.leaves()[0], s.mesh, enable_gqa=True, score_mod=lambda score, *_: score * held.factor)
+
+    run_ranks(on, RANKS)
+
+
+@pytest.mark.parametrize("door", ["style", "module", "function", "block", "collective"])
+def test_a_mesh_in_another_order_than_its_group(door: str):
+    """A rank's place in the mesh says which part is its own, its place in the group who sends it what."""
+
+    def act(s: Scene):
+        s.mesh, mesh = DeviceMesh("cpu", [1, 0, 2], mesh_dim_names=("cp",)), s.mesh
+        try:
+            if door == "block":
+                block(s, *s.leaves()[0])
+            elif door == "collective":
+                all_to_all(torch.zeros(3, 3), 0, 1, s.mesh)
+            elif door == "function":
+                function(s, *s.leaves()[0])
+            else:
+                parallelize_module(Core(), s.mesh, STYLES[door]())(*s.leaves()[0])
+        finally:
+            s.mesh = mesh
+
+    assert "has the ranks [1, 0, 2], in another order than its process group, [0, 1, 2]" in refusals(act)
+
+
+DOCUMENTS = ([4, 8], [6, 6], [8, 4])
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["backward at once", "backward after the next batch"])
+@pytest.mark.parametrize("door", [*STYLES, "function", "block"])
+def test_a_balancer_that_reads_the_batch(door: str, late: bool):
+    """It is asked for every batch, and not again in a backward, when it may be the next batch's already."""
+
+    def on(rank: int):
+        s, batch = Even(rank, threading.Barrier(1)), {}
+
+        def cut(length: int, ranks: int):
+            return per_document_head_tail(length, ranks, documents=batch["documents"])
+
+        attend = {
+            "function": lambda *qkv: context_attention(*qkv, s.mesh, layout=cut, mask=Causal()),
+            "block": lambda *qkv: in_block(s, cut, *qkv),
+        }.get(door)
+        attend = attend or parallelize_module(Core(), s.mesh, STYLES[door](layout=cut))
+        runs = []
+        for batch["documents"] in DOCUMENTS:
+            layout = cut(LENGTH, RANKS)
+            leaves, cotangent = s.problem.shard(layout, rank, RANKS)
+            runs.append((layout, leaves, attend(*leaves), cotangent))
+            if not late:
+                runs[-1][2].backward(cotangent)
+        for layout, leaves, out, cotangent in reversed(runs):
+            if late:
+                out.backward(cotangent)
+            s.check([out, *(leaf.grad for leaf in leaves)], layout)
+
+    run_ranks(on, RANKS, timeout_seconds=20.0)
+
+
+def in_block(s: Scene, layout, *qkv):
+    with context_parallel(s.mesh, layout=layout):
+        return Core()(*qkv)
