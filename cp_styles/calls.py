@@ -203,7 +203,8 @@ class AttentionCalls(TorchFunctionMode):
             self._offer_refusal()
             return
         if not self._tally.calls:
-            self._offer_refusal()
+            if not torch.compiler.is_dynamo_compiling():  # traced, nobody has called anything yet
+                self._offer_refusal()
             raise NotImplementedError(
                 f"{self._name}: no scaled_dot_product_attention was called inside: nothing here is context parallel, "
                 "and attention by other means would be local to each rank"
