@@ -47,7 +47,7 @@ VALUES = [
 ]
 
 
-@pytest.mark.parametrize("value", VALUES, ids=lambda value: str(value[0]).split("(")[0])
+@pytest.mark.parametrize("value", VALUES, ids=["plain", "strategies", "layouts", "masks", "kernels", "users"])
 def test_there_and_back(value):
     tensors: list[torch.Tensor] = []
     text = spell(value, tensors)
@@ -76,6 +76,7 @@ def test_a_tensor_goes_beside_the_text():
         "{'cp_styles.spelling:sys.exit':()}",
         "{'cp_styles.testing:run_ranks'}",
         "{'cp_styles.ops:attended_dtype'}",
+        "{'cp_styles.ops:handle'}",
         "{'cp_styles.styles.attention:AttentionContextParallel':()}",
         "{'antigravity:geohash'}",
         "{'head_tail'}",
