@@ -15,7 +15,7 @@ from cp_styles.functional import context_attention
 from cp_styles.kernels import Kernel, ReferenceKernel
 from cp_styles.layout import contiguous, head_tail
 from cp_styles.mask import Causal, Full
-from cp_styles.strategies import AllGather, Ring, Strategy
+from cp_styles.strategies import AllGather, Ring, Strategy, Ulysses
 from cp_styles.testing import run_ranks
 from tests.oracle import attend_and_differentiate, attention_inputs, error, expected_attention, randn
 from tests.ranks.attention_case import EXACT, Core, DenseCore, Problem, Projected, cp_mesh, parallel, run_attention
@@ -191,3 +191,20 @@ def test_a_forward_that_is_called_past_its_module(attention):
                     run_attention(act, whole, rank, 2)
 
     run_ranks(on, 2)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "ranks"), [(9, 3, 2), (6, 2, 4), (10, 5, 4), (12, 2, 5), (15, 5, 3)])
+@pytest.mark.parametrize("strategy", [Ulysses(), Ulysses(inner=AllGather())], ids=str)
+def test_heads_that_ranks_do_not_share_evenly(strategy, heads: int, kv_heads: int, ranks: int):
+    """A rank's query heads may need its key heads unevenly, though their numbers divide: of 9 and 3 heads the second of
+    2 ranks has four and two, three of which need the second."""
+    case = Problem(length=13, heads=heads, kv_heads=kv_heads)
+
+    def on(rank: int) -> list[float]:
+        def attend(*tensors):
+            return context_attention(*tensors, mesh, mask=Causal(), layout=head_tail, strategy=strategy)
+
+        mesh = cp_mesh(ranks)
+        return run_attention(attend, case, rank, ranks)
+
+    assert all(max(errors) < EXACT for errors in run_ranks(on, ranks))

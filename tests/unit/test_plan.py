@@ -104,6 +104,33 @@ def test_every_attended_pair_once_where_blocks_are_cut(documents: list[int], bal
     check_plans(layout, layout, mask, mask.allowed(positions, positions))
 
 
+@dataclass(frozen=True)
+class Between(Mask):
+    """Each query sees the keys between its two bounds, which follow no order."""
+
+    los: tuple[int, ...]
+    his: tuple[int, ...]
+
+    def bounds(self, q_positions_L: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.tensor(self.los)[q_positions_L], torch.tensor(self.his)[q_positions_L]
+
+
+@given(layouts(), st.data())
+@example(contiguous(6, 2), None)
+@example(head_tail(6, 1), None)
+def test_bounds_that_rise_and_fall(layout: SequenceLayout, data: st.DataObject | None):
+    """From row to row, so that neither the first nor the last row of a block has its outermost bound. The examples see
+    one key less a row."""
+    length = layout.length
+    bound = st.lists(st.integers(0, length), min_size=length, max_size=length)
+    if data is None:
+        los, his = [0] * length, list(range(length, 0, -1))
+    else:
+        los, his = data.draw(bound), data.draw(bound)
+    seen = torch.tensor([[low <= key < high for key in range(length)] for low, high in zip(los, his, strict=True)])
+    check_plans(layout, layout, Between(tuple(los), tuple(his)), seen.reshape(length, length))
+
+
 @pytest.mark.parametrize("ranks", range(1, 9))
 @pytest.mark.parametrize("length", [16, 1024])
 def test_head_tail_causal_is_one_kernel_call_a_part(ranks: int, length: int):
