@@ -347,6 +347,11 @@ def never_compile_alone(function: Callable[..., Any], *, nor_what_it_calls: bool
     torch._C._dynamo.eval_frame.set_code_exec_strategy(function.__code__, strategy)  # pyright: ignore
 
 
+def function_modes() -> list[Any]:
+    """The TorchFunctionModes that are entered in this thread, outermost first. Seen: 2.11 to 2.15."""
+    return overrides._get_current_function_mode_stack()  # pyright: ignore
+
+
 @contextlib.contextmanager
 def without_function_modes() -> Iterator[None]:
     """No TorchFunctionMode but those entered inside. Seen: 2.11 to 2.15."""

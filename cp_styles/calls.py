@@ -13,7 +13,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from cp_styles._compat import FLEX_OPERATOR, FlexAsWritten, fast_path_attention, never_compile_alone, uncompiled
+from cp_styles._compat import (
+    FLEX_OPERATOR,
+    FlexAsWritten,
+    fast_path_attention,
+    function_modes,
+    never_compile_alone,
+    uncompiled,
+)
 from cp_styles.agreement import ledger_of, offer_refusal
 from cp_styles.flex import flex_attend
 from cp_styles.flex_calls import FIRST_QUESTION, QUESTIONS, FlexCalls, traced_part
@@ -50,7 +57,7 @@ class AttentionCalls(TorchFunctionMode):
         self._name = name
         self._inlined = inlined
         self._grad_at_entry: list[bool] = []
-        self._as_written: list[FlexAsWritten] = []
+        self._as_written: list[FlexAsWritten | None] = []  # None where it was entered already
         self._flex = FlexCalls()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AttentionCalls:
@@ -68,15 +75,19 @@ class AttentionCalls(TorchFunctionMode):
         return AttentionCalls(self._scoped, self._name, self._sink, self._tally, inlined=True)
 
     def __enter__(self) -> AttentionCalls:
+        # Modules enter their modules' once more: every call would pass this one as often.
+        entered = next((mode for mode in reversed(function_modes()) if isinstance(mode, AttentionCalls)), None)
         self._grad_at_entry.append(torch.is_grad_enabled())
-        self._as_written.append(FlexAsWritten())
-        return super().__enter__()
+        self._as_written.append(None if entered is self else FlexAsWritten())
+        return self if entered is self else super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         self._grad_at_entry.pop()
-        self._as_written.pop().end()
         self._flex.forget()
-        return super().__exit__(*exception)
+        as_written = self._as_written.pop()
+        if as_written is not None:
+            as_written.end()
+            super().__exit__(*exception)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

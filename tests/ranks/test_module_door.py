@@ -15,7 +15,9 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.functional import scaled_dot_product_attention as imported_by_name
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
+from cp_styles._compat import function_modes
 from cp_styles.batch import sum_gradients
+from cp_styles.calls import AttentionCalls
 from cp_styles.layout import SequenceLayout, contiguous, head_tail
 from cp_styles.mask import Full, SlidingWindow
 from cp_styles.scope import SequenceScope
@@ -216,6 +218,24 @@ def test_a_forward_of_its_own(mesh, rank):
 
 
 # -- what stays as it was --
+
+
+@pytest.mark.parametrize("ckpt", [None, REENTRANT, NOT_REENTRANT], ids=["plain", "reentrant", "not reentrant"])
+def test_however_deep_a_call_is_it_passes_one_mode(ckpt):
+    """Every torch function in the module passes those that are entered; modules in modules enter the same one."""
+    seen = []
+
+    def spy(*args, **kwargs):
+        seen.append(sum(isinstance(mode, AttentionCalls) for mode in function_modes()))
+        return imported_by_name(*args, **kwargs)
+
+    def on(rank: int) -> None:
+        check(styled(Model(attends=(spy, spy), ckpt=ckpt), mesh := cp_mesh(RANKS)), mesh, rank)
+
+    expected()
+    run_ranks(on, RANKS)
+    assert len(seen) == RANKS * 2 * (1 if ckpt is None else 2)
+    assert set(seen) == {1}
 
 
 @on_ranks

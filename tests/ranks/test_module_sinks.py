@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from cp_styles import AllGather, ModuleContextParallel, Ring, Ulysses, head_tail, sum_gradients
+from cp_styles import AllGather, ModuleContextParallel, Ring, Ulysses, contiguous, head_tail, sum_gradients
 from cp_styles.testing import run_ranks
-from tests.oracle import error, randn
+from tests.oracle import attention_inputs, dense_attention, error, randn
 from tests.ranks.attention_case import EXACT, cp_mesh
 
 WIDTH, HEADS, LENGTH, RANKS = 12, 4, 13, 3
@@ -120,3 +120,42 @@ def test_what_does_not_fit_is_refused():
             model(head_tail(LENGTH, 2).shard(X, 1, rank))
 
     run_ranks(on, 2)
+
+
+def test_a_module_from_elsewhere_takes_no_sink():
+    """It is run by one that has sinks, but stands beside it: back in its own, calls are as there."""
+    inputs, _ = attention_inputs(length=8, batch=1)
+    layout = contiguous(8, 2)
+
+    class Plain(nn.Module):
+        def forward(self, *tensors):
+            return F.scaled_dot_product_attention(*tensors)
+
+    class WithSinks(nn.Module):
+        def __init__(self, beside: nn.Module) -> None:
+            super().__init__()
+            self.sinks = nn.Parameter(torch.full((4,), 3.0, dtype=torch.float64))
+            self.beside = [beside]  # no child
+
+        def forward(self, *tensors):
+            return self.beside[0](*tensors), F.scaled_dot_product_attention(*tensors)
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.plain = Plain()
+            self.sinking = WithSinks(self.plain)
+
+        def forward(self, *tensors):
+            return *self.sinking(*tensors), self.plain(*tensors)
+
+    def on(rank: int):
+        module = parallelize_module(Both(), cp_mesh(2), ModuleContextParallel(layout=layout, sink="sinks"))
+        with torch.no_grad():
+            return module(*(layout.shard(x, 2, rank) for x in inputs))
+
+    beside, sunk, plain = (layout.unshard(list(parts), 2) for parts in zip(*run_ranks(on, 2), strict=True))
+    wanted = dense_attention(*inputs)
+    assert error(beside, wanted) < EXACT
+    assert error(plain, wanted) < EXACT
+    assert error(sunk, wanted) > 0.1
