@@ -69,6 +69,7 @@ def gather_numbers(numbers: Sequence[int], group: dist.ProcessGroup) -> list[tup
     This is how one rank's problem becomes every rank's error. Communication: one all-gather of ``len(numbers)`` int64
     a rank; on the host where the group has a CPU backend, else on the device, which waits for it.
     """
+    refuse_destroyed(group)
     if group.size() == 1:
         return [tuple(numbers)]
     mine = _row(numbers, group)
@@ -88,6 +89,17 @@ def offer_numbers(numbers: Sequence[int], group: dist.ProcessGroup, seconds: flo
 def _row(numbers: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
     device = torch.device("cpu") if has_cpu_backend(group) else torch.device("cuda", torch.cuda.current_device())
     return torch.tensor(numbers, dtype=torch.int64, device=device)
+
+
+def refuse_destroyed(group: dist.ProcessGroup) -> None:
+    """Raise RuntimeError where a group is used after its end. No communication."""
+    try:
+        dist.get_backend(group)
+    except (KeyError, TypeError, ValueError, RuntimeError, AssertionError):  # what torch makes of a group it has not
+        raise RuntimeError(
+            "the process group over which this attention is context parallel was destroyed (destroy_process_group): "
+            "apply the style to a new module, or call the attention, with a mesh of the new process groups"
+        ) from None
 
 
 # An op, so that a selective checkpoint can keep what it returned and its recomputation need not ask again.

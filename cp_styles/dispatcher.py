@@ -13,23 +13,27 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from cp_styles._compat import (
     DETACH_IN_PLACE_HAS_NO_RULE,
+    current_autograd_node,
     default_dispatch,
     dtensor_without_grad,
     sdpa_handlers,
     without_communication,
 )
 from cp_styles.agreement import begin_backward
+from cp_styles.comm import refuse_destroyed
 from cp_styles.composed import HeadShare, Placements, head_share, refuse_placements
-from cp_styles.kernels import SDPA_KERNELS
+from cp_styles.kernels import CUDA_CUDNN, CUDA_EFFICIENT, CUDA_FLASH, SDPA_KERNELS, SdpaKernel
 from cp_styles.kernels.sdpa import names_of
 from cp_styles.layout import SequenceLayout
 from cp_styles.state import Binding, refuse_dropout, refuse_grouped
@@ -45,6 +49,7 @@ _serial = itertools.count()
 def bound_mesh(binding: Binding, device_type: str) -> DeviceMesh:
     """A mesh of its own over the binding's group, and the axes beside it where there are some: DTensors on it attend as
     the binding says. No communication."""
+    refuse_destroyed(binding.group)
     name = f"{_PREFIX}{next(_serial)}"
     if binding.beside is None:
         mesh = DeviceMesh.from_group(binding.group, device_type, mesh_dim_names=(name,))
@@ -130,6 +135,53 @@ class _Route:
         return _as_if_absent(op, args, kwargs, tensors)
 
 
+def carrier(device_type: str) -> SdpaKernel:
+    """The kernel whose op is to carry a call to its handler: the one of the device that is enabled (``sdpa_kernel``),
+    where several are the first. It is then the one that tiles prefer."""
+    flags = torch.backends.cuda
+    enabled = {
+        CUDA_FLASH: flags.flash_sdp_enabled,
+        CUDA_EFFICIENT: flags.mem_efficient_sdp_enabled,
+        CUDA_CUDNN: flags.cudnn_sdp_enabled,
+    }
+    kernels = [kernel for kernel in SDPA_KERNELS if kernel.device_type == device_type] or list(SDPA_KERNELS)
+    return next((kernel for kernel in kernels if kernel not in enabled or enabled[kernel]()), kernels[0])
+
+
+@dataclass(frozen=True)
+class _Values:
+    """What a backward will read, as its forward left it: storages, and how often each was changed in place."""
+
+    versions: tuple[tuple[str, StorageWeakRef, int], ...]
+
+
+def watch_values(out: torch.Tensor, inputs: Sequence[torch.Tensor]) -> None:
+    """Have the backward of the attention op that made ``out`` raise where ``out`` or an input was changed in place.
+
+    Autograd sees to that by a version of the DTensors, which a change of a local tensor does not touch. What is read
+    from elsewhere, as after save_on_cpu or in a recomputation, is none of these storages.
+    """
+    if out.grad_fn is None:
+        return
+    with torch.no_grad():
+        local = dict(zip(("query", "key", "value", "out"), map(_to_local, (*inputs, out)), strict=True))
+    found = [(label, StorageWeakRef(x.untyped_storage()), x._version) for label, x in local.items()]
+    out.grad_fn.metadata[_Values] = _Values(tuple(found))  # pyright: ignore[reportIndexIssue]
+
+
+def _refuse_changed(name: str, values: dict[str, Any]) -> None:
+    node = current_autograd_node()
+    then = None if node is None else node.metadata.get(_Values)
+    for label, storage, version in () if then is None else then.versions:
+        local = values[label].to_local()
+        if StorageWeakRef(local.untyped_storage()) == storage and local._version != version:
+            raise RuntimeError(
+                f"{name}: one of the variables needed for gradient computation has been modified by an inplace "
+                f"operation: the attention's {label}, of shape {tuple(local.shape)} here, is at version "
+                f"{local._version}; expected version {version} instead. Change a clone of it"
+            )
+
+
 def _forward(op: torch._ops.OpOverload, binding: Binding, values: dict[str, Any]) -> Any:
     attention, (q, k, v), _ = _attention(op, binding, values)
     query = values["query"]
@@ -163,6 +215,7 @@ def _forward_composite(op: torch._ops.OpOverload, binding: Binding, values: dict
 
 
 def _backward(op: torch._ops.OpOverload, binding: Binding, values: dict[str, Any]) -> tuple[Any, ...]:
+    _refuse_changed(binding.name, values)
     attention, (q, k, v), share = _attention(op, binding, values)
     grad = _local_grad(values["grad_out"], values["query"].placements, attention)
     out, residual = values["out"].to_local(), values["logsumexp"].to_local()
@@ -187,6 +240,11 @@ def _backward(op: torch._ops.OpOverload, binding: Binding, values: dict[str, Any
 
 def _unchanged(op: torch._ops.OpOverload, binding: Binding, values: dict[str, Any]) -> DTensor:
     return values["self"]
+
+
+def _of_part(op: torch._ops.OpOverload, binding: Binding, values: dict[str, Any]) -> torch.Tensor:
+    # Anomaly detection's question, whether a gradient has a NaN: this rank's part answers for itself.
+    return op(values["self"].to_local())
 
 
 def _attention(
@@ -319,8 +377,9 @@ def even_lengths(length: int, ranks: int) -> tuple[int, ...]:
 @lru_cache(maxsize=1024)
 def _strides(local_shape: torch.Size, local_strides: tuple[int, ...], shape: torch.Size) -> tuple[int, ...]:
     """Strides of a tensor of ``shape`` laid out in memory in the order in which the local one is, with gaps where that
-    has gaps: by these, not by the local ones, torch decides what a view may join."""
-    order = sorted(range(len(shape)), key=lambda d: (local_strides[d], -d))
+    has gaps: by these, not by the local ones, torch decides what a view may join. What is expanded stays so."""
+    expanded = {d for d in range(len(shape)) if local_shape[d] > 1 and local_strides[d] == 0}
+    order = sorted(set(range(len(shape))) - expanded, key=lambda d: (local_strides[d], -d))
     strides, step, local_step = [0] * len(shape), 1, 1
     for d in order:
         if local_shape[d] > 1 and local_strides[d] > local_step:
@@ -388,6 +447,7 @@ _ROUTES: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     torch.ops.aten.scaled_dot_product_attention.default: _forward_composite,
     **{kernel.forward_op: _forward for kernel in SDPA_KERNELS},
     **{kernel.backward_op: _backward for kernel in SDPA_KERNELS},
+    torch.ops.aten._is_any_true.default: _of_part,
 }
 if DETACH_IN_PLACE_HAS_NO_RULE:  # and from_local needs it in inference mode
     _ROUTES[torch.ops.aten.detach_.default] = _unchanged

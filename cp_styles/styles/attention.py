@@ -25,6 +25,7 @@ from cp_styles.ops import check_local
 from cp_styles.scope import Lease, ScopedBinding
 from cp_styles.state import Binding, refuse_dropout
 from cp_styles.styles.context import ContextParallelStyle
+from cp_styles.styles.fused import FusedCalls
 from cp_styles.styles.lift import Lift
 from cp_styles.styles.traced import Traced, traced_of
 
@@ -208,10 +209,12 @@ class ContextParallelState:
         """The module's forward, between what its hooks do where they have not done it: torch.compile has traced them
         and broke its graph inside of the module, or somebody calls the forward and not the module."""
         if self.phase is Phase.FORWARD:
-            return forward(*args, **kwargs)
+            with FusedCalls():
+                return forward(*args, **kwargs)
         args, kwargs = self._enter(args, kwargs)
         try:
-            output = forward(*args, **kwargs)
+            with FusedCalls():
+                output = forward(*args, **kwargs)
         except BaseException:
             self._left(None)
             raise
@@ -316,6 +319,11 @@ class ContextParallelState:
             failure.add_note(
                 f"{self.binding.name}: flex_attention inside is not context parallel, and torch has no rule for it on "
                 "DTensors, which its tensors are here: take ModuleContextParallel, or call context_flex_attention"
+            )
+        elif type(failure).__module__.startswith("torch._dynamo"):
+            failure.add_note(
+                f"{self.binding.name}: torch.compile inside the module, whose tensors are DTensors of this run there: "
+                "compile the module itself, or a model around it, and call functions inside of it as they are"
             )
         elif not self.binding.tally.calls and any(word in str(failure) for word in ("DTensor", NO_COMMUNICATION)):
             failure.add_note(f"{self.binding.name}: {_NOT_REACHED}")

@@ -113,7 +113,7 @@ def test_what_can_be_seen_when_it_is_applied(act, message: str):
 
 
 def test_dropout():
-    """As the module's argument; inside of it, where it decomposes the attention, causal or not."""
+    """As the module's argument; inside of it, causal or not."""
     assert_expected_inline(
         wrapped(refusals(call(dropout_p=0.1))),
         """\
@@ -122,7 +122,7 @@ numbers would have to be those of one device. Set dropout to 0, or apply it afte
     )
     for causal in (True, False):
         inside = partial(F.scaled_dot_product_attention, dropout_p=0.1, is_causal=causal, enable_gqa=True)
-        assert "given dropout (set it to 0)" in refusals(call(inside)), causal
+        assert "dropout_p=0.1: each rank's random numbers" in refusals(call(inside)), causal
 
 
 def test_masks_of_the_call():

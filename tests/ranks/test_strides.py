@@ -17,7 +17,7 @@ def apart(x: torch.Tensor) -> torch.Tensor:
     return x.mT.contiguous().mT
 
 
-@pytest.mark.parametrize("door", [door for door in DOORS if door != "by_style"])
+@pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_rows_whose_numbers_stand_apart(door: str, ranks: int):
     inputs, cotangent = attention_inputs(length=LENGTH, batch=1)
@@ -36,3 +36,35 @@ def test_rows_whose_numbers_stand_apart(door: str, ranks: int):
 
     for parts, wanted in zip(zip(*run_ranks(on, ranks), strict=True), [*expected, expected[0]], strict=True):
         assert error(layout.unshard(list(parts), 2), wanted) < EXACT
+
+
+EXPANDED = {
+    "batch": lambda x: x[:1].expand(2, -1, -1, -1),
+    "heads": lambda x: x[:, :1].expand(-1, 4, -1, -1),
+    "positions": lambda x: x[:, :, :1].expand(-1, -1, x.shape[2], -1),
+    "dims": lambda x: x[..., :1].expand(-1, -1, -1, 8),
+    "all": lambda x: x[:1, :1, :1, :1].expand(2, 4, x.shape[2], 8),
+}
+
+
+@pytest.mark.parametrize("dims", EXPANDED)
+@pytest.mark.parametrize("door", [door for door in DOORS if door != "by_varlen"])
+def test_expanded_keys_and_values(door: str, dims: str):
+    """Strides of 0, as ``expand`` makes them of keys that heads share."""
+    inputs, cotangent = attention_inputs(length=LENGTH)
+    layout = contiguous(LENGTH, 3)
+    if dims in ("positions", "all"):  # one position for all of a rank would be another for the next
+        inputs[1:] = [x[:, :, :1].expand_as(x) for x in inputs[1:]]
+    inputs[1:] = [EXPANDED[dims](x) for x in inputs[1:]]
+    expected = expected_attention(inputs, cotangent, torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril())
+
+    def on(rank: int):
+        own = [layout.shard(x, 2, rank).clone() for x in inputs]
+        leaves = [own[0].requires_grad_(), *(EXPANDED[dims](x).requires_grad_() for x in own[1:])]
+        assert 0 in leaves[1].stride()
+        out = DOORS[door](cp_mesh(3), *leaves)
+        return [x.detach() for x in (out, *torch.autograd.grad(out, leaves, layout.shard(cotangent, 2, rank)))]
+
+    for parts, wanted in zip(zip(*run_ranks(on, 3), strict=True), expected, strict=True):
+        # With keys alike, dq is what rounding leaves of terms as large as the others.
+        assert float((layout.unshard(list(parts), 2) - wanted).norm()) < EXACT * float(expected[3].norm())

@@ -1,0 +1,225 @@
+"""What one device answers, AttentionContextParallel answers as well, whichever kernel torch would have chosen."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import re
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor.parallel import parallelize_module
+
+from cp_styles import AttentionContextParallel, ModuleContextParallel, ReferenceKernel, SequenceLayout, contiguous
+from cp_styles.testing import RankError, run_ranks
+from tests.oracle import attend_and_differentiate, attention_inputs, dense_attention, error, randn
+from tests.ranks.attention_case import EXACT, cp_mesh
+from tests.ranks.doors import DOORS, LENGTH
+
+STYLES = [AttentionContextParallel, ModuleContextParallel]
+
+
+class Attend(nn.Module):
+    def __init__(self, how=F.scaled_dot_product_attention, **options) -> None:
+        super().__init__()
+        self.how, self.options = how, options
+
+    def forward(self, query, key, value):
+        return self.how(query, key, value, **self.options)
+
+
+def found_and_wanted(style, inputs, cotangent, layout: SequenceLayout, module: nn.Module, wanted, **options):
+    def on(rank: int):
+        parallel = parallelize_module(copy.deepcopy(module), cp_mesh(layout.ranks), style(layout=layout, **options))
+        own = [layout.shard(x, 2, rank) for x in inputs]
+        with torch.inference_mode():
+            inferred = parallel(*own).clone()
+        found = attend_and_differentiate(parallel, own, layout.shard(cotangent, 2, rank))
+        assert torch.equal(inferred, found[0])
+        return found
+
+    results = [layout.unshard(list(parts), 2) for parts in zip(*run_ranks(on, layout.ranks), strict=True)]
+    return zip(results, attend_and_differentiate(wanted, inputs, cotangent), strict=True)
+
+
+LAYOUTS = {
+    "uneven": contiguous(LENGTH, 3),
+    "a rank without tokens": SequenceLayout.from_chunks([[(0, 5)], [], [(5, LENGTH)]]),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("kernel", [None, ReferenceKernel()], ids=["any kernel", "reference"])
+def test_a_value_head_dim_of_its_own(style, layout: str, kernel):
+    (query, key, _), _ = attention_inputs(length=LENGTH)
+    value, cotangent = randn(5, 2, 4, LENGTH, 3), randn(6, 2, 4, LENGTH, 3)
+    pairs = found_and_wanted(
+        style, [query, key, value], cotangent, LAYOUTS[layout], Attend(), dense_attention, kernel=kernel
+    )
+    assert all(error(found, wanted) < EXACT for found, wanted in pairs)
+
+
+MASKS = {
+    "boolean": torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril(2),
+    "added": randn(7, LENGTH, LENGTH),
+    "for each head": randn(7, 1, 4, LENGTH, LENGTH) > 0,
+    "one row": randn(7, 2, 1, 1, LENGTH),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("name", MASKS)
+def test_a_mask_of_the_whole_sequence_inside_the_module(style, name: str, layout: str):
+    mask = MASKS[name]
+    inputs, cotangent = attention_inputs(length=LENGTH)
+    said = {"mask": mask} if mask.dtype == torch.bool else {"bias": mask}
+    pairs = found_and_wanted(
+        style,
+        inputs,
+        cotangent,
+        LAYOUTS[layout],
+        Attend(attn_mask=mask),
+        lambda *tensors: dense_attention(*tensors, **said),
+    )
+    assert all(error(found, wanted) < EXACT for found, wanted in pairs)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_an_empty_batch(style):
+    empty = [torch.zeros(0, 4, LENGTH, 8, dtype=torch.float64)] * 3
+    pairs = found_and_wanted(style, empty, empty[0], LAYOUTS["uneven"], Attend(is_causal=True), dense_attention)
+    assert all(found.shape == wanted.shape for found, wanted in pairs)
+
+
+@pytest.mark.parametrize("how", [torch.ops.aten.scaled_dot_product_attention, F.scaled_dot_product_attention], ids=str)
+def test_the_call_under_another_name_and_dtype(how):
+    """Keys in float32 beside a bfloat16 query, under autocast, as one device takes them."""
+    inputs, _ = attention_inputs(length=LENGTH, dtype=torch.float32)
+    layout = LAYOUTS["uneven"]
+
+    def on(rank: int):
+        module = parallelize_module(Attend(how), cp_mesh(3), AttentionContextParallel(layout=layout))
+        own = [layout.shard(x, 2, rank) for x in inputs]
+        with torch.autocast("cpu", torch.bfloat16):
+            out = module(own[0].bfloat16(), *own[1:])
+        assert out.dtype == torch.bfloat16
+        return out
+
+    out = layout.unshard(run_ranks(on, 3), 2)
+    assert error(out, dense_attention(*(x.double() for x in inputs))) < 0.01  # bfloat16: 4e-3 a number
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_what_is_no_attention_here_says_so(style):
+    """One device would repeat the one key head for each value head. Here nothing is broadcast, in any door."""
+    (query, key, value), _ = attention_inputs(length=LENGTH)
+    layout = LAYOUTS["uneven"]
+
+    def refused(tensors, **options) -> str:
+        def on(rank: int) -> None:
+            module = parallelize_module(Attend(**options), cp_mesh(3), style(layout=layout))
+            module(*(layout.shard(x, 2, rank) for x in tensors))
+
+        with pytest.raises(RankError) as caught:
+            run_ranks(on, 3)
+        return str(caught.value)
+
+    text = refused([query, key[:, :1], value])
+    assert text.count("4 query heads and 1 key/value heads need enable_gqa=True") == 3, text
+    text = refused([query, key[:, :1], value], enable_gqa=True)
+    assert text.count("there are 1 key heads and 4 value heads") == 3, text
+    learned = torch.zeros(LENGTH, LENGTH, dtype=torch.float64, requires_grad=True)
+    text = refused([query, key, value], attn_mask=learned)
+    assert text.count("the gradient of an attention bias is not computed under context parallelism") == 3, text
+    text = refused([query, key, value], dropout_p=0.5)
+    assert text.count("dropout_p=0.5") == 3, text
+
+
+# -- changed in place between forward and backward --
+
+CHANGED = ("query", "key", "value", "out")
+
+
+def backward_after(door: str, changed: str, *, around=contextlib.nullcontext) -> torch.Tensor:
+    """All gradients, where one of the call's tensors is multiplied by 3 before the backward."""
+    inputs, cotangent = attention_inputs(length=LENGTH, batch=1)
+    layout = contiguous(LENGTH, 2)
+
+    def on(rank: int):
+        mesh = cp_mesh(2)
+        leaves = [layout.shard(x, 2, rank).clone().requires_grad_() for x in inputs]
+        tensors = dict(zip(CHANGED, (x * 1.0 for x in leaves), strict=False))
+        with around():
+            out = DOORS[door](mesh, *tensors.values())
+        tensors["out"] = out
+        if changed:
+            with torch.no_grad():
+                tensors[changed].mul_(3.0)
+        return torch.stack(torch.autograd.grad(tensors["out"], leaves, layout.shard(cotangent, 2, rank)))
+
+    return torch.cat(run_ranks(on, 2), 3)
+
+
+@pytest.mark.parametrize("changed", CHANGED)
+@pytest.mark.parametrize("door", DOORS)
+def test_what_was_changed_in_place_has_no_gradient(door: str, changed: str):
+    with pytest.raises(RankError) as caught:
+        backward_after(door, changed)
+    # Of results torch itself says so, before there is a backward.
+    found = re.findall("modified by an inplace operation|view and its base or another view", str(caught.value))
+    assert len(found) == 2, str(caught.value)
+
+
+@pytest.mark.parametrize("changed", CHANGED[:3])
+def test_what_may_be_changed_in_place(changed: str):
+    """What the backward reads from elsewhere, as after an offload."""
+    wanted = backward_after("by_style", "")
+    copies = partial(torch.autograd.graph.saved_tensors_hooks, torch.clone, lambda x: x)
+    assert torch.equal(backward_after("by_style", changed, around=copies), wanted)
+
+
+# -- what stands around a call --
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_anomaly_detection(style):
+    """It looks for NaN in gradients, which are DTensors: it finds one, and its absence. It is the process'."""
+    inputs, cotangent = attention_inputs(length=LENGTH)
+    layout = LAYOUTS["uneven"]
+
+    def on(rank: int) -> None:
+        module = parallelize_module(Attend(is_causal=True), cp_mesh(3), style(layout=layout))
+        own, grad = [layout.shard(x, 2, rank) for x in inputs], layout.shard(cotangent, 2, rank)
+        found = attend_and_differentiate(module, own, grad)
+        assert all(bool(x.isfinite().all()) for x in found)
+        with pytest.raises(RuntimeError, match="returned nan values"):
+            attend_and_differentiate(module, own, torch.full_like(grad, float("nan")))
+
+    with torch.autograd.detect_anomaly():
+        run_ranks(on, 3)
+
+
+@pytest.mark.parametrize("layout", [contiguous, contiguous(LENGTH, 2)], ids=["balancer", "layout"])
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("before", [False, True])
+def test_a_world_that_has_ended(style, layout, before: bool):
+    """``before``: the style has attended in it."""
+
+    def on(rank: int) -> None:
+        module = parallelize_module(Attend(), cp_mesh(2), style(layout=layout))
+        own = [randn(0, 1, 2, contiguous(LENGTH, 2).lengths[rank], 8)] * 3
+        if before:
+            module(*own)
+            dist.barrier()
+        dist.destroy_process_group()
+        module(*own)
+
+    with pytest.raises(RankError) as caught:
+        run_ranks(on, 2)
+    assert str(caught.value).count("was destroyed (destroy_process_group): apply the style to a new module") == 2
