@@ -172,6 +172,10 @@ def without_groups(mesh: DeviceMesh) -> DeviceMesh:
     return mesh
 
 
+# What torch.autograd.detect_anomaly asks of every gradient, after isnan. Seen: 2.11 to 2.15.
+IS_ANY_TRUE = torch.ops.aten._is_any_true.default
+
+
 def has_tangent(tensor: torch.Tensor) -> bool:
     """Whether forward-mode differentiation looks at ``tensor``: it, or what transforms of torch.func have wrapped, is a
     dual tensor. Seen: 2.11 to 2.15."""

@@ -24,6 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from cp_styles._compat import (
     DETACH_IN_PLACE_HAS_NO_RULE,
+    IS_ANY_TRUE,
     current_autograd_node,
     default_dispatch,
     dtensor_without_grad,
@@ -447,7 +448,7 @@ _ROUTES: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     torch.ops.aten.scaled_dot_product_attention.default: _forward_composite,
     **{kernel.forward_op: _forward for kernel in SDPA_KERNELS},
     **{kernel.backward_op: _backward for kernel in SDPA_KERNELS},
-    torch.ops.aten._is_any_true.default: _of_part,
+    IS_ANY_TRUE: _of_part,
 }
 if DETACH_IN_PLACE_HAS_NO_RULE:  # and from_local needs it in inference mode
     _ROUTES[torch.ops.aten.detach_.default] = _unchanged

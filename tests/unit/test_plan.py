@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from cp_styles.layout import SequenceLayout, by_work, contiguous, head_tail, per_document_head_tail, striped
@@ -122,6 +122,7 @@ def test_bounds_that_rise_and_fall(layout: SequenceLayout, data: st.DataObject |
     """From row to row, so that neither the first nor the last row of a block has its outermost bound. The examples see
     one key less a row."""
     length = layout.length
+    assume(length)  # without positions there are no bounds
     bound = st.lists(st.integers(0, length), min_size=length, max_size=length)
     if data is None:
         los, his = [0] * length, list(range(length, 0, -1))
