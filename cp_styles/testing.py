@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from cp_styles._compat import (
     in_process_store,
@@ -252,7 +252,10 @@ class MemoryTrace(TorchDispatchMode):
 
 
 def _has_storage(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.device.type != "meta"
+    """Whether it is a tensor with memory of its own: no wrapper of others, as DTensor is."""
+    return (
+        isinstance(value, torch.Tensor) and not is_traceable_wrapper_subclass(value) and value.device.type != "meta"
+    )
 
 
 def _nbytes(value: Any) -> int:
