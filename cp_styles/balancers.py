@@ -73,8 +73,8 @@ class HeadTailLoadBalancer(LoadBalancer):
 
 
 class PerDocumentHeadTailLoadBalancer(LoadBalancer):
-    """:func:`~cp_styles.layout.per_document_head_tail` with ``cut_all``, as torch cuts: every rank holds a share of every
-    document, the shortest too. The arguments are those of torch's balancer of that name.
+    """:func:`~cp_styles.layout.per_document_head_tail` with ``cut_all``, as torch cuts: every rank holds a share of
+    every document, the shortest too. The arguments are those of torch's balancer of that name.
 
     A balancer cuts; it is no mask. The attention must be told of the documents as well (``mask=Documents(lengths)``).
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -79,6 +79,8 @@ class SequenceScope:
         self.mask = mask
         self.mesh_axis = mesh_axis
         self._text: tuple[str, list[torch.Tensor]] | None = None
+        # The modules' bindings that were resolved under this scope, for the next batch's scope to prepare.
+        self._users: WeakSet[ScopedBinding] = WeakSet()
         # One bound mesh a configuration: the modules of a model mostly share one.
         self._leases: dict[Binding, Lease] = {}
 
@@ -88,6 +90,23 @@ class SequenceScope:
 
     def __exit__(self, *exception: object) -> None:
         _open.set(_open.get()[:-1])  # and no token kept in self, which several threads may have open
+
+    def prepare(self, like: SequenceScope) -> SequenceScope:
+        """Make the plans of this batch before its step, for the modules that ran under the scope ``like``; returns
+        this scope.
+
+        A plan is made on the host at the first call that needs it, so a new batch's first layers would wait for it.
+        Made ahead, while the device works on the batch before, it costs the step nothing::
+
+            loss.backward()  # of the batch under ``scope``; the host is free again
+            following = SequenceScope(next_layout, mask=next_documents).prepare(scope)
+
+        Each module's calls are expected to be causal, or not, as they were. Masks that come with a call (``attn_mask``,
+        a BlockMask) are not known ahead. No communication; what was not foreseen is made at its call, as ever.
+        """
+        for user in list(like._users):
+            user.bound_to(self.layout, self.mask).prepare()
+        return self
 
     def for_checkpoint(
         self, context_fn: Callable[[], tuple[Any, Any]] | None = None
@@ -219,6 +238,7 @@ class ScopedBinding:
             )
         if scope not in self._under:
             self._under[scope] = self.bound_to(scope.layout, scope.mask)
+            scope._users.add(self)
         return self._under[scope], scope
 
     def bound_to(self, layout: SequenceLayout, mask: Mask) -> Binding:

@@ -78,6 +78,8 @@ class Binding:
         tally: what the forward has come to, so that a module whose attention was never reached can be told so.
         watch: notices parameters that nobody reduces over the group; None takes the group's own, for callers that
             bind anew at every call.
+        asked: what the calls so far say of their plans, beside layout and mask: (is_causal, the kernel's small_tiles).
+            Bindings that are replaced from this one share it.
     """
 
     name: str
@@ -91,6 +93,7 @@ class Binding:
     beside: Beside | None = None
     tally: Tally = field(default_factory=Tally, compare=False, repr=False)
     watch: ParameterWatch | None = field(default=None, compare=False, repr=False)
+    asked: set[tuple[bool, bool]] = field(default_factory=set, compare=False, repr=False)
     _attentions: dict[tuple[Any, ...], Attention] = field(init=False, default_factory=dict, compare=False, repr=False)
     _settlements: dict[tuple[SequenceLayout, SequenceLayout], Binding] = field(
         init=False, default_factory=dict, compare=False, repr=False
@@ -189,7 +192,15 @@ class Binding:
             kernel = kernel_for_tiles(tensors, named=self.kernel, preferred=preferred)
         except NotImplementedError as error:
             raise NotImplementedError(f"{self.name}: {error}") from None
+        self.asked.add((is_causal, kernel.small_tiles))
         return Attention(self.group, q_layout, kv_layout, mask, kernel, scale, heads)
+
+    def prepare(self) -> None:
+        """Make the plans of calls like those so far, so that they find them; no communication."""
+        assert isinstance(self.layout, SequenceLayout)  # a scope's
+        for is_causal, small_tiles in self.asked:
+            mask = self.mask & Causal() if is_causal else self.mask
+            self.strategy.prepare(self.layout, self.layout, mask, self.group.rank(), small_tiles=small_tiles)
 
     def _layout_of_keys(self, q_length: int, kv_length: int, is_causal: bool) -> SequenceLayout:
         if is_causal or not isinstance(self.mask, Full):

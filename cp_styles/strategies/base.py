@@ -79,6 +79,11 @@ class Strategy(ABC):
         """This strategy where the sequence is cut over two mesh axes, the second of size ``inner``."""
         raise ValueError(f"{self} works on one mesh axis; for two take Ulysses(inner={self}), or flatten them yourself")
 
+    def prepare(  # noqa: B027 - one that plans nothing has nothing to prepare
+        self, q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, rank: int, *, small_tiles: bool
+    ) -> None:
+        """Make now, to be found by a call later, what follows from layouts and mask alone: plans. No communication."""
+
     @abstractmethod
     def residual_specs(
         self, attention: Attention, q_BHLD: torch.Tensor, k_BGMD: torch.Tensor, v_BGME: torch.Tensor

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from cp_styles.mask import PerRow
 from cp_styles.strategies.base import Attention, Strategy, new_residual, residual_views
 
 
@@ -19,6 +20,10 @@ class ByRow(Strategy):
     """
 
     inner: Strategy
+
+    def prepare(self, q_layout, kv_layout, mask, rank, *, small_tiles):
+        for row in mask.masks if isinstance(mask, PerRow) else (mask,):
+            self.inner.prepare(q_layout, kv_layout, row, rank, small_tiles=small_tiles)
 
     def residual_specs(self, attention, q_BHLD, k_BGMD, v_BGME):
         specs = []

@@ -73,6 +73,9 @@ class MovingKV(Strategy):
     def rounds(self, ranks: int) -> Sequence[Sequence[int]]:
         """Every distance from 1 to ``ranks - 1`` once, in groups; see :attr:`Step.distances`."""
 
+    def prepare(self, q_layout, kv_layout, mask, rank, *, small_tiles):
+        make_plan(q_layout, kv_layout, mask, rank, small_tiles=small_tiles)
+
     def residual_specs(self, attention, q_BHLD, k_BGMD, v_BGME):
         return attention.once(
             (self, q_BHLD.shape, k_BGMD.shape, v_BGME.shape, q_BHLD.dtype),
