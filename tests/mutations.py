@@ -1,0 +1,441 @@
+"""Plants mistakes in a copy of the package, one by one, and says which of them the tests notice.
+
+    python tests/mutations.py                  all of them, with the tests that concern each: an hour on 2 cores
+    python tests/mutations.py merge layout     those with these words in their names
+    python tests/mutations.py --texts          no tests: whether the text of each mistake is still in the package
+    python tests/mutations.py --unplanted ...  the tests without the mistakes, all of which must pass
+
+A mistake is a short piece of the package's text, which may stand in any file but in one place only (blanks and line
+breaks do not count), and what is put there instead. Where a refactoring has changed the text, the script says so and
+fails: give the mistake the text that the code has now. It fails as well where a mistake goes unnoticed.
+
+Not collected by pytest. Tests that a mistake makes wait for each other end with LIMIT, and count as noticed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+LIMIT = 600.0  # seconds for the tests of one mistake
+FAILED = 1  # pytest's exit status when tests have failed; others say that they could not be run
+
+
+class Mistake(NamedTuple):
+    """``wrong`` in place of ``right``; ``tests`` are arguments of pytest."""
+
+    name: str
+    right: str
+    wrong: str
+    tests: str
+
+
+MISTAKES = [
+    # -- masks --
+    Mistake(
+        "mask: causal without the diagonal",
+        "torch.zeros_like(q_positions_L), q_positions_L + 1",
+        "torch.zeros_like(q_positions_L), q_positions_L",
+        "tests/unit/test_mask.py",
+    ),
+    Mistake(
+        "mask: a window one short on the right",
+        "q_positions_L + right + 1",
+        "q_positions_L + right",
+        "tests/unit/test_mask.py",
+    ),
+    Mistake(
+        "mask: a window one short on the left",
+        "(q_positions_L - left).clamp(min=0)",
+        "(q_positions_L - left + 1).clamp(min=0)",
+        "tests/unit/test_mask.py",
+    ),
+    Mistake(
+        "mask: chunks that see one key of the next",
+        "return start, start + self.size",
+        "return start, start + self.size + 1",
+        "tests/unit/test_mask.py",
+    ),
+    Mistake(
+        "mask: the first token of a document in the one before",
+        "torch.bucketize(q_positions_L, ends, right=True)",
+        "torch.bucketize(q_positions_L, ends, right=False)",
+        "tests/unit/test_mask.py",
+    ),
+    Mistake(
+        "mask: prefixes counted from the sequence's start",
+        "start + prefixes[index])",
+        "prefixes[index])",
+        "tests/unit/test_mask.py",
+    ),
+    Mistake(
+        "mask: the wider of two lower bounds",
+        "reduce(torch.maximum, los), reduce(torch.minimum, his)",
+        "reduce(torch.minimum, los), reduce(torch.minimum, his)",
+        "tests/unit/test_mask.py",
+    ),
+    Mistake(
+        "mask: every row of the batch has the first one's",
+        "mask=attention.mask.row(index)",
+        "mask=attention.mask.row(0)",
+        "tests/ranks/test_per_row.py",
+    ),
+    Mistake(
+        "mask: partial blocks of a BlockMask as full ones",
+        "(states == 2) | (states == 1) & facts",
+        "(states >= 1) | (states == 1) & facts",
+        "tests/unit/test_flex_mask.py",
+    ),
+    Mistake(
+        "mask: blocks of a BlockMask reach beyond the sequence",
+        "bits & (q < queries)[:, :, None] & (kv < keys)[:, None, :]",
+        "bits",
+        "tests/unit/test_flex_mask.py",
+    ),
+    # -- layouts and plans --
+    Mistake(
+        "layout: chunks of a rank in reverse",
+        "parts[0] if len(parts) == 1 else torch.cat(parts, dim)",
+        "parts[0] if len(parts) == 1 else torch.cat(parts[::-1], dim)",
+        "tests/unit/test_layout.py",
+    ),
+    Mistake(
+        "layout: put together in the order of ranks",
+        "pieces.sort(key=lambda piece: piece[0])",
+        "pass",
+        "tests/unit/test_layout.py",
+    ),
+    Mistake(
+        "plan: a rank sends rows to itself",
+        "there = (last > first) & (holders != rank)",
+        "there = last > first",
+        "tests/unit/test_plan.py",
+    ),
+    Mistake(
+        "plan: a causal tile without its mask",
+        "(run.b - 1, run.end), Cover.CAUSAL)",
+        "(run.b - 1, run.end), Cover.FULL)",
+        "tests/unit/test_plan.py",
+    ),
+    Mistake(
+        "plan: no rectangle of one key before a triangle",
+        "if run.b - 1 > run.a:",
+        "if run.b - 1 > run.a + 1:",
+        "tests/unit/test_plan.py",
+    ),
+    # -- merging --
+    Mistake(
+        "merge: the weight of the other side",
+        "torch.sigmoid(lse_BHL - lse)",
+        "torch.sigmoid(lse - lse_BHL)",
+        "tests/unit/test_merge.py",
+    ),
+    Mistake(
+        "merge: the larger logsumexp for the sum",
+        "torch.logaddexp(lse, lse_BHL, out=lse)",
+        "torch.maximum(lse, lse_BHL, out=lse)",
+        "tests/unit/test_merge.py",
+    ),
+    Mistake(
+        "merge: a waiting gradient is overwritten",
+        "self._waiting[1].add_(tile)",
+        "self._waiting[1].copy_(tile)",
+        "tests/unit/test_merge.py",
+    ),
+    Mistake(
+        "merge: accumulation in low precision",
+        "return torch.float64 if dtype == torch.float64 else torch.float32",
+        "return dtype",
+        "tests/ranks/test_precision.py tests/unit/test_merge.py",
+    ),
+    Mistake(
+        "merge: a sink's share and the rest exchanged",
+        "out * torch.sigmoid(lse - sink)",
+        "out * torch.sigmoid(sink - lse)",
+        "tests/ranks/test_options.py -k sink",
+    ),
+    Mistake(
+        "merge: a sink's gradient with the other sign",
+        "return -(p_BHL * dots_BHL).sum((0, 2))",
+        "return (p_BHL * dots_BHL).sum((0, 2))",
+        "tests/ranks/test_options.py -k sink",
+    ),
+    # -- strategies --
+    Mistake(
+        "strategy: own keys left out of the forward",
+        "forward += [own, *(",
+        "forward += [*(",
+        "tests/ranks/test_attention_parity.py",
+    ),
+    Mistake(
+        "strategy: causal tiles attended in full",
+        '"causal": tile.cover is Cover.CAUSAL',
+        '"causal": False',
+        "tests/ranks/test_attention_parity.py",
+    ),
+    Mistake(
+        "strategy: a tile's band is not masked",
+        'bias.to(device, self.dtype).masked_fill(outside, float("-inf"))',
+        "bias.to(device, self.dtype)",
+        "tests/ranks/test_attention_masks.py",
+    ),
+    Mistake(
+        "strategy: nothing is kept for the backward",
+        "for distances in rounds for distance in distances][: strategy.keep]",
+        "for distances in rounds for distance in distances][:0]",
+        "tests/ranks/test_attention_costs.py",
+    ),
+    Mistake(
+        "Ulysses: sinks of the first heads",
+        "per_head_H[self._own]",
+        "per_head_H[: self._heads]",
+        "tests/ranks/test_options.py -k sink",
+    ),
+    Mistake(
+        "Ulysses: masks of the first heads",
+        "heads=(before + start, before + stop)",
+        "heads=(0, stop - start)",
+        "tests/ranks/test_attention_masks.py tests/ranks/test_options.py tests/ranks/test_parity_grid.py",
+    ),
+    Mistake(
+        "Ulysses: key heads counted from the first rank's",
+        "head // share - kv_start",
+        "head // share",
+        "tests/ranks/test_attention_parity.py tests/ranks/test_parity_grid.py",
+    ),
+    Mistake(
+        "Ulysses: of several queries' gradients for a key head, one",
+        ".index_add_(1, self._pairs, x)",
+        ".index_copy_(1, self._pairs, x)",
+        "tests/ranks/test_attention_parity.py tests/ranks/test_parity_grid.py",
+    ),
+    # -- kernels --
+    Mistake(
+        "kernel: softmax's backward without the row's mean",
+        "ds = p * (grad @ v.mT - (grad * out).sum(-1, keepdim=True)) * scale",
+        "ds = p * (grad @ v.mT) * scale",
+        "tests/unit/test_kernels.py",
+    ),
+    Mistake(
+        "kernel: the diagonal is the future",
+        "device=logits.device).triu(1)",
+        "device=logits.device).triu(0)",
+        "tests/unit/test_kernels.py",
+    ),
+    Mistake(
+        "kernel: a negative scale's sign is lost",
+        "return dq if sign == 1.0 else dq * sign",
+        "return dq if sign == 1.0 else dq",
+        "tests/unit/test_kernels.py tests/ranks/test_options.py",
+    ),
+    Mistake(
+        "kernel: the logsumexp's gradient with the other sign",
+        "F.pad(out_BHLE, (0, 8), value=-1.0)",
+        "F.pad(out_BHLE, (0, 8), value=1.0)",
+        "tests/ranks/test_flex.py",
+    ),
+    Mistake(
+        "kernel: rows that see nothing keep what the op left",
+        "out = out.masked_fill(dead.unsqueeze(-1), 0.0)",
+        "out = out + 0.0",
+        "tests/unit/test_kernels.py tests/ranks/test_numerics.py",
+    ),
+    Mistake(
+        "kernel: numbers that stand apart in memory",
+        "return tensor if tensor.stride(-1) == 1 else tensor.contiguous()",
+        "return tensor",
+        "tests/ranks/test_strides.py",
+    ),
+    # -- batch: labels, losses, gradients --
+    Mistake(
+        "batch: labels across documents",
+        "same = starts.narrow(seq_dim, shift, kept) == starts.narrow(seq_dim, 0, kept)",
+        "same = torch.ones_like(ahead, dtype=torch.bool)",
+        "tests/unit/test_batch.py",
+    ),
+    Mistake(
+        "batch: positions run through documents",
+        "return _index_along(document_ids, seq_dim) - _document_starts(document_ids, seq_dim)",
+        "return _index_along(document_ids, seq_dim) + 0 * _document_starts(document_ids, seq_dim)",
+        "tests/unit/test_batch.py",
+    ),
+    Mistake(
+        "batch: tokens without a label are counted",
+        "count = (labels != ignore_index).sum()",
+        "count = torch.tensor(labels.numel())",
+        "tests/ranks/test_batch.py",
+    ),
+    Mistake(
+        "batch: a reducer's division stays",
+        "grads[0] * ctx.averaged_over",
+        "grads[0]",
+        "tests/ranks/test_gradients_over_cp.py -k fsdp",
+    ),
+    Mistake(
+        "batch: sums of gradients are added to the gradients",
+        "gradient.copy_(piece.view_as(gradient))",
+        "gradient.add_(piece.view_as(gradient))",
+        "tests/ranks/test_batch.py",
+    ),
+    Mistake(
+        "batch: bfloat16 gradients are summed in bfloat16",
+        "reduce_dtype or torch.promote_types(flat.dtype, torch.float32)",
+        "reduce_dtype or flat.dtype",
+        "tests/ranks/test_batch.py tests/ranks/test_precision.py",
+    ),
+    Mistake(
+        "batch: partial gradients of DTensors stay partial",
+        "if gradient.placements != parameter.placements:",
+        "if len(gradient.placements) != len(parameter.placements):",
+        "tests/ranks/test_batch.py tests/ranks/test_gradients_over_cp.py",
+    ),
+    # -- agreement and warnings --
+    Mistake(
+        "agreement: a refusal is not heard",
+        "refused = [rank for rank, row in enumerate(rows) if row.status == status]",
+        "refused = []",
+        "tests/ranks/test_errors.py tests/ranks/test_disagreement.py",
+    ),
+    Mistake(
+        "agreement: ranks that differ go on",
+        "odd = [rank for rank, number in enumerate(numbers) if number != numbers[0]]",
+        "odd = []",
+        "tests/ranks/test_disagreement.py",
+    ),
+    Mistake(
+        "agreement: ranks at different places go on",
+        "len({(row.meeting, row.who) for row in rows}) == 1 and len(places) < 2",
+        "rows",
+        "tests/ranks/test_disagreement.py",
+    ),
+    Mistake(
+        "unreduced: nobody is warned",
+        "if 0 in numbers or len(set(numbers)) == 1:",
+        "if numbers:",
+        "tests/ranks/test_unreduced.py",
+    ),
+    Mistake(
+        "unreduced: parts that differ by right are compared",
+        "if shares_ranks(parameter.device_mesh, group): return None",
+        "pass",
+        "tests/ranks/test_unreduced.py",
+    ),
+    # -- scopes and collectives --
+    Mistake(
+        "scope: stays open",
+        "_open.set(_open.get()[:-1])",
+        "pass",
+        "tests/ranks/test_scope.py",
+    ),
+    Mistake(
+        "scope: not there in a recomputation",
+        "return contextlib.nullcontext(), self",
+        "return contextlib.nullcontext(), contextlib.nullcontext()",
+        "tests/ranks/test_scope.py",
+    ),
+    Mistake(
+        "collectives: gradients of a gather are not reduced",
+        "exchange if reduce_gradients else Replicated(exchange)",
+        "Replicated(exchange)",
+        "tests/ranks/test_collectives_split_gather.py",
+    ),
+    Mistake(
+        "collectives: a key head that two ranks need goes to one",
+        "(start // group, -(-stop // group)) for start, stop in ranges",
+        "(start // group, stop // group) for start, stop in ranges",
+        "tests/ranks/test_collectives_heads.py",
+    ),
+]
+
+
+def pattern(text: str) -> re.Pattern[str]:
+    """``text`` with any blanks and line breaks, or none, where it has some, or between what is no word."""
+    pieces = re.findall(r"\w+|[^\w\s]", text)
+    joints = [r"\s+" if a[-1].isalnum() and b[0].isalnum() else r"\s*" for a, b in pairwise(pieces)]
+    return re.compile("".join(re.escape(piece) + joint for piece, joint in zip(pieces, [*joints, ""], strict=True)))
+
+
+def places(mistake: Mistake, package: Path) -> list[tuple[Path, re.Match[str]]]:
+    """Where the text stands that the mistake replaces."""
+    files = sorted(package.rglob("*.py"))
+    return [(file, match) for file in files for match in pattern(mistake.right).finditer(file.read_text())]
+
+
+def run(tests: str, copy: Path) -> tuple[int | None, str]:
+    """pytest's exit status, None after LIMIT, and its last lines."""
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-x", "-p", "no:cacheprovider", *tests.split()]
+    environment = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=LIMIT)
+    except subprocess.TimeoutExpired:
+        return None, ""
+    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return done.returncode, failed[0][:100] if failed else done.stdout[-300:] + done.stderr[-300:]
+
+
+def plant(mistake: Mistake, copy: Path) -> str | None:
+    """Run the tests with the mistake; what is wrong about them, or None where they have noticed it."""
+    found = places(mistake, copy / "cp_styles")
+    if len(found) != 1:
+        return f"its text is there {len(found)} times: {mistake.right}"
+    file, match = found[0]
+    original = file.read_text()
+    file.write_text(original[: match.start()] + mistake.wrong + original[match.end() :])
+    try:
+        status, said = run(mistake.tests, copy)
+    finally:
+        file.write_text(original)
+    if status is None:
+        return None
+    if status == FAILED:
+        print(f"    {said}")
+        return None
+    return "UNNOTICED" if status == 0 else f"pytest could not run (status {status}): {said}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("words", nargs="*", help="only mistakes with one of these in their names")
+    parser.add_argument("--texts", action="store_true", help="only look whether each text is there once")
+    parser.add_argument("--unplanted", action="store_true", help="run the tests without the mistakes")
+    options = parser.parse_args()
+    chosen = [x for x in MISTAKES if not options.words or any(word in x.name for word in options.words)]
+    wrong = 0
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder)
+        for path in ("cp_styles", "tests", "tutorials"):
+            shutil.copytree(ROOT / path, copy / path, ignore=shutil.ignore_patterns("__pycache__"))
+        for path in ("pyproject.toml", "README.md", "CONTRIBUTING.md", "noxfile.py"):
+            shutil.copy(ROOT / path, copy)
+        if options.unplanted:
+            for tests in dict.fromkeys(mistake.tests for mistake in chosen):
+                status, said = run(tests, copy)
+                wrong += status != 0
+                print(f"{'passed' if status == 0 else f'FAILED: {said}'}: {tests}", flush=True)
+            return int(wrong > 0)
+        for mistake in chosen:
+            start = time.perf_counter()
+            if options.texts:
+                found = places(mistake, copy / "cp_styles")
+                problem = None if len(found) == 1 else f"its text is there {len(found)} times: {mistake.right}"
+            else:
+                problem = plant(mistake, copy)
+            wrong += problem is not None
+            said = problem or ("found" if options.texts else "noticed")
+            print(f"{mistake.name}: {said} ({time.perf_counter() - start:.0f} s)", flush=True)
+    print(f"{len(chosen) - wrong} of {len(chosen)}")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
