@@ -396,8 +396,9 @@ def plant(mistake: Mistake, copy: Path) -> str | None:
     finally:
         file.write_text(original)
     if status is None:
+        print(f"    no end after {LIMIT} s")
         return None
-    if status == FAILED:
+    if status == FAILED or status < 0:  # or a rank has crashed
         print(f"    {said}")
         return None
     return "UNNOTICED" if status == 0 else f"pytest could not run (status {status}): {said}"

@@ -72,14 +72,31 @@ original, job.SequenceScope = job.SequenceScope, lambda layout, mask: original(l
 }
 
 
-@pytest.mark.parametrize("change", SABOTAGE.values(), ids=SABOTAGE)
-def test_what_is_wrong_is_seen_and_fails(tmp_path, change):
+def test_what_is_wrong_is_seen_and_fails(tmp_path):
+    """One after another in the same processes, whose start would take longer than the trainings."""
     script = tmp_path / "sabotaged.py"
-    script.write_text(f"import sys\nimport train_llama as job\n{change}\nsys.exit(job.main())\n")
-    sizes = PACKED if "SequenceScope" in change else ["--steps", 2, "--seq-len", 192]
-    done = start(2, "--cp", 2, "--tp", 1, "--out", tmp_path / "run.png", *sizes, script=script)
-    assert done.returncode != 0
-    assert "PARITY MISSED" in done.stdout, done.stderr
+    script.write_text(
+        f"""
+import importlib, sys
+import train_llama as job
+from tests.process import several
+
+given = sys.argv[1:]
+
+def run(change):
+    importlib.reload(job)
+    sizes = {PACKED!r} if "SequenceScope" in change else ["--steps", 2, "--seq-len", 192]
+    sys.argv[1:] = [*given, *map(str, sizes)]
+    exec(change, globals())
+    return job.main()
+
+several.run({{name: lambda change=change: run(change) for name, change in {SABOTAGE!r}.items()}})
+"""
+    )
+    done = start(2, "--cp", 2, "--tp", 1, "--out", tmp_path / "run.png", script=script)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == str(dict.fromkeys(SABOTAGE, 1)), done.stdout
+    assert done.stdout.count("PARITY MISSED") == len(SABOTAGE)
 
 
 def test_a_bad_value_gets_one_line_from_one_rank():

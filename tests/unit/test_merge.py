@@ -102,6 +102,16 @@ def test_row_sum_adds_and_keeps_the_first_whole_tile():
     assert total.result()[0, 0, :, 0].tolist() == [1, 2, 2, 1]
 
 
+def test_row_sum_adds_parts_that_come_before_a_whole_tile():
+    """They wait for it, if they are of one place."""
+    for later in ((1, 3), (0, 2)):
+        total = RowSum((1, 1, 4, 2), torch.float32, CPU)
+        for rows in ((1, 3), later, (0, 4)):
+            total.add(HEAD, rows, torch.ones(1, 1, rows[1] - rows[0], 2))
+        expected = [1 + int(1 <= row < 3) + int(later[0] <= row < later[1]) for row in range(4)]
+        assert total.result()[0, 0, :, 0].tolist() == expected
+
+
 def test_accumulation_dtype():
     dtypes = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
     assert [accumulation_dtype(dtype) for dtype in dtypes] == [torch.float64, *[torch.float32] * 3]
