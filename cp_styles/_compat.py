@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -143,6 +143,39 @@ def current_autograd_node() -> Any:
     """The node whose backward runs now in this thread, None outside of any; a compiled graph is one node. Seen: 2.11
     to 2.15."""
     return torch._C._current_autograd_node()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def first_node() -> int:
+    """A number that the autograd nodes which this thread makes from now on are not below. Seen: 2.11 to 2.15."""
+    with torch.enable_grad():
+        return torch.ones((), requires_grad=True).neg().grad_fn._sequence_nr() + 1  # pyright: ignore
+
+
+def local_attention_since(first: int, nodes: Iterable[Any]) -> bool:
+    """Whether torch's own attention is among these autograd nodes and what they lead to, down to those before ``first``
+    (see :func:`first_node`). Seen: 2.11 to 2.15 (names and numbers of nodes; each thread has numbers of its own)."""
+    waiting = list(nodes)
+    met = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        if node._sequence_nr() < first:
+            continue
+        name = node.name()
+        if "Attention" in name and name.startswith(("ScaledDotProduct", "Flash", "Efficient", "Cudnn")):
+            return True
+        fresh = {each for each, _ in node.next_functions if each is not None} - met
+        met |= fresh
+        waiting += fresh
+    return False
+
+
+def scripted_attention(function: Any) -> bool:
+    """Whether TorchScript has compiled attention into a function or module. Seen: 2.11 to 2.15."""
+    if not isinstance(function, (torch.jit.ScriptFunction, torch.jit.ScriptModule)):
+        return False
+    with contextlib.suppress(AttributeError, RuntimeError):  # a module without a forward
+        return "scaled_dot_product_attention" in str(function.inlined_graph)
+    return False
 
 
 def fast_path_attention() -> tuple[Any, ...]:

@@ -13,6 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from cp_styles._compat import running_reruns, uncompiled
 from cp_styles.agreement import Meeting, Said, exchange_status, fingerprint, ledger_of, offer_refusal
 from cp_styles.balancers import Cut, LoadBalancer, layout_of
 from cp_styles.buffers import Aliases, Part, check_buffer, dim_of
-from cp_styles.calls import AttentionCalls
+from cp_styles.calls import AttentionCalls, looks_now
 from cp_styles.comm import group_in_order
 from cp_styles.kernels import Kernel
 from cp_styles.layout import Balancer, SequenceLayout, cut_with, head_tail, layout_made_by
@@ -248,8 +249,23 @@ class _BlockCalls(AttentionCalls):
     def __init__(self, entry: _Entry) -> None:
         super().__init__(entry.scoped, entry.name)
         self._entry = entry
+        self._last: Any = None  # the latest node of the graph that a call was given
+
+    def _looks(self) -> bool:
+        self._entries = _entries[self._entry.group] = _entries.get(self._entry.group, 0) + 1
+        return looks_now(self._entries)
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        last, self._last = self._last, None
+        if exception[0] is None and last is not None:
+            self.refuse_unseen([last])
 
     def note(self, args: tuple[Any, ...]) -> None:
+        if self._first_node >= 0:
+            for value in args:
+                if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                    self._last = value.grad_fn
         if not self._entry.buffers.isdisjoint(map(id, args)):
             self._entry.remember()
 
@@ -307,6 +323,8 @@ def ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
 
 
 rotation: ContextVar[Strategy] = ContextVar("rotate_method", default=AllGather())  # noqa: B039 - it is frozen
+# How many blocks were entered, by group: each is an object of its own.
+_entries: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 # The blocks that are open in this context, innermost last.
 _open: ContextVar[tuple[_Entry, ...]] = ContextVar("context_parallel_blocks", default=())
 # The ranks of the last block that ended, if its cut was not the default.

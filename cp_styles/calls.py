@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections.abc import Iterable
 from types import FrameType
 from typing import Any
 
@@ -16,9 +17,13 @@ from torch.overrides import TorchFunctionMode
 from cp_styles._compat import (
     FLEX_OPERATOR,
     FlexAsWritten,
+    current_graph_task,
     fast_path_attention,
+    first_node,
     function_modes,
+    local_attention_since,
     never_compile_alone,
+    tree_leaves,
     uncompiled,
 )
 from cp_styles.agreement import ledger_of, offer_refusal
@@ -59,6 +64,7 @@ class AttentionCalls(TorchFunctionMode):
         self._grad_at_entry: list[bool] = []
         self._as_written: list[FlexAsWritten | None] = []  # None where it was entered already
         self._flex = FlexCalls()
+        self._entries, self._first_node = 0, -1
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AttentionCalls:
         tally = copy.deepcopy(self._tally, memo)
@@ -78,6 +84,8 @@ class AttentionCalls(TorchFunctionMode):
         # Modules enter their modules' once more: every call would pass this one as often.
         entered = next((mode for mode in reversed(function_modes()) if isinstance(mode, AttentionCalls)), None)
         self._grad_at_entry.append(torch.is_grad_enabled())
+        if len(self._grad_at_entry) == 1:
+            self._first_node = first_node() if self._looks() else -1
         self._as_written.append(None if entered is self else FlexAsWritten())
         return self if entered is self else super().__enter__()
 
@@ -88,6 +96,20 @@ class AttentionCalls(TorchFunctionMode):
         if as_written is not None:
             as_written.end()
             super().__exit__(*exception)
+
+    def _looks(self) -> bool:
+        """Whether to look for attention that is not seen."""
+        self._entries += 1
+        return looks_now(self._entries)
+
+    @uncompiled
+    def refuse_unseen(self, nodes: Iterable[Any]) -> None:
+        """Raise where attention that did not come here is in the autograd graph that ends in ``nodes``."""
+        if self._first_node >= 0 and local_attention_since(self._first_node, nodes):
+            raise NotImplementedError(
+                f"{self._name}: attention ran inside that was not seen, on this rank's part alone: TorchScript calls "
+                "operators past Python. Leave torch.jit.script and torch.jit.trace out, or use torch.compile"
+            )
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -220,12 +242,22 @@ class AttentionCalls(TorchFunctionMode):
                 f"{self._name}: no scaled_dot_product_attention was called inside: nothing here is context parallel, "
                 "and attention by other means would be local to each rank"
             )
+        if not torch.compiler.is_dynamo_compiling():
+            tensors = (x for x in tree_leaves(output) if isinstance(x, torch.Tensor))
+            self.refuse_unseen(x.grad_fn for x in tensors if x.grad_fn is not None)
 
     @uncompiled
     def _offer_refusal(self) -> None:
         """Others may be at a call that this rank does not come to."""
         binding = self._scoped.unscoped
         offer_refusal(binding.name, binding.axis, binding.group)
+
+
+def looks_now(times: int) -> bool:
+    """Whether to look for attention that is not seen at this forward: at the first, the second, the fourth and so on.
+    A look goes through the whole graph, and there must be one: not under no_grad. In a recomputation it is not whole.
+    """
+    return times & (times - 1) == 0 and torch.is_grad_enabled() and current_graph_task() is None
 
 
 def _asking(frame: FrameType) -> FrameType:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from cp_styles._compat import hooks_in_order
+from cp_styles._compat import hooks_in_order, scripted_attention
 from cp_styles.calls import AttentionCalls
 from cp_styles.scope import ScopedBinding
 from cp_styles.styles.context import ContextParallelStyle
@@ -56,6 +57,12 @@ class ModuleContextParallel(ContextParallelStyle):
                 f"{type(module).__name__}: something has set the attribute `forward` of the module itself, which hides "
                 "its class' and would hide this style's: apply the style first, or to what the module is in"
             )
+        scripted = next((name for child in module.modules() for name in _scripted(child)), None)
+        if scripted is not None:
+            raise NotImplementedError(
+                f"{type(module).__name__}: {scripted} is TorchScript with attention in it, which calls operators past "
+                "Python and would stay local to each rank: give the module as it was written, or use torch.compile"
+            )
         _, binding = self.bind(module, device_mesh)
         calls = AttentionCalls(ScopedBinding(binding, self.layout), binding.name)
         if self.sink is not None and all(getattr(child, self.sink, None) is None for child in module.modules()):
@@ -83,6 +90,18 @@ class ModuleContextParallel(ContextParallelStyle):
             child.__class__ = _subclass(type(child))
         for grandchild in children:
             self._enter(grandchild, module, calls)
+
+
+def _scripted(module: nn.Module) -> Iterator[str]:
+    """What of a module, or of what its forward names, is TorchScript with attention in it."""
+    if scripted_attention(module):
+        yield type(module).__name__
+    forward = inspect.unwrap(type(module).forward)
+    named = getattr(getattr(forward, "__code__", None), "co_names", ())
+    for name in named:
+        if scripted_attention(getattr(forward, "__globals__", {}).get(name)):
+            yield name
+    yield from (name for name, value in vars(module).items() if scripted_attention(value))
 
 
 class _Entered(BoundToThisRun):
