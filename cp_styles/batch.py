@@ -253,7 +253,9 @@ def sum_gradients(
 
     Raises:
         ValueError: on every rank, when ranks do not have the same parameters, or when they are reduced over ranks of
-            ``group`` already: by a DDP module, or as DTensors on a mesh that spreads over them.
+            ``group`` already: by a DDP module, as DTensors on a mesh that spreads over them, or by this function,
+            since when nothing has changed the gradients. (What a backward has added since is not told from what a
+            zero_grad and a backward make: sum once a step, after the last of its backwards.)
     """
     group = _process_group(group)
 
@@ -263,15 +265,20 @@ def sum_gradients(
         given = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
         trained = [parameter for parameter in dict.fromkeys(given) if parameter.requires_grad]
         _refuse_spread(trained, group)
+        _refuse_summed(trained, group)
         return trained
 
-    gradients = [_local_gradient(parameter) for parameter in _with_gradient_anywhere(check, group)]
+    summed = _with_gradient_anywhere(check, group)
+    known = [_summed_over(parameter) for parameter in summed]
+    gradients = [_local_gradient(parameter) for parameter in summed]
     for bucket in _buckets(gradients, bucket_bytes):
         flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
         flat = flat.to(reduce_dtype or torch.promote_types(flat.dtype, torch.float32))
         dist.all_reduce(flat, group=group)
         for gradient, piece in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
             gradient.copy_(piece.view_as(gradient))
+    for parameter, before in zip(summed, known, strict=True):
+        _note_summed(parameter, (*before, tuple(dist.get_process_group_ranks(group))))
 
 
 def _refuse_ddp(module: nn.Module, group: dist.ProcessGroup) -> None:
@@ -286,6 +293,32 @@ def _refuse_ddp(module: nn.Module, group: dist.ProcessGroup) -> None:
                     f"{both} and has reduced its gradients there. Leave sum_gradients out, and give global_loss "
                     f"averaged_over={len(reduced)}"
                 )
+
+
+def _refuse_summed(parameters: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+    ranks = set(dist.get_process_group_ranks(group))
+    for parameter in parameters:
+        for known in _summed_over(parameter):
+            if len(ranks.intersection(known)) > 1:
+                raise ValueError(
+                    f"sum_gradients over ranks {sorted(ranks)}: the gradient of a parameter of shape "
+                    f"{tuple(parameter.shape)} is summed over some of them already, and nothing has changed it since; "
+                    "twice, it would count every token as often as there are ranks. Sum once, after the last backward"
+                )
+
+
+def _summed_over(parameter: torch.Tensor) -> tuple[tuple[int, ...], ...]:
+    """The ranks over which a gradient was summed, by a mark on it that holds until it changes."""
+    version, groups = getattr(parameter.grad, _SUMMED, (None, ()))
+    return groups if parameter.grad is not None and version == parameter.grad._version else ()
+
+
+def _note_summed(parameter: torch.Tensor, ranks: tuple[tuple[int, ...], ...]) -> None:
+    assert parameter.grad is not None  # it was summed
+    setattr(parameter.grad, _SUMMED, (parameter.grad._version, ranks))
+
+
+_SUMMED = "_cp_styles_summed"
 
 
 def _refuse_spread(parameters: list[torch.Tensor], group: dist.ProcessGroup) -> None:

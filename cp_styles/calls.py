@@ -30,6 +30,7 @@ from cp_styles.agreement import ledger_of, offer_refusal
 from cp_styles.flex import flex_attend
 from cp_styles.flex_calls import FIRST_QUESTION, QUESTIONS, FlexCalls, traced_part
 from cp_styles.functional import attend
+from cp_styles.layout import cut_with
 from cp_styles.ops import spelled_ahead
 from cp_styles.scope import ScopedBinding
 from cp_styles.state import Tally, refuse_dropout, refuse_grouped
@@ -225,10 +226,22 @@ class AttentionCalls(TorchFunctionMode):
                 "checkpoint a module that makes the call, a layer for example"
             )
 
-    def start(self, module: nn.Module, args: Any) -> None:
+    def start(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._tally.calls = 0
         if not torch.compiler.is_dynamo_compiling():
             ledger_of(self._scoped.unscoped.group).engaged = False
+            self._check_cut([*args, *kwargs.values()])
+
+    @uncompiled
+    def _check_cut(self, values: list[Any]) -> None:
+        """Of what a model is given it can still be told which layout has cut it; not of what its attention gets."""
+        given = [value for value in values if cut_with(value) is not None]
+        if given and current_graph_task() is None:
+            binding = self._scoped.now()
+            try:
+                binding.refuse_other_cut(given)
+            except Exception as error:  # whatever it is, the others are to hear of it
+                binding.refuse(error)
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """The end of a module's forward, whatever it was."""

@@ -227,7 +227,7 @@ class Binding:
             return None
         try:
             refuse()
-            self._refuse_other_cut(tensors)
+            self.refuse_other_cut(tensors)
         except Exception:  # whatever it is, the others are to hear of it
             return None
         own = self.layout.lengths[self.group.rank()]
@@ -277,7 +277,7 @@ class Binding:
 
         def build() -> Said:
             refuse()
-            self._refuse_other_cut(tensors)
+            self.refuse_other_cut(tensors)
             self._refuse_other_values(tensors, seq_dim)
             own = tensors[0].shape[seq_dim], tensors[1].shape[seq_dim]
             guess = ledger.lengths.get(own, (own[0] * ranks, own[1] * ranks))
@@ -414,11 +414,15 @@ class Binding:
         """Let the ranks that have called their attention, or are about to, hear that this one will not."""
         offer_refusal(self.name, self.axis, self.group)
 
-    def _refuse_other_cut(self, tensors: Sequence[torch.Tensor]) -> None:
+    def refuse_other_cut(self, tensors: Sequence[torch.Tensor]) -> None:
         """Layouts mostly give equal lengths, so a wrong one shows in nothing but wrong results, and here."""
         for tensor in tensors:
             cut = cut_with(tensor)
-            if cut is not None and cut.ranks == self.group.size() and cut != self.layout_for(cut.length):
+            if cut is None or cut.ranks != self.group.size():
+                continue
+            if isinstance(self.layout, SequenceLayout) and self.layout.length != cut.length:
+                continue  # another sequence; what is attended to is compared with the layout's lengths
+            if cut != self.layout_for(cut.length):
                 raise ValueError(
                     f"{self.name}: an input of shape {tuple(tensor.shape)} was cut with another layout than the "
                     f"attention uses ({plain(self.layout)}); cut and attend with the same one: layout= of the style, "

@@ -117,21 +117,22 @@ def run_ranks(
 
 
 def _join(threads: list[threading.Thread], seconds: float) -> dict[int, str]:
-    """Wait for the threads; by number, where those stood that did not move for (nearly) so long.
+    """Wait for the threads; by number, where those stood that did not move for so long.
 
     They are looked at from outside, now and then, for an exception that a timeout raises may be caught inside.
     """
+    step = min(0.25, seconds / 20)
     stood: dict[int, tuple[Any, float]] = {}
     found: dict[int, str] = {}
     while any(thread.is_alive() for thread in threads):
-        next(thread for thread in threads if thread.is_alive()).join(min(0.25, seconds / 20))
+        next(thread for thread in threads if thread.is_alive()).join(step)
         frames, now = sys._current_frames(), time.monotonic()
         for rank, thread in enumerate(threads):
             frame = frames.get(thread.ident or 0)
             place = None if frame is None else (id(frame), frame.f_code, frame.f_lasti)
             since = stood[rank][1] if rank in stood and stood[rank][0] == place else now
             stood[rank] = place, since
-            if frame is not None and now - since > 0.9 * seconds - 0.5:
+            if frame is not None and now - since > seconds - 3 * step:
                 found[rank] = f"{frame.f_code.co_filename}:{frame.f_lineno}"
         del frames, frame
     return found
@@ -253,9 +254,7 @@ class MemoryTrace(TorchDispatchMode):
 
 def _has_storage(value: Any) -> bool:
     """Whether it is a tensor with memory of its own: no wrapper of others, as DTensor is."""
-    return (
-        isinstance(value, torch.Tensor) and not is_traceable_wrapper_subclass(value) and value.device.type != "meta"
-    )
+    return isinstance(value, torch.Tensor) and not is_traceable_wrapper_subclass(value) and value.device.type != "meta"
 
 
 def _nbytes(value: Any) -> int:

@@ -71,7 +71,7 @@ class ModuleContextParallel(ContextParallelStyle):
                 "logit for each query head, or leave sink out"
             )
         self._enter(module, module, (calls, calls.inlined()))
-        before = module.register_forward_pre_hook(calls.start)
+        before = module.register_forward_pre_hook(calls.start, with_kwargs=True)
         hooks_in_order(module, before, module.register_forward_hook(calls.leave, always_call=True))
         return module
 

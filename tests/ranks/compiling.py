@@ -46,7 +46,7 @@ cannot_compile_on_threads = pytest.mark.skipif(
 )
 
 
-def run_ranks(fn: Callable[[int], Any], world_size: int, *, timeout_seconds: float = 60.0) -> list[Any]:
+def run_ranks(fn: Callable[[int], Any], world_size: int, *, timeout_seconds: float = 180.0) -> list[Any]:
     """As :func:`cp_styles.testing.run_ranks`; in a process that is one rank, that one alone."""
     if _rank is None:
         return testing.run_ranks(fn, world_size, timeout_seconds=timeout_seconds)

@@ -213,3 +213,27 @@ def test_a_group_is_one_group_and_a_loss_is_whole():
             global_loss(DTensor.from_local(torch.ones(1), mesh["tp"], [Partial()]), 1, mesh["cp"])
 
     run_ranks(wrong, 1)
+
+
+@pytest.mark.parametrize("since", ["nothing", "zero_grad", "zeros", "another backward", "over other ranks"])
+def test_summed_twice(since: str):
+    """A sum of sums is refused; a gradient of the next step, or a sum over another axis, is not."""
+
+    def on(rank: int) -> str:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+        layer = nn.Linear(3, 2)
+        layer(torch.ones(1, 3)).sum().backward()
+        sum_gradients(layer, mesh["cp"])
+        if since in ("zero_grad", "zeros"):
+            layer.zero_grad(set_to_none=since == "zero_grad")
+        if since not in ("nothing", "over other ranks"):
+            layer(torch.ones(1, 3)).sum().backward()
+        try:
+            sum_gradients(layer, mesh["dp" if since == "over other ranks" else "cp"])
+        except ValueError as error:
+            return str(error)
+        return "summed"
+
+    for text in run_ranks(on, 4):
+        assert ("is summed over some of them already" if since == "nothing" else "summed") in text
+        assert (text == "summed") == (since != "nothing")

@@ -542,3 +542,23 @@ def test_a_balancer_that_reads_the_batch(door: str, late: bool):
 def in_block(s: Scene, layout, *qkv):
     with context_parallel(s.mesh, layout=layout):
         return Core()(*qkv)
+
+
+@pytest.mark.parametrize("wrong", [[0, 1, 2], [1]], ids=["all ranks", "one rank"])
+def test_a_model_is_given_tokens_of_another_layout(wrong: list[int]):
+    """The layout that cut them is known of the tokens, and of nothing that is computed from them."""
+
+    class Model(nn.Module):
+        def forward(self, tokens):
+            x = (tokens[:, None, :, None] + torch.arange(8.0)).expand(-1, 2, -1, -1)
+            return F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+    def act(s: Scene):
+        model = parallelize_module(Model(), s.mesh, ModuleContextParallel(layout=head_tail))
+        layout = (contiguous if s.rank in wrong else head_tail)(LENGTH, RANKS)
+        model(tokens=layout.shard(torch.arange(float(LENGTH))[None], 1, s.rank))
+
+    text = refusals(act)
+    assert "was cut with another layout than the attention uses (head_tail)" in text
+    if len(wrong) == 1:
+        assert "ranks [1] of mesh axis 'cp' refused their inputs" in text
