@@ -179,6 +179,29 @@ def save_picture(
     figure.savefig(path, dpi=120)
 
 
+def save_longest(path: Path, found: Mapping[str, Mapping[int, int]], title: str) -> None:
+    """Write the PNG: the longest sequence by the number of ranks that share it, a line a strategy; by markers too."""
+    figure = Figure(figsize=(6, 3.6), layout="constrained")
+    axes = figure.subplots()
+    sizes = sorted({size for lengths in found.values() for size in lengths})
+    alone = max(lengths[sizes[0]] for lengths in found.values() if sizes[0] in lengths)
+    proportion = [alone * size // sizes[0] for size in sizes]
+    axes.plot(sizes, proportion, color="0.8", linewidth=7, label="in proportion", solid_capstyle="round")
+    for index, (name, lengths) in enumerate(found.items()):
+        style = {"marker": "os^Dv"[index % 5], "linestyle": ("-", "--", ":", "-.")[index % 4]}
+        label = f"{name}: {lengths[max(lengths)]:,}"
+        axes.plot(lengths.keys(), lengths.values(), color=colour(index), label=label, markerfacecolor="none", **style)
+    axes.set_xscale("log", base=2), axes.set_yscale("log", base=2)
+    axes.set_xticks(sizes, [str(size) for size in sizes])
+    axes.set_yticks(proportion, [f"{length:,}" for length in proportion])
+    axes.minorticks_off()
+    axes.set(xlabel="ranks that share the sequence (cp)", ylabel="tokens (logarithmic)", title=title)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=100)
+
+
 def _draw_owners(axes: Axes, layout: SequenceLayout, picture: torch.Tensor) -> None:
     colours = ListedColormap(["white", *map(colour, range(layout.ranks))])
     axes.imshow(picture.numpy(), cmap=colours, vmin=-1, vmax=layout.ranks - 1, aspect="auto", interpolation="nearest")
