@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.attention import flex_attention as flex_module
 from torch.utils import checkpoint
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves as tree_leaves  # seen: 2.11 to 2.15
 from torch.utils._pytree import tree_map_only as tree_map_only  # seen: 2.11 to 2.15
 
@@ -398,6 +399,31 @@ def without_function_modes() -> Iterator[None]:
     finally:
         for mode in reversed(taken):
             overrides._push_mode(mode)
+
+
+def without_dispatch_modes() -> contextlib.AbstractContextManager[Any]:
+    """No TorchDispatchMode but those entered inside, in this thread. Seen: 2.11 to 2.15.
+
+    For what a mode has no use for, and could be misled by: a selective checkpoint counts ops, and wants those of a
+    recomputation to be the forward's, however much is remembered by then, or looked at now and then.
+    """
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else contextlib.nullcontext()  # pyright: ignore
+
+
+def with_vmap() -> contextlib.AbstractContextManager[Any]:
+    """vmap works inside, also in the kernel of an op that a TorchDispatchMode was told of: there torch has excluded the
+    dispatch keys that vmap goes by. Seen: 2.11 to 2.15."""
+    excluded, keys = torch._C._dispatch_tls_local_exclude_set(), torch._C.DispatchKey  # pyright: ignore
+    if not excluded.has(keys.FuncTorchBatched):
+        return contextlib.nullcontext()
+    for key in (
+        keys.FuncTorchBatched,
+        keys.FuncTorchVmapMode,
+        keys.FuncTorchDynamicLayerFrontMode,
+        keys.FuncTorchDynamicLayerBackMode,
+    ):
+        excluded = excluded.remove(key)
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)  # pyright: ignore
 
 
 def uncompiled(function: F, reason: str | None = None) -> F:

@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from cp_styles._compat import current_graph_task, resolve_group
+from cp_styles._compat import current_graph_task, resolve_group, without_dispatch_modes
 from cp_styles.comm import gather_numbers, offer_numbers
 
 
@@ -160,7 +160,8 @@ def exchange_status(
     problem: Exception | None = None
     said = Said(status=refused)
     try:
-        said = build()
+        with without_dispatch_modes():
+            said = build()
     except Exception as error:
         problem = error
     ledger = ledger_of(group)

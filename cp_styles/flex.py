@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
-from cp_styles._compat import without_function_modes
+from cp_styles._compat import uncompiled, without_dispatch_modes, without_function_modes
 from cp_styles.agreement import begin_backward
 from cp_styles.captured import captured_tensors
 from cp_styles.checksum import version_of
@@ -30,7 +30,7 @@ from cp_styles.kernels.flex import ScoreMod
 from cp_styles.kernels.flex_compiled import compiled_takes
 from cp_styles.layout import Balancer, SequenceLayout, head_tail
 from cp_styles.mask import Full, Mask, PerRow
-from cp_styles.ops import check_local
+from cp_styles.ops import check_local, handle, source_of
 from cp_styles.state import Binding, refuse_grouped
 from cp_styles.strategies import Attention, Ring, Strategy
 from cp_styles.strategies.base import new_residual
@@ -160,7 +160,8 @@ def attend_with_lse(
     problem: Exception | None = None
     bound, learned = binding, ()
     try:
-        bound, learned = bind()
+        with without_dispatch_modes():
+            bound, learned = bind()
     except Exception as error:  # whatever it is, the others are to hear of it
         problem = error
 
@@ -170,9 +171,7 @@ def attend_with_lse(
 
     keep = torch.is_grad_enabled() and any(x.requires_grad for x in (*tensors, *learned))
     bound = bound.agree(check, tensors, 2, None, {"scale": scale, "logsumexp": wants_lse}, keep)
-    assert bound.lengths is not None
-    attention = bound.attention(*bound.lengths, tensors, is_causal=False, scale=scale)
-    out, lse = _FlexAttention.apply(*tensors, attention, bound.strategy, wants_lse, *learned)
+    out, lse = _FlexAttention.apply(*tensors, bound, scale, wants_lse, *learned)
     bound.finished()
     return out, lse if wants_lse else None
 
@@ -200,25 +199,46 @@ def _bound(
     return replace(binding, mask=mask, kernel=kernel), learned
 
 
+# One op, so that no mode sees what it is made of: a checkpoint policy is asked about it as a whole.
+torch.library.define(
+    "cp_styles::flex_attention",
+    "(Tensor q, Tensor k, Tensor v, str config, float? scale, bool keep, bool wants_lse) "
+    "-> (Tensor out, Tensor lse, Tensor residual)",
+)
+
+
+@torch.library.impl("cp_styles::flex_attention", "CompositeExplicitAutograd")
+@uncompiled
+def _flex_attention(q, k, v, config, scale, keep, wants_lse):
+    """``config``: the handle of a binding that has its lengths. lse is empty unless asked for."""
+    bound = source_of(config)
+    assert isinstance(bound, Binding)
+    attention, keep = _attention_of(bound, (q, k, v), scale), keep or wants_lse
+    residual = new_residual(bound.strategy.residual_specs(attention, q, k, v) if keep else [], q.device)
+    out = bound.strategy.forward(attention, q, k, v, None, residual if keep else None)
+    lse = bound.strategy.logsumexp(attention, q, k, v, residual) if wants_lse else q.new_empty(0)
+    return out, lse, residual
+
+
+def _attention_of(bound: Binding, tensors: tuple[torch.Tensor, ...], scale: float | None) -> Attention:
+    assert bound.lengths is not None
+    with without_dispatch_modes():
+        return bound.attention(*bound.lengths, tensors, is_causal=False, scale=scale)
+
+
 class _FlexAttention(torch.autograd.Function):
     """``(out, lse)``; lse is empty unless asked for."""
 
     @staticmethod
     @without_function_modes()
-    def forward(ctx, q, k, v, attention: Attention, strategy: Strategy, wants_lse: bool, *learned):
-        residual = None
-        if wants_lse or any(ctx.needs_input_grad):
-            residual = new_residual(strategy.residual_specs(attention, q, k, v), q.device)
-        out = strategy.forward(attention, q, k, v, None, residual)
-        if wants_lse:
-            assert residual is not None
-            lse = strategy.logsumexp(attention, q, k, v, residual)
-        else:
-            lse = q.new_empty(0)
+    def forward(ctx, q, k, v, bound: Binding, scale: float | None, wants_lse: bool, *learned):
+        keep = any(ctx.needs_input_grad)
+        out, lse, residual = torch.ops.cp_styles.flex_attention(q, k, v, handle(bound), scale, keep, wants_lse)
+        if not wants_lse:
             ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, out, residual, *learned)
-        ctx.attention, ctx.strategy = attention, strategy
+        ctx.attention, ctx.strategy = _attention_of(bound, (q, k, v), scale), bound.strategy
         return out, lse
 
     @staticmethod

@@ -8,7 +8,8 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
-import cp_styles.ops  # noqa: F401 - defines what is kept
+import cp_styles.flex
+import cp_styles.ops  # noqa: F401 - these two define what is kept
 from cp_styles.kernels import SDPA_KERNELS
 
 Policy: TypeAlias = Callable[..., CheckpointPolicy]
@@ -41,6 +42,7 @@ def save_attention(others: Policy | None = None) -> Policy:
 
 _KEPT = {
     torch.ops.cp_styles.attention.default,
+    torch.ops.cp_styles.flex_attention.default,  # varlen_attn too
     torch.ops.cp_styles.gather_numbers.default,
     *(kernel.forward_op for kernel in SDPA_KERNELS),  # AttentionContextParallel, called eagerly
 }

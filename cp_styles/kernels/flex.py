@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import torch
 
+from cp_styles._compat import with_vmap
 from cp_styles.agreement import fingerprint
 from cp_styles.autocast import without_autocast
 from cp_styles.captured import Replacing, code_of
@@ -143,7 +144,8 @@ class _Tile:
         device, (batch, heads, queries, keys) = logits.device, logits.shape
         b = torch.arange(batch, device=device)
         h = torch.arange(self._where.head, self._where.head + heads, device=device)
-        scores = self._mod(logits, b, h, self._where.q_L[rows], self._where.kv_M).to(self.dtype)
+        with with_vmap():
+            scores = self._mod(logits, b, h, self._where.q_L[rows], self._where.kv_M).to(self.dtype)
         hidden = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device)
         if self._causal:
             hidden = torch.ones(queries, keys, dtype=torch.bool, device=device).triu(1 + rows.start)[None, None]

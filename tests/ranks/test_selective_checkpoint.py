@@ -13,9 +13,11 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from cp_styles.agreement import WIDTH
+from cp_styles.flex import context_flex_attention
 from cp_styles.functional import context_attention
 from cp_styles.kernels import CPU_FLASH, Kernel
 from cp_styles.layout import head_tail
@@ -25,11 +27,14 @@ from cp_styles.selective import save_attention
 from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.styles import AttentionContextParallel, ModuleContextParallel
 from cp_styles.testing import CommunicationTrace, run_ranks
-from tests.oracle import allowed, document_of
+from cp_styles.varlen import context_varlen_attention
+from tests.oracle import allowed, document_of, randn
 from tests.ranks.attention_case import EXACT, Core, Problem, cp_mesh, run_attention
+from tests.ranks.flex_case import FlexProblem, causal, relative_bias
 
 RANKS = 3
 DOORS = ["style", "module", "function"]
+OTHER_CALLS = ["flex", "score_mod", "varlen"]
 PROBLEM = Problem(length=13, kv_heads=2)
 
 
@@ -51,7 +56,23 @@ class Layer(nn.Module):
         return there_and_back(self.attend(*map(there_and_back, (query, key, value))))
 
 
+def causal_scores(score, b, h, q_idx, kv_idx):
+    return torch.where(q_idx >= kv_idx, score, float("-inf"))
+
+
+def varlen(query, key, value, **options: Any) -> torch.Tensor:
+    """One after the other, as its packs have no batch."""
+    packs = zip(*(x.transpose(1, 2) for x in (query, key, value)), strict=True)
+    outs = [context_varlen_attention(*pack, cu_seqlens=(0, 13), window_size=(-1, 0), **options) for pack in packs]
+    return torch.stack(outs).transpose(1, 2)
+
+
 def layer(door: str, mesh: DeviceMesh, **options: Any) -> Layer:
+    if door == "varlen":
+        return Layer(partial(varlen, group=mesh, **options))
+    if door in ("flex", "score_mod"):
+        how = {"mask": Causal()} if door == "flex" else {"score_mod": causal_scores}
+        return Layer(partial(context_flex_attention, group=mesh, enable_gqa=True, **how, **options))
     if door == "style":
         return Layer(parallelize_module(Core(), mesh, AttentionContextParallel(**options)))
     if door == "module":
@@ -75,7 +96,7 @@ def contexts(policy=None) -> Callable[[], Any]:
     return partial(create_selective_checkpoint_contexts, save_attention(policy))
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("door", [*DOORS, *OTHER_CALLS])
 @pytest.mark.parametrize("strategy", [Ring(), Ring(keep=0), AllGather(), Ulysses()], ids=str)
 def test_a_recomputation_that_communicates_nothing(door: str, strategy):
     """Exactly the events of no checkpoint at all; a plain checkpoint agrees and sends the forward's keys once more."""
@@ -90,7 +111,8 @@ def test_a_recomputation_that_communicates_nothing(door: str, strategy):
             assert events_of(checkpointed(own, contexts()), rank) == without
             assert own.runs == runs + 2  # it was recomputed
         again = Counter(events_of(checkpointed(own), rank)) - Counter(without)
-        assert again["all_gather", WIDTH * 8 * (RANKS - 1)] == (2 if door == "style" else 1)
+        calls = {"style": 2, "varlen": PROBLEM.inputs[0].shape[0]}.get(door, 1)
+        assert again["all_gather", WIDTH * 8 * (RANKS - 1)] == calls
         assert sum(again.values()) > 1
 
     run_ranks(on, RANKS)
@@ -187,5 +209,72 @@ def test_two_layers_and_two_batches_alive(door: str):
             out.backward(cotangent)
             found = [out.detach(), *(leaf.grad for leaf in leaves)]
             assert max(problem.errors(found, head_tail, rank, RANKS)) < EXACT
+
+    run_ranks(on, RANKS)
+
+
+class FlexLayer(nn.Module):
+    """flex_attention with a score_mod that learns, as models call it."""
+
+    def __init__(self, problem: FlexProblem) -> None:
+        super().__init__()
+        self.block_mask = problem.block_mask
+        self.table = nn.Parameter(problem.learned[0].clone())
+
+    def forward(self, query, key, value):
+        def bias(score, b, h, q_idx, kv_idx):
+            return relative_bias((self.table,), score, b, h, q_idx, kv_idx)
+
+        query, key, value = map(there_and_back, (query, key, value))
+        aux = AuxRequest(lse=True)
+        options = {"block_mask": self.block_mask, "enable_gqa": True, "return_aux": aux}
+        out, aux = flex_attention(query, key, value, bias, **options)
+        return there_and_back(out), aux.lse
+
+
+def test_flex_attention_in_a_module():
+    """What it learns, and the logsumexp, which is differentiated too."""
+    problem = FlexProblem(mask_mod=causal, score_mod=relative_bias, learned=(randn(5, 4, 61) / 4,), length=30)
+    layout = head_tail(30, RANKS)
+
+    def on(rank: int):
+        model = parallelize_module(FlexLayer(problem), cp_mesh(RANKS), ModuleContextParallel())
+
+        def attend(query, key, value, context_fn=None):
+            options = {} if context_fn is None else {"context_fn": context_fn}
+            return checkpoint(model, query, key, value, use_reentrant=False, **options)
+
+        found = []
+        for act in (model, partial(attend, context_fn=contexts()), attend):
+            model.table.grad = None
+            leaves = [layout.shard(x, 2, rank).clone().requires_grad_() for x in problem.inputs]
+            with CommunicationTrace() as trace:
+                out, lse = act(*leaves)
+                cotangents = [layout.shard(x, 2, rank) for x in problem.cotangents]
+                torch.autograd.backward([out, lse], cotangents)
+            grads = [x.grad for x in (*leaves, model.table)]
+            found.append(([out.detach(), lse.detach(), *grads], trace.events))
+        return found
+
+    ranks = run_ranks(on, RANKS)
+    for index in range(3):
+        assert max(problem.errors([found[index][0] for found in ranks], layout)) < EXACT
+    for plain, selective, full in ranks:
+        assert plain[1] == selective[1]
+        assert len(full[1]) > len(plain[1])
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_what_is_done_now_and_then_is_no_matter(door: str):
+    """Such as a look at a parameter behind the attention, at the attentions number 1, 2, 4, 8, ... : torch wants the
+    ops of a recomputation to be those of the forward."""
+
+    def on(rank: int):
+        own = layer(door, cp_mesh(RANKS))
+        projection = nn.Linear(8, 8, bias=False, dtype=torch.float64)
+        nn.init.eye_(projection.weight)
+        attend = checkpointed(own, contexts())
+        for _ in range(4):
+            assert max(run_attention(lambda *qkv: attend(*map(projection, qkv)), PROBLEM, rank, RANKS)) < EXACT
 
     run_ranks(on, RANKS)
