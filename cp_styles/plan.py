@@ -100,7 +100,8 @@ def _make_plan(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, 
         parts = tuple(_block_part(q_layout, kv_layout, mask, rank, source) for source in range(q_layout.ranks))
         sends = {peer: _ranges(cells(q_layout, kv_layout, mask, peer, rank).needed) for peer in others}
     else:
-        queries, keys = _Chunks(q_layout), _Chunks(kv_layout)
+        queries = _Chunks(q_layout)
+        keys = queries if kv_layout == q_layout else _Chunks(kv_layout)
         pieces = pieces_of(mask, q_layout.length, kv_layout.length, queries.starts)
         holders = queries.holders(pieces.start)
         own = pieces.where(holders == rank)

@@ -1,0 +1,124 @@
+"""What a batch costs before its first kernel: python tests/benchmarks/planning.py [--plot FILE].
+
+Its layout, which every rank makes alike, and a rank's own plan, as CPU time of one thread, with nothing remembered: of
+three ranks the one that takes longest, of some runs the one that takes least. ``found`` is what the plan costs once it
+is there, as it is at every layer but the first, and at the first where SequenceScope.prepare has made it. ``tiles`` are
+kernel calls of one forward, ``from`` is from how many other ranks keys come. --plot draws how both grow with documents
+and ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from cp_styles import Causal, Documents, SequenceLayout, by_work, contiguous, head_tail, per_document_head_tail
+from cp_styles.mask import Mask
+from cp_styles.plan import _make_plan, imbalance, make_plan
+
+_RUNS = 3
+
+
+class Cost(NamedTuple):
+    layout: float
+    plan: float
+    found: float
+    tiles: int
+    sources: int
+    imbalance: float
+
+
+def seconds(function: Callable[[], object]) -> float:
+    start = time.thread_time()  # the machine may have other things to do
+    function()
+    return time.thread_time() - start
+
+
+def cost(make_layout: Callable[[], SequenceLayout], mask: Mask) -> Cost:
+    layout = make_layout()
+    ranks = sorted({0, layout.ranks // 2, layout.ranks - 1})
+
+    def planned(rank: int) -> float:
+        _make_plan.clear()
+        return seconds(lambda: make_plan(layout, layout, mask, rank))
+
+    plans = [make_plan(layout, layout, mask, rank) for rank in ranks]
+    return Cost(
+        min(seconds(make_layout) for _ in range(_RUNS)),
+        max(min(planned(rank) for _ in range(_RUNS)) for rank in ranks),
+        seconds(lambda: make_plan(layout, layout, mask, ranks[-1])),
+        max(sum(len(part.tiles) for part in plan.parts) for plan in plans),
+        max(sum(part.count > 0 for part in plan.parts if part.source != plan.rank) for plan in plans),
+        imbalance(layout, mask),
+    )
+
+
+def documents_of(number: int) -> tuple[int, ...]:
+    """Lengths as of files: many short ones, few long ones."""
+    draw = random.Random(number)
+    return tuple(1 + int(draw.lognormvariate(6.8, 1.1)) for _ in range(number))
+
+
+def layouts(documents: tuple[int, ...], mask: Mask) -> dict[str, Callable[[int, int], SequenceLayout]]:
+    return {
+        "per document": partial(per_document_head_tail, documents=documents),
+        "by work": partial(by_work, mask=mask),
+        "head-tail": head_tail,
+        "contiguous": contiguous,
+    }
+
+
+def cases() -> Iterator[tuple[str, Cost]]:
+    for length, ranks in ((2**17, 8), (2**20, 64), (2**20, 1024), (10 * 2**20, 1024)):
+        yield f"causal, {length:,} positions, {ranks} ranks", cost(partial(head_tail, length, ranks), Causal())
+    for number, ranks in ((28, 8), (28, 64), (200, 64), (1000, 64)):
+        documents = documents_of(number)
+        mask, length = Documents(documents) & Causal(), sum(documents)
+        for name, balancer in layouts(documents, mask).items():
+            what = f"{number} documents, {length:,} positions, {ranks} ranks, {name}"
+            yield what, cost(partial(balancer, length, ranks), mask)
+
+
+def plot(path: str) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (times, tiles) = pyplot.subplots(1, 2, figsize=(11, 4.2))
+    for ranks in (8, 64, 512):
+        numbers, found = (10, 30, 100, 300, 1000, 3000), []
+        for number in numbers:
+            documents = documents_of(number)
+            make = partial(per_document_head_tail, sum(documents), ranks, documents=documents)
+            found.append(cost(make, Documents(documents) & Causal()))
+        times.loglog(numbers, [1e3 * (entry.layout + entry.plan) for entry in found], "o-", label=f"{ranks} ranks")
+        tiles.loglog(numbers, [entry.tiles for entry in found], "o-", label=f"{ranks} ranks")
+    times.set(xlabel="documents", ylabel="ms", title="layout and own plan, before the first kernel")
+    tiles.set(xlabel="documents", ylabel="kernel calls", title="tiles of a rank")
+    tiles.legend()
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--plot", metavar="FILE", help="draw the growth in documents and ranks")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    print(f"{'ms':<62}{'layout':>9}{'plan':>9}{'found':>9}{'tiles':>7}{'from':>6}{'imbalance':>11}")
+    for what, found in cases():
+        milliseconds = "".join(f"{1e3 * value:>9.2f}" for value in found[:3])
+        print(f"{what:<62}{milliseconds}{found.tiles:>7}{found.sources:>6}{found.imbalance:>11.3f}", flush=True)
+    if args.plot:
+        plot(args.plot)
+
+
+if __name__ == "__main__":
+    main()
