@@ -10,7 +10,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from cp_styles.batch import sum_gradients
@@ -353,6 +355,40 @@ def test_the_ops():
         torch.library.opcheck(torch.ops.cp_styles.attention.default, arguments)
 
     run_ranks(on, 1)
+
+
+@pytest.mark.parametrize("strategy", [Ring(), Ulysses()], ids=str)
+@pytest.mark.parametrize("value_dim", [8, 5])
+def test_results_have_the_strides_that_graphs_were_promised(strategy, value_dim: int):
+    """Those that the fake kernel says, whatever the inputs' are: inductor's code reads results by them. And results
+    share no memory, which it may use again."""
+
+    def laid_out(x: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
+        return x.permute(order).contiguous().permute([order.index(dim) for dim in range(4)])
+
+    def on(rank: int):
+        group = cp_mesh(RANKS).get_group()
+        config = spelled("test", "cp", group.group_name, strategy, head_tail, Causal(), None).config
+        (q, k, v), cotangent = PROBLEMS[16].shard(head_tail, rank, RANKS)
+        q, k, v, cotangent = q.detach(), k.detach(), v.detach()[..., :value_dim], cotangent[..., :value_dim]
+        forward, backward = torch.ops.cp_styles.attention, torch.ops.cp_styles.attention_backward
+        for order in ((0, 1, 2, 3), (0, 2, 1, 3), (1, 2, 0, 3), (2, 3, 0, 1)):
+            given = [laid_out(x, order) for x in (q, k, v)]
+            results = forward(*given, None, None, None, config, False, None, True, "")
+            after = (*given, *results[:2], None, None, None, results[2], config, False, None)
+            grads = backward(laid_out(cotangent, order), *after)
+            with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True) as mode:
+                fakes = [mode.from_tensor(x) for x in given]
+                promised = forward(*fakes, None, None, None, config, False, None, True, "")[:1]
+                after = (*fakes, promised[0], *results[1:2], None, None, None, results[2], config, False, None)
+                promised += backward(promised[0], *after)[:3]
+            found = (results[0], *grads[:3])
+            assert [x.stride() for x in found] == [x.stride() for x in promised]
+            assert [x.shape for x in found] == [x.shape for x in promised]
+            assert all(x.untyped_storage().nbytes() == x.nbytes for x in found)
+            assert len({x.untyped_storage().data_ptr() for x in (*found, *given)}) == 7
+
+    run_ranks(on, RANKS)
 
 
 def test_a_module_that_unflattens():
