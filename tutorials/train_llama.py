@@ -32,7 +32,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
-from tqdm import tqdm
 
 from cp_styles import (
     AllGather,
@@ -206,6 +205,8 @@ def train(
 
     What the last step sends is counted; to count is to slow down, so not all of them are.
     """
+    from tqdm import tqdm
+
     run = Run()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     start = time.perf_counter()

@@ -11,8 +11,6 @@ from cp_styles import AllGather, Ring, Strategy, Ulysses, head_tail
 from cp_styles.testing import run_ranks
 from tutorials.llama import LlamaConfig
 
-pytest.importorskip("tqdm", reason="the main job needs pip install -e '.[train]'")
-
 
 @pytest.fixture
 def command(monkeypatch):
