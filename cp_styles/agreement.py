@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from cp_styles._compat import current_graph_task, resolve_group, without_dispatch_modes
-from cp_styles.comm import gather_numbers, offer_numbers
+from cp_styles.comm import gather_numbers, note_user, offer_numbers
 
 
 class RankStatus(enum.IntEnum):
@@ -166,6 +166,7 @@ def exchange_status(
         problem = error
     ledger = ledger_of(group)
     ledger.name, ledger.axis = name, axis
+    note_user(group, f"{name} (mesh axis {axis!r})")
     mine = _of_meeting(said, meeting, name)
     try:
         rows = [Said(*row) for row in gather_numbers(mine, group)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from weakref import WeakKeyDictionary
 
@@ -14,12 +14,38 @@ from torch.distributed.device_mesh import DeviceMesh
 from cp_styles._compat import is_traced, resolve_group
 
 
-class Pending:
-    """Transfers under way. Keeps its tensors alive; :meth:`wait` before reading what was received."""
+class TransferError(RuntimeError):
+    """A transfer with another rank failed: that rank is gone, or was not there within the group's timeout."""
 
-    def __init__(self, works: Sequence[dist.Work | None], tensors: Sequence[torch.Tensor]) -> None:
+
+# For whom a group is in use, for messages; of a part of a group, the group.
+_users: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
+
+
+def note_user(group: dist.ProcessGroup, user: str) -> None:
+    """Have errors of transfers in ``group``, and in parts of it, name ``user``."""
+    _users[group] = user
+    for part in _parts.get(group, {}).values():
+        _users[part] = user
+
+
+class Pending:
+    """Transfers under way. Keeps its tensors alive; :meth:`wait` before reading what was received.
+
+    ``peers`` are the ranks of ``group`` at the other end, one a work, or all of them where works are joined.
+    """
+
+    def __init__(
+        self,
+        works: Sequence[dist.Work | None],
+        tensors: Sequence[torch.Tensor],
+        peers: Sequence[int] = (),
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
         self._works = works
         self._tensors = tensors
+        self._peers = peers
+        self._group = group
 
     @property
     def done(self) -> bool:
@@ -27,11 +53,31 @@ class Pending:
         return not self._works
 
     def wait(self) -> None:
-        """Wait for all transfers: the host for gloo, the current stream for NCCL. Waiting again does nothing."""
-        for work in self._works:
+        """Wait for all transfers: the host for gloo, the current stream for NCCL. Waiting again does nothing.
+
+        Raises:
+            TransferError: when one failed. The others are not waited for: they may be with ranks that wait themselves.
+        """
+        for index, work in enumerate(self._works):
             if work is not None:
-                work.wait()
+                peers = self._peers[index : index + 1] if len(self._works) == len(self._peers) else self._peers
+                with _naming(peers, self._group):
+                    work.wait()
         self._works, self._tensors = (), ()
+
+
+@contextlib.contextmanager
+def _naming(peers: Sequence[int], group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Turn the transport's error into one that says who was at the other end, and for whom."""
+    try:
+        yield
+    except RuntimeError as error:
+        user = "attention" if group is None else _users.get(group, "attention")
+        ranks = list(peers) if group is None else [dist.get_global_rank(group, peer) for peer in peers]
+        raise TransferError(
+            f"{user}: a transfer with rank {', '.join(map(str, ranks))} (of all processes) failed: that rank is gone, "
+            f"or was not there in time; its own log says why. The transport says: {error}"
+        ) from error
 
 
 def exchange(
@@ -50,17 +96,22 @@ def exchange(
         # has nothing to join. Sends come first: gloo's own thread then moves the data, when it hears of the receive.
         # The other way round this one would, with a lock that the other needs for what arrives, and polls for.
         receives, sends = ([(peer, x) for peer, x in pairs if x.numel()] for pairs in (receives, sends))
-        works = [group.send([tensor], peer, 0) for peer, tensor in sends]
-        works += [group.recv([tensor], peer, 0) for peer, tensor in receives]
-        return Pending(works, [tensor for _, tensor in (*receives, *sends)])
+        works, peers = [], [peer for peer, _ in (*sends, *receives)]
+        for call, pairs in ((group.send, sends), (group.recv, receives)):
+            for peer, tensor in pairs:
+                with _naming((peer,), group):
+                    works.append(call([tensor], peer, 0))
+        return Pending(works, [tensor for _, tensor in (*receives, *sends)], peers, group)
     ops = [
         dist.P2POp(call, tensor, group=group, group_peer=peer)
         for call, pairs in ((dist.irecv, receives), (dist.isend, sends))
         for peer, tensor in pairs
         if tensor.numel()
     ]
-    works = dist.batch_isend_irecv(ops) if ops else []
-    return Pending(works, [op.tensor for op in ops])
+    peers = [peer for peer, tensor in (*receives, *sends) if tensor.numel()]
+    with _naming(peers, group):
+        works = dist.batch_isend_irecv(ops) if ops else []
+    return Pending(works, [op.tensor for op in ops], peers, group)
 
 
 def gather_numbers(numbers: Sequence[int], group: dist.ProcessGroup) -> list[tuple[int, ...]]:
@@ -179,4 +230,5 @@ def _part_of(ranks: list[int], group: dist.ProcessGroup, members: list[int]) -> 
         made = dist.new_group(ranks, use_local_synchronization=True)
         assert isinstance(made, dist.ProcessGroup)  # an int stands for "not a member", which this rank is
         parts[tuple(ranks)] = made
+        _users[made] = _users.get(group, "attention")
     return parts[tuple(ranks)]

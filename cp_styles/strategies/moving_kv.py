@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from cp_styles.comm import Pending, exchange
+from cp_styles.comm import Pending, TransferError, exchange
 from cp_styles.kernels import BesideDrowned, Kernel, RowLevels, TileCall, Where
 from cp_styles.kernels.levels import of_heads
 from cp_styles.merge import EMPTY_LSE, OnlineSoftmax, RowSum, accumulation_dtype, sink_gradient
@@ -153,11 +153,14 @@ class _Walk:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
-        # Transfers that nobody waits for would meet those of the next attention, and the ranks fall out of step.
-        if kind is not None:
+        # Transfers that nobody waits for would meet those of the next attention, and the ranks fall out of step. But
+        # where a transfer failed there is no next one, and the peers of the others may wait for a rank that is gone;
+        # and who interrupts a program does not want to wait.
+        if kind is None or issubclass(kind, TransferError) or not issubclass(kind, Exception):
+            return
+        with contextlib.suppress(TransferError):  # the failure on its way up says more
             for pending in self._started:
-                with contextlib.suppress(RuntimeError):  # the failure on its way up says more
-                    pending.wait()
+                pending.wait()
 
     def exchange(self, sends: Messages, receives: Messages) -> Pending:
         """:func:`~cp_styles.comm.exchange`, finished whatever happens."""

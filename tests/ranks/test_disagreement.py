@@ -10,6 +10,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,16 +19,18 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from cp_styles.batch import global_loss
 from cp_styles.collectives import all_to_all
+from cp_styles.comm import TransferError
 from cp_styles.flex import context_flex_attention
 from cp_styles.functional import context_attention
+from cp_styles.kernels import ReferenceKernel
 from cp_styles.layout import contiguous, head_tail, per_document_head_tail
 from cp_styles.mask import Causal
-from cp_styles.strategies import AllGather, Ring
+from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.styles import AttentionContextParallel, ModuleContextParallel
 from cp_styles.testing import run_ranks
 from cp_styles.torch_api import context_parallel
 from cp_styles.varlen import context_varlen_attention
-from tests.ranks.attention_case import Core, parallel, plain
+from tests.ranks.attention_case import Core, Problem, cp_mesh, parallel, plain, run_attention
 from tests.ranks.leak_scene import RANKS, Even, Scene, refusals
 
 LENGTH = Even.problem.inputs[0].shape[2]
@@ -562,3 +565,40 @@ def test_a_model_is_given_tokens_of_another_layout(wrong: list[int]):
     assert "was cut with another layout than the attention uses (head_tail)" in text
     if len(wrong) == 1:
         assert "ranks [1] of mesh axis 'cp' refused their inputs" in text
+
+
+class Gone(BaseException):
+    """As a process ends that is killed: nobody is told."""
+
+
+@pytest.mark.parametrize("strategy", [Ring(), AllGather(), Ulysses(), Ulysses(size=2)], ids=str)
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_a_rank_that_is_gone_is_noticed_at_once(strategy, when: str):
+    """And named, with whose attention it is. That nobody waits for the timeout is what run_ranks looks after."""
+    problem = Problem(length=32, heads=4)
+
+    class Dies(ReferenceKernel):
+        def forward(self, *tensors, **options):
+            self.perhaps("forward")
+            return super().forward(*tensors, **options)
+
+        def backward(self, *tensors, **options):
+            self.perhaps("backward")
+            return super().backward(*tensors, **options)
+
+        def perhaps(self, now: str) -> None:
+            if dist.get_rank() == 1 and now == when:
+                raise Gone
+
+    def on(rank: int):
+        attend = partial(context_attention, group=cp_mesh(4), strategy=strategy, kernel=Dies(), mask=Causal())
+        run_attention(attend, problem, rank, 4)
+
+    errors = run_ranks(on, 4, return_errors=True)
+    assert isinstance(errors.pop(1), Gone)
+    for error in errors:
+        if isinstance(error, TransferError):
+            assert re.match(r"context_attention \(mesh axis 'cp'\): a transfer with rank \d \(of all", str(error))
+        else:  # it had all it needed of this attention, and heard when the ranks met for the backward
+            assert isinstance(error, RuntimeError)
+            assert re.match(r"context_attention: .* of mesh axis 'cp'", error.__notes__[0])
