@@ -26,7 +26,8 @@ def save_attention(others: Policy | None = None) -> Policy:
 
     Kept are each attention's output and its residual (logsumexp, and the received keys and values that the strategy is
     told to ``keep``), and the ranks' agreement before it; with ``torch.compile`` likewise. Under a SequenceScope give
-    ``context_fn=partial(scope.for_checkpoint, contexts)``.
+    ``context_fn=partial(scope.for_checkpoint, contexts)``. With ``Ring(keep=0)`` nothing is kept but output and
+    logsumexp; its backward fetches all keys again.
 
     Args:
         others: the policy for all other ops; default: recompute them.

@@ -29,6 +29,12 @@ class Ulysses(Strategy):
     Communication a layer, with Q the bytes of one rank's query and K' those of its key and value (a KV head goes to
     every rank that has a query head of its group, and to no other): forward (U - 1)/U (2 Q + K'), in two all-to-alls;
     backward the same; the inner strategy's on top. KV heads may be fewer than ranks, and head counts need not divide.
+
+    Memory of one attention on a rank: between forward and backward the inputs, the output, its
+    logsumexp, Q + K' of what its heads attend to, Q of their output, and what ``inner`` keeps. In the forward that and
+    the messages, of Q + K' once more (twice where the layout is not contiguous). In the backward the inner strategy's,
+    then the gradients, of which one at a time travels: at most 2 Q beside them.
+
     Source: Jacobs et al., DeepSpeed Ulysses (2023); the hybrid: Fang and Zhao, USP (2024).
 
     Attributes:
