@@ -46,10 +46,12 @@ cannot_compile_on_threads = pytest.mark.skipif(
 )
 
 
-def run_ranks(fn: Callable[[int], Any], world_size: int, *, timeout_seconds: float = 180.0) -> list[Any]:
+def run_ranks(
+    fn: Callable[[int], Any], world_size: int, *, timeout_seconds: float = 180.0, may_time_out: bool = False
+) -> list[Any]:
     """As :func:`cp_styles.testing.run_ranks`; in a process that is one rank, that one alone."""
     if _rank is None:
-        return testing.run_ranks(fn, world_size, timeout_seconds=timeout_seconds)
+        return testing.run_ranks(fn, world_size, timeout_seconds=timeout_seconds, may_time_out=may_time_out)
     rank = min(_rank, world_size - 1)  # a world of one is each process' own
     test = os.environ["PYTEST_CURRENT_TEST"].split(" ")[0].replace("/", ".")
     folder = Path(os.environ[MEETING_PLACE])

@@ -66,8 +66,8 @@ def test_what_a_module_may_not_do(names: list[str], act, message: str):
         def afterwards(rank: int, name: str = name):
             assert max(run_attention(compiled(door(name, cp_mesh(RANKS))), PROBLEMS[16], rank, RANKS)) < EXACT
 
-        # Apart: threads compile one after the other, so one rank is through with its refusal long before the next, which
-        # then offers its own to nobody until the timeout. Processes compile side by side.
+        # Apart: threads compile one after the other, so one rank is through with its refusal long before the next,
+        # which then offers its own to nobody until the timeout. Processes compile side by side.
         run_ranks(on, RANKS, timeout_seconds=30.0, may_time_out=True)
         run_ranks(afterwards, RANKS)
 
