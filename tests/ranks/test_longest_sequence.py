@@ -61,8 +61,9 @@ def growth(command, strategy: Strategy) -> dict[int, int]:
 
 # In float32, of one layer and one rank.
 Q_BYTES, K_BYTES = 4 * 256 * CONFIG.width, 2 * 4 * 256 * CONFIG.width
-# A thread of gloo's may hold the number that was sent last for a moment longer: 4 bytes were seen.
-NUMBERS = 64
+# A thread of gloo's may hold for a moment longer what was sent last: the loss (4 bytes), or the integers by which ranks
+# agree before an attention, thirteen a rank (416 bytes on four). At most one of each in every layer.
+NUMBERS = 4 + CONFIG.layers * 4 * (13 + 1) * 8
 
 
 @pytest.mark.parametrize(
