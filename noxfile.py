@@ -1,8 +1,8 @@
 """The fast tests on every torch this package is for: nox
 
-Each version gets a virtual environment of its own (a gigabyte or more, minutes the first time; nox -r reuses them), and
-the last session prints the table for README.md. One version: nox -s "tests(torch='2.11.0')". Some tests only:
-nox -- tests/unit.
+Each version gets a virtual environment of its own (a gigabyte or more, minutes the first time; nox -r reuses them).
+The last session prints the table for tutorials/support.md. One version: nox -s "tests(torch='2.11.0')".
+Some tests only: nox -- tests/unit.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def tests(session: nox.Session, torch: str) -> None:
 
 @nox.session(python=False)
 def table(session: nox.Session) -> None:
-    """What the last runs of ``tests`` came to, as README.md shows it."""
+    """What the last runs of ``tests`` came to, as tutorials/support.md shows it."""
     lines = ["| torch | passed | skipped | failed | minutes |", "|---|---|---|---|---|"]
     for torch in TORCH:
         xml = report(session, torch)

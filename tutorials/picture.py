@@ -1,6 +1,7 @@
 """Pictures of context parallelism: who holds, attends, computes and sends what, and how a training went.
 
-Every ``draw_*`` fills axes of the caller's, so that they work in notebooks, in scripts and without a screen.
+Every ``draw_*`` fills axes of the caller, so they work in notebooks, in scripts and without a screen.
+``python tutorials/picture.py`` draws the picture of the README again.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from matplotlib.colors import ListedColormap, to_rgb
 from matplotlib.figure import Figure, FigureBase
 from matplotlib.patches import Polygon, Rectangle
 
-from cp_styles.layout import SequenceLayout
-from cp_styles.mask import Mask
+from cp_styles.layout import SequenceLayout, contiguous, head_tail
+from cp_styles.mask import Causal, Mask
 from cp_styles.plan import Cover, Plan, attended_pairs, imbalance, make_plan
 
 # Okabe and Ito's colours without their black and yellow, told apart by all common kinds of colour vision.
@@ -179,6 +180,32 @@ def save_picture(
     figure.savefig(path, dpi=120)
 
 
+def save_overview(path: Path, length: int = 1024, ranks: int = 4) -> None:
+    """Write the picture of the README: who holds a sequence, what its causal attention needs, and each rank's work."""
+    layouts = {"contiguous": contiguous(length, ranks), "head_tail": head_tail(length, ranks)}
+    figure = Figure(figsize=(10, 3.2), layout="constrained")
+    holders, mask, work = figure.subplots(1, 3, width_ratios=(1.25, 1, 1.25))
+    draw_holders(holders, layouts)
+    holders.set_title("1. Each rank holds a part\nof the sequence", fontsize=10)
+    draw_mask(mask, layouts["contiguous"], Causal())
+    mask.set_box_aspect(1)
+    borders = [start for own in layouts["contiguous"].chunks for start, _ in own][1:]
+    for border in borders:
+        mask.axhline(border / length * _DOTS - 0.5, color="black", linewidth=1)
+    mask.set_yticks([(rank + 0.5) * _DOTS / ranks for rank in range(ranks)], [f"rank {rank}" for rank in range(ranks)])
+    mask.set(ylabel="", xlabel="keys, in the colour of their rank")
+    mask.set_title("2. Its queries need keys\nof other ranks (contiguous)", fontsize=10)
+    draw_work(work, layouts, Causal())
+    for bars, grey in zip(work.containers, ("0.75", "0.3"), strict=True):  # colours are ranks in this picture
+        for bar in bars:
+            bar.set_facecolor(grey)
+    work.set_ylim(0, 2.6)  # room for the legend
+    work.legend(fontsize=8, loc="upper left", frameon=False)
+    work.set_title("3. The layout balances the work\n(1 = the mean of all ranks)", fontsize=10)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=100)
+
+
 def save_longest(path: Path, found: Mapping[str, Mapping[int, int]], title: str) -> None:
     """Write the PNG: the longest sequence by the number of ranks that share it, a line a strategy; by markers too."""
     figure = Figure(figsize=(6, 3.6), layout="constrained")
@@ -225,3 +252,7 @@ def _ink(rank: int) -> str:
     """Black or white, whichever is read more easily on the colour of the rank."""
     red, green, blue = to_rgb(colour(rank))
     return "black" if 0.3 * red + 0.59 * green + 0.11 * blue > 0.5 else "white"
+
+
+if __name__ == "__main__":
+    save_overview(Path(__file__).with_name("context_parallelism.png"))

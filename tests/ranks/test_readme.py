@@ -1,4 +1,4 @@
-"""What README.md shows runs, and does what it says; what it says of a feature is shown by the test it names."""
+"""The examples of README.md and of its pages run and do what the text says; each supported feature names its test."""
 
 import copy
 import re
@@ -30,11 +30,15 @@ from tutorials.llama import Llama, LlamaConfig, parallel_plan
 EXAMPLES = ("packed", "module", "sinks", "collectives", "fsdp", "flex", "torch api", "selective")
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
+PAGES = {path: path.read_text() for path in sorted((ROOT / "tutorials").glob("*.md"))}
+TEXTS = {ROOT / "README.md": README, ROOT / "CONTRIBUTING.md": (ROOT / "CONTRIBUTING.md").read_text(), **PAGES}
+SHOWN = "\n".join([README, *PAGES.values()])
 DOCUMENTS = (300, 10, 690)
 
 
 def example(name: str) -> str:
-    return re.search(rf"<!-- {name} -->\n```python\n(.*?)```", README, re.DOTALL)[1]
+    (found,) = re.findall(rf"<!-- {name} -->\n```python\n(.*?)```", SHOWN, re.DOTALL)
+    return found
 
 
 def run_example(*names: str, wanted: str) -> list[torch.Tensor]:
@@ -250,7 +254,7 @@ def test_a_hybrid_of_two_mesh_axes_or_one(size):
 
 
 def test_the_plan_is_that_of_the_tutorial():
-    shown = dict(re.findall(r'^    "(\S+)": (.+),$', README, re.MULTILINE))
+    shown = dict(re.findall(r'^    "(\S+)": (.+),$', example("plan"), re.MULTILINE))
     plan = parallel_plan(AttentionContextParallel())
     assert len(shown) == 6
     assert {name: type(style).__name__ for name, style in plan.items() if name in shown} == {
@@ -264,30 +268,52 @@ def test_the_two_commands_are_there_for_ci_to_take():
     assert commands["tests"].endswith("pytest")
 
 
+def test_the_readme_is_short():
+    lines = README.splitlines()
+    assert len(lines) <= 200
+    assert len(re.findall(r"^!\[", README, re.MULTILINE)) == 1  # one picture
+
+
 def test_every_example_is_run_here():
-    marked = set(re.findall(r"<!-- (example.*?) -->\n```python", README))
-    assert marked == {"example"} | {f"example: {name}" for name in EXAMPLES}
-    assert README.count("```python") == len(marked) + 1  # and the plan, which is the tutorial's
+    marked = re.findall(r"<!-- (example.*?) -->\n```python", SHOWN)
+    assert sorted(marked) == sorted(["example", *(f"example: {name}" for name in EXAMPLES)])
+    assert SHOWN.count("```python") == len(marked) + 1  # and the plan, which is compared with the tutorial's
 
 
-def test_what_is_said_of_features_names_its_test():
-    """No row without a test that is there, but what is said not to be."""
-    section = README.split("## What is supported")[1].split("\n## ")[0]
+def test_each_supported_feature_names_its_test():
+    """No row without a test that exists, except rows that say "not ..."."""
+    section = PAGES[ROOT / "tutorials/support.md"].split("\n## Versions of torch")[0]
     rows = [row for row in re.findall(r"^\| (.*?) \| (.*?) \|(.*)\|$", section, re.MULTILINE) if row[1].strip()]
-    assert len(rows) > 40
+    assert len(rows) > 80
     for feature, state, shown in rows:
-        named = re.findall(r"`([\w./]+?)(?:::(\w+))?`", shown)
-        if feature == "feature" or re.match("not ", state):
+        named = re.findall(r"\[([\w./]+)\]\(\.\./([\w./]+)(?: \"(\w+)\")?\)", shown)
+        if feature == "feature" or state == "not tried":
             continue
         assert named, f"{feature}: {state}, shown by nothing"
-        for path, test in named:
+        for name, path, test in named:
             text = (ROOT / path).read_text()
+            assert path.endswith(name)
             assert not test or f"def {test}(" in text, f"{feature}: {path} has no {test}"
 
 
-def test_links_and_files_exist():
-    text = README + (ROOT / "CONTRIBUTING.md").read_text()
-    paths = re.findall(r"\]\(([^)#:]+)(?:#[\w-]+)?\)", text) + re.findall(
-        r"`((?:cp_styles|tests|tutorials)/[\w/.]+)", text
-    )
-    assert [path for path in paths if not (ROOT / path).exists()] == []
+def anchors(text: str) -> set[str]:
+    """The names by which a link can point at the headings of ``text``, formed as GitHub forms them."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=lambda page: page.name)
+def test_links_pictures_and_files_exist(page):
+    for target, anchor in re.findall(r'\]\(([^)#:" ]*)(?:#([^)]+))?(?: "\w+")?\)', TEXTS[page]):
+        pointed_at = (page.parent / target).resolve() if target else page
+        assert pointed_at.exists(), f"{page.name} links to {target}"
+        assert not anchor or anchor in anchors(pointed_at.read_text()), f"{page.name}: {target} has no #{anchor}"
+    for path in re.findall(r"`((?:cp_styles|tests|tutorials)/[\w/.]+)", TEXTS[page]):
+        assert (ROOT / path).exists(), f"{page.name} names {path}"
+
+
+def test_each_page_and_picture_is_linked():
+    """From the README; a picture from anywhere."""
+    assert [page.name for page in PAGES if f"](tutorials/{page.name}" not in README] == []
+    pictures = (ROOT / "tutorials").glob("*.png")
+    assert [picture.name for picture in pictures if f"{picture.name})" not in SHOWN] == []

@@ -1,14 +1,16 @@
 """The architecture as a contract: every module stands in a row, and imports point to its own row or down."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 PACKAGE = Path(__file__).parents[2] / "cp_styles"
+CONTRIBUTING = PACKAGE.parent / "CONTRIBUTING.md"
 
-# Lowest row first. A new file must be given a row here, and in the README's picture.
+# Lowest row first. A new file must be given a row here, and in the picture of CONTRIBUTING.md.
 LAYERS = (
     ("_compat", "agreement", "autocast", "cache", "checksum", "comm", "derivatives", "testing"),
     (
@@ -87,6 +89,12 @@ def test_imports_point_down(path: Path):
         assert imported in ROW, f"{imported} is new: give it a row in LAYERS"
         assert ROW[imported] <= ROW[module], f"{module} (row {ROW[module]}) imports {imported} (row {ROW[imported]})"
         assert imported != "testing", f"{module} imports testing, which is for the users of the package"
+
+
+def test_the_picture_of_contributing_names_each_module():
+    (picture,) = re.findall(r"### Architecture\n\n```\n(.*?)```", CONTRIBUTING.read_text(), re.DOTALL)
+    names = re.findall(r"\w+", picture)
+    assert [module for module in ROW if module != "__init__" and module not in names] == []
 
 
 def test_no_cycles_within_a_row():

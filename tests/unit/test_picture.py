@@ -9,6 +9,7 @@ import torch
 
 pytest.importorskip("matplotlib", reason="pictures need pip install -e '.[train]' or '.[notebook]'")
 
+import matplotlib.image
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
@@ -113,3 +114,15 @@ def test_a_mask_is_coloured_by_the_owner_of_the_key(picture, mask):
         holders[layout.positions(rank)] = rank
     assert torch.equal(shown >= 0, mask.allowed(keys, keys))
     assert torch.equal(shown[shown >= 0], holders[keys].expand_as(shown)[shown >= 0])
+
+
+def test_the_picture_of_the_readme(picture, tmp_path):
+    """Drawn again as the README shows it, in the size in which the README has it."""
+    picture.save_overview(tmp_path / "drawn.png")
+    drawn, kept = (
+        matplotlib.image.imread(path)
+        for path in (tmp_path / "drawn.png", Path(picture.__file__).with_name("context_parallelism.png"))
+    )
+    assert drawn.shape == kept.shape
+    # Not equal: another version of matplotlib draws letters and edges a little differently.
+    assert abs(drawn - kept).mean() < 0.01
