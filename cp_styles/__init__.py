@@ -1,6 +1,5 @@
 """Context parallelism as ParallelStyles for parallelize_module: exact or loud."""
 
-from cp_styles.balancers import HeadTailLoadBalancer, PerDocumentHeadTailLoadBalancer, PTRRLoadBalancer
 from cp_styles.batch import (
     document_positions,
     global_loss,
@@ -9,9 +8,12 @@ from cp_styles.batch import (
     shard_batch,
     sum_gradients,
 )
-from cp_styles.flex import context_flex_attention
-from cp_styles.flex_mask import FlexMask
-from cp_styles.functional import context_attention
+from cp_styles.engine.gradient_watch import UnreducedGradientsWarning
+from cp_styles.engine.scope import SequenceScope
+from cp_styles.functions.attention import context_attention
+from cp_styles.functions.checkpoint import save_attention
+from cp_styles.functions.flex import context_flex_attention
+from cp_styles.functions.varlen import context_varlen_attention
 from cp_styles.kernels import Kernel, ReferenceKernel
 from cp_styles.layout import (
     LayoutMismatchWarning,
@@ -23,9 +25,8 @@ from cp_styles.layout import (
     striped,
 )
 from cp_styles.mask import Causal, Chunked, Dense, Documents, Full, Mask, PerRow, PrefixLM, SlidingWindow
+from cp_styles.mask.block_mask import FlexMask
 from cp_styles.plan import imbalance
-from cp_styles.scope import SequenceScope
-from cp_styles.selective import save_attention
 from cp_styles.strategies import AllGather, Ring, Strategy, Ulysses
 from cp_styles.styles import (
     AttentionContextParallel,
@@ -43,8 +44,7 @@ from cp_styles.torch_api import (
     context_parallel_unshard,
     set_rotate_method,
 )
-from cp_styles.unreduced import UnreducedGradientsWarning
-from cp_styles.varlen import context_varlen_attention
+from cp_styles.torch_api.balancers import HeadTailLoadBalancer, PerDocumentHeadTailLoadBalancer, PTRRLoadBalancer
 
 __all__ = [
     "AllGather",

@@ -41,8 +41,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
-from cp_styles.agreement import Meeting, Said, end_forwards, exchange_status, fingerprint
-from cp_styles.comm import shares_ranks
+from cp_styles.comm.agreement import Meeting, StatusRow, end_forwards, exchange_status, fingerprint
+from cp_styles.comm.point_to_point import shares_ranks
 from cp_styles.layout import SequenceLayout
 
 Group: TypeAlias = dist.ProcessGroup | DeviceMesh
@@ -248,8 +248,8 @@ def sum_gradients(
         reduce_dtype: travels and is summed; None for at least float32, whatever dtype the gradients have. Those of
             bfloat16 parameters are rounded once, then, and not once a rank; half the bytes with ``torch.bfloat16``.
 
-    Communication: an all-gather of :data:`~cp_styles.agreement.WIDTH` integers, an all-reduce a bucket, and, when ranks
-    differ in which gradients they have, one of a byte a parameter.
+    Communication: an all-gather of :data:`~cp_styles.comm.agreement.WIDTH` integers, an all-reduce a bucket, and, when
+    ranks differ in which gradients they have, one of a byte a parameter.
 
     Raises:
         ValueError: on every rank, when ranks do not have the same parameters, or when they are reduced over ranks of
@@ -337,12 +337,12 @@ def _with_gradient_anywhere(check: Callable[[], list[torch.Tensor]], group: dist
     parameters: list[torch.Tensor] = []
     present = b""
 
-    def build() -> Said:
+    def build() -> StatusRow:
         nonlocal parameters, present
         parameters = check()
         present = bytes(parameter.grad is not None for parameter in parameters)
         kinds = [(tuple(p.to_local().shape if isinstance(p, DTensor) else p.shape), str(p.dtype)) for p in parameters]
-        return Said(inputs=fingerprint(kinds), call=zlib.crc32(present))
+        return StatusRow(inputs=fingerprint(kinds), call=zlib.crc32(present))
 
     rows = exchange_status(build, Meeting.GRADIENTS, "sum_gradients", "group", group)
     if len({row.inputs for row in rows}) > 1:

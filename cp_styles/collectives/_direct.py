@@ -16,7 +16,7 @@ import torch
 
 from cp_styles._compat import resolve_group
 from cp_styles.collectives._exchange import Exchange, Tensors, merged_columns
-from cp_styles.comm import Pending, exchange
+from cp_styles.comm.point_to_point import Pending, exchange
 
 Sizes = tuple[int, ...]
 

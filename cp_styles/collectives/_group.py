@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from cp_styles._compat import is_traced, resolve_group
-from cp_styles.agreement import Meeting, Said, exchange_status
-from cp_styles.comm import group_in_order
+from cp_styles.comm.agreement import Meeting, StatusRow, exchange_status
+from cp_styles.comm.point_to_point import group_in_order
 from cp_styles.layout import SequenceLayout
 
 Group: TypeAlias = dist.ProcessGroup | DeviceMesh | tuple[DeviceMesh, str] | None
@@ -92,8 +92,9 @@ def consult(peers: Peers, call: str, describe: Callable[[], Facts], check: bool)
     Returns:
         The ``own`` size of each rank.
 
-    Communicates one all-gather of :data:`~cp_styles.agreement.WIDTH` integers, on the CPU where the group has a CPU
-    backend; on a group that has none, the host waits for the device. Where ranks differ, one more, of what they say.
+    Communicates one all-gather of :data:`~cp_styles.comm.agreement.WIDTH` integers, on the CPU where the group has a
+    CPU backend; on a group that has none, the host waits for the device. Where ranks differ, one more, of what they
+    say.
     """
     if peers.size == 1 or not check or torch.compiler.is_compiling():
         return (describe().own,) * peers.size
@@ -104,7 +105,7 @@ def consult(peers: Peers, call: str, describe: Callable[[], Facts], check: bool)
     except Exception as caught:  # whatever it is, the others are to hear of it
         error, said, own = caught, {"error": f"{type(caught).__name__}: {caught}"[:400]}, 0
     text = json.dumps({"call": call, **{key: value for key, value in said.items() if key != "own"}})
-    row = Said(q_length=own, inputs=zlib.crc32(text.encode()), flags=int(error is not None))
+    row = StatusRow(q_length=own, inputs=zlib.crc32(text.encode()), flags=int(error is not None))
     rows = exchange_status(lambda: row, Meeting.COLLECTIVE, "cp_styles.collectives", "group", resolve_group(peers.name))
     if len({(row.inputs, row.flags) for row in rows}) == 1 and error is None:
         return tuple(row.q_length for row in rows)

@@ -54,7 +54,8 @@ def all_to_all(
     Communicates one all-to-all; a rank sends ``x`` but for its own part of it, nothing more, and makes at most one
     contiguous copy before (none if ``scatter_dim`` is the outermost of a contiguous ``x``) and one after (none if
     ``gather_dim`` comes before ``scatter_dim`` and only dims of size one before it). ``check`` adds one
-    all-gather of :data:`~cp_styles.agreement.WIDTH` integers. The backward sends the same, and every rank must run it.
+    all-gather of :data:`~cp_styles.comm.agreement.WIDTH` integers. The backward sends the same, and every rank must run
+    it.
 
     Raises:
         ValueError: bad or equal dims, sizes that do not add up, ranks that disagree: on every rank, with ``check``.

@@ -24,10 +24,10 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
 from cp_styles._compat import RecompileLimitHit
-from cp_styles.autocast import without_autocast
+from cp_styles.kernels.autocast import without_autocast
 from cp_styles.kernels.base import Where
 from cp_styles.kernels.flex import FlexKernel, ScoreMod
-from cp_styles.merge import EMPTY_LSE
+from cp_styles.kernels.merge import EMPTY_LSE
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 

@@ -6,9 +6,9 @@ import functools
 
 import torch
 
-from cp_styles.autocast import without_autocast
+from cp_styles.kernels.autocast import without_autocast
 from cp_styles.kernels.base import Kernel
-from cp_styles.merge import EMPTY_LSE, accumulation_dtype
+from cp_styles.kernels.merge import EMPTY_LSE, accumulation_dtype
 
 
 def _says_its_dtypes(method):

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 
 from cp_styles.kernels.base import Kernel, TileCall
+from cp_styles.kernels.merge import EMPTY_LSE
 from cp_styles.kernels.packing import Packing
-from cp_styles.merge import EMPTY_LSE
 
 # A pack is a copy of its tiles. It pays where a call by itself would leave a GPU idle, and not where a tile alone has
 # more blocks of 128 queries, of some 32 heads, than there are multiprocessors. A guess that no GPU has confirmed.

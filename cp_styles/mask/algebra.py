@@ -82,7 +82,7 @@ class Mask:
         return 0
 
     @property
-    def singles_out(self) -> bool:
+    def varies_by_head_or_row(self) -> bool:
         """Whether rows of the batch, or heads, have masks of their own."""
         return False
 
@@ -160,8 +160,8 @@ class All(Mask):
         return sum(part.nbytes for part in self.parts)
 
     @property
-    def singles_out(self) -> bool:
-        return any(part.singles_out for part in self.parts)
+    def varies_by_head_or_row(self) -> bool:
+        return any(part.varies_by_head_or_row for part in self.parts)
 
     @property
     def additive(self) -> bool:
@@ -254,7 +254,7 @@ class PerRow(Mask):
         return hash(tuple(mask.content for mask in self.masks))
 
     @property
-    def singles_out(self) -> bool:
+    def varies_by_head_or_row(self) -> bool:
         return True
 
     @property

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from cp_styles.checksum import digest, version_of
+from cp_styles.comm.checksum import digest, version_of
 from cp_styles.derivatives import refuse_tangents
 from cp_styles.mask.algebra import Full, Mask
 
@@ -58,7 +58,7 @@ class Dense(Mask):
         return digest(self.tensor)
 
     @property
-    def singles_out(self) -> bool:
+    def varies_by_head_or_row(self) -> bool:
         return any(size != 1 for size in self.tensor.shape[:-2])
 
     @property

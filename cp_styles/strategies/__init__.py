@@ -2,8 +2,8 @@
 
 from cp_styles.strategies.allgather import AllGather
 from cp_styles.strategies.base import Attention, Strategy
-from cp_styles.strategies.by_row import ByRow
+from cp_styles.strategies.per_row import PerRowStrategy
 from cp_styles.strategies.ring import Ring
 from cp_styles.strategies.ulysses import Ulysses
 
-__all__ = ["AllGather", "Attention", "ByRow", "Ring", "Strategy", "Ulysses"]
+__all__ = ["AllGather", "Attention", "PerRowStrategy", "Ring", "Strategy", "Ulysses"]

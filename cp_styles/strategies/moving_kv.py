@@ -26,10 +26,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from cp_styles.comm import Pending, TransferError, exchange
+from cp_styles.comm.point_to_point import Pending, TransferError, exchange
 from cp_styles.kernels import BesideDrowned, Kernel, RowLevels, TileCall, Where
 from cp_styles.kernels.levels import of_heads
-from cp_styles.merge import EMPTY_LSE, OnlineSoftmax, RowSum, accumulation_dtype, sink_gradient
+from cp_styles.kernels.merge import EMPTY_LSE, OnlineSoftmax, RowSum, accumulation_dtype, sink_gradient
 from cp_styles.plan import Cover, Part, Plan, Rows, Tile, make_plan
 from cp_styles.strategies.base import Attention, Spec, Strategy, residual_views
 
@@ -79,22 +79,22 @@ class MovingKV(Strategy):
     def residual_specs(self, attention, q_BHLD, k_BGMD, v_BGME):
         return attention.once(
             (self, q_BHLD.shape, k_BGMD.shape, v_BGME.shape, q_BHLD.dtype),
-            lambda: self._specs(_Walk(self, attention, q_BHLD, k_BGMD, v_BGME)),
+            lambda: self._specs(_PlanRun(self, attention, q_BHLD, k_BGMD, v_BGME)),
         )
 
-    def _specs(self, walk: _Walk) -> list[Spec]:
+    def _specs(self, walk: _PlanRun) -> list[Spec]:
         counts = [walk.part(distance).count for distance in walk.kept]
         lse: Spec = (tuple(walk.q.shape[:3]), walk.wide)
         return [lse, *(((walk.size(count, walk.k.shape[1]),), walk.k.dtype) for count in counts)]
 
     def logsumexp(self, attention, q_BHLD, k_BGMD, v_BGME, residual):
-        walk = _Walk(self, attention, q_BHLD, k_BGMD, v_BGME)
+        walk = _PlanRun(self, attention, q_BHLD, k_BGMD, v_BGME)
         lse_BHL = walk.kept_in(residual)[0]
         lse_BHL = lse_BHL.masked_fill(lse_BHL <= EMPTY_LSE / 2, float("-inf"))
         return lse_BHL if walk.level is None else (lse_BHL + walk.level).to(lse_BHL.dtype)
 
     def forward(self, attention, q_BHLD, k_BGMD, v_BGME, sink_H=None, residual=None):
-        with _Walk(self, attention, q_BHLD, k_BGMD, v_BGME) as walk:
+        with _PlanRun(self, attention, q_BHLD, k_BGMD, v_BGME) as walk:
             lse_BHL, *kept = walk.kept_in(residual)
 
             q = q_BHLD.to(walk.dtype)
@@ -112,7 +112,7 @@ class MovingKV(Strategy):
             return out.to(q_BHLD.dtype)
 
     def backward(self, attention, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, residual, sink_H=None):
-        with _Walk(self, attention, q_BHLD, k_BGMD, v_BGME) as walk:
+        with _PlanRun(self, attention, q_BHLD, k_BGMD, v_BGME) as walk:
             lse_BHL, *kept = walk.kept_in(residual)
 
             q, grad, out = (x.to(walk.dtype) for x in (q_BHLD, grad_BHLE, out_BHLE))
@@ -130,7 +130,7 @@ class MovingKV(Strategy):
             return dq.result()[..., : q_BHLD.shape[3]].to(q_BHLD.dtype), dk.to(k_BGMD.dtype), dv.to(v_BGME.dtype), dsink
 
 
-class _Walk:
+class _PlanRun:
     """One rank's way through its plan: who sends what when, and the keys and values of each part as they arrive."""
 
     def __init__(self, strategy: MovingKV, attention: Attention, q, k, v) -> None:
@@ -149,7 +149,7 @@ class _Walk:
         self._messages: dict[tuple[Span, Rows], torch.Tensor] = {}
         self._started: list[Pending] = []
 
-    def __enter__(self) -> _Walk:
+    def __enter__(self) -> _PlanRun:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
@@ -163,7 +163,7 @@ class _Walk:
                 pending.wait()
 
     def exchange(self, sends: Messages, receives: Messages) -> Pending:
-        """:func:`~cp_styles.comm.exchange`, finished whatever happens."""
+        """:func:`~cp_styles.comm.point_to_point.exchange`, finished whatever happens."""
         self._started = [pending for pending in self._started if not pending.done]
         self._started.append(exchange(sends, receives, self.attention.group))
         return self._started[-1]
@@ -418,7 +418,7 @@ class _GradientReturn:
     and gloo match the messages of two ranks by order alone. What comes is added before the next transfer starts.
     """
 
-    def __init__(self, walk: _Walk) -> None:
+    def __init__(self, walk: _PlanRun) -> None:
         self._walk = walk
         self._sums = [RowSum(x.shape, walk.wide, x.device) for x in (walk.k, walk.v)]
         self._under_way: tuple[Span, Rows, list[torch.Tensor], Pending] | None = None

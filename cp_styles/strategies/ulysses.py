@@ -16,7 +16,7 @@ from cp_styles.cache import remembered
 from cp_styles.collectives import Exchange, head_exchange
 from cp_styles.collectives._direct import Direct
 from cp_styles.collectives._group import Peers, peers_of
-from cp_styles.comm import split_group
+from cp_styles.comm.point_to_point import split_group
 from cp_styles.layout import Chunk, SequenceLayout
 from cp_styles.strategies.base import Attention, Spec, Strategy, new_residual, residual_views
 from cp_styles.strategies.ring import Ring

@@ -18,16 +18,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from cp_styles._compat import current_graph_task, hooks_in_order, tree_map_only
-from cp_styles.agreement import ledger_of
-from cp_styles.dispatcher import NO_COMMUNICATION, binding_of, declared_size, even_lengths, install
+from cp_styles.comm.agreement import ledger_of
+from cp_styles.engine.binding import Binding, refuse_dropout
+from cp_styles.engine.dtensor_handlers import NO_COMMUNICATION, binding_of, declared_size, even_lengths, install
+from cp_styles.engine.op import check_local
+from cp_styles.engine.scope import Lease, ScopedBinding
+from cp_styles.intercept.fused_operators import FusedCalls
 from cp_styles.mask import Dense
-from cp_styles.ops import check_local
-from cp_styles.scope import Lease, ScopedBinding
-from cp_styles.state import Binding, refuse_dropout
-from cp_styles.styles.context import ContextParallelStyle
-from cp_styles.styles.fused import FusedCalls
-from cp_styles.styles.lift import Lift
-from cp_styles.styles.traced import Traced, traced_of
+from cp_styles.styles.base import ContextParallelStyle
+from cp_styles.styles.compiled import Traced, traced_of
+from cp_styles.styles.dtensor_io import DTensorIO
 
 # What modules call their three inputs; anything else is taken by position.
 _NAMES = (("query", "key", "value"), ("q", "k", "v"), ("xq", "xk", "xv"))
@@ -41,7 +41,7 @@ class AttentionContextParallel(ContextParallelStyle):
     Parameter gradients are each rank's share: sum them over the axis (``sum_gradients``, FSDP2 or DDP over it).
 
     Args:
-        mesh_axis, strategy, layout, mask, kernel: see :class:`~cp_styles.styles.context.ContextParallelStyle`.
+        mesh_axis, strategy, layout, mask, kernel: see :class:`~cp_styles.styles.base.ContextParallelStyle`.
         seq_dim: sequence dim of what the *module* receives: 2 for [B, H, S, D], 1 for [B, S, H, D]. What reaches
             scaled_dot_product_attention is [B, H, S, D], as always.
         use_local_output: False leaves outputs as DTensors, Shard on the sequence axis; needs equal parts.
@@ -56,7 +56,7 @@ class AttentionContextParallel(ContextParallelStyle):
     a composed mesh, DTensors on its other axes ("tp"), Shard on the heads or the batch, or Replicate (key and value may
     be replicated where the query's heads are cut: their gradients are then summed over that axis, two all-reduces); or
     on the composed mesh itself, ``Shard(seq_dim)`` on this axis. Outputs leave on the mesh on which inputs came. See
-    [Note: lifting] in lift.py.
+    [Note: lifting] in dtensor_io.py.
 
     Raises (at the call, on every rank, with the module's name): ValueError, TypeError or NotImplementedError for inputs
     that are not the layout's, for dropout, masks that are not the whole sequence's, and modules whose attention was not
@@ -85,8 +85,8 @@ class AttentionContextParallel(ContextParallelStyle):
                 f"{type(module).__name__} is context parallel already: apply AttentionContextParallel to a module once"
             )
         sequence = (self.mesh_axis,) if isinstance(self.mesh_axis, str) else tuple(self.mesh_axis)
-        lift = Lift(axis, device_mesh, sequence, self.seq_dim, self.use_local_output)
-        ContextParallelState(self, module, lift, axis, binding).register()
+        dtensor_io = DTensorIO(axis, device_mesh, sequence, self.seq_dim, self.use_local_output)
+        ContextParallelState(self, module, dtensor_io, axis, binding).register()
         return module
 
     def __repr__(self) -> str:
@@ -95,7 +95,7 @@ class AttentionContextParallel(ContextParallelStyle):
 
 class Phase(enum.Enum):
     """Where a module stands. For messages and debuggers: nothing is routed by it, see [Note: routing] in
-    dispatcher.py."""
+    dtensor_handlers.py."""
 
     IDLE = "idle"
     FORWARD = "forward"
@@ -106,11 +106,16 @@ class ContextParallelState:
     """What one module's attention is bound to, and the hooks that make it so."""
 
     def __init__(
-        self, style: AttentionContextParallel, module: nn.Module, lift: Lift, axis: DeviceMesh, binding: Binding
+        self,
+        style: AttentionContextParallel,
+        module: nn.Module,
+        dtensor_io: DTensorIO,
+        axis: DeviceMesh,
+        binding: Binding,
     ) -> None:
         self.style = style
         self.module = module
-        self.lift = lift
+        self.dtensor_io = dtensor_io
         self.axis = axis
         self.phase = Phase.IDLE
         self.binding = self._unscoped = binding
@@ -131,7 +136,7 @@ class ContextParallelState:
 
     def register(self) -> None:
         options = {"seq_dim": self.style.seq_dim, "use_local_output": self.style.use_local_output}
-        Traced(self._scoped, self.lift, self.axis, self._places, self.run, **options).attach(self.module)
+        Traced(self._scoped, self.dtensor_io, self.axis, self._places, self.run, **options).attach(self.module)
         # The last to change the inputs and the first to see the outputs: other styles' hooks see what they always saw.
         before = self.module.register_forward_pre_hook(self._pre_forward, with_kwargs=True)
         after = self.module.register_forward_hook(self._post_forward, prepend=True, always_call=True)
@@ -142,7 +147,9 @@ class ContextParallelState:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallelState:
         # A copied module brings its hooks, and with them its state: the copy shares the mesh and is bound for itself.
-        return ContextParallelState(self.style, copy.deepcopy(self.module, memo), self.lift, self.axis, self._unscoped)
+        return ContextParallelState(
+            self.style, copy.deepcopy(self.module, memo), self.dtensor_io, self.axis, self._unscoped
+        )
 
     def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         if torch.compiler.is_dynamo_compiling():
@@ -164,10 +171,10 @@ class ContextParallelState:
         agreed = replace(asked, lengths=known) if known else asked.agree(refuse, local, dim, attn_mask)
         lengths = agreed.lengths
         assert lengths is not None
-        beside = self.lift.beside(self._names, inputs)
-        if self.lift.makes_sequence_dtensors(beside):
+        other_axes = self.dtensor_io.other_axes(self._names, inputs)
+        if self.dtensor_io.makes_sequence_dtensors(other_axes):
             self._refuse_uneven(lengths[0])
-        self.binding = replace(agreed, beside=beside)
+        self.binding = replace(agreed, other_axes=other_axes)
         if attn_mask is not None:
             self.binding = replace(self.binding, mask=self.binding.mask & Dense(attn_mask))
             bound.arguments["attn_mask"] = None
@@ -178,7 +185,7 @@ class ContextParallelState:
             declared_size(self.binding.layout_for(length), self.binding.group.rank()) for length in lengths
         )
         for name, value, part, size in zip(self._names, inputs, local, (q_size, kv_size, kv_size), strict=True):
-            bound.arguments[name] = shared = self.lift.up(value, part, lease.mesh, size)
+            bound.arguments[name] = shared = self.dtensor_io.to_bound_mesh(value, part, lease.mesh, size)
             lease.hold_in_graph(shared)
             if shared.requires_grad:
                 shared.register_hook(self._post_backward)
@@ -186,7 +193,7 @@ class ContextParallelState:
         tally = self.binding.tally
         tally.calls = 0
         ledger_of(self.binding.group).engaged = False
-        tally.owed = known and partial(asked.agree, tensors=local, seq_dim=dim, attn_mask=attn_mask)
+        tally.deferred_agreement = known and partial(asked.agree, tensors=local, seq_dim=dim, attn_mask=attn_mask)
         return bound.args, bound.kwargs
 
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:
@@ -224,7 +231,9 @@ class ContextParallelState:
         try:
             return self._leave(output)
         finally:
-            self.binding.tally.owed = None  # a recomputation may stop before its attention; this holds the inputs
+            self.binding.tally.deferred_agreement = (
+                None  # a recomputation may stop before its attention; this holds the inputs
+            )
 
     def _leave(self, output: Any) -> Any:
         phase, self.phase = self.phase, Phase.IDLE
@@ -253,7 +262,7 @@ class ContextParallelState:
             return output
         lease.hold_in_graph(output)
         try:
-            return self.lift.down(output, self.binding.beside, self._pre_backward)
+            return self.dtensor_io.from_bound_mesh(output, self.binding.other_axes, self._pre_backward)
         except ValueError as error:
             raise ValueError(f"{self.binding.name}: {error}") from None
 
@@ -276,7 +285,7 @@ class ContextParallelState:
         """Raise for what this rank alone can see to be wrong."""
         name = self.binding.name
         try:
-            self.lift.beside(self._names, inputs)
+            self.dtensor_io.other_axes(self._names, inputs)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
         check_local(name, local)

@@ -11,10 +11,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_styles._compat import hooks_in_order, scripted_attention
-from cp_styles.calls import AttentionCalls
-from cp_styles.scope import ScopedBinding
-from cp_styles.styles.context import ContextParallelStyle
-from cp_styles.styles.pickles import BoundToThisRun
+from cp_styles.engine.scope import ScopedBinding
+from cp_styles.intercept.function_mode import AttentionCalls
+from cp_styles.intercept.subclassing import BoundToThisRun
+from cp_styles.styles.base import ContextParallelStyle
 
 _STATE = "_context_parallel_calls"
 
@@ -31,7 +31,7 @@ class ModuleContextParallel(ContextParallelStyle):
     What depends on positions is the caller's: give the model the layout's (``layout.positions(rank)``).
 
     Args:
-        mesh_axis, strategy, layout, mask, kernel: see :class:`~cp_styles.styles.context.ContextParallelStyle`.
+        mesh_axis, strategy, layout, mask, kernel: see :class:`~cp_styles.styles.base.ContextParallelStyle`.
         sink: name of a parameter, such as "sinks", that attention modules hold: one learned logit for each of their
             query heads that takes part in every softmax and gives nothing. Calls under such a module take it as their
             attention sink, which scaled_dot_product_attention has no argument for; other calls take none.

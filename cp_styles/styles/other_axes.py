@@ -10,19 +10,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from cp_styles._compat import hooks_in_order, tree_map_only
-from cp_styles.composed import Beside, Placements, beside
-from cp_styles.dispatcher import placed
+from cp_styles.engine.dtensor_handlers import placed
+from cp_styles.engine.mesh_axes import OtherAxes, Placements, other_axes_of
 
 
 class _Came(NamedTuple):
     """How a module's input came: the axes beside the style's, its placements on them, and its rows."""
 
-    beside: Beside
+    other_axes: OtherAxes
     others: Placements
     rows: dict[int, tuple[int, int]]  # of each dim that the others cut: how many on this rank, and in all
 
 
-class OtherAxes:
+class AxisAdapter:
     """Takes the axes that are not its style's away from what comes into a module, and gives them back to what leaves.
 
     A Linear on DTensors of [cp, tp] would be DTensor's to propagate, and for the sake of a bias that gathers the
@@ -59,7 +59,7 @@ class OtherAxes:
             return value
         (name,) = self._axis.mesh_dim_names or ("",)
         what = f"{self._who}: got a DTensor on mesh axes {value.device_mesh.mesh_dim_names} with {value.placements}"
-        found = beside(value.device_mesh, self._composed, (name,))
+        found = other_axes_of(value.device_mesh, self._composed, (name,))
         if isinstance(found, str) or found.seq_axis is None:
             raise ValueError(
                 f"{what}: {found if isinstance(found, str) else f'it lacks the axis {name!r} of the style'}"
@@ -98,11 +98,11 @@ class OtherAxes:
         for dim, (rows, whole) in came.rows.items():
             assert shape[dim] == rows  # a Linear, an Embedding or a norm: what the styles took
             shape[dim] = whole
-        placements = came.beside.joined(own, came.others)
-        assert came.beside.seq_axis is not None  # seen when it came
-        if isinstance(own, Shard) and own in placements[came.beside.seq_axis + 1 :]:
+        placements = came.other_axes.joined(own, came.others)
+        assert came.other_axes.seq_axis is not None  # seen when it came
+        if isinstance(own, Shard) and own in placements[came.other_axes.seq_axis + 1 :]:
             raise ValueError(
-                f"{self._who}: the output would be {placements} on {came.beside.mesh.mesh_dim_names}, where the "
+                f"{self._who}: the output would be {placements} on {came.other_axes.mesh.mesh_dim_names}, where the "
                 "style's axis must come after those that cut the same dim, as tp in ('cp', 'tp')"
             )
-        return placed(value.to_local(), came.beside.mesh, placements, shape)
+        return placed(value.to_local(), came.other_axes.mesh, placements, shape)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.distributed.tensor import parallel as torch_parallel
 
-from cp_styles.styles.axis import OnMeshAxis
+from cp_styles.styles.mesh_axis import OnMeshAxis
 
 
 class PrepareModuleInput(OnMeshAxis, torch_parallel.PrepareModuleInput):

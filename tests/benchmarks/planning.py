@@ -20,7 +20,7 @@ import torch
 
 from cp_styles import Causal, Documents, SequenceLayout, by_work, contiguous, head_tail, per_document_head_tail
 from cp_styles.mask import Mask
-from cp_styles.plan import _make_plan, imbalance, make_plan
+from cp_styles.plan.plan import _make_plan, imbalance, make_plan
 
 _RUNS = 3
 

@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from cp_styles import Causal, Ring, contiguous, head_tail
-from cp_styles.ops import spelled
+from cp_styles.engine.op import config_text
 from tests.ranks.attention_case import Problem, run_attention
 from tests.ranks.compiling import Block, door
 
@@ -36,7 +36,7 @@ hidden_config = ""
 
 def hide(mesh: DeviceMesh, layout):
     global hidden_config
-    hidden_config = spelled("trap", "cp", mesh.get_group().group_name, Ring(), layout, Causal(), None).config
+    hidden_config = config_text("trap", "cp", mesh.get_group().group_name, Ring(), layout, Causal(), None).config
     return lambda *qkv: torch.ops.cp_styles_tests.hidden(*qkv)[0]
 
 

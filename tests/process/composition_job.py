@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from cp_styles.unreduced import UnreducedGradientsWarning
+from cp_styles.engine.gradient_watch import UnreducedGradientsWarning
 from tests.oracle import error
 from tests.ranks.composition import COMPOSITIONS, STEPS, Training, alone
 

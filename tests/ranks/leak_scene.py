@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from cp_styles.functional import context_attention
+from cp_styles.functions.attention import context_attention
 from cp_styles.layout import contiguous, head_tail
 from cp_styles.mask import Causal
 from cp_styles.strategies import AllGather, Ring

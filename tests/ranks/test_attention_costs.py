@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from cp_styles.agreement import WIDTH
-from cp_styles.functional import context_attention
+from cp_styles.comm.agreement import WIDTH
+from cp_styles.functions.attention import context_attention
 from cp_styles.kernels import CPU_FLASH, Kernel
 from cp_styles.layout import contiguous, head_tail
 from cp_styles.mask import Causal, Documents, Full, SlidingWindow

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from cp_styles.functional import context_attention
+from cp_styles.functions.attention import context_attention
 from cp_styles.kernels import CPU_FLASH, ReferenceKernel
 from cp_styles.layout import SequenceLayout, contiguous, head_tail, per_document_head_tail, striped
 from cp_styles.mask import Causal, Dense, Documents

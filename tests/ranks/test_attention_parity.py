@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cp_styles.batch import sum_gradients
-from cp_styles.functional import context_attention
+from cp_styles.functions.attention import context_attention
 from cp_styles.kernels import Kernel, ReferenceKernel
 from cp_styles.layout import contiguous, head_tail
 from cp_styles.mask import Causal, Full

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.functional import cross_entropy
 
-from cp_styles.agreement import WIDTH
 from cp_styles.batch import global_loss, global_token_count, next_token_labels, shard_batch, sum_gradients
+from cp_styles.comm.agreement import WIDTH
 from cp_styles.layout import SequenceLayout, contiguous, head_tail
 from cp_styles.testing import CommunicationTrace, RankError, run_ranks
 from tests.oracle import error

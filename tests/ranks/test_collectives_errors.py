@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from cp_styles.agreement import WIDTH
 from cp_styles.collectives import (
     Padded,
     all_to_all,
@@ -22,6 +21,7 @@ from cp_styles.collectives import (
     split,
 )
 from cp_styles.collectives._group import Facts, consult, dim_of, peers_of
+from cp_styles.comm.agreement import WIDTH
 from cp_styles.layout import head_tail
 from cp_styles.testing import CommunicationTrace, RankError, run_ranks
 from tests.ranks.collectives_reference import randn, world

@@ -16,13 +16,13 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from cp_styles.batch import sum_gradients
-from cp_styles.functional import context_attention
+from cp_styles.engine.op import config_text
+from cp_styles.engine.scope import SequenceScope
+from cp_styles.functions.attention import context_attention
+from cp_styles.functions.checkpoint import save_attention
 from cp_styles.kernels import ReferenceKernel
 from cp_styles.layout import by_work, contiguous, head_tail
 from cp_styles.mask import Causal, Dense, Documents, SlidingWindow
-from cp_styles.ops import spelled
-from cp_styles.scope import SequenceScope
-from cp_styles.selective import save_attention
 from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.styles import ModuleContextParallel
 from tests.oracle import allowed, document_of, error, randn
@@ -349,7 +349,7 @@ def test_the_ops():
 
     def on(rank: int):
         group = cp_mesh(1).get_group()
-        source = spelled("test", "cp", group.group_name, Ring(), head_tail, Causal(), None)
+        source = config_text("test", "cp", group.group_name, Ring(), head_tail, Causal(), None)
         q, k, v = (x.clone().requires_grad_() for x in PROBLEMS[16].inputs)
         arguments = (q, k, v, None, None, None, source.config, False, None, True, "")
         torch.library.opcheck(torch.ops.cp_styles.attention.default, arguments)
@@ -368,7 +368,7 @@ def test_results_have_the_strides_that_graphs_were_promised(strategy, value_dim:
 
     def on(rank: int):
         group = cp_mesh(RANKS).get_group()
-        config = spelled("test", "cp", group.group_name, strategy, head_tail, Causal(), None).config
+        config = config_text("test", "cp", group.group_name, strategy, head_tail, Causal(), None).config
         (q, k, v), cotangent = PROBLEMS[16].shard(head_tail, rank, RANKS)
         q, k, v, cotangent = q.detach(), k.detach(), v.detach()[..., :value_dim], cotangent[..., :value_dim]
         forward, backward = torch.ops.cp_styles.attention, torch.ops.cp_styles.attention_backward

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from cp_styles.engine.scope import SequenceScope
 from cp_styles.layout import head_tail
 from cp_styles.mask import Dense
-from cp_styles.scope import SequenceScope
 from tests.ranks.attention_case import EXACT, cp_mesh, run_attention
 from tests.ranks.compiling import DOORS, PROBLEMS, RANKS, Grouped, cannot_compile_on_threads, compiled, door, run_ranks
 

@@ -19,9 +19,10 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from cp_styles.batch import global_loss
 from cp_styles.collectives import all_to_all
-from cp_styles.comm import TransferError
-from cp_styles.flex import context_flex_attention
-from cp_styles.functional import context_attention
+from cp_styles.comm.point_to_point import TransferError
+from cp_styles.functions.attention import context_attention
+from cp_styles.functions.flex import context_flex_attention
+from cp_styles.functions.varlen import context_varlen_attention
 from cp_styles.kernels import ReferenceKernel
 from cp_styles.layout import contiguous, head_tail, per_document_head_tail
 from cp_styles.mask import Causal
@@ -29,7 +30,6 @@ from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.styles import AttentionContextParallel, ModuleContextParallel
 from cp_styles.testing import run_ranks
 from cp_styles.torch_api import context_parallel
-from cp_styles.varlen import context_varlen_attention
 from tests.ranks.attention_case import Core, Problem, cp_mesh, parallel, plain, run_attention
 from tests.ranks.leak_scene import RANKS, Even, Scene, refusals
 

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from cp_styles.functional import context_attention
+from cp_styles.functions.attention import context_attention
 from cp_styles.layout import contiguous, head_tail
 from cp_styles.mask import Causal, Dense, Documents, SlidingWindow
 from cp_styles.strategies import Ring

@@ -14,13 +14,13 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
-from cp_styles.flex import context_flex_attention
-from cp_styles.flex_mask import FlexMask
-from cp_styles.functional import context_attention
+from cp_styles.engine.scope import SequenceScope
+from cp_styles.functions.attention import context_attention
+from cp_styles.functions.flex import context_flex_attention
 from cp_styles.layout import by_work, contiguous, head_tail, per_document_head_tail
 from cp_styles.mask import Causal, Documents, SlidingWindow
+from cp_styles.mask.block_mask import FlexMask
 from cp_styles.plan import make_plan
-from cp_styles.scope import SequenceScope
 from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.styles import AttentionContextParallel, ModuleContextParallel
 from cp_styles.testing import CommunicationTrace, run_ranks

@@ -14,11 +14,11 @@ import torch.nn.attention.flex_attention as flex_module
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import flex_attention
 
-from cp_styles import flex as engine
+from cp_styles.functions import flex as engine
 from cp_styles.kernels import CompiledFlexKernel, flex, flex_compiled
 from cp_styles.kernels.base import Where
+from cp_styles.kernels.merge import EMPTY_LSE
 from cp_styles.layout import head_tail
-from cp_styles.merge import EMPTY_LSE
 from tests.oracle import error, randn
 from tests.ranks import flex_case as case
 from tests.ranks.attention_case import EXACT

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from cp_styles.functional import context_attention
+from cp_styles.functions.attention import context_attention
 from cp_styles.kernels import CPU_FLASH, ReferenceKernel
 from cp_styles.layout import contiguous, head_tail
 from cp_styles.mask import Causal, SlidingWindow

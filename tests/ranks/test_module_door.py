@@ -17,10 +17,10 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from cp_styles._compat import function_modes
 from cp_styles.batch import sum_gradients
-from cp_styles.calls import AttentionCalls
+from cp_styles.engine.scope import SequenceScope
+from cp_styles.intercept.function_mode import AttentionCalls
 from cp_styles.layout import SequenceLayout, contiguous, head_tail
 from cp_styles.mask import Full, SlidingWindow
-from cp_styles.scope import SequenceScope
 from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.styles import ModuleContextParallel
 from cp_styles.testing import run_ranks

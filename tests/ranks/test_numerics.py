@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import AuxRequest
 
-from cp_styles.flex import context_flex_attention
-from cp_styles.functional import context_attention
+from cp_styles.functions.attention import context_attention
+from cp_styles.functions.flex import context_flex_attention
 from cp_styles.kernels import CPU_FLASH, ReferenceKernel
+from cp_styles.kernels.merge import accumulation_dtype
 from cp_styles.layout import contiguous, head_tail
 from cp_styles.mask import Causal, Dense, Documents, Full, Mask
-from cp_styles.merge import accumulation_dtype
 from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.testing import run_ranks
 from tests.oracle import attend_and_differentiate, attention_inputs, error, expected_attention, randn
@@ -298,6 +298,6 @@ def test_sinks_and_the_logsumexp_of_such_rows():
         whole = [layout.unshard(list(parts), 2) for parts in found] + [sum(dsinks)]
         lse, wanted_lse = whole.pop(1), wanted.pop(1)
         assert ((lse - wanted_lse) / wanted_lse).abs().max() < EXACT
-        # Beside -1e9 a float64 has digits to 1e-7, and the logits of the last head's sink are of that size.
+        # OtherAxes -1e9 a float64 has digits to 1e-7, and the logits of the last head's sink are of that size.
         bound = 1e-7 if fill == -1e9 else EXACT
         assert all(error(mine, one) < bound for mine, one in zip(whole, wanted, strict=True)), fill

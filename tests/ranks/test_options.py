@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cp_styles.batch import next_token_labels
-from cp_styles.functional import context_attention
+from cp_styles.functions.attention import context_attention
 from cp_styles.kernels import CPU_FLASH, ReferenceKernel
 from cp_styles.layout import by_work, contiguous, head_tail, per_document_head_tail, striped
 from cp_styles.mask import Causal, Chunked, Documents, Full, SlidingWindow

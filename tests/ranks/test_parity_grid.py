@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 
-from cp_styles.functional import context_attention
+from cp_styles.functions.attention import context_attention
 from cp_styles.testing import run_ranks
 from tests.oracle import attend_and_differentiate, attention_inputs, error, expected_attention
 from tests.ranks.attention_case import EXACT, Core, cp_mesh, parallel

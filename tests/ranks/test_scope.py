@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from cp_styles import ops
-from cp_styles.functional import context_attention
+from cp_styles.engine import op as attention_op
+from cp_styles.engine.scope import SequenceScope
+from cp_styles.functions.attention import context_attention
 from cp_styles.layout import SequenceLayout, by_work, contiguous, head_tail, per_document_head_tail, striped
 from cp_styles.mask import Causal, Dense, Documents, Full, PerRow, SlidingWindow
-from cp_styles.plan import _make_plan, make_plan
-from cp_styles.scope import SequenceScope
+from cp_styles.plan.plan import _make_plan, make_plan
 from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.strategies.ulysses import joined
 from cp_styles.styles import AttentionContextParallel, ModuleContextParallel
@@ -203,7 +203,7 @@ def test_a_recomputation_whose_number_has_another_digit(monkeypatch):
 
         out = checkpoint(opened_inside, *leaves, use_reentrant=False)
         dist.barrier()
-        monkeypatch.setattr(ops, "_serial", count(10**9))  # by every rank: they are threads of one process
+        monkeypatch.setattr(attention_op, "_serial", count(10**9))  # by every rank: they are threads of one process
         dist.barrier()
         out.backward(cotangent)
         FIRST.check(rank, out, leaves)

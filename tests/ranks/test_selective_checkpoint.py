@@ -16,18 +16,18 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from cp_styles.agreement import WIDTH
-from cp_styles.flex import context_flex_attention
-from cp_styles.functional import context_attention
+from cp_styles.comm.agreement import WIDTH
+from cp_styles.engine.scope import SequenceScope
+from cp_styles.functions.attention import context_attention
+from cp_styles.functions.checkpoint import save_attention
+from cp_styles.functions.flex import context_flex_attention
+from cp_styles.functions.varlen import context_varlen_attention
 from cp_styles.kernels import CPU_FLASH, Kernel
 from cp_styles.layout import head_tail
 from cp_styles.mask import Causal, Documents
-from cp_styles.scope import SequenceScope
-from cp_styles.selective import save_attention
 from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.styles import AttentionContextParallel, ModuleContextParallel
 from cp_styles.testing import CommunicationTrace, run_ranks
-from cp_styles.varlen import context_varlen_attention
 from tests.oracle import allowed, document_of, randn
 from tests.ranks.attention_case import EXACT, Core, Problem, cp_mesh, run_attention
 from tests.ranks.flex_case import FlexProblem, causal, relative_bias

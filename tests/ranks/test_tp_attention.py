@@ -15,10 +15,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
-from cp_styles.dispatcher import binding_of
+from cp_styles.engine.dtensor_handlers import binding_of
+from cp_styles.engine.scope import SequenceScope
 from cp_styles.layout import contiguous, head_tail, per_document_head_tail
 from cp_styles.mask import Causal, Dense, Documents
-from cp_styles.scope import SequenceScope
 from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.testing import CommunicationTrace, run_ranks
 from tests.ranks.attention_case import EXACT, Core, Problem, parallel

@@ -16,11 +16,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from cp_styles.batch import sum_gradients
-from cp_styles.functional import context_attention
+from cp_styles.engine.gradient_watch import ParameterWatch, UnreducedGradientsWarning
+from cp_styles.functions.attention import context_attention
 from cp_styles.layout import contiguous
 from cp_styles.styles import ModuleContextParallel
 from cp_styles.testing import CommunicationTrace, run_ranks
-from cp_styles.unreduced import ParameterWatch, UnreducedGradientsWarning
 from tests.oracle import randn
 from tests.ranks import composition
 from tests.ranks.attention_case import Core, Projected, cp_mesh

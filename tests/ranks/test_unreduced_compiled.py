@@ -12,10 +12,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from cp_styles.batch import sum_gradients
-from cp_styles.functional import context_attention
+from cp_styles.engine.gradient_watch import ParameterWatch, UnreducedGradientsWarning
+from cp_styles.functions.attention import context_attention
 from cp_styles.layout import contiguous
 from cp_styles.styles import AttentionContextParallel, ModuleContextParallel
-from cp_styles.unreduced import ParameterWatch, UnreducedGradientsWarning
 from tests.oracle import randn
 from tests.ranks.attention_case import Projected, cp_mesh
 from tests.ranks.compiling import Grouped, cannot_compile_on_threads, ranks_here, run_ranks

@@ -12,13 +12,13 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention import varlen
 from torch.nn.attention.varlen import varlen_attn
 
+from cp_styles.functions.varlen import context_varlen_attention
 from cp_styles.layout import contiguous, head_tail, per_document_head_tail
 from cp_styles.mask import Causal, Documents
 from cp_styles.plan import make_plan
 from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.styles import ModuleContextParallel
 from cp_styles.testing import CommunicationTrace, run_ranks
-from cp_styles.varlen import context_varlen_attention
 from tests.ranks.attention_case import EXACT, cp_mesh
 from tests.ranks.flex_case import FlexProblem, of_documents
 

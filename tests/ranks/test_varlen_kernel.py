@@ -11,14 +11,14 @@ from typing import ClassVar
 import pytest
 import torch
 
-from cp_styles.functional import context_attention
+from cp_styles.functions.attention import context_attention
+from cp_styles.functions.varlen import context_varlen_attention
 from cp_styles.kernels import VarlenKernel
 from cp_styles.layout import contiguous, head_tail, per_document_head_tail
 from cp_styles.mask import Causal, Documents, Full, PerRow, SlidingWindow
 from cp_styles.plan import Cover, make_plan
 from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.testing import run_ranks
-from cp_styles.varlen import context_varlen_attention
 from tests.oracle import document_of
 from tests.ranks.attention_case import EXACT, Problem, cp_mesh, plain, run_attention
 from tests.ranks.flex_case import FlexProblem, of_documents

@@ -11,8 +11,8 @@ from functools import partial
 import pytest
 import torch
 
-from cp_styles.agreement import WIDTH
-from cp_styles.functional import context_attention
+from cp_styles.comm.agreement import WIDTH
+from cp_styles.functions.attention import context_attention
 from cp_styles.layout import SequenceLayout, by_work, contiguous, head_tail, per_document_head_tail, striped
 from cp_styles.mask import Causal, Dense, Documents, Full, SlidingWindow
 from cp_styles.plan import make_plan

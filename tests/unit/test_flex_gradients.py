@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cp_styles.kernels.flex_compiled import tile_gradients
-from cp_styles.merge import EMPTY_LSE
+from cp_styles.kernels.merge import EMPTY_LSE
 from tests.oracle import error, randn
 
 B, H, L, M, D = 2, 4, 9, 14, 6

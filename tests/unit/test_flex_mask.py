@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask, noop_mask
 
-from cp_styles.flex_mask import FlexMask
 from cp_styles.layout import by_work, contiguous, head_tail
 from cp_styles.mask import Causal, Documents, Mask, PerRow, SlidingWindow
+from cp_styles.mask.block_mask import FlexMask
 from cp_styles.plan import Cover, attended_pairs, imbalance, make_plan
 from tests.layouts import layouts
 from tests.unit.test_plan import check_plans, pairs_of, row_numbers
@@ -190,7 +190,7 @@ def test_blocks_count_where_mask_mod_says_more():
 def test_rows_of_the_batch_with_bands_of_their_own():
     ids = torch.tensor([[0] * 9 + [1] * 23, [0] * 20 + [1] * 12])
     block_mask = made(lambda b, h, q, kv: (ids[b, q] == ids[b, kv]) & (q >= kv), 32, batch=2)
-    mask = FlexMask.by_row(block_mask)
+    mask = FlexMask.per_row(block_mask)
     assert isinstance(mask, PerRow)
     layout = head_tail(32, 2)
     for row, lengths in enumerate(((9, 23), (20, 12))):

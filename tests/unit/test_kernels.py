@@ -22,8 +22,8 @@ from cp_styles.kernels import (
     TileCall,
     kernel_for_tiles,
 )
+from cp_styles.kernels.merge import EMPTY_LSE
 from cp_styles.kernels.sdpa import names_of
-from cp_styles.merge import EMPTY_LSE
 from tests.oracle import attention_inputs, dense_attention, error, expected_attention, randn
 
 KERNELS = [CPU_FLASH, ReferenceKernel()]

@@ -12,36 +12,14 @@ CONTRIBUTING = PACKAGE.parent / "CONTRIBUTING.md"
 
 # Lowest row first. A new file must be given a row here, and in the picture of CONTRIBUTING.md.
 LAYERS = (
-    ("_compat", "agreement", "autocast", "cache", "checksum", "comm", "derivatives", "testing"),
-    (
-        "mask",
-        "captured",
-        "flex_mask",
-        "rectangles",
-        "layout",
-        "balancers",
-        "buffers",
-        "batch",
-        "collectives",
-        "spelling",
-    ),
-    ("cells", "tiles", "plan", "kernels", "merge"),
+    ("_compat", "cache", "derivatives", "comm", "testing"),
+    ("mask", "layout", "batch", "collectives"),
+    ("plan", "kernels"),
     ("strategies",),
-    (
-        "composed",
-        "unreduced",
-        "dispatcher",
-        "state",
-        "scope",
-        "ops",
-        "selective",
-        "functional",
-        "flex",
-        "flex_calls",
-        "varlen",
-        "calls",
-    ),
-    ("styles", "block", "torch_api"),
+    ("engine",),
+    ("functions",),
+    ("intercept",),
+    ("styles", "torch_api"),
     ("__init__",),
 )
 ROW = {module: row for row, modules in enumerate(LAYERS) for module in modules}

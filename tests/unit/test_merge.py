@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cp_styles.merge import EMPTY_LSE, OnlineSoftmax, RowSum, accumulation_dtype
+from cp_styles.kernels.merge import EMPTY_LSE, OnlineSoftmax, RowSum, accumulation_dtype
 from tests.oracle import attention_inputs, dense_attention, error, expected_attention
 
 CPU = torch.device("cpu")

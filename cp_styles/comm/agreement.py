@@ -1,0 +1,304 @@
+"""What ranks tell each other before they do something together, and what they say where it does not fit together.
+
+[Note: meetings] Whatever the ranks of a group are about to do, they first exchange one row of numbers each
+(:class:`StatusRow`). The rows have the same width for every purpose and say what they are about, so that ranks that
+have not done equally much (a loop that is longer on one of them) read each other's rows instead of waiting, or of
+mixing up messages. Ranks meet before every attention, and once more before the first backward after it. So another
+number of calls is noticed at the next attention over the group, at the backward, or at a function of
+:mod:`cp_styles.batch`, whichever is first; where a rank does nothing of that any more, the others wait as long as the
+group's timeout.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from cp_styles._compat import current_graph_task, resolve_group, without_dispatch_modes
+from cp_styles.comm.point_to_point import gather_numbers, note_user, offer_numbers
+
+
+class RankStatus(enum.IntEnum):
+    """What a rank says of itself."""
+
+    NO_CALL = -1
+    BAD_INPUTS = 0
+    GOOD_INPUTS = 1
+    GOOD_CALL = 2
+
+
+class Meeting(enum.IntEnum):
+    """What ranks meet for."""
+
+    ATTENTION = 1
+    CALL = 2
+    LAYOUT = 3
+    WARNING = 4
+    BACKWARD = 5
+    BLOCK = 6
+    GRADIENTS = 7
+    COLLECTIVE = 8
+
+    @property
+    def words(self) -> str:
+        return _WORDS[self]
+
+
+_WORDS = {
+    Meeting.ATTENTION: "about to attend",
+    Meeting.CALL: "about to attend",
+    Meeting.LAYOUT: "comparing layouts",
+    Meeting.WARNING: "about to warn",
+    Meeting.BACKWARD: "through with the forward",
+    Meeting.BLOCK: "at a function of torch's context-parallel API",
+    Meeting.GRADIENTS: "about to sum gradients",
+    Meeting.COLLECTIVE: "at a function of cp_styles.collectives",
+}
+# Added to a meeting inside a backward: an attention that is run again must not meet one that is run for the first time.
+_AGAIN = 64
+
+
+class StatusRow(NamedTuple):
+    """What a rank says; every meeting uses what it needs.
+
+    Attributes:
+        status: a :class:`RankStatus`.
+        meeting: what this rank is there for.
+        who: a number of the name of the module or function.
+        place: which call of its module's forward it is; 0 for unknown.
+        q_length: local queries, or what else each rank has a number of its own of.
+        kv_length: local keys.
+        guessed: which global lengths ``layout`` is for.
+        layout: a number of the layouts.
+        inputs: a number of shapes, dtypes and masks.
+        config: a number of strategy, layout, mask and kernel.
+        call: a number of what else the call says.
+        watch: a number of parameters, see :mod:`cp_styles.engine.gradient_watch`.
+        flags: of :data:`BACKWARD_MAY_COME` and :data:`MAY_WARN`.
+    """
+
+    status: int = RankStatus.GOOD_INPUTS
+    meeting: int = 0
+    who: int = 0
+    place: int = 0
+    q_length: int = 0
+    kv_length: int = 0
+    guessed: int = 0
+    layout: int = 0
+    inputs: int = 0
+    config: int = 0
+    call: int = 0
+    watch: int = 0
+    flags: int = 0
+
+
+WIDTH = len(StatusRow._fields)
+BACKWARD_MAY_COME, MAY_WARN = 1, 2
+
+Rows: TypeAlias = Sequence[StatusRow]
+"""What each rank said, in group order."""
+
+
+@dataclass
+class Ledger:
+    """How far this rank has come with the attentions over a group.
+
+    Attributes:
+        name, axis: of the last meeting, for messages.
+        engaged: an attention is being agreed on, or its forward has not ended. What fails here all ranks have heard of,
+            or they are waiting for keys, and hear of nothing else.
+        forward_open: there were forwards since the ranks last found that they are through with them.
+        backward_began: there was a backward after the last forward.
+        lengths: global numbers of queries and keys, by this rank's, as they were the last time.
+    """
+
+    name: str = "attention"
+    axis: str = "group"
+    engaged: bool = False
+    forward_open: bool = False
+    backward_began: bool = False
+    lengths: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+
+    def remember(self, own: tuple[int, int], whole: tuple[int, int]) -> None:
+        if len(self.lengths) >= _MOST_LENGTHS:
+            self.lengths.clear()
+        self.lengths[own] = whole
+
+
+_MOST_LENGTHS = 256
+_ledgers: WeakKeyDictionary[dist.ProcessGroup, Ledger] = WeakKeyDictionary()
+
+
+def ledger_of(group: dist.ProcessGroup) -> Ledger:
+    return _ledgers.setdefault(group, Ledger())
+
+
+def exchange_status(
+    build: Callable[[], StatusRow],
+    meeting: Meeting,
+    name: str,
+    axis: str,
+    group: dist.ProcessGroup,
+    refused: RankStatus = RankStatus.BAD_INPUTS,
+) -> Rows:
+    """What each rank said, ``build()`` on this one. See [Note: meetings].
+
+    Where ``build`` raises an Exception, this rank raises it, and no rank waits for it: the others have heard
+    ``refused``. (What is no Exception, a KeyboardInterrupt, ends this process, and is not for others to hear of.)
+    Communication: one all-gather of WIDTH integers.
+
+    Raises:
+        ValueError: on every rank, where one has refused, or the ranks are not there for the same thing.
+    """
+    problem: Exception | None = None
+    said = StatusRow(status=refused)
+    try:
+        with without_dispatch_modes():
+            said = build()
+    except Exception as error:
+        problem = error
+    ledger = ledger_of(group)
+    ledger.name, ledger.axis = name, axis
+    note_user(group, f"{name} (mesh axis {axis!r})")
+    mine = _of_meeting(said, meeting, name)
+    try:
+        rows = [StatusRow(*row) for row in gather_numbers(mine, group)]
+    except RuntimeError as error:
+        error.add_note(
+            f"{name}: this happened while this rank, {meeting.words}, waited to hear from the other ranks of mesh axis "
+            f"{axis!r}: one of them has failed, or calls attention fewer times"
+        )
+        raise
+    if problem is not None:
+        raise problem
+    _raise_if_refused(rows, name, axis)
+    _raise_if_apart(rows, name, axis)
+    return rows
+
+
+def offer_refusal(name: str, axis: str, group: dist.ProcessGroup) -> None:
+    """Let the other ranks hear, wherever they meet next, that this one has failed; for who has an error to raise.
+
+    Does nothing where they know, or will not listen: see :attr:`Ledger.engaged`; in a backward; for
+    KeyboardInterrupt and the like, which is not this function's to know. Waits for the others for half a minute at
+    most: they may themselves be waiting, for this rank, somewhere else.
+    """
+    ledger = ledger_of(group)
+    if group.size() > 1 and current_graph_task() is None and not ledger.engaged:
+        ledger.engaged = True
+        said = _of_meeting(StatusRow(status=RankStatus.NO_CALL), Meeting.ATTENTION, name)
+        offer_numbers(said, group, _PATIENCE_SECONDS)
+
+
+_PATIENCE_SECONDS = 30.0
+
+
+def _of_meeting(said: StatusRow, meeting: Meeting, name: str) -> StatusRow:
+    again = _AGAIN if meeting != Meeting.BACKWARD and current_graph_task() is not None else 0
+    return said._replace(meeting=meeting + again, who=zlib.crc32(name.encode()))
+
+
+def _raise_if_refused(rows: Rows, name: str, axis: str) -> None:
+    for status, what in (
+        (RankStatus.BAD_INPUTS, "refused their inputs"),
+        (RankStatus.NO_CALL, "refused the attention inside"),
+    ):
+        refused = [rank for rank, row in enumerate(rows) if row.status == status]
+        if refused:
+            raise ValueError(
+                f"{name}: ranks {refused} of mesh axis {axis!r} {what} (their own error says why); this rank "
+                "stops with them"
+            )
+
+
+def _raise_if_apart(rows: Rows, name: str, axis: str) -> None:
+    places = {row.place for row in rows if row.place}
+    if len({(row.meeting, row.who) for row in rows}) == 1 and len(places) < 2:
+        return
+    here = ", ".join(f"rank {rank} is {_where(row, rows)}" for rank, row in enumerate(rows[:_MOST_SHOWN]))
+    more = ", ..." if len(rows) > _MOST_SHOWN else ""
+    raise ValueError(
+        f"{name}: the ranks of mesh axis {axis!r} are not at the same place: {here}{more}. They call attention, or "
+        "something else that communicates over this axis, another number of times, or in another order: what a loop "
+        "or a condition depends on must be the same on all ranks"
+    )
+
+
+_MOST_SHOWN = 16
+
+
+def _where(row: StatusRow, rows: Rows) -> str:
+    again, meeting = divmod(row.meeting, _AGAIN)
+    text = Meeting(meeting).words
+    if row.place:
+        text += f" (call {row.place} of its module's forward)"
+    if again:
+        text += " again, in a backward"
+    if len({other.who for other in rows}) > 1:
+        text += f" in module or function {row.who:08x}"
+    return text
+
+
+def begin_backward(group: dist.ProcessGroup | None) -> None:
+    """What every backward of an attention over ``group`` does first.
+
+    Communication: where there were forwards since the last time, one all-gather of WIDTH integers.
+    """
+    if group is None or group.size() == 1:
+        return
+    ledger = ledger_of(group)
+    ledger.backward_began = True
+    _close(ledger, group)
+
+
+def end_forwards() -> None:
+    """The ranks of every group over which this rank has attended since the last time find that all of them are through.
+
+    For functions that communicate after forwards, over whatever group. Communication: an all-gather of WIDTH integers
+    over each such group.
+    """
+    for group, ledger in list(_ledgers.items()):
+        if ledger.forward_open and _is_of_this_world(group):
+            _close(ledger, group)
+
+
+def _close(ledger: Ledger, group: dist.ProcessGroup) -> None:
+    if ledger.forward_open:
+        ledger.forward_open = False
+        exchange_status(StatusRow, Meeting.BACKWARD, ledger.name, ledger.axis, group)
+
+
+def _is_of_this_world(group: dist.ProcessGroup) -> bool:
+    """Ranks may be threads, and groups may have been destroyed."""
+    try:
+        return resolve_group(group.group_name) is group
+    except RuntimeError:
+        return False
+
+
+def compare(rows: Rows, column: str, name: str, axis: str, what: str, mine: Callable[[], Any]) -> None:
+    """Raise ValueError unless the ranks have the same number in ``column``, which stands for ``mine()`` on this one."""
+    numbers = [getattr(row, column) for row in rows]
+    odd = [rank for rank, number in enumerate(numbers) if number != numbers[0]]
+    if odd:
+        raise ValueError(
+            f"{name}: the ranks of mesh axis {axis!r} disagree on {what}: ranks {odd} differ from rank 0; here it is "
+            f"{mine()}"
+        )
+
+
+def plain(value: Any) -> str:
+    """A text that is the same on every rank: no addresses, and functions by name."""
+    return getattr(value, "__qualname__", None) or re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+
+
+def fingerprint(values: Sequence[Any]) -> int:
+    # Not hash(): Python salts the hash of strings differently in every process.
+    return zlib.crc32(repr(values).encode())

@@ -1,0 +1,1 @@
+"""Attention bound to a mesh axis: what is bound, the op and the DTensor handlers that run it, and the open scopes."""

@@ -1,0 +1,454 @@
+"""The only file that touches DTensor's dispatcher: routes attention ops on bound DTensors to their strategy.
+
+[Note: routing] Handlers for torch's attention ops are installed once and stay. Whether an op is context parallel is
+said by the DeviceMesh its DTensors live on: a *bound mesh* is a private view of the user's axis that carries a Binding.
+(Its first axis is the sequence's; the axes over which tensor parallelism has cut the heads, if it has, follow; see
+mesh_axes.py.) The mesh goes wherever the tensors go: through views, autograd, checkpointing, save_on_cpu, and into the
+backward, whatever happened to the forward. So there is nothing to switch on or off, nothing to leak, and ops on any
+other mesh pass through. Forward's second output, the logsumexp, is nobody's but the same op's backward: it carries the
+strategy's residual (see [Note: residual] in strategies/base.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from cp_styles._compat import (
+    DETACH_IN_PLACE_HAS_NO_RULE,
+    IS_ANY_TRUE,
+    current_autograd_node,
+    default_dispatch,
+    dtensor_without_grad,
+    sdpa_handlers,
+    without_communication,
+)
+from cp_styles.comm.agreement import begin_backward
+from cp_styles.comm.point_to_point import refuse_destroyed
+from cp_styles.engine.binding import Binding, refuse_dropout, refuse_grouped
+from cp_styles.engine.mesh_axes import HeadShare, Placements, head_share, refuse_placements
+from cp_styles.kernels import CUDA_CUDNN, CUDA_EFFICIENT, CUDA_FLASH, SDPA_KERNELS, SdpaKernel
+from cp_styles.kernels.sdpa import names_of
+from cp_styles.layout import SequenceLayout
+from cp_styles.strategies import Attention
+from cp_styles.strategies.base import new_residual
+
+_SEQ_DIM = 2  # of every aten attention op: [B, H, S, D]
+_PREFIX = "cp_styles:"
+_ATTRIBUTE = "_cp_styles_binding"
+_serial = itertools.count()
+
+
+def bound_mesh(binding: Binding, device_type: str) -> DeviceMesh:
+    """A mesh of its own over the binding's group, and the axes beside it where there are some: DTensors on it attend as
+    the binding says. No communication."""
+    refuse_destroyed(binding.group)
+    name = f"{_PREFIX}{next(_serial)}"
+    if binding.other_axes is None:
+        mesh = DeviceMesh.from_group(binding.group, device_type, mesh_dim_names=(name,))
+    else:
+        mesh = binding.other_axes.around(binding.group, device_type, name)
+    # Strategies use the binding's group. What else would communicate is DTensor, gathering the sequence on the way
+    # round the attention op (dropout, a matmul of q and k), and in parts that it takes for equal. What it does on the
+    # axes beside is right.
+    return rebind(without_communication(mesh, NO_COMMUNICATION), binding)
+
+
+NO_COMMUNICATION = "none: nothing may gather the sequence inside a context-parallel module"
+
+
+def rebind(mesh: DeviceMesh, binding: Binding | None) -> DeviceMesh:
+    """Give a bound mesh another binding, or none; for who knows that no DTensor and no graph uses it any more."""
+    setattr(mesh, _ATTRIBUTE, None if binding is None else _Carried(binding))
+    return mesh
+
+
+class _Carried:
+    """What a bound mesh carries, and no copy of it: torch.compile pickles meshes, for the keys of its caches, and a
+    binding, which no graph needs (an attention's is an argument of its op), holds process groups."""
+
+    def __init__(self, binding: Binding) -> None:
+        self.binding = binding
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
+def binding_of(mesh: DeviceMesh) -> Binding | None:
+    """The binding a mesh carries, None for everybody else's meshes."""
+    carried = getattr(mesh, _ATTRIBUTE, None)
+    if carried is None and (mesh.mesh_dim_names or ("",))[0].startswith(_PREFIX):
+        raise RuntimeError(
+            "a context-parallel DTensor lost its binding: its mesh was copied (pickle or deepcopy of a DTensor inside "
+            "the module?). Copy local tensors instead"
+        )
+    return None if carried is None else carried.binding
+
+
+def install() -> None:
+    """Put the handlers where DTensor looks, if they are not there.
+
+    Called before every bound forward and backward, because others replace or restore the table (torch's own context
+    parallelism does, on enable and on disable). A handler that was there before keeps serving the meshes that are not
+    ours.
+    """
+    table = sdpa_handlers()
+    for op, make in _ROUTES.items():
+        present = table.get(op)
+        if not isinstance(present, _Route):
+            table[op] = _Route(op, make, present)
+
+
+class _Route:
+    """DTensor's handler of one op: ours for bound meshes, else what was there before."""
+
+    def __init__(
+        self, op: torch._ops.OpOverload, ours: Callable[..., Any], previous: Callable[..., Any] | None
+    ) -> None:
+        self._names = names_of(op).arguments
+        self._defaults = {
+            self._names[argument.name]: argument.default_value
+            for argument in op._schema.arguments
+            if argument.has_default_value()
+        }
+        self._ours = ours
+        self._previous = previous
+
+    def __call__(self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, DTensor)]
+        binding = next((found for tensor in tensors if (found := binding_of(tensor.device_mesh))), None)
+        if binding is not None:
+            values = {**self._defaults, **dict(zip(self._names.values(), args, strict=False))}
+            values.update({self._names[name]: value for name, value in kwargs.items()})
+            values["keep"] = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+            with torch.no_grad():
+                return self._ours(op, binding, values)
+        if self._previous is not None:
+            return self._previous(op, args, kwargs)
+        return _as_if_absent(op, args, kwargs, tensors)
+
+
+def carrier(device_type: str) -> SdpaKernel:
+    """The kernel whose op is to carry a call to its handler: the one of the device that is enabled (``sdpa_kernel``),
+    where several are the first. It is then the one that tiles prefer."""
+    flags = torch.backends.cuda
+    enabled = {
+        CUDA_FLASH: flags.flash_sdp_enabled,
+        CUDA_EFFICIENT: flags.mem_efficient_sdp_enabled,
+        CUDA_CUDNN: flags.cudnn_sdp_enabled,
+    }
+    kernels = [kernel for kernel in SDPA_KERNELS if kernel.device_type == device_type] or list(SDPA_KERNELS)
+    return next((kernel for kernel in kernels if kernel not in enabled or enabled[kernel]()), kernels[0])
+
+
+@dataclass(frozen=True)
+class _Values:
+    """What a backward will read, as its forward left it: storages, and how often each was changed in place."""
+
+    versions: tuple[tuple[str, StorageWeakRef, int], ...]
+
+
+def watch_values(out: torch.Tensor, inputs: Sequence[torch.Tensor]) -> None:
+    """Have the backward of the attention op that made ``out`` raise where ``out`` or an input was changed in place.
+
+    Autograd sees to that by a version of the DTensors, which a change of a local tensor does not touch. What is read
+    from elsewhere, as after save_on_cpu or in a recomputation, is none of these storages.
+    """
+    if out.grad_fn is None:
+        return
+    with torch.no_grad():
+        local = dict(zip(("query", "key", "value", "out"), map(_to_local, (*inputs, out)), strict=True))
+    found = [(label, StorageWeakRef(x.untyped_storage()), x._version) for label, x in local.items()]
+    out.grad_fn.metadata[_Values] = _Values(tuple(found))  # pyright: ignore[reportIndexIssue]
+
+
+def _refuse_changed(name: str, values: dict[str, Any]) -> None:
+    node = current_autograd_node()
+    then = None if node is None else node.metadata.get(_Values)
+    for label, storage, version in () if then is None else then.versions:
+        local = values[label].to_local()
+        if StorageWeakRef(local.untyped_storage()) == storage and local._version != version:
+            raise RuntimeError(
+                f"{name}: one of the variables needed for gradient computation has been modified by an inplace "
+                f"operation: the attention's {label}, of shape {tuple(local.shape)} here, is at version "
+                f"{local._version}; expected version {version} instead. Change a clone of it"
+            )
+
+
+def _forward(op: torch._ops.OpOverload, binding: Binding, values: dict[str, Any]) -> Any:
+    attention, (q, k, v), _ = _attention(op, binding, values)
+    query = values["query"]
+    specs = binding.strategy.residual_specs(attention, q, k, v) if values["keep"] else []
+    residual = new_residual(specs, q.device)
+    out = binding.strategy.forward(attention, q, k, v, None, residual if values["keep"] else None)
+    binding.finished()
+    mesh, ranks = query.device_mesh, attention.ranks
+    named = {
+        "out": like_part(out, query),
+        "logsumexp": sequence_sharded(residual, mesh, 0, residual.numel() * ranks, _unplaced(mesh)),
+        "max_q": query.shape[_SEQ_DIM],
+        "max_k": values["key"].shape[_SEQ_DIM],
+    }
+    # The rest is for dropout, nested tensors and debugging, which were refused; the backward gets it and ignores it.
+    results = []
+    for index, name in enumerate(names_of(op).returns):
+        if name not in named and op._schema.returns[index].type.kind() == "TensorType":
+            named[name] = DTensor.from_local(q.new_empty(0), mesh, [Replicate()] * mesh.ndim, run_check=False)
+        results.append(named.get(name))
+    return tuple(results)
+
+
+def _forward_composite(op: torch._ops.OpOverload, binding: Binding, values: dict[str, Any]) -> DTensor:
+    # The whole of scaled_dot_product_attention reaches DTensor only in inference mode: there is no backward to serve.
+    refuse_grouped(binding.name, values["query"].shape[1], values["key"].shape[1], values["enable_gqa"])
+    attention, (q, k, v), _ = _attention(op, binding, values)
+    out = binding.strategy.forward(attention, q, k, v)
+    binding.finished()
+    return like_part(out, values["query"])
+
+
+def _backward(op: torch._ops.OpOverload, binding: Binding, values: dict[str, Any]) -> tuple[Any, ...]:
+    _refuse_changed(binding.name, values)
+    attention, (q, k, v), share = _attention(op, binding, values)
+    grad = _local_grad(values["grad_out"], values["query"].placements, attention)
+    out, residual = values["out"].to_local(), values["logsumexp"].to_local()
+    *grads, _ = binding.strategy.backward(attention, grad, q, k, v, out, residual)
+    parts = [values[name] for name in ("query", "key", "value")]
+    if share is not None:
+        grads[1:] = [share.to_keys(x, part.to_local().shape[1]) for x, part in zip(grads[1:], parts[1:], strict=True)]
+    layouts = (attention.q_layout, attention.kv_layout)
+    if any(layout.lengths != even_lengths(layout.length, layout.ranks) for layout in layouts):
+        # Accumulated into a DTensor, as reentrant checkpoints do, a gradient of other strides than its tensor's is
+        # cloned, and DTensor's clones are even.
+        grads = [
+            grad if grad.stride() == x.stride() else torch.empty_like(x).copy_(grad)
+            for grad, x in zip(grads, (part.to_local() for part in parts), strict=True)
+        ]
+    # Where the query's heads are cut and the keys' are not, a rank has the gradients that its own query heads give.
+    cut, keys = parts[0].placements, parts[1].placements
+    sums = tuple(theirs if theirs == own else Partial() for own, theirs in zip(cut, keys, strict=True))
+    shared = [like_part(x, part, p) for x, part, p in zip(grads, parts, (cut, sums, sums), strict=True)]
+    return *shared, *[None] * (len(names_of(op).returns) - 3)
+
+
+def _unchanged(op: torch._ops.OpOverload, binding: Binding, values: dict[str, Any]) -> DTensor:
+    return values["self"]
+
+
+def _of_part(op: torch._ops.OpOverload, binding: Binding, values: dict[str, Any]) -> torch.Tensor:
+    # Anomaly detection's question, whether a gradient has a NaN: this rank's part answers for itself.
+    return op(values["self"].to_local())
+
+
+def _attention(
+    op: torch._ops.OpOverload, binding: Binding, values: dict[str, Any]
+) -> tuple[Attention, tuple[torch.Tensor, ...], HeadShare | None]:
+    """The call's attention, its local query, key and value, and which heads they are; or the reason why not."""
+    name = binding.name
+    binding.tally.calls += 1
+    tensors = [values[key] for key in ("query", "key", "value")]
+    refuse = partial(_refuse, binding, values, tensors)
+    if "grad_out" in values:
+        refuse()
+        begin_backward(binding.group)
+    else:
+        keep = values.get("keep", False)
+        binding.agree_on_call(refuse, values["is_causal"], values["scale"], values.get("attn_mask"), keep)
+    local = tuple(tensor.to_local() for tensor in tensors)
+    share, whole = _share(name, tensors)
+    if share is not None:
+        local = (local[0], *(share.of_keys(x) for x in local[1:]))
+    preferred = next((kernel for kernel in SDPA_KERNELS if op.name().startswith(f"aten::{kernel.name}")), None)
+    assert binding.lengths is not None  # agreed on before there was a bound mesh
+    attention = binding.attention(
+        *binding.lengths,
+        local,
+        is_causal=values["is_causal"],
+        attn_mask=values.get("attn_mask"),
+        scale=values["scale"],
+        preferred=preferred,
+        heads=None if share is None else share.heads,
+        whole=whole,
+    )
+    return attention, local, share
+
+
+def _refuse(binding: Binding, values: dict[str, Any], tensors: list[DTensor]) -> None:
+    """Raise for what is no attention over this module's sequence."""
+    name = binding.name
+    refuse_dropout(name, values["dropout_p"])
+    if isinstance(values.get("attn_mask"), DTensor):
+        raise NotImplementedError(
+            f"{name}: attn_mask is a DTensor; pass the mask of the whole sequence as a plain tensor, the same on all "
+            "ranks"
+        )
+    for label, tensor in zip(("query", "key", "value"), tensors, strict=True):
+        if not isinstance(tensor, DTensor) or binding_of(tensor.device_mesh) is not binding:
+            raise ValueError(f"{name}: {label} was not made inside this module: it is no DTensor of its sequence axis")
+        if tensor.placements[0] != Shard(_SEQ_DIM):
+            raise ValueError(
+                f"{name}: {label} reaches the attention as {tensor.placements} with shape {tuple(tensor.shape)}, not "
+                f"Shard({_SEQ_DIM}) on the sequence axis: something in the module moved or gathered the sequence dim; "
+                "check seq_dim"
+            )
+
+
+def _share(name: str, tensors: list[DTensor]) -> tuple[HeadShare | None, tuple[int, int] | None]:
+    """This rank's heads, and how many rows of a batch and heads a mask must be for; None on 1-D meshes: all of them."""
+    query, key, _ = tensors
+    if query.device_mesh.ndim == 1:
+        return None, None
+    others = [tensor.placements[1:] for tensor in tensors]
+    try:
+        names = (query.device_mesh.mesh_dim_names or ())[1:]
+        refuse_placements(("query", "key", "value"), others, names, _SEQ_DIM, head_dim=1)
+        share = head_share(query, key)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    # A mask's rows of the batch are not cut here: where the batch is, only one for all of it will do.
+    batch = 1 if Shard(0) in others[0] else query.shape[0]
+    return share, (batch, share.of)
+
+
+def sequence_sharded(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    dim: int,
+    size: int,
+    others: Placements = (),
+    whole: Sequence[int] | None = None,
+) -> DTensor:
+    """The rank's part as a DTensor with ``size`` rows on ``dim``: no communication, and parts may differ in length.
+
+    ``others`` are its placements on the axes beside the sequence's, ``whole`` its shape but for what ``dim`` says.
+    """
+    shape = list(local.shape if whole is None else whole)
+    shape[dim] = size
+    return placed(local, mesh, (Shard(dim), *others), shape)
+
+
+def placed(local: torch.Tensor, mesh: DeviceMesh, placements: Placements, shape: Sequence[int]) -> DTensor:
+    """The rank's part of a whole of ``shape``, laid out in memory in the same order: no communication, no check."""
+    size = torch.Size(shape)
+    strides = _strides(local.shape, local.stride(), size)
+    if not (torch.is_grad_enabled() or torch.is_inference_mode_enabled() or torch.compiler.is_compiling()):
+        return dtensor_without_grad(local, mesh, placements, size, strides)
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=size, stride=strides)
+
+
+def like_part(local: torch.Tensor, part: DTensor, placements: Placements | None = None) -> DTensor:
+    """A result with the rows of ``part``, [B, H, L, D] both, as a DTensor that DTensor takes for cut like it, or on the
+    axes beside the sequence's as ``placements`` say."""
+    placements = part.placements if placements is None else placements
+    return placed(local, part.device_mesh, placements, (*part.shape[:3], local.shape[3]))
+
+
+def _unplaced(mesh: DeviceMesh) -> Placements:
+    """For what is no DTensor but must look like one: nothing to say on the axes beside the sequence's."""
+    return (Replicate(),) * (mesh.ndim - 1)
+
+
+def declared_size(layout: SequenceLayout, rank: int) -> int:
+    """The global size to declare to DTensor for a dim that ``layout`` cuts.
+
+    The true one where the ranks' parts are those DTensor would make. Elsewhere one of which DTensor, by its own rule,
+    gives this rank what it has, so that views and expansions inside the module come out right; ranks then declare
+    different sizes, which nobody compares.
+    """
+    own = layout.lengths[rank]
+    if layout.lengths == even_lengths(layout.length, layout.ranks):
+        return layout.length
+    return own * layout.ranks if own else rank or layout.length
+
+
+def even_lengths(length: int, ranks: int) -> tuple[int, ...]:
+    """How DTensor cuts a dim that it cuts itself: as torch.chunk does."""
+    size = -(-length // ranks)
+    return tuple(min(size, max(length - rank * size, 0)) for rank in range(ranks))
+
+
+@lru_cache(maxsize=1024)
+def _strides(local_shape: torch.Size, local_strides: tuple[int, ...], shape: torch.Size) -> tuple[int, ...]:
+    """Strides of a tensor of ``shape`` laid out in memory in the order in which the local one is, with gaps where that
+    has gaps: by these, not by the local ones, torch decides what a view may join. What is expanded stays so."""
+    expanded = {d for d in range(len(shape)) if local_shape[d] > 1 and local_strides[d] == 0}
+    order = sorted(set(range(len(shape))) - expanded, key=lambda d: (local_strides[d], -d))
+    strides, step, local_step = [0] * len(shape), 1, 1
+    for d in order:
+        if local_shape[d] > 1 and local_strides[d] > local_step:
+            step, local_step = step * -(-local_strides[d] // local_step), local_strides[d]
+        strides[d] = step
+        step *= max(shape[d], 1)
+        local_step *= max(local_shape[d], 1)
+    return tuple(strides)
+
+
+def _local_grad(grad: DTensor, wanted: Placements, attention: Attention) -> torch.Tensor:
+    """This rank's rows of the output's gradient, however it arrives; beside the sequence axis as ``wanted`` says."""
+    placement = grad.placements[0]
+    if isinstance(placement, Partial):
+        placement = Replicate()
+    arrives = (placement, *wanted[1:])
+    if grad.placements != arrives:
+        grad = grad.redistribute(placements=arrives)
+    local = grad.to_local()
+    if placement == Shard(_SEQ_DIM):
+        return local
+    if isinstance(placement, Shard):
+        raise ValueError(f"the gradient of a context-parallel attention output arrived as {placement}, not Shard(2)")
+    # Whole, in DTensor's order: the ranks' parts one after the other, whatever positions they stand for.
+    lengths = attention.q_layout.lengths
+    if local.shape[_SEQ_DIM] != sum(lengths):
+        raise ValueError(
+            f"the gradient of a context-parallel attention output arrived whole, but its {sum(lengths)} positions are "
+            f"cut into {list(lengths)}, which DTensor does not know; end the module with an output sharded like its "
+            "inputs"
+        )
+    return local.narrow(_SEQ_DIM, sum(lengths[: attention.rank]), lengths[attention.rank])
+
+
+def _as_if_absent(
+    op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[DTensor]
+) -> Any:
+    """What DTensor would have done without a handler; faster where torch has no rule and would search for one."""
+    if op is torch.ops.aten.scaled_dot_product_attention.default:
+        return op.decompose(*args, **kwargs)
+    placements = {tensor.placements for tensor in tensors}
+    by_rows = all(p == Replicate() or p in (Shard(0), Shard(1)) for some in placements for p in some)
+    if len(placements) != 1 or not by_rows or "_for_cpu" not in op.name():
+        return default_dispatch(op, args, kwargs)
+    # Batch and heads are independent of each other, so shards of them attend locally.
+    like = tensors[0]
+    with torch.no_grad():
+        results = op(*(_to_local(x) for x in args), **{name: _to_local(x) for name, x in kwargs.items()})
+    shapes = {tuple(tensor.to_local().shape[:2]): tensor.shape[:2] for tensor in reversed(tensors)}
+    wrapped = []
+    for local in results:
+        shape = torch.Size((*shapes[tuple(local.shape[:2])], *local.shape[2:]))
+        stride = torch.empty(shape, device="meta").stride()
+        wrapped.append(
+            DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride)
+        )
+    return tuple(wrapped)
+
+
+def _to_local(value: Any) -> Any:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+_ROUTES: dict[torch._ops.OpOverload, Callable[..., Any]] = {
+    torch.ops.aten.scaled_dot_product_attention.default: _forward_composite,
+    **{kernel.forward_op: _forward for kernel in SDPA_KERNELS},
+    **{kernel.backward_op: _backward for kernel in SDPA_KERNELS},
+    IS_ANY_TRUE: _of_part,
+}
+if DETACH_IN_PLACE_HAS_NO_RULE:  # and from_local needs it in inference mode
+    _ROUTES[torch.ops.aten.detach_.default] = _unchanged

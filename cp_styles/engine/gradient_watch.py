@@ -1,0 +1,149 @@
+"""Notices that nobody reduces a model's gradients over the sequence axis: after a step its parameters differ.
+
+Context parallelism leaves every rank with its own share of each gradient. An optimizer that steps on shares takes the
+ranks' parameters apart, and nothing fails: the loss goes on falling. But ranks that hold the same parameters hold the
+same bits, so a number made of the bits of one parameter, in the all-gather that every attention makes anyway, tells.
+
+[Note: compiled] Inside a compiled graph nothing leads from an attention's inputs back to parameters. But when its
+backward runs, the node that runs is the graph's, and that leads to what the graph was given. So a backward remembers a
+parameter, and the forwards after it look at that one.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet, ref
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from cp_styles._compat import current_autograd_node, is_traced
+from cp_styles.comm.checksum import checksum
+from cp_styles.comm.point_to_point import shares_ranks
+
+_MOST_NODES = 500  # of a graph that are asked for their parameter: the projection of a query is within some ten
+_MOST_ELEMENTS = 2**16
+_MOST_REMEMBERED = 8  # of compiled models; several, because FSDP frees those that are not in use
+
+
+class UnreducedGradientsWarning(UserWarning):
+    """The ranks of the sequence axis hold different parameters: gradients were not reduced over it."""
+
+
+class ParameterWatch:
+    """Compares one parameter behind an attention's inputs between the ranks that share the sequence, now and then.
+
+    At the attentions number 1, 2, 4, 8, ... that have a parameter behind them: a step that left the ranks apart is
+    seen before as many forwards again have gone by, and a look (which waits for the device, on CUDA) costs nothing in
+    the long run. A look every time the parameter has changed would be missed by FSDP2, which hides its writes.
+    """
+
+    def __init__(self, told: WeakSet[dist.ProcessGroup] | None = None) -> None:
+        """``told`` are the groups that have been warned already: the modules of a model share one."""
+        self._told: WeakSet[dist.ProcessGroup] = WeakSet() if told is None else told
+        self._attentions = self._backwards = 0
+        self._counts = False
+        self._remembered: list[ref[torch.Tensor]] = []
+        self._looked_at: torch.Size | None = None
+
+    def look(self, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> int:
+        """A number of the bits of the parameter nearest behind ``tensors``; 0 says nothing. No communication."""
+        self._looked_at = None
+        trained = any(x.requires_grad for x in tensors)
+        remembered = [] if trained else [found for each in self._remembered if (found := each()) is not None]
+        self._counts = group.size() > 1 and (trained or bool(remembered)) and not is_traced()
+        # A power of two has no bit in common with the number below it.
+        if not self._counts or self._attentions & (self._attentions + 1) or group in self._told:
+            return 0
+        for parameter in _parameters_behind(tensors) if trained else remembered:
+            part = _comparable(parameter, group)
+            if part is not None:
+                self._looked_at = part.shape
+                return _number_of_bits(part)
+        return 0
+
+    def remember(self, group: dist.ProcessGroup) -> None:
+        """Called in the backward of a compiled attention: keep in mind what it is differentiated for, weakly.
+
+        At the backwards number 1, 2, 4, 8, ..., as looks are. No communication.
+        """
+        self._backwards += 1
+        node = current_autograd_node()
+        if node is None or group.size() == 1 or self._backwards & (self._backwards - 1):
+            return
+        self._remembered = [each for each in self._remembered if each() is not None]
+        nearest = next((x for x in _leaves_behind([node]) if _comparable(x, group) is not None), None)
+        if nearest is not None and all(each() is not nearest for each in self._remembered):
+            self._remembered = [*self._remembered[1 - _MOST_REMEMBERED :], ref(nearest)]
+
+    def compare(self, numbers: Sequence[int], name: str, axis: str, group: dist.ProcessGroup) -> str | None:
+        """What to :meth:`tell`, once a model and group, where ranks have different numbers; the same on every rank."""
+        self._attentions += self._counts  # here, where no rank has refused, so that all ranks look at the same ones
+        if 0 in numbers or len(set(numbers)) == 1:
+            return None
+        self._told.add(group)
+        return (
+            f"{name}: the ranks of mesh axis {axis!r} hold different parameters (seen in one of shape "
+            f"{tuple(self._looked_at or ())}), so from here on they train different models. Context parallelism leaves "
+            f"each rank its own share of every gradient. Sum the shares: sum_gradients(model, mesh[{axis!r}]) between "
+            "backward() and the optimizer's step, or FSDP2 (fully_shard) or DDP over a mesh that contains this axis; "
+            "cp_styles/batch.py has the line for each. Ranks that began with different weights look the same: seed "
+            "them alike"
+        )
+
+    def tell(self, what: str) -> None:
+        warnings.warn(what, UnreducedGradientsWarning, stacklevel=2)
+
+
+_watches: WeakKeyDictionary[dist.ProcessGroup, ParameterWatch] = WeakKeyDictionary()
+
+
+def watch_of(group: dist.ProcessGroup) -> ParameterWatch:
+    """The one watch of all attention in ``group`` that has no module to belong to."""
+    return _watches.setdefault(group, ParameterWatch())
+
+
+def _parameters_behind(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Trained parameters that ``tensors`` were computed from, nearest first."""
+    for tensor in tensors:
+        if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
+            yield tensor
+    yield from _leaves_behind([tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None])
+
+
+def _leaves_behind(nodes: Sequence[Any]) -> Iterator[torch.Tensor]:
+    """The same from nodes of autograd's graph; of one that stands for a whole graph, in the order of use in it."""
+    waiting = deque(nodes)
+    seen = set(waiting)
+    for _ in range(_MOST_NODES):
+        if not waiting:
+            return
+        node = waiting.popleft()
+        leaf = getattr(node, "variable", None)
+        # A leaf that is no parameter is somebody's input, which the ranks cut.
+        if isinstance(leaf, nn.Parameter):
+            yield leaf
+        following = [after for after, _ in node.next_functions if after is not None and after not in seen]
+        seen.update(following)
+        waiting.extend(following)
+
+
+def _comparable(parameter: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor | None:
+    """What of ``parameter`` this rank holds, if all ranks of ``group`` should hold the same and it can be read."""
+    if isinstance(parameter, DTensor):
+        if shares_ranks(parameter.device_mesh, group):
+            return None  # its parts differ by right, and DTensor knows how to reduce its gradient
+        parameter = parameter.to_local()
+    # FSDP frees what it gathered.
+    return parameter if parameter.numel() and parameter.untyped_storage().nbytes() else None
+
+
+def _number_of_bits(parameter: torch.Tensor) -> int:
+    """Never 0, and other bits give another number but by accident; of large parameters, elements spread over them."""
+    flat = parameter.detach().reshape(-1)
+    return checksum(flat[:: -(-flat.numel() // _MOST_ELEMENTS)]) or 1

@@ -1,0 +1,202 @@
+"""A composed mesh seen from the sequence: its other axes, and what they may cut of query, key and value.
+
+Query, key and value [B, H, S, D] may be DTensors over axes beside the sequence's: tensor parallelism cuts heads, data
+parallelism the batch. Attention never mixes those, so every rank attends with its own; all it takes is that the key
+heads a rank has are those its query heads need.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+_HEAD_DIM = 1  # of what reaches the attention: [B, H, S, D]
+Placements = tuple[Placement, ...]
+
+
+@dataclass(frozen=True)
+class OtherAxes:
+    """The axes beside the sequence's of the mesh on which query, key and value came.
+
+    Attributes:
+        mesh: the mesh they came on.
+        seq_axis: the place of the sequence axis among its axes, None when it has none.
+        grid: the global ranks of [sequence axis, *the others], flat.
+    """
+
+    mesh: DeviceMesh
+    seq_axis: int | None
+    grid: tuple[int, ...]
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """Which axes of ``mesh`` are not the sequence's."""
+        return tuple(axis for axis in range(self.mesh.ndim) if axis != self.seq_axis)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        names = self.mesh.mesh_dim_names
+        assert names is not None  # found by them
+        return tuple(names[axis] for axis in self.axes)
+
+    def around(self, group: dist.ProcessGroup, device_type: str, name: str) -> DeviceMesh:
+        """The mesh [``group`` under ``name``, *the other axes]. No communication."""
+        groups = [group, *(self.mesh.get_group(axis) for axis in self.axes)]
+        shape = (group.size(), *(self.mesh.size(axis) for axis in self.axes))
+        grid = torch.tensor(self.grid).view(shape)
+        return DeviceMesh.from_group(groups, device_type, grid, mesh_dim_names=(name, *self.names))
+
+    def others(self, placements: Placements) -> Placements:
+        """Of placements on ``mesh``, those beside the sequence axis."""
+        return tuple(placements[axis] for axis in self.axes)
+
+    def joined(self, seq: Placement, others: Placements) -> Placements:
+        """The placements on ``mesh``, of those on the sequence axis (dropped where it has none) and beside it."""
+        placements = list(others)
+        if self.seq_axis is not None:
+            placements.insert(self.seq_axis, seq)
+        return tuple(placements)
+
+
+def other_axes_of(mesh: DeviceMesh, composed: DeviceMesh, sequence: tuple[str, ...]) -> OtherAxes | str:
+    """What the axes of ``mesh`` are in ``composed``, whose axes ``sequence`` cut the sequence; or why they are none."""
+    names, known = mesh.mesh_dim_names, composed.mesh_dim_names or ()
+    if not names or any(name not in known for name in names):
+        return f"they are not axes of the mesh {known} that the style was given"
+    own = tuple(known.index(name) for name in names)
+    if not torch.equal(mesh.mesh, _grid(composed, own)):
+        return f"they are not over the ranks that the axes of these names have in the mesh {known} of the style"
+    cut = [names.index(name) for name in sequence if name in names]
+    if cut and len(sequence) > 1:
+        return f"the sequence is cut over two axes {sequence}: pass tensors that are local to both"
+    others = tuple(axis for axis in own if known[axis] not in sequence)
+    grid = _grid(composed, (*(known.index(name) for name in sequence), *others))
+    return OtherAxes(mesh, cut[0] if cut else None, tuple(grid.flatten().tolist()))
+
+
+def _grid(mesh: DeviceMesh, axes: tuple[int, ...]) -> torch.Tensor:
+    """The global ranks over ``axes`` of a mesh, in that order, at this rank's place on all its other axes."""
+    ranks = mesh.mesh
+    here = (ranks == dist.get_rank()).nonzero()[0].tolist()
+    place = tuple(slice(None) if axis in axes else here[axis] for axis in range(mesh.ndim))
+    order = sorted(axes)
+    return ranks[place].permute([order.index(axis) for axis in axes])
+
+
+def refuse_placements(
+    labels: Sequence[str], placements: Sequence[Placements], names: Sequence[str], seq_dim: int, head_dim: int
+) -> None:
+    """Raise ValueError unless query, key and value may be placed so on the axes ``names`` beside the sequence's."""
+    for name, *of_axis in zip(names, *placements, strict=True):
+        for label, placement in zip(labels, of_axis, strict=True):
+            plain = placement.is_replicate() or (type(placement) is Shard and placement.dim in (0, head_dim))
+            if plain:
+                continue
+            why = "is not something attention can keep apart"
+            if isinstance(placement, Partial):
+                why = "is a sum that nobody has taken"
+            elif isinstance(placement, Shard) and placement.dim == seq_dim:
+                why = "cuts the sequence once more, beside the sequence axis"
+            elif isinstance(placement, Shard) and placement.dim == 3:
+                why = "cuts the head dim"
+            raise ValueError(
+                f"{label} is {placement!r} on mesh axis {name!r}, which {why}: redistribute it to Shard({head_dim}) "
+                "(heads) or Replicate() on that axis before the module"
+            )
+        query, *keys = of_axis
+        if keys[0] != keys[1] or not (query == keys[0] or (query == Shard(head_dim) and keys[0].is_replicate())):
+            raise ValueError(
+                f"query, key and value are {tuple(of_axis)} on mesh axis {name!r}: place all three alike, or query "
+                f"Shard({head_dim}) and both others Replicate()"
+            )
+
+
+@dataclass(frozen=True)
+class HeadShare:
+    """This rank's heads of an attention whose heads are cut over axes beside the sequence's.
+
+    Attributes:
+        heads: the first query head and the one past the last.
+        of: how many query heads there are in all.
+        pairs: which of the key heads this rank *has* belongs to each of its query heads.
+    """
+
+    heads: tuple[int, int]
+    of: int
+    pairs: tuple[int, ...]
+
+    def of_keys(self, kv_BGMD: torch.Tensor) -> torch.Tensor:
+        """The key heads that are needed, in the order in which kernels look for them: a view where one does."""
+        span = self._span
+        if span is None:
+            return kv_BGMD.index_select(1, torch.tensor(self.pairs, device=kv_BGMD.device))
+        return kv_BGMD if span == (0, kv_BGMD.shape[1]) else kv_BGMD.narrow(1, span[0], span[1] - span[0])
+
+    def to_keys(self, grad_BGMD: torch.Tensor, heads: int) -> torch.Tensor:
+        """The adjoint of :meth:`of_keys`: zero for the other heads of ``heads``."""
+        span = self._span
+        if span == (0, heads):
+            return grad_BGMD
+        whole = grad_BGMD.new_zeros(grad_BGMD.shape[0], heads, *grad_BGMD.shape[2:])
+        if span is None:
+            return whole.index_add_(1, torch.tensor(self.pairs, device=grad_BGMD.device), grad_BGMD)
+        whole.narrow(1, span[0], span[1] - span[0]).copy_(grad_BGMD)
+        return whole
+
+    @property
+    def _span(self) -> tuple[int, int] | None:
+        """The key heads as an interval, where each serves equally many query heads; None where the order matters."""
+        first, size = self.pairs[0], self.pairs[-1] + 1 - self.pairs[0]
+        each = len(self.pairs) // size
+        regular = len(self.pairs) == each * size and all(
+            pair == first + index // each for index, pair in enumerate(self.pairs)
+        )
+        return (first, first + size) if regular else None
+
+
+def head_share(query: DTensor, key: DTensor) -> HeadShare:
+    """Of DTensors [B, H, S, D] on one mesh whose placements :func:`refuse_placements` took. No communication.
+
+    Raises:
+        ValueError: on every rank alike, where some rank has no query heads, or not the key heads they need.
+    """
+    mesh, of, keys_of = query.device_mesh, query.shape[_HEAD_DIM], key.shape[_HEAD_DIM]
+    if keys_of == 0 or of % keys_of:
+        raise ValueError(f"{of} query heads are not a multiple of {keys_of} key/value heads")
+    # Not get_local_rank, which asks for the groups of all axes, and the sequence's has none.
+    here = tuple(mesh.get_coordinate() or ())
+    cut = [axis for axis, placement in enumerate(query.placements) if placement == Shard(_HEAD_DIM)]
+    share = None
+    for place in itertools.product(
+        *(range(mesh.size(axis)) if axis in cut else (here[axis],) for axis in range(mesh.ndim))
+    ):
+        (start, stop), (first, last) = (_interval(x, place) for x in (query, key))
+        pairs = tuple(head // (of // keys_of) - first for head in range(start, stop))
+        if not pairs or pairs[0] < 0 or pairs[-1] >= last - first:
+            names = [(mesh.mesh_dim_names or ())[axis] for axis in cut]
+            raise ValueError(
+                f"{of} query heads and {keys_of} key/value heads cannot be cut over mesh axes {names}: the rank at "
+                f"{[place[axis] for axis in cut]} gets query heads {start} to {stop - 1} and key heads {first} to "
+                f"{last - 1}, which are not theirs. Replicate key and value over these axes, or use sizes that divide"
+            )
+        if place == here:
+            share = HeadShare((start, stop), of, pairs)
+    assert share is not None  # this rank is one of them
+    return share
+
+
+def _interval(tensor: DTensor, place: Sequence[int]) -> tuple[int, int]:
+    """The heads that DTensor, which cuts as torch.chunk does, gives the rank at ``place`` of the mesh."""
+    start, stop = 0, tensor.shape[_HEAD_DIM]
+    for axis, placement in enumerate(tensor.placements):
+        if placement == Shard(_HEAD_DIM):
+            size = -(-(stop - start) // tensor.device_mesh.size(axis))
+            start, stop = (min(start + index * size, stop) for index in (place[axis], place[axis] + 1))
+    return start, stop

@@ -1,0 +1,363 @@
+"""Attention as two ops, forward and backward: opaque to torch.compile, and by name in reach of checkpoint policies.
+
+[Note: configuration] Everything that is no tensor reaches the op as an argument, ``config``. Called eagerly, it is the
+handle of a live object. In a compiled graph it is the whole configuration, spelled out (see config_text.py), so that
+graphs, and caches keyed by them, differ where attentions do. What only the run of a graph can know, it asks when it
+runs: the ranks' lengths, which they agree on inside the forward, and the SequenceScope that is open. The backward gets
+both from ``call``, a small tensor of bytes on the host that the forward returns and nobody else reads.
+
+Shapes: B batch, H query heads, G key/value heads, L local queries, M local keys, D head dim, E value head dim.
+"""
+
+from __future__ import annotations
+
+import ast
+import ctypes
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple, TypeAlias
+from weakref import WeakValueDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from cp_styles._compat import new_size, resolve_group, uncompiled
+from cp_styles.comm.agreement import begin_backward
+from cp_styles.derivatives import first_derivatives_only, refuse_tangents
+from cp_styles.engine.binding import Binding
+from cp_styles.engine.config_text import from_text, to_text
+from cp_styles.engine.gradient_watch import watch_of
+from cp_styles.engine.scope import ScopedBinding, ScopeHistory, SequenceScope
+from cp_styles.kernels import Kernel
+from cp_styles.kernels.autocast import attended_dtype
+from cp_styles.layout import Balancer, SequenceLayout, says_always_the_same
+from cp_styles.mask import Dense, Full, Mask, digest
+from cp_styles.strategies import Strategy
+from cp_styles.strategies.base import new_residual
+
+Source: TypeAlias = Binding | ScopedBinding
+"""What an attention is bound to; a ScopedBinding says it anew for every call."""
+
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides, torch.Tag.cudagraph_unsafe)
+_LIVE, _UNSPELLED = "live:", "unspelled:"
+
+# Handles in use: an op takes strings, but no objects. Weak, so that a handle keeps nothing alive.
+_live: WeakValueDictionary[str, Source] = WeakValueDictionary()
+_serial = itertools.count()
+
+watcher: ContextVar[Callable[[], None] | None] = ContextVar("attention_watcher", default=None)
+"""Called by every attention that runs inside a compiled graph in this context: no mode sees those."""
+
+# What compiled graphs have named, by group: ranks may be threads, and share the graphs.
+# Not without end, because what is bound keeps its group alive.
+_bound: OrderedDict[tuple[dist.ProcessGroup, str], Source] = OrderedDict()
+_MOST_BOUND = 128
+
+
+def handle(source: Source) -> str:
+    """A ``config`` for as long as ``source`` lives."""
+    known = source.__dict__.get("_handle")
+    if known is None or _live.get(known) is not source:  # a copy brings the handle of what it was copied from
+        known = f"{_LIVE}{next(_serial):016x}"  # as long as any other, or a recomputation's would differ in shape
+        object.__setattr__(source, "_handle", known)
+        _live[known] = source
+    return known
+
+
+class ConfigText(NamedTuple):
+    """A configuration that says everything by itself. A named tuple: torch.compile on 2.11 loses a dataclass's
+    fields."""
+
+    name: str
+    config: str
+    dense: torch.Tensor | None
+    """The tensor of the ``Dense`` mask, if there is one."""
+
+
+def config_text(
+    name: str,
+    axis: str,
+    group_name: str,
+    strategy: Strategy,
+    layout: SequenceLayout | Balancer,
+    mask: Mask,
+    kernel: Kernel | None,
+    *,
+    scoped: bool = False,
+    named: bool = False,
+) -> ConfigText:
+    """The configuration of these; torch.compile traces it.
+
+    ``scoped``: the SequenceScope that is open at the call counts; ``named``: the user has named a layout.
+
+    Raises:
+        TypeError: for objects that no text can stand for, and for two ``Dense`` masks at once.
+    """
+    tensors: list[torch.Tensor] = []
+    config = to_text((name, axis, group_name, strategy, layout, mask, kernel, scoped, named), tensors)
+    if len(tensors) > 1:
+        raise TypeError(f"{len(tensors)} Dense masks under torch.compile: combine them into one")
+    return ConfigText(name, config, tensors[0] if tensors else None)
+
+
+def config_text_of(scoped: ScopedBinding) -> ConfigText:
+    """Of a style's binding, once and for all; what is wrong with it is said when somebody compiles."""
+    binding = scoped.unscoped
+    parts = (binding.strategy, binding.layout, binding.mask, binding.kernel)
+    try:
+        return config_text(
+            binding.name,
+            binding.axis,
+            binding.group.group_name,
+            *parts,
+            scoped=True,
+            named=scoped.named is not None,
+        )
+    except TypeError as error:
+        return ConfigText(binding.name, f"{_UNSPELLED}under torch.compile {error}", None)
+
+
+def source_of(config: str, dense: torch.Tensor | None = None) -> Source:
+    """What a ``config`` stands for, in this rank's world."""
+    if config.startswith(_UNSPELLED):
+        raise TypeError(config.removeprefix(_UNSPELLED))
+    if config.startswith(_LIVE):
+        found = _live.get(config)
+        if found is None:
+            raise RuntimeError(
+                f"the attention {config!r} of a graph does not exist any more: it was traced by other means than "
+                "torch.compile, with an eager call's handle in it"
+            )
+        return found
+    name, axis, group_name, *parts, scoped, named = from_text(config, () if dense is None else (dense,))
+    group = resolve_group(group_name)
+    found = _bound.pop((group, config), None)
+    if found is None or dense is not None:
+        strategy, layout, mask, kernel = parts
+        binding = Binding(name, axis, group, strategy, layout, mask, kernel)
+        # With a Dense mask the binding is another one at every call, but has seen the same scopes.
+        history = found.history if isinstance(found, ScopedBinding) else ScopeHistory()
+        found = ScopedBinding(binding, layout if named else None, history) if scoped else binding
+    _bound[group, config] = found
+    while len(_bound) > _MOST_BOUND:
+        _bound.popitem(last=False)
+    return found
+
+
+def resolve(source: Source) -> tuple[Binding, SequenceScope | None]:
+    """The binding of a call now, and the scope that it is under."""
+    return source.resolve() if isinstance(source, ScopedBinding) else (source, None)
+
+
+def refuse_on_all(error: Exception, source: Source) -> None:
+    """Raise what this rank found wrong, when all ranks have heard that it did."""
+    resolve(source)[0].refuse(error)
+
+
+def _scope_text(scope: SequenceScope, name: str) -> str:
+    tensors: list[torch.Tensor] = []
+    text = scope.config_text(tensors)
+    if tensors:
+        raise NotImplementedError(
+            f"{name}: the mask of the SequenceScope is {scope.mask!r}, and under torch.compile a scope's mask cannot "
+            "hold tensors: pass this one as the call's attn_mask, or give it to the style"
+        )
+    return text
+
+
+def check_local(name: str, tensors: tuple[torch.Tensor, ...]) -> None:
+    """Refuse what no attention takes: not plain tensors, not 4-D, dtypes or devices that differ."""
+    check_plain(name, tensors)
+    for label, tensor in zip(("query", "key", "value"), tensors, strict=True):
+        if tensor.ndim != 4:
+            raise ValueError(
+                f"{name}: {label} must have 4 dims (batch, heads, sequence, head dim), got {tuple(tensor.shape)}"
+            )
+    if len({(attended_dtype(x), x.device) for x in tensors}) > 1 or not tensors[0].is_floating_point():
+        raise ValueError(
+            f"{name}: query, key and value must share one floating-point dtype and one device, got "
+            f"{[(str(x.dtype), str(x.device)) for x in tensors]}"
+        )
+
+
+def check_plain(name: str, tensors: tuple[torch.Tensor, ...]) -> None:
+    """Refuse what is no tensor, DTensors, and tensors in forward-mode differentiation."""
+    for label, tensor in zip(("query", "key", "value"), tensors, strict=True):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name}: {label} must be a tensor, got {type(tensor).__name__}")
+        if isinstance(tensor, DTensor):
+            raise TypeError(f"{name}: {label} is a DTensor; pass this rank's part, tensor.to_local()")
+    refuse_tangents(name, tensors)
+
+
+# -- forward --
+
+torch.library.define(
+    "cp_styles::attention",
+    "(Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor? attn_mask, Tensor? dense, str config, bool is_causal, "
+    "float? scale, bool keep, str problem) -> (Tensor out, Tensor residual, Tensor call)",
+    tags=_TAGS,
+)
+
+
+@torch.library.impl("cp_styles::attention", "CompositeExplicitAutograd")
+@uncompiled
+def _attention(q, k, v, sink, attn_mask, dense, config, is_causal, scale, keep, problem):
+    """``keep``: a backward may come. ``problem``: why this rank refuses the call, where tracing it told so."""
+    live = config.startswith(_LIVE)
+    watch = watcher.get()
+    if watch is not None and not live:
+        watch()
+    binding, scope = resolve(source_of(config, dense))
+    name = binding.name
+    said = ""
+
+    def check() -> None:
+        nonlocal said
+        if problem:
+            raise NotImplementedError(problem)
+        if scope is not None and keep and not live:
+            said = _scope_text(scope, name)
+        if not live:
+            check_local(name, (q, k, v))
+        if attn_mask is not None:
+            Dense(attn_mask)  # raises for what is no mask
+        if sink is not None and tuple(sink.shape) != (q.shape[1],):
+            raise ValueError(
+                f"{name}: sink_H must be one logit for each of {q.shape[1]} query heads, got {tuple(sink.shape)}"
+            )
+
+    call = {"is_causal": is_causal, "scale": scale, "sink": None if sink is None else digest(sink)}
+    unsettled, binding = binding, binding.agree(check, (q, k, v), 2, attn_mask, call, keep)
+    lengths = binding.lengths
+    assert lengths is not None
+    attention = binding.attention(*lengths, (q, k, v), is_causal=is_causal, attn_mask=attn_mask, scale=scale)
+    residual = new_residual(binding.strategy.residual_specs(attention, q, k, v) if keep else [], q.device)
+    out = binding.strategy.forward(attention, q, k, v, sink, residual if keep else None)
+    binding.finished()
+    if not live:
+        cut = unsettled.layout
+        if keep and scope is None and not isinstance(cut, SequenceLayout) and not says_always_the_same(cut):
+            said = to_text((binding.layout, Full()), [])  # by its backward it may say something else
+        out = _laid_out(out, _like_query(q.to("meta"), v.shape[3]))
+    said = handle(binding) if live else said
+    return out, residual, _tensor_of(f"({lengths[0]},{lengths[1]},{said!r})" if keep else "")
+
+
+@torch.library.register_fake("cp_styles::attention")
+def _attention_fake(q, k, v, sink, attn_mask, dense, config, is_causal, scale, keep, problem):
+    sizes = [new_size(torch.library.get_ctx()) if keep else 0 for _ in range(2)]
+    residual = q.new_empty(sizes[0], dtype=torch.uint8)
+    return _like_query(q, v.shape[-1]), residual, torch.empty(sizes[1], dtype=torch.uint8, device="cpu")
+
+
+@uncompiled
+def _save(ctx, inputs, output) -> None:
+    q, k, v, sink, attn_mask, dense, config, is_causal, scale, keep, _ = inputs
+    out, residual, call = output
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, out, residual, sink, attn_mask, dense, call)
+    ctx.config, ctx.is_causal, ctx.scale, ctx.keep = config, is_causal, scale, keep
+    if config.startswith(_LIVE) and keep:
+        ctx.binding = source_of(_read(_text_of(call))[2])  # alive for as long as its backward may come
+
+
+@uncompiled
+@first_derivatives_only
+def _differentiate(ctx, grad, *_):
+    q, k, v, out, residual, sink, attn_mask, dense, call = ctx.saved_tensors
+    none = (None,) * 7
+    if grad is None:
+        return None, None, None, None, *none
+    if not ctx.keep:
+        raise RuntimeError("cp_styles::attention was called with keep=False, and its backward is asked for")
+    # This forward's binding: that of a recomputation, whose ``call`` this may be, is the same, but need not live.
+    config = handle(ctx.binding) if ctx.config.startswith(_LIVE) else ctx.config
+    dq, dk, dv, dsink = torch.ops.cp_styles.attention_backward(
+        grad, q, k, v, out, residual, sink, attn_mask, dense, call, config, ctx.is_causal, ctx.scale
+    )
+    return dq, dk, dv, None if sink is None else dsink, *none
+
+
+torch.library.register_autograd("cp_styles::attention", _differentiate, setup_context=_save)
+
+# -- backward --
+
+torch.library.define(
+    "cp_styles::attention_backward",
+    "(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor residual, Tensor? sink, Tensor? attn_mask, "
+    "Tensor? dense, Tensor call, str config, bool is_causal, float? scale) -> (Tensor, Tensor, Tensor, Tensor)",
+    tags=_TAGS,
+)
+
+
+@torch.library.impl("cp_styles::attention_backward", "CompositeExplicitAutograd")
+@uncompiled
+def _attention_backward(grad, q, k, v, out, residual, sink, attn_mask, dense, call, config, is_causal, scale):
+    q_length, kv_length, said = _read(_text_of(call))
+    source = source_of(config, dense)
+    begin_backward(source.unscoped.group if isinstance(source, ScopedBinding) else source.group)
+    if isinstance(source, ScopedBinding):
+        source = source.bound_to(*from_text(said)) if said else source.unscoped
+    elif said and not config.startswith(_LIVE):
+        source = replace(source, layout=from_text(said)[0])
+    if not config.startswith(_LIVE):
+        watch_of(source.group).remember(source.group)
+    attention = source.attention(q_length, kv_length, (q, k, v), is_causal=is_causal, attn_mask=attn_mask, scale=scale)
+    *grads, dsink = source.strategy.backward(attention, grad, q, k, v, out, residual, sink)
+    if not config.startswith(_LIVE):
+        grads = [_laid_out(x, _rows_first(like.to("meta"))) for x, like in zip(grads, (q, k, v), strict=True)]
+    return *grads, q.new_empty(0) if dsink is None else dsink
+
+
+@torch.library.register_fake("cp_styles::attention_backward")
+def _attention_backward_fake(grad, q, k, v, out, residual, sink, attn_mask, dense, call, config, is_causal, scale):
+    return *(_rows_first(x) for x in (q, k, v)), q.new_empty(0) if sink is None else torch.empty_like(sink)
+
+
+# -- what the graph is told of results: sizes, and the strides that results then must have --
+
+
+def _like_query(q_BHLD: torch.Tensor, dim: int) -> torch.Tensor:
+    """An output [B, H, L, E] in the query's stride order, as torch's own attention has it."""
+    if q_BHLD.shape[-1] == dim:
+        return torch.empty_like(q_BHLD)
+    return q_BHLD.new_empty((*q_BHLD.shape[:-1], dim))
+
+
+def _rows_first(x_BHLD: torch.Tensor) -> torch.Tensor:
+    """A gradient [B, H, L, D] that is [B, L, H, D] in memory, as the kernels leave it."""
+    batch, heads, rows, dim = x_BHLD.shape
+    return x_BHLD.new_empty((batch, rows, heads, dim)).transpose(1, 2)
+
+
+def _laid_out(result: torch.Tensor, promised: torch.Tensor) -> torch.Tensor:
+    """``result`` with the promised strides, and the storage to itself."""
+    if result.stride() == promised.stride() and result.untyped_storage().nbytes() == result.nbytes:
+        return result
+    made = torch.empty_strided(promised.shape, promised.stride(), dtype=result.dtype, device=result.device)
+    return made.copy_(result)
+
+
+# -- the tensor that says what only the forward knew --
+
+
+def _tensor_of(text: str) -> torch.Tensor:
+    # frombuffer takes nothing that is empty.
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
+
+
+def _text_of(call: torch.Tensor) -> str:
+    call = call.contiguous()
+    return ctypes.string_at(call.data_ptr(), call.numel()).decode()
+
+
+@lru_cache(maxsize=512)
+def _read(text: str) -> tuple[int, int, str]:
+    """Global query and key lengths; and a live binding's handle, or the scope's layout and mask, or nothing."""
+    return ast.literal_eval(text)

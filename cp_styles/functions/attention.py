@@ -1,0 +1,117 @@
+"""Context-parallel attention as a function of local tensors: the engine without DTensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from cp_styles._compat import is_traced
+from cp_styles.comm.point_to_point import group_in_order
+from cp_styles.derivatives import refuse_tangents
+from cp_styles.engine.binding import Binding
+from cp_styles.engine.op import ConfigText, Source, check_local, check_plain, config_text, handle, refuse_on_all
+from cp_styles.kernels import Kernel
+from cp_styles.kernels.autocast import as_attended
+from cp_styles.layout import Balancer, SequenceLayout, head_tail
+from cp_styles.mask import Dense, Full, Mask
+from cp_styles.strategies import Ring, Strategy
+
+# Made once: torch.compile does not make objects of such classes while it traces.
+_RING, _FULL = Ring(), Full()
+
+
+def context_attention(
+    q_BHLD: torch.Tensor,
+    k_BGMD: torch.Tensor,
+    v_BGME: torch.Tensor,
+    group: dist.ProcessGroup | DeviceMesh,
+    *,
+    mask: Mask | None = None,
+    layout: SequenceLayout | Balancer = head_tail,
+    strategy: Strategy | None = None,
+    kernel: Kernel | None = None,
+    scale: float | None = None,
+    sink_H: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention over a sequence of which this rank holds a part: equal to one device's on the whole.
+
+    Args:
+        q_BHLD: local query, cut by ``layout``.
+        k_BGMD: local key, cut likewise; H is a multiple of G (GQA), and G heads are what travels.
+        v_BGME: local value.
+        group: the ranks that share the sequence: a process group or a 1-D mesh.
+        mask: who attends to whom, in global positions; default everybody to everybody.
+        layout: the cut, or the balancer that made it.
+        strategy: how queries and keys meet; default ``Ring()``, whose docstring gives the bytes.
+        kernel: computes the tiles; default the fastest of torch's that can. Tiles with an explicit mask go to another
+            one where it takes none: see :func:`~cp_styles.kernels.kernel_for_tiles`.
+        scale: of the logits; default 1/sqrt(D).
+        sink_H: a learned logit a query head that takes part in every softmax and gives nothing (attention sinks); the
+            same on all ranks. Its gradient is this rank's share: sum it over the group, as any parameter's.
+
+    Returns:
+        ``out_BHLE`` of the local queries, in their dtype.
+
+    Communication: one all-gather of 13 integers, then the strategy's. Backward: the strategy's.
+
+    Under torch.compile: one opaque op forward and one backward. ``mask``, ``layout``, ``strategy`` and ``kernel`` are
+    made outside of the compiled function; other ones are another graph, other lengths or values are not.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: on every rank, when any rank's input is bad or they do not fit.
+    """
+    name, strategy, mask = "context_attention", strategy or _RING, mask or _FULL
+    axis, group = axis_and_group(name, group)
+    if is_traced():
+        source = config_text(name, axis, group.group_name, strategy, layout, mask, kernel)
+    else:
+        source = Binding(name, axis, group, strategy, layout, mask, kernel)
+    return attend(source, (q_BHLD, k_BGMD, v_BGME), scale=scale, sink_H=sink_H)
+
+
+def axis_and_group(name: str, group: dist.ProcessGroup | DeviceMesh) -> tuple[str, dist.ProcessGroup]:
+    """The ranks that share the sequence, and what messages call their axis."""
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(f"{name} needs a 1-D mesh, got axes {group.mesh_dim_names}: pass mesh['cp']")
+        return (group.mesh_dim_names or ("cp",))[0], group_in_order(group)
+    if isinstance(group, dist.ProcessGroup):
+        return "group", group
+    raise TypeError(f"{name} needs a process group or a 1-D DeviceMesh, got {type(group).__name__}")
+
+
+def attend(
+    source: Source | ConfigText,
+    tensors: tuple[torch.Tensor, ...],
+    *,
+    is_causal: bool = False,
+    attn_mask: torch.Tensor | None = None,
+    scale: float | None = None,
+    sink_H: torch.Tensor | None = None,
+    refuse: Callable[[], None] | None = None,
+) -> torch.Tensor:
+    """What :func:`context_attention` does, for what an attention is bound to (``ConfigText`` under torch.compile, and
+    there only); ``refuse`` raises for what this rank alone may see."""
+    problem = ""
+    try:
+        if refuse is not None:
+            refuse()
+        # Compiled, shapes are for the op to check, when all ranks can hear of it.
+        (check_plain if isinstance(source, ConfigText) else check_local)(source.name, tensors)
+        refuse_tangents(source.name, (sink_H,))
+        tensors = tuple(map(as_attended, tensors))
+        if attn_mask is not None and attn_mask.requires_grad:
+            Dense(attn_mask)  # raises; asked here, because compiled code does not know it any more
+    except Exception as error:  # whatever it is, the others are to hear of it
+        if not isinstance(source, ConfigText):
+            refuse_on_all(error, source)
+        problem = f"{error}"  # raised where and when the others hear of it
+    wanted = [x.requires_grad for x in (*tensors, sink_H) if x is not None]
+    config, dense = (source.config, source.dense) if isinstance(source, ConfigText) else (handle(source), None)
+    out, _, _ = torch.ops.cp_styles.attention(
+        *tensors, sink_H, attn_mask, dense, config, is_causal, scale, torch.is_grad_enabled() and any(wanted), problem
+    )
+    return out

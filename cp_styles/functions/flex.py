@@ -1,0 +1,263 @@
+"""FlexAttention under context parallelism: BlockMasks and score_mods of the whole sequence, forward and backward.
+
+torch has no backward for FlexAttention on CPU. Here there is one everywhere: a BlockMask becomes a mask of the plan and
+runs through the fused kernels, tile by tile; a score_mod runs through :class:`~cp_styles.kernels.FlexKernel`, or
+:class:`~cp_styles.kernels.CompiledFlexKernel` where the call is compiled, as torch's own does.
+
+Shapes: B batch, H query heads, G key/value heads, L local queries, M local keys, D head dim, E value head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
+
+from cp_styles._compat import uncompiled, without_dispatch_modes, without_function_modes
+from cp_styles.comm.agreement import begin_backward
+from cp_styles.comm.checksum import version_of
+from cp_styles.derivatives import first_derivatives_only, refuse_tangents
+from cp_styles.engine.binding import Binding, refuse_grouped
+from cp_styles.engine.op import check_local, handle, source_of
+from cp_styles.functions.attention import axis_and_group
+from cp_styles.kernels import CompiledFlexKernel, FlexKernel, Kernel, LseGradient
+from cp_styles.kernels.flex import ScoreMod
+from cp_styles.kernels.flex_compiled import compiled_takes
+from cp_styles.layout import Balancer, SequenceLayout, head_tail
+from cp_styles.mask import Full, Mask, PerRow
+from cp_styles.mask.block_mask import FlexMask
+from cp_styles.mask.introspect import captured_tensors
+from cp_styles.strategies import Attention, Ring, Strategy
+from cp_styles.strategies.base import new_residual
+
+
+@dataclass(frozen=True)
+class FlexCall:
+    """What a call of flex_attention says beside its tensors; the names are torch's.
+
+    ``compiled`` says how it came: from what torch.compile made of it or of its caller.
+    """
+
+    score_mod: ScoreMod | None = None
+    block_mask: BlockMask | None = None
+    scale: float | None = None
+    enable_gqa: bool = False
+    return_lse: bool = False
+    kernel_options: Mapping[str, Any] | None = None
+    return_aux: AuxRequest | None = None
+    compiled: bool = False
+
+    @property
+    def wants_lse(self) -> bool:
+        return self.return_lse or (self.return_aux is not None and self.return_aux.lse)
+
+    def check(self, name: str, q_BHLD: torch.Tensor, k_BGMD: torch.Tensor) -> None:
+        """Raise for what this does not do."""
+        if self.return_lse and self.return_aux is not None:
+            raise ValueError(f"{name}: return_lse and return_aux both ask for the logsumexp: pass return_aux alone")
+        if self.return_aux is not None and self.return_aux.max_scores:
+            raise NotImplementedError(
+                f"{name}: max_scores are not computed under context parallelism; leave AuxRequest(max_scores=True) out"
+            )
+        backend = (self.kernel_options or {}).get("BACKEND", "AUTO")
+        if backend not in ("AUTO", "TRITON"):  # the other options tune torch's own kernel and change no result
+            raise NotImplementedError(
+                f"{name}: kernel_options BACKEND={backend!r} asks for a kernel that does not run under context "
+                "parallelism; leave it out"
+            )
+        refuse_grouped(name, q_BHLD.shape[1], k_BGMD.shape[1], self.enable_gqa)
+
+    def result(self, out_BHLE: torch.Tensor, lse_BHL: torch.Tensor | None) -> Any:
+        """What torch's function returns for it."""
+        if self.return_aux is not None:
+            return out_BHLE, AuxOutput(lse=lse_BHL, max_scores=None)
+        return (out_BHLE, lse_BHL) if self.return_lse else out_BHLE
+
+
+def context_flex_attention(
+    q_BHLD: torch.Tensor,
+    k_BGMD: torch.Tensor,
+    v_BGME: torch.Tensor,
+    group: dist.ProcessGroup | DeviceMesh,
+    *,
+    score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_aux: AuxRequest | None = None,
+    mask: Mask | None = None,
+    layout: SequenceLayout | Balancer = head_tail,
+    strategy: Strategy | None = None,
+) -> Any:
+    """torch's flex_attention over a sequence of which this rank holds a part: equal to one device's on the whole.
+
+    Args:
+        q_BHLD: local query, cut by ``layout``.
+        k_BGMD: local key, cut likewise; G heads are what travels.
+        v_BGME: local value.
+        group: the ranks that share the sequence: a process group or a 1-D mesh.
+        score_mod: ``(score, b, h, q_idx, kv_idx) -> score``, with positions of the whole sequence. Tensors that it
+            reads may require grad: their gradient is this rank's share, to be summed over the group, as any
+            parameter's.
+        block_mask: of the *whole* sequence: ``create_block_mask(mask_mod, B, H, S, S)``. Rows of keys that it does not
+            need stay where they are.
+        scale: of the logits; default 1/sqrt(D).
+        enable_gqa: H may be a multiple of G.
+        return_aux: ``AuxRequest(lse=True)`` for the logsumexp (natural logarithm, -inf where a query sees nothing),
+            which is differentiable.
+        mask: a mask of the package that holds beside ``block_mask``.
+        layout: the cut, or the balancer that made it.
+        strategy: how queries and keys meet; default ``Ring()``.
+
+    Returns:
+        ``out_BHLE``, or ``(out_BHLE, AuxOutput)`` where ``return_aux`` was given.
+
+    Communication: one all-gather of 13 integers, then the strategy's; :class:`~cp_styles.Ulysses` sends the logsumexp
+    back where it is asked for.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: on every rank, when any rank's input is bad or they do not fit.
+    """
+    name = "context_flex_attention"
+    binding = Binding(name, *axis_and_group(name, group), strategy or Ring(), layout, mask or Full())
+    call = FlexCall(score_mod, block_mask, scale, enable_gqa, return_aux=return_aux)
+    return call.result(*flex_attend(binding, (q_BHLD, k_BGMD, v_BGME), call))
+
+
+def flex_attend(
+    binding: Binding,
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    call: FlexCall,
+    refuse: Callable[[], None] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """``(out, lse)`` of a call, for a binding; ``refuse`` raises for what this rank alone may see."""
+
+    def bind() -> tuple[Binding, tuple[torch.Tensor, ...]]:
+        if refuse is not None:
+            refuse()
+        check_local(binding.name, tensors)
+        call.check(binding.name, *tensors[:2])
+        return _bound(binding, call, tensors)
+
+    return attend_with_lse(binding, tensors, bind, scale=call.scale, wants_lse=call.wants_lse)
+
+
+def attend_with_lse(
+    binding: Binding,
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    bind: Callable[[], tuple[Binding, tuple[torch.Tensor, ...]]],
+    *,
+    scale: float | None,
+    wants_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """``(out, lse)``, lse [B, H, L] if it is wanted. ``bind`` checks what this rank is given and returns what
+    ``binding`` becomes for this call, and the tensors that its kernel learns; every rank hears of what it raises."""
+    problem: Exception | None = None
+    bound, learned = binding, ()
+    try:
+        with without_dispatch_modes():
+            bound, learned = bind()
+    except Exception as error:  # whatever it is, the others are to hear of it
+        problem = error
+
+    def check() -> None:
+        if problem is not None:
+            raise problem
+
+    keep = torch.is_grad_enabled() and any(x.requires_grad for x in (*tensors, *learned))
+    bound = bound.agree(check, tensors, 2, None, {"scale": scale, "logsumexp": wants_lse}, keep)
+    out, lse = _FlexAttention.apply(*tensors, bound, scale, wants_lse, *learned)
+    bound.finished()
+    return out, lse if wants_lse else None
+
+
+def _bound(
+    binding: Binding, call: FlexCall, tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+) -> tuple[Binding, tuple[torch.Tensor, ...]]:
+    """The binding of one call, and the tensors that its score_mod learns."""
+    mask, kernel, learned = binding.mask, binding.kernel, ()
+    if call.block_mask is not None:
+        mask = mask & (FlexMask(call.block_mask) if call.score_mod else FlexMask.per_row(call.block_mask))
+    if call.score_mod is not None:
+        if isinstance(mask, PerRow):
+            raise NotImplementedError(
+                f"{binding.name}: a score_mod beside a mask for each row of the batch: put the rows' masks into the "
+                "block_mask"
+            )
+        read = captured_tensors(call.score_mod, (0.0, 0, 0, 0, 0), tensors[0].device)
+        refuse_tangents(binding.name, read)
+        learned = tuple(tensor for tensor in read if tensor.requires_grad)
+        read = tuple((tensor, version_of(tensor)) for tensor in read)
+        kernel = FlexKernel(call.score_mod, learned, read)
+        if call.compiled and compiled_takes(tensors[0], tensors[2]):
+            kernel = CompiledFlexKernel(call.score_mod, learned, read, on_cpu=tensors[0].device.type == "cpu")
+    return replace(binding, mask=mask, kernel=kernel), learned
+
+
+# One op, so that no mode sees what it is made of: a checkpoint policy is asked about it as a whole.
+torch.library.define(
+    "cp_styles::flex_attention",
+    "(Tensor q, Tensor k, Tensor v, str config, float? scale, bool keep, bool wants_lse) "
+    "-> (Tensor out, Tensor lse, Tensor residual)",
+)
+
+
+@torch.library.impl("cp_styles::flex_attention", "CompositeExplicitAutograd")
+@uncompiled
+def _flex_attention(q, k, v, config, scale, keep, wants_lse):
+    """``config``: the handle of a binding that has its lengths. lse is empty unless asked for."""
+    bound = source_of(config)
+    assert isinstance(bound, Binding)
+    attention, keep = _attention_of(bound, (q, k, v), scale), keep or wants_lse
+    residual = new_residual(bound.strategy.residual_specs(attention, q, k, v) if keep else [], q.device)
+    out = bound.strategy.forward(attention, q, k, v, None, residual if keep else None)
+    lse = bound.strategy.logsumexp(attention, q, k, v, residual) if wants_lse else q.new_empty(0)
+    return out, lse, residual
+
+
+def _attention_of(bound: Binding, tensors: tuple[torch.Tensor, ...], scale: float | None) -> Attention:
+    assert bound.lengths is not None
+    with without_dispatch_modes():
+        return bound.attention(*bound.lengths, tensors, is_causal=False, scale=scale)
+
+
+class _FlexAttention(torch.autograd.Function):
+    """``(out, lse)``; lse is empty unless asked for."""
+
+    @staticmethod
+    @without_function_modes()
+    def forward(ctx, q, k, v, bound: Binding, scale: float | None, wants_lse: bool, *learned):
+        keep = any(ctx.needs_input_grad)
+        out, lse, residual = torch.ops.cp_styles.flex_attention(q, k, v, handle(bound), scale, keep, wants_lse)
+        if not wants_lse:
+            ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, v, out, residual, *learned)
+        ctx.attention, ctx.strategy = _attention_of(bound, (q, k, v), scale), bound.strategy
+        return out, lse
+
+    @staticmethod
+    @first_derivatives_only
+    @without_function_modes()
+    def backward(ctx, grad, grad_lse):
+        q, k, v, out, residual, *learned = ctx.saved_tensors
+        attention: Attention = ctx.attention
+        shares = [torch.zeros_like(tensor) for tensor in learned]
+        if grad is None and grad_lse is None:
+            return None, None, None, None, None, None, *(None for _ in learned)
+        kernel: Kernel = attention.kernel
+        if isinstance(kernel, FlexKernel):
+            kernel.check_unchanged()
+            kernel = replace(kernel, values=tuple(learned), shares=tuple(shares))
+        grad = torch.zeros_like(out) if grad is None else grad
+        if grad_lse is not None:
+            kernel, grad = LseGradient(kernel), torch.cat((grad, grad_lse.unsqueeze(-1).to(grad.dtype)), -1)
+        attention = replace(attention, kernel=kernel)
+        begin_backward(attention.group)
+        dq, dk, dv, _ = ctx.strategy.backward(attention, grad, q, k, v, out, residual)
+        return dq, dk, dv, None, None, None, *shares

@@ -1,0 +1,167 @@
+"""varlen_attn under context parallelism: packed documents by cu_seqlens of the whole pack, on any device.
+
+Shapes: T local tokens of the pack, H query heads, G key/value heads, D head dim, E value head dim, N documents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from cp_styles.engine.binding import Binding
+from cp_styles.engine.op import check_local, check_plain
+from cp_styles.functions.attention import axis_and_group
+from cp_styles.functions.flex import attend_with_lse
+from cp_styles.layout import Balancer, SequenceLayout, head_tail
+from cp_styles.mask import Documents, Full, Mask, SlidingWindow
+from cp_styles.strategies import Ring, Strategy
+
+# What torch.nn.attention.varlen.varlen_attn, a plain Python function, comes down to; and what else is like it.
+VARLEN_OPERATOR = "_varlen_attn"
+VARLEN_OPERATORS = frozenset((VARLEN_OPERATOR, "_varlen_attn_out"))
+
+
+def context_varlen_attention(
+    q_THD: torch.Tensor,
+    k_TGD: torch.Tensor,
+    v_TGE: torch.Tensor,
+    group: dist.ProcessGroup | DeviceMesh,
+    cu_seqlens: torch.Tensor | Sequence[int],
+    *,
+    window_size: tuple[int, int] = (-1, -1),
+    scale: float | None = None,
+    return_lse: bool = False,
+    mask: Mask | None = None,
+    layout: SequenceLayout | Balancer = head_tail,
+    strategy: Strategy | None = None,
+) -> Any:
+    """Attention within packed documents, of whose tokens this rank holds a part: equal to one device's on the pack.
+
+    Args:
+        q_THD: local query, cut by ``layout`` along the pack.
+        k_TGD: local key, cut likewise; H is a multiple of G, and G heads are what travels.
+        v_TGE: local value.
+        group: the ranks that share the pack: a process group or a 1-D mesh.
+        cu_seqlens: where documents start and end in the *whole* pack: ``[0, n0, n0 + n1, ...]``, N + 1 integers, the
+            same on all ranks. :func:`~cp_styles.per_document_head_tail` balances causal work for it.
+        window_size: positions that a query attends to before and after its own; -1 is all of them. (-1, 0) is causal.
+        scale: of the logits; default 1/sqrt(D).
+        return_lse: also the logsumexp.
+        mask: a mask of the package that holds beside the documents.
+        layout: the cut, or the balancer that made it.
+        strategy: how queries and keys meet; default ``Ring()``.
+
+    Returns:
+        ``out_THE``, or with ``return_lse`` ``(out_THE, lse_HT)``, which is differentiable.
+
+    Communication: one all-gather of 13 integers, then the strategy's: rows of documents that this rank has a token of.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: on every rank, when any rank's input is bad or they do not fit.
+    """
+    name = "context_varlen_attention"
+    binding = Binding(name, *axis_and_group(name, group), strategy or Ring(), layout, mask or Full())
+
+    def masked() -> Mask:
+        return _mask(name, cu_seqlens, window_size)
+
+    out, lse = _attend(binding, (q_THD, k_TGD, v_TGE), masked, scale, return_lse)
+    return (out, lse) if return_lse else out
+
+
+def varlen_operator(
+    binding: Binding,
+    refuse: Callable[[], None],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window_size: Sequence[int] | None = None,
+    enable_gqa: bool = True,
+    seqused_k: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    num_splits: int | None = None,
+    backend: int | None = None,
+    *others: Any,
+    **named: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Torch's own operator, with its arguments: ``(out_THE, lse_HT, rng state)``. The longest documents' lengths, which
+    size a kernel's grid, are not needed, and neither is the choice of a kernel."""
+    name = binding.name
+
+    def masked() -> Mask:
+        refuse()
+        if seqused_k is not None or block_table is not None:
+            raise NotImplementedError(
+                f"{name}: varlen_attn with a cache of keys (seqused_k, block_table) is not context parallel: a cache "
+                "belongs to inference; call it outside"
+            )
+        if any(value is not None for value in (*others, *named.values())):
+            raise NotImplementedError(f"{name}: varlen_attn with an argument not known here: {others or named}")
+        if num_splits is not None:
+            raise NotImplementedError(
+                f"{name}: num_splits={num_splits} asks varlen_attn for bitwise equal sums in any batch, which depend "
+                "on the layout here; leave it out"
+            )
+        if cu_seq_k is None or (cu_seq_k is not cu_seq_q and not torch.equal(cu_seq_k, cu_seq_q)):
+            raise NotImplementedError(
+                f"{name}: varlen_attn with other documents for keys than for queries (cu_seq_k is not cu_seq_q) is "
+                "not context parallel; for cross-attention call scaled_dot_product_attention document by document"
+            )
+        window = (-1, -1) if window_size is None else (int(window_size[0]), int(window_size[1]))
+        return _mask(name, cu_seq_q, (window[0], 0) if is_causal else window)
+
+    out, lse = _attend(binding, (query, key, value), masked, scale, True)
+    assert lse is not None
+    return out, lse, torch.zeros(2, dtype=torch.uint64, device=out.device)
+
+
+def _mask(name: str, cu_seqlens: torch.Tensor | Sequence[int], window_size: tuple[int, int]) -> Mask:
+    documents = getattr(cu_seqlens, "_cp_styles_documents", None)
+    version = cu_seqlens._version if isinstance(cu_seqlens, torch.Tensor) and not cu_seqlens.is_inference() else None
+    if documents is None or version is None or documents[0] != version:
+        documents = version, Documents.from_cu_seqlens(cu_seqlens)
+        if version is not None:  # every layer is given the same tensor, and reading one of a GPU waits for it
+            cu_seqlens._cp_styles_documents = documents  # pyright: ignore[reportAttributeAccessIssue]
+    if len(window_size) != 2 or min(window_size) < -1:
+        raise ValueError(f"{name}: window_size is (before, after), with -1 for no bound, got {window_size}")
+    left, right = (None if size == -1 else size for size in window_size)
+    return documents[1] if left is right is None else documents[1] & SlidingWindow(left, right)
+
+
+def _attend(
+    binding: Binding,
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    masked: Callable[[], Mask],
+    scale: float | None,
+    wants_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) if _is_pack(x) else x for x in tensors)
+    batched = q, k, v
+
+    def bind() -> tuple[Binding, tuple[torch.Tensor, ...]]:
+        check_plain(binding.name, tensors)
+        for label, tensor in zip(("query", "key", "value"), tensors, strict=True):
+            if tensor.ndim != 3:
+                raise ValueError(
+                    f"{binding.name}: {label} must have 3 dims (tokens, heads, head dim), got {tuple(tensor.shape)}"
+                )
+        check_local(binding.name, batched)
+        return replace(binding, mask=binding.mask & masked()), ()
+
+    out, lse = attend_with_lse(binding, batched, bind, scale=scale, wants_lse=wants_lse)
+    return out.squeeze(0).transpose(0, 1), None if lse is None else lse.squeeze(0)
+
+
+def _is_pack(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim == 3

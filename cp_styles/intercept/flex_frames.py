@@ -1,0 +1,138 @@
+"""torch's flex_attention, caught on its way, for :class:`~cp_styles.intercept.function_mode.AttentionCalls`.
+
+[Note: catching flex_attention] It is a plain Python function, so no mode sees the call itself. What a mode sees are the
+things it asks of its tensors, and then its operator. On the way it would refuse a BlockMask of the whole sequence, for
+the local query is shorter, and inputs that require grad, on CPU. So the mode answers those questions as one device
+would: lengths are the BlockMask's (the engine compares them with the real ones of all ranks); nothing requires grad.
+torch.compile would trace the mode instead of calling it, whether a user compiles flex_attention or it compiles its own
+operator; so while the mode is entered, this thread runs both as they are written. Where torch.compile traces what
+calls flex_attention, it is asked to break its graph there (:func:`traced_part`). What comes to the operator another
+way is refused.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from types import FrameType
+from typing import Any
+
+import torch
+
+from cp_styles._compat import (
+    FLEX_FUNCTION,
+    FLEX_GLOBALS,
+    FLEX_IDENTITY,
+    FLEX_UNBLOCKED,
+    RESUMED,
+    constant_under_compile,
+    traced_functions,
+    uncompiled,
+    within_compiled,
+)
+from cp_styles.functions.flex import FlexCall
+
+_SIZE = torch.Tensor.size
+_DEVICE, _REQUIRES_GRAD = torch.Tensor.device.__get__, torch.Tensor.requires_grad.__get__  # pyright: ignore
+_NUMEL = torch.Tensor.numel
+QUESTIONS = frozenset((_SIZE, _DEVICE, _REQUIRES_GRAD, _NUMEL))
+"""The calls that :meth:`FlexCalls.answer` may have an answer to."""
+
+
+class FlexCalls:
+    """The flex_attention calls of one thread, one at a time. See [Note: catching flex_attention]."""
+
+    def __init__(self) -> None:
+        self._pending: tuple[FrameType, FlexCall] | None = None
+        self._empty_lse: torch.Tensor | None = None
+
+    @uncompiled
+    def answer(self, frame: FrameType, func: Any, args: tuple[Any, ...]) -> Any:
+        """What ``frame`` is told that asks one of QUESTIONS; None where the plain answer will do."""
+        if frame.f_globals is not FLEX_GLOBALS:
+            return None
+        asked_in = frame.f_code.co_name
+        if func is _SIZE:
+            return _whole_length(frame, args) if _is_part(frame.f_code.co_name) else None
+        if func is _NUMEL:  # of none it takes the logsumexp for one that nobody asked for
+            return 1 if self._empty_lse is not None and args[0] is self._empty_lse else None
+        if func == _REQUIRES_GRAD:
+            return False if asked_in == "_validate_device" else None
+        if asked_in == "_apply_kernel_options" and self._pending is None:
+            self._expect(frame.f_back)
+        return None
+
+    def _expect(self, frame: FrameType | None) -> None:
+        """The last that is asked before the operator."""
+        if frame is None or frame.f_globals is not FLEX_GLOBALS or not _is_part(frame.f_code.co_name):
+            return
+        said = frame.f_locals
+        block_mask, score_mod = said["block_mask"], said["score_mod"]
+        call = FlexCall(
+            score_mod=None if score_mod is FLEX_IDENTITY else score_mod,
+            block_mask=None if min(block_mask.BLOCK_SIZE) >= FLEX_UNBLOCKED else block_mask,
+            scale=said["scale"],
+            enable_gqa=said["enable_gqa"],
+            return_lse=said["return_lse"],
+            kernel_options=said["kernel_options"],
+            return_aux=said["return_aux"],
+            compiled=within_compiled(frame.f_back),
+        )
+        self._pending = frame, call
+
+    @property
+    def expecting(self) -> bool:
+        """Whether a call was announced that has not come to its operator."""
+        return self._pending is not None
+
+    def forget(self, unless_under_way: bool = False) -> None:
+        """Be ready for the next call, where an exception kept the last one from its operator."""
+        if self._pending is None:
+            return
+        frame = sys._getframe(1) if unless_under_way else None
+        while frame is not None and frame is not self._pending[0]:
+            frame = frame.f_back
+        if frame is None:
+            self._pending = None
+
+    def take(self) -> FlexCall | None:
+        """The call whose operator is reached; None where it came another way."""
+        call = None if self._pending is None else self._pending[1]
+        self.forget()
+        return call
+
+    def results(self, out: torch.Tensor, lse: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What the operator gives to flex_attention: the logsumexp in bits, which it turns into the natural one."""
+        nothing = out.new_empty(0)
+        bits = nothing if lse is None else lse / math.log(2.0)
+        self._empty_lse = None if lse is None or lse.numel() else bits
+        return out, bits, nothing
+
+
+FIRST_QUESTION = torch.Tensor.dim
+"""What torch.compile comes to first when it traces flex_attention."""
+
+
+@constant_under_compile
+def traced_part() -> str:
+    """What of flex_attention it is that asks FIRST_QUESTION of torch.compile: the "whole", the "rest" that is left when
+    the graph was broken at the beginning, or nothing of it."""
+    names = [name for file, name in traced_functions() if file == _FILE and _is_part(name)]
+    return "" if not names else "whole" if names[0] == FLEX_FUNCTION.__name__ else "rest"
+
+
+def _is_part(name: str) -> bool:
+    """Whether a function of torch's module is flex_attention, or the rest of it after a break of the graph."""
+    return name == FLEX_FUNCTION.__name__ or name.startswith(f"{RESUMED}_{FLEX_FUNCTION.__name__}_")
+
+
+_FILE = FLEX_FUNCTION.__code__.co_filename
+
+
+def _whole_length(frame: FrameType, args: tuple[Any, ...]) -> int | None:
+    said = frame.f_locals
+    block_mask = said.get("block_mask")
+    if block_mask is None or min(block_mask.BLOCK_SIZE) >= FLEX_UNBLOCKED or args[1:] != (-2,):
+        return None
+    sides = [side for side, name in enumerate(("query", "key")) if said[name] is args[0]]
+    return block_mask.seq_lengths[sides[0]] if sides else None

@@ -1,0 +1,77 @@
+"""scaled_dot_product_attention inside an AttentionContextParallel: always as one op.
+
+Left to itself, torch takes the call apart where no fused kernel of its own takes the *DTensors*: by their strides, head
+dims, batch, a mask of other sizes, the backends that are enabled. None of that concerns an op that only carries the
+call to the handler in dtensor_handlers.py. Not needed for the routing, which goes by mesh: what is run without this
+mode, as a recomputation inside of the module, finds its way where torch leaves the call in one piece.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+
+from cp_styles.engine.binding import refuse_grouped
+from cp_styles.engine.dtensor_handlers import binding_of, carrier, watch_values
+from cp_styles.kernels.autocast import as_attended
+from cp_styles.kernels.sdpa import names_of
+from cp_styles.mask import Dense
+
+_CALLS = (
+    F.scaled_dot_product_attention,
+    torch.ops.aten.scaled_dot_product_attention,
+    torch.ops.aten.scaled_dot_product_attention.default,
+)
+
+
+class FusedCalls(TorchFunctionMode):
+    """Entered around the forward of a module; without state."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _CALLS:
+            return _attend(func, *args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _attend(
+    func: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    tensors = (query, key, value)
+    bound = all(isinstance(x, DTensor) and x.ndim == 4 for x in tensors)
+    binding = binding_of(query.device_mesh) if bound and isinstance(query, DTensor) else None
+    if binding is None:
+        options = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
+        return func(*tensors, **options, enable_gqa=enable_gqa)
+    refuse_grouped(binding.name, query.shape[1], key.shape[1], enable_gqa)
+    if attn_mask is not None and not isinstance(attn_mask, DTensor):
+        Dense(attn_mask)  # raises for what is no mask, and for one that is learned
+    query, key, value = map(as_attended, tensors)
+    op = carrier(query.device.type).forward_op
+    names = names_of(op)
+    said = {
+        "query": query,
+        "key": key,
+        "value": value,
+        "attn_mask": attn_mask,
+        "dropout_p": dropout_p,
+        "is_causal": is_causal,
+        "compute_log_sumexp": True,
+        "return_debug_mask": False,
+        "scale": scale,
+    }
+    results = op(**{name: said[common] for name, common in names.arguments.items()})
+    out = results[names.returns.index("out")]
+    watch_values(out, (query, key, value))
+    return out

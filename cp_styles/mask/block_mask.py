@@ -1,0 +1,343 @@
+"""FlexAttention's BlockMask as a mask of the engine, in global positions.
+
+Most BlockMasks say what a band says (causal, windows, packed documents, prefixes, and conjunctions of them). Whether
+one does is found out once, by asking ``mask_mod`` about its partial blocks: then plan, bytes and kernels are those of
+:mod:`cp_styles.mask`. What is no band is planned block by block, and what ``mask_mod`` said of partial blocks is kept.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TypeAlias
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.nn.attention.flex_attention import BlockMask
+
+from cp_styles.comm.checksum import checksum
+from cp_styles.mask import UNBOUNDED, BlockGrid, Mask, PerRow
+from cp_styles.mask.introspect import captured_tensors
+
+MaskMod: TypeAlias = Callable[..., torch.Tensor]
+
+# Pairs that mask_mod is asked about at a time, when a BlockMask is looked at: some int64 temporaries of this size.
+_PAIRS = 2**22
+
+
+class FlexMask(Mask):
+    """A BlockMask of the *whole* sequence (``create_block_mask(mask_mod, B, H, S, S)``).
+
+    Any block size, non-square too; lengths that do not divide; one mask for all of the batch and heads, or one each.
+    Blocks are what the BlockMask says, not what its ``mask_mod`` would: full blocks are attended whole, absent ones not
+    at all, and ``mask_mod`` decides inside partial ones, as FlexAttention's kernels do.
+
+    The same BlockMask object is looked at once, however often it is given. That costs ``mask_mod`` on its partial
+    blocks, and for what is no band a byte for every pair in them is kept; nothing is communicated. It must be the same
+    on all ranks, which compare what they found.
+
+    Raises:
+        TypeError: for what is no BlockMask.
+        RuntimeError: when a tensor that ``mask_mod`` reads was changed in place after the first look.
+    """
+
+    def __init__(self, block_mask: BlockMask) -> None:
+        if not isinstance(block_mask, BlockMask):
+            raise TypeError(
+                f"FlexMask takes a BlockMask of the whole sequence (create_block_mask), got {type(block_mask).__name__}"
+            )
+        self.block_mask = block_mask
+        self._facts = _facts_of(block_mask)
+
+    @classmethod
+    def per_row(cls, block_mask: BlockMask) -> Mask:
+        """The mask, or a :class:`~cp_styles.mask.PerRow` of bands where every row of the batch has a band of its own
+        (packed documents that differ from row to row)."""
+        mask = cls(block_mask)
+        rows = mask._facts.bands
+        return mask if mask._facts.pattern.grid is None or rows is None else PerRow(rows)
+
+    @property
+    def varies_by_head_or_row(self) -> bool:
+        return _four(self.block_mask)[:2] != (1, 1)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, FlexMask) and other.block_mask is self.block_mask
+
+    def __hash__(self) -> int:
+        return id(self.block_mask)
+
+    def __repr__(self) -> str:
+        # Ranks compare this text; the digest stands for what was found.
+        return f"FlexMask({self.block_mask.shape}, BLOCK_SIZE={self.block_mask.BLOCK_SIZE}, {self.pattern!r})"
+
+    @property
+    def content(self) -> int:
+        return self._facts.content
+
+    @property
+    def length(self) -> int:
+        return self._facts.pattern.keys
+
+    def bounds(self, q_positions_L: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._facts.pattern.bounds(q_positions_L)
+
+    def work(self, q_positions_L: torch.Tensor, keys: int) -> torch.Tensor:
+        return self._facts.pattern.work(q_positions_L, keys)
+
+    @property
+    def has_bias(self) -> bool:
+        return self._facts.pattern.has_bias
+
+    @property
+    def additive(self) -> bool:
+        return False
+
+    @property
+    def biased_everywhere(self) -> bool:
+        return False
+
+    @property
+    def grids(self) -> tuple[BlockGrid, ...]:
+        return self._facts.pattern.grids
+
+    @property
+    def pattern(self) -> Mask:
+        return self._facts.pattern
+
+    def check(self, shape: tuple[int, int, int, int]) -> None:
+        batch, heads, *lengths = _four(self.block_mask)
+        if tuple(lengths) != shape[2:]:
+            raise ValueError(
+                f"the BlockMask was made for {lengths[0]} queries and {lengths[1]} keys, the whole sequence has "
+                f"{shape[2]} and {shape[3]}: create_block_mask takes the lengths of the whole sequence, not of a rank's"
+            )
+        for size, found, what in ((batch, shape[0], "rows of the batch"), (heads, shape[1], "query heads")):
+            if size not in (1, found):
+                raise ValueError(f"the BlockMask was made for {size} {what}, the attention has {found}")
+
+    def row(self, index: int) -> Mask:
+        if _four(self.block_mask)[0] == 1:
+            return self
+        if self._facts.bands is not None:
+            return self._facts.bands[index]
+        raise NotImplementedError(
+            "a BlockMask that differs from row to row, beside a mask for each row of the batch: put all of it into "
+            "mask_mod"
+        )
+
+    def bias(self, q_positions_L: torch.Tensor, kv_positions_M: torch.Tensor) -> torch.Tensor | None:
+        if not self.has_bias:
+            return None
+        facts, mask = self._facts, self.block_mask
+        facts.check_unchanged()
+        device = facts.states.device
+        q, kv = q_positions_L.to(device), kv_positions_M.to(device)
+        rows, columns = mask.BLOCK_SIZE
+        states, places = (x[:, :, q // rows][:, :, :, kv // columns] for x in (facts.states, facts.places))
+        # Place 0 stands for blocks that are not partial.
+        allowed = (states == 2) | (states == 1) & facts.bits[places, (q % rows)[:, None], kv % columns]
+        return torch.zeros(allowed.shape, device=device).masked_fill_(~allowed, float("-inf"))
+
+
+@dataclass(frozen=True, eq=False)
+class BlockPattern(Mask):
+    """What plans depend on: each query's interval of keys, how many of them it attends to, and the blocks if that is
+    not all of them. Compared by value; holds none of the user's tensors."""
+
+    lo: torch.Tensor
+    hi: torch.Tensor
+    counts: torch.Tensor
+    grid: BlockGrid | None
+    keys: int
+    _digest: bytes = field(init=False)
+
+    def __post_init__(self) -> None:
+        parts = [self.lo, self.hi, self.counts, *([] if self.grid is None else [self.grid.cover])]
+        text = hashlib.blake2b(repr((self.keys, self.grid and self.grid.block)).encode(), digest_size=16)
+        for part in parts:
+            part = part.contiguous()
+            text.update(ctypes.string_at(part.data_ptr(), part.numel() * part.element_size()))
+        object.__setattr__(self, "_digest", text.digest())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BlockPattern) and other._digest == self._digest
+
+    def __hash__(self) -> int:
+        return hash(self._digest)
+
+    def __repr__(self) -> str:
+        return f"{'band' if self.grid is None else 'blocks'} {self._digest.hex()}"
+
+    def bounds(self, q_positions_L: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        index = q_positions_L.cpu()
+        return self.lo[index].to(q_positions_L.device), self.hi[index].to(q_positions_L.device)
+
+    def work(self, q_positions_L: torch.Tensor, keys: int) -> torch.Tensor:
+        return self.counts[q_positions_L.cpu()].to(q_positions_L.device)
+
+    @property
+    def has_bias(self) -> bool:
+        return self.grid is not None
+
+    @property
+    def biased_everywhere(self) -> bool:
+        return False
+
+    @property
+    def grids(self) -> tuple[BlockGrid, ...]:
+        return () if self.grid is None else (self.grid,)
+
+    def check(self, shape: tuple[int, int, int, int]) -> None:
+        if (self.lo.numel(), self.keys) != shape[2:]:
+            raise ValueError(
+                f"the mask was made for {self.lo.numel()} queries and {self.keys} keys, the whole sequence has "
+                f"{shape[2]} and {shape[3]}"
+            )
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What was found out about a BlockMask.
+
+    Attributes:
+        pattern: for all of the batch and heads together.
+        bands: one for each row of the batch, where each is a band for all heads; else None.
+        states: ``[B, H, q blocks, kv blocks]``, 0 absent, 1 partial, 2 full; on the mask's device.
+        places: of the same shape: which of ``bits`` is of a partial block.
+        bits: bool ``[partial blocks, queries, keys]``, what mask_mod said; empty for bands.
+        read: the tensors that mask_mod reads, and their versions.
+        content: a number of all that was found, for ranks to compare; what ``pattern`` says is not all of it.
+    """
+
+    pattern: BlockPattern
+    bands: tuple[BlockPattern, ...] | None
+    states: torch.Tensor
+    places: torch.Tensor
+    bits: torch.Tensor
+    read: tuple[tuple[torch.Tensor, int], ...]
+    content: int
+
+    def check_unchanged(self) -> None:
+        for tensor, version in self.read:
+            if _version(tensor) != version:
+                raise RuntimeError(
+                    f"a tensor of shape {tuple(tensor.shape)} that the BlockMask's mask_mod reads was changed in place "
+                    "after the BlockMask was first used: make a new BlockMask for the new values"
+                )
+
+
+_facts: WeakKeyDictionary[BlockMask, _Facts] = WeakKeyDictionary()
+
+
+def _facts_of(block_mask: BlockMask) -> _Facts:
+    found = _facts.get(block_mask)
+    if found is None:
+        with torch.no_grad():
+            found = _facts[block_mask] = _look(block_mask)
+    found.check_unchanged()
+    return found
+
+
+def _look(mask: BlockMask) -> _Facts:
+    batch, heads, queries, keys = _four(mask)
+    rows, columns = mask.BLOCK_SIZE
+    states = _states(mask)
+    blocks = states.flatten(0, 1)
+    device, (many, q_blocks, kv_blocks) = blocks.device, blocks.shape
+    heights = (queries - torch.arange(q_blocks, device=device) * rows).clamp(0, rows)
+    widths = (keys - torch.arange(kv_blocks, device=device) * columns).clamp(0, columns)
+
+    starts = torch.arange(kv_blocks, device=device) * columns
+    full = blocks == 2
+    lo = torch.where(full, starts, UNBOUNDED).amin(-1).repeat_interleave(rows, 1)
+    hi = torch.where(full, starts + widths, 0).amax(-1).repeat_interleave(rows, 1)
+    counts = (full * widths).sum(-1).repeat_interleave(rows, 1)
+    places, kept = torch.zeros_like(blocks, dtype=torch.int64), []
+    for (n, i, j), bits in _partial_bits(mask, blocks, queries, keys):
+        places[n, i, j] = torch.arange(len(n), device=device) + sum(map(len, kept))
+        kept.append(bits)
+        area = bits.sum((1, 2))
+        blocks[n, i, j] = torch.where(area == 0, 0, torch.where(area == heights[i] * widths[j], 2, 1)).to(blocks.dtype)
+        inside = j[:, None, None] * columns + torch.arange(columns, device=device)
+        index = (n[:, None] * q_blocks * rows + i[:, None] * rows + torch.arange(rows, device=device)).flatten()
+        first, last = torch.where(bits, inside, UNBOUNDED).amin(-1), torch.where(bits, inside + 1, 0).amax(-1)
+        lo.view(-1).scatter_reduce_(0, index, first.flatten(), "amin")
+        hi.view(-1).scatter_reduce_(0, index, last.flatten(), "amax")
+        counts.view(-1).index_add_(0, index, bits.sum(-1).flatten())
+
+    lo, hi, counts = (x[:, :queries].cpu() for x in (lo.where(hi > 0, 0), hi, counts))
+    cover = torch.where((blocks == 2).all(0), 2, (blocks > 0).any(0).long()).to(torch.uint8).cpu()
+
+    def pattern(members: slice) -> BlockPattern:
+        low, high, count = (x[members] for x in (lo, hi, counts))
+        band = bool((count == high - low).all() and (low == low[:1]).all() and (high == high[:1]).all())
+        low = torch.where(high > 0, low, UNBOUNDED).amin(0)
+        high = high.amax(0)
+        low = low.where(high > 0, 0)
+        grid = None if band else BlockGrid((rows, columns), cover)
+        return BlockPattern(low, high, (count.sum(0) + count.shape[0] - 1) // count.shape[0], grid, keys)
+
+    whole = pattern(slice(0, many))
+    each = [pattern(slice(b * heads, (b + 1) * heads)) for b in range(batch)] if whole.grid and batch > 1 else []
+    bands = tuple(each) if each and all(row.grid is None for row in each) else None
+    read = tuple((tensor, _version(tensor)) for tensor in captured_tensors(mask.mask_mod, (0, 0, 0, 0), device))
+    needed = torch.cat(kept) if whole.grid and kept else torch.zeros(1, rows, columns, dtype=torch.bool, device=device)
+    content = checksum(needed) ^ checksum(states)  # places follow from states
+    return _Facts(whole, bands, states, places.view(states.shape), needed, read, content)
+
+
+def _four(mask: BlockMask) -> tuple[int, int, int, int]:
+    """(batch, heads, queries, keys) a BlockMask was made for."""
+    *outer, queries, keys = mask.shape
+    batch, heads = (*(1,) * (2 - len(outer)), *outer)
+    return batch, heads, queries, keys
+
+
+def _states(mask: BlockMask) -> torch.Tensor:
+    """``[B, H, q blocks, kv blocks]``: 0 absent, 1 partial, 2 full."""
+    batch, heads, _, _ = _four(mask)
+    kv_blocks = -(-mask.seq_lengths[1] // mask.BLOCK_SIZE[1])
+    states = None
+    for state, number, indices in (
+        (1, mask.kv_num_blocks, mask.kv_indices),
+        (2, mask.full_kv_num_blocks, mask.full_kv_indices),
+    ):
+        if number is None or indices is None:
+            continue
+        number = number.reshape(batch, heads, -1)
+        indices = indices.reshape(*number.shape, -1).long()
+        valid = torch.arange(indices.shape[-1], device=indices.device) < number[..., None]
+        if states is None:
+            states = indices.new_zeros(*number.shape, kv_blocks + 1, dtype=torch.uint8)
+        # Places of the list beyond its number mean nothing; they go to a column of their own.
+        states.scatter_(-1, torch.where(valid, indices, kv_blocks), state)
+    assert states is not None
+    return states[..., :kv_blocks].contiguous()
+
+
+def _partial_bits(
+    mask: BlockMask, blocks: torch.Tensor, queries: int, keys: int
+) -> Iterator[tuple[tuple[torch.Tensor, ...], torch.Tensor]]:
+    """``((n, i, j), [blocks, rows, columns])``: what mask_mod says of partial blocks, so many at a time."""
+    rows, columns = mask.BLOCK_SIZE
+    heads, device = _four(mask)[1], blocks.device
+    ask = torch.vmap(_over_queries_and_keys(mask.mask_mod), in_dims=(0, 0, 0, 0))
+    partial_blocks = torch.nonzero(blocks == 1)
+    for group in partial_blocks.split(max(1, _PAIRS // (rows * columns))) if len(partial_blocks) else ():
+        n, i, j = group.unbind(1)
+        q = i[:, None] * rows + torch.arange(rows, device=device)
+        kv = j[:, None] * columns + torch.arange(columns, device=device)
+        # Tensors that mask_mod reads end with the sequence.
+        bits = ask(n // heads, n % heads, q.clamp(max=queries - 1), kv.clamp(max=keys - 1))
+        yield (n, i, j), bits & (q < queries)[:, :, None] & (kv < keys)[:, None, :]
+
+
+def _over_queries_and_keys(mod: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    return torch.vmap(torch.vmap(mod, in_dims=(None, None, None, 0)), in_dims=(None, None, 0, None))
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version

@@ -1,0 +1,6 @@
+"""What each rank computes and what must travel, derived from the layouts and the mask."""
+
+from cp_styles.plan.plan import Part, Plan, Rows, attended_pairs, imbalance, make_plan
+from cp_styles.plan.tiles import Cover, Tile
+
+__all__ = ["Cover", "Part", "Plan", "Rows", "Tile", "attended_pairs", "imbalance", "make_plan"]

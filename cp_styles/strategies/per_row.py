@@ -1,0 +1,73 @@
+"""Masks that differ from row to row of the batch: any strategy, one row after the other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Any
+
+import torch
+
+from cp_styles.mask import PerRow
+from cp_styles.strategies.base import Attention, Strategy, new_residual, residual_views
+
+
+@dataclass(frozen=True)
+class PerRowStrategy(Strategy):
+    """``inner`` for every row of the batch, with the row's own mask; bindings use it for such masks by themselves.
+
+    Communication: the inner strategy's, once a row, so with as many more messages as there are rows.
+    """
+
+    inner: Strategy
+
+    def prepare(self, q_layout, kv_layout, mask, rank, *, small_tiles):
+        for row in mask.masks if isinstance(mask, PerRow) else (mask,):
+            self.inner.prepare(q_layout, kv_layout, row, rank, small_tiles=small_tiles)
+
+    def residual_specs(self, attention, q_BHLD, k_BGMD, v_BGME):
+        specs = []
+        for row, (q, k, v) in _rows(attention, q_BHLD, k_BGMD, v_BGME):
+            inner = new_residual(self.inner.residual_specs(row, q, k, v), torch.device("meta"))
+            specs.append(((inner.numel(),), inner.dtype))
+        return specs
+
+    def forward(self, attention, q_BHLD, k_BGMD, v_BGME, sink_H=None, residual=None):
+        kept = self._kept(attention, residual, q_BHLD, k_BGMD, v_BGME)
+        rows = _rows(attention, q_BHLD, k_BGMD, v_BGME)
+        outs = [self.inner.forward(row, q, k, v, sink_H, own) for (row, (q, k, v)), own in zip(rows, kept, strict=True)]
+        return _joined(outs)
+
+    def backward(self, attention, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, residual, sink_H=None):
+        kept = self._kept(attention, residual, q_BHLD, k_BGMD, v_BGME)
+        rows = _rows(attention, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE)
+        grads = [
+            self.inner.backward(row, grad, q, k, v, out, own, sink_H)
+            for (row, (grad, q, k, v, out)), own in zip(rows, kept, strict=True)
+        ]
+        dq, dk, dv, dsink = zip(*grads, strict=True)
+        return _joined(dq), _joined(dk), _joined(dv), None if sink_H is None else reduce(torch.add, dsink)
+
+    def logsumexp(self, attention, q_BHLD, k_BGMD, v_BGME, residual):
+        kept = self._kept(attention, residual, q_BHLD, k_BGMD, v_BGME)
+        rows = _rows(attention, q_BHLD, k_BGMD, v_BGME)
+        found = [self.inner.logsumexp(row, q, k, v, own) for (row, (q, k, v)), own in zip(rows, kept, strict=True)]
+        return torch.cat(found)
+
+    def _kept(self, attention, residual, q, k, v) -> list[Any]:
+        if residual is None:
+            return [None] * q.shape[0]
+        return list(residual_views(self.residual_specs(attention, q, k, v), residual))
+
+
+def _rows(attention: Attention, *tensors: torch.Tensor) -> list[tuple[Attention, Any]]:
+    """The attention and the tensors, with a batch of 1, of each row of the batch."""
+    return [
+        (replace(attention, mask=attention.mask.row(index)), tuple(x[index : index + 1] for x in tensors))
+        for index in range(tensors[0].shape[0])
+    ]
+
+
+def _joined(rows: list[torch.Tensor] | tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """[1, H, L, D] each to [B, H, L, D], laid out as kernels leave it: [B, L, H, D] in memory."""
+    return torch.cat([x.transpose(1, 2) for x in rows]).transpose(1, 2)

@@ -1,0 +1,88 @@
+"""What the context-parallel styles have in common: their options, and what these bind on a mesh."""
+
+from __future__ import annotations
+
+from weakref import WeakSet
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from cp_styles._compat import flattened
+from cp_styles.comm.point_to_point import group_in_order
+from cp_styles.engine.binding import Binding
+from cp_styles.engine.gradient_watch import ParameterWatch
+from cp_styles.kernels import Kernel
+from cp_styles.layout import Balancer, SequenceLayout, head_tail
+from cp_styles.mask import Full, Mask
+from cp_styles.strategies import Ring, Strategy
+from cp_styles.styles.mesh_axis import take_axis
+
+
+class ContextParallelStyle(ParallelStyle):
+    """Base of the context-parallel styles.
+
+    Args:
+        mesh_axis: the axis of a composed mesh that shards the sequence; a 1-D mesh is taken whatever its name. Two
+        axes,
+            outer then inner, are for the hybrid: the sequence is cut over both, the strategy inside ``Ulysses`` runs
+            over the first and heads are exchanged over the second, whose ranks are neighbours.
+        strategy: ``Ring()`` (default), ``AllGather()``, ``Ulysses()``, ...; their docstrings say what is sent.
+        layout: the cut of the sequence, or the balancer that makes it; must be the one the inputs were cut with. None
+            takes that of the :class:`~cp_styles.engine.scope.SequenceScope` around the call, and without one
+            ``head_tail``.
+        mask: who attends to whom, beside ``is_causal`` of the call; in global positions.
+        kernel: computes the tiles; default the one scaled_dot_product_attention chose. Tiles with an explicit mask go
+            to another one where it takes none: see :func:`~cp_styles.kernels.kernel_for_tiles`.
+    """
+
+    def __init__(
+        self,
+        *,
+        mesh_axis: str | tuple[str, str] = "cp",
+        strategy: Strategy | None = None,
+        layout: SequenceLayout | Balancer | None = None,
+        mask: Mask | None = None,
+        kernel: Kernel | None = None,
+    ) -> None:
+        super().__init__()
+        self.mesh_axis = mesh_axis
+        self.strategy = Ring() if strategy is None else strategy
+        self.layout = layout
+        self.mask = Full() if mask is None else mask
+        self.kernel = kernel
+        # By group: ranks may be threads that apply one style object.
+        self._warned: WeakSet[dist.ProcessGroup] = WeakSet()
+
+    def bind(self, module: nn.Module, device_mesh: DeviceMesh) -> tuple[DeviceMesh, Binding]:
+        """The 1-D mesh of the sequence, and what this style binds the module's attention to on it."""
+        axis, strategy = self._axis(module, device_mesh)
+        name = (axis.mesh_dim_names or ("cp",))[0]
+        who = f"{type(module).__name__} ({type(self).__name__} over mesh axis {name!r})"
+        layout = head_tail if self.layout is None else self.layout
+        watch = ParameterWatch(self._warned)
+        binding = Binding(who, name, group_in_order(axis), strategy, layout, self.mask, self.kernel, watch=watch)
+        strategy.check_ranks(axis.size())
+        return axis, binding
+
+    def _axis(self, module: nn.Module, device_mesh: DeviceMesh) -> tuple[DeviceMesh, Strategy]:
+        if isinstance(self.mesh_axis, str):
+            return take_axis(device_mesh, self.mesh_axis, self, module), self.strategy
+        names = tuple(self.mesh_axis)
+        if len(names) != 2:
+            raise ValueError(f"{type(self).__name__}: mesh_axis is one axis or two (outer, inner), got {names}")
+        for name in names:
+            if not isinstance(device_mesh, DeviceMesh) or device_mesh.ndim > 1:
+                take_axis(device_mesh, name, self, module)
+            else:
+                raise ValueError(
+                    f"{type(self).__name__}: mesh_axis={names} needs a mesh with both axes, got a 1-D mesh"
+                )
+        inner = device_mesh[names[1]].size()
+        return flattened(device_mesh, names), self.strategy.over_two_axes(inner)
+
+    def __repr__(self) -> str:
+        layout = getattr(self.layout, "__name__", repr(self.layout))
+        options = f"mesh_axis={self.mesh_axis!r}, strategy={self.strategy}, layout={layout}, mask={self.mask}"
+        return f"{type(self).__name__}({options})"

@@ -1,0 +1,280 @@
+"""AttentionContextParallel under torch.compile: the module's ops as DTensors, its attention as one opaque op.
+
+[Note: traced] Compiled, a module cannot take the eager way: its ranks would have to agree while it is traced, and what
+an attention keeps for its backward has a size that only its run knows, which no output of torch's own attention op can
+have. So the call is taken before it reaches DTensor (see function_mode.py) and given to the op of op.py, which agrees
+and asks for the SequenceScope when it runs. Everything beside it stays DTensor's, on a bound mesh, so that whatever
+would gather the sequence fails here as it does there. On it every rank declares that all ranks hold as much as it does,
+for nobody knows better yet; no local result depends on it.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from cp_styles._compat import constant_under_compile, never_compile_alone, tree_map_only
+from cp_styles.engine.binding import Binding
+from cp_styles.engine.dtensor_handlers import bound_mesh
+from cp_styles.engine.scope import ScopedBinding
+from cp_styles.intercept.function_mode import AttentionCalls
+from cp_styles.intercept.subclassing import BoundToThisRun
+from cp_styles.styles.dtensor_io import DTensorIO
+
+_STATE = "_context_parallel_traced"
+
+# torch.compile hands a string to what it calls while it traces, but no object. Modules that are bound alike, the layers
+# of a model, share the object and its string, and with them the graph of a layer.
+_alive: WeakValueDictionary[str, _BoundMeshes] = WeakValueDictionary()
+_known: WeakValueDictionary[tuple[Any, ...], _BoundMeshes] = WeakValueDictionary()
+_serial = itertools.count()
+
+
+class TracedCalls(AttentionCalls):
+    """Takes the attention of DTensors on a bound mesh, and gives its output back as one."""
+
+    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._tally.calls = 0
+        with self:
+            output = forward(*args, **kwargs)
+        if not self._tally.calls:
+            raise NotImplementedError(
+                f"{self._name}: no scaled_dot_product_attention was called inside the module, on what it received"
+            )
+        return output
+
+    def _attend(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Any:
+        for label, tensor in zip(("query", "key", "value"), (query, key, value), strict=True):
+            if not isinstance(tensor, DTensor):
+                raise ValueError(f"{self._name}: {label} was not made inside this module: it is no DTensor")
+            seq, *others = tensor.placements
+            if seq != Shard(2) or any(other not in (Shard(0), Shard(1), Replicate()) for other in others):
+                raise ValueError(
+                    f"{self._name}: {label} reaches the attention as {tensor.placements}, not Shard(2): something in "
+                    "the module moved or gathered the sequence dim; check seq_dim"
+                )
+        if query.placements != key.placements or query.placements != value.placements:
+            raise NotImplementedError(
+                f"{self._name}: under torch.compile query, key and value must be placed alike, got {query.placements}, "
+                f"{key.placements} and {value.placements}"
+            )
+        if isinstance(attn_mask, DTensor):
+            raise NotImplementedError(f"{self._name}: attn_mask is a DTensor; pass the whole sequence's mask, plain")
+        if attn_mask is not None and len(query.placements) > 1 and any(size != 1 for size in attn_mask.shape[:-2]):
+            raise NotImplementedError(f"{self._name}: attn_mask {tuple(attn_mask.shape)}: {_SINGLED_OUT}")
+        out = super()._attend(
+            query.to_local(),
+            key.to_local(),
+            value.to_local(),
+            attn_mask=attn_mask,
+            dropout_p=dropout_p,
+            is_causal=is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+        )
+        return DTensor.from_local(out, query.device_mesh, query.placements, run_check=False)
+
+
+class Traced:
+    """How one module runs while torch.compile traces it; see [Note: traced]."""
+
+    def __init__(
+        self,
+        scoped: ScopedBinding,
+        dtensor_io: DTensorIO,
+        axis: DeviceMesh,
+        inputs: Sequence[tuple[str, int]],
+        run: Callable[..., Any],
+        *,
+        seq_dim: int,
+        use_local_output: bool,
+    ) -> None:
+        """``inputs``: name and position of query, key and value among the arguments of the module. ``run`` calls the
+        forward it is given, with the arguments it is given, where nobody compiles."""
+        self.ran = False
+        self._holds_parameters = False
+        self._scoped, self._dtensor_io, self._axis, self._inputs, self._run = (
+            scoped,
+            dtensor_io,
+            axis,
+            tuple(inputs),
+            run,
+        )
+        self._seq, self._heads = Shard(seq_dim), Shard(3 - seq_dim)
+        self._use_local_output = use_local_output
+        self._name = scoped.name
+        self._calls = TracedCalls(scoped, scoped.name, inlined=True)
+        key = scoped.unscoped, dtensor_io.axes
+        self._meshes = _known.setdefault(key, _BoundMeshes(scoped.unscoped, dtensor_io, axis.device_type))
+        self._handle = self._meshes.handle
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Traced:
+        options = {"seq_dim": self._seq.dim, "use_local_output": self._use_local_output}
+        run = copy.deepcopy(self._run, memo)
+        made = Traced(self._scoped, self._dtensor_io, self._axis, self._inputs, run, **options)
+        made._holds_parameters = self._holds_parameters
+        return made
+
+    def attach(self, module: nn.Module) -> None:
+        """Let ``module`` run so; torch.compile finds it by the module's class and nowhere else."""
+        setattr(module, _STATE, self)
+        self._holds_parameters = any(True for _ in module.parameters())
+        module.__class__ = _subclass(type(module))
+
+    def forward(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.ran = True
+        if not torch.compiler.is_dynamo_compiling():
+            return self._run(forward, args, kwargs)
+        if not self._use_local_output:
+            raise NotImplementedError(
+                f"{self._name}: use_local_output=False under torch.compile: whether the ranks' parts make a DTensor is "
+                "not known there. Leave it out, or keep this module out of the compiled region"
+            )
+        if self._holds_parameters:
+            raise NotImplementedError(
+                f"{self._name}: torch.compile does not trace parameters beside DTensors: apply the module's parameters "
+                "before it (a temperature to the query, for example), or take ModuleContextParallel"
+            )
+        inputs = [kwargs[name] if name in kwargs else args[place] for name, place in self._inputs]
+        came = self._came(inputs)
+        bound = _bound(self._handle, came)
+        if isinstance(bound, str):
+            raise ValueError(f"{self._name}: {bound}")
+        others = () if came is None else inputs[0].placements
+        new_args, new_kwargs = list(args), dict(kwargs)
+        for (name, place), value in zip(self._inputs, inputs, strict=True):
+            local = value.to_local() if isinstance(value, DTensor) else value
+            lifted = DTensor.from_local(local, bound, [self._seq, *others], run_check=False)
+            if name in kwargs:
+                new_kwargs[name] = lifted
+            else:
+                new_args[place] = lifted
+        output = self._calls.run(forward, tuple(new_args), new_kwargs)
+        return tree_map_only(DTensor, lambda each: self._lowered(each, bound, came), output)
+
+    def _came(self, inputs: Sequence[Any]) -> DeviceMesh | None:
+        """The mesh beside the sequence's that the inputs are DTensors on."""
+        elsewhere = [
+            x
+            for x in inputs
+            if isinstance(x, DTensor) and not (x.device_mesh == self._axis and x.placements == (self._seq,))
+        ]
+        if not elsewhere:
+            return None
+        mesh, placements = elsewhere[0].device_mesh, elsewhere[0].placements
+        fine = (Shard(0), self._heads, Replicate())
+        if (
+            len(elsewhere) < 3
+            or any(x.device_mesh != mesh or x.placements != placements for x in elsewhere)
+            or any(placement not in fine for placement in placements)
+            or any(_uneven(x) for x in elsewhere)
+        ):
+            raise ValueError(
+                f"{self._name}: under torch.compile query, key and value come as local tensors, or as DTensors on one "
+                "mesh, placed alike and evenly (Shard on the heads or the batch, or Replicate)"
+            )
+        return mesh
+
+    def _lowered(self, output: DTensor, bound: DeviceMesh, came: DeviceMesh | None) -> torch.Tensor:
+        if output.device_mesh != bound:
+            return output
+        seq, *others = output.placements
+        if not isinstance(seq, Shard) or any(other == seq for other in others):
+            raise ValueError(
+                f"{self._name}: an output is {output.placements}, not sharded along the sequence: the module reduced, "
+                "joined or gathered the sequence dim. Do that outside of it"
+            )
+        return (
+            output.to_local() if came is None else DTensor.from_local(output.to_local(), came, others, run_check=False)
+        )
+
+
+class _BoundMeshes:
+    """The bound meshes of modules that are bound alike, by the mesh beside the sequence's that their inputs are on."""
+
+    def __init__(self, binding: Binding, dtensor_io: DTensorIO, device_type: str) -> None:
+        self._binding, self._dtensor_io, self._device_type = binding, dtensor_io, device_type
+        self._meshes: dict[DeviceMesh | None, DeviceMesh] = {}
+        self.handle = f"{next(_serial)}"
+        _alive[self.handle] = self
+
+    def of(self, came: DeviceMesh | None) -> DeviceMesh | str:
+        """The bound mesh for inputs that came so, made once; or why there is none."""
+        if came not in self._meshes:
+            other_axes = None if came is None else self._dtensor_io.of(came)
+            if isinstance(other_axes, str):
+                return f"query is a DTensor on mesh axes {came and came.mesh_dim_names}: {other_axes}"
+            if other_axes is not None and other_axes.seq_axis is not None:
+                return "DTensors that are cut over the sequence axis and others are not taken under torch.compile"
+            if other_axes is not None and self._binding.mask.varies_by_head_or_row:
+                return f"{self._binding.mask}: {_SINGLED_OUT}"
+            binding = self._binding if other_axes is None else replace(self._binding, other_axes=other_axes)
+            self._meshes[came] = bound_mesh(binding, self._device_type)
+        return self._meshes[came]
+
+
+# Where a module breaks the graph, torch.compile traces up to here and calls this: the module then runs as a whole, and
+# as without torch.compile, because DTensors on a bound mesh cannot leave a graph.
+never_compile_alone(Traced.forward, nor_what_it_calls=True)
+
+_SINGLED_OUT = (
+    "under torch.compile, with query, key and value as DTensors on other axes, nobody knows which heads or rows of the "
+    "batch a rank has: give one mask for all of them, local tensors, or keep this module out of the compiled region"
+)
+
+
+def traced_of(module: nn.Module) -> Traced:
+    """What :meth:`Traced.attach` has put on a module, or on the one it is a copy of."""
+    return getattr(module, _STATE)
+
+
+@constant_under_compile  # of a module and of a mesh, which are guarded
+def _bound(handle: str, came: DeviceMesh | None) -> DeviceMesh | str:
+    return _alive[handle].of(came)
+
+
+def _uneven(tensor: DTensor) -> bool:
+    whole = list(tensor.to_local().shape)
+    for axis, placement in enumerate(tensor.placements):
+        if isinstance(placement, Shard):
+            whole[placement.dim] *= tensor.device_mesh.size(axis)
+    return tuple(whole) != tuple(tensor.shape)
+
+
+_subclasses: dict[type, type] = {}
+
+
+def _subclass(cls: type[nn.Module]) -> type[nn.Module]:
+    """The same class, whose forward is :meth:`Traced.forward`."""
+    if cls in _subclasses.values():
+        return cls
+    if cls not in _subclasses:
+
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return traced_of(self).forward(functools.partial(cls.forward, self), args, kwargs)
+
+        forward.__signature__ = inspect.signature(cls.forward)  # pyright: ignore[reportFunctionMemberAccess]
+        names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "forward": forward}
+        _subclasses[cls] = type(cls.__name__, (BoundToThisRun, cls), names)
+    return _subclasses[cls]

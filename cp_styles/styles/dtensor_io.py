@@ -1,0 +1,145 @@
+"""How a module's tensors come to the bound mesh and leave it again: local, as DTensors on the sequence axis, or as
+DTensors on other axes of the composed mesh, tensor parallelism's above all.
+
+[Note: lifting] What is a DTensor on tp, Shard on the heads, is on [cp, tp] the same tensor with Shard on the sequence
+added in front: the rank's local tensor stays as it is. So inputs are *lifted* to a bound mesh with the axes they came
+on behind the sequence's, DTensor propagates tp's placements through the module as ever (communicating over tp where it
+must, over the sequence axis never), and outputs are *lowered* to the mesh the inputs came on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from cp_styles.engine.dtensor_handlers import placed, sequence_sharded
+from cp_styles.engine.mesh_axes import OtherAxes, other_axes_of, refuse_placements
+
+
+class DTensorIO:
+    """The ways in and out of one module's attention.
+
+    Args:
+        axis: the 1-D mesh of the sequence.
+        composed: the mesh that the style was given.
+        sequence: which of its axes cut the sequence.
+        seq_dim: where the module's inputs have it.
+        use_local_output: whether what came without tp's axes leaves as local tensors.
+    """
+
+    def __init__(
+        self, axis: DeviceMesh, composed: DeviceMesh, sequence: tuple[str, ...], seq_dim: int, use_local_output: bool
+    ) -> None:
+        self._axis = axis
+        self._composed = composed
+        self._sequence = sequence
+        self._seq_dim = seq_dim
+        self._use_local_output = use_local_output
+        self._known: dict[DeviceMesh, OtherAxes | str] = {}
+
+    @property
+    def axes(self) -> tuple[DeviceMesh, DeviceMesh, tuple[str, ...]]:
+        """The sequence's mesh, the one that the style was given, and which of its axes cut the sequence."""
+        return self._axis, self._composed, self._sequence
+
+    def other_axes(self, labels: Sequence[str], inputs: Sequence[Any]) -> OtherAxes | None:
+        """The other axes that query, key and value come on, None for none.
+
+        Raises:
+            ValueError: they are DTensors that are no part of this sequence's attention.
+        """
+        dim = self._seq_dim
+        plain = (
+            not isinstance(x, DTensor) or (x.device_mesh == self._axis and x.placements == (Shard(dim),))
+            for x in inputs
+        )
+        first = next((index for index, fine in enumerate(plain) if not fine), None)
+        if first is None:
+            return None
+        mesh = inputs[first].device_mesh
+        what = f"{labels[first]} is a DTensor on mesh axes {mesh.mesh_dim_names} with {inputs[first].placements}"
+        expected = f"expected a local tensor, or a DTensor on {self._axis.mesh_dim_names} with Shard({dim})"
+        if mesh == self._axis:
+            raise ValueError(f"{what}; {expected}")
+        if self._composed.ndim == 1:
+            raise ValueError(
+                f"{what}; {expected}, because the style was given the 1-D mesh {self._composed.mesh_dim_names}: for "
+                "DTensors on other axes pass the composed mesh to parallelize_module, or have the style before this "
+                "one return local tensors (use_local_output=True)"
+            )
+        for label, value in zip(labels, inputs, strict=True):
+            if not isinstance(value, DTensor) or value.device_mesh != mesh:
+                on = f"on mesh axes {value.device_mesh.mesh_dim_names}" if isinstance(value, DTensor) else "local"
+                raise ValueError(f"{what}, but {label} is {on}: pass all three on the same mesh")
+        found = self.of(mesh)
+        if isinstance(found, str):
+            raise ValueError(f"{what}: {found}. Otherwise {expected}")
+        if found.seq_axis is None and not self._use_local_output:
+            raise ValueError(
+                f"{what}, whose outputs are DTensors on the same axes: use_local_output=False says nothing about them; "
+                f"leave it out, or pass DTensors on a mesh with {self._axis.mesh_dim_names} as well"
+            )
+        for label, value in zip(labels, inputs, strict=True):
+            if found.seq_axis is not None and value.placements[found.seq_axis] != Shard(dim):
+                raise ValueError(
+                    f"{label} is {value.placements[found.seq_axis]!r} on the sequence axis {self._sequence[0]!r} of "
+                    f"{mesh.mesh_dim_names}, not Shard({dim}): cut it with the attention's layout, or check seq_dim"
+                )
+        others = [found.others(value.placements) for value in inputs]
+        refuse_placements(labels, others, found.names, dim, 3 - dim)
+        return found
+
+    def to_bound_mesh(self, value: torch.Tensor, local: torch.Tensor, bound: DeviceMesh, rows: int) -> DTensor:
+        """``value``, of which this rank has ``local``, on the bound mesh, where it is said to have ``rows`` rows."""
+        if bound.ndim == 1:
+            return sequence_sharded(local, bound, self._seq_dim, rows)
+        assert isinstance(value, DTensor)  # other_axes() saw it
+        found = self.of(value.device_mesh)
+        assert isinstance(found, OtherAxes)
+        others = found.others(value.placements)
+        return sequence_sharded(local, bound, self._seq_dim, rows, others, value.shape)
+
+    def from_bound_mesh(
+        self, output: DTensor, came: OtherAxes | None, on_gradient: Callable[[torch.Tensor], None]
+    ) -> torch.Tensor:
+        """An output on the bound mesh, as the inputs came; ``on_gradient`` hears of the start of its backward.
+
+        Raises:
+            ValueError: the output is not cut along the sequence any more.
+        """
+        placement, *others = output.placements
+        if not isinstance(placement, Shard):
+            raise ValueError(
+                f"an output of shape {tuple(output.shape)} is {placement!r}, not sharded along the "
+                "sequence: the module reduced or gathered the sequence dim. Do that outside of it"
+            )
+        if any(isinstance(other, Shard) and other.dim == placement.dim for other in others):
+            raise ValueError(
+                f"an output of shape {tuple(output.shape)} is {output.placements}: the module joined the sequence dim "
+                "with one that other axes cut. Do that outside of it"
+            )
+        local = output.to_local()
+        if local.requires_grad:
+            local.register_hook(on_gradient)
+        if came is None:
+            if self._use_local_output:
+                return local
+            return sequence_sharded(local, self._axis, placement.dim, output.shape[placement.dim])
+        shape = list(output.shape)
+        if came.seq_axis is None:
+            shape[placement.dim] = local.shape[placement.dim]
+        return placed(local, came.mesh, came.joined(placement, tuple(others)), shape)
+
+    def makes_sequence_dtensors(self, came: OtherAxes | None) -> bool:
+        """Whether outputs will be DTensors cut over the sequence axis."""
+        return not self._use_local_output if came is None else came.seq_axis is not None
+
+    def of(self, mesh: DeviceMesh) -> OtherAxes | str:
+        """What the axes of a mesh are beside the sequence's; or why they are none."""
+        if mesh not in self._known:
+            self._known[mesh] = other_axes_of(mesh, self._composed, self._sequence)
+        return self._known[mesh]

@@ -1,0 +1,81 @@
+"""One plan for a composed mesh: every style takes the axis of the mesh that is its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from cp_styles.styles.other_axes import AxisAdapter
+
+
+def take_axis(device_mesh: DeviceMesh, axis: str, style: ParallelStyle, module: nn.Module) -> DeviceMesh:
+    """The 1-D mesh on which ``style`` works: ``device_mesh[axis]``, or ``device_mesh`` itself when it is 1-D.
+
+    A 1-D mesh is taken whatever its name, as torch's own styles do. No communication.
+
+    Raises:
+        TypeError: ``device_mesh`` is not a DeviceMesh.
+        ValueError: ``device_mesh`` has several axes and none of them is called ``axis``.
+    """
+    who = f"{type(style).__name__} on {type(module).__name__}"
+    if not isinstance(device_mesh, DeviceMesh):
+        raise TypeError(
+            f"{who} needs a DeviceMesh, got {type(device_mesh).__name__}: "
+            'call init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp")), for example'
+        )
+    if device_mesh.ndim == 1:
+        return device_mesh
+    names = device_mesh.mesh_dim_names
+    if names is None or axis not in names:
+        axes = f"axes {names}" if names else f"{device_mesh.ndim} axes without names"
+        raise ValueError(
+            f'{who} works on the mesh axis "{axis}", but the mesh has {axes}: name one of them "{axis}", '
+            'say which one is meant with mesh_axis="...", or pass the 1-D mesh of that axis'
+        )
+    return device_mesh[axis]
+
+
+_APPLIED = "_cp_styles_applied"
+
+
+class OnMeshAxis(ParallelStyle):
+    """Put before one of torch's styles among the bases: gives it ``mesh_axis`` and lets it take composed meshes.
+
+    Everything else is torch's: arguments, hooks, and the errors of both. DTensors on the composed mesh are taken as
+    well, see :class:`~cp_styles.styles.other_axes.AxisAdapter`.
+    """
+
+    _keeps_rows = False  # whether all dims but the last come out as they go in
+
+    def __init__(self, *, mesh_axis: str = "tp", **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.mesh_axis = mesh_axis
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        # Cut here and not in parallelize_module, which hands composed meshes on as they are.
+        axis = take_axis(device_mesh, self.mesh_axis, self, module)
+        self._refuse_again(module)
+        applied = super()._apply(module, axis)  # pyright: ignore[reportAbstractUsage]
+        applied.__dict__.setdefault(_APPLIED, set()).add(self._as_applied())
+        if device_mesh.ndim > 1:
+            who = f"{type(self).__name__} on {type(module).__name__}"
+            AxisAdapter(who, axis, device_mesh, self._keeps_rows).register(applied)
+        return applied
+
+    def _refuse_again(self, module: nn.Module) -> None:
+        """Applied twice, what a style prepares would be cut or gathered twice, and fit nothing or, worse, something."""
+        if self._as_applied() in module.__dict__.get(_APPLIED, ()):
+            raise ValueError(
+                f"{self._as_applied()} is on {type(module).__name__} already: apply a style to a module once, and a "
+                "plan to a model once"
+            )
+
+    def _as_applied(self) -> str:
+        """A text, so that copies of the module have it as well."""
+        return f"{type(self).__name__} over mesh axis {self.mesh_axis!r}"
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()[:-1]}, mesh_axis={self.mesh_axis!r})"

@@ -1,0 +1,10 @@
+"""torch's context-parallel API, with this package's engine behind it."""
+
+from cp_styles.torch_api.api import (
+    context_parallel,
+    context_parallel_shard,
+    context_parallel_unshard,
+    set_rotate_method,
+)
+
+__all__ = ["context_parallel", "context_parallel_shard", "context_parallel_unshard", "set_rotate_method"]

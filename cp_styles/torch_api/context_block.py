@@ -1,0 +1,331 @@
+"""A block of context parallelism: buffers cut in place, and this thread's attention calls sent through the engine.
+
+[Note: reruns] Activation checkpointing runs a function again in the middle of a backward, maybe after the block. An
+attention call inside a checkpoint, or one that is given a cut buffer, leaves word there: the function that will be run
+again first enters the block again (:class:`_Rerun`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from cp_styles._compat import running_reruns, uncompiled
+from cp_styles.comm.agreement import Meeting, StatusRow, exchange_status, fingerprint, ledger_of, offer_refusal
+from cp_styles.comm.point_to_point import group_in_order
+from cp_styles.engine.binding import Binding
+from cp_styles.engine.op import watcher
+from cp_styles.engine.scope import ScopedBinding
+from cp_styles.intercept.function_mode import AttentionCalls, looks_now
+from cp_styles.kernels import Kernel
+from cp_styles.layout import Balancer, SequenceLayout, cut_with, head_tail, layout_made_by
+from cp_styles.mask import Full, Mask
+from cp_styles.strategies import AllGather, Strategy
+from cp_styles.torch_api.balancers import Cut, LoadBalancer, layout_of
+from cp_styles.torch_api.buffers import Aliases, Part, check_buffer, dim_of
+
+_uncompiled = partial(
+    uncompiled,
+    reason="a context_parallel block cuts tensors in place and hears from other ranks, outside of torch.compile's "
+    "graphs: compile what is called inside of it, the model for example, or leave fullgraph=True out",
+)
+
+
+class ContextParallelBlock(contextlib.ContextDecorator):
+    """What :func:`~cp_styles.torch_api.api.context_parallel` returns: a context manager, and a decorator."""
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        buffers: Sequence[torch.Tensor] | None,
+        seq_dims: Sequence[int] | None,
+        no_restore: Iterable[torch.Tensor] | None,
+        *,
+        strategy: Strategy | None,
+        layout: Cut | None,
+        mask: Mask | None,
+        kernel: Kernel | None,
+    ) -> None:
+        self._group = group_of("context_parallel", mesh)
+        self._axis = (mesh.mesh_dim_names or ("cp",))[0]
+        self._buffers = [] if buffers is None else buffers
+        self._seq_dims = [] if seq_dims is None else seq_dims
+        self._no_restore = [] if no_restore is None else list(no_restore)
+        self._strategy, self._layout, self._mask, self._kernel = strategy, layout, mask, kernel
+        self._entered: list[tuple[_Entry, contextlib.ExitStack]] = []
+
+    @_uncompiled
+    def __enter__(self) -> ContextParallelBlock:
+        with torch.no_grad():
+            entry = agree_on("context_parallel", self._axis, self._group, self._entry, lambda entry: entry.facts)
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._note_cut)
+            stack.enter_context(entry.inside([part for part in entry.parts if part.restored]))
+            stack.callback(_open.set, _open.get())
+            ledger = ledger_of(self._group)
+            ledger.engaged = ledger.backward_began = False
+            _open.set((*_open.get(), entry))
+            self._entered.append((entry, stack.pop_all()))
+        return self
+
+    @_uncompiled
+    def __exit__(self, *exception: Any) -> None:
+        entry, stack = self._entered.pop()
+        stack.__exit__(*exception)
+        if isinstance(exception[1], Exception) and not ledger_of(self._group).backward_began:
+            offer_refusal(
+                entry.name, self._axis, self._group
+            )  # others may be at a call that this rank does not come to
+        computed = [part.buffer for part in entry.parts if part.restored and part.buffer.grad_fn is not None]
+        if computed and exception[0] is None:
+            raise RuntimeError(
+                f"a buffer of shape {tuple(computed[0].shape)}, a view, was changed in place by a computation with "
+                "gradient inside the block. Its values are restored, but not what autograd takes it for: compute "
+                "out of place, pass a clone of the view, or put it in no_restore_buffers"
+            )
+
+    @property
+    def layout(self) -> SequenceLayout | Balancer:
+        """How the sequence is cut while inside; without buffers, the function that cuts any length."""
+        return self._now.layout
+
+    @property
+    def strategy(self) -> Strategy:
+        """How keys and queries meet while inside."""
+        return self._now.strategy
+
+    @property
+    def _now(self) -> _Entry:
+        if not self._entered:
+            raise RuntimeError("a context_parallel block knows its layout and strategy only while it is entered")
+        return self._entered[-1][0]
+
+    def _note_cut(self) -> None:
+        last_cut.set(None if self._layout is None else ranks_of(self._group))
+
+    def _entry(self) -> _Entry:
+        """Everything that can be wrong is found here, before anything is changed."""
+        pairs = pairs_of(self._buffers, self._seq_dims)
+        for buffer in self._no_restore:
+            if all(buffer is not other for other, _ in pairs):
+                raise ValueError("no_restore_buffers must be a subset of buffers, the same tensor objects")
+        for buffer, _ in pairs:
+            check_buffer(buffer)
+        pairs = [(buffer, dim_of(buffer, dim)) for buffer, dim in pairs]
+        for buffer, dim in pairs:
+            self._refuse_part(buffer, dim)
+        layout = self._layout.layout if isinstance(self._layout, LoadBalancer) else self._layout
+        if layout is None:
+            layout = self._default_layout(pairs)
+        strategy = rotation.get() if self._strategy is None else self._strategy
+        name = f"context_parallel (over mesh axis {self._axis!r})"
+        binding = Binding(name, self._axis, self._group, strategy, layout, self._mask or Full(), self._kernel)
+        strategy.check_ranks(self._group.size())
+        named = None if self._layout is None and not pairs else layout
+        parts: dict[int, Part] = {}
+        for buffer, dim in pairs:
+            restored = all(buffer is not other for other in self._no_restore)
+            part = Part(buffer, dim, layout_of(layout, buffer.shape[dim], self._group.size()), restored)
+            if parts.setdefault(id(buffer), part).dim != dim:
+                raise ValueError(f"a buffer is given twice, with sequence dims {parts[id(buffer)].dim} and {dim}")
+        for part in parts.values():
+            part.cut(self._group.rank())
+        facts = [(dim, tuple(buffer.shape), buffer.dtype) for buffer, dim in pairs]
+        outer = _open.get()[-1] if _open.get() else None
+        return _Entry(binding, named, list(parts.values()), facts, outer)
+
+    def _refuse_part(self, buffer: torch.Tensor, dim: int) -> None:
+        layout, rank = cut_with(buffer), self._group.rank()
+        if layout is not None and layout.ranks > 1 and buffer.shape[dim] == layout.lengths[rank % layout.ranks]:
+            raise ValueError(
+                f"a buffer of shape {tuple(buffer.shape)} is a part of a sequence already: of a block that is still "
+                "open, of one that was told not to restore it (no_restore_buffers), or from a layout's shard; leave it "
+                "out of buffers"
+            )
+
+    def _default_layout(self, pairs: list[tuple[torch.Tensor, int]]) -> SequenceLayout | Balancer:
+        lengths = [buffer.shape[dim] for buffer, dim in pairs]
+        if len(set(lengths)) > 1:
+            raise ValueError(
+                f"the buffers have {lengths} positions in their sequence dims, which is not one sequence. Of a "
+                "table that is longer than the sequence, pass the view that belongs to it, table[:length], and have "
+                "the model use that. For several sequences (cross-attention), say how each is cut: layout=head_tail"
+            )
+        return layout_made_by(head_tail, lengths[0], self._group.size()) if lengths else head_tail
+
+
+class _Entry:
+    """One time inside a block: what it needs to be entered again. See [Note: reruns]."""
+
+    def __init__(
+        self,
+        binding: Binding,
+        named: SequenceLayout | Balancer | None,
+        parts: list[Part],
+        facts: list[Any],
+        outer: _Entry | None,
+    ) -> None:
+        self.name, self.group = binding.name, binding.group
+        self.layout, self.strategy = binding.layout, binding.strategy
+        self.scoped = ScopedBinding(binding, named)
+        self.parts, self.facts, self.outer = parts, facts, outer
+        self.buffers = {id(part.buffer) for part in parts}
+        self._around = {id(owner) for owner, _ in running_reruns()}
+
+    @contextlib.contextmanager
+    def inside(self, put_back: list[Part]) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for part in self.parts:
+                undo = part.put()
+                if part in put_back:
+                    stack.callback(undo)
+                    stack.callback(part.follow_gradient)
+            if put_back:
+                stack.enter_context(Aliases())
+            stack.callback(watcher.set, watcher.get())
+            watcher.set(self.remember)
+            stack.enter_context(_BlockCalls(self))
+            yield
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """As it was, for a recomputation; all buffers are put back, for what they are now is somebody else's."""
+        with self.outer.again() if self.outer is not None else contextlib.nullcontext(), self.inside(self.parts):
+            yield
+
+    def remember(self) -> None:
+        """Have the checkpoints around the present call enter this block again, and those around it, as they are now."""
+        for owner, attribute in running_reruns():
+            entry = next((entry for entry in self.lineage() if id(owner) not in entry._around), None)
+            if entry is None:
+                continue
+            if attribute is None:
+                if not torch.is_grad_enabled():
+                    raise NotImplementedError(
+                        f"{self.name}: attention inside {type(owner).__name__}, an autograd.Function. If its backward "
+                        "runs the attention again, that may be outside of the block: use torch.utils.checkpoint, or "
+                        "open the block inside the function that is run again"
+                    )
+                continue
+            fn = getattr(owner, attribute)
+            if isinstance(fn, _Rerun):
+                if entry in fn.entry.lineage():
+                    continue
+                fn = fn.fn  # what an enclosing block has left there, which this one enters too
+            setattr(owner, attribute, _Rerun(fn, entry))
+
+    def lineage(self) -> Iterator[_Entry]:
+        """This block and those around it, from the inside out."""
+        entry: _Entry | None = self
+        while entry is not None:
+            yield entry
+            entry = entry.outer
+
+
+@dataclass(frozen=True)
+class _Rerun:
+    """A function that is run again in a backward, and the block to be in then."""
+
+    fn: Callable[..., Any]
+    entry: _Entry
+
+    def __call__(self, *args: Any) -> Any:
+        with self.entry.again():
+            return self.fn(*args)
+
+
+class _BlockCalls(AttentionCalls):
+    """The attention calls of a block."""
+
+    def __init__(self, entry: _Entry) -> None:
+        super().__init__(entry.scoped, entry.name)
+        self._entry = entry
+        self._last: Any = None  # the latest node of the graph that a call was given
+
+    def _looks(self) -> bool:
+        self._entries = _entries[self._entry.group] = _entries.get(self._entry.group, 0) + 1
+        return looks_now(self._entries)
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        last, self._last = self._last, None
+        if exception[0] is None and last is not None:
+            self.refuse_unseen([last])
+
+    def note(self, args: tuple[Any, ...]) -> None:
+        if self._first_node >= 0:
+            for value in args:
+                if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                    self._last = value.grad_fn
+        if not self._entry.buffers.isdisjoint(map(id, args)):
+            self._entry.remember()
+
+    def check_reruns(self) -> None:
+        if not torch.compiler.is_dynamo_compiling():
+            self._entry.remember()
+
+
+def agree_on(
+    name: str, axis: str, group: dist.ProcessGroup, check: Callable[[], Any], facts: Callable[[Any], list[Any]]
+) -> Any:
+    """What ``check`` returns, once all ranks have got through it with the same ``facts``."""
+    results = []
+
+    def build() -> StatusRow:
+        results.append(check())
+        return StatusRow(inputs=fingerprint(facts(results[0])))
+
+    rows = exchange_status(build, Meeting.BLOCK, name, axis, group)
+    odd = [rank for rank, row in enumerate(rows) if row.inputs != rows[0].inputs]
+    if odd:
+        raise ValueError(
+            f"{name}: ranks {odd} have other buffers than rank 0: their number, shapes, dtypes and sequence dims must "
+            f"be the same on all ranks; here they are {facts(results[0])}"
+        )
+    return results[0]
+
+
+def group_of(name: str, mesh: DeviceMesh) -> dist.ProcessGroup:
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f'{name} needs a DeviceMesh of one axis, such as mesh["cp"], got {type(mesh).__name__}')
+    if mesh.ndim != 1:
+        raise ValueError(
+            f'{name} needs the one mesh axis that cuts the sequence, got {mesh.mesh_dim_names}: pass mesh["cp"], or '
+            "whatever it is called"
+        )
+    return group_in_order(mesh)
+
+
+def pairs_of(buffers: Sequence[Any], seq_dims: Sequence[int]) -> list[tuple[Any, int]]:
+    if isinstance(buffers, torch.Tensor):
+        raise TypeError("buffers is a list of tensors, got one tensor: put it into a list")
+    if len(buffers) != len(seq_dims):
+        raise ValueError(f"there are {len(buffers)} buffers and {len(seq_dims)} sequence dims: give one for each")
+    return list(zip(buffers, seq_dims, strict=True))
+
+
+def open_on(group: dist.ProcessGroup) -> _Entry | None:
+    """The innermost open block of this context over these ranks."""
+    return next((entry for entry in reversed(_open.get()) if ranks_of(entry.group) == ranks_of(group)), None)
+
+
+def ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(group))
+
+
+rotation: ContextVar[Strategy] = ContextVar("rotate_method", default=AllGather())  # noqa: B039 - it is frozen
+# How many blocks were entered, by group: each is an object of its own.
+_entries: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+# The blocks that are open in this context, innermost last.
+_open: ContextVar[tuple[_Entry, ...]] = ContextVar("context_parallel_blocks", default=())
+# The ranks of the last block that ended, if its cut was not the default.
+last_cut: ContextVar[tuple[int, ...] | None] = ContextVar("context_parallel_last_cut", default=None)
