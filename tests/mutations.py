@@ -2,7 +2,7 @@
 
     python tests/mutations.py                  all of them, with the tests that concern each: an hour on 2 cores
     python tests/mutations.py merge layout     those with these words in their names
-    python tests/mutations.py --texts          no tests: whether the text of each mistake is still in the package
+    python tests/mutations.py --texts          no tests run: whether the text of each mistake, and its tests, are still there
     python tests/mutations.py --unplanted ...  the tests without the mistakes, all of which must pass
 
 A mistake is a short piece of the package's text, which may stand in any file but in one place only (blanks and line
@@ -88,7 +88,7 @@ MISTAKES = [
         "mask: every row of the batch has the first one's",
         "mask=attention.mask.row(index)",
         "mask=attention.mask.row(0)",
-        "tests/ranks/test_per_row.py",
+        "tests/ranks/engine/test_per_row.py",
     ),
     Mistake(
         "mask: partial blocks of a BlockMask as full ones",
@@ -156,68 +156,69 @@ MISTAKES = [
         "merge: accumulation in low precision",
         "return torch.float64 if dtype == torch.float64 else torch.float32",
         "return dtype",
-        "tests/ranks/test_precision.py tests/unit/test_merge.py",
+        "tests/ranks/engine/test_precision.py tests/unit/test_merge.py",
     ),
     Mistake(
         "merge: a sink's share and the rest exchanged",
         "out * torch.sigmoid(lse - sink)",
         "out * torch.sigmoid(sink - lse)",
-        "tests/ranks/test_options.py -k sink",
+        "tests/ranks/doors/test_options.py -k sink",
     ),
     Mistake(
         "merge: a sink's gradient with the other sign",
         "return -(p_BHL * dots_BHL).sum((0, 2))",
         "return (p_BHL * dots_BHL).sum((0, 2))",
-        "tests/ranks/test_options.py -k sink",
+        "tests/ranks/doors/test_options.py -k sink",
     ),
     # -- strategies --
     Mistake(
         "strategy: own keys left out of the forward",
         "forward += [own, *(",
         "forward += [*(",
-        "tests/ranks/test_attention_parity.py",
+        "tests/ranks/engine/test_attention_parity.py",
     ),
     Mistake(
         "strategy: causal tiles attended in full",
         '"causal": tile.cover is Cover.CAUSAL',
         '"causal": False',
-        "tests/ranks/test_attention_parity.py",
+        "tests/ranks/engine/test_attention_parity.py",
     ),
     Mistake(
         "strategy: a tile's band is not masked",
         'bias.to(device, self.dtype).masked_fill(outside, float("-inf"))',
         "bias.to(device, self.dtype)",
-        "tests/ranks/test_attention_masks.py",
+        "tests/ranks/engine/test_attention_masks.py",
     ),
     Mistake(
         "strategy: nothing is kept for the backward",
         "for distances in rounds for distance in distances][: strategy.keep]",
         "for distances in rounds for distance in distances][:0]",
-        "tests/ranks/test_attention_costs.py",
+        "tests/ranks/engine/test_attention_costs.py",
     ),
     Mistake(
         "Ulysses: sinks of the first heads",
         "per_head_H[self._own]",
         "per_head_H[: self._heads]",
-        "tests/ranks/test_options.py -k sink",
+        "tests/ranks/doors/test_options.py -k sink",
     ),
     Mistake(
         "Ulysses: masks of the first heads",
         "heads=(before + start, before + stop)",
         "heads=(0, stop - start)",
-        "tests/ranks/test_attention_masks.py tests/ranks/test_options.py tests/ranks/test_parity_grid.py",
+        "tests/ranks/engine/test_attention_masks.py tests/ranks/doors/test_options.py "
+        "tests/ranks/engine/test_parity_grid.py",
     ),
     Mistake(
         "Ulysses: key heads counted from the first rank's",
         "head // share - kv_start",
         "head // share",
-        "tests/ranks/test_attention_parity.py tests/ranks/test_parity_grid.py",
+        "tests/ranks/engine/test_attention_parity.py tests/ranks/engine/test_parity_grid.py",
     ),
     Mistake(
         "Ulysses: of several queries' gradients for a key head, one",
         ".index_add_(1, self._pairs, x)",
         ".index_copy_(1, self._pairs, x)",
-        "tests/ranks/test_attention_parity.py tests/ranks/test_parity_grid.py",
+        "tests/ranks/engine/test_attention_parity.py tests/ranks/engine/test_parity_grid.py",
     ),
     # -- kernels --
     Mistake(
@@ -236,25 +237,25 @@ MISTAKES = [
         "kernel: a negative scale's sign is lost",
         "return dq if sign == 1.0 else dq * sign",
         "return dq if sign == 1.0 else dq",
-        "tests/unit/test_kernels.py tests/ranks/test_options.py",
+        "tests/unit/test_kernels.py tests/ranks/doors/test_options.py",
     ),
     Mistake(
         "kernel: the logsumexp's gradient with the other sign",
         "F.pad(out_BHLE, (0, 8), value=-1.0)",
         "F.pad(out_BHLE, (0, 8), value=1.0)",
-        "tests/ranks/test_flex.py",
+        "tests/ranks/flex/test_flex.py",
     ),
     Mistake(
         "kernel: rows that see nothing keep what the op left",
         "out = out.masked_fill(dead.unsqueeze(-1), 0.0)",
         "out = out + 0.0",
-        "tests/unit/test_kernels.py tests/ranks/test_numerics.py",
+        "tests/unit/test_kernels.py tests/ranks/engine/test_numerics.py",
     ),
     Mistake(
         "kernel: numbers that stand apart in memory",
         "return tensor if tensor.stride(-1) == 1 else tensor.contiguous()",
         "return tensor",
-        "tests/ranks/test_strides.py",
+        "tests/ranks/doors/test_strides.py",
     ),
     # -- batch: labels, losses, gradients --
     Mistake(
@@ -273,87 +274,87 @@ MISTAKES = [
         "batch: tokens without a label are counted",
         "count = (labels != ignore_index).sum()",
         "count = torch.tensor(labels.numel())",
-        "tests/ranks/test_batch.py",
+        "tests/ranks/engine/test_batch.py",
     ),
     Mistake(
         "batch: a reducer's division stays",
         "grads[0] * ctx.averaged_over",
         "grads[0]",
-        "tests/ranks/test_gradients_over_cp.py -k fsdp",
+        "tests/ranks/engine/test_gradients_over_cp.py -k fsdp",
     ),
     Mistake(
         "batch: sums of gradients are added to the gradients",
         "gradient.copy_(piece.view_as(gradient))",
         "gradient.add_(piece.view_as(gradient))",
-        "tests/ranks/test_batch.py",
+        "tests/ranks/engine/test_batch.py",
     ),
     Mistake(
         "batch: bfloat16 gradients are summed in bfloat16",
         "reduce_dtype or torch.promote_types(flat.dtype, torch.float32)",
         "reduce_dtype or flat.dtype",
-        "tests/ranks/test_batch.py tests/ranks/test_precision.py",
+        "tests/ranks/engine/test_batch.py tests/ranks/engine/test_precision.py",
     ),
     Mistake(
         "batch: partial gradients of DTensors stay partial",
         "if gradient.placements != parameter.placements:",
         "if len(gradient.placements) != len(parameter.placements):",
-        "tests/ranks/test_batch.py tests/ranks/test_gradients_over_cp.py",
+        "tests/ranks/engine/test_batch.py tests/ranks/engine/test_gradients_over_cp.py",
     ),
     # -- agreement and warnings --
     Mistake(
         "agreement: a refusal is not heard",
         "refused = [rank for rank, row in enumerate(rows) if row.status == status]",
         "refused = []",
-        "tests/ranks/test_errors.py tests/ranks/test_disagreement.py",
+        "tests/ranks/doors/test_errors.py tests/ranks/engine/test_disagreement.py",
     ),
     Mistake(
         "agreement: ranks that differ go on",
         "odd = [rank for rank, number in enumerate(numbers) if number != numbers[0]]",
         "odd = []",
-        "tests/ranks/test_disagreement.py",
+        "tests/ranks/engine/test_disagreement.py",
     ),
     Mistake(
         "agreement: ranks at different places go on",
         "len({(row.meeting, row.who) for row in rows}) == 1 and len(places) < 2",
         "rows",
-        "tests/ranks/test_disagreement.py",
+        "tests/ranks/engine/test_disagreement.py",
     ),
     Mistake(
         "unreduced: nobody is warned",
         "if 0 in numbers or len(set(numbers)) == 1:",
         "if numbers:",
-        "tests/ranks/test_unreduced.py",
+        "tests/ranks/engine/test_unreduced.py",
     ),
     Mistake(
         "unreduced: parts that differ by right are compared",
         "if shares_ranks(parameter.device_mesh, group): return None",
         "pass",
-        "tests/ranks/test_unreduced.py",
+        "tests/ranks/engine/test_unreduced.py",
     ),
     # -- scopes and collectives --
     Mistake(
         "scope: stays open",
         "_open.set(_open.get()[:-1])",
         "pass",
-        "tests/ranks/test_scope.py",
+        "tests/ranks/doors/test_scope.py",
     ),
     Mistake(
         "scope: not there in a recomputation",
         "return contextlib.nullcontext(), self",
         "return contextlib.nullcontext(), contextlib.nullcontext()",
-        "tests/ranks/test_scope.py",
+        "tests/ranks/doors/test_scope.py",
     ),
     Mistake(
         "collectives: gradients of a gather are not reduced",
         "exchange if reduce_gradients else Replicated(exchange)",
         "Replicated(exchange)",
-        "tests/ranks/test_collectives_split_gather.py",
+        "tests/ranks/collectives/test_collectives_split_gather.py",
     ),
     Mistake(
         "collectives: a key head that two ranks need goes to one",
         "(start // group, -(-stop // group)) for start, stop in ranges",
         "(start // group, stop // group) for start, stop in ranges",
-        "tests/ranks/test_collectives_heads.py",
+        "tests/ranks/collectives/test_collectives_heads.py",
     ),
 ]
 
@@ -429,6 +430,8 @@ def main() -> int:
             if options.texts:
                 found = places(mistake, copy / "cp_styles")
                 problem = None if len(found) == 1 else f"its text is there {len(found)} times: {mistake.right}"
+                absent = [word for word in mistake.tests.split() if word.endswith(".py") and not (ROOT / word).exists()]
+                problem = problem or (f"{absent} are not there" if absent else None)
             else:
                 problem = plant(mistake, copy)
             wrong += problem is not None

@@ -22,7 +22,7 @@ class Ring(MovingKV):
     between forward and backward the inputs, the output, its logsumexp and at most ``keep`` K. In the forward at most
     Q for the output and three messages, one of a tile's results among them; in the backward the gradients, and at most
     two messages and two gradients of them that travel. A message is at most the smaller of K and Q, where there are
-    more than two ranks; see [Note: memory] in moving_kv.py. ``tests/ranks/test_memory.py`` pins these numbers.
+    more than two ranks; see [Note: memory] in moving_kv.py. ``tests/ranks/engine/test_memory.py`` pins these numbers.
 
     Source: Liu, Zaharia and Abbeel, Ring Attention with Blockwise Transformers (2023).
 

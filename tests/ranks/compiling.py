@@ -1,8 +1,8 @@
 """What the tests of torch.compile share: the doors, something to compile around them, graphs to look at, and ranks.
 
 torch 2.11 cannot compile on two threads, and 2.12 fails at it now and then ("you are using FX to symbolically trace").
-There tests/ranks/test_compile_in_processes.py runs the same files with a process for each rank: every process runs all
-tests, and ``run_ranks`` is one rank of each.
+There tests/ranks/compile/test_compile_in_processes.py runs the same files with a process for each rank: every process
+runs all tests, and ``run_ranks`` is one rank of each.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from cp_styles import AttentionContextParallel, ModuleContextParallel, Reference
 from cp_styles.testing import RankError, run_ranks
 from tests.oracle import attend_and_differentiate, attention_inputs, dense_attention, error, randn
 from tests.ranks.attention_case import EXACT, cp_mesh
-from tests.ranks.doors import DOORS, LENGTH
+from tests.ranks.each_door import DOORS, LENGTH
 
 STYLES = [AttentionContextParallel, ModuleContextParallel]
 

@@ -14,10 +14,10 @@ import pytest
 
 from tests.ranks.compiling import COMPILES_ON_THREADS, MEETING_PLACE, RANK_HERE, RANKS
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 FILES = sorted(
-    path.name
-    for path in Path(__file__).parent.glob("test_*.py")
+    str(path.relative_to(ROOT))
+    for path in (ROOT / "tests" / "ranks").rglob("test_*.py")
     if "\npytestmark = cannot_compile_on_threads\n" in path.read_text()
 )
 
@@ -26,7 +26,7 @@ FILES = sorted(
 @pytest.mark.skipif(RANK_HERE in os.environ, reason="this is such a process")
 @pytest.mark.parametrize("file", FILES)
 def test_with_a_process_for_each_rank(file: str, tmp_path):
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-n", "0", f"tests/ranks/{file}"]
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-n", "0", file]
     environment = os.environ | {MEETING_PLACE: str(tmp_path)}
     running = [
         subprocess.Popen(

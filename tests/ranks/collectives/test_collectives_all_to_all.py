@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cp_styles.collectives import Pending, all_to_all
 from cp_styles.collectives._exchange import Exchange
 from cp_styles.testing import CommunicationTrace, run_ranks
-from tests.ranks.collectives_reference import RANKS, SIZE, adjoint_gap, cut, parts, randn, world
+from tests.ranks.collectives.collectives_reference import RANKS, SIZE, adjoint_gap, cut, parts, randn, world
 
 
 @st.composite

@@ -9,7 +9,7 @@ from cp_styles import contiguous
 from cp_styles.testing import run_ranks
 from tests.oracle import attention_inputs, error, expected_attention
 from tests.ranks.attention_case import EXACT, cp_mesh
-from tests.ranks.doors import DOORS, LENGTH
+from tests.ranks.each_door import DOORS, LENGTH
 
 
 def apart(x: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ from cp_styles.collectives import (
 from cp_styles.collectives._rows import Rows, even_sizes, rows_of
 from cp_styles.layout import SequenceLayout, head_tail, striped
 from cp_styles.testing import CommunicationTrace, run_ranks
-from tests.ranks.collectives_reference import adjoint_gap, randn, world
+from tests.ranks.collectives.collectives_reference import adjoint_gap, randn, world
 
 LENGTH = 11
 KINDS = {

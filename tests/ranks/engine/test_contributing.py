@@ -17,11 +17,11 @@ from cp_styles.testing import run_ranks
 from tests.layouts import layouts
 from tests.oracle import allowed, attention_inputs, error, expected_attention, mask_cases, randn
 from tests.ranks.attention_case import EXACT, cp_mesh
+from tests.ranks.engine.test_parity_grid import attempt, problem
 from tests.ranks.parity_grid import KERNELS, LAYOUTS, MASKS, STRATEGIES, MaskValue, Row, grid, makes_sense
-from tests.ranks.test_parity_grid import attempt, problem
 from tests.unit.test_plan import check_plans
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()
 
 GRID = grid()  # made before an example joins its axes

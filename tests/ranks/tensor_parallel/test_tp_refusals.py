@@ -13,7 +13,7 @@ from cp_styles.mask import Dense
 from cp_styles.testing import run_ranks
 from tests.oracle import randn
 from tests.ranks.attention_case import EXACT, Core, Problem, parallel
-from tests.ranks.tp_cp_case import HEADS, WHOLE, Cut, composed_mesh, exact
+from tests.ranks.tensor_parallel.tp_cp_case import HEADS, WHOLE, Cut, composed_mesh, exact
 
 
 def refused(act, *sizes: int, names=("cp", "tp")) -> str:

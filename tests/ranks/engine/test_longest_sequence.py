@@ -14,7 +14,7 @@ from tutorials.llama import LlamaConfig
 
 @pytest.fixture
 def command(monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "tutorials")
+    monkeypatch.syspath_prepend(Path(__file__).parents[3] / "tutorials")
     import longest_sequence
 
     return longest_sequence

@@ -24,7 +24,7 @@ from cp_styles.collectives._group import Facts, consult, dim_of, peers_of
 from cp_styles.comm.agreement import WIDTH
 from cp_styles.layout import head_tail
 from cp_styles.testing import CommunicationTrace, RankError, run_ranks
-from tests.ranks.collectives_reference import randn, world
+from tests.ranks.collectives.collectives_reference import randn, world
 
 X = torch.zeros(4, 6, 8)
 Q = torch.zeros(1, 4, 6, 2)

@@ -28,7 +28,7 @@ from tests.ranks.attention_case import EXACT, Core, Problem, cp_mesh, run_attent
 from tutorials.llama import Llama, LlamaConfig, parallel_plan
 
 EXAMPLES = ("packed", "module", "sinks", "collectives", "fsdp", "flex", "torch api", "selective")
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 README = (ROOT / "README.md").read_text()
 PAGES = {path: path.read_text() for path in sorted((ROOT / "tutorials").glob("*.md"))}
 TEXTS = {ROOT / "README.md": README, ROOT / "CONTRIBUTING.md": (ROOT / "CONTRIBUTING.md").read_text(), **PAGES}

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from cp_styles.collectives import sync_inputs, sync_object
 from cp_styles.collectives._tree import leaves
 from cp_styles.testing import CommunicationTrace, run_ranks
-from tests.ranks.collectives_reference import randn, world
+from tests.ranks.collectives.collectives_reference import randn, world
 
 Point = namedtuple("Point", "x y")
 

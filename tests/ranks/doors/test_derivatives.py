@@ -14,7 +14,7 @@ from cp_styles import AllGather, Dense, ReferenceKernel, Ring, Ulysses, context_
 from cp_styles.testing import RankError, run_ranks
 from tests.oracle import attention_inputs, randn
 from tests.ranks.attention_case import cp_mesh
-from tests.ranks.doors import DOORS, LENGTH
+from tests.ranks.each_door import DOORS, LENGTH
 
 
 def on_ranks(ranks: int, attend: Callable[..., None]) -> str:

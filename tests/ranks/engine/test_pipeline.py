@@ -20,7 +20,7 @@ from cp_styles.styles import AttentionContextParallel
 from cp_styles.testing import run_ranks
 from tests.oracle import dense_attention, error
 from tests.ranks.composition import LENGTH, ROWS, Stage, batch_of, by_pipeline, new_model
-from tests.ranks.test_gradients_over_cp import EXACT, assert_same_training
+from tests.ranks.engine.test_gradients_over_cp import EXACT, assert_same_training
 
 # One row of the batch a micro-batch, each packed in its own way.
 DOCUMENTS = ([20, 26], [46], [2, 40, 4], [10, 12, 14, 10])

@@ -23,8 +23,8 @@ from tests.oracle import error, randn
 from tests.ranks import flex_case as case
 from tests.ranks.attention_case import EXACT
 from tests.ranks.compiling import RANKS, cannot_compile_on_threads, run_ranks
+from tests.ranks.flex.test_flex_compiled import Model, behind
 from tests.ranks.flex_case import FlexProblem
-from tests.ranks.test_flex_compiled import Model, behind
 
 pytestmark = cannot_compile_on_threads
 compiles_for_this_cpu = pytest.mark.skipif(

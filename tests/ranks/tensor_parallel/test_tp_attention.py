@@ -23,7 +23,7 @@ from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.testing import CommunicationTrace, run_ranks
 from tests.ranks.attention_case import EXACT, Core, Problem, parallel
 from tests.ranks.leak_scene import Oops, raising
-from tests.ranks.tp_cp_case import HEADS, WHOLE, Cut, composed_mesh, exact
+from tests.ranks.tensor_parallel.tp_cp_case import HEADS, WHOLE, Cut, composed_mesh, exact
 
 ALIKE, QUERIES = (HEADS, HEADS, HEADS), (HEADS, WHOLE, WHOLE)
 

@@ -15,7 +15,7 @@ from cp_styles.layout import head_tail
 from cp_styles.torch_api import context_parallel, context_parallel_unshard
 from tests.ranks.attention_case import EXACT, Problem, cp_mesh
 from tests.ranks.compiling import RANKS, cannot_compile_on_threads, run_ranks
-from tests.ranks.torch_api_scene import LENGTH, Batch, gradients, run
+from tests.ranks.doors.torch_api_scene import LENGTH, Batch, gradients, run
 
 pytestmark = cannot_compile_on_threads
 

@@ -27,7 +27,7 @@ from cp_styles.testing import run_ranks
 from cp_styles.torch_api.context_block import rotation
 from tests.oracle import error, randn
 from tests.ranks.attention_case import EXACT, cp_mesh
-from tests.ranks.torch_api_scene import LENGTH, Batch, gradients, run
+from tests.ranks.doors.torch_api_scene import LENGTH, Batch, gradients, run
 
 RANKS = 3
 

@@ -41,7 +41,7 @@ from cp_styles import (
 )
 from cp_styles.testing import CommunicationTrace, run_ranks
 from tests.oracle import error, randn
-from tests.ranks.tp_cp_case import composed_mesh
+from tests.ranks.tensor_parallel.tp_cp_case import composed_mesh
 from tutorials.llama import Llama, LlamaConfig, parallel_plan
 
 CONFIG = LlamaConfig(40, width=32, layers=2, heads=4, kv_heads=2, hidden=48)

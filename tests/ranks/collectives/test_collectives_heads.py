@@ -20,7 +20,7 @@ from cp_styles.collectives import (
 )
 from cp_styles.layout import SequenceLayout, contiguous, head_tail, striped
 from cp_styles.testing import CommunicationTrace, run_ranks
-from tests.ranks.collectives_reference import adjoint_gap, randn, world
+from tests.ranks.collectives.collectives_reference import adjoint_gap, randn, world
 
 DIMS = {"BHSD": (2, 1), "BSHD": (1, 2), "SBHD": (0, 2), "HSBD": (1, 0)}
 """(seq_dim, head_dim) of the orders people keep their heads in."""
