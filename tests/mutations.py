@@ -2,7 +2,7 @@
 
     python tests/mutations.py                  all of them, with the tests that concern each: an hour on 2 cores
     python tests/mutations.py merge layout     those with these words in their names
-    python tests/mutations.py --texts          no tests run: whether the text of each mistake, and its tests, are still there
+    python tests/mutations.py --texts          no tests run: whether the text and the tests of each are still there
     python tests/mutations.py --unplanted ...  the tests without the mistakes, all of which must pass
 
 A mistake is a short piece of the package's text, which may stand in any file but in one place only (blanks and line
