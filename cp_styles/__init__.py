@@ -8,10 +8,10 @@ from cp_styles.batch import (
     shard_batch,
     sum_gradients,
 )
+from cp_styles.engine.checkpoint import save_attention
 from cp_styles.engine.gradient_watch import UnreducedGradientsWarning
 from cp_styles.engine.scope import SequenceScope
 from cp_styles.functions.attention import context_attention
-from cp_styles.functions.checkpoint import save_attention
 from cp_styles.functions.flex import context_flex_attention
 from cp_styles.functions.varlen import context_varlen_attention
 from cp_styles.kernels import Kernel, ReferenceKernel

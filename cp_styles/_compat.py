@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.attention import flex_attention as flex_module
 from torch.utils import checkpoint
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves as tree_leaves  # seen: 2.11 to 2.15
 from torch.utils._pytree import tree_map_only as tree_map_only  # seen: 2.11 to 2.15
 
@@ -408,6 +408,11 @@ def without_dispatch_modes() -> contextlib.AbstractContextManager[Any]:
     recomputation to be the forward's, however much is remembered by then, or looked at now and then.
     """
     return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else contextlib.nullcontext()  # pyright: ignore
+
+
+def dispatch_modes() -> list[TorchDispatchMode]:
+    """Those entered now, in this thread, the innermost last. Seen: 2.11 to 2.15."""
+    return _get_current_dispatch_mode_stack() if torch._C._len_torch_dispatch_stack() else []  # pyright: ignore
 
 
 def with_vmap() -> contextlib.AbstractContextManager[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from weakref import WeakKeyDictionary
 
@@ -60,24 +60,22 @@ class Pending:
         """
         for index, work in enumerate(self._works):
             if work is not None:
-                peers = self._peers[index : index + 1] if len(self._works) == len(self._peers) else self._peers
-                with _naming(peers, self._group):
+                try:
                     work.wait()
+                except RuntimeError as error:
+                    peers = self._peers[index : index + 1] if len(self._works) == len(self._peers) else self._peers
+                    raise _failed(error, peers, self._group) from error
         self._works, self._tensors = (), ()
 
 
-@contextlib.contextmanager
-def _naming(peers: Sequence[int], group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Turn the transport's error into one that says who was at the other end, and for whom."""
-    try:
-        yield
-    except RuntimeError as error:
-        user = "attention" if group is None else _users.get(group, "attention")
-        ranks = list(peers) if group is None else [dist.get_global_rank(group, peer) for peer in peers]
-        raise TransferError(
-            f"{user}: a transfer with rank {', '.join(map(str, ranks))} (of all processes) failed: that rank is gone, "
-            f"or was not there in time; its own log says why. The transport says: {error}"
-        ) from error
+def _failed(error: RuntimeError, peers: Sequence[int], group: dist.ProcessGroup | None) -> TransferError:
+    """The transport's error as one that says who was at the other end, and for whom."""
+    user = "attention" if group is None else _users.get(group, "attention")
+    ranks = list(peers) if group is None else [dist.get_global_rank(group, peer) for peer in peers]
+    return TransferError(
+        f"{user}: a transfer with rank {', '.join(map(str, ranks))} (of all processes) failed: that rank is gone, "
+        f"or was not there in time; its own log says why. The transport says: {error}"
+    )
 
 
 def exchange(
@@ -99,8 +97,10 @@ def exchange(
         works, peers = [], [peer for peer, _ in (*sends, *receives)]
         for call, pairs in ((group.send, sends), (group.recv, receives)):
             for peer, tensor in pairs:
-                with _naming((peer,), group):
+                try:
                     works.append(call([tensor], peer, 0))
+                except RuntimeError as error:
+                    raise _failed(error, (peer,), group) from error
         return Pending(works, [tensor for _, tensor in (*receives, *sends)], peers, group)
     ops = [
         dist.P2POp(call, tensor, group=group, group_peer=peer)
@@ -109,8 +109,10 @@ def exchange(
         if tensor.numel()
     ]
     peers = [peer for peer, tensor in (*receives, *sends) if tensor.numel()]
-    with _naming(peers, group):
+    try:
         works = dist.batch_isend_irecv(ops) if ops else []
+    except RuntimeError as error:
+        raise _failed(error, peers, group) from error
     return Pending(works, [op.tensor for op in ops], peers, group)
 
 

@@ -95,6 +95,7 @@ class Binding:
     watch: ParameterWatch | None = field(default=None, compare=False, repr=False)
     asked: set[tuple[bool, bool]] = field(default_factory=set, compare=False, repr=False)
     _attentions: dict[tuple[Any, ...], Attention] = field(init=False, default_factory=dict, compare=False, repr=False)
+    _lean: Binding | None = field(init=False, default=None, compare=False, repr=False)
     _settlements: dict[tuple[SequenceLayout, SequenceLayout], Binding] = field(
         init=False, default_factory=dict, compare=False, repr=False
     )
@@ -194,6 +195,13 @@ class Binding:
             raise NotImplementedError(f"{self.name}: {error}") from None
         self.asked.add((is_causal, kernel.small_tiles))
         return Attention(self.group, q_layout, kv_layout, mask, kernel, scale, heads)
+
+    def keeping_nothing(self) -> Binding:
+        """This binding, with a strategy that keeps no received keys for the backward; the same one every time."""
+        if self._lean is None:
+            object.__setattr__(self, "_lean", replace(self, strategy=self.strategy.keeping_nothing()))
+        assert self._lean is not None
+        return self._lean
 
     def prepare(self) -> None:
         """Make the plans of calls like those so far, so that they find them; no communication."""

@@ -177,11 +177,18 @@ class ScopedBinding:
         # One binding a scope, and not one a call: so that it lives as long as its scope, and is described once.
         self._under: WeakKeyDictionary[SequenceScope, Binding] = WeakKeyDictionary()
         self._free: dict[OtherAxes | None, list[DeviceMesh]] = {}
+        self._lean: ScopedBinding | None = None
         self._latest: Lease | None = None  # so that calls of one length find the mesh of the one before
 
     @property
     def name(self) -> str:
         return self.unscoped.name
+
+    def keeping_nothing(self) -> ScopedBinding:
+        """What :meth:`Binding.keeping_nothing` is; the same one every time."""
+        if self._lean is None:
+            self._lean = ScopedBinding(self.unscoped.keeping_nothing(), self.named, self.history)
+        return self._lean
 
     def lease(self, binding: Binding, device_type: str) -> Lease:
         """A bound mesh for ``binding``, which is what :meth:`now` gave and what the call adds to it."""

@@ -12,6 +12,7 @@ from cp_styles._compat import is_traced
 from cp_styles.comm.point_to_point import group_in_order
 from cp_styles.derivatives import refuse_tangents
 from cp_styles.engine.binding import Binding
+from cp_styles.engine.checkpoint import as_kept
 from cp_styles.engine.op import ConfigText, Source, check_local, check_plain, config_text, handle, refuse_on_all
 from cp_styles.kernels import Kernel
 from cp_styles.kernels.autocast import as_attended
@@ -109,6 +110,8 @@ def attend(
         if not isinstance(source, ConfigText):
             refuse_on_all(error, source)
         problem = f"{error}"  # raised where and when the others hear of it
+    if not isinstance(source, ConfigText):
+        source = as_kept(source)
     wanted = [x.requires_grad for x in (*tensors, sink_H) if x is not None]
     config, dense = (source.config, source.dense) if isinstance(source, ConfigText) else (handle(source), None)
     out, _, _ = torch.ops.cp_styles.attention(

@@ -23,6 +23,7 @@ from cp_styles.comm.agreement import begin_backward
 from cp_styles.comm.checksum import version_of
 from cp_styles.derivatives import first_derivatives_only, refuse_tangents
 from cp_styles.engine.binding import Binding, refuse_grouped
+from cp_styles.engine.checkpoint import as_kept
 from cp_styles.engine.op import check_local, handle, source_of
 from cp_styles.functions.attention import axis_and_group
 from cp_styles.kernels import CompiledFlexKernel, FlexKernel, Kernel, LseGradient
@@ -170,7 +171,7 @@ def attend_with_lse(
             raise problem
 
     keep = torch.is_grad_enabled() and any(x.requires_grad for x in (*tensors, *learned))
-    bound = bound.agree(check, tensors, 2, None, {"scale": scale, "logsumexp": wants_lse}, keep)
+    bound = as_kept(bound).agree(check, tensors, 2, None, {"scale": scale, "logsumexp": wants_lse}, keep)
     out, lse = _FlexAttention.apply(*tensors, bound, scale, wants_lse, *learned)
     bound.finished()
     return out, lse if wants_lse else None

@@ -79,6 +79,10 @@ class Strategy(ABC):
         """This strategy where the sequence is cut over two mesh axes, the second of size ``inner``."""
         raise ValueError(f"{self} works on one mesh axis; for two take Ulysses(inner={self}), or flatten them yourself")
 
+    def keeping_nothing(self) -> Strategy:
+        """This strategy, with no received keys kept for the backward: for a forward whose results outlive its layer."""
+        return self
+
     def prepare(  # noqa: B027 - one that plans nothing has nothing to prepare
         self, q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, rank: int, *, small_tiles: bool
     ) -> None:

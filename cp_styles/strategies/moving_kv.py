@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
@@ -72,6 +73,9 @@ class MovingKV(Strategy):
     @abstractmethod
     def rounds(self, ranks: int) -> Sequence[Sequence[int]]:
         """Every distance from 1 to ``ranks - 1`` once, in groups; see :attr:`Step.distances`."""
+
+    def keeping_nothing(self):
+        return replace(self, keep=0)  # pyright: ignore[reportArgumentType] - subclasses are dataclasses
 
     def prepare(self, q_layout, kv_layout, mask, rank, *, small_tiles):
         make_plan(q_layout, kv_layout, mask, rank, small_tiles=small_tiles)
@@ -296,7 +300,10 @@ class _PlanRun:
 
     def _start(self, queue: list[Step], places: dict[int, torch.Tensor]) -> tuple[dict[int, torch.Tensor], Pending]:
         """Start the next step that travels, if there is one: what will arrive, by distance."""
-        heads, distances, _ = queue.pop(0) if queue else Step((0, 0), (), False)
+        if not queue:
+            self._messages = {}
+            return {}, Pending((), ())
+        heads, distances, _ = queue.pop(0)
         messages = {distance: self._place(places, distance, heads) for distance in distances}
         destinations = [(self.rank + distance) % self.ranks for distance in distances]
         wanted = [(heads, self.plan.sends[peer]) for peer in destinations]

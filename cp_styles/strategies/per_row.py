@@ -21,6 +21,9 @@ class PerRowStrategy(Strategy):
 
     inner: Strategy
 
+    def keeping_nothing(self):
+        return replace(self, inner=self.inner.keeping_nothing())
+
     def prepare(self, q_layout, kv_layout, mask, rank, *, small_tiles):
         for row in mask.masks if isinstance(mask, PerRow) else (mask,):
             self.inner.prepare(q_layout, kv_layout, row, rank, small_tiles=small_tiles)

@@ -59,6 +59,9 @@ class Ulysses(Strategy):
             )
         return replace(self, size=inner)
 
+    def keeping_nothing(self):
+        return replace(self, inner=self.inner.keeping_nothing())
+
     def check_ranks(self, ranks):
         self.inner.check_ranks(ranks // self.size_on(ranks))
 

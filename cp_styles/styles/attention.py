@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from cp_styles._compat import current_graph_task, hooks_in_order, tree_map_only
 from cp_styles.comm.agreement import ledger_of
 from cp_styles.engine.binding import Binding, refuse_dropout
+from cp_styles.engine.checkpoint import as_kept
 from cp_styles.engine.dtensor_handlers import NO_COMMUNICATION, binding_of, declared_size, even_lengths, install
 from cp_styles.engine.op import check_local
 from cp_styles.engine.scope import Lease, ScopedBinding
@@ -159,7 +160,8 @@ class ContextParallelState:
 
     def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         install()
-        self.binding = self._scoped.now()
+        scoped = as_kept(self._scoped)
+        self.binding = scoped.now()
         bound = self._bind(args, kwargs)
         inputs: tuple[Any, ...] = tuple(bound.arguments.get(name) for name in self._names)
         dim = self.style.seq_dim
@@ -178,7 +180,7 @@ class ContextParallelState:
         if attn_mask is not None:
             self.binding = replace(self.binding, mask=self.binding.mask & Dense(attn_mask))
             bound.arguments["attn_mask"] = None
-        self._lease = lease = self._scoped.lease(self.binding, self.axis.device_type)
+        self._lease = lease = scoped.lease(self.binding, self.axis.device_type)
         # An equal binding, perhaps another module's, serves as well: and then its tally is the one that counts.
         self.binding = binding_of(lease.mesh) or self.binding
         q_size, kv_size = (

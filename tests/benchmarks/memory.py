@@ -16,12 +16,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 from cp_styles import (
     AllGather,
@@ -117,7 +116,7 @@ def one_attention(attend: Callable[..., torch.Tensor], args: argparse.Namespace,
 
 def a_layer(attend: Callable[..., torch.Tensor], args: argparse.Namespace, ranks: int, how: str) -> float:
     """What one of the layers keeps."""
-    contexts = partial(create_selective_checkpoint_contexts, save_attention())
+    contexts = save_attention()
 
     def layer(x: torch.Tensor) -> torch.Tensor:
         kv = x[:, : args.kv_heads]

@@ -13,13 +13,13 @@ from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 from cp_styles.batch import sum_gradients
+from cp_styles.engine.checkpoint import save_attention
 from cp_styles.engine.op import config_text
 from cp_styles.engine.scope import SequenceScope
 from cp_styles.functions.attention import context_attention
-from cp_styles.functions.checkpoint import save_attention
 from cp_styles.kernels import ReferenceKernel
 from cp_styles.layout import by_work, contiguous, head_tail
 from cp_styles.mask import Causal, Dense, Documents, SlidingWindow
@@ -291,7 +291,7 @@ def without_side_effects():
 @pytest.mark.parametrize("name", DOORS)
 def test_a_selective_checkpoint_attends_once(name: str):
     """And a plain one twice, which the test therefore would see. All that communicates is inside the one op."""
-    kept = partial(create_selective_checkpoint_contexts, save_attention())
+    kept = save_attention()
 
     def graphs(**options) -> Traces:
         torch.compiler.reset()
@@ -320,7 +320,7 @@ def test_a_selective_checkpoint_attends_once(name: str):
 def test_a_recomputation_without_its_scope_is_refused():
     """And right where the attention is kept: its scope is not asked for again."""
     problem, mask = documents((5, 11)), Documents((5, 11))
-    kept = partial(create_selective_checkpoint_contexts, save_attention())
+    kept = save_attention()
 
     def on(rank: int):
         for options in ({"context_fn": kept}, {}):

@@ -2,7 +2,6 @@
 
 import copy
 import re
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.functional import cross_entropy
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 from cp_styles import (
     AttentionContextParallel,
@@ -200,8 +199,7 @@ def test_a_selective_checkpoint():
         core = parallelize_module(Core(), cp_mesh(3), AttentionContextParallel())
 
         def attend(*qkv):
-            names = {"partial": partial, "create_selective_checkpoint_contexts": create_selective_checkpoint_contexts}
-            names |= {"save_attention": save_attention, "checkpoint": checkpoint}
+            names = {"save_attention": save_attention, "checkpoint": checkpoint}
             names |= {"layer": lambda qkv: core(*qkv), "x": qkv}
             exec(example("example: selective"), names)
             return names["x"]

@@ -14,12 +14,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention.flex_attention import AuxRequest, flex_attention
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from cp_styles.comm.agreement import WIDTH
+from cp_styles.engine.checkpoint import save_attention
 from cp_styles.engine.scope import SequenceScope
 from cp_styles.functions.attention import context_attention
-from cp_styles.functions.checkpoint import save_attention
 from cp_styles.functions.flex import context_flex_attention
 from cp_styles.functions.varlen import context_varlen_attention
 from cp_styles.kernels import CPU_FLASH, Kernel
@@ -27,7 +27,7 @@ from cp_styles.layout import head_tail
 from cp_styles.mask import Causal, Documents
 from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.styles import AttentionContextParallel, ModuleContextParallel
-from cp_styles.testing import CommunicationTrace, run_ranks
+from cp_styles.testing import CommunicationTrace, MemoryTrace, run_ranks
 from tests.oracle import allowed, document_of, randn
 from tests.ranks.attention_case import EXACT, Core, Problem, cp_mesh, run_attention
 from tests.ranks.flex_case import FlexProblem, causal, relative_bias
@@ -92,28 +92,62 @@ def checkpointed(layer: nn.Module, context_fn: Callable[[], Any] | None = None) 
     return lambda *qkv: checkpoint(layer, *qkv, use_reentrant=False, **options)
 
 
-def contexts(policy=None) -> Callable[[], Any]:
-    return partial(create_selective_checkpoint_contexts, save_attention(policy))
-
-
 @pytest.mark.parametrize("door", [*DOORS, *OTHER_CALLS])
 @pytest.mark.parametrize("strategy", [Ring(), Ring(keep=0), AllGather(), Ulysses()], ids=str)
 def test_a_recomputation_that_communicates_nothing(door: str, strategy):
-    """Exactly the events of no checkpoint at all; a plain checkpoint agrees and sends the forward's keys once more."""
+    """Exactly the events of no checkpoint where nothing is kept; a plain one agrees and sends the keys once more."""
 
     def on(rank: int):
         mesh = cp_mesh(RANKS)
-        own = layer(door, mesh, strategy=strategy)
+        own, lean = (layer(door, mesh, strategy=chosen) for chosen in (strategy, strategy.keeping_nothing()))
         events_of(own, rank)  # from here on every rank knows the global length by its own
         for _ in range(2):  # the second time everything that is remembered is there
-            without = events_of(own, rank)
+            without = events_of(lean, rank)
             runs = own.runs
-            assert events_of(checkpointed(own, contexts()), rank) == without
+            assert events_of(checkpointed(own, save_attention()), rank) == without
             assert own.runs == runs + 2  # it was recomputed
-        again = Counter(events_of(checkpointed(own), rank)) - Counter(without)
+        again = Counter(events_of(checkpointed(own), rank)) - Counter(events_of(own, rank))
         calls = {"style": 2, "varlen": PROBLEM.inputs[0].shape[0]}.get(door, 1)
         assert again["all_gather", WIDTH * 8 * (RANKS - 1)] == calls
         assert sum(again.values()) > 1
+
+    run_ranks(on, RANKS)
+
+
+@pytest.mark.parametrize("door", [*DOORS, *OTHER_CALLS])
+@pytest.mark.parametrize("strategy", [Ring(keep=2), AllGather(keep=2), Ulysses(inner=Ring(keep=2), size=1)], ids=str)
+def test_no_received_keys_outlive_the_layer(door: str, strategy):
+    """As many bytes stay after the forward as with a strategy that keeps nothing, whatever this one is told to keep."""
+
+    def on(rank: int):
+        leaves, cotangent = PROBLEM.shard(head_tail, rank, RANKS)
+        live = []
+        for chosen, context_fn in (
+            (strategy, save_attention()),
+            (strategy.keeping_nothing(), save_attention()),
+            (strategy, None),
+        ):
+            attend = layer(door, cp_mesh(RANKS), strategy=chosen)
+            attend = attend if context_fn is None else checkpointed(attend, context_fn)
+            attend(*leaves).backward(cotangent)  # what is made once is there
+            with MemoryTrace() as trace:
+                out = attend(*leaves)
+                live.append(trace.live)
+            out.backward(cotangent)
+        assert live[0] == live[1] < live[2]
+
+    run_ranks(on, RANKS)
+
+
+def test_a_checkpoint_on_one_rank_is_refused_on_all():
+    """Where it alone keeps nothing, the others would wait for it, or it for them, in the backward."""
+
+    def on(rank: int):
+        own = layer("function", cp_mesh(RANKS))
+        attend = checkpointed(own, save_attention()) if rank == 1 else own
+        leaves, _ = PROBLEM.shard(head_tail, rank, RANKS)
+        with pytest.raises(ValueError, match=r"disagree on .*strategy.*: ranks \[1\] differ"):
+            attend(*leaves)
 
     run_ranks(on, RANKS)
 
@@ -139,7 +173,7 @@ def test_no_kernel_runs_again(door: str):
     def on(rank: int):
         kernel = Counting()
         own = layer(door, cp_mesh(RANKS), kernel=kernel)
-        assert max(run_attention(checkpointed(own, contexts()), PROBLEM, rank, RANKS)) < EXACT
+        assert max(run_attention(checkpointed(own, save_attention()), PROBLEM, rank, RANKS)) < EXACT
         assert (kernel.forwards, kernel.backwards) == (RANKS, RANKS)
 
     run_ranks(on, RANKS)
@@ -157,7 +191,7 @@ def test_beside_a_policy_of_ones_own(door: str):
             return CheckpointPolicy.MUST_SAVE if op is torch.ops.aten.exp.default else CheckpointPolicy.MUST_RECOMPUTE
 
         own = layer(door, cp_mesh(RANKS))
-        assert max(run_attention(checkpointed(own, contexts(own_policy)), PROBLEM, rank, RANKS)) < EXACT
+        assert max(run_attention(checkpointed(own, save_attention(own_policy)), PROBLEM, rank, RANKS)) < EXACT
         assert asked[torch.ops.aten.exp.default]
         assert not any("attention" in str(op) or "gather" in str(op) for op in asked)
 
@@ -173,7 +207,7 @@ def test_under_a_scope(door: str, open_later: bool):
     problem = Problem(length=13, kv_heads=2, mask=allowed(lambda p, j: document(p) == document(j) and j <= p, 13, 13))
 
     def on(rank: int):
-        own = layer(door, cp_mesh(RANKS))
+        own = layer(door, cp_mesh(RANKS), strategy=Ring(keep=0))
 
         def attend(*qkv, context_fn=None):
             with SequenceScope(head_tail(13, RANKS), mask=Documents(lengths)) as scope:
@@ -183,7 +217,7 @@ def test_under_a_scope(door: str, open_later: bool):
         without = events_of(attend, rank, problem)
         with CommunicationTrace() as trace:
             leaves, cotangent = problem.shard(head_tail, rank, RANKS)
-            out = attend(*leaves, context_fn=contexts())
+            out = attend(*leaves, context_fn=save_attention())
             with SequenceScope(head_tail(13, RANKS)) if open_later else nullcontext():
                 out.backward(cotangent)
         found = [out.detach(), *(leaf.grad for leaf in leaves)]
@@ -204,7 +238,7 @@ def test_two_layers_and_two_batches_alive(door: str):
         started = []
         for problem in (PROBLEM, other):
             leaves, cotangent = problem.shard(head_tail, rank, RANKS)
-            started.append((problem, leaves, cotangent, checkpointed(own, contexts())(*leaves)))
+            started.append((problem, leaves, cotangent, checkpointed(own, save_attention())(*leaves)))
         for problem, leaves, cotangent, out in started:
             out.backward(cotangent)
             found = [out.detach(), *(leaf.grad for leaf in leaves)]
@@ -238,14 +272,14 @@ def test_flex_attention_in_a_module():
     layout = head_tail(30, RANKS)
 
     def on(rank: int):
-        model = parallelize_module(FlexLayer(problem), cp_mesh(RANKS), ModuleContextParallel())
+        model = parallelize_module(FlexLayer(problem), cp_mesh(RANKS), ModuleContextParallel(strategy=Ring(keep=0)))
 
         def attend(query, key, value, context_fn=None):
             options = {} if context_fn is None else {"context_fn": context_fn}
             return checkpoint(model, query, key, value, use_reentrant=False, **options)
 
         found = []
-        for act in (model, partial(attend, context_fn=contexts()), attend):
+        for act in (model, partial(attend, context_fn=save_attention()), attend):
             model.table.grad = None
             leaves = [layout.shard(x, 2, rank).clone().requires_grad_() for x in problem.inputs]
             with CommunicationTrace() as trace:
@@ -273,7 +307,7 @@ def test_what_is_done_now_and_then_is_no_matter(door: str):
         own = layer(door, cp_mesh(RANKS))
         projection = nn.Linear(8, 8, bias=False, dtype=torch.float64)
         nn.init.eye_(projection.weight)
-        attend = checkpointed(own, contexts())
+        attend = checkpointed(own, save_attention())
         for _ in range(4):
             assert max(run_attention(lambda *qkv: attend(*map(projection, qkv)), PROBLEM, rank, RANKS)) < EXACT
 
