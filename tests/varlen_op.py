@@ -48,14 +48,14 @@ def varlen_ops_on_cpu() -> Iterator[None]:
     """aten's varlen flash ops, under their own schemas, for CPU tensors, on all threads."""
     library = torch.library.Library("aten", "IMPL")
     try:
-        library.impl("_flash_attention_forward", _forward, "CPU")
-        library.impl("_flash_attention_backward", _backward, "CPU")
+        library.impl("_flash_attention_forward", varlen_forward, "CPU")
+        library.impl("_flash_attention_backward", varlen_backward, "CPU")
         yield
     finally:
         library._destroy()
 
 
-def _forward(
+def varlen_forward(
     q,
     k,
     v,
@@ -82,7 +82,7 @@ def _forward(
     return out, lse, torch.empty(2, dtype=torch.uint64), empty, empty
 
 
-def _backward(
+def varlen_backward(
     grad,
     q,
     k,
@@ -124,7 +124,8 @@ def _documents(q, k, v, cum_seq_q, cum_seq_k, max_q, max_k, causal) -> Iterator[
     """Rows of each document, its keys, and which pairs of it are hidden; none of them may be left out."""
     assert q.ndim == 3
     assert k.shape == v.shape
-    assert q.shape[2] == k.shape[2]
+    assert q.shape[2] == k.shape[2] <= 256
+    assert q.shape[2] % 8 == 0 or q.dtype in (torch.float32, torch.float64)  # which the CUDA kernel does not take
     assert q.shape[1] % k.shape[1] == 0
     assert all(x.stride(-1) == 1 for x in (q, k, v))
     bounds = []

@@ -40,6 +40,8 @@ class Kernel(ABC):
     positional: ClassVar[bool] = False
     # Whether many small tiles cost little, so that the plan need not join them.
     small_tiles: ClassVar[bool] = False
+    # Whether it takes every tile of an attention that it takes: see takes().
+    takes_all: ClassVar[bool] = True
 
     @property
     def content(self) -> int:
@@ -102,6 +104,13 @@ class Kernel(ABC):
         Asked once for tensors of one shape, dtype and device, with ``biased`` for tiles that have an explicit mask:
         only those may matter.
         """
+
+    def takes(
+        self, q_BHLD: torch.Tensor, k_BGMD: torch.Tensor, v_BGME: torch.Tensor, *, causal: bool, biased: bool
+    ) -> bool:
+        """Whether to give it this tile, of an attention for which :meth:`check` has passed; if not, another kernel gets
+        the tile. Tiles differ in rows, and in a backward the head dims may be larger than the attention's."""
+        return True
 
     def tile_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """In which dtype to run the tiles of inputs of ``dtype`` when there are several to merge.

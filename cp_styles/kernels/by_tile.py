@@ -11,7 +11,7 @@ import torch
 
 from cp_styles.kernels.base import Kernel, TileCall
 from cp_styles.kernels.reference import ReferenceKernel
-from cp_styles.kernels.sdpa import SDPA_KERNELS
+from cp_styles.kernels.sdpa import CUDA_CUDNN, SDPA_KERNELS
 
 
 def kernel_for_tiles(
@@ -21,14 +21,18 @@ def kernel_for_tiles(
 
     Tiles without an explicit mask go to the kernel that the user ``named``; else to ``preferred``, where that takes the
     tensors; else to the first of SDPA_KERNELS that does, and last to the reference. Tiles with an explicit mask go to
-    the same kernel where it takes masks, else to the first of the others that does. The choice depends on head dims,
-    dtype and device, so it is the same on every rank.
+    the same kernel where it takes masks, else to the first of the others that does. A tile that the kernel of its kind
+    does not take goes to the next one. The choice depends on head dims, dtype and device, so it is the same on every
+    rank.
+
+    cuDNN's is taken where it is named and not where torch prefers it: torch looks at the whole call, which is no tile.
 
     Raises:
         NotImplementedError: when the named kernel does not take the tensors; and when it takes no masks, and is told
             where its tiles are: what it computes then is more than softmax attention, and no other kernel stands in.
     """
-    order = (*([preferred] if preferred else []), *SDPA_KERNELS, ReferenceKernel())
+    rest = [kernel for kernel in (*SDPA_KERNELS, ReferenceKernel()) if kernel not in (CUDA_CUDNN, preferred)]
+    order = [preferred, *rest] if preferred and preferred != CUDA_CUDNN else rest
 
     def takes(kernel: Kernel, *, biased: bool) -> bool:
         try:
@@ -41,61 +45,87 @@ def kernel_for_tiles(
         named.check(*tensors, biased=False)
         if named.positional:
             named.check(*tensors, biased=True)
-    plain = named or next(kernel for kernel in order if takes(kernel, biased=False))
-    masked = next(kernel for kernel in (plain, *order) if takes(kernel, biased=True))
-    return plain if masked is plain else ByTile(plain, masked)
+    plain = [*([named] if named else []), *(kernel for kernel in order if takes(kernel, biased=False))]
+    masked = [kernel for kernel in (plain[0], *order) if takes(kernel, biased=True)]
+    whole = plain[0] is masked[0] and plain[0].takes_all
+    return plain[0] if whole else ByTile(tuple(plain), tuple(masked))
 
 
 @dataclass(frozen=True)
 class ByTile(Kernel):
-    """``plain`` for the tiles without an explicit mask, ``masked`` for those with one.
+    """The first kernel that takes a tile computes it: of ``plain`` without an explicit mask, of ``masked`` with one.
 
-    Both compute the same function, each tile's logsumexp included, so tiles of both merge, and in a backward either is
+    All compute the same function, each tile's logsumexp included, so tiles of all merge, and in a backward each is
     given the whole attention's ``out`` and ``lse``.
     """
 
-    plain: Kernel
-    masked: Kernel
+    plain: tuple[Kernel, ...]
+    masked: tuple[Kernel, ...]
+
+    def kernel_of(
+        self, q_BHLD: torch.Tensor, k_BGMD: torch.Tensor, v_BGME: torch.Tensor, *, causal: bool, biased: bool
+    ) -> Kernel:
+        """The kernel of a tile."""
+        line = self.masked if biased else self.plain
+        found = (kernel for kernel in line if kernel.takes(q_BHLD, k_BGMD, v_BGME, causal=causal, biased=biased))
+        return next(found, line[-1])
 
     @property
     def small_tiles(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.plain.small_tiles
+        return self.plain[0].small_tiles
 
     @property
     def content(self):
-        return hash((self.plain.content, self.masked.content))
+        return hash(tuple(kernel.content for kernel in (*self.plain, *self.masked)))
 
     def forward(self, q_BHLD, k_BGMD, v_BGME, *, causal, bias, scale):
-        return self._of(bias).forward(q_BHLD, k_BGMD, v_BGME, causal=causal, bias=bias, scale=scale)
+        kernel = self.kernel_of(q_BHLD, k_BGMD, v_BGME, causal=causal, biased=bias is not None)
+        return kernel.forward(q_BHLD, k_BGMD, v_BGME, causal=causal, bias=bias, scale=scale)
 
     def backward(self, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, lse_BHL, *, causal, bias, scale):
+        kernel = self.kernel_of(q_BHLD, k_BGMD, v_BGME, causal=causal, biased=bias is not None)
         tensors = (grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, lse_BHL)
-        return self._of(bias).backward(*tensors, causal=causal, bias=bias, scale=scale)
+        return kernel.backward(*tensors, causal=causal, bias=bias, scale=scale)
 
     def forward_tiles(self, tiles):
-        return self._each(tiles, lambda kernel, run: kernel.forward_tiles(run))
+        return self._each(tiles, 0, lambda kernel, run: kernel.forward_tiles(run))
 
     def backward_tiles(self, tiles):
-        return self._each(tiles, lambda kernel, run: kernel.backward_tiles(run))
+        return self._each(tiles, 1, lambda kernel, run: kernel.backward_tiles(run))
 
     def check(self, q_BHLD: torch.Tensor, k_BGMD: torch.Tensor, v_BGME: torch.Tensor, *, biased: bool) -> None:
-        (self.masked if biased else self.plain).check(q_BHLD, k_BGMD, v_BGME, biased=biased)
+        """As the first of the line says, where none takes them."""
+        problems: list[NotImplementedError] = []
+        for kernel in self.masked if biased else self.plain:
+            try:
+                kernel.check(q_BHLD, k_BGMD, v_BGME, biased=biased)
+            except NotImplementedError as problem:
+                problems.append(problem)
+            else:
+                return
+        raise problems[0]
 
     def tile_dtype(self, dtype):
-        """What both prefer; else that of the inputs, for which both were checked."""
-        found = {kernel.tile_dtype(dtype) for kernel in (self.plain, self.masked)}
+        """What the first of both kinds prefer; else that of the inputs, for which all were checked."""
+        found = {kernel.tile_dtype(dtype) for kernel in (self.plain[0], self.masked[0])}
         return found.pop() if len(found) == 1 else dtype
 
-    def _of(self, bias: torch.Tensor | None) -> Kernel:
-        return self.plain if bias is None else self.masked
-
     def _each(
-        self, tiles: Iterable[TileCall], how: Callable[[Kernel, Iterable[TileCall]], Iterator[tuple[int, Any]]]
+        self,
+        tiles: Iterable[TileCall],
+        query: int,
+        how: Callable[[Kernel, Iterable[TileCall]], Iterator[tuple[int, Any]]],
     ) -> Iterator[tuple[int, Any]]:
-        """(Number of the tile, its result) each; neighbours for one kernel are given to it together."""
-        for plain, run in groupby(enumerate(tiles), lambda entry: entry[1].options["bias"] is None):
+        """(Number of the tile, its result) each; neighbours for one kernel are given to it together. ``query`` is the
+        place of the query among their tensors."""
+
+        def kernel_of(entry: tuple[int, TileCall]) -> Kernel:
+            tensors, options = entry[1]
+            biased = options["bias"] is not None
+            return self.kernel_of(*tensors[query : query + 3], causal=options["causal"], biased=biased)
+
+        for kernel, run in groupby(enumerate(tiles), kernel_of):
             numbers: list[int] = []
-            kernel = self.plain if plain else self.masked
             for index, result in how(kernel, _noting(run, numbers)):
                 yield numbers[index], result
 

@@ -51,15 +51,27 @@ def names_of(op: torch._ops.OpOverload) -> Names:
 class SdpaKernel(Kernel):
     """One of torch's fused attention ops.
 
+    What an op cannot take is said here, once: :meth:`check` refuses it for a whole attention and :meth:`takes` for a
+    tile. What the op only wants laid out in another way, a head dim that is no multiple of 16 bytes or rows that do not
+    start at one, is padded or copied.
+
     Attributes:
         name: the op's name in aten, without the ``_backward`` that its gradient carries.
         device_type: where it runs.
         dtypes: what it takes.
         grouped: whether it takes fewer key/value heads than query heads.
         wide_tiles: float32 tiles of low-precision inputs are affordable.
-        lse_multiple: the op pads the logsumexp to a multiple of this many queries.
+        lse_multiple: the op pads the logsumexp to a multiple of this many queries, with infinity.
         lse_column: the op's logsumexp is [B, H, L, 1].
         out_by_rows: the backward reads ``out`` as [B, L, H, E] in memory, whatever its strides say.
+        out_like_query: the backward may read ``out`` and its gradient by the strides that another call had, with the
+            same query: all of them are given the query's order of dims.
+        row_bytes: rows must start at multiples of this many bytes, and so must head dims end.
+        most_dim: the largest head dim of a backward; None for any.
+        one_dim: query and value must have one head dim.
+        whole_rows: takes tiles whose numbers of queries and of keys are multiples of this.
+        deterministic: whether it runs where deterministic algorithms are asked for.
+        capability: the least CUDA compute capability; for bfloat16 it is at least 8.0 everywhere.
     """
 
     name: str
@@ -70,6 +82,17 @@ class SdpaKernel(Kernel):
     lse_multiple: int = 1
     lse_column: bool = False
     out_by_rows: bool = False
+    out_like_query: bool = False
+    row_bytes: int = 1
+    most_dim: int | None = None
+    one_dim: bool = True
+    whole_rows: int = 1
+    deterministic: bool = True
+    capability: tuple[int, int] = (0, 0)
+
+    @property
+    def takes_all(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.most_dim is None and self.whole_rows == 1
 
     @property
     def forward_op(self) -> torch._ops.OpOverload:
@@ -85,12 +108,12 @@ class SdpaKernel(Kernel):
 
     def forward(self, q_BHLD, k_BGMD, v_BGME, *, causal, bias, scale):
         q_BHLD, scale, _ = _positive_scale(q_BHLD, scale)
-        k, v = (self._widen(x, q_BHLD.shape[1]) for x in (k_BGMD, v_BGME))
-        values = _call(
+        dim_v, (dim, padded_v) = v_BGME.shape[-1], self._dims(q_BHLD, v_BGME)
+        values = self._call(
             self.forward_op,
-            query=q_BHLD,
-            key=k,
-            value=v,
+            query=_padded(q_BHLD, dim),
+            key=self._widen(_padded(k_BGMD, dim), q_BHLD.shape[1]),
+            value=self._widen(_padded(v_BGME, padded_v), q_BHLD.shape[1]),
             attn_mask=self._fitted(bias, q_BHLD, k_BGMD),
             dropout_p=0.0,
             is_causal=causal,
@@ -99,7 +122,7 @@ class SdpaKernel(Kernel):
             scale=scale,
         )
         results = dict(zip(names_of(self.forward_op).returns, values, strict=True))
-        out, lse = results["out"], results["logsumexp"]
+        out, lse = results["out"][..., :dim_v], results["logsumexp"]
         lse = lse.flatten(2)[:, :, : q_BHLD.shape[2]]
         if bias is not None:
             # What a fused kernel reports as the logsumexp of a fully masked row is not defined; that it has none, is.
@@ -110,19 +133,28 @@ class SdpaKernel(Kernel):
 
     def backward(self, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, lse_BHL, *, causal, bias, scale):
         queries, keys = q_BHLD.shape[2], k_BGMD.shape[2]
+        dims, (dim, padded_v) = (q_BHLD.shape[-1], v_BGME.shape[-1]), self._dims(q_BHLD, v_BGME)
         q_BHLD, scale, sign = _positive_scale(q_BHLD, scale)
-        k, v = (self._widen(x, q_BHLD.shape[1]) for x in (k_BGMD, v_BGME))
+        if bias is not None:
+            # Of a query that no key is for. A finite number far below all logits makes infinity of what a kernel pads
+            # a block of keys with; infinity makes 0 of it, and of everything.
+            lse_BHL = lse_BHL.masked_fill(lse_BHL <= EMPTY_LSE / 2, float("inf"))
         # The CUDA kernels read the logsumexp of some rows as if it were contiguous, and do not check.
-        lse = F.pad(lse_BHL, (0, -queries % self.lse_multiple)).contiguous()
+        lse = F.pad(lse_BHL, (0, -queries % self.lse_multiple), value=float("inf")).contiguous()
+        query, grad, out = _padded(q_BHLD, dim), _padded(grad_BHLE, padded_v), _padded(out_BHLE, padded_v)
+        if self.out_by_rows:
+            out = out.transpose(1, 2).contiguous().transpose(1, 2)
+        if self.out_like_query:
+            grad, out = (_in_order_of(query, x) for x in (grad, out))
         seed = torch.zeros(2, dtype=torch.int64, device=q_BHLD.device)  # never read: there is no dropout
-        dq, dk, dv, *_ = _call(
+        dq, dk, dv, *_ = self._call(
             self.backward_op,
-            grad_out=grad_BHLE,
-            query=q_BHLD,
-            key=k,
-            value=v,
+            grad_out=grad,
+            query=query,
+            key=self._widen(_padded(k_BGMD, dim), q_BHLD.shape[1]),
+            value=self._widen(_padded(v_BGME, padded_v), q_BHLD.shape[1]),
             attn_mask=self._fitted(bias, q_BHLD, k_BGMD),
-            out=out_BHLE.transpose(1, 2).contiguous().transpose(1, 2) if self.out_by_rows else out_BHLE,
+            out=out,
             logsumexp=lse.unsqueeze(-1) if self.lse_column else lse,
             cum_seq_q=None,
             cum_seq_k=None,
@@ -135,36 +167,67 @@ class SdpaKernel(Kernel):
             grad_input_mask=[True, True, True, False],
             scale=scale,
         )
+        dq, dk, dv = dq[..., : dims[0]], dk[..., : dims[0]], dv[..., : dims[1]]
         return dq if sign == 1.0 else dq * sign, self._narrow(dk, k_BGMD), self._narrow(dv, v_BGME)
 
     def check(self, q_BHLD, k_BGMD, v_BGME, *, biased):
-        if q_BHLD.device.type != self.device_type or q_BHLD.dtype not in self.dtypes:
-            raise NotImplementedError(
-                f"{self.name} runs {self.dtypes} on {self.device_type}, got {q_BHLD.dtype} on {q_BHLD.device.type}; "
-                "pass kernel=ReferenceKernel() or another kernel that does"
+        problem = self._problem(q_BHLD, v_BGME, biased=biased)
+        if problem is not None:
+            raise NotImplementedError(problem)
+
+    def takes(self, q_BHLD, k_BGMD, v_BGME, *, causal, biased):
+        rows = (q_BHLD.shape[2], k_BGMD.shape[2])
+        return not any(size % self.whole_rows for size in rows) and self._problem(q_BHLD, v_BGME, biased=biased) is None
+
+    def _problem(self, q_BHLD: torch.Tensor, v_BGME: torch.Tensor, *, biased: bool) -> str | None:
+        """Why this kernel takes no tensors of this dtype, device and head dims, and what to do; None where it does."""
+        dtype, device, dim = q_BHLD.dtype, q_BHLD.device, max(self._dims(q_BHLD, v_BGME))
+        if device.type != self.device_type or dtype not in self.dtypes:
+            return (
+                f"{self.name} runs {self.dtypes} on {self.device_type}, got {dtype} on {device.type}; pass "
+                "kernel=ReferenceKernel() or another kernel that does"
             )
-        if q_BHLD.shape[-1] != v_BGME.shape[-1]:
-            raise NotImplementedError(
-                f"{self.name} needs one head dim for query, key and value, got {q_BHLD.shape[-1]} and "
-                f"{v_BGME.shape[-1]}; pad the value, or pass kernel=ReferenceKernel()"
+        if self.most_dim is not None and dim > self.most_dim:
+            return (
+                f"{self.name} takes head dims up to {self.most_dim}, got {q_BHLD.shape[-1]} and {v_BGME.shape[-1]}; "
+                "leave kernel= out, or pass kernel=CUDA_EFFICIENT or kernel=ReferenceKernel()"
             )
         if biased and not self.takes_bias:
-            raise NotImplementedError(
+            return (
                 f"{self.name} takes no mask; choose another SDPA backend (efficient attention takes masks), or pass "
                 "kernel=ReferenceKernel()"
             )
+        if not self.deterministic and _wants_deterministic():
+            return (
+                f"{self.name} is not deterministic, which torch.use_deterministic_algorithms asks for; leave kernel= "
+                "out, or pass kernel=CUDA_FLASH"
+            )
+        least = max(self.capability, (8, 0)) if dtype == torch.bfloat16 else self.capability
+        if device.type == "cuda" and _capability(device) < least:
+            return (
+                f"{self.name} runs {dtype} on GPUs of compute capability {least} or later, this one has "
+                f"{_capability(device)}; leave kernel= out, or pass kernel=ReferenceKernel()"
+            )
+        return None
 
     def tile_dtype(self, dtype):
         return torch.float32 if self.wide_tiles and dtype in (torch.float16, torch.bfloat16) else dtype
+
+    def _dims(self, q: torch.Tensor, v: torch.Tensor) -> tuple[int, int]:
+        """The head dims with which the op is called, of query and key and of value. Columns of zeros in both query and
+        key change no logit, and those of value are cut off again."""
+        step = max(self.row_bytes // q.dtype.itemsize, 1)
+        dim, dim_v = (-(-x.shape[-1] // step) * step for x in (q, v))
+        return (max(dim, dim_v),) * 2 if self.one_dim else (dim, dim_v)
 
     def _fitted(self, bias: torch.Tensor | None, q_BHLD: torch.Tensor, k_BGMD: torch.Tensor) -> torch.Tensor | None:
         """The bias as [B, H, L, M], which is what the ops take; broadcasting costs no memory."""
         if bias is None:
             return None
         shape = (*q_BHLD.shape[:3], k_BGMD.shape[2])
-        bias = _in_rows(bias.to(q_BHLD.dtype).expand(*bias.shape[:-1], shape[3]))
-        # The CUDA kernels load rows in aligned pieces of 16 bytes.
-        padding = -shape[3] % 8 if self.device_type == "cuda" else 0
+        bias = bias.to(q_BHLD.dtype).expand(*bias.shape[:-1], shape[3])
+        bias = bias if bias.stride(-1) == 1 else bias.contiguous()
+        padding = -shape[3] % max(self.row_bytes // bias.element_size(), 1)
         return F.pad(bias, (0, padding))[..., : shape[3]].expand(shape)
 
     def _widen(self, kv: torch.Tensor, heads: int) -> torch.Tensor:
@@ -173,6 +236,22 @@ class SdpaKernel(Kernel):
     @staticmethod
     def _narrow(grad: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         return grad if grad.shape[1] == kv.shape[1] else grad.unflatten(1, (kv.shape[1], -1)).sum(2)
+
+    def _call(self, op: torch._ops.OpOverload, **values: Any) -> tuple[Any, ...]:
+        """Call an op with those of the values that its schema names.
+
+        The ops read each row as if its numbers stood one after the other, and CUDA's load them in pieces of 16 bytes;
+        they do not check: scaled_dot_product_attention does that before it chooses one.
+        """
+        values |= {name: self._in_rows(values[name]) for name in _READ_IN_ROWS if name in values}
+        return op(**{name: values[alias] for name, alias in names_of(op).arguments.items()})
+
+    def _in_rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        step = max(self.row_bytes // tensor.element_size(), 1)
+        places = (tensor.storage_offset(), *tensor.stride()[:-1])
+        if tensor.stride(-1) == 1 and (step == 1 or not any(place % step for place in places)):
+            return tensor
+        return tensor.clone(memory_format=torch.contiguous_format)
 
 
 # What else the packed ops take, in some version of torch.
@@ -213,28 +292,30 @@ class VarlenKernel(SdpaKernel):
         q, k, v = zip(*(call.tensors for call in calls), strict=True)
         rows, columns = Packing.of(q), Packing.of(k)
         q_THD, scale, _ = _positive_scale(rows.join(q), calls[0].options["scale"])
-        out_THD, lse_HT, *_ = _call(
+        dim_v, (dim, padded_v) = v[0].shape[-1], self._dims(q[0], v[0])
+        out_THD, lse_HT, *_ = self._call(
             self.packed_forward_op,
-            query=q_THD,
-            key=columns.join(k),
-            value=columns.join(v),
+            query=_padded(q_THD, dim),
+            key=_padded(columns.join(k), dim),
+            value=_padded(columns.join(v), padded_v),
             scale=scale,
             return_debug_mask=False,
             **_documents(rows, columns, calls),
         )
-        return zip(rows.split(out_THD), rows.split_lse(lse_HT), strict=True)
+        return zip(rows.split(out_THD[..., :dim_v]), rows.split_lse(lse_HT), strict=True)
 
     def _backward_pack(self, calls: Sequence[TileCall]) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         grad, q, k, v, out, lse = zip(*(call.tensors for call in calls), strict=True)
         rows, columns = Packing.of(q), Packing.of(k)
         q_THD, scale, sign = _positive_scale(rows.join(q), calls[0].options["scale"])
-        dq, dk, dv = _call(
+        dims, (dim, padded_v) = (q[0].shape[-1], v[0].shape[-1]), self._dims(q[0], v[0])
+        dq, dk, dv = self._call(
             self.packed_backward_op,
-            grad_out=rows.join(grad),
-            query=q_THD,
-            key=columns.join(k),
-            value=columns.join(v),
-            out=rows.join(out),
+            grad_out=_padded(rows.join(grad), padded_v),
+            query=_padded(q_THD, dim),
+            key=_padded(columns.join(k), dim),
+            value=_padded(columns.join(v), padded_v),
+            out=_padded(rows.join(out), padded_v),
             logsumexp=rows.join_lse(lse),
             scale=scale,
             # Never read: there is no dropout.
@@ -242,6 +323,7 @@ class VarlenKernel(SdpaKernel):
             unused=torch.empty(0, device=q_THD.device),
             **_documents(rows, columns, calls),
         )
+        dq, dk, dv = dq[..., : dims[0]], dk[..., : dims[0]], dv[..., : dims[1]]
         return zip(rows.split(dq if sign == 1.0 else dq * sign), columns.split(dk), columns.split(dv), strict=True)
 
 
@@ -310,33 +392,58 @@ def _positive_scale(q_BHLD: torch.Tensor, scale: float) -> tuple[torch.Tensor, f
 _READ_IN_ROWS = ("query", "key", "value", "grad_out", "out")
 
 
-def _call(op: torch._ops.OpOverload, **values: Any) -> tuple[Any, ...]:
-    """Call an op with those of the values that its schema names.
-
-    The ops read each row as if its numbers stood one after the other, and do not check: scaled_dot_product_attention
-    does that before it chooses one.
-    """
-    values |= {name: _in_rows(values[name]) for name in _READ_IN_ROWS if name in values}
-    return op(**{name: values[alias] for name, alias in names_of(op).arguments.items()})
+def _padded(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    """With columns of zeros up to a head dim."""
+    return tensor if tensor.shape[-1] == dim else F.pad(tensor, (0, dim - tensor.shape[-1]))
 
 
-def _in_rows(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+def _in_order_of(query: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Dense, its dims in memory in the query's order."""
+    order = sorted(range(query.ndim), key=lambda dim: (-query.stride(dim), dim))
+    return tensor.permute(order).contiguous().permute([order.index(dim) for dim in range(query.ndim)])
+
+
+def _wants_deterministic() -> bool:
+    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    """Of a GPU; where there is none, as for fake tensors, of one that can everything."""
+    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (9, 0)
 
 
 _LOW = (torch.float16, torch.bfloat16)
 CPU_FLASH = SdpaKernel(
     "_scaled_dot_product_flash_attention_for_cpu", "cpu", (torch.float64, torch.float32, *_LOW), wide_tiles=True
 )
-CUDA_FLASH = VarlenKernel("_scaled_dot_product_flash_attention", "cuda", _LOW)
+CUDA_FLASH = VarlenKernel(
+    "_scaled_dot_product_flash_attention", "cuda", _LOW, row_bytes=16, most_dim=256, capability=(8, 0)
+)
 CUDA_EFFICIENT = SdpaKernel(
     "_scaled_dot_product_efficient_attention",
     "cuda",
     (torch.float32, *_LOW),
-    grouped=False,
+    grouped=False,  # takes groups from torch 2.15 on
     lse_multiple=32,
     out_by_rows=True,
+    row_bytes=16,
+    one_dim=False,
 )
-CUDA_CUDNN = SdpaKernel("_scaled_dot_product_cudnn_attention", "cuda", _LOW, grouped=False, lse_column=True)
+# Whole blocks of 128 rows: its backward makes NaN of some logits with half a block of keys (cuDNN before 9.26), and with
+# one query (9.26 too). It does not take one key. And every shape has a plan, which is compiled and never forgotten.
+CUDA_CUDNN = SdpaKernel(
+    "_scaled_dot_product_cudnn_attention",
+    "cuda",
+    _LOW,
+    lse_column=True,
+    out_like_query=True,
+    row_bytes=16,
+    most_dim=128,
+    one_dim=False,
+    whole_rows=128,
+    deterministic=False,
+    capability=(8, 0),
+)
 
 SDPA_KERNELS = (CPU_FLASH, CUDA_FLASH, CUDA_EFFICIENT, CUDA_CUDNN)

@@ -21,6 +21,7 @@ from cp_styles.kernels import (
     ReferenceKernel,
     TileCall,
     kernel_for_tiles,
+    sdpa,
 )
 from cp_styles.kernels.merge import EMPTY_LSE
 from cp_styles.kernels.sdpa import names_of
@@ -144,15 +145,14 @@ def test_any_strides(kernel: Kernel):
         assert error(mine, wanted) < EXACT
 
 
-def test_the_reference_takes_a_value_head_dim_of_its_own():
-    (q, k, _), _ = attention_inputs(length=6)
-    v, cotangent = randn(5, 2, 4, 6, 3), randn(6, 2, 4, 6, 3)
-    kernel = ReferenceKernel()
+@pytest.mark.parametrize("kernel", KERNELS, ids=name_of)
+@pytest.mark.parametrize("dims", [(8, 3), (3, 8)])
+def test_a_value_head_dim_of_its_own(kernel: Kernel, dims: tuple[int, int]):
+    (q, k, _), _ = attention_inputs(length=6, dim=dims[0])
+    v, cotangent = randn(5, 2, 4, 6, dims[1]), randn(6, 2, 4, 6, dims[1])
     kernel.check(q, k, v, biased=True)
     for found, wanted in zip(run(kernel, [q, k, v], cotangent), expected_attention([q, k, v], cotangent), strict=True):
         assert error(found, wanted) < EXACT
-    with pytest.raises(NotImplementedError, match="one head dim for query, key and value, got 8 and 3"):
-        CPU_FLASH.check(q, k, v, biased=False)
 
 
 def test_kernels_say_what_they_cannot_do():
@@ -163,6 +163,16 @@ def test_kernels_say_what_they_cannot_do():
     with pytest.raises(NotImplementedError, match="takes no mask; choose another SDPA backend"):
         replace(CUDA_FLASH, device_type="cpu").check(*low, biased=True)
     CPU_FLASH.check(*inputs, biased=True)
+    long = [Like(torch.bfloat16, torch.device("cuda"), (1, 1, 4, 257))] * 3
+    with pytest.raises(NotImplementedError, match="takes head dims up to 256, got 257 and 257; leave kernel= out"):
+        CUDA_FLASH.check(*long, biased=False)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(NotImplementedError, match=r"not deterministic, which torch\.use_deterministic_algorithms"):
+            CUDA_CUDNN.check(*[x._replace(shape=(1, 1, 4, 64)) for x in long], biased=False)
+    finally:
+        torch.use_deterministic_algorithms(deterministic)
 
 
 class Like(NamedTuple):
@@ -176,32 +186,90 @@ class Like(NamedTuple):
 REFERENCE = ReferenceKernel()
 
 
+FLASH_FIRST, EFFICIENT_FIRST, CUDNN_FIRST = (
+    {"preferred": CUDA_FLASH},
+    {"preferred": CUDA_EFFICIENT},
+    {"preferred": CUDA_CUDNN},
+)
+CUDNN_NAMED, FLASH_NAMED = {"named": CUDA_CUDNN}, {"named": CUDA_FLASH}
+LOW, HALF, SINGLE, DOUBLE = torch.bfloat16, torch.float16, torch.float32, torch.float64
+
+
 @pytest.mark.parametrize(
-    ("device", "dtype", "options", "plain", "masked"),
+    ("device", "dtype", "options", "dims", "rows", "plain", "masked"),
     [
-        ("cpu", torch.bfloat16, {}, CPU_FLASH, CPU_FLASH),
-        ("cpu", torch.float64, {}, CPU_FLASH, CPU_FLASH),
-        ("cpu", torch.float64, {"value_dim": 4}, REFERENCE, REFERENCE),
-        ("cpu", torch.float32, {"named": REFERENCE}, REFERENCE, REFERENCE),
-        ("cuda", torch.bfloat16, {}, CUDA_FLASH, CUDA_EFFICIENT),
-        ("cuda", torch.float16, {"preferred": CUDA_FLASH}, CUDA_FLASH, CUDA_EFFICIENT),
-        ("cuda", torch.bfloat16, {"preferred": CUDA_CUDNN}, CUDA_CUDNN, CUDA_CUDNN),
-        ("cuda", torch.bfloat16, {"preferred": CUDA_EFFICIENT}, CUDA_EFFICIENT, CUDA_EFFICIENT),
-        ("cuda", torch.bfloat16, {"named": CUDA_FLASH, "preferred": CUDA_CUDNN}, CUDA_FLASH, CUDA_CUDNN),
-        ("cuda", torch.float32, {}, CUDA_EFFICIENT, CUDA_EFFICIENT),
-        ("cuda", torch.float32, {"preferred": CUDA_FLASH}, CUDA_EFFICIENT, CUDA_EFFICIENT),
-        ("cuda", torch.float64, {}, REFERENCE, REFERENCE),
-        ("cuda", torch.bfloat16, {"value_dim": 4}, REFERENCE, REFERENCE),
-        ("mps", torch.float32, {}, REFERENCE, REFERENCE),
+        ("cpu", LOW, {}, (8, 8), (10, 7), CPU_FLASH, CPU_FLASH),
+        ("cpu", DOUBLE, {}, (8, 8), (10, 7), CPU_FLASH, CPU_FLASH),
+        ("cpu", DOUBLE, {}, (8, 4), (10, 7), CPU_FLASH, CPU_FLASH),
+        ("cpu", SINGLE, {"named": REFERENCE}, (8, 8), (10, 7), REFERENCE, REFERENCE),
+        ("mps", SINGLE, {}, (8, 8), (10, 7), REFERENCE, REFERENCE),
+        # dtypes, and what torch has chosen for the whole call
+        ("cuda", LOW, {}, (8, 8), (10, 7), CUDA_FLASH, CUDA_EFFICIENT),
+        ("cuda", HALF, FLASH_FIRST, (8, 8), (10, 7), CUDA_FLASH, CUDA_EFFICIENT),
+        ("cuda", LOW, EFFICIENT_FIRST, (8, 8), (10, 7), CUDA_EFFICIENT, CUDA_EFFICIENT),
+        ("cuda", SINGLE, {}, (8, 8), (10, 7), CUDA_EFFICIENT, CUDA_EFFICIENT),
+        ("cuda", SINGLE, FLASH_FIRST, (8, 8), (10, 7), CUDA_EFFICIENT, CUDA_EFFICIENT),
+        ("cuda", DOUBLE, {}, (8, 8), (10, 7), REFERENCE, REFERENCE),
+        # torch prefers cuDNN on new GPUs, whatever the tiles are
+        ("cuda", LOW, CUDNN_FIRST, (64, 64), (128, 128), CUDA_FLASH, CUDA_EFFICIENT),
+        ("cuda", LOW, FLASH_NAMED | CUDNN_FIRST, (64, 64), (128, 128), CUDA_FLASH, CUDA_EFFICIENT),
+        # head dims
+        ("cuda", LOW, {}, (5, 5), (10, 7), CUDA_FLASH, CUDA_EFFICIENT),
+        ("cuda", LOW, {}, (192, 128), (10, 7), CUDA_FLASH, CUDA_EFFICIENT),
+        ("cuda", LOW, {}, (256, 256), (10, 7), CUDA_FLASH, CUDA_EFFICIENT),
+        ("cuda", LOW, {}, (257, 257), (10, 7), CUDA_EFFICIENT, CUDA_EFFICIENT),
+        ("cuda", LOW, {}, (64, 264), (10, 7), CUDA_EFFICIENT, CUDA_EFFICIENT),
+        ("cuda", SINGLE, {}, (5, 4), (10, 7), CUDA_EFFICIENT, CUDA_EFFICIENT),
+        # cuDNN, named: its tiles, and those that are not
+        ("cuda", LOW, CUDNN_NAMED, (64, 64), (128, 256), CUDA_CUDNN, CUDA_CUDNN),
+        ("cuda", LOW, CUDNN_NAMED, (128, 64), (128, 128), CUDA_CUDNN, CUDA_CUDNN),
+        ("cuda", LOW, CUDNN_NAMED, (64, 64), (128, 192), CUDA_FLASH, CUDA_EFFICIENT),
+        ("cuda", LOW, CUDNN_NAMED, (64, 64), (1, 128), CUDA_FLASH, CUDA_EFFICIENT),
+        ("cuda", LOW, CUDNN_NAMED, (64, 64), (128, 1), CUDA_FLASH, CUDA_EFFICIENT),
+        ("cuda", LOW, CUDNN_NAMED, (64, 64), (100, 100), CUDA_FLASH, CUDA_EFFICIENT),
+    ],
+    ids=str,
+)
+def test_which_kernel_computes_which_tile(device, dtype, options, dims, rows, plain: Kernel, masked: Kernel):
+    def tensors(*rows: int) -> Any:
+        sizes = zip((rows[0], rows[1], rows[1]), (dims[0], *dims), strict=True)
+        return [Like(dtype, torch.device(device), (2, 4, *size)) for size in sizes]
+
+    found = kernel_for_tiles(tensors(33, 33), **options)
+    for biased, wanted in ((False, plain), (True, masked)):
+        kernel = found
+        if isinstance(found, ByTile):
+            kernel = found.kernel_of(*tensors(*rows), causal=False, biased=biased)
+        assert kernel_of(kernel) == kernel_of(wanted)
+    assert found.small_tiles == (options.get("named", plain)).small_tiles
+
+
+@pytest.mark.parametrize("dim", [249, 256])
+def test_a_backward_with_wider_tensors_has_a_kernel_that_takes_them(dim: int):
+    """A logsumexp's gradient adds columns: see LseGradient."""
+    found = kernel_for_tiles([Like(LOW, torch.device("cuda"), (2, 4, 10, dim))] * 3)
+    assert isinstance(found, ByTile)
+    wider = [Like(LOW, torch.device("cuda"), (2, 4, 10, dim + 8))] * 3
+    assert found.kernel_of(*wider, causal=False, biased=False) == CUDA_EFFICIENT
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "plain", "masked"),
+    [
+        ((9, 0), LOW, CUDA_FLASH, CUDA_EFFICIENT),
+        ((8, 0), HALF, CUDA_FLASH, CUDA_EFFICIENT),
+        ((7, 5), HALF, CUDA_EFFICIENT, CUDA_EFFICIENT),
+        ((7, 5), SINGLE, CUDA_EFFICIENT, CUDA_EFFICIENT),
+        ((7, 5), LOW, REFERENCE, REFERENCE),
     ],
 )
-def test_which_kernel_computes_which_tile(device: str, dtype: torch.dtype, options, plain: Kernel, masked: Kernel):
-    dims = (8, 8, options.get("value_dim", 8))
-    tensors: Any = [Like(dtype, torch.device(device), (2, 4, 10, dim)) for dim in dims]
-    found = kernel_for_tiles(tensors, named=options.get("named"), preferred=options.get("preferred"))
-    pair = (found.plain, found.masked) if isinstance(found, ByTile) else (found, found)
-    assert [kernel_of(x) for x in pair] == [kernel_of(x) for x in (plain, masked)]
-    assert found.small_tiles == plain.small_tiles
+def test_what_a_gpu_can_do(capability, dtype, plain: Kernel, masked: Kernel, monkeypatch):
+    monkeypatch.setattr(sdpa, "_capability", lambda device: capability)
+    tensors = [Like(dtype, torch.device("cuda"), (2, 4, 10, 64))] * 3
+    found = kernel_for_tiles(tensors)
+    line = found if isinstance(found, ByTile) else ByTile((found,), (found,))
+    for biased, wanted in ((False, plain), (True, masked)):
+        assert kernel_of(line.kernel_of(*tensors, causal=False, biased=biased)) == kernel_of(wanted)
 
 
 def kernel_of(kernel: Kernel) -> Any:
@@ -239,7 +307,7 @@ class Wide(ReferenceKernel):
 def test_tiles_of_two_kernels():
     """In any order: each tile's result comes with its number."""
     plain, masked = Wide(), Wide()
-    both = ByTile(plain, masked)
+    both = ByTile((plain,), (masked,))
     calls = []
     for index, biased in enumerate([True, False, False, True, False]):
         inputs, _ = attention_inputs(seed=10 * index, length=5)
@@ -252,8 +320,8 @@ def test_tiles_of_two_kernels():
     assert (plain.biased, masked.biased) == ([False] * 3, [True] * 2)
     # The dtype of tiles is one that both were checked for, or prefer.
     assert both.tile_dtype(torch.bfloat16) == torch.float32
-    assert ByTile(CUDA_FLASH, masked).tile_dtype(torch.bfloat16) == torch.bfloat16
-    assert ByTile(CUDA_FLASH, CUDA_EFFICIENT).tile_dtype(torch.float16) == torch.float16
+    assert ByTile((CUDA_FLASH,), (masked,)).tile_dtype(torch.bfloat16) == torch.bfloat16
+    assert ByTile((CUDA_FLASH,), (CUDA_EFFICIENT,)).tile_dtype(torch.float16) == torch.float16
 
 
 class Calls(TorchDispatchMode):
