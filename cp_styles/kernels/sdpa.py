@@ -430,8 +430,8 @@ CUDA_EFFICIENT = SdpaKernel(
     row_bytes=16,
     one_dim=False,
 )
-# Whole blocks of 128 rows: its backward makes NaN of some logits with half a block of keys (cuDNN before 9.26), and with
-# one query (9.26 too). It does not take one key. And every shape has a plan, which is compiled and never forgotten.
+# Whole blocks of 128 rows: its backward can make NaN with half a block of keys (cuDNN before 9.26) and with one query
+# (9.26 too), it does not take one key, and every shape has a plan, which is compiled and never forgotten.
 CUDA_CUDNN = SdpaKernel(
     "_scaled_dot_product_cudnn_attention",
     "cuda",

@@ -17,6 +17,7 @@ from cp_styles.layout import SequenceLayout, by_work, contiguous, head_tail, per
 from cp_styles.mask import Causal, Dense, Documents, Mask
 from cp_styles.mask.block_mask import FlexMask
 from cp_styles.strategies import AllGather, Ring, Ulysses
+from tests.cuda_ops import DEFAULT
 from tests.oracle import allowed, mask_cases, randn
 
 STRATEGIES = {
@@ -28,7 +29,7 @@ STRATEGIES = {
     "Ulysses x ring": Ulysses(size=2),
     "Ulysses x all-gather": Ulysses(inner=AllGather(keep=0), size=2),
 }
-KERNELS = {"flash": CPU_FLASH, "reference": ReferenceKernel()}
+KERNELS = {"flash": CPU_FLASH, "reference": ReferenceKernel(), "CUDA's": DEFAULT}  # see tests/cuda_ops.py
 # Query and key/value heads: MHA, groups, one key head, fewer heads than ranks, heads that no number of ranks divides.
 HEADS = ((4, 4), (4, 2), (6, 1), (3, 3), (6, 3))
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)

@@ -10,7 +10,7 @@ import torch
 
 from cp_styles.kernels import Kernel, LseGradient
 from cp_styles.kernels.levels import BesideDrowned
-from cp_styles.merge import EMPTY_LSE
+from cp_styles.kernels.merge import EMPTY_LSE
 from tests.cuda_ops import CUDNN, DEFAULT, EFFICIENT, FLASH, NAMED_CUDNN, KernelError, cuda_ops_on_cpu
 from tests.oracle import attention_inputs, dense_attention, error, expected_attention, randn
 
