@@ -1,4 +1,4 @@
-"""Sequence-parallel collectives: one small family with exact adjoints, for plain local tensors.
+"""Sequence-parallel collectives for plain local tensors. They are differentiable, with exact adjoints.
 
 ::
 
@@ -9,22 +9,26 @@
     gather(x, dim, group, reduce_gradients=...)      S(dim) -> R
     reduce_scatter(x, dim, group)                    P(sum) -> S(dim)
     slice_inputs / gather_outputs                    split / gather over nested inputs and outputs
-    sync_inputs / sync_object                        samples and objects of one rank, known to all
+    sync_inputs / sync_object                        send samples or objects of one rank to all ranks
 
-R: the same on every rank; S(dim): each rank has its part of dim; P(sum): each rank has a summand. Every backward is the
-adjoint, and communicates: all ranks must run it. ``group`` is a ProcessGroup, a 1-D DeviceMesh, (mesh, axis name), or
-None; with None, and in a group of one, everything is the identity. ``layout`` says how a dim is cut: None (as equal as
-can be, the remainder to the first ranks), sizes, :class:`Padded`, or a :class:`~cp_styles.layout.SequenceLayout`
-(head_tail, striped, :func:`nested_layout` for ring x Ulysses, :func:`per_document_layout` for packed documents).
+R: the tensor is the same on every rank. S(dim): each rank has its part of ``dim``. P(sum): each rank has a summand.
+Every backward is the adjoint and communicates, so all ranks must run it.
 
-With ``check=True``, the default, the ranks compare their calls first (one all-gather of integers), so that a mistake
-of one rank raises on all. Under torch.compile there is no check, and ranks are taken to have equal sizes where sizes
-are not given. Everything but sync_inputs and sync_object compiles with fullgraph.
+``group`` is a ProcessGroup, a 1-D DeviceMesh, (mesh, axis name), or None. With None, or in a group of one rank, each
+function is the identity.
 
-Who carries such functions around by hand finds them here:
+``layout`` says how a dim is cut. None cuts it into contiguous parts that are as equal as possible; the first ranks get
+the remainder. Otherwise pass the sizes, :class:`Padded`, or a :class:`~cp_styles.layout.SequenceLayout` (head_tail,
+striped, :func:`nested_layout` for ring x Ulysses, :func:`per_document_layout` for packed documents).
+
+With ``check=True`` (the default) the ranks first compare their calls, in one all-gather of integers. A mistake on one
+rank then raises on all ranks. Under torch.compile there is no check; where sizes are not given, all ranks must have
+equal sizes. All functions but sync_inputs and sync_object compile with fullgraph.
+
+The same functions under the names that other projects use:
 
 ===================================================================  ==================================================
-theirs                                                               ours
+elsewhere                                                            here
 ===================================================================  ==================================================
 DeepSpeed ``single_all_to_all``, ``_SeqAllToAll``                    ``all_to_all(x, scatter_idx, gather_idx, group)``
 yunchang ``all_to_all_4D``, ``SeqAllToAll4D``; xDiT through it       ``all_to_all(x, scatter_idx, gather_idx, group)``

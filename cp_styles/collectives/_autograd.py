@@ -1,4 +1,4 @@
-"""Autograd over linear maps that know their adjoint: one Function for all of them, and its two halves for overlap."""
+"""Autograd for linear maps that have an adjoint: one Function for all, and two half Functions for overlap."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ U = TypeVar("U")
 
 
 class LinearMap(Protocol):
-    """Local tensors to local tensors, linear over the group as a whole."""
+    """A map from local tensors to local tensors. It is linear in the tensors of all ranks of the group together."""
 
     @property
     def peers(self) -> Peers: ...
@@ -27,17 +27,17 @@ class LinearMap(Protocol):
 
 
 def differentiable(op: LinearMap, *tensors: torch.Tensor) -> Tensors:
-    """``op(*tensors)``, with ``op.adjoint()`` as its backward, and so on for higher derivatives."""
+    """``op(*tensors)``. Its backward is ``op.adjoint()``; higher derivatives work the same way."""
     if op.peers.size == 1:
         return tensors
     return _Apply.apply(op, *tensors)
 
 
 class _Apply(torch.autograd.Function):
-    """forward: op; backward: its adjoint. Every rank must run the backward, as it communicates."""
+    """forward: op; backward: its adjoint. The backward communicates, so every rank must run it."""
 
-    # Not (ctx, op, *tensors): where no gradient is needed, torch.compile (seen: 2.11, 2.13) drops ctx from a call that
-    # has one argument more than the signature has parameters, which is how it knows a forward without ctx.
+    # The signature is not (ctx, op, *tensors). Where no gradient is needed, torch.compile (seen: 2.11, 2.13) takes a
+    # call with one argument more than the signature has parameters for a forward without ctx, and drops ctx.
     @staticmethod
     def forward(*ctx_op_tensors: Any) -> Tensors:
         ctx, op, *tensors = ctx_op_tensors
@@ -50,30 +50,30 @@ class _Apply(torch.autograd.Function):
 
 
 class Pending(Generic[T]):
-    """A result under way. The exchange runs while this rank does other work, in the backward as in the forward."""
+    """The result of an exchange that is still running. This rank can do other work, in forward and backward."""
 
     def __init__(self, finish: Callable[[], T]) -> None:
         self._finish: Callable[[], T] | None = finish
         self._result: T | None = None
 
     def wait(self) -> T:
-        """The result; every rank must call it. Calling it again returns the same."""
+        """Return the result. Every rank must call this. A second call returns the same result."""
         if self._finish is not None:
             self._result, self._finish = self._finish(), None
         return self._result  # pyright: ignore[reportReturnType]
 
     def then(self, last: Callable[[T], U]) -> Pending[U]:
-        """This, with ``last`` applied to the result when it is waited for."""
+        """A Pending whose result is ``last`` of this one's result."""
         return Pending(lambda: last(self.wait()))
 
 
 def start(op: Exchange, *tensors: torch.Tensor) -> Pending[Tensors]:
     """``differentiable(op, *tensors)`` in two halves: this call sends, ``wait()`` receives.
 
-    In the backward, the node of ``wait()`` sends and the node of this call receives: autograd runs the nodes in between
-    (what was computed between the two calls) while the gradients travel. First derivatives only.
+    In the backward, the node of ``wait()`` sends the gradients and the node of this call receives them. Meanwhile
+    autograd runs the nodes that were created between the two calls. First derivatives only.
     """
-    if op.peers.size == 1 or torch.compiler.is_compiling():  # the compiler moves waits by itself
+    if op.peers.size == 1 or torch.compiler.is_compiling():  # the compiler schedules the waits itself
         result = differentiable(op, *tensors)
         return Pending(lambda: result)
     journey = _Journey(op)
@@ -82,7 +82,7 @@ def start(op: Exchange, *tensors: torch.Tensor) -> Pending[Tensors]:
 
 
 class _Journey:
-    """What the two halves share. The token between them has no elements; it carries the edge of the graph."""
+    """State that the two halves share. A token tensor without elements connects their nodes in the autograd graph."""
 
     def __init__(self, op: Exchange) -> None:
         self.op = op
@@ -120,7 +120,7 @@ class _Receive(torch.autograd.Function):
 
 
 class Own(NamedTuple):
-    """Replicated -> sharded: each rank takes its rows; nothing is sent. The adjoint gathers."""
+    """Replicated -> sharded: each rank takes its rows. Nothing is sent. The adjoint is an all-gather."""
 
     gather: Exchange
 
@@ -137,7 +137,7 @@ class Own(NamedTuple):
 
 
 class Replicated(NamedTuple):
-    """Sharded -> replicated: an all-gather whose result (and so its gradient) is one tensor, the same on all ranks."""
+    """Sharded -> replicated: an all-gather. Its result, and the gradient of that, are the same on all ranks."""
 
     gather: Exchange
 
@@ -153,7 +153,7 @@ class Replicated(NamedTuple):
 
 
 def gather_exchange(peers: Peers, dim: int, ndim: int, rows: Rows) -> Exchange:
-    """The exchange that gathers ``dim`` of a tensor of ``ndim`` dims, to which a last dim of one column is added."""
+    """The exchange that gathers ``dim`` of a tensor of ``ndim`` dims. The caller adds a last dim of one column."""
     return Exchange(peers, dim, ndim, rows, (((0, 1),) * peers.size,))
 
 

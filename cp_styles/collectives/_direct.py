@@ -1,8 +1,8 @@
-"""An exchange from rank to rank, eager: what Ulysses makes at every layer and step, with the arithmetic done once.
+"""The eager exchange of Ulysses, by point-to-point messages. Shapes and strides are computed once, not at each call.
 
-The blocks are those of :mod:`cp_styles.collectives._exchange`, ``[rows, *lead, columns of all tensors side by side]``,
-seen through strides. Point to point, because gloo then copies less than in its all-to-all, and because what stays on a
-rank need not go through a message.
+Blocks have the form of :mod:`cp_styles.collectives._exchange`: ``[rows, *lead, columns of all tensors side by side]``.
+Point-to-point messages have two advantages over an all-to-all: gloo copies less, and the block that stays on its rank
+is not sent.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Sizes = tuple[int, ...]
 
 
 class _Place(NamedTuple):
-    """Of one tensor, some columns in a block."""
+    """Where some columns of one tensor are in a block."""
 
     columns: tuple[int, int]
     shape: Sizes
@@ -34,11 +34,14 @@ class _Place(NamedTuple):
 
 
 class Direct:
-    """The two directions of an :class:`~cp_styles.collectives.Exchange` for tensors of given shapes.
+    """An :class:`~cp_styles.collectives.Exchange` for tensors of given shapes, in both directions. No autograd.
 
-    ``shapes`` are those on the side where a rank has its rows of all columns. No autograd. A ``trivial`` one, of a
-    group of one rank, gives back the tensors that it is given. ``in_order`` says whether rows arrive in the order of
-    positions, as they do where the cut is contiguous.
+    Attributes:
+        trivial: the group has one rank; tensors are returned as they are.
+        in_order: rows arrive in the order of positions, which holds for contiguous layouts.
+        arriving: number of elements that :meth:`start` receives.
+
+    ``shapes`` are the shapes on the side where each rank has its rows of all columns.
     """
 
     def __init__(self, way: Exchange, shapes: Sequence[Sizes]) -> None:
@@ -51,7 +54,7 @@ class Direct:
         self._axis = way.column_dim + (way.column_dim < way.row_dim)  # of the columns, where the rows come first
         lead = prod(_first(tuple(shapes[0]), way.row_dim)[1 : self._axis])
         self._others = [peer for peer in range(way.peers.size) if peer != rank]
-        # To columns: my block for each rank, and the block of all rows that I have in the end.
+        # To columns: the block that this rank sends to each rank, and the block of all rows that it receives.
         blocks = [self._block(peer, sizes[rank]) for peer in range(way.peers.size)]
         self._blocks = [places for places, _ in blocks]
         self._leaving = [sizes[rank] * lead * width for _, width in blocks]
@@ -60,7 +63,7 @@ class Direct:
         self._received = list(zip(accumulate(received, initial=0), received, strict=False))
         self.arriving = sum(received)
         self.in_order = len(way.rows.in_rank_order()) <= 1
-        # To rows: what comes from each rank, and whether every column comes from one.
+        # To rows: the shapes that come from each rank, and whether each column comes from exactly one rank.
         self._coming = [
             (peer, [_first(place.shape, way.row_dim) for place in self._blocks[peer]]) for peer in self._others
         ]
@@ -69,16 +72,17 @@ class Direct:
         ]
 
     def start(self, wire: torch.Tensor, *tensors: torch.Tensor) -> Pending:
-        """Send each rank the columns that it wants; ``wire`` fills up, flat, of :attr:`arriving` elements.
+        """Start to send each rank the columns that it needs.
 
-        Communication: one message to every other rank. Its adjoint: :meth:`home`.
+        ``wire`` is flat, has :attr:`arriving` elements, and receives the result. Communication: one message to every
+        other rank. The adjoint is :meth:`home`.
         """
         if self.trivial:
             return Pending((), ())
         rank, own = self._way.peers.rank, self._received[self._way.peers.rank]
-        # Ranks come here together. Where two that share processors post messages at the same time, each one's gloo
-        # thread, woken by the other, can interrupt a post that holds the lock it needs, and polls. So one of two
-        # neighbours makes the copy that nobody waits for before it posts, the other after.
+        # All ranks get here at the same time. If two ranks that share processors post messages at once, the gloo
+        # thread of one can interrupt a post of the other that holds a lock which it then polls for. So every second
+        # rank copies its own block before it posts, and the others after.
         if rank % 2:
             self._pack(rank, wire.narrow(0, *own), tensors)
         sends = [(peer, self._pack(peer, wire.new_empty(self._leaving[peer]), tensors)) for peer in self._others]
@@ -89,20 +93,24 @@ class Direct:
         return pending
 
     def _pack(self, peer: int, block: torch.Tensor, tensors: Tensors) -> torch.Tensor:
-        """Fill ``block`` with the columns that ``peer`` wants of this rank's rows."""
+        """Fill ``block`` with the columns that ``peer`` needs of this rank's rows."""
         for place, x in zip(self._blocks[peer], tensors, strict=True):
             place.of(block).copy_(x.narrow(self._way.column_dim, *place.columns))
         return block
 
     def sort(self, wire: torch.Tensor, place: torch.Tensor) -> None:
-        """Copy what has arrived to ``place``, flat as well, with the rows in the order of positions; for ways that are
-        not :attr:`in_order`."""
+        """Copy the received ``wire`` to ``place`` (both flat), with the rows in the order of positions.
+
+        Needed only where rows do not arrive :attr:`in_order`.
+        """
         shape = sum(self._way.rows.sizes), -1
         self._way.rows.to_global(wire.view(shape), out=place.view(shape))
 
     def views(self, flat: torch.Tensor, *tensors: torch.Tensor) -> Tensors:
-        """All rows of this rank's columns of each tensor in ``flat``, which has the rows in the order of positions.
-        (``tensors`` is what there is on a group of one.)"""
+        """Views of ``flat``, one for each tensor: all rows of this rank's columns.
+
+        ``flat`` has the rows in the order of positions. In a group of one rank, ``tensors`` are returned.
+        """
         return tensors if self.trivial else tuple(place.of(flat) for place in self._whole)
 
     def to_columns(self, *tensors: torch.Tensor) -> Tensors:
@@ -117,11 +125,12 @@ class Direct:
         return self.views(flat)
 
     def home(self, tensors: list[torch.Tensor]) -> Tensors:
-        """From all rows of this rank's columns to its rows of all columns; what several ranks had is summed.
+        """From all rows of this rank's columns to this rank's rows of all columns. Columns of several ranks are summed.
 
-        Each tensor goes by itself, so that one's memory, and that of what arrived for it, is free for the next: the
-        list is emptied. Where the rows lie together nothing is packed, and what this rank keeps is not copied before
-        it is merged. Communication: a message a tensor to every other rank. Its adjoint: :meth:`start`.
+        The tensors are sent one after the other, and the list is emptied, so that the memory of one is free for the
+        next. Rows that are contiguous in memory are sent without packing. The block that stays on this rank is not
+        copied before it is merged. Communication: for each tensor, one message to every other rank. The adjoint is
+        :meth:`start`.
 
         Returns tensors with the rows outermost in memory, as projections have them.
         """
@@ -130,12 +139,12 @@ class Direct:
         return tuple([self._brought_home(tensors, place) for place in range(len(tensors))])
 
     def _brought_home(self, tensors: list[torch.Tensor], place: int) -> torch.Tensor:
-        """This rank's rows of all columns of the first of ``tensors``, which is taken out of the list."""
+        """This rank's rows of all columns of the first of ``tensors``, which is removed from the list."""
         way, rank = self._way, self._way.peers.rank
         seen = tensors.pop(0).movedim(way.row_dim, 0)
         sends = [(peer, way.rows.own(seen, 0, peer).contiguous()) for peer in self._others]
         parts = [way.rows.own(seen, 0, rank)] * way.peers.size
-        del seen  # what was packed stands for it now
+        del seen  # the packed copies replace it
         for peer, shapes in self._coming:
             parts[peer] = parts[rank].new_empty(shapes[place])
         exchange(sends, [(peer, parts[peer]) for peer in self._others], resolve_group(way.peers.name)).wait()
@@ -143,14 +152,14 @@ class Direct:
         return self._merged(parts, place).movedim(0, way.row_dim)
 
     def _merged(self, parts: list[torch.Tensor], place: int) -> torch.Tensor:
-        """All columns of a tensor, of which ``parts`` are from each rank."""
+        """All columns of a tensor, from the ``parts`` of each rank."""
         owners = self._owners[place]
         if owners:
             return torch.cat([parts[owner] for owner in owners], self._axis)
         return merged_columns(tuple(parts), self._way.columns[place], self._axis)
 
     def _block(self, rank: int, rows: int) -> tuple[list[_Place], int]:
-        """Where the columns that ``rank`` wants of so many rows are in a block, and the block's width."""
+        """Where the columns that ``rank`` needs are in a block of ``rows`` rows, and the width of the block."""
         way, places, width = self._way, [], 0
         shapes = [(*shape[: way.row_dim], rows, *shape[way.row_dim + 1 :]) for shape in self._shapes]
         wanted = [columns[rank] for columns in way.columns]
@@ -172,12 +181,12 @@ class Direct:
 
 
 def _first(values: Sizes, dim: int) -> Sizes:
-    """With the value of ``dim`` in front of the others."""
+    """``values`` with the one of ``dim`` moved to the front."""
     return (values[dim], *values[:dim], *values[dim + 1 :])
 
 
 def _owners(columns: Sequence[tuple[int, int]], total: int) -> list[int]:
-    """The ranks in the order of the columns they have, if each column has one rank and there are several; else none."""
+    """The ranks, sorted by their columns, if several ranks share the columns and none overlap. Otherwise empty."""
     order = sorted((rank for rank, (start, stop) in enumerate(columns) if stop > start), key=lambda r: columns[r])
     edges = [edge for rank in order for edge in columns[rank]]
     cut = edges[::2] == [0, *edges[1:-1:2]] and edges[-1:] == [total]

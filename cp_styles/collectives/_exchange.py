@@ -1,21 +1,22 @@
-"""The one thing that is sent: a matrix changes hands, rows for columns. Everything else here is a use of it.
+"""The one exchange that all collectives are made of: ranks exchange rows of a matrix for columns.
 
-Legend: R rows, C columns, P ranks. A tensor is seen as ``[R, *lead, C, *trail]``: its row dim first, then the dims
-before the column dim, the column dim, the dims after it. Of tensor t, rank j wants the columns ``columns[t][j]``;
-rank i has the rows ``rows.chunks[i]``.
+Legend: R rows, C columns, P ranks. A tensor is viewed as ``[R, *lead, C, *trail]``: the row dim, the dims before the
+column dim, the column dim, the dims after it. Rank i has the rows ``rows.chunks[i]``. Rank j needs the columns
+``columns[t][j]`` of tensor t.
 
-    to columns:  every rank has its rows of all columns      ->  all rows of the columns it wants
-    to rows:     every rank has all rows of its columns      ->  its rows of all columns, where columns that several
-                                                                 ranks had are summed
+    to columns:  every rank has its rows of all columns      ->  all rows of the columns that it needs
+    to rows:     every rank has all rows of its columns      ->  its rows of all columns; columns that several ranks
+                                                                 had are summed
 
-Each is the other's adjoint, whatever the columns are:
+Each direction is the adjoint of the other, for any columns:
 
-    columns cut among the ranks       all-to-all and the all-to-all back
-    KV heads that several ranks want  grouped-query Ulysses, and the sum of their gradients
-    all columns for everybody         all-gather and reduce-scatter (sum)
+    columns cut among the ranks       all-to-all, and the all-to-all back
+    KV heads that several ranks need  grouped-query Ulysses, and the sum of their gradients
+    every rank needs all columns      all-gather, and reduce-scatter (sum)
 
-A block ``i -> j`` travels as ``[rows of i, *lead, columns of j of all tensors side by side]``. The rows are outermost,
-so what arrives needs no copy in "to columns" and what leaves needs none in "to rows" (if the tensor lies that way).
+The block ``i -> j`` is sent as ``[rows of i, *lead, columns of j of all tensors side by side]``. The rows are
+outermost. So "to columns" does not copy what arrives, and "to rows" does not copy what leaves, if the tensor has that
+order.
 """
 
 from __future__ import annotations
@@ -35,24 +36,25 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 class Started(NamedTuple):
-    """A message under way: the flat buffer that fills up, and the tensors that were sent (kept alive until then)."""
+    """A message that is being sent: the flat receive buffer, and the tensors, which must live until it has arrived."""
 
     wire: torch.Tensor | None
     tensors: Tensors
 
 
 class Exchange(NamedTuple):
-    """A linear map over the local tensors of the ranks of a group, and its adjoint: see the top of this file.
+    """A linear map of the local tensors of all ranks of a group: see the top of this file.
 
-    Call it with the tensors (autograd does not see it: use :func:`differentiable`, or call it in the forward and its
-    ``adjoint()`` in the backward of a Function of yours), or ``finish(start(*tensors))`` with other work in between.
+    Call it with the tensors, or call ``start(*tensors)`` and later ``finish``, with other work in between. Autograd
+    does not record it. Use :func:`differentiable`, or call it in the forward, and its ``adjoint()`` in the backward, of
+    an autograd Function.
 
     Attributes:
-        peers: the group; a group of one makes it the identity.
+        peers: the group. In a group of one rank the map is the identity.
         row_dim: the dim of the rows, in every tensor.
         column_dim: the dim of the columns, in every tensor.
         rows: which rows each rank has.
-        columns: for each tensor and rank the half-open range of columns that the rank wants.
+        columns: for each tensor and rank, the half-open range of columns that the rank needs.
         to_columns: the direction.
     """
 
@@ -70,7 +72,7 @@ class Exchange(NamedTuple):
         return self.finish(self.start(*tensors))
 
     def start(self, *tensors: torch.Tensor) -> Started:
-        """Pack (one copy at most) and send one message to each rank; the tensors must not change until it has left."""
+        """Pack (at most one copy) and send one message to each rank. Do not change the tensors before ``finish``."""
         if self.peers.size == 1:
             return Started(None, tensors)
         packed, sent, received = self._message(tensors)
@@ -87,8 +89,8 @@ class Exchange(NamedTuple):
     def finish(self, started: Started) -> Tensors:
         """Wait and unpack.
 
-        To columns: views of one buffer with the rows outermost (a copy only for a layout that is not contiguous).
-        To rows: contiguous tensors, one copy.
+        To columns: views of one buffer with the rows outermost; one copy if the layout is not contiguous.
+        To rows: contiguous tensors; one copy.
         """
         if started.wire is None:
             return started.tensors
@@ -97,7 +99,10 @@ class Exchange(NamedTuple):
         return self._unpack_columns(wire, seen) if self.to_columns else self._unpack_rows(wire, seen)
 
     def _message(self, tensors: Tensors) -> tuple[torch.Tensor, list[int], list[int]]:
-        """The packed tensors, and how many elements go to and come from each rank; one entry: all get the same."""
+        """The packed tensors, and the number of elements sent to and received from each rank.
+
+        If the list of sent numbers has one entry, every rank gets the same block.
+        """
         seen = [self._rows_first(x) for x in tensors]
         lead = prod(self._lead(seen[0]))
         widths = [self._width(rank, seen) for rank in range(self.peers.size)]
@@ -120,12 +125,12 @@ class Exchange(NamedTuple):
     # The four copies. To columns: pack, unpack. To rows: pack, unpack.
 
     def _pack_columns(self, seen: list[torch.Tensor], widths: list[int]) -> torch.Tensor:
-        """Flat: for each rank its block of ``[own rows, *lead, width]``; for a gather the one block they all want."""
+        """Flat: a block ``[own rows, *lead, width]`` for each rank; for a gather the one block that all ranks need."""
         c, ranks = self._column_axis, self.peers.size
         if self._is_gather():
             return _side_by_side(seen, c)
         if len({x.shape[c + 1 :] for x in seen}) == 1 and all(map(_is_even_cut, self.columns)):
-            # One kernel instead of one a rank and tensor.
+            # One kernel, instead of one for each rank and tensor.
             blocks = [x.unflatten(c, (ranks, x.shape[c] // ranks)).movedim(c, 0) for x in seen]
             return (blocks[0].contiguous() if len(blocks) == 1 else torch.cat(blocks, c + 1)).view(-1)
         head = seen[0].shape[:c]
@@ -143,7 +148,7 @@ class Exchange(NamedTuple):
         )
 
     def _pack_rows(self, seen: list[torch.Tensor]) -> torch.Tensor:
-        """Flat: the rows in rank order, of each row what this rank has of all tensors."""
+        """Flat: the rows in rank order, each with this rank's columns of all tensors."""
         c, ranges = self._column_axis, self.rows.in_rank_order()
         if len(ranges) <= 1:
             return _side_by_side(seen, c)
@@ -179,7 +184,7 @@ class Exchange(NamedTuple):
 
     @property
     def _column_axis(self) -> int:
-        """The column dim where the row dim comes first."""
+        """The column dim, counted with the row dim moved to the front."""
         return self.column_dim + (self.column_dim < self.row_dim)
 
     def _rows_first(self, x: torch.Tensor) -> torch.Tensor:
@@ -189,12 +194,12 @@ class Exchange(NamedTuple):
         return tuple(seen.shape[1 : self._column_axis])
 
     def _width(self, rank: int, seen: list[torch.Tensor]) -> int:
-        """Elements of a row (of one lead index) that ``rank`` wants of all tensors."""
+        """Number of elements that ``rank`` needs of one row and one lead index, of all tensors together."""
         trails = [prod(x.shape[self._column_axis + 1 :]) for x in seen]
         return sum((cols[rank][1] - cols[rank][0]) * trail for cols, trail in zip(self.columns, trails, strict=True))
 
     def _apart(self, block: torch.Tensor, seen: list[torch.Tensor], columns: list[Chunk], c: int) -> Tensors:
-        """The tensors in a block ``[R, *lead, width]``, as views."""
+        """Views of the tensors in a block ``[R, *lead, width]``."""
         parts, at = [], 0
         for x, (start, stop) in zip(seen, columns, strict=True):
             shape = (stop - start, *x.shape[c + 1 :])
@@ -203,12 +208,12 @@ class Exchange(NamedTuple):
         return tuple(parts)
 
     def _is_gather(self) -> bool:
-        """Everybody wants the same columns."""
+        """Whether every rank needs the same columns."""
         return all(len(set(columns)) == 1 for columns in self.columns)
 
 
 def merged_columns(parts: Tensors, columns: tuple[Chunk, ...], dim: int) -> torch.Tensor:
-    """All columns from every rank's; what several ranks had is summed, in rank order, in float32 at least."""
+    """All columns, from each rank's part. Columns of several ranks are summed in rank order, in float32 or wider."""
     dtype = parts[0].dtype
     merged = []
     for low, high in pairwise(sorted({edge for chunk in columns for edge in chunk})):
@@ -222,8 +227,8 @@ def merged_columns(parts: Tensors, columns: tuple[Chunk, ...], dim: int) -> torc
         for part in others:
             total = total + part
         merged.append(total.to(dtype) if wide else total)
-    # No .to() and no .contiguous() that does nothing: a compiled Function that ends with one has a gradient of zero
-    # on 2.11.
+    # Call .to() and .contiguous() only where they change something: on 2.11 a compiled Function that ends with one that
+    # does nothing has a gradient of zero.
     if len(merged) != 1:
         return torch.cat(merged, dim) if merged else parts[0]
     return merged[0] if merged[0].is_contiguous() else merged[0].contiguous()
@@ -238,7 +243,7 @@ def _is_even_cut(columns: tuple[Chunk, ...]) -> bool:
 
 
 def _side_by_side(seen: list[torch.Tensor], c: int) -> torch.Tensor:
-    """Flat: of every row all columns of all tensors; no copy for a single tensor that lies so already."""
+    """Flat: each row with all columns of all tensors. A single tensor in this order is not copied."""
     if len(seen) == 1:
         return seen[0].contiguous().view(-1)
     wire = seen[0].new_empty(*seen[0].shape[:c], sum(prod(x.shape[c:]) for x in seen))
@@ -256,7 +261,7 @@ def _copy_side_by_side(block: torch.Tensor, seen: list[torch.Tensor], c: int, co
 
 
 def _sendable(packed: torch.Tensor) -> torch.Tensor:
-    """gloo has no complex and no float8 all-to-all, and nothing is computed on the wire: send those as bytes."""
+    """Complex and float8 tensors viewed as bytes: gloo has no all-to-all for them. Nothing is computed on the wire."""
     if packed.dtype.is_complex or (packed.dtype.is_floating_point and packed.element_size() == 1):
         return packed.view(torch.uint8)
     return packed

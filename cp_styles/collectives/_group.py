@@ -1,4 +1,4 @@
-"""Who takes part in a collective, and how the ranks find out that they do not mean the same thing."""
+"""The group of a collective, and the comparison of the ranks' arguments before they communicate."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GROUP_REMEDY = "pass a ProcessGroup, a DeviceMesh of one axis, a pair (mesh, axi
 
 
 class Peers(NamedTuple):
-    """This rank's place in a group. Named tuples, here and below: torch.compile on 2.11 loses a dataclass's fields."""
+    """A group, and this rank in it. A named tuple, because torch.compile on 2.11 loses the fields of a dataclass."""
 
     name: str
     rank: int
@@ -32,7 +32,7 @@ class Peers(NamedTuple):
 
 
 def peers_of(group: Group | Peers) -> Peers:
-    """Resolve ``group`` (peers are resolved already). None and a group of one need no process group afterwards.
+    """The peers of ``group``, which may be peers already. For None and a group of one, no process group is used.
 
     Raises:
         TypeError: for anything that is not a group.
@@ -65,36 +65,35 @@ def peers_of(group: Group | Peers) -> Peers:
 
 
 class Facts(NamedTuple):
-    """What a rank says before it communicates: what must be ``same`` on all ranks, and its ``own`` size."""
+    """What a rank reports before it communicates: values that must be the ``same`` on all ranks, its ``own`` size."""
 
     same: Mapping[str, Any]
     own: int = 0
 
 
 def facts_of(x: torch.Tensor, own_dim: int, **same: Any) -> Facts:
-    """Facts of a tensor whose size in ``own_dim`` may differ between ranks; its other sizes, dtype, ... may not."""
+    """Facts of a tensor. Only its size in ``own_dim`` may differ between ranks."""
     rest = tuple("any" if dim == own_dim else size for dim, size in enumerate(x.shape))
     grad = x.requires_grad and torch.is_grad_enabled()
     return Facts({"shape": rest, "dtype": x.dtype, "requires_grad": grad, **same}, x.shape[own_dim])
 
 
 def consult(peers: Peers, call: str, describe: Callable[[], Facts], check: bool) -> tuple[int, ...]:
-    """Let every rank describe its call, and raise on *all* ranks when one of them cannot, or when they differ.
+    """Compare the calls of all ranks. Raise on *all* ranks if one rank has a bad argument, or if the ranks differ.
 
-    Without it, a rank with a bad argument raises and its peers hang in the collective it never joins.
+    Without this, a rank with a bad argument would raise, and the others would hang in the collective.
 
     Args:
         call: name of the function, for messages.
         describe: checks this rank's arguments (ValueError, TypeError) and returns its facts.
-        check: False, and any run under torch.compile, communicates nothing: only this rank's own arguments are
-            checked, and all ranks are taken to have its ``own`` size.
+        check: if False, and always under torch.compile, nothing is communicated. Only this rank's arguments are
+            checked, and all ranks are assumed to have its ``own`` size.
 
     Returns:
         The ``own`` size of each rank.
 
-    Communicates one all-gather of :data:`~cp_styles.comm.agreement.WIDTH` integers, on the CPU where the group has a
-    CPU backend; on a group that has none, the host waits for the device. Where ranks differ, one more, of what they
-    say.
+    Communication: one all-gather of :data:`~cp_styles.comm.agreement.WIDTH` integers, on the CPU where the group has a CPU
+    backend; otherwise the host waits for the device. If ranks differ, one more, of their descriptions.
     """
     if peers.size == 1 or not check or torch.compiler.is_compiling():
         return (describe().own,) * peers.size
@@ -102,7 +101,7 @@ def consult(peers: Peers, call: str, describe: Callable[[], Facts], check: bool)
     try:
         same, own = describe()
         said = {"same": {key: _short(value) for key, value in same.items()}, "own": own}
-    except Exception as caught:  # whatever it is, the others are to hear of it
+    except Exception as caught:  # of any kind: the other ranks must raise too
         error, said, own = caught, {"error": f"{type(caught).__name__}: {caught}"[:400]}, 0
     text = json.dumps({"call": call, **{key: value for key, value in said.items() if key != "own"}})
     row = StatusRow(q_length=own, inputs=zlib.crc32(text.encode()), flags=int(error is not None))
@@ -127,18 +126,18 @@ def consult(peers: Peers, call: str, describe: Callable[[], Facts], check: bool)
 
 
 def _short(value: Any) -> str:
-    """What the ranks compare, and what the message shows."""
-    if isinstance(value, SequenceLayout):  # may have thousands of chunks
+    """A short text for ``value``: ranks compare it, and messages show it."""
+    if isinstance(value, SequenceLayout):  # its repr may list thousands of chunks
         return f"{value.length} positions on {value.ranks} ranks (hash {hash(value):x})"
     text = repr(value)
     return text if len(text) <= 120 else f"{text[:80]}... (crc {zlib.crc32(text.encode()):08x})"
 
 
 def _all_gather_json(peers: Peers, value: dict[str, Any]) -> list[dict[str, Any]]:
-    """JSON in a vector of fixed size: one collective, and nothing is unpickled."""
+    """Gather JSON in a vector of fixed size: one collective, and nothing is unpickled."""
     room = 1024 + 64 * peers.size
     text = json.dumps(value).encode()
-    if len(text) > room:  # not reachable with the keys in use: each fact is short
+    if len(text) > room:  # cannot happen with the facts in use, which are short
         raise AssertionError(f"{len(text)} bytes of facts do not fit into {room}")
     group = resolve_group(peers.name)
     device = "cpu" if "cpu" in dist.get_backend_config(group) else torch.accelerator.current_accelerator()
@@ -149,7 +148,7 @@ def _all_gather_json(peers: Peers, value: dict[str, Any]) -> list[dict[str, Any]
 
 
 def dim_of(x: torch.Tensor, dim: int, what: str) -> int:
-    """``dim`` counted from the front; TypeError for what is not a plain tensor, ValueError for a bad dim."""
+    """``dim`` counted from the front. Raises TypeError if ``x`` is not a plain tensor, ValueError for a bad dim."""
     if isinstance(x, DTensor):
         raise TypeError(
             f"got a DTensor with placements {x.placements}: these functions move plain local tensors; pass "

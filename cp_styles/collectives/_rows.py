@@ -1,4 +1,4 @@
-"""How a dim is cut over the ranks of a group, in whichever way the caller says it."""
+"""How a dim is cut over the ranks of a group: the forms in which a caller can say it, and the one form used inside."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from cp_styles.layout import Chunk, SequenceLayout
 
 @dataclass(frozen=True)
 class Padded:
-    """Equal shards of a dim that does not divide: each rank holds ``ceil(length / ranks)``, the last ones filled up.
+    """Shards of equal size, ``ceil(length / ranks)``, of a dim that need not divide. The last shards are padded.
 
-    The filling exists on the ranks only: it is never sent, and it is not in a gathered tensor. Its gradient is zero.
+    Padding exists only in the shards. It is never sent, and it is not in a gathered tensor. Its gradient is zero.
 
     Attributes:
-        length: what the whole dim has without filling.
-        multiple: each shard is rounded up to a multiple of this.
+        length: size of the whole dim without padding.
+        multiple: the size of a shard is rounded up to a multiple of this.
     """
 
     length: int
@@ -32,22 +32,21 @@ class Padded:
             raise ValueError(f"Padded needs length >= 0 and multiple >= 1, got {self}")
 
     def shard_size(self, ranks: int) -> int:
-        """What each of ``ranks`` ranks holds, filling included."""
+        """Size of each shard on ``ranks`` ranks, with padding."""
         return -(-self.length // (ranks * self.multiple)) * self.multiple
 
 
 Layout: TypeAlias = SequenceLayout | Padded | Sequence[int] | None
-"""How a dim is cut: a :class:`~cp_styles.layout.SequenceLayout`; :class:`Padded`; the size of each rank's contiguous
-part;
-or None, for contiguous parts of which the first ranks take the remainder."""
+"""How a dim is cut: a :class:`~cp_styles.layout.SequenceLayout`, :class:`Padded`, the sizes of contiguous parts (one
+for each rank), or None for contiguous parts that are as equal as possible (the first ranks get the remainder)."""
 
 
 class Rows(NamedTuple):
-    """A dim cut over ranks, ready to be moved.
+    """How a dim is cut over ranks.
 
     Attributes:
-        chunks: for each rank the global ranges it holds, in the order in which it holds them.
-        shard: what each rank's tensor has in this dim where it is filled up, else None.
+        chunks: for each rank, the global ranges that it holds, in local order.
+        shard: size of each rank's tensor in this dim if shards are padded, else None.
     """
 
     chunks: tuple[tuple[Chunk, ...], ...]
@@ -55,15 +54,15 @@ class Rows(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """How many positions each rank holds, without filling."""
+        """Number of positions that each rank holds, without padding."""
         return tuple(sum(stop - start for start, stop in own) for own in self.chunks)
 
     def local(self, rank: int) -> int:
-        """What the tensor of ``rank`` has in this dim, filling included."""
+        """Size of the tensor of ``rank`` in this dim, with padding."""
         return self.sizes[rank] if self.shard is None else self.shard
 
     def in_rank_order(self) -> list[Chunk]:
-        """The global ranges of all shards one after another, touching ones joined: one range for a contiguous cut."""
+        """The global ranges of all shards, rank by rank. Adjacent ranges are joined: a contiguous cut has one range."""
         joined: list[Chunk] = []
         for start, stop in (chunk for own in self.chunks for chunk in own if chunk[0] < chunk[1]):
             if joined and joined[-1][1] == start:
@@ -73,8 +72,10 @@ class Rows(NamedTuple):
         return joined
 
     def to_global(self, shards: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Dim 0 from rank order (the shards one after another) to global order: one copy (into ``out``), none where
-        they agree."""
+        """Reorder dim 0 from rank order (the shards one after another) to global order.
+
+        One copy, into ``out`` if given. No copy where the two orders are equal.
+        """
         ranges = self.in_rank_order()
         if len(ranges) <= 1:
             return shards
@@ -83,18 +84,18 @@ class Rows(NamedTuple):
         return torch.cat([shards.narrow(0, offset, size) for _, offset, size in pieces], out=out)
 
     def own(self, whole: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
-        """The part of ``rank``, without filling, of a ``whole`` tensor: a view if it is one range."""
+        """The part of ``rank`` of a ``whole`` tensor, without padding. A view if it is one range."""
         parts = [whole.narrow(dim, start, stop - start) for start, stop in self.chunks[rank]]
         if len(parts) == 1:
             return parts[0]
         return torch.cat(parts, dim) if parts else whole.narrow(dim, 0, 0)
 
     def trim(self, x: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
-        """A shard without its filling (a view)."""
+        """A shard without its padding (a view)."""
         return x if self.shard is None else x.narrow(dim, 0, self.sizes[rank])
 
     def fill(self, x: torch.Tensor, dim: int, value: float = 0) -> torch.Tensor:
-        """A shard with its filling: a copy on the ranks that have any."""
+        """A shard with its padding. A copy on ranks that have padding."""
         if self.shard is None or x.shape[dim] == self.shard:
             return x
         widths = [0, 0] * (x.ndim - dim)
@@ -103,13 +104,13 @@ class Rows(NamedTuple):
 
 
 def even_sizes(length: int, parts: int) -> tuple[int, ...]:
-    """``length`` in ``parts`` sizes that differ by one at most, the larger ones first."""
+    """``length`` cut into ``parts`` sizes that differ by at most one. The larger ones come first."""
     base, extra = divmod(length, parts)
     return tuple(base + (index < extra) for index in range(parts))
 
 
 def sizes_of(sizes: Sequence[int], peers: Peers, what: str) -> tuple[int, ...]:
-    """``sizes`` as a tuple, checked to be one size >= 0 a rank."""
+    """``sizes`` as a tuple. Raises ValueError unless there is one size >= 0 for each rank."""
     listed = tuple(sizes)
     if len(listed) != peers.size or any(not isinstance(size, int) or size < 0 for size in listed):
         raise ValueError(f"{what} must be one size >= 0 for each of the {peers.size} ranks, got {listed}")
@@ -117,11 +118,11 @@ def sizes_of(sizes: Sequence[int], peers: Peers, what: str) -> tuple[int, ...]:
 
 
 def rows_of(layout: Layout, peers: Peers) -> Rows | None:
-    """Resolve a layout that says its own length; None stays None.
+    """Rows of a layout that defines its own length. None stays None.
 
     Raises:
-        ValueError: when it is for another number of ranks.
-        TypeError: when it is no layout.
+        ValueError: the layout is for another number of ranks.
+        TypeError: it is not a layout.
     """
     if layout is None:
         return None
@@ -144,7 +145,7 @@ def rows_of(layout: Layout, peers: Peers) -> Rows | None:
 
 
 def contiguous_rows(sizes: Sequence[int]) -> Rows:
-    """One range a rank, in the order of the ranks."""
+    """One contiguous range for each rank, in rank order."""
     return Rows(tuple((chunk,) for chunk in ranges_of(sizes)))
 
 
@@ -154,7 +155,7 @@ def ranges_of(sizes: Sequence[int]) -> tuple[Chunk, ...]:
 
 
 def check_local(rows: Rows | None, x: torch.Tensor, dim: int, peers: Peers) -> None:
-    """Raise ValueError when ``x`` is not this rank's part of ``rows``."""
+    """Raise ValueError unless ``x`` has the size of this rank's part of ``rows``."""
     if rows is not None and x.shape[dim] != rows.local(peers.rank):
         raise ValueError(
             f"the layout gives rank {peers.rank} {rows.local(peers.rank)} positions, but dim {dim} of its tensor "
@@ -163,7 +164,7 @@ def check_local(rows: Rows | None, x: torch.Tensor, dim: int, peers: Peers) -> N
 
 
 def rows_of_whole(layout: Layout, x: torch.Tensor, dim: int, peers: Peers) -> Rows:
-    """Resolve the layout that is to cut ``x``; ValueError when it is for another length."""
+    """Rows of the layout that is to cut the whole tensor ``x``. Raises ValueError if it is for another length."""
     rows = rows_of(layout, peers) or contiguous_rows(even_sizes(x.shape[dim], peers.size))
     if x.shape[dim] != sum(rows.sizes):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Nested dicts, lists and tuples: as much of a pytree as batches and model outputs are made of."""
+"""Nested dicts, lists and tuples, as batches and model outputs use them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 
 def map_leaves(fn: Callable[[str, Any], Any], tree: Any, path: str = "") -> Any:
-    """``tree`` with every leaf replaced by ``fn(path, leaf)``; a path reads like ``['pixels'][0]``.
+    """``tree`` with every leaf replaced by ``fn(path, leaf)``. A path looks like ``['pixels'][0]``.
 
-    Mappings come back as dicts, and lists, tuples and named tuples as themselves; anything else is a leaf.
+    Mappings become dicts; lists, tuples and named tuples keep their type. Everything else is a leaf.
     """
     if isinstance(tree, Mapping):
         return {key: map_leaves(fn, value, f"{path}[{key!r}]") for key, value in tree.items()}

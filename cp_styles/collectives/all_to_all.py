@@ -1,4 +1,4 @@
-"""The all-to-all over two dims of a tensor: what Ulysses, expert and tensor parallelism are made of."""
+"""The all-to-all over two dims of a tensor, as Ulysses, expert and tensor parallelism use it."""
 
 from __future__ import annotations
 
@@ -24,42 +24,41 @@ def all_to_all(
     check: bool = True,
     async_op: bool = False,
 ) -> Any:
-    """Cut ``scatter_dim`` among the ranks and put ``gather_dim`` together.
+    """Cut ``scatter_dim`` among the ranks and gather ``gather_dim``.
 
     ::
 
         forward:   S(gather_dim)  -> S(scatter_dim)
-        backward:  S(scatter_dim) -> S(gather_dim)      the same all-to-all with the dims and sizes exchanged
+        backward:  S(scatter_dim) -> S(gather_dim)      the same all-to-all with dims and sizes swapped
 
     Args:
-        x: this rank's tensor, of any dtype and number of dims: all of ``scatter_dim``, its own part of ``gather_dim``.
-            The other dims are the same on all ranks.
+        x: this rank's tensor, of any dtype and number of dims. It has all of ``scatter_dim`` and this rank's part of
+            ``gather_dim``. The other sizes are the same on all ranks.
         scatter_dim: the dim to cut. Dims may be negative.
-        gather_dim: the dim to put together, in rank order.
+        gather_dim: the dim to gather, in rank order.
         group: ProcessGroup, 1-D DeviceMesh, (mesh, axis name), or None.
-        scatter_sizes: the size of each rank's part of ``scatter_dim``; they add up to ``x.shape[scatter_dim]``. None:
-            as equal as can be, the remainder to the first ranks.
-        gather_sizes: the size of each rank's part of ``gather_dim``. None: whatever the ranks have; without ``check``,
-            and under torch.compile, that every rank has as much as this one.
-        check: have the ranks compare their arguments first, so that every rank raises where one is wrong. False
-            where the caller knows them to agree: ranks that do not then hang, crash or exchange garbage.
+        scatter_sizes: the size of each rank's part of ``scatter_dim``; the sum is ``x.shape[scatter_dim]``. None: as
+            equal as possible, the first ranks get the remainder.
+        gather_sizes: the size of each rank's part of ``gather_dim``. None: the sizes that the ranks have. Without
+            ``check``, and under torch.compile, every rank must then have the size of this one.
+        check: compare the arguments of the ranks first, so that every rank raises if one is wrong. Pass False only if
+            the ranks are known to agree. Otherwise they may hang, crash or exchange wrong data.
         async_op: return at once; ``.wait()`` gives the result. The backward overlaps in the same way: see
             :class:`Pending`.
 
     Returns:
-        The tensor, or with ``async_op`` a :class:`Pending` of it: contiguous, with rank r's part of ``scatter_dim``
-        and all of ``gather_dim``; ``x`` itself for a group of one. It may be a view of the receive buffer: autograd
-        refuses to change it in place (clone it first).
+        The tensor, or with ``async_op`` a :class:`Pending` of it. It is contiguous, with this rank's part of
+        ``scatter_dim`` and all of ``gather_dim``. In a group of one rank it is ``x`` itself. It may be a view of the
+        receive buffer; autograd then refuses to change it in place (clone it first).
 
-    Communicates one all-to-all; a rank sends ``x`` but for its own part of it, nothing more, and makes at most one
-    contiguous copy before (none if ``scatter_dim`` is the outermost of a contiguous ``x``) and one after (none if
-    ``gather_dim`` comes before ``scatter_dim`` and only dims of size one before it). ``check`` adds one
-    all-gather of :data:`~cp_styles.comm.agreement.WIDTH` integers. The backward sends the same, and every rank must run
-    it.
+    Communication: one all-to-all. A rank sends ``x`` without its own part. It makes at most one contiguous copy before
+    (none if ``scatter_dim`` is the outermost dim of a contiguous ``x``) and one after (none if ``gather_dim`` comes
+    before ``scatter_dim``, and only dims of size one come before it). ``check`` adds one all-gather of
+    :data:`~cp_styles.comm.agreement.WIDTH` integers. The backward sends the same, and every rank must run it.
 
     Raises:
-        ValueError: bad or equal dims, sizes that do not add up, ranks that disagree: on every rank, with ``check``.
-        TypeError: for a DTensor (pass its ``to_local()``) or what is not a group.
+        ValueError: bad or equal dims, sizes with a wrong sum, ranks that disagree; on every rank, with ``check``.
+        TypeError: for a DTensor (pass its ``to_local()``), or if ``group`` is not a group.
 
     Source: Jacobs et al., DeepSpeed Ulysses (2023), for the exchange of sequence and heads.
     """
@@ -93,8 +92,8 @@ def all_to_all(
     scatter, gather = scatter_dim % x.ndim, gather_dim % x.ndim
     cut = even_sizes(x.shape[scatter], peers.size) if scatter_sizes is None else tuple(scatter_sizes)
     whole = found if gather_sizes is None else tuple(gather_sizes)
-    # The rows of an exchange are outermost on the wire. Taking the outer dim for them leaves one copy of the two
-    # where it is dim 0, and puts the other one where the result has to be made contiguous anyway.
+    # The rows of an exchange are outermost on the wire. With the outer dim as rows, one of the two copies is not needed
+    # if that is dim 0. The other copy also makes the result contiguous.
     if gather < scatter:
         op = Exchange(peers, gather, scatter, contiguous_rows(whole), (ranges_of(cut),))
     else:

@@ -1,4 +1,4 @@
-"""Ulysses: from a part of the sequence with all heads to all of the sequence with a part of the heads, and back."""
+"""The exchanges of Ulysses: from a part of the sequence with all heads to the whole sequence with some heads, and back."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ TensorOrTensors = TypeVar("TensorOrTensors", torch.Tensor, Sequence[torch.Tensor
 def head_exchange(
     group: Group | Peers, *, heads: Sequence[int], seq_sizes: Layout, seq_dim: int, head_dim: int, ndim: int = 4
 ) -> Exchange:
-    """The exchange under :func:`seq_to_heads`, for use inside an autograd Function of your own.
+    """The exchange that :func:`seq_to_heads` uses, for an autograd Function of your own.
 
-    ``e(q, k, v)`` takes S(seq) to S(heads), ``e.adjoint()(dq, dk, dv)`` takes gradients the other way (and sums those
-    of KV heads that several ranks had). For heads cut without repetition ``adjoint()`` is also the inverse: the way of
-    the attention's output. ``e.finish(e.start(q, k, v))`` leaves room for other work in between. Autograd does not
-    see it, and it checks nothing: the ranks must agree on the arguments. Equal arguments give equal exchanges.
+    ``e(q, k, v)`` goes from S(seq) to S(heads). ``e.adjoint()(dq, dk, dv)`` takes the gradients back, and sums those of
+    KV heads that several ranks had. If no head is on several ranks, ``adjoint()`` is also the inverse, for the output
+    of the attention. ``e.finish(e.start(q, k, v))`` allows other work in between. Autograd does not record it. It
+    checks nothing: the ranks must agree on the arguments. Equal arguments give equal exchanges.
 
     Args:
         group: ProcessGroup, 1-D DeviceMesh, (mesh, axis name), or None for the identity.
-        heads: the number of heads of each tensor that goes into the one message, queries first.
-        seq_sizes: how the sequence is cut: SequenceLayout or the size of each rank's part; not None, not Padded.
-        seq_dim: the dim of the sequence. Counted from the front, or negative.
-        head_dim: the dim of the heads, likewise.
+        heads: the number of heads of each tensor of the message, queries first.
+        seq_sizes: how the sequence is cut: a SequenceLayout or the size of each rank's part; not None, not Padded.
+        seq_dim: the dim of the sequence. May be negative.
+        head_dim: the dim of the heads. May be negative.
         ndim: number of dims of the tensors.
 
     Returns:
-        An exchange of tensors with ``seq_dim`` and ``head_dim``; their dims in front of ``head_dim`` must be the same,
-        those behind it may differ. After it the tensors are views of one buffer with the sequence outermost.
+        An exchange of tensors with ``seq_dim`` and ``head_dim``. Their dims before ``head_dim`` must be equal, those
+        after it may differ. The results are views of one buffer with the sequence outermost.
 
-    Communicates, when called, one all-to-all; a rank sends its rows of the heads that each other rank needs, once.
+    Communication, when called: one all-to-all. A rank sends each other rank its rows of the heads that it needs, once.
 
     Raises:
         ValueError: see :func:`head_ranges`; a layout for another number of ranks.
@@ -61,12 +61,13 @@ def head_exchange(
 
 
 def head_ranges(count: int, query_heads: int, ranks: int) -> tuple[Chunk, ...]:
-    """Which of ``count`` heads each rank needs, when the query heads are dealt as evenly as can be, first ranks first.
+    """Which of ``count`` heads each rank needs. Query heads are cut as evenly as possible; the first ranks get more.
 
-    With grouped queries several ranks may need one KV head; with fewer query heads than ranks some ranks get none.
+    With grouped queries, several ranks may need the same KV head. With fewer query heads than ranks, some ranks have
+    none.
 
     Raises:
-        ValueError: when ``count`` does not divide ``query_heads``.
+        ValueError: ``count`` does not divide ``query_heads``.
     """
     if count < 1 or query_heads % count:
         raise ValueError(
@@ -88,12 +89,12 @@ def seq_to_heads(
     check: bool = True,
     async_op: bool = False,
 ) -> Any:
-    """All of the sequence, a part of the heads: what attention needs. q, k and v go in one message.
+    """Gather the sequence and cut the heads, so that attention can run locally. q, k and v are sent in one message.
 
     ::
 
         forward:   S(seq) -> S(heads)
-        backward:  S(heads) -> S(seq)      gradients of KV heads that several ranks had are summed, in float32 at least
+        backward:  S(heads) -> S(seq)      gradients of KV heads that several ranks had are summed in float32 or wider
 
     ::
 
@@ -102,36 +103,37 @@ def seq_to_heads(
         out = heads_to_seq(out, group, heads=query_heads)
 
     Args:
-        tensors: a tensor, or a sequence of them of one dtype, queries first: ``[B, H, S, D]`` in the order of torch's
-            attention, or any other with ``seq_dim`` and ``head_dim``. Number of heads, and what is behind the head dim
-            (except the sequence), may differ between tensors. The number of query heads is a multiple of the others'.
+        tensors: a tensor, or several of one dtype, queries first. The order of dims may be ``[B, H, S, D]``, as in
+            torch's attention, or any other. The number of heads, and the sizes after the head dim (except the
+            sequence), may differ between tensors. The number of query heads is a multiple of the other numbers.
         group: ProcessGroup, 1-D DeviceMesh, (mesh, axis name), or None.
-        seq_dim: the dim of the sequence, here this rank's part.
-        head_dim: the dim of the heads, here all of them.
-        layout: how the sequence is cut, see :data:`Layout`. The result is in global order. With :class:`Padded` the
-            filling is dropped here and never sent. None: contiguous parts of whatever sizes the ranks have; without
-            ``check``, and under torch.compile, of this rank's size.
+        seq_dim: the dim of the sequence; this rank's part of it.
+        head_dim: the dim of the heads; all of them.
+        layout: how the sequence is cut, see :data:`Layout`. The result is in global order. The padding of
+            :class:`Padded` is dropped and not sent. None: contiguous parts of the sizes that the ranks have. Without
+            ``check``, and under torch.compile, every rank must then have the size of this one.
         check: see :func:`all_to_all`.
         async_op: see :func:`all_to_all`.
 
     Returns:
-        The tensor, or a tuple of tensors: the whole sequence of this rank's query heads (dealt as evenly as can be,
-        remainder to the first ranks; none for ranks beyond the number of heads), and the KV heads these attend to, once
-        each, so that ``enable_gqa=True`` pairs them rightly. Where that pairing is not regular on this rank (3 query
-        heads to 2 KV heads, say) KV heads are repeated, one for each query head, after they have travelled. The
-        tensors are views of one buffer, the sequence outermost; do not change them in place.
+        The tensor, or a tuple of tensors. The first has the whole sequence of this rank's query heads. These are cut as
+        evenly as possible: the first ranks get the remainder, ranks beyond the number of heads get none. The others
+        have the KV heads that these queries attend to, once each, so that ``enable_gqa=True`` pairs them correctly. If
+        the pairing on this rank is not regular (3 query heads to 2 KV heads, for example), KV heads are repeated after
+        the exchange, one for each query head. The tensors are views of one buffer, the sequence outermost. Do not
+        change them in place.
 
-    Communicates one all-to-all; a rank sends its part of the sequence of each head to every other rank that needs it.
-    One copy before, none after (one, for a layout that is not contiguous). ``check`` adds what it adds to
+    Communication: one all-to-all. A rank sends its part of the sequence of each head to every other rank that needs
+    it. One copy before; none after, or one if the layout is not contiguous. ``check`` costs what it costs in
     :func:`all_to_all`.
 
     Raises:
-        ValueError: bad dims, head counts that do not divide, tensors that do not fit together, a layout that is not
-            this tensor's, ranks that disagree: on every rank, with ``check``.
-        TypeError: for a DTensor (pass its ``to_local()``), what is not a layout, or not a group.
+        ValueError: bad dims, head counts that do not divide, tensors that do not fit together, a layout that does not
+            fit the tensor, ranks that disagree; on every rank, with ``check``.
+        TypeError: for a DTensor (pass its ``to_local()``), or if ``layout`` or ``group`` has a wrong type.
 
-    Source: Jacobs et al., DeepSpeed Ulysses (2023); one message for q, k, v and KV heads fewer than ranks are not in
-        it.
+    Source: Jacobs et al., DeepSpeed Ulysses (2023). The single message for q, k and v, and fewer KV heads than ranks,
+        are not in it.
     """
     peers = peers_of(group)
     single = isinstance(tensors, torch.Tensor)
@@ -188,7 +190,7 @@ def heads_to_seq(
     check: bool = True,
     async_op: bool = False,
 ) -> Any:
-    """A part of the sequence, all of the heads: the way back of attention's output.
+    """Gather the heads and cut the sequence: the inverse of :func:`seq_to_heads`, for the output of the attention.
 
     ::
 
@@ -198,24 +200,24 @@ def heads_to_seq(
     Args:
         x: the whole sequence, in global order, of this rank's heads: ``[B, H, S, D]``, or any other order of dims.
         group: ProcessGroup, 1-D DeviceMesh, (mesh, axis name), or None.
-        seq_dim: the dim of the sequence, here all of it.
-        head_dim: the dim of the heads, here this rank's.
-        heads: how many heads there are in all, dealt as :func:`seq_to_heads` deals them. None: what the ranks have;
-            without ``check``, and under torch.compile, that every rank has as many as this one.
-        layout: how the sequence is to be cut, see :data:`Layout`; with :class:`Padded` shards are filled with zeros.
-            None: contiguous parts as equal as can be, the remainder to the first ranks.
+        seq_dim: the dim of the sequence; all of it.
+        head_dim: the dim of the heads; this rank's heads.
+        heads: the total number of heads, cut as :func:`seq_to_heads` cuts them. None: the numbers that the ranks have.
+            Without ``check``, and under torch.compile, every rank must then have as many as this one.
+        layout: how the sequence is to be cut, see :data:`Layout`. With :class:`Padded`, shards are padded with zeros.
+            None: contiguous parts, as equal as possible; the first ranks get the remainder.
         check: see :func:`all_to_all`.
         async_op: see :func:`all_to_all`.
 
     Returns:
         This rank's part of the sequence with all heads; contiguous. With ``async_op`` a :class:`Pending` of it.
 
-    Communicates one all-to-all; a rank sends ``x`` but for its own part of the sequence. One copy before (none if the
-    sequence is the outermost dim in memory, as attention on what :func:`seq_to_heads` gives leaves it for B = 1), one
-    after; filling is one more on the ranks that have any.
+    Communication: one all-to-all. A rank sends ``x`` without its own part of the sequence. One copy before, one after,
+    and one more on ranks that pad. The first is not needed if the sequence is the outermost dim in memory. Attention on
+    the result of :func:`seq_to_heads` has that order if B = 1.
 
     Raises:
-        ValueError, TypeError: as :func:`seq_to_heads`; also heads that are not this rank's share of ``heads``.
+        ValueError, TypeError: as :func:`seq_to_heads`; also if the heads are not this rank's share of ``heads``.
 
     Source: Jacobs et al., DeepSpeed Ulysses (2023).
     """
@@ -252,12 +254,12 @@ def _head_facts(x: torch.Tensor, seq_dim: int, head_dim: int, own: str = "seq") 
 
 
 def _frame(x: torch.Tensor, seq: int, head: int) -> tuple[Any, ...]:
-    """What tensors of one message must have in common."""
+    """The properties that tensors of one message must share."""
     return x.dtype, x.ndim, x.shape[seq], tuple(size for dim, size in enumerate(x.shape[:head]) if dim != seq)
 
 
 def _pair(x: torch.Tensor, head: int, queries: range, group: int) -> torch.Tensor:
-    """KV heads such that this rank's query head i finds its own at ``i // (queries / KV heads)``, as torch pairs."""
+    """KV heads arranged so that query head i of this rank uses KV head ``i // (queries / KV heads)``, as in torch."""
     first = queries.start // group
     wanted = [query // group - first for query in queries]
     found = x.shape[head]

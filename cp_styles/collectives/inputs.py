@@ -1,4 +1,4 @@
-"""Inputs of a model cut over the ranks, outputs put together: split and gather over nested structures."""
+"""Split the inputs of a model over the ranks, and gather its outputs: split and gather of nested structures."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ def slice_inputs(
     grad_scale: GradScale = GradScale.NONE,
     check: bool = True,
 ) -> Any:
-    """This rank's part of every tensor in ``inputs``, which all ranks have alike.
+    """This rank's part of every tensor in ``inputs``, which is the same on all ranks.
 
     ::
 
         forward:   R      -> S(dim)      nothing is sent
-        backward:  S(dim) -> R           all-gather of each floating tensor's gradient
+        backward:  S(dim) -> R           all-gather of the gradient of each floating-point tensor
 
         batch = slice_inputs(batch, 1, group, layout=Padded(length), fill={"tokens": pad, "labels": -100})
 
     Args:
-        inputs: a tensor, or dicts, lists and tuples of them; what is not a tensor stays as it is.
-        dim: the dim to cut, or a mapping from the keys of ``inputs`` (a dict) to it; keys without one are left whole.
+        inputs: a tensor, or dicts, lists and tuples of tensors. Other values are kept.
+        dim: the dim to cut; or, if ``inputs`` is a dict, a mapping from keys to dims. Keys without a dim stay whole.
         group: ProcessGroup, 1-D DeviceMesh, (mesh, axis name), or None.
-        layout: how the dim is cut, see :func:`split`; with :class:`Padded` all shards are of one size.
-        fill: the value of the filling with :class:`Padded`, or a mapping from the keys of ``inputs`` to it (others: 0).
+        layout: how the dim is cut, see :func:`split`. With :class:`Padded`, all shards have one size.
+        fill: the value of the padding with :class:`Padded`, or a mapping from the keys of ``inputs`` to it (others: 0).
         grad_scale: see :class:`GradScale`.
         check: see :func:`all_to_all`.
 
     Returns:
-        The same structure. Views of the inputs where nothing is filled up and a rank's part is one range.
+        The same structure. Tensors are views of the inputs if nothing is padded and this rank's part is one range.
 
-    Communicates what :func:`split` communicates, for each tensor, and one small all-gather for ``check``.
+    Communication: for each tensor that of :func:`split`, and one small all-gather for ``check``.
 
     Raises:
-        ValueError, TypeError: as :func:`split`; also for ranks that have other keys.
+        ValueError, TypeError: as :func:`split`; also if ranks have different keys.
     """
 
     def one(at: int, value: float, x: torch.Tensor) -> torch.Tensor:
@@ -66,7 +66,7 @@ def gather_outputs(
     grad_scale: GradScale = GradScale.NONE,
     check: bool = True,
 ) -> Any:
-    """Every tensor in ``outputs`` put together from the ranks' parts, without filling: undoes :func:`slice_inputs`.
+    """Gather every tensor in ``outputs`` from the ranks' parts, without padding: the inverse of :func:`slice_inputs`.
 
     ::
 
@@ -74,22 +74,21 @@ def gather_outputs(
         backward:  R or P(sum) -> S(dim) as in :func:`gather`
 
     Args:
-        outputs: a tensor, or dicts, lists and tuples of them; what is not a tensor stays as it is.
-        dim: the dim to put together, or a mapping from the keys of ``outputs`` (a dict) to it; others are left as they
-            are.
+        outputs: a tensor, or dicts, lists and tuples of tensors. Other values are kept.
+        dim: the dim to gather; or, if ``outputs`` is a dict, a mapping from keys to dims. Other keys are kept.
         group: ProcessGroup, 1-D DeviceMesh, (mesh, axis name), or None.
-        reduce_gradients: whether the ranks go on to compute different things: see :func:`gather`.
-        layout: how the dim is cut: the one given to :func:`slice_inputs`.
+        reduce_gradients: True if the ranks compute different things with the result: see :func:`gather`.
+        layout: how the dim is cut; the layout that was given to :func:`slice_inputs`.
         grad_scale: see :class:`GradScale`.
         check: see :func:`all_to_all`.
 
     Returns:
         The same structure.
 
-    Communicates what :func:`gather` communicates, for each tensor, and one small all-gather for ``check``.
+    Communication: for each tensor that of :func:`gather`, and one small all-gather for ``check``.
 
     Raises:
-        ValueError, TypeError: as :func:`gather`; also for ranks that have other keys.
+        ValueError, TypeError: as :func:`gather`; also if ranks have different keys.
     """
 
     def one(at: int, _value: float, x: torch.Tensor) -> torch.Tensor:

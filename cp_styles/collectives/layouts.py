@@ -1,4 +1,4 @@
-"""Layouts of hybrids and of packed documents, beside the balancers of :mod:`cp_styles.layout`."""
+"""Layouts for hybrid strategies and for packed documents, in addition to those of :mod:`cp_styles.layout`."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from cp_styles.layout import Chunk, SequenceLayout
 
 
 def nested_layout(outer: SequenceLayout, inner_ranks: int) -> SequenceLayout:
-    """What each rank of ``outer`` holds, cut once more among ``inner_ranks`` ranks: ring x Ulysses.
+    """The part of each rank of ``outer``, cut again among ``inner_ranks`` ranks: for ring x Ulysses.
 
-    Rank ``o * inner_ranks + i`` is inner rank i of outer rank o, as on a mesh of the axes (outer, inner): gathering
-    over the inner axis alone gives back what ``outer`` gives rank o. Nothing is communicated.
+    Rank ``o * inner_ranks + i`` is inner rank i of outer rank o, as on a mesh with the axes (outer, inner). A gather
+    over the inner axis alone gives the part of outer rank o. Nothing is communicated.
 
     Args:
         outer: the layout over the outer (ring) ranks.
-        inner_ranks: how many (Ulysses) ranks share what one outer rank holds; remainders go to the first of them.
+        inner_ranks: number of inner (Ulysses) ranks that share the part of one outer rank. The first get the remainder.
 
     Raises:
-        ValueError: when ``inner_ranks`` is below 1.
+        ValueError: ``inner_ranks`` is below 1.
 
     Source: Fang and Zhao, USP: A Unified Sequence Parallelism Approach (2024).
     """
@@ -30,7 +30,7 @@ def nested_layout(outer: SequenceLayout, inner_ranks: int) -> SequenceLayout:
     for own, length in zip(outer.chunks, outer.lengths, strict=True):
         edges = list(accumulate((stop - start for start, stop in own), initial=0))
         for begin, end in ranges_of(even_sizes(length, inner_ranks)):
-            # A chunk at `edge` of the local order starts at the global `start`: shift what [begin, end) has of it.
+            # The chunk at `edge` in local order starts at the global position `start`. Take its part in [begin, end).
             cut.append(
                 [
                     (start + max(begin - edge, 0), start + min(end - edge, stop - start))
@@ -42,10 +42,10 @@ def nested_layout(outer: SequenceLayout, inner_ranks: int) -> SequenceLayout:
 
 
 def per_document_layout(length: int, ranks: int, *, documents: Sequence[int]) -> SequenceLayout:
-    """Every packed document cut contiguously over all ranks, the remainder of each to the first ranks.
+    """Each packed document cut contiguously over all ranks. The first ranks get the remainder of each.
 
-    A rank holds its part of the first document, then of the second, and so on; gathering puts every document together
-    again. For causal attention see :func:`cp_styles.layout.per_document_head_tail`.
+    A rank holds its part of the first document, then of the second, and so on. For causal attention see
+    :func:`cp_styles.layout.per_document_head_tail`.
 
     Args:
         length: number of positions; the sum of ``documents``.
@@ -53,7 +53,7 @@ def per_document_layout(length: int, ranks: int, *, documents: Sequence[int]) ->
         documents: lengths of the packed documents, in order.
 
     Raises:
-        ValueError: when the documents do not add up to ``length``.
+        ValueError: the documents do not add up to ``length``.
     """
     if sum(documents) != length or any(size < 0 for size in documents) or ranks < 1:
         raise ValueError(

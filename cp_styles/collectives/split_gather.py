@@ -1,4 +1,4 @@
-"""Split a dim over the ranks, put it together again, and say what that means for the gradient."""
+"""Split a dim over the ranks, gather it, and reduce-scatter, with gradients that the caller chooses explicitly."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from cp_styles.collectives._rows import (
 
 
 class GradScale(Enum):
-    """What the gradient of the whole is, in terms of what the ranks of the group compute of it.
+    """How the gradient of the whole tensor is scaled.
 
-    Let the loss be L, the sum of what each rank contributes to it, and P the size of the group.
+    Let L be the loss, the sum of the losses of all ranks, and P the size of the group.
 
     Attributes:
-        NONE: the gradient of L, exactly: the **sum** over the group.
-        DOWN: 1/P of it: the **mean** over the group, the gradient of the mean of the ranks' losses.
-        UP: P times it: what undoes a mean over the same ranks that is still to come, such as the averaging of
-            parameter gradients in DistributedDataParallel or FSDP over a mesh that includes this group.
+        NONE: the exact gradient of L: the **sum** over the group.
+        DOWN: 1/P of it: the **mean** over the group, which is the gradient of the mean of the ranks' losses.
+        UP: P times it. This cancels a later mean over the same ranks, such as the averaging of parameter gradients in
+            DistributedDataParallel or FSDP over a mesh that includes this group.
     """
 
     NONE = "sum over the group"
@@ -35,7 +35,7 @@ class GradScale(Enum):
     UP = "sum over the group, times its size"
 
     def factor(self, ranks: int) -> float:
-        """By what the exact gradient is multiplied."""
+        """The factor of the exact gradient."""
         return {GradScale.NONE: 1.0, GradScale.DOWN: 1.0 / ranks, GradScale.UP: float(ranks)}[self]
 
 
@@ -49,7 +49,7 @@ def split(
     grad_scale: GradScale = GradScale.NONE,
     check: bool = True,
 ) -> torch.Tensor:
-    """Keep this rank's part of a tensor that every rank has.
+    """Keep this rank's part of a tensor that is the same on every rank.
 
     ::
 
@@ -57,26 +57,26 @@ def split(
         backward:  S(dim) -> R           all-gather: every rank gets the whole gradient
 
     Args:
-        x: one tensor, the same on every rank: any dtype, any number of dims.
+        x: a tensor of any dtype and number of dims. The caller must ensure that its values are the same on every rank.
         dim: the dim to cut.
         group: ProcessGroup, 1-D DeviceMesh, (mesh, axis name), or None.
         layout: how it is cut, see :data:`Layout`: head-tail, hybrid (:func:`nested_layout`), packed documents
-            (:func:`per_document_layout`), uneven sizes, :class:`Padded`, or None for contiguous parts as equal as can
-            be.
-        fill: the value of the filling, with :class:`Padded`.
-        grad_scale: what becomes of the gradient: see :class:`GradScale`.
+            (:func:`per_document_layout`), uneven sizes, :class:`Padded`, or None for contiguous parts that are as equal
+            as possible.
+        fill: the value of the padding, with :class:`Padded`.
+        grad_scale: how the gradient is scaled: see :class:`GradScale`.
         check: see :func:`all_to_all`.
 
     Returns:
-        This rank's part, in the order of the layout; a view of ``x`` where that is one range.
+        This rank's part, in the order of the layout; a view of ``x`` if it is one range.
 
-    Communicates nothing in the forward but the all-gather of ``check``; in the backward one all-gather (an all-to-all
-    for uneven sizes): a rank sends the gradient of its part, without filling, to the P - 1 others.
+    Communication: in the forward only the all-gather of ``check``. In the backward one all-gather (an all-to-all for
+    uneven sizes): a rank sends the gradient of its part, without padding, to the P - 1 others.
 
     Raises:
-        ValueError: a bad dim, a layout for another length or number of ranks, ranks that disagree: on every rank, with
-            ``check``. That ``x`` holds the same values everywhere is the caller's promise.
-        TypeError: for a DTensor (pass its ``to_local()``), what is not a layout, or not a group.
+        ValueError: a bad dim, a layout for another length or number of ranks, ranks that disagree; on every rank, with
+            ``check``.
+        TypeError: for a DTensor (pass its ``to_local()``), or if ``layout`` or ``group`` has a wrong type.
     """
     peers, at, rows = _resolve_whole("split", x, dim, group, layout, grad_scale, check)
     part = _apply(Own(gather_exchange(peers, at, x.ndim, rows)), x)
@@ -93,7 +93,7 @@ def gather(
     grad_scale: GradScale = GradScale.NONE,
     check: bool = True,
 ) -> torch.Tensor:
-    """Put the ranks' parts together, on every rank.
+    """Gather the parts of all ranks, on every rank.
 
     ::
 
@@ -102,26 +102,27 @@ def gather(
                    P(sum) -> S(dim)      reduce_gradients=True: reduce-scatter
 
     Args:
-        x: this rank's part; sizes in ``dim`` may differ between ranks, the others may not.
-        dim: the dim to put together.
+        x: this rank's part. Only its size in ``dim`` may differ between ranks.
+        dim: the dim to gather.
         group: ProcessGroup, 1-D DeviceMesh, (mesh, axis name), or None.
-        reduce_gradients: False when all ranks go on to compute the same thing with the result, so that each has the
-            whole gradient already and L is counted once. True when they compute different things with it (other
-            heads, other rows, other targets) and L is the sum. The wrong one is silently wrong, so there is no default.
-        layout: how it is cut, see :func:`split`; the result is in global order, without filling. None: contiguous parts
-            of whatever sizes the ranks have; without ``check``, and under torch.compile, of this rank's size.
-        grad_scale: what becomes of the gradient: see :class:`GradScale`.
+        reduce_gradients: False if all ranks compute the same thing with the result. Each rank then has the whole
+            gradient, and L is counted once. True if they compute different things (other heads, rows or targets) and L
+            is the sum of their losses. A wrong value gives wrong gradients without an error, so there is no default.
+        layout: how it is cut, see :func:`split`. The result is in global order, without padding. None: contiguous parts
+            of the sizes that the ranks have. Without ``check``, and under torch.compile, every rank must then have the
+            size of this one.
+        grad_scale: how the gradient is scaled: see :class:`GradScale`.
         check: see :func:`all_to_all`.
 
     Returns:
         The whole tensor. It may be a view of the receive buffer: do not change it in place.
 
-    Communicates one all-gather (an all-to-all for uneven sizes, so that padding is not sent): a rank sends its part to
-    the P - 1 others. In the backward nothing, or what :func:`reduce_scatter` communicates. ``check`` as in
+    Communication: one all-gather (an all-to-all for uneven sizes, so that padding is not sent): a rank sends its part
+    to the P - 1 others. In the backward nothing, or that of :func:`reduce_scatter`. ``check`` as in
     :func:`all_to_all`.
 
     Raises:
-        ValueError, TypeError: as :func:`split`; a part that is not what the layout gives this rank.
+        ValueError, TypeError: as :func:`split`; also if ``x`` does not have the size that the layout gives this rank.
     """
     peers = peers_of(group)
 
@@ -141,7 +142,7 @@ def gather(
 def reduce_scatter(
     x: torch.Tensor, dim: int, group: Group, *, layout: Layout = None, check: bool = True
 ) -> torch.Tensor:
-    """Sum a tensor over the ranks, and keep this rank's part of the sum.
+    """Sum a tensor over the ranks and keep this rank's part of the sum.
 
     ::
 
@@ -152,15 +153,15 @@ def reduce_scatter(
         x: this rank's summand, of the same shape on every rank.
         dim: the dim to cut.
         group: ProcessGroup, 1-D DeviceMesh, (mesh, axis name), or None.
-        layout: how it is cut, see :func:`split`; filling is zero.
+        layout: how it is cut, see :func:`split`; padding is zero.
         check: see :func:`all_to_all`.
 
     Returns:
-        This rank's part. The summands are added in rank order, in float32 at least: the same bits on every run, for
-        even and uneven sizes.
+        This rank's part. The summands are added in rank order, in float32 or wider. So every run gives the same bits,
+        for even and uneven sizes.
 
-    Communicates one all-to-all, and adds here: a rank sends ``x`` but for its own part, as in any reduce-scatter, and
-    holds P blocks of its part for a moment. The backward is one all-gather, as in :func:`split`.
+    Communication: one all-to-all; the sum is local. A rank sends ``x`` without its own part, as in any reduce-scatter,
+    and holds P blocks of its part for a short time. The backward is one all-gather, as in :func:`split`.
 
     Raises:
         ValueError, TypeError: as :func:`split`.
@@ -172,7 +173,7 @@ def reduce_scatter(
 def _resolve_whole(
     call: str, x: torch.Tensor, dim: int, group: Group, layout: Layout, grad_scale: GradScale, check: bool
 ) -> tuple[Peers, int, Rows]:
-    """The group, the dim from the front, and how ``x``, which is whole on every rank, is cut."""
+    """The group, the dim counted from the front, and how ``x``, which is whole on every rank, is cut."""
     peers = peers_of(group)
 
     def describe() -> Facts:
@@ -192,5 +193,5 @@ def _facts(x: torch.Tensor, own_dim: int, dim: int, layout: Layout, grad_scale: 
 
 
 def _apply(op: LinearMap, x: torch.Tensor) -> torch.Tensor:
-    """A gathering exchange moves a matrix of one column: see :func:`gather_exchange`."""
+    """``op(x)`` with a last dim of one column added for the exchange: see :func:`gather_exchange`."""
     return differentiable(op, x.unsqueeze(-1))[0].squeeze(-1)

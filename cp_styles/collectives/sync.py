@@ -1,4 +1,4 @@
-"""Samples that live on one rank each, made known to the whole group one after another."""
+"""Send samples and objects of one rank to all ranks of a group."""
 
 from __future__ import annotations
 
@@ -19,31 +19,32 @@ T = TypeVar("T")
 
 
 def sync_inputs(sample: T, group: Group, *, device: torch.device | str | None = None) -> Iterator[T]:
-    """Each rank has its own sample; iterate over all of them, in rank order, the same on every rank.
+    """Iterate over the samples of all ranks, in rank order. Every rank gets the same samples.
 
-    For data-parallel loaders under sequence parallelism: the group works on one rank's sample at a time, together.
-    While it computes with one, the next one is already on its way::
+    This is for data-parallel loaders under sequence parallelism: the whole group works on the sample of one rank at a
+    time. While it computes with one sample, the next one is being sent::
 
         for sample in sync_inputs(next(loader), group, device="cuda"):
             loss = step(slice_inputs(sample, 1, group))
 
     Args:
-        sample: dicts, lists and tuples, nested, of tensors and plain values; structure, values, shapes and dtypes are
-            this rank's own. Tensors are data: they come out without gradients.
-        group: ProcessGroup, 1-D DeviceMesh, (mesh, axis name), or None, for which it yields ``sample`` itself.
-        device: where tensors are moved before they are sent, and where they arrive; one that the group has a backend
-            for (``"cuda"`` for NCCL). None: the kind of device each tensor is on.
+        sample: nested dicts, lists and tuples of tensors and plain values. Structure, values, shapes and dtypes may
+            differ between ranks. The tensors that are returned have no gradients.
+        group: ProcessGroup, 1-D DeviceMesh, (mesh, axis name), or None. With None it yields ``sample`` itself.
+        device: tensors are moved there before they are sent, and arrive there. The group must have a backend for it
+            (``"cuda"`` for NCCL). None: the kind of device that each tensor is on.
 
     Returns:
         An iterator over as many samples as the group has ranks. Two of them exist at a time. Every rank must take all
-        of them. What comes from this rank are its own tensors, not copies.
+        of them. The sample of this rank has its own tensors, not copies.
 
-    Communicates, when called, one ``all_gather_object``: structure, plain values, shapes and dtypes; torch pickles
-    them, so that plain values can be anything, and *unpickles what the peers sent: use it among ranks you trust*, as
-    any torch object collective. Then one broadcast of each non-empty tensor, as raw bytes: nothing of those is pickled.
+    Communication, when called: one ``all_gather_object`` of structure, plain values, shapes and dtypes. torch pickles
+    them, so plain values can be anything. It also *unpickles what the other ranks sent: use it among ranks that you
+    trust*, like every object collective of torch. Then one broadcast for each non-empty tensor, as raw bytes, which are
+    not pickled.
 
     Raises:
-        ValueError: on every rank, when one has a tensor that is not plain and dense, or a value that cannot be pickled.
+        ValueError: on every rank, if one has a tensor that is not plain and dense, or a value that cannot be pickled.
     """
     peers = peers_of(group)
     if peers.size == 1:
@@ -58,21 +59,21 @@ def sync_inputs(sample: T, group: Group, *, device: torch.device | str | None = 
 
 
 def sync_object(value: T, group: Group, *, src: int = 0) -> T:
-    """The ``value`` of one rank, on every rank.
+    """The ``value`` of rank ``src``, on every rank.
 
     Args:
-        value: anything that can be pickled; only the one of rank ``src`` matters.
-        group: ProcessGroup, 1-D DeviceMesh, (mesh, axis name), or None, for which it returns ``value``.
-        src: the rank *in the group* whose value it is.
+        value: anything that can be pickled. Only the value of rank ``src`` is used.
+        group: ProcessGroup, 1-D DeviceMesh, (mesh, axis name), or None. With None it returns ``value``.
+        src: a rank *of the group*, not a global rank.
 
     Returns:
-        ``value`` itself on rank ``src``, elsewhere a copy of it.
+        ``value`` itself on rank ``src``, a copy elsewhere.
 
-    Communicates two broadcasts: ``torch.distributed.broadcast_object_list``, which pickles. It *unpickles what rank
-    src sent: use it among ranks you trust*.
+    Communication: two broadcasts (``torch.distributed.broadcast_object_list``). It *unpickles what rank src sent: use
+    it among ranks that you trust*.
 
     Raises:
-        ValueError: when ``src`` is not a rank of the group; on every rank, when the value cannot be pickled.
+        ValueError: ``src`` is not a rank of the group; or, on every rank, the value cannot be pickled.
     """
     peers = peers_of(group)
     if not 0 <= src < peers.size:
@@ -90,7 +91,7 @@ def sync_object(value: T, group: Group, *, src: int = 0) -> T:
 
 @dataclass(frozen=True)
 class _Slot:
-    """Stands where a tensor was."""
+    """Replaces a tensor in a sample that is sent; holds what is needed to allocate it."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -102,7 +103,7 @@ class _Slot:
 
 @dataclass(frozen=True)
 class _Failure:
-    """Goes out instead of what a rank could not send."""
+    """Is sent instead of a value that a rank cannot send."""
 
     message: str
 
@@ -120,12 +121,12 @@ def _take_out(path: str, leaf: Any, device: torch.device | str | None, own: list
 
 
 def _share(communicate: Callable[[Any], list[Any]], pack: Callable[[], Any], what: str) -> list[Any]:
-    """``communicate(pack())``; what cannot be packed or pickled raises on all ranks."""
+    """``communicate(pack())``. If one rank cannot pack or pickle its value, all ranks raise."""
     error = None
     try:
         received = communicate(pack())
     except (ValueError, TypeError, AttributeError, pickle.PicklingError) as caught:
-        # Raised before anything was sent: torch pickles first. The peers wait for this rank.
+        # torch pickles before it sends, so nothing was sent yet, and the other ranks wait for this one.
         error = ValueError(f"{what} cannot be sent: {caught}")
         received = communicate(_Failure(str(error)))
     if error is not None:
@@ -157,7 +158,7 @@ def _iterate(skeletons: list[Any], own: list[torch.Tensor], peers: Peers) -> Ite
 def _start_broadcast(
     src: int, skeleton: Any, own: list[torch.Tensor], peers: Peers
 ) -> tuple[list[torch.Tensor], list[dist.Work]]:
-    """Start sending the tensors of rank ``src``: raw bytes, because NCCL does not know every dtype (int16, say)."""
+    """Start to send the tensors of rank ``src``, as raw bytes: NCCL does not support all dtypes (not int16)."""
     slots = [leaf for _, leaf in leaves(skeleton) if isinstance(leaf, _Slot)]
     tensors = own if peers.rank == src else [slot.empty() for slot in slots]
     group, works = resolve_group(peers.name), []
