@@ -1,6 +1,6 @@
 """Batches under context parallelism: labels, positions, shards, and the loss and gradients of the whole sequence.
 
-Everything here takes and gives plain tensors, and none of it knows about attention. A training step::
+The functions take and return plain tensors and do not depend on attention. A training step::
 
     labels = next_token_labels(tokens, document_ids=ids)         # of the whole sequence, before it is cut
     mine = shard_batch({"tokens": tokens, "labels": labels}, layout, rank, seq_dims={"tokens": 1, "labels": 1})
@@ -10,22 +10,22 @@ Everything here takes and gives plain tensors, and none of it knows about attent
     loss.backward()
     sum_gradients(model, cp)
 
-``cp`` is the process group, or the 1-D mesh, over which the sequence is cut, and ``rank`` the rank in it.
+``cp`` is the process group, or the 1-D mesh, over which the sequence is cut. ``rank`` is the rank in it.
 
-Who sums the gradients? Every rank's backward gives its own share, and exactly one reducer must add them up. Where
-sequences differ over a data-parallel axis too, the tokens are counted and the loss and gradients summed over both:
-``both = mesh["dp", "cp"]._flatten("dp_cp")`` takes the place of ``cp`` in the last three lines above, and below.
+Who sums the gradients? The backward of each rank computes its share, and exactly one reducer must sum the shares. With
+a data-parallel axis too, count tokens and sum loss and gradients over both axes. In the last three lines above, and
+below, use ``both = mesh["dp", "cp"]._flatten("dp_cp")`` instead of ``cp``.
 
-- nobody else: ``sum_gradients(model, cp)``, as above;
+- no other reducer: ``sum_gradients(model, cp)``, as above;
 - FSDP2: ``fully_shard(..., mesh=cp)`` of each layer and the model, ``global_loss(..., cp, averaged_over=cp.size())``;
 - HSDP: ``fully_shard(..., mesh=mesh["dp", "cp"])``, ``global_loss(..., both, averaged_over=both.size())``;
 - DDP: ``DistributedDataParallel(model, process_group=cp.get_group())``, ``averaged_over=cp.size()``;
 - FSDP2 over dp alone: ``global_loss(..., both, averaged_over=mesh["dp"].size())``, then ``sum_gradients(model, cp)``.
 
-FSDP2 and DDP divide by the number of ranks they reduce over, and ``averaged_over`` multiplies by it beforehand, so that
-ranks may hold any number of tokens. (``FSDPModule.set_gradient_divide_factor(1.0)`` in place of it says the same, where
-the backend can: gloo cannot in float32.) An accumulation of micro-batches changes nothing: give every
-:func:`global_loss` the count of all of them, and sum (or let FSDP2 and DDP synchronize) after the last.
+FSDP2 and DDP divide by the number of ranks that they reduce over. ``averaged_over`` multiplies the gradient by this
+number first, so ranks may hold any number of tokens. (``FSDPModule.set_gradient_divide_factor(1.0)`` has the same
+effect if the backend supports it; gloo does not in float32.) With accumulation over micro-batches, give each
+:func:`global_loss` the token count of all of them, and sum (or let FSDP2 and DDP synchronize) after the last one.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Group: TypeAlias = dist.ProcessGroup | DeviceMesh
 """The ranks that share a sequence: a process group or a 1-D mesh, ``mesh["cp"]``."""
 
 IGNORE_INDEX = -100
-"""The label of a token that is not predicted: the default of ``torch.nn.functional.cross_entropy``."""
+"""The label of a token without a target: the default ``ignore_index`` of ``torch.nn.functional.cross_entropy``."""
 
 
 def next_token_labels(
@@ -60,18 +60,18 @@ def next_token_labels(
     seq_dim: int = -1,
     ignore_index: int = IGNORE_INDEX,
 ) -> torch.Tensor:
-    """For every token of the *whole* sequence, the token ``shift`` places on; cut it afterwards, with the tokens.
+    """Labels for the *whole* sequence: for each token, the token ``shift`` positions later. Cut them with the tokens.
 
-    Labels rolled after the cut are wrong at every shard boundary: the next token is on another rank.
+    Labels that are shifted after the cut are wrong at every shard boundary: the next token is on another rank.
 
     Args:
         tokens: integers, with the whole sequence along ``seq_dim``.
-        document_ids: integers that broadcast to ``tokens``; a run of equal ones along ``seq_dim`` is a document.
-            None: the sequence is one document. From lengths:
+        document_ids: integers that broadcast to ``tokens``; a run of equal ids along ``seq_dim`` is a document. None:
+            the sequence is one document. From lengths:
             ``torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))``.
-        shift: how far ahead; 1 for next-token prediction, 2 and more for multi-token prediction.
+        shift: 1 for next-token prediction, 2 and more for multi-token prediction.
         seq_dim: the dim of ``tokens`` that is the sequence.
-        ignore_index: stands wherever the document or the sequence ends before the label.
+        ignore_index: the label where the document or the sequence ends before the target.
 
     Returns:
         Labels in the shape of ``tokens``. No communication.
@@ -80,7 +80,7 @@ def next_token_labels(
         ValueError: ``shift`` below 1, or ``document_ids`` that do not broadcast to ``tokens``.
     """
     if shift < 1:
-        raise ValueError(f"shift says how many tokens ahead the label is and must be at least 1, got {shift}")
+        raise ValueError(f"shift is the number of tokens that the label is ahead; it must be at least 1, got {shift}")
     labels = torch.full_like(tokens, ignore_index)
     kept = tokens.shape[seq_dim] - shift
     if kept <= 0:
@@ -95,9 +95,9 @@ def next_token_labels(
 
 
 def document_positions(document_ids: torch.Tensor, *, seq_dim: int = -1) -> torch.Tensor:
-    """Positions that start again at 0 in every document, for the *whole* sequence; cut them with the tokens.
+    """Positions that restart at 0 in every document, for the *whole* sequence. Cut them with the tokens.
 
-    For positions that run through the whole sequence, ``layout.positions(rank)`` is all it takes.
+    For positions that run through the whole sequence, use ``layout.positions(rank)`` instead.
 
     Args:
         document_ids: integers; a run of equal ones along ``seq_dim`` is a document.
@@ -111,27 +111,27 @@ def document_positions(document_ids: torch.Tensor, *, seq_dim: int = -1) -> torc
 def shard_batch(
     batch: Mapping[str, torch.Tensor], layout: SequenceLayout, rank: int, *, seq_dims: Mapping[str, int | None]
 ) -> dict[str, torch.Tensor]:
-    """What ``rank`` holds of every entry of a batch.
+    """The part of ``rank`` of every entry of a batch.
 
     Args:
         batch: whole tensors by name.
-        layout: the cut; the attention must be given the same.
+        layout: the cut. The attention must use the same layout.
         rank: the rank within the cp group.
-        seq_dims: for every entry of ``batch`` the dim that is the sequence, or None for an entry that every rank needs
-            whole. Nothing is guessed: position ids of shape [3, B, S] have their sequence at 2, and a batch as long as
-            its sequence has two dims that look alike. Names that ``batch`` lacks are passed over.
+        seq_dims: for each entry of ``batch`` the dim that is the sequence, or None for an entry that stays whole. Dims
+            are not guessed: position ids of shape [3, B, S] have the sequence at dim 2, and a batch may be as large as
+            its sequence is long. Names that ``batch`` does not have are ignored.
 
     Returns:
-        The same names, each tensor with ``layout.lengths[rank]`` in place of the whole length. No communication.
+        The same names. Each tensor has ``layout.lengths[rank]`` in place of the whole length. No communication.
 
     Raises:
-        ValueError: an entry without a dim in ``seq_dims``, or one whose dim is not as long as the layout.
+        ValueError: an entry without a dim in ``seq_dims``, or one whose dim does not have the length of the layout.
     """
     unnamed = [name for name in batch if name not in seq_dims]
     if unnamed:
         raise ValueError(
             f"seq_dims does not say which dim of {unnamed} is the sequence: "
-            "name it, or None for an entry that every rank needs whole"
+            "give the dim, or None for an entry that every rank needs whole"
         )
     mine = {}
     for name, whole in batch.items():
@@ -149,12 +149,12 @@ def shard_batch(
 
 
 def global_token_count(labels: torch.Tensor, group: Group, *, ignore_index: int = IGNORE_INDEX) -> torch.Tensor:
-    """How many tokens of all ranks have a label: int64, 0-dim, the same on every rank.
+    """Number of tokens of all ranks that have a label: int64, 0-dim, the same on every rank.
 
-    Over several micro-batches, add up their counts and give the sum to every :func:`global_loss`.
+    With several micro-batches, add their counts and give the sum to each :func:`global_loss`.
 
-    Communication: one all-reduce of one integer; before it, where there were forwards of attention since the ranks last
-    heard from each other, one all-gather of some integers over the attention's group, as the first backward does it.
+    Communication: one all-reduce of one integer. If attention ran since the last exchange between the ranks, one
+    all-gather of some integers over the group of the attention before that, as at the first backward.
     """
     group = _process_group(group)
     end_forwards()
@@ -166,36 +166,36 @@ def global_token_count(labels: torch.Tensor, group: Group, *, ignore_index: int 
 def global_loss(
     token_losses: torch.Tensor, token_count: torch.Tensor | int, group: Group, *, averaged_over: int = 1
 ) -> torch.Tensor:
-    """The mean loss of all tokens of all ranks, as one device would have it, whoever holds how many of them.
+    """The mean loss over all tokens of all ranks, as on one device. Ranks may hold different numbers of tokens.
 
-    The value is the global one on every rank; the gradient is this rank's share of it. So the gradients *summed* over
-    ``group`` (:func:`sum_gradients`) are those of one device. A mean of means would weigh tokens by where they live.
+    Every rank gets the global value. The gradient is this rank's share. So the gradients *summed* over ``group``
+    (:func:`sum_gradients`) are those of one device. (A mean of the ranks' means would weight tokens differently.)
 
     Args:
-        token_losses: this rank's losses, summed or one by one (``reduction="sum"`` or ``"none"``), with zeros for
-            ignored tokens; any shape. A DTensor must be replicated.
+        token_losses: this rank's losses, as a sum or one for each token (``reduction="sum"`` or ``"none"``), with zeros
+            for ignored tokens; any shape. A DTensor must be replicated.
         token_count: from :func:`global_token_count`. 0 gives nan, as on one device.
-        group: the ranks that share the tokens; a mesh of data and context parallel ranks, flattened, is one too.
-        averaged_over: how many ranks' gradients the reducer *averages*, so that it makes their sum: what it divides by
-            is multiplied to the gradient (not to the value). 1 for :func:`sum_gradients`, which divides by nothing; the
-            number of ranks for FSDP2 and DDP, see the top of this file.
+        group: the ranks that share the tokens. It may be a flattened mesh of data and context parallel ranks.
+        averaged_over: the number by which the reducer of gradients divides. The gradient (not the value) is multiplied
+            by it, so that averaging gives the sum. 1 for :func:`sum_gradients`, which does not divide; the number of
+            ranks for FSDP2 and DDP, see the top of this file.
 
     Returns:
-        0-dim, in the dtype of ``token_losses``, but at least float32.
+        0-dim, in the dtype of ``token_losses``, in float32 or wider.
 
-    Communication: forward one all-reduce of one number, and the all-gather of :func:`global_token_count`, unless it or
-    a backward has come since the last forward; backward none.
+    Communication: forward one all-reduce of one number; and the all-gather of :func:`global_token_count`, unless that
+    function or a backward ran since the last forward. Backward none.
 
     Raises:
         ValueError: for a DTensor that is not replicated, or ``averaged_over`` below 1.
     """
     if averaged_over < 1:
-        raise ValueError(f"averaged_over is a number of ranks, 1 where gradients are summed, got {averaged_over}")
+        raise ValueError(f"averaged_over must be a number of ranks (1 where gradients are summed), got {averaged_over}")
     if isinstance(token_losses, DTensor):
         if any(placement != Replicate() for placement in token_losses.placements):
             raise ValueError(
-                f"token_losses are placed {token_losses.placements}: redistribute them to Replicate() first, "
-                "or the sum would count them wrongly"
+                f"token_losses have the placements {token_losses.placements}: redistribute them to Replicate() first, "
+                "otherwise the sum would be wrong"
             )
         token_losses = token_losses.to_local()
     group = _process_group(group)
@@ -205,9 +205,9 @@ def global_loss(
 
 
 class _SumOverGroup(torch.autograd.Function):
-    """all_reduce: a share on every rank -> the sum on every rank; backward: the gradient, scaled, no communication.
+    """forward: all-reduce of the ranks' shares. backward: the gradient, scaled, without communication.
 
-    Every rank calls backward on the same sum, which is one loss and not as many as there are ranks.
+    The sum is one loss, although every rank calls backward on it. So its gradient must not be summed over the ranks.
     """
 
     @staticmethod
@@ -230,32 +230,32 @@ def sum_gradients(
     bucket_bytes: int = 25 * 2**20,
     reduce_dtype: torch.dtype | None = None,
 ) -> None:
-    """Sum ``.grad`` over the ranks of ``group``, in place, once after the last backward of a step.
+    """Sum ``.grad`` over the ranks of ``group``, in place. Call it once after the last backward of a step.
 
-    Context parallelism leaves every rank with the gradients of its own tokens; this makes them those of the sequence.
-    It is not for parameters that FSDP2 or DDP already reduce over the same ranks.
+    Under context parallelism each rank has the gradients of its own tokens. This makes them the gradients of the whole
+    sequence. It is not for parameters that FSDP2 or DDP already reduce over the same ranks.
 
-    A parameter without a gradient on some ranks (its tokens are elsewhere) gets one; without a gradient on all of them
-    it is left at None. A DTensor parameter is summed by its local tensor; a gradient that is placed otherwise than its
-    parameter (torch leaves those of SequenceParallel norms as partial sums) is first redistributed to the placements
-    of the parameter, so that they are the same on every rank.
+    A parameter that has a gradient on some ranks only gets one on all ranks. A parameter without a gradient on all
+    ranks keeps None. For a DTensor parameter the local tensors are summed. If the placements of a gradient differ from
+    those of its parameter, it is first redistributed to them. (torch leaves the gradients of SequenceParallel norms as
+    partial sums.)
 
     Args:
         parameters: a module, or its parameters; the same ones in the same order on every rank. Frozen ones are skipped.
         group: the cp ranks.
-        bucket_bytes: gradients of one dtype travel together, flat, about this many bytes at a time; this is also the
+        bucket_bytes: gradients of one dtype are sent together in flat buckets of about this size, which is also the
             extra memory.
-        reduce_dtype: travels and is summed; None for at least float32, whatever dtype the gradients have. Those of
-            bfloat16 parameters are rounded once, then, and not once a rank; half the bytes with ``torch.bfloat16``.
+        reduce_dtype: the dtype in which gradients are sent and summed. None: float32 or wider, for gradients of any
+            dtype; those of bfloat16 parameters are then rounded once. ``torch.bfloat16`` halves the bytes.
 
-    Communication: an all-gather of :data:`~cp_styles.comm.agreement.WIDTH` integers, an all-reduce a bucket, and, when
-    ranks differ in which gradients they have, one of a byte a parameter.
+    Communication: one all-gather of :data:`~cp_styles.comm.agreement.WIDTH` integers, one all-reduce for each bucket, and
+    one of a byte for each parameter if ranks differ in which gradients they have.
 
     Raises:
-        ValueError: on every rank, when ranks do not have the same parameters, or when they are reduced over ranks of
-            ``group`` already: by a DDP module, as DTensors on a mesh that spreads over them, or by this function,
-            since when nothing has changed the gradients. (What a backward has added since is not told from what a
-            zero_grad and a backward make: sum once a step, after the last of its backwards.)
+        ValueError: on every rank, if ranks do not have the same parameters, or if gradients are already reduced over
+            ranks of ``group``: by a DDP module, as DTensors on a mesh over these ranks, or by this function, if they
+            have not changed since. (Gradients that a later backward was added to are not recognized. So sum once in a
+            step, after its last backward.)
     """
     group = _process_group(group)
 
@@ -290,7 +290,7 @@ def _refuse_ddp(module: nn.Module, group: dist.ProcessGroup) -> None:
             if len(both) > 1:
                 raise ValueError(
                     f"sum_gradients over ranks {sorted(ranks)}: {name or 'the module'} is DistributedDataParallel over "
-                    f"{both} and has reduced its gradients there. Leave sum_gradients out, and give global_loss "
+                    f"{both} and has reduced its gradients there. Do not call sum_gradients, and call global_loss with "
                     f"averaged_over={len(reduced)}"
                 )
 
@@ -302,13 +302,13 @@ def _refuse_summed(parameters: list[torch.Tensor], group: dist.ProcessGroup) -> 
             if len(ranks.intersection(known)) > 1:
                 raise ValueError(
                     f"sum_gradients over ranks {sorted(ranks)}: the gradient of a parameter of shape "
-                    f"{tuple(parameter.shape)} is summed over some of them already, and nothing has changed it since; "
-                    "twice, it would count every token as often as there are ranks. Sum once, after the last backward"
+                    f"{tuple(parameter.shape)} is already summed over some of them and has not changed since. A second "
+                    "sum would multiply it by the number of ranks. Sum once, after the last backward"
                 )
 
 
 def _summed_over(parameter: torch.Tensor) -> tuple[tuple[int, ...], ...]:
-    """The ranks over which a gradient was summed, by a mark on it that holds until it changes."""
+    """The groups of ranks over which the gradient was summed. They are noted on it, and valid until it changes."""
     version, groups = getattr(parameter.grad, _SUMMED, (None, ()))
     return groups if parameter.grad is not None and version == parameter.grad._version else ()
 
@@ -325,15 +325,14 @@ def _refuse_spread(parameters: list[torch.Tensor], group: dist.ProcessGroup) -> 
     for mesh in {parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)}:
         if shares_ranks(mesh, group):
             raise ValueError(
-                f"sum_gradients over ranks {sorted(dist.get_process_group_ranks(group))}: a DTensor parameter lives on "
-                f"{mesh}, which spreads over the same ranks, and its gradient is reduced there: leave such parameters "
-                "out"
+                f"sum_gradients over ranks {sorted(dist.get_process_group_ranks(group))}: a DTensor parameter is on "
+                f"{mesh}, which has several of these ranks, so its gradient is already reduced over them: leave such "
+                "parameters out"
             )
 
 
 def _with_gradient_anywhere(check: Callable[[], list[torch.Tensor]], group: dist.ProcessGroup) -> list[torch.Tensor]:
-    """Of the parameters that ``check`` returns, those that have a gradient on at least one rank: the same on every
-    rank."""
+    """The parameters returned by ``check`` that have a gradient on at least one rank. The same on every rank."""
     parameters: list[torch.Tensor] = []
     present = b""
 
@@ -347,8 +346,8 @@ def _with_gradient_anywhere(check: Callable[[], list[torch.Tensor]], group: dist
     rows = exchange_status(build, Meeting.GRADIENTS, "sum_gradients", "group", group)
     if len({row.inputs for row in rows}) > 1:
         raise ValueError(
-            f"sum_gradients: the ranks of the group do not have the same parameters (this one has {len(parameters)} "
-            "that are trained): pass the same ones, in the same order, with the same shapes and dtypes, on every rank"
+            f"sum_gradients: the ranks of the group do not have the same parameters (this rank has {len(parameters)} "
+            "that require grad): pass the same ones, in the same order, with equal shapes and dtypes, on every rank"
         )
     if len({row.call for row in rows}) > 1:
         device = parameters[0].device if parameters else torch.device("cpu")
@@ -359,7 +358,7 @@ def _with_gradient_anywhere(check: Callable[[], list[torch.Tensor]], group: dist
 
 
 def _local_gradient(parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's part of ``parameter.grad``, after making sure that it exists and is placed as its parameter is."""
+    """The local tensor of ``parameter.grad``, which is first created or redistributed like the parameter, if needed."""
     gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
     if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
         if gradient.placements != parameter.placements:
@@ -392,7 +391,7 @@ def _process_group(group: Group) -> dist.ProcessGroup:
     if not isinstance(group, DeviceMesh):
         raise TypeError(f'expected a process group or a 1-D mesh such as mesh["cp"], got {type(group).__name__}')
     if group.ndim != 1:
-        raise ValueError(f'expected a 1-D mesh, got axes {group.mesh_dim_names}: pass the one meant, mesh["cp"]')
+        raise ValueError(f'expected a 1-D mesh, got axes {group.mesh_dim_names}: pass one axis, such as mesh["cp"]')
     return group.get_group()
 
 
@@ -402,19 +401,19 @@ def _broadcast(document_ids: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor
     except RuntimeError:
         raise ValueError(
             f"document_ids of shape {tuple(document_ids.shape)} do not broadcast to tokens {tuple(tokens.shape)}: "
-            "give one id a token, or one a position that all rows share"
+            "give one id for each token, or one for each position if all rows share them"
         ) from None
 
 
 def _index_along(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-    """int64 in the shape of ``tensor``: its own index along ``dim``, everywhere."""
+    """The index along ``dim`` of each element: int64, in the shape of ``tensor``."""
     shape = [1] * tensor.ndim
     shape[dim] = -1
     return torch.arange(tensor.shape[dim], device=tensor.device).view(shape).expand_as(tensor)
 
 
 def _document_starts(document_ids: torch.Tensor, seq_dim: int) -> torch.Tensor:
-    """Where the document of each token begins, int64: the same number is the same document."""
+    """The position at which the document of each token begins: int64. Equal numbers are the same document."""
     index = _index_along(document_ids, seq_dim)
     if document_ids.shape[seq_dim] < 2:
         return index

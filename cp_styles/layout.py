@@ -1,4 +1,4 @@
-"""Which global positions each rank holds: the one source of truth of a sequence that is cut.
+"""Sequence layouts: which global positions each rank holds.
 
 Tokens, labels, positions, masks, the attention plan and unsharding are all derived from a :class:`SequenceLayout`.
 A load balancer is a function that returns one.
@@ -27,14 +27,14 @@ Chunk: TypeAlias = tuple[int, int]
 
 @dataclass(frozen=True)
 class SequenceLayout:
-    """A cut of the positions ``0 .. length - 1`` into one ascending list of chunks a rank.
+    """The positions ``0 .. length - 1`` cut into an ascending list of chunks for each rank.
 
-    Rank ``r`` holds the concatenation of ``chunks[r]``, in that order. Ranks may hold different numbers of tokens,
-    none included; every position has exactly one owner. Build one with a balancer (:func:`contiguous`,
-    :func:`head_tail`, ...) or from chunks of your own with :meth:`from_chunks`.
+    Rank ``r`` holds the concatenation of ``chunks[r]``, in that order. Ranks may hold different numbers of tokens, or
+    none. Every position has exactly one owner. Build a layout with a balancer (:func:`contiguous`, :func:`head_tail`,
+    ...), or from chunks of your own with :meth:`from_chunks`.
 
     Attributes:
-        chunks: per rank, ascending and maximal half-open ranges of global positions.
+        chunks: for each rank, half-open ranges of global positions, ascending; no two of them touch.
         length: number of positions of the whole sequence.
         lengths: number of positions of each rank.
     """
@@ -59,7 +59,7 @@ class SequenceLayout:
                 raise ValueError(f"the chunks of rank {rank} must ascend and not touch, got {own}; see from_chunks()")
         object.__setattr__(self, "lengths", lengths)
         object.__setattr__(self, "length", expected)
-        # Plans are cached by layout, and a layout may have thousands of chunks: hash them once.
+        # Layouts are cache keys of plans and may have thousands of chunks, so compute the hash once.
         object.__setattr__(self, "_hash", hash(self.chunks))
 
     def __hash__(self) -> int:
@@ -67,7 +67,7 @@ class SequenceLayout:
 
     @classmethod
     def from_chunks(cls, chunks: Iterable[Iterable[Chunk]]) -> SequenceLayout:
-        """A layout from any chunks per rank: sorted, touching ones joined, empty ones dropped."""
+        """A layout from any chunks of each rank. They are sorted, touching ones are joined, empty ones dropped."""
         return cls(tuple(_normalized(own) for own in chunks))
 
     @property
@@ -77,22 +77,22 @@ class SequenceLayout:
 
     @property
     def nbytes(self) -> int:
-        """About what it takes in memory: a tuple of two numbers a chunk."""
+        """Approximate size in memory: a tuple of two numbers for each chunk."""
         return 120 * sum(map(len, self.chunks)) + 100 * self.ranks
 
     def positions(self, rank: int, device: torch.device | str | None = None) -> torch.Tensor:
-        """Global positions of a rank's tokens, in local order: int64 ``[lengths[rank]]``."""
+        """Global positions of the tokens of ``rank``, in local order: int64 ``[lengths[rank]]``."""
         parts = [torch.arange(start, stop, device=device) for start, stop in self.chunks[rank]]
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=device)
 
     def shard(self, tensor: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
         """The part of a whole ``tensor`` that ``rank`` holds along ``dim``.
 
-        One chunk is a view; several are one copy. Differentiable; nothing is communicated. The result remembers its
-        layout (see :func:`cut_with`), so that attending to it with another one is refused.
+        A view if the rank holds one chunk, else one copy. Differentiable. No communication. The result remembers its
+        layout (see :func:`cut_with`), so that attention with another layout refuses it.
 
         Raises:
-            ValueError: when ``tensor.shape[dim]`` is not :attr:`length`.
+            ValueError: ``tensor.shape[dim]`` is not :attr:`length`.
         """
         if tensor.shape[dim] != self.length:
             raise ValueError(
@@ -106,10 +106,10 @@ class SequenceLayout:
         return part
 
     def unshard(self, parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
-        """The whole tensor from every rank's part (all of them in this process): the inverse of :meth:`shard`.
+        """The whole tensor from the parts of all ranks, given in this process: the inverse of :meth:`shard`.
 
         Raises:
-            ValueError: when there is not one part a rank, or a part does not have its rank's length along ``dim``.
+            ValueError: there is not one part for each rank, or a part does not have the length of its rank.
         """
         found = tuple(part.shape[dim] for part in parts)
         if found != self.lengths:
@@ -126,7 +126,7 @@ class SequenceLayout:
         return torch.cat([piece for _, piece in pieces], dim)
 
     def describe(self) -> str:
-        """One line a rank: how many tokens, and which."""
+        """A text with one line for each rank: how many tokens it holds, and which."""
         lines = [f"{self.length} positions on {self.ranks} ranks"]
         for rank, own in enumerate(self.chunks):
             shown = " ".join(f"[{start}, {stop})" for start, stop in own[:6]) + (" ..." if len(own) > 6 else "")
@@ -135,13 +135,12 @@ class SequenceLayout:
 
 
 def cut_with(tensor: torch.Tensor) -> SequenceLayout | None:
-    """The layout that :meth:`SequenceLayout.shard` cut this very tensor with; None once anything was computed from
-    it."""
+    """The layout with which :meth:`SequenceLayout.shard` made this tensor object. None for tensors computed from it."""
     return getattr(tensor, "_cp_styles_layout", None)
 
 
 def mark_cut(tensor: torch.Tensor, layout: SequenceLayout | None) -> None:
-    """Have :func:`cut_with` say ``layout`` of this very tensor."""
+    """Make :func:`cut_with` return ``layout`` for this tensor object."""
     key = id(tensor)
     if layout is None:
         if cut_with(tensor) is not None:
@@ -152,34 +151,34 @@ def mark_cut(tensor: torch.Tensor, layout: SequenceLayout | None) -> None:
         _cut[key] = weakref.ref(tensor, lambda _: _cut.pop(key, None)), layout
 
 
-# Tensors that were cut and are still there, by id: a registry, which decides nothing but a warning.
+# Tensors that were cut and are still alive, by id. Only a warning depends on this table.
 _cut: dict[int, tuple[weakref.ref[torch.Tensor], SequenceLayout]] = {}
 
 
 class LayoutMismatchWarning(UserWarning):
-    """A sequence seems to be cut with one layout and attended with another."""
+    """A sequence was probably cut with one layout and attended with another."""
 
 
 def warn_of_other_cuts(layout: SequenceLayout, name: str) -> None:
-    """Warn where tensors of a sequence like this one are around, cut with other layouts, and none with ``layout``.
+    """Warn if tensors of this length and number of ranks are alive, cut by other layouts, and none cut by ``layout``.
 
-    Once anything was computed from a tensor, nobody can tell how it was cut (see :func:`cut_with`); but the tokens that
-    a model was given are mostly still there when its layers attend.
+    A tensor that was computed from a cut tensor does not remember its layout (see :func:`cut_with`). But the tokens of
+    a model are usually still alive when its layers attend.
     """
     around = _cut_around(layout.length, layout.ranks)
     if around and layout not in around:
         warnings.warn(
-            f"{name}: attends to {layout.length} positions on {layout.ranks} ranks with a layout that no tensor here "
-            f"was cut with, while there are some of this length that {len(around)} other layout(s) cut. If these are "
-            "the tokens, the result is wrong: cut and attend with the same SequenceLayout. If they have nothing to do "
-            "with it, del them, or filter this warning",
+            f"{name}: attends to {layout.length} positions on {layout.ranks} ranks with a layout that cut no tensor "
+            f"here, but there are tensors of this length that {len(around)} other layout(s) cut. If they are the "
+            "tokens, the result is wrong: cut and attend with the same SequenceLayout. If they are unrelated, delete "
+            "them, or filter this warning",
             LayoutMismatchWarning,
             stacklevel=2,
         )
 
 
 def other_cuts_around(layout_for: Callable[[int], SequenceLayout], ranks: int) -> bool:
-    """Whether :func:`warn_of_other_cuts` would warn of the layout of some length; ``layout_for`` may raise."""
+    """Whether :func:`warn_of_other_cuts` would warn for the layout of any length. ``layout_for`` may raise."""
     for length in {cut.length for _, cut in list(_cut.values()) if cut.ranks == ranks}:
         with contextlib.suppress(Exception):
             if layout_for(length) not in (_cut_around(length, ranks) or {layout_for(length)}):
@@ -198,16 +197,16 @@ Balancer: TypeAlias = Callable[[int, int], SequenceLayout]
 
 
 def contiguous(length: int, ranks: int) -> SequenceLayout:
-    """One range a rank, in rank order; the remainder goes to the first ranks.
+    """One range for each rank, in rank order. The first ranks get the remainder.
 
-    Under a causal mask the last rank does nearly all the work: see :func:`head_tail`.
+    Under a causal mask the work is not balanced, and the last rank does most: see :func:`head_tail`.
     """
     _check(length, ranks)
     return SequenceLayout.from_chunks([chunk] for chunk in _even(0, length, ranks))
 
 
 def head_tail(length: int, ranks: int) -> SequenceLayout:
-    """2 P chunks; rank r holds chunks r and 2 P - 1 - r, so that causal work is equal (also called zigzag).
+    """2 P chunks, of which rank r holds chunks r and 2 P - 1 - r. Causal work is equal. Also called zigzag.
 
     Source: Brandon et al., Striped Attention (2023), and the causal balance of Megatron-LM's context parallelism.
     """
@@ -217,19 +216,19 @@ def head_tail(length: int, ranks: int) -> SequenceLayout:
 def per_document_head_tail(
     length: int, ranks: int, *, documents: Sequence[int], cut_all: bool = False
 ) -> SequenceLayout:
-    """Documents cut head-tail on their own: equal causal work however long the documents are.
+    """Each document cut head-tail by itself: causal work is balanced for documents of any length.
 
-    A long document is cut over all ranks. One that is a small part of what a rank holds and computes is cut over few
-    ranks or stays whole on one, so that a rank attends in few tiles to few others; and so that every rank gets as many
-    tokens as any other, or one more, some are cut to fill ranks up. How small is tried out, from half of a rank's share
-    down, until the work is balanced within 2 %; where nothing is, the best of all that was tried is taken.
+    A long document is cut over all ranks. A document that is short, compared with the share of a rank, is cut over few
+    ranks or stays whole on one. So a rank attends to few other ranks, in few tiles. Some documents are cut to give all
+    ranks the same number of tokens, up to one. Several limits for "short" are tried, from half of a rank's share
+    downwards, until the work is balanced within 2 %. If none reaches that, the best one is taken.
 
     Args:
         length: number of positions; the sum of ``documents``.
         ranks: number of ranks.
         documents: lengths of the packed documents, in order.
-        cut_all: cut all documents over all ranks, the shortest ones too. What does not divide goes, document by
-            document, to the ranks that hold fewest tokens so far.
+        cut_all: cut all documents over all ranks, also the shortest. The remainder of each document goes to the ranks
+            that hold the fewest tokens so far.
     """
     _check(length, ranks)
     if sum(documents) != length or any(size < 0 for size in documents):
@@ -246,16 +245,16 @@ def per_document_head_tail(
 
 
 def _pairs(size: int, start: int = 0) -> int:
-    """Twice the causal work of so many positions of a document, from its position ``start`` on."""
+    """Twice the causal work of ``size`` positions of a document, from its position ``start`` on."""
     return size * (2 * start + size + 1)
 
 
 def _dealt(documents: Sequence[int], ranks: int, parts: int | None) -> tuple[int, list[list[Chunk]]]:
-    """(twice the most work of a rank, everybody's chunks), in pieces of at most 1 / ``parts`` of a rank's tokens and of
-    its work; None cuts everything over all ranks.
+    """(twice the work of the busiest rank, chunks of all ranks) for documents cut into pieces.
 
-    The longest first, each piece to the rank with least work that has room for it (Graham, 1969); what finds no room
-    anywhere fills up those with most room.
+    A piece has at most 1 / ``parts`` of a rank's tokens and of its work. None cuts every document over all ranks. The
+    longest documents come first. Each piece goes to the rank with the least work among those that have room for it
+    (Graham, 1969). Pieces that fit nowhere fill up the ranks with the most room.
     """
     length, pairs = sum(documents), sum(map(_pairs, documents))
     room = [length // ranks + (rank < length % ranks) for rank in range(ranks)]
@@ -282,14 +281,17 @@ def _dealt(documents: Sequence[int], ranks: int, parts: int | None) -> tuple[int
 
 
 def _over_all(size: int, room: Sequence[int]) -> list[tuple[int, int]]:
-    """A document cut evenly: (rank, tokens), the first with the outermost; the remainder to those with most room."""
+    """A document cut evenly over all ranks: (rank, tokens), the outermost chunks first.
+
+    The remainder goes to the ranks with the most room.
+    """
     ranks = len(room)
     most = set(sorted(range(ranks), key=lambda rank: -room[rank])[: size % ranks])
     return [(rank, size // ranks + (rank in most)) for rank in range(ranks)]
 
 
 def _over_some(size: int, pieces: int, room: Sequence[int], work: Sequence[int]) -> list[tuple[int, int]]:
-    """A document cut into ``pieces``, or more, where so many do not find room."""
+    """A document cut into ``pieces``, or into more if that many do not find room: (rank, tokens)."""
     tokens = -(-size // pieces)
     fitting = [rank for rank in range(len(room)) if room[rank] >= tokens]
     order = [(rank, tokens) for rank in heapq.nsmallest(pieces, fitting, key=work.__getitem__)]
@@ -304,7 +306,7 @@ def _over_some(size: int, pieces: int, room: Sequence[int], work: Sequence[int])
 
 
 def striped(length: int, ranks: int, *, block: int = 1) -> SequenceLayout:
-    """Blocks of ``block`` positions dealt to the ranks in turn (Brandon et al., Striped Attention, 2023)."""
+    """Blocks of ``block`` positions, given to the ranks in turn (Brandon et al., Striped Attention, 2023)."""
     _check(length, ranks)
     if block < 1:
         raise ValueError(f"block must be at least 1, got {block}")
@@ -315,17 +317,17 @@ def striped(length: int, ranks: int, *, block: int = 1) -> SequenceLayout:
 
 
 def by_work(length: int, ranks: int, *, mask: Mask, block: int | None = None) -> SequenceLayout:
-    """Equal work under *any* band mask: blocks of positions, the heaviest first, each to the rank with least work.
+    """Equal work under *any* band mask. Blocks of positions, the heaviest first, go to the rank with the least work.
 
-    Ranks hold equally many blocks, so that the rest of the model is balanced too. For a style or function that wants a
-    balancer, bind the mask: ``functools.partial(by_work, mask=Causal() & Documents(lengths))``. The greedy deal is the
-    classic longest-processing-time rule (Graham, 1969), as MagiAttention's dispatch uses it.
+    Ranks hold equally many blocks, so that the rest of the model is balanced too. Where a balancer is expected, bind
+    the mask: ``functools.partial(by_work, mask=Causal() & Documents(lengths))``. This is the longest-processing-time
+    rule (Graham, 1969), which MagiAttention's dispatch uses too.
 
     Args:
         length: number of positions.
         ranks: number of ranks.
-        mask: who attends to whom.
-        block: positions a block; smaller balances better and cuts the sequence into more pieces. Default: such that a
+        mask: which keys each query attends to.
+        block: positions of a block. Smaller blocks balance better and cut the sequence into more chunks. Default: a
             rank holds about 16 blocks.
     """
     _check(length, ranks)
@@ -337,13 +339,13 @@ def by_work(length: int, ranks: int, *, mask: Mask, block: int | None = None) ->
 
 
 def by_block_work(length: int, ranks: int, *, work: Sequence[int], block: int) -> SequenceLayout:
-    """Equal work where it is known block by block: :func:`by_work` for work that was counted elsewhere.
+    """Equal work, from the work of each block: :func:`by_work` for work that was counted elsewhere.
 
     Args:
         length: number of positions.
         ranks: number of ranks.
-        work: of every block of ``block`` positions, in order; the last one may be short.
-        block: positions a block.
+        work: the work of each block of ``block`` positions, in order. The last block may be shorter.
+        block: positions of a block.
     """
     _check(length, ranks)
     if block < 1 or len(work) != -(-length // block):
@@ -360,7 +362,7 @@ def by_block_work(length: int, ranks: int, *, work: Sequence[int], block: int) -
 
 @dataclass(frozen=True)
 class SeveralLayouts:
-    """A balancer that has been asked already: what it said, of each length. Queries and keys may differ in theirs."""
+    """A balancer that returns one of some given layouts, by length. Queries and keys may differ in length."""
 
     layouts: tuple[SequenceLayout, ...]
 
@@ -373,10 +375,10 @@ class SeveralLayouts:
 
 
 def layout_made_by(balancer: Balancer, length: int, ranks: int) -> SequenceLayout:
-    """``balancer(length, ranks)``, checked. Equal layouts are the same object, so that what is cached by them is found.
+    """``balancer(length, ranks)``, checked. Equal layouts are the same object, so that caches keyed by them hit.
 
-    The balancers of this module, alone or with constants bound by functools.partial, are asked once and for all. Any
-    other may read what changes from batch to batch, and is asked every time.
+    Results of the balancers of this module, alone or with constants bound by functools.partial, are cached. Other
+    balancers may depend on data that changes between batches, so they are called every time.
     """
     if says_always_the_same(balancer):
         return _remembered(_by_value(balancer), length, ranks)
@@ -384,7 +386,7 @@ def layout_made_by(balancer: Balancer, length: int, ranks: int) -> SequenceLayou
 
 
 def says_always_the_same(balancer: Balancer) -> bool:
-    """Whether it is known to depend on length and ranks alone."""
+    """Whether the balancer is known to depend only on length and ranks."""
     if isinstance(balancer, SeveralLayouts):
         return True
     function, constants = _by_value(balancer)[:2]
@@ -392,7 +394,7 @@ def says_always_the_same(balancer: Balancer) -> bool:
 
 
 def _by_value(balancer: Balancer) -> tuple[Any, tuple[Any, ...], tuple[str, ...]]:
-    """The function, what is bound to it, and the last names of that; a partial object itself compares by identity."""
+    """The function, its bound values, and the names of the last ones. (A partial object compares by identity.)"""
     if not isinstance(balancer, functools.partial):
         return balancer, (), ()
     return balancer.func, (*balancer.args, *balancer.keywords.values()), tuple(balancer.keywords)

@@ -1,7 +1,7 @@
-"""Ranks as threads, and what they put on the wire: for tests, notebooks and anybody who debugs a plan.
+"""Run ranks as threads, and count their communication and memory: for tests, notebooks and debugging.
 
-The ranks are threads of this process, but the communication is real: gloo over the loopback interface, so
-point-to-point, collectives, sub-groups and DTensor behave as they do between processes, at a tenth of a second a run.
+The ranks are threads of this process, but they really communicate, with gloo over the loopback interface. So
+point-to-point messages, collectives, sub-groups and DTensor behave as between processes. A run takes about 0.1 s.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 class RankError(RuntimeError):
-    """What :func:`run_ranks` raises when ranks failed: ``errors`` maps each failed rank to its exception."""
+    """Raised by :func:`run_ranks` if ranks failed. ``errors`` maps each failed rank to its exception."""
 
     def __init__(self, errors: dict[int, BaseException]) -> None:
         self.errors = errors
@@ -47,7 +47,7 @@ class RankError(RuntimeError):
 
 
 class RankTimeout(AssertionError):
-    """What :func:`run_ranks` raises when a rank waited for the others as long as it may, whatever came of it."""
+    """Raised by :func:`run_ranks` if a rank waited for others until the timeout, even if that error was caught."""
 
 
 def run_ranks(
@@ -58,26 +58,26 @@ def run_ranks(
     return_errors: bool = False,
     may_time_out: bool = False,
 ) -> list[T]:
-    """Run ``fn(rank, *args)`` on ``world_size`` threads, each a rank of its own gloo process group.
+    """Run ``fn(rank, *args)`` on ``world_size`` threads. Each thread is a rank of one gloo process group.
 
-    ``fn`` sees an initialized default group: ``torch.distributed.get_rank()`` and ``init_device_mesh("cpu", ...)``
-    work as under torchrun, and so does the code written against them. The random generator is shared by all threads:
-    draw inputs outside, or from a ``torch.Generator`` of your own.
+    In ``fn`` the default group is initialized: ``torch.distributed.get_rank()`` and ``init_device_mesh("cpu", ...)``
+    work as under torchrun. All threads share torch's random generator. So draw inputs outside, or from a
+    ``torch.Generator`` of your own.
 
     Args:
-        fn: called once a rank with the rank first.
+        fn: called once for each rank; its first argument is the rank.
         world_size: number of ranks.
         timeout_seconds: how long a rank waits for the others in one collective.
-        return_errors: put a rank's exception in its place of the result instead of raising.
-        may_time_out: a rank that runs into the timeout is what this run is about.
+        return_errors: return the exception of a failed rank in place of its result, instead of raising.
+        may_time_out: do not raise RankTimeout. For tests of the timeout itself.
 
     Returns:
-        What ``fn`` returned, by rank.
+        The results of ``fn``, by rank.
 
     Raises:
-        RankError: when ranks failed, with the exception of each; the first one to fail is the cause.
-        RankTimeout: when a rank stood at one place for as long as the timeout, unless ``may_time_out``: an error that
-            came of it may have been caught, or taken for the one that was expected.
+        RankError: ranks failed. It holds the exception of each; its cause is the first one.
+        RankTimeout: a rank was blocked at one place until the timeout, unless ``may_time_out``. This is raised even if
+            the error was caught, or mistaken for an expected error.
     """
     results: list[Any] = [None] * world_size
     errors: dict[int, BaseException] = {}
@@ -91,8 +91,8 @@ def run_ranks(
             results[rank] = fn(rank, *args)
         except BaseException as error:
             errors[rank] = error
-            # A rank that failed must not keep its peers waiting: its sockets close when nothing holds the groups any
-            # more, so the locals of the frames that failed go too. File names and lines stay.
+            # The other ranks must not wait for a failed rank. Its sockets close when nothing holds its groups, so clear
+            # the local variables of the failed frames. File names and lines stay.
             traceback.clear_frames(error.__traceback__)
         finally:
             if dist.is_initialized():
@@ -117,9 +117,9 @@ def run_ranks(
 
 
 def _join(threads: list[threading.Thread], seconds: float) -> dict[int, str]:
-    """Wait for the threads; by number, where those stood that did not move for so long.
+    """Wait for the threads. Returns, by rank, the place at which a thread did not move for ``seconds``.
 
-    They are looked at from outside, now and then, for an exception that a timeout raises may be caught inside.
+    The threads are inspected from outside, because the exception of a timeout may be caught inside.
     """
     step = min(0.25, seconds / 20)
     stood: dict[int, tuple[Any, float]] = {}
@@ -140,38 +140,41 @@ def _join(threads: list[threading.Thread], seconds: float) -> dict[int, str]:
 
 @contextlib.contextmanager
 def _only_new_objects() -> Iterator[None]:
-    """Have the garbage collector look at nothing that was there before, so that asking it for something is quick."""
+    """Hide existing objects from the garbage collector, so that a collection of this run's objects is fast."""
     gc.freeze()
     try:
         yield
-        gc.collect()  # of this run only, while that is cheap: cycles hold groups too, and thawed they would grow old
+        gc.collect()  # collect this run's cycles while that is fast; they hold process groups
     finally:
         gc.unfreeze()
 
 
 def _forget_groups() -> None:
-    """Take the groups, all destroyed now, out of the meshes that hold them, for DTensor's caches hold every mesh for
-    good. A group that lives has threads that poll, and thousands of them are what a test run would leave otherwise."""
+    """Remove the destroyed groups from the meshes that hold them.
+
+    DTensor's caches hold every mesh for ever. A group that stays alive has polling threads, and a test run would leave
+    thousands of them.
+    """
     for each in gc.get_objects():
-        # Not isinstance, which asks every object for its class: torch has some that load libraries for that.
+        # Not isinstance: it reads __class__ of every object, and some objects of torch load libraries for that.
         if type(each) is DeviceMesh:
             without_groups(each)
 
 
 class CommunicationTrace(TorchDispatchMode):
-    """Counts what this rank (this thread) sends while the mode is on: collectives by name, payload bytes, op order.
+    """Records what this rank (this thread) sends while the mode is on: names, bytes and order of the operations.
 
-    A ``with CommunicationTrace() as trace:`` block around forward and backward sees point-to-point, c10d collectives
-    and functional collectives, DTensor's included, because all of them pass the dispatcher.
+    Use ``with CommunicationTrace() as trace:`` around forward and backward. It sees point-to-point messages, c10d
+    collectives and functional collectives, also those of DTensor.
 
-    ``trace.calls`` counts by short name (``send``, ``all_gather``, ...); ``trace.sent_bytes`` is what leaves this rank:
-    a send its tensor; an all-to-all what is not for itself; an all-gather its shard P - 1 times; a reduce-scatter
-    (P - 1)/P of its input; an all-reduce 2 (P - 1)/P of it; a broadcast its tensor P - 1 times on the source
-    (these are the bandwidth-optimal algorithms; a backend may send more). ``trace.events`` lists (name, bytes), and
-    :meth:`calls_over` counts what went over one axis of a mesh.
+    ``trace.calls`` counts calls by short name (``send``, ``all_gather``, ...). ``trace.events`` lists (name, bytes).
+    :meth:`calls_over` counts the calls over one axis of a mesh. ``trace.sent_bytes`` is the sum of the bytes that leave
+    this rank: the tensor for a send; all but its own part for an all-to-all; P - 1 times its shard for an all-gather;
+    (P - 1)/P of its input for a reduce-scatter; 2 (P - 1)/P of it for an all-reduce; P - 1 times its tensor for a
+    broadcast, on the source. These are the bandwidth-optimal algorithms; a backend may send more.
 
-    It looks into the ops of this package, and so hides them from modes that were entered before it: enter it outside of
-    a selective checkpoint, not inside.
+    The trace runs the ops of this package itself. So modes that were entered before it do not see these ops: enter it
+    outside of a selective checkpoint, not inside.
     """
 
     def __init__(self) -> None:
@@ -194,28 +197,28 @@ class CommunicationTrace(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # DTensor first: what it sends for this op comes back here op by op
+            return NotImplemented  # DTensor handles the op first; the ops that it runs for it come back here
         if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
             group = _group_of(args)
             event = None if group is None else _event_of(func, args, group)
             if event is not None and group is not None:
                 self.events.append(event)
                 self._groups.append(tuple(dist.get_process_group_ranks(group)))
-        if func.namespace == "cp_styles":  # opaque to everybody else
+        if func.namespace == "cp_styles":  # run our opaque op under this mode, to see what it sends
             with self:
                 return run_kernel(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
 
 class MemoryTrace(TorchDispatchMode):
-    """Counts the bytes of the tensors that this rank (this thread) makes while the mode is on, storage by storage.
+    """Counts the bytes of the tensor storages that this rank (this thread) creates while the mode is on.
 
-    ``with MemoryTrace() as trace:`` around forward and backward. ``trace.live`` is what is alive now of what was made
-    since the mode was entered, ``trace.peak`` the most there was at once, since then or since :meth:`reset`. What was
-    there before does not count. The numbers are those of the tensors, the same on every machine: what an op allocates
-    for itself and frees before it returns, and an allocator's rounding, are not in them.
+    Use ``with MemoryTrace() as trace:`` around forward and backward. ``trace.live`` is the bytes that were created
+    since the mode was entered and are still alive. ``trace.peak`` is the maximum of that, since the mode was entered or
+    since :meth:`reset`. Older tensors do not count. The numbers are the same on every machine: they include neither
+    temporary memory inside an op nor the rounding of an allocator.
 
-    Like :class:`CommunicationTrace` it looks into the ops of this package.
+    Like :class:`CommunicationTrace` it runs the ops of this package itself.
     """
 
     def __init__(self) -> None:
@@ -225,18 +228,18 @@ class MemoryTrace(TorchDispatchMode):
 
     @property
     def live(self) -> int:
-        """Bytes alive."""
+        """Bytes that are alive now."""
         for key in [key for key, (storage, _) in self._live.items() if storage.expired()]:
             del self._live[key]
         return sum(size for _, size in self._live.values())
 
     def reset(self) -> None:
-        """Let :attr:`peak` count from now on."""
+        """Restart :attr:`peak` from the bytes that are alive now."""
         self.peak = self.live
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # its local tensors come back here
+            return NotImplemented  # the ops on its local tensors come back here
         if func.namespace == "cp_styles":
             with self:
                 return run_kernel(func, args, kwargs or {})
@@ -253,7 +256,7 @@ class MemoryTrace(TorchDispatchMode):
 
 
 def _has_storage(value: Any) -> bool:
-    """Whether it is a tensor with memory of its own: no wrapper of others, as DTensor is."""
+    """Whether ``value`` is a tensor with its own memory. DTensors and other wrappers are not."""
     return isinstance(value, torch.Tensor) and not is_traceable_wrapper_subclass(value) and value.device.type != "meta"
 
 
@@ -266,9 +269,9 @@ def _nbytes(value: Any) -> int:
 
 
 def _group_of(args: tuple[Any, ...]) -> dist.ProcessGroup | None:
-    """Of a communication op's arguments; None for wait_tensor and the like, which send nothing."""
+    """The group in the arguments of a communication op. None for ops that send nothing, such as wait_tensor."""
     group = next((g for g in map(process_group_of, args) if g is not None), None)
-    if group is None:  # functional collectives carry the group's name, last or nearly so
+    if group is None:  # functional collectives have the name of the group, last or nearly last
         tags = [a for a in args if isinstance(a, str) and a not in ("sum", "avg", "max", "min", "product")]
         return resolve_group(tags[-1]) if tags else None
     return group

@@ -1,4 +1,4 @@
-"""The exchanges of Ulysses: from a part of the sequence with all heads to the whole sequence with some heads, and back."""
+"""The exchanges of Ulysses: a part of the sequence with all heads <-> the whole sequence with a part of the heads."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Who attends to whom, said in global positions.
+"""Attention masks, in global positions.
 
-Every mask here that has structure is a band: query position ``p`` attends to one interval ``[lo(p), hi(p))`` of key
-positions. Bands are closed under conjunction (``causal & window`` intersects the intervals), so the plan, the work
-of a layout, the rows that must travel and the dense oracle all derive from one function, :meth:`Mask.bounds`.
-What no band can say (an arbitrary boolean or additive mask) is :class:`Dense`, which adds a bias on top.
+A mask with structure is a band: query position ``p`` attends to one interval ``[lo(p), hi(p))`` of key positions. The
+conjunction of bands is a band: ``causal & window`` intersects their intervals. So one function, :meth:`Mask.bounds`,
+defines the plan, the work of a layout, the rows that must be sent, and :meth:`Mask.allowed`. An arbitrary boolean or
+additive mask is :class:`Dense`, which adds a bias to the logits.
 """
 
 from cp_styles.mask.algebra import UNBOUNDED, All, BlockGrid, Full, Mask, PerRow

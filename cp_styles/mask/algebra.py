@@ -1,4 +1,4 @@
-"""What a mask is, and how masks combine."""
+"""The base class of masks, and how masks combine."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from functools import reduce
 
 import torch
 
-# "No bound on this side": larger than any position, small enough that sums of two do not overflow int64.
+# "No bound on this side". Larger than any position. The sum of two does not overflow int64.
 UNBOUNDED = 2**60
 
 
 @dataclass(frozen=True, eq=False)
 class BlockGrid:
-    """Blocks of (query, key) positions, for masks that no band describes.
+    """Blocks of (query, key) positions, for masks that are not bands.
 
     Attributes:
-        block: positions of a block: (queries, keys).
-        cover: uint8 ``[query blocks, key blocks]`` on the host: 0 nobody attends to anything in the block, 1 the
-            mask's bias says who does, 2 everybody does.
+        block: size of a block in positions: (queries, keys).
+        cover: uint8 ``[query blocks, key blocks]`` on the host. 0: no query of the block attends to any key of it.
+            1: the bias of the mask decides. 2: each query attends to each key.
     """
 
     block: tuple[int, int]
@@ -29,19 +29,19 @@ class Mask:
     """Base of all masks: immutable, hashable, combined with ``&``. Subclasses define :meth:`bounds`."""
 
     def bounds(self, q_positions_L: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """First and one-past-last key position each query position may attend to: two int64 ``[L]``."""
+        """First and one-past-last key position that each query position may attend to: two int64 ``[L]``."""
         raise NotImplementedError
 
     def __init_subclass__(cls, **options) -> None:
         super().__init_subclass__(**options)
         if "bounds" in vars(cls) and "breaks" not in vars(cls):
-            cls.breaks = Mask.breaks  # those of its base say nothing about the new bounds
+            cls.breaks = Mask.breaks  # the breaks of the base class do not fit the new bounds
 
     def breaks(self, length: int) -> torch.Tensor:
-        """Positions below ``length`` where a bound may leave its course: int64, in any order, some perhaps in vain.
+        """Positions below ``length`` where a bound may change its slope: int64, in any order. More may be listed.
 
-        From one of them to the next, each bound stays, or climbs by one a position. This one looks at the bounds of
-        all positions; masks that know it better say so.
+        Between two of them each bound is constant, or grows by one with each position. This default looks at the bounds
+        of all positions. Subclasses that can compute their breaks override it.
         """
         steps = torch.stack([bound.diff() for bound in self.bounds(torch.arange(length))])
         jumps = ((steps < 0) | (steps > 1)).any(0)
@@ -49,7 +49,7 @@ class Mask:
         return torch.cat([torch.nonzero(where).flatten() + 1 for where in (jumps, turns)])
 
     def bias(self, q_positions_L: torch.Tensor, kv_positions_M: torch.Tensor) -> torch.Tensor | None:
-        """What is added to the logits inside the band, broadcastable to ``[B, H, L, M]``; None for plain bands."""
+        """The bias of the logits inside the band, broadcastable to ``[B, H, L, M]``. None for bands without bias."""
         return None
 
     @property
@@ -58,59 +58,59 @@ class Mask:
 
     @property
     def additive(self) -> bool:
-        """Whether the bias holds other numbers than 0 and -inf."""
+        """Whether the bias has values other than 0 and -inf."""
         return self.has_bias
 
     @property
     def biased_everywhere(self) -> bool:
-        """Whether the bias must be asked for even where :attr:`grids` say that a block is full."""
+        """Whether the bias is needed even in blocks that :attr:`grids` declare full."""
         return self.has_bias
 
     @property
     def grids(self) -> tuple[BlockGrid, ...]:
-        """What blocks, beside the band, say about who attends to whom: see :class:`BlockGrid`."""
+        """Grids that restrict the mask further than the band: see :class:`BlockGrid`."""
         return ()
 
     @property
     def pattern(self) -> Mask:
-        """This mask as far as a plan depends on it: the band, and that there is a bias, but not its tensor."""
+        """The part of this mask that a plan depends on: the band, and whether there is a bias, but not its tensor."""
         return self
 
     @property
     def content(self) -> int:
-        """A number that differs where masks differ in what their texts do not say: what their tensors hold."""
+        """A hash of what the repr does not show: the contents of tensors. Ranks compare it."""
         return 0
 
     @property
     def varies_by_head_or_row(self) -> bool:
-        """Whether rows of the batch, or heads, have masks of their own."""
+        """Whether the mask differs between rows of the batch or between heads."""
         return False
 
     @property
     def length(self) -> int | None:
-        """The sequence length this mask was written for, or None when it fits any."""
+        """The sequence length that this mask is for. None if it fits any length."""
         return None
 
     @property
     def nbytes(self) -> int:
-        """About what it takes in memory: its tensors, and numbers in tuples."""
+        """Approximate size in memory: tensors, and numbers in tuples."""
         values = vars(self).values()
         tensors = sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
         return tensors + sum(40 * len(value) for value in values if isinstance(value, tuple)) + 100
 
     def check(self, shape: tuple[int, int, int, int]) -> None:
-        """Raise ValueError unless the mask fits an attention of ``shape``, the whole [B, H, S_q, S_kv]."""
+        """Raise ValueError unless the mask fits an attention of the global ``shape`` [B, H, S_q, S_kv]."""
         if self.length not in (None, shape[3]):
             raise ValueError(f"the mask was made for {self.length} positions, the sequence has {shape[3]}")
 
     def allowed(self, q_positions_L: torch.Tensor, kv_positions_M: torch.Tensor) -> torch.Tensor:
-        """The band as booleans ``[L, M]``: the definition that everything faster is tested against."""
+        """The band as booleans ``[L, M]``. Tests compare faster code with this definition."""
         lo, hi = self.bounds(q_positions_L)
         kv = kv_positions_M[None, :]
         return (kv >= lo[:, None]) & (kv < hi[:, None])
 
     def work(self, q_positions_L: torch.Tensor, keys: int) -> torch.Tensor:
-        """How many of ``keys`` keys each query attends to: int64 ``[L]``. What layouts balance."""
+        """How many of ``keys`` keys each query attends to: int64 ``[L]``. Layouts balance this number."""
         lo, hi = self.bounds(q_positions_L)
         return (hi.clamp(max=keys) - lo).clamp(min=0)
 
@@ -128,7 +128,7 @@ class Mask:
 
 @dataclass(frozen=True)
 class Full(Mask):
-    """Everybody attends to everybody."""
+    """Every query attends to every key."""
 
     def bounds(self, q_positions_L: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.zeros_like(q_positions_L), torch.full_like(q_positions_L, UNBOUNDED)
@@ -139,7 +139,7 @@ class Full(Mask):
 
 @dataclass(frozen=True)
 class All(Mask):
-    """The conjunction of masks; made by ``&``."""
+    """The conjunction of masks, made by ``&``."""
 
     parts: tuple[Mask, ...]
 
@@ -176,7 +176,7 @@ class All(Mask):
         return tuple(grid for part in self.parts for grid in part.grids)
 
     def work(self, q_positions_L: torch.Tensor, keys: int) -> torch.Tensor:
-        # At most what the least of them leaves; how much less, is not counted.
+        # An upper bound: the least work of the parts. The intersection may be smaller.
         works = (part.work(q_positions_L, keys) for part in self.parts)
         return reduce(torch.minimum, works, super().work(q_positions_L, keys))
 
@@ -204,8 +204,8 @@ class All(Mask):
         ends = [
             [torch.stack(side) for side in zip(*(p.bounds(x) for p in self.parts), strict=True)] for x in (first, last)
         ]
-        # Between breaks of the parts, the largest of their lower bounds is that of one which stays or of one which
-        # climbs, and leaves its course where the two meet. Likewise the least of the upper bounds.
+        # Between breaks of the parts, the maximum of the lower bounds is the largest constant one or the largest
+        # growing one. It has a break where the growing one overtakes. The same holds for the minimum of upper bounds.
         for before, after, largest in zip(*ends, (True, False), strict=True):
             none = -2 * UNBOUNDED if largest else 2 * UNBOUNDED
             climbs = after > before
@@ -223,17 +223,17 @@ class All(Mask):
 
 
 def stretches(breaks: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """First and last position of each stretch that ``breaks`` leave of ``0 .. length - 1``: two int64, ascending."""
+    """``0 .. length - 1`` cut at ``breaks``: the first and the last position of each piece, two int64, ascending."""
     first = torch.cat((breaks.new_zeros(min(length, 1)), breaks[(breaks > 0) & (breaks < length)])).unique()
     return first, torch.cat((first[1:] - 1, first.new_full((min(length, 1),), length - 1)))
 
 
 @dataclass(frozen=True)
 class PerRow(Mask):
-    """A mask for each row of the batch: packed documents that differ from row to row, for example.
+    """One mask for each row of the batch, for example for packed documents that differ between rows.
 
-    Rows attend one after the other, each by its own plan, so what the masks do not need does not travel. All rows are
-    cut by one layout; ``by_work(S, P, mask=...)`` balances their sum.
+    Rows are computed one after the other, each by its own plan, so only what its mask needs is sent. All rows share one
+    layout; ``by_work(S, P, mask=...)`` balances the sum of their work.
     """
 
     masks: tuple[Mask, ...]

@@ -1,4 +1,4 @@
-"""Masks with structure: each query attends to one interval of keys."""
+"""Band masks: each query attends to one interval of keys."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Causal(Mask):
 
 @dataclass(frozen=True)
 class SlidingWindow(Mask):
-    """Position p attends to p - left .. p + right, both included; None means no bound on that side.
+    """Position p attends to p - left .. p + right, both included. None means no bound on that side.
 
-    ``SlidingWindow(w - 1, 0)`` is the causal window of ``w`` tokens that model configurations call
-    ``sliding_window=w``.
+    ``SlidingWindow(w - 1, 0)`` is the causal window of ``w`` tokens, called ``sliding_window=w`` in many model
+    configurations.
     """
 
     left: int | None
@@ -49,7 +49,7 @@ class SlidingWindow(Mask):
 
 @dataclass(frozen=True)
 class Chunked(Mask):
-    """Attention within chunks of ``size`` positions (Llama 4 style); with ``Causal()``: ``Causal() & Chunked(n)``."""
+    """Attention within chunks of ``size`` positions (as in Llama 4). For causal chunks: ``Causal() & Chunked(n)``."""
 
     size: int
 
@@ -67,7 +67,7 @@ class Chunked(Mask):
 
 @dataclass(frozen=True)
 class PrefixLM(Mask):
-    """Causal, but the first ``prefix`` positions are visible to all."""
+    """Causal, and every position also attends to the first ``prefix`` positions."""
 
     prefix: int
 
@@ -84,10 +84,10 @@ class PrefixLM(Mask):
 
 @dataclass(frozen=True)
 class Documents(Mask):
-    """Packed documents: a position attends within its own document only; add ``& Causal()`` for causal documents.
+    """Packed documents: a position attends only within its own document. For causal documents add ``& Causal()``.
 
-    ``prefixes``, one a document, makes the first so many positions of each document visible to all of it
-    (prefix-LM a document): positions then see ``max(p + 1, prefix end)`` and no further.
+    ``prefixes`` has one length for each document. With it, each document is a prefix-LM: position p attends to its
+    document up to ``max(p + 1, end of the prefix)``.
     """
 
     lengths: tuple[int, ...]
@@ -113,7 +113,7 @@ class Documents(Mask):
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: torch.Tensor | Sequence[int]) -> Documents:
-        """From cumulative lengths ``[0, n0, n0 + n1, ...]`` as varlen attention kernels take them."""
+        """From cumulative lengths ``[0, n0, n0 + n1, ...]``, as varlen attention kernels take them."""
         ends = torch.as_tensor(cu_seqlens, dtype=torch.int64).cpu()
         if ends.ndim != 1 or ends.numel() < 2 or int(ends[0]) != 0:
             raise ValueError(f"cu_seqlens must be 1-D and start with 0, got shape {tuple(ends.shape)}")
@@ -124,11 +124,12 @@ class Documents(Mask):
 
     @classmethod
     def from_ids(cls, ids_S: torch.Tensor) -> Documents | PerRow:
-        """From one document id a position; a document is a run of equal ids. [B, S] gives each row its own documents.
+        """From one document id for each position. A document is a run of equal ids.
+
+        Ids of shape [S] give one mask. Ids of shape [B, S] give each row of the batch its own documents.
 
         Raises:
-            ValueError: when an id comes back after another one: those positions would attend to each other through
-                a gap, which packed documents cannot say; use :class:`Dense`.
+            ValueError: an id returns after another id. A document with a gap is not a band; use :class:`Dense`.
         """
         if ids_S.ndim == 2:
             return PerRow(tuple(cls.from_ids(row) for row in ids_S))
@@ -141,8 +142,10 @@ class Documents(Mask):
 
     @classmethod
     def from_positions(cls, positions_S: torch.Tensor) -> Documents | PerRow:
-        """From position ids that restart at 0 with every document, as packed batches carry them. [B, S] gives each row
-        its own documents."""
+        """From position ids that restart at 0 in every document, as packed batches often have them.
+
+        Positions of shape [B, S] give each row of the batch its own documents.
+        """
         if positions_S.ndim == 2:
             return PerRow(tuple(cls.from_positions(row) for row in positions_S))
         if positions_S.ndim != 1 or (positions_S.numel() and int(positions_S[0]) != 0):

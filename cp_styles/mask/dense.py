@@ -1,4 +1,4 @@
-"""Masks written out: any boolean or additive tensor."""
+"""Masks given as a tensor, boolean or additive."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from cp_styles.mask.algebra import Full, Mask
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Dense(Mask):
-    """Any boolean (True: attend) or additive float mask, broadcastable to ``[B, H, S_q, S_kv]``, whole on every rank.
+    """A boolean (True: attend) or additive float mask, broadcastable to ``[B, H, S_q, S_kv]``, whole on every rank.
 
-    Compared by the identity of the tensor, which must not change in place afterwards. A float mask that requires grad
-    is refused: its gradient would have to be assembled from every rank's tiles, and nobody here does that yet.
+    Two are equal if they hold the same tensor object. Do not change the tensor in place. A float mask that requires
+    grad is refused: its gradient, which every rank's tiles contribute to, is not implemented.
     """
 
     tensor: torch.Tensor
@@ -92,7 +92,7 @@ class Dense(Mask):
             raise RuntimeError(f"{self!r} was changed in place after it was given as a mask; give a copy")
         bias = self.tensor
         rows, columns = q_positions_L.to(bias.device), kv_positions_M.to(bias.device)
-        # Both at once: rows of the whole sequence's columns would be much larger than a tile.
+        # Select rows and columns in one step: rows with all columns would be much larger than a tile.
         if bias.shape[-2] != 1 and bias.shape[-1] != 1:
             bias = bias[..., rows[:, None], columns]
         elif bias.shape[-2] != 1:
@@ -106,7 +106,7 @@ class Dense(Mask):
 
 @dataclass(frozen=True)
 class SomeBias(Full):
-    """The pattern of a mask with a bias. Caches of plans hold this one instead, and no tensor."""
+    """The pattern of a mask with a bias. Caches of plans hold it instead of the mask, and so hold no tensor."""
 
     @property
     def has_bias(self) -> bool:

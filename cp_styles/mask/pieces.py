@@ -1,4 +1,4 @@
-"""A mask as a few straight pieces: what plans and work are derived from, without looking at every position."""
+"""The bounds of a mask as a few linear pieces. Plans and work are computed from these, not position by position."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from cp_styles.mask.algebra import All, Full, Mask, PerRow, stretches
 
 
 class Pieces(NamedTuple):
-    """Ranges of query positions that see some key, over which each bound stays or climbs by one a position: int64 [N].
+    """Ranges of query positions over which each bound is linear. All fields are int64 [N].
 
     Attributes:
-        start, stop: the positions, ascending; what lies between two ranges sees nothing.
+        start, stop: the ranges, ascending. Every position of a range attends to some key; positions between ranges
+            attend to none.
         lo, hi: the bounds at ``start``, within the keys.
-        lo_step, hi_step: how they climb, 0 or 1.
+        lo_step, hi_step: growth of the bounds with each position, 0 or 1.
     """
 
     start: torch.Tensor
@@ -28,12 +29,12 @@ class Pieces(NamedTuple):
 
     @property
     def reach(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """First and one-past-last key that some position of each piece sees; all in between are seen by some."""
+        """The range of keys that the positions of each piece attend to, taken together: first and one-past-last."""
         return self.lo, self.hi + self.hi_step * (self.stop - self.start - 1)
 
     @property
     def work(self) -> torch.Tensor:
-        """How many (query, key) pairs are in each piece."""
+        """Number of (query, key) pairs of each piece."""
         count = self.stop - self.start
         first = self.hi - self.lo
         return (2 * first + (self.hi_step - self.lo_step) * (count - 1)) * count // 2
@@ -43,7 +44,7 @@ class Pieces(NamedTuple):
 
 
 def pieces_of(mask: Mask, queries: int, keys: int, cuts: torch.Tensor) -> Pieces:
-    """The band of ``mask`` over ``queries`` positions that attend to ``keys``, cut at the positions ``cuts`` too."""
+    """The pieces of the band of ``mask`` for ``queries`` positions and ``keys`` keys, cut at the positions ``cuts``."""
     within = All((mask, _Within(keys)))
     first, last = stretches(torch.cat((cuts, within.breaks(queries))), queries)
     middle, more = (first + last) // 2, last - first
@@ -53,7 +54,7 @@ def pieces_of(mask: Mask, queries: int, keys: int, cuts: torch.Tensor) -> Pieces
         for bound, step, found in zip((lo, hi), (lo_step, hi_step), within.bounds(at), strict=True):
             if not torch.equal(bound + step * (at - first), found):
                 raise ValueError(f"{mask}: breaks() leaves out a position where a bound changes its course")
-    # Where the bounds approach each other, or part, some rows at one end may see nothing.
+    # Where the bounds converge or diverge, some positions at one end may attend to nothing.
     seen, opening = hi - lo, hi_step - lo_step
     skipped = torch.where(opening > 0, (1 - seen).clamp(min=0), 0)
     count = torch.where(opening < 0, torch.minimum(more + 1, seen), more + 1 - skipped)
@@ -64,15 +65,17 @@ def pieces_of(mask: Mask, queries: int, keys: int, cuts: torch.Tensor) -> Pieces
 
 
 def work_from(mask: Mask, starts: torch.Tensor, queries: int, keys: int) -> torch.Tensor:
-    """How many (query, key) pairs there are from each of the positions ``starts`` up to the next one, from the last one
-    up to ``queries``: int64, of the shape of ``starts``, which ascend from 0."""
+    """Number of (query, key) pairs in each range of queries: int64, in the shape of ``starts``.
+
+    Ranges go from each position of ``starts`` to the next one; the last goes to ``queries``. ``starts`` ascend from 0.
+    """
     if isinstance(mask, PerRow):
         return torch.stack([work_from(row, starts, queries, keys) for row in mask.masks]).sum(0)
     parts = mask.parts if isinstance(mask, All) else (mask,)
     if all(type(part).work is Mask.work for part in parts):
         pieces = pieces_of(mask, queries, keys, starts)
         positions, work = pieces.start, pieces.work
-    else:  # masks that count by themselves, position by position
+    else:  # a mask with its own count for each position
         positions = torch.arange(queries)
         work = mask.work(positions, keys)
     return torch.zeros_like(starts).index_add_(0, torch.searchsorted(starts, positions, right=True) - 1, work)
@@ -80,7 +83,7 @@ def work_from(mask: Mask, starts: torch.Tensor, queries: int, keys: int) -> torc
 
 @dataclass(frozen=True)
 class _Within(Full):
-    """The keys that there are."""
+    """Restricts the bounds of a mask to the existing keys."""
 
     keys: int
 

@@ -1,4 +1,4 @@
-"""All-gather attention: everybody's keys at once."""
+"""All-gather attention: the keys of all ranks at once."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from cp_styles.strategies.moving_kv import MovingKV
 
 @dataclass(frozen=True)
 class AllGather(MovingKV):
-    """All other ranks' keys come in one exchange, under way while the rank works on its own.
+    """The keys of all other ranks arrive in one exchange, which runs while the rank computes with its own keys.
 
-    An all-gather that leaves out the rows nobody needs: one latency instead of a ring's P - 1.
+    It is an all-gather without the rows that the rank does not need. It has one latency, where a ring has P - 1.
 
     Communication of one attention: that of :class:`~cp_styles.strategies.ring.Ring`.
 
-    Memory of one attention on a rank: forward and backward each hold the keys and values of the whole sequence that
-    the rank needs, at most (P - 1) K, while they run. That does not shrink as ranks are added. Gradients leave source
-    by source: at most two sources' are alive. Between forward and backward it keeps what a ring does.
+    Memory of one attention on one rank: forward and backward each hold all keys and values that the rank needs, at most
+    (P - 1) K, while they run. This does not shrink with more ranks. Gradients are sent source by source, so at most
+    those of two sources are alive. Between forward and backward it keeps what a ring keeps.
 
     Source: the context parallelism of Llama 3 (Dubey et al., 2024).
 
     Attributes:
-        keep: of how many sources the received keys and values stay for the backward; those of the others are sent
-            again. 0 keeps none, a number as large as the number of ranks keeps all.
+        keep: number of sources whose received keys and values are kept for the backward. Those of other sources are
+            sent again. 0 keeps none; the number of ranks keeps all.
     """
 
     keep: int = 1

@@ -1,11 +1,13 @@
-"""A strategy: how queries, keys and values meet. A pair of functions over local tensors, forward and backward.
+"""Strategies: how queries, keys and values of different ranks get to the same kernel.
+
+A strategy is a pair of functions of local tensors, forward and backward.
 
 Shapes: B batch, H query heads, G key/value heads, L local queries, M local keys, D head dim, E value head dim.
 
-[Note: residual] What a backward needs beside query, key, value and out travels in *one* flat tensor of bytes, the
-residual: the logsumexp, and whatever the strategy keeps instead of sending it twice. One tensor, because that is what
-every door can carry safely: autograd saves it, checkpointing drops and recomputes it, save_on_cpu moves it, and behind
-DTensor's dispatcher it takes the place of the logsumexp, which nobody reads but the backward of the same op.
+[Note: residual] What a backward needs beside query, key, value and out is in *one* flat tensor of bytes, the residual:
+the logsumexp, and received data that the strategy keeps instead of sending it again. One tensor works through every
+door: autograd saves it, checkpointing drops and recomputes it, and save_on_cpu moves it. In DTensor's dispatcher it
+takes the place of the logsumexp, which only the backward of the same op reads.
 """
 
 from __future__ import annotations
@@ -28,16 +30,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Attention:
-    """One attention over a sharded sequence: everything but the tensors.
+    """The configuration of one attention over a sharded sequence: everything but the tensors.
 
     Attributes:
-        group: the ranks that share the sequence; None when there is only this one.
-        q_layout: which query positions each of them holds.
-        kv_layout: likewise for keys and values; differs from ``q_layout`` in cross-attention.
-        mask: who attends to whom, in global positions.
+        group: the ranks that share the sequence. None if there is only this one.
+        q_layout: which query positions each rank holds.
+        kv_layout: the same for keys and values. Differs from ``q_layout`` in cross-attention.
+        mask: which keys each query attends to, in global positions.
         kernel: computes a tile.
         scale: factor of the logits.
-        heads: which of the mask's heads the query heads are, where a mask has any; None: all of them.
+        heads: if the mask has heads, the range of its heads that these query heads are. None: all.
     """
 
     group: dist.ProcessGroup | None
@@ -50,8 +52,11 @@ class Attention:
     _known: dict[Hashable, Any] = field(init=False, default_factory=dict, compare=False, repr=False)
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What ``make`` makes, made once a key: what a strategy derives from an attention and the shapes of its tensors
-        is the same at every layer and step that uses it, and must hold no tensor of a call."""
+        """The result of ``make``, cached by ``key``.
+
+        For data that a strategy derives from the configuration and from tensor shapes, which is the same at every layer
+        and step. It must hold no tensor of a call.
+        """
         if key not in self._known:
             self._known[key] = make()
         return self._known[key]
@@ -70,29 +75,31 @@ Spec: TypeAlias = tuple[tuple[int, ...], torch.dtype]
 
 
 class Strategy(ABC):
-    """Objects of this type are immutable and compare by value, so that they can be shared and cached by."""
+    """Base of strategies. They are immutable and compare by value, so they can be shared and used as cache keys."""
 
     def check_ranks(self, ranks: int) -> None:  # noqa: B027 - most strategies take any number
-        """Raise ValueError when the strategy cannot work on so many ranks."""
+        """Raise ValueError if the strategy cannot run on this number of ranks."""
 
     def over_two_axes(self, inner: int) -> Strategy:
-        """This strategy where the sequence is cut over two mesh axes, the second of size ``inner``."""
+        """This strategy for a sequence that is cut over two mesh axes, the second of size ``inner``."""
         raise ValueError(f"{self} works on one mesh axis; for two take Ulysses(inner={self}), or flatten them yourself")
 
     def keeping_nothing(self) -> Strategy:
-        """This strategy, with no received keys kept for the backward: for a forward whose results outlive its layer."""
+        """This strategy without keeping received keys for the backward: for a forward whose results outlive its layer.
+        """
         return self
 
-    def prepare(  # noqa: B027 - one that plans nothing has nothing to prepare
+    def prepare(  # noqa: B027 - a strategy without plans has nothing to prepare
         self, q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, rank: int, *, small_tiles: bool
     ) -> None:
-        """Make now, to be found by a call later, what follows from layouts and mask alone: plans. No communication."""
+        """Make the plans for these layouts and this mask now, so that a later call finds them. No communication."""
 
     @abstractmethod
     def residual_specs(
         self, attention: Attention, q_BHLD: torch.Tensor, k_BGMD: torch.Tensor, v_BGME: torch.Tensor
     ) -> list[Spec]:
-        """What the residual of a call holds; of the tensors only shapes and dtypes are read. See [Note: residual]."""
+        """Shapes and dtypes of the tensors in the residual of a call. Of the arguments only shapes and dtypes are read.
+        See [Note: residual]."""
 
     @abstractmethod
     def forward(
@@ -104,10 +111,10 @@ class Strategy(ABC):
         sink_H: torch.Tensor | None = None,
         residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """``out_BHLE``; fills ``residual`` when there is one, that is when a backward may come.
+        """``out_BHLE``. Fills ``residual`` if it is given, which is the case when a backward may follow.
 
-        ``sink_H`` is one more logit for every query of a head, which takes its share of the softmax and gives nothing
-        (attention sinks).
+        ``sink_H`` (attention sinks) adds one logit to the softmax of every query of a head. It adds nothing to the
+        output.
         """
 
     @abstractmethod
@@ -122,7 +129,7 @@ class Strategy(ABC):
         residual: torch.Tensor,
         sink_H: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """``(dq, dk, dv, dsink)``, shaped and typed like the local ones; dsink is this rank's share of a sum."""
+        """``(dq, dk, dv, dsink)``, in shapes and dtypes of the local inputs. dsink is this rank's share of the sum."""
 
     @abstractmethod
     def logsumexp(
@@ -133,15 +140,15 @@ class Strategy(ABC):
         v_BGME: torch.Tensor,
         residual: torch.Tensor,
     ) -> torch.Tensor:
-        """``lse_BHL`` of the local queries as a forward left it in ``residual``; -inf where there was no key."""
+        """``lse_BHL`` of the local queries, from the ``residual`` of a forward. -inf for queries without keys."""
 
 
-# Views of the residual start at multiples of this many bytes, as allocators align and vector loads like.
+# Tensors in the residual start at multiples of this number of bytes, which is good for vector loads.
 _ALIGNMENT = 64
 
 
 def residual_views(specs: Sequence[Spec], residual: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors inside a residual, as views, in the order of ``specs``."""
+    """Views of the tensors in a residual, in the order of ``specs``."""
     views, offset = [], 0
     for shape, dtype in specs:
         size = prod(shape) * dtype.itemsize

@@ -1,18 +1,19 @@
-"""Keys and values travel to the queries: what ring and all-gather attention share.
+"""Strategies that send keys and values to the queries: the common part of ring and all-gather attention.
 
-Both walk the same plan and differ only in which sources' keys arrive together, their *rounds*. Every transfer goes
-straight from owner to user: forward a rank receives exactly the rows its queries attend to, backward it sends their
-gradients straight home. The bytes are therefore the plan's, the least there are for the layout.
+Both run the same plan. They differ only in their *rounds*: which sources' keys arrive together. Every transfer goes
+directly from owner to user. In the forward a rank receives exactly the rows that its queries attend to. In the backward
+it sends their gradients directly to the owner. So the bytes are those of the plan, the minimum for the layout.
 
 [Note: moving tensors]
-message    1-D: rows of k as [B, g, rows, D], then of v as [B, g, rows, E], each contiguous; the one copy the wire needs
-residual   lse [B, H, L] in the accumulation dtype; then the messages of the sources that are kept
+message    1-D: rows of k as [B, g, rows, D], then rows of v as [B, g, rows, E], each contiguous. Packing it is the only
+           copy
+residual   lse [B, H, L] in the accumulation dtype, then the messages of the sources that are kept
 gradients  one message of dk and one of dv, [B, rows, g, D] in the accumulation dtype, from user to owner
 
-[Note: memory] While one message is worked on, the next one is on its way, and so is the gradient of the one before. So
-at any time at most two messages of keys and two of gradients are alive, forward and backward, for any number of ranks.
-Where there are several rounds, and a source's keys and values are larger than a query shard (as without grouped
-heads), the key heads go in groups, one after the other, so that a message is never larger than a query shard.
+[Note: memory] While one message is used, the next one and the gradients of the previous one are being sent. So at most
+two messages of keys and two of gradients are alive at any time, forward and backward, for any number of ranks. If there
+are several rounds, and the keys and values of a source are larger than a query shard (as without grouped heads), the
+key heads are sent in groups, one after the other. So a message is never larger than a query shard.
 """
 
 from __future__ import annotations
@@ -38,19 +39,19 @@ Span: TypeAlias = tuple[int, int]
 """A half-open range, of heads or of rows."""
 
 Messages: TypeAlias = Sequence[tuple[int, torch.Tensor]]
-"""Ranks, and what goes to or comes from them."""
+"""Pairs of a rank and the tensor that is sent to it or received from it."""
 
 Arrived: TypeAlias = tuple[Part, torch.Tensor, torch.Tensor]
-"""A part of the plan with the k and v rows it needs, or with their gradients."""
+"""A part of the plan, with the rows of k and v that it needs or with their gradients."""
 
 
 class Step(NamedTuple):
-    """Some sources' keys and values of some heads, which are computed together.
+    """Keys and values of some sources and some heads, which are computed together.
 
     Attributes:
-        heads: of the key heads, those whose turn it is.
-        distances: how far the sources are: those of rank r are the ranks r - d. 0 is the rank itself.
-        travels: whether they have to be received; else they are at hand.
+        heads: the key heads of this step.
+        distances: the sources of rank r are the ranks r - d. 0 is the rank itself.
+        travels: whether they must be received. Otherwise they are already on this rank.
     """
 
     heads: Span
@@ -59,7 +60,7 @@ class Step(NamedTuple):
 
 
 class MovingKV(Strategy):
-    """Subclasses say which sources' keys arrive together, and of how many sources they are kept for the backward."""
+    """Base of strategies that send keys and values. Subclasses define :meth:`rounds` and ``keep``."""
 
     keep: int
 
@@ -72,7 +73,7 @@ class MovingKV(Strategy):
 
     @abstractmethod
     def rounds(self, ranks: int) -> Sequence[Sequence[int]]:
-        """Every distance from 1 to ``ranks - 1`` once, in groups; see :attr:`Step.distances`."""
+        """Every distance from 1 to ``ranks - 1`` once, in groups that arrive together; see :attr:`Step.distances`."""
 
     def keeping_nothing(self):
         return replace(self, keep=0)  # pyright: ignore[reportArgumentType] - subclasses are dataclasses
@@ -107,7 +108,7 @@ class MovingKV(Strategy):
             merged = OnlineSoftmax((*q.shape[:3], v_BGME.shape[3]), walk.dtype, q.device)
             for heads, arrived in walk.arrivals(walk.forward_steps, kept):
                 walk.forward(heads, arrived, q, merged)
-                del arrived  # room for what comes next
+                del arrived  # free its memory for the next step
             if sink_H is not None:
                 merged.add_sink(sink_H, walk.level)
             out, lse = merged.result()
@@ -126,7 +127,7 @@ class MovingKV(Strategy):
             dq = RowSum(q.shape, walk.wide, q.device)
             home = _GradientReturn(walk)
             for heads, arrived in walk.arrivals(walk.backward_steps, kept):
-                # One source after the other, so that no more than one's gradients wait to be sent home.
+                # One source after the other, so that the gradients of at most one source wait to be sent.
                 while arrived:
                     home.bring(heads, *walk.backward(kernel, heads, arrived.pop(0), (grad, q), (out, lse_BHL), dq))
             dk, dv = home.result()
@@ -135,7 +136,7 @@ class MovingKV(Strategy):
 
 
 class _PlanRun:
-    """One rank's way through its plan: who sends what when, and the keys and values of each part as they arrive."""
+    """One rank's run of its plan: sends messages in order, and yields keys and values of each part as they arrive."""
 
     def __init__(self, strategy: MovingKV, attention: Attention, q, k, v) -> None:
         self.attention = attention
@@ -146,7 +147,7 @@ class _PlanRun:
         self.rank, self.ranks, self.plan, self.groups, self.kept, self.forward_steps, self.backward_steps, tiles = way
         self.wide = accumulation_dtype(q.dtype)
         levels = self.levels
-        # A sum is made of several tiles, and of one in which rows are drowned.
+        # Results of tiles are summed if there are several, or if drowned rows are computed separately.
         sums = tiles > 1 or (levels is not None and levels.drowned is not None)
         self.dtype = attention.kernel.tile_dtype(q.dtype) if sums else q.dtype
         self._strategy = strategy
@@ -157,30 +158,30 @@ class _PlanRun:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
-        # Transfers that nobody waits for would meet those of the next attention, and the ranks fall out of step. But
-        # where a transfer failed there is no next one, and the peers of the others may wait for a rank that is gone;
-        # and who interrupts a program does not want to wait.
+        # After an error, wait for transfers that were started: they would match those of the next attention. If a
+        # transfer itself failed, there is no next attention, and the other ranks may be gone, so do not wait. Nor when
+        # the program is interrupted.
         if kind is None or issubclass(kind, TransferError) or not issubclass(kind, Exception):
             return
-        with contextlib.suppress(TransferError):  # the failure on its way up says more
+        with contextlib.suppress(TransferError):  # the first error is more useful
             for pending in self._started:
                 pending.wait()
 
     def exchange(self, sends: Messages, receives: Messages) -> Pending:
-        """:func:`~cp_styles.comm.point_to_point.exchange`, finished whatever happens."""
+        """:func:`~cp_styles.comm.point_to_point.exchange`. Leaving the context waits for it, after an error too."""
         self._started = [pending for pending in self._started if not pending.done]
         self._started.append(exchange(sends, receives, self.attention.group))
         return self._started[-1]
 
     @property
     def levels(self) -> RowLevels | None:
-        """What is taken off an additive mask's biases; None where there is nothing to take off."""
+        """The levels that are subtracted from the biases of an additive mask; None if there are none."""
         attention, device = self.attention, self.q.device
         if not attention.mask.additive or not self.q.numel() or not attention.kv_layout.length:
             return None
-        if device.type == "meta":  # somebody asks for shapes
+        if device.type == "meta":  # only shapes are computed
             return None
-        # Where a score_mod follows, nobody knows what a query of 0 would come to.
+        # With a score_mod the logit of a query of zeros is not known.
         drowns = not attention.kernel.positional
 
         def make() -> RowLevels | None:
@@ -191,22 +192,22 @@ class _PlanRun:
 
     @property
     def level(self) -> torch.Tensor | None:
-        """The level of each row, [B, H, L] or what broadcasts to it; None for 0."""
+        """The level of each row, broadcastable to [B, H, L]; None for 0."""
         return None if self.levels is None else self.levels.level
 
     def kept_in(self, residual: torch.Tensor | None) -> list[torch.Tensor]:
-        """The logsumexp in a residual and the places of kept messages; the logsumexp goes nowhere without one."""
+        """Views of ``residual``: the logsumexp, and the kept messages. Without a residual: an empty logsumexp."""
         if residual is None:
             return [self.q.new_empty(0)]
         specs = self._strategy.residual_specs(self.attention, self.q, self.k, self.v)
         return residual_views(specs, residual)
 
     def part(self, distance: int) -> Part:
-        """What this rank does with the keys of the source at that distance."""
+        """The part of the plan for the keys of the source at ``distance``."""
         return self.plan.parts[(self.rank - distance) % self.ranks]
 
     def size(self, rows: int, heads: int) -> int:
-        """Elements of a message of so many rows and key heads."""
+        """Number of elements of a message of ``rows`` rows and ``heads`` key heads."""
         return self.k.shape[0] * heads * rows * (self.k.shape[3] + self.v.shape[3])
 
     def of_queries(self, heads: Span) -> Span:
@@ -215,9 +216,9 @@ class _PlanRun:
         return heads[0] * share, heads[1] * share
 
     def arrivals(self, steps: Sequence[Step], kept: Sequence[torch.Tensor]) -> Iterator[tuple[Span, list[Arrived]]]:
-        """The heads and parts of each step, when they are at hand; the next that travels is under way meanwhile.
+        """The heads and parts of each step, as they arrive. The next message is received while the caller computes.
 
-        ``kept`` are the places in the residual: what travels to one of them stays there.
+        ``kept`` are the buffers in the residual, for messages that are kept for the backward.
         """
         places = dict(zip(self.kept, kept, strict=False))
         queue = [step for step in steps if step.travels]
@@ -241,7 +242,7 @@ class _PlanRun:
             del found
 
     def forward(self, heads: Span, arrived: Sequence[Arrived], q: torch.Tensor, merged: OnlineSoftmax) -> None:
-        """Attend to what has arrived."""
+        """Attend to the keys of ``arrived`` and add the results to ``merged``."""
         tiles = _masked_last([(entry, tile) for entry in arrived for tile in entry[0].tiles])
         results = self.attention.kernel.forward_tiles(self._calls(heads, tiles, (q,)))
         for index, (out, lse) in results:
@@ -256,9 +257,9 @@ class _PlanRun:
         after: tuple[torch.Tensor, ...],
         dq: RowSum,
     ) -> Arrived:
-        """The part with ``dk`` and ``dv`` of the rows that it needs; what comes to queries is added to ``dq``.
+        """The part with ``dk`` and ``dv`` of its rows. Gradients of queries are added to ``dq``.
 
-        ``before`` and ``after`` are what a kernel is given before and after k and v.
+        ``before`` and ``after`` are the arguments of the kernel before and after k and v.
         """
         part, *kv = entry
         sums = [RowSum(x.shape, self.wide, x.device) for x in kv]
@@ -279,9 +280,9 @@ class _PlanRun:
         before: tuple[torch.Tensor, ...],
         after: tuple[torch.Tensor, ...] = (),
     ) -> Iterator[TileCall]:
-        """What a kernel is given for each tile: its heads and rows of ``before``, of k and v, and of ``after``.
+        """The arguments of the kernel for each tile: heads and rows of ``before``, of k and v, and of ``after``.
 
-        One by one, since a mask is made for a tile, and is as large. Nothing where there is no head or no batch.
+        They are made one by one, because an explicit mask is as large as its tile. None if there are no elements.
         """
         own = slice(*self.of_queries(heads))
         for (part, k, v), tile in tiles if self.q.numel() else ():
@@ -299,7 +300,7 @@ class _PlanRun:
         return options
 
     def _start(self, queue: list[Step], places: dict[int, torch.Tensor]) -> tuple[dict[int, torch.Tensor], Pending]:
-        """Start the next step that travels, if there is one: what will arrive, by distance."""
+        """Start the transfers of the next step in ``queue``, if any. Returns the receive buffers by distance."""
         if not queue:
             self._messages = {}
             return {}, Pending((), ())
@@ -307,7 +308,7 @@ class _PlanRun:
         messages = {distance: self._place(places, distance, heads) for distance in distances}
         destinations = [(self.rank + distance) % self.ranks for distance in distances]
         wanted = [(heads, self.plan.sends[peer]) for peer in destinations]
-        # The same rows are packed once, for all of a step, and for the next step where that sends them too.
+        # Equal rows are packed once for all destinations of a step, and for the next step if it sends them too.
         self._messages = {key: self._messages[key] for key in wanted if key in self._messages}
         for key in wanted:
             if key not in self._messages:
@@ -317,7 +318,7 @@ class _PlanRun:
         return messages, self.exchange(sends, list(zip(sources, messages.values(), strict=True)))
 
     def _place(self, places: dict[int, torch.Tensor], distance: int, heads: Span) -> torch.Tensor:
-        """Where a message is kept, or arrives: in the residual, or in memory of its own."""
+        """The buffer of a message: in the residual if it is kept, else new memory."""
         count = self.part(distance).count
         if distance in places:
             return places[distance][self.size(count, heads[0]) : self.size(count, heads[1])]
@@ -331,7 +332,7 @@ class _PlanRun:
         return message
 
     def _split(self, message: torch.Tensor, heads: Span, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """k and v inside a message of so many rows; see [Note: moving tensors]."""
+        """Views of k and v in a message of ``rows`` rows; see [Note: moving tensors]."""
         shapes = [(x.shape[0], heads[1] - heads[0], rows, x.shape[3]) for x in (self.k, self.v)]
         sizes = [prod(shape) for shape in shapes]
         k, v = (part.view(shape) for part, shape in zip(message.split(sizes), shapes, strict=True))
@@ -339,7 +340,7 @@ class _PlanRun:
 
     def _own(self, part: Part, heads: Span) -> Arrived:
         packed = self._messages.get((heads, part.rows))
-        if packed is not None:  # for others, and contiguous, which kernels like
+        if packed is not None:  # packed for other ranks; contiguous, which is good for kernels
             return self._arrived(part, heads, packed)
         k, v = (_gather_rows(_heads(x, heads), part.rows).to(self.dtype) for x in (self.k, self.v))
         return part, k, v
@@ -348,7 +349,7 @@ class _PlanRun:
         return part, *self._split(message.to(self.dtype), heads, part.count)
 
     def _positions(self, part: Part, tile: Tile) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of the queries and keys of a tile, in the whole sequence."""
+        """Global positions of the queries and of the keys of a tile."""
         attention, device = self.attention, self.q.device
         q_positions = attention.q_layout.positions(self.rank, device)[tile.q[0] : tile.q[1]]
         kv_positions = _gather_rows(attention.kv_layout.positions(part.source, device), part.rows, dim=0)
@@ -369,15 +370,15 @@ class _PlanRun:
 
 
 class _Way(NamedTuple):
-    """Of a walk, all that does not depend on its tensors; the same at every layer and step.
+    """The part of a run that does not depend on tensor values. It is the same at every layer and step.
 
     Attributes:
-        rank, ranks: of the group.
-        plan: this rank's.
-        groups: the key heads, as they take turns.
-        kept: distances of the sources whose messages stay in the residual.
-        forward_steps, backward_steps: what is computed, in order; the same on every rank.
-        tiles: how many there are.
+        rank, ranks: this rank and the size of the group.
+        plan: the plan of this rank.
+        groups: the groups of key heads that are sent one after the other.
+        kept: distances of the sources whose messages are kept in the residual.
+        forward_steps, backward_steps: the steps in order, which is the same on every rank.
+        tiles: the number of tiles.
     """
 
     rank: int
@@ -401,7 +402,7 @@ def _way(strategy: MovingKV, attention: Attention, q, k, v) -> _Way:
     for heads in groups:
         own = Step(heads, (0,), False)
         forward += [own, *(Step(heads, distances, True) for distances in rounds)]
-        # Kept messages leave nothing to wait for: first, so that the others, and their gradients, travel meanwhile.
+        # Steps with kept messages come first: they need not wait, and the other messages are sent meanwhile.
         for others in (False, True):
             chosen = [tuple(d for d in distances if (d not in kept) == others) for distances in rounds]
             backward += [own] if others else []
@@ -411,7 +412,7 @@ def _way(strategy: MovingKV, attention: Attention, q, k, v) -> _Way:
 
 
 def _groups(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[Span]:
-    """Key heads in so few groups that a row of k and v of one is no larger than a row of queries."""
+    """Key heads in as few groups as possible, such that a row of k and v of a group is at most a row of queries."""
     heads = k.shape[1]
     query, key = q.shape[1] * q.shape[3], heads * (k.shape[3] + v.shape[3])
     parts = min(heads, -(-key // max(query, 1))) or 1
@@ -419,10 +420,10 @@ def _groups(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[Span]:
 
 
 class _GradientReturn:
-    """Gradients of keys and values on their way back to the owner, and their sum there.
+    """Sends gradients of keys and values to their owners, and sums the gradients of this rank's own rows.
 
-    Every rank starts a transfer when it has computed what it sends, and in the same order as all others, because NCCL
-    and gloo match the messages of two ranks by order alone. What comes is added before the next transfer starts.
+    A transfer starts when its gradients are computed. The order is the same on all ranks, because NCCL and gloo match
+    the messages of two ranks by order. Received gradients are added before the next transfer starts.
     """
 
     def __init__(self, walk: _PlanRun) -> None:
@@ -431,15 +432,15 @@ class _GradientReturn:
         self._under_way: tuple[Span, Rows, list[torch.Tensor], Pending] | None = None
 
     def bring(self, heads: Span, part: Part, dk: torch.Tensor, dv: torch.Tensor) -> None:
-        """Take the gradients of some heads of a part: sum what is at home, send home what is not."""
+        """Take the gradients of one part and some heads: add them if the rows are this rank's, else send them."""
         walk = self._walk
         if part.source == walk.rank:
             self._add(heads, part.rows, (dk, dv))
             return
         self._settle()
-        peer = (2 * walk.rank - part.source) % walk.ranks  # as far as the source, on the other side
+        peer = (2 * walk.rank - part.source) % walk.ranks  # at the same distance as the source, in the other direction
         rows = walk.plan.sends[peer]
-        # In the order in which kernels leave gradients, [B, rows, G, D], so that nothing has to be packed.
+        # In the memory order of kernel outputs, [B, rows, G, D], so that no packing is needed.
         sends = [x.transpose(1, 2).contiguous() for x in (dk, dv)]
         shape = (dk.shape[0], _count(rows), heads[1] - heads[0])
         receives = [x.new_empty(*shape, x.shape[3]) for x in (dk, dv)]
@@ -447,7 +448,7 @@ class _GradientReturn:
         self._under_way = heads, rows, receives, pending
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """``(dk, dv)`` of this rank's rows, everybody's share included."""
+        """``(dk, dv)`` of this rank's rows, summed over all ranks."""
         self._settle()
         dk, dv = (total.result() for total in self._sums)
         return dk, dv
@@ -469,7 +470,7 @@ class _GradientReturn:
 
 
 def _masked_last(tiles: list[tuple[Arrived, Tile]]) -> list[tuple[Arrived, Tile]]:
-    """A kernel may take the others together, and another one those with a mask."""
+    """Tiles with an explicit mask last: a kernel may compute the others in one call, and another kernel these."""
     return sorted(tiles, key=lambda entry: entry[1].cover is Cover.PARTIAL)
 
 
@@ -486,7 +487,7 @@ def _count(rows: Rows) -> int:
 
 
 def _gather_rows(tensor: torch.Tensor, rows: Rows, dim: int = 2, out: torch.Tensor | None = None) -> torch.Tensor:
-    """The given rows of a tensor along ``dim``: a view where they are one range, else (or into ``out``) one copy."""
+    """The given rows of a tensor along ``dim``. A view if they are one range; otherwise, or with ``out``, one copy."""
     pieces = [tensor.narrow(dim, start, stop - start) for start, stop in rows]
     if out is None:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)

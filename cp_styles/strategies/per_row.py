@@ -1,4 +1,4 @@
-"""Masks that differ from row to row of the batch: any strategy, one row after the other."""
+"""Masks that differ between rows of the batch: run a strategy for one row after the other."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from cp_styles.strategies.base import Attention, Strategy, new_residual, residua
 
 @dataclass(frozen=True)
 class PerRowStrategy(Strategy):
-    """``inner`` for every row of the batch, with the row's own mask; bindings use it for such masks by themselves.
+    """Runs ``inner`` for each row of the batch, with the mask of that row. Bindings choose it for such masks.
 
-    Communication: the inner strategy's, once a row, so with as many more messages as there are rows.
+    Communication: that of the inner strategy, once for each row. So the number of messages grows with the rows.
     """
 
     inner: Strategy
@@ -64,7 +64,7 @@ class PerRowStrategy(Strategy):
 
 
 def _rows(attention: Attention, *tensors: torch.Tensor) -> list[tuple[Attention, Any]]:
-    """The attention and the tensors, with a batch of 1, of each row of the batch."""
+    """For each row of the batch: its attention, and its tensors with a batch of 1."""
     return [
         (replace(attention, mask=attention.mask.row(index)), tuple(x[index : index + 1] for x in tensors))
         for index in range(tensors[0].shape[0])
@@ -72,5 +72,5 @@ def _rows(attention: Attention, *tensors: torch.Tensor) -> list[tuple[Attention,
 
 
 def _joined(rows: list[torch.Tensor] | tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """[1, H, L, D] each to [B, H, L, D], laid out as kernels leave it: [B, L, H, D] in memory."""
+    """Rows [1, H, L, D] joined to [B, H, L, D], in the memory order of kernel outputs: [B, L, H, D]."""
     return torch.cat([x.transpose(1, 2) for x in rows]).transpose(1, 2)

@@ -1,8 +1,8 @@
-"""Ulysses attention: every rank gets the whole sequence of some heads; and its hybrid with a strategy inside.
+"""Ulysses attention: every rank gets the whole sequence of some heads. Also its hybrid with an inner strategy.
 
-[Note: two levels] On P = U x R ranks, U neighbouring ranks exchange sequence for heads; then rank r holds all positions
-of its U neighbours for 1/U of the heads, and the inner strategy runs among the R ranks that hold the same heads. R = 1
-is plain Ulysses: the inner attention has the whole sequence and nobody to talk to.
+[Note: two levels] There are P = U x R ranks. U neighbouring ranks exchange sequence for heads. Then each rank holds all
+positions of these U ranks, for 1/U of the heads. The inner strategy runs among the R ranks that hold the same heads.
+R = 1 is plain Ulysses: the inner attention has the whole sequence on one rank.
 """
 
 from __future__ import annotations
@@ -24,23 +24,24 @@ from cp_styles.strategies.ring import Ring
 
 @dataclass(frozen=True)
 class Ulysses(Strategy):
-    """All-to-all from sequence shards to head shards, attention, and back.
+    """All-to-all from sequence shards to head shards, attention, and all-to-all back.
 
-    Communication a layer, with Q the bytes of one rank's query and K' those of its key and value (a KV head goes to
-    every rank that has a query head of its group, and to no other): forward (U - 1)/U (2 Q + K'), in two all-to-alls;
-    backward the same; the inner strategy's on top. KV heads may be fewer than ranks, and head counts need not divide.
+    Communication of one attention. Q is the bytes of one rank's query, K' those of its key and value. (A KV head is
+    sent to each rank that has a query head of its group, and to no other.) Forward: (U - 1)/U (2 Q + K'), in two
+    all-to-alls. Backward: the same. The inner strategy adds its own. There may be fewer KV heads than ranks, and head
+    counts need not divide.
 
-    Memory of one attention on a rank: between forward and backward the inputs, the output, its
-    logsumexp, Q + K' of what its heads attend to, Q of their output, and what ``inner`` keeps. In the forward that and
-    the messages, of Q + K' once more (twice where the layout is not contiguous). In the backward the inner strategy's,
-    then the gradients, of which one at a time travels: at most 2 Q beside them.
+    Memory of one attention on one rank. Between forward and backward: the inputs, the output, its logsumexp, Q + K' for
+    the inputs of its heads, Q for their output, and what ``inner`` keeps. In the forward: that, and messages of Q + K'
+    (twice if the layout is not contiguous). In the backward: that of the inner strategy, then the gradients, which are
+    sent one at a time, with at most 2 Q beside them.
 
     Source: Jacobs et al., DeepSpeed Ulysses (2023); the hybrid: Fang and Zhao, USP (2024).
 
     Attributes:
         inner: the strategy among ranks that hold the same heads.
-        size: how many neighbouring ranks exchange heads (U); None takes the whole axis, or, where the style has
-            two mesh axes, the second of them. Must divide the number of ranks.
+        size: number of neighbouring ranks that exchange heads (U). It must divide the number of ranks. None: all ranks
+            of the axis, or of the second axis if the style has two mesh axes.
     """
 
     inner: Strategy = field(default_factory=Ring)
@@ -83,7 +84,7 @@ class Ulysses(Strategy):
         way, heads = levels.like_queries(out.shape[3]), [out]
         if kept_out is not None:
             kept_out.copy_(out)
-            if not way.trivial:  # the result finds the memory of ``out`` free
+            if not way.trivial:  # send from the residual, so that the memory of ``out`` is free for the result
                 heads = [kept_out]
         del out
         return way.home(heads)[0]
@@ -91,7 +92,7 @@ class Ulysses(Strategy):
     def backward(self, attention, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, residual, sink_H=None):
         levels = self._levels(attention, q_BHLD, k_BGMD, v_BGME)
         places, out, inner_residual = levels.kept_in(residual, q_BHLD)
-        assert out is not None  # a backward comes with a residual
+        assert out is not None  # a backward has a residual
         assert inner_residual is not None
         way = levels.like_queries(grad_BHLE.shape[3])
         (grad,) = way.to_columns(grad_BHLE)
@@ -100,7 +101,7 @@ class Ulysses(Strategy):
         sink = levels.of_heads(sink_H)
         *grads, dsink = self.inner.backward(levels.inner, grad, q, k, v, out, inner_residual, sink)
         grads[1:] = levels.unpaired(*grads[1:])
-        del grad  # what comes next finds room there
+        del grad  # free its memory for what follows
         dq, dk, dv = levels.to_sequence(grads)
         return dq, dk, dv, levels.among_heads(dsink, sink_H)
 
@@ -118,7 +119,7 @@ class Ulysses(Strategy):
         )
 
     def size_on(self, ranks: int) -> int:
-        """How many ranks exchange heads when ``ranks`` share the sequence."""
+        """Number of ranks that exchange heads if ``ranks`` share the sequence."""
         size = ranks if self.size is None else self.size
         if ranks % size:
             raise ValueError(f"Ulysses(size={size}) does not divide the {ranks} ranks of the sequence axis")
@@ -126,15 +127,15 @@ class Ulysses(Strategy):
 
 
 class _Geometry(NamedTuple):
-    """Of a call on two levels, all that does not depend on its tensors; the same at every layer and step.
+    """The part of a two-level call that does not depend on tensor values. It is the same at every layer and step.
 
     Attributes:
         queries: the exchange of queries.
-        exchanges: of the messages: one for query, key and value, or two where keys are cut differently.
-        layouts: of queries and keys on the inner level.
+        exchanges: one exchange for query, key and value together; two if keys are cut differently from queries.
+        layouts: the layouts of queries and keys on the inner level.
         own: the query heads of this rank.
-        kv_heads: how many KV heads it gets.
-        pairs: which of those each of its query heads needs, where their order alone does not say it.
+        kv_heads: the number of KV heads that this rank gets.
+        pairs: the KV head that each query head of this rank needs; None if kernels pair them correctly by order.
     """
 
     queries: Exchange
@@ -167,7 +168,7 @@ def _geometry(
 
 
 class _Levels:
-    """The two levels of calls of one shape, and the ways between them; see [Note: two levels]."""
+    """The exchanges and the inner attention for calls of one shape; see [Note: two levels]."""
 
     def __init__(self, strategy: Ulysses, attention: Attention, q, k, v) -> None:
         size = strategy.size_on(attention.ranks)
@@ -196,7 +197,7 @@ class _Levels:
         self.specs = self._residual_specs(strategy.inner, q, v)
 
     def like_queries(self, dim: int) -> Direct:
-        """The way of what has ``dim`` numbers for each query and head: the output, its gradient, the logsumexp."""
+        """The exchange of tensors shaped like queries with a last dim ``dim``: output, its gradient, logsumexp."""
         if dim not in self._like_queries:
             self._like_queries[dim] = Direct(self._geometry.queries, ((*self._q_shape[:3], dim),))
         return self._like_queries[dim]
@@ -204,15 +205,17 @@ class _Levels:
     def kept_in(
         self, residual: torch.Tensor | None, q: torch.Tensor
     ) -> tuple[list[torch.Tensor], torch.Tensor | None, torch.Tensor | None]:
-        """Places in a residual, or to be dropped: of this rank's heads' query, key and value, of their out, and of the
-        inner residual."""
+        """Buffers for the received query, key and value, for the output of these heads, and for the inner residual.
+
+        They are views of ``residual``. Without one, only the first exist, as temporary memory.
+        """
         if residual is None:
             return [q.new_empty(way.arriving) for way in self._ways], None, None
         *places, out, inner = residual_views(self.specs, residual)
         return places, out.transpose(1, 2), inner
 
     def _residual_specs(self, inner: Strategy, q: torch.Tensor, v: torch.Tensor) -> list[Spec]:
-        """What arrived in the all-to-all (q, k and v of this rank's heads), their out, and the inner residual."""
+        """The received q, k and v of this rank's heads, their output, and the inner residual."""
         queries, keys = (layout.lengths[self.inner.rank] for layout in (self.inner.q_layout, self.inner.kv_layout))
         kv_heads = self._kv_heads if self._pairs is None else self._heads
         batch, _, _, dim, dtype = *q.shape, q.dtype
@@ -222,11 +225,11 @@ class _Levels:
             for shape in ((self._heads, queries, dim), (kv_heads, keys, dim), (kv_heads, keys, dim_v))
         )
         kept = new_residual(inner.residual_specs(self.inner, *tensors), torch.device("meta"))
-        out: Spec = ((batch, queries, self._heads, dim_v), dtype)  # as kernels leave it
+        out: Spec = ((batch, queries, self._heads, dim_v), dtype)  # in the memory order of kernel outputs
         return [*(((way.arriving,), dtype) for way in self._ways), out, ((kept.numel(),), kept.dtype)]
 
     def to_heads(self, places: list[torch.Tensor], *tensors: torch.Tensor) -> None:
-        """Query, key and value from sequence shards to head shards: one all-to-all (two in cross-attention)."""
+        """Query, key and value from sequence shards to head shards: one all-to-all, or two in cross-attention."""
         arriving = [
             place if way.in_order else place.new_empty(way.arriving)
             for way, place in zip(self._ways, places, strict=True)
@@ -239,19 +242,18 @@ class _Levels:
                 way.sort(wire, place)
 
     def in_heads(self, places: list[torch.Tensor], *tensors: torch.Tensor) -> list[torch.Tensor]:
-        """What :meth:`to_heads` left in ``places``, as views."""
+        """Views of what :meth:`to_heads` wrote to ``places``."""
         ways = zip(self._ways, places, self._messages, strict=True)
         return [x for way, place, which in ways for x in way.views(place, *tensors[which])]
 
     def to_sequence(self, grads: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The adjoint of :meth:`to_heads`, which empties the list; gradients of KV heads that several ranks had are
-        summed on the way."""
+        """The adjoint of :meth:`to_heads`. Gradients of shared KV heads are summed. The list is emptied."""
         messages = [grads[which] for which in self._messages]
         grads.clear()
         return [x for way, message in zip(self._ways, messages, strict=True) for x in way.home(message)]
 
     def paired(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values such that query heads find their own as kernels look for them."""
+        """Keys and values arranged so that kernels pair them correctly with the query heads."""
         return (k, v) if self._pairs is None else (k.index_select(1, self._pairs), v.index_select(1, self._pairs))
 
     def unpaired(self, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -262,11 +264,11 @@ class _Levels:
         return tuple(x.new_zeros(*shape, *x.shape[2:]).index_add_(1, self._pairs, x) for x in grads)
 
     def of_heads(self, per_head_H: torch.Tensor | None) -> torch.Tensor | None:
-        """This rank's heads of something every rank has of all heads."""
+        """This rank's heads of a tensor that has all heads on every rank."""
         return None if per_head_H is None else per_head_H[self._own]
 
     def among_heads(self, own: torch.Tensor | None, like_H: torch.Tensor | None) -> torch.Tensor | None:
-        """The adjoint of :meth:`of_heads`: zero for the other heads."""
+        """The adjoint of :meth:`of_heads`: zeros for the heads of other ranks."""
         if own is None or like_H is None:
             return None
         whole = torch.zeros_like(like_H)
@@ -276,7 +278,7 @@ class _Levels:
 
 @remembered(lambda arguments, value: arguments[0].nbytes + value.nbytes)
 def joined(layout: SequenceLayout, size: int) -> SequenceLayout:
-    """The layout of the inner level: what each ``size`` neighbouring ranks hold together."""
+    """The layout of the inner level: each group of ``size`` neighbouring ranks counts as one."""
     chunks = layout.chunks
     return SequenceLayout.from_chunks(
         [chunk for own in chunks[first : first + size] for chunk in own] for first in range(0, len(chunks), size)
@@ -285,7 +287,7 @@ def joined(layout: SequenceLayout, size: int) -> SequenceLayout:
 
 @remembered(lambda arguments, value: arguments[0].nbytes + value.nbytes)
 def _among(layout: SequenceLayout, first: int, size: int) -> SequenceLayout:
-    """How the positions that ``size`` ranks hold together are cut among them, counted from 0 without the gaps."""
+    """How the positions of ``size`` neighbouring ranks are cut among them, renumbered from 0 without gaps."""
     members = layout.chunks[first : first + size]
     offsets: dict[Chunk, int] = {}
     total = 0
