@@ -248,8 +248,8 @@ def sum_gradients(
         reduce_dtype: the dtype in which gradients are sent and summed. None: float32 or wider, for gradients of any
             dtype; those of bfloat16 parameters are then rounded once. ``torch.bfloat16`` halves the bytes.
 
-    Communication: one all-gather of :data:`~cp_styles.comm.agreement.WIDTH` integers, one all-reduce for each bucket, and
-    one of a byte for each parameter if ranks differ in which gradients they have.
+    Communication: one all-gather of :data:`~cp_styles.comm.agreement.WIDTH` integers, one all-reduce for each bucket,
+    and one of a byte for each parameter if ranks differ in which gradients they have.
 
     Raises:
         ValueError: on every rank, if ranks do not have the same parameters, or if gradients are already reduced over

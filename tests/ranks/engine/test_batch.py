@@ -199,7 +199,7 @@ def test_parameters_that_live_on_the_group_are_refused():
             raise AssertionError("a frozen parameter has nothing to sum, so nothing to refuse") from None
         sum_gradients([parameter.requires_grad_(True)], mesh["cp"])
 
-    assert all("spreads over the same ranks" in message for message in failures(spread, 4))
+    assert all("has several of these ranks" in message for message in failures(spread, 4))
 
 
 def test_a_group_is_one_group_and_a_loss_is_whole():
@@ -235,5 +235,5 @@ def test_summed_twice(since: str):
         return "summed"
 
     for text in run_ranks(on, 4):
-        assert ("is summed over some of them already" if since == "nothing" else "summed") in text
+        assert ("is already summed over some of them" if since == "nothing" else "summed") in text
         assert (text == "summed") == (since != "nothing")
