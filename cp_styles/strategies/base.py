@@ -85,7 +85,7 @@ class Strategy(ABC):
         raise ValueError(f"{self} works on one mesh axis; for two take Ulysses(inner={self}), or flatten them yourself")
 
     def keeping_nothing(self) -> Strategy:
-        """This strategy without keeping received keys for the backward: for a forward whose results outlive its layer."""
+        """This strategy, without received keys that are kept: for a forward whose results outlive its layer."""
         return self
 
     def prepare(  # noqa: B027 - a strategy without plans has nothing to prepare

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +16,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.profiler import ProfilerActivity, profile
 
 from cp_styles import (
     AttentionContextParallel,
@@ -121,6 +125,38 @@ def order_of_waiting(mesh: DeviceMesh) -> list[str]:
 CAUSAL = Causal()
 
 
+def allocated(run: Callable[[], Any]) -> tuple[Any, int, int]:
+    """What ``run`` returns, and by this process' allocator, which torch's profiler listens to: the most bytes that were
+    alive meanwhile, and those that still are. (No mode sees what a compiled graph allocates.)"""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as trace:
+        result = run()
+    events = trace.profiler.kineto_results.events()
+    sizes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns()) if e.name() == "[memory]"]
+    return result, max(accumulate(sizes)), sum(sizes)
+
+
+def held(attend: Callable[..., torch.Tensor]) -> list[float]:
+    """What an attention over all ranks keeps until its backward, and the most in that, in units of its query."""
+    rows, heads, dim = 64, 8, 64
+    grad, *leaves = (torch.ones(1, rows, heads, dim).transpose(1, 2) for _ in range(4))
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    attend(*leaves).backward(grad)  # what is made once is there
+    for leaf in leaves:
+        leaf.grad = None
+    out, _, kept = allocated(lambda: attend(*leaves))
+    _, most, _ = allocated(lambda: out.backward(grad))
+    return [round(size / grad.nbytes, 2) for size in (kept, kept + most)]
+
+
+def memory() -> tuple[list[float], list[float]]:
+    """Eager and compiled."""
+
+    def attend(*qkv: torch.Tensor) -> torch.Tensor:
+        return context_attention(*qkv, dist.group.WORLD, mask=CAUSAL)
+
+    return held(attend), held(torch.compile(attend, backend="aot_eager", fullgraph=True))
+
+
 def main(rank: int, ranks: int, store: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
@@ -131,6 +167,8 @@ def main(rank: int, ranks: int, store: str) -> None:
     torch.compiler.reset()
     said["refused"] = refusals(mesh)
     said["order"] = order_of_waiting(mesh)
+    torch.compiler.reset()
+    said["memory"] = memory()
     print(json.dumps(said), flush=True)
     dist.barrier()
     dist.destroy_process_group()
