@@ -31,15 +31,14 @@ from cp_styles._compat import (
     sdpa_handlers,
     without_communication,
 )
-from cp_styles.comm.agreement import begin_backward
 from cp_styles.comm.point_to_point import refuse_destroyed
 from cp_styles.engine.binding import Binding, refuse_dropout, refuse_grouped
 from cp_styles.engine.mesh_axes import HeadShare, Placements, head_share, refuse_placements
+from cp_styles.engine.run import run_backward, run_forward
 from cp_styles.kernels import CUDA_CUDNN, CUDA_EFFICIENT, CUDA_FLASH, SDPA_KERNELS, SdpaKernel
 from cp_styles.kernels.sdpa import names_of
 from cp_styles.layout import SequenceLayout
 from cp_styles.strategies import Attention
-from cp_styles.strategies.base import new_residual
 
 _SEQ_DIM = 2  # of every aten attention op: [B, H, S, D]
 _PREFIX = "cp_styles:"
@@ -186,10 +185,7 @@ def _refuse_changed(name: str, values: dict[str, Any]) -> None:
 def _forward(op: torch._ops.OpOverload, binding: Binding, values: dict[str, Any]) -> Any:
     attention, (q, k, v), _ = _attention(op, binding, values)
     query = values["query"]
-    specs = binding.strategy.residual_specs(attention, q, k, v) if values["keep"] else []
-    residual = new_residual(specs, q.device)
-    out = binding.strategy.forward(attention, q, k, v, None, residual if values["keep"] else None)
-    binding.finished()
+    out, residual = run_forward(binding, attention, q, k, v, keep=values["keep"])
     mesh, ranks = query.device_mesh, attention.ranks
     named = {
         "out": like_part(out, query),
@@ -210,8 +206,7 @@ def _forward_composite(op: torch._ops.OpOverload, binding: Binding, values: dict
     # The whole of scaled_dot_product_attention reaches DTensor only in inference mode: there is no backward to serve.
     refuse_grouped(binding.name, values["query"].shape[1], values["key"].shape[1], values["enable_gqa"])
     attention, (q, k, v), _ = _attention(op, binding, values)
-    out = binding.strategy.forward(attention, q, k, v)
-    binding.finished()
+    out, _ = run_forward(binding, attention, q, k, v, keep=False)
     return like_part(out, values["query"])
 
 
@@ -220,7 +215,7 @@ def _backward(op: torch._ops.OpOverload, binding: Binding, values: dict[str, Any
     attention, (q, k, v), share = _attention(op, binding, values)
     grad = _local_grad(values["grad_out"], values["query"].placements, attention)
     out, residual = values["out"].to_local(), values["logsumexp"].to_local()
-    *grads, _ = binding.strategy.backward(attention, grad, q, k, v, out, residual)
+    *grads, _, _ = run_backward(binding.strategy, attention, grad, q, k, v, out, residual)
     parts = [values[name] for name in ("query", "key", "value")]
     if share is not None:
         grads[1:] = [share.to_keys(x, part.to_local().shape[1]) for x, part in zip(grads[1:], parts[1:], strict=True)]
@@ -258,7 +253,6 @@ def _attention(
     refuse = partial(_refuse, binding, values, tensors)
     if "grad_out" in values:
         refuse()
-        begin_backward(binding.group)
     else:
         keep = values.get("keep", False)
         binding.agree_on_call(refuse, values["is_causal"], values["scale"], values.get("attn_mask"), keep)

@@ -27,18 +27,17 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from cp_styles._compat import new_size, resolve_group, uncompiled
-from cp_styles.comm.agreement import begin_backward
 from cp_styles.derivatives import first_derivatives_only, refuse_tangents
 from cp_styles.engine.binding import Binding
 from cp_styles.engine.config_text import from_text, to_text
 from cp_styles.engine.gradient_watch import watch_of
+from cp_styles.engine.run import run_backward, run_forward
 from cp_styles.engine.scope import ScopedBinding, ScopeHistory, SequenceScope
 from cp_styles.kernels import Kernel
 from cp_styles.kernels.autocast import attended_dtype
 from cp_styles.layout import Balancer, SequenceLayout, says_always_the_same
 from cp_styles.mask import Dense, Full, Mask, digest
 from cp_styles.strategies import Strategy
-from cp_styles.strategies.base import new_residual
 
 Source: TypeAlias = Binding | ScopedBinding
 """What an attention is bound to; a ScopedBinding says it anew for every call."""
@@ -237,9 +236,7 @@ def _attention(q, k, v, sink, attn_mask, dense, config, is_causal, scale, keep, 
     lengths = binding.lengths
     assert lengths is not None
     attention = binding.attention(*lengths, (q, k, v), is_causal=is_causal, attn_mask=attn_mask, scale=scale)
-    residual = new_residual(binding.strategy.residual_specs(attention, q, k, v) if keep else [], q.device)
-    out = binding.strategy.forward(attention, q, k, v, sink, residual if keep else None)
-    binding.finished()
+    out, residual = run_forward(binding, attention, q, k, v, sink, keep=keep)
     if not live:
         cut = unsettled.layout
         if keep and scope is None and not isinstance(cut, SequenceLayout) and not says_always_the_same(cut):
@@ -301,7 +298,6 @@ torch.library.define(
 def _attention_backward(grad, q, k, v, out, residual, sink, attn_mask, dense, call, config, is_causal, scale):
     q_length, kv_length, said = _read(_text_of(call))
     source = source_of(config, dense)
-    begin_backward(source.unscoped.group if isinstance(source, ScopedBinding) else source.group)
     if isinstance(source, ScopedBinding):
         source = source.bound_to(*from_text(said)) if said else source.unscoped
     elif said and not config.startswith(_LIVE):
@@ -309,7 +305,7 @@ def _attention_backward(grad, q, k, v, out, residual, sink, attn_mask, dense, ca
     if not config.startswith(_LIVE):
         watch_of(source.group).remember(source.group)
     attention = source.attention(q_length, kv_length, (q, k, v), is_causal=is_causal, attn_mask=attn_mask, scale=scale)
-    *grads, dsink = source.strategy.backward(attention, grad, q, k, v, out, residual, sink)
+    *grads, dsink, _ = run_backward(source.strategy, attention, grad, q, k, v, out, residual, sink)
     if not config.startswith(_LIVE):
         grads = [_laid_out(x, _rows_first(like.to("meta"))) for x, like in zip(grads, (q, k, v), strict=True)]
     return *grads, q.new_empty(0) if dsink is None else dsink

@@ -19,14 +19,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from cp_styles._compat import uncompiled, without_dispatch_modes, without_function_modes
-from cp_styles.comm.agreement import begin_backward
 from cp_styles.comm.checksum import version_of
 from cp_styles.derivatives import first_derivatives_only, refuse_tangents
 from cp_styles.engine.binding import Binding, refuse_grouped
 from cp_styles.engine.checkpoint import as_kept
 from cp_styles.engine.op import check_local, handle, source_of
+from cp_styles.engine.run import run_backward, run_forward
 from cp_styles.functions.attention import axis_and_group
-from cp_styles.kernels import CompiledFlexKernel, FlexKernel, Kernel, LseGradient
+from cp_styles.kernels import CompiledFlexKernel, FlexKernel
 from cp_styles.kernels.flex import ScoreMod
 from cp_styles.kernels.flex_compiled import compiled_takes
 from cp_styles.layout import Balancer, SequenceLayout, head_tail
@@ -34,7 +34,6 @@ from cp_styles.mask import Full, Mask, PerRow
 from cp_styles.mask.block_mask import FlexMask
 from cp_styles.mask.introspect import captured_tensors
 from cp_styles.strategies import Attention, Ring, Strategy
-from cp_styles.strategies.base import new_residual
 
 
 @dataclass(frozen=True)
@@ -173,7 +172,7 @@ def attend_with_lse(
     keep = torch.is_grad_enabled() and any(x.requires_grad for x in (*tensors, *learned))
     bound = as_kept(bound).agree(check, tensors, 2, None, {"scale": scale, "logsumexp": wants_lse}, keep)
     out, lse = _FlexAttention.apply(*tensors, bound, scale, wants_lse, *learned)
-    bound.finished()
+    bound.finished()  # in a recomputation a selective checkpoint may have had the op's results ready
     return out, lse if wants_lse else None
 
 
@@ -215,8 +214,7 @@ def _flex_attention(q, k, v, config, scale, keep, wants_lse):
     bound = source_of(config)
     assert isinstance(bound, Binding)
     attention, keep = _attention_of(bound, (q, k, v), scale), keep or wants_lse
-    residual = new_residual(bound.strategy.residual_specs(attention, q, k, v) if keep else [], q.device)
-    out = bound.strategy.forward(attention, q, k, v, None, residual if keep else None)
+    out, residual = run_forward(bound, attention, q, k, v, keep=keep)
     lse = bound.strategy.logsumexp(attention, q, k, v, residual) if wants_lse else q.new_empty(0)
     return out, lse, residual
 
@@ -247,18 +245,10 @@ class _FlexAttention(torch.autograd.Function):
     @without_function_modes()
     def backward(ctx, grad, grad_lse):
         q, k, v, out, residual, *learned = ctx.saved_tensors
-        attention: Attention = ctx.attention
-        shares = [torch.zeros_like(tensor) for tensor in learned]
         if grad is None and grad_lse is None:
             return None, None, None, None, None, None, *(None for _ in learned)
-        kernel: Kernel = attention.kernel
-        if isinstance(kernel, FlexKernel):
-            kernel.check_unchanged()
-            kernel = replace(kernel, values=tuple(learned), shares=tuple(shares))
         grad = torch.zeros_like(out) if grad is None else grad
-        if grad_lse is not None:
-            kernel, grad = LseGradient(kernel), torch.cat((grad, grad_lse.unsqueeze(-1).to(grad.dtype)), -1)
-        attention = replace(attention, kernel=kernel)
-        begin_backward(attention.group)
-        dq, dk, dv, _ = ctx.strategy.backward(attention, grad, q, k, v, out, residual)
+        dq, dk, dv, _, shares = run_backward(
+            ctx.strategy, ctx.attention, grad, q, k, v, out, residual, grad_lse_BHL=grad_lse, learned=learned
+        )
         return dq, dk, dv, None, None, None, *shares

@@ -86,6 +86,13 @@ def test_no_cycles_within_a_row():
             del edges[module]
 
 
+def test_strategies_are_called_in_one_place():
+    """By name: a strategy's forward and backward, outside of strategies, which call each other's."""
+    calls = re.compile(r"\bstrategy\.(?:forward|backward|residual_specs)\(")
+    found = {path.relative_to(PACKAGE).as_posix() for path in package_files() if calls.search(path.read_text())}
+    assert {name for name in found if not name.startswith("strategies/")} == {"engine/run.py"}
+
+
 def test_only_compat_names_what_torch_keeps_private():
     """``torch._x``, ``torch.a._x`` and ``from torch.a import _x``; an attribute of an object is not seen here."""
     for path in package_files():

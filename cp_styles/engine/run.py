@@ -1,0 +1,69 @@
+"""Where strategies are called, for every door: the DTensor handlers, the op, and flex_attention.
+
+Shapes: B batch, H query heads, G key/value heads, L local queries, M local keys, D head dim, E value head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from cp_styles.comm.agreement import begin_backward
+from cp_styles.engine.binding import Binding
+from cp_styles.kernels import FlexKernel, LseGradient
+from cp_styles.strategies import Attention, Strategy
+from cp_styles.strategies.base import new_residual
+
+
+def run_forward(
+    binding: Binding,
+    attention: Attention,
+    q_BHLD: torch.Tensor,
+    k_BGMD: torch.Tensor,
+    v_BGME: torch.Tensor,
+    sink_H: torch.Tensor | None = None,
+    *,
+    keep: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(out_BHLE, residual)`` of an attention that the ranks have agreed on; the residual is empty unless ``keep``.
+
+    Communication: the strategy's.
+    """
+    strategy = binding.strategy
+    residual = new_residual(strategy.residual_specs(attention, q_BHLD, k_BGMD, v_BGME) if keep else (), q_BHLD.device)
+    out = strategy.forward(attention, q_BHLD, k_BGMD, v_BGME, sink_H, residual if keep else None)
+    binding.finished()
+    return out, residual
+
+
+def run_backward(
+    strategy: Strategy,
+    attention: Attention,
+    grad_BHLE: torch.Tensor,
+    q_BHLD: torch.Tensor,
+    k_BGMD: torch.Tensor,
+    v_BGME: torch.Tensor,
+    out_BHLE: torch.Tensor,
+    residual: torch.Tensor,
+    sink_H: torch.Tensor | None = None,
+    *,
+    grad_lse_BHL: torch.Tensor | None = None,
+    learned: Sequence[torch.Tensor] = (),
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, list[torch.Tensor]]:
+    """``(dq, dk, dv, dsink, shares)``; ``shares`` are the gradients of ``learned``, which a score_mod reads.
+
+    dsink and ``shares`` are this rank's share of a sum over the group. Communication: what
+    :func:`~cp_styles.comm.agreement.begin_backward` says, then the strategy's.
+    """
+    shares = [torch.zeros_like(tensor) for tensor in learned]
+    if isinstance(attention.kernel, FlexKernel):
+        attention.kernel.check_unchanged()
+        kernel = replace(attention.kernel, values=tuple(learned), shares=tuple(shares))
+        attention = replace(attention, kernel=kernel)
+    if grad_lse_BHL is not None:
+        attention = replace(attention, kernel=LseGradient(attention.kernel))
+        grad_BHLE = torch.cat((grad_BHLE, grad_lse_BHL.unsqueeze(-1).to(grad_BHLE.dtype)), -1)
+    begin_backward(attention.group)
+    return *strategy.backward(attention, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, residual, sink_H), shares

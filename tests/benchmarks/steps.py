@@ -1,0 +1,161 @@
+"""How many steps one attention takes through this package's Python, for each door: python tests/benchmarks/steps.py.
+
+For every door one warm call, forward and backward: a ring of two ranks, sequences of 64 positions. Counted on rank 0
+with sys.setprofile:
+
+    calls     of Python functions of this package, generators' resumptions included
+    files     in which these functions are
+    changes   how often the file changes from one of these calls to the next, or on the way back to its caller
+    before    the calls, and the changes, before the first message of a key or value to another rank
+
+Not collected by pytest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+import cp_styles
+from cp_styles import (
+    AttentionContextParallel,
+    Causal,
+    ModuleContextParallel,
+    context_attention,
+    context_flex_attention,
+    context_parallel,
+    context_varlen_attention,
+    contiguous,
+)
+from cp_styles.testing import run_ranks
+
+PACKAGE = str(Path(cp_styles.__file__).parent)
+LENGTH, RANKS, WARM = 64, 2, 3
+
+
+class Steps:
+    """Counts while it is entered."""
+
+    def __init__(self) -> None:
+        self.calls = self.changes = 0
+        self.files: set[str] = set()
+        self.before: tuple[int, int] | None = None
+        self.path: list[str] = []
+        self._file = ""
+
+    def __enter__(self) -> Steps:
+        sys.setprofile(self._hear)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        sys.setprofile(None)
+
+    def _hear(self, frame: FrameType, event: str, argument: Any) -> None:
+        code = frame.f_code
+        if event not in ("call", "return") or not code.co_filename.startswith(PACKAGE):
+            return
+        file = code.co_filename[len(PACKAGE) + 1 :]
+        if event == "call":
+            # The messages of a ring, before they start.
+            if code.co_name == "exchange" and file.endswith(("comm.py", "point_to_point.py")) and self.before is None:
+                self.before = self.calls, self.changes
+            self.calls += 1
+            self.files.add(file)
+            self.path.append(f"{file}:{code.co_name}")
+        if file != self._file:
+            self.changes += bool(self._file) and event == "call"
+            self._file = file
+
+
+class Attend(nn.Module):
+    def forward(self, query, key, value):
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+class Flex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block_mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, LENGTH, LENGTH, device="cpu")
+
+    def forward(self, query, key, value):
+        return flex_attention(query, key, value, block_mask=self.block_mask)
+
+
+def doors(mesh: Any) -> dict[str, Callable[..., torch.Tensor]]:
+    def styled(style: Any, module: nn.Module | None = None) -> Callable[..., torch.Tensor]:
+        return parallelize_module(module or Attend(), mesh, style)
+
+    attend, flex = Attend(), Flex()
+
+    def by_block(*tensors: torch.Tensor) -> torch.Tensor:
+        with context_parallel(mesh, layout=contiguous):
+            return attend(*tensors)
+
+    def by_function(*tensors: torch.Tensor) -> torch.Tensor:
+        return context_attention(*tensors, mesh, mask=Causal(), layout=contiguous)
+
+    def by_flex(*tensors: torch.Tensor) -> torch.Tensor:
+        return context_flex_attention(*tensors, mesh, block_mask=flex.block_mask, layout=contiguous)
+
+    def by_varlen(*tensors: torch.Tensor) -> torch.Tensor:
+        packs = (x[0].transpose(0, 1) for x in tensors)
+        return context_varlen_attention(*packs, mesh, [0, LENGTH], window_size=(-1, 0), layout=contiguous)
+
+    compiled = torch.compile(styled(AttentionContextParallel(layout=contiguous)), backend="aot_eager", fullgraph=True)
+    return {
+        "style, eager": styled(AttentionContextParallel(layout=contiguous)),
+        "style, compiled": compiled,
+        "function": by_function,
+        "module": styled(ModuleContextParallel(layout=contiguous)),
+        "context_parallel block": by_block,
+        "flex, function": by_flex,
+        "flex in a module": styled(ModuleContextParallel(layout=contiguous), flex),
+        "varlen, function": by_varlen,
+    }
+
+
+def count(rank: int) -> dict[str, tuple[Steps, Steps]]:
+    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",))
+    found = {}
+    for name, attend in doors(mesh).items():
+        for _ in range(WARM):
+            tensors = [torch.randn(1, 2, LENGTH // RANKS, 16, requires_grad=True) for _ in range(3)]
+            forward, backward = Steps(), Steps()
+            with forward:
+                out = attend(*tensors)
+            with backward:
+                out.sum().backward()
+            dist.barrier()
+        found[name] = forward, backward
+    return found
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--path", metavar="DOOR", help="print the functions that this one's forward goes through")
+    arguments = options.parse_args()
+    found = run_ranks(count, RANKS, timeout_seconds=300)[0]
+    if arguments.path:
+        print("\n".join(found[arguments.path][0].path))
+        return
+    print("| door | forward: calls / files / changes | before any key moves | backward |\n|---|---|---|---|")
+    for name, (forward, backward) in found.items():
+        ways = (f"{steps.calls} / {len(steps.files)} / {steps.changes}" for steps in (forward, backward))
+        before = "-" if forward.before is None else "{} / {}".format(*forward.before)
+        print(f"| {name} | {next(ways)} | {before} | {next(ways)} |")
+
+
+if __name__ == "__main__":
+    main()
