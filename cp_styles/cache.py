@@ -1,4 +1,4 @@
-"""Functions that remember what they returned, for as long as that takes little memory."""
+"""A cache of function results that is bounded by bytes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ T = TypeVar("T")
 
 
 class Remembered(Generic[T]):
-    """A pure function of hashable arguments whose latest results are kept, as many as fit into ``limit`` bytes.
+    """A pure function of hashable arguments, with a cache of its latest results of at most ``limit`` bytes.
 
-    Threads may share it; two that ask for the same at once may both make it.
+    Threads may share it. Two threads that need the same result at the same time may both compute it.
 
     Attributes:
-        made: how many results were made, rather than remembered.
-        held: bytes of what is remembered now, as ``size`` says.
+        made: number of results that were computed, not found in the cache.
+        held: bytes of the cached results, measured by ``size``.
     """
 
     def __init__(self, function: Callable[..., T], size: Callable[[tuple[Any, ...], T], int], limit: int) -> None:
@@ -40,12 +40,12 @@ class Remembered(Generic[T]):
             if arguments not in self._found:
                 self._found[arguments] = value, size
                 self.held += size
-            while self.held > self._limit and len(self._found) > 1:  # what was just made is used at once
+            while self.held > self._limit and len(self._found) > 1:  # keep at least the latest result
                 self.held -= self._found.popitem(last=False)[1][1]
         return value
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Empty the cache."""
         with self._lock:
             self._found.clear()
             self.held = 0
@@ -54,5 +54,5 @@ class Remembered(Generic[T]):
 def remembered(
     size: Callable[[tuple[Any, ...], Any], int], limit: int = 2**26
 ) -> Callable[[Callable[..., T]], Remembered[T]]:
-    """Decorate a function to be :class:`Remembered`; ``size(arguments, value)`` is what a result takes, in bytes."""
+    """Decorator that makes a function :class:`Remembered`. ``size(arguments, value)`` is the bytes of a result."""
     return lambda function: Remembered(function, size, limit)

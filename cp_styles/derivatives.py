@@ -1,4 +1,4 @@
-"""Derivatives that attention here has not: second ones, and forward-mode. Refused in words, instead of wrong or 0."""
+"""Refusal of derivatives that are not supported: second derivatives and forward-mode differentiation."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from cp_styles._compat import has_tangent
 
 
 def refuse_tangents(name: str, tensors: Sequence[torch.Tensor | None]) -> None:
-    """Raise NotImplementedError for a tensor that forward-mode differentiation has given a tangent."""
+    """Raise NotImplementedError if a tensor has a tangent of forward-mode differentiation."""
     if torch.compiler.is_compiling():
         return
     if any(tensor is not None and has_tangent(tensor) for tensor in tensors):
         raise NotImplementedError(
-            f"{name}: forward-mode differentiation (torch.func.jvp, jacfwd, dual tensors) does not go through context "
-            "parallelism, as it does not through torch's fused attention: use reverse mode (backward, autograd.grad)"
+            f"{name}: forward-mode differentiation (torch.func.jvp, jacfwd, dual tensors) is not supported under "
+            "context parallelism, nor by torch's fused attention: use reverse mode (backward, autograd.grad)"
         )
 
 
 def first_derivatives_only(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
-    """A ``backward(ctx, *grads)`` whose results, under ``create_graph``, raise where they are differentiated again.
+    """Decorator for ``backward(ctx, *grads)``. Its results, under ``create_graph``, raise if differentiated again.
 
-    torch's own ``once_differentiable`` raises if the incoming gradient requires grad. This one also does if only a
-    saved tensor does: the gradient of attention depends on query, key and value, whatever came in.
+    torch's ``once_differentiable`` raises if the incoming gradient requires grad. This one also raises if only a saved
+    tensor requires grad, because the gradient of attention depends on query, key and value too.
     """
 
     @functools.wraps(backward)
@@ -44,7 +44,7 @@ def first_derivatives_only(backward: Callable[..., tuple[Any, ...]]) -> Callable
 
 
 class _Final(torch.autograd.Function):
-    """The first tensors as they are, as functions of the others that nobody can differentiate."""
+    """Returns the first ``count`` tensors. They depend on all tensors, and their backward raises."""
 
     @staticmethod
     def forward(ctx: Any, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -54,6 +54,6 @@ class _Final(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         raise NotImplementedError(
             "second derivatives through context-parallel attention (create_graph=True, then a backward through the "
-            "gradient) are not computed, as they are not by torch's fused attention. Leave create_graph out, or "
-            "compute this penalty with an attention in plain ops on one device"
+            "gradient) are not supported, nor by torch's fused attention. Do not use create_graph, or compute this "
+            "penalty with an attention in plain ops on one device"
         )

@@ -1,1 +1,1 @@
-"""What ranks send each other: transfers, the numbers by which they agree, and checksums to compare."""
+"""Communication between ranks: point-to-point transfers, the agreement before each operation, and checksums."""

@@ -1,4 +1,4 @@
-"""Point-to-point exchange between the ranks of a group, and agreement on what they are about to do."""
+"""Point-to-point exchange between the ranks of a group, the all-gather of a row of numbers, and groups of a mesh."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from cp_styles._compat import is_traced, resolve_group
 
 
 class TransferError(RuntimeError):
-    """A transfer with another rank failed: that rank is gone, or was not there within the group's timeout."""
+    """A transfer with another rank failed: that rank has ended, or did not take part within the group's timeout."""
 
 
-# For whom a group is in use, for messages; of a part of a group, the group.
+# The module or function that uses a group, for messages. A part of a group has the user of the whole group.
 _users: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
 
 
 def note_user(group: dist.ProcessGroup, user: str) -> None:
-    """Have errors of transfers in ``group``, and in parts of it, name ``user``."""
+    """Note that ``user`` uses ``group`` and its parts. Errors of transfers then name it."""
     _users[group] = user
     for part in _parts.get(group, {}).values():
         _users[part] = user
 
 
 class Pending:
-    """Transfers under way. Keeps its tensors alive; :meth:`wait` before reading what was received.
+    """Transfers that are running. It keeps their tensors alive. Call :meth:`wait` before you read what was received.
 
-    ``peers`` are the ranks of ``group`` at the other end, one a work, or all of them where works are joined.
+    ``peers`` are the ranks of ``group`` at the other end: one for each work, or all if the works are joined.
     """
 
     def __init__(
@@ -53,10 +53,10 @@ class Pending:
         return not self._works
 
     def wait(self) -> None:
-        """Wait for all transfers: the host for gloo, the current stream for NCCL. Waiting again does nothing.
+        """Wait for all transfers: on the host for gloo, on the current stream for NCCL. A second call does nothing.
 
         Raises:
-            TransferError: when one failed. The others are not waited for: they may be with ranks that wait themselves.
+            TransferError: a transfer failed. The others are not waited for, because their ranks may wait themselves.
         """
         for index, work in enumerate(self._works):
             if work is not None:
@@ -73,8 +73,8 @@ def _failed(error: RuntimeError, peers: Sequence[int], group: dist.ProcessGroup 
     user = "attention" if group is None else _users.get(group, "attention")
     ranks = list(peers) if group is None else [dist.get_global_rank(group, peer) for peer in peers]
     return TransferError(
-        f"{user}: a transfer with rank {', '.join(map(str, ranks))} (of all processes) failed: that rank is gone, "
-        f"or was not there in time; its own log says why. The transport says: {error}"
+        f"{user}: a transfer with rank {', '.join(map(str, ranks))} (of all processes) failed: that rank has ended, "
+        f"or did not take part in time. See the log of that rank. The transport says: {error}"
     )
 
 
@@ -83,16 +83,16 @@ def exchange(
     receives: Sequence[tuple[int, torch.Tensor]],
     group: dist.ProcessGroup | None,
 ) -> Pending:
-    """Start sending and receiving contiguous tensors, all at once; peers are ranks *of the group*.
+    """Start to send and receive contiguous tensors, all at once. The numbers in the pairs are ranks *of the group*.
 
-    Communication: one send a pair in ``sends``, one receive a pair in ``receives``; bytes are the tensors' own. Between
-    two ranks messages arrive in the order in which they were sent. Empty tensors do not travel: both sides know
-    the plan, so both leave them out.
+    Communication: one send for each pair in ``sends``, one receive for each pair in ``receives``. Between two ranks,
+    messages arrive in the order in which they were sent. Empty tensors are not sent: both sides know the plan and skip
+    them.
     """
     if group is not None and all(tensor.is_cpu for _, tensor in (*receives, *sends)):
-        # The same without a list of ops, whose making costs more than sending small messages does; a backend for CPUs
-        # has nothing to join. Sends come first: gloo's own thread then moves the data, when it hears of the receive.
-        # The other way round this one would, with a lock that the other needs for what arrives, and polls for.
+        # The same without a list of P2POps, which costs more than sending small messages. CPU backends have nothing to
+        # batch. Sends come first, so that gloo's own thread moves the data when it gets the receive. In the other order
+        # this thread would move it, and hold a lock for which gloo's thread polls.
         receives, sends = ([(peer, x) for peer, x in pairs if x.numel()] for pairs in (receives, sends))
         works, peers = [], [peer for peer, _ in (*sends, *receives)]
         for call, pairs in ((group.send, sends), (group.recv, receives)):
@@ -117,10 +117,11 @@ def exchange(
 
 
 def gather_numbers(numbers: Sequence[int], group: dist.ProcessGroup) -> list[tuple[int, ...]]:
-    """Every rank's row of int64 numbers, on every rank, in group order.
+    """The rows of int64 numbers of all ranks, on every rank, in group order.
 
-    This is how one rank's problem becomes every rank's error. Communication: one all-gather of ``len(numbers)`` int64
-    a rank; on the host where the group has a CPU backend, else on the device, which waits for it.
+    By such rows all ranks learn of an error on one of them. Communication: one all-gather of ``len(numbers)`` int64
+    from each rank. It runs on the host if the group has a CPU backend. Otherwise it runs on the device, and the host
+    waits.
     """
     refuse_destroyed(group)
     if group.size() == 1:
@@ -130,10 +131,10 @@ def gather_numbers(numbers: Sequence[int], group: dist.ProcessGroup) -> list[tup
 
 
 def offer_numbers(numbers: Sequence[int], group: dist.ProcessGroup, seconds: float) -> None:
-    """:func:`gather_numbers` for a rank that has failed: it reads nothing, and waits for the others so long at most."""
+    """:func:`gather_numbers` for a rank that has failed. It reads nothing, and waits at most ``seconds``."""
     mine = _row(numbers, group)
     rows = mine.new_empty(group.size(), mine.numel())
-    with contextlib.suppress(RuntimeError):  # the failure on its way up says more
+    with contextlib.suppress(RuntimeError):  # the first error is more useful
         work = dist.all_gather(list(rows), mine, group=group, async_op=True)
         if work is not None:
             work.wait(timedelta(seconds=seconds))
@@ -145,17 +146,17 @@ def _row(numbers: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def refuse_destroyed(group: dist.ProcessGroup) -> None:
-    """Raise RuntimeError where a group is used after its end. No communication."""
+    """Raise RuntimeError if the group was destroyed. No communication."""
     try:
         dist.get_backend(group)
-    except (KeyError, TypeError, ValueError, RuntimeError, AssertionError):  # what torch makes of a group it has not
+    except (KeyError, TypeError, ValueError, RuntimeError, AssertionError):  # torch's errors for an unknown group
         raise RuntimeError(
             "the process group over which this attention is context parallel was destroyed (destroy_process_group): "
             "apply the style to a new module, or call the attention, with a mesh of the new process groups"
         ) from None
 
 
-# An op, so that a selective checkpoint can keep what it returned and its recomputation need not ask again.
+# An op, so that a selective checkpoint can keep its result, and the recomputation does not communicate again.
 torch.library.define(
     "cp_styles::gather_numbers", "(Tensor mine, str group_name) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
 )
@@ -170,49 +171,49 @@ def _gather_numbers(mine: torch.Tensor, group_name: str) -> torch.Tensor:
 
 
 def has_cpu_backend(group: dist.ProcessGroup) -> bool:
-    """Whether small host tensors can be exchanged in this group without the device."""
+    """Whether the group can exchange host tensors."""
     return "cpu" in dist.get_backend_config(group)
 
 
 def group_in_order(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """The process group of a 1-D mesh, whose ranks have the same places in both.
+    """The process group of a 1-D mesh. Both must have the ranks in the same order.
 
     Raises:
-        ValueError: on every rank, where the mesh has them in another order: a rank would have the part of the sequence
-            of its place in the one for DTensor and for get_local_rank(), and of that in the other for who communicates.
+        ValueError: on every rank, if the orders differ. DTensor and get_local_rank() number ranks by the mesh, and
+            communication by the group, so a rank would hold one part of the sequence and be treated as holding another.
     """
     group = mesh.get_group()
-    if is_traced():  # which knows no contents of a mesh
+    if is_traced():  # torch.compile does not know the contents of a mesh
         return group
     ranks, known = mesh.mesh.tolist(), dist.get_process_group_ranks(group)
     if ranks != known:
         raise ValueError(
             f"mesh axis {mesh.mesh_dim_names} has the ranks {ranks}, in another order than its process group, {known}: "
-            f"make the mesh with ranks that ascend along the axis of the sequence"
+            f"make a mesh whose ranks ascend along the axis of the sequence"
         )
     return group
 
 
 def shares_ranks(mesh: DeviceMesh, group: dist.ProcessGroup) -> bool:
-    """Whether some axis of ``mesh`` spreads over more than one rank of ``group``. No communication."""
+    """Whether some axis of ``mesh`` has more than one rank of ``group``. No communication."""
     ranks = set(dist.get_process_group_ranks(group))
     return any(
         len(ranks.intersection(dist.get_process_group_ranks(mesh.get_group(axis)))) > 1 for axis in range(mesh.ndim)
     )
 
 
-# The parts of a group, by their ranks; never the group itself, which would then keep itself alive.
+# The parts of a group, by their ranks. Never the group itself, which would then be kept alive by its own entry.
 _parts: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
 
 
 def split_group(
     group: dist.ProcessGroup | None, size: int
 ) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """``(neighbours, strangers)``: the group's rank is (r // size, r % size); the ranks that share the first part, and
-    those that share the second. None stands for a group of one.
+    """Two parts of ``group`` for two levels: rank r is (r // size, r % size).
 
-    Made once a group and size. Communication, the first time: the set-up of up to P process groups, which all ranks of
-    the group have to reach, but nobody else.
+    Returns the ranks with the same ``r // size`` (neighbours), and those with the same ``r % size``. None is a group of
+    one rank. Parts are cached. Communication, the first time: the set-up of up to P process groups. All ranks of
+    ``group`` must take part, and no others.
     """
     if group is None or group.size() == 1:
         return None, None
@@ -230,7 +231,7 @@ def _part_of(ranks: list[int], group: dist.ProcessGroup, members: list[int]) -> 
     parts = _parts.setdefault(group, {})
     if tuple(ranks) not in parts:
         made = dist.new_group(ranks, use_local_synchronization=True)
-        assert isinstance(made, dist.ProcessGroup)  # an int stands for "not a member", which this rank is
+        assert isinstance(made, dist.ProcessGroup)  # torch returns an int on ranks that are not members
         parts[tuple(ranks)] = made
         _users[made] = _users.get(group, "attention")
     return parts[tuple(ranks)]

@@ -1,8 +1,8 @@
-"""FlexAttention's BlockMask as a mask of the engine, in global positions.
+"""FlexAttention's BlockMask as a mask of this package, in global positions.
 
-Most BlockMasks say what a band says (causal, windows, packed documents, prefixes, and conjunctions of them). Whether
-one does is found out once, by asking ``mask_mod`` about its partial blocks: then plan, bytes and kernels are those of
-:mod:`cp_styles.mask`. What is no band is planned block by block, and what ``mask_mod`` said of partial blocks is kept.
+Most BlockMasks are bands (causal, windows, packed documents, prefixes, and conjunctions of them). Whether a BlockMask
+is a band is determined once, by evaluating ``mask_mod`` on its partial blocks. Plan, bytes and kernels are then those
+of a band. A mask that is not a band is planned block by block. The values of ``mask_mod`` in partial blocks are kept.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from cp_styles.mask.introspect import captured_tensors
 
 MaskMod: TypeAlias = Callable[..., torch.Tensor]
 
-# Pairs that mask_mod is asked about at a time, when a BlockMask is looked at: some int64 temporaries of this size.
+# Number of pairs for which mask_mod is evaluated at a time. There are some int64 temporaries of this size.
 _PAIRS = 2**22
 
 
 class FlexMask(Mask):
     """A BlockMask of the *whole* sequence (``create_block_mask(mask_mod, B, H, S, S)``).
 
-    Any block size, non-square too; lengths that do not divide; one mask for all of the batch and heads, or one each.
-    Blocks are what the BlockMask says, not what its ``mask_mod`` would: full blocks are attended whole, absent ones not
-    at all, and ``mask_mod`` decides inside partial ones, as FlexAttention's kernels do.
+    Blocks may have any size, also non-square. Lengths need not divide. The mask may differ between rows of the batch
+    and between heads. As in FlexAttention's kernels, the blocks of the BlockMask count first: full blocks are attended
+    entirely, absent ones not at all, and ``mask_mod`` decides inside partial ones.
 
-    The same BlockMask object is looked at once, however often it is given. That costs ``mask_mod`` on its partial
-    blocks, and for what is no band a byte for every pair in them is kept; nothing is communicated. It must be the same
-    on all ranks, which compare what they found.
+    Each BlockMask object is analyzed once. That evaluates ``mask_mod`` on its partial blocks. If the mask is not a
+    band, one byte for each pair of a partial block is kept. No communication. The BlockMask must be the same on all
+    ranks, which compare the results of the analysis.
 
     Raises:
-        TypeError: for what is no BlockMask.
-        RuntimeError: when a tensor that ``mask_mod`` reads was changed in place after the first look.
+        TypeError: the argument is not a BlockMask.
+        RuntimeError: a tensor that ``mask_mod`` reads was changed in place after the analysis.
     """
 
     def __init__(self, block_mask: BlockMask) -> None:
@@ -53,8 +53,10 @@ class FlexMask(Mask):
 
     @classmethod
     def per_row(cls, block_mask: BlockMask) -> Mask:
-        """The mask, or a :class:`~cp_styles.mask.PerRow` of bands where every row of the batch has a band of its own
-        (packed documents that differ from row to row)."""
+        """The mask; or a :class:`~cp_styles.mask.PerRow` of bands if each row of the batch has its own band.
+
+        The second is the case for packed documents that differ between rows.
+        """
         mask = cls(block_mask)
         rows = mask._facts.bands
         return mask if mask._facts.pattern.grid is None or rows is None else PerRow(rows)
@@ -70,7 +72,7 @@ class FlexMask(Mask):
         return id(self.block_mask)
 
     def __repr__(self) -> str:
-        # Ranks compare this text; the digest stands for what was found.
+        # Ranks compare this text. The pattern's digest represents the result of the analysis.
         return f"FlexMask({self.block_mask.shape}, BLOCK_SIZE={self.block_mask.BLOCK_SIZE}, {self.pattern!r})"
 
     @property
@@ -124,8 +126,8 @@ class FlexMask(Mask):
         if self._facts.bands is not None:
             return self._facts.bands[index]
         raise NotImplementedError(
-            "a BlockMask that differs from row to row, beside a mask for each row of the batch: put all of it into "
-            "mask_mod"
+            "a BlockMask that differs between rows of the batch cannot be combined with a mask for each row (PerRow): "
+            "express both in mask_mod"
         )
 
     def bias(self, q_positions_L: torch.Tensor, kv_positions_M: torch.Tensor) -> torch.Tensor | None:
@@ -137,15 +139,18 @@ class FlexMask(Mask):
         q, kv = q_positions_L.to(device), kv_positions_M.to(device)
         rows, columns = mask.BLOCK_SIZE
         states, places = (x[:, :, q // rows][:, :, :, kv // columns] for x in (facts.states, facts.places))
-        # Place 0 stands for blocks that are not partial.
+        # For blocks that are not partial, places is 0 and not used.
         allowed = (states == 2) | (states == 1) & facts.bits[places, (q % rows)[:, None], kv % columns]
         return torch.zeros(allowed.shape, device=device).masked_fill_(~allowed, float("-inf"))
 
 
 @dataclass(frozen=True, eq=False)
 class BlockPattern(Mask):
-    """What plans depend on: each query's interval of keys, how many of them it attends to, and the blocks if that is
-    not all of them. Compared by value; holds none of the user's tensors."""
+    """The part of a BlockMask that plans depend on. Compared by value; holds none of the user's tensors.
+
+    ``lo`` and ``hi`` are each query's interval of keys. ``counts`` is how many keys it attends to. ``grid`` has the
+    blocks, or None for a band, where each query attends to its whole interval.
+    """
 
     lo: torch.Tensor
     hi: torch.Tensor
@@ -200,16 +205,16 @@ class BlockPattern(Mask):
 
 @dataclass(frozen=True)
 class _Facts:
-    """What was found out about a BlockMask.
+    """The result of the analysis of a BlockMask.
 
     Attributes:
-        pattern: for all of the batch and heads together.
-        bands: one for each row of the batch, where each is a band for all heads; else None.
-        states: ``[B, H, q blocks, kv blocks]``, 0 absent, 1 partial, 2 full; on the mask's device.
-        places: of the same shape: which of ``bits`` is of a partial block.
-        bits: bool ``[partial blocks, queries, keys]``, what mask_mod said; empty for bands.
-        read: the tensors that mask_mod reads, and their versions.
-        content: a number of all that was found, for ranks to compare; what ``pattern`` says is not all of it.
+        pattern: for all rows of the batch and all heads together.
+        bands: one for each row of the batch, if each is a band for all heads; else None.
+        states: ``[B, H, q blocks, kv blocks]``: 0 absent, 1 partial, 2 full; on the mask's device.
+        places: the index into ``bits`` of each partial block, in the shape of ``states``.
+        bits: bool ``[partial blocks, queries, keys]``: the values of mask_mod. Empty for bands.
+        read: the tensors that mask_mod reads, with their versions.
+        content: a checksum of ``states`` and ``bits``, which ranks compare.
     """
 
     pattern: BlockPattern
@@ -290,7 +295,7 @@ def _look(mask: BlockMask) -> _Facts:
 
 
 def _four(mask: BlockMask) -> tuple[int, int, int, int]:
-    """(batch, heads, queries, keys) a BlockMask was made for."""
+    """(batch, heads, queries, keys) for which a BlockMask was made."""
     *outer, queries, keys = mask.shape
     batch, heads = (*(1,) * (2 - len(outer)), *outer)
     return batch, heads, queries, keys
@@ -312,7 +317,7 @@ def _states(mask: BlockMask) -> torch.Tensor:
         valid = torch.arange(indices.shape[-1], device=indices.device) < number[..., None]
         if states is None:
             states = indices.new_zeros(*number.shape, kv_blocks + 1, dtype=torch.uint8)
-        # Places of the list beyond its number mean nothing; they go to a column of their own.
+        # Entries of the list beyond its number are not valid. They are written to an extra column.
         states.scatter_(-1, torch.where(valid, indices, kv_blocks), state)
     assert states is not None
     return states[..., :kv_blocks].contiguous()
@@ -321,7 +326,7 @@ def _states(mask: BlockMask) -> torch.Tensor:
 def _partial_bits(
     mask: BlockMask, blocks: torch.Tensor, queries: int, keys: int
 ) -> Iterator[tuple[tuple[torch.Tensor, ...], torch.Tensor]]:
-    """``((n, i, j), [blocks, rows, columns])``: what mask_mod says of partial blocks, so many at a time."""
+    """``((n, i, j), [blocks, rows, columns])``: values of mask_mod in partial blocks, some blocks at a time."""
     rows, columns = mask.BLOCK_SIZE
     heads, device = _four(mask)[1], blocks.device
     ask = torch.vmap(_over_queries_and_keys(mask.mask_mod), in_dims=(0, 0, 0, 0))
@@ -330,7 +335,7 @@ def _partial_bits(
         n, i, j = group.unbind(1)
         q = i[:, None] * rows + torch.arange(rows, device=device)
         kv = j[:, None] * columns + torch.arange(columns, device=device)
-        # Tensors that mask_mod reads end with the sequence.
+        # Tensors that mask_mod reads may have the length of the sequence, so clamp the positions.
         bits = ask(n // heads, n % heads, q.clamp(max=queries - 1), kv.clamp(max=keys - 1))
         yield (n, i, j), bits & (q < queries)[:, :, None] & (kv < keys)[:, None, :]
 

@@ -1,4 +1,4 @@
-"""What a mask_mod or score_mod of FlexAttention is made of: tensors that it reads, found by running it; its code."""
+"""Introspection of a mask_mod or score_mod of FlexAttention: the tensors that it reads, and its code as a text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 def captured_tensors(mod: Callable[..., Any], numbers: tuple[float, ...], device: torch.device) -> list[torch.Tensor]:
     """The tensors that a mask_mod or score_mod reads beside its arguments, in the order of their first use.
 
-    Found by calling it once: from closures, globals, attributes of modules or wherever.
+    They are found by calling it once, so they may come from closures, globals, attributes of modules or elsewhere.
     """
     arguments = [torch.tensor([number], device=device) for number in numbers]
     with _Reading() as reading:
@@ -28,7 +28,7 @@ def _noted(reading: _Reading, mod: Callable[..., Any], *arguments: torch.Tensor)
 
 
 class _Reading(TorchFunctionMode):
-    """Collects the tensors that come into torch calls from elsewhere."""
+    """Collects tensors that are passed to torch calls but are neither arguments nor results of other calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 class Replacing(TorchFunctionMode):
-    """Puts other tensors in the place of some, wherever a torch call is given them; ``others`` goes by ``id()``."""
+    """Replaces tensors in the arguments of all torch calls. ``others`` maps the id of a tensor to its replacement."""
 
     def __init__(self, others: Mapping[int, torch.Tensor]) -> None:
         super().__init__()
@@ -80,15 +80,18 @@ class Replacing(TorchFunctionMode):
 
 
 def code_of(function: Any) -> str:
-    """What a Python function says, as a text that processes can compare: its code, constants, and the plain values that
-    it reads from around it, from globals, and from attributes of objects. Of tensors their shapes; of what has no code
-    in Python, the type. What it does not name is no part of it: an object may know its rank, say."""
+    """A text that describes a Python function, the same in all processes that have the same function.
+
+    It has the code, the constants, and the plain values that the function reads from closures, globals and attributes
+    of objects. For tensors it has the shapes, for objects without Python code the type. It has only attributes that the
+    code names, because other attributes may differ between ranks.
+    """
     return repr(_said(function, (), set()))
 
 
 def _said(value: Any, names: Iterable[str], above: set[int]) -> Any:
-    """``names``: those that the code around uses, and so the attributes that it may read."""
-    if id(value) in above:  # a function that knows itself
+    """The description of ``value`` for :func:`code_of`. ``names`` are the attributes that the code around may read."""
+    if id(value) in above:  # a recursive function
         return "..."
     above = above | {id(value)}
     if isinstance(value, (bool, int, float, complex, str, bytes, type(None))):
@@ -97,7 +100,7 @@ def _said(value: Any, names: Iterable[str], above: set[int]) -> Any:
         return [_said(item, names, above) for item in value]
     if isinstance(value, dict):
         return [(repr(key), _said(item, names, above)) for key, item in value.items()]
-    if isinstance(value, (set, frozenset)):  # in an order of its own in each process
+    if isinstance(value, (set, frozenset)):  # their order differs between processes
         return sorted(repr(_said(item, names, above)) for item in value)
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), value.dtype
@@ -116,7 +119,7 @@ def _said(value: Any, names: Iterable[str], above: set[int]) -> Any:
     used = {*names, *_names_in(code)}
     around = [cell.cell_contents for cell in value.__closure__ or () if cell != _EMPTY_CELL]
     around += [value.__defaults__, value.__kwdefaults__, getattr(value, "__self__", None)]
-    # Of globals the plain values: functions and modules are the same code everywhere.
+    # Only plain values of globals: functions and modules have the same code on all ranks.
     known = [(name, value.__globals__[name]) for name in sorted(_names_in(code)) if name in value.__globals__]
     plain = [(name, _said(item, used, above)) for name, item in known if isinstance(item, _PLAIN)]
     return [*(_said(part, used, above) for part in (code, *around)), plain]
