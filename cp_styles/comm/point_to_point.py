@@ -69,7 +69,7 @@ class Pending:
 
 
 def _failed(error: RuntimeError, peers: Sequence[int], group: dist.ProcessGroup | None) -> TransferError:
-    """The transport's error as one that says who was at the other end, and for whom."""
+    """A TransferError for an error of the transport. It names the other ranks and the user of the group."""
     user = "attention" if group is None else _users.get(group, "attention")
     ranks = list(peers) if group is None else [dist.get_global_rank(group, peer) for peer in peers]
     return TransferError(
