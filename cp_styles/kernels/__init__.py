@@ -1,4 +1,4 @@
-"""Local attention kernels: one tile forward, one tile backward."""
+"""Kernels: the attention of one tile on one device, forward and backward."""
 
 from cp_styles.kernels.base import Kernel, TileCall, Where
 from cp_styles.kernels.by_tile import ByTile, kernel_for_tiles

@@ -1,4 +1,4 @@
-"""What ``torch.autocast`` does to scaled_dot_product_attention, for attention that is not it."""
+"""The effect of ``torch.autocast`` on scaled_dot_product_attention, applied to attention that is not that function."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 def _lower(device: torch.device) -> torch.dtype | None:
     kind = device.type
-    # torch.compile on 2.11 cannot ask whether there is autocast for a device; what it compiles for has it.
+    # torch.compile on 2.11 cannot trace is_autocast_available. The devices that it compiles for have autocast.
     known = torch.compiler.is_compiling() or torch.amp.is_autocast_available(kind)
     if not known or not torch.is_autocast_enabled(kind):
         return None
@@ -17,8 +17,10 @@ def _lower(device: torch.device) -> torch.dtype | None:
 
 
 def attended_dtype(tensor: torch.Tensor) -> torch.dtype:
-    """The dtype in which scaled_dot_product_attention would take ``tensor`` here: autocast leaves float64 and
-    non-floats."""
+    """The dtype in which scaled_dot_product_attention would take ``tensor`` here.
+
+    Autocast does not change float64 and non-floating dtypes.
+    """
     if not tensor.is_floating_point() or tensor.dtype == torch.float64:
         return tensor.dtype
     return _lower(tensor.device) or tensor.dtype
@@ -30,8 +32,10 @@ def as_attended(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """For code that says its dtypes itself, where the caller's autocast may reach: an op's forward, and a backward that
-    was called under autocast."""
+    """A context without autocast, for code that chooses its dtypes itself.
+
+    The caller's autocast may be active in the forward of an op, and in a backward that was called under autocast.
+    """
     if _lower(device) is None:
         return contextlib.nullcontext()
     return torch.autocast(device.type, enabled=False)

@@ -1,4 +1,4 @@
-"""What a local attention kernel must be able to do for the plan: one tile forward, one tile backward.
+"""The interface of kernels: the attention of one tile, forward and backward.
 
 Shapes: B batch, H query heads, G key/value heads (H a multiple of G), L queries, M keys, D head dim, E value head dim.
 """
@@ -13,12 +13,12 @@ import torch
 
 
 class Where(NamedTuple):
-    """Where a tile is in the whole attention.
+    """The global position of a tile.
 
     Attributes:
         q_L: global position of each query.
         kv_M: global position of each key.
-        head: which of the whole attention's query heads the tile's first one is.
+        head: global number of the tile's first query head.
     """
 
     q_L: torch.Tensor
@@ -38,14 +38,14 @@ class Kernel(ABC):
 
     # Whether forward and backward take one more keyword, ``where`` (a Where).
     positional: ClassVar[bool] = False
-    # Whether many small tiles cost little, so that the plan need not join them.
+    # Whether many small tiles are cheap, so that the plan need not join them.
     small_tiles: ClassVar[bool] = False
     # Whether it takes every tile of an attention that it takes: see takes().
     takes_all: ClassVar[bool] = True
 
     @property
     def content(self) -> int:
-        """A number, the same in all processes, that differs where kernels differ in what their texts do not say."""
+        """A hash of what the repr does not show, the same in all processes. Ranks compare it."""
         return 0
 
     @abstractmethod
@@ -61,8 +61,8 @@ class Kernel(ABC):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """``(out_BHLE, lse_BHL)``: the tile's softmax(q k^T scale + bias) v and its logsumexp (float32 or float64).
 
-        ``causal`` comes with L == M and is aligned at the top left. ``bias`` broadcasts to [B, H, L, M]; a row that it
-        masks altogether gives out = 0 and lse = EMPTY_LSE.
+        ``causal`` implies L == M and is aligned at the top left. ``bias`` broadcasts to [B, H, L, M]. A row that it
+        masks entirely gives out = 0 and lse = EMPTY_LSE.
         """
 
     @abstractmethod
@@ -82,10 +82,10 @@ class Kernel(ABC):
         """``(dq, dk, dv)`` of the tile, given ``out`` and ``lse`` of the *whole* attention (all tiles merged)."""
 
     def forward_tiles(self, tiles: Iterable[TileCall]) -> Iterator[tuple[int, tuple[torch.Tensor, torch.Tensor]]]:
-        """``forward`` of tiles of one attention, whose keys have all arrived: (number of the tile, its result) each.
+        """``forward`` of several tiles of one attention. Yields (index of the tile, its result).
 
-        One by one as they are asked for, so that no two of them are in memory together. A kernel that is better at
-        several in one call overrides it; results may come in any order.
+        The default takes tiles one by one, so that no two of them are in memory at the same time. A kernel that is
+        faster with several tiles in one call overrides this. Results may come in any order.
         """
         for index, (tensors, options) in enumerate(tiles):
             yield index, self.forward(*tensors, **options)
@@ -93,16 +93,15 @@ class Kernel(ABC):
     def backward_tiles(
         self, tiles: Iterable[TileCall]
     ) -> Iterator[tuple[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]:
-        """``backward`` of tiles of one attention, likewise."""
+        """``backward`` of several tiles of one attention. Yields (index of the tile, its result)."""
         for index, (tensors, options) in enumerate(tiles):
             yield index, self.backward(*tensors, **options)
 
     @abstractmethod
     def check(self, q_BHLD: torch.Tensor, k_BGMD: torch.Tensor, v_BGME: torch.Tensor, *, biased: bool) -> None:
-        """Raise NotImplementedError, with a remedy, for what the kernel cannot do.
+        """Raise NotImplementedError, with a remedy, if the kernel cannot compute these tensors.
 
-        Asked once for tensors of one shape, dtype and device, with ``biased`` for tiles that have an explicit mask:
-        only those may matter.
+        ``biased`` means tiles with an explicit mask. The answer may depend only on shape, dtype and device.
         """
 
     def takes(
@@ -113,8 +112,9 @@ class Kernel(ABC):
         return True
 
     def tile_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """In which dtype to run the tiles of inputs of ``dtype`` when there are several to merge.
+        """The dtype in which to compute tiles of inputs of ``dtype``, if several tiles are merged.
 
-        A kernel that can only return low precision adds one rounding a tile; one that is as fast in float32 need not.
+        A kernel that returns low precision adds one rounding for each tile. A kernel that is as fast in float32 can
+        avoid that.
         """
         return dtype

@@ -1,4 +1,4 @@
-"""Which kernel computes which tile: asked tile by tile, so that no rank has to know what another one's tiles are."""
+"""The choice of a kernel for each tile. It is made tile by tile, so no rank needs to know the tiles of other ranks."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class ByTile(Kernel):
 
 
 def _noting(run: Iterable[tuple[int, TileCall]], numbers: list[int]) -> Iterator[TileCall]:
-    """The calls of ``run``, one by one as they are asked for, and their numbers in ``numbers``."""
+    """Yields the calls of ``run`` and appends their indices to ``numbers``."""
     for number, call in run:
         numbers.append(number)
         yield call

@@ -1,4 +1,4 @@
-"""Gradients that come to the logsumexp, by any kernel."""
+"""Gradients of the logsumexp, with any kernel."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from cp_styles.kernels.base import Kernel, TileCall
 
 @dataclass(frozen=True)
 class LseGradient(Kernel):
-    """``inner`` for a backward whose ``grad`` has one more column, the gradient of the logsumexp.
+    """``inner`` for a backward whose ``grad`` has one more column: the gradient of the logsumexp.
 
-    A kernel computes d logits = p (grad v^T - sum(grad out)). A column more, of which value is 0 and out is -1, adds
-    its gradient to the bracket, which is what the logsumexp's derivative p asks for.
+    A kernel computes d logits = p (grad v^T - sum(grad out)). The derivative of the logsumexp is p. So one more column,
+    with value 0 and out -1, adds its gradient inside the parentheses.
     """
 
     inner: Kernel
@@ -54,8 +54,8 @@ class LseGradient(Kernel):
 
 
 def _widened(grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, lse_BHL) -> tuple[torch.Tensor, ...]:
-    """A backward's tensors with the column more."""
-    # CUDA's kernels take head dims in multiples of 8, so one column more is eight.
+    """The tensors of a backward with the additional column."""
+    # CUDA kernels take head dims that are multiples of 8, so add eight columns.
     q, k, v = (F.pad(x, (0, 8)) for x in (q_BHLD, k_BGMD, v_BGME))
     return F.pad(grad_BHLE, (0, 7)), q, k, v, F.pad(out_BHLE, (0, 8), value=-1.0), lse_BHL
 

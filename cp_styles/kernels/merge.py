@@ -1,4 +1,4 @@
-"""Online softmax: partial attentions of the same queries, merged in the accumulation dtype."""
+"""Online softmax: results of tiles of the same queries, merged in the accumulation dtype."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import TypeAlias
 
 import torch
 
-# Stands for "no key yet" in a logsumexp. Finite, so that no difference of two of them is NaN, and far below any
-# logit a float32 dot product makes.
+# The logsumexp of a query without keys. It is finite, so that the difference of two is not NaN, and far below any logit
+# of a float32 dot product.
 EMPTY_LSE = -1e30
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float64 stays; everything else is accumulated in float32."""
+    """float64 for float64; float32 for all other dtypes."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -21,12 +21,12 @@ _Place: TypeAlias = tuple[tuple[int, int], tuple[int, int]]
 
 
 class OnlineSoftmax:
-    """Accumulates ``(out_BHLD, lse_BHL)`` tiles over rows of L queries.
+    """Merges ``(out_BHLD, lse_BHL)`` of tiles over the rows of L queries.
 
-    With p_t = exp(lse_t): out = sum_t p_t out_t / sum_t p_t and lse = log sum_t p_t, computed as an in-place
-    interpolation, which neither overflows nor subtracts large numbers (Milakov and Gimelshein, 2018; Rabe and Staats,
-    2021).
-    ``dtype`` is that of the tiles; they are merged in its accumulation dtype, and one whole tile is left as it is.
+    With p_t = exp(lse_t): out = sum_t p_t out_t / sum_t p_t and lse = log sum_t p_t. It is computed as an in-place
+    interpolation, which does not overflow and does not subtract large numbers (Milakov and Gimelshein, 2018; Rabe and
+    Staats, 2021). ``dtype`` is the dtype of the tiles. They are merged in its accumulation dtype. A single tile that
+    covers everything is returned as it is.
     """
 
     def __init__(self, out_shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
@@ -38,8 +38,10 @@ class OnlineSoftmax:
         self._begun: set[tuple[int, int]] = set()
 
     def add(self, heads: tuple[int, int], rows: tuple[int, int], out_BHLD: torch.Tensor, lse_BHL: torch.Tensor) -> None:
-        """Merge a tile that covers these heads and query rows; heads come in disjoint groups. The tensors may be kept
-        and changed."""
+        """Merge a tile that covers these heads and query rows. Groups of heads are disjoint.
+
+        The tensors may be kept and changed in place.
+        """
         fresh = heads not in self._begun and rows == (0, self._shape[2])
         self._begun.add(heads)
         if fresh and heads == (0, self._shape[1]):
@@ -59,14 +61,16 @@ class OnlineSoftmax:
         out.lerp_(out_BHLD.to(self._dtype), weight.unsqueeze(-1))
 
     def add_sink(self, sink_H: torch.Tensor, level_BHL: torch.Tensor | None = None) -> None:
-        """Merge one more key a head whose logit is ``sink_H`` for every query and whose value is 0; ``level_BHL`` was
-        taken off all other logits."""
+        """Merge one more key for each head, with the logit ``sink_H`` for every query and the value 0.
+
+        ``level_BHL`` was subtracted from all other logits.
+        """
         out, lse = self.result()
         sink = _off(sink_H.to(lse.dtype)[:, None], level_BHL)
         self._out, self._lse = out * torch.sigmoid(lse - sink).unsqueeze(-1).to(out.dtype), torch.logaddexp(lse, sink)
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """``(out, lse)``; rows without any key have out = 0 and lse = EMPTY_LSE."""
+        """``(out, lse)``. Rows without keys have out = 0 and lse = EMPTY_LSE."""
         if self._out is None or self._lse is None:
             return self._empty()
         return self._out, self._lse
@@ -77,10 +81,10 @@ class OnlineSoftmax:
 
 
 class RowSum:
-    """Sums tiles of gradients ``[B, H, rows, D]`` into rows of a whole.
+    """Sums tiles of gradients ``[B, H, rows, D]`` into the rows of a whole tensor.
 
-    The first whole tile is taken as it is, and partial ones that come before it wait for it: zeros to add to would be
-    written and read in vain.
+    A tile that covers everything becomes the sum itself. A partial tile before it is held until then. This avoids
+    writing and reading zeros.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
@@ -91,7 +95,7 @@ class RowSum:
         self._waiting: tuple[_Place, torch.Tensor] | None = None
 
     def add(self, heads: tuple[int, int], rows: tuple[int, int], tile: torch.Tensor) -> None:
-        """Add a tile to these heads and rows. The tensor may be kept and changed."""
+        """Add a tile to these heads and rows. The tensor may be kept and changed in place."""
         place = heads, rows
         if self._sum is not None:
             self._sum[:, slice(*heads), slice(*rows)] += tile
@@ -134,9 +138,9 @@ def sink_gradient(
     lse_BHL: torch.Tensor,
     level_BHL: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Gradient of a sink's logit from the merged ``out`` and ``lse``, summed over batch and these queries: [H].
+    """Gradient of the logit of a sink from the merged ``out`` and ``lse``, summed over batch and these queries: [H].
 
-    A key with value 0 and probability p gets d logit = p (grad . 0 - grad . out).
+    A key with value 0 and probability p has d logit = p (grad . 0 - grad . out).
     """
     p_BHL = torch.exp(_off(sink_H.to(lse_BHL.dtype)[:, None], level_BHL) - lse_BHL)
     dots_BHL = (grad_BHLE * out_BHLE).sum(-1, dtype=lse_BHL.dtype)

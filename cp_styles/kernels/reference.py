@@ -1,4 +1,4 @@
-"""Attention by the book, in plain torch ops: any device, dtype, head dims and bias. Slow, and easy to believe."""
+"""The reference kernel: attention in plain torch ops, for any device, dtype, head dims and bias. Slow and simple."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cp_styles.kernels.merge import EMPTY_LSE, accumulation_dtype
 
 
 def _says_its_dtypes(method):
-    """Autocast, where a caller is under it, would turn the products below back to low precision."""
+    """Run ``method`` without autocast, which would compute the products below in low precision."""
 
     @functools.wraps(method)
     def run(self, tensor, *others, **options):
