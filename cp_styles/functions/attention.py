@@ -109,7 +109,7 @@ def attend(
     except Exception as error:  # whatever it is, the others are to hear of it
         if not isinstance(source, ConfigText):
             refuse_on_all(error, source)
-        problem = f"{error}"  # raised where and when the others hear of it
+        problem = error.args[0]  # raised where and when the others hear of it; torch.compile knows no str(error)
     if not isinstance(source, ConfigText):
         source = as_kept(source)
     wanted = [x.requires_grad for x in (*tensors, sink_H) if x is not None]

@@ -284,6 +284,10 @@ never_compile_alone(AttentionCalls.__torch_function__)
 # Where a graph was broken: what they read changes from step to step, and would be compiled anew.
 never_compile_alone(AttentionCalls.__enter__, nor_what_it_calls=True)
 never_compile_alone(AttentionCalls.__exit__, nor_what_it_calls=True)
+# Hooks: compiled by itself, one would take itself for a part of a forward that is traced, and keep from the other ranks
+# that a forward whose tracing has failed does not come to its attention.
+never_compile_alone(AttentionCalls.start, nor_what_it_calls=True)
+never_compile_alone(AttentionCalls.leave, nor_what_it_calls=True)
 
 # Attention that would otherwise run on the local part, silently.
 _OTHERS = {F.multi_head_attention_forward, *fast_path_attention()}

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from cp_styles._compat import current_graph_task, hooks_in_order, tree_map_only
+from cp_styles._compat import current_graph_task, hooks_in_order, never_compile_alone, tree_map_only
 from cp_styles.comm.agreement import ledger_of
 from cp_styles.engine.binding import Binding, refuse_dropout
 from cp_styles.engine.checkpoint import as_kept
@@ -205,14 +205,17 @@ class ContextParallelState:
             self.binding.refuse(TypeError(f"{self.binding.name}: {error}"))
 
     def _post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():
-            if not traced_of(module).ran:
-                raise RuntimeError(
-                    f"{self._unscoped.name}: torch.compile traced a forward that is not the module's class': something "
-                    "set the attribute `forward` of the module itself. Set it before the style is applied"
-                )
-            return output
-        return self._left(output)
+        if self._lease is not None and not torch.compiler.is_dynamo_compiling():
+            return self._left(output)
+        # The forward was traced, and this hook with it or not: see never_compile_alone below.
+        if output is None and not torch.compiler.is_dynamo_compiling() and isinstance(sys.exc_info()[1], Exception):
+            self.binding.refuse_call()
+        elif not traced_of(module).ran:
+            raise RuntimeError(
+                f"{self._unscoped.name}: torch.compile traced a forward that is not the module's class': something "
+                "set the attribute `forward` of the module itself. Set it before the style is applied"
+            )
+        return output
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module's forward, between what its hooks do where they have not done it: torch.compile has traced them
@@ -344,6 +347,9 @@ class ContextParallelState:
                 "of it"
             )
 
+
+# Compiled by itself, it would not run where a forward could not be traced, and other ranks would wait for this one.
+never_compile_alone(ContextParallelState._post_forward, nor_what_it_calls=True)
 
 _NOT_REACHED = (
     "no fused attention op was reached inside the module. Context parallelism needs scaled_dot_product_attention on "

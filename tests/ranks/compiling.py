@@ -46,12 +46,10 @@ cannot_compile_on_threads = pytest.mark.skipif(
 )
 
 
-def run_ranks(
-    fn: Callable[[int], Any], world_size: int, *, timeout_seconds: float = 180.0, may_time_out: bool = False
-) -> list[Any]:
+def run_ranks(fn: Callable[[int], Any], world_size: int, *, timeout_seconds: float = 180.0) -> list[Any]:
     """As :func:`cp_styles.testing.run_ranks`; in a process that is one rank, that one alone."""
     if _rank is None:
-        return testing.run_ranks(fn, world_size, timeout_seconds=timeout_seconds, may_time_out=may_time_out)
+        return testing.run_ranks(fn, world_size, timeout_seconds=timeout_seconds)
     rank = min(_rank, world_size - 1)  # a world of one is each process' own
     test = os.environ["PYTEST_CURRENT_TEST"].split(" ")[0].replace("/", ".")
     folder = Path(os.environ[MEETING_PLACE])
@@ -98,6 +96,13 @@ def door(name: str, mesh: DeviceMesh, core: nn.Module | None = None, **options: 
         return partial(context_attention, group=mesh, mask=options.pop("mask", Full()) & Causal(), **options)
     style = {"style": AttentionContextParallel, "module": ModuleContextParallel}[name]
     return parallelize_module(core or Grouped(), mesh, style(**options))
+
+
+def entered_together(module: nn.Module) -> nn.Module:
+    """The same, whose ranks wait for each other as they enter it. A module that is entered while another thread
+    compiles runs no hooks after an error, because ``torch.compiler.is_compiling()`` is the process'."""
+    module.register_forward_pre_hook(torch.compiler.disable(lambda *_: dist.barrier()), prepend=True)
+    return module
 
 
 class Block(nn.Module):
