@@ -1,4 +1,4 @@
-"""Context-parallel attention as a function of local tensors: the engine without DTensor."""
+"""context_attention: context-parallel attention as a function of local tensors, without modules and DTensor."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cp_styles.layout import Balancer, SequenceLayout, head_tail
 from cp_styles.mask import Dense, Full, Mask
 from cp_styles.strategies import Ring, Strategy
 
-# Made once: torch.compile does not make objects of such classes while it traces.
+# Created once, because torch.compile cannot create objects of these classes while it traces.
 _RING, _FULL = Ring(), Full()
 
 
@@ -37,32 +37,33 @@ def context_attention(
     scale: float | None = None,
     sink_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention over a sequence of which this rank holds a part: equal to one device's on the whole.
+    """Attention over a sequence of which this rank holds a part. The result equals that of one device.
 
     Args:
         q_BHLD: local query, cut by ``layout``.
-        k_BGMD: local key, cut likewise; H is a multiple of G (GQA), and G heads are what travels.
+        k_BGMD: local key, cut in the same way. H is a multiple of G (GQA); only the G heads are sent.
         v_BGME: local value.
         group: the ranks that share the sequence: a process group or a 1-D mesh.
-        mask: who attends to whom, in global positions; default everybody to everybody.
-        layout: the cut, or the balancer that made it.
-        strategy: how queries and keys meet; default ``Ring()``, whose docstring gives the bytes.
-        kernel: computes the tiles; default the fastest of torch's that can. Tiles with an explicit mask go to another
-            one where it takes none: see :func:`~cp_styles.kernels.kernel_for_tiles`.
-        scale: of the logits; default 1/sqrt(D).
-        sink_H: a learned logit a query head that takes part in every softmax and gives nothing (attention sinks); the
-            same on all ranks. Its gradient is this rank's share: sum it over the group, as any parameter's.
+        mask: which keys each query attends to, in global positions. Default: all.
+        layout: the layout, or the balancer that makes it.
+        strategy: how keys and values get to the queries; default ``Ring()``. Its docstring gives the bytes.
+        kernel: computes the tiles; default the fastest of torch's kernels that can. If it takes no masks, tiles with an
+            explicit mask go to another kernel: see :func:`~cp_styles.kernels.kernel_for_tiles`.
+        scale: factor of the logits; default 1/sqrt(D).
+        sink_H: attention sinks: one learned logit for each query head, which takes part in every softmax and adds
+            nothing to the output. The same on all ranks. Its gradient is this rank's share: sum it over the group, like
+            that of any parameter.
 
     Returns:
         ``out_BHLE`` of the local queries, in their dtype.
 
-    Communication: one all-gather of 13 integers, then the strategy's. Backward: the strategy's.
+    Communication: one all-gather of 13 integers, then that of the strategy. Backward: that of the strategy.
 
-    Under torch.compile: one opaque op forward and one backward. ``mask``, ``layout``, ``strategy`` and ``kernel`` are
-    made outside of the compiled function; other ones are another graph, other lengths or values are not.
+    Under torch.compile: one opaque op forward and one backward. Make ``mask``, ``layout``, ``strategy`` and ``kernel``
+    outside of the compiled function. Changing one of them recompiles; changing lengths or values does not.
 
     Raises:
-        ValueError, TypeError, NotImplementedError: on every rank, when any rank's input is bad or they do not fit.
+        ValueError, TypeError, NotImplementedError: on every rank, if the input of one is bad or the ranks differ.
     """
     name, strategy, mask = "context_attention", strategy or _RING, mask or _FULL
     axis, group = axis_and_group(name, group)
@@ -74,7 +75,7 @@ def context_attention(
 
 
 def axis_and_group(name: str, group: dist.ProcessGroup | DeviceMesh) -> tuple[str, dist.ProcessGroup]:
-    """The ranks that share the sequence, and what messages call their axis."""
+    """The name of the axis for messages, and the process group of the ranks that share the sequence."""
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(f"{name} needs a 1-D mesh, got axes {group.mesh_dim_names}: pass mesh['cp']")
@@ -94,22 +95,24 @@ def attend(
     sink_H: torch.Tensor | None = None,
     refuse: Callable[[], None] | None = None,
 ) -> torch.Tensor:
-    """What :func:`context_attention` does, for what an attention is bound to (``ConfigText`` under torch.compile, and
-    there only); ``refuse`` raises for what this rank alone may see."""
+    """:func:`context_attention` for a binding (a ``ConfigText`` under torch.compile, and only there).
+
+    ``refuse`` raises for errors that only this rank may see.
+    """
     problem = ""
     try:
         if refuse is not None:
             refuse()
-        # Compiled, shapes are for the op to check, when all ranks can hear of it.
+        # In compiled code the op checks shapes, because there all ranks can learn of an error.
         (check_plain if isinstance(source, ConfigText) else check_local)(source.name, tensors)
         refuse_tangents(source.name, (sink_H,))
         tensors = tuple(map(as_attended, tensors))
         if attn_mask is not None and attn_mask.requires_grad:
-            Dense(attn_mask)  # raises; asked here, because compiled code does not know it any more
-    except Exception as error:  # whatever it is, the others are to hear of it
+            Dense(attn_mask)  # raises. Checked here, because the compiled op does not know requires_grad any more
+    except Exception as error:  # of any kind: the other ranks must raise too
         if not isinstance(source, ConfigText):
             refuse_on_all(error, source)
-        problem = error.args[0]  # raised where and when the others hear of it; torch.compile knows no str(error)
+        problem = error.args[0]  # the op raises it, on all ranks. torch.compile cannot trace str(error)
     if not isinstance(source, ConfigText):
         source = as_kept(source)
     wanted = [x.requires_grad for x in (*tensors, sink_H) if x is not None]

@@ -1,8 +1,8 @@
 """FlexAttention under context parallelism: BlockMasks and score_mods of the whole sequence, forward and backward.
 
-torch has no backward for FlexAttention on CPU. Here there is one everywhere: a BlockMask becomes a mask of the plan and
-runs through the fused kernels, tile by tile; a score_mod runs through :class:`~cp_styles.kernels.FlexKernel`, or
-:class:`~cp_styles.kernels.CompiledFlexKernel` where the call is compiled, as torch's own does.
+torch has no backward for FlexAttention on CPU. Here all devices have one. A BlockMask becomes a mask of the plan, and
+its tiles run on the fused kernels. A score_mod runs on :class:`~cp_styles.kernels.FlexKernel`, or on
+:class:`~cp_styles.kernels.CompiledFlexKernel` if the call is compiled.
 
 Shapes: B batch, H query heads, G key/value heads, L local queries, M local keys, D head dim, E value head dim.
 """
@@ -38,9 +38,9 @@ from cp_styles.strategies import Attention, Ring, Strategy
 
 @dataclass(frozen=True)
 class FlexCall:
-    """What a call of flex_attention says beside its tensors; the names are torch's.
+    """The arguments of a call of flex_attention, except the tensors. The names are torch's.
 
-    ``compiled`` says how it came: from what torch.compile made of it or of its caller.
+    ``compiled``: flex_attention or its caller was compiled by torch.compile.
     """
 
     score_mod: ScoreMod | None = None
@@ -57,23 +57,23 @@ class FlexCall:
         return self.return_lse or (self.return_aux is not None and self.return_aux.lse)
 
     def check(self, name: str, q_BHLD: torch.Tensor, k_BGMD: torch.Tensor) -> None:
-        """Raise for what this does not do."""
+        """Raise for arguments that are not supported."""
         if self.return_lse and self.return_aux is not None:
             raise ValueError(f"{name}: return_lse and return_aux both ask for the logsumexp: pass return_aux alone")
         if self.return_aux is not None and self.return_aux.max_scores:
             raise NotImplementedError(
-                f"{name}: max_scores are not computed under context parallelism; leave AuxRequest(max_scores=True) out"
+                f"{name}: max_scores are not supported under context parallelism; leave AuxRequest(max_scores=True) out"
             )
         backend = (self.kernel_options or {}).get("BACKEND", "AUTO")
         if backend not in ("AUTO", "TRITON"):  # the other options tune torch's own kernel and change no result
             raise NotImplementedError(
-                f"{name}: kernel_options BACKEND={backend!r} asks for a kernel that does not run under context "
+                f"{name}: kernel_options BACKEND={backend!r} asks for a kernel that is not supported under context "
                 "parallelism; leave it out"
             )
         refuse_grouped(name, q_BHLD.shape[1], k_BGMD.shape[1], self.enable_gqa)
 
     def result(self, out_BHLE: torch.Tensor, lse_BHL: torch.Tensor | None) -> Any:
-        """What torch's function returns for it."""
+        """The result in the form in which torch's function returns it."""
         if self.return_aux is not None:
             return out_BHLE, AuxOutput(lse=lse_BHL, max_scores=None)
         return (out_BHLE, lse_BHL) if self.return_lse else out_BHLE
@@ -94,34 +94,34 @@ def context_flex_attention(
     layout: SequenceLayout | Balancer = head_tail,
     strategy: Strategy | None = None,
 ) -> Any:
-    """torch's flex_attention over a sequence of which this rank holds a part: equal to one device's on the whole.
+    """torch's flex_attention over a sequence of which this rank holds a part. The result equals that of one device.
 
     Args:
         q_BHLD: local query, cut by ``layout``.
-        k_BGMD: local key, cut likewise; G heads are what travels.
+        k_BGMD: local key, cut in the same way. Only the G heads are sent.
         v_BGME: local value.
         group: the ranks that share the sequence: a process group or a 1-D mesh.
         score_mod: ``(score, b, h, q_idx, kv_idx) -> score``, with positions of the whole sequence. Tensors that it
-            reads may require grad: their gradient is this rank's share, to be summed over the group, as any
-            parameter's.
-        block_mask: of the *whole* sequence: ``create_block_mask(mask_mod, B, H, S, S)``. Rows of keys that it does not
-            need stay where they are.
-        scale: of the logits; default 1/sqrt(D).
+            reads may require grad. Their gradient is this rank's share: sum it over the group, like that of any
+            parameter.
+        block_mask: a BlockMask of the *whole* sequence: ``create_block_mask(mask_mod, B, H, S, S)``. Rows of keys that
+            it does not need are not sent.
+        scale: factor of the logits; default 1/sqrt(D).
         enable_gqa: H may be a multiple of G.
-        return_aux: ``AuxRequest(lse=True)`` for the logsumexp (natural logarithm, -inf where a query sees nothing),
-            which is differentiable.
-        mask: a mask of the package that holds beside ``block_mask``.
-        layout: the cut, or the balancer that made it.
-        strategy: how queries and keys meet; default ``Ring()``.
+        return_aux: ``AuxRequest(lse=True)`` for the logsumexp (natural logarithm, -inf for queries without keys), which
+            is differentiable.
+        mask: a mask of this package, in addition to ``block_mask``.
+        layout: the layout, or the balancer that makes it.
+        strategy: how keys and values get to the queries; default ``Ring()``.
 
     Returns:
-        ``out_BHLE``, or ``(out_BHLE, AuxOutput)`` where ``return_aux`` was given.
+        ``out_BHLE``, or ``(out_BHLE, AuxOutput)`` with ``return_aux``.
 
-    Communication: one all-gather of 13 integers, then the strategy's; :class:`~cp_styles.Ulysses` sends the logsumexp
-    back where it is asked for.
+    Communication: one all-gather of 13 integers, then that of the strategy. :class:`~cp_styles.Ulysses` also sends the
+    logsumexp back if it is requested.
 
     Raises:
-        ValueError, TypeError, NotImplementedError: on every rank, when any rank's input is bad or they do not fit.
+        ValueError, TypeError, NotImplementedError: on every rank, if the input of one is bad or the ranks differ.
     """
     name = "context_flex_attention"
     binding = Binding(name, *axis_and_group(name, group), strategy or Ring(), layout, mask or Full())
@@ -135,7 +135,7 @@ def flex_attend(
     call: FlexCall,
     refuse: Callable[[], None] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """``(out, lse)`` of a call, for a binding; ``refuse`` raises for what this rank alone may see."""
+    """``(out, lse)`` of a call, for a binding. ``refuse`` raises for errors that only this rank may see."""
 
     def bind() -> tuple[Binding, tuple[torch.Tensor, ...]]:
         if refuse is not None:
@@ -155,14 +155,17 @@ def attend_with_lse(
     scale: float | None,
     wants_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """``(out, lse)``, lse [B, H, L] if it is wanted. ``bind`` checks what this rank is given and returns what
-    ``binding`` becomes for this call, and the tensors that its kernel learns; every rank hears of what it raises."""
+    """``(out, lse)``, with lse [B, H, L] if ``wants_lse``, else None.
+
+    ``bind`` checks this rank's arguments. It returns the binding of this call and the tensors that its kernel learns.
+    If it raises, every rank raises.
+    """
     problem: Exception | None = None
     bound, learned = binding, ()
     try:
         with without_dispatch_modes():
             bound, learned = bind()
-    except Exception as error:  # whatever it is, the others are to hear of it
+    except Exception as error:  # of any kind: the other ranks must raise too
         problem = error
 
     def check() -> None:
@@ -186,8 +189,8 @@ def _bound(
     if call.score_mod is not None:
         if isinstance(mask, PerRow):
             raise NotImplementedError(
-                f"{binding.name}: a score_mod beside a mask for each row of the batch: put the rows' masks into the "
-                "block_mask"
+                f"{binding.name}: a score_mod cannot be combined with a mask for each row of the batch (PerRow): put "
+                "the masks of the rows into the block_mask"
             )
         read = captured_tensors(call.score_mod, (0.0, 0, 0, 0, 0), tensors[0].device)
         refuse_tangents(binding.name, read)
@@ -199,7 +202,7 @@ def _bound(
     return replace(binding, mask=mask, kernel=kernel), learned
 
 
-# One op, so that no mode sees what it is made of: a checkpoint policy is asked about it as a whole.
+# One op, so that modes do not see the ops inside: a checkpoint policy decides about it as a whole.
 torch.library.define(
     "cp_styles::flex_attention",
     "(Tensor q, Tensor k, Tensor v, str config, float? scale, bool keep, bool wants_lse) "
@@ -210,7 +213,7 @@ torch.library.define(
 @torch.library.impl("cp_styles::flex_attention", "CompositeExplicitAutograd")
 @uncompiled
 def _flex_attention(q, k, v, config, scale, keep, wants_lse):
-    """``config``: the handle of a binding that has its lengths. lse is empty unless asked for."""
+    """``config`` is the handle of a binding that has its lengths. lse is empty unless ``wants_lse``."""
     bound = source_of(config)
     assert isinstance(bound, Binding)
     attention, keep = _attention_of(bound, (q, k, v), scale), keep or wants_lse
@@ -226,7 +229,7 @@ def _attention_of(bound: Binding, tensors: tuple[torch.Tensor, ...], scale: floa
 
 
 class _FlexAttention(torch.autograd.Function):
-    """``(out, lse)``; lse is empty unless asked for."""
+    """``(out, lse)``. lse is empty unless ``wants_lse``."""
 
     @staticmethod
     @without_function_modes()

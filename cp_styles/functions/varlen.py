@@ -1,4 +1,4 @@
-"""varlen_attn under context parallelism: packed documents by cu_seqlens of the whole pack, on any device.
+"""varlen_attn under context parallelism: packed documents, given by the cu_seqlens of the whole pack, on any device.
 
 Shapes: T local tokens of the pack, H query heads, G key/value heads, D head dim, E value head dim, N documents.
 """
@@ -21,7 +21,7 @@ from cp_styles.layout import Balancer, SequenceLayout, head_tail
 from cp_styles.mask import Documents, Full, Mask, SlidingWindow
 from cp_styles.strategies import Ring, Strategy
 
-# What torch.nn.attention.varlen.varlen_attn, a plain Python function, comes down to; and what else is like it.
+# The operator that torch.nn.attention.varlen.varlen_attn, a Python function, calls; and all operators of its kind.
 VARLEN_OPERATOR = "_varlen_attn"
 VARLEN_OPERATORS = frozenset((VARLEN_OPERATOR, "_varlen_attn_out"))
 
@@ -40,29 +40,30 @@ def context_varlen_attention(
     layout: SequenceLayout | Balancer = head_tail,
     strategy: Strategy | None = None,
 ) -> Any:
-    """Attention within packed documents, of whose tokens this rank holds a part: equal to one device's on the pack.
+    """Attention within packed documents. This rank holds a part of the pack; the result equals that of one device.
 
     Args:
         q_THD: local query, cut by ``layout`` along the pack.
-        k_TGD: local key, cut likewise; H is a multiple of G, and G heads are what travels.
+        k_TGD: local key, cut in the same way. H is a multiple of G (GQA); only the G heads are sent.
         v_TGE: local value.
         group: the ranks that share the pack: a process group or a 1-D mesh.
-        cu_seqlens: where documents start and end in the *whole* pack: ``[0, n0, n0 + n1, ...]``, N + 1 integers, the
-            same on all ranks. :func:`~cp_styles.per_document_head_tail` balances causal work for it.
-        window_size: positions that a query attends to before and after its own; -1 is all of them. (-1, 0) is causal.
-        scale: of the logits; default 1/sqrt(D).
-        return_lse: also the logsumexp.
-        mask: a mask of the package that holds beside the documents.
-        layout: the cut, or the balancer that made it.
-        strategy: how queries and keys meet; default ``Ring()``.
+        cu_seqlens: cumulative lengths of the documents of the *whole* pack: ``[0, n0, n0 + n1, ...]``, N + 1 integers,
+            the same on all ranks. :func:`~cp_styles.per_document_head_tail` balances causal work for them.
+        window_size: number of positions before and after its own that a query attends to; -1 is no bound. (-1, 0) is
+            causal.
+        scale: factor of the logits; default 1/sqrt(D).
+        return_lse: also return the logsumexp.
+        mask: a mask of this package, in addition to the documents.
+        layout: the layout, or the balancer that makes it.
+        strategy: how keys and values get to the queries; default ``Ring()``.
 
     Returns:
         ``out_THE``, or with ``return_lse`` ``(out_THE, lse_HT)``, which is differentiable.
 
-    Communication: one all-gather of 13 integers, then the strategy's: rows of documents that this rank has a token of.
+    Communication: one all-gather of 13 integers, then that of the strategy, for documents that several ranks share.
 
     Raises:
-        ValueError, TypeError, NotImplementedError: on every rank, when any rank's input is bad or they do not fit.
+        ValueError, TypeError, NotImplementedError: on every rank, if the input of one is bad or the ranks differ.
     """
     name = "context_varlen_attention"
     binding = Binding(name, *axis_and_group(name, group), strategy or Ring(), layout, mask or Full())
@@ -95,28 +96,31 @@ def varlen_operator(
     *others: Any,
     **named: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Torch's own operator, with its arguments: ``(out_THE, lse_HT, rng state)``. The longest documents' lengths, which
-    size a kernel's grid, are not needed, and neither is the choice of a kernel."""
+    """torch's operator, with its arguments: ``(out_THE, lse_HT, rng state)``.
+
+    The lengths of the longest documents, which determine the grid of a kernel, and the choice of a kernel are not used.
+    """
     name = binding.name
 
     def masked() -> Mask:
         refuse()
         if seqused_k is not None or block_table is not None:
             raise NotImplementedError(
-                f"{name}: varlen_attn with a cache of keys (seqused_k, block_table) is not context parallel: a cache "
-                "belongs to inference; call it outside"
+                f"{name}: varlen_attn with a cache of keys (seqused_k, block_table) is not supported under context "
+                "parallelism: a cache is for inference; call it outside"
             )
         if any(value is not None for value in (*others, *named.values())):
-            raise NotImplementedError(f"{name}: varlen_attn with an argument not known here: {others or named}")
+            raise NotImplementedError(f"{name}: varlen_attn with an unknown argument: {others or named}; leave it out")
         if num_splits is not None:
             raise NotImplementedError(
-                f"{name}: num_splits={num_splits} asks varlen_attn for bitwise equal sums in any batch, which depend "
-                "on the layout here; leave it out"
+                f"{name}: num_splits={num_splits} asks varlen_attn for bitwise equal sums in any batch, but under "
+                "context parallelism sums depend on the layout; leave it out"
             )
         if cu_seq_k is None or (cu_seq_k is not cu_seq_q and not torch.equal(cu_seq_k, cu_seq_q)):
             raise NotImplementedError(
-                f"{name}: varlen_attn with other documents for keys than for queries (cu_seq_k is not cu_seq_q) is "
-                "not context parallel; for cross-attention call scaled_dot_product_attention document by document"
+                f"{name}: varlen_attn with other documents for keys than for queries (cu_seq_k is not cu_seq_q) is not "
+                "supported under context parallelism; for cross-attention call scaled_dot_product_attention for each "
+                "document"
             )
         window = (-1, -1) if window_size is None else (int(window_size[0]), int(window_size[1]))
         return _mask(name, cu_seq_q, (window[0], 0) if is_causal else window)
@@ -131,10 +135,10 @@ def _mask(name: str, cu_seqlens: torch.Tensor | Sequence[int], window_size: tupl
     version = cu_seqlens._version if isinstance(cu_seqlens, torch.Tensor) and not cu_seqlens.is_inference() else None
     if documents is None or version is None or documents[0] != version:
         documents = version, Documents.from_cu_seqlens(cu_seqlens)
-        if version is not None:  # every layer is given the same tensor, and reading one of a GPU waits for it
+        if version is not None:  # every layer gets the same tensor, and reading it from a GPU makes the host wait
             cu_seqlens._cp_styles_documents = documents  # pyright: ignore[reportAttributeAccessIssue]
     if len(window_size) != 2 or min(window_size) < -1:
-        raise ValueError(f"{name}: window_size is (before, after), with -1 for no bound, got {window_size}")
+        raise ValueError(f"{name}: window_size must be (before, after), with -1 for no bound, got {window_size}")
     left, right = (None if size == -1 else size for size in window_size)
     return documents[1] if left is right is None else documents[1] & SlidingWindow(left, right)
 

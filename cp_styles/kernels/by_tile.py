@@ -17,19 +17,19 @@ from cp_styles.kernels.sdpa import CUDA_CUDNN, SDPA_KERNELS
 def kernel_for_tiles(
     tensors: Sequence[torch.Tensor], *, named: Kernel | None = None, preferred: Kernel | None = None
 ) -> Kernel:
-    """What computes the tiles of a call with these query, key and value ``[B, H, S, D]``.
+    """The kernel for the tiles of a call with these query, key and value ``[B, H, S, D]``.
 
-    Tiles without an explicit mask go to the kernel that the user ``named``; else to ``preferred``, where that takes the
-    tensors; else to the first of SDPA_KERNELS that does, and last to the reference. Tiles with an explicit mask go to
-    the same kernel where it takes masks, else to the first of the others that does. A tile that the kernel of its kind
-    does not take goes to the next one. The choice depends on head dims, dtype and device, so it is the same on every
+    Tiles without an explicit mask go to the kernel that the user ``named``. Without one they go to ``preferred`` if it
+    takes the tensors, else to the first of SDPA_KERNELS that does, else to the reference. Tiles with an explicit mask
+    go to the same kernel if it takes masks, else to the first of the others that does. A tile that the chosen kernel
+    does not take goes to the next kernel. The choice depends on head dims, dtype and device, so it is the same on every
     rank.
 
-    cuDNN's is taken where it is named and not where torch prefers it: torch looks at the whole call, which is no tile.
+    The cuDNN kernel is used only if it is named. torch may prefer it for the whole call, which is not a tile.
 
     Raises:
-        NotImplementedError: when the named kernel does not take the tensors; and when it takes no masks, and is told
-            where its tiles are: what it computes then is more than softmax attention, and no other kernel stands in.
+        NotImplementedError: the named kernel does not take the tensors. Or it takes no masks and is positional: then it
+            computes more than softmax attention, and no other kernel can replace it.
     """
     rest = [kernel for kernel in (*SDPA_KERNELS, ReferenceKernel()) if kernel not in (CUDA_CUDNN, preferred)]
     order = [preferred, *rest] if preferred and preferred != CUDA_CUDNN else rest
@@ -53,10 +53,10 @@ def kernel_for_tiles(
 
 @dataclass(frozen=True)
 class ByTile(Kernel):
-    """The first kernel that takes a tile computes it: of ``plain`` without an explicit mask, of ``masked`` with one.
+    """Each tile goes to the first kernel that takes it: of ``masked`` with an explicit mask, of ``plain`` without one.
 
-    All compute the same function, each tile's logsumexp included, so tiles of all merge, and in a backward each is
-    given the whole attention's ``out`` and ``lse``.
+    All compute the same function with its logsumexp. So their tiles can be merged, and the backward of each takes
+    ``out`` and ``lse`` of the whole attention.
     """
 
     plain: tuple[Kernel, ...]
@@ -94,7 +94,7 @@ class ByTile(Kernel):
         return self._each(tiles, 1, lambda kernel, run: kernel.backward_tiles(run))
 
     def check(self, q_BHLD: torch.Tensor, k_BGMD: torch.Tensor, v_BGME: torch.Tensor, *, biased: bool) -> None:
-        """As the first of the line says, where none takes them."""
+        """Raise the error of the first kernel if none takes the tensors."""
         problems: list[NotImplementedError] = []
         for kernel in self.masked if biased else self.plain:
             try:
@@ -106,7 +106,7 @@ class ByTile(Kernel):
         raise problems[0]
 
     def tile_dtype(self, dtype):
-        """What the first of both kinds prefer; else that of the inputs, for which all were checked."""
+        """The dtype that the first kernels of both kinds prefer. If they differ: ``dtype``, which all take."""
         found = {kernel.tile_dtype(dtype) for kernel in (self.plain[0], self.masked[0])}
         return found.pop() if len(found) == 1 else dtype
 
@@ -116,8 +116,10 @@ class ByTile(Kernel):
         query: int,
         how: Callable[[Kernel, Iterable[TileCall]], Iterator[tuple[int, Any]]],
     ) -> Iterator[tuple[int, Any]]:
-        """(Number of the tile, its result) each; neighbours for one kernel are given to it together. ``query`` is the
-        place of the query among their tensors."""
+        """(index of the tile, its result). Consecutive tiles for the same kernel are given to it together.
+
+        ``query`` is the index of the query among the tensors of a call.
+        """
 
         def kernel_of(entry: tuple[int, TileCall]) -> Kernel:
             tensors, options = entry[1]

@@ -19,7 +19,7 @@ from cp_styles.mask.introspect import Replacing, code_of
 
 ScoreMod = Callable[..., torch.Tensor]
 
-# Logits that are worked on at a time; there are a handful of temporaries of this size.
+# Number of logits that are computed at a time. There are a few temporaries of this size.
 _LOGITS = 2**23
 
 
@@ -27,15 +27,15 @@ _LOGITS = 2**23
 class FlexKernel(Kernel):
     """softmax(score_mod(q k^T scale, batch, head, query, key)) v, with positions of the whole sequence.
 
-    Logits are materialized, some queries at a time, in the accumulation dtype, which is what score_mod is given. It
-    is called as torch calls it: on scalars, under vmap. Its derivatives are autograd's.
+    Logits are materialized for some queries at a time, in the accumulation dtype. score_mod gets logits in this dtype.
+    It is called as torch calls it: on scalars, under vmap. Autograd computes its derivatives.
 
     Attributes:
         score_mod: ``(score, b, h, q_idx, kv_idx) -> score``.
-        learned: the tensors it reads that require grad.
-        read: the tensors it reads, each with the version that it had, for ranks to compare and backwards to check.
-        values: what stands for ``learned`` in a backward.
-        shares: where a backward adds up their gradients, over its tiles; one for each of ``learned``.
+        learned: the tensors that it reads and that require grad.
+        read: the tensors that it reads, with their versions. Ranks compare them, and the backward checks them.
+        values: the tensors that replace ``learned`` in a backward.
+        shares: sums of the gradients of ``learned`` over the tiles of a backward.
     """
 
     score_mod: ScoreMod
@@ -50,7 +50,7 @@ class FlexKernel(Kernel):
         return fingerprint([code_of(self.score_mod), *(digest(tensor) for tensor, _ in self.read)])
 
     def check_unchanged(self) -> None:
-        """Raise RuntimeError where a tensor that score_mod reads is not what it was when the call was made."""
+        """Raise RuntimeError if a tensor that score_mod reads has changed since the call."""
         for tensor, version in self.read:
             if version_of(tensor) != version:
                 raise RuntimeError(
@@ -117,7 +117,7 @@ class _Tile:
         return (self.q[:, :, rows] @ self.k.mT * self._scale).detach()
 
     def forward(self, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """``(out, lse)`` of some of the queries."""
+        """``(out, lse)`` of some queries."""
         scores, hidden = self.scores(rows, self.logits(rows))
         lse = torch.logsumexp(scores.masked_fill(hidden, float("-inf")), -1)
         lse = lse.masked_fill(lse == float("-inf"), EMPTY_LSE)
@@ -126,7 +126,7 @@ class _Tile:
     def backward(
         self, rows: slice, grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-        """Gradients of q k^T, the probabilities, and gradients of what score_mod learns, from some of the queries."""
+        """Gradients of q k^T, probabilities, and gradients of the tensors that score_mod learns, for some queries."""
         kernel = self._kernel
         with torch.enable_grad():
             logits = self.logits(rows).requires_grad_()
@@ -140,7 +140,7 @@ class _Tile:
         return dlogits.masked_fill(hidden, 0.0) * self._scale, p, dvalues
 
     def scores(self, rows: slice, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Modified logits, and which of them the masks hide; broadcastable."""
+        """The modified logits, and which of them are masked (bool, broadcastable)."""
         device, (batch, heads, queries, keys) = logits.device, logits.shape
         b = torch.arange(batch, device=device)
         h = torch.arange(self._where.head, self._where.head + heads, device=device)
@@ -157,7 +157,7 @@ class _Tile:
 
 
 def _pulled_back(result: torch.Tensor, inputs: list[torch.Tensor], grad: torch.Tensor) -> list[torch.Tensor]:
-    """Vector-Jacobian products; zeros where the result does not depend on an input."""
+    """Vector-Jacobian products. Zeros for inputs that the result does not depend on."""
     if not result.requires_grad:
         return [torch.zeros_like(x) for x in inputs]
     found = torch.autograd.grad(result, inputs, grad, allow_unused=True)

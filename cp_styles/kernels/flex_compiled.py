@@ -1,14 +1,14 @@
-"""FlexAttention's score_mod in torch's own fused kernel: nothing of the size of the logits is made.
+"""FlexAttention's score_mod in torch's compiled kernel, which does not materialize the logits.
 
-For whom has compiled flex_attention; by its public function, compiled here for one tile. Shapes: B batch, H query
-heads, G key/value heads, L queries, M keys, D head dim, E value head dim.
+It is used where flex_attention was compiled. It calls the public function, compiled here for one tile. Shapes: B batch,
+H query heads, G key/value heads, L queries, M keys, D head dim, E value head dim.
 
-[Note: logsumexp on CPU] torch's kernel for CPU returns none, and tiles cannot be merged without. So a tile there gets
-one key more, with a logit c of its own for every query, and two columns of values more: one that says how much of the
-softmax the real keys have, Z / (Z + exp c), and one that says what the new key has, exp c / (Z + exp c). Their quotient
-is exp(lse - c), without a difference of large numbers; the output is divided by the first. c is the logsumexp of a few
-of the keys, so no query's real keys have less than half, and it has to be within float32's exponents of the whole
-logsumexp. Tiles where for some query it is not are computed in plain ops instead.
+[Note: logsumexp on CPU] torch's kernel for CPU does not return the logsumexp, which is needed to merge tiles. So a tile
+gets one additional key, with a logit c for each query, and two additional columns of values. With Z the sum of exp of
+the real logits, one column gives the share of the real keys, Z / (Z + exp c), and the other the share of the additional
+key, exp c / (Z + exp c). Their quotient is exp(lse - c), computed without a difference of large numbers. The output is
+divided by the first share. c is the logsumexp of a few of the keys, so the first share is at least one half. exp(lse -
+c) must be in the range of float32. Tiles with a query for which it is not are computed in plain ops.
 """
 
 from __future__ import annotations
@@ -31,32 +31,31 @@ from cp_styles.kernels.merge import EMPTY_LSE
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
-# Of so many keys, at equal distances, the logsumexp is taken for a guess of all keys'.
+# The logsumexp of this many keys, at equal distances, is the estimate for all keys.
 _GUESSED_FROM = 8
-# Shares of the softmax below this have lost digits to float32's smallest exponents, or all.
+# Shares of the softmax below this have lost digits, or are 0, because of float32's smallest exponents.
 _LEAST_SHARE = 1e-30
 _LOW = (torch.float16, torch.bfloat16)
 
 
 def compiled_takes(q_BHLD: torch.Tensor, v_BGME: torch.Tensor) -> bool:
-    """Whether torch's compiled kernel computes tiles of such tensors; what it does not take runs in plain ops."""
+    """Whether torch's compiled kernel can compute tiles of such tensors. Other tensors use plain ops."""
     dtype, device = q_BHLD.dtype, q_BHLD.device.type
     if dtype not in (torch.float32, *_LOW):
         return False
-    if device == "cpu":  # where it is written for vectors
+    if device == "cpu":  # it needs vector instructions
         return torch.backends.cpu.get_cpu_capability().startswith("AVX")
     return device == "cuda" and min(q_BHLD.shape[3], v_BGME.shape[3]) >= 16
 
 
 @dataclass(frozen=True)
 class CompiledFlexKernel(FlexKernel):
-    """:class:`FlexKernel`, where a tile is a call of compiled flex_attention; for what :func:`compiled_takes`.
+    """:class:`FlexKernel` with a call of compiled flex_attention for each tile, if :func:`compiled_takes` the tensors.
 
-    On CPU the backward is FlexKernel's, for torch has none there, and tiles are computed in float32, as FlexKernel
-    does. Elsewhere the tile is computed once more and differentiated, in the dtype of the inputs; with learned tensors
-    of no dimension, for which torch's backward has no gradient, FlexKernel's does it too. torch compiles one score_mod
-    for a few shapes and no more (``torch._dynamo.config.recompile_limit``, of which it warns); tiles that would need
-    another one run in plain ops.
+    On CPU, torch has no backward, so that of FlexKernel is used, and tiles are computed in float32. On other devices
+    the backward computes the tile again and differentiates it, in the dtype of the inputs. FlexKernel's backward is
+    also used for learned tensors without dims, for which torch's backward has no gradient. torch compiles one score_mod
+    for a limited number of shapes (``torch._dynamo.config.recompile_limit``; it warns). Further tiles run in plain ops.
     """
 
     on_cpu: bool = False
@@ -105,16 +104,16 @@ def tile_gradients(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     """``(dq, dk, dv, gradients of learned)`` of one tile, given ``out`` and ``lse`` of the whole attention.
 
-    ``attend`` computes the tile alone, differentiably in query, key, value and in what it reads of ``learned``. Its
-    probabilities are the whole attention's divided by w = exp(lse_tile - lse). So with w grad for its output, and for
-    its logsumexp w sum(grad (out_tile - out)), what comes to a logit is p (grad v^T - sum(grad out)), as it should.
+    ``attend`` computes the tile alone. It is differentiable in query, key, value and ``learned``. Its probabilities are
+    those of the whole attention divided by w = exp(lse_tile - lse). So its output gets the gradient w grad, and its
+    logsumexp gets w sum(grad (out_tile - out)). A logit then gets p (grad v^T - sum(grad out)), as required.
     """
     with torch.enable_grad():
         leaves = [x.detach().requires_grad_() for x in inputs]
         out_tile, lse_tile = attend(*leaves)
-    w = torch.exp(lse_tile.detach() - lse_BHL).unsqueeze(-1)  # 0 where the tile's is -inf, for lse_BHL is finite
+    w = torch.exp(lse_tile.detach() - lse_BHL).unsqueeze(-1)  # 0 where lse_tile is -inf, because lse_BHL is finite
     grad = w * grad_BHLE
-    # A difference, so in the wide dtype.
+    # Compute the difference in the wide dtype.
     grad_lse = (grad * (out_tile.detach().to(grad.dtype) - out_BHLE)).sum(-1)
     found = torch.autograd.grad(
         (out_tile, lse_tile),
@@ -129,7 +128,7 @@ def tile_gradients(
 
 
 class _Fused:
-    """A tile where torch's kernel returns the logsumexp."""
+    """A tile on a device on which torch's kernel returns the logsumexp."""
 
     def __init__(
         self, kernel: CompiledFlexKernel, *, causal: bool, bias: torch.Tensor | None, scale: float, where: Where
@@ -138,7 +137,7 @@ class _Fused:
         self._bias = None if bias is None else bias[(None,) * (4 - bias.ndim)]
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """``(out, lse)``; lse is -inf where a query sees nothing."""
+        """``(out, lse)``. lse is -inf for a query without keys."""
         kernel, where = self._kernel, self._where
         head = torch.tensor(where.head, device=q.device)
         place = (where.q_L, where.kv_M, head, self._bias)
@@ -151,12 +150,12 @@ class _Fused:
 
 
 class _OnCpu(_Fused):
-    """See [Note: logsumexp on CPU]."""
+    """A tile on CPU. See [Note: logsumexp on CPU]."""
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """``(out, lse)``, or None where this cannot tell."""
+        """``(out, lse)``, or None if the logsumexp of some query cannot be computed."""
         kernel, where, bias = self._kernel, self._where, self._bias
-        q, k, v = (x.detach().float() for x in (q, k, v))  # what requires grad is refused on CPU
+        q, k, v = (x.detach().float() for x in (q, k, v))  # torch refuses tensors that require grad on CPU
         guess = self._guess(q, k, v)
         dim = v.shape[3]
         keys = F.pad(k, (0, 0, 0, 1))
@@ -171,7 +170,7 @@ class _OnCpu(_Fused):
             guess,
             kernel.score_mod,
             where.q_L,
-            torch.cat((where.kv_M, where.kv_M[-1:])),  # the place of a key that is there: mods look into tables
+            torch.cat((where.kv_M, where.kv_M[-1:])),  # a position that exists, because a score_mod may index with it
             torch.tensor(where.head),
             None if bias is None else F.pad(bias.float(), (0, 1 if bias.shape[3] > 1 else 0)),
             self._causal,
@@ -184,12 +183,12 @@ class _OnCpu(_Fused):
         if bias is not None:
             hidden = hidden | (bias == float("-inf")).all(-1)
         known = hidden | (real_BHL > _LEAST_SHARE) & (other_BHL > _LEAST_SHARE)
-        if not known.all():  # NaN is not known either
+        if not known.all():  # also if it is NaN
             return None
         return (out / real).masked_fill(hidden.unsqueeze(-1), 0.0), lse.masked_fill(hidden, float("-inf"))
 
     def _guess(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Logsumexp of some of the keys: [B, H, L]; 0 where none of them is seen."""
+        """Logsumexp of some of the keys: [B, H, L]. 0 for queries that attend to none of them."""
         queries, keys = q.shape[2], k.shape[2]
         some = torch.linspace(0, keys - 1, min(keys, _GUESSED_FROM)).long()
         bias = self._bias
@@ -212,7 +211,7 @@ def _of_tile(
     bias: torch.Tensor | None,
     causal: bool,
 ) -> ScoreMod:
-    """``mod`` at the tile's place in the whole, and the tile's masks."""
+    """``mod`` with global positions, and with the masks of the tile."""
 
     def tile_mod(score, b, h, q_idx, kv_idx):
         score = mod(score, b, h + head, q_L[q_idx], kv_M[kv_idx])
@@ -254,10 +253,12 @@ _compile = partial(torch.compile, fullgraph=True)
 
 @lru_cache(maxsize=256)
 def _compiled(function: Callable[..., Any], *variant: Hashable) -> Callable[..., Any]:
-    """``function`` as torch compiles it, for one variant. torch counts how often it compiles a piece of code, and stops
-    at a few, so a variant that needs another graph anyway has a copy of the code."""
+    """``function``, compiled for one variant.
+
+    torch limits how often it recompiles a code object. A variant needs a graph of its own anyway, so it gets a copy of
+    the code.
+    """
     copy = FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
-    # Sizes are symbols where torch makes them so. On CPU, each shape is for itself: with symbols torch's generator
-    # writes code that does not compile, for some sizes that tensors of score_mod have ("ks1" is replaced in "ks12":
-    # seen on 2.13).
+    # Sizes may be symbolic, except on CPU. There torch generates code that does not compile for some sizes of tensors
+    # that a score_mod reads ("ks1" is replaced in "ks12": seen on 2.13).
     return _compile(copy, dynamic=False if function is _with_key else None)

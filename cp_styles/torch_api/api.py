@@ -1,4 +1,4 @@
-"""torch's context-parallel API, with our engine behind it: change the import, keep the code.
+"""torch's context-parallel API on the engine of this package. Change the import and keep the code.
 
 ::
 
@@ -8,9 +8,10 @@
         loss = loss_fn(model(tokens), labels)  # this rank's part of each; attention over the whole sequence
         loss.backward()
 
-What torch keeps in globals of the process is here an argument, or a default of the *current context* (contextvars: a
-thread, an asyncio task). Nothing is patched: inside the block a TorchFunctionMode sees the attention calls of this
-thread, and nobody else's. A rank's gradients are its share: sum them over the mesh (``sum_gradients``, FSDP2, DDP).
+torch keeps settings in globals of the process. Here they are arguments, or defaults of the *current context*
+(contextvars: a thread or an asyncio task). Nothing is patched: inside the block a TorchFunctionMode intercepts the
+attention calls of this thread only. Gradients are each rank's share: sum them over the mesh (``sum_gradients``, FSDP2,
+DDP).
 """
 
 from __future__ import annotations
@@ -56,35 +57,36 @@ def context_parallel(
 ) -> ContextParallelBlock:
     """A block in which ``buffers`` are this rank's parts, and attention runs over the whole sequence.
 
-    The first four arguments are torch's ``context_parallel``'s; so is what the block does to the buffers. Everything
-    else holds more often: any length and number of ranks (parts may differ by a token then), one-dimensional buffers,
-    buffers that require grad (their ``.grad`` is that of the part), views, no buffers at all, causal and not, any float
-    dtype, nested blocks (the innermost counts), exceptions, a backward inside, after, or with other blocks open.
+    The first four arguments are those of torch's ``context_parallel``, with the same effect on the buffers. More is
+    supported than by torch: any length and number of ranks (parts may then differ by one token), one-dimensional
+    buffers, buffers that require grad (``.grad`` is that of the part), views, no buffers, causal and full attention,
+    any float dtype, nested blocks (the innermost counts), exceptions, and a backward inside the block, after it, or
+    while other blocks are open.
 
     Args:
-        mesh: the ranks that share the sequence: 1-D, ``mesh["cp"]`` of a composed one.
-        buffers: tensors with a sequence dim, whole and the same on every rank; one of another length than the rest is
-            refused (of a longer table, pass the ``[:length]`` that belongs to the sequence), unless ``layout`` is a
-            function, which then cuts each length on its own (cross-attention).
-        buffer_seq_dims: the sequence dim of each.
-        no_restore_buffers: those that may stay cut after the block.
-        strategy: how keys and queries meet; default what :func:`set_rotate_method` says.
-        layout: how the sequence is cut; default ``head_tail``, of the buffers' length if there are any. Then attention
-            over another length is refused; a function takes any. Parts that you cut yourself, where there are no
-            buffers, must be those of this cut: nobody can see it of them.
-        mask: who attends to whom, beside ``is_causal`` of the calls; in global positions.
+        mesh: the ranks that share the sequence: 1-D, such as ``mesh["cp"]`` of a composed mesh.
+        buffers: tensors with a sequence dim, whole and the same on every rank. All must have the same length (of a
+            longer table, pass the view ``table[:length]``), unless ``layout`` is a function, which cuts each length by
+            itself (cross-attention).
+        buffer_seq_dims: the sequence dim of each buffer.
+        no_restore_buffers: buffers that may stay cut after the block.
+        strategy: how keys and values get to the queries. Default: see :func:`set_rotate_method`.
+        layout: how the sequence is cut. Default: ``head_tail`` for the length of the buffers; attention over another
+            length is then refused. A function takes any length. Without buffers, the parts that you cut yourself must
+            be those of this layout, which cannot be checked.
+        mask: which keys each query attends to, in addition to ``is_causal`` of the calls; in global positions.
         kernel: computes the tiles.
 
     Returns:
-        A context manager, good for any number of uses, one after another.
+        A context manager. It may be entered any number of times, one after the other.
 
-    Communication: at entry one all-gather of 13 integers, so that all ranks hear of one rank's mistake. Cutting and
+    Communication: at entry one all-gather of 13 integers, so that all ranks learn of an error on one rank. Cutting and
     restoring send nothing.
 
-    Raises (at entry, on every rank): ValueError for a composed mesh, numbers of dims and buffers that differ, lengths
-    that differ, a buffer that is cut already or that is the result of a computation which requires grad, or whose
-    ``.grad`` is not of the part's shape; TypeError for parameters and what is no plain tensor. What attention calls
-    raise, :class:`~cp_styles.styles.ModuleContextParallel` says.
+    Raises (at entry, on every rank): ValueError for a composed mesh; for numbers of dims and buffers, or lengths, that
+    differ; for a buffer that is already cut, that is the result of a computation which requires grad, or whose
+    ``.grad`` does not have the shape of the part. TypeError for parameters and for objects that are not plain tensors.
+    For the errors of attention calls see :class:`~cp_styles.styles.ModuleContextParallel`.
     """
     return ContextParallelBlock(
         mesh, buffers, buffer_seq_dims, no_restore_buffers, strategy=strategy, layout=layout, mask=mask, kernel=kernel
@@ -92,11 +94,11 @@ def context_parallel(
 
 
 def set_rotate_method(rotate_method: str) -> RotateMethod:
-    """Say how keys travel in the blocks that are entered from here on: torch's function, without its global.
+    """Set the default strategy of the blocks that are entered afterwards: torch's function, without a global.
 
-    It holds in the current context (contextvars): the thread or asyncio task that calls it, and what is started from
-    there with a copy of its context. Other threads start with "allgather". ``context_parallel(strategy=...)`` goes
-    before it. As a ``with`` statement it holds until the end of the block::
+    It applies to the current context (contextvars): the thread or asyncio task that calls it, and tasks that copy its
+    context. Other threads start with "allgather". ``context_parallel(strategy=...)`` overrides it. As a ``with``
+    statement it applies until the end of the block::
 
         with set_rotate_method("alltoall"):
             ...
@@ -106,13 +108,13 @@ def set_rotate_method(rotate_method: str) -> RotateMethod:
             keys of one other rank at a time.
 
     Raises:
-        NotImplementedError: for another name, as torch does; give ``context_parallel`` a ``strategy`` object.
+        NotImplementedError: for another name, as in torch. Give ``context_parallel`` a ``strategy`` object instead.
     """
     strategies: dict[str, Strategy] = {"allgather": AllGather(), "alltoall": Ring()}
     if rotate_method not in strategies:
         raise NotImplementedError(
-            f'set_rotate_method takes "allgather" or "alltoall", got {rotate_method!r}; other strategies, Ulysses() '
-            "for example, go to context_parallel(strategy=...)"
+            f'set_rotate_method takes "allgather" or "alltoall", got {rotate_method!r}; for other strategies, such as '
+            "Ulysses(), use context_parallel(strategy=...)"
         )
     before = rotation.get()
     rotation.set(strategies[rotate_method])
@@ -120,7 +122,7 @@ def set_rotate_method(rotate_method: str) -> RotateMethod:
 
 
 class RotateMethod(contextlib.AbstractContextManager[None]):
-    """What :func:`set_rotate_method` returns: leaving it brings the method before back."""
+    """Returned by :func:`set_rotate_method`. Leaving this context restores the previous method."""
 
     def __init__(self, before: Strategy) -> None:
         self._before = before
@@ -135,31 +137,31 @@ def context_parallel_shard(
     seq_dims: Sequence[int] | Mapping[str, int],
     load_balancer: Cut | None = None,
 ) -> list[Any] | dict[str, Any]:
-    """This rank's parts of whole tensors, as new tensors: torch's ``_context_parallel_shard``, made public.
+    """This rank's parts of whole tensors, as new tensors. torch has this as ``_context_parallel_shard``.
 
     Args:
         mesh: the ranks that share the sequence: 1-D.
-        buffers: a list, or a mapping by name, of tensors that are whole on every rank. A BlockMask stays whole, for the
-            attention cuts it itself.
-        seq_dims: the sequence dim of each, in the same form.
-        load_balancer: how the sequence is cut. Inside a :func:`context_parallel` block None is that block's cut.
-            Outside it has to be said: torch cuts contiguously there and tells its attention so by a global.
+        buffers: a list of tensors, or a mapping from names to tensors, whole on every rank. A BlockMask stays whole,
+            because the attention cuts it itself.
+        seq_dims: the sequence dim of each tensor, in the same form.
+        load_balancer: how the sequence is cut. Inside a :func:`context_parallel` block, None is the layout of that
+            block. Outside it is required. (torch cuts contiguously there, and its attention reads a global.)
 
     Returns:
-        The parts, a list or dict as given. Differentiable; nothing is communicated, so what one rank does wrong alone
-        only that rank hears of. The attention must be given the same cut.
+        The parts, as a list or dict. Differentiable. No communication, so an error on one rank is raised on that rank
+        only. The attention must use the same layout.
 
     Raises:
-        ValueError: no cut, or one for another length or number of ranks; numbers or names that differ.
-        TypeError: for DTensors and what is no tensor.
+        ValueError: no layout, or a layout for another length or number of ranks; numbers or names that differ.
+        TypeError: for DTensors and for objects that are not tensors.
     """
     group = group_of("context_parallel_shard", mesh)
     block = open_on(group)
     if load_balancer is None and block is None:
         raise ValueError(
             "context_parallel_shard outside of a context_parallel block needs load_balancer=, which says how to cut: "
-            "contiguous (what torch does with None) or head_tail, for example, and the attention must be given the "
-            "same: context_parallel(mesh, layout=...)"
+            "for example contiguous (torch's default there) or head_tail. Give the attention the same: "
+            "context_parallel(mesh, layout=...)"
         )
     cut = block.layout if load_balancer is None and block is not None else load_balancer
     assert cut is not None
@@ -190,22 +192,22 @@ def context_parallel_unshard(
     seq_dims: Sequence[int],
     load_balancer: Cut | None = None,
 ) -> list[torch.Tensor]:
-    """The whole tensors from every rank's parts, on every rank; without gradient, as torch's.
+    """The whole tensors from the parts of all ranks, on every rank. Without gradient, as in torch.
 
     Args:
         mesh: the ranks that share the sequence: 1-D.
         buffers: this rank's parts.
-        seq_dims: the sequence dim of each.
-        load_balancer: how the sequence was cut. None inside a :func:`context_parallel` block is that block's cut;
-            outside, ``head_tail``, which is the blocks' default.
+        seq_dims: the sequence dim of each part.
+        load_balancer: how the sequence was cut. Inside a :func:`context_parallel` block, None is the layout of that
+            block. Outside, None is ``head_tail``, the default of the blocks.
 
-    Communication: two all-gathers of a few integers; then one all-gather (an all-to-all where parts differ in length) a
-    buffer: a rank sends its part to the P - 1 others.
+    Communication: two all-gathers of a few integers. Then, for each buffer, one all-gather (an all-to-all if parts
+    differ in length): a rank sends its part to the P - 1 others.
 
     Raises:
-        ValueError: on every rank, for parts whose lengths are not those of the cut; outside of a block without a
-            ``load_balancer``, when the last one on this mesh was not cut by default.
-        TypeError: for DTensors and what is no tensor.
+        ValueError: on every rank, if the lengths of the parts do not fit the layout; or, outside of a block and without
+            ``load_balancer``, if the last block on this mesh did not have the default layout.
+        TypeError: for DTensors and for objects that are not tensors.
     """
     group, axis = group_of("context_parallel_unshard", mesh), (mesh.mesh_dim_names or ("cp",))[0]
     block = open_on(group)
@@ -216,8 +218,8 @@ def context_parallel_unshard(
             check_plain(buffer)
         if load_balancer is None and block is None and last_cut.get() == ranks_of(group):
             raise ValueError(
-                "context_parallel_unshard after a context_parallel block with a layout= of its own: pass the same as "
-                "load_balancer="
+                "context_parallel_unshard after a context_parallel block with a layout= of its own: pass the same "
+                "layout as load_balancer="
             )
         return [(buffer, dim_of(buffer, dim)) for buffer, dim in pairs]
 
@@ -232,7 +234,7 @@ def context_parallel_unshard(
         layouts.append(layout_of(cut, sum(found), group.size()))
         if layouts[-1].lengths != found:
             raise ValueError(
-                f"context_parallel_unshard: the ranks hold {list(found)} positions, the cut gives them "
+                f"context_parallel_unshard: the ranks hold {list(found)} positions, but the layout gives them "
                 f"{list(layouts[-1].lengths)}: pass the load_balancer that they were cut with"
             )
     return [

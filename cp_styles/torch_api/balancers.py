@@ -1,8 +1,8 @@
-"""torch's load balancers: its constructor arguments, our layouts.
+"""torch's load balancers, with the same constructor arguments and the layouts of this package.
 
-What a balancer of torch's computes is an order of the positions whose equal pieces the ranks get. Here it is a
-:class:`~cp_styles.layout.SequenceLayout`, which says the same and needs no length that divides. Whatever takes a layout
-in the package takes ``balancer.layout``; the functions of :mod:`cp_styles.torch_api.api` take the balancer itself too.
+A balancer of torch computes an order of the positions, which is cut into equal pieces for the ranks. Here it has a
+:class:`~cp_styles.layout.SequenceLayout` instead, for any length. Use ``balancer.layout`` wherever this package takes a
+layout. The functions of :mod:`cp_styles.torch_api.api` also take the balancer itself.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from cp_styles.layout import Balancer, SequenceLayout, by_block_work, head_tail,
 
 
 class LoadBalancer(ABC):
-    """A layout under the name and with the arguments that torch has for it."""
+    """Base of the load balancers: a layout, with torch's name and arguments."""
 
     @cached_property
     def layout(self) -> SequenceLayout:
-        """Who holds which position. Made once; no communication."""
+        """Which positions each rank holds. Cached. No communication."""
         return self._make()
 
     @abstractmethod
@@ -37,15 +37,15 @@ class LoadBalancer(ABC):
         """The order as an index tensor: int64 ``[1, length]``, the same for all rows of a batch.
 
         Args:
-            restore: False: ``whole[indices]`` has the positions rank after rank, of which rank r holds
-                ``layout.lengths[r]`` (torch's pieces are equal, these need not be). True: the inverse, so that
+            restore: False: ``whole[indices]`` has the positions of rank 0, then those of rank 1, and so on. Rank r has
+                ``layout.lengths[r]`` of them, which may differ. True: the inverse, so that
                 ``whole[indices][restore_indices]`` is ``whole``.
         """
         layout = self.layout
         order = torch.cat([layout.positions(rank, self._device) for rank in range(layout.ranks)])
         return (order.argsort() if restore else order)[None]
 
-    # The name torch's own functions look for, such as its BlockMask cutter when it is handed one of these.
+    # The name that torch's own functions call, for example when they shard a BlockMask.
     _generate_indices = generate_indices
 
     def __repr__(self) -> str:
@@ -53,12 +53,12 @@ class LoadBalancer(ABC):
 
 
 class HeadTailLoadBalancer(LoadBalancer):
-    """:func:`~cp_styles.layout.head_tail`, with the arguments of torch's balancer of that name.
+    """:func:`~cp_styles.layout.head_tail`, with the arguments of torch's balancer of the same name.
 
     Args:
-        seq_length: number of positions; any, where torch needs a multiple of twice the ranks.
+        seq_length: any number of positions. (torch needs a multiple of twice the ranks.)
         world_size: number of ranks.
-        device: where index tensors are made.
+        device: device of the index tensors.
     """
 
     def __init__(self, seq_length: int, world_size: int, device: str | torch.device = "cpu") -> None:
@@ -73,21 +73,20 @@ class HeadTailLoadBalancer(LoadBalancer):
 
 
 class PerDocumentHeadTailLoadBalancer(LoadBalancer):
-    """:func:`~cp_styles.layout.per_document_head_tail` with ``cut_all``, as torch cuts: every rank holds a share of
-    every document, the shortest too. The arguments are those of torch's balancer of that name.
+    """:func:`~cp_styles.layout.per_document_head_tail` with ``cut_all``, as torch cuts: every rank holds a part of
+    every document, also of the shortest. The arguments are those of torch's balancer of the same name.
 
-    A balancer cuts; it is no mask. The attention must be told of the documents as well (``mask=Documents(lengths)``).
+    A balancer is not a mask. Give the attention the documents too (``mask=Documents(lengths)``).
 
     Args:
-        seq_length_per_doc: lengths of the packed documents of each row of the batch, ``[rows][documents]``; any
-            lengths, where torch needs multiples of twice the ranks.
+        seq_length_per_doc: lengths of the packed documents of each row of the batch, ``[rows][documents]``. Any
+            lengths. (torch needs multiples of twice the ranks.)
         world_size: number of ranks.
-        device: where index tensors are made.
+        device: device of the index tensors.
 
     Raises:
         TypeError: for a flat list of lengths.
-        NotImplementedError: for rows with different documents. Every row would have a cut of its own, and then no
-            position stands for the same token in all of them.
+        NotImplementedError: for rows with different documents. Each row would need its own layout.
     """
 
     def __init__(
@@ -96,15 +95,15 @@ class PerDocumentHeadTailLoadBalancer(LoadBalancer):
         rows = seq_length_per_doc.tolist() if isinstance(seq_length_per_doc, torch.Tensor) else seq_length_per_doc
         if not rows or any(isinstance(row, int) for row in rows):
             raise TypeError(
-                "seq_length_per_doc is a list of document lengths for every row of the batch, or one list for all of "
-                f"them: [[300, 10, 690]], got {seq_length_per_doc!r}"
+                "seq_length_per_doc must have one list of document lengths for each row of the batch, or one list for "
+                f"all rows, such as [[300, 10, 690]]; got {seq_length_per_doc!r}"
             )
         rows = [[int(size) for size in row] for row in rows]
         if any(row != rows[0] for row in rows):
             raise NotImplementedError(
-                f"the {len(rows)} rows of the batch hold different documents, and one layout cuts them all: put the "
-                "documents of the batch behind one another in one row, or cut all rows head_tail and give the "
-                "attention each row's documents as a mask (PerRow)"
+                f"the {len(rows)} rows of the batch have different documents, but one layout cuts all rows: pack the "
+                "documents of the batch into one row, or cut all rows with head_tail and give the attention the "
+                "documents of each row as a mask (PerRow)"
             )
         self.seq_length_per_doc, self.world_size, self.device = rows, world_size, device
 
@@ -118,20 +117,19 @@ class PerDocumentHeadTailLoadBalancer(LoadBalancer):
 
 
 class PTRRLoadBalancer(LoadBalancer):
-    """Equal work under a BlockMask: whole blocks of queries, dealt by how many blocks of keys they attend to.
+    """Equal work under a BlockMask. Whole blocks of queries are distributed by the number of key blocks they attend to.
 
-    The name is torch's, for its way of dealing in turn, forth and back; here the heaviest block goes to the rank with
-    least work (Graham, 1969), and ranks get equally many blocks where their number divides. Work is summed over the
-    rows and heads of the mask, so one layout serves a batch whose rows differ. Index tensors are made on the
-    mask's device.
+    The name is torch's, which distributes blocks round-robin, forth and back. Here the heaviest block goes to the rank
+    with the least work (Graham, 1969). Ranks get equally many blocks if the number of blocks divides. Work is summed
+    over the rows and heads of the mask, so one layout fits a batch whose rows differ. Index tensors are on the device
+    of the mask.
 
     Args:
-        block_mask: of self-attention: as many queries as keys. Blocks may be of any size, query and key blocks of
-            different ones.
+        block_mask: a mask of self-attention: as many queries as keys. Query and key blocks may have any sizes.
         world_size: number of ranks.
 
     Raises:
-        TypeError: for what is no BlockMask.
+        TypeError: ``block_mask`` is not a BlockMask.
         ValueError: for a mask of cross-attention.
     """
 
@@ -139,13 +137,13 @@ class PTRRLoadBalancer(LoadBalancer):
         if not isinstance(block_mask, BlockMask):
             raise TypeError(
                 f"PTRRLoadBalancer balances a BlockMask, got {type(block_mask).__name__}; for the masks of this "
-                "package there is by_work(length, ranks, mask=mask)"
+                "package use by_work(length, ranks, mask=mask)"
             )
         queries, keys = block_mask.seq_lengths
         if queries != keys:
             raise ValueError(
-                f"the BlockMask is of {queries} queries and {keys} keys, which are not one sequence: cut each of them "
-                "with a layout of its own"
+                f"the BlockMask has {queries} queries and {keys} keys, which are not one sequence: cut each of them "
+                "with its own layout"
             )
         self.block_mask, self.world_size = block_mask, world_size
 
@@ -159,7 +157,7 @@ class PTRRLoadBalancer(LoadBalancer):
             counts = counts + self.block_mask.full_kv_num_blocks
         per_block = counts.reshape(-1, counts.shape[-1]).sum(0).tolist()
         length, block = self.block_mask.seq_lengths[0], self.block_mask.BLOCK_SIZE[0]
-        # A mask may be padded to whole blocks; and what is left of the last block is less work.
+        # The mask may be padded to whole blocks. The last block may have fewer rows, and so less work.
         rows = [min(block, length - start) for start in range(0, length, block)]
         work = [count * size for count, size in zip(per_block, rows, strict=False)]
         return by_block_work(length, self.world_size, work=work, block=block)
@@ -170,22 +168,22 @@ Cut: TypeAlias = LoadBalancer | SequenceLayout | Balancer
 
 
 def layout_of(cut: Cut, length: int, ranks: int) -> SequenceLayout:
-    """The layout of a sequence of ``length`` positions on ``ranks`` ranks, however it is said.
+    """The layout that ``cut`` gives for ``length`` positions on ``ranks`` ranks.
 
     Raises:
-        ValueError: when it is one for another length or number of ranks.
-        TypeError: for what says no layout.
+        ValueError: it is a layout for another length or number of ranks.
+        TypeError: ``cut`` has a wrong type.
     """
     layout = cut.layout if isinstance(cut, LoadBalancer) else cut
     if isinstance(layout, SequenceLayout):
         if (layout.length, layout.ranks) != (length, ranks):
             raise ValueError(
-                f"the cut is one of {layout.length} positions for {layout.ranks} ranks, but there are {length} "
+                f"the layout has {layout.length} positions for {layout.ranks} ranks, but there are {length} "
                 f"positions and {ranks} ranks"
             )
         return layout
     if not callable(layout):
         raise TypeError(
-            f"a cut is a load balancer of cp_styles, a SequenceLayout, or a function such as head_tail, got {cut!r}"
+            f"expected a load balancer of cp_styles, a SequenceLayout, or a function such as head_tail, got {cut!r}"
         )
     return layout_made_by(layout, length, ranks)

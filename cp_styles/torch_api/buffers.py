@@ -1,10 +1,13 @@
-"""Tensors that are this rank's part of a sequence for a while, in place: what a context_parallel block does to buffers.
+"""The buffers of a context_parallel block: tensors that are replaced by this rank's part in place, and restored.
 
-[Note: cut buffers] A buffer is cut in place by giving the same tensor object other data (``tensor.data``), and restored
-by giving it the data back: no copy, whatever views of it there are, and also if it is a leaf that requires grad. A
-graph made inside may have saved the very object, and its backward may come when that holds the whole again: what is
-saved inside a block is therefore saved under another name (:class:`Aliases`). A leaf's gradient is that of the part,
-wherever the backward runs: for the moment it arrives, the leaf is the part again (:meth:`Part.follow_gradient`).
+[Note: cut buffers] A buffer is cut in place: the same tensor object gets other data (``tensor.data``). To restore it,
+it gets the first data back. This needs no copy. It works with views of the buffer, and for leaves that require grad.
+
+A graph that is made inside the block may save the tensor object. Its backward may run when that object is whole again.
+So tensors saved inside a block are saved as aliases (:class:`Aliases`).
+
+The gradient of a leaf has the shape of the part, also if the backward runs after the block. While it is accumulated,
+the leaf gets the data of the part again (:meth:`Part.follow_gradient`).
 """
 
 from __future__ import annotations
@@ -29,24 +32,24 @@ class Part:
         self.buffer, self.dim, self.layout, self.restored = buffer, dim, layout, restored
 
     def cut(self, rank: int) -> None:
-        # A copy, also of a single chunk: what happens to the part in place must not reach the whole.
+        # Always a copy: changes of the part in place must not change the whole tensor.
         self.data = self.layout.shard(self.buffer.detach(), self.dim, rank).clone(memory_format=torch.contiguous_format)
         grad = self.buffer.grad if self.buffer.is_leaf else None
         if grad is not None and grad.shape != self.data.shape:
             raise ValueError(
-                f"a buffer of shape {tuple(self.buffer.shape)} has a .grad of that shape already, and the gradients of "
-                f"this rank's part, {tuple(self.data.shape)}, cannot be added to it: set it to None before the block"
+                f"a buffer of shape {tuple(self.buffer.shape)} already has a .grad of that shape. The gradients of "
+                f"this rank's part, {tuple(self.data.shape)}, cannot be added to it: set .grad to None before the block"
             )
 
     def put(self) -> Callable[[], None]:
-        """Make the buffer the part; calling what is returned makes it what it was."""
+        """Replace the buffer's data by the part. Call the returned function to restore it."""
         buffer, layout = self.buffer, cut_with(self.buffer)
-        with torch.inference_mode(False):  # what is made in that mode could never be trained with
+        with torch.inference_mode(False):  # inference tensors cannot be used for training later
             data = buffer.data
 
         def undo() -> None:
-            if buffer.grad_fn is not None:  # computed inside, in place: that is not of the whole
-                with contextlib.suppress(RuntimeError):  # views cannot, which __exit__ says
+            if buffer.grad_fn is not None:  # changed in place inside the block; this graph is not that of the whole
+                with contextlib.suppress(RuntimeError):  # views cannot be detached in place; __exit__ raises for them
                     buffer.detach_()
             set_data(buffer, data)
             mark_cut(buffer, layout)
@@ -56,7 +59,7 @@ class Part:
         return undo
 
     def follow_gradient(self) -> None:
-        """Before a leaf becomes the whole again: the gradients that its part still gets find the part."""
+        """Register hooks on a leaf, so that gradients that arrive after the block find the data of the part."""
         if not (self.buffer.requires_grad and self.buffer.is_leaf):
             return
         node, undo = get_gradient_edge(self.buffer).node, []
@@ -66,8 +69,8 @@ class Part:
             if grad is not None and grad.shape != self.data.shape:
                 raise RuntimeError(
                     f"the backward of a context_parallel block has a gradient for this rank's part, "
-                    f"{tuple(self.data.shape)}, of a buffer that has a .grad of shape {tuple(grad.shape)} already: "
-                    "set that to None before"
+                    f"{tuple(self.data.shape)}, of a buffer that already has a .grad of shape {tuple(grad.shape)}: "
+                    "set .grad to None before the backward"
                 )
             undo.append(self.put())
 
@@ -80,24 +83,24 @@ class Part:
 
 def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
     if tensor.requires_grad:
-        # A leaf's gradient accumulator remembers the shape it was made for; data of another dtype makes torch drop it.
+        # The gradient accumulator of a leaf keeps the shape of the leaf. Data of another dtype makes torch drop it.
         other = torch.float64 if data.dtype == torch.float32 else torch.float32
         tensor.data = data.new_empty(0, dtype=other)
     tensor.data = data
 
 
 class Aliases(torch.autograd.graph.saved_tensors_hooks):
-    """Saves tensors for the backward as what they are now, not by the object that holds them.
+    """Saves tensors for the backward with their current data, independent of the tensor object.
 
-    See [Note: cut buffers]. Hooks that were there before (offloading, a checkpoint's) get what is saved, as they would
-    without. torch checks only itself whether a saved tensor was changed in place, so that is done here.
+    See [Note: cut buffers]. Hooks that were active before (offloading, a checkpoint's) still get the saved tensors.
+    torch does not check tensors saved by hooks for changes in place, so this class checks them.
     """
 
     def __init__(self) -> None:
         before = saved_tensors_hooks_on_top()
 
         def pack(tensor: torch.Tensor) -> Any:
-            alias = tensor.detach()  # and not the tensor: an output that its own graph holds would never be freed
+            alias = tensor.detach()  # an output that is held by its own graph would never be freed
             return before[0](alias) if before is not None else (alias, alias._version)
 
         def unpack(saved: Any) -> torch.Tensor:
@@ -111,29 +114,29 @@ class Aliases(torch.autograd.graph.saved_tensors_hooks):
                 )
             return alias
 
-        super().__init__(uncompiled(pack), uncompiled(unpack))  # a version is no constant
+        super().__init__(uncompiled(pack), uncompiled(unpack))  # compiled code would take the version as a constant
 
 
 def check_plain(buffer: Any) -> None:
     if not isinstance(buffer, torch.Tensor):
-        raise TypeError(f"buffers are tensors, got {type(buffer).__name__}")
+        raise TypeError(f"buffers must be tensors, got {type(buffer).__name__}")
     if isinstance(buffer, DTensor):
-        raise TypeError(f"a buffer of shape {tuple(buffer.shape)} is a DTensor: pass plain tensors, to_local()")
+        raise TypeError(f"a buffer of shape {tuple(buffer.shape)} is a DTensor: pass plain tensors (to_local())")
 
 
 def check_buffer(buffer: Any) -> None:
-    """Refuse what cannot be cut in place."""
+    """Raise for a buffer that cannot be cut in place."""
     check_plain(buffer)
     shape = tuple(buffer.shape)
     if isinstance(buffer, nn.Parameter):
         raise TypeError(
-            f"a buffer of shape {shape} is an nn.Parameter, which an optimizer and others hold: take this rank's "
-            "rows of it in the model, by position ids that are a buffer"
+            f"a buffer of shape {shape} is an nn.Parameter, which optimizers and others hold: leave it out, and index "
+            "this rank's rows of it in the model by position ids that are a buffer"
         )
     if buffer.grad_fn is not None:
         raise ValueError(
             f"a buffer of shape {shape} is the result of a computation that requires grad, and cutting it in place "
-            "would cut its graph: use context_parallel_shard, which is differentiable, or compute it inside the block"
+            "would break its graph: use context_parallel_shard, which is differentiable, or compute it in the block"
         )
 
 

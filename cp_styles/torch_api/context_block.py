@@ -1,8 +1,8 @@
-"""A block of context parallelism: buffers cut in place, and this thread's attention calls sent through the engine.
+"""The context_parallel block: it cuts buffers in place and runs this thread's attention calls on the engine.
 
-[Note: reruns] Activation checkpointing runs a function again in the middle of a backward, maybe after the block. An
-attention call inside a checkpoint, or one that is given a cut buffer, leaves word there: the function that will be run
-again first enters the block again (:class:`_Rerun`).
+[Note: reruns] Activation checkpointing runs a function again in the middle of a backward, possibly after the block. So
+an attention call inside a checkpoint, or one that gets a cut buffer, wraps the function of that checkpoint: when it
+runs again, it first enters the block again (:class:`_Rerun`).
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from cp_styles.torch_api.buffers import Aliases, Part, check_buffer, dim_of
 
 _uncompiled = partial(
     uncompiled,
-    reason="a context_parallel block cuts tensors in place and hears from other ranks, outside of torch.compile's "
-    "graphs: compile what is called inside of it, the model for example, or leave fullgraph=True out",
+    reason="a context_parallel block cuts tensors in place and communicates, which cannot be in a graph of "
+    "torch.compile: compile what is called inside the block, for example the model, or leave fullgraph=True out",
 )
 
 
 class ContextParallelBlock(contextlib.ContextDecorator):
-    """What :func:`~cp_styles.torch_api.api.context_parallel` returns: a context manager, and a decorator."""
+    """Returned by :func:`~cp_styles.torch_api.api.context_parallel`: a context manager and a decorator."""
 
     def __init__(
         self,
@@ -89,31 +89,31 @@ class ContextParallelBlock(contextlib.ContextDecorator):
         if computed and exception[0] is None:
             raise RuntimeError(
                 f"a buffer of shape {tuple(computed[0].shape)}, a view, was changed in place by a computation with "
-                "gradient inside the block. Its values are restored, but not what autograd takes it for: compute "
-                "out of place, pass a clone of the view, or put it in no_restore_buffers"
+                "gradient inside the block. Its values are restored, but its autograd graph cannot be: compute out of "
+                "place, pass a clone of the view, or put it in no_restore_buffers"
             )
 
     @property
     def layout(self) -> SequenceLayout | Balancer:
-        """How the sequence is cut while inside; without buffers, the function that cuts any length."""
+        """The layout while the block is entered. Without buffers: the function that cuts any length."""
         return self._now.layout
 
     @property
     def strategy(self) -> Strategy:
-        """How keys and queries meet while inside."""
+        """The strategy while the block is entered."""
         return self._now.strategy
 
     @property
     def _now(self) -> _Entry:
         if not self._entered:
-            raise RuntimeError("a context_parallel block knows its layout and strategy only while it is entered")
+            raise RuntimeError("a context_parallel block has a layout and a strategy only while it is entered")
         return self._entered[-1][0]
 
     def _note_cut(self) -> None:
         last_cut.set(None if self._layout is None else ranks_of(self._group))
 
     def _entry(self) -> _Entry:
-        """Everything that can be wrong is found here, before anything is changed."""
+        """Check everything, before anything is changed."""
         pairs = pairs_of(self._buffers, self._seq_dims)
         for buffer in self._no_restore:
             if all(buffer is not other for other, _ in pairs):
@@ -147,24 +147,24 @@ class ContextParallelBlock(contextlib.ContextDecorator):
         layout, rank = cut_with(buffer), self._group.rank()
         if layout is not None and layout.ranks > 1 and buffer.shape[dim] == layout.lengths[rank % layout.ranks]:
             raise ValueError(
-                f"a buffer of shape {tuple(buffer.shape)} is a part of a sequence already: of a block that is still "
-                "open, of one that was told not to restore it (no_restore_buffers), or from a layout's shard; leave it "
-                "out of buffers"
+                f"a buffer of shape {tuple(buffer.shape)} is a part of a sequence already: it was cut by a block that "
+                "is still open, by a block that did not restore it (no_restore_buffers), or by a layout's shard; leave "
+                "it out of buffers"
             )
 
     def _default_layout(self, pairs: list[tuple[torch.Tensor, int]]) -> SequenceLayout | Balancer:
         lengths = [buffer.shape[dim] for buffer, dim in pairs]
         if len(set(lengths)) > 1:
             raise ValueError(
-                f"the buffers have {lengths} positions in their sequence dims, which is not one sequence. Of a "
-                "table that is longer than the sequence, pass the view that belongs to it, table[:length], and have "
-                "the model use that. For several sequences (cross-attention), say how each is cut: layout=head_tail"
+                f"the buffers have {lengths} positions in their sequence dims, which is not one sequence. For a "
+                "table that is longer than the sequence, pass the view table[:length] and let the model use it. For "
+                "several sequences (cross-attention), give a function that cuts each of them: layout=head_tail"
             )
         return layout_made_by(head_tail, lengths[0], self._group.size()) if lengths else head_tail
 
 
 class _Entry:
-    """One time inside a block: what it needs to be entered again. See [Note: reruns]."""
+    """One entry of a block, with everything that is needed to enter it again. See [Note: reruns]."""
 
     def __init__(
         self,
@@ -198,12 +198,12 @@ class _Entry:
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """As it was, for a recomputation; all buffers are put back, for what they are now is somebody else's."""
+        """Enter the block again for a recomputation. Afterwards all buffers are restored to their present data."""
         with self.outer.again() if self.outer is not None else contextlib.nullcontext(), self.inside(self.parts):
             yield
 
     def remember(self) -> None:
-        """Have the checkpoints around the present call enter this block again, and those around it, as they are now."""
+        """Make the checkpoints around the present call enter this block, and the blocks around it, when they rerun."""
         for owner, attribute in running_reruns():
             entry = next((entry for entry in self.lineage() if id(owner) not in entry._around), None)
             if entry is None:
@@ -212,19 +212,19 @@ class _Entry:
                 if not torch.is_grad_enabled():
                     raise NotImplementedError(
                         f"{self.name}: attention inside {type(owner).__name__}, an autograd.Function. If its backward "
-                        "runs the attention again, that may be outside of the block: use torch.utils.checkpoint, or "
-                        "open the block inside the function that is run again"
+                        "runs the attention again, this may happen outside of the block: use torch.utils.checkpoint, "
+                        "or open the block inside the function that is run again"
                     )
                 continue
             fn = getattr(owner, attribute)
             if isinstance(fn, _Rerun):
                 if entry in fn.entry.lineage():
                     continue
-                fn = fn.fn  # what an enclosing block has left there, which this one enters too
+                fn = fn.fn  # the wrapper of an enclosing block, which this entry enters too
             setattr(owner, attribute, _Rerun(fn, entry))
 
     def lineage(self) -> Iterator[_Entry]:
-        """This block and those around it, from the inside out."""
+        """This entry and the entries of the blocks around it, innermost first."""
         entry: _Entry | None = self
         while entry is not None:
             yield entry
@@ -233,7 +233,7 @@ class _Entry:
 
 @dataclass(frozen=True)
 class _Rerun:
-    """A function that is run again in a backward, and the block to be in then."""
+    """A function that a checkpoint runs again in a backward, and the block that it enters then."""
 
     fn: Callable[..., Any]
     entry: _Entry
@@ -249,7 +249,7 @@ class _BlockCalls(AttentionCalls):
     def __init__(self, entry: _Entry) -> None:
         super().__init__(entry.scoped, entry.name)
         self._entry = entry
-        self._last: Any = None  # the latest node of the graph that a call was given
+        self._last: Any = None  # the autograd node of the latest tensor that a call got
 
     def _looks(self) -> bool:
         self._entries = _entries[self._entry.group] = _entries.get(self._entry.group, 0) + 1
@@ -277,7 +277,7 @@ class _BlockCalls(AttentionCalls):
 def agree_on(
     name: str, axis: str, group: dist.ProcessGroup, check: Callable[[], Any], facts: Callable[[Any], list[Any]]
 ) -> Any:
-    """What ``check`` returns, once all ranks have got through it with the same ``facts``."""
+    """The result of ``check``. Raises on every rank if ``check`` fails on one, or if the ranks' ``facts`` differ."""
     results = []
 
     def build() -> StatusRow:
@@ -289,7 +289,7 @@ def agree_on(
     if odd:
         raise ValueError(
             f"{name}: ranks {odd} have other buffers than rank 0: their number, shapes, dtypes and sequence dims must "
-            f"be the same on all ranks; here they are {facts(results[0])}"
+            f"be the same on all ranks; on this rank they are {facts(results[0])}"
         )
     return results[0]
 
@@ -299,22 +299,22 @@ def group_of(name: str, mesh: DeviceMesh) -> dist.ProcessGroup:
         raise TypeError(f'{name} needs a DeviceMesh of one axis, such as mesh["cp"], got {type(mesh).__name__}')
     if mesh.ndim != 1:
         raise ValueError(
-            f'{name} needs the one mesh axis that cuts the sequence, got {mesh.mesh_dim_names}: pass mesh["cp"], or '
-            "whatever it is called"
+            f'{name} needs one mesh axis, the one that cuts the sequence, got {mesh.mesh_dim_names}: pass mesh["cp"], '
+            "or the axis that you use"
         )
     return group_in_order(mesh)
 
 
 def pairs_of(buffers: Sequence[Any], seq_dims: Sequence[int]) -> list[tuple[Any, int]]:
     if isinstance(buffers, torch.Tensor):
-        raise TypeError("buffers is a list of tensors, got one tensor: put it into a list")
+        raise TypeError("buffers must be a list of tensors, got one tensor: put it into a list")
     if len(buffers) != len(seq_dims):
         raise ValueError(f"there are {len(buffers)} buffers and {len(seq_dims)} sequence dims: give one for each")
     return list(zip(buffers, seq_dims, strict=True))
 
 
 def open_on(group: dist.ProcessGroup) -> _Entry | None:
-    """The innermost open block of this context over these ranks."""
+    """The innermost open block over these ranks in this context."""
     return next((entry for entry in reversed(_open.get()) if ranks_of(entry.group) == ranks_of(group)), None)
 
 
@@ -323,7 +323,7 @@ def ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
 
 
 rotation: ContextVar[Strategy] = ContextVar("rotate_method", default=AllGather())  # noqa: B039 - it is frozen
-# How many blocks were entered, by group: each is an object of its own.
+# The number of blocks that were entered, by group.
 _entries: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 # The blocks that are open in this context, innermost last.
 _open: ContextVar[tuple[_Entry, ...]] = ContextVar("context_parallel_blocks", default=())

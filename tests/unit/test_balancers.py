@@ -104,7 +104,7 @@ def test_ptrr_is_as_good_as_torchs(mask_mod):
     ("make", "kind", "words"),
     [
         (lambda: PerDocumentHeadTailLoadBalancer([3, 4], 2), TypeError, "300, 10, 690"),
-        (lambda: PerDocumentHeadTailLoadBalancer([], 2), TypeError, "for every row"),
+        (lambda: PerDocumentHeadTailLoadBalancer([], 2), TypeError, "for each row"),
         (lambda: PerDocumentHeadTailLoadBalancer([[3, 4], [4, 3]], 2), NotImplementedError, "2 rows.*different"),
         (lambda: PTRRLoadBalancer("causal", 2), TypeError, "by_work"),
         (

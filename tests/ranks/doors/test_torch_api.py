@@ -309,7 +309,7 @@ def test_the_cut_belongs_to_the_call():
             mask = torch.ones(length, length, dtype=torch.bool).tril()
             q, k, _ = problem.inputs
             errors.append(error(inside, dense_attention(q, k, k, mask)))
-            with pytest.raises(ValueError, match="pass the same as load_balancer="):
+            with pytest.raises(ValueError, match="pass the same layout as load_balancer="):
                 context_parallel_unshard(mesh, [out], [2])
         with context_parallel(mesh):
             pass

@@ -86,7 +86,7 @@ REFUSED = {
     "a result": (lambda mesh: enter(mesh, torch.ones(8, requires_grad=True) * 2), "context_parallel_shard"),
     "cut already, kept": (kept_cut, "part of a sequence already"),
     "cut already, open": (cut_in_an_open_block, "part of a sequence already"),
-    "a gradient already": (with_a_whole_gradient, "set it to None before"),
+    "a gradient already": (with_a_whole_gradient, "set .grad to None before"),
     "twice, differently": (lambda mesh: enter(mesh, *[torch.ones(8, 8)] * 2, dims=[0, 1]), "given twice"),
     "ranks differ": (lambda mesh: enter(mesh, torch.ones(8 + mesh.get_local_rank())), "ranks .1. have other buffers"),
     "one rank alone": (
