@@ -1,12 +1,11 @@
-"""What ranks tell each other before they do something together, and what they say where it does not fit together.
+"""The agreement of ranks before an operation: they exchange a row of numbers, and all raise if the rows do not fit.
 
-[Note: meetings] Whatever the ranks of a group are about to do, they first exchange one row of numbers each
-(:class:`StatusRow`). The rows have the same width for every purpose and say what they are about, so that ranks that
-have not done equally much (a loop that is longer on one of them) read each other's rows instead of waiting, or of
-mixing up messages. Ranks meet before every attention, and once more before the first backward after it. So another
-number of calls is noticed at the next attention over the group, at the backward, or at a function of
-:mod:`cp_styles.batch`, whichever is first; where a rank does nothing of that any more, the others wait as long as the
-group's timeout.
+[Note: meetings] Before each operation, the ranks of a group exchange one row of numbers each (:class:`StatusRow`). All
+rows have the same width, and each says for which operation (meeting) it is. So ranks at different operations (for
+example because a loop is longer on one rank) read each other's rows, instead of waiting or mixing up messages. Ranks
+meet before every attention, and before the first backward after it. A different number of calls is therefore noticed at
+the next attention over the group, at the backward, or at a function of :mod:`cp_styles.batch`. If a rank does none of
+these any more, the others wait for the timeout of the group.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from cp_styles.comm.point_to_point import gather_numbers, note_user, offer_numbe
 
 
 class RankStatus(enum.IntEnum):
-    """What a rank says of itself."""
+    """Whether a rank can take part in the operation."""
 
     NO_CALL = -1
     BAD_INPUTS = 0
@@ -35,7 +34,7 @@ class RankStatus(enum.IntEnum):
 
 
 class Meeting(enum.IntEnum):
-    """What ranks meet for."""
+    """The operations before which ranks meet."""
 
     ATTENTION = 1
     CALL = 2
@@ -61,27 +60,27 @@ _WORDS = {
     Meeting.GRADIENTS: "about to sum gradients",
     Meeting.COLLECTIVE: "at a function of cp_styles.collectives",
 }
-# Added to a meeting inside a backward: an attention that is run again must not meet one that is run for the first time.
+# Added to a meeting inside a backward: a recomputed attention must not meet one that runs for the first time.
 _AGAIN = 64
 
 
 class StatusRow(NamedTuple):
-    """What a rank says; every meeting uses what it needs.
+    """The row of numbers of one rank. Each meeting uses the fields that it needs.
 
     Attributes:
         status: a :class:`RankStatus`.
-        meeting: what this rank is there for.
-        who: a number of the name of the module or function.
-        place: which call of its module's forward it is; 0 for unknown.
-        q_length: local queries, or what else each rank has a number of its own of.
-        kv_length: local keys.
-        guessed: which global lengths ``layout`` is for.
-        layout: a number of the layouts.
-        inputs: a number of shapes, dtypes and masks.
-        config: a number of strategy, layout, mask and kernel.
-        call: a number of what else the call says.
-        watch: a number of parameters, see :mod:`cp_styles.engine.gradient_watch`.
-        flags: of :data:`BACKWARD_MAY_COME` and :data:`MAY_WARN`.
+        meeting: the :class:`Meeting` of this rank.
+        who: a hash of the name of the module or function.
+        place: the index of the call in its module's forward; 0 if unknown.
+        q_length: number of local queries, or another number that may differ between ranks.
+        kv_length: number of local keys.
+        guessed: the global lengths for which ``layout`` was computed.
+        layout: a hash of the layouts.
+        inputs: a hash of shapes, dtypes and masks.
+        config: a hash of strategy, layout, mask and kernel.
+        call: a hash of the other arguments of the call.
+        watch: a checksum of a parameter, see :mod:`cp_styles.engine.gradient_watch`.
+        flags: :data:`BACKWARD_MAY_COME` and :data:`MAY_WARN`.
     """
 
     status: int = RankStatus.GOOD_INPUTS
@@ -103,20 +102,20 @@ WIDTH = len(StatusRow._fields)
 BACKWARD_MAY_COME, MAY_WARN = 1, 2
 
 Rows: TypeAlias = Sequence[StatusRow]
-"""What each rank said, in group order."""
+"""The rows of all ranks, in group order."""
 
 
 @dataclass
 class Ledger:
-    """How far this rank has come with the attentions over a group.
+    """The state of this rank's attentions over a group.
 
     Attributes:
-        name, axis: of the last meeting, for messages.
-        engaged: an attention is being agreed on, or its forward has not ended. What fails here all ranks have heard of,
-            or they are waiting for keys, and hear of nothing else.
-        forward_open: there were forwards since the ranks last found that they are through with them.
+        name, axis: name and mesh axis of the last meeting, for messages.
+        engaged: ranks are agreeing on an attention, or its forward is running. The other ranks already know of an error
+            here, or they wait for keys and cannot learn of it.
+        forward_open: there were forwards since the last meeting for a backward.
         backward_began: there was a backward after the last forward.
-        lengths: global numbers of queries and keys, by this rank's, as they were the last time.
+        lengths: global numbers of queries and keys, by the local numbers, as seen the last time.
     """
 
     name: str = "attention"
@@ -148,14 +147,14 @@ def exchange_status(
     group: dist.ProcessGroup,
     refused: RankStatus = RankStatus.BAD_INPUTS,
 ) -> Rows:
-    """What each rank said, ``build()`` on this one. See [Note: meetings].
+    """The rows of all ranks; ``build()`` makes the row of this rank. See [Note: meetings].
 
-    Where ``build`` raises an Exception, this rank raises it, and no rank waits for it: the others have heard
-    ``refused``. (What is no Exception, a KeyboardInterrupt, ends this process, and is not for others to hear of.)
+    If ``build`` raises an Exception, this rank raises it, and the others get the status ``refused`` and raise too.
+    (Other BaseExceptions, such as KeyboardInterrupt, end this process and are not reported to the others.)
     Communication: one all-gather of WIDTH integers.
 
     Raises:
-        ValueError: on every rank, where one has refused, or the ranks are not there for the same thing.
+        ValueError: on every rank, if one has refused, or if the ranks are not at the same meeting.
     """
     problem: Exception | None = None
     said = StatusRow(status=refused)
@@ -172,7 +171,7 @@ def exchange_status(
         rows = [StatusRow(*row) for row in gather_numbers(mine, group)]
     except RuntimeError as error:
         error.add_note(
-            f"{name}: this happened while this rank, {meeting.words}, waited to hear from the other ranks of mesh axis "
+            f"{name}: this happened while this rank, {meeting.words}, waited for the other ranks of mesh axis "
             f"{axis!r}: one of them has failed, or calls attention fewer times"
         )
         raise
@@ -184,11 +183,10 @@ def exchange_status(
 
 
 def offer_refusal(name: str, axis: str, group: dist.ProcessGroup) -> None:
-    """Let the other ranks hear, wherever they meet next, that this one has failed; for who has an error to raise.
+    """Tell the other ranks, at their next meeting, that this rank has failed. Call it before raising an error.
 
-    Does nothing where they know, or will not listen: see :attr:`Ledger.engaged`; in a backward; for
-    KeyboardInterrupt and the like, which is not this function's to know. Waits for the others for half a minute at
-    most: they may themselves be waiting, for this rank, somewhere else.
+    It does nothing inside a backward, or if the others know already or cannot learn of it: see :attr:`Ledger.engaged`.
+    It waits for the others for at most half a minute, because they may be waiting for this rank somewhere else.
     """
     ledger = ledger_of(group)
     if group.size() > 1 and current_graph_task() is None and not ledger.engaged:
@@ -226,8 +224,8 @@ def _raise_if_apart(rows: Rows, name: str, axis: str) -> None:
     more = ", ..." if len(rows) > _MOST_SHOWN else ""
     raise ValueError(
         f"{name}: the ranks of mesh axis {axis!r} are not at the same place: {here}{more}. They call attention, or "
-        "something else that communicates over this axis, another number of times, or in another order: what a loop "
-        "or a condition depends on must be the same on all ranks"
+        "another function that communicates over this axis, a different number of times or in a different order: "
+        "loops and conditions must depend on values that are the same on all ranks"
     )
 
 
@@ -247,9 +245,9 @@ def _where(row: StatusRow, rows: Rows) -> str:
 
 
 def begin_backward(group: dist.ProcessGroup | None) -> None:
-    """What every backward of an attention over ``group`` does first.
+    """The meeting at the start of every backward of an attention over ``group``.
 
-    Communication: where there were forwards since the last time, one all-gather of WIDTH integers.
+    Communication: one all-gather of WIDTH integers, if there were forwards since the last such meeting.
     """
     if group is None or group.size() == 1:
         return
@@ -259,10 +257,10 @@ def begin_backward(group: dist.ProcessGroup | None) -> None:
 
 
 def end_forwards() -> None:
-    """The ranks of every group over which this rank has attended since the last time find that all of them are through.
+    """Meet the ranks of every group over which this rank has run attention since the last such meeting.
 
-    For functions that communicate after forwards, over whatever group. Communication: an all-gather of WIDTH integers
-    over each such group.
+    For functions that communicate after forwards, over any group. Communication: one all-gather of WIDTH integers over
+    each such group.
     """
     for group, ledger in list(_ledgers.items()):
         if ledger.forward_open and _is_of_this_world(group):
@@ -276,7 +274,7 @@ def _close(ledger: Ledger, group: dist.ProcessGroup) -> None:
 
 
 def _is_of_this_world(group: dist.ProcessGroup) -> bool:
-    """Ranks may be threads, and groups may have been destroyed."""
+    """Whether the group belongs to this rank (ranks may be threads) and was not destroyed."""
     try:
         return resolve_group(group.group_name) is group
     except RuntimeError:
@@ -284,18 +282,18 @@ def _is_of_this_world(group: dist.ProcessGroup) -> bool:
 
 
 def compare(rows: Rows, column: str, name: str, axis: str, what: str, mine: Callable[[], Any]) -> None:
-    """Raise ValueError unless the ranks have the same number in ``column``, which stands for ``mine()`` on this one."""
+    """Raise ValueError unless all ranks have the same number in ``column``. ``mine()`` describes this rank's value."""
     numbers = [getattr(row, column) for row in rows]
     odd = [rank for rank, number in enumerate(numbers) if number != numbers[0]]
     if odd:
         raise ValueError(
-            f"{name}: the ranks of mesh axis {axis!r} disagree on {what}: ranks {odd} differ from rank 0; here it is "
-            f"{mine()}"
+            f"{name}: the ranks of mesh axis {axis!r} disagree on {what}: ranks {odd} differ from rank 0; this rank "
+            f"has {mine()}"
         )
 
 
 def plain(value: Any) -> str:
-    """A text that is the same on every rank: no addresses, and functions by name."""
+    """A text for ``value`` that is the same on every rank: without addresses, functions by name."""
     return getattr(value, "__qualname__", None) or re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 

@@ -1,4 +1,4 @@
-"""What an attention is bound to, and the agreement of all ranks on what they are about to do."""
+"""The configuration of an attention on a mesh axis, and the agreement of all ranks before a call."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ from cp_styles.layout import (
 from cp_styles.mask import Causal, Dense, Full, Mask, PerRow, digest
 from cp_styles.strategies import Attention, PerRowStrategy, Strategy
 
-# Attentions of a binding that are kept, with what strategies have derived for them.
+# Number of attentions that a binding caches, with the data that strategies have derived for them.
 _MOST_ATTENTIONS = 16
 
 
 @dataclass
 class Tally:
-    """What one forward of a module has come to.
+    """State of one module forward.
 
     Attributes:
-        calls: how many attention ops its binding has served.
-        deferred_agreement: the :meth:`Binding.agree` that was put off until the first of them, as a function of
-            ``refuse`` and ``call``; None where the ranks have agreed.
+        calls: number of attention ops that have run.
+        deferred_agreement: the :meth:`Binding.agree` that was deferred to the first of them, as a function of
+            ``refuse`` and ``call``. None if the ranks have agreed.
     """
 
     calls: int = 0
@@ -62,24 +62,24 @@ class Tally:
 
 @dataclass(frozen=True)
 class Binding:
-    """One configuration of context-parallel attention on one mesh axis; everything that is not in the call itself.
+    """The configuration of context-parallel attention on one mesh axis: everything that is not in the call itself.
 
     Attributes:
-        name: whose attention this is, for messages: a module's name, or the function's.
+        name: name of the module or function, for messages.
         axis: name of the mesh axis, for messages.
         group: the ranks that share the sequence.
-        strategy: how queries, keys and values meet.
-        layout: the cut itself, or the balancer that makes it from (length, ranks).
-        mask: who attends to whom, beside what the call says with ``is_causal``.
-        kernel: computes the tiles it can, see :func:`~cp_styles.kernels.kernel_for_tiles`; None prefers the fused
+        strategy: how keys and values get to the queries.
+        layout: the layout, or the balancer that makes it from (length, ranks).
+        mask: which keys each query attends to, in addition to ``is_causal`` of the call.
+        kernel: computes the tiles that it can, see :func:`~cp_styles.kernels.kernel_for_tiles`. None prefers the fused
             kernel of the call.
-        lengths: global numbers of queries and of keys of the call, once its ranks have agreed on them.
-        other_axes: the axes beside ``axis`` on which the call's tensors are DTensors, None for none.
-        tally: what the forward has come to, so that a module whose attention was never reached can be told so.
-        watch: notices parameters that nobody reduces over the group; None takes the group's own, for callers that
-            bind anew at every call.
-        asked: what the calls so far say of their plans, beside layout and mask: (is_causal, the kernel's small_tiles).
-            Bindings that are replaced from this one share it.
+        lengths: global numbers of queries and keys of the call, once the ranks have agreed on them.
+        other_axes: the mesh axes other than ``axis`` on which the tensors of the call are DTensors. None: none.
+        tally: state of the module's forward. An error is raised if its attention was not reached.
+        watch: detects parameters that are not reduced over the group. None: the watch of the group, for callers that
+            make a binding for each call.
+        asked: properties of the calls so far that plans depend on: (is_causal, the kernel's small_tiles). Bindings made
+            from this one by ``replace`` share it.
     """
 
     name: str
@@ -121,7 +121,7 @@ class Binding:
             )
 
     def layout_for(self, length: int) -> SequenceLayout:
-        """The cut of a sequence of ``length`` positions."""
+        """The layout of a sequence of ``length`` positions."""
         if not isinstance(self.layout, SequenceLayout):
             return layout_made_by(self.layout, length, self.group.size())
         if self.layout.length != length:
@@ -146,12 +146,12 @@ class Binding:
     ) -> Attention:
         """The attention of one call, from its *global* lengths and its local query, key and value [B, H, S, D].
 
-        ``attn_mask`` is the call's own, of the whole sequence, in the order of positions. Where the tensors are part of
-        a larger batch, or of more heads, ``heads`` says which query heads, and ``whole`` the (batch, heads) for which a
-        mask must be.
+        ``attn_mask`` is the mask of the call, for the whole sequence, in the order of positions. If the tensors are
+        part of a larger batch or of more heads, ``heads`` says which query heads they are, and ``whole`` is the (batch,
+        heads) that a mask must fit.
 
-        Raises the same errors on every rank, because nothing here depends on the rank. Communicates nothing. A call
-        like one of the last ones gets the same object.
+        It raises the same errors on every rank, because it does not depend on the rank. No communication. Results are
+        cached.
         """
         said = {"is_causal": is_causal, "scale": scale, "preferred": preferred, "heads": heads, "whole": whole}
         if attn_mask is not None:
@@ -197,14 +197,14 @@ class Binding:
         return Attention(self.group, q_layout, kv_layout, mask, kernel, scale, heads)
 
     def keeping_nothing(self) -> Binding:
-        """This binding, with a strategy that keeps no received keys for the backward; the same one every time."""
+        """This binding with a strategy that keeps no received keys for the backward. Cached."""
         if self._lean is None:
             object.__setattr__(self, "_lean", replace(self, strategy=self.strategy.keeping_nothing()))
         assert self._lean is not None
         return self._lean
 
     def prepare(self) -> None:
-        """Make the plans of calls like those so far, so that they find them; no communication."""
+        """Make the plans for calls like those so far, so that later calls find them. No communication."""
         assert isinstance(self.layout, SequenceLayout)  # a scope's
         for is_causal, small_tiles in self.asked:
             mask = self.mask & Causal() if is_causal else self.mask
@@ -215,7 +215,7 @@ class Binding:
             what = "is_causal=True" if is_causal else repr(self.mask)
             raise ValueError(
                 f"{self.name}: {what} with {q_length} queries and {kv_length} keys: positions of the two sequences do "
-                "not correspond. Cross-attention takes no positional mask here; pass is_causal=False"
+                "not correspond. Cross-attention takes no positional mask; pass is_causal=False"
             )
         if isinstance(self.layout, SequenceLayout):
             raise ValueError(
@@ -227,16 +227,17 @@ class Binding:
     def known_lengths(
         self, refuse: Callable[[], None], tensors: Sequence[torch.Tensor], seq_dim: int
     ) -> tuple[int, int] | None:
-        """What :meth:`agree` would return, where that is sure without asking: then it may wait for the call.
+        """The lengths that :meth:`agree` would find, if they are certain without communication. Else None.
 
-        A balancer must be told the length, and a rank that sees something wrong must say so now. No communication.
+        If they are known, the agreement can be deferred to the call. They are not known with a balancer, which needs
+        the global length, or if this rank sees an error, which must be reported now. No communication.
         """
         if not isinstance(self.layout, SequenceLayout):
             return None
         try:
             refuse()
             self.refuse_other_cut(tensors)
-        except Exception:  # whatever it is, the others are to hear of it
+        except Exception:  # of any kind: agree() reports it to the other ranks
             return None
         own = self.layout.lengths[self.group.rank()]
         fits = all(x.shape[seq_dim] == own for x in tensors)
@@ -252,28 +253,27 @@ class Binding:
         keep: bool = False,
         refused: RankStatus = RankStatus.BAD_INPUTS,
     ) -> Binding:
-        """What this becomes for one call, with its ``lengths``, once all ranks are known to have inputs that fit
-        together: a balancer is asked for its layout here and not again, in the call's backward neither.
+        """The binding of one call, with its ``lengths``, once all ranks know that their inputs fit together.
 
-        ``refuse`` raises for what this rank alone may see. Then one all-gather (see
-        :func:`~cp_styles.comm.agreement.exchange_status`) makes one rank's problem every rank's error, instead of a
-        hang. A second one follows where some rank could not guess the global lengths from its own, as it can where
-        parts are equal or were of these lengths before; and one where a rank has something to warn of.
+        A balancer is called here only, and not again in the backward of the call. ``refuse`` raises for errors that
+        only this rank may see. One all-gather (see :func:`~cp_styles.comm.agreement.exchange_status`) makes every rank
+        raise then, instead of hanging. A second all-gather follows if some rank could not guess the global lengths.
+        (The guess is right if parts are equal, or had these lengths before.) Another one follows if a rank may warn.
 
         Args:
             refuse: raises on bad local input.
-            tensors: local query, key and value, 4-D once ``refuse`` has returned.
-            seq_dim: their sequence dim, of any sign.
-            attn_mask: the call's own mask of the whole sequence, where it is known already.
-            call: what else the call says, by name (``is_causal``, ``scale``), where that is known already.
-            keep: whether a backward of the call may come, where the call is known.
-            refused: what the others are to hear if ``refuse`` raises.
+            tensors: local query, key and value; 4-D if ``refuse`` returns.
+            seq_dim: their sequence dim. May be negative.
+            attn_mask: the mask of the call for the whole sequence, if it is known already.
+            call: the other arguments of the call by name (``is_causal``, ``scale``), if they are known already.
+            keep: whether a backward of the call may follow, if the call is known.
+            refused: the status that the other ranks get if ``refuse`` raises.
 
-        Warns :class:`~cp_styles.engine.gradient_watch.UnreducedGradientsWarning` when the ranks' parameters have come
-        apart, and :class:`~cp_styles.layout.LayoutMismatchWarning` when tokens seem to be cut with another layout.
+        Warns :class:`~cp_styles.engine.gradient_watch.UnreducedGradientsWarning` if the ranks' parameters differ, and
+        :class:`~cp_styles.layout.LayoutMismatchWarning` if tokens seem to be cut with another layout.
         """
         watch, ranks, ledger = self.watch or watch_of(self.group), self.group.size(), ledger_of(self.group)
-        layouts: dict[int, SequenceLayout] = {}  # a balancer may take its time, and may say something else next time
+        layouts: dict[int, SequenceLayout] = {}  # a balancer may be slow, and its next result may differ
 
         def layout_for(length: int) -> SequenceLayout:
             if length not in layouts:
@@ -293,7 +293,7 @@ class Binding:
                 guess = self.layout.length, self.layout.length
             try:
                 layout = _number_of(cuts(guess))
-            except Exception:  # of a length that may not be the call's
+            except Exception:  # the guessed length may be wrong
                 guess, layout = (0, 0), 0
             may_warn = other_cuts_around(layout_for, ranks)
             return StatusRow(
@@ -327,7 +327,7 @@ class Binding:
         if len({row.status for row in rows}) == 1:
             compare(layout_rows, "layout", *where, _NAMED, self._text)
         self._compare_lengths(rows, cuts(whole))
-        # A rank that did not get to its call was not asked about it: what it has instead of a call is told first.
+        # Compare the configuration last: a rank that did not reach its call is reported with its own status first.
         compare(rows, "config", *where, _NAMED, self._text)
         _compare_keep(rows, keep, *where)
         ledger.remember((tensors[0].shape[seq_dim], tensors[1].shape[seq_dim]), whole)
@@ -336,7 +336,7 @@ class Binding:
         return self._settled(whole, cuts(whole))
 
     def _warn(self, rows: Rows, watch: ParameterWatch, layout: SequenceLayout) -> None:
-        """A warning may be an error where the user says so: then it must be one that all ranks hear of."""
+        """Warn on all ranks. A user may turn warnings into errors, and then all ranks must raise."""
         found = watch.compare([row.watch for row in rows], self.name, self.axis, self.group)
         if found is None and not any(row.flags & MAY_WARN for row in rows):
             return
@@ -350,17 +350,17 @@ class Binding:
         exchange_status(warn, Meeting.WARNING, self.name, self.axis, self.group)
 
     def _begun(self, engaged: bool) -> None:
-        """An attention starts here, and ends with :meth:`finished`."""
+        """Note that an attention starts. It ends with :meth:`finished`."""
         ledger = ledger_of(self.group)
         ledger.engaged, ledger.backward_began = engaged, False
         ledger.forward_open = ledger.forward_open or current_graph_task() is None
 
     def finished(self) -> None:
-        """The forward of the attention that was agreed on has ended: an error from here on is not the attention's."""
+        """Note that the forward of the attention has ended. Later errors are not errors of the attention."""
         ledger_of(self.group).engaged = False
 
     def _settled(self, lengths: tuple[int, int], cuts: tuple[SequenceLayout, SequenceLayout]) -> Binding:
-        """This binding with layouts in the place of a balancer; the same one for the same layouts."""
+        """This binding with fixed layouts instead of a balancer. Cached by layouts."""
         found = self._settlements.get(cuts)
         if found is None:
             if len(self._settlements) >= _MOST_ATTENTIONS:
@@ -377,11 +377,11 @@ class Binding:
         attn_mask: torch.Tensor | None,
         keep: bool,
     ) -> None:
-        """Raise on every rank unless all of them call their attention alike: for a call inside a module.
+        """Raise on every rank unless all ranks call their attention in the same way: for a call inside a module.
 
-        Modules that look at their own part do not, ``is_causal=query.shape[2] > 1`` where one rank has one token.
-        ``refuse`` raises for what this rank alone may see; ``keep``: a backward may come. Communication: that of an
-        :meth:`agree` that is deferred_agreement; one all-gather after it.
+        A module may depend on its local part: ``is_causal=query.shape[2] > 1`` differs on a rank with one token.
+        ``refuse`` raises for errors that only this rank may see. ``keep``: a backward may follow. Communication: that
+        of :meth:`agree` if it was deferred, otherwise one all-gather.
         """
         deferred_agreement, self.tally.deferred_agreement = self.tally.deferred_agreement, None
         if deferred_agreement is not None:
@@ -405,8 +405,8 @@ class Binding:
         def mine() -> str:
             mask = "none" if attn_mask is None else f"one of shape {tuple(attn_mask.shape)}"
             return (
-                f"is_causal={is_causal}, scale={scale}, attn_mask {mask}. What a module decides by the length of its "
-                "input must not depend on a rank's part, and a mask is the whole sequence's, the same on all ranks"
+                f"is_causal={is_causal}, scale={scale}, attn_mask {mask}. The module must not decide by the length of "
+                "its local input, and attn_mask must be the mask of the whole sequence, the same on all ranks"
             )
 
         compare(rows, "call", *where, "the call of the attention inside", mine)
@@ -414,27 +414,27 @@ class Binding:
         self._begun(True)
 
     def refuse(self, problem: Exception) -> NoReturn:
-        """Raise ``problem``, once the ranks that are about to :meth:`agree` have heard that there is one."""
+        """Raise ``problem`` on this rank, and an error on the ranks that are about to :meth:`agree`."""
         self.agree(partial(_raise, problem), (), 0)
         raise problem
 
     def refuse_call(self) -> None:
-        """Let the ranks that have called their attention, or are about to, hear that this one will not."""
+        """Tell the ranks that have called their attention, or will call it, that this rank will not."""
         offer_refusal(self.name, self.axis, self.group)
 
     def refuse_other_cut(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Layouts mostly give equal lengths, so a wrong one shows in nothing but wrong results, and here."""
+        """Raise for tensors that another layout cut. Lengths do not show this, because most layouts give equal ones."""
         for tensor in tensors:
             cut = cut_with(tensor)
             if cut is None or cut.ranks != self.group.size():
                 continue
             if isinstance(self.layout, SequenceLayout) and self.layout.length != cut.length:
-                continue  # another sequence; what is attended to is compared with the layout's lengths
+                continue  # a tensor of another sequence; lengths of inputs are compared elsewhere
             if cut != self.layout_for(cut.length):
                 raise ValueError(
                     f"{self.name}: an input of shape {tuple(tensor.shape)} was cut with another layout than the "
-                    f"attention uses ({plain(self.layout)}); cut and attend with the same one: layout= of the style, "
-                    "or a SequenceScope around both"
+                    f"attention uses ({plain(self.layout)}); cut and attend with the same layout: layout= of the "
+                    "style, or a SequenceScope around both"
                 )
 
     def _refuse_other_values(self, tensors: Sequence[torch.Tensor], seq_dim: int) -> None:
@@ -443,7 +443,7 @@ class Binding:
             raise ValueError(f"{self.name}: key and value have different lengths: {keys} and {values}")
 
     def _compare(self, rows: Rows, tensors: Sequence[torch.Tensor], call: Mapping[str, Any]) -> None:
-        """Raise unless the ranks' numbers are those of inputs that fit together."""
+        """Raise unless the inputs of the ranks fit together."""
 
         def shapes() -> list[Any]:
             return [(tuple(x.shape), str(attended_dtype(x))) for x in tensors]
@@ -466,7 +466,7 @@ class Binding:
                 raise ValueError(
                     f"{self.name}: the ranks of mesh axis {self.axis!r} hold {list(lengths)} positions, but the layout "
                     f"{plain(self.layout)} gives them {list(layout.lengths)} of {sum(lengths)}: cut the inputs with "
-                    "the layout the attention uses (layout.shard), or give the attention the layout they were cut with"
+                    "the layout of the attention (layout.shard), or give the attention the layout they were cut with"
                 )
 
     def _text(self) -> str:
@@ -474,7 +474,7 @@ class Binding:
 
     @cached_property
     def _print(self) -> int:
-        # Of a balancer only that it is one: what it says is compared.
+        # For a balancer only the fact that it is one: the layouts that it makes are compared.
         cut = plain(self.layout) if isinstance(self.layout, SequenceLayout) else "balancer"
         texts = [plain(part) for part in (self.strategy, self.mask, self.kernel)]
         return fingerprint([cut, *texts, self.mask.content, 0 if self.kernel is None else self.kernel.content])
@@ -484,7 +484,7 @@ _NAMED = "strategy, layout, mask or kernel"
 
 
 def _number_of(cuts: tuple[SequenceLayout, SequenceLayout]) -> int:
-    """Python hashes tuples of integers, which is what layouts hash, alike in every process."""
+    """A hash of the layouts that is the same in every process: Python does not salt hashes of tuples of integers."""
     return hash(tuple(map(hash, cuts)))
 
 
@@ -493,14 +493,14 @@ def _packed(lengths: tuple[int, int]) -> int:
 
 
 def _compare_keep(rows: Rows, keep: bool, name: str, axis: str) -> None:
-    """The backward of one rank would wait for the others' share."""
+    """Raise unless a backward may follow on all ranks or on none. Otherwise a backward would wait for the others."""
     keeps = [row.flags & BACKWARD_MAY_COME for row in rows if row.status == RankStatus.GOOD_CALL]
     if len(set(keeps)) > 1:
         odd = [rank for rank, row in enumerate(rows) if not row.flags & BACKWARD_MAY_COME]
         raise ValueError(
-            f"{name}: a backward may come on some ranks of mesh axis {axis!r} and not on others: ranks {odd} attend "
-            f"under no_grad, or with inputs none of which requires grad; here one {'may' if keep else 'may not'} come. "
-            "Every rank has a share of every gradient: run the forward with gradients on all ranks, or on none"
+            f"{name}: a backward may follow on some ranks of mesh axis {axis!r} and not on others: ranks {odd} attend "
+            f"under no_grad, or no input of theirs requires grad; on this rank one {'may' if keep else 'may not'} "
+            "follow. Every rank has a share of every gradient: run the forward with gradients on all ranks, or on none"
         )
 
 
@@ -511,19 +511,19 @@ def _raise(problem: Exception) -> NoReturn:
 def refuse_dropout(name: str, dropout_p: float) -> None:
     if dropout_p:
         raise NotImplementedError(
-            f"{name}: dropout_p={dropout_p}: each rank's random numbers would have to be those of one device. Set "
-            "dropout to 0, or apply it after the attention"
+            f"{name}: dropout_p={dropout_p} is not supported: the random numbers of the ranks would have to equal "
+            "those of one device. Set dropout to 0, or apply it after the attention"
         )
 
 
 def refuse_grouped(name: str, heads: int, kv_heads: int, enable_gqa: bool) -> None:
-    """As torch does; what reaches its fused ops has passed this already."""
+    """Raise as torch does. Calls that reach torch's fused ops have passed this check already."""
     if heads != kv_heads and not enable_gqa:
         raise ValueError(f"{name}: {heads} query heads and {kv_heads} key/value heads need enable_gqa=True")
 
 
 def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Of [B, H, S, D]: no broadcasting here, because a part of the sequence may be empty and would not notice."""
+    """Raise unless the shapes [B, H, S, D] fit without broadcasting. (An empty part would broadcast silently.)"""
     batches, heads = ([x.shape[dim] for x in (q, k, v)] for dim in (0, 1))
     if len(set(batches)) > 1:
         raise ValueError(f"query, key and value have batches of {batches[0]}, {batches[1]} and {batches[2]}")

@@ -1,15 +1,16 @@
-"""What an attention is bound to as a text, and back: how a configuration becomes an argument of an op.
+"""The configuration of an attention as a text, so that it can be an argument of an op; and the way back.
 
-An op takes tensors, numbers and strings. Strategies, layouts, masks and kernels are small frozen objects, so they are
-spelled out, and the text stands in the compiled graph: whatever keys a cache by the graph, torch's caches on disk too,
-then sees the configuration. Functions and classes are spelled by name, so that what runs is always this process' code.
+An op takes tensors, numbers and strings. Strategies, layouts, masks and kernels are small frozen objects, so they can
+be written as a text. The text is part of the compiled graph. So every cache that is keyed by the graph, also torch's
+cache on disk, depends on the configuration. Functions and classes are written by name: the code that runs is always
+that of this process.
 
-[Note: what a text may name] Texts also come from elsewhere, with an exported program for one, and what they name is
-called. So they may name what this process has spelled itself, dtypes, and what the package itself spells: its masks,
-strategies and the like, and its balancers. Nothing is imported for a text.
+[Note: what a text may name] Texts may come from elsewhere, for example with an exported program, and what they name is
+called. So they may name only what this process has written to a text itself, dtypes, and what this package defines: its
+masks, strategies and so on, and its balancers. Nothing is imported for a text.
 
-:func:`to_text` is traced by torch.compile as it stands, so every number and name it reads is guarded: another mask is
-another graph. Hence its plain style.
+torch.compile traces :func:`to_text`, so it guards every number and name that the function reads: another mask gives
+another graph. Therefore the function is written in a simple style.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from cp_styles.mask import Dense
 
 _PACKAGE = "cp_styles."
 
-# What has been spelled in this process, by name. All of it is at the top level of a module, and as few things as a
-# program has such definitions.
+# Functions and classes that this process has written to a text, by name. They are defined at the top level of modules,
+# so the table is not larger than the program.
 _spelled: dict[str, Any] = {}
 
 
@@ -38,7 +39,7 @@ def to_text(value: Any, tensors: list[torch.Tensor]) -> str:
     """``value`` as a literal that :func:`from_text` reads; the tensors of ``Dense`` masks are appended to ``tensors``.
 
     Raises:
-        TypeError: for what has no name by which another process could find it, or no fields to rebuild it from.
+        TypeError: for objects that another process could not find by name, or not rebuild from their fields.
     """
     if value is None or isinstance(value, (bool, str)):
         return repr(value)
@@ -63,17 +64,17 @@ def to_text(value: Any, tensors: list[torch.Tensor]) -> str:
     name, fields = _fields_of(type(value))
     if not name:
         raise TypeError(
-            f"a {type(value).__name__} cannot be spelled out: make its class a frozen dataclass at the top level of a "
-            "module, all of whose fields are numbers, strings, tuples or such objects"
+            f"a {type(value).__name__} cannot be written as a text: make its class a frozen dataclass at the top level "
+            "of a module, all of whose fields are numbers, strings, tuples or such objects"
         )
     return "{" + repr(name) + ":(" + "".join([to_text(getattr(value, field), tensors) + "," for field in fields]) + ")}"
 
 
 def from_text(text: str, tensors: tuple[torch.Tensor, ...] = ()) -> Any:
-    """What :func:`to_text` spelled; remembered, where there are no tensors in it.
+    """The object that :func:`to_text` wrote. Cached, if it has no tensors.
 
     Raises:
-        ValueError: for what no text may name; see [Note: what a text may name].
+        ValueError: for names that a text may not have; see [Note: what a text may name].
     """
     return _build(_literal(text), tensors) if tensors else _parsed(text)
 
@@ -106,7 +107,7 @@ def _build(literal: Any, tensors: tuple[torch.Tensor, ...]) -> Any:
 
 
 def _fixed(number: int) -> int:
-    """The same number; under torch.compile, which makes symbols of numbers that change, one that it is guarded on."""
+    """The same number. Under torch.compile it is a guarded constant, where it could otherwise become a symbol."""
     return len(range(number)) if number >= 0 else -len(range(-number))
 
 
@@ -124,7 +125,7 @@ def _name_of(value: Any) -> str:
 
 @constant_under_compile
 def _fields_of(cls: type) -> tuple[str, tuple[str, ...]]:
-    """Under which name a class is found, and which fields its constructor takes; no name for what cannot be rebuilt."""
+    """The name of a class and the fields that its constructor takes. The name is empty if it cannot be rebuilt."""
     if dataclasses.is_dataclass(cls):
         fields = dataclasses.fields(cls)
         simple = cls.__dataclass_params__.frozen and not any(field.init and field.kw_only for field in fields)  # pyright: ignore[reportAttributeAccessIssue]
@@ -140,7 +141,7 @@ def _shown(value: Any) -> str:
 
 
 def _known(name: str) -> Any:
-    """What a text names; see [Note: what a text may name]."""
+    """The object that a text names; see [Note: what a text may name]."""
     found = _spelled.get(name)
     if found is None and name.split(":")[0] == "torch" and isinstance(_found(name), torch.dtype):
         found = _found(name)
@@ -151,9 +152,9 @@ def _known(name: str) -> Any:
         found = found if spells else None
     if found is None:
         raise ValueError(
-            f"the configuration of an attention names {name!r}, which nothing in this process has named yet: an "
-            "exported program may name its own balancers and masks only once they are used here (apply the style, or "
-            "compile the call, that has them), and nothing else"
+            f"the configuration of an attention names {name!r}, which this process has not used yet: an exported "
+            "program may name its own balancers and masks only after they were used in this process (apply the style "
+            "or compile the call that has them), and nothing else"
         )
     return found
 
@@ -163,7 +164,7 @@ def _is_balancer(function: types.FunctionType) -> bool:
 
 
 def _found(name: str) -> Any:
-    """What is there under ``module:qualified.name``, or None; nothing is imported."""
+    """The object ``module:qualified.name``, or None. Nothing is imported."""
     module, _, path = name.partition(":")
     try:
         return functools.reduce(getattr, path.split("."), sys.modules[module])

@@ -1,12 +1,12 @@
-"""Notices that nobody reduces a model's gradients over the sequence axis: after a step its parameters differ.
+"""Detects that gradients of a model are not reduced over the sequence axis: after a step its parameters differ.
 
-Context parallelism leaves every rank with its own share of each gradient. An optimizer that steps on shares takes the
-ranks' parameters apart, and nothing fails: the loss goes on falling. But ranks that hold the same parameters hold the
-same bits, so a number made of the bits of one parameter, in the all-gather that every attention makes anyway, tells.
+Under context parallelism each rank has its own share of each gradient. If the optimizer steps with these shares, the
+parameters of the ranks drift apart, and nothing fails: the loss still decreases. But equal parameters have equal bits.
+So a checksum of one parameter, in the all-gather that every attention makes anyway, shows the difference.
 
-[Note: compiled] Inside a compiled graph nothing leads from an attention's inputs back to parameters. But when its
-backward runs, the node that runs is the graph's, and that leads to what the graph was given. So a backward remembers a
-parameter, and the forwards after it look at that one.
+[Note: compiled] Inside a compiled graph there is no autograd path from the inputs of an attention to parameters. But in
+the backward, the running autograd node is that of the graph, and it leads to the graph's inputs. So a backward
+remembers a parameter, and later forwards use that one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from cp_styles._compat import current_autograd_node, is_traced
 from cp_styles.comm.checksum import checksum
 from cp_styles.comm.point_to_point import shares_ranks
 
-_MOST_NODES = 500  # of a graph that are asked for their parameter: the projection of a query is within some ten
+_MOST_NODES = 500  # autograd nodes that are searched for a parameter; that of a query's projection is about ten away
 _MOST_ELEMENTS = 2**16
 _MOST_REMEMBERED = 8  # of compiled models; several, because FSDP frees those that are not in use
 

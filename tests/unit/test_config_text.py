@@ -88,11 +88,11 @@ def test_a_text_from_elsewhere(text: str, tmp_path: Path):
     file = tmp_path / "touched"
     text = text.replace("FILE", str(file))
     loaded = set(sys.modules)
-    with pytest.raises(ValueError, match="which nothing in this process has named yet"):
+    with pytest.raises(ValueError, match="which this process has not used yet"):
         from_text(text)
     config = f"('name','cp','group',{text},)"
     q = torch.randn(1, 1, 4, 8)
-    with pytest.raises(ValueError, match="which nothing in this process has named yet"):
+    with pytest.raises(ValueError, match="which this process has not used yet"):
         torch.ops.cp_styles.attention(q, q, q, None, None, None, config, False, None, False, "")
     assert not file.exists()
     assert set(sys.modules) == loaded

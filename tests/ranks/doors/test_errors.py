@@ -117,12 +117,13 @@ def test_dropout():
     assert_expected_inline(
         wrapped(refusals(call(dropout_p=0.1))),
         """\
-NotImplementedError: Calls (AttentionContextParallel over mesh axis 'cp'): dropout_p=0.1: each rank's random
-numbers would have to be those of one device. Set dropout to 0, or apply it after the attention""",
+NotImplementedError: Calls (AttentionContextParallel over mesh axis 'cp'): dropout_p=0.1 is not supported: the
+random numbers of the ranks would have to equal those of one device. Set dropout to 0, or apply it after the
+attention""",
     )
     for causal in (True, False):
         inside = partial(F.scaled_dot_product_attention, dropout_p=0.1, is_causal=causal, enable_gqa=True)
-        assert "dropout_p=0.1: each rank's random numbers" in refusals(call(inside)), causal
+        assert "dropout_p=0.1 is not supported: the random numbers" in refusals(call(inside)), causal
 
 
 def test_masks_of_the_call():
@@ -227,8 +228,8 @@ mesh axis 'cp' hold 12 together; build the layout for this length, or give a bal
         wrapped(refusals(other_lengths)),
         """\
 ValueError: Core (AttentionContextParallel over mesh axis 'cp'): the ranks of mesh axis 'cp' hold [3, 4, 5]
-positions, but the layout contiguous gives them [4, 4, 4] of 12: cut the inputs with the layout the attention
-uses (layout.shard), or give the attention the layout they were cut with""",
+positions, but the layout contiguous gives them [4, 4, 4] of 12: cut the inputs with the layout of the
+attention (layout.shard), or give the attention the layout they were cut with""",
     )
 
 
@@ -256,7 +257,7 @@ def test_causal_cross_attention():
         wrapped(refusals(act)),
         """\
 ValueError: Core (AttentionContextParallel over mesh axis 'cp'): is_causal=True with 12 queries and 24 keys:
-positions of the two sequences do not correspond. Cross-attention takes no positional mask here; pass
+positions of the two sequences do not correspond. Cross-attention takes no positional mask; pass
 is_causal=False""",
     )
 

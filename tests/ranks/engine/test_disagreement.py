@@ -42,7 +42,7 @@ LENGTH = Even.problem.inputs[0].shape[2]
     [
         (
             lambda x: x[:1],
-            "dtype or attn_mask: ranks [2] differ from rank 0; here it is",
+            "dtype or attn_mask: ranks [2] differ from rank 0; this rank has",
         ),
         (lambda x: x[..., :6], "disagree on shape (beside the sequence), dtype or attn_mask: ranks [2] differ"),
         (lambda x: x.float(), "disagree on shape (beside the sequence), dtype or attn_mask: ranks [2] differ"),
@@ -77,7 +77,7 @@ def test_ranks_that_disagree_in_what_to_do(door: str, options: dict):
     assert len(lines) == RANKS  # each names its own
     for line in lines:
         assert re.search(
-            r"disagree on strategy, layout, mask or kernel.*: ranks \[1, 2\] differ from rank 0; here it is", line
+            r"disagree on strategy, layout, mask or kernel.*: ranks \[1, 2\] differ from rank 0; this rank has", line
         )
 
 
@@ -141,7 +141,7 @@ def fails(*tensors):
 
 # What is said of the calls below under ModuleContextParallel, which sees them before torch does.
 OF_THE_MODULE = {
-    "dropout_p=0.1: each rank's random numbers": ("dropout_p=0.1", "refused their inputs"),
+    "dropout_p=0.1 is not supported: the random numbers of the ranks": ("dropout_p=0.1", "refused their inputs"),
     "no fused attention op was reached inside the module": (
         "no scaled_dot_product_attention was called inside",
         "refused the attention inside",
@@ -154,7 +154,7 @@ OF_THE_MODULE = {
     [
         (
             partial(F.scaled_dot_product_attention, dropout_p=0.1, enable_gqa=True),
-            "dropout_p=0.1: each rank's random numbers",
+            "dropout_p=0.1 is not supported: the random numbers of the ranks",
         ),
         (lambda q, k, v: v * 2.0, "no fused attention op was reached inside the module"),
         (fails, "my own mistake"),
@@ -276,7 +276,7 @@ def test_one_rank_without_a_backward(door: str, how: str):
             DOORS[door](s, *leaves)
 
     lines = refusals(act).splitlines()
-    assert all("ranks [2] attend under no_grad, or with inputs none of which requires grad" in line for line in lines)
+    assert all("ranks [2] attend under no_grad, or no input of theirs requires grad" in line for line in lines)
     assert ["here one may come" in line for line in lines] == [True, True, False]
 
 
