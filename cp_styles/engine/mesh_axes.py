@@ -1,8 +1,8 @@
-"""A composed mesh seen from the sequence: its other axes, and what they may cut of query, key and value.
+"""The axes of a composed mesh other than the sequence axis, and the placements of query, key and value on them.
 
-Query, key and value [B, H, S, D] may be DTensors over axes beside the sequence's: tensor parallelism cuts heads, data
-parallelism the batch. Attention never mixes those, so every rank attends with its own; all it takes is that the key
-heads a rank has are those its query heads need.
+Query, key and value [B, H, S, D] may be DTensors on axes other than the sequence axis: tensor parallelism shards heads,
+data parallelism shards the batch. Attention does not mix heads or rows of the batch, so each rank computes its own. The
+only condition is that a rank has the key heads that its query heads need.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Placements = tuple[Placement, ...]
 
 @dataclass(frozen=True)
 class OtherAxes:
-    """The axes beside the sequence's of the mesh on which query, key and value came.
+    """The axes, other than the sequence axis, of the mesh of query, key and value.
 
     Attributes:
-        mesh: the mesh they came on.
-        seq_axis: the place of the sequence axis among its axes, None when it has none.
-        grid: the global ranks of [sequence axis, *the others], flat.
+        mesh: the mesh of query, key and value.
+        seq_axis: the index of the sequence axis in it. None if it has none.
+        grid: the global ranks of [sequence axis, *other axes], flat.
     """
 
     mesh: DeviceMesh
@@ -37,7 +37,7 @@ class OtherAxes:
 
     @property
     def axes(self) -> tuple[int, ...]:
-        """Which axes of ``mesh`` are not the sequence's."""
+        """The indices of the axes of ``mesh`` that are not the sequence axis."""
         return tuple(axis for axis in range(self.mesh.ndim) if axis != self.seq_axis)
 
     @property
@@ -54,11 +54,11 @@ class OtherAxes:
         return DeviceMesh.from_group(groups, device_type, grid, mesh_dim_names=(name, *self.names))
 
     def others(self, placements: Placements) -> Placements:
-        """Of placements on ``mesh``, those beside the sequence axis."""
+        """The placements on the other axes, from placements on ``mesh``."""
         return tuple(placements[axis] for axis in self.axes)
 
     def joined(self, seq: Placement, others: Placements) -> Placements:
-        """The placements on ``mesh``, of those on the sequence axis (dropped where it has none) and beside it."""
+        """The placements on ``mesh``, from those on the sequence axis (ignored if it has none) and on the others."""
         placements = list(others)
         if self.seq_axis is not None:
             placements.insert(self.seq_axis, seq)
@@ -66,7 +66,10 @@ class OtherAxes:
 
 
 def other_axes_of(mesh: DeviceMesh, composed: DeviceMesh, sequence: tuple[str, ...]) -> OtherAxes | str:
-    """What the axes of ``mesh`` are in ``composed``, whose axes ``sequence`` cut the sequence; or why they are none."""
+    """The other axes of ``mesh``, a mesh of axes of ``composed`` whose axes ``sequence`` cut the sequence.
+
+    Returns a text that says why, if ``mesh`` is not such a mesh.
+    """
     names, known = mesh.mesh_dim_names, composed.mesh_dim_names or ()
     if not names or any(name not in known for name in names):
         return f"they are not axes of the mesh {known} that the style was given"
@@ -82,7 +85,7 @@ def other_axes_of(mesh: DeviceMesh, composed: DeviceMesh, sequence: tuple[str, .
 
 
 def _grid(mesh: DeviceMesh, axes: tuple[int, ...]) -> torch.Tensor:
-    """The global ranks over ``axes`` of a mesh, in that order, at this rank's place on all its other axes."""
+    """The global ranks over ``axes`` of a mesh, in that order, at this rank's coordinates on all other axes."""
     ranks = mesh.mesh
     here = (ranks == dist.get_rank()).nonzero()[0].tolist()
     place = tuple(slice(None) if axis in axes else here[axis] for axis in range(mesh.ndim))
@@ -93,17 +96,17 @@ def _grid(mesh: DeviceMesh, axes: tuple[int, ...]) -> torch.Tensor:
 def refuse_placements(
     labels: Sequence[str], placements: Sequence[Placements], names: Sequence[str], seq_dim: int, head_dim: int
 ) -> None:
-    """Raise ValueError unless query, key and value may be placed so on the axes ``names`` beside the sequence's."""
+    """Raise ValueError unless attention can take query, key and value with these placements on the axes ``names``."""
     for name, *of_axis in zip(names, *placements, strict=True):
         for label, placement in zip(labels, of_axis, strict=True):
             plain = placement.is_replicate() or (type(placement) is Shard and placement.dim in (0, head_dim))
             if plain:
                 continue
-            why = "is not something attention can keep apart"
+            why = "is not supported for attention"
             if isinstance(placement, Partial):
-                why = "is a sum that nobody has taken"
+                why = "is Partial, i.e. not yet reduced"
             elif isinstance(placement, Shard) and placement.dim == seq_dim:
-                why = "cuts the sequence once more, beside the sequence axis"
+                why = "cuts the sequence a second time"
             elif isinstance(placement, Shard) and placement.dim == 3:
                 why = "cuts the head dim"
             raise ValueError(
@@ -113,19 +116,19 @@ def refuse_placements(
         query, *keys = of_axis
         if keys[0] != keys[1] or not (query == keys[0] or (query == Shard(head_dim) and keys[0].is_replicate())):
             raise ValueError(
-                f"query, key and value are {tuple(of_axis)} on mesh axis {name!r}: place all three alike, or query "
-                f"Shard({head_dim}) and both others Replicate()"
+                f"query, key and value are {tuple(of_axis)} on mesh axis {name!r}: give all three the same placement, "
+                f"or query Shard({head_dim}) and both others Replicate()"
             )
 
 
 @dataclass(frozen=True)
 class HeadShare:
-    """This rank's heads of an attention whose heads are cut over axes beside the sequence's.
+    """This rank's heads, if other axes shard the heads.
 
     Attributes:
-        heads: the first query head and the one past the last.
-        of: how many query heads there are in all.
-        pairs: which of the key heads this rank *has* belongs to each of its query heads.
+        heads: the range of its query heads.
+        of: the total number of query heads.
+        pairs: for each of its query heads, the index of the key head it uses, among the key heads that this rank has.
     """
 
     heads: tuple[int, int]
@@ -133,14 +136,14 @@ class HeadShare:
     pairs: tuple[int, ...]
 
     def of_keys(self, kv_BGMD: torch.Tensor) -> torch.Tensor:
-        """The key heads that are needed, in the order in which kernels look for them: a view where one does."""
+        """The key heads that are needed, arranged so that kernels pair them correctly. A view if possible."""
         span = self._span
         if span is None:
             return kv_BGMD.index_select(1, torch.tensor(self.pairs, device=kv_BGMD.device))
         return kv_BGMD if span == (0, kv_BGMD.shape[1]) else kv_BGMD.narrow(1, span[0], span[1] - span[0])
 
     def to_keys(self, grad_BGMD: torch.Tensor, heads: int) -> torch.Tensor:
-        """The adjoint of :meth:`of_keys`: zero for the other heads of ``heads``."""
+        """The adjoint of :meth:`of_keys`: zeros for key heads, of ``heads``, that are not needed."""
         span = self._span
         if span == (0, heads):
             return grad_BGMD
@@ -152,7 +155,7 @@ class HeadShare:
 
     @property
     def _span(self) -> tuple[int, int] | None:
-        """The key heads as an interval, where each serves equally many query heads; None where the order matters."""
+        """The needed key heads as a range, if each is used by equally many query heads in order. Else None."""
         first, size = self.pairs[0], self.pairs[-1] + 1 - self.pairs[0]
         each = len(self.pairs) // size
         regular = len(self.pairs) == each * size and all(
@@ -162,15 +165,17 @@ class HeadShare:
 
 
 def head_share(query: DTensor, key: DTensor) -> HeadShare:
-    """Of DTensors [B, H, S, D] on one mesh whose placements :func:`refuse_placements` took. No communication.
+    """The heads of this rank, for DTensors [B, H, S, D] on one mesh that :func:`refuse_placements` accepts.
+
+    No communication.
 
     Raises:
-        ValueError: on every rank alike, where some rank has no query heads, or not the key heads they need.
+        ValueError: on every rank, if some rank has no query heads, or not the key heads that they need.
     """
     mesh, of, keys_of = query.device_mesh, query.shape[_HEAD_DIM], key.shape[_HEAD_DIM]
     if keys_of == 0 or of % keys_of:
         raise ValueError(f"{of} query heads are not a multiple of {keys_of} key/value heads")
-    # Not get_local_rank, which asks for the groups of all axes, and the sequence's has none.
+    # Not get_local_rank: it needs the groups of all axes, and the sequence axis of this mesh has none.
     here = tuple(mesh.get_coordinate() or ())
     cut = [axis for axis, placement in enumerate(query.placements) if placement == Shard(_HEAD_DIM)]
     share = None
@@ -184,7 +189,8 @@ def head_share(query: DTensor, key: DTensor) -> HeadShare:
             raise ValueError(
                 f"{of} query heads and {keys_of} key/value heads cannot be cut over mesh axes {names}: the rank at "
                 f"{[place[axis] for axis in cut]} gets query heads {start} to {stop - 1} and key heads {first} to "
-                f"{last - 1}, which are not theirs. Replicate key and value over these axes, or use sizes that divide"
+                f"{last - 1}, which do not belong together. Replicate key and value over these axes, or use sizes that "
+                "divide"
             )
         if place == here:
             share = HeadShare((start, stop), of, pairs)
@@ -193,7 +199,7 @@ def head_share(query: DTensor, key: DTensor) -> HeadShare:
 
 
 def _interval(tensor: DTensor, place: Sequence[int]) -> tuple[int, int]:
-    """The heads that DTensor, which cuts as torch.chunk does, gives the rank at ``place`` of the mesh."""
+    """The range of heads of the rank at ``place`` of the mesh. DTensor shards as torch.chunk does."""
     start, stop = 0, tensor.shape[_HEAD_DIM]
     for axis, placement in enumerate(tensor.placements):
         if placement == Shard(_HEAD_DIM):

@@ -1,4 +1,4 @@
-"""ParallelStyles for parallelize_module; on a composed mesh each takes its own axis."""
+"""ParallelStyles for parallelize_module. On a composed mesh each style takes its own axis."""
 
 from cp_styles.styles.attention import AttentionContextParallel
 from cp_styles.styles.module import ModuleContextParallel

@@ -1,4 +1,4 @@
-"""What the context-parallel styles have in common: their options, and what these bind on a mesh."""
+"""The base of the context-parallel styles: their options, and the binding that they make on a mesh."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class ContextParallelStyle(ParallelStyle):
         self._warned: WeakSet[dist.ProcessGroup] = WeakSet()
 
     def bind(self, module: nn.Module, device_mesh: DeviceMesh) -> tuple[DeviceMesh, Binding]:
-        """The 1-D mesh of the sequence, and what this style binds the module's attention to on it."""
+        """The 1-D mesh of the sequence, and the binding of the module's attention on it."""
         axis, strategy = self._axis(module, device_mesh)
         name = (axis.mesh_dim_names or ("cp",))[0]
         who = f"{type(module).__name__} ({type(self).__name__} over mesh axis {name!r})"

@@ -1,11 +1,11 @@
 """AttentionContextParallel under torch.compile: the module's ops as DTensors, its attention as one opaque op.
 
-[Note: traced] Compiled, a module cannot take the eager way: its ranks would have to agree while it is traced, and what
-an attention keeps for its backward has a size that only its run knows, which no output of torch's own attention op can
-have. So the call is taken before it reaches DTensor (see function_mode.py) and given to the op of op.py, which agrees
-and asks for the SequenceScope when it runs. Everything beside it stays DTensor's, on a bound mesh, so that whatever
-would gather the sequence fails here as it does there. On it every rank declares that all ranks hold as much as it does,
-for nobody knows better yet; no local result depends on it.
+[Note: traced] A compiled module cannot use the eager path, for two reasons. Its ranks would have to agree while it is
+traced. And the residual of an attention has a size that is known only at run time, which no output of torch's own
+attention op can have. So the call is intercepted before it reaches DTensor (see function_mode.py) and passed to the op
+of op.py. When that op runs, the ranks agree, and it looks up the SequenceScope. All other ops are DTensor ops on a
+bound mesh, so an op that would gather the sequence fails as in eager mode. On the bound mesh, each rank declares that
+all ranks hold as many tokens as it does, because the true numbers are not known yet. No local result depends on this.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from cp_styles.styles.dtensor_io import DTensorIO
 
 _STATE = "_context_parallel_traced"
 
-# torch.compile hands a string to what it calls while it traces, but no object. Modules that are bound alike, the layers
-# of a model, share the object and its string, and with them the graph of a layer.
+# While it traces, torch.compile can pass a string to a function, but no object. Modules with equal bindings, such as
+# the layers of a model, share the object and its string, and so the compiled graph of a layer.
 _alive: WeakValueDictionary[str, _BoundMeshes] = WeakValueDictionary()
 _known: WeakValueDictionary[tuple[Any, ...], _BoundMeshes] = WeakValueDictionary()
 _serial = itertools.count()
 
 
 class TracedCalls(AttentionCalls):
-    """Takes the attention of DTensors on a bound mesh, and gives its output back as one."""
+    """Runs attention calls on DTensors of a bound mesh on the engine, and returns DTensors."""
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._tally.calls = 0
@@ -67,20 +67,22 @@ class TracedCalls(AttentionCalls):
     ) -> Any:
         for label, tensor in zip(("query", "key", "value"), (query, key, value), strict=True):
             if not isinstance(tensor, DTensor):
-                raise ValueError(f"{self._name}: {label} was not made inside this module: it is no DTensor")
+                raise ValueError(f"{self._name}: {label} is not a DTensor, so it was not made from the module's inputs")
             seq, *others = tensor.placements
             if seq != Shard(2) or any(other not in (Shard(0), Shard(1), Replicate()) for other in others):
                 raise ValueError(
-                    f"{self._name}: {label} reaches the attention as {tensor.placements}, not Shard(2): something in "
-                    "the module moved or gathered the sequence dim; check seq_dim"
+                    f"{self._name}: {label} has the placements {tensor.placements} at the attention, not Shard(2): the "
+                    "module moved or gathered the sequence dim; check seq_dim"
                 )
         if query.placements != key.placements or query.placements != value.placements:
             raise NotImplementedError(
-                f"{self._name}: under torch.compile query, key and value must be placed alike, got {query.placements}, "
-                f"{key.placements} and {value.placements}"
+                f"{self._name}: under torch.compile query, key and value must have the same placements, got "
+                f"{query.placements}, {key.placements} and {value.placements}"
             )
         if isinstance(attn_mask, DTensor):
-            raise NotImplementedError(f"{self._name}: attn_mask is a DTensor; pass the whole sequence's mask, plain")
+            raise NotImplementedError(
+                f"{self._name}: attn_mask is a DTensor; pass the mask of the whole sequence as a plain tensor"
+            )
         if attn_mask is not None and len(query.placements) > 1 and any(size != 1 for size in attn_mask.shape[:-2]):
             raise NotImplementedError(f"{self._name}: attn_mask {tuple(attn_mask.shape)}: {_SINGLED_OUT}")
         out = super()._attend(
@@ -97,7 +99,7 @@ class TracedCalls(AttentionCalls):
 
 
 class Traced:
-    """How one module runs while torch.compile traces it; see [Note: traced]."""
+    """Runs one module while torch.compile traces it; see [Note: traced]."""
 
     def __init__(
         self,
@@ -110,8 +112,8 @@ class Traced:
         seq_dim: int,
         use_local_output: bool,
     ) -> None:
-        """``inputs``: name and position of query, key and value among the arguments of the module. ``run`` calls the
-        forward it is given, with the arguments it is given, where nobody compiles."""
+        """``inputs``: name and position of query, key and value in the module's signature. ``run(forward, args,
+        kwargs)`` runs the forward without torch.compile."""
         self.ran = False
         self._holds_parameters = False
         self._scoped, self._dtensor_io, self._axis, self._inputs, self._run = (
@@ -137,7 +139,7 @@ class Traced:
         return made
 
     def attach(self, module: nn.Module) -> None:
-        """Let ``module`` run so; torch.compile finds it by the module's class and nowhere else."""
+        """Change the class of ``module`` to one that uses this object. torch.compile finds a forward by the class."""
         setattr(module, _STATE, self)
         self._holds_parameters = any(True for _ in module.parameters())
         module.__class__ = _subclass(type(module))
@@ -148,13 +150,13 @@ class Traced:
             return self._run(forward, args, kwargs)
         if not self._use_local_output:
             raise NotImplementedError(
-                f"{self._name}: use_local_output=False under torch.compile: whether the ranks' parts make a DTensor is "
-                "not known there. Leave it out, or keep this module out of the compiled region"
+                f"{self._name}: use_local_output=False is not supported under torch.compile, where the lengths of the "
+                "ranks' parts are not known. Leave it out, or keep this module out of the compiled region"
             )
         if self._holds_parameters:
             raise NotImplementedError(
-                f"{self._name}: torch.compile does not trace parameters beside DTensors: apply the module's parameters "
-                "before it (a temperature to the query, for example), or take ModuleContextParallel"
+                f"{self._name}: torch.compile cannot trace plain parameters together with DTensors: apply the "
+                "parameters before the module (for example a temperature to the query), or use ModuleContextParallel"
             )
         inputs = [kwargs[name] if name in kwargs else args[place] for name, place in self._inputs]
         came = self._came(inputs)
@@ -174,7 +176,7 @@ class Traced:
         return tree_map_only(DTensor, lambda each: self._lowered(each, bound, came), output)
 
     def _came(self, inputs: Sequence[Any]) -> DeviceMesh | None:
-        """The mesh beside the sequence's that the inputs are DTensors on."""
+        """The mesh of the inputs if they are DTensors on axes other than the sequence's. Else None."""
         elsewhere = [
             x
             for x in inputs
@@ -191,8 +193,8 @@ class Traced:
             or any(_uneven(x) for x in elsewhere)
         ):
             raise ValueError(
-                f"{self._name}: under torch.compile query, key and value come as local tensors, or as DTensors on one "
-                "mesh, placed alike and evenly (Shard on the heads or the batch, or Replicate)"
+                f"{self._name}: under torch.compile query, key and value must be local tensors, or DTensors on one "
+                "mesh with equal placements and even shards (Shard on the heads or the batch, or Replicate)"
             )
         return mesh
 
@@ -202,8 +204,8 @@ class Traced:
         seq, *others = output.placements
         if not isinstance(seq, Shard) or any(other == seq for other in others):
             raise ValueError(
-                f"{self._name}: an output is {output.placements}, not sharded along the sequence: the module reduced, "
-                "joined or gathered the sequence dim. Do that outside of it"
+                f"{self._name}: an output has the placements {output.placements}, not sharded along the sequence: the "
+                "module reduced, joined or gathered the sequence dim. Do that outside of the module"
             )
         return (
             output.to_local() if came is None else DTensor.from_local(output.to_local(), came, others, run_check=False)
@@ -211,7 +213,7 @@ class Traced:
 
 
 class _BoundMeshes:
-    """The bound meshes of modules that are bound alike, by the mesh beside the sequence's that their inputs are on."""
+    """The bound meshes of modules with equal bindings, by the mesh of their inputs."""
 
     def __init__(self, binding: Binding, dtensor_io: DTensorIO, device_type: str) -> None:
         self._binding, self._dtensor_io, self._device_type = binding, dtensor_io, device_type
@@ -220,13 +222,13 @@ class _BoundMeshes:
         _alive[self.handle] = self
 
     def of(self, came: DeviceMesh | None) -> DeviceMesh | str:
-        """The bound mesh for inputs that came so, made once; or why there is none."""
+        """The bound mesh for inputs on the mesh ``came``, cached; or a text that says why there is none."""
         if came not in self._meshes:
             other_axes = None if came is None else self._dtensor_io.of(came)
             if isinstance(other_axes, str):
                 return f"query is a DTensor on mesh axes {came and came.mesh_dim_names}: {other_axes}"
             if other_axes is not None and other_axes.seq_axis is not None:
-                return "DTensors that are cut over the sequence axis and others are not taken under torch.compile"
+                return "DTensors on the sequence axis and other axes together are not supported under torch.compile"
             if other_axes is not None and self._binding.mask.varies_by_head_or_row:
                 return f"{self._binding.mask}: {_SINGLED_OUT}"
             binding = self._binding if other_axes is None else replace(self._binding, other_axes=other_axes)
@@ -234,18 +236,18 @@ class _BoundMeshes:
         return self._meshes[came]
 
 
-# Where a module breaks the graph, torch.compile traces up to here and calls this: the module then runs as a whole, and
-# as without torch.compile, because DTensors on a bound mesh cannot leave a graph.
+# If a module breaks the graph, torch.compile ends its graph before this function and calls it. The whole module then
+# runs without torch.compile, because DTensors on a bound mesh cannot be outputs of a graph.
 never_compile_alone(Traced.forward, nor_what_it_calls=True)
 
 _SINGLED_OUT = (
-    "under torch.compile, with query, key and value as DTensors on other axes, nobody knows which heads or rows of the "
-    "batch a rank has: give one mask for all of them, local tensors, or keep this module out of the compiled region"
+    "under torch.compile, with query, key and value as DTensors on other axes, it is not known which heads or rows of "
+    "the batch a rank has: give one mask for all, pass local tensors, or keep this module out of the compiled region"
 )
 
 
 def traced_of(module: nn.Module) -> Traced:
-    """What :meth:`Traced.attach` has put on a module, or on the one it is a copy of."""
+    """The object that :meth:`Traced.attach` has set on a module, or on the module of which it is a copy."""
     return getattr(module, _STATE)
 
 
@@ -266,7 +268,7 @@ _subclasses: dict[type, type] = {}
 
 
 def _subclass(cls: type[nn.Module]) -> type[nn.Module]:
-    """The same class, whose forward is :meth:`Traced.forward`."""
+    """A subclass of ``cls`` with the same name, whose forward is :meth:`Traced.forward`."""
     if cls in _subclasses.values():
         return cls
     if cls not in _subclasses:

@@ -1,10 +1,11 @@
-"""How a module's tensors come to the bound mesh and leave it again: local, as DTensors on the sequence axis, or as
-DTensors on other axes of the composed mesh, tensor parallelism's above all.
+"""Conversion of a module's inputs to DTensors on the bound mesh, and of its outputs back.
 
-[Note: lifting] What is a DTensor on tp, Shard on the heads, is on [cp, tp] the same tensor with Shard on the sequence
-added in front: the rank's local tensor stays as it is. So inputs are *lifted* to a bound mesh with the axes they came
-on behind the sequence's, DTensor propagates tp's placements through the module as ever (communicating over tp where it
-must, over the sequence axis never), and outputs are *lowered* to the mesh the inputs came on.
+Inputs may be local tensors, DTensors on the sequence axis, or DTensors on other axes of the composed mesh, such as tp.
+
+[Note: lifting] A DTensor on tp with Shard on the heads is also a DTensor on [cp, tp], with Shard on the sequence added
+in front. The local tensor is the same. So inputs are *lifted* to a bound mesh, which has the sequence axis first and
+then the axes of the inputs. DTensor propagates the placements of tp through the module as usual: it may communicate
+over tp, and never over the sequence axis. Outputs are *lowered* to the mesh of the inputs.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from cp_styles.engine.mesh_axes import OtherAxes, other_axes_of, refuse_placemen
 
 
 class DTensorIO:
-    """The ways in and out of one module's attention.
+    """Converts the inputs and outputs of one module.
 
     Args:
         axis: the 1-D mesh of the sequence.
         composed: the mesh that the style was given.
-        sequence: which of its axes cut the sequence.
-        seq_dim: where the module's inputs have it.
-        use_local_output: whether what came without tp's axes leaves as local tensors.
+        sequence: the names of its axes that cut the sequence.
+        seq_dim: the sequence dim of the module's inputs.
+        use_local_output: whether outputs are local tensors, if inputs are not DTensors on other axes.
     """
 
     def __init__(
@@ -43,14 +44,14 @@ class DTensorIO:
 
     @property
     def axes(self) -> tuple[DeviceMesh, DeviceMesh, tuple[str, ...]]:
-        """The sequence's mesh, the one that the style was given, and which of its axes cut the sequence."""
+        """The 1-D mesh of the sequence, the mesh of the style, and the names of its axes that cut the sequence."""
         return self._axis, self._composed, self._sequence
 
     def other_axes(self, labels: Sequence[str], inputs: Sequence[Any]) -> OtherAxes | None:
-        """The other axes that query, key and value come on, None for none.
+        """The other axes on which query, key and value are DTensors. None if there are none.
 
         Raises:
-            ValueError: they are DTensors that are no part of this sequence's attention.
+            ValueError: they are DTensors on a mesh or with placements that this attention does not take.
         """
         dim = self._seq_dim
         plain = (
@@ -68,8 +69,8 @@ class DTensorIO:
         if self._composed.ndim == 1:
             raise ValueError(
                 f"{what}; {expected}, because the style was given the 1-D mesh {self._composed.mesh_dim_names}: for "
-                "DTensors on other axes pass the composed mesh to parallelize_module, or have the style before this "
-                "one return local tensors (use_local_output=True)"
+                "DTensors on other axes pass the composed mesh to parallelize_module, or let the style before this one "
+                "return local tensors (use_local_output=True)"
             )
         for label, value in zip(labels, inputs, strict=True):
             if not isinstance(value, DTensor) or value.device_mesh != mesh:
@@ -80,8 +81,8 @@ class DTensorIO:
             raise ValueError(f"{what}: {found}. Otherwise {expected}")
         if found.seq_axis is None and not self._use_local_output:
             raise ValueError(
-                f"{what}, whose outputs are DTensors on the same axes: use_local_output=False says nothing about them; "
-                f"leave it out, or pass DTensors on a mesh with {self._axis.mesh_dim_names} as well"
+                f"{what}. Outputs are then DTensors on the same axes, and use_local_output=False has no meaning for "
+                f"them: leave it out, or pass DTensors on a mesh that also has {self._axis.mesh_dim_names}"
             )
         for label, value in zip(labels, inputs, strict=True):
             if found.seq_axis is not None and value.placements[found.seq_axis] != Shard(dim):
@@ -94,7 +95,7 @@ class DTensorIO:
         return found
 
     def to_bound_mesh(self, value: torch.Tensor, local: torch.Tensor, bound: DeviceMesh, rows: int) -> DTensor:
-        """``value``, of which this rank has ``local``, on the bound mesh, where it is said to have ``rows`` rows."""
+        """``value`` as a DTensor on the bound mesh, with the local tensor ``local`` and a global size of ``rows``."""
         if bound.ndim == 1:
             return sequence_sharded(local, bound, self._seq_dim, rows)
         assert isinstance(value, DTensor)  # other_axes() saw it
@@ -106,21 +107,23 @@ class DTensorIO:
     def from_bound_mesh(
         self, output: DTensor, came: OtherAxes | None, on_gradient: Callable[[torch.Tensor], None]
     ) -> torch.Tensor:
-        """An output on the bound mesh, as the inputs came; ``on_gradient`` hears of the start of its backward.
+        """An output on the bound mesh, converted to the form of the inputs.
+
+        ``on_gradient`` is called when its backward starts.
 
         Raises:
-            ValueError: the output is not cut along the sequence any more.
+            ValueError: the output is not sharded along the sequence any more.
         """
         placement, *others = output.placements
         if not isinstance(placement, Shard):
             raise ValueError(
                 f"an output of shape {tuple(output.shape)} is {placement!r}, not sharded along the "
-                "sequence: the module reduced or gathered the sequence dim. Do that outside of it"
+                "sequence: the module reduced or gathered the sequence dim. Do that outside of the module"
             )
         if any(isinstance(other, Shard) and other.dim == placement.dim for other in others):
             raise ValueError(
-                f"an output of shape {tuple(output.shape)} is {output.placements}: the module joined the sequence dim "
-                "with one that other axes cut. Do that outside of it"
+                f"an output of shape {tuple(output.shape)} has the placements {output.placements}: the module joined "
+                "the sequence dim with a dim that other axes cut. Do that outside of the module"
             )
         local = output.to_local()
         if local.requires_grad:
@@ -135,11 +138,11 @@ class DTensorIO:
         return placed(local, came.mesh, came.joined(placement, tuple(others)), shape)
 
     def makes_sequence_dtensors(self, came: OtherAxes | None) -> bool:
-        """Whether outputs will be DTensors cut over the sequence axis."""
+        """Whether outputs will be DTensors that are sharded over the sequence axis."""
         return not self._use_local_output if came is None else came.seq_axis is not None
 
     def of(self, mesh: DeviceMesh) -> OtherAxes | str:
-        """What the axes of a mesh are beside the sequence's; or why they are none."""
+        """The axes of ``mesh`` other than the sequence's; or a text that says why it is not supported."""
         if mesh not in self._known:
             self._known[mesh] = other_axes_of(mesh, self._composed, self._sequence)
         return self._known[mesh]

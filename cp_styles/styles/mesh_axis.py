@@ -1,4 +1,4 @@
-"""One plan for a composed mesh: every style takes the axis of the mesh that is its own."""
+"""Styles on a composed mesh: each style takes its own axis, so that one plan is enough."""
 
 from __future__ import annotations
 
@@ -42,20 +42,20 @@ _APPLIED = "_cp_styles_applied"
 
 
 class OnMeshAxis(ParallelStyle):
-    """Put before one of torch's styles among the bases: gives it ``mesh_axis`` and lets it take composed meshes.
+    """Mixin for torch's styles (as the first base): adds ``mesh_axis``, and accepts composed meshes.
 
-    Everything else is torch's: arguments, hooks, and the errors of both. DTensors on the composed mesh are taken as
-    well, see :class:`~cp_styles.styles.other_axes.AxisAdapter`.
+    Arguments, hooks and errors are torch's. DTensors on the composed mesh are accepted too, see
+    :class:`~cp_styles.styles.other_axes.AxisAdapter`.
     """
 
-    _keeps_rows = False  # whether all dims but the last come out as they go in
+    _keeps_rows = False  # whether all dims but the last have the same size in the output as in the input
 
     def __init__(self, *, mesh_axis: str = "tp", **arguments: Any) -> None:
         super().__init__(**arguments)
         self.mesh_axis = mesh_axis
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        # Cut here and not in parallelize_module, which hands composed meshes on as they are.
+        # parallelize_module passes a composed mesh as it is, so take the axis here.
         axis = take_axis(device_mesh, self.mesh_axis, self, module)
         self._refuse_again(module)
         applied = super()._apply(module, axis)  # pyright: ignore[reportAbstractUsage]
@@ -66,7 +66,7 @@ class OnMeshAxis(ParallelStyle):
         return applied
 
     def _refuse_again(self, module: nn.Module) -> None:
-        """Applied twice, what a style prepares would be cut or gathered twice, and fit nothing or, worse, something."""
+        """Raise if this style was applied to the module before: inputs would be sharded or gathered twice."""
         if self._as_applied() in module.__dict__.get(_APPLIED, ()):
             raise ValueError(
                 f"{self._as_applied()} is on {type(module).__name__} already: apply a style to a module once, and a "
@@ -74,7 +74,7 @@ class OnMeshAxis(ParallelStyle):
             )
 
     def _as_applied(self) -> str:
-        """A text, so that copies of the module have it as well."""
+        """The mark of this style on a module: a text, so that copies of the module keep it."""
         return f"{type(self).__name__} over mesh axis {self.mesh_axis!r}"
 
     def __repr__(self) -> str:

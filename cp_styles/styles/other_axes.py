@@ -1,4 +1,4 @@
-"""DTensors on several axes of a composed mesh, for styles that work on one of them."""
+"""DTensors on several axes of a composed mesh as inputs of styles that work on one axis."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from cp_styles.engine.mesh_axes import OtherAxes, Placements, other_axes_of
 
 
 class _Came(NamedTuple):
-    """How a module's input came: the axes beside the style's, its placements on them, and its rows."""
+    """The form of a module's input: the axes other than the style's, its placements on them, and its rows."""
 
     other_axes: OtherAxes
     others: Placements
-    rows: dict[int, tuple[int, int]]  # of each dim that the others cut: how many on this rank, and in all
+    rows: dict[int, tuple[int, int]]  # for each dim that other axes cut: (local size, global size)
 
 
 class AxisAdapter:
-    """Takes the axes that are not its style's away from what comes into a module, and gives them back to what leaves.
+    """Removes the axes other than the style's from the inputs of a module, and adds them to its outputs again.
 
-    A Linear on DTensors of [cp, tp] would be DTensor's to propagate, and for the sake of a bias that gathers the
-    sequence over cp. So the module sees DTensors on the style's axis alone, whose rows are this rank's part. Parameters
-    stay on the one axis, and their gradients are this rank's share (``sum_gradients``). No communication.
+    If a Linear got DTensors on [cp, tp], DTensor would propagate them, and would gather the sequence over cp to add a
+    bias. So the module gets DTensors on the axis of the style alone, with this rank's rows. Parameters stay on this
+    axis. Their gradients are this rank's share (``sum_gradients``). No communication.
 
     Args:
         who: the style and the module, for messages.
         axis: the 1-D mesh of the style.
-        composed: the mesh the style was given.
-        keeps_rows: whether all dims of the module's input but the last come out as they went in.
+        composed: the mesh that the style was given.
+        keeps_rows: whether all dims but the last have the same size in the module's output as in its input.
     """
 
     def __init__(self, who: str, axis: DeviceMesh, composed: DeviceMesh, keeps_rows: bool) -> None:
@@ -44,7 +44,7 @@ class AxisAdapter:
         self._came: _Came | None = None
 
     def register(self, module: nn.Module) -> None:
-        """Before the style's own hooks on the way in, after them on the way out."""
+        """Register hooks that run before the style's own on inputs, and after them on outputs."""
         module.register_forward_pre_hook(self._lower, prepend=True)
         module.register_forward_hook(self._lift)
         hooks_in_order(module)
@@ -67,15 +67,15 @@ class AxisAdapter:
         if not self._keeps_rows:
             raise NotImplementedError(
                 f"{what}, but this style takes DTensors on {name!r} alone. ColwiseParallel, RowwiseParallel and "
-                "SequenceParallel take such ones, and redistribute over their axis by themselves: leave this one out"
+                "SequenceParallel take DTensors on several axes and redistribute over their own: leave this style out"
             )
         others, own = found.others(value.placements), value.placements[found.seq_axis]
         cut = {axis: each.dim for axis, each in zip(found.axes, others, strict=True) if type(each) is Shard}
         features = value.ndim - 1 if value.is_floating_point() else None  # and tokens have none
         if len(cut) < len(others) or features in cut.values():
             raise ValueError(
-                f"{what}: every axis beside {name!r} must cut rows, as Shard(1) does of [B, S, W]. Of anything else "
-                "the gradients of parameters would not sum up to one device's"
+                f"{what}: every axis other than {name!r} must cut rows, such as Shard(1) of [B, S, W]. With other "
+                "placements the sum of the parameter gradients would not be that of one device"
             )
         if type(own) is Shard and any(axis > found.seq_axis for axis, dim in cut.items() if dim == own.dim):
             raise ValueError(f"{what}: {name!r} must come after the axes that cut the same dim, as tp in ('cp', 'tp')")
@@ -102,7 +102,7 @@ class AxisAdapter:
         assert came.other_axes.seq_axis is not None  # seen when it came
         if isinstance(own, Shard) and own in placements[came.other_axes.seq_axis + 1 :]:
             raise ValueError(
-                f"{self._who}: the output would be {placements} on {came.other_axes.mesh.mesh_dim_names}, where the "
-                "style's axis must come after those that cut the same dim, as tp in ('cp', 'tp')"
+                f"{self._who}: the output would be {placements} on {came.other_axes.mesh.mesh_dim_names}, but the axis "
+                "of the style must come after the axes that cut the same dim, as tp in ('cp', 'tp')"
             )
         return placed(value.to_local(), came.other_axes.mesh, placements, shape)

@@ -1,4 +1,4 @@
-"""Inputs and outputs of a module made DTensors, or redistributed: torch's styles on their axis of a composed mesh."""
+"""torch's PrepareModule styles, which make DTensors of inputs and outputs, on their axis of a composed mesh."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from cp_styles.styles.mesh_axis import OnMeshAxis
 
 
 class PrepareModuleInput(OnMeshAxis, torch_parallel.PrepareModuleInput):
-    """As :class:`torch.distributed.tensor.parallel.PrepareModuleInput`, on its own axis of a composed mesh."""
+    """:class:`torch.distributed.tensor.parallel.PrepareModuleInput`, on its own axis of a composed mesh."""
 
 
 class PrepareModuleOutput(OnMeshAxis, torch_parallel.PrepareModuleOutput):
-    """As :class:`torch.distributed.tensor.parallel.PrepareModuleOutput`, on its own axis of a composed mesh."""
+    """:class:`torch.distributed.tensor.parallel.PrepareModuleOutput`, on its own axis of a composed mesh."""
 
 
 class PrepareModuleInputOutput(OnMeshAxis, torch_parallel.PrepareModuleInputOutput):
-    """:class:`PrepareModuleInput` and :class:`PrepareModuleOutput` in one, as torch's own."""
+    """:class:`PrepareModuleInput` and :class:`PrepareModuleOutput` in one style, as in torch."""

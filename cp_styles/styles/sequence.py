@@ -8,15 +8,14 @@ from cp_styles.styles.mesh_axis import OnMeshAxis
 
 
 class SequenceParallel(OnMeshAxis, torch_parallel.SequenceParallel):
-    """Run a norm (or dropout) with its input cut along the sequence over the mesh axis ``mesh_axis``.
+    """Run a norm (or dropout) with its input sharded along the sequence over the mesh axis ``mesh_axis``.
 
-    The arguments and what they do are those of :class:`torch.distributed.tensor.parallel.SequenceParallel`, and so is
-    its trap: the parameters are taken as they are on every rank, never broadcast. Under context parallelism "the
-    sequence" is the slice the cp rank holds, and it must divide by the size of this axis when the input is a plain
-    tensor.
+    Arguments and behaviour are those of :class:`torch.distributed.tensor.parallel.SequenceParallel`. Like there, the
+    parameters are not broadcast: they must be equal on all ranks. Under context parallelism "the sequence" is the part
+    of the cp rank. If the input is a plain tensor, the size of this axis must divide its length.
 
     Args:
-        mesh_axis: the axis to take from a mesh of several; a 1-D mesh is taken whatever its name.
+        mesh_axis: the name of the axis in a mesh with several axes. A 1-D mesh is used whatever its name.
     """
 
     _keeps_rows = True

@@ -1,4 +1,4 @@
-"""Tensor parallelism: torch's Colwise and Rowwise styles on their axis of a composed mesh."""
+"""Tensor parallelism: torch's ColwiseParallel and RowwiseParallel on their axis of a composed mesh."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from cp_styles.styles.mesh_axis import OnMeshAxis
 
 
 class ColwiseParallel(OnMeshAxis, torch_parallel.ColwiseParallel):
-    """Cut a Linear or an Embedding by its output features over the mesh axis ``mesh_axis``.
+    """Shard a Linear or an Embedding by its output features over the mesh axis ``mesh_axis``.
 
-    The arguments and what they do are those of :class:`torch.distributed.tensor.parallel.ColwiseParallel`. On a
-    composed mesh the other axes are not touched: under context parallelism every cp rank runs this style on its own
-    slice of the sequence, and the gradients of the parameters are still to be summed over cp (``sum_gradients``).
+    Arguments and behaviour are those of :class:`torch.distributed.tensor.parallel.ColwiseParallel`. Other axes of a
+    composed mesh are not affected. Under context parallelism, every cp rank runs this style on its part of the
+    sequence. The gradients of the parameters must then be summed over cp (``sum_gradients``).
 
     Args:
-        mesh_axis: the axis to take from a mesh of several; a 1-D mesh is taken whatever its name.
+        mesh_axis: the name of the axis in a mesh with several axes. A 1-D mesh is used whatever its name.
 
-    DTensors on the composed mesh are taken too, where the other axes cut rows: see
+    Inputs may be DTensors on the composed mesh if the other axes cut rows: see
     :class:`~cp_styles.styles.other_axes.AxisAdapter`.
 
     Raises:
-        TypeError, ValueError: when applied to what :func:`cp_styles.styles.mesh_axis.take_axis` refuses.
+        TypeError, ValueError: for a mesh that :func:`cp_styles.styles.mesh_axis.take_axis` refuses.
     """
 
     _keeps_rows = True
 
 
 class RowwiseParallel(OnMeshAxis, torch_parallel.RowwiseParallel):
-    """Cut a Linear or an Embedding by its input features over ``mesh_axis``.
+    """Shard a Linear or an Embedding by its input features over the mesh axis ``mesh_axis``.
 
-    As :class:`ColwiseParallel` of this module, for :class:`torch.distributed.tensor.parallel.RowwiseParallel`. A
-    Linear with bias is right as well: the module sees this one axis only, so the bias is added once, and nothing is
-    gathered over the others.
+    Like :class:`ColwiseParallel` of this module, for :class:`torch.distributed.tensor.parallel.RowwiseParallel`. A
+    Linear may have a bias: the module gets DTensors on this axis only, so the bias is added once, and nothing is
+    gathered over other axes.
     """
 
     _keeps_rows = True

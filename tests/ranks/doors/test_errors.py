@@ -187,7 +187,7 @@ def test_dtensors_that_are_not_this_sequence():
         """\
 ValueError: Core (AttentionContextParallel over mesh axis 'cp'): query is a DTensor on mesh axes ('tp',) with
 (Shard(dim=2),); expected a local tensor, or a DTensor on ('cp',) with Shard(2), because the style was given
-the 1-D mesh ('cp',): for DTensors on other axes pass the composed mesh to parallelize_module, or have the
+the 1-D mesh ('cp',): for DTensors on other axes pass the composed mesh to parallelize_module, or let the
 style before this one return local tensors (use_local_output=True)""",
     )
     for placement in (Replicate(), Shard(1)):

@@ -362,11 +362,11 @@ def refused(style, *placements, names=("cp", "tp"), shape=(2, 4, 6)) -> str:
 def test_what_styles_on_one_axis_refuse_of_the_composed_mesh():
     colwise = ColwiseParallel()
     for placement in (Replicate(), Shard(2)):
-        assert "every axis beside 'tp' must cut rows, as Shard(1) does" in refused(colwise, placement, Replicate())
+        assert "every axis other than 'tp' must cut rows, such as Shard(1)" in refused(colwise, placement, Replicate())
     text = "'tp' must come after the axes that cut the same dim, as tp in ('cp', 'tp')"
     assert text in refused(colwise, Shard(1), Shard(1), names=("tp", "cp"))
     rowwise = RowwiseParallel(output_layouts=Shard(1), use_local_output=False)
-    assert "axis must come after those that cut the same dim" in refused(
+    assert "axis of the style must come after the axes that cut the same dim" in refused(
         rowwise, Replicate(), Shard(1), names=("tp", "cp")
     )
     prepare = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())

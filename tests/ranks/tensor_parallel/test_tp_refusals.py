@@ -47,16 +47,16 @@ def core_on(mesh: DeviceMesh, **style) -> nn.Module:
     [
         (
             lambda m: core_on(m)(*inputs_on(m["tp"], Partial())),
-            "query is Partial(sum) on mesh axis 'tp', which is a sum that nobody has taken: redistribute it to Shard(1)"
-            " (heads) or Replicate() on that axis before the module",
+            "query is Partial(sum) on mesh axis 'tp', which is Partial, i.e. not yet reduced: redistribute it to "
+            "Shard(1) (heads) or Replicate() on that axis before the module",
         ),
-        (lambda m: core_on(m)(*inputs_on(m["tp"], Shard(2))), "cuts the sequence once more, beside the sequence axis"),
+        (lambda m: core_on(m)(*inputs_on(m["tp"], Shard(2))), "cuts the sequence a second time"),
         (lambda m: core_on(m)(*inputs_on(m["tp"], Shard(3))), "cuts the head dim"),
         (
             lambda m: core_on(m)(*inputs_on(m["tp"], [WHOLE], [HEADS], [HEADS])),
-            "place all three alike, or query Shard(1) and both others Replicate()",
+            "give all three the same placement, or query Shard(1) and both others Replicate()",
         ),
-        (lambda m: core_on(m)(*inputs_on(m["tp"], [HEADS], [HEADS], [WHOLE])), "place all three alike"),
+        (lambda m: core_on(m)(*inputs_on(m["tp"], [HEADS], [HEADS], [WHOLE])), "give all three the same placement"),
         (
             lambda m: core_on(m["cp"])(*inputs_on(m["tp"], HEADS)),
             "because the style was given the 1-D mesh ('cp',): for DTensors on other axes pass the composed mesh to "
@@ -82,7 +82,7 @@ def core_on(mesh: DeviceMesh, **style) -> nn.Module:
         (lambda m: core_on(m)(*inputs_on(m["cp"], Shard(1))), "expected a local tensor, or a DTensor on ('cp',)"),
         (
             lambda m: core_on(m, use_local_output=False)(*inputs_on(m["tp"], HEADS)),
-            "use_local_output=False says nothing about them",
+            "use_local_output=False has no meaning for them",
         ),
         (
             lambda m: core_on(m, mask=Dense(torch.ones(1, 4, 12, 12, dtype=torch.bool)))(*inputs_on(m["tp"], HEADS)),
