@@ -1,12 +1,14 @@
-"""The only file that touches DTensor's dispatcher: routes attention ops on bound DTensors to their strategy.
+"""Handlers in DTensor's dispatcher: they run attention ops on bound DTensors by their strategy.
 
-[Note: routing] Handlers for torch's attention ops are installed once and stay. Whether an op is context parallel is
-said by the DeviceMesh its DTensors live on: a *bound mesh* is a private view of the user's axis that carries a Binding.
-(Its first axis is the sequence's; the axes over which tensor parallelism has cut the heads, if it has, follow; see
-mesh_axes.py.) The mesh goes wherever the tensors go: through views, autograd, checkpointing, save_on_cpu, and into the
-backward, whatever happened to the forward. So there is nothing to switch on or off, nothing to leak, and ops on any
-other mesh pass through. Forward's second output, the logsumexp, is nobody's but the same op's backward: it carries the
-strategy's residual (see [Note: residual] in strategies/base.py).
+No other file uses DTensor's dispatcher.
+
+[Note: routing] Handlers for torch's attention ops are installed once and stay installed. The DeviceMesh of the DTensors
+decides whether an op is context parallel: a *bound mesh* is a private view of the user's axis that carries a Binding.
+(Its first axis is the sequence axis. The axes over which tensor parallelism shards the heads follow; see mesh_axes.py.)
+The mesh stays with the tensors: through views, autograd, checkpointing, save_on_cpu, and into the backward, also if the
+forward failed. So nothing is switched on or off, and no state can leak. Ops on any other mesh are not changed. The
+second output of the forward, the logsumexp, is read only by the backward of the same op. It carries the strategy's
+residual (see [Note: residual] in strategies/base.py).
 """
 
 from __future__ import annotations
@@ -47,17 +49,19 @@ _serial = itertools.count()
 
 
 def bound_mesh(binding: Binding, device_type: str) -> DeviceMesh:
-    """A mesh of its own over the binding's group, and the axes beside it where there are some: DTensors on it attend as
-    the binding says. No communication."""
+    """A new mesh over the group of the binding, and over its other axes. Attention on its DTensors uses the binding.
+
+    No communication.
+    """
     refuse_destroyed(binding.group)
     name = f"{_PREFIX}{next(_serial)}"
     if binding.other_axes is None:
         mesh = DeviceMesh.from_group(binding.group, device_type, mesh_dim_names=(name,))
     else:
         mesh = binding.other_axes.around(binding.group, device_type, name)
-    # Strategies use the binding's group. What else would communicate is DTensor, gathering the sequence on the way
-    # round the attention op (dropout, a matmul of q and k), and in parts that it takes for equal. What it does on the
-    # axes beside is right.
+    # Strategies use the group of the binding. Only DTensor would communicate over this axis: it would gather the
+    # sequence for ops other than attention (dropout, a matmul of q and k), and assume equal parts. So forbid it. On the
+    # other axes it may communicate.
     return rebind(without_communication(mesh, NO_COMMUNICATION), binding)
 
 
@@ -65,14 +69,17 @@ NO_COMMUNICATION = "none: nothing may gather the sequence inside a context-paral
 
 
 def rebind(mesh: DeviceMesh, binding: Binding | None) -> DeviceMesh:
-    """Give a bound mesh another binding, or none; for who knows that no DTensor and no graph uses it any more."""
+    """Give a bound mesh another binding, or none. No DTensor and no graph may use the mesh any more."""
     setattr(mesh, _ATTRIBUTE, None if binding is None else _Carried(binding))
     return mesh
 
 
 class _Carried:
-    """What a bound mesh carries, and no copy of it: torch.compile pickles meshes, for the keys of its caches, and a
-    binding, which no graph needs (an attention's is an argument of its op), holds process groups."""
+    """Holds the binding of a bound mesh, and is pickled as None.
+
+    torch.compile pickles meshes for its cache keys. A binding holds process groups, which cannot be pickled. Graphs do
+    not need it, because the configuration is an argument of the op.
+    """
 
     def __init__(self, binding: Binding) -> None:
         self.binding = binding
@@ -82,7 +89,7 @@ class _Carried:
 
 
 def binding_of(mesh: DeviceMesh) -> Binding | None:
-    """The binding a mesh carries, None for everybody else's meshes."""
+    """The binding of a bound mesh. None for other meshes."""
     carried = getattr(mesh, _ATTRIBUTE, None)
     if carried is None and (mesh.mesh_dim_names or ("",))[0].startswith(_PREFIX):
         raise RuntimeError(
@@ -93,11 +100,11 @@ def binding_of(mesh: DeviceMesh) -> Binding | None:
 
 
 def install() -> None:
-    """Put the handlers where DTensor looks, if they are not there.
+    """Install the handlers in DTensor's table, if they are not there.
 
-    Called before every bound forward and backward, because others replace or restore the table (torch's own context
-    parallelism does, on enable and on disable). A handler that was there before keeps serving the meshes that are not
-    ours.
+    It is called before every bound forward and backward, because other code replaces or restores the table (torch's own
+    context parallelism does so when it is enabled and disabled). A handler that was there before still handles all
+    other meshes.
     """
     table = sdpa_handlers()
     for op, make in _ROUTES.items():
@@ -107,7 +114,7 @@ def install() -> None:
 
 
 class _Route:
-    """DTensor's handler of one op: ours for bound meshes, else what was there before."""
+    """The handler of one op in DTensor's table: ours for bound meshes, otherwise the previous one."""
 
     def __init__(
         self, op: torch._ops.OpOverload, ours: Callable[..., Any], previous: Callable[..., Any] | None
@@ -136,8 +143,10 @@ class _Route:
 
 
 def carrier(device_type: str) -> SdpaKernel:
-    """The kernel whose op is to carry a call to its handler: the one of the device that is enabled (``sdpa_kernel``),
-    where several are the first. It is then the one that tiles prefer."""
+    """The kernel whose op is called so that the handler gets the call. Tiles then prefer this kernel.
+
+    It is the first kernel of the device that is enabled (``sdpa_kernel``).
+    """
     flags = torch.backends.cuda
     enabled = {
         CUDA_FLASH: flags.flash_sdp_enabled,
@@ -150,16 +159,16 @@ def carrier(device_type: str) -> SdpaKernel:
 
 @dataclass(frozen=True)
 class _Values:
-    """What a backward will read, as its forward left it: storages, and how often each was changed in place."""
+    """The storages that a backward will read, with their version counters at the end of the forward."""
 
     versions: tuple[tuple[str, StorageWeakRef, int], ...]
 
 
 def watch_values(out: torch.Tensor, inputs: Sequence[torch.Tensor]) -> None:
-    """Have the backward of the attention op that made ``out`` raise where ``out`` or an input was changed in place.
+    """Make the backward of the attention op that made ``out`` raise if ``out`` or an input was changed in place.
 
-    Autograd sees to that by a version of the DTensors, which a change of a local tensor does not touch. What is read
-    from elsewhere, as after save_on_cpu or in a recomputation, is none of these storages.
+    Autograd checks the versions of the DTensors, which do not change when a local tensor is changed. Tensors that the
+    backward reads from other storages, after save_on_cpu or in a recomputation, are not checked.
     """
     if out.grad_fn is None:
         return
@@ -193,7 +202,7 @@ def _forward(op: torch._ops.OpOverload, binding: Binding, values: dict[str, Any]
         "max_q": query.shape[_SEQ_DIM],
         "max_k": values["key"].shape[_SEQ_DIM],
     }
-    # The rest is for dropout, nested tensors and debugging, which were refused; the backward gets it and ignores it.
+    # The other outputs are for dropout, nested tensors and debugging, which were refused. The backward ignores them.
     results = []
     for index, name in enumerate(names_of(op).returns):
         if name not in named and op._schema.returns[index].type.kind() == "TensorType":
@@ -203,7 +212,7 @@ def _forward(op: torch._ops.OpOverload, binding: Binding, values: dict[str, Any]
 
 
 def _forward_composite(op: torch._ops.OpOverload, binding: Binding, values: dict[str, Any]) -> DTensor:
-    # The whole of scaled_dot_product_attention reaches DTensor only in inference mode: there is no backward to serve.
+    # The composite scaled_dot_product_attention reaches DTensor only in inference mode, so there is no backward.
     refuse_grouped(binding.name, values["query"].shape[1], values["key"].shape[1], values["enable_gqa"])
     attention, (q, k, v), _ = _attention(op, binding, values)
     out, _ = run_forward(binding, attention, q, k, v, keep=False)
@@ -221,13 +230,13 @@ def _backward(op: torch._ops.OpOverload, binding: Binding, values: dict[str, Any
         grads[1:] = [share.to_keys(x, part.to_local().shape[1]) for x, part in zip(grads[1:], parts[1:], strict=True)]
     layouts = (attention.q_layout, attention.kv_layout)
     if any(layout.lengths != even_lengths(layout.length, layout.ranks) for layout in layouts):
-        # Accumulated into a DTensor, as reentrant checkpoints do, a gradient of other strides than its tensor's is
-        # cloned, and DTensor's clones are even.
+        # Reentrant checkpoints accumulate into a DTensor. A gradient whose strides differ from its tensor's is then
+        # cloned, and a DTensor clone assumes even parts. So give it the strides of its tensor.
         grads = [
             grad if grad.stride() == x.stride() else torch.empty_like(x).copy_(grad)
             for grad, x in zip(grads, (part.to_local() for part in parts), strict=True)
         ]
-    # Where the query's heads are cut and the keys' are not, a rank has the gradients that its own query heads give.
+    # If the query's heads are sharded and the keys are replicated, each rank has a partial gradient of the keys.
     cut, keys = parts[0].placements, parts[1].placements
     sums = tuple(theirs if theirs == own else Partial() for own, theirs in zip(cut, keys, strict=True))
     shared = [like_part(x, part, p) for x, part, p in zip(grads, parts, (cut, sums, sums), strict=True)]
@@ -239,14 +248,14 @@ def _unchanged(op: torch._ops.OpOverload, binding: Binding, values: dict[str, An
 
 
 def _of_part(op: torch._ops.OpOverload, binding: Binding, values: dict[str, Any]) -> torch.Tensor:
-    # Anomaly detection's question, whether a gradient has a NaN: this rank's part answers for itself.
+    # Anomaly detection asks whether a gradient has a NaN. Answer for this rank's part.
     return op(values["self"].to_local())
 
 
 def _attention(
     op: torch._ops.OpOverload, binding: Binding, values: dict[str, Any]
 ) -> tuple[Attention, tuple[torch.Tensor, ...], HeadShare | None]:
-    """The call's attention, its local query, key and value, and which heads they are; or the reason why not."""
+    """The attention of the call, its local query, key and value, and which heads they are. Raises if refused."""
     name = binding.name
     binding.tally.calls += 1
     tensors = [values[key] for key in ("query", "key", "value")]
@@ -276,7 +285,7 @@ def _attention(
 
 
 def _refuse(binding: Binding, values: dict[str, Any], tensors: list[DTensor]) -> None:
-    """Raise for what is no attention over this module's sequence."""
+    """Raise for a call that is not an attention over this module's sequence."""
     name = binding.name
     refuse_dropout(name, values["dropout_p"])
     if isinstance(values.get("attn_mask"), DTensor):
@@ -322,7 +331,7 @@ def sequence_sharded(
 ) -> DTensor:
     """The rank's part as a DTensor with ``size`` rows on ``dim``: no communication, and parts may differ in length.
 
-    ``others`` are its placements on the axes beside the sequence's, ``whole`` its shape but for what ``dim`` says.
+    ``others`` are its placements on the other axes. ``whole`` is its global shape, except for ``dim``.
     """
     shape = list(local.shape if whole is None else whole)
     shape[dim] = size
@@ -330,7 +339,7 @@ def sequence_sharded(
 
 
 def placed(local: torch.Tensor, mesh: DeviceMesh, placements: Placements, shape: Sequence[int]) -> DTensor:
-    """The rank's part of a whole of ``shape``, laid out in memory in the same order: no communication, no check."""
+    """The rank's part as a DTensor of a global ``shape``, with the memory order of ``local``. No communication."""
     size = torch.Size(shape)
     strides = _strides(local.shape, local.stride(), size)
     if not (torch.is_grad_enabled() or torch.is_inference_mode_enabled() or torch.compiler.is_compiling()):
@@ -339,23 +348,22 @@ def placed(local: torch.Tensor, mesh: DeviceMesh, placements: Placements, shape:
 
 
 def like_part(local: torch.Tensor, part: DTensor, placements: Placements | None = None) -> DTensor:
-    """A result with the rows of ``part``, [B, H, L, D] both, as a DTensor that DTensor takes for cut like it, or on the
-    axes beside the sequence's as ``placements`` say."""
+    """Wraps a local result [B, H, L, D] as a DTensor with the sharding of ``part``, or with ``placements``."""
     placements = part.placements if placements is None else placements
     return placed(local, part.device_mesh, placements, (*part.shape[:3], local.shape[3]))
 
 
 def _unplaced(mesh: DeviceMesh) -> Placements:
-    """For what is no DTensor but must look like one: nothing to say on the axes beside the sequence's."""
+    """Placements on the other axes for a tensor that is not really a DTensor but must have the type."""
     return (Replicate(),) * (mesh.ndim - 1)
 
 
 def declared_size(layout: SequenceLayout, rank: int) -> int:
-    """The global size to declare to DTensor for a dim that ``layout`` cuts.
+    """The global size of a dim that ``layout`` cuts, as it is declared to DTensor.
 
-    The true one where the ranks' parts are those DTensor would make. Elsewhere one of which DTensor, by its own rule,
-    gives this rank what it has, so that views and expansions inside the module come out right; ranks then declare
-    different sizes, which nobody compares.
+    It is the true size if DTensor would make the same parts. Otherwise it is a size for which DTensor's rule gives this
+    rank its local size, so that views and expansions inside the module are right. Ranks then declare different sizes,
+    which are never compared.
     """
     own = layout.lengths[rank]
     if layout.lengths == even_lengths(layout.length, layout.ranks):
@@ -364,15 +372,17 @@ def declared_size(layout: SequenceLayout, rank: int) -> int:
 
 
 def even_lengths(length: int, ranks: int) -> tuple[int, ...]:
-    """How DTensor cuts a dim that it cuts itself: as torch.chunk does."""
+    """The sizes of the parts that DTensor makes of a dim, which are those of torch.chunk."""
     size = -(-length // ranks)
     return tuple(min(size, max(length - rank * size, 0)) for rank in range(ranks))
 
 
 @lru_cache(maxsize=1024)
 def _strides(local_shape: torch.Size, local_strides: tuple[int, ...], shape: torch.Size) -> tuple[int, ...]:
-    """Strides of a tensor of ``shape`` laid out in memory in the order in which the local one is, with gaps where that
-    has gaps: by these, not by the local ones, torch decides what a view may join. What is expanded stays so."""
+    """Strides for the global ``shape`` with the memory order, the gaps and the expanded dims of the local tensor.
+
+    torch uses the global strides to decide which dims a view may join.
+    """
     expanded = {d for d in range(len(shape)) if local_shape[d] > 1 and local_strides[d] == 0}
     order = sorted(set(range(len(shape))) - expanded, key=lambda d: (local_strides[d], -d))
     strides, step, local_step = [0] * len(shape), 1, 1
@@ -386,7 +396,7 @@ def _strides(local_shape: torch.Size, local_strides: tuple[int, ...], shape: tor
 
 
 def _local_grad(grad: DTensor, wanted: Placements, attention: Attention) -> torch.Tensor:
-    """This rank's rows of the output's gradient, however it arrives; beside the sequence axis as ``wanted`` says."""
+    """This rank's rows of the gradient of the output, redistributed to ``wanted`` on the other axes."""
     placement = grad.placements[0]
     if isinstance(placement, Partial):
         placement = Replicate()
@@ -398,13 +408,13 @@ def _local_grad(grad: DTensor, wanted: Placements, attention: Attention) -> torc
         return local
     if isinstance(placement, Shard):
         raise ValueError(f"the gradient of a context-parallel attention output arrived as {placement}, not Shard(2)")
-    # Whole, in DTensor's order: the ranks' parts one after the other, whatever positions they stand for.
+    # The gradient is whole, in DTensor's order: the parts of the ranks one after the other.
     lengths = attention.q_layout.lengths
     if local.shape[_SEQ_DIM] != sum(lengths):
         raise ValueError(
             f"the gradient of a context-parallel attention output arrived whole, but its {sum(lengths)} positions are "
-            f"cut into {list(lengths)}, which DTensor does not know; end the module with an output sharded like its "
-            "inputs"
+            f"cut into {list(lengths)}, which DTensor cannot represent; end the module with an output that is sharded "
+            "like its inputs"
         )
     return local.narrow(_SEQ_DIM, sum(lengths[: attention.rank]), lengths[attention.rank])
 
@@ -412,7 +422,7 @@ def _local_grad(grad: DTensor, wanted: Placements, attention: Attention) -> torc
 def _as_if_absent(
     op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[DTensor]
 ) -> Any:
-    """What DTensor would have done without a handler; faster where torch has no rule and would search for one."""
+    """What DTensor does without a handler. Faster where torch has no sharding rule and would search for one."""
     if op is torch.ops.aten.scaled_dot_product_attention.default:
         return op.decompose(*args, **kwargs)
     placements = {tensor.placements for tensor in tensors}
@@ -444,5 +454,5 @@ _ROUTES: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     **{kernel.backward_op: _backward for kernel in SDPA_KERNELS},
     IS_ANY_TRUE: _of_part,
 }
-if DETACH_IN_PLACE_HAS_NO_RULE:  # and from_local needs it in inference mode
+if DETACH_IN_PLACE_HAS_NO_RULE:  # from_local needs it in inference mode
     _ROUTES[torch.ops.aten.detach_.default] = _unchanged

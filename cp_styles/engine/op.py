@@ -1,10 +1,12 @@
-"""Attention as two ops, forward and backward: opaque to torch.compile, and by name in reach of checkpoint policies.
+"""Attention as two custom ops, forward and backward. They are opaque to torch.compile and visible to checkpoint
+policies.
 
-[Note: configuration] Everything that is no tensor reaches the op as an argument, ``config``. Called eagerly, it is the
-handle of a live object. In a compiled graph it is the whole configuration, spelled out (see config_text.py), so that
-graphs, and caches keyed by them, differ where attentions do. What only the run of a graph can know, it asks when it
-runs: the ranks' lengths, which they agree on inside the forward, and the SequenceScope that is open. The backward gets
-both from ``call``, a small tensor of bytes on the host that the forward returns and nobody else reads.
+[Note: configuration] Each attention is one custom op. Its argument ``config`` has everything that is not a tensor. In
+an eager call, ``config`` is the handle of a live object. In a compiled graph it is the whole configuration as a text
+(see config_text.py). So graphs, and caches keyed by graphs, depend on the configuration: changing layout or mask
+recompiles; changing lengths or a scope's documents does not. Two things are known only when a graph runs: the lengths,
+on which the ranks agree inside the forward op, and the open SequenceScope. The backward gets both from ``call``, a
+small tensor of bytes on the host that the forward returns.
 
 Shapes: B batch, H query heads, G key/value heads, L local queries, M local keys, D head dim, E value head dim.
 """
@@ -40,37 +42,38 @@ from cp_styles.mask import Dense, Full, Mask, digest
 from cp_styles.strategies import Strategy
 
 Source: TypeAlias = Binding | ScopedBinding
-"""What an attention is bound to; a ScopedBinding says it anew for every call."""
+"""The binding of an attention. A ScopedBinding is resolved for each call."""
 
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides, torch.Tag.cudagraph_unsafe)
 _LIVE, _UNSPELLED = "live:", "unspelled:"
 
-# Handles in use: an op takes strings, but no objects. Weak, so that a handle keeps nothing alive.
+# Handles in use: an op takes strings, but no objects. The table is weak, so a handle keeps nothing alive.
 _live: WeakValueDictionary[str, Source] = WeakValueDictionary()
 _serial = itertools.count()
 
 watcher: ContextVar[Callable[[], None] | None] = ContextVar("attention_watcher", default=None)
-"""Called by every attention that runs inside a compiled graph in this context: no mode sees those."""
+"""Called by every attention that runs inside a compiled graph in this context. Modes do not see those."""
 
-# What compiled graphs have named, by group: ranks may be threads, and share the graphs.
-# Not without end, because what is bound keeps its group alive.
+# Bindings of compiled graphs, by group: ranks may be threads that share the graphs. The table is bounded, because a
+# binding keeps its group alive.
 _bound: OrderedDict[tuple[dist.ProcessGroup, str], Source] = OrderedDict()
 _MOST_BOUND = 128
 
 
 def handle(source: Source) -> str:
-    """A ``config`` for as long as ``source`` lives."""
+    """A ``config`` that is valid while ``source`` lives."""
     known = source.__dict__.get("_handle")
-    if known is None or _live.get(known) is not source:  # a copy brings the handle of what it was copied from
-        known = f"{_LIVE}{next(_serial):016x}"  # as long as any other, or a recomputation's would differ in shape
+    if known is None or _live.get(known) is not source:  # a copy has the handle of the original
+        known = (
+            f"{_LIVE}{next(_serial):016x}"  # of fixed length, so that tensors of it in a recomputation have one shape
+        )
         object.__setattr__(source, "_handle", known)
         _live[known] = source
     return known
 
 
 class ConfigText(NamedTuple):
-    """A configuration that says everything by itself. A named tuple: torch.compile on 2.11 loses a dataclass's
-    fields."""
+    """A complete configuration as a text. A named tuple: torch.compile on 2.11 loses the fields of a dataclass."""
 
     name: str
     config: str
@@ -90,12 +93,12 @@ def config_text(
     scoped: bool = False,
     named: bool = False,
 ) -> ConfigText:
-    """The configuration of these; torch.compile traces it.
+    """The configuration as a text. torch.compile traces this function.
 
-    ``scoped``: the SequenceScope that is open at the call counts; ``named``: the user has named a layout.
+    ``scoped``: the open SequenceScope applies to the call. ``named``: the user has given a layout.
 
     Raises:
-        TypeError: for objects that no text can stand for, and for two ``Dense`` masks at once.
+        TypeError: for objects that cannot be written as a text, and for two ``Dense`` masks.
     """
     tensors: list[torch.Tensor] = []
     config = to_text((name, axis, group_name, strategy, layout, mask, kernel, scoped, named), tensors)
@@ -105,7 +108,7 @@ def config_text(
 
 
 def config_text_of(scoped: ScopedBinding) -> ConfigText:
-    """Of a style's binding, once and for all; what is wrong with it is said when somebody compiles."""
+    """The configuration text of a style's binding. If it cannot be written, the error is raised under torch.compile."""
     binding = scoped.unscoped
     parts = (binding.strategy, binding.layout, binding.mask, binding.kernel)
     try:
@@ -122,15 +125,15 @@ def config_text_of(scoped: ScopedBinding) -> ConfigText:
 
 
 def source_of(config: str, dense: torch.Tensor | None = None) -> Source:
-    """What a ``config`` stands for, in this rank's world."""
+    """The binding that ``config`` stands for, on this rank."""
     if config.startswith(_UNSPELLED):
         raise TypeError(config.removeprefix(_UNSPELLED))
     if config.startswith(_LIVE):
         found = _live.get(config)
         if found is None:
             raise RuntimeError(
-                f"the attention {config!r} of a graph does not exist any more: it was traced by other means than "
-                "torch.compile, with an eager call's handle in it"
+                f"the attention {config!r} of a graph does not exist any more: the graph was not traced by "
+                "torch.compile, and so holds the handle of an eager call; trace it with torch.compile"
             )
         return found
     name, axis, group_name, *parts, scoped, named = from_text(config, () if dense is None else (dense,))
@@ -139,7 +142,7 @@ def source_of(config: str, dense: torch.Tensor | None = None) -> Source:
     if found is None or dense is not None:
         strategy, layout, mask, kernel = parts
         binding = Binding(name, axis, group, strategy, layout, mask, kernel)
-        # With a Dense mask the binding is another one at every call, but has seen the same scopes.
+        # With a Dense mask there is a new binding at every call, with the same history of scopes.
         history = found.history if isinstance(found, ScopedBinding) else ScopeHistory()
         found = ScopedBinding(binding, layout if named else None, history) if scoped else binding
     _bound[group, config] = found
@@ -149,12 +152,12 @@ def source_of(config: str, dense: torch.Tensor | None = None) -> Source:
 
 
 def resolve(source: Source) -> tuple[Binding, SequenceScope | None]:
-    """The binding of a call now, and the scope that it is under."""
+    """The binding of a call at this moment, and the open scope that applies to it."""
     return source.resolve() if isinstance(source, ScopedBinding) else (source, None)
 
 
 def refuse_on_all(error: Exception, source: Source) -> None:
-    """Raise what this rank found wrong, when all ranks have heard that it did."""
+    """Raise this rank's ``error`` after telling the other ranks, so that all raise."""
     resolve(source)[0].refuse(error)
 
 
@@ -163,14 +166,14 @@ def _scope_text(scope: SequenceScope, name: str) -> str:
     text = scope.config_text(tensors)
     if tensors:
         raise NotImplementedError(
-            f"{name}: the mask of the SequenceScope is {scope.mask!r}, and under torch.compile a scope's mask cannot "
-            "hold tensors: pass this one as the call's attn_mask, or give it to the style"
+            f"{name}: the mask of the SequenceScope is {scope.mask!r}, but under torch.compile the mask of a scope "
+            "cannot hold tensors: pass it as the call's attn_mask, or give it to the style"
         )
     return text
 
 
 def check_local(name: str, tensors: tuple[torch.Tensor, ...]) -> None:
-    """Refuse what no attention takes: not plain tensors, not 4-D, dtypes or devices that differ."""
+    """Raise unless the inputs are plain 4-D tensors of one floating-point dtype on one device."""
     check_plain(name, tensors)
     for label, tensor in zip(("query", "key", "value"), tensors, strict=True):
         if tensor.ndim != 4:
@@ -185,7 +188,7 @@ def check_local(name: str, tensors: tuple[torch.Tensor, ...]) -> None:
 
 
 def check_plain(name: str, tensors: tuple[torch.Tensor, ...]) -> None:
-    """Refuse what is no tensor, DTensors, and tensors in forward-mode differentiation."""
+    """Raise for objects that are not tensors, for DTensors, and for tensors in forward-mode differentiation."""
     for label, tensor in zip(("query", "key", "value"), tensors, strict=True):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name}: {label} must be a tensor, got {type(tensor).__name__}")
@@ -207,7 +210,7 @@ torch.library.define(
 @torch.library.impl("cp_styles::attention", "CompositeExplicitAutograd")
 @uncompiled
 def _attention(q, k, v, sink, attn_mask, dense, config, is_causal, scale, keep, problem):
-    """``keep``: a backward may come. ``problem``: why this rank refuses the call, where tracing it told so."""
+    """``keep``: a backward may follow. ``problem``: the error that this rank found while tracing, or empty."""
     live = config.startswith(_LIVE)
     watch = watcher.get()
     if watch is not None and not live:
@@ -240,7 +243,7 @@ def _attention(q, k, v, sink, attn_mask, dense, config, is_causal, scale, keep, 
     if not live:
         cut = unsettled.layout
         if keep and scope is None and not isinstance(cut, SequenceLayout) and not says_always_the_same(cut):
-            said = to_text((binding.layout, Full()), [])  # by its backward it may say something else
+            said = to_text((binding.layout, Full()), [])  # the balancer may return another layout in the backward
         out = _laid_out(out, _like_query(q.to("meta"), v.shape[3]))
     said = handle(binding) if live else said
     return out, residual, _tensor_of(f"({lengths[0]},{lengths[1]},{said!r})" if keep else "")
@@ -272,8 +275,8 @@ def _differentiate(ctx, grad, *_):
     if grad is None:
         return None, None, None, None, *none
     if not ctx.keep:
-        raise RuntimeError("cp_styles::attention was called with keep=False, and its backward is asked for")
-    # This forward's binding: that of a recomputation, whose ``call`` this may be, is the same, but need not live.
+        raise RuntimeError("cp_styles::attention was called with keep=False, so it has no backward")
+    # Use the binding of this forward. ``call`` may be from a recomputation, whose equal binding may be dead already.
     config = handle(ctx.binding) if ctx.config.startswith(_LIVE) else ctx.config
     dq, dk, dv, dsink = torch.ops.cp_styles.attention_backward(
         grad, q, k, v, out, residual, sink, attn_mask, dense, call, config, ctx.is_causal, ctx.scale
@@ -316,7 +319,7 @@ def _attention_backward_fake(grad, q, k, v, out, residual, sink, attn_mask, dens
     return *(_rows_first(x) for x in (q, k, v)), q.new_empty(0) if sink is None else torch.empty_like(sink)
 
 
-# -- what the graph is told of results: sizes, and the strides that results then must have --
+# -- sizes and strides of results, as declared to the graph --
 
 
 def _like_query(q_BHLD: torch.Tensor, dim: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""A sequence that differs from batch to batch: its layout and mask, bound to the modules under a ``with``."""
+"""SequenceScope: the layout and mask of one batch, for the context-parallel modules that run inside a ``with``."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ from cp_styles.mask import Full, Mask
 
 
 class Lease:
-    """A bound mesh in use: by its scope, a module's forward, and the graphs made with it. Then the next batch gets it.
+    """Reference-counts a bound mesh; returns it to the pool when unused.
 
-    DTensor remembers every mesh it has seen, for ever: one a batch would be a leak, and slow, since nothing it knows of
-    one mesh helps with the next.
+    A scope, a module's forward, and the graphs made with the mesh hold the lease. DTensor's caches keep every mesh for
+    ever. So a new mesh for each batch would be a leak. It would also be slow, because cached rules are not shared
+    between meshes.
     """
 
     def __init__(self, mesh: DeviceMesh, returns: list[DeviceMesh]) -> None:
@@ -36,7 +37,7 @@ class Lease:
         self._returns.append(rebind(self.mesh, None))
 
     def hold_in_graph(self, tensor: torch.Tensor) -> None:
-        """Stay in use for as long as the node that made ``tensor`` may run its backward."""
+        """Keep the lease alive while the autograd node that made ``tensor`` may run its backward."""
         if tensor.grad_fn is not None:
             tensor.grad_fn.metadata[Lease] = self  # pyright: ignore[reportIndexIssue]
 
@@ -50,19 +51,19 @@ class SequenceScope:
         scope = SequenceScope(per_document_layout, mask=documents)
         with scope:
             loss = model(scope.layout.shard(tokens, 1, rank), ...)
-        loss.backward()  # the attention was bound at its forward: right after the end, and beside other scopes
+        loss.backward()  # the forward has bound the scope: the backward may run after its end or in another scope
 
-    Modules attend to who is allowed by *both* their own mask and the scope's. A module whose style names a layout is
-    refused under a scope with another one.
+    A query attends to the keys that *both* the module's own mask and the scope's mask allow. If the style of a module
+    names another layout than the scope, the call is refused.
 
-    A recomputation (activation checkpointing) runs the forward again in the middle of a backward, where the scopes that
-    happen to be open are not those of its batch: give checkpoint the scope, ``checkpoint(fn, x, use_reentrant=False,
-    context_fn=scope.for_checkpoint)``, or open it inside the checkpointed function. Without, the attention refuses.
+    Activation checkpointing runs the forward again in the middle of a backward, where other scopes, or none, may be
+    open. So give checkpoint the scope: ``checkpoint(fn, x, use_reentrant=False, context_fn=scope.for_checkpoint)``. Or
+    open it inside the checkpointed function. Otherwise the attention raises an error.
 
     Args:
-        layout: who holds which position of this batch.
-        mask: who attends to whom in it, beside the modules' own masks.
-        mesh_axis: the sequence axis of the modules that are meant.
+        layout: which positions of this batch each rank holds.
+        mask: which keys each query attends to, in addition to the masks of the modules.
+        mesh_axis: the sequence axis of the modules to which the scope applies.
     """
 
     def __init__(self, layout: SequenceLayout, *, mask: Mask | None = None, mesh_axis: str = "cp") -> None:
@@ -79,9 +80,9 @@ class SequenceScope:
         self.mask = mask
         self.mesh_axis = mesh_axis
         self._text: tuple[str, list[torch.Tensor]] | None = None
-        # The modules' bindings that were resolved under this scope, for the next batch's scope to prepare.
+        # The bindings of modules that ran under this scope. The scope of the next batch prepares plans for them.
         self._users: WeakSet[ScopedBinding] = WeakSet()
-        # One bound mesh a configuration: the modules of a model mostly share one.
+        # One bound mesh for each configuration. The modules of a model usually share one.
         self._leases: dict[Binding, Lease] = {}
 
     def __enter__(self) -> SequenceScope:
@@ -89,20 +90,20 @@ class SequenceScope:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        _open.set(_open.get()[:-1])  # and no token kept in self, which several threads may have open
+        _open.set(_open.get()[:-1])  # no token is kept in self, because several threads may have it open
 
     def prepare(self, like: SequenceScope) -> SequenceScope:
-        """Make the plans of this batch before its step, for the modules that ran under the scope ``like``; returns
-        this scope.
+        """Make the plans of this batch before its step, for the modules that ran under the scope ``like``.
 
-        A plan is made on the host at the first call that needs it, so a new batch's first layers would wait for it.
-        Made ahead, while the device works on the batch before, it costs the step nothing::
+        Returns this scope. A plan is made on the host at the first call that needs it, so the first layers of a new
+        batch would wait for it. Make it ahead, while the device works on the previous batch::
 
             loss.backward()  # of the batch under ``scope``; the host is free again
             following = SequenceScope(next_layout, mask=next_documents).prepare(scope)
 
-        Each module's calls are expected to be causal, or not, as they were. Masks that come with a call (``attn_mask``,
-        a BlockMask) are not known ahead. No communication; what was not foreseen is made at its call, as ever.
+        This assumes that each module's calls are causal, or not, as before. Masks that are given to a call
+        (``attn_mask``, a BlockMask) are not known ahead. Plans that are missing are made at their call. No
+        communication.
         """
         for user in list(like._users):
             user.bound_to(self.layout, self.mask).prepare()
@@ -111,9 +112,9 @@ class SequenceScope:
     def for_checkpoint(
         self, context_fn: Callable[[], tuple[Any, Any]] | None = None
     ) -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
-        """The ``context_fn`` of torch.utils.checkpoint: nothing more in the forward, this scope in the recomputation.
+        """A ``context_fn`` for torch.utils.checkpoint that opens this scope in the recomputation.
 
-        With a ``context_fn`` of your own, ``partial(scope.for_checkpoint, context_fn)``: its contexts as well.
+        To combine it with a ``context_fn`` of your own: ``partial(scope.for_checkpoint, context_fn)``.
         """
         if context_fn is None:
             return contextlib.nullcontext(), self
@@ -121,7 +122,7 @@ class SequenceScope:
         return forward, _Both(self, recomputation)
 
     def config_text(self, tensors: list[torch.Tensor]) -> str:
-        """Layout and mask as a text, spelled once; see :func:`~cp_styles.engine.config_text.to_text`."""
+        """Layout and mask as a text, cached; see :func:`~cp_styles.engine.config_text.to_text`."""
         if self._text is None:
             found: list[torch.Tensor] = []
             self._text = to_text((self.layout, self.mask), found), found
@@ -133,7 +134,7 @@ class SequenceScope:
 
 
 class _Both(contextlib.AbstractContextManager[None]):
-    """One context inside another; checkpoints may enter it several times."""
+    """One context inside another. It may be entered several times."""
 
     def __init__(self, outer: Any, inner: Any) -> None:
         self._outer, self._inner = outer, inner
@@ -149,36 +150,36 @@ class _Both(contextlib.AbstractContextManager[None]):
             self._outer.__exit__(*exception)
 
 
-# The open scopes and the backward each was opened in (None outside of any), innermost last.
+# The open scopes, each with the backward in which it was opened (None outside of a backward). Innermost last.
 _open: ContextVar[tuple[tuple[SequenceScope, int | None], ...]] = ContextVar("sequence_scopes", default=())
 
-# The leases that somebody still holds, a graph perhaps: a recomputation that makes its scope anew must find the mesh of
-# its forward, for the gradients that arrive are on that one.
+# The leases that are still held, for example by a graph. A recomputation with a new, equal scope must use the mesh of
+# its forward, because the gradients are on that mesh.
 _alive: WeakValueDictionary[Binding, Lease] = WeakValueDictionary()
 
 
 class ScopeHistory:
-    """Whether an attention has ever run under a scope: then a recomputation without one is a mistake."""
+    """Whether an attention has run under a scope. Then a recomputation without a scope is an error."""
 
     def __init__(self) -> None:
         self.was_scoped = False
 
 
 class ScopedBinding:
-    """A module's binding, and what it becomes under the scope of the moment."""
+    """The binding of a module, and its variants under the open scope."""
 
     def __init__(
         self, binding: Binding, layout: SequenceLayout | Balancer | None, history: ScopeHistory | None = None
     ) -> None:
-        """``layout`` is the one the user named, or None; ``binding`` holds the default then."""
+        """``layout`` is the layout that the user gave, or None. ``binding`` then has the default."""
         self.unscoped = binding
         self.named = layout
         self.history = history or ScopeHistory()
-        # One binding a scope, and not one a call: so that it lives as long as its scope, and is described once.
+        # One binding for each scope, not for each call, so that it lives as long as its scope and is described once.
         self._under: WeakKeyDictionary[SequenceScope, Binding] = WeakKeyDictionary()
         self._free: dict[OtherAxes | None, list[DeviceMesh]] = {}
         self._lean: ScopedBinding | None = None
-        self._latest: Lease | None = None  # so that calls of one length find the mesh of the one before
+        self._latest: Lease | None = None  # keeps the mesh for further calls of the same length
 
     @property
     def name(self) -> str:
@@ -191,7 +192,7 @@ class ScopedBinding:
         return self._lean
 
     def lease(self, binding: Binding, device_type: str) -> Lease:
-        """A bound mesh for ``binding``, which is what :meth:`now` gave and what the call adds to it."""
+        """A bound mesh for ``binding``: the result of :meth:`now`, completed for the call."""
         lease = _alive.get(binding)
         if lease is None:
             lease = _alive[binding] = self._take(binding, device_type)
@@ -208,19 +209,19 @@ class ScopedBinding:
         return Lease(mesh, free)
 
     def now(self) -> Binding:
-        """The binding for a call now.
+        """The binding for a call at this moment.
 
         Raises:
-            RuntimeError: in a recomputation that was not given its scope.
-            ValueError: when the module names another layout than the scope.
+            RuntimeError: in a recomputation without its scope.
+            ValueError: the module names another layout than the scope.
         """
         return self.resolve()[0]
 
     def resolve(self) -> tuple[Binding, SequenceScope | None]:
-        """What :meth:`now` returns, and the scope that made it so."""
+        """The result of :meth:`now`, and the scope that applies."""
         try:
             return self._resolve()
-        except Exception as error:  # whatever it is, the others are to hear of it
+        except Exception as error:  # of any kind: the other ranks must raise too
             self.unscoped.refuse(error)
 
     def _resolve(self) -> tuple[Binding, SequenceScope | None]:
@@ -231,17 +232,17 @@ class ScopedBinding:
         task = current_graph_task()
         if task is not None and opened_in != task and (scope is not None or self.history.was_scoped):
             raise RuntimeError(
-                f"{name}: attention is being recomputed inside a backward, and which batch's SequenceScope it ran "
-                "under is not known there: pass context_fn=scope.for_checkpoint to checkpoint (use_reentrant=False), "
-                "or open the scope inside the checkpointed function"
+                f"{name}: attention is being recomputed inside a backward, where the SequenceScope of its batch is not "
+                "known: pass context_fn=scope.for_checkpoint to checkpoint (use_reentrant=False), or open the scope "
+                "inside the checkpointed function"
             )
         if scope is None:
             return self.unscoped, None
         self.history.was_scoped = True
         if self.named is not None and self._layout_named(scope) != scope.layout:
             raise ValueError(
-                f"{name}: the style names a layout that is not the one of the SequenceScope around the call; cut with "
-                "one layout and attend with the same (leave layout= out of the style to take the scope's)"
+                f"{name}: the style has another layout than the SequenceScope around the call; cut and attend with the "
+                "same layout (leave layout= out of the style to use the scope's)"
             )
         if scope not in self._under:
             self._under[scope] = self.bound_to(scope.layout, scope.mask)
@@ -249,7 +250,7 @@ class ScopedBinding:
         return self._under[scope], scope
 
     def bound_to(self, layout: SequenceLayout, mask: Mask) -> Binding:
-        """The binding under a scope of this layout and mask."""
+        """The binding under a scope with this layout and mask."""
         return replace(self.unscoped, layout=layout, mask=self.unscoped.mask & mask)
 
     def _layout_named(self, scope: SequenceScope) -> SequenceLayout:

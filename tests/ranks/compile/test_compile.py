@@ -338,7 +338,7 @@ def test_a_recomputation_without_its_scope_is_refused():
                 found = [out.detach(), *(leaf.grad for leaf in leaves)]
                 assert max(problem.errors(found, head_tail, rank, RANKS)) < EXACT
             else:
-                with pytest.raises(RuntimeError, match="which batch's SequenceScope it ran under is not known"):
+                with pytest.raises(RuntimeError, match="where the SequenceScope of its batch is not known"):
                     out.backward(cotangent)
 
     run_ranks(on, RANKS)

@@ -142,7 +142,7 @@ def test_what_no_text_can_stand_for():
         mask = Dense(torch.ones(16, 16, dtype=torch.bool))
         with (
             SequenceScope(head_tail(16, RANKS), mask=mask),
-            pytest.raises(NotImplementedError, match="a scope's mask cannot hold tensors"),
+            pytest.raises(NotImplementedError, match="the mask of a scope cannot hold tensors"),
         ):
             scoped(*PROBLEMS[16].shard(head_tail, rank, RANKS)[0])
 

@@ -223,7 +223,7 @@ def test_a_recomputation_without_its_scope_is_refused(door: str, other: Batch | 
         with FIRST.scope():
             out = checkpoint(core, *leaves, use_reentrant=reentrant)
         around = nullcontext() if other is None else other.scope()
-        with around, pytest.raises(RuntimeError, match="which batch's SequenceScope it ran under is not known there"):
+        with around, pytest.raises(RuntimeError, match="where the SequenceScope of its batch is not known"):
             out.backward(cotangent)
         leaves, cotangent = SECOND.leaves(rank)
         with SECOND.scope():
@@ -258,7 +258,7 @@ def test_a_fixed_layout(door: str):
             with SequenceScope(head_tail(LENGTH, RANKS)):
                 styled(door, s.mesh, layout=layout)(*s.leaves()[0])
 
-        assert "names a layout that is not the one of the SequenceScope around the call" in refusals(act)
+        assert "has another layout than the SequenceScope around the call" in refusals(act)
 
 
 @pytest.mark.parametrize("door", DOORS)

@@ -277,7 +277,7 @@ def test_one_rank_without_a_backward(door: str, how: str):
 
     lines = refusals(act).splitlines()
     assert all("ranks [2] attend under no_grad, or no input of theirs requires grad" in line for line in lines)
-    assert ["here one may come" in line for line in lines] == [True, True, False]
+    assert ["on this rank one may follow" in line for line in lines] == [True, True, False]
 
 
 @pytest.mark.parametrize("after", ["another module", "a backward", "global_loss"])
