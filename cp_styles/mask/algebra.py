@@ -201,12 +201,12 @@ class All(Mask):
     def breaks(self, length: int) -> torch.Tensor:
         found = torch.cat([part.breaks(length) for part in self.parts])
         first, last = stretches(found, length)
-        ends = [
-            [torch.stack(side) for side in zip(*(p.bounds(x) for p in self.parts), strict=True)] for x in (first, last)
-        ]
+        both = torch.cat((first, last))
+        sides = (torch.stack(side) for side in zip(*(part.bounds(both) for part in self.parts), strict=True))
         # Between breaks of the parts, the maximum of the lower bounds is the largest constant one or the largest
         # growing one. It has a break where the growing one overtakes. The same holds for the minimum of upper bounds.
-        for before, after, largest in zip(*ends, (True, False), strict=True):
+        for side, largest in zip(sides, (True, False), strict=True):
+            before, after = side.chunk(2, dim=1)
             none = -2 * UNBOUNDED if largest else 2 * UNBOUNDED
             climbs = after > before
             stays, rises = (

@@ -92,6 +92,7 @@ class Documents(Mask):
 
     lengths: tuple[int, ...]
     prefixes: tuple[int, ...] | None = None
+    _starts: torch.Tensor = field(init=False, compare=False, repr=False)
     _ends: torch.Tensor = field(init=False, compare=False, repr=False)
     _hash: int = field(init=False, compare=False, repr=False)
 
@@ -105,7 +106,9 @@ class Documents(Mask):
                 not 0 <= p <= n for p, n in zip(self.prefixes, self.lengths, strict=True)
             ):
                 raise ValueError("prefixes must give one length a document, between 0 and that document's length")
-        object.__setattr__(self, "_ends", torch.tensor(self.lengths, dtype=torch.int64).cumsum(0))
+        lengths = torch.tensor(self.lengths, dtype=torch.int64)
+        object.__setattr__(self, "_ends", lengths.cumsum(0))
+        object.__setattr__(self, "_starts", self._ends - lengths)
         object.__setattr__(self, "_hash", hash((self.lengths, self.prefixes)))
 
     def __hash__(self) -> int:
@@ -163,10 +166,9 @@ class Documents(Mask):
         return int(self._ends[-1]) if self.lengths else 0
 
     def bounds(self, q_positions_L: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        ends = self._ends.to(q_positions_L.device)
-        lengths = torch.tensor(self.lengths, dtype=torch.int64, device=q_positions_L.device)
+        starts, ends = (edges.to(q_positions_L.device) for edges in (self._starts, self._ends))
         index = torch.bucketize(q_positions_L, ends, right=True)
-        start, stop = ends[index] - lengths[index], ends[index]
+        start, stop = starts[index], ends[index]
         if self.prefixes is not None:
             prefixes = torch.tensor(self.prefixes, dtype=torch.int64, device=q_positions_L.device)
             stop = torch.maximum(q_positions_L + 1, start + prefixes[index])
@@ -175,5 +177,4 @@ class Documents(Mask):
     def breaks(self, length: int) -> torch.Tensor:
         if self.prefixes is None:
             return self._ends
-        starts = self._ends - torch.tensor(self.lengths, dtype=torch.int64)
-        return torch.cat((self._ends, starts + torch.tensor(self.prefixes, dtype=torch.int64)))
+        return torch.cat((self._ends, self._starts + torch.tensor(self.prefixes, dtype=torch.int64)))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from cp_styles.cache import remembered
 from cp_styles.mask.algebra import All, Full, Mask, PerRow, stretches
 
 
@@ -39,21 +40,43 @@ class Pieces(NamedTuple):
         first = self.hi - self.lo
         return (2 * first + (self.hi_step - self.lo_step) * (count - 1)) * count // 2
 
+    def cut(self, positions: torch.Tensor) -> Pieces:
+        """The same, with none of ``positions`` inside of a piece."""
+        start = torch.cat((self.start, positions)).unique()
+        piece = torch.searchsorted(self.start, start, right=True) - 1
+        # Before the first piece, and in the gaps between them, nothing is seen.
+        within = torch.nonzero((start < self.stop[piece]) & (piece >= 0)).flatten() if len(self.start) else piece[:0]
+        start, piece = start[within], piece[within]
+        _, stop, lo, hi, lo_step, hi_step = torch.stack(self)[:, piece].unbind()
+        later = start - self.start[piece]
+        stop = torch.minimum(stop, torch.cat((start[1:], stop[-1:])))
+        return Pieces(start, stop, lo + lo_step * later, hi + hi_step * later, lo_step, hi_step)
+
     def where(self, which: torch.Tensor) -> Pieces:
-        return Pieces(*(column[which] for column in self))
+        return Pieces(*torch.stack(self)[:, torch.nonzero(which).flatten()].unbind())
 
 
 def pieces_of(mask: Mask, queries: int, keys: int, cuts: torch.Tensor) -> Pieces:
     """The pieces of the band of ``mask`` for ``queries`` positions and ``keys`` keys, cut at the positions ``cuts``."""
-    within = All((mask, _Within(keys)))
-    first, last = stretches(torch.cat((cuts, within.breaks(queries))), queries)
-    middle, more = (first + last) // 2, last - first
-    (lo, hi), (lo_last, hi_last) = within.bounds(first), within.bounds(last)
-    lo_step, hi_step = (lo_last > lo).long(), (hi_last > hi).long()
-    for at in (middle, last):
-        for bound, step, found in zip((lo, hi), (lo_step, hi_step), within.bounds(at), strict=True):
-            if not torch.equal(bound + step * (at - first), found):
-                raise ValueError(f"{mask}: breaks() leaves out a position where a bound changes its course")
+    return _uncut(mask.pattern, queries, keys).cut(cuts)
+
+
+def _size(arguments: tuple[Any, ...], pieces: Pieces) -> int:
+    return arguments[0].nbytes + sum(column.nbytes for column in pieces)
+
+
+@remembered(_size)  # asked by layouts that balance work, and by every plan
+def _uncut(mask: Mask, queries: int, keys: int) -> Pieces:
+    within = All((*(mask.parts if isinstance(mask, All) else (mask,)), _Within(keys)))
+    first, last = stretches(within.breaks(queries), queries)
+    more = last - first
+    middle = more // 2
+    lo, hi = (bound.view(3, -1) for bound in within.bounds(torch.cat((first, first + middle, last))))
+    lo_step, hi_step = (lo[2] > lo[0]).long(), (hi[2] > hi[0]).long()
+    for bound, step in ((lo, lo_step), (hi, hi_step)):
+        if not torch.equal(bound[1:] - bound[0], step * torch.stack((middle, more))):
+            raise ValueError(f"{mask}: breaks() leaves out a position where a bound changes its course")
+    lo, hi = lo[0], hi[0]
     # Where the bounds converge or diverge, some positions at one end may attend to nothing.
     seen, opening = hi - lo, hi_step - lo_step
     skipped = torch.where(opening > 0, (1 - seen).clamp(min=0), 0)

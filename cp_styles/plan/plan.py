@@ -13,10 +13,9 @@ backward use the same tiles. Pure: no process group, no device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain, groupby
-from typing import Any
+from itertools import chain, islice
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,7 +24,7 @@ from cp_styles.layout import SequenceLayout
 from cp_styles.mask import Mask, Pieces, pieces_of, work_from
 from cp_styles.plan.cells import cells
 from cp_styles.plan.rectangles import rectangles
-from cp_styles.plan.tiles import Cover, Run, Stretch, Tile, runs_of, tiles_of
+from cp_styles.plan.tiles import Cover, Run, Tile, tiles_of
 
 __all__ = ["Cover", "Part", "Plan", "Rows", "Tile", "attended_pairs", "imbalance", "make_plan"]
 
@@ -100,13 +99,12 @@ def _make_plan(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, 
         parts = tuple(_block_part(q_layout, kv_layout, mask, rank, source) for source in range(q_layout.ranks))
         sends = {peer: _ranges(cells(q_layout, kv_layout, mask, peer, rank).needed) for peer in others}
     else:
-        queries = _Chunks(q_layout)
-        keys = queries if kv_layout == q_layout else _Chunks(kv_layout)
-        pieces = pieces_of(mask, q_layout.length, kv_layout.length, queries.starts)
+        queries, keys = _chunks(q_layout), _chunks(kv_layout)
+        pieces = pieces_of(mask, q_layout.length, kv_layout.length, queries.bounds)
         holders = queries.holders(pieces.start)
         own = pieces.where(holders == rank)
-        courses = _courses(own, queries.rows(torch.tensor(rank), own.start), keys)
-        parts = tuple(_parts(courses, keys, biased=mask.has_bias, small_tiles=small_tiles))
+        courses = _courses(own, queries.rows(rank, own.start), keys)
+        parts = _parts(courses, keys, biased=mask.has_bias, small_tiles=small_tiles)
         sends = _sends(pieces, holders, keys, rank)
     return Plan(rank, parts, tuple(sends.get(peer, ()) for peer in range(q_layout.ranks)))
 
@@ -125,178 +123,176 @@ def imbalance(layout: SequenceLayout, mask: Mask) -> float:
 
 def _work(layout: SequenceLayout, keys: int, mask: Mask) -> torch.Tensor:
     """The pairs of each rank."""
-    chunks = _Chunks(layout)
+    chunks = _chunks(layout)
     work = work_from(mask, chunks.bounds[:-1], layout.length, keys)
-    return torch.zeros(layout.ranks, dtype=torch.int64).index_add_(0, chunks.holder, work)
+    return torch.zeros(layout.ranks, dtype=torch.int64).index_add_(0, chunks.holder[:-1], work)
 
 
 class _Chunks:
-    """A layout as tables: int64 ``[chunks]``, in the order of (rank, position)."""
+    """A layout as tables. Each rank has an empty chunk before its own ones, and so there is one before any position.
+
+    Attributes:
+        length: of the sequence.
+        ranks: how many there are.
+        bounds: where chunks start, ascending, and the end of the sequence: int64 ``[chunks + 1]``.
+        holder: who holds them; the last one stands for the end too: int64 ``[chunks + 1]``.
+    """
 
     def __init__(self, layout: SequenceLayout) -> None:
         self.length, self.ranks = layout.length, layout.ranks
-        edges = torch.tensor(list(chain.from_iterable(chain.from_iterable(layout.chunks))), dtype=torch.int64)
-        self.starts, stops = edges.view(-1, 2).unbind(1)
-        self._sizes = stops - self.starts
-        self._ranks = torch.arange(self.ranks).repeat_interleave(torch.tensor([len(own) for own in layout.chunks]))
+        edges = chain.from_iterable(chain.from_iterable(((0, 0), *own) for own in layout.chunks))
+        starts, stops = torch.tensor(list(edges), dtype=torch.int64).view(-1, 2).unbind(1)
+        ranks = torch.arange(self.ranks).repeat_interleave(torch.tensor([len(own) + 1 for own in layout.chunks]))
+        # Where each chunk ends among its rank's rows, and what takes a position in it to its row.
         lengths = torch.tensor(layout.lengths)
-        # Rows of the rank before each chunk.
-        self._rows = self._sizes.cumsum(0) - self._sizes - (lengths.cumsum(0) - lengths)[self._ranks]
-        self._keys = self._key(self._ranks, self.starts)
-        # In the order of positions: where chunks start, with the end of the sequence, and who holds them.
-        self.bounds, order = self.starts.sort()
+        sizes = stops - starts
+        self._stop_row = sizes.cumsum(0) - (lengths.cumsum(0) - lengths)[ranks]
+        self._to_row = self._stop_row - stops
+        self._line = ranks * (self.length + 1) + starts
+        self.bounds, order = starts[sizes > 0].sort()
         self.bounds = torch.cat((self.bounds, torch.tensor([self.length])))
-        self.holder = self._ranks[order]
+        holder = ranks[sizes > 0][order]
+        self.holder = torch.cat((holder, holder[-1:]))
 
-    def _key(self, rank: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        return rank * (self.length + 1) + position
+    @property
+    def nbytes(self) -> int:
+        return sum(value.nbytes for value in vars(self).values() if isinstance(value, torch.Tensor))
 
     def holders(self, positions: torch.Tensor) -> torch.Tensor:
         """Who holds these positions."""
         return self.holder[torch.searchsorted(self.bounds, positions, right=True) - 1]
 
-    def rows(self, rank: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def rows(self, rank: torch.Tensor | int, positions: torch.Tensor) -> torch.Tensor:
         """How many rows of a rank are at positions before these."""
-        if not self.length:
-            return torch.zeros_like(positions)
-        chunk = (torch.searchsorted(self._keys, self._key(rank, positions), right=True) - 1).clamp(min=0)
-        inside = torch.minimum(positions - self.starts[chunk], self._sizes[chunk]) + self._rows[chunk]
-        return torch.where((self._ranks[chunk] == rank) & (inside > 0), inside, 0)
+        chunk = torch.searchsorted(self._line, rank * (self.length + 1) + positions, right=True) - 1
+        return torch.minimum(positions + self._to_row[chunk], self._stop_row[chunk])
 
 
-@dataclass(frozen=True)
-class _Courses:
-    """Ranges of own rows over which the interval of a source's rows that they see stays its course, and is not empty:
-    int64 ``[N]``, ascending in (source, row).
+@remembered(lambda arguments, chunks: arguments[0].nbytes + chunks.nbytes)  # layers with other masks share it
+def _chunks(layout: SequenceLayout) -> _Chunks:
+    return _Chunks(layout)
+
+
+class _Courses(NamedTuple):
+    """Ranges of own rows over which the interval of a source's rows that they see stays its course, and is not empty.
+    int64, ascending in (source, row).
 
     Attributes:
-        source: whose rows are seen.
-        row, count: the own rows.
-        a, b: the interval of the first one.
-        a_last, b_last: the interval of the last one.
+        source: whose rows are seen: ``[N]``.
+        row, count: the own rows: ``[N]``.
+        first: the interval of the first one: ``[2, N]``.
+        last: the interval of the last one: ``[2, N]``.
     """
 
     source: torch.Tensor
     row: torch.Tensor
     count: torch.Tensor
-    a: torch.Tensor
-    b: torch.Tensor
-    a_last: torch.Tensor
-    b_last: torch.Tensor
+    first: torch.Tensor
+    last: torch.Tensor
 
 
 def _courses(own: Pieces, own_rows: torch.Tensor, keys: _Chunks) -> _Courses:
-    counts = own.stop - own.start
-    found = []
+    number, counts = len(own.start), own.stop - own.start
+    bound, step = torch.stack((own.lo, own.hi)), torch.stack((own.lo_step, own.hi_step))
+    # The chunks to whose starts a bound comes.
+    first, last = (
+        torch.searchsorted(keys.bounds, x, right=True) for x in (bound, torch.addcmul(bound, step, counts - 1))
+    )
+    crossing, crossed = _expanded(first.flatten(), last.flatten())
+    row, crossing = keys.bounds[crossed] - bound.flatten()[crossing], crossing % max(number, 1)
     # Who holds what a piece reaches: chunk by chunk, or everybody, whichever is less to look at.
-    first, last = own.reach
-    first, last = torch.searchsorted(keys.bounds, first, right=True) - 1, torch.searchsorted(keys.bounds, last)
+    first, last = first[0] - 1, last[1]
     many = last - first >= keys.ranks
     piece, index = _expanded(torch.where(many, 0, first), torch.where(many, keys.ranks, last))
-    found.append(
-        (torch.where(many[piece], index, keys.holder[index.clamp(max=len(keys.holder) - 1)]), piece, index * 0)
-    )
-    # Where a bound comes to the start of a chunk, or to the end of one.
-    for bound, step in ((own.lo, own.lo_step), (own.hi, own.hi_step)):
-        first = torch.searchsorted(keys.bounds, bound, right=True)
-        last = torch.searchsorted(keys.bounds, bound + step * (counts - 1), right=True)
-        piece, index = _expanded(first, last)
-        row = keys.bounds[index] - bound[piece]
-        found += [
-            (keys.holder[chunk[there]], piece[there], row[there])
-            for chunk in (index - 1, index)
-            for there in [(chunk >= 0) & (chunk < len(keys.holder))]
-        ]
-    source, piece, row = (torch.cat(column) for column in zip(*found, strict=True))
-    rows, pieces = int(counts.max()) + 1 if len(counts) else 1, max(len(counts), 1)
-    place = ((source * pieces + piece) * rows + row).unique()
-    row, piece, source = place % rows, place // rows % pieces, place // (rows * pieces)
-    stop = torch.where(place[1:] // rows == place[:-1] // rows, row[1:], counts[piece[:-1]])
-    stop = torch.cat((stop, counts[piece[-1:]]))
-    a, b, a_last, b_last = (
-        keys.rows(source, bound[piece] + step[piece] * at)
-        for at in (row, stop - 1)
-        for bound, step in ((own.lo, own.lo_step), (own.hi, own.hi_step))
-    )
+    source = torch.where(many[piece], index, keys.holder[index])
+    # The rows of pieces at which a source's interval may turn: their first ones, and where a bound comes to a chunk.
+    rows = int(counts.max()) + 1 if number else 1
+    line = torch.cat((source, keys.holder[crossed - 1], keys.holder[crossed])) * number
+    line += torch.cat((piece, crossing, crossing))
+    place = (line * rows + torch.cat((torch.zeros_like(piece), row, row))).unique()
+    line, row = place // rows, place % rows
+    source, piece = line // max(number, 1), line % max(number, 1)
+    stop = counts[piece]
+    stop[:-1] = torch.where(line.diff() == 0, row[1:], stop[:-1])
+    ends = torch.stack((row, stop - 1))
+    found = keys.rows(source, bound[:, None, piece] + step[:, None, piece] * ends)
     # What is empty at one end only is empty in one row, for it opens or closes by one a row.
-    late, early = ((b == a) & (b_last > a_last)).long(), ((b > a) & (b_last == a_last)).long()
-    some = (b > a) | (b_last > a_last)
-    alone = stop - row <= 1
-    rise = [torch.where(alone, 0, (end > begin).long()) for begin, end in ((a, a_last), (b, b_last))]
-    columns = (
-        source,
-        own_rows[piece] + row + late,
-        stop - row - late - early,
-        a + rise[0] * late,
-        b + rise[1] * late,
-        a_last - rise[0] * early,
-        b_last - rise[1] * early,
-    )
-    return _Courses(*(column[some] for column in columns))
+    filled = found[0] < found[1]
+    some = torch.nonzero(filled.any(0)).flatten()
+    first, last = found[:, :, some].unbind(1)
+    late, early = (~filled[:, some]).long()
+    rise = last > first
+    table = torch.stack((source, own_rows[piece] + row, stop - row))[:, some]
+    return _Courses(table[0], table[1] + late, table[2] - late - early, first + rise * late, last - rise * early)
 
 
-def _parts(courses: _Courses, keys: _Chunks, *, biased: bool, small_tiles: bool) -> Iterator[Part]:
-    starts, stops = _union(courses.source, courses.a, courses.b_last, keys.length)
+def _parts(courses: _Courses, keys: _Chunks, *, biased: bool, small_tiles: bool) -> tuple[Part, ...]:
+    starts, stops = _union(courses.source, courses.first[0], courses.last[1], keys.length)
     # From the source's local rows to their place among the rows that travel.
     line = courses.source * (keys.length + 1)
     sizes = stops - starts
     before = sizes.cumsum(0) - sizes
     sources = starts // (keys.length + 1)
     before -= before[torch.searchsorted(sources, sources)]
-    index = torch.searchsorted(starts, line + courses.a, right=True) - 1
-    shift = starts[index] - line - before[index]
+    index = torch.searchsorted(starts, line + courses.first[0], right=True) - 1
+    shift = (starts - before)[index] - line
     needed = _by_rank(starts, stops, keys.length)
-    stretches = {
-        source: list(entries) for source, entries in groupby(_stretches(courses, shift), lambda entry: entry[0])
-    }
-    for source in range(keys.ranks):
-        runs: Iterator[Run] = runs_of(stretch for _, stretch in stretches.get(source, ()))
-        tiles = tuple(tiles_of(runs, biased=biased, small_tiles=small_tiles))
-        yield Part(source, needed.get(source, ()), tiles)
+    runs = _runs(courses._replace(first=courses.first - shift, last=courses.last - shift), keys.ranks)
+    return tuple(
+        Part(source, needed.get(source, ()), tuple(tiles_of(own, biased=biased, small_tiles=small_tiles)))
+        for source, own in enumerate(runs)
+    )
 
 
-def _stretches(courses: _Courses, shift: torch.Tensor) -> Iterator[tuple[int, Stretch]]:
-    """The moves from row to row, each source's own; like ones that follow each other as one."""
-    a, b, a_last, b_last = (x - shift for x in (courses.a, courses.b, courses.a_last, courses.b_last))
-    inner = courses.count - 1
-    none = torch.zeros(min(len(inner), 1), dtype=torch.int64)
-    last_row = courses.row + inner
-    # After the moves inside each course comes the one to the next.
-    over = torch.cat(((courses.source.diff() == 0) & (last_row[:-1] + 1 == courses.row[1:]), none.bool()))
-    da, db = (torch.cat((x[1:] - y[:-1], none)) for x, y in ((a, a_last), (b, b_last)))
-    over &= (da >= 0) & (da <= 1) & (db >= 0) & (db <= 1)
-    moves = [
-        torch.stack(pair, 1).flatten()
-        for pair in (
-            (inner, torch.ones_like(inner)),
-            (courses.row, last_row),
-            (a, a_last),
-            (b, b_last),
-            ((a_last > a).long(), torch.where(over, da, -1)),
-            ((b_last > b).long(), torch.where(over, db, -1)),
-            (courses.source, courses.source),
-        )
-    ]
-    steps, row, a, b, da, db, source = (column[moves[0] > 0] for column in moves)
-    new = (da.diff() != 0) | (db.diff() != 0) | (da[1:] < 0)
-    first = torch.nonzero(torch.cat((none == 0, new))).flatten()
-    total = steps.cumsum(0)
-    steps = torch.diff(torch.cat((total[first] - steps[first], total[-1:])))
-    for count, *stretch in zip(steps.tolist(), *(x[first].tolist() for x in (row, a, b, da, db, source)), strict=True):
-        yield stretch[-1], Stretch(count, *stretch[:-1])
+def _runs(courses: _Courses, ranks: int) -> list[list[Run]]:
+    """By source, runs of rows as long as possible, the first rows first.
+
+    A row between two runs belongs to the one before it, and a run is at least one row.
+    """
+    source, row, count, first, last = courses
+    ones = torch.ones_like(row)
+    # The moves inside each course, and the one out of its last row: to the next course, or in another way, as -1.
+    over = first[:, 1:] - last[:, :-1]
+    on = ((over == 0) | (over == 1)).all(0) & (source.diff() == 0) & ((row + count)[:-1] == row[1:])
+    out = torch.full_like(first, -1)
+    out[:, :-1] = torch.where(on, over, -1)
+    inner = torch.cat((torch.stack((count - 1, row, source)), first, (last > first).long()))
+    moves = torch.stack((inner, torch.cat((torch.stack((ones, row + count - 1, source)), last, out))), 2).flatten(1)
+    moves = moves[:, torch.nonzero(moves[0]).flatten()]
+    # Like ones that follow each other as one.
+    rise = moves[5:]
+    new = (rise.diff() != 0).any(0) | (rise[0, 1:] < 0)
+    begin = torch.nonzero(torch.cat((ones[:1] > 0, new))).flatten()
+    stop = moves[0].cumsum(0)
+    steps = torch.cat(((stop - moves[0])[begin], stop[-1:])).diff()
+    _, row, source, a, b, da, db = moves[:, begin]
+    # Single moves in turn are part of a run and lead to the next one, from the last of another kind on. A row in which
+    # one begins is free behind a move in another way, of which the last one is.
+    index = torch.arange(len(steps))
+    other = da < 0
+    single = (steps == 1) & ~other
+    before = torch.cat((-ones[:1], torch.where(single, -1, index).cummax(0).values[:-1])) if len(steps) else index
+    free = other[before] ^ ((index - before) % 2 == 0)
+    taken = torch.nonzero(free | ~(other | single)).flatten()
+    skipped = (~free).long()
+    da, db = da.clamp(min=0), db.clamp(min=0)
+    stop = row + torch.where(other, 1, steps + 1)
+    table = torch.stack((source, row + skipped, stop, a + da * skipped, b + db * skipped, da, db))[:, taken]
+    runs = map(Run._make, table[1:].T.tolist())
+    return [list(islice(runs, size)) for size in table[0].bincount(minlength=ranks).tolist()]
 
 
 def _sends(pieces: Pieces, holders: torch.Tensor, keys: _Chunks, rank: int) -> dict[int, Rows]:
     """By destination, the rows of ``rank`` that its queries see."""
-    first, last = (keys.rows(torch.tensor(rank), position) for position in pieces.reach)
-    there = (last > first) & (holders != rank)
+    first, last = keys.rows(rank, torch.stack(pieces.reach))
+    there = torch.nonzero((last > first) & (holders != rank)).flatten()
     return _by_rank(*_union(holders[there], first[there], last[there], keys.length), keys.length)
 
 
 def _expanded(first: torch.Tensor, last: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """For each i, the numbers ``first[i] .. last[i] - 1``: all the i, and all the numbers."""
-    counts = (last - first).clamp(min=0)
-    which = torch.arange(len(counts)).repeat_interleave(counts)
+    counts = last - first
+    which = torch.repeat_interleave(counts)
     return which, torch.arange(len(which)) - (counts.cumsum(0) - counts - first)[which]
 
 
@@ -315,9 +311,8 @@ def _union(
 def _by_rank(starts: torch.Tensor, stops: torch.Tensor, length: int) -> dict[int, Rows]:
     """What :func:`_union` gave, by rank."""
     ranks = starts // (length + 1)
-    columns = (ranks, starts - ranks * (length + 1), stops - ranks * (length + 1))
-    entries = zip(*(column.tolist() for column in columns), strict=True)
-    return {rank: tuple((a, b) for _, a, b in own) for rank, own in groupby(entries, lambda entry: entry[0])}
+    ranges = map(tuple, (torch.stack((starts, stops), 1) - (ranks * (length + 1))[:, None]).tolist())
+    return {rank: tuple(islice(ranges, size)) for rank, size in enumerate(ranks.bincount().tolist()) if size}
 
 
 def _ranges(inside: torch.Tensor) -> Rows:

@@ -57,41 +57,19 @@ class Run(NamedTuple):
         return self._replace(start=first, stop=min(stop, self.stop), a=a, b=b)
 
 
-class Stretch(NamedTuple):
-    """``steps`` moves from a row to the next, all alike: by ``da`` and ``db``, or in another way where these are -1.
-
-    The first row is ``row``, and sees the keys ``[a, b)``.
-    """
-
-    steps: int
-    row: int
-    a: int
-    b: int
-    da: int
-    db: int
-
-
-def runs_of(stretches: Iterable[Stretch]) -> Iterator[Run]:
-    """Runs as long as possible, the first rows first. The last stretch is one in another way, out of the last row."""
-    free = True  # whether the row where a stretch begins is in no run yet
-    for steps, row, a, b, da, db in stretches:
-        if da < 0:
-            if free:
-                yield Run(row, row + 1, a, b, 0, 0)
-            free = True
-        elif free or steps > 1:
-            skipped = 0 if free else 1
-            yield Run(row + skipped, row + steps + 1, a + da * skipped, b + db * skipped, da, db)
-            free = False
-        else:  # a single row is left, which goes on as the next stretch does
-            free = True
-
-
 def tiles_of(runs: Iterable[Run], *, biased: bool, small_tiles: bool) -> Iterator[Tile]:
     """Tiles that cover what the runs see, each pair once; all have an explicit mask where ``biased``."""
     for group in _groups(runs):
-        for together in _apart(group) if small_tiles and not biased else [group]:
-            yield from _group_tiles(together, biased)
+        for together in _apart(group) if small_tiles and not biased else (group,):
+            run = together[0]
+            if biased or len(together) > 1 or (run.da and run.stop - run.start > 1):
+                yield from _explicit(together)
+            elif not run.db or run.stop - run.start == 1:
+                yield Tile((run.start, run.stop), (run.a, run.end), Cover.FULL)
+            else:  # b climbs by one a row: the causal triangle ends with the last key, a rectangle stands before it
+                if run.b - 1 > run.a:
+                    yield Tile((run.start, run.stop), (run.a, run.b - 1), Cover.FULL)
+                yield Tile((run.start, run.stop), (run.b - 1, run.end), Cover.CAUSAL)
 
 
 def _groups(runs: Iterable[Run]) -> Iterator[list[Run]]:
@@ -125,24 +103,13 @@ def _apart(group: list[Run]) -> list[list[Run]]:
     )
 
 
-def _group_tiles(group: list[Run], biased: bool) -> Iterator[Tile]:
-    """Tiles of one run, or of several short ones as one block."""
-    run = group[0]
-    rows = run.stop - run.start
-    if biased or len(group) > 1 or (run.da and rows > 1):
-        yield from _explicit(group)
-    elif not run.db or rows == 1:
-        yield Tile((run.start, run.stop), (run.a, run.end), Cover.FULL)
-    else:  # b climbs by one a row: the causal triangle ends with the last key, a rectangle stands before it
-        if run.b - 1 > run.a:
-            yield Tile((run.start, run.stop), (run.a, run.b - 1), Cover.FULL)
-        yield Tile((run.start, run.stop), (run.b - 1, run.end), Cover.CAUSAL)
-
-
 def _explicit(group: list[Run]) -> Iterator[Tile]:
     """Blocks of rows with an explicit mask over the union of what their rows attend to."""
-    for first in range(group[0].start, group[-1].stop, _BLOCK):
-        last = min(first + _BLOCK, group[-1].stop)
-        found = [run.within(first, last) for run in group if run.start < last and run.stop > first]
+    start, stop = group[0].start, group[-1].stop
+    for first in range(start, stop, _BLOCK):
+        last = min(first + _BLOCK, stop)
+        found = group
+        if (first, last) != (start, stop):
+            found = [run.within(first, last) for run in group if run.start < last and run.stop > first]
         if found:
-            yield Tile((first, last), (min(run.a for run in found), max(run.end for run in found)), Cover.PARTIAL)
+            yield Tile((first, last), (min([run.a for run in found]), max([run.end for run in found])), Cover.PARTIAL)

@@ -8,10 +8,13 @@ import torch
 from expecttest import assert_expected_inline
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cp_styles.layout import SequenceLayout, by_work, contiguous, head_tail, per_document_head_tail, striped
 from cp_styles.mask import Causal, Dense, Documents, Full, Mask, SlidingWindow
+from cp_styles.mask.pieces import _uncut
 from cp_styles.plan import Cover, Part, Plan, Rows, Tile, attended_pairs, imbalance, make_plan
+from cp_styles.plan.plan import _chunks, _make_plan
 from tests.layouts import layouts
 from tests.oracle import allowed, mask_cases
 
@@ -190,12 +193,12 @@ def test_small_tiles_that_would_see_the_same_keys_again_and_again_join():
             assert make_plan(layout, layout, mask, rank) == make_plan(layout, layout, mask, rank, small_tiles=True)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Asked(Mask):
-    """A mask that notes of how many positions it is asked."""
+    """A mask that notes of how many positions it is asked, and equals no other, so that nothing of it is remembered."""
 
     inner: Mask
-    positions: list[int] = field(default_factory=list, compare=False)
+    positions: list[int] = field(default_factory=list)
 
     def bounds(self, q_positions_L):
         self.positions.append(q_positions_L.numel())
@@ -226,6 +229,48 @@ def test_a_plan_looks_at_chunks_and_pieces_never_at_positions(length: int, ranks
     by_work_asked = Asked(mask)
     by_work(length, ranks, mask=by_work_asked)
     assert sum(by_work_asked.positions) <= 6 * (16 * ranks + pieces)
+
+
+def test_what_does_not_depend_on_the_rank_is_made_once():
+    """By what cuts the sequence, and by the plans of the ranks, where they are threads, of layers with other masks, and
+    of the rows of a batch."""
+    mask = Asked(Causal())
+    layout = by_work(96, 4, mask=mask)
+    asked, tables = sum(mask.positions), _chunks.made
+    for rank in range(4):
+        make_plan(layout, layout, mask, rank)
+        make_plan(layout, layout, Causal(), rank)
+    assert sum(mask.positions) == asked
+    assert _chunks.made == tables + 1
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations on tensors, views included."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_plan_is_as_many_operations_whatever_its_size():
+    """Each takes microseconds: what short sequences, and tests, wait for. Before most of them were joined, 750."""
+    counts = []
+    for layout, mask in (
+        (head_tail(200, 4), Documents((20, 30, 50, 100)) & Causal()),
+        (head_tail(2**20, 64), Documents((2**16,) * 16) & Causal()),
+        (by_work(2**15, 64, mask=Causal()), Documents((2**10,) * 32) & Causal()),
+    ):
+        for known in (_make_plan, _chunks, _uncut):
+            known.clear()
+        for rank in range(2):
+            with Operations() as operations:
+                make_plan(layout, layout, mask, rank)
+            counts.append(operations.count)
+    assert len(set(counts[::2])) == len(set(counts[1::2])) == 1
+    assert counts[0] <= 520
+    assert counts[1] <= 360  # the mask's pieces and the layout's tables are there
 
 
 def picture(layout: SequenceLayout, mask: Mask) -> str:
