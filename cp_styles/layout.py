@@ -11,10 +11,12 @@ import functools
 import heapq
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, groupby
+from operator import ge, itemgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -45,20 +47,23 @@ class SequenceLayout:
     _hash: int = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        lengths = tuple(sum(stop - start for start, stop in own) for own in self.chunks)
-        expected = 0
-        for start, stop in sorted(chunk for own in self.chunks for chunk in own):
-            if start != expected or stop <= start:
-                raise ValueError(
-                    f"chunks must cover every position once, in non-empty half-open ranges: found ({start}, {stop}) "
-                    f"where position {expected} comes next"
-                )
-            expected = stop
+        starts, stops = _edges(sorted(chain.from_iterable(self.chunks)))
+        expected = (0, *stops)
+        if starts != expected[:-1] or any(map(ge, starts, stops)):
+            found = zip(starts, stops, expected, strict=False)
+            start, stop, next_one = next(entry for entry in found if entry[0] != entry[2] or entry[1] <= entry[0])
+            raise ValueError(
+                f"chunks must cover every position once, in non-empty half-open ranges: found ({start}, {stop}) "
+                f"where position {next_one} comes next"
+            )
+        lengths = []
         for rank, own in enumerate(self.chunks):
-            if any(later[0] <= earlier[1] for earlier, later in pairwise(own)):
+            starts, stops = _edges(own)
+            if any(map(ge, stops, starts[1:])):
                 raise ValueError(f"the chunks of rank {rank} must ascend and not touch, got {own}; see from_chunks()")
-        object.__setattr__(self, "lengths", lengths)
-        object.__setattr__(self, "length", expected)
+            lengths.append(sum(stops) - sum(starts))
+        object.__setattr__(self, "lengths", tuple(lengths))
+        object.__setattr__(self, "length", expected[-1])
         # Layouts are cache keys of plans and may have thousands of chunks, so compute the hash once.
         object.__setattr__(self, "_hash", hash(self.chunks))
 
@@ -216,12 +221,16 @@ def head_tail(length: int, ranks: int) -> SequenceLayout:
 def per_document_head_tail(
     length: int, ranks: int, *, documents: Sequence[int], cut_all: bool = False
 ) -> SequenceLayout:
-    """Each document cut head-tail by itself: causal work is balanced for documents of any length.
+    """Each document cut head-tail by itself: causal work is balanced for documents of any length, and so are tokens.
 
-    A long document is cut over all ranks. A document that is short, compared with the share of a rank, is cut over few
-    ranks or stays whole on one. So a rank attends to few other ranks, in few tiles. Some documents are cut to give all
-    ranks the same number of tokens, up to one. Several limits for "short" are tried, from half of a rank's share
-    downwards, until the work is balanced within 2 %. If none reaches that, the best one is taken.
+    Each token of a document that is cut head-tail costs the same, and more in a longer document. Ranks are filled one
+    after the other, with a mixture of a document whose tokens cost more than the average and one whose tokens cost
+    less, in the proportion that costs the average. When one of the two ends, the next of its kind takes its place. So
+    most short documents stay whole on one rank, and a long one is cut over few neighbouring ranks. A rank attends to
+    few other ranks, in few tiles.
+
+    The mixtures are rounded to whole tokens. If that leaves the work unbalanced by more than 2 %, as it may in very
+    short sequences, all documents are cut over all ranks, where that is balanced better.
 
     Args:
         length: number of positions; the sum of ``documents``.
@@ -234,14 +243,11 @@ def per_document_head_tail(
     if sum(documents) != length or any(size < 0 for size in documents):
         raise ValueError(f"document lengths must be >= 0 and add up to {length}, got a sum of {sum(documents)}")
     if cut_all:
-        return SequenceLayout.from_chunks(_dealt(documents, ranks, None)[1])
-    pairs = sum(map(_pairs, documents))
-    tried = []
-    for parts in (2, 4, 8, 16, None):
-        tried.append(_dealt(documents, ranks, parts))
-        if tried[-1][0] * ranks * 100 <= pairs * 102:
-            return SequenceLayout.from_chunks(tried[-1][1])
-    return SequenceLayout.from_chunks(min(tried, key=lambda entry: entry[0])[1])
+        return SequenceLayout.from_chunks(_all_over_all(documents, ranks)[1])
+    found = _long_with_short(documents, ranks)
+    if found[0] * ranks * 100 > sum(map(_pairs, documents)) * 102:
+        found = min(found, _all_over_all(documents, ranks), key=itemgetter(0))
+    return SequenceLayout.from_chunks(found[1])
 
 
 def _pairs(size: int, start: int = 0) -> int:
@@ -249,60 +255,94 @@ def _pairs(size: int, start: int = 0) -> int:
     return size * (2 * start + size + 1)
 
 
-def _dealt(documents: Sequence[int], ranks: int, parts: int | None) -> tuple[int, list[list[Chunk]]]:
-    """(twice the work of the busiest rank, chunks of all ranks) for documents cut into pieces.
+class _Cut:
+    """A document that is cut head-tail, from its ends to its middle.
 
-    A piece has at most 1 / ``parts`` of a rank's tokens and of its work. None cuts every document over all ranks. The
-    longest documents come first. Each piece goes to the rank with the least work among those that have room for it
-    (Graham, 1969). Pieces that fit nowhere fill up the ranks with the most room.
+    Attributes:
+        size: number of positions of the document.
+        left: how many of them no rank is planned to take yet.
     """
-    length, pairs = sum(documents), sum(map(_pairs, documents))
-    room = [length // ranks + (rank < length % ranks) for rank in range(ranks)]
-    work = [0] * ranks
+
+    def __init__(self, start: int, size: int) -> None:
+        self.size = self.left = size
+        self._start, self._head, self._tail = start, 0, size
+
+    def take(self, tokens: int) -> tuple[list[Chunk], int]:
+        """Take ``tokens`` positions, half of them at the head and half at the tail: chunks, twice their work."""
+        first, last = tokens - tokens // 2, tokens // 2
+        head, tail = self._head, self._tail - last
+        self._head, self._tail = head + first, tail
+        chunks = [(self._start + at, self._start + at + size) for at, size in ((head, first), (tail, last))]
+        return chunks, _pairs(first, head) + _pairs(last, tail)
+
+
+def _uncut(documents: Sequence[int]) -> list[_Cut]:
+    return [_Cut(end - size, size) for end, size in zip(accumulate(documents), documents, strict=True) if size]
+
+
+def _room(length: int, ranks: int) -> list[int]:
+    return [length // ranks + (rank < length % ranks) for rank in range(ranks)]
+
+
+def _all_over_all(documents: Sequence[int], ranks: int) -> tuple[int, list[list[Chunk]]]:
+    """(Twice the work of the busiest rank, chunks of all ranks) for documents that are all cut over all ranks.
+
+    The remainder of a document goes to the ranks with the most room.
+    """
+    room, work = _room(sum(documents), ranks), [0] * ranks
     own: list[list[Chunk]] = [[] for _ in range(ranks)]
-    starts = [end - size for end, size in zip(accumulate(documents), documents, strict=True)]
-    for start, size in sorted(zip(starts, documents, strict=True), key=lambda entry: -entry[1]):
-        if not size:
-            continue
-        pieces = ranks
-        if parts is not None:
-            by_tokens, by_work = -(-size * ranks * parts // length), -(-_pairs(size) * ranks * parts // pairs)
-            pieces = min(ranks, max(by_tokens, by_work))
-        cut = _over_all(size, room) if pieces == ranks else _over_some(size, pieces, room, work)
-        head, tail = 0, size
-        for rank, tokens in cut:
-            first, last = tokens - tokens // 2, tokens // 2
-            tail -= last
-            own[rank] += [(start + head, start + head + first), (start + tail, start + tail + last)]
+    for document in sorted(_uncut(documents), key=lambda document: -document.size):
+        each, more = divmod(document.size, ranks)
+        most = set(sorted(range(ranks), key=lambda rank: -room[rank])[:more])
+        for rank in range(ranks):
+            tokens = each + (rank in most)
+            chunks, pairs = document.take(tokens)
+            own[rank] += chunks
             room[rank] -= tokens
-            work[rank] += _pairs(first, head) + _pairs(last, tail)
-            head += first
+            work[rank] += pairs
     return max(work), own
 
 
-def _over_all(size: int, room: Sequence[int]) -> list[tuple[int, int]]:
-    """A document cut evenly over all ranks: (rank, tokens), the outermost chunks first.
-
-    The remainder goes to the ranks with the most room.
-    """
-    ranks = len(room)
-    most = set(sorted(range(ranks), key=lambda rank: -room[rank])[: size % ranks])
-    return [(rank, size // ranks + (rank in most)) for rank in range(ranks)]
-
-
-def _over_some(size: int, pieces: int, room: Sequence[int], work: Sequence[int]) -> list[tuple[int, int]]:
-    """A document cut into ``pieces``, or into more if that many do not find room: (rank, tokens)."""
-    tokens = -(-size // pieces)
-    fitting = [rank for rank in range(len(room)) if room[rank] >= tokens]
-    order = [(rank, tokens) for rank in heapq.nsmallest(pieces, fitting, key=work.__getitem__)]
-    if len(order) * tokens < size:
-        order += [(rank, size) for rank in sorted(range(len(room)), key=lambda rank: -room[rank])]
-    taken: dict[int, int] = {}
-    for rank, most in order:
-        if more := min(size, most, room[rank] - taken.get(rank, 0)):
-            taken[rank] = taken.get(rank, 0) + more
-            size -= more
-    return sorted(taken.items())
+def _long_with_short(documents: Sequence[int], ranks: int) -> tuple[int, list[list[Chunk]]]:
+    """The same for documents that are cut as :func:`per_document_head_tail` says."""
+    own: list[list[Chunk]] = []
+    length, undone, most = sum(documents), sum(map(_pairs, documents)), 0
+    whole = _uncut(documents)
+    queues = [
+        deque(document for document in whole if (document.size + 1) * length >= undone),
+        deque(document for document in whole if (document.size + 1) * length < undone),
+    ]
+    for rank, room in enumerate(_room(length, ranks)):
+        planned: dict[_Cut, int] = {}
+        due = undone // (ranks - rank)
+        while room:
+            # If documents of one kind only are left, both are the same document.
+            first = [queue[0] for queue in queues if queue]
+            long, short = first[0], first[-1]
+            # The number of tokens of the long one with which the rank gets the work that is due.
+            more, unit = due - room * (short.size + 1), long.size - short.size
+            of_long = min(max((2 * more + unit) // (2 * unit), 0), room) if unit else room
+            of_short = room - of_long
+            # Take both in this proportion, up to the end of one of them.
+            if of_long > long.left and long.left * of_short <= short.left * of_long:
+                of_long, of_short = long.left, long.left * of_short // of_long
+            elif of_short > short.left:
+                of_long, of_short = short.left * of_long // of_short, short.left
+            for document, tokens in ((long, of_long), (short, of_short)):
+                if tokens:
+                    planned[document] = planned.get(document, 0) + tokens
+                    document.left -= tokens
+                    room -= tokens
+                    due -= tokens * (document.size + 1)
+            for queue in queues:
+                if queue and not queue[0].left:
+                    queue.popleft()
+        taken = [document.take(tokens) for document, tokens in planned.items()]
+        own.append([chunk for chunks, _ in taken for chunk in chunks])
+        work = sum(pairs for _, pairs in taken)
+        undone -= work
+        most = max(most, work)
+    return most, own
 
 
 def striped(length: int, ranks: int, *, block: int = 1) -> SequenceLayout:
@@ -321,7 +361,8 @@ def by_work(length: int, ranks: int, *, mask: Mask, block: int | None = None) ->
 
     Ranks hold equally many blocks, so that the rest of the model is balanced too. Where a balancer is expected, bind
     the mask: ``functools.partial(by_work, mask=Causal() & Documents(lengths))``. This is the longest-processing-time
-    rule (Graham, 1969), which MagiAttention's dispatch uses too.
+    rule (Graham, 1969), which MagiAttention's dispatch uses too. Where it leaves an imbalance of more than 1 %, the
+    busiest rank and the least busy one exchange a block, repeatedly.
 
     Args:
         length: number of positions.
@@ -350,14 +391,46 @@ def by_block_work(length: int, ranks: int, *, work: Sequence[int], block: int) -
     _check(length, ranks)
     if block < 1 or len(work) != -(-length // block):
         raise ValueError(f"{length} positions in blocks of {block} do not have {len(work)} amounts of work")
-    own: list[list[Chunk]] = [[] for _ in range(ranks)]
+    own: list[list[int]] = [[] for _ in range(ranks)]
+    done = [0] * ranks
     least = [(0, 0, rank) for rank in range(ranks)]  # (blocks beyond the fair share, work, rank)
     fair = -(-len(work) // ranks)
-    for index in sorted(range(len(work)), key=lambda index: -work[index]):
-        _, done, rank = heapq.heappop(least)
-        own[rank].append((index * block, min((index + 1) * block, length)))
-        heapq.heappush(least, (int(len(own[rank]) >= fair), done + work[index], rank))
-    return SequenceLayout.from_chunks(own)
+    for index in sorted(range(len(work)), key=work.__getitem__, reverse=True):
+        rank = least[0][2]
+        own[rank].append(index)
+        done[rank] += work[index]
+        heapq.heapreplace(least, (int(len(own[rank]) >= fair), done[rank], rank))
+    _exchange(own, done, work)
+    holder = [0] * len(work)
+    for rank, mine in enumerate(own):
+        for index in mine:
+            holder[index] = rank
+    chunks: list[list[Chunk]] = [[] for _ in range(ranks)]
+    start = 0
+    for rank, blocks in groupby(holder):
+        stop = start + block * len(list(blocks))
+        chunks[rank].append((start, min(stop, length)))
+        start = stop
+    return SequenceLayout(tuple(map(tuple, chunks)))
+
+
+def _exchange(own: list[list[int]], done: list[int], work: Sequence[int]) -> None:
+    """Exchange blocks between the busiest rank and the least busy one, until the busiest has at most 1 % more than the
+    mean, or no exchange helps. ``own`` are the blocks of each rank, ``done`` is its work; both are changed."""
+    ranks, total = range(len(own)), sum(done)
+    for _ in ranks:
+        most, least = max(ranks, key=done.__getitem__), min(ranks, key=done.__getitem__)
+        gap = done[most] - done[least]
+        if done[most] * len(own) * 100 <= total * 101:
+            return
+        gains = ((abs(gap - 2 * (work[a] - work[b])), a, b) for a in own[most] for b in own[least])
+        left, a, b = min(gains, default=(gap, 0, 0))
+        if left >= gap:
+            return
+        for mine, gone, come in ((most, a, b), (least, b, a)):
+            own[mine].remove(gone)
+            own[mine].append(come)
+            done[mine] += work[come] - work[gone]
 
 
 @dataclass(frozen=True)
@@ -451,11 +524,15 @@ def _even(start: int, stop: int, parts: int) -> list[Chunk]:
     return chunks
 
 
+def _edges(chunks: Iterable[Chunk]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The starts and the stops of some chunks."""
+    starts, stops = tuple(zip(*chunks, strict=True)) or ((), ())
+    return starts, stops
+
+
 def _normalized(chunks: Iterable[Chunk]) -> tuple[Chunk, ...]:
-    joined: list[Chunk] = []
-    for start, stop in sorted((start, stop) for start, stop in chunks if stop > start):
-        if joined and joined[-1][1] == start:
-            joined[-1] = (joined[-1][0], stop)
-        else:
-            joined.append((start, stop))
-    return tuple(joined)
+    starts, stops = _edges(sorted(chunk for chunk in chunks if chunk[1] > chunk[0]))
+    apart = [(stop, start) for stop, start in zip(stops, starts[1:], strict=False) if stop != start]
+    return tuple(
+        zip((*starts[:1], *(start for _, start in apart)), (*(stop for stop, _ in apart), *stops[-1:]), strict=True)
+    )

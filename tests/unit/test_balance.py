@@ -36,6 +36,12 @@ def library_documents(length: int, seed: int) -> tuple[int, ...]:
     return tuple(end - start for start, end in zip([0, *ends], ends, strict=False) if end > start)
 
 
+def documents_of(number: int) -> tuple[int, ...]:
+    """Many short ones, few long ones."""
+    draw = random.Random(number)
+    return tuple(1 + int(draw.lognormvariate(6.8, 1.1)) for _ in range(number))
+
+
 def tokens_differ_by(layout: SequenceLayout) -> int:
     return max(layout.lengths) - min(layout.lengths)
 
@@ -139,6 +145,31 @@ def test_tiles_of_a_thousand_documents_grow_with_what_a_rank_attends_to(spread: 
         for rank in range(0, ranks, 7):
             plan = make_plan(layout, layout, mask, rank, small_tiles=small_tiles)
             assert sum(len(part.tiles) for part in plan.parts) <= 500
+
+
+@pytest.mark.parametrize(
+    ("number", "ranks", "tiles", "sources"), [(28, 8, 13, 4), (28, 64, 47, 38), (200, 64, 29, 21), (1000, 64, 50, 19)]
+)
+def test_documents_that_are_cut_lie_on_few_ranks(number: int, ranks: int, tiles: int, sources: int):
+    """28 documents on 64 ranks were 312 tiles and all 63 other ranks, and 1.012."""
+    lengths = documents_of(number)
+    mask, length = Documents(lengths) & Causal(), sum(lengths)
+    layout = per_document_head_tail(length, ranks, documents=lengths)
+    assert imbalance(layout, mask) <= 1.006
+    assert tokens_differ_by(layout) <= 1
+    for small_tiles in (True, False):
+        plans = [make_plan(layout, layout, mask, rank, small_tiles=small_tiles) for rank in range(ranks)]
+        assert max(sum(len(part.tiles) for part in plan.parts) for plan in plans) <= tiles
+        assert max(sum(part.count > 0 for part in plan.parts if part.source != plan.rank) for plan in plans) <= sources
+
+
+@pytest.mark.parametrize("number", [28, 200, 1000])
+def test_by_work_on_documents_of_all_lengths(number: int):
+    """Few heavy blocks among many light ones: dealt one by one, each to who has least, they leave 1.043."""
+    mask = Documents(documents_of(number)) & Causal()
+    layout = by_work(mask.length or 0, RANKS, mask=mask)
+    assert imbalance(layout, mask) <= 1.01
+    assert tokens_differ_by(layout) <= -(-layout.length // (16 * RANKS))
 
 
 @pytest.mark.parametrize("name", ["causal", "window 512", "causal documents 0"])
