@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import accumulate, chain, groupby
+from itertools import accumulate, chain, pairwise
 from operator import ge, itemgetter
 from typing import Any, TypeAlias
 
@@ -359,10 +359,11 @@ def striped(length: int, ranks: int, *, block: int = 1) -> SequenceLayout:
 def by_work(length: int, ranks: int, *, mask: Mask, block: int | None = None) -> SequenceLayout:
     """Equal work under *any* band mask. Blocks of positions, the heaviest first, go to the rank with the least work.
 
-    Ranks hold equally many blocks, so that the rest of the model is balanced too. Where a balancer is expected, bind
-    the mask: ``functools.partial(by_work, mask=Causal() & Documents(lengths))``. This is the longest-processing-time
+    Ranks hold equally many blocks, so that the rest of the model is balanced too. This is the longest-processing-time
     rule (Graham, 1969), which MagiAttention's dispatch uses too. Where it leaves an imbalance of more than 1 %, the
     busiest rank and the least busy one exchange a block, repeatedly.
+
+    Where a balancer is expected, bind the mask: ``functools.partial(by_work, mask=Causal() & Documents(lengths))``.
 
     Args:
         length: number of positions.
@@ -391,46 +392,43 @@ def by_block_work(length: int, ranks: int, *, work: Sequence[int], block: int) -
     _check(length, ranks)
     if block < 1 or len(work) != -(-length // block):
         raise ValueError(f"{length} positions in blocks of {block} do not have {len(work)} amounts of work")
-    own: list[list[int]] = [[] for _ in range(ranks)]
-    done = [0] * ranks
-    least = [(0, 0, rank) for rank in range(ranks)]  # (blocks beyond the fair share, work, rank)
-    fair = -(-len(work) // ranks)
+    holder, done = [0] * len(work), [0] * ranks
+    room = [-(-len(work) // ranks)] * ranks
+    least = [(0, rank) for rank in range(ranks)]  # of the ranks with room: work, rank
     for index in sorted(range(len(work)), key=work.__getitem__, reverse=True):
-        rank = least[0][2]
-        own[rank].append(index)
+        rank = holder[index] = least[0][1]
         done[rank] += work[index]
-        heapq.heapreplace(least, (int(len(own[rank]) >= fair), done[rank], rank))
-    _exchange(own, done, work)
-    holder = [0] * len(work)
-    for rank, mine in enumerate(own):
-        for index in mine:
-            holder[index] = rank
-    chunks: list[list[Chunk]] = [[] for _ in range(ranks)]
-    start = 0
-    for rank, blocks in groupby(holder):
-        stop = start + block * len(list(blocks))
-        chunks[rank].append((start, min(stop, length)))
-        start = stop
-    return SequenceLayout(tuple(map(tuple, chunks)))
+        room[rank] -= 1
+        if room[rank]:
+            heapq.heapreplace(least, (done[rank], rank))
+        else:
+            heapq.heappop(least)
+    _exchange(holder, done, work)
+    own: list[list[Chunk]] = [[] for _ in range(ranks)]
+    first = 0
+    for index, (rank, later) in enumerate(pairwise((*holder, None)), 1):
+        if rank is not None and rank != later:
+            own[rank].append((first * block, min(index * block, length)))
+            first = index
+    return SequenceLayout(tuple(map(tuple, own)))
 
 
-def _exchange(own: list[list[int]], done: list[int], work: Sequence[int]) -> None:
+def _exchange(holder: list[int], done: list[int], work: Sequence[int]) -> None:
     """Exchange blocks between the busiest rank and the least busy one, until the busiest has at most 1 % more than the
-    mean, or no exchange helps. ``own`` are the blocks of each rank, ``done`` is its work; both are changed."""
-    ranks, total = range(len(own)), sum(done)
+    mean, or no exchange helps. ``holder`` is who holds each block, ``done`` is the work of each rank; both change."""
+    ranks, total = range(len(done)), sum(done)
     for _ in ranks:
         most, least = max(ranks, key=done.__getitem__), min(ranks, key=done.__getitem__)
         gap = done[most] - done[least]
-        if done[most] * len(own) * 100 <= total * 101:
+        if done[most] * len(done) * 100 <= total * 101:
             return
-        gains = ((abs(gap - 2 * (work[a] - work[b])), a, b) for a in own[most] for b in own[least])
-        left, a, b = min(gains, default=(gap, 0, 0))
+        gone, come = ([index for index, rank in enumerate(holder) if rank == one] for one in (most, least))
+        left, a, b = min(((abs(gap - 2 * (work[a] - work[b])), a, b) for a in gone for b in come), default=(gap, 0, 0))
         if left >= gap:
             return
-        for mine, gone, come in ((most, a, b), (least, b, a)):
-            own[mine].remove(gone)
-            own[mine].append(come)
-            done[mine] += work[come] - work[gone]
+        holder[a], holder[b] = least, most
+        done[most] += work[b] - work[a]
+        done[least] += work[a] - work[b]
 
 
 @dataclass(frozen=True)
@@ -531,8 +529,10 @@ def _edges(chunks: Iterable[Chunk]) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _normalized(chunks: Iterable[Chunk]) -> tuple[Chunk, ...]:
-    starts, stops = _edges(sorted(chunk for chunk in chunks if chunk[1] > chunk[0]))
-    apart = [(stop, start) for stop, start in zip(stops, starts[1:], strict=False) if stop != start]
-    return tuple(
-        zip((*starts[:1], *(start for _, start in apart)), (*(stop for stop, _ in apart), *stops[-1:]), strict=True)
-    )
+    joined: list[Chunk] = []
+    for start, stop in sorted((start, stop) for start, stop in chunks if stop > start):
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], stop)
+        else:
+            joined.append((start, stop))
+    return tuple(joined)

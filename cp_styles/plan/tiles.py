@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 # Query rows of a block with an explicit mask. Small enough that what the block computes in vain stays small, large
@@ -26,8 +25,7 @@ class Cover(enum.Enum):
     PARTIAL = "partial"  # an explicit mask
 
 
-@dataclass(frozen=True)
-class Tile:
+class Tile(NamedTuple):
     """One kernel call: local query rows x rows of what came from one source."""
 
     q: tuple[int, int]
@@ -61,15 +59,15 @@ def tiles_of(runs: Iterable[Run], *, biased: bool, small_tiles: bool) -> Iterato
     """Tiles that cover what the runs see, each pair once; all have an explicit mask where ``biased``."""
     for group in _groups(runs):
         for together in _apart(group) if small_tiles and not biased else (group,):
-            run = together[0]
-            if biased or len(together) > 1 or (run.da and run.stop - run.start > 1):
+            start, stop, a, b, da, db = run = together[0]
+            if biased or len(together) > 1 or (da and stop - start > 1):
                 yield from _explicit(together)
-            elif not run.db or run.stop - run.start == 1:
-                yield Tile((run.start, run.stop), (run.a, run.end), Cover.FULL)
+            elif not db or stop - start == 1:
+                yield Tile((start, stop), (a, b), Cover.FULL)
             else:  # b climbs by one a row: the causal triangle ends with the last key, a rectangle stands before it
-                if run.b - 1 > run.a:
-                    yield Tile((run.start, run.stop), (run.a, run.b - 1), Cover.FULL)
-                yield Tile((run.start, run.stop), (run.b - 1, run.end), Cover.CAUSAL)
+                if b - 1 > a:
+                    yield Tile((start, stop), (a, b - 1), Cover.FULL)
+                yield Tile((start, stop), (b - 1, run.end), Cover.CAUSAL)
 
 
 def _groups(runs: Iterable[Run]) -> Iterator[list[Run]]:
