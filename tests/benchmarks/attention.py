@@ -1,49 +1,69 @@
-"""Ours against the ideal, side by side in one run: python tests/benchmarks/attention.py [--seq-len 2048 --ranks 2 ...].
+"""Ours against the ideal, and against peers, side by side in one run: python tests/benchmarks/attention.py [--help].
 
-The ideal: every rank runs its share of the heads over the whole sequence, alone; nothing is sent. Ours runs through the
-DTensor door (a module under AttentionContextParallel), forward and backward, in rounds interleaved with the ideal's,
-one process a rank with one thread each.
+The ideal: every rank runs its share of the heads over the whole sequence, alone; nothing is sent. (Under a window or
+documents it runs the tiles of this package on one rank, so that nobody attends to more than the mask needs.) All run
+forward and backward, in rounds interleaved with the ideal's, one process a rank with one thread each.
 
-    wall      median over rounds of the paired ratio ours / ideal; a round ends when its slowest rank does
+    wall      median over rounds of the paired ratio to the ideal; a round ends when its slowest rank does
     CPU       the same of the CPU time of all ranks
-    overhead  (CPU time of all ranks - that inside attention kernels) / that inside attention kernels, of our own run:
-              all that is not attention, communication included, and nearly immune to a busy machine
+    overhead  (CPU time of all ranks - that inside attention kernels) / that inside attention kernels, of the same
+              run: all that is not attention, communication included, and nearly immune to a busy machine
     system    the operating system's CPU time, for sockets and page faults, over that inside attention kernels; of all
               rounds together, because it is counted in ticks
     wire, kept  bytes sent by all ranks, and bytes alive on rank 0 after the forward beyond its inputs and output, in
               units of u, one rank's query shard
+    ms        median time of the slowest rank
+
+--peers adds torch's own ring, and ring-flash-attention and yunchang where they can be imported; see peers.py.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import statistics
 import time
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from peers import Attend, peers
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from cp_styles import AllGather, AttentionContextParallel, Kernel, Ring, Strategy, Ulysses, contiguous, head_tail
+from cp_styles import (
+    AllGather,
+    AttentionContextParallel,
+    Causal,
+    Documents,
+    Full,
+    Kernel,
+    Mask,
+    ModuleContextParallel,
+    Ring,
+    SequenceLayout,
+    SlidingWindow,
+    Strategy,
+    Ulysses,
+    context_attention,
+    context_parallel,
+    context_varlen_attention,
+    contiguous,
+    head_tail,
+    per_document_head_tail,
+)
 from cp_styles.kernels import CPU_FLASH
 from cp_styles.layout import Balancer
 from cp_styles.testing import CommunicationTrace
 
-# 2 ranks x 1 thread, gloo, B=1, H=8, D=64, causal, float32, forward + backward, torch 2.13: (wall, overhead) at S =
-# 2048. Measured with this method on another machine of the kind, through thin adapters onto torch's CPU flash op, no
-# DTensor.
-PEERS = {
-    "torch ring, all-gather": (1.41, 28.9, "16 u"),
-    "torch ring, all-to-all": (1.35, 23.3, "16 u"),
-    "ring-flash-attention zigzag": (1.35, 13.7, "16 u"),
-    "yunchang USP (ring 2)": (1.37, 18.0, "16 u"),
-    "yunchang Ulysses": (1.27, 15.8, "8 u"),
-}
+DOORS = ("style", "module", "function", "block", "flex", "varlen")
 
 STRATEGIES: dict[str, tuple[Strategy, Balancer]] = {
     "Ring()": (Ring(), head_tail),
@@ -84,6 +104,15 @@ class Core(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 
+class FlexCore(nn.Module):
+    def __init__(self, block_mask: BlockMask) -> None:
+        super().__init__()
+        self.block_mask = block_mask
+
+    def forward(self, q, k, v):
+        return flex_attention(q, k, v, block_mask=self.block_mask, enable_gqa=True)
+
+
 @dataclass
 class Row:
     """What one contender did in each round, on this rank."""
@@ -97,6 +126,15 @@ class Row:
     kept: int = 0
 
 
+class Contender(NamedTuple):
+    """``kernel`` knows the time inside kernels; None where it is not known, or is all of it."""
+
+    row: Row
+    attend: Attend
+    inputs: list[torch.Tensor]
+    kernel: TimedKernel | None
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seq-len", type=int, default=2048)
@@ -104,7 +142,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--door", choices=DOORS, default="style", help="how ours is called")
+    parser.add_argument("--mask", choices=("causal", "window", "documents"), default="causal")
+    parser.add_argument("--peers", action="store_true", help="other implementations in the same run; causal only")
+    parser.add_argument("--plot", metavar="PNG", help="draw the table")
     parser.add_argument(
         "--only", choices=STRATEGIES, action="append", help="this one beside the ideal; may be repeated"
     )
@@ -116,6 +158,12 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), default="float32")
     args = parser.parse_args()
+    if args.peers and (args.mask != "causal" or args.heads != args.kv_heads):
+        parser.error("--peers are compared under --mask causal and with as many --kv-heads as --heads")
+    if args.door == "varlen" and args.mask == "window":
+        parser.error("--door varlen takes --mask causal or documents")
+    if args.plot:
+        importlib.import_module("matplotlib")  # before the work, and not after it
     if args.seq_len % (2 * args.ranks) or args.heads % args.ranks or args.heads % args.kv_heads:
         parser.error("the ideal needs --seq-len to be a multiple of 2 x --ranks, and --heads of --ranks and --kv-heads")
     return args
@@ -136,41 +184,116 @@ def work(rank: int, args: argparse.Namespace, port: int) -> None:
             for heads, rows in batch_heads_rows
         ]
 
-    contenders: list[tuple[Row, nn.Module, list[torch.Tensor], TimedKernel | None]] = []
     share, kv_share = args.heads // args.ranks, max(args.kv_heads // args.ranks, 1)
     whole = tensors([(heads, args.seq_len) for heads in (share, kv_share, kv_share, share)])
-    contenders.append((Row("ideal: heads split, nothing sent"), Core(), whole, None))
+    contenders = [Contender(Row("ideal: heads split, nothing sent"), ideal(args), whole, None)]
     local = args.seq_len // args.ranks
     shard = tensors([(heads, local) for heads in (args.heads, args.kv_heads, args.kv_heads, args.heads)])
     for name in args.only or STRATEGIES:
         strategy, balancer = STRATEGIES[name]
-        kernel, layout = TimedKernel(), balancer(args.seq_len, args.ranks)
-        style = AttentionContextParallel(strategy=strategy, layout=layout, kernel=kernel)
-        contenders.append((Row(name), parallelize_module(Core(), mesh, style), shard, kernel))
+        kernel = None if args.door in ("flex", "varlen") else TimedKernel()
+        attend = ours(args, mesh, strategy, balancer(args.seq_len, args.ranks), kernel)
+        contenders.append(Contender(Row(name), attend, shard, kernel))
+    missing: dict[str, str] = {}
+    if args.peers:
+        kernel = TimedKernel()
+        found, missing = peers(kernel, args.ranks)
+        for name, peer in found.items():
+            # torch's ring calls its op by itself.
+            timed = None if name.startswith("torch") else kernel
+            contenders.append(Contender(Row(name), peer.attend, shard, timed))
     for index in range(args.rounds + 2):
         # Each round begins with another one, so that none always meets the memory that the same one has left.
         turn = index % len(contenders)
-        for row, module, inputs, kernel in contenders[turn:] + contenders[:turn]:
-            measure(row, module, inputs, kernel, first=index == 0)
+        for contender in contenders[turn:] + contenders[:turn]:
+            measure(contender, first=index == 0)
             if index < 2:  # warm-up
+                row = contender.row
                 row.wall, row.cpu, row.kernels, row.system = [], [], [], []
         if rank == 0:
             print(f"\rround {index + 1}/{args.rounds + 2}", end="", flush=True)
     rows: list[list[Row]] = [[] for _ in range(args.ranks)]
-    dist.all_gather_object(rows, [row for row, *_ in contenders])
+    dist.all_gather_object(rows, [contender.row for contender in contenders])
     if rank == 0:
-        report(args, rows, shard[0])
+        timed = [contender.kernel is not None for contender in contenders]
+        report(args, rows, shard[0], timed, missing)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def measure(
-    row: Row, module: nn.Module, inputs: list[torch.Tensor], kernel: TimedKernel | None, *, first: bool
-) -> None:
+def mask_of(args: argparse.Namespace) -> Mask:
+    """Beside causal attention, which is the call's."""
+    if args.mask == "window":
+        return SlidingWindow(args.seq_len // 8)
+    return Documents(document_lengths(args)) if args.mask == "documents" else Full()
+
+
+def document_lengths(args: argparse.Namespace) -> list[int]:
+    """28 documents from short to long, log-normal, the same every time; or one."""
+    if args.mask != "documents":
+        return [args.seq_len]
+    raw = torch.randn(28, generator=torch.Generator().manual_seed(0)).exp()
+    lengths = [max(int(x), 1) for x in raw / raw.sum() * (args.seq_len - 28)]
+    return [*lengths[:-1], args.seq_len - sum(lengths[:-1])]
+
+
+def ideal(args: argparse.Namespace) -> Attend:
+    if args.mask == "causal":
+        return Core()
+    alone = dist.new_subgroups(1)[0]
+    mask, layout = mask_of(args) & Causal(), contiguous(args.seq_len, 1)
+    return partial(context_attention, group=alone, mask=mask, layout=layout)
+
+
+def ours(
+    args: argparse.Namespace, mesh: DeviceMesh, strategy: Strategy, layout: SequenceLayout, kernel: Kernel | None
+) -> Attend:
+    """The attention through one of the doors."""
+    mask, options = mask_of(args), {"strategy": strategy, "layout": layout}
+    if args.mask == "documents" and layout != contiguous(args.seq_len, args.ranks):
+        layout = options["layout"] = per_document_head_tail(args.seq_len, args.ranks, documents=document_lengths(args))
+    if args.door == "style":
+        return parallelize_module(Core(), mesh, AttentionContextParallel(**options, mask=mask, kernel=kernel))
+    if args.door == "module":
+        return parallelize_module(Core(), mesh, ModuleContextParallel(**options, mask=mask, kernel=kernel))
+    if args.door == "function":
+        return partial(context_attention, group=mesh, **options, mask=mask & Causal(), kernel=kernel)
+    if args.door == "flex":
+        mask = mask & Causal()
+        length = args.seq_len
+
+        def allowed(b: Any, h: Any, q_idx: torch.Tensor, kv_idx: torch.Tensor) -> torch.Tensor:
+            first, last = mask.bounds(q_idx.reshape(-1))
+            shape = q_idx.shape
+            return (kv_idx >= first.view(shape)) & (kv_idx < last.view(shape))
+
+        causal = create_block_mask(lambda b, h, q, kv: q >= kv, None, None, length, length, device="cpu")
+        block_mask = (
+            causal if args.mask == "causal" else create_block_mask(allowed, None, None, length, length, device="cpu")
+        )
+        return parallelize_module(FlexCore(block_mask), mesh, ModuleContextParallel(**options))
+    if args.door == "varlen":
+        ends = list(accumulate(document_lengths(args), initial=0))
+
+        def varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            packed = (x[0].transpose(0, 1) for x in (q, k, v))
+            return context_varlen_attention(*packed, mesh, ends, mask=Causal(), **options).transpose(0, 1)[None]
+
+        return varlen
+
+    def block(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        with context_parallel(mesh, **options, mask=mask, kernel=kernel):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    return block
+
+
+def measure(contender: Contender, *, first: bool) -> None:
+    row, attend, inputs, kernel = contender
     q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
     if first:
         with CommunicationTrace() as trace:
-            out = module(q, k, v)
+            out = attend(q, k, v)
             row.kept = sum(x.untyped_storage().nbytes() for x in saved_tensors(out) if x is not q)
             out.backward(inputs[3])
         row.wire = trace.sent_bytes
@@ -179,7 +302,7 @@ def measure(
     if kernel is not None:
         kernel.spent[0] = 0.0
     wall, cpu, system = time.perf_counter(), time.process_time(), os.times().system
-    module(q, k, v).backward(inputs[3])
+    attend(q, k, v).backward(inputs[3])
     row.cpu.append(time.process_time() - cpu)
     row.wall.append(time.perf_counter() - wall)
     row.system.append(os.times().system - system)
@@ -195,8 +318,8 @@ def saved_tensors(out: torch.Tensor) -> list[torch.Tensor]:
         if node is None or node in nodes:
             continue
         nodes.add(node)
-        for name in dir(node):
-            value = getattr(node, name, None) if name.startswith("_saved_") else None
+        found = [getattr(node, name, None) for name in dir(node) if name.startswith("_saved_")]
+        for value in (*found, *getattr(node, "saved_tensors", ())):  # of torch's nodes, and of a Function's
             if isinstance(value, torch.Tensor):
                 value = value.to_local() if hasattr(value, "to_local") else value
                 seen[value.untyped_storage().data_ptr()] = value
@@ -204,7 +327,9 @@ def saved_tensors(out: torch.Tensor) -> list[torch.Tensor]:
     return list(seen.values())
 
 
-def report(args: argparse.Namespace, rows: list[list[Row]], query: torch.Tensor) -> None:
+def report(
+    args: argparse.Namespace, rows: list[list[Row]], query: torch.Tensor, timed: list[bool], missing: dict[str, str]
+) -> None:
     unit = query.numel() * query.element_size()
     rounds = range(len(rows[0][0].wall))
 
@@ -216,22 +341,43 @@ def report(args: argparse.Namespace, rows: list[list[Row]], query: torch.Tensor)
 
     print(
         f"\rtorch {torch.__version__}, {args.ranks} ranks x 1 thread, gloo, B=1 H={args.heads}:{args.kv_heads} "
-        f"D={args.head_dim} S={args.seq_len} causal {args.dtype}, forward + backward, {len(rounds)} rounds"
+        f"D={args.head_dim} S={args.seq_len} {args.mask} {args.dtype}, forward + backward, {len(rounds)} rounds, ours "
+        f"through the door {args.door}"
     )
-    print(f"{'':<34}{'wall':>7}{'CPU':>7}{'overhead':>10}{'system':>8}{'wire':>8}{'kept':>8}")
+    print(f"{'':<34}{'wall':>7}{'CPU':>7}{'overhead':>10}{'system':>8}{'wire':>8}{'kept':>8}{'ms':>9}")
+    walls = []
     for index, row in enumerate(rows[0]):
         wall = statistics.median(slowest(index, turn) / slowest(0, turn) for turn in rounds)
         cpu = statistics.median(total(index, turn, "cpu") / total(0, turn, "cpu") for turn in rounds)
-        over = statistics.median(total(index, t, "cpu") / total(index, t, "kernels") - 1 for t in rounds)
-        system, kernels = (sum(total(index, t, what) for t in rounds) for what in ("system", "kernels"))
         wire = sum(ranks[index].wire for ranks in rows) / unit
-        shown, kept = (f"{over:.1%}", f"{row.kept / unit:>6.1f} u") if index else ("-", "")
-        print(f"{row.name:<34}{wall:>7.2f}{cpu:>7.2f}{shown:>10}{system / kernels:>8.1%}{wire:>6.1f} u{kept}")
-    best = statistics.median(slowest(0, turn) for turn in rounds)
-    print(f"ideal: {best * 1e3:.0f} ms a forward and backward")
-    print("peers, S=2048 on 2 ranks, elsewhere by the same method:")
-    for name, (wall, over, wire) in PEERS.items():
-        print(f"{name:<34}{wall:>7.2f}{'':>7}{over:>8.1f} %{'':>8}{wire:>9}")
+        shown, system = "-", "-"
+        if timed[index]:
+            over = statistics.median(total(index, t, "cpu") / total(index, t, "kernels") - 1 for t in rounds)
+            ticks, kernels = (sum(total(index, t, what) for t in rounds) for what in ("system", "kernels"))
+            shown, system = f"{over:.1%}", f"{ticks / kernels:.1%}"
+        ms = statistics.median(slowest(index, turn) for turn in rounds) * 1e3
+        bytes_shown = f"{wire:>6.1f} u{row.kept / unit:>6.1f} u"
+        print(f"{row.name:<34}{wall:>7.3f}{cpu:>7.3f}{shown:>10}{system:>8}{bytes_shown}{ms:>9.2f}")
+        walls.append(wall)
+    for name, reason in missing.items():
+        print(f"{name:<34}does not run here: {reason}")
+    if args.plot:
+        plot(args, [row.name for row in rows[0]], walls)
+
+
+def plot(args: argparse.Namespace, names: list[str], walls: list[float]) -> None:
+    pyplot = importlib.import_module("matplotlib.pyplot")
+    figure, axes = pyplot.subplots(figsize=(7, 0.45 * len(names) + 1.2), layout="constrained")
+    axes.barh(names[1:], walls[1:], color=["0.35" if name in STRATEGIES else "0.75" for name in names[1:]])
+    axes.axvline(1.0, color="black", linewidth=1)
+    axes.set_xlim(min(1.0, *walls) - 0.05)
+    axes.invert_yaxis()
+    axes.set_xlabel("forward + backward: time / time of the ideal, which sends nothing", fontsize=9)
+    axes.set_title(f"{args.ranks} ranks, S = {args.seq_len}, {args.mask}", fontsize=10)
+    for index, wall in enumerate(walls[1:]):
+        axes.text(wall, index, f" {wall:.2f}", va="center", fontsize=8)
+    figure.savefig(args.plot, dpi=150)
+    print(f"drawn: {args.plot}")
 
 
 if __name__ == "__main__":

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from peers import TorchRing
 from torch.utils.checkpoint import checkpoint
 
 from cp_styles import (
@@ -45,32 +45,6 @@ OURS: dict[str, tuple[Strategy, Balancer]] = {
     "Ulysses(size=2)": (Ulysses(size=2), contiguous),
 }
 LAYERS = 4
-
-
-class TorchRing(torch.autograd.Function):
-    """The ring of torch's context parallelism around its attention op for CPU."""
-
-    @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        from torch.distributed.tensor.experimental._context_parallel import _attention
-
-        _attention.set_rotate_method("alltoall")  # from hand to hand, which holds less than its default
-        op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-        group = dist.group.WORLD
-        out, lse, *_ = _attention._templated_ring_attention(group, 2, op, q, k, v, is_causal=True, dropout_p=0.0)
-        ctx.save_for_backward(q, k, v, out, lse)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        from torch.distributed.tensor.experimental._context_parallel import _attention
-
-        q, k, v, out, lse = ctx.saved_tensors
-        op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-        dq, dk, dv, *_ = _attention._templated_ring_attention_backward(
-            dist.group.WORLD, 2, op, grads[0], "grad_out", q, k, v, out, lse, is_causal=True, dropout_p=0.0
-        )
-        return dq, dk, dv
 
 
 def parse() -> argparse.Namespace:

@@ -1,0 +1,188 @@
+"""Other implementations of context-parallel attention, as functions of this rank's [B, H, S, D], for benchmarks.
+
+torch's own ring comes with torch. ring-flash-attention and yunchang run where they can be imported
+(``pip install --no-deps ring-flash-attn yunchang``). Both call the package flash_attn, which needs CUDA;
+:func:`stand_in_for_flash_attn` puts a module of that name in front of them that calls torch's flash op for CPU.
+Results were compared with dense attention: equal, but for the gradients of ring-flash-attention in float32. It keeps
+sums in buffers that it overwrites where the conversion to float32 makes no copy. The work, and its time, is the same.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import sys
+import types
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from cp_styles import Kernel, contiguous, head_tail
+from cp_styles.layout import Balancer
+
+Attend: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Peer(NamedTuple):
+    """``attend`` is causal attention over the ranks of the default group, of parts cut by ``layout``."""
+
+    attend: Attend
+    layout: Balancer
+
+
+class TorchRing(torch.autograd.Function):
+    """The ring of torch's context parallelism around its attention op for CPU."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, method: str = "alltoall") -> torch.Tensor:
+        from torch.distributed.tensor.experimental._context_parallel import _attention
+
+        _attention.set_rotate_method(method)
+        op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+        group = dist.group.WORLD
+        out, lse, *_ = _attention._templated_ring_attention(group, 2, op, q, k, v, is_causal=True, dropout_p=0.0)
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        from torch.distributed.tensor.experimental._context_parallel import _attention
+
+        q, k, v, out, lse = ctx.saved_tensors
+        op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+        dq, dk, dv, *_ = _attention._templated_ring_attention_backward(
+            dist.group.WORLD, 2, op, grads[0], "grad_out", q, k, v, out, lse, is_causal=True, dropout_p=0.0
+        )
+        return dq, dk, dv, None
+
+
+def peers(kernel: Kernel, ranks: int) -> tuple[dict[str, Peer], dict[str, str]]:
+    """Those that can be made here, by name, and of the others the reason. Collective: yunchang makes process groups."""
+    makers: dict[str, Callable[[], Peer]] = {
+        "torch ring, all-gather": lambda: _torch_ring("allgather"),
+        "torch ring, all-to-all": lambda: _torch_ring("alltoall"),
+        "ring-flash-attention zigzag": lambda: _zigzag(kernel),
+        "yunchang Ulysses": lambda: _yunchang(kernel, ranks),
+    }
+    found, missing = {}, {}
+    for name, make in makers.items():
+        try:
+            found[name] = make()
+        except (ImportError, AttributeError) as error:
+            missing[name] = f"{type(error).__name__}: {error}"
+    return found, missing
+
+
+def _torch_ring(method: str) -> Peer:
+    importlib.import_module("torch.distributed.tensor.experimental._context_parallel._attention")
+    return Peer(lambda q, k, v: TorchRing.apply(q, k, v, method), head_tail)  # pyright: ignore[reportReturnType]
+
+
+def _zigzag(kernel: Kernel) -> Peer:
+    stand_in_for_flash_attn(kernel)
+    spec = importlib.util.find_spec("ring_flash_attn")
+    if spec is None:
+        raise ImportError("No module named 'ring_flash_attn'")
+    # Without its __init__, which also wants transformers.
+    package = types.ModuleType("ring_flash_attn")
+    package.__path__ = list(spec.submodule_search_locations or ())
+    sys.modules["ring_flash_attn"] = package
+    function = importlib.import_module("ring_flash_attn.zigzag_ring_flash_attn").zigzag_ring_flash_attn_func
+    return Peer(lambda q, k, v: _transposed(function, q, k, v, causal=True), head_tail)
+
+
+def _yunchang(kernel: Kernel, ranks: int) -> Peer:
+    stand_in_for_flash_attn(kernel)
+    yunchang = importlib.import_module("yunchang")
+    yunchang.set_seq_parallel_pg(ranks, 1, dist.get_rank(), ranks)
+    attention = importlib.import_module("yunchang.ulysses").UlyssesAttention(yunchang.globals.PROCESS_GROUP.ULYSSES_PG)
+    return Peer(lambda q, k, v: _transposed(attention, q, k, v, causal=True), contiguous)
+
+
+def _transposed(function: Callable[..., Any], *qkv: torch.Tensor, **options: Any) -> torch.Tensor:
+    # They take [B, S, H, D], and take it for contiguous.
+    return function(*(x.transpose(1, 2).contiguous() for x in qkv), **options).transpose(1, 2)
+
+
+def stand_in_for_flash_attn(kernel: Kernel) -> None:
+    """Let ``import flash_attn`` find a module whose attention is ``kernel``, of [B, S, H, D]. For this process."""
+
+    def forward(
+        q,
+        k,
+        v,
+        dropout_p=0.0,
+        softmax_scale=None,
+        causal=False,
+        window_size_left=-1,
+        window_size_right=-1,
+        softcap=0.0,
+        alibi_slopes=None,
+        return_softmax=False,
+    ):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        scale = softmax_scale or 1 / math.sqrt(q.shape[-1])
+        with torch.no_grad():
+            out, lse = kernel.forward(q, k, v, causal=causal, bias=None, scale=scale)
+        return out.transpose(1, 2), lse, None, None
+
+    def backward(
+        dout,
+        q,
+        k,
+        v,
+        out,
+        softmax_lse,
+        dq,
+        dk,
+        dv,
+        dropout_p=0.0,
+        softmax_scale=None,
+        causal=False,
+        window_size_left=-1,
+        window_size_right=-1,
+        softcap=0.0,
+        alibi_slopes=None,
+        deterministic=False,
+        rng_state=None,
+    ):
+        dout, q, k, v, out = (x.transpose(1, 2) for x in (dout, q, k, v, out))
+        scale = softmax_scale or 1 / math.sqrt(q.shape[-1])
+        with torch.no_grad():
+            grads = kernel.backward(dout, q, k, v, out, softmax_lse, causal=causal, bias=None, scale=scale)
+        for place, grad in zip((dq, dk, dv), grads, strict=True):
+            place.copy_(grad.transpose(1, 2))
+        return softmax_lse
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q, k, v, scale, causal):
+            out, lse, _, _ = forward(q, k, v, softmax_scale=scale, causal=causal)
+            ctx.save_for_backward(q, k, v, out, lse)
+            ctx.options = {"softmax_scale": scale, "causal": causal}
+            return out
+
+        @staticmethod
+        def backward(ctx, *grads):
+            q, k, v, out, lse = ctx.saved_tensors
+            found = [torch.empty_like(x) for x in (q, k, v)]
+            backward(grads[0], q, k, v, out, lse, *found, **ctx.options)
+            return *found, None, None
+
+    def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, **others):
+        return Function.apply(q, k, v, softmax_scale, causal)
+
+    package, interface = types.ModuleType("flash_attn"), types.ModuleType("flash_attn.flash_attn_interface")
+    for name, value in {
+        "_flash_attn_forward": forward,
+        "_flash_attn_backward": backward,
+        "_flash_attn_varlen_forward": forward,  # imported, and not called here
+        "_flash_attn_varlen_backward": backward,
+        "flash_attn_func": flash_attn_func,
+    }.items():
+        setattr(interface, name, value)
+        setattr(package, name, value)
+    package.__dict__.update(flash_attn_interface=interface, __version__="2.7.0", __spec__=None)
+    sys.modules.update({"flash_attn": package, "flash_attn.flash_attn_interface": interface})
