@@ -1,1 +1,1 @@
-"""How the attention calls inside a module or a block are found and sent through the engine."""
+"""Interception of the attention calls inside a module or a block, which then run on the engine."""

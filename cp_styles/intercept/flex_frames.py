@@ -1,13 +1,15 @@
-"""torch's flex_attention, caught on its way, for :class:`~cp_styles.intercept.function_mode.AttentionCalls`.
+"""Interception of torch's flex_attention, for :class:`~cp_styles.intercept.function_mode.AttentionCalls`.
 
-[Note: catching flex_attention] It is a plain Python function, so no mode sees the call itself. What a mode sees are the
-things it asks of its tensors, and then its operator. On the way it would refuse a BlockMask of the whole sequence, for
-the local query is shorter, and inputs that require grad, on CPU. So the mode answers those questions as one device
-would: lengths are the BlockMask's (the engine compares them with the real ones of all ranks); nothing requires grad.
-torch.compile would trace the mode instead of calling it, whether a user compiles flex_attention or it compiles its own
-operator; so while the mode is entered, this thread runs both as they are written. Where torch.compile traces what
-calls flex_attention, it is asked to break its graph there (:func:`traced_part`). What comes to the operator another
-way is refused.
+[Note: catching flex_attention] flex_attention is a plain Python function, so a mode does not see the call itself. A
+mode sees the queries on its tensors (size, device, requires_grad, numel), and then its operator. The function would
+refuse two things: a BlockMask of the whole sequence, because the local query is shorter, and inputs that require grad
+on CPU. So the mode answers these queries as on one device: lengths are those of the BlockMask (the engine compares them
+with the real lengths of all ranks), and nothing requires grad.
+
+torch.compile would trace the mode instead of calling it, both if a user compiles flex_attention and if flex_attention
+compiles its own operator. So while the mode is entered, this thread runs both without compiling. If torch.compile
+traces a caller of flex_attention, the graph is broken there (:func:`traced_part`). Calls that reach the operator in
+another way are refused.
 """
 
 from __future__ import annotations
@@ -48,13 +50,13 @@ class FlexCalls:
 
     @uncompiled
     def answer(self, frame: FrameType, func: Any, args: tuple[Any, ...]) -> Any:
-        """What ``frame`` is told that asks one of QUESTIONS; None where the plain answer will do."""
+        """The answer to one of QUESTIONS from ``frame``. None if the real answer is right."""
         if frame.f_globals is not FLEX_GLOBALS:
             return None
         asked_in = frame.f_code.co_name
         if func is _SIZE:
             return _whole_length(frame, args) if _is_part(frame.f_code.co_name) else None
-        if func is _NUMEL:  # of none it takes the logsumexp for one that nobody asked for
+        if func is _NUMEL:  # flex_attention takes an empty logsumexp for one that was not requested
             return 1 if self._empty_lse is not None and args[0] is self._empty_lse else None
         if func == _REQUIRES_GRAD:
             return False if asked_in == "_validate_device" else None
@@ -63,7 +65,7 @@ class FlexCalls:
         return None
 
     def _expect(self, frame: FrameType | None) -> None:
-        """The last that is asked before the operator."""
+        """Note the call. This is the last query before the operator."""
         if frame is None or frame.f_globals is not FLEX_GLOBALS or not _is_part(frame.f_code.co_name):
             return
         said = frame.f_locals
@@ -82,11 +84,11 @@ class FlexCalls:
 
     @property
     def expecting(self) -> bool:
-        """Whether a call was announced that has not come to its operator."""
+        """Whether a call was noted that has not reached its operator."""
         return self._pending is not None
 
     def forget(self, unless_under_way: bool = False) -> None:
-        """Be ready for the next call, where an exception kept the last one from its operator."""
+        """Drop the noted call, if an exception has kept it from its operator."""
         if self._pending is None:
             return
         frame = sys._getframe(1) if unless_under_way else None
@@ -96,13 +98,13 @@ class FlexCalls:
             self._pending = None
 
     def take(self) -> FlexCall | None:
-        """The call whose operator is reached; None where it came another way."""
+        """The call whose operator is reached. None if the operator was reached in another way."""
         call = None if self._pending is None else self._pending[1]
         self.forget()
         return call
 
     def results(self, out: torch.Tensor, lse: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What the operator gives to flex_attention: the logsumexp in bits, which it turns into the natural one."""
+        """The results of the operator. flex_attention expects the logsumexp to base 2 and converts it."""
         nothing = out.new_empty(0)
         bits = nothing if lse is None else lse / math.log(2.0)
         self._empty_lse = None if lse is None or lse.numel() else bits
@@ -110,19 +112,21 @@ class FlexCalls:
 
 
 FIRST_QUESTION = torch.Tensor.dim
-"""What torch.compile comes to first when it traces flex_attention."""
+"""The first call that torch.compile sees when it traces flex_attention."""
 
 
 @constant_under_compile
 def traced_part() -> str:
-    """What of flex_attention it is that asks FIRST_QUESTION of torch.compile: the "whole", the "rest" that is left when
-    the graph was broken at the beginning, or nothing of it."""
+    """The part of flex_attention that torch.compile is tracing at FIRST_QUESTION.
+
+    "whole": the function. "rest": what follows after a graph break at its beginning. "": another function.
+    """
     names = [name for file, name in traced_functions() if file == _FILE and _is_part(name)]
     return "" if not names else "whole" if names[0] == FLEX_FUNCTION.__name__ else "rest"
 
 
 def _is_part(name: str) -> bool:
-    """Whether a function of torch's module is flex_attention, or the rest of it after a break of the graph."""
+    """Whether a function of torch's module is flex_attention, or its rest after a graph break."""
     return name == FLEX_FUNCTION.__name__ or name.startswith(f"{RESUMED}_{FLEX_FUNCTION.__name__}_")
 
 

@@ -1,4 +1,4 @@
-"""Attention calls, however they were imported, on their way to the engine: what doors without DTensor share."""
+"""The function mode that intercepts attention calls on plain tensors and runs them on the engine."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ from cp_styles.layout import cut_with
 
 
 class AttentionCalls(TorchFunctionMode):
-    """Sends the attention calls made in this thread, while it is entered, through the engine.
+    """While it is entered, runs the attention calls of this thread on the engine.
 
-    However the function was imported, its calls are seen; other threads are not concerned.
+    It sees calls however the function was imported. It does not affect other threads.
     """
 
     def __init__(
@@ -52,18 +52,19 @@ class AttentionCalls(TorchFunctionMode):
         *,
         inlined: bool = False,
     ) -> None:
-        """``sink``: the module and the name of its parameter with a sink's logit for each query head; ``tally``: where
-        to count the calls; ``inlined``: this is entered inside of a graph, so that what runs again enters it again."""
+        """``sink``: a module and the name of its parameter with the logit of a sink for each query head. ``tally``:
+        counts the calls. ``inlined``: the mode is entered inside a compiled graph, so a recomputation enters it again.
+        """
         super().__init__()
         self._scoped = scoped
         self._sink = sink
-        # The binding's own, so that ranks can compare how many calls they have made.
+        # The tally of the binding, so that ranks can compare the number of their calls.
         self._tally = scoped.unscoped.tally if tally is None else tally
         self._config_text = config_text_of(scoped)
         self._name = name
         self._inlined = inlined
         self._grad_at_entry: list[bool] = []
-        self._as_written: list[FlexAsWritten | None] = []  # None where it was entered already
+        self._as_written: list[FlexAsWritten | None] = []  # None if it was entered already
         self._flex = FlexCalls()
         self._entries, self._first_node = 0, -1
 
@@ -74,15 +75,15 @@ class AttentionCalls(TorchFunctionMode):
         return made
 
     def with_sink(self, module: nn.Module, parameter: str) -> AttentionCalls:
-        """The same for calls under ``module``, which take its parameter as their attention sink."""
+        """This mode for calls under ``module``, which use its parameter as their attention sink."""
         return AttentionCalls(self._scoped, self._name, (module, parameter), self._tally)
 
     def inlined(self) -> AttentionCalls:
-        """The same for a module whose forward is traced by torch.compile, which does not run ``__enter__``."""
+        """This mode for a module whose forward torch.compile traces. ``__enter__`` is then not run."""
         return AttentionCalls(self._scoped, self._name, self._sink, self._tally, inlined=True)
 
     def __enter__(self) -> AttentionCalls:
-        # Modules enter their modules' once more: every call would pass this one as often.
+        # Nested modules enter the same mode again. Push it once, otherwise each call would pass it several times.
         entered = next((mode for mode in reversed(function_modes()) if isinstance(mode, AttentionCalls)), None)
         self._grad_at_entry.append(torch.is_grad_enabled())
         if len(self._grad_at_entry) == 1:
@@ -99,17 +100,18 @@ class AttentionCalls(TorchFunctionMode):
             super().__exit__(*exception)
 
     def _looks(self) -> bool:
-        """Whether to look for attention that is not seen."""
+        """Whether to search for attention that was not intercepted."""
         self._entries += 1
         return looks_now(self._entries)
 
     @uncompiled
     def refuse_unseen(self, nodes: Iterable[Any]) -> None:
-        """Raise where attention that did not come here is in the autograd graph that ends in ``nodes``."""
+        """Raise if the autograd graph that ends in ``nodes`` has attention that was not intercepted."""
         if self._first_node >= 0 and local_attention_since(self._first_node, nodes):
             raise NotImplementedError(
-                f"{self._name}: attention ran inside that was not seen, on this rank's part alone: TorchScript calls "
-                "operators past Python. Leave torch.jit.script and torch.jit.trace out, or use torch.compile"
+                f"{self._name}: attention ran inside that was not intercepted, and saw this rank's part alone: "
+                "TorchScript calls operators without Python. Do not use torch.jit.script and torch.jit.trace, or use "
+                "torch.compile"
             )
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -120,7 +122,7 @@ class AttentionCalls(TorchFunctionMode):
         if func is F.scaled_dot_product_attention or func in _BELOW:
             return self._attend(*args, **kwargs) if compiling else self._attend_uncompiled(*args, **kwargs)
         name = getattr(func, "__name__", None)
-        if not compiling:  # which knows no method of these names
+        if not compiling:  # torch.compile cannot trace these string methods
             name = (name or "").removesuffix(".default")
             if self._flex.expecting:
                 self._flex.forget(unless_under_way=True)
@@ -133,7 +135,7 @@ class AttentionCalls(TorchFunctionMode):
                 return self._attend_varlen(*args, **kwargs)
         elif func is FIRST_QUESTION and (part := traced_part()):
             if part == "rest":
-                raise NotImplementedError("what raises while it is traced runs as it was written")
+                raise NotImplementedError("internal: makes torch.compile fall back to eager here")
             _break_the_graph()
         elif func is FLEX_OPERATOR or name in VARLEN_OPERATORS:
             _break_the_graph()
@@ -143,7 +145,7 @@ class AttentionCalls(TorchFunctionMode):
                 "scaled_dot_product_attention"
             )
         if func is torch.Tensor.unflatten:
-            func = torch.unflatten  # the same, without a super() that torch.compile cannot trace: seen on 2.11, 2.13
+            func = torch.unflatten  # Tensor.unflatten has a super() that torch.compile cannot trace: seen on 2.11, 2.13
         return func(*args, **kwargs)
 
     def _attend(
@@ -178,7 +180,7 @@ class AttentionCalls(TorchFunctionMode):
 
     @uncompiled
     def _attend_uncompiled(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """What torch.compile leaves to Python between its graphs it compiles piece by piece: the engine as well."""
+        """Keeps torch.compile from compiling the engine when it runs between graphs."""
         return self._attend(*args, **kwargs)
 
     @uncompiled
@@ -187,8 +189,8 @@ class AttentionCalls(TorchFunctionMode):
         call = self._flex.take()
         if call is None:
             raise NotImplementedError(
-                f"{self._name}: flex_attention came here another way than by torch's function, which is how it is "
-                f"understood; {_FLEX_REMEDY}"
+                f"{self._name}: the operator of flex_attention was not called by torch's function, so the arguments of "
+                f"the call are not known; {_FLEX_REMEDY}"
             )
         found = flex_attend(self._scoped.now(), (query, key, value), call, self._check_sinkless)
         return self._flex.results(*found)
@@ -202,7 +204,7 @@ class AttentionCalls(TorchFunctionMode):
         self.check_reruns()
         if self._sink is not None:
             raise NotImplementedError(
-                f"{self._name}: attention sinks are for scaled_dot_product_attention; with flex_attention take its "
+                f"{self._name}: attention sinks are for scaled_dot_product_attention; with flex_attention use its "
                 "logsumexp, or leave sink= out"
             )
 
@@ -213,10 +215,10 @@ class AttentionCalls(TorchFunctionMode):
         return sink.to_local() if isinstance(sink, DTensor) else sink
 
     def note(self, args: tuple[Any, ...]) -> None:
-        """Take notice of a call of anything at all."""
+        """Called with the arguments of each torch call. For subclasses."""
 
     def check_reruns(self) -> None:
-        """Raise for a call that would be made again in a backward, where this mode is not entered."""
+        """Raise for a call that a backward would repeat without this mode."""
         if self._inlined:
             return
         if self._grad_at_entry[-1] and not torch.is_grad_enabled():
@@ -234,26 +236,26 @@ class AttentionCalls(TorchFunctionMode):
 
     @uncompiled
     def _check_cut(self, values: list[Any]) -> None:
-        """Of what a model is given it can still be told which layout has cut it; not of what its attention gets."""
+        """Check the layout of the model's inputs. It is not known any more for the inputs of its attention."""
         given = [value for value in values if cut_with(value) is not None]
         if given and current_graph_task() is None:
             binding = self._scoped.now()
             try:
                 binding.refuse_other_cut(given)
-            except Exception as error:  # whatever it is, the others are to hear of it
+            except Exception as error:  # of any kind: the other ranks must raise too
                 binding.refuse(error)
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        """The end of a module's forward, whatever it was."""
+        """Hook at the end of a module's forward, after an exception too."""
         if not torch.compiler.is_dynamo_compiling() and output is None and sys.exc_info()[1] is not None:
             self._offer_refusal()
             return
         if not self._tally.calls:
-            if not torch.compiler.is_dynamo_compiling():  # traced, nobody has called anything yet
+            if not torch.compiler.is_dynamo_compiling():  # while tracing, no rank waits yet
                 self._offer_refusal()
             raise NotImplementedError(
-                f"{self._name}: no scaled_dot_product_attention was called inside: nothing here is context parallel, "
-                "and attention by other means would be local to each rank"
+                f"{self._name}: no scaled_dot_product_attention was called inside: nothing was context parallel, and "
+                "any other attention was local to each rank. Call one of torch's attention functions in the module"
             )
         if not torch.compiler.is_dynamo_compiling():
             tensors = (x for x in tree_leaves(output) if isinstance(x, torch.Tensor))
@@ -261,43 +263,44 @@ class AttentionCalls(TorchFunctionMode):
 
     @uncompiled
     def _offer_refusal(self) -> None:
-        """Others may be at a call that this rank does not come to."""
+        """Tell the other ranks, which may be at a call that this rank does not reach."""
         binding = self._scoped.unscoped
         offer_refusal(binding.name, binding.axis, binding.group)
 
 
 def looks_now(times: int) -> bool:
-    """Whether to look for attention that is not seen at this forward: at the first, the second, the fourth and so on.
-    A look goes through the whole graph, and there must be one: not under no_grad. In a recomputation it is not whole.
+    """Whether to search this forward for attention that was not intercepted: the first, second, fourth and so on.
+
+    The search visits the whole autograd graph. There is none under no_grad, and it is not complete in a recomputation.
     """
     return times & (times - 1) == 0 and torch.is_grad_enabled() and current_graph_task() is None
 
 
 def _asking(frame: FrameType) -> FrameType:
-    """What called a mode, past the modes that were called first."""
+    """The frame that made the call, outside of the frames of other modes."""
     while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
         frame = frame.f_back
     return frame
 
 
 never_compile_alone(AttentionCalls.__torch_function__)
-# Where a graph was broken: what they read changes from step to step, and would be compiled anew.
+# After a graph break torch.compile would compile these again at each step, because what they read changes.
 never_compile_alone(AttentionCalls.__enter__, nor_what_it_calls=True)
 never_compile_alone(AttentionCalls.__exit__, nor_what_it_calls=True)
-# Hooks: compiled by itself, one would take itself for a part of a forward that is traced, and keep from the other ranks
-# that a forward whose tracing has failed does not come to its attention.
+# Hooks. If torch.compile compiled one by itself, it would behave as inside a traced forward. It would then not tell the
+# other ranks that this rank, whose tracing has failed, does not reach its attention.
 never_compile_alone(AttentionCalls.start, nor_what_it_calls=True)
 never_compile_alone(AttentionCalls.leave, nor_what_it_calls=True)
 
-# Attention that would otherwise run on the local part, silently.
+# Attention functions that would otherwise run on the local part without an error.
 _OTHERS = {F.multi_head_attention_forward, *fast_path_attention()}
-# The function as an operator.
+# scaled_dot_product_attention as an operator.
 _BELOW = {torch.ops.aten.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default}
 _FLEX_REMEDY = "call torch.nn.attention.flex_attention.flex_attention, or what torch.compile made of it"
 
 
 def _break_the_graph() -> None:
-    raise RuntimeError(f"{__name__} asked torch.compile to break its graph, and nobody compiles")
+    raise RuntimeError(f"{__name__}: internal error: a graph break was requested outside of torch.compile")
 
 
 _break_the_graph = uncompiled(
@@ -305,7 +308,7 @@ _break_the_graph = uncompiled(
     "under context parallelism flex_attention and varlen_attn run outside of torch.compile's graphs: compile without "
     "fullgraph=True, which breaks the graph there, or compile what stands between the attentions",
 )
-# The operators that other functions come down to.
+# The operators that other attention functions call.
 _OTHER_OPERATORS = {
     *VARLEN_OPERATORS,
     "_flash_attention_forward",

@@ -1,9 +1,9 @@
-"""scaled_dot_product_attention inside an AttentionContextParallel: always as one op.
+"""The function mode that calls scaled_dot_product_attention as one fused op, inside an AttentionContextParallel.
 
-Left to itself, torch takes the call apart where no fused kernel of its own takes the *DTensors*: by their strides, head
-dims, batch, a mask of other sizes, the backends that are enabled. None of that concerns an op that only carries the
-call to the handler in dtensor_handlers.py. Not needed for the routing, which goes by mesh: what is run without this
-mode, as a recomputation inside of the module, finds its way where torch leaves the call in one piece.
+Otherwise torch would decompose the call if no fused kernel takes the *DTensors*, because of their strides, head dims,
+batch, mask or the enabled backends. These do not matter here, because the op only passes the call to the handler in
+dtensor_handlers.py. Routing does not depend on this mode, it goes by mesh. A call without this mode, such as in a
+recomputation inside the module, works if torch does not decompose it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CALLS = (
 
 
 class FusedCalls(TorchFunctionMode):
-    """Entered around the forward of a module; without state."""
+    """Entered around the forward of a module. It has no state."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _CALLS:
@@ -56,7 +56,7 @@ def _attend(
         return func(*tensors, **options, enable_gqa=enable_gqa)
     refuse_grouped(binding.name, query.shape[1], key.shape[1], enable_gqa)
     if attn_mask is not None and not isinstance(attn_mask, DTensor):
-        Dense(attn_mask)  # raises for what is no mask, and for one that is learned
+        Dense(attn_mask)  # raises for a tensor that is not a mask, and for one that requires grad
     query, key, value = map(as_attended, tensors)
     op = carrier(query.device.type).forward_op
     names = names_of(op)

@@ -1,4 +1,4 @@
-"""Modules that are bound to the process groups of a run: copied as ever, pickled never."""
+"""A mixin for modules that are bound to the process groups of a run: they can be copied, but not pickled."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 
 class BoundToThisRun:
-    """Put before a module's class, in a subclass with the name of that class."""
+    """Mixin before a module's class, in a subclass with the name of that class."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        # What copy.deepcopy does without it, by the way that is closed to pickle below.
+        # What copy.deepcopy does by default. It would use __reduce_ex__, which raises below.
         inherited = getattr(super(), "__deepcopy__", None)
         if inherited is not None:
             return inherited(memo)
