@@ -25,17 +25,17 @@ _Source = TypeVar("_Source", Binding, ScopedBinding, Binding | ScopedBinding)
 
 
 def save_attention(others: Policy | None = None) -> Contexts:
-    """A ``context_fn`` that keeps what attention returned, so that the recomputation in the backward communicates
-    nothing.
+    """A ``context_fn`` that keeps the results of attention, so that the recomputation does not communicate.
 
     ::
 
         x = checkpoint(layer, x, use_reentrant=False, context_fn=save_attention())
 
-    Kept are each attention's output and logsumexp, and the ranks' agreement before it (``Ulysses`` also keeps what its
-    all-to-all brought). No received keys and values are kept, whatever the strategy's ``keep`` says: the backward
-    receives them again. With ``torch.compile`` inside of the checkpoint, or around it, ``keep`` counts as ever:
-    ``Ring(keep=0)`` keeps none. Under a SequenceScope give ``context_fn=partial(scope.for_checkpoint,
+    It keeps the output and the logsumexp of each attention, and the agreement of the ranks before it (``Ulysses`` also
+    keeps what its all-to-all received). Received keys and values are not kept, for any ``keep`` of the strategy: the
+    backward receives them again. But with ``torch.compile`` inside the checkpoint or around it, ``keep`` of the
+    strategy
+    counts: ``Ring(keep=0)`` keeps none. Under a SequenceScope pass ``context_fn=partial(scope.for_checkpoint,
     save_attention())``.
 
     Args:
@@ -55,13 +55,15 @@ def _contexts(others: Policy | None) -> tuple[Any, Any]:
     return modes
 
 
-# The modes that are save_attention's. One that is entered is on torch's stack of modes, in its thread.
+# The modes that save_attention has made. While one is entered, it is on the mode stack of its thread.
 _saving: WeakSet[Any] = WeakSet()
 
 
 def as_kept(source: _Source) -> _Source:
-    """What an attention is bound to, for a call now: inside a checkpoint of :func:`save_attention`, its results outlive
-    the layer."""
+    """The binding for a call at this moment.
+
+    Inside a checkpoint of :func:`save_attention`, results outlive the layer, so the binding keeps no received keys.
+    """
     return source.keeping_nothing() if any(mode in _saving for mode in dispatch_modes()) else source
 
 

@@ -36,15 +36,15 @@ class UnreducedGradientsWarning(UserWarning):
 
 
 class ParameterWatch:
-    """Compares one parameter behind an attention's inputs between the ranks that share the sequence, now and then.
+    """Compares one parameter, from which an attention's inputs were computed, between the ranks of a sequence.
 
-    At the attentions number 1, 2, 4, 8, ... that have a parameter behind them: a step that left the ranks apart is
-    seen before as many forwards again have gone by, and a look (which waits for the device, on CUDA) costs nothing in
-    the long run. A look every time the parameter has changed would be missed by FSDP2, which hides its writes.
+    It compares at the attentions number 1, 2, 4, 8, ... So a difference is seen before the number of forwards has
+    doubled, and the cost (on CUDA the host waits for the device) vanishes in the long run. Comparing when the version
+    of the parameter changes would not work with FSDP2, which hides its writes.
     """
 
     def __init__(self, told: WeakSet[dist.ProcessGroup] | None = None) -> None:
-        """``told`` are the groups that have been warned already: the modules of a model share one."""
+        """``told``: the groups that were warned already. The modules of a model share this set."""
         self._told: WeakSet[dist.ProcessGroup] = WeakSet() if told is None else told
         self._attentions = self._backwards = 0
         self._counts = False
@@ -52,12 +52,12 @@ class ParameterWatch:
         self._looked_at: torch.Size | None = None
 
     def look(self, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> int:
-        """A number of the bits of the parameter nearest behind ``tensors``; 0 says nothing. No communication."""
+        """A checksum of the nearest parameter from which ``tensors`` were computed, or 0. No communication."""
         self._looked_at = None
         trained = any(x.requires_grad for x in tensors)
         remembered = [] if trained else [found for each in self._remembered if (found := each()) is not None]
         self._counts = group.size() > 1 and (trained or bool(remembered)) and not is_traced()
-        # A power of two has no bit in common with the number below it.
+        # True unless the number of this attention is a power of two.
         if not self._counts or self._attentions & (self._attentions + 1) or group in self._told:
             return 0
         for parameter in _parameters_behind(tensors) if trained else remembered:
@@ -68,9 +68,9 @@ class ParameterWatch:
         return 0
 
     def remember(self, group: dist.ProcessGroup) -> None:
-        """Called in the backward of a compiled attention: keep in mind what it is differentiated for, weakly.
+        """Called in the backward of a compiled attention: keep a weak reference to the nearest parameter.
 
-        At the backwards number 1, 2, 4, 8, ..., as looks are. No communication.
+        It does so at the backwards number 1, 2, 4, 8, ... No communication.
         """
         self._backwards += 1
         node = current_autograd_node()
@@ -82,8 +82,11 @@ class ParameterWatch:
             self._remembered = [*self._remembered[1 - _MOST_REMEMBERED :], ref(nearest)]
 
     def compare(self, numbers: Sequence[int], name: str, axis: str, group: dist.ProcessGroup) -> str | None:
-        """What to :meth:`tell`, once a model and group, where ranks have different numbers; the same on every rank."""
-        self._attentions += self._counts  # here, where no rank has refused, so that all ranks look at the same ones
+        """The warning for :meth:`tell` if ranks have different numbers, once for each model and group. Else None.
+
+        The result is the same on every rank.
+        """
+        self._attentions += self._counts  # counted here, where no rank has refused, so that all ranks count the same
         if 0 in numbers or len(set(numbers)) == 1:
             return None
         self._told.add(group)
@@ -104,12 +107,12 @@ _watches: WeakKeyDictionary[dist.ProcessGroup, ParameterWatch] = WeakKeyDictiona
 
 
 def watch_of(group: dist.ProcessGroup) -> ParameterWatch:
-    """The one watch of all attention in ``group`` that has no module to belong to."""
+    """The watch of ``group``, for attention that does not belong to a module."""
     return _watches.setdefault(group, ParameterWatch())
 
 
 def _parameters_behind(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Trained parameters that ``tensors`` were computed from, nearest first."""
+    """The parameters that require grad and from which ``tensors`` were computed, nearest first."""
     for tensor in tensors:
         if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
             yield tensor
@@ -117,7 +120,7 @@ def _parameters_behind(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor
 
 
 def _leaves_behind(nodes: Sequence[Any]) -> Iterator[torch.Tensor]:
-    """The same from nodes of autograd's graph; of one that stands for a whole graph, in the order of use in it."""
+    """The parameters that autograd ``nodes`` lead to, nearest first; for a compiled graph's node in order of use."""
     waiting = deque(nodes)
     seen = set(waiting)
     for _ in range(_MOST_NODES):
@@ -125,7 +128,7 @@ def _leaves_behind(nodes: Sequence[Any]) -> Iterator[torch.Tensor]:
             return
         node = waiting.popleft()
         leaf = getattr(node, "variable", None)
-        # A leaf that is no parameter is somebody's input, which the ranks cut.
+        # Leaves that are not parameters are inputs, which differ between ranks.
         if isinstance(leaf, nn.Parameter):
             yield leaf
         following = [after for after, _ in node.next_functions if after is not None and after not in seen]
@@ -134,16 +137,16 @@ def _leaves_behind(nodes: Sequence[Any]) -> Iterator[torch.Tensor]:
 
 
 def _comparable(parameter: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor | None:
-    """What of ``parameter`` this rank holds, if all ranks of ``group`` should hold the same and it can be read."""
+    """The local part of ``parameter``, if all ranks of ``group`` should hold the same and it can be read. Else None."""
     if isinstance(parameter, DTensor):
         if shares_ranks(parameter.device_mesh, group):
-            return None  # its parts differ by right, and DTensor knows how to reduce its gradient
+            return None  # its parts may differ, and its gradient is reduced by DTensor
         parameter = parameter.to_local()
-    # FSDP frees what it gathered.
+    # FSDP frees the storage of gathered parameters.
     return parameter if parameter.numel() and parameter.untyped_storage().nbytes() else None
 
 
 def _number_of_bits(parameter: torch.Tensor) -> int:
-    """Never 0, and other bits give another number but by accident; of large parameters, elements spread over them."""
+    """A checksum that is never 0. For large parameters it uses a sample of elements, evenly spread."""
     flat = parameter.detach().reshape(-1)
     return checksum(flat[:: -(-flat.numel() // _MOST_ELEMENTS)]) or 1

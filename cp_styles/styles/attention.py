@@ -1,5 +1,4 @@
-"""AttentionContextParallel: one attention module's inputs sharded along the sequence, and its attention over all of
-it."""
+"""AttentionContextParallel: for a module that receives query, key and value, each sharded along the sequence."""
 
 from __future__ import annotations
 
@@ -30,38 +29,41 @@ from cp_styles.styles.base import ContextParallelStyle
 from cp_styles.styles.compiled import Traced, traced_of
 from cp_styles.styles.dtensor_io import DTensorIO
 
-# What modules call their three inputs; anything else is taken by position.
+# Names that modules use for the three inputs. Otherwise the first three arguments are used.
 _NAMES = (("query", "key", "value"), ("q", "k", "v"), ("xq", "xk", "xv"))
 
 
 class AttentionContextParallel(ContextParallelStyle):
     """Context parallelism for a module that receives query, key and value and calls scaled_dot_product_attention.
 
-    The module's local tensors, each rank's part of the sequence, become DTensors sharded along it; the attention inside
-    runs over the whole sequence by ``strategy``; the outputs are local again. Forward and backward equal one device's.
-    Parameter gradients are each rank's share: sum them over the axis (``sum_gradients``, FSDP2 or DDP over it).
+    The module's inputs, which are this rank's part of the sequence, become DTensors that are sharded along it. The
+    attention inside runs over the whole sequence by ``strategy``. Outputs are local again. Forward and backward equal
+    those of one device. Parameter gradients are each rank's share: sum them over the axis (``sum_gradients``, or FSDP2
+    or DDP over it).
 
     Args:
         mesh_axis, strategy, layout, mask, kernel: see :class:`~cp_styles.styles.base.ContextParallelStyle`.
         seq_dim: sequence dim of what the *module* receives: 2 for [B, H, S, D], 1 for [B, S, H, D]. What reaches
             scaled_dot_product_attention is [B, H, S, D], as always.
-        use_local_output: False leaves outputs as DTensors, Shard on the sequence axis; needs equal parts.
+        use_local_output: False leaves outputs as DTensors with Shard on the sequence axis; needs equal parts.
 
-    An ``attn_mask``, of the module's call or of scaled_dot_product_attention in it, is the mask of the whole sequence
-    (the same on all ranks), rows and columns in the order of positions, and with all heads where tensor parallelism
-    cuts them. Communication a forward: at the call inside, one all-gather of 13 integers, so that all ranks hear of
-    one rank's bad input; then the strategy's. Where the layout is a balancer, which must first be told the length, that
-    is two all-gathers, before the module and at the call.
+    An ``attn_mask``, of the module's call or of scaled_dot_product_attention in it, must be the mask of the whole
+    sequence, the same on all ranks, with rows and columns in the order of positions. If tensor parallelism cuts the
+    heads, it has all heads.
 
-    Inputs are plain tensors, or DTensors on this axis' 1-D mesh with ``Shard(seq_dim)``; or, where the style was given
-    a composed mesh, DTensors on its other axes ("tp"), Shard on the heads or the batch, or Replicate (key and value may
-    be replicated where the query's heads are cut: their gradients are then summed over that axis, two all-reduces); or
-    on the composed mesh itself, ``Shard(seq_dim)`` on this axis. Outputs leave on the mesh on which inputs came. See
-    [Note: lifting] in dtensor_io.py.
+    Communication of one forward: at the call inside, one all-gather of 13 integers, so that all ranks learn of an error
+    on one; then that of the strategy. If the layout is a balancer, which needs the global length first, there are two
+    all-gathers: before the module and at the call.
+
+    Inputs may be plain tensors, or DTensors on the 1-D mesh of this axis with ``Shard(seq_dim)``. If the style was
+    given a composed mesh, they may be DTensors on its other axes ("tp"), with Shard on the heads or the batch, or
+    Replicate. (Key and value may be replicated while the query's heads are sharded. Their gradients are then summed
+    over that axis, in two all-reduces.) Or they may be DTensors on the composed mesh itself, with ``Shard(seq_dim)`` on
+    this axis. Outputs are on the same mesh as inputs. See [Note: lifting] in dtensor_io.py.
 
     Raises (at the call, on every rank, with the module's name): ValueError, TypeError or NotImplementedError for inputs
-    that are not the layout's, for dropout, masks that are not the whole sequence's, and modules whose attention was not
-    reached.
+    that do not fit the layout, for dropout, for masks that are not those of the whole sequence, and for modules whose
+    attention was not reached.
 
     Example::
 
@@ -95,7 +97,7 @@ class AttentionContextParallel(ContextParallelStyle):
 
 
 class Phase(enum.Enum):
-    """Where a module stands. For messages and debuggers: nothing is routed by it, see [Note: routing] in
+    """The phase of a module, for messages and debuggers. Routing does not depend on it, see [Note: routing] in
     dtensor_handlers.py."""
 
     IDLE = "idle"
@@ -104,7 +106,7 @@ class Phase(enum.Enum):
 
 
 class ContextParallelState:
-    """What one module's attention is bound to, and the hooks that make it so."""
+    """The binding of one module's attention, and its hooks."""
 
     def __init__(
         self,
@@ -130,7 +132,7 @@ class ContextParallelState:
             raise ValueError(
                 f"AttentionContextParallel is for modules whose forward takes query, key and value; "
                 f"{type(module).__name__} takes {self._signature}. Put scaled_dot_product_attention into a small "
-                "module of its own that takes the three"
+                "module that takes these three"
             )
 
         self._places = [(name, parameters.index(name)) for name in self._names]
@@ -138,7 +140,7 @@ class ContextParallelState:
     def register(self) -> None:
         options = {"seq_dim": self.style.seq_dim, "use_local_output": self.style.use_local_output}
         Traced(self._scoped, self.dtensor_io, self.axis, self._places, self.run, **options).attach(self.module)
-        # The last to change the inputs and the first to see the outputs: other styles' hooks see what they always saw.
+        # Last to change the inputs and first to change the outputs, so that hooks of other styles see the same as ever.
         before = self.module.register_forward_pre_hook(self._pre_forward, with_kwargs=True)
         after = self.module.register_forward_hook(self._post_forward, prepend=True, always_call=True)
         hooks_in_order(self.module, before, after)
@@ -147,7 +149,7 @@ class ContextParallelState:
                 parameter.register_hook(self._share)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallelState:
-        # A copied module brings its hooks, and with them its state: the copy shares the mesh and is bound for itself.
+        # Copying a module copies its hooks and this state. The copy shares the mesh and has its own binding.
         return ContextParallelState(
             self.style, copy.deepcopy(self.module, memo), self.dtensor_io, self.axis, self._unscoped
         )
@@ -181,7 +183,7 @@ class ContextParallelState:
             self.binding = replace(self.binding, mask=self.binding.mask & Dense(attn_mask))
             bound.arguments["attn_mask"] = None
         self._lease = lease = scoped.lease(self.binding, self.axis.device_type)
-        # An equal binding, perhaps another module's, serves as well: and then its tally is the one that counts.
+        # The mesh may have an equal binding, for example that of another module. Then its tally is used.
         self.binding = binding_of(lease.mesh) or self.binding
         q_size, kv_size = (
             declared_size(self.binding.layout_for(length), self.binding.group.rank()) for length in lengths
@@ -218,8 +220,11 @@ class ContextParallelState:
         return output
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The module's forward, between what its hooks do where they have not done it: torch.compile has traced them
-        and broke its graph inside of the module, or somebody calls the forward and not the module."""
+        """The module's forward. It also does the work of the hooks, if they have not run.
+
+        This is so if torch.compile has traced them and then broke its graph inside the module, or if the forward is
+        called directly and not through the module.
+        """
         if self.phase is Phase.FORWARD:
             with FusedCalls():
                 return forward(*args, **kwargs)
@@ -237,7 +242,7 @@ class ContextParallelState:
             return self._leave(output)
         finally:
             self.binding.tally.deferred_agreement = (
-                None  # a recomputation may stop before its attention; this holds the inputs
+                None  # it holds the inputs; a recomputation may stop before using it
             )
 
     def _leave(self, output: Any) -> Any:
@@ -245,7 +250,7 @@ class ContextParallelState:
         lease, self._lease = self._lease, None
         failure = sys.exc_info()[1]
         if output is None and failure is not None:
-            if phase is Phase.FORWARD:  # and not refused before it
+            if phase is Phase.FORWARD:  # it failed inside the forward, not before
                 self._explain(failure)
                 if self._others_wait and isinstance(failure, Exception):
                     self.binding.refuse_call()
@@ -258,8 +263,10 @@ class ContextParallelState:
 
     @property
     def _others_wait(self) -> bool:
-        """At the end of a forward that has not reached its attention, where other ranks that have ask for this one.
-        (In a recomputation a selective checkpoint may have had the attention's output ready, on all ranks.)"""
+        """Whether other ranks may wait for this one, because its forward has not reached its attention.
+
+        (In a recomputation, a selective checkpoint may have the output of the attention, on all ranks.)
+        """
         return not self.binding.tally.calls and current_graph_task() is None
 
     def _lower(self, output: DTensor, lease: Lease) -> torch.Tensor:
@@ -276,9 +283,9 @@ class ContextParallelState:
         self.phase = Phase.BACKWARD
 
     def _share(self, grad: torch.Tensor) -> torch.Tensor:
-        """A parameter inside the module (a scalar; DTensor takes no other) has this rank's share as its gradient."""
+        """The gradient of a parameter inside the module as this rank's share. (DTensor takes scalars only.)"""
         if isinstance(grad, DTensor) and binding_of(grad.device_mesh) is not None:
-            # Over the other axes nobody sums the gradients of a plain parameter: there it must be whole.
+            # Gradients of plain parameters are not summed over the other axes, so there it must be whole.
             whole = [Replicate()] * (grad.device_mesh.ndim - 1)
             return grad.redistribute(placements=[Partial(), *whole]).to_local()
         return grad
@@ -287,7 +294,7 @@ class ContextParallelState:
         self.phase = Phase.IDLE
 
     def _refuse(self, arguments: dict[str, Any], inputs: tuple[Any, ...], local: tuple[Any, ...]) -> None:
-        """Raise for what this rank alone can see to be wrong."""
+        """Raise for errors that only this rank may see."""
         name = self.binding.name
         try:
             self.dtensor_io.other_axes(self._names, inputs)
@@ -300,67 +307,67 @@ class ContextParallelState:
             if label == "dropout_p":
                 refuse_dropout(name, value)
             if label == "attn_mask" and value is not None:
-                Dense(value)  # raises for what is no mask
+                Dense(value)  # raises for a tensor that is not a mask
             elif isinstance(value, torch.Tensor):
                 raise NotImplementedError(
                     f"{name}: got a tensor {label!r} of shape {tuple(value.shape)} beside query, key and value. Only "
-                    "an attn_mask of the whole sequence is understood; apply anything else outside of the module"
+                    "an attn_mask of the whole sequence is supported; apply other tensors outside of the module"
                 )
         backends = torch.backends.cuda
         if not (backends.flash_sdp_enabled() or backends.mem_efficient_sdp_enabled() or backends.cudnn_sdp_enabled()):
             raise NotImplementedError(
-                f"{name}: scaled_dot_product_attention is restricted to the MATH backend, which never shows the "
+                f"{name}: scaled_dot_product_attention is restricted to the MATH backend, which does not run the "
                 "attention as one op. Allow a fused backend (sdpa_kernel), or use kernel=ReferenceKernel() with a "
                 "fused backend allowed"
             )
 
     def _refuse_uneven(self, length: int) -> None:
-        """DTensors cut a dim as torch.chunk does; of any other cut, full_tensor() and redistribute() make nonsense."""
+        """Raise unless the parts are those of torch.chunk: full_tensor() and redistribute() would be wrong."""
         lengths = self.binding.layout_for(length).lengths
         even = even_lengths(length, len(lengths))
         if lengths != even:
             raise ValueError(
                 f"{self.binding.name}: outputs are DTensors on the sequence axis, and a DTensor of {length} positions "
-                f"has {list(even)} on its ranks, where the layout puts {list(lengths)}: use local outputs, or a length "
+                f"has {list(even)} on its ranks, but the layout gives {list(lengths)}: use local outputs, or a length "
                 f"that {len(lengths)} divides"
             )
 
     def _explain(self, failure: BaseException) -> None:
-        """Say what is behind a failure of DTensor's, which knows nothing of attention."""
+        """Add a note to an error of DTensor that explains its cause."""
         if getattr(failure, "__notes__", None):
             return
         if "flex_attention" in str(failure):
             failure.add_note(
-                f"{self.binding.name}: flex_attention inside is not context parallel, and torch has no rule for it on "
-                "DTensors, which its tensors are here: take ModuleContextParallel, or call context_flex_attention"
+                f"{self.binding.name}: flex_attention inside is not supported: the tensors here are DTensors, for "
+                "which torch has no rule for it: use ModuleContextParallel, or call context_flex_attention"
             )
         elif type(failure).__module__.startswith("torch._dynamo"):
             failure.add_note(
-                f"{self.binding.name}: torch.compile inside the module, whose tensors are DTensors of this run there: "
-                "compile the module itself, or a model around it, and call functions inside of it as they are"
+                f"{self.binding.name}: torch.compile inside the module is not supported, because its tensors are "
+                "DTensors: compile the module itself, or a model around it, and do not compile functions inside it"
             )
         elif not self.binding.tally.calls and any(word in str(failure) for word in ("DTensor", NO_COMMUNICATION)):
             failure.add_note(f"{self.binding.name}: {_NOT_REACHED}")
         elif NO_COMMUNICATION in str(failure):
             failure.add_note(
                 f"{self.binding.name}: the module gathers or reduces the sequence after its attention. Do that outside "
-                "of it"
+                "of the module"
             )
 
 
-# Compiled by itself, it would not run where a forward could not be traced, and other ranks would wait for this one.
+# If it were compiled, it would not run after a forward that cannot be traced, and other ranks would wait for this one.
 never_compile_alone(ContextParallelState._post_forward, nor_what_it_calls=True)
 
 _NOT_REACHED = (
     "no fused attention op was reached inside the module. Context parallelism needs scaled_dot_product_attention on "
-    "the tensors the module received, and torch takes it apart when it is given dropout (set it to 0), an attn_mask "
-    "that requires grad (detach it), or the MATH backend (allow a fused one). Weights and "
-    "tables that meet query, key or value inside the module must do so before it"
+    "the tensors that the module received. torch decomposes it if there is dropout (set it to 0), an attn_mask that "
+    "requires grad (detach it), or only the MATH backend (allow a fused one). Apply weights and tables to query, key "
+    "or value before the module, not inside it"
 )
 
 
 def _flat_arguments(signature: inspect.Signature, arguments: dict[str, Any]) -> list[tuple[str, Any]]:
-    """(name, value) of every argument, those swallowed by *args and **kwargs too."""
+    """(name, value) of every argument, including those in *args and **kwargs."""
     flat: list[tuple[str, Any]] = []
     for name, value in arguments.items():
         kind = signature.parameters[name].kind

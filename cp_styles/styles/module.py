@@ -1,4 +1,4 @@
-"""ModuleContextParallel: for modules that call scaled_dot_product_attention somewhere inside, a whole model even."""
+"""ModuleContextParallel: for modules that call attention functions somewhere inside, such as a whole model."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ _STATE = "_context_parallel_calls"
 
 
 class ModuleContextParallel(ContextParallelStyle):
-    """Context parallelism at the call: every scaled_dot_product_attention under the module attends to all ranks' keys.
+    """Context parallelism for all calls of scaled_dot_product_attention under a module, over the whole sequence.
 
-    For attention modules that do their own projections, and for whole models whose code cannot be changed. Everything
-    else in the module sees plain local tensors: this rank's part of the sequence. However the function was imported,
-    its calls are seen, while the module or one of its descendants runs. Each of them gets a subclass of its own class
-    for that, so state_dict keys and isinstance stay as they were, and a checkpointed layer is recomputed as it ran.
+    For attention modules with their own projections, and for whole models whose code stays as it is. All other code in
+    the module sees plain local tensors: this rank's part of the sequence. Calls are intercepted while the module or one
+    of its descendants runs, however the function was imported. For this, each of these modules gets a subclass of its
+    class. So state_dict keys and isinstance do not change, and a checkpointed layer is recomputed in the same way.
 
-    An attn_mask of a call is the mask of the whole sequence, rows and columns in the order of positions.
-    What depends on positions is the caller's: give the model the layout's (``layout.positions(rank)``).
+    The attn_mask of a call must be the mask of the whole sequence, rows and columns in the order of positions. Give the
+    model the global positions of its tokens (``layout.positions(rank)``).
 
     Args:
         mesh_axis, strategy, layout, mask, kernel: see :class:`~cp_styles.styles.base.ContextParallelStyle`.
-        sink: name of a parameter, such as "sinks", that attention modules hold: one learned logit for each of their
-            query heads that takes part in every softmax and gives nothing. Calls under such a module take it as their
-            attention sink, which scaled_dot_product_attention has no argument for; other calls take none.
+        sink: name of a parameter of attention modules, such as "sinks", that holds their attention sinks: one learned
+            logit for each query head, which takes part in every softmax and adds nothing to the output. Calls under
+            such a module use it (scaled_dot_product_attention has no argument for it). Other calls have no sink.
 
-    Raises (at the call, on every rank): NotImplementedError for dropout, for attention by other
-    functions (nn.MultiheadAttention), for an attention under no_grad inside a forward that was entered with gradients
-    (a function under reentrant checkpointing, whose recomputation would be local), and when no attention was reached.
+    Raises (at the call, on every rank): NotImplementedError for dropout; for attention by other functions
+    (nn.MultiheadAttention); for attention under no_grad inside a forward that was entered with gradients (a function
+    under reentrant checkpointing, whose recomputation would be local); and if no attention was reached.
     """
 
     def __init__(self, *, sink: str | None = None, **options: Any) -> None:
@@ -54,14 +54,15 @@ class ModuleContextParallel(ContextParallelStyle):
             )
         if "forward" in vars(module):
             raise ValueError(
-                f"{type(module).__name__}: something has set the attribute `forward` of the module itself, which hides "
-                "its class' and would hide this style's: apply the style first, or to what the module is in"
+                f"{type(module).__name__}: the attribute `forward` of the module itself was set. It hides the forward "
+                "of the class, and would hide that of this style: apply the style first, or to the parent module"
             )
         scripted = next((name for child in module.modules() for name in _scripted(child)), None)
         if scripted is not None:
             raise NotImplementedError(
-                f"{type(module).__name__}: {scripted} is TorchScript with attention in it, which calls operators past "
-                "Python and would stay local to each rank: give the module as it was written, or use torch.compile"
+                f"{type(module).__name__}: {scripted} is TorchScript with attention in it. TorchScript calls operators "
+                "without Python, so this attention would stay local to each rank: pass the module before scripting, or "
+                "use torch.compile"
             )
         _, binding = self.bind(module, device_mesh)
         calls = AttentionCalls(ScopedBinding(binding, self.layout), binding.name)
@@ -76,15 +77,17 @@ class ModuleContextParallel(ContextParallelStyle):
         return module
 
     def _enter(self, child: nn.Module, module: nn.Module, calls: tuple[AttentionCalls, AttentionCalls]) -> None:
-        """Have ``child`` and what is under it run with their calls sent through the engine: ``calls`` are for a forward
-        that Python runs, and for one that torch.compile traces."""
+        """Change the class of ``child`` and its descendants, so that their attention calls run on the engine.
+
+        ``calls``: the mode for a forward that Python runs, and the one for a forward that torch.compile traces.
+        """
         if hasattr(child, _STATE):
-            return  # a module that is there twice
+            return  # the module occurs twice
         if self.sink is not None and getattr(child, self.sink, None) is not None:
             with_sink = calls[0].with_sink(child, self.sink)
             calls = with_sink, with_sink.inlined()
         children = list(child.children())
-        # torch's own leaves call no attention, and there are many of them.
+        # Leaf modules of torch call no attention, and there are many of them.
         if child is module or children or not type(child).__module__.startswith("torch."):
             setattr(child, _STATE, calls)
             child.__class__ = _subclass(type(child))
@@ -93,7 +96,7 @@ class ModuleContextParallel(ContextParallelStyle):
 
 
 def _scripted(module: nn.Module) -> Iterator[str]:
-    """What of a module, or of what its forward names, is TorchScript with attention in it."""
+    """Names of TorchScript objects with attention, in a module or among the globals that its forward uses."""
     if scripted_attention(module):
         yield type(module).__name__
     forward = inspect.unwrap(type(module).forward)
@@ -105,7 +108,7 @@ def _scripted(module: nn.Module) -> Iterator[str]:
 
 
 class _Entered(BoundToThisRun):
-    """Put before a module's class: its forward runs with the calls sent through the engine."""
+    """Mixin before a module's class: its forward runs under the function mode."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         calls, inlined = getattr(self, _STATE)

@@ -132,8 +132,8 @@ def test_masks_of_the_call():
         wrapped(refusals(call(attention_mask=mask))),
         """\
 NotImplementedError: Calls (AttentionContextParallel over mesh axis 'cp'): got a tensor 'attention_mask' of
-shape (12, 12) beside query, key and value. Only an attn_mask of the whole sequence is understood; apply
-anything else outside of the module""",
+shape (12, 12) beside query, key and value. Only an attn_mask of the whole sequence is supported; apply other
+tensors outside of the module""",
     )
     assert "got a tensor 'bias'" in refusals(call(bias=mask))  # prime-rl#3397: swallowed by **kwargs
 
@@ -164,7 +164,7 @@ def test_the_math_backend():
         wrapped(refusals(act)),
         """\
 NotImplementedError: Core (AttentionContextParallel over mesh axis 'cp'): scaled_dot_product_attention is
-restricted to the MATH backend, which never shows the attention as one op. Allow a fused backend
+restricted to the MATH backend, which does not run the attention as one op. Allow a fused backend
 (sdpa_kernel), or use kernel=ReferenceKernel() with a fused backend allowed""",
     )
 

@@ -208,7 +208,7 @@ def test_a_forward_of_its_own(mesh, rank):
     model = Model()
     forward = model.forward
     model.forward = lambda *args: forward(*args)
-    with pytest.raises(ValueError, match="something has set the attribute `forward` of the module itself"):
+    with pytest.raises(ValueError, match="the attribute `forward` of the module itself was set"):
         styled(model, mesh)
     del model.forward
     layer = model.layers[0]

@@ -89,10 +89,10 @@ def by_block(module: nn.Module, mesh, *tensors):
     [
         (by_module, Named, "scripted is TorchScript with attention in it"),
         (by_module, Below, "RecursiveScriptModule is TorchScript with attention in it"),
-        (by_module, Hidden, "attention ran inside that was not seen"),
-        (by_block, Named, "attention ran inside that was not seen"),
-        (by_block, Hidden, "attention ran inside that was not seen"),
-        (by_block, Below, "attention ran inside that was not seen"),
+        (by_module, Hidden, "attention ran inside that was not intercepted"),
+        (by_block, Named, "attention ran inside that was not intercepted"),
+        (by_block, Hidden, "attention ran inside that was not intercepted"),
+        (by_block, Below, "attention ran inside that was not intercepted"),
     ],
 )
 def test_torchscript(door, module, message: str):

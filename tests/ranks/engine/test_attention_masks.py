@@ -248,7 +248,7 @@ def test_uneven_dtensors_are_not_handed_out():
 
     def on(rank: int):
         core = parallel(Core(), cp_mesh(3), use_local_output=False)
-        with pytest.raises(ValueError, match=r"has \[5, 5, 3\] on its ranks, where the layout puts \[5, 4, 4\]"):
+        with pytest.raises(ValueError, match=r"has \[5, 5, 3\] on its ranks, but the layout gives \[5, 4, 4\]"):
             core(*problem.shard(head_tail, rank, 3)[0])
 
     run_ranks(on, 3)

@@ -364,7 +364,7 @@ def test_dtensors_are_no_input():
 
     for error in run_ranks(rank_main, 2, return_errors=True):
         assert isinstance(error, RuntimeError), error
-        assert "take ModuleContextParallel, or call context_flex_attention" in error.__notes__[0]
+        assert "use ModuleContextParallel, or call context_flex_attention" in error.__notes__[0]
 
 
 @pytest.mark.parametrize("score", [None, "learned"])

@@ -123,7 +123,7 @@ def test_uneven_sequences_do_not_become_dtensors_on_the_composed_mesh():
         x = DTensor.from_local(local, mesh, [Shard(2), HEADS], run_check=False, shape=shape, stride=stride)
         core_on(mesh, layout=layout)(x, x, x)
 
-    assert "a DTensor of 12 positions has [6, 6] on its ranks, where the layout puts [5, 7]" in refused(act)
+    assert "a DTensor of 12 positions has [6, 6] on its ranks, but the layout gives [5, 7]" in refused(act)
 
 
 def test_a_module_that_joins_the_sequence_with_the_heads():
