@@ -15,6 +15,7 @@ from cp_styles.comm.checksum import digest, version_of
 from cp_styles.kernels.autocast import without_autocast
 from cp_styles.kernels.base import Kernel, Where
 from cp_styles.kernels.merge import EMPTY_LSE, accumulation_dtype
+from cp_styles.kernels.products import product
 from cp_styles.mask.introspect import Replacing, code_of
 
 ScoreMod = Callable[..., torch.Tensor]
@@ -73,9 +74,9 @@ class FlexKernel(Kernel):
                 dlogits, p, dvalues = tile.backward(rows, *(x[:, :, rows] for x in whole))
                 for share, dvalue in zip(self.shares, dvalues, strict=True):
                     share += dvalue
-                dq.append(dlogits @ tile.k)
-                dk += dlogits.mT @ tile.q[:, :, rows]
-                dv += p.mT @ whole[0][:, :, rows]
+                dq.append(product(dlogits, tile.k))
+                dk += product(dlogits.mT, tile.q[:, :, rows])
+                dv += product(p.mT, whole[0][:, :, rows])
         groups = k_BGMD.shape[1]
         return torch.cat(dq, 2), *(x.unflatten(1, (groups, -1)).sum(2) for x in (dk, dv))
 
@@ -114,14 +115,14 @@ class _Tile:
             yield slice(start, min(start + step, queries))
 
     def logits(self, rows: slice) -> torch.Tensor:
-        return (self.q[:, :, rows] @ self.k.mT * self._scale).detach()
+        return (product(self.q[:, :, rows], self.k.mT) * self._scale).detach()
 
     def forward(self, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
         """``(out, lse)`` of some queries."""
         scores, hidden = self.scores(rows, self.logits(rows))
         lse = torch.logsumexp(scores.masked_fill(hidden, float("-inf")), -1)
         lse = lse.masked_fill(lse == float("-inf"), EMPTY_LSE)
-        return torch.exp(scores - lse.unsqueeze(-1)).masked_fill(hidden, 0.0) @ self.v, lse
+        return product(torch.exp(scores - lse.unsqueeze(-1)).masked_fill(hidden, 0.0), self.v), lse
 
     def backward(
         self, rows: slice, grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
@@ -135,7 +136,7 @@ class _Tile:
             with Replacing(others) if others else contextlib.nullcontext():
                 scores, hidden = self.scores(rows, logits)
         p = torch.exp(scores.detach() - lse.unsqueeze(-1)).masked_fill(hidden, 0.0)
-        ds = p * (grad @ self.v.mT - (grad * out).sum(-1, keepdim=True))
+        ds = p * (product(grad, self.v.mT) - (grad * out).sum(-1, keepdim=True))
         dlogits, *dvalues = _pulled_back(scores, [logits, *values], ds)
         return dlogits.masked_fill(hidden, 0.0) * self._scale, p, dvalues
 

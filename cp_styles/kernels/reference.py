@@ -9,6 +9,7 @@ import torch
 from cp_styles.kernels.autocast import without_autocast
 from cp_styles.kernels.base import Kernel
 from cp_styles.kernels.merge import EMPTY_LSE, accumulation_dtype
+from cp_styles.kernels.products import product
 
 
 def _says_its_dtypes(method):
@@ -30,7 +31,7 @@ class ReferenceKernel(Kernel):
         logits_BGRLM = self._logits(q_BHLD, k_BGMD, causal, bias, scale)
         lse = torch.logsumexp(logits_BGRLM, -1)
         lse = lse.masked_fill(lse == float("-inf"), EMPTY_LSE)
-        out = torch.exp(logits_BGRLM - lse.unsqueeze(-1)) @ v_BGME.to(lse.dtype).unsqueeze(2)
+        out = product(torch.exp(logits_BGRLM - lse.unsqueeze(-1)), v_BGME.to(lse.dtype).unsqueeze(2))
         return out.flatten(1, 2), lse.flatten(1, 2)
 
     @_says_its_dtypes
@@ -41,8 +42,8 @@ class ReferenceKernel(Kernel):
         k, v = (x.to(dtype).unsqueeze(2) for x in (k_BGMD, v_BGME))
         lse = lse_BHL.to(dtype).unflatten(1, groups).unsqueeze(-1)
         p = torch.exp(self._logits(q_BHLD, k_BGMD, causal, bias, scale) - lse)
-        ds = p * (grad @ v.mT - (grad * out).sum(-1, keepdim=True)) * scale
-        return (ds @ k).flatten(1, 2), (ds.mT @ q).sum(2), (p.mT @ grad).sum(2)
+        ds = p * (product(grad, v.mT) - (grad * out).sum(-1, keepdim=True)) * scale
+        return product(ds, k).flatten(1, 2), product(ds.mT, q).sum(2), product(p.mT, grad).sum(2)
 
     def check(self, q_BHLD, k_BGMD, v_BGME, *, biased):
         pass
@@ -54,7 +55,7 @@ class ReferenceKernel(Kernel):
     def _logits(q_BHLD, k_BGMD, causal, bias, scale):
         dtype = accumulation_dtype(q_BHLD.dtype)
         groups = k_BGMD.shape[1]
-        logits = q_BHLD.to(dtype).unflatten(1, (groups, -1)) @ k_BGMD.to(dtype).mT.unsqueeze(2) * scale
+        logits = product(q_BHLD.to(dtype).unflatten(1, (groups, -1)), k_BGMD.to(dtype).mT.unsqueeze(2)) * scale
         if bias is not None:
             whole = bias.to(dtype).expand(q_BHLD.shape[0], q_BHLD.shape[1], *logits.shape[-2:])
             logits = logits + whole.unflatten(1, (groups, -1))
