@@ -7,6 +7,7 @@ import inspect
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -107,6 +108,19 @@ def process_group_of(op_argument: Any) -> dist.ProcessGroup | None:
 def resolve_group(name: str) -> dist.ProcessGroup:
     """The process group of this (thread's) world with the name ``ProcessGroup.group_name``. Seen: 2.11 to 2.15."""
     return dist.distributed_c10d._resolve_process_group(name)  # pyright: ignore
+
+
+def gloo_beside(group: dist.ProcessGroup, name: str, timeout: timedelta | None = None) -> Any:
+    """Gloo between the ranks of a group that has none, for small host tensors; all of the ranks must call it.
+
+    Over the group's store, with its timeout or another one. It is a backend and no group, because a new group is named
+    by how many groups a rank has made, and ranks may differ in that. Seen: 2.11 to 2.15 (the store of a group, the
+    options of a backend)."""
+    store = dist.distributed_c10d._get_process_group_store(group)  # pyright: ignore[reportAttributeAccessIssue]
+    backend = group._get_backend(group._device_types[0])  # pyright: ignore[reportAttributeAccessIssue]
+    own: timedelta = getattr(getattr(backend, "options", None), "_timeout", None) or timedelta(minutes=30)
+    made = dist.distributed_c10d.ProcessGroupGloo  # pyright: ignore[reportAttributeAccessIssue]
+    return made(dist.PrefixStore(f"{name}/{group.group_name}", store), group.rank(), group.size(), timeout or own)
 
 
 # The functional collectives as ops: compile traces them, nothing deprecates them, and unlike the functions of

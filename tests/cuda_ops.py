@@ -24,6 +24,7 @@ import torch
 from cp_styles.kernels import CUDA_CUDNN, CUDA_EFFICIENT, CUDA_FLASH, ByTile, ReferenceKernel, SdpaKernel
 from tests.varlen_op import varlen_backward, varlen_forward
 
+NAN = math.nan
 K = TypeVar("K", bound=SdpaKernel)
 
 
@@ -36,6 +37,10 @@ FLASH, EFFICIENT, CUDNN = on_cpu(CUDA_FLASH), on_cpu(CUDA_EFFICIENT), on_cpu(CUD
 REFERENCE = ReferenceKernel()
 # What a call on CUDA gets: see kernel_for_tiles. The second is for a user who names cuDNN.
 DEFAULT = ByTile((FLASH, EFFICIENT, REFERENCE), (EFFICIENT, REFERENCE))
+ON_GPU = ByTile(  # the first, for tensors of tests/gpu_tensors.py
+    tuple(replace(kernel, device_type="cuda") for kernel in (FLASH, EFFICIENT)),
+    (replace(EFFICIENT, device_type="cuda"), REFERENCE),
+)
 NAMED_CUDNN = ByTile((CUDNN, FLASH, EFFICIENT, REFERENCE), (CUDNN, EFFICIENT, REFERENCE))
 
 
@@ -174,7 +179,7 @@ def _check_flash(q, k, v, most: int = 256) -> None:
     _rows_of(q, k, v)
 
 
-def _flash_forward(q, k, v, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):
+def _flash_forward(q, k, v, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale: float = NAN):
     assert dropout_p == 0.0
     assert not return_debug_mask
     _check_flash(q, k, v)
@@ -183,7 +188,9 @@ def _flash_forward(q, k, v, dropout_p=0.0, is_causal=False, return_debug_mask=Fa
     return out, lse.contiguous(), empty, empty, q.shape[2], k.shape[2], torch.empty(2, dtype=torch.uint64), empty, empty
 
 
-def _flash_backward(grad, q, k, v, out, lse, _cum_q, _cum_k, max_q, max_k, dropout_p, is_causal, *_seeds, scale=None):
+def _flash_backward(
+    grad, q, k, v, out, lse, _cum_q, _cum_k, max_q, max_k, dropout_p, is_causal, *_seeds, scale: float = NAN
+):
     """attention_backward.cu takes copies of out and its gradient that are laid out as the kernel reads them."""
     assert dropout_p == 0.0
     assert (max_q, max_k) == (q.shape[2], k.shape[2])
@@ -214,19 +221,32 @@ def _check_efficient(q, k, v, bias) -> None:
 _LSE_BLOCK = 32
 
 
-def _efficient_forward(q, k, v, bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, *, scale=None):
+def _efficient_forward(q, k, v, bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, *, scale: float = NAN):
     assert dropout_p == 0.0
     _check_efficient(q, k, v, bias)
     out, lse = _attend(q, k, v, bias, is_causal, scale)
     room = -(-q.shape[2] // _LSE_BLOCK) * _LSE_BLOCK if compute_log_sumexp else 0
     padded = q.new_full((*q.shape[:2], room), math.inf, dtype=_wide(q))
     if compute_log_sumexp:
-        padded[:, :, : q.shape[2]] = lse.masked_fill(lse == -math.inf, 0.0)  # "fully masked out rows": 0, not -inf
+        padded[:, :, : q.shape[2]] = lse.masked_fill(lse == -math.inf, 0.0)  # kernel_forward.h: not -inf
     return out, padded, torch.empty((), dtype=torch.int64), torch.empty((), dtype=torch.int64)
 
 
 def _efficient_backward(
-    grad, q, k, v, bias, out, lse, _seed, _offset, dropout_p, grad_input_mask, is_causal=False, *, scale=None
+    grad,
+    q,
+    k,
+    v,
+    bias,
+    out,
+    lse,
+    _seed,
+    _offset,
+    dropout_p,
+    grad_input_mask,
+    is_causal=False,
+    *,
+    scale: float = NAN,
 ):
     assert dropout_p == 0.0
     assert not grad_input_mask[3]
@@ -244,7 +264,7 @@ def _efficient_backward(
     _demand(batch == 1 or lse.stride(0) % 8 == 0, "LSE is not correctly aligned (strideB)")
     room = -(-queries // _LSE_BLOCK) * _LSE_BLOCK
     lse = _memory(lse, (batch, heads, room), (lse.stride(0), lse.stride(1), 1))
-    # kernel_forward.h pads with infinity, "to make the backward easier": what is padded must weigh nothing.
+    # kernel_forward.h pads with infinity, and the backward has no other bound there: what is padded must weigh nothing.
     _demand(bool((lse[:, :, queries:] == math.inf).all()), "the logsumexp is not padded with infinity")
     dq, dk, dv = _differentiate(grad, q, k, v, out, lse[:, :, :queries], bias, is_causal, scale)
     return dq, dk, dv, torch.empty(0)
@@ -265,7 +285,16 @@ def _key(q, k, v, bias, causal: bool) -> tuple:
 
 
 def _cudnn_forward(
-    q, k, v, bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None
+    q,
+    k,
+    v,
+    bias,
+    compute_log_sumexp,
+    dropout_p=0.0,
+    is_causal=False,
+    return_debug_mask=False,
+    *,
+    scale: float = NAN,
 ):
     assert dropout_p == 0.0
     assert not return_debug_mask
@@ -280,7 +309,7 @@ def _cudnn_forward(
 
 def _cudnn_backward(
     plans, grad, q, k, v, out, lse, _seed, _offset, bias, _cum_q, _cum_k, max_q, max_k, dropout_p, is_causal, *,
-    scale=None,
+    scale: float = NAN,
 ):  # fmt: skip
     assert dropout_p == 0.0
     assert (max_q, max_k) == (q.shape[2], k.shape[2])

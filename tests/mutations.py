@@ -220,6 +220,61 @@ MISTAKES = [
         ".index_copy_(1, self._pairs, x)",
         "tests/ranks/engine/test_attention_parity.py tests/ranks/engine/test_parity_grid.py",
     ),
+    # -- CUDA, on stand-ins --
+    Mistake(
+        "CUDA: efficient attention's backward is given out as it is",
+        "    out_by_rows=True,\n    row_bytes=16,\n    one_dim=False,\n)",
+        "    row_bytes=16,\n    one_dim=False,\n)",
+        "tests/unit/test_cuda_kernels.py",
+    ),
+    Mistake(
+        "CUDA: a dead row's logsumexp is a number",
+        'lse_BHL.masked_fill(lse_BHL <= EMPTY_LSE / 2, float("inf"))',
+        "lse_BHL",
+        "tests/unit/test_cuda_kernels.py",
+    ),
+    Mistake(
+        "CUDA: the logsumexp is padded with 0",
+        '-queries % self.lse_multiple), value=float("inf"))',
+        "-queries % self.lse_multiple))",
+        "tests/unit/test_cuda_kernels.py",
+    ),
+    Mistake(
+        "CUDA: cuDNN where torch prefers it",
+        "[preferred, *rest] if preferred and preferred != CUDA_CUDNN else rest",
+        "[preferred, *rest] if preferred else rest",
+        "tests/unit/test_kernels.py",
+    ),
+    Mistake(
+        "CUDA: a tile goes to a kernel whatever its rows are",
+        "not any(size % self.whole_rows for size in rows) and",
+        "",
+        "tests/unit/test_kernels.py tests/unit/test_cuda_kernels.py",
+    ),
+    Mistake(
+        "CUDA: rows may start anywhere",
+        "if tensor.stride(-1) == 1 and (step == 1 or not any(place % step for place in places)):",
+        "if tensor.stride(-1) == 1:",
+        "tests/unit/test_cuda_kernels.py",
+    ),
+    Mistake(
+        "CUDA: padded columns of a gradient are not cut off",
+        "dq[..., : dims[0]], dk[..., : dims[0]], dv[..., : dims[1]]\n        return dq if sign == 1.0",
+        "dq, dk, dv\n        return dq if sign == 1.0",
+        "tests/unit/test_cuda_kernels.py",
+    ),
+    Mistake(
+        "CUDA: numbers are copied to the device by a copy that blocks",
+        "return made.to(device, non_blocking=True)",
+        "return made.to(device)",
+        "tests/ranks/engine/test_gpu_rules.py",
+    ),
+    Mistake(
+        "CUDA: sinks are compared at once",
+        'if tensor.device.type == "cpu":\n        return digest(tensor)',
+        "if True:\n        return digest(tensor)",
+        "tests/ranks/engine/test_gpu_rules.py",
+    ),
     # -- kernels --
     Mistake(
         "kernel: softmax's backward without the row's mean",

@@ -16,9 +16,10 @@ import torch
 
 from cp_styles._compat import resolve_group
 from cp_styles.collectives._exchange import Exchange, Tensors, merged_columns
-from cp_styles.comm.point_to_point import Pending, exchange
+from cp_styles.comm.point_to_point import Pending, exchange, open_group
 
 Sizes = tuple[int, ...]
+Messages = list[tuple[int, torch.Tensor]]
 
 
 class _Place(NamedTuple):
@@ -87,10 +88,16 @@ class Direct:
             self._pack(rank, wire.narrow(0, *own), tensors)
         sends = [(peer, self._pack(peer, wire.new_empty(self._leaving[peer]), tensors)) for peer in self._others]
         receives = [(peer, wire.narrow(0, *self._received[peer])) for peer in self._others]
-        pending = exchange(sends, receives, resolve_group(self._way.peers.name))
+        pending = self._exchange(sends, receives)
         if not rank % 2:
             self._pack(rank, wire.narrow(0, *own), tensors)
         return pending
+
+    def _exchange(self, sends: Messages, receives: Messages) -> Pending:
+        group = resolve_group(self._way.peers.name)
+        if sends:
+            open_group(group, sends[0][1].device)
+        return exchange(sends, receives, group)
 
     def _pack(self, peer: int, block: torch.Tensor, tensors: Tensors) -> torch.Tensor:
         """Fill ``block`` with the columns that ``peer`` needs of this rank's rows."""
@@ -147,7 +154,7 @@ class Direct:
         del seen  # the packed copies replace it
         for peer, shapes in self._coming:
             parts[peer] = parts[rank].new_empty(shapes[place])
-        exchange(sends, [(peer, parts[peer]) for peer in self._others], resolve_group(way.peers.name)).wait()
+        self._exchange(sends, [(peer, parts[peer]) for peer in self._others]).wait()
         del sends
         return self._merged(parts, place).movedim(0, way.row_dim)
 

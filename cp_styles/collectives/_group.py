@@ -92,8 +92,8 @@ def consult(peers: Peers, call: str, describe: Callable[[], Facts], check: bool)
     Returns:
         The ``own`` size of each rank.
 
-    Communication: one all-gather of :data:`~cp_styles.comm.agreement.WIDTH` integers, on the CPU where the group has a
-    CPU backend; otherwise the host waits for the device. If ranks differ, one more, of their descriptions.
+    Communication: one all-gather of :data:`~cp_styles.comm.agreement.WIDTH` integers, on the host; see
+    :func:`~cp_styles.comm.point_to_point.gather_numbers`. If ranks differ, one more, of their descriptions.
     """
     if peers.size == 1 or not check or torch.compiler.is_compiling():
         return (describe().own,) * peers.size

@@ -20,6 +20,7 @@ from cp_styles.collectives._rows import (
     rows_of,
     rows_of_whole,
 )
+from cp_styles.device import tensor_on
 from cp_styles.layout import Chunk
 
 TensorOrTensors = TypeVar("TensorOrTensors", torch.Tensor, Sequence[torch.Tensor])
@@ -265,4 +266,4 @@ def _pair(x: torch.Tensor, head: int, queries: range, group: int) -> torch.Tenso
     found = x.shape[head]
     if not wanted or (len(wanted) % found == 0 and wanted == [i // (len(wanted) // found) for i in range(len(wanted))]):
         return x
-    return x.index_select(head, torch.tensor(wanted, device=x.device))
+    return x.index_select(head, tensor_on(x.device, wanted))

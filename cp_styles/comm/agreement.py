@@ -13,6 +13,7 @@ from __future__ import annotations
 import enum
 import re
 import zlib
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
@@ -116,6 +117,8 @@ class Ledger:
         forward_open: there were forwards since the last meeting for a backward.
         backward_began: there was a backward after the last forward.
         lengths: global numbers of queries and keys, by the local numbers, as seen the last time.
+        sinks: digests of attention sinks that the ranks have still to compare; see
+            :func:`~cp_styles.comm.checksum.delayed_digest`.
     """
 
     name: str = "attention"
@@ -124,6 +127,7 @@ class Ledger:
     forward_open: bool = False
     backward_began: bool = False
     lengths: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+    sinks: deque[Callable[[], int]] = field(default_factory=deque)
 
     def remember(self, own: tuple[int, int], whole: tuple[int, int]) -> None:
         if len(self.lengths) >= _MOST_LENGTHS:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
+
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from cp_styles.device import read_later
 
 _PIECE = 2**23  # bytes at a time, so that a large tensor needs little more memory
 
@@ -13,18 +18,23 @@ def checksum(tensor: torch.Tensor) -> int:
 
     It reads the tensor once. On CUDA the host waits for the device. Expanded dims count once. No communication.
     """
+    return int(_sum(tensor)) % 2**63
+
+
+def _sum(tensor: torch.Tensor) -> torch.Tensor:
+    """The checksum where the tensor is, one int64, but for its sign."""
     tensor = tensor.detach()
     for dim, stride in enumerate(tensor.stride()):
         if stride == 0 and tensor.shape[dim] > 1:
             tensor = tensor.narrow(dim, 0, 1)
-    total = 0
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for index, piece in enumerate(tensor.contiguous().view(-1).view(torch.uint8).split(_PIECE)):
         words = torch.nn.functional.pad(piece, (0, -piece.numel() % 8)).view(torch.int64)
         # The factors are odd and differ by place, otherwise opposite changes would cancel. Integers, unlike floats,
         # give the same sum in any order.
         places = torch.arange(index * _PIECE, index * _PIECE + words.numel(), device=words.device)
-        total += int((words * (places * 0x9E3779B97F4A7C1 * 2 + 1)).sum())
-    return total % 2**63
+        total += (words * (places * 0x9E3779B97F4A7C1 * 2 + 1)).sum()
+    return total
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -40,4 +50,18 @@ def digest(tensor: torch.Tensor) -> int:
     return found[1]
 
 
+def delayed_digest(tensor: torch.Tensor, earlier: deque[Callable[[], int]]) -> int:
+    """The :func:`digest` of a tensor that changes at every step. On a GPU, where the host would wait for it: that of
+    the tensor that was given _DELAY calls before this one, and 0 at the first calls.
+
+    ``earlier`` holds those for which nobody has asked yet. No communication.
+    """
+    if tensor.device.type == "cpu":
+        return digest(tensor)
+    earlier.append(read_later(_sum(tensor)))
+    return earlier.popleft()() % 2**63 if len(earlier) > _DELAY else 0
+
+
+# As many calls as a host runs ahead of its device at most.
+_DELAY = 64
 _digests: WeakTensorKeyDictionary = WeakTensorKeyDictionary()

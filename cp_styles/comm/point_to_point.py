@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from datetime import timedelta
-from weakref import WeakKeyDictionary
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from cp_styles._compat import is_traced, resolve_group
+from cp_styles._compat import gloo_beside, is_traced, resolve_group
 
 
 class TransferError(RuntimeError):
@@ -116,12 +117,29 @@ def exchange(
     return Pending(works, [op.tensor for op in ops], peers, group)
 
 
+# Groups over which there was a collective on a device.
+_opened: WeakSet[dist.ProcessGroup] = WeakSet()
+
+
+def open_group(group: dist.ProcessGroup | None, device: torch.device) -> None:
+    """Before the first :func:`exchange` over a group on a device, called by all of its ranks at the same place.
+
+    NCCL sets up a group with its first operation. If that were a batch of messages, every rank would have to take part
+    in it, and a rank whose plan has none for it does not: the others would wait for it for good. Communication: one
+    all-reduce of one number, the first time.
+    """
+    if group is None or device.type in ("cpu", "meta") or group.size() == 1 or group in _opened:
+        return
+    dist.all_reduce(torch.zeros(1, device=device), group=group)
+    _opened.add(group)
+
+
 def gather_numbers(numbers: Sequence[int], group: dist.ProcessGroup) -> list[tuple[int, ...]]:
     """The rows of int64 numbers of all ranks, on every rank, in group order.
 
     By such rows all ranks learn of an error on one of them. Communication: one all-gather of ``len(numbers)`` int64
-    from each rank. It runs on the host if the group has a CPU backend. Otherwise it runs on the device, and the host
-    waits.
+    from each rank. It runs on the host: over the group's backend for CPUs, or over a gloo of its own, which the first
+    call sets up between the ranks of the group. Without gloo it runs on the device, and the host waits.
     """
     refuse_destroyed(group)
     if group.size() == 1:
@@ -132,17 +150,32 @@ def gather_numbers(numbers: Sequence[int], group: dist.ProcessGroup) -> list[tup
 
 def offer_numbers(numbers: Sequence[int], group: dist.ProcessGroup, seconds: float) -> None:
     """:func:`gather_numbers` for a rank that has failed. It reads nothing, and waits at most ``seconds``."""
-    mine = _row(numbers, group)
-    rows = mine.new_empty(group.size(), mine.numel())
     with contextlib.suppress(RuntimeError):  # the first error is more useful
-        work = dist.all_gather(list(rows), mine, group=group, async_op=True)
+        mine, patience = _row(numbers, group), timedelta(seconds=seconds)
+        work = _gather(list(mine.new_empty(group.size(), mine.numel())), mine, group, patience)
         if work is not None:
-            work.wait(timedelta(seconds=seconds))
+            work.wait(patience)
 
 
 def _row(numbers: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
-    device = torch.device("cpu") if has_cpu_backend(group) else torch.device("cuda", torch.cuda.current_device())
+    on_host = has_cpu_backend(group) or dist.is_gloo_available()
+    device = torch.device("cpu") if on_host else torch.device("cuda", torch.cuda.current_device())
     return torch.tensor(numbers, dtype=torch.int64, device=device)
+
+
+# What the ranks of a group without a backend for CPUs agree by.
+_hosts: WeakKeyDictionary[dist.ProcessGroup, Any] = WeakKeyDictionary()
+
+
+def _gather(
+    rows: list[torch.Tensor], mine: torch.Tensor, group: dist.ProcessGroup, patience: timedelta | None = None
+) -> dist.Work | None:
+    """Start an all-gather of a :func:`_row`. With ``patience``, connections that have to be opened take no longer."""
+    if has_cpu_backend(group) or mine.device.type != "cpu":
+        return dist.all_gather(rows, mine, group=group, async_op=True)
+    if group not in _hosts:
+        _hosts[group] = gloo_beside(group, "cp_styles", patience)
+    return _hosts[group].allgather([rows], [mine])
 
 
 def refuse_destroyed(group: dist.ProcessGroup) -> None:
@@ -166,7 +199,9 @@ torch.library.define(
 def _gather_numbers(mine: torch.Tensor, group_name: str) -> torch.Tensor:
     group = resolve_group(group_name)
     rows = mine.new_empty(group.size(), mine.numel())
-    dist.all_gather(list(rows), mine, group=group)
+    work = _gather(list(rows), mine, group)
+    if work is not None:
+        work.wait()
     return rows
 
 

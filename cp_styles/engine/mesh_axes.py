@@ -17,6 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from cp_styles.device import tensor_on
+
 _HEAD_DIM = 1  # of what reaches the attention: [B, H, S, D]
 Placements = tuple[Placement, ...]
 
@@ -139,7 +141,7 @@ class HeadShare:
         """The key heads that are needed, arranged so that kernels pair them correctly. A view if possible."""
         span = self._span
         if span is None:
-            return kv_BGMD.index_select(1, torch.tensor(self.pairs, device=kv_BGMD.device))
+            return kv_BGMD.index_select(1, tensor_on(kv_BGMD.device, self.pairs))
         return kv_BGMD if span == (0, kv_BGMD.shape[1]) else kv_BGMD.narrow(1, span[0], span[1] - span[0])
 
     def to_keys(self, grad_BGMD: torch.Tensor, heads: int) -> torch.Tensor:
@@ -149,7 +151,7 @@ class HeadShare:
             return grad_BGMD
         whole = grad_BGMD.new_zeros(grad_BGMD.shape[0], heads, *grad_BGMD.shape[2:])
         if span is None:
-            return whole.index_add_(1, torch.tensor(self.pairs, device=grad_BGMD.device), grad_BGMD)
+            return whole.index_add_(1, tensor_on(grad_BGMD.device, self.pairs), grad_BGMD)
         whole.narrow(1, span[0], span[1] - span[0]).copy_(grad_BGMD)
         return whole
 

@@ -29,6 +29,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from cp_styles._compat import new_size, resolve_group, uncompiled
+from cp_styles.comm.agreement import ledger_of
+from cp_styles.comm.checksum import delayed_digest
 from cp_styles.derivatives import first_derivatives_only, refuse_tangents
 from cp_styles.engine.binding import Binding
 from cp_styles.engine.config_text import from_text, to_text
@@ -38,7 +40,7 @@ from cp_styles.engine.scope import ScopedBinding, ScopeHistory, SequenceScope
 from cp_styles.kernels import Kernel
 from cp_styles.kernels.autocast import attended_dtype
 from cp_styles.layout import Balancer, SequenceLayout, says_always_the_same
-from cp_styles.mask import Dense, Full, Mask, digest
+from cp_styles.mask import Dense, Full, Mask
 from cp_styles.strategies import Strategy
 
 Source: TypeAlias = Binding | ScopedBinding
@@ -234,8 +236,14 @@ def _attention(q, k, v, sink, attn_mask, dense, config, is_causal, scale, keep, 
                 f"{name}: sink_H must be one logit for each of {q.shape[1]} query heads, got {tuple(sink.shape)}"
             )
 
-    call = {"is_causal": is_causal, "scale": scale, "sink": None if sink is None else digest(sink)}
-    unsettled, binding = binding, binding.agree(check, (q, k, v), 2, attn_mask, call, keep)
+    sinks = ledger_of(binding.group).sinks
+    call = {"is_causal": is_causal, "scale": scale, "sink": None if sink is None else delayed_digest(sink, sinks)}
+    unsettled = binding
+    try:
+        binding = binding.agree(check, (q, k, v), 2, attn_mask, call, keep)
+    except Exception:  # on all ranks; what each of them has still to compare may differ
+        sinks.clear()
+        raise
     lengths = binding.lengths
     assert lengths is not None
     attention = binding.attention(*lengths, (q, k, v), is_causal=is_causal, attn_mask=attn_mask, scale=scale)

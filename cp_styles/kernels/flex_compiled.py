@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
 from cp_styles._compat import RecompileLimitHit
+from cp_styles.device import tensor_on
 from cp_styles.kernels.autocast import without_autocast
 from cp_styles.kernels.base import Where
 from cp_styles.kernels.flex import FlexKernel, ScoreMod
@@ -139,7 +140,7 @@ class _Fused:
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """``(out, lse)``. lse is -inf for a query without keys."""
         kernel, where = self._kernel, self._where
-        head = torch.tensor(where.head, device=q.device)
+        head = tensor_on(q.device, where.head)
         place = (where.q_L, where.kv_M, head, self._bias)
         return self._run(_fused, q, k, v, kernel.score_mod, *place, self._causal, self._scale)
 

@@ -12,6 +12,8 @@ from itertools import accumulate
 
 import torch
 
+from cp_styles.device import tensor_on
+
 
 @dataclass(frozen=True)
 class Packing:
@@ -36,9 +38,7 @@ class Packing:
     def bounds(self, device: torch.device) -> torch.Tensor:
         """Cumulative lengths of the documents: int32 ``[N + 1]``, ``[0, n0, n0 + n1, ...]``."""
         lengths = (rows for batch, rows in self.sizes for _ in range(batch))
-        bounds = torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32)
-        # A blocking copy would wait at every layer until the device has finished its queue.
-        return bounds.to(device, non_blocking=True)
+        return tensor_on(device, list(accumulate(lengths, initial=0)), torch.int32)
 
     def join(self, tiles: Sequence[torch.Tensor]) -> torch.Tensor:
         """Tiles ``[B, H, L, D]`` joined to ``[T, H, D]``, contiguous: one copy."""

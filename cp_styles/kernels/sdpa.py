@@ -218,7 +218,7 @@ class SdpaKernel(Kernel):
         key change no logit, and those of value are cut off again."""
         step = max(self.row_bytes // q.dtype.itemsize, 1)
         dim, dim_v = (-(-x.shape[-1] // step) * step for x in (q, v))
-        return (max(dim, dim_v),) * 2 if self.one_dim else (dim, dim_v)
+        return (max(dim, dim_v), max(dim, dim_v)) if self.one_dim else (dim, dim_v)
 
     def _fitted(self, bias: torch.Tensor | None, q_BHLD: torch.Tensor, k_BGMD: torch.Tensor) -> torch.Tensor | None:
         """The bias as [B, H, L, M], which is what the ops take; broadcasting costs no memory."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from cp_styles.device import tensor_on
 from cp_styles.mask.algebra import UNBOUNDED, Mask, PerRow
 
 
@@ -166,11 +167,11 @@ class Documents(Mask):
         return int(self._ends[-1]) if self.lengths else 0
 
     def bounds(self, q_positions_L: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        starts, ends = (edges.to(q_positions_L.device) for edges in (self._starts, self._ends))
+        starts, ends = (tensor_on(q_positions_L.device, edges) for edges in (self._starts, self._ends))
         index = torch.bucketize(q_positions_L, ends, right=True)
         start, stop = starts[index], ends[index]
         if self.prefixes is not None:
-            prefixes = torch.tensor(self.prefixes, dtype=torch.int64, device=q_positions_L.device)
+            prefixes = tensor_on(q_positions_L.device, self.prefixes)
             stop = torch.maximum(q_positions_L + 1, start + prefixes[index])
         return start, stop
 

@@ -18,6 +18,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask
 
 from cp_styles.comm.checksum import checksum
+from cp_styles.device import tensor_on
 from cp_styles.mask import UNBOUNDED, BlockGrid, Mask, PerRow
 from cp_styles.mask.introspect import captured_tensors
 
@@ -158,6 +159,7 @@ class BlockPattern(Mask):
     grid: BlockGrid | None
     keys: int
     _digest: bytes = field(init=False)
+    _tables: dict[torch.device, tuple[torch.Tensor, ...]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         parts = [self.lo, self.hi, self.counts, *([] if self.grid is None else [self.grid.cover])]
@@ -177,11 +179,17 @@ class BlockPattern(Mask):
         return f"{'band' if self.grid is None else 'blocks'} {self._digest.hex()}"
 
     def bounds(self, q_positions_L: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        index = q_positions_L.cpu()
-        return self.lo[index].to(q_positions_L.device), self.hi[index].to(q_positions_L.device)
+        lo, hi, _ = self._tables_on(q_positions_L.device)
+        return lo[q_positions_L], hi[q_positions_L]
 
     def work(self, q_positions_L: torch.Tensor, keys: int) -> torch.Tensor:
-        return self.counts[q_positions_L.cpu()].to(q_positions_L.device)
+        return self._tables_on(q_positions_L.device)[2][q_positions_L]
+
+    def _tables_on(self, device: torch.device) -> tuple[torch.Tensor, ...]:
+        """A copy for each device, made once: every tile asks."""
+        if device not in self._tables:
+            self._tables[device] = tuple(tensor_on(device, x) for x in (self.lo, self.hi, self.counts))
+        return self._tables[device]
 
     @property
     def has_bias(self) -> bool:

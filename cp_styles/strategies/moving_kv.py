@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from cp_styles.comm.point_to_point import Pending, TransferError, exchange
+from cp_styles.comm.point_to_point import Pending, TransferError, exchange, open_group
 from cp_styles.kernels import BesideDrowned, Kernel, RowLevels, TileCall, Where
 from cp_styles.kernels.levels import of_heads
 from cp_styles.kernels.merge import EMPTY_LSE, OnlineSoftmax, RowSum, accumulation_dtype, sink_gradient
@@ -155,6 +155,7 @@ class _PlanRun:
         self._started: list[Pending] = []
 
     def __enter__(self) -> _PlanRun:
+        open_group(self.attention.group, self.q.device)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:

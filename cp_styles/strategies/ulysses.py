@@ -17,6 +17,7 @@ from cp_styles.collectives import Exchange, head_exchange
 from cp_styles.collectives._direct import Direct
 from cp_styles.collectives._group import Peers, peers_of
 from cp_styles.comm.point_to_point import split_group
+from cp_styles.device import tensor_on
 from cp_styles.layout import Chunk, SequenceLayout
 from cp_styles.strategies.base import Attention, Spec, Strategy, new_residual, residual_views
 from cp_styles.strategies.ring import Ring
@@ -193,7 +194,7 @@ class _Levels:
         )
         self._own = slice(start, stop)
         self._heads, self._kv_heads = stop - start, geometry.kv_heads
-        self._pairs = None if geometry.pairs is None else torch.tensor(geometry.pairs, device=q.device)
+        self._pairs = None if geometry.pairs is None else tensor_on(q.device, geometry.pairs)
         self.specs = self._residual_specs(strategy.inner, q, v)
 
     def like_queries(self, dim: int) -> Direct:

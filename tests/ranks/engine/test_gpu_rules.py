@@ -1,0 +1,271 @@
+"""Attention over tensors that say they are on a GPU: no step makes the host wait for the device, and what goes through
+NCCL keeps its rules. See tests/gpu_tensors.py."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from cp_styles.functions.attention import context_attention
+from cp_styles.kernels import ReferenceKernel
+from cp_styles.layout import contiguous, head_tail, striped
+from cp_styles.mask import Causal, Documents, Full, SlidingWindow
+from cp_styles.strategies import AllGather, Ring, Ulysses
+from cp_styles.testing import RankError, run_ranks
+from tests.cuda_ops import DEFAULT, ON_GPU, cuda_ops_on_cpu
+from tests.gpu_tensors import BreaksRule, Nccl, Synchronizes, gpus, put, read
+from tests.oracle import (
+    allowed,
+    attend_and_differentiate,
+    attention_inputs,
+    document_of,
+    error,
+    expected_attention,
+    randn,
+)
+from tests.ranks.attention_case import EXACT, Problem, plain
+
+STRATEGIES = [
+    (Ring(), 3),
+    (Ring(keep=0), 4),
+    (AllGather(), 3),
+    (Ulysses(), 2),
+    (Ulysses(), 3),
+    (Ulysses(size=2), 4),
+    (Ulysses(inner=AllGather(keep=0), size=2), 4),
+]
+LENGTHS = (13, 1, 40, 10)
+MASKS = {
+    "causal": Causal(),
+    "full": Full(),
+    "window": SlidingWindow(6, 0),
+    "documents": Documents(LENGTHS) & Causal(),
+    "prefix documents": Documents(LENGTHS, (4, 1, 9, 0)),
+}
+
+
+def sees(mask: str):
+    document, starts = document_of(LENGTHS), (0, 13, 14, 54)
+    return {
+        "causal": lambda p, j: j <= p,
+        "full": lambda p, j: True,
+        "window": lambda p, j: p - 6 <= j <= p,
+        "documents": lambda p, j: document(p) == document(j) and j <= p,
+        "prefix documents": lambda p, j: (
+            document(p) == document(j) and (j <= p or j - starts[document(j)] < (4, 1, 9, 0)[document(j)])
+        ),
+    }[mask]
+
+
+def on_gpus(problem: Problem, ranks: int, *, steps: int = 1, nccl_only: bool = False, layout=head_tail, **options):
+    """The largest error of each rank after so many forwards and backwards, and the log of what was communicated."""
+
+    def on(rank: int) -> float:
+        leaves, cotangent = problem.shard(layout, rank, ranks)
+        worst = 0.0
+        for _ in range(steps):
+            given, grad = [put(x) for x in leaves], put(cotangent)
+            out = context_attention(*given, dist.group.WORLD, layout=layout, **options)
+            out.backward(grad)
+            found = [read(out), *(read(leaf.grad) for leaf in given)]
+            worst = max(worst, *problem.errors(found, layout, rank, ranks))
+        return worst
+
+    with gpus(nccl_only=nccl_only) as gpu:
+        errors = run_ranks(on, ranks)
+    return max(errors), gpu
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(("strategy", "ranks"), STRATEGIES, ids=plain)
+def test_no_step_waits_for_the_device(strategy, ranks: int, mask: str):
+    """Forward and backward, of several layouts; the first step is like all others but for what it makes once."""
+    length = sum(LENGTHS)
+    problem = Problem(length=length, heads=6, kv_heads=3, mask=allowed(sees(mask), length, length), scale=0.3)
+    layout = {"documents": striped, "window": contiguous}.get(mask, head_tail)
+    worst, gpu = on_gpus(problem, ranks, strategy=strategy, mask=MASKS[mask], layout=layout, scale=0.3, kernel=ON_GPU)
+    assert worst < EXACT
+    flash = {"_flash_attention_forward", "_scaled_dot_product_flash_attention"}
+    efficient = {"_scaled_dot_product_efficient_attention", "_scaled_dot_product_efficient_attention_backward"}
+    assert (efficient if mask == "window" else flash) & set(gpu.seen.calls)
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), STRATEGIES, ids=plain)
+def test_groups_of_nccl_alone(strategy, ranks: int):
+    """As ``init_process_group("nccl")`` makes them: ranks agree on the host all the same."""
+    problem = Problem(length=24, kv_heads=2, heads=4)
+    worst, _ = on_gpus(problem, ranks, nccl_only=True, strategy=strategy, mask=Causal(), kernel=ON_GPU)
+    assert worst < EXACT
+
+
+def test_what_is_chosen_for_bfloat16():
+    """And float32: with no kernel named, tiles go to flash and, where they have a mask, to efficient attention."""
+    for dtype, plain_kernel in ((torch.bfloat16, "flash"), (torch.float32, "efficient")):
+        problem = Problem(length=64, heads=2, dtype=dtype, mask=allowed(sees("window"), 64, 64))
+        worst, gpu = on_gpus(problem, 2, mask=SlidingWindow(6, 0))
+        assert worst < (2e-2 if dtype == torch.bfloat16 else 1e-5)  # some roundings of 2^-9, or of 2^-24
+        assert gpu.seen.calls["_scaled_dot_product_efficient_attention"]
+        problem = Problem(length=64, heads=2, dtype=dtype)
+        worst, gpu = on_gpus(problem, 2, mask=Causal())
+        assert worst < (2e-2 if dtype == torch.bfloat16 else 1e-5)
+        assert all(plain_kernel in name or name.startswith("_flash") for name in gpu.seen.calls)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_sinks_do_not_wait_for_the_device(ranks: int):
+    """They change at every step, and ranks compare what they hold: on a GPU, what they held 64 calls ago."""
+    length, steps = 16, 70
+    sink = randn(3, 4)
+    (q, k, v), cotangent = attention_inputs(length=length)
+    layout = head_tail(length, ranks)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v, sink)]
+    logits = (leaves[0] @ leaves[1].mT * 8**-0.5).masked_fill(torch.ones(length, length).triu(1).bool(), float("-inf"))
+    column = leaves[3].view(1, 4, 1, 1).expand(2, 4, length, 1)
+    weights = torch.softmax(torch.cat((logits, column), -1), -1)[..., :-1]
+    expected = torch.autograd.grad(weights @ leaves[2], leaves, cotangent)
+
+    def on(rank: int):
+        parts = [layout.shard(x, 2, rank) for x in (q, k, v, cotangent)]
+        given: list[torch.Tensor] = []
+        for _ in range(steps):
+            given = [put(x.requires_grad_()) for x in (*parts[:3], sink)]
+            out = context_attention(
+                *given[:3], dist.group.WORLD, layout=layout, mask=Causal(), sink_H=given[3], kernel=ON_GPU
+            )
+            out.backward(put(parts[3]))
+        return [read(x.grad) for x in given]
+
+    with gpus():
+        grads = run_ranks(on, ranks)
+    for wanted, parts in zip(expected[:3], list(zip(*grads, strict=True))[:3], strict=True):
+        assert error(layout.unshard(list(parts), 2), wanted) < EXACT
+    assert error(sum(part[3] for part in grads), expected[3]) < EXACT
+
+
+def test_sinks_that_differ_are_noticed_later():
+    def on(rank: int):
+        for step in range(70):
+            given = [put(randn(step + index, 1, 2, 4, 8)) for index in range(3)]
+            sink = put(torch.full((2,), float(rank and step >= 3), dtype=torch.float64))
+            attend = partial(context_attention, *given, dist.group.WORLD, sink_H=sink, kernel=ON_GPU)
+            if step == 67:
+                with pytest.raises(ValueError, match="sink"):
+                    attend(layout=head_tail, mask=Causal())
+                return
+            attend(layout=head_tail, mask=Causal())
+
+    with gpus():
+        run_ranks(on, 2)
+
+
+# Each of the rules, broken on purpose.
+
+
+def broken(path: str, replacement, match: str, kind: type[Exception], **options):
+    problem = Problem(length=64, kv_heads=2, heads=4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(path, replacement)
+        with pytest.raises((RankError, kind), match=match):
+            on_gpus(problem, 2, **{"mask": Causal(), "kernel": ON_GPU} | options)
+
+
+@pytest.mark.parametrize(
+    ("where", "strategy"), [("strategies.moving_kv", Ring()), ("collectives._direct", Ulysses())], ids=str
+)
+def test_a_group_whose_first_operation_is_a_batch_is_noticed(where: str, strategy):
+    path = f"cp_styles.{where}.open_group"
+    broken(path, lambda *_: None, "first operation of a group", BreaksRule, strategy=strategy)
+
+
+def test_reading_before_waiting_is_noticed():
+    def finish(self) -> None:
+        for work in self._works:
+            for transfer in work.works:
+                transfer.wait()
+
+    problem = Problem(length=24, kv_heads=2, heads=4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cp_styles.comm.point_to_point.Pending.wait", finish)
+        worst, _ = on_gpus(problem, 2, mask=Causal(), kernel=ON_GPU)
+    assert not worst < EXACT
+
+
+def test_copies_that_block_are_noticed():
+    def tensor(device, values, dtype=torch.int64):
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    def copy(device, values, dtype=torch.int64):
+        return (values if isinstance(values, torch.Tensor) else torch.tensor(values, dtype=dtype)).to(device)
+
+    documents = Documents((40, 24)) & SlidingWindow(6, 0)
+    broken("cp_styles.mask.bands.tensor_on", copy, "a copy to the device that blocks", Synchronizes, mask=documents)
+    broken(
+        "cp_styles.kernels.packing.tensor_on", tensor, r"torch\.tensor", Synchronizes, mask=Documents((10,) * 6 + (4,))
+    )
+
+
+def test_batches_that_wait_for_each_other_are_noticed():
+    """Both ranks receive before they send, in two batches; in one batch they may."""
+    for batches, hangs in (([("recv",), ("send",)], True), ([("recv", "send")], False)):
+        log = Nccl()
+        for rank in range(2):
+            entries = [("batch", tuple((kind, 1 - rank, 4) for kind in kinds)) for kinds in batches]
+            log.logs[0, 1][rank] = [("all-reduce",), *entries]
+        if hangs:
+            with pytest.raises(BreaksRule, match="wait for each other"):
+                log.verify()
+        else:
+            log.verify()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("mask", [Causal(), Full()], ids=str)
+def test_tiles_that_come_back_in_low_precision(mask, ranks: int, dtype: torch.dtype):
+    """A kernel on CUDA rounds each tile's results, and the merged ones are rounded again. Of the same kernel on the
+    whole sequence the error has one such rounding, and that of the probabilities. The roundings of tiles have together
+    the norm of one more where tiles do not cancel: at most twice the square of the error. (Seen: 1.09 to 1.26.)"""
+    length, causal = 256, isinstance(mask, Causal)
+    inputs, cotangent = attention_inputs(length=length, heads=2, dim=64, dtype=dtype)
+    allows = torch.ones(length, length).tril().bool() if causal else None
+    expected = expected_attention(inputs, cotangent, allows)
+    layout = head_tail(length, ranks)
+
+    def on(rank: int) -> list[torch.Tensor]:
+        attend = partial(context_attention, group=dist.group.WORLD, layout=layout, mask=mask, kernel=DEFAULT)
+        parts = [layout.shard(x, 2, rank) for x in inputs]
+        return attend_and_differentiate(attend, parts, layout.shard(cotangent, 2, rank))
+
+    with cuda_ops_on_cpu():
+        options = {"causal": causal, "bias": None, "scale": 1 / 8}
+        out, lse = DEFAULT.forward(*inputs, **options)
+        alone = [out, *DEFAULT.backward(cotangent, *inputs, out, lse, **options)]
+        found = [layout.unshard(list(parts), 2) for parts in zip(*run_ranks(on, ranks), strict=True)]
+    ratios = [error(*pair) / error(one, pair[1]) for one, *pair in zip(alone, found, expected, strict=True)]
+    assert max(ratios) <= 2**0.5, ratios
+
+
+def test_products_in_all_digits_where_tf32_is_allowed():
+    """Of the kernels in plain ops. TF32 has 10 bits: the products of a kernel that follows it are off by 1e-3."""
+    inputs, cotangent = attention_inputs(length=40, kv_heads=2, dtype=torch.float32)
+    expected = expected_attention(inputs, cotangent)
+    options = {"causal": False, "bias": None, "scale": 8**-0.5}
+    kernel, before = ReferenceKernel(), torch.backends.cuda.matmul.fp32_precision
+
+    def worst() -> float:
+        given = [put(x) for x in inputs]
+        out, lse = kernel.forward(*given, **options)
+        found = [out, *kernel.backward(put(cotangent), *given, out, lse, **options)]
+        return max(error(read(mine), wanted) for mine, wanted in zip(found, expected, strict=True))
+
+    with gpus(), pytest.MonkeyPatch.context() as patch:
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        try:
+            assert worst() < 1e-6
+            patch.setattr("cp_styles.kernels.reference.product", torch.matmul)
+            assert worst() > 1e-4
+        finally:
+            torch.backends.cuda.matmul.fp32_precision = before
