@@ -1,4 +1,4 @@
-"""Every private torch name this package touches, renamed once, with the versions in which it was seen."""
+"""All private torch names that this package uses, with the versions of torch in which they were seen."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DETACH_IN_PLACE_HAS_NO_RULE = tuple(int(part) for part in torch.__version__.spli
 
 
 def sdpa_handlers() -> dict[Any, Callable[..., Any]]:
-    """The dict of per-op handlers DTensor reads at every dispatch. Seen: 2.11 to 2.15."""
+    """The dict of handlers for ops that DTensor reads at each dispatch. Seen: 2.11 to 2.15."""
     return DTensor._op_dispatcher._custom_op_handlers  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -149,26 +149,30 @@ def in_process_store() -> Any:
 
 
 def current_graph_task() -> int | None:
-    """A number for the backward that runs now in this thread, None outside of any. Seen: 2.11 to 2.15."""
+    """The id of the backward that is running in this thread, or None. Seen: 2.11 to 2.15."""
     task = torch._C._current_graph_task_id()
     return None if task < 0 else task
 
 
 def current_autograd_node() -> Any:
-    """The node whose backward runs now in this thread, None outside of any; a compiled graph is one node. Seen: 2.11
-    to 2.15."""
+    """The autograd node whose backward is running in this thread, or None. A compiled graph is one node.
+
+    Seen: 2.11 to 2.15.
+    """
     return torch._C._current_autograd_node()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def first_node() -> int:
-    """A number that the autograd nodes which this thread makes from now on are not below. Seen: 2.11 to 2.15."""
+    """A lower bound of the numbers of autograd nodes that this thread will create. Seen: 2.11 to 2.15."""
     with torch.enable_grad():
         return torch.ones((), requires_grad=True).neg().grad_fn._sequence_nr() + 1  # pyright: ignore
 
 
 def local_attention_since(first: int, nodes: Iterable[Any]) -> bool:
-    """Whether torch's own attention is among these autograd nodes and what they lead to, down to those before ``first``
-    (see :func:`first_node`). Seen: 2.11 to 2.15 (names and numbers of nodes; each thread has numbers of its own)."""
+    """Whether torch's own attention is in the autograd graph of ``nodes``, among nodes with numbers from ``first`` on.
+
+    See :func:`first_node`. Seen: 2.11 to 2.15 (names and numbers of nodes; each thread has its own numbers).
+    """
     waiting = list(nodes)
     met = set(waiting)
     while waiting:
@@ -185,7 +189,7 @@ def local_attention_since(first: int, nodes: Iterable[Any]) -> bool:
 
 
 def scripted_attention(function: Any) -> bool:
-    """Whether TorchScript has compiled attention into a function or module. Seen: 2.11 to 2.15."""
+    """Whether a function or module is TorchScript with attention in it. Seen: 2.11 to 2.15."""
     if not isinstance(function, (torch.jit.ScriptFunction, torch.jit.ScriptModule)):
         return False
     with contextlib.suppress(AttributeError, RuntimeError):  # a module without a forward
@@ -199,34 +203,37 @@ def fast_path_attention() -> tuple[Any, ...]:
 
 
 def flattened(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    """The 1-D mesh of several axes of a mesh, the last one varying fastest; the same one every time. Seen: 2.11 to
-    2.15."""
+    """The 1-D mesh of several axes of a mesh, the last one varying fastest. Cached by torch. Seen: 2.11 to 2.15."""
     return mesh[names]._flatten("_".join(names))
 
 
 def without_communication(mesh: DeviceMesh, reason: str) -> DeviceMesh:
-    """Make every collective over the mesh's first axis fail, on every rank alike, with ``reason`` in the error. Seen:
-    2.11 to 2.15."""
+    """Make each collective over the first axis of the mesh fail on every rank, with ``reason`` in the error.
+
+    Seen: 2.11 to 2.15.
+    """
     others = mesh._dim_group_names[1:]  # pyright: ignore[reportAttributeAccessIssue]
     mesh._dim_group_names = [reason, *others]  # pyright: ignore[reportAttributeAccessIssue]
-    # DTensor's caches keep every mesh: its groups' threads would outlive destroy_process_group.
+    # DTensor's caches keep every mesh, so the threads of its groups would outlive destroy_process_group.
     return without_groups(mesh)
 
 
 def without_groups(mesh: DeviceMesh) -> DeviceMesh:
-    """A mesh that does not keep its groups alive, as meshes do for code that is being compiled: by name it finds them
-    as long as they exist. Seen: 2.11 to 2.15."""
+    """Make a mesh not keep its groups alive. It still finds them by name while they exist.
+
+    (Meshes keep their groups for code that is being compiled.) Seen: 2.11 to 2.15.
+    """
     mesh._pg_registry.clear()  # pyright: ignore[reportAttributeAccessIssue]
     return mesh
 
 
-# What torch.autograd.detect_anomaly asks of every gradient, after isnan. Seen: 2.11 to 2.15.
+# The op that torch.autograd.detect_anomaly calls for each gradient, after isnan. Seen: 2.11 to 2.15.
 IS_ANY_TRUE = torch.ops.aten._is_any_true.default
 
 
 def has_tangent(tensor: torch.Tensor) -> bool:
-    """Whether forward-mode differentiation looks at ``tensor``: it, or what transforms of torch.func have wrapped, is a
-    dual tensor. Seen: 2.11 to 2.15."""
+    """Whether ``tensor``, or a tensor that torch.func has wrapped in it, is a dual tensor of forward-mode
+    differentiation. Seen: 2.11 to 2.15."""
     functorch = torch._C._functorch  # pyright: ignore
     while functorch.is_batchedtensor(tensor) or forward_ad.unpack_dual(tensor).tangent is None:
         if not functorch.is_functorch_wrapped_tensor(tensor):
@@ -241,15 +248,15 @@ def saved_tensors_hooks_on_top() -> tuple[Callable[[torch.Tensor], Any], Callabl
     return torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore
 
 
-# Its other autograd.Functions, compiled graphs among them, run nothing again that they were given as a function.
+# Other autograd.Functions of torch, including compiled graphs, do not run a user's function again.
 _TORCH_FILES = torch.__path__[0]
 
 
 def running_reruns() -> list[tuple[Any, str | None]]:
-    """Who will call a function again in a backward that is running now in this thread: activation checkpoints.
+    """The activation checkpoints around the present call, which will run a function again in a backward.
 
-    Each as (object, name of its attribute that holds the function), innermost first. The name is None for an
-    autograd.Function that is not torch's: what its backward will do, nobody knows.
+    Each is (object, name of its attribute that holds the function), innermost first. The name is None for an
+    autograd.Function that is not torch's, because it is not known what its backward does.
 
     Seen: 2.11 to 2.15 (``run_function`` of CheckpointFunction; the frame object of the other kind, in
     ``checkpoint``'s generator and in the hooks that it opens).
@@ -280,37 +287,42 @@ def running_reruns() -> list[tuple[Any, str | None]]:
 
 
 def constant_under_compile(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Let torch.compile call ``function`` while it traces and take the result for a constant. Only for functions of
-    arguments that it guards by identity, as classes and functions. Documented as torch.compiler.assume_constant_result.
+    """Make torch.compile call ``function`` while it traces, and use the result as a constant.
+
+    Only for functions whose arguments are guarded by identity, such as classes and functions. Documented as
+    torch.compiler.assume_constant_result.
     """
     return torch.compiler.assume_constant_result(function)
 
 
 def new_size(context: Any) -> Any:
-    """A size that only the run of an op knows, for its fake: ``torch.library.get_ctx().new_dynamic_size()``, which
-    refuses outside of fullgraph=True, so that torch.compile breaks the graph there. The attention's residual never
-    leaves a graph but for its own backward, so nothing is lost by having it in one. Seen: 2.11 to 2.15 (the context's
-    ``_shape_env``; torch's device_mesh ops do the same)."""
+    """A size that is known only when an op runs, for its fake implementation.
+
+    ``torch.library.get_ctx().new_dynamic_size()`` raises outside of fullgraph=True, so torch.compile would break the
+    graph there. This is not needed here, because the residual of an attention leaves a graph only for its own backward.
+    Seen: 2.11 to 2.15 (the context's ``_shape_env``; torch's device_mesh ops do the same).
+    """
     shapes = context._shape_env
     return context.new_dynamic_size() if shapes is None else allocate_size(shapes)
 
 
 def is_traced() -> bool:
-    """Whether torch.compile or torch.export traces the code that asks. ``torch.compiler.is_compiling()`` says so too
-    where another thread compiles. Seen: 2.11 to 2.15."""
+    """Whether torch.compile or torch.export is tracing the calling code.
+
+    (``torch.compiler.is_compiling()`` is also true while another thread compiles.) Seen: 2.11 to 2.15.
+    """
     return torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
 
 
 def run_kernel(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The kernel of an op for the device of its tensors, past all that dispatches to it: modes, autograd. Seen: 2.11 to
-    2.15."""
+    """Run the kernel of an op for the device of its tensors, without modes and autograd. Seen: 2.11 to 2.15."""
     device = next(value.device.type for value in args if isinstance(value, torch.Tensor))
     key = torch._C._dispatch_key_parse(device.upper())  # pyright: ignore
     return op.redispatch(torch._C.DispatchKeySet(key), *args, **kwargs)  # pyright: ignore
 
 
-# What flex_attention comes down to: its module, its operator, and what stands there for no score_mod and for no
-# BlockMask. Seen: 2.11 to 2.15.
+# flex_attention, the globals of its module, its operator, and the values that it uses for "no score_mod" and "no
+# BlockMask". Seen: 2.11 to 2.15.
 FLEX_FUNCTION: Any = flex_module.flex_attention
 FLEX_GLOBALS: Any = vars(flex_module)
 FLEX_OPERATOR: Any = torch.ops.higher_order.flex_attention
@@ -319,12 +331,11 @@ FLEX_UNBLOCKED: int = flex_module._LARGE_SPARSE_BLOCK_SIZE  # pyright: ignore
 
 
 class FlexAsWritten:
-    """From now until :meth:`end`, what torch.compile made of flex_attention runs in this thread as it was written, and
-    so does what flex_attention itself compiles. Everything else is compiled as ever.
+    """Until :meth:`end`, compiled flex_attention runs in this thread without compiling, and so does what it compiles.
 
-    torch.compile's wrapper runs a function as it was written where it finds itself inside a kernel of a fake tensor, by
-    a thread's own variable. So nothing is traced, and torch remembers nothing about the code: a trace that fails would
-    leave flex_attention uncompiled in all of the process. Seen: 2.11 to 2.15 (the wrapper, its ``fn``).
+    Everything else is still compiled. torch.compile's wrapper runs a function uncompiled if a thread-local variable
+    says that it is inside a kernel of a fake tensor. This class sets that variable, so nothing is traced. (A trace that
+    fails would leave flex_attention uncompiled in the whole process.) Seen: 2.11 to 2.15 (the wrapper, its ``fn``).
     """
 
     def __init__(self) -> None:
@@ -338,7 +349,7 @@ class FlexAsWritten:
 
 
 class _AskedByWrapper(TracingContext):
-    """Has a fake mode for torch.compile's wrapper around flex_attention, and none for anybody else who asks."""
+    """A tracing context with a fake mode for torch.compile's wrapper around flex_attention, and none for others."""
 
     def __init__(self) -> None:
         super().__init__(None)
@@ -354,13 +365,15 @@ class _AskedByWrapper(TracingContext):
         pass
 
 
-# What a function compiled as one graph raises where torch has compiled it as often as it will. Seen: 2.11 to 2.15.
+# Raised by a function compiled as one graph if torch's limit of recompilations is reached. Seen: 2.11 to 2.15.
 RecompileLimitHit: type[Exception] = FailOnRecompileLimitHit
 
 
 def within_compiled(frame: types.FrameType | None) -> bool:
-    """Whether ``frame`` runs because of a call of something that torch.compile made, and nothing was disabled since.
-    Seen: 2.11 to 2.15 (torch.compile's wrapper; that of torch.compiler.disable has another name there)."""
+    """Whether ``frame`` was called from a compiled function, without torch.compiler.disable in between.
+
+    Seen: 2.11 to 2.15 (torch.compile's wrapper; that of torch.compiler.disable has another name).
+    """
     while frame is not None and frame.f_code.co_filename != eval_frame.__file__:
         frame = frame.f_back
     return frame is not None and frame.f_code.co_name == _WRAPPER
@@ -376,13 +389,15 @@ def _is_flex(function: Any) -> bool:
     )
 
 
-# What torch.compile calls the rest of a function after a break of its graph: this, "_", the name. Seen: 2.11 to 2.15.
+# The rest of a function after a graph break is named: this, "_", the name of the function. Seen: 2.11 to 2.15.
 RESUMED = "torch_dynamo_resume_in"
 
 
 def traced_functions() -> list[tuple[str, str]]:
-    """(file, name) of the functions that torch.compile is just tracing in this thread, outermost first. Seen: 2.11 to
-    2.15."""
+    """(file, name) of the functions that torch.compile is tracing in this thread, outermost first.
+
+    Seen: 2.11 to 2.15.
+    """
     return [(frame.filename, frame.name) for frame in TracingContext.extract_stack()]
 
 
@@ -390,10 +405,11 @@ _IN_KERNEL = types.SimpleNamespace(in_kernel_invocation=True, shape_env=None)
 
 
 def never_compile_alone(function: Callable[..., Any], *, nor_what_it_calls: bool = False) -> None:
-    """Have torch.compile trace ``function`` as part of what calls it, but never by itself; nor what it calls then.
+    """Make torch.compile trace ``function`` inside its callers, but not compile it by itself.
 
-    A mode's ``__torch_function__`` that was compiled by itself is looked up by the identity of the function it is
-    given, and getters of properties are made anew for every call, where others were before. Seen: 2.11 to 2.15.
+    With ``nor_what_it_calls``, functions that it calls are then not compiled either. A ``__torch_function__`` that is
+    compiled by itself is guarded by the identity of the function that it gets. Getters of properties are created for
+    each call, so their identity is not reliable. Seen: 2.11 to 2.15.
     """
     strategy = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP if nor_what_it_calls else FrameAction.DEFAULT)
     torch._C._dynamo.eval_frame.set_code_exec_strategy(function.__code__, strategy)  # pyright: ignore
@@ -406,7 +422,7 @@ def function_modes() -> list[Any]:
 
 @contextlib.contextmanager
 def without_function_modes() -> Iterator[None]:
-    """No TorchFunctionMode but those entered inside. Seen: 2.11 to 2.15."""
+    """A context without the TorchFunctionModes that were entered before it. Seen: 2.11 to 2.15."""
     taken = [overrides._pop_mode() for _ in range(overrides._len_torch_function_stack())]  # pyright: ignore
     try:
         yield
@@ -416,22 +432,24 @@ def without_function_modes() -> Iterator[None]:
 
 
 def without_dispatch_modes() -> contextlib.AbstractContextManager[Any]:
-    """No TorchDispatchMode but those entered inside, in this thread. Seen: 2.11 to 2.15.
+    """A context without the TorchDispatchModes that were entered before it, in this thread. Seen: 2.11 to 2.15.
 
-    For what a mode has no use for, and could be misled by: a selective checkpoint counts ops, and wants those of a
-    recomputation to be the forward's, however much is remembered by then, or looked at now and then.
+    For code whose ops may differ between a forward and its recomputation, because results are cached or computed only
+    sometimes. A selective checkpoint requires both to run the same ops.
     """
     return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else contextlib.nullcontext()  # pyright: ignore
 
 
 def dispatch_modes() -> list[TorchDispatchMode]:
-    """Those entered now, in this thread, the innermost last. Seen: 2.11 to 2.15."""
+    """The TorchDispatchModes that are entered in this thread, innermost last. Seen: 2.11 to 2.15."""
     return _get_current_dispatch_mode_stack() if torch._C._len_torch_dispatch_stack() else []  # pyright: ignore
 
 
 def with_vmap() -> contextlib.AbstractContextManager[Any]:
-    """vmap works inside, also in the kernel of an op that a TorchDispatchMode was told of: there torch has excluded the
-    dispatch keys that vmap goes by. Seen: 2.11 to 2.15."""
+    """A context in which vmap works, also in the kernel of an op that a TorchDispatchMode has handled.
+
+    There torch has excluded the dispatch keys of vmap. Seen: 2.11 to 2.15.
+    """
     excluded, keys = torch._C._dispatch_tls_local_exclude_set(), torch._C.DispatchKey  # pyright: ignore
     if not excluded.has(keys.FuncTorchBatched):
         return contextlib.nullcontext()
@@ -446,18 +464,20 @@ def with_vmap() -> contextlib.AbstractContextManager[Any]:
 
 
 def uncompiled(function: F, reason: str | None = None) -> F:
-    """torch.compiler.disable, which says no types: neither the function nor what it calls is compiled. ``reason``: what
-    torch.compile says of it where it may not break the graph."""
+    """torch.compiler.disable, with types: neither the function nor what it calls is compiled.
+
+    ``reason`` is part of torch.compile's error where it may not break the graph.
+    """
     return torch.compiler.disable(function, reason=reason)  # pyright: ignore[reportReturnType]
 
 
 def hooks_in_order(module: torch.nn.Module, *ours: Any) -> None:
-    """Let a module's hooks stand in its dicts in the order in which they run. Where some were put first
-    (``prepend``), torch.compile on 2.11 takes one for another.
+    """Sort the hooks in a module's dicts by the order in which they run.
 
-    ``ours``, the handles of some of them, get numbers that are the same in every module: torch.compile guards the
-    numbers of hooks that are always called or take kwargs, so that by torch's own numbers, which are not negative, it
-    would compile every layer of a model for itself. Names seen: 2.11 to 2.15.
+    If some were registered with ``prepend``, torch.compile on 2.11 confuses hooks. ``ours`` are handles of hooks that
+    get the same numbers in every module. torch.compile guards the numbers of hooks that are always called or take
+    kwargs. With torch's own numbers, which differ, it would compile each layer of a model separately. Names seen: 2.11
+    to 2.15.
     """
     free = min((0, *module._forward_pre_hooks, *module._forward_hooks)) - 1
     numbers = {handle.id: free - index for index, handle in enumerate(ours)}

@@ -1,4 +1,4 @@
-"""What each rank computes and what must travel, derived from the layouts and the mask."""
+"""The plan of an attention: what each rank computes and sends, derived from the layouts and the mask."""
 
 from cp_styles.plan.plan import Part, Plan, Rows, attended_pairs, imbalance, make_plan
 from cp_styles.plan.tiles import Cover, Tile

@@ -1,4 +1,4 @@
-"""What blocks of positions leave of one rank's queries and one source's keys, for masks that are no bands."""
+"""The queries of one rank and the keys of one source, cut into cells by the blocks of a mask that is not a band."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from cp_styles.mask import Mask
 
 @dataclass(frozen=True)
 class Cells:
-    """One rank's queries and one source's keys, cut where they pass from one block of the mask's grids to another.
+    """Cells: maximal ranges of local rows within one block of each of the mask's grids.
 
     Attributes:
-        cover: ``[q cells, kv cells]``: 0 nothing, 1 some pairs, 2 all pairs.
-        q_edges, kv_edges: local rows where cells start, and where the last one ends.
-        needed: bool a row of the source.
+        cover: ``[q cells, kv cells]``: 0 no pairs, 1 some pairs, 2 all pairs.
+        q_edges, kv_edges: local rows at which cells start, and the end of the last one.
+        needed: bool for each row of the source.
     """
 
     cover: torch.Tensor
@@ -34,7 +34,7 @@ def cells(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, rank:
     for grid, (q_block, kv_block) in zip(mask.grids, blocks, strict=True):
         found = grid.cover[q_block[q_edges[:-1]]][:, kv_block[kv_edges[:-1]]]
         cover = torch.minimum(cover, found.long())
-    # What the band leaves of the cells: nothing where it passes all rows of one by, all where it holds all of them.
+    # Intersect the cells with the band: 0 if the band has no pair of a cell, unchanged if it has all of them.
     a, b = _intervals(q_layout, kv_layout, mask, rank, source)
     cell = torch.repeat_interleave(q_edges.diff())
     empty, size = b <= a, len(kv)
@@ -55,7 +55,7 @@ def cells(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, rank:
 
 
 def _edges(blocks: list[torch.Tensor]) -> torch.Tensor:
-    """Rows before which some of the block numbers change, with both ends."""
+    """Rows at which some block number changes, and both ends."""
     rows = blocks[0].numel()
     changed = torch.zeros(rows + 1, dtype=torch.bool)
     changed[[0, rows]] = True
@@ -67,10 +67,10 @@ def _edges(blocks: list[torch.Tensor]) -> torch.Tensor:
 def _intervals(
     q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, rank: int, source: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Per local query row, the half-open interval of the source's local rows it attends to (empty: a == b == 0)."""
+    """For each local query row, the half-open range of the source's local rows it attends to (empty: a == b == 0)."""
     lo, hi = mask.bounds(q_layout.positions(rank))
     kv_positions = kv_layout.positions(source)
-    # Local rows ascend in position, so an interval of positions is an interval of local rows.
+    # Local rows are sorted by position, so a range of positions is a range of local rows.
     a = torch.searchsorted(kv_positions, lo)
     b = torch.searchsorted(kv_positions, hi)
     empty = b <= a

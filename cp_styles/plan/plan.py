@@ -1,14 +1,14 @@
-"""What a rank computes and what it needs from whom: derived from (layouts, mask), never branched on.
+"""The plan of a rank: what it computes, and which rows it needs from other ranks. Derived from (layouts, mask).
 
-A band mask (see :mod:`cp_styles.mask`) gives every query position an interval of key positions, whose ends stay or
-climb by one a position over a few long pieces (:func:`~cp_styles.mask.pieces_of`). So does, piece by piece, the
-interval of a source's local rows that a local query row sees: it leaves its course only where an end of the interval
-comes to another chunk. A rank looks at its own pieces and at the chunks they reach, all at once, and cuts each source's
-part into tiles (:mod:`cp_styles.plan.tiles`); of the others' pieces it looks at how far they reach into its own chunks,
-which is what it sends. Nobody makes another rank's plan.
+A band mask (see :mod:`cp_styles.mask`) gives each query position an interval of key positions. Over a few long pieces,
+each end of the interval is constant or grows by one with each position (:func:`~cp_styles.mask.pieces_of`). The same
+holds for the interval of a source's local rows to which a local query row attends. It changes its slope only where an
+end of the interval reaches another chunk. A rank looks at its own pieces and at the chunks that they reach, in a few
+tensor operations, and cuts each source's part into tiles (:mod:`cp_styles.plan.tiles`). From the pieces of other ranks
+it computes which of its own rows they need: these are the rows that it sends. No rank makes the plan of another.
 
-Masks that are no bands are planned by blocks of positions instead, see :class:`~cp_styles.mask.BlockGrid`. Forward and
-backward use the same tiles. Pure: no process group, no device.
+Masks that are not bands are planned by blocks of positions, see :class:`~cp_styles.mask.BlockGrid`. Forward and
+backward use the same tiles. The functions are pure: no process group, no device.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Rows = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank does with one source's keys and values.
+    """The part of a plan for the keys and values of one source.
 
     ``rows`` are the local rows of the source that the rank needs (exactly those some query attends to); ``tiles``
     index key rows *within* ``rows``, as they arrive.
@@ -52,7 +52,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Plan:
-    """A rank's share of an attention.
+    """The plan of one rank for an attention.
 
     Attributes:
         rank: whose plan this is.
@@ -66,13 +66,13 @@ class Plan:
 
     @property
     def nbytes(self) -> int:
-        """About what it takes in memory: some objects a tile, and a tuple of two numbers a range of rows."""
+        """Approximate size in memory: some objects for each tile, and a tuple of two numbers for each range of rows."""
         ranges = sum(len(part.rows) for part in self.parts) + sum(map(len, self.sends))
         return 400 * sum(len(part.tiles) for part in self.parts) + 120 * ranges + 300 * len(self.parts)
 
     @property
     def received_rows(self) -> int:
-        """Rows that come from other ranks: what the wire carries to this rank."""
+        """Number of rows that this rank receives from other ranks."""
         return sum(part.count for part in self.parts if part.source != self.rank)
 
 
@@ -115,7 +115,7 @@ def attended_pairs(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Ma
 
 
 def imbalance(layout: SequenceLayout, mask: Mask) -> float:
-    """Largest over mean work of the ranks, 1.0 being perfect: how long the slowest keeps the others waiting."""
+    """The work of the busiest rank over the mean work of all ranks. 1.0 is perfect balance."""
     work = _work(layout, layout.length, mask).tolist()
     total = sum(work)
     return max(work) * len(work) / total if total else 1.0
@@ -129,13 +129,13 @@ def _work(layout: SequenceLayout, keys: int, mask: Mask) -> torch.Tensor:
 
 
 class _Chunks:
-    """A layout as tables. Each rank has an empty chunk before its own ones, and so there is one before any position.
+    """A layout as tensors. Each rank has an additional empty chunk first, so that every position has a chunk before it.
 
     Attributes:
-        length: of the sequence.
-        ranks: how many there are.
-        bounds: where chunks start, ascending, and the end of the sequence: int64 ``[chunks + 1]``.
-        holder: who holds them; the last one stands for the end too: int64 ``[chunks + 1]``.
+        length: length of the sequence.
+        ranks: number of ranks.
+        bounds: start positions of the chunks, ascending, and the end of the sequence: int64 ``[chunks + 1]``.
+        holder: the rank of each chunk; the last one is repeated for the end: int64 ``[chunks + 1]``.
     """
 
     def __init__(self, layout: SequenceLayout) -> None:
@@ -143,7 +143,7 @@ class _Chunks:
         edges = chain.from_iterable(chain.from_iterable(((0, 0), *own) for own in layout.chunks))
         starts, stops = torch.tensor(list(edges), dtype=torch.int64).view(-1, 2).unbind(1)
         ranks = torch.arange(self.ranks).repeat_interleave(torch.tensor([len(own) + 1 for own in layout.chunks]))
-        # Where each chunk ends among its rank's rows, and what takes a position in it to its row.
+        # The local row at which each chunk ends, and the offset from a position in it to its local row.
         lengths = torch.tensor(layout.lengths)
         sizes = stops - starts
         self._stop_row = sizes.cumsum(0) - (lengths.cumsum(0) - lengths)[ranks]
@@ -159,11 +159,11 @@ class _Chunks:
         return sum(value.nbytes for value in vars(self).values() if isinstance(value, torch.Tensor))
 
     def holders(self, positions: torch.Tensor) -> torch.Tensor:
-        """Who holds these positions."""
+        """The ranks that hold these positions."""
         return self.holder[torch.searchsorted(self.bounds, positions, right=True) - 1]
 
     def rows(self, rank: torch.Tensor | int, positions: torch.Tensor) -> torch.Tensor:
-        """How many rows of a rank are at positions before these."""
+        """The number of rows of ``rank`` at positions before these."""
         chunk = torch.searchsorted(self._line, rank * (self.length + 1) + positions, right=True) - 1
         return torch.minimum(positions + self._to_row[chunk], self._stop_row[chunk])
 
@@ -174,14 +174,15 @@ def _chunks(layout: SequenceLayout) -> _Chunks:
 
 
 class _Courses(NamedTuple):
-    """Ranges of own rows over which the interval of a source's rows that they see stays its course, and is not empty.
+    """Ranges of own rows over which the interval of a source's rows that they attend to is linear and not empty.
+
     int64, ascending in (source, row).
 
     Attributes:
-        source: whose rows are seen: ``[N]``.
-        row, count: the own rows: ``[N]``.
-        first: the interval of the first one: ``[2, N]``.
-        last: the interval of the last one: ``[2, N]``.
+        source: the rank whose rows are attended to: ``[N]``.
+        row, count: the first of the own rows, and their number: ``[N]``.
+        first: the interval of the first row: ``[2, N]``.
+        last: the interval of the last row: ``[2, N]``.
     """
 
     source: torch.Tensor
@@ -194,18 +195,19 @@ class _Courses(NamedTuple):
 def _courses(own: Pieces, own_rows: torch.Tensor, keys: _Chunks) -> _Courses:
     number, counts = len(own.start), own.stop - own.start
     bound, step = torch.stack((own.lo, own.hi)), torch.stack((own.lo_step, own.hi_step))
-    # The chunks to whose starts a bound comes.
+    # The chunks whose start a bound reaches.
     first, last = (
         torch.searchsorted(keys.bounds, x, right=True) for x in (bound, torch.addcmul(bound, step, counts - 1))
     )
     crossing, crossed = _expanded(first.flatten(), last.flatten())
     row, crossing = keys.bounds[crossed] - bound.flatten()[crossing], crossing % max(number, 1)
-    # Who holds what a piece reaches: chunk by chunk, or everybody, whichever is less to look at.
+    # The ranks that hold keys which a piece reaches: those of its chunks, or all ranks if there are fewer ranks.
     first, last = first[0] - 1, last[1]
     many = last - first >= keys.ranks
     piece, index = _expanded(torch.where(many, 0, first), torch.where(many, keys.ranks, last))
     source = torch.where(many[piece], index, keys.holder[index])
-    # The rows of pieces at which a source's interval may turn: their first ones, and where a bound comes to a chunk.
+    # Rows of pieces at which the interval of a source may change its slope: the first row, and rows at which a bound
+    # reaches another chunk.
     rows = int(counts.max()) + 1 if number else 1
     line = torch.cat((source, keys.holder[crossed - 1], keys.holder[crossed])) * number
     line += torch.cat((piece, crossing, crossing))
@@ -216,7 +218,7 @@ def _courses(own: Pieces, own_rows: torch.Tensor, keys: _Chunks) -> _Courses:
     stop[:-1] = torch.where(line.diff() == 0, row[1:], stop[:-1])
     ends = torch.stack((row, stop - 1))
     found = keys.rows(source, bound[:, None, piece] + step[:, None, piece] * ends)
-    # What is empty at one end only is empty in one row, for it opens or closes by one a row.
+    # An interval that is empty at one end only is empty in one row there, because its size changes by one a row.
     filled = found[0] < found[1]
     some = torch.nonzero(filled.any(0)).flatten()
     first, last = found[:, :, some].unbind(1)
@@ -228,7 +230,7 @@ def _courses(own: Pieces, own_rows: torch.Tensor, keys: _Chunks) -> _Courses:
 
 def _parts(courses: _Courses, keys: _Chunks, *, biased: bool, small_tiles: bool) -> tuple[Part, ...]:
     starts, stops = _union(courses.source, courses.first[0], courses.last[1], keys.length)
-    # From the source's local rows to their place among the rows that travel.
+    # The offset from the source's local rows to their index among the rows that are sent.
     line = courses.source * (keys.length + 1)
     sizes = stops - starts
     before = sizes.cumsum(0) - sizes
@@ -245,13 +247,14 @@ def _parts(courses: _Courses, keys: _Chunks, *, biased: bool, small_tiles: bool)
 
 
 def _runs(courses: _Courses, ranks: int) -> list[list[Run]]:
-    """By source, runs of rows as long as possible, the first rows first.
+    """For each source, runs of rows, as long as possible, in ascending order.
 
-    A row between two runs belongs to the one before it, and a run is at least one row.
+    A row between two runs belongs to the first one. A run has at least one row.
     """
     source, row, count, first, last = courses
     ones = torch.ones_like(row)
-    # The moves inside each course, and the one out of its last row: to the next course, or in another way, as -1.
+    # Steps from row to row: those inside each course, and the one from its last row to the next course. A step that is
+    # not linear is -1.
     over = first[:, 1:] - last[:, :-1]
     on = ((over == 0) | (over == 1)).all(0) & (source.diff() == 0) & ((row + count)[:-1] == row[1:])
     out = torch.full_like(first, -1)
@@ -259,15 +262,15 @@ def _runs(courses: _Courses, ranks: int) -> list[list[Run]]:
     inner = torch.cat((torch.stack((count - 1, row, source)), first, (last > first).long()))
     moves = torch.stack((inner, torch.cat((torch.stack((ones, row + count - 1, source)), last, out))), 2).flatten(1)
     moves = moves[:, torch.nonzero(moves[0]).flatten()]
-    # Like ones that follow each other as one.
+    # Join consecutive equal steps.
     rise = moves[5:]
     new = (rise.diff() != 0).any(0) | (rise[0, 1:] < 0)
     begin = torch.nonzero(torch.cat((ones[:1] > 0, new))).flatten()
     stop = moves[0].cumsum(0)
     steps = torch.cat(((stop - moves[0])[begin], stop[-1:])).diff()
     _, row, source, a, b, da, db = moves[:, begin]
-    # Single moves in turn are part of a run and lead to the next one, from the last of another kind on. A row in which
-    # one begins is free behind a move in another way, of which the last one is.
+    # In a sequence of single steps, every second one belongs to a run, and the others lead to the next run. Count from
+    # the last step that is not single. A row is not in a run yet if the step before it is not linear.
     index = torch.arange(len(steps))
     other = da < 0
     single = (steps == 1) & ~other
@@ -283,14 +286,14 @@ def _runs(courses: _Courses, ranks: int) -> list[list[Run]]:
 
 
 def _sends(pieces: Pieces, holders: torch.Tensor, keys: _Chunks, rank: int) -> dict[int, Rows]:
-    """By destination, the rows of ``rank`` that its queries see."""
+    """For each destination, the rows of ``rank`` that its queries attend to."""
     first, last = keys.rows(rank, torch.stack(pieces.reach))
     there = torch.nonzero((last > first) & (holders != rank)).flatten()
     return _by_rank(*_union(holders[there], first[there], last[there], keys.length), keys.length)
 
 
 def _expanded(first: torch.Tensor, last: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each i, the numbers ``first[i] .. last[i] - 1``: all the i, and all the numbers."""
+    """The numbers ``first[i] .. last[i] - 1`` for all i, concatenated: (the i of each number, the numbers)."""
     counts = last - first
     which = torch.repeat_interleave(counts)
     return which, torch.arange(len(which)) - (counts.cumsum(0) - counts - first)[which]
@@ -299,8 +302,10 @@ def _expanded(first: torch.Tensor, last: torch.Tensor) -> tuple[torch.Tensor, to
 def _union(
     rank: torch.Tensor, first: torch.Tensor, last: torch.Tensor, length: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The union of the ranges ``[first, last)`` of ranks' rows: ascending, apart from each other, on a line on which
-    the rows of rank r begin at ``r (length + 1)``."""
+    """The union of the ranges ``[first, last)`` of the ranks' rows, as ascending ranges that do not touch.
+
+    They are on one line, on which the rows of rank r begin at ``r (length + 1)``.
+    """
     starts, order = (rank * (length + 1) + first).sort()
     reach = (rank * (length + 1) + last)[order].cummax(0).values if len(order) else starts
     apart = starts[1:] > reach[:-1]
@@ -309,7 +314,7 @@ def _union(
 
 
 def _by_rank(starts: torch.Tensor, stops: torch.Tensor, length: int) -> dict[int, Rows]:
-    """What :func:`_union` gave, by rank."""
+    """The result of :func:`_union`, split by rank."""
     ranks = starts // (length + 1)
     ranges = map(tuple, (torch.stack((starts, stops), 1) - (ranks * (length + 1))[:, None]).tolist())
     return {rank: tuple(islice(ranges, size)) for rank, size in enumerate(ranks.bincount().tolist()) if size}
@@ -325,7 +330,7 @@ def _ranges(inside: torch.Tensor) -> Rows:
 
 def _block_part(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, rank: int, source: int) -> Part:
     found = cells(q_layout, kv_layout, mask, rank, source)
-    # Rows that do not travel leave no gap in what arrives.
+    # Received rows are contiguous: rows that are not sent leave no gap.
     arriving = torch.cat((torch.zeros(1, dtype=torch.int64), found.needed.cumsum(0)))[found.kv_edges]
     kept = arriving.diff() > 0
     kv_edges = [0, *arriving[1:][kept].tolist()]

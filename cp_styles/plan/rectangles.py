@@ -1,4 +1,4 @@
-"""Rectangles of a grid of blocks: few and large kernel calls for masks that are no bands."""
+"""Rectangles in a grid of blocks: few and large tiles for masks that are not bands."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import TypeAlias
 import torch
 
 Edges: TypeAlias = list[int]
-"""Where the cells of one dim start, and where the last one ends."""
+"""The start of each cell of one dim, and the end of the last one."""
 
-# Cells smaller than this join their neighbours: below it a kernel call is mostly overhead.
+# Cells smaller than this are joined with their neighbours: for smaller ones a kernel call is mostly overhead.
 _CELL = 128
 # Largest rectangle with an explicit mask, in pairs: the mask is materialized.
 _PAIRS = 2**20
@@ -20,12 +20,12 @@ _PAIRS = 2**20
 def rectangles(
     cover: torch.Tensor, q_edges: Edges, kv_edges: Edges
 ) -> Iterator[tuple[tuple[int, int], tuple[int, int], bool]]:
-    """``(query rows, key rows, full)`` that cover every cell of ``cover`` that is not 0 once.
+    """Rectangles ``(query rows, key rows, full)`` that cover each nonzero cell of ``cover`` once.
 
     Args:
-        cover: ``[q cells, kv cells]``: 0 nothing, 1 some pairs, 2 all pairs.
-        q_edges: the rows of the cells.
-        kv_edges: likewise, of the keys.
+        cover: ``[q cells, kv cells]``: 0 no pairs, 1 some pairs, 2 all pairs.
+        q_edges: the rows at which cells of queries start and end.
+        kv_edges: the same for keys.
     """
     cover, q_edges = _coarser(cover, q_edges)
     turned, kv_edges = _coarser(cover.T, kv_edges)
@@ -34,14 +34,14 @@ def rectangles(
     for (i, i_end), (j, j_end), state in min(found, key=len):
         first, last = kv_edges[j], kv_edges[j_end]
         rows = (q_edges[i], q_edges[i_end])
-        # Full ones need no mask, so any size will do.
+        # Full rectangles need no mask and may have any size.
         step = rows[1] - rows[0] if state == 2 else max(_CELL, _PAIRS // (last - first))
         for start in range(*rows, step):
             yield (start, min(start + step, rows[1])), (first, last), state == 2
 
 
 def _stacked(cover: torch.Tensor) -> list[tuple[tuple[int, int], tuple[int, int], int]]:
-    """Runs of one state in a row of cells, joined with the same runs of the rows below."""
+    """Runs of equal state in a row of cells, joined with equal runs in the rows below."""
     done, growing = [], {}
     for i, row in enumerate([*cover.tolist(), []]):
         cuts = [0, *(j for j in range(1, len(row)) if row[j] != row[j - 1]), len(row)]
@@ -54,7 +54,7 @@ def _stacked(cover: torch.Tensor) -> list[tuple[tuple[int, int], tuple[int, int]
 
 
 def _coarser(cover: torch.Tensor, edges: Edges) -> tuple[torch.Tensor, Edges]:
-    """Neighbouring small cells of the first dim as one: of one state where they agree, else 1."""
+    """Join small neighbouring cells of the first dim. The state is theirs if they agree, else 1."""
     kept = [0]
     for index in range(1, len(edges) - 1):
         if edges[index + 1] - edges[kept[-1]] > _CELL:

@@ -1,7 +1,8 @@
-"""A band cut into tiles: runs of query rows whose keys stay or climb, as few kernel calls.
+"""A band cut into tiles, so that few kernel calls are needed.
 
-Where the bounds of a run stay, what it attends to is a rectangle; where the upper one climbs by one a row, it is a
-rectangle and a causal triangle; everything else is cut into small blocks with an explicit mask.
+A run is a range of query rows with linear bounds. If both bounds are constant, the run is a rectangle. If the upper
+bound grows by one with each row, it is a rectangle and a causal triangle. Everything else is cut into small blocks with
+an explicit mask.
 """
 
 from __future__ import annotations
@@ -10,15 +11,15 @@ import enum
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-# Query rows of a block with an explicit mask. Small enough that what the block computes in vain stays small, large
-# enough that a kernel call is not mostly overhead.
+# Query rows of a block with an explicit mask. Small, so that few masked pairs are computed; but large enough that a
+# kernel call is not mostly overhead.
 _BLOCK = 128
 # Runs of fewer rows than this join their neighbours into one block with an explicit mask.
 _SHORT = 32
 
 
 class Cover(enum.Enum):
-    """How a tile's queries see its keys."""
+    """Which keys of a tile its queries attend to."""
 
     FULL = "full"
     CAUSAL = "causal"  # square; row i sees keys 0 .. i
@@ -45,18 +46,18 @@ class Run(NamedTuple):
 
     @property
     def end(self) -> int:
-        """One past the last row's last key."""
+        """One past the last key of the last row."""
         return self.b + self.db * (self.stop - self.start - 1)
 
     def within(self, start: int, stop: int) -> Run:
-        """Those of its rows that are in a range."""
+        """The part of this run in a range of rows."""
         skipped = max(start - self.start, 0)
         first, a, b = self.start + skipped, self.a + self.da * skipped, self.b + self.db * skipped
         return self._replace(start=first, stop=min(stop, self.stop), a=a, b=b)
 
 
 def tiles_of(runs: Iterable[Run], *, biased: bool, small_tiles: bool) -> Iterator[Tile]:
-    """Tiles that cover what the runs see, each pair once; all have an explicit mask where ``biased``."""
+    """Tiles that cover each attended pair of the runs once. With ``biased``, all have an explicit mask."""
     for group in _groups(runs):
         for together in _apart(group) if small_tiles and not biased else (group,):
             start, stop, a, b, da, db = run = together[0]
@@ -64,14 +65,14 @@ def tiles_of(runs: Iterable[Run], *, biased: bool, small_tiles: bool) -> Iterato
                 yield from _explicit(together)
             elif not db or stop - start == 1:
                 yield Tile((start, stop), (a, b), Cover.FULL)
-            else:  # b climbs by one a row: the causal triangle ends with the last key, a rectangle stands before it
+            else:  # b grows by one with each row: a rectangle, then a causal triangle that ends with the last key
                 if b - 1 > a:
                     yield Tile((start, stop), (a, b - 1), Cover.FULL)
                 yield Tile((start, stop), (b - 1, run.end), Cover.CAUSAL)
 
 
 def _groups(runs: Iterable[Run]) -> Iterator[list[Run]]:
-    """Runs, short ones with their neighbours."""
+    """Groups of runs: short runs are grouped with their neighbours."""
     group: list[Run] = []
     for run in runs:
         short = run.stop - run.start < _SHORT
