@@ -45,6 +45,7 @@ class Meeting(enum.IntEnum):
     BLOCK = 6
     GRADIENTS = 7
     COLLECTIVE = 8
+    MASK = 9
 
     @property
     def words(self) -> str:
@@ -60,6 +61,7 @@ _WORDS = {
     Meeting.BLOCK: "at a function of torch's context-parallel API",
     Meeting.GRADIENTS: "about to sum gradients",
     Meeting.COLLECTIVE: "at a function of cp_styles.collectives",
+    Meeting.MASK: "making a mask",
 }
 # Added to a meeting inside a backward: a recomputed attention must not meet one that runs for the first time.
 _AGAIN = 64

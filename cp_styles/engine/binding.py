@@ -54,10 +54,12 @@ class Tally:
         calls: number of attention ops that have run.
         deferred_agreement: the :meth:`Binding.agree` that was deferred to the first of them, as a function of
             ``refuse`` and ``call``. None if the ranks have agreed.
+        inputs: arguments of the module's forward, by parameter name; empty outside of a forward.
     """
 
     calls: int = 0
     deferred_agreement: Callable[..., Any] | None = None
+    inputs: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
-from collections.abc import Iterable
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import lru_cache
 from types import FrameType
 from typing import Any
 
@@ -27,14 +31,16 @@ from cp_styles._compat import (
     uncompiled,
 )
 from cp_styles.comm.agreement import ledger_of, offer_refusal
-from cp_styles.engine.binding import Tally, refuse_dropout, refuse_grouped
+from cp_styles.engine.binding import Binding, Tally, refuse_dropout, refuse_grouped
 from cp_styles.engine.op import config_text_of
 from cp_styles.engine.scope import ScopedBinding
 from cp_styles.functions.attention import attend
-from cp_styles.functions.flex import flex_attend
+from cp_styles.functions.flex import FlexCall, flex_attend
 from cp_styles.functions.varlen import VARLEN_OPERATOR, VARLEN_OPERATORS, varlen_operator
 from cp_styles.intercept.flex_frames import FIRST_QUESTION, QUESTIONS, FlexCalls, traced_part
+from cp_styles.kernels.flex import ScoreMod
 from cp_styles.layout import cut_with
+from cp_styles.mask import Dense, Full, Mask, PerRow
 
 
 class AttentionCalls(TorchFunctionMode):
@@ -66,6 +72,8 @@ class AttentionCalls(TorchFunctionMode):
         self._grad_at_entry: list[bool] = []
         self._as_written: list[FlexAsWritten | None] = []  # None if it was entered already
         self._flex = FlexCalls()
+        # Bindings with the masks of calls that name one, and what they are made of.
+        self._masked: OrderedDict[tuple[int, Mask], tuple[Binding, Binding]] = OrderedDict()
         self._entries, self._first_node = 0, -1
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AttentionCalls:
@@ -82,9 +90,14 @@ class AttentionCalls(TorchFunctionMode):
         """This mode for a module whose forward torch.compile traces. ``__enter__`` is then not run."""
         return AttentionCalls(self._scoped, self._name, self._sink, self._tally, inlined=True)
 
+    @staticmethod
+    def entered() -> AttentionCalls | None:
+        """The one that attention calls made now would come to; None outside of every context-parallel module."""
+        return next((mode for mode in reversed(function_modes()) if isinstance(mode, AttentionCalls)), None)
+
     def __enter__(self) -> AttentionCalls:
         # Nested modules enter the same mode again. Push it once, otherwise each call would pass it several times.
-        entered = next((mode for mode in reversed(function_modes()) if isinstance(mode, AttentionCalls)), None)
+        entered = self.entered()
         self._grad_at_entry.append(torch.is_grad_enabled())
         if len(self._grad_at_entry) == 1:
             self._first_node = first_node() if self._looks() else -1
@@ -195,6 +208,75 @@ class AttentionCalls(TorchFunctionMode):
         found = flex_attend(self._scoped.now(), (query, key, value), call, self._check_sinkless)
         return self._flex.results(*found)
 
+    @property
+    def binding(self) -> Binding:
+        """What a call made now is bound to."""
+        return self._scoped.now()
+
+    @property
+    def inputs(self) -> Mapping[str, Any]:
+        """What the context-parallel module was called with, by the names of its forward's parameters."""
+        return self._tally.inputs
+
+    @uncompiled
+    def attend_with(
+        self,
+        tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        *,
+        mask: Mask,
+        attn_mask: torch.Tensor | None = None,
+        scale: float | None = None,
+        sink_H: torch.Tensor | None = None,
+        score_mod: ScoreMod | None = None,
+        refuse: Callable[[], None] | None = None,
+    ) -> torch.Tensor:
+        """``out_BHLE`` of a call that says its mask as a :class:`~cp_styles.mask.Mask`, for doors of other libraries.
+
+        ``mask`` and ``attn_mask`` hold beside the module's and the scope's. With ``score_mod`` it runs as
+        flex_attention does, row by row of the batch where ``mask`` has one for each. ``refuse`` raises for what this
+        rank alone may see; communication and errors are those of :func:`~cp_styles.functions.context_attention`.
+        """
+        self._tally.calls += 1
+
+        def check() -> None:
+            if refuse is not None:
+                refuse()
+            self.check_reruns()
+
+        binding = self._scoped.now()
+        if score_mod is None:
+            return attend(
+                self._with_mask(binding, mask), tensors, attn_mask=attn_mask, scale=scale, sink_H=sink_H, refuse=check
+            )
+        mask = mask if attn_mask is None else mask & Dense(attn_mask)
+        bound = self._with_mask(binding, mask)
+        call = FlexCall(score_mod, scale=scale, enable_gqa=True, return_lse=sink_H is not None)
+        if isinstance(bound.mask, PerRow):
+            rows = range(len(bound.mask.masks))
+            calls = [(replace(bound, mask=bound.mask.row(row)), [x[row : row + 1] for x in tensors]) for row in rows]
+        else:
+            calls = [(bound, tensors)]
+        found = [flex_attend(each, tuple(parts), call, check) for each, parts in calls]
+        out = torch.cat([each for each, _ in found])
+        if sink_H is None:
+            return out
+        lse_BHL = torch.cat([lse for _, lse in found if lse is not None])
+        # A sink is one more key of its logit and of value 0: exp(lse) / (exp(lse) + exp(sink)) of the sum remains.
+        return out * torch.sigmoid(lse_BHL - sink_H[:, None]).unsqueeze(-1).to(out.dtype)
+
+    def _with_mask(self, binding: Binding, mask: Mask) -> Binding:
+        """``binding`` with ``mask`` beside its own; the same one for the same mask."""
+        if isinstance(mask, Full):
+            return binding
+        key = id(binding), mask
+        known = self._masked.pop(key, None)
+        if known is None or known[0] is not binding:
+            known = binding, replace(binding, mask=binding.mask & mask)
+        self._masked[key] = known
+        while len(self._masked) > _MOST_MASKED:
+            self._masked.popitem(last=False)
+        return known[1]
+
     @uncompiled
     def _attend_varlen(self, *args: Any, **kwargs: Any) -> Any:
         self._tally.calls += 1
@@ -232,6 +314,7 @@ class AttentionCalls(TorchFunctionMode):
         self._tally.calls = 0
         if not torch.compiler.is_dynamo_compiling():
             ledger_of(self._scoped.unscoped.group).engaged = False
+            self._tally.inputs = dict(zip(_parameter_names(type(module)), args, strict=False)) | kwargs
             self._check_cut([*args, *kwargs.values()])
 
     @uncompiled
@@ -247,6 +330,7 @@ class AttentionCalls(TorchFunctionMode):
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """Hook at the end of a module's forward, after an exception too."""
+        self._tally.inputs = {}
         if not torch.compiler.is_dynamo_compiling() and output is None and sys.exc_info()[1] is not None:
             self._offer_refusal()
             return
@@ -266,6 +350,12 @@ class AttentionCalls(TorchFunctionMode):
         """Tell the other ranks, which may be at a call that this rank does not reach."""
         binding = self._scoped.unscoped
         offer_refusal(binding.name, binding.axis, binding.group)
+
+
+@lru_cache(maxsize=256)
+def _parameter_names(cls: type[nn.Module]) -> tuple[str, ...]:
+    """Of a module class' forward, without self."""
+    return tuple(inspect.signature(cls.forward).parameters)[1:]
 
 
 def looks_now(times: int) -> bool:
@@ -291,6 +381,8 @@ never_compile_alone(AttentionCalls.__exit__, nor_what_it_calls=True)
 # other ranks that this rank, whose tracing has failed, does not reach its attention.
 never_compile_alone(AttentionCalls.start, nor_what_it_calls=True)
 never_compile_alone(AttentionCalls.leave, nor_what_it_calls=True)
+
+_MOST_MASKED = 16
 
 # Attention functions that would otherwise run on the local part without an error.
 _OTHERS = {F.multi_head_attention_forward, *fast_path_attention()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Iterator
 from typing import Any
@@ -107,21 +108,21 @@ def _scripted(module: nn.Module) -> Iterator[str]:
     yield from (name for name, value in vars(module).items() if scripted_attention(value))
 
 
-class _Entered(BoundToThisRun):
-    """Mixin before a module's class: its forward runs under the function mode."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        calls, inlined = getattr(self, _STATE)
-        with inlined if torch.compiler.is_dynamo_compiling() else calls:
-            return super().forward(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-
-
 _subclasses: dict[type, type] = {}
 
 
-def _subclass(cls: type) -> type:
+def _subclass(cls: type[nn.Module]) -> type:
+    """``cls`` with a forward that runs with the calls sent through the engine, and shows the signature of its own."""
     if cls not in _subclasses:
-        made = type(cls.__name__, (_Entered, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+
+        @functools.wraps(cls.forward)
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            calls, inlined = getattr(self, _STATE)
+            with inlined if torch.compiler.is_dynamo_compiling() else calls:
+                return cls.forward(self, *args, **kwargs)
+
+        names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "forward": forward}
+        made = type(cls.__name__, (BoundToThisRun, cls), names)
         made.__signature__ = inspect.signature(cls)
         _subclasses[cls] = made
     return _subclasses[cls]

@@ -19,7 +19,7 @@ LAYERS = (
     ("engine",),
     ("functions",),
     ("intercept",),
-    ("styles", "torch_api"),
+    ("styles", "torch_api", "integrations"),
     ("__init__",),
 )
 ROW = {module: row for row, modules in enumerate(LAYERS) for module in modules}

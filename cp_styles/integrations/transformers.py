@@ -1,0 +1,489 @@
+"""Models of Hugging Face's transformers under :class:`~cp_styles.styles.ModuleContextParallel`.
+
+transformers lets attention be exchanged: ``AttentionInterface`` holds the functions that models call, and
+``AttentionMaskInterface`` the ones that make their masks. :func:`register_attention` puts one of each there::
+
+    register_attention()
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="context_parallel")
+    parallelize_module(model, mesh, ModuleContextParallel())
+    positions = layout.positions(rank).unsqueeze(0)
+    logits = model(layout.shard(tokens, 1, rank), position_ids=positions).logits
+
+The mask function is asked once a forward for each kind of layer, with this rank's lengths. It does not evaluate
+anything on them: it reads what the mask is made of (causal, a window, chunks, documents, padding), and gives the layers
+a :class:`~cp_styles.mask.Mask` of the whole sequence. A mask that it cannot read is refused.
+
+Give the model ``position_ids`` of this rank's tokens, which say what is packed as they do on one device (positions
+restart at 0). If there is padding, give ``attention_mask`` [B, S] of the *whole* sequence.
+
+Written for transformers 5. Shapes: B batch, H query heads, G key/value heads, L local queries, M local keys, S whole
+sequence, D head dim, E value head dim.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from cp_styles._compat import without_function_modes
+from cp_styles.comm.agreement import Meeting, StatusRow, exchange_status, ledger_of
+from cp_styles.comm.point_to_point import has_cpu_backend
+from cp_styles.engine.binding import Binding, refuse_dropout
+from cp_styles.intercept.function_mode import AttentionCalls
+from cp_styles.layout import SequenceLayout
+from cp_styles.mask import Causal, Chunked, Documents, Full, Mask, PerRow, SlidingWindow
+
+
+def register_attention(name: str = "context_parallel") -> str:
+    """Make ``attn_implementation=name`` known to transformers; returns ``name``. Calling it again changes nothing.
+
+    The name is for ``from_config``, ``from_pretrained`` or ``model.set_attn_implementation``. A model with it runs
+    under a ModuleContextParallel only; for one device choose "sdpa" or "eager" instead.
+    """
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    AttentionInterface.register(name, context_parallel_attention_forward)
+    AttentionMaskInterface.register(name, context_parallel_mask)
+    return name
+
+
+def context_parallel_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | BlockMask | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    cache: Any = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention function: query [B, H, L, D], key [B, G, M, D] and value [B, G, M, E] of this rank.
+
+    Args:
+        module: the layer; ``is_causal`` of it counts where the argument is None.
+        attention_mask: what :func:`context_parallel_mask` returned, or a tensor or BlockMask of the *whole* sequence.
+        softcap: c of ``c * tanh(logits / c)``.
+        s_aux: a sink's logit for each query head, [H]; beside a softcap too.
+
+    Returns:
+        ``out_BLHE`` and None for the weights. Communication: see :func:`~cp_styles.functions.context_attention`.
+    """
+    calls = _entered("attention")
+    name = calls.binding.name
+
+    def refuse() -> None:
+        refuse_dropout(name, dropout)
+        if position_bias is not None:
+            raise NotImplementedError(
+                f"{name}: {type(module).__name__} adds a position_bias to its logits, which it has made from this "
+                "rank's lengths, as if its tokens were the first ones. Models with learned position biases are not "
+                "supported"
+            )
+        if cache is not None:
+            raise NotImplementedError(f"{name}: a paged cache is not supported under context parallelism")
+        if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim != 4:
+            raise ValueError(
+                f"{name}: {type(module).__name__} attends with a mask of shape {tuple(attention_mask.shape)}, where a "
+                "mask is [B, 1 or H, S, S] of the whole sequence"
+            )
+
+    mask, dense = Full(), None
+    if isinstance(attention_mask, WholeMask):
+        mask, dense = attention_mask.mask, attention_mask.padding
+    elif isinstance(attention_mask, BlockMask):
+        from cp_styles.mask.block_mask import FlexMask
+
+        mask = FlexMask.per_row(attention_mask)
+    elif attention_mask is not None:
+        dense = attention_mask
+    elif getattr(module, "is_causal", True) if is_causal is None else is_causal:
+        mask = Causal()
+    sink_H = s_aux.to_local() if isinstance(s_aux, DTensor) else s_aux
+
+    def cap(score: torch.Tensor, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> torch.Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    out_BHLE = calls.attend_with(
+        (query, key, value),
+        mask=mask,
+        attn_mask=dense,
+        scale=scaling,
+        sink_H=sink_H,
+        score_mod=None if softcap is None else cap,
+        refuse=refuse,
+    )
+    return out_BHLE.transpose(1, 2).contiguous(), None
+
+
+@torch.no_grad()
+def context_parallel_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int | torch.Tensor = 0,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> WholeMask:
+    """The mask function: what ``mask_function`` and ``attention_mask`` say, as a mask of the whole sequence.
+
+    Args:
+        batch_size: rows of the batch.
+        q_length: this rank's queries. Lengths and offsets of keys are not used.
+        mask_function: what transformers has put together from its own pieces.
+        attention_mask: [B, S] of the *whole* sequence, True where there is a token; or this rank's part if it is True
+            everywhere.
+
+    Communication: one all-gather of some integers; and one of position ids, if any rank's are not those of one
+    sequence.
+
+    Raises:
+        NotImplementedError: on every rank, for a mask function with pieces that are not known.
+        ValueError: on every rank, for padding or positions that are not the whole sequence's.
+    """
+    calls = _entered("a mask")
+    with without_function_modes():
+        return _whole_mask(calls, batch_size, q_length, q_offset, mask_function, attention_mask)
+
+
+class WholeMask(BlockMask):
+    """A mask of the whole sequence on its way through a model to its layers.
+
+    It is a BlockMask because that is the one object, beside tensors, that models pass on as it is.
+
+    Attributes:
+        mask: who attends to whom.
+        padding: bool [B, 1, 1, S], True where there is a key to attend to; None for everywhere.
+    """
+
+    def __init__(self, mask: Mask, padding: torch.Tensor | None, batch: int, length: int) -> None:
+        self.mask = mask
+        self.padding = padding
+        self.seq_lengths = length, length
+        self._batch = batch
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self._batch, 1, *self.seq_lengths
+
+    def to(self, *args: Any, **kwargs: Any) -> WholeMask:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self
+
+    def __getitem__(self, index: Any) -> BlockMask:
+        raise NotImplementedError(
+            "this model cuts its attention mask itself, and here the mask is of the whole sequence: it is not "
+            "supported through transformers' attention interface"
+        )
+
+    def __repr__(self) -> str:
+        padding = None if self.padding is None else tuple(self.padding.shape)
+        return f"WholeMask({self.mask!r}, padding={padding}, shape={self.shape})"
+
+    __str__ = __repr__
+
+
+@dataclass(frozen=True)
+class KeyRange(Mask):
+    """Every query attends to the keys ``first`` .. ``stop - 1``, where the tokens of a padded row are."""
+
+    first: int
+    stop: int
+
+    def bounds(self, q_positions_L: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.full_like(q_positions_L, self.first), torch.full_like(q_positions_L, self.stop)
+
+    def breaks(self, length: int) -> torch.Tensor:
+        return torch.empty(0, dtype=torch.int64)
+
+
+@dataclass
+class _Pieces:
+    """What a mask function is made of.
+
+    Attributes:
+        masks: bands that need no more than this.
+        chunk: size of chunks, counted from each row's first token that is not left padding, or in each document.
+        packed: transformers has found more than one document in this rank's positions.
+    """
+
+    masks: list[Mask]
+    chunk: int | None = None
+    packed: bool = False
+
+    @property
+    def causal(self) -> bool:
+        return any(isinstance(mask, Causal) for mask in self.masks)
+
+
+def _entered(what: str) -> AttentionCalls:
+    calls = AttentionCalls.entered()
+    if calls is None:
+        raise RuntimeError(
+            f"a model asks for {what} with attn_implementation of cp_styles, outside of a ModuleContextParallel: apply "
+            "the style to the model (parallelize_module(model, mesh, ModuleContextParallel())), or choose "
+            'attn_implementation="sdpa" for one device'
+        )
+    return calls
+
+
+def _read(mask_function: Callable[..., Any], name: str) -> _Pieces:
+    """Take apart a mask function of transformers.masking_utils: by the names of its pieces, and what they hold."""
+    pieces = _Pieces([])
+    for function in _conjuncts(mask_function):
+        what = function.__qualname__.split(".")[0]
+        held = inspect.getclosurevars(function).nonlocals if function.__closure__ else {}
+        ours = function.__module__ == "transformers.masking_utils"
+        if ours and what == "causal_mask_function":
+            pieces.masks.append(Causal())
+        elif ours and what == "bidirectional_mask_function":
+            pass
+        elif ours and what == "sliding_window_overlay":
+            window = held["sliding_window"]
+            # Of 0, where a configuration has it switched off and no layer uses the mask: nobody sees anything.
+            pieces.masks.append(SlidingWindow(window - 1, None) if window > 0 else KeyRange(0, 0))
+        elif ours and what == "sliding_window_bidirectional_overlay":
+            pieces.masks.append(SlidingWindow(held["sliding_window"], held["sliding_window"]))
+        elif ours and what == "chunked_overlay":
+            pieces.chunk = held["chunk_size"]
+        elif ours and what == "packed_sequence_mask_function":
+            pieces.packed = True
+        else:
+            raise NotImplementedError(
+                f"{name}: the mask of this model has a piece {function.__module__}.{function.__qualname__} that is not "
+                "known, and it cannot be evaluated on this rank's part alone. Give the model its masks ready, "
+                "attention_mask as a tensor [B, 1, S, S] of the whole sequence"
+            )
+    return pieces
+
+
+def _conjuncts(function: Callable[..., Any]) -> Iterator[Any]:
+    """The mask functions that must all say yes."""
+    what = getattr(function, "__qualname__", "").split(".")[0]
+    if what == "and_masks":
+        for each in inspect.getclosurevars(function).nonlocals["mask_functions"]:
+            yield from _conjuncts(each)
+    elif what == "remap_positions_for_packed_sequence":
+        yield from _conjuncts(inspect.getclosurevars(function).nonlocals["mask_function"])
+    else:
+        yield function
+
+
+# What a rank says of the part that it has.
+_AS_LAID_OUT, _PACKED, _JUMPS, _MASKED, _FROM_ZERO = 1, 2, 4, 8, 16
+
+
+def _whole_mask(
+    calls: AttentionCalls,
+    batch: int,
+    length: int,
+    offset: int | torch.Tensor,
+    mask_function: Callable[..., Any] | None,
+    attention_mask: torch.Tensor | None,
+) -> WholeMask:
+    binding = calls.binding
+    name, group, rank = binding.name, binding.group, binding.group.rank()
+    pieces = _Pieces([])
+    positions_BL: torch.Tensor | None = None
+
+    def build() -> StatusRow:
+        nonlocal pieces, positions_BL
+        if int(offset):
+            raise NotImplementedError(
+                f"{name}: the model is asked to go on after {int(offset)} cached tokens. Decoding with a cache that is "
+                "cut over ranks is not supported: generate without context parallelism"
+            )
+        assert mask_function is not None
+        pieces = _read(mask_function, name)
+        flags = _MASKED * (attention_mask is not None and not bool(attention_mask.all()))
+        if attention_mask is None and pieces.causal:
+            positions_BL = _text_positions(calls.inputs.get("position_ids"), batch, length)
+        if positions_BL is None and pieces.packed:
+            raise ValueError(
+                f"{name}: transformers has found packed documents in position ids that the model has made itself, from "
+                "this rank's part: give the model position_ids of this rank's tokens (layout.positions(rank))"
+            )
+        if positions_BL is not None:
+            own = torch.arange(length, device=positions_BL.device)
+            laid_out = _guessed(binding, length)
+            flags |= _AS_LAID_OUT * (laid_out is not None and _all_equal(positions_BL, laid_out.positions(rank)))
+            flags |= _FROM_ZERO * _all_equal(positions_BL, own)
+            flags |= _JUMPS * bool((positions_BL.diff(dim=1) != 1).any())
+        flags |= _PACKED * pieces.packed
+        # In ``guessed``: for which whole length this rank's positions are what the layout says.
+        guess = 0 if positions_BL is None else (_guessed_length(binding, length) << 1) | 1
+        width = 0 if attention_mask is None else attention_mask.shape[1]
+        return StatusRow(q_length=length, kv_length=width, guessed=guess, flags=flags)
+
+    ledger = ledger_of(group)
+    ledger.engaged = True
+    rows = exchange_status(build, Meeting.MASK, name, binding.axis, group)
+    whole = sum(row.q_length for row in rows)
+    if any(row.flags & _MASKED for row in rows):
+        _refuse_part(name, attention_mask, [row.kv_length for row in rows], length, whole, pieces)
+    else:
+        attention_mask = None
+    documents = None
+    if all(row.guessed for row in rows):
+        laid_out = all(row.flags & _AS_LAID_OUT and row.guessed >> 1 == whole for row in rows)
+        if not laid_out:
+            assert positions_BL is not None
+            layout = binding.layout_for(whole)
+            positions_BS = _gathered(positions_BL, [row.q_length for row in rows], layout, group)
+            alone = len(rows) > 1 and all(row.flags & _FROM_ZERO for row in rows)
+            packed, jumps = (any(row.flags & flag for row in rows) for flag in (_PACKED, _JUMPS))
+            documents = _documents(name, positions_BS, alone, packed, jumps)
+    ledger.engaged = False
+    mask, padding = _mask_of(pieces, documents, attention_mask, whole)
+    return WholeMask(mask, padding, batch, whole)
+
+
+def _text_positions(given: Any, batch: int, length: int) -> torch.Tensor | None:
+    """Of the position ids of the model's forward those in which transformers looks for documents: [B, L]."""
+    if not isinstance(given, torch.Tensor):
+        return None
+    if given.ndim == 3 and given.shape[0] == 4:  # text beside time, height and width
+        given = given[0]
+    if given.ndim == 1:
+        given = given.unsqueeze(0)
+    if given.ndim != 2 or given.shape[1] != length or given.shape[0] not in (1, batch):
+        return None
+    return given.expand(batch, length)
+
+
+def _guessed_length(binding: Binding, length: int) -> int:
+    if isinstance(binding.layout, SequenceLayout):
+        return binding.layout.length
+    known = {q: whole for (q, _), (whole, _) in ledger_of(binding.group).lengths.items()}
+    return known.get(length, length * binding.group.size())
+
+
+def _guessed(binding: Binding, length: int) -> SequenceLayout | None:
+    try:
+        layout = binding.layout_for(_guessed_length(binding, length))
+    except Exception:  # of a length that may not be the call's
+        return None
+    return layout if layout.lengths[binding.group.rank()] == length else None
+
+
+def _all_equal(positions_BL: torch.Tensor, row_L: torch.Tensor) -> bool:
+    return bool((positions_BL == row_L.to(positions_BL.device)).all())
+
+
+def _gathered(
+    positions_BL: torch.Tensor, lengths: list[int], layout: SequenceLayout, group: dist.ProcessGroup
+) -> torch.Tensor:
+    """The position ids of the whole sequence, [B, S] on the host, in the order of the layout's positions."""
+    if tuple(lengths) != layout.lengths:
+        raise ValueError(
+            f"the ranks hold {lengths} positions, but the layout gives them {list(layout.lengths)}: cut the inputs "
+            "with the layout that the attention uses"
+        )
+    longest = max(lengths)
+    padded = positions_BL.new_zeros(positions_BL.shape[0], longest)
+    padded[:, : positions_BL.shape[1]] = positions_BL
+    padded = padded.cpu() if has_cpu_backend(group) else padded.cuda()
+    parts = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(parts, padded, group=group)
+    whole = torch.empty(positions_BL.shape[0], layout.length, dtype=padded.dtype)
+    for rank, part in enumerate(parts):
+        whole[:, layout.positions(rank).cpu()] = part[:, : lengths[rank]].cpu()
+    return whole
+
+
+def _documents(
+    name: str, positions_BS: torch.Tensor, alone: bool, packed: bool, jumps: bool
+) -> list[tuple[int, ...]] | None:
+    """The lengths of the documents in each row, where positions restart; None for one document in each."""
+    begins = positions_BS.diff(dim=1) != 1
+    if not begins.any():
+        return None
+    if alone:
+        raise ValueError(
+            f"{name}: on every rank position_ids count from 0 to the end of its part, as if no other rank had a part: "
+            "give each rank the positions of its own tokens, layout.positions(rank)"
+        )
+    starts = positions_BS[:, 1:][begins]
+    if (starts != 0).any():
+        odd = int(starts[starts != 0][0])
+        raise ValueError(
+            f"{name}: position_ids neither count on nor restart at 0 in the order of the sequence (one goes on at "
+            f"{odd}): cut them with the layout that the attention uses, layout.shard or layout.positions(rank)"
+        )
+    if not packed:
+        if jumps:  # transformers has seen them, and does not separate documents here (it has a cache)
+            return None
+        raise ValueError(
+            f"{name}: position_ids restart where a rank's part begins, and nowhere else, so it is not known whether "
+            "transformers separates these documents: give them as a SequenceScope's mask, and count positions on"
+        )
+    found = []
+    for row in begins:
+        edges = torch.cat((torch.tensor([-1]), torch.nonzero(row).flatten(), torch.tensor([row.numel()])))
+        found.append(tuple(edges.diff().tolist()))
+    return found
+
+
+def _refuse_part(
+    name: str, attention_mask: torch.Tensor | None, widths: list[int], length: int, whole: int, pieces: _Pieces
+) -> None:
+    """Raise for padding that is not the whole sequence's; keys of another sequence are checked at the attention."""
+    if all(width == whole for width in widths):
+        return
+    if not pieces.masks and pieces.chunk is None and len(set(widths)) == 1 and widths[0] != length:
+        return
+    shape = None if attention_mask is None else tuple(attention_mask.shape)
+    raise ValueError(
+        f"{name}: attention_mask of shape {shape} marks padding, and this rank holds {length} of {whole} tokens: give "
+        f"every rank the mask of the whole sequence, [B, {whole}]"
+    )
+
+
+def _mask_of(
+    pieces: _Pieces, documents: list[tuple[int, ...]] | None, attention_mask: torch.Tensor | None, length: int
+) -> tuple[Mask, torch.Tensor | None]:
+    """The mask, and the padding [B, 1, 1, S] that is not in it."""
+    common: Mask = Full()
+    for each in pieces.masks:
+        common = common & each
+    chunk, padding = pieces.chunk, None
+    rows: list[Mask] = []
+    if documents is not None:
+        rows = [Documents(lengths if chunk is None else _chunks(lengths, chunk)) for lengths in documents]
+    elif attention_mask is not None:
+        present = attention_mask.cpu()
+        first = present.int().argmax(1).tolist()
+        counts = present.sum(1).tolist()
+        ranges = [bool(row[low : low + count].all()) for row, low, count in zip(present, first, counts, strict=True)]
+        if all(ranges) and not isinstance(common, Full):
+            rows = [KeyRange(low, low + count) for low, count in zip(first, counts, strict=True)]
+        else:
+            padding = attention_mask[:, None, None, :]
+        if chunk is not None:
+            lengths = [[*([low] if low else []), length - low] for low in first]
+            chunks = [Documents(_chunks(each, chunk)) for each in lengths]
+            rows = [row & each for row, each in zip(rows, chunks, strict=True)] if rows else list(chunks)
+    elif chunk is not None:
+        rows = [Chunked(chunk)]
+    if rows:
+        common = common & (rows[0] if all(row == rows[0] for row in rows) else PerRow(tuple(rows)))
+    return common, padding
+
+
+def _chunks(lengths: Any, size: int) -> tuple[int, ...]:
+    """Pieces of at most ``size``, counted from the beginning of each length."""
+    return tuple(min(size, length - start) for length in lengths for start in range(0, length, size))

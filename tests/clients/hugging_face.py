@@ -1,0 +1,237 @@
+"""Tiny models of transformers in float64, trained for one step on one process and on ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.functional import cross_entropy
+from torch.overrides import TorchFunctionMode
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from cp_styles import ModuleContextParallel, next_token_labels, sum_gradients
+from cp_styles.integrations.transformers import register_attention
+from cp_styles.layout import Balancer, head_tail
+from cp_styles.testing import run_ranks
+from tests.oracle import dense_attention
+
+VOCABULARY, LENGTH, BATCH = 64, 21, 2
+
+# Sizes under all the names that configurations have for them; each takes its own. The window (5), the chunks (6) and
+# the part of a rank (10 or 11 of 21 tokens) are such that a mask made from a part would be another one.
+TINY = {
+    "vocab_size": VOCABULARY,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "use_cache": False,
+    "experts_implementation": "eager",
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim"), 32),
+    **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim"), 48),
+    **dict.fromkeys(("num_hidden_layers", "n_layer"), 4),
+    **dict.fromkeys(("encoder_layers", "decoder_layers"), 2),
+    **dict.fromkeys(
+        ("num_attention_heads", "n_head", "encoder_attention_heads", "decoder_attention_heads"),
+        4,
+    ),
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    **dict.fromkeys(("max_position_embeddings", "n_positions"), 64),
+    "sliding_window": 5,
+    "attention_chunk_size": 6,
+    **dict.fromkeys(
+        (
+            "attention_dropout",
+            "hidden_dropout",
+            "hidden_dropout_prob",
+            "attention_probs_dropout_prob",
+            "resid_pdrop",
+            "embd_pdrop",
+            "attn_pdrop",
+            "resid_dropout",
+            "embedding_dropout",
+            "activation_dropout",
+            "residual_dropout",
+            "dropout",
+        ),
+        0.0,
+    ),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
+    **dict.fromkeys(("moe_intermediate_size", "shared_intermediate_size", "shared_expert_intermediate_size"), 16),
+    **dict.fromkeys(("num_experts_per_tok", "first_k_dense_replace"), 2),
+    **dict.fromkeys(("n_group", "topk_group"), 1),
+    "q_lora_rank": 16,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 8,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 16,
+    "n_groups": 1,
+    "ssm_state_size": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+
+
+class StayDouble(TorchFunctionMode):
+    """Norms, rotary embeddings and routers of transformers compute in float32, whose rounding depends on the number of
+    rows. Here they stay in float64."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.float:
+            return args[0].double() if args[0].is_floating_point() else func(*args)
+
+        def wider(value: Any) -> Any:
+            return torch.float64 if value is torch.float32 else value
+
+        return func(*map(wider, args), **{name: wider(value) for name, value in (kwargs or {}).items()})
+
+
+def dense(module, query, key, value, attention_mask, scaling=None, is_causal=None, softcap=None, s_aux=None, **kwargs):
+    """The oracle as an attention function of transformers, with the masks that transformers makes for sdpa."""
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if attention_mask is None and (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        attention_mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()
+    if softcap is None and s_aux is None:
+        return dense_attention(query, key, value, attention_mask, scale=scale).transpose(1, 2), None
+    groups = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+    logits = query @ key.mT * scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    if attention_mask is not None:
+        logits = logits.masked_fill(~attention_mask, float("-inf"))
+    if s_aux is not None:
+        logits = torch.cat((logits, s_aux.view(1, -1, 1, 1).expand(*logits.shape[:-1], 1)), -1)
+    dead = (logits == float("-inf")).all(-1, keepdim=True)
+    weights = torch.softmax(logits.masked_fill(dead, 0.0), -1).masked_fill(dead, 0.0)
+    return (weights[..., : key.shape[2]] @ value).transpose(1, 2), None
+
+
+AttentionInterface.register("dense", dense)
+AttentionMaskInterface.register("dense", sdpa_mask)
+NAME = register_attention()
+
+
+def config_of(model_type: str, **changes: Any) -> Any:
+    """A tiny configuration; of a model of several kinds of input, the one of its text."""
+    config = transformers.AutoConfig.for_model(model_type, **TINY | changes)
+    text = config.get_text_config()
+    return config if text is config else type(text)(**TINY | changes)
+
+
+def tiny(make: Callable[[Any], nn.Module], config: Any) -> nn.Module:
+    """The model of ``config`` in float64, with weights that make attention sharp enough to see a wrong mask."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        config._experts_implementation = "eager"  # torch's grouped matmul knows no float64
+        model = make(config).double()
+    finally:
+        torch.set_default_dtype(before)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.15)
+    return model
+
+
+def causal_lm(config: Any) -> nn.Module:
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def tokens_of(length: int = LENGTH, seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, VOCABULARY, (BATCH, length), generator=torch.Generator().manual_seed(seed))
+
+
+def positions_of(length: int = LENGTH) -> torch.Tensor:
+    return torch.arange(length).expand(BATCH, -1)
+
+
+Batch = Mapping[str, torch.Tensor]
+
+
+def step(model: nn.Module, inputs: Batch, labels: torch.Tensor) -> torch.Tensor:
+    """The sum of the tokens' losses, after its backward."""
+    with StayDouble():
+        logits = model(**inputs).logits
+    loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    loss.backward()
+    return loss.detach()
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
+
+
+def on_ranks(
+    model: nn.Module,
+    inputs: Batch,
+    labels: torch.Tensor,
+    *,
+    whole: Batch | None = None,
+    ranks: int = 2,
+    balancer: Balancer = head_tail,
+    style: Mapping[str, Any] | None = None,
+    scope: Callable[[Any], Any] | None = None,
+    implementation: str = NAME,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss and gradients of a step of ``model``; ``inputs`` are cut along their last dim, ``whole`` are not."""
+
+    def on(rank: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))
+        mine = copy.deepcopy(model)
+        mine.set_attn_implementation(implementation)
+        options = {"layout": balancer} if scope is None and style is None else dict(style or {})
+        parallelize_module(mine, mesh, ModuleContextParallel(**options))
+
+        def cut(x: torch.Tensor) -> torch.Tensor:
+            layout = balancer(x.shape[-1], ranks)
+            return layout.shard(x, -1, rank)
+
+        parts = {name: cut(x) for name, x in inputs.items()} | dict(whole or {})
+        if scope is None:
+            loss = step(mine, parts, cut(labels))
+        else:
+            with scope(balancer(labels.shape[-1], ranks)):
+                loss = step(mine, parts, cut(labels))
+        sum_gradients(mine, mesh)
+        return loss, gradients(mine)
+
+    found = run_ranks(on, ranks)
+    return torch.stack([loss for loss, _ in found]).sum(), found[0][1]
+
+
+def expected(model: nn.Module, inputs: Batch, labels: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    one = copy.deepcopy(model)
+    one.set_attn_implementation("dense")
+    return step(one, inputs, labels), gradients(one)
+
+
+def largest_error(found: Any, wanted: Any) -> float:
+    """Of the loss and of every gradient, relative to its norm, or to a thousandth of the largest where it is less."""
+    (loss, grads), (wanted_loss, wanted_grads) = found, wanted
+    assert grads.keys() == wanted_grads.keys()
+    floor = 1e-3 * max(float(grad.norm()) for grad in wanted_grads.values())
+    errors = [
+        float((grads[name] - grad).norm()) / max(float(grad.norm()), floor) for name, grad in wanted_grads.items()
+    ]
+    return max(abs(float(loss - wanted_loss)) / abs(float(wanted_loss)), *errors)
+
+
+def labels_of(tokens: torch.Tensor, **options: Any) -> torch.Tensor:
+    return next_token_labels(tokens, **options)
