@@ -107,7 +107,7 @@ def dense(module, query, key, value, attention_mask, scaling=None, is_causal=Non
     if attention_mask is None and (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         attention_mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()
     if softcap is None and s_aux is None:
-        return dense_attention(query, key, value, attention_mask, scale=scale).transpose(1, 2), None
+        return dense_attention(query, key, value, attention_mask, scale=scale).transpose(1, 2).contiguous(), None
     groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
     logits = query @ key.mT * scale
@@ -119,7 +119,7 @@ def dense(module, query, key, value, attention_mask, scaling=None, is_causal=Non
         logits = torch.cat((logits, s_aux.view(1, -1, 1, 1).expand(*logits.shape[:-1], 1)), -1)
     dead = (logits == float("-inf")).all(-1, keepdim=True)
     weights = torch.softmax(logits.masked_fill(dead, 0.0), -1).masked_fill(dead, 0.0)
-    return (weights[..., : key.shape[2]] @ value).transpose(1, 2), None
+    return (weights[..., : key.shape[2]] @ value).transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register("dense", dense)

@@ -43,7 +43,7 @@ PLAIN = """
 WINDOWS = "cohere2 cwm exaone4 gemma3_text granite_swa ministral mistral modernbert-decoder olmo3"
 EXPERTS = """
     afmoe cohere2_moe ernie4_5_moe exaone_moe flex_olmo glm4_moe granitemoe hunyuan_v1_moe jetmoe mellum minimax_m2
-    mixtral olmoe phimoe qwen2_moe qwen3_moe
+    mixtral olmoe qwen2_moe qwen3_moe
 """
 EXACT_MODELS = {
     **each(PLAIN, {}),  # causal: grouped heads, norms of queries and keys, partial rotary embeddings, learned positions
@@ -55,7 +55,7 @@ EXACT_MODELS = {
     **each(EXPERTS, {}),
 }
 REFUSED_MODELS = {
-    **each("bloom mpt openai-gpt roformer xglm", "no scaled_dot_product_attention was called inside"),
+    **each("bloom mpt openai-gpt roformer", "no scaled_dot_product_attention was called inside"),
     "deepseek_v32": "cuts its attention mask itself",  # tokens are selected for each query
     "deepseek_v4": "with 21 queries and 25 keys",  # compressed keys beside the tokens'
     "doge": "gradient of an attention bias",
