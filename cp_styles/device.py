@@ -1,4 +1,4 @@
-"""To a GPU and back without waiting for it: the host can run ahead for as long as it reads nothing."""
+"""Copies to a GPU and back that do not make the host wait."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ import torch
 def tensor_on(
     device: torch.device, values: int | Sequence[int] | torch.Tensor, dtype: torch.dtype = torch.int64
 ) -> torch.Tensor:
-    """Numbers, or a tensor of the host, on ``device``.
+    """Numbers, or a host tensor, on ``device``.
 
-    ``torch.tensor(values, device=device)`` waits for everything that a GPU has still to do. This copy does not: what is
-    copied is read before the call returns.
+    ``torch.tensor(values, device=device)`` waits until the GPU has finished its queue. This copy does not wait. The
+    source is read before the call returns.
     """
     made = values if isinstance(values, torch.Tensor) else torch.tensor(values, dtype=dtype)
     return made.to(device, non_blocking=True)
 
 
 def read_later(number: torch.Tensor) -> Callable[[], int]:
-    """The integer in a tensor without dims, for whom asks later. From a GPU the copy starts here, and only who asks
-    waits for it."""
+    """A function that returns the integer in a tensor without dims.
+
+    The copy from a GPU starts here. Only a call of the returned function waits for it.
+    """
     if number.device.type == "cpu":
         value = int(number)
         return lambda: value

@@ -51,10 +51,10 @@ def digest(tensor: torch.Tensor) -> int:
 
 
 def delayed_digest(tensor: torch.Tensor, earlier: deque[Callable[[], int]]) -> int:
-    """The :func:`digest` of a tensor that changes at every step. On a GPU, where the host would wait for it: that of
-    the tensor that was given _DELAY calls before this one, and 0 at the first calls.
+    """The :func:`digest` of a tensor that changes at every step.
 
-    ``earlier`` holds those for which nobody has asked yet. No communication.
+    On a GPU the host would have to wait for it. There it is the digest of the tensor of _DELAY calls before, and 0 at
+    the first _DELAY calls. ``earlier`` holds the digests that were not read yet. No communication.
     """
     if tensor.device.type == "cpu":
         return digest(tensor)
@@ -62,6 +62,6 @@ def delayed_digest(tensor: torch.Tensor, earlier: deque[Callable[[], int]]) -> i
     return earlier.popleft()() % 2**63 if len(earlier) > _DELAY else 0
 
 
-# As many calls as a host runs ahead of its device at most.
+# The number of calls by which the host may run ahead of its device.
 _DELAY = 64
 _digests: WeakTensorKeyDictionary = WeakTensorKeyDictionary()

@@ -122,11 +122,11 @@ _opened: WeakSet[dist.ProcessGroup] = WeakSet()
 
 
 def open_group(group: dist.ProcessGroup | None, device: torch.device) -> None:
-    """Before the first :func:`exchange` over a group on a device, called by all of its ranks at the same place.
+    """All ranks of a group call this at the same place, before the first :func:`exchange` over it on a device.
 
-    NCCL sets up a group with its first operation. If that were a batch of messages, every rank would have to take part
-    in it, and a rank whose plan has none for it does not: the others would wait for it for good. Communication: one
-    all-reduce of one number, the first time.
+    NCCL sets up a group in its first operation, and all ranks must take part in that. A batch of messages does not
+    involve ranks whose plan has no messages, so the others would wait for ever. Communication: one all-reduce of one
+    number, the first time.
     """
     if group is None or device.type in ("cpu", "meta") or group.size() == 1 or group in _opened:
         return
@@ -138,8 +138,8 @@ def gather_numbers(numbers: Sequence[int], group: dist.ProcessGroup) -> list[tup
     """The rows of int64 numbers of all ranks, on every rank, in group order.
 
     By such rows all ranks learn of an error on one of them. Communication: one all-gather of ``len(numbers)`` int64
-    from each rank. It runs on the host: over the group's backend for CPUs, or over a gloo of its own, which the first
-    call sets up between the ranks of the group. Without gloo it runs on the device, and the host waits.
+    from each rank. It runs on the host: over the CPU backend of the group, or over an additional gloo group, which the
+    first call sets up between the ranks of the group. Without gloo it runs on the device, and the host waits.
     """
     refuse_destroyed(group)
     if group.size() == 1:
@@ -163,14 +163,14 @@ def _row(numbers: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.int64, device=device)
 
 
-# What the ranks of a group without a backend for CPUs agree by.
+# The additional gloo groups of groups without a CPU backend, for agreement.
 _hosts: WeakKeyDictionary[dist.ProcessGroup, Any] = WeakKeyDictionary()
 
 
 def _gather(
     rows: list[torch.Tensor], mine: torch.Tensor, group: dist.ProcessGroup, patience: timedelta | None = None
 ) -> dist.Work | None:
-    """Start an all-gather of a :func:`_row`. With ``patience``, connections that have to be opened take no longer."""
+    """Start an all-gather of a :func:`_row`. ``patience`` limits the time to open connections."""
     if has_cpu_backend(group) or mine.device.type != "cpu":
         return dist.all_gather(rows, mine, group=group, async_op=True)
     if group not in _hosts:

@@ -295,17 +295,20 @@ def _refuse(binding: Binding, values: dict[str, Any], tensors: list[DTensor]) ->
         )
     for label, tensor in zip(("query", "key", "value"), tensors, strict=True):
         if not isinstance(tensor, DTensor) or binding_of(tensor.device_mesh) is not binding:
-            raise ValueError(f"{name}: {label} was not made inside this module: it is no DTensor of its sequence axis")
+            raise ValueError(
+                f"{name}: {label} was not made inside this module: it is not a DTensor on the module's sequence axis; "
+                "compute it from the module's inputs, or pass it to the module"
+            )
         if tensor.placements[0] != Shard(_SEQ_DIM):
             raise ValueError(
-                f"{name}: {label} reaches the attention as {tensor.placements} with shape {tuple(tensor.shape)}, not "
-                f"Shard({_SEQ_DIM}) on the sequence axis: something in the module moved or gathered the sequence dim; "
-                "check seq_dim"
+                f"{name}: {label} has the placements {tensor.placements} and the shape {tuple(tensor.shape)} at the "
+                f"attention, not Shard({_SEQ_DIM}) on the sequence axis: the module moved or gathered the sequence "
+                "dim; check seq_dim"
             )
 
 
 def _share(name: str, tensors: list[DTensor]) -> tuple[HeadShare | None, tuple[int, int] | None]:
-    """This rank's heads, and how many rows of a batch and heads a mask must be for; None on 1-D meshes: all of them."""
+    """This rank's heads, and the numbers of rows of the batch and of heads that a mask must fit. None on 1-D meshes."""
     query, key, _ = tensors
     if query.device_mesh.ndim == 1:
         return None, None

@@ -230,7 +230,7 @@ def _attention(q, k, v, sink, attn_mask, dense, config, is_causal, scale, keep, 
         if not live:
             check_local(name, (q, k, v))
         if attn_mask is not None:
-            Dense(attn_mask)  # raises for what is no mask
+            Dense(attn_mask)  # raises for a tensor that is not a mask
         if sink is not None and tuple(sink.shape) != (q.shape[1],):
             raise ValueError(
                 f"{name}: sink_H must be one logit for each of {q.shape[1]} query heads, got {tuple(sink.shape)}"
@@ -351,7 +351,7 @@ def _laid_out(result: torch.Tensor, promised: torch.Tensor) -> torch.Tensor:
     return made.copy_(result)
 
 
-# -- the tensor that says what only the forward knew --
+# -- the tensor with what is known only in the forward --
 
 
 def _tensor_of(text: str) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Where strategies are called, for every door: the DTensor handlers, the op, and flex_attention.
+"""The only place that calls Strategy.forward and backward, for the DTensor handlers, the op, and flex_attention.
 
 Shapes: B batch, H query heads, G key/value heads, L local queries, M local keys, D head dim, E value head dim.
 """
@@ -27,9 +27,9 @@ def run_forward(
     *,
     keep: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(out_BHLE, residual)`` of an attention that the ranks have agreed on; the residual is empty unless ``keep``.
+    """``(out_BHLE, residual)`` of an attention on which the ranks have agreed. The residual is empty unless ``keep``.
 
-    Communication: the strategy's.
+    Communication: that of the strategy.
     """
     strategy = binding.strategy
     residual = new_residual(strategy.residual_specs(attention, q_BHLD, k_BGMD, v_BGME) if keep else (), q_BHLD.device)
@@ -52,10 +52,11 @@ def run_backward(
     grad_lse_BHL: torch.Tensor | None = None,
     learned: Sequence[torch.Tensor] = (),
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, list[torch.Tensor]]:
-    """``(dq, dk, dv, dsink, shares)``; ``shares`` are the gradients of ``learned``, which a score_mod reads.
+    """``(dq, dk, dv, dsink, shares)``. ``shares`` are the gradients of ``learned``, the tensors that a score_mod
+    learns.
 
-    dsink and ``shares`` are this rank's share of a sum over the group. Communication: what
-    :func:`~cp_styles.comm.agreement.begin_backward` says, then the strategy's.
+    dsink and ``shares`` are this rank's share of a sum over the group. Communication: that of
+    :func:`~cp_styles.comm.agreement.begin_backward`, then that of the strategy.
     """
     shares = [torch.zeros_like(tensor) for tensor in learned]
     if isinstance(attention.kernel, FlexKernel):

@@ -1,7 +1,7 @@
-"""The kernels behind torch's scaled_dot_product_attention, called by their aten ops, tile by tile or many at once.
+"""The fused kernels of torch's scaled_dot_product_attention, called by their aten ops, for one tile or for several.
 
-The ops differ in argument names and in what they return, not in what they compute: arguments are bound to the op's own
-schema by name, so one class serves all of them and a torch version that changes a signature is met here.
+The ops compute the same function but differ in argument names and results. Arguments are matched to the schema of an op
+by name. So one class serves all ops, and a changed signature in a torch version needs a change only here.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ from cp_styles.kernels.base import Kernel, TileCall
 from cp_styles.kernels.merge import EMPTY_LSE
 from cp_styles.kernels.packing import Packing
 
-# A pack is a copy of its tiles. It pays where a call by itself would leave a GPU idle, and not where a tile alone has
-# more blocks of 128 queries, of some 32 heads, than there are multiprocessors. A guess that no GPU has confirmed.
+# Tiles with more query rows than this are not packed. A pack is a copy of its tiles, so it pays only for tiles that
+# would leave a GPU idle: those with fewer blocks of 128 queries (for some 32 heads) than multiprocessors. The value is
+# an estimate that was not measured on a GPU.
 _LONG_TILE = 1024
-# The most rows of queries, or of keys, in a pack: what the copies may take.
+# Maximum number of rows of queries, or of keys, in a pack. It limits the memory of the copies.
 _MOST_ROWS = 2**15
 
-# One name for what the schemas call differently.
+# Names of arguments in some schemas, and the common names used here.
 _ALIASES = {"grad_out_": "grad_out", "log_sumexp": "logsumexp", "output": "out", "attn_bias": "attn_mask"}
 
 
 class Names(NamedTuple):
-    """What an op calls its arguments and its results.
+    """The names of an op's arguments and results.
 
     Attributes:
-        arguments: by the schema's own name, the one spelling there is for all the attention ops.
-        returns: in that spelling.
+        arguments: the common name of each argument, by its name in the schema.
+        returns: the common names of the results.
     """
 
     arguments: dict[str, str]
@@ -42,7 +43,7 @@ class Names(NamedTuple):
 
 @cache
 def names_of(op: torch._ops.OpOverload) -> Names:
-    schema = op._schema  # asking it anything takes longer than many a tile
+    schema = op._schema  # reading it is slow, therefore the cache
     arguments = {argument.name: _ALIASES.get(argument.name, argument.name) for argument in schema.arguments}
     return Names(arguments, tuple(_ALIASES.get(returned.name, returned.name) or "" for returned in schema.returns))
 
@@ -51,27 +52,27 @@ def names_of(op: torch._ops.OpOverload) -> Names:
 class SdpaKernel(Kernel):
     """One of torch's fused attention ops.
 
-    What an op cannot take is said here, once: :meth:`check` refuses it for a whole attention and :meth:`takes` for a
-    tile. What the op only wants laid out in another way, a head dim that is no multiple of 16 bytes or rows that do not
-    start at one, is padded or copied.
+    The limits of an op are attributes of this class: :meth:`check` applies them to a whole attention, :meth:`takes` to
+    a tile. Tensors that only need another memory layout are padded or copied: head dims that are not multiples of 16
+    bytes, and rows that do not start at such a multiple.
 
     Attributes:
-        name: the op's name in aten, without the ``_backward`` that its gradient carries.
-        device_type: where it runs.
-        dtypes: what it takes.
+        name: the name of the op in aten. That of its backward has ``_backward`` appended.
+        device_type: the type of device on which it runs.
+        dtypes: the dtypes that it takes.
         grouped: whether it takes fewer key/value heads than query heads.
         wide_tiles: float32 tiles of low-precision inputs are affordable.
         lse_multiple: the op pads the logsumexp to a multiple of this many queries, with infinity.
         lse_column: the op's logsumexp is [B, H, L, 1].
-        out_by_rows: the backward reads ``out`` as [B, L, H, E] in memory, whatever its strides say.
-        out_like_query: the backward may read ``out`` and its gradient by the strides that another call had, with the
-            same query: all of them are given the query's order of dims.
-        row_bytes: rows must start at multiples of this many bytes, and so must head dims end.
+        out_by_rows: the backward reads ``out`` as [B, L, H, E] in memory and ignores its strides.
+        out_like_query: the backward may read ``out`` and its gradient with the strides of another call with the same
+            query. So both get the memory order of the query.
+        row_bytes: rows must start, and head dims must end, at multiples of this number of bytes.
         most_dim: the largest head dim of a backward; None for any.
         one_dim: query and value must have one head dim.
-        whole_rows: takes tiles whose numbers of queries and of keys are multiples of this.
-        deterministic: whether it runs where deterministic algorithms are asked for.
-        capability: the least CUDA compute capability; for bfloat16 it is at least 8.0 everywhere.
+        whole_rows: the numbers of queries and of keys of a tile must be multiples of this.
+        deterministic: whether it may be used with torch.use_deterministic_algorithms.
+        capability: the minimum CUDA compute capability. For bfloat16 it is at least 8.0.
     """
 
     name: str
@@ -125,7 +126,7 @@ class SdpaKernel(Kernel):
         out, lse = results["out"][..., :dim_v], results["logsumexp"]
         lse = lse.flatten(2)[:, :, : q_BHLD.shape[2]]
         if bias is not None:
-            # What a fused kernel reports as the logsumexp of a fully masked row is not defined; that it has none, is.
+            # The logsumexp that a fused kernel returns for a fully masked row is not defined. Set it to EMPTY_LSE.
             dead = (bias == float("-inf")).all(-1).expand(lse.shape)
             lse = lse.masked_fill(dead, EMPTY_LSE)
             out = out.masked_fill(dead.unsqueeze(-1), 0.0)
@@ -136,10 +137,10 @@ class SdpaKernel(Kernel):
         dims, (dim, padded_v) = (q_BHLD.shape[-1], v_BGME.shape[-1]), self._dims(q_BHLD, v_BGME)
         q_BHLD, scale, sign = _positive_scale(q_BHLD, scale)
         if bias is not None:
-            # Of a query that no key is for. A finite number far below all logits makes infinity of what a kernel pads
-            # a block of keys with; infinity makes 0 of it, and of everything.
+            # For queries without keys. With a finite number far below all logits, keys that the kernel pads a block
+            # with would have an infinite probability. With infinity all probabilities are 0.
             lse_BHL = lse_BHL.masked_fill(lse_BHL <= EMPTY_LSE / 2, float("inf"))
-        # The CUDA kernels read the logsumexp of some rows as if it were contiguous, and do not check.
+        # CUDA kernels read the logsumexp as contiguous and do not check it.
         lse = F.pad(lse_BHL, (0, -queries % self.lse_multiple), value=float("inf")).contiguous()
         query, grad, out = _padded(q_BHLD, dim), _padded(grad_BHLE, padded_v), _padded(out_BHLE, padded_v)
         if self.out_by_rows:
@@ -180,7 +181,7 @@ class SdpaKernel(Kernel):
         return not any(size % self.whole_rows for size in rows) and self._problem(q_BHLD, v_BGME, biased=biased) is None
 
     def _problem(self, q_BHLD: torch.Tensor, v_BGME: torch.Tensor, *, biased: bool) -> str | None:
-        """Why this kernel takes no tensors of this dtype, device and head dims, and what to do; None where it does."""
+        """A text that says why this kernel cannot take such tensors, and what to do. None if it can."""
         dtype, device, dim = q_BHLD.dtype, q_BHLD.device, max(self._dims(q_BHLD, v_BGME))
         if device.type != self.device_type or dtype not in self.dtypes:
             return (
@@ -199,8 +200,8 @@ class SdpaKernel(Kernel):
             )
         if not self.deterministic and _wants_deterministic():
             return (
-                f"{self.name} is not deterministic, which torch.use_deterministic_algorithms asks for; leave kernel= "
-                "out, or pass kernel=CUDA_FLASH"
+                f"{self.name} is not deterministic, but torch.use_deterministic_algorithms is set; leave kernel= out, "
+                "or pass kernel=CUDA_FLASH"
             )
         least = max(self.capability, (8, 0)) if dtype == torch.bfloat16 else self.capability
         if device.type == "cuda" and _capability(device) < least:
@@ -214,14 +215,16 @@ class SdpaKernel(Kernel):
         return torch.float32 if self.wide_tiles and dtype in (torch.float16, torch.bfloat16) else dtype
 
     def _dims(self, q: torch.Tensor, v: torch.Tensor) -> tuple[int, int]:
-        """The head dims with which the op is called, of query and key and of value. Columns of zeros in both query and
-        key change no logit, and those of value are cut off again."""
+        """The padded head dims with which the op is called: of query and key, and of value.
+
+        Columns of zeros in query and key do not change the logits. Additional columns of the output are removed.
+        """
         step = max(self.row_bytes // q.dtype.itemsize, 1)
         dim, dim_v = (-(-x.shape[-1] // step) * step for x in (q, v))
         return (max(dim, dim_v), max(dim, dim_v)) if self.one_dim else (dim, dim_v)
 
     def _fitted(self, bias: torch.Tensor | None, q_BHLD: torch.Tensor, k_BGMD: torch.Tensor) -> torch.Tensor | None:
-        """The bias as [B, H, L, M], which is what the ops take; broadcasting costs no memory."""
+        """The bias expanded to [B, H, L, M], as the ops need it. Expanded dims need no memory."""
         if bias is None:
             return None
         shape = (*q_BHLD.shape[:3], k_BGMD.shape[2])
@@ -238,10 +241,10 @@ class SdpaKernel(Kernel):
         return grad if grad.shape[1] == kv.shape[1] else grad.unflatten(1, (kv.shape[1], -1)).sum(2)
 
     def _call(self, op: torch._ops.OpOverload, **values: Any) -> tuple[Any, ...]:
-        """Call an op with those of the values that its schema names.
+        """Call an op with the values that its schema names.
 
-        The ops read each row as if its numbers stood one after the other, and CUDA's load them in pieces of 16 bytes;
-        they do not check: scaled_dot_product_attention does that before it chooses one.
+        The ops assume that each row is contiguous, and CUDA ops load rows in aligned pieces of 16 bytes. They do not
+        check this; scaled_dot_product_attention checks it before it chooses an op. So tensors are copied if needed.
         """
         values |= {name: self._in_rows(values[name]) for name in _READ_IN_ROWS if name in values}
         return op(**{name: values[alias] for name, alias in names_of(op).arguments.items()})
@@ -254,7 +257,7 @@ class SdpaKernel(Kernel):
         return tensor.clone(memory_format=torch.contiguous_format)
 
 
-# What else the packed ops take, in some version of torch.
+# Optional arguments of the packed ops in some versions of torch, which are not used.
 _UNUSED = ("window_size_left", "window_size_right", "seqused_k", "alibi_slopes", "block_table", "num_splits")
 
 
@@ -333,7 +336,7 @@ def _packed(
     single: Callable[..., Any],
     several: Callable[[Sequence[TileCall]], Iterable[Any]],
 ) -> Iterator[tuple[int, Any]]:
-    """(Number of the tile, its result) each, by one call for a tile alone and by another for a pack."""
+    """(index of the tile, its result), by ``single`` for a tile alone and by ``several`` for a pack of tiles."""
     for indices, calls in _packs(tiles, query):
         if len(calls) == 1:
             yield indices[0], single(*calls[0].tensors, **calls[0].options)
@@ -342,7 +345,7 @@ def _packed(
 
 
 def _packs(tiles: Iterable[TileCall], query: int) -> Iterator[tuple[list[int], list[TileCall]]]:
-    """Tiles, with their numbers, that one call may take; ``query`` is the place of the query among their tensors."""
+    """Groups of tiles for one call each, with their indices. ``query`` is the index of the query among the tensors."""
     packs: dict[bool, tuple[list[int], list[TileCall]]] = {}
     counts = {True: (0, 0), False: (0, 0)}
     for index, call in enumerate(tiles):
@@ -362,14 +365,14 @@ def _packs(tiles: Iterable[TileCall], query: int) -> Iterator[tuple[list[int], l
 
 
 def _documents(rows: Packing, columns: Packing, calls: Sequence[TileCall]) -> dict[str, Any]:
-    """What both packed ops are told beside tensors."""
+    """The arguments of both packed ops that are not tensors of the tiles."""
     device, causal = calls[0].tensors[0].device, calls[0].options["causal"]
     q_bounds = rows.bounds(device)
     return {
         "cum_seq_q": q_bounds,
         "cum_seq_k": q_bounds if rows == columns else columns.bounds(device),
-        # It sizes the grid, and may be more than there is. At 1 the CUDA kernel takes another way, made for decoding,
-        # on which heads change places.
+        # It determines the grid, and may be larger than needed. With 1 the CUDA kernel uses a path for decoding, which
+        # permutes heads.
         "max_q": max(rows.longest, 2),
         "max_k": columns.longest,
         "dropout_p": 0.0,
@@ -393,12 +396,12 @@ _READ_IN_ROWS = ("query", "key", "value", "grad_out", "out")
 
 
 def _padded(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-    """With columns of zeros up to a head dim."""
+    """``tensor`` padded with columns of zeros to a head dim."""
     return tensor if tensor.shape[-1] == dim else F.pad(tensor, (0, dim - tensor.shape[-1]))
 
 
 def _in_order_of(query: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Dense, its dims in memory in the query's order."""
+    """A dense copy with the memory order of the query, if needed."""
     order = sorted(range(query.ndim), key=lambda dim: (-query.stride(dim), dim))
     return tensor.permute(order).contiguous().permute([order.index(dim) for dim in range(query.ndim)])
 
@@ -409,7 +412,7 @@ def _wants_deterministic() -> bool:
 
 @cache
 def _capability(device: torch.device) -> tuple[int, int]:
-    """Of a GPU; where there is none, as for fake tensors, of one that can everything."""
+    """The compute capability of a GPU. Without a GPU, as with fake tensors, one that supports everything."""
     return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (9, 0)
 
 

@@ -169,7 +169,7 @@ def test_kernels_say_what_they_cannot_do():
     deterministic = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     try:
-        with pytest.raises(NotImplementedError, match=r"not deterministic, which torch\.use_deterministic_algorithms"):
+        with pytest.raises(NotImplementedError, match=r"not deterministic, but torch\.use_deterministic_algorithms"):
             CUDA_CUDNN.check(*[x._replace(shape=(1, 1, 4, 64)) for x in long], biased=False)
     finally:
         torch.use_deterministic_algorithms(deterministic)
