@@ -1,7 +1,7 @@
 """What it takes to cut a BlockMask for a rank: python tests/benchmarks/block_mask.py [--seq-len 16384 --ranks 8 ...].
 
 Packed documents, causal inside. torch makes the BlockMask of the whole sequence, which the user has anyway; ours looks
-into it once, and makes each rank's plan from it. OtherAxes it what torch would take to make the local mask of one rank,
+into it once, and makes each rank's plan from it. Beside it what torch would take to make the local mask of one rank,
 whose queries are a part and whose keys are the whole sequence, from the mask_mod again.
 """
 

@@ -1,4 +1,4 @@
-"""The stage of test_leaks.py: one problem, the modules that work on it, and what must hold whatever happened."""
+"""The setting of test_leaks.py: one problem, modules that solve it, and checks that must pass after any event."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How equal the ranks' work is, and their tokens: the goals as numbers, on masks and documents of real sizes."""
+"""The balance of work and of tokens between ranks: goals as numbers, on masks and documents of real sizes."""
 
 from __future__ import annotations
 

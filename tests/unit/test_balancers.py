@@ -1,4 +1,4 @@
-"""torch's load balancers by our layouts: the same order where torch has one, and any length, and the real work."""
+"""torch's load balancers with the layouts of this package: torch's order where it has one, any length, real work."""
 
 from __future__ import annotations
 

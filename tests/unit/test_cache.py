@@ -1,4 +1,4 @@
-"""What is remembered is bounded by its bytes, and their estimates are not far from what Python allocates."""
+"""The cache is bounded by bytes, and the estimates of bytes are close to what Python allocates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an attention is bound to, as a text: it comes back equal, and a text from elsewhere runs nothing."""
+"""The configuration of an attention as a text: it can be read back, and a text from elsewhere runs no other code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients of tiles by what differentiates a tile alone: summed over tiles, they are the whole attention's."""
+"""Gradients of tiles from differentiating a tile alone: their sum is the gradient of the whole attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""BlockMasks as masks: what they are found to be, and that their plans compute every attended pair once."""
+"""BlockMasks as masks: the result of their analysis, and plans that compute every attended pair once."""
 
 import gc
 import weakref

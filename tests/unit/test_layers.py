@@ -1,4 +1,4 @@
-"""The architecture as a contract: every module stands in a row, and imports point to its own row or down."""
+"""The architecture: every module has a row, and imports point to the same row or down."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""Masks against their definition, asked pair by pair; and what their constructors take and refuse."""
+"""Masks compared with their definition, pair by pair; and what their constructors accept and refuse."""
 
 from dataclasses import dataclass
 from functools import reduce

@@ -1,4 +1,4 @@
-"""The plan computes every attended pair once, asks for the rows it needs and no other, and everybody agrees on it."""
+"""A plan computes every attended pair once and receives only the rows that it needs; the plans of all ranks agree."""
 
 from dataclasses import dataclass, field
 from functools import partial

@@ -1,4 +1,4 @@
-"""What one rank does wrong raises on every rank, names the rank, and says what to do; nobody waits for a timeout."""
+"""An error of one rank raises on every rank, names the rank and the remedy, and no rank waits for a timeout."""
 
 import time
 

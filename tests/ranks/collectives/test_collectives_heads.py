@@ -1,4 +1,4 @@
-"""Ulysses: which heads arrive where, what travels for them, and attention through them against one device."""
+"""Ulysses: which heads each rank gets, the bytes that are sent, and attention with them compared with one device."""
 
 import pytest
 import torch

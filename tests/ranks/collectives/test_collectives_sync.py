@@ -1,4 +1,4 @@
-"""sync_inputs and sync_object: any sample reaches every rank bit by bit, the next one while this one is in use."""
+"""sync_inputs and sync_object: every rank gets equal bits of each sample, and the next is sent while one is used."""
 
 from collections import namedtuple
 

@@ -1,4 +1,4 @@
-"""torch.compile and context_parallel blocks: what is compiled inside of one, and what one is inside of."""
+"""torch.compile and context_parallel blocks: compiled code inside a block, and blocks inside compiled code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch.compile, mostly as one graph: one device's attention through every door, forward and backward."""
+"""torch.compile, mostly fullgraph: through every door, forward and backward equal those of one device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch.compile: what attention refuses while it is traced, and when the graph runs; on every rank, in words."""
+"""torch.compile: errors of attention while it is traced and when the graph runs, on every rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The warning when nobody sums the gradients over cp, from models under torch.compile."""
+"""The warning if gradients are not summed over cp, for models under torch.compile."""
 
 from __future__ import annotations
 

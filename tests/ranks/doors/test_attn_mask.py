@@ -1,4 +1,4 @@
-"""scaled_dot_product_attention's own attn_mask: the whole sequence's, in the order of positions, through every door."""
+"""The attn_mask of scaled_dot_product_attention, for the whole sequence in the order of positions, through all doors."""
 
 import pytest
 import torch

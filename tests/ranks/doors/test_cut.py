@@ -1,4 +1,4 @@
-"""Cut with one layout, attended with another: equal lengths hide it, the tensor's own memory of its cut does not."""
+"""Tensors cut with one layout and attended with another: an error, although the lengths are equal."""
 
 import warnings
 

@@ -1,4 +1,4 @@
-"""Derivatives that attention here has not are refused in words, on every rank, in every door: never wrong, never 0."""
+"""Derivatives that are not supported raise an error on every rank, through every door; they are never wrong or 0."""
 
 from __future__ import annotations
 

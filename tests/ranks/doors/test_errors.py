@@ -1,4 +1,4 @@
-"""Bad input is refused on every rank, in words that say the remedy; nothing hangs, and a good call works right after.
+"""Bad input raises an error with a remedy on every rank. Nothing hangs, and a correct call works right after.
 
 "Every rank" is what matters: a rank that raises alone leaves the others waiting for its keys.
 """

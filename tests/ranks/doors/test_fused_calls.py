@@ -1,4 +1,4 @@
-"""What one device answers, AttentionContextParallel answers as well, whichever kernel torch would have chosen."""
+"""AttentionContextParallel computes all calls that one device computes, for any kernel that torch would choose."""
 
 from __future__ import annotations
 

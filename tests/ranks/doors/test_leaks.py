@@ -1,4 +1,4 @@
-"""Whatever happens around, inside and after a context-parallel module, nothing of it stays behind.
+"""No state leaks from a context-parallel module, after errors, checkpoints, nesting and so on.
 
 Each scenario is one way in which a switch thrown by hooks is left on, or is off when a backward needs it. Before it,
 in the middle where it says so, and after it, attention outside is exact, and so is attention inside.

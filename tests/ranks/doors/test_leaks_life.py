@@ -1,4 +1,4 @@
-"""More of what test_leaks.py asks: recomputation, copies and ends of modules, and others in the same process."""
+"""More tests like test_leaks.py: recomputation, copies and ends of modules, and other code in the same process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ModuleContextParallel: models that call scaled_dot_product_attention somewhere inside, and what may go wrong."""
+"""ModuleContextParallel: models that call scaled_dot_product_attention somewhere inside, and their errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention sinks that modules hold, under ModuleContextParallel: models whose softmax has one more logit a head."""
+"""Attention sinks that are parameters of modules, under ModuleContextParallel: one more logit for each head."""
 
 from __future__ import annotations
 

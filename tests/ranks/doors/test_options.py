@@ -1,4 +1,4 @@
-"""What calls may ask for beside a mask: other lengths, head dims, scales and sinks; what they may not, in words."""
+"""Options of calls other than masks: lengths, head dims, scales and sinks; and errors for unsupported ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SequenceScope: a batch's layout and mask reach every attention under it, and its backward, whatever is open then."""
+"""SequenceScope: layout and mask of a batch apply to all attention under it and to its backward, in any scope."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bound meshes are few and change hands only when no scope and no graph needs them any more."""
+"""Bound meshes are few, and are reused only when no scope and no graph needs them any more."""
 
 import gc
 

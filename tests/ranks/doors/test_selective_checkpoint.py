@@ -1,4 +1,4 @@
-"""Selective activation checkpointing: what is recomputed communicates nothing, and is as right as what is not."""
+"""Selective activation checkpointing: a recomputation does not communicate, and gradients are right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a parallel model's state is: the keys it had, checkpoints that load under other meshes, copies, pickles."""
+"""State of a parallel model: its keys, checkpoints that load on other meshes, copies, pickles."""
 
 from __future__ import annotations
 

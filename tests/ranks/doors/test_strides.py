@@ -1,4 +1,4 @@
-"""Inputs of any layout in memory, through every door: what torch's attention takes on one device."""
+"""Inputs with any strides that torch's attention takes on one device, through every door."""
 
 from __future__ import annotations
 

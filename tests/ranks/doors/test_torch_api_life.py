@@ -1,4 +1,4 @@
-"""A context_parallel block's life: backward after its end, other blocks, checkpoints, exceptions, threads."""
+"""Blocks of context_parallel: backward after the end, other blocks, checkpoints, exceptions, threads."""
 
 from __future__ import annotations
 

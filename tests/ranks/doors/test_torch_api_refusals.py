@@ -1,4 +1,4 @@
-"""What torch's context-parallel API refuses here, on every rank."""
+"""Errors of torch's context-parallel API in this package, on every rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training as accelerate and others write it around torch's context_parallel: one device's losses and parameters."""
+"""Training with context_parallel as accelerate and others write it: losses and parameters of one device."""
 
 from __future__ import annotations
 

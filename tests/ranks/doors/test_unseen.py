@@ -1,4 +1,4 @@
-"""Attention that goes past Python is an error where it can be known: it would be local to each rank, and silent."""
+"""Attention that is called without Python raises an error if it can be detected. It would be local to each rank."""
 
 from __future__ import annotations
 

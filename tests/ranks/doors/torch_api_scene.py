@@ -1,4 +1,4 @@
-"""A small model for the tests of context_parallel: its tables are buffers that a block cuts, its graph saves them."""
+"""A small model for the tests of context_parallel. Its tables are buffers that a block cuts and its graph saves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What attention sends and computes, exactly: bytes, kernel calls, and when a round is started."""
+"""The exact communication and computation of attention: bytes, kernel calls, and when a round is started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every mask and any cut, through both doors; the inputs and outputs that models really have."""
+"""All masks and layouts, through both doors; and inputs and outputs as real models have them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Context-parallel attention equals one process': both doors, every strategy, layout, kernel, head count and dtype."""
+"""Context-parallel attention equals that of one process: both doors, all strategies, layouts, kernels and dtypes."""
 
 from __future__ import annotations
 

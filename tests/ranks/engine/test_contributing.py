@@ -1,4 +1,4 @@
-"""The examples of CONTRIBUTING.md are put through what the built-in masks, balancers, strategies and kernels pass."""
+"""The examples of CONTRIBUTING.md pass the checks of the built-in masks, balancers, strategies and kernels."""
 
 from __future__ import annotations
 

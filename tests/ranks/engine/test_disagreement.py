@@ -1,4 +1,4 @@
-"""Ranks that were given different things to do: an error on all of them, that says who differs and in what."""
+"""Ranks with different configurations or calls: an error on all ranks, which says which ranks differ and in what."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Who sums the gradients over cp: FSDP2, DDP, ``sum_gradients``. When it is nobody: test_unreduced.py."""
+"""Sums of gradients over cp by FSDP2, DDP and ``sum_gradients``. For gradients that are not summed see
+test_unreduced.py."""
 
 from __future__ import annotations
 

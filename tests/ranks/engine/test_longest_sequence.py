@@ -1,4 +1,4 @@
-"""The command that finds the longest sequence within a memory limit: what it searches with, and what it measures."""
+"""The command that finds the longest sequence within a memory limit: its search and its measurement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What attention holds, exactly: bytes in the forward, from forward to backward, and in the backward.
+"""The exact memory of attention: bytes in the forward, from forward to backward, and in the backward.
 
 Counted by storage, beside the inputs and the output's gradient, in units of u, the bytes of one rank's queries: the
 same numbers on every machine.

@@ -1,4 +1,4 @@
-"""Masks that differ from row to row of the batch."""
+"""Masks that differ between rows of the batch."""
 
 from __future__ import annotations
 

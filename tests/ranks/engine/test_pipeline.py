@@ -1,4 +1,4 @@
-"""Two pipeline stages under 1F1B, each over cp: several micro-batches are under way in every attention."""
+"""Two pipeline stages under 1F1B, each over cp: several micro-batches are in flight in every attention."""
 
 from __future__ import annotations
 

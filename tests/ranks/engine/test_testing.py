@@ -1,4 +1,4 @@
-"""Ranks as threads: what run_ranks says of a rank that waits for nobody."""
+"""Ranks as threads: how run_ranks reports a rank that is blocked until the timeout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The warning when nobody sums the gradients over cp.
+"""The warning if gradients are not summed over cp.
 
 Every test of this suite fails on an ``UnreducedGradientsWarning`` (see pyproject.toml), so the ones that train, here
 and elsewhere, show as well that there is no false alarm.

@@ -1,4 +1,4 @@
-"""What travels is what somebody needs: the trace's bytes, the plan's rows, and a brute-force lower bound agree.
+"""Only needed rows are sent: the bytes of the trace, the rows of the plan and a brute-force lower bound agree.
 
 The lower bound asks the oracle's definition pair by pair: a row of another rank's keys has to come when some local
 query attends to it, and its gradient has to go home; nothing else has to move in a ring or an all-gather.

@@ -106,7 +106,7 @@ def test_what_torch_compile_made_of_flex_attention(fullgraph: bool, door: str, a
 
 @pytest.mark.parametrize("compiled_by", ["itself", "its caller"])
 def test_elsewhere_it_is_compiled_as_ever(compiled_by: str):
-    """OtherAxes it, inside the module, other functions; and outside, before and after, itself."""
+    """Other compiled functions inside the module, and compiled flex_attention outside of it, before and after."""
     own, other = CompileCounter(), CompileCounter()
     compiled = torch.compile(flex_attention, backend=own)
     beside = torch.compile(lambda q: q.exp().log(), backend=other, fullgraph=True)

@@ -1,4 +1,4 @@
-"""Query, key and value that are tensor parallelism's DTensors: lifted to the sequence axis, exact, lowered again.
+"""Query, key and value as DTensors of tensor parallelism: lifted to the sequence axis, exact, lowered again.
 
 float64 against the dense oracle, EXACT of attention_case.py. What goes over which axis is counted: over cp what the
 strategy sends and nothing of DTensor's.

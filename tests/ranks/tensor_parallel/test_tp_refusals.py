@@ -1,4 +1,4 @@
-"""What AttentionContextParallel refuses of DTensors on other axes, in the same words on every rank."""
+"""Errors of AttentionContextParallel for DTensors on other axes, the same on every rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One attention whose heads tensor parallelism has cut, on the ranks of a (cp, tp) mesh and whole again."""
+"""One attention whose heads are sharded by tensor parallelism, on a (cp, tp) mesh; and its gathered result."""
 
 from __future__ import annotations
 
