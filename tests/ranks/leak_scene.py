@@ -26,7 +26,7 @@ class Stop(BaseException):
 
 
 class Oops(RuntimeError):
-    """A mistake in somebody's model."""
+    """A mistake in a user's model."""
 
 
 class Probe(Core):

@@ -125,7 +125,7 @@ def check(model: nn.Module, mesh, rank: int, *, layout: SequenceLayout | None = 
 
 
 def outside_is_untouched() -> None:
-    """Attention of somebody else's tensors, by both names, is one device's."""
+    """Attention on other tensors, by both names of the function, equals that of one device."""
     inputs = [randn(index, 1, 2, 5, 4) for index in range(3)]
     wanted = dense_attention(*inputs)
     for attend in (imported_by_name, by_attribute):

@@ -293,7 +293,7 @@ def test_labels_are_rolled_before_the_cut():
 
 
 def test_full_masks_of_cross_attention_are_whole():
-    """A mean of all values where keys are alike: nobody's keys are missed or counted twice, whatever the lengths."""
+    """With equal keys the output is the mean of all values: no key is missed or counted twice, for all lengths."""
     value = randn(3, 1, 2, 11, 4)
 
     def on(rank: int):

@@ -263,7 +263,7 @@ def test_a_fixed_layout(door: str):
 
 @pytest.mark.parametrize("door", DOORS)
 def test_ranks_in_different_scopes_are_refused_together(door: str):
-    """One forgot the scope, has other documents, or has one that its style refuses: nobody is left waiting."""
+    """One rank has no scope, other documents, or a scope that its style refuses: no rank waits for ever."""
     layout, documents = head_tail(LENGTH, RANKS), Documents((5, LENGTH - 5))
 
     for odd in (None, SequenceScope(layout), SequenceScope(contiguous(LENGTH, RANKS), mask=documents)):

@@ -325,7 +325,7 @@ def test_a_module_attends_another_number_of_times(door: str, layout: str):
 
 
 class Odd(Exception):
-    """Nothing that anybody has heard of."""
+    """An error that the package does not know."""
 
 
 class FlexCore(nn.Module):
@@ -568,13 +568,13 @@ def test_a_model_is_given_tokens_of_another_layout(wrong: list[int]):
 
 
 class Gone(BaseException):
-    """As a process ends that is killed: nobody is told."""
+    """Ends like a killed process, without telling the other ranks."""
 
 
 @pytest.mark.parametrize("strategy", [Ring(), AllGather(), Ulysses(), Ulysses(size=2)], ids=str)
 @pytest.mark.parametrize("when", ["forward", "backward"])
 def test_a_rank_that_is_gone_is_noticed_at_once(strategy, when: str):
-    """And named, with whose attention it is. That nobody waits for the timeout is what run_ranks looks after."""
+    """The error names the rank and the attention. run_ranks checks that no rank waits for the timeout."""
     problem = Problem(length=32, heads=4)
 
     class Dies(ReferenceKernel):

@@ -91,7 +91,7 @@ def test_logits_of_ten_thousand(dtype: torch.dtype, kernel):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16], ids=str)
 def test_tiles_and_rows_that_see_nothing(dtype: torch.dtype):
-    """Whole tiles of -inf (nobody looks into a dense mask), alone, before and after a tile with keys; and dead rows."""
+    """Tiles that a dense mask hides entirely: alone, before and after a tile with keys; and rows without keys."""
     length, ranks = 24, 4
     inputs, cotangent = attention_inputs(length=length, kv_heads=2, dtype=dtype)
     inputs[0] *= 100.0  # so that a wrong "empty" logsumexp would not drown

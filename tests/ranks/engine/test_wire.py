@@ -140,7 +140,7 @@ def test_causal_head_tail_needs_three_quarters(ranks: int):
 
 
 def test_a_dense_mask_sends_everything():
-    """Documented, and so pinned: nobody looks into a dense mask for rows that it never shows."""
+    """Documented, and so pinned: a dense mask is not searched for keys that no query attends to."""
     layout = contiguous(LENGTH, 3)
     mask = Dense(torch.eye(LENGTH, dtype=torch.bool))
     assert rows_planned(layout, mask) == [LENGTH - size for size in layout.lengths]

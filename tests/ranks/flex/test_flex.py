@@ -354,7 +354,7 @@ def test_what_is_refused(name: str):
 
 
 def test_dtensors_are_no_input():
-    """torch traces its operator before anybody here sees it, and has no rule for DTensors: loud, in torch's words."""
+    """torch traces its operator before this package sees it, and has no rule for DTensors: torch raises an error."""
     q, k, v = (randn(seed, 1, 2, 16, 8) for seed in range(3))
 
     def rank_main(rank: int):
