@@ -1,4 +1,4 @@
-"""The attn_mask of scaled_dot_product_attention for the whole sequence, in the order of positions, through all doors."""
+"""The attn_mask of scaled_dot_product_attention: for the whole sequence, in the order of positions, all doors."""
 
 import pytest
 import torch
