@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,17 +29,25 @@ from cp_styles._compat import (
     IS_ANY_TRUE,
     current_autograd_node,
     default_dispatch,
-    dtensor_without_grad,
     sdpa_handlers,
     without_communication,
 )
 from cp_styles.comm.point_to_point import refuse_destroyed
 from cp_styles.engine.binding import Binding, refuse_dropout, refuse_grouped
-from cp_styles.engine.mesh_axes import HeadShare, Placements, head_share, refuse_placements
+from cp_styles.engine.mesh_axes import (
+    HeadShare,
+    Placements,
+    chunk_sizes,
+    head_share,
+    keeps_apart,
+    like_part,
+    refuse_moved,
+    refuse_placements,
+    sequence_sharded,
+)
 from cp_styles.engine.run import run_backward, run_forward
 from cp_styles.kernels import CUDA_CUDNN, CUDA_EFFICIENT, CUDA_FLASH, SDPA_KERNELS, SdpaKernel
 from cp_styles.kernels.sdpa import names_of
-from cp_styles.layout import SequenceLayout
 from cp_styles.strategies import Attention
 
 _SEQ_DIM = 2  # of every aten attention op: [B, H, S, D]
@@ -229,7 +237,7 @@ def _backward(op: torch._ops.OpOverload, binding: Binding, values: dict[str, Any
     if share is not None:
         grads[1:] = [share.to_keys(x, part.to_local().shape[1]) for x, part in zip(grads[1:], parts[1:], strict=True)]
     layouts = (attention.q_layout, attention.kv_layout)
-    if any(layout.lengths != even_lengths(layout.length, layout.ranks) for layout in layouts):
+    if any(layout.lengths != chunk_sizes(layout.length, layout.ranks) for layout in layouts):
         # Reentrant checkpoints accumulate into a DTensor. A gradient whose strides differ from its tensor's is then
         # cloned, and a DTensor clone assumes even parts. So give it the strides of its tensor.
         grads = [
@@ -299,12 +307,7 @@ def _refuse(binding: Binding, values: dict[str, Any], tensors: list[DTensor]) ->
                 f"{name}: {label} was not made inside this module: it is not a DTensor on the module's sequence axis; "
                 "compute it from the module's inputs, or pass it to the module"
             )
-        if tensor.placements[0] != Shard(_SEQ_DIM):
-            raise ValueError(
-                f"{name}: {label} has the placements {tensor.placements} and the shape {tuple(tensor.shape)} at the "
-                f"attention, not Shard({_SEQ_DIM}) on the sequence axis: the module moved or gathered the sequence "
-                "dim; check seq_dim"
-            )
+        refuse_moved(name, label, tensor, _SEQ_DIM)
 
 
 def _share(name: str, tensors: list[DTensor]) -> tuple[HeadShare | None, tuple[int, int] | None]:
@@ -324,78 +327,9 @@ def _share(name: str, tensors: list[DTensor]) -> tuple[HeadShare | None, tuple[i
     return share, (batch, share.of)
 
 
-def sequence_sharded(
-    local: torch.Tensor,
-    mesh: DeviceMesh,
-    dim: int,
-    size: int,
-    others: Placements = (),
-    whole: Sequence[int] | None = None,
-) -> DTensor:
-    """The rank's part as a DTensor with ``size`` rows on ``dim``: no communication, and parts may differ in length.
-
-    ``others`` are its placements on the other axes. ``whole`` is its global shape, except for ``dim``.
-    """
-    shape = list(local.shape if whole is None else whole)
-    shape[dim] = size
-    return placed(local, mesh, (Shard(dim), *others), shape)
-
-
-def placed(local: torch.Tensor, mesh: DeviceMesh, placements: Placements, shape: Sequence[int]) -> DTensor:
-    """The rank's part as a DTensor of a global ``shape``, with the memory order of ``local``. No communication."""
-    size = torch.Size(shape)
-    strides = _strides(local.shape, local.stride(), size)
-    if not (torch.is_grad_enabled() or torch.is_inference_mode_enabled() or torch.compiler.is_compiling()):
-        return dtensor_without_grad(local, mesh, placements, size, strides)
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=size, stride=strides)
-
-
-def like_part(local: torch.Tensor, part: DTensor, placements: Placements | None = None) -> DTensor:
-    """Wraps a local result [B, H, L, D] as a DTensor with the sharding of ``part``, or with ``placements``."""
-    placements = part.placements if placements is None else placements
-    return placed(local, part.device_mesh, placements, (*part.shape[:3], local.shape[3]))
-
-
 def _unplaced(mesh: DeviceMesh) -> Placements:
     """Placements on the other axes for a tensor that is not really a DTensor but must have the type."""
     return (Replicate(),) * (mesh.ndim - 1)
-
-
-def declared_size(layout: SequenceLayout, rank: int) -> int:
-    """The global size of a dim that ``layout`` cuts, as it is declared to DTensor.
-
-    It is the true size if DTensor would make the same parts. Otherwise it is a size for which DTensor's rule gives this
-    rank its local size, so that views and expansions inside the module are right. Ranks then declare different sizes,
-    which are never compared.
-    """
-    own = layout.lengths[rank]
-    if layout.lengths == even_lengths(layout.length, layout.ranks):
-        return layout.length
-    return own * layout.ranks if own else rank or layout.length
-
-
-def even_lengths(length: int, ranks: int) -> tuple[int, ...]:
-    """The sizes of the parts that DTensor makes of a dim, which are those of torch.chunk."""
-    size = -(-length // ranks)
-    return tuple(min(size, max(length - rank * size, 0)) for rank in range(ranks))
-
-
-@lru_cache(maxsize=1024)
-def _strides(local_shape: torch.Size, local_strides: tuple[int, ...], shape: torch.Size) -> tuple[int, ...]:
-    """Strides for the global ``shape`` with the memory order, the gaps and the expanded dims of the local tensor.
-
-    torch uses the global strides to decide which dims a view may join.
-    """
-    expanded = {d for d in range(len(shape)) if local_shape[d] > 1 and local_strides[d] == 0}
-    order = sorted(set(range(len(shape))) - expanded, key=lambda d: (local_strides[d], -d))
-    strides, step, local_step = [0] * len(shape), 1, 1
-    for d in order:
-        if local_shape[d] > 1 and local_strides[d] > local_step:
-            step, local_step = step * -(-local_strides[d] // local_step), local_strides[d]
-        strides[d] = step
-        step *= max(shape[d], 1)
-        local_step *= max(local_shape[d], 1)
-    return tuple(strides)
 
 
 def _local_grad(grad: DTensor, wanted: Placements, attention: Attention) -> torch.Tensor:
@@ -429,7 +363,7 @@ def _as_if_absent(
     if op is torch.ops.aten.scaled_dot_product_attention.default:
         return op.decompose(*args, **kwargs)
     placements = {tensor.placements for tensor in tensors}
-    by_rows = all(p == Replicate() or p in (Shard(0), Shard(1)) for some in placements for p in some)
+    by_rows = all(keeps_apart(placement, 1) for some in placements for placement in some)
     if len(placements) != 1 or not by_rows or "_for_cpu" not in op.name():
         return default_dispatch(op, args, kwargs)
     # Batch and heads are independent of each other, so shards of them attend locally.

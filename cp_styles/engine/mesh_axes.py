@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from cp_styles._compat import dtensor_without_grad
 from cp_styles.device import tensor_on
+from cp_styles.layout import SequenceLayout
 
 _HEAD_DIM = 1  # of what reaches the attention: [B, H, S, D]
 Placements = tuple[Placement, ...]
@@ -95,14 +98,60 @@ def _grid(mesh: DeviceMesh, axes: tuple[int, ...]) -> torch.Tensor:
     return ranks[place].permute([order.index(axis) for axis in axes])
 
 
+def chunk(length: int, parts: int, index: int) -> tuple[int, int]:
+    """The first row of a part, and the one past its last: DTensor cuts as torch.chunk does."""
+    size = -(-length // parts)
+    return min(index * size, length), min((index + 1) * size, length)
+
+
+def chunk_sizes(length: int, parts: int) -> tuple[int, ...]:
+    """How many rows DTensor gives each of ``parts``."""
+    return tuple(stop - start for start, stop in (chunk(length, parts, index) for index in range(parts)))
+
+
+def keeps_apart(placement: Placement, head_dim: int) -> bool:
+    """Whether an axis beside the sequence's may have query, key and value so: Shard on the batch or on the heads, or
+    Replicate. Attention mixes neither rows of the batch nor heads."""
+    return placement.is_replicate() or (type(placement) is Shard and placement.dim in (0, head_dim))
+
+
+def refuse_moved(name: str, label: str, tensor: DTensor, seq_dim: int) -> None:
+    """Raise ValueError where ``tensor``, on a bound mesh, is not cut along the sequence any more."""
+    if tensor.placements[0] != Shard(seq_dim):
+        raise ValueError(
+            f"{name}: {label} has the placements {tensor.placements} and the shape {tuple(tensor.shape)} at the "
+            f"attention, not Shard({seq_dim}) on the sequence axis: the module moved or gathered the sequence dim; "
+            "check seq_dim"
+        )
+
+
+def sequence_placement(name: str, output: DTensor) -> tuple[Shard, Placements]:
+    """How a module's output on a bound mesh is placed, on the sequence axis and on the axes beside it.
+
+    Raises:
+        ValueError: it is not cut along the sequence any more.
+    """
+    placement, *others = output.placements
+    if not isinstance(placement, Shard):
+        raise ValueError(
+            f"{name}: an output of shape {tuple(output.shape)} is {placement!r}, not sharded along the sequence: the "
+            "module reduced or gathered the sequence dim. Do that outside of the module"
+        )
+    if any(isinstance(other, Shard) and other.dim == placement.dim for other in others):
+        raise ValueError(
+            f"{name}: an output of shape {tuple(output.shape)} has the placements {output.placements}: the module "
+            "joined the sequence dim with a dim that other axes cut. Do that outside of the module"
+        )
+    return placement, tuple(others)
+
+
 def refuse_placements(
     labels: Sequence[str], placements: Sequence[Placements], names: Sequence[str], seq_dim: int, head_dim: int
 ) -> None:
     """Raise ValueError unless attention can take query, key and value with these placements on the axes ``names``."""
     for name, *of_axis in zip(names, *placements, strict=True):
         for label, placement in zip(labels, of_axis, strict=True):
-            plain = placement.is_replicate() or (type(placement) is Shard and placement.dim in (0, head_dim))
-            if plain:
+            if keeps_apart(placement, head_dim):
                 continue
             why = "is not supported for attention"
             if isinstance(placement, Partial):
@@ -201,10 +250,73 @@ def head_share(query: DTensor, key: DTensor) -> HeadShare:
 
 
 def _interval(tensor: DTensor, place: Sequence[int]) -> tuple[int, int]:
-    """The range of heads of the rank at ``place`` of the mesh. DTensor shards as torch.chunk does."""
+    """The range of heads of the rank at ``place`` of the mesh."""
     start, stop = 0, tensor.shape[_HEAD_DIM]
     for axis, placement in enumerate(tensor.placements):
         if placement == Shard(_HEAD_DIM):
-            size = -(-(stop - start) // tensor.device_mesh.size(axis))
-            start, stop = (min(start + index * size, stop) for index in (place[axis], place[axis] + 1))
+            first, last = chunk(stop - start, tensor.device_mesh.size(axis), place[axis])
+            start, stop = start + first, start + last
     return start, stop
+
+
+def sequence_sharded(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    dim: int,
+    size: int,
+    others: Placements = (),
+    whole: Sequence[int] | None = None,
+) -> DTensor:
+    """The rank's part as a DTensor with ``size`` rows on ``dim``: no communication, and parts may differ in length.
+
+    ``others`` are its placements on the other axes. ``whole`` is its global shape, except for ``dim``.
+    """
+    shape = list(local.shape if whole is None else whole)
+    shape[dim] = size
+    return placed(local, mesh, (Shard(dim), *others), shape)
+
+
+def placed(local: torch.Tensor, mesh: DeviceMesh, placements: Placements, shape: Sequence[int]) -> DTensor:
+    """The rank's part as a DTensor of a global ``shape``, with the memory order of ``local``. No communication."""
+    size = torch.Size(shape)
+    strides = _strides(local.shape, local.stride(), size)
+    if not (torch.is_grad_enabled() or torch.is_inference_mode_enabled() or torch.compiler.is_compiling()):
+        return dtensor_without_grad(local, mesh, placements, size, strides)
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=size, stride=strides)
+
+
+def like_part(local: torch.Tensor, part: DTensor, placements: Placements | None = None) -> DTensor:
+    """Wraps a local result [B, H, L, D] as a DTensor with the sharding of ``part``, or with ``placements``."""
+    placements = part.placements if placements is None else placements
+    return placed(local, part.device_mesh, placements, (*part.shape[:3], local.shape[3]))
+
+
+def declared_size(layout: SequenceLayout, rank: int) -> int:
+    """The global size of a dim that ``layout`` cuts, as it is declared to DTensor.
+
+    It is the true size if DTensor would make the same parts. Otherwise it is a size for which DTensor's rule gives this
+    rank its local size, so that views and expansions inside the module are right. Ranks then declare different sizes,
+    which are never compared.
+    """
+    own = layout.lengths[rank]
+    if layout.lengths == chunk_sizes(layout.length, layout.ranks):
+        return layout.length
+    return own * layout.ranks if own else rank or layout.length
+
+
+@lru_cache(maxsize=1024)
+def _strides(local_shape: torch.Size, local_strides: tuple[int, ...], shape: torch.Size) -> tuple[int, ...]:
+    """Strides for the global ``shape`` with the memory order, the gaps and the expanded dims of the local tensor.
+
+    torch uses the global strides to decide which dims a view may join.
+    """
+    expanded = {d for d in range(len(shape)) if local_shape[d] > 1 and local_strides[d] == 0}
+    order = sorted(set(range(len(shape))) - expanded, key=lambda d: (local_strides[d], -d))
+    strides, step, local_step = [0] * len(shape), 1, 1
+    for d in order:
+        if local_shape[d] > 1 and local_strides[d] > local_step:
+            step, local_step = step * -(-local_strides[d] // local_step), local_strides[d]
+        strides[d] = step
+        step *= max(shape[d], 1)
+        local_step *= max(local_shape[d], 1)
+    return tuple(strides)

@@ -20,7 +20,8 @@ from cp_styles._compat import current_graph_task, hooks_in_order, never_compile_
 from cp_styles.comm.agreement import ledger_of
 from cp_styles.engine.binding import Binding, refuse_dropout
 from cp_styles.engine.checkpoint import as_kept
-from cp_styles.engine.dtensor_handlers import NO_COMMUNICATION, binding_of, declared_size, even_lengths, install
+from cp_styles.engine.dtensor_handlers import NO_COMMUNICATION, binding_of, install
+from cp_styles.engine.mesh_axes import chunk_sizes, declared_size
 from cp_styles.engine.op import check_local
 from cp_styles.engine.scope import Lease, ScopedBinding
 from cp_styles.intercept.fused_operators import FusedCalls
@@ -273,10 +274,8 @@ class ContextParallelState:
         if output.device_mesh is not lease.mesh:
             return output
         lease.hold_in_graph(output)
-        try:
-            return self.dtensor_io.from_bound_mesh(output, self.binding.other_axes, self._pre_backward)
-        except ValueError as error:
-            raise ValueError(f"{self.binding.name}: {error}") from None
+        binding = self.binding
+        return self.dtensor_io.from_bound_mesh(binding.name, output, binding.other_axes, self._pre_backward)
 
     def _pre_backward(self, grad: torch.Tensor) -> None:
         install()
@@ -324,7 +323,7 @@ class ContextParallelState:
     def _refuse_uneven(self, length: int) -> None:
         """Raise unless the parts are those of torch.chunk: full_tensor() and redistribute() would be wrong."""
         lengths = self.binding.layout_for(length).lengths
-        even = even_lengths(length, len(lengths))
+        even = chunk_sizes(length, len(lengths))
         if lengths != even:
             raise ValueError(
                 f"{self.binding.name}: outputs are DTensors on the sequence axis, and a DTensor of {length} positions "

@@ -22,11 +22,12 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from cp_styles._compat import constant_under_compile, never_compile_alone, tree_map_only
 from cp_styles.engine.binding import Binding
 from cp_styles.engine.dtensor_handlers import bound_mesh
+from cp_styles.engine.mesh_axes import keeps_apart, refuse_moved, sequence_placement
 from cp_styles.engine.scope import ScopedBinding
 from cp_styles.intercept.function_mode import AttentionCalls
 from cp_styles.intercept.subclassing import BoundToThisRun
@@ -68,12 +69,13 @@ class TracedCalls(AttentionCalls):
         for label, tensor in zip(("query", "key", "value"), (query, key, value), strict=True):
             if not isinstance(tensor, DTensor):
                 raise ValueError(f"{self._name}: {label} is not a DTensor, so it was not made from the module's inputs")
-            seq, *others = tensor.placements
-            if seq != Shard(2) or any(other not in (Shard(0), Shard(1), Replicate()) for other in others):
-                raise ValueError(
-                    f"{self._name}: {label} has the placements {tensor.placements} at the attention, not Shard(2): the "
-                    "module moved or gathered the sequence dim; check seq_dim"
-                )
+            refuse_moved(self._name, label, tensor, 2)
+            for placement in tensor.placements[1:]:
+                if not keeps_apart(placement, 1):
+                    raise ValueError(
+                        f"{self._name}: {label} reaches the attention as {tensor.placements}: beside the sequence, "
+                        "only the batch and the heads may be cut"
+                    )
         if query.placements != key.placements or query.placements != value.placements:
             raise NotImplementedError(
                 f"{self._name}: under torch.compile query, key and value must have the same placements, got "
@@ -185,11 +187,10 @@ class Traced:
         if not elsewhere:
             return None
         mesh, placements = elsewhere[0].device_mesh, elsewhere[0].placements
-        fine = (Shard(0), self._heads, Replicate())
         if (
             len(elsewhere) < 3
             or any(x.device_mesh != mesh or x.placements != placements for x in elsewhere)
-            or any(placement not in fine for placement in placements)
+            or not all(keeps_apart(placement, self._heads.dim) for placement in placements)
             or any(_uneven(x) for x in elsewhere)
         ):
             raise ValueError(
@@ -201,15 +202,9 @@ class Traced:
     def _lowered(self, output: DTensor, bound: DeviceMesh, came: DeviceMesh | None) -> torch.Tensor:
         if output.device_mesh != bound:
             return output
-        seq, *others = output.placements
-        if not isinstance(seq, Shard) or any(other == seq for other in others):
-            raise ValueError(
-                f"{self._name}: an output has the placements {output.placements}, not sharded along the sequence: the "
-                "module reduced, joined or gathered the sequence dim. Do that outside of the module"
-            )
-        return (
-            output.to_local() if came is None else DTensor.from_local(output.to_local(), came, others, run_check=False)
-        )
+        _, others = sequence_placement(self._name, output)
+        local = output.to_local()
+        return local if came is None else DTensor.from_local(local, came, others, run_check=False)
 
 
 class _BoundMeshes:

@@ -17,8 +17,14 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from cp_styles.engine.dtensor_handlers import placed, sequence_sharded
-from cp_styles.engine.mesh_axes import OtherAxes, other_axes_of, refuse_placements
+from cp_styles.engine.mesh_axes import (
+    OtherAxes,
+    other_axes_of,
+    placed,
+    refuse_placements,
+    sequence_placement,
+    sequence_sharded,
+)
 
 
 class DTensorIO:
@@ -105,7 +111,7 @@ class DTensorIO:
         return sequence_sharded(local, bound, self._seq_dim, rows, others, value.shape)
 
     def from_bound_mesh(
-        self, output: DTensor, came: OtherAxes | None, on_gradient: Callable[[torch.Tensor], None]
+        self, name: str, output: DTensor, came: OtherAxes | None, on_gradient: Callable[[torch.Tensor], None]
     ) -> torch.Tensor:
         """An output on the bound mesh, converted to the form of the inputs.
 
@@ -114,17 +120,7 @@ class DTensorIO:
         Raises:
             ValueError: the output is not sharded along the sequence any more.
         """
-        placement, *others = output.placements
-        if not isinstance(placement, Shard):
-            raise ValueError(
-                f"an output of shape {tuple(output.shape)} is {placement!r}, not sharded along the "
-                "sequence: the module reduced or gathered the sequence dim. Do that outside of the module"
-            )
-        if any(isinstance(other, Shard) and other.dim == placement.dim for other in others):
-            raise ValueError(
-                f"an output of shape {tuple(output.shape)} has the placements {output.placements}: the module joined "
-                "the sequence dim with a dim that other axes cut. Do that outside of the module"
-            )
+        placement, others = sequence_placement(name, output)
         local = output.to_local()
         if local.requires_grad:
             local.register_hook(on_gradient)
@@ -135,7 +131,7 @@ class DTensorIO:
         shape = list(output.shape)
         if came.seq_axis is None:
             shape[placement.dim] = local.shape[placement.dim]
-        return placed(local, came.mesh, came.joined(placement, tuple(others)), shape)
+        return placed(local, came.mesh, came.joined(placement, others), shape)
 
     def makes_sequence_dtensors(self, came: OtherAxes | None) -> bool:
         """Whether outputs will be DTensors that are sharded over the sequence axis."""

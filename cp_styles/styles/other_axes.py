@@ -10,8 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from cp_styles._compat import hooks_in_order, tree_map_only
-from cp_styles.engine.dtensor_handlers import placed
-from cp_styles.engine.mesh_axes import OtherAxes, Placements, other_axes_of
+from cp_styles.engine.mesh_axes import OtherAxes, Placements, chunk, other_axes_of, placed
 
 
 class _Came(NamedTuple):
@@ -81,8 +80,8 @@ class AxisAdapter:
             raise ValueError(f"{what}: {name!r} must come after the axes that cut the same dim, as tp in ('cp', 'tp')")
         shape, place = list(value.shape), value.device_mesh.get_coordinate() or ()
         for axis, dim in cut.items():
-            size = -(-shape[dim] // value.device_mesh.size(axis))
-            shape[dim] = min(size, max(shape[dim] - place[axis] * size, 0))
+            start, stop = chunk(shape[dim], value.device_mesh.size(axis), place[axis])
+            shape[dim] = stop - start
         self._came = _Came(found, others, {dim: (shape[dim], value.shape[dim]) for dim in cut.values()})
         return placed(value.to_local(), self._axis, (own,), shape)
 
