@@ -42,7 +42,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
 from cp_styles.comm.agreement import Meeting, StatusRow, end_forwards, exchange_status, fingerprint
-from cp_styles.comm.point_to_point import shares_ranks
+from cp_styles.comm.groups import axis_and_group, shares_ranks
 from cp_styles.layout import SequenceLayout
 
 Group: TypeAlias = dist.ProcessGroup | DeviceMesh
@@ -156,7 +156,7 @@ def global_token_count(labels: torch.Tensor, group: Group, *, ignore_index: int 
     Communication: one all-reduce of one integer. If attention ran since the last exchange between the ranks, one
     all-gather of some integers over the group of the attention before that, as at the first backward.
     """
-    group = _process_group(group)
+    _, group = axis_and_group("global_token_count", group, ordered=False)
     end_forwards()
     count = (labels != ignore_index).sum()
     dist.all_reduce(count, group=group)
@@ -198,7 +198,7 @@ def global_loss(
                 "otherwise the sum would be wrong"
             )
         token_losses = token_losses.to_local()
-    group = _process_group(group)
+    _, group = axis_and_group("global_loss", group, ordered=False)
     end_forwards()
     total = token_losses.sum(dtype=torch.promote_types(token_losses.dtype, torch.float32))
     return _SumOverGroup.apply(total, group, averaged_over) / token_count
@@ -257,7 +257,7 @@ def sum_gradients(
             have not changed since. (Gradients that a later backward was added to are not recognized. So sum once in a
             step, after its last backward.)
     """
-    group = _process_group(group)
+    _, group = axis_and_group("sum_gradients", group, ordered=False)
 
     def check() -> list[torch.Tensor]:
         if isinstance(parameters, nn.Module):
@@ -383,16 +383,6 @@ def _buckets(gradients: list[torch.Tensor], most_bytes: int) -> Iterator[list[to
             bucket.append(gradient)
             size += gradient.nbytes
         yield bucket
-
-
-def _process_group(group: Group) -> dist.ProcessGroup:
-    if isinstance(group, dist.ProcessGroup):
-        return group
-    if not isinstance(group, DeviceMesh):
-        raise TypeError(f'expected a process group or a 1-D mesh such as mesh["cp"], got {type(group).__name__}')
-    if group.ndim != 1:
-        raise ValueError(f'expected a 1-D mesh, got axes {group.mesh_dim_names}: pass one axis, such as mesh["cp"]')
-    return group.get_group()
 
 
 def _broadcast(document_ids: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

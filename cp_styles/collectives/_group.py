@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from cp_styles._compat import is_traced, resolve_group
 from cp_styles.comm.agreement import Meeting, StatusRow, exchange_status
-from cp_styles.comm.point_to_point import group_in_order
+from cp_styles.comm.groups import group_in_order
+from cp_styles.comm.point_to_point import gather_numbers
 from cp_styles.layout import SequenceLayout
 
 Group: TypeAlias = dist.ProcessGroup | DeviceMesh | tuple[DeviceMesh, str] | None
@@ -108,7 +109,7 @@ def consult(peers: Peers, call: str, describe: Callable[[], Facts], check: bool)
     rows = exchange_status(lambda: row, Meeting.COLLECTIVE, "cp_styles.collectives", "group", resolve_group(peers.name))
     if len({(row.inputs, row.flags) for row in rows}) == 1 and error is None:
         return tuple(row.q_length for row in rows)
-    everyone = _all_gather_json(peers, {"call": call, **said})
+    everyone = _gather_facts(peers, {"call": call, **said})
     if error is not None:
         raise error
     failed = [f"rank {rank}: {its['error']}" for rank, its in enumerate(everyone) if "error" in its]
@@ -133,18 +134,13 @@ def _short(value: Any) -> str:
     return text if len(text) <= 120 else f"{text[:80]}... (crc {zlib.crc32(text.encode()):08x})"
 
 
-def _all_gather_json(peers: Peers, value: dict[str, Any]) -> list[dict[str, Any]]:
-    """Gather JSON in a vector of fixed size: one collective, and nothing is unpickled."""
+def _gather_facts(peers: Peers, value: dict[str, Any]) -> list[dict[str, Any]]:
+    """Every rank's ``value``, as JSON in one message of fixed size: nothing is unpickled."""
     room = 1024 + 64 * peers.size
     text = json.dumps(value).encode()
     if len(text) > room:  # cannot happen with the facts in use, which are short
         raise AssertionError(f"{len(text)} bytes of facts do not fit into {room}")
-    group = resolve_group(peers.name)
-    device = "cpu" if "cpu" in dist.get_backend_config(group) else torch.accelerator.current_accelerator()
-    mine = torch.tensor(list(text.ljust(room)), dtype=torch.uint8, device=device)
-    parts = [torch.empty_like(mine) for _ in range(peers.size)]
-    dist.all_gather(parts, mine, group=group)
-    return [json.loads(bytes(part.tolist())) for part in parts]
+    return [json.loads(bytes(row)) for row in gather_numbers(list(text.ljust(room)), resolve_group(peers.name))]
 
 
 def dim_of(x: torch.Tensor, dim: int, what: str) -> int:

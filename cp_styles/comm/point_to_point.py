@@ -1,4 +1,4 @@
-"""Point-to-point exchange between the ranks of a group, the all-gather of a row of numbers, and groups of a mesh."""
+"""Point-to-point exchange between the ranks of a group, the all-gather of a row of numbers, and parts of a group."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
-from cp_styles._compat import gloo_beside, is_traced, resolve_group
+from cp_styles._compat import gloo_beside, resolve_group
 
 
 class TransferError(RuntimeError):
@@ -208,33 +207,6 @@ def _gather_numbers(mine: torch.Tensor, group_name: str) -> torch.Tensor:
 def has_cpu_backend(group: dist.ProcessGroup) -> bool:
     """Whether the group can exchange host tensors."""
     return "cpu" in dist.get_backend_config(group)
-
-
-def group_in_order(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """The process group of a 1-D mesh. Both must have the ranks in the same order.
-
-    Raises:
-        ValueError: on every rank, if the orders differ. DTensor and get_local_rank() number ranks by the mesh, and
-            communication by the group, so a rank would hold one part of the sequence and be treated as holding another.
-    """
-    group = mesh.get_group()
-    if is_traced():  # torch.compile does not know the contents of a mesh
-        return group
-    ranks, known = mesh.mesh.tolist(), dist.get_process_group_ranks(group)
-    if ranks != known:
-        raise ValueError(
-            f"mesh axis {mesh.mesh_dim_names} has the ranks {ranks}, in another order than its process group, {known}: "
-            f"make a mesh whose ranks ascend along the axis of the sequence"
-        )
-    return group
-
-
-def shares_ranks(mesh: DeviceMesh, group: dist.ProcessGroup) -> bool:
-    """Whether some axis of ``mesh`` has more than one rank of ``group``. No communication."""
-    ranks = set(dist.get_process_group_ranks(group))
-    return any(
-        len(ranks.intersection(dist.get_process_group_ranks(mesh.get_group(axis)))) > 1 for axis in range(mesh.ndim)
-    )
 
 
 # The parts of a group, by their ranks. Never the group itself, which would then be kept alive by its own entry.

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from cp_styles._compat import current_autograd_node, is_traced
 from cp_styles.comm.checksum import checksum
-from cp_styles.comm.point_to_point import shares_ranks
+from cp_styles.comm.groups import shares_ranks
 
 _MOST_NODES = 500  # autograd nodes that are searched for a parameter; that of a query's projection is about ten away
 _MOST_ELEMENTS = 2**16

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_styles._compat import is_traced
-from cp_styles.comm.point_to_point import group_in_order
+from cp_styles.comm.groups import axis_and_group
 from cp_styles.derivatives import refuse_tangents
 from cp_styles.engine.binding import Binding
 from cp_styles.engine.checkpoint import as_kept
@@ -72,17 +72,6 @@ def context_attention(
     else:
         source = Binding(name, axis, group, strategy, layout, mask, kernel)
     return attend(source, (q_BHLD, k_BGMD, v_BGME), scale=scale, sink_H=sink_H)
-
-
-def axis_and_group(name: str, group: dist.ProcessGroup | DeviceMesh) -> tuple[str, dist.ProcessGroup]:
-    """The name of the axis for messages, and the process group of the ranks that share the sequence."""
-    if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            raise ValueError(f"{name} needs a 1-D mesh, got axes {group.mesh_dim_names}: pass mesh['cp']")
-        return (group.mesh_dim_names or ("cp",))[0], group_in_order(group)
-    if isinstance(group, dist.ProcessGroup):
-        return "group", group
-    raise TypeError(f"{name} needs a process group or a 1-D DeviceMesh, got {type(group).__name__}")
 
 
 def attend(

@@ -20,12 +20,12 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from cp_styles._compat import uncompiled, without_dispatch_modes, without_function_modes
 from cp_styles.comm.checksum import version_of
+from cp_styles.comm.groups import axis_and_group
 from cp_styles.derivatives import first_derivatives_only, refuse_tangents
 from cp_styles.engine.binding import Binding, refuse_grouped
 from cp_styles.engine.checkpoint import as_kept
 from cp_styles.engine.op import check_local, handle, source_of
 from cp_styles.engine.run import run_backward, run_forward
-from cp_styles.functions.attention import axis_and_group
 from cp_styles.kernels import CompiledFlexKernel, FlexKernel
 from cp_styles.kernels.flex import ScoreMod
 from cp_styles.kernels.flex_compiled import compiled_takes

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from cp_styles.comm.groups import axis_and_group
 from cp_styles.engine.binding import Binding
 from cp_styles.engine.op import check_local, check_plain
-from cp_styles.functions.attention import axis_and_group
 from cp_styles.functions.flex import attend_with_lse
 from cp_styles.layout import Balancer, SequenceLayout, head_tail
 from cp_styles.mask import Documents, Full, Mask, SlidingWindow

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from cp_styles._compat import flattened
-from cp_styles.comm.point_to_point import group_in_order
+from cp_styles.comm.groups import group_in_order
 from cp_styles.engine.binding import Binding
 from cp_styles.engine.gradient_watch import ParameterWatch
 from cp_styles.kernels import Kernel

@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import BlockMask
 
 from cp_styles.collectives import gather
+from cp_styles.comm.groups import axis_and_group
 from cp_styles.comm.point_to_point import gather_numbers
 from cp_styles.kernels import Kernel
 from cp_styles.layout import head_tail
@@ -35,7 +36,6 @@ from cp_styles.torch_api.buffers import check_plain, dim_of
 from cp_styles.torch_api.context_block import (
     ContextParallelBlock,
     agree_on,
-    group_of,
     last_cut,
     open_on,
     pairs_of,
@@ -155,7 +155,7 @@ def context_parallel_shard(
         ValueError: no layout, or a layout for another length or number of ranks; numbers or names that differ.
         TypeError: for DTensors and for objects that are not tensors.
     """
-    group = group_of("context_parallel_shard", mesh)
+    _, group = axis_and_group("context_parallel_shard", mesh)
     block = open_on(group)
     if load_balancer is None and block is None:
         raise ValueError(
@@ -209,7 +209,7 @@ def context_parallel_unshard(
             ``load_balancer``, if the last block on this mesh did not have the default layout.
         TypeError: for DTensors and for objects that are not tensors.
     """
-    group, axis = group_of("context_parallel_unshard", mesh), (mesh.mesh_dim_names or ("cp",))[0]
+    axis, group = axis_and_group("context_parallel_unshard", mesh)
     block = open_on(group)
 
     def check() -> list[tuple[torch.Tensor, int]]:

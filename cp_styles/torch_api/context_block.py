@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cp_styles._compat import running_reruns, uncompiled
 from cp_styles.comm.agreement import Meeting, StatusRow, exchange_status, fingerprint, ledger_of, offer_refusal
-from cp_styles.comm.point_to_point import group_in_order
+from cp_styles.comm.groups import axis_and_group
 from cp_styles.engine.binding import Binding
 from cp_styles.engine.op import watcher
 from cp_styles.engine.scope import ScopedBinding
@@ -55,8 +55,7 @@ class ContextParallelBlock(contextlib.ContextDecorator):
         mask: Mask | None,
         kernel: Kernel | None,
     ) -> None:
-        self._group = group_of("context_parallel", mesh)
-        self._axis = (mesh.mesh_dim_names or ("cp",))[0]
+        self._axis, self._group = axis_and_group("context_parallel", mesh)
         self._buffers = [] if buffers is None else buffers
         self._seq_dims = [] if seq_dims is None else seq_dims
         self._no_restore = [] if no_restore is None else list(no_restore)
@@ -292,17 +291,6 @@ def agree_on(
             f"be the same on all ranks; on this rank they are {facts(results[0])}"
         )
     return results[0]
-
-
-def group_of(name: str, mesh: DeviceMesh) -> dist.ProcessGroup:
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f'{name} needs a DeviceMesh of one axis, such as mesh["cp"], got {type(mesh).__name__}')
-    if mesh.ndim != 1:
-        raise ValueError(
-            f'{name} needs one mesh axis, the one that cuts the sequence, got {mesh.mesh_dim_names}: pass mesh["cp"], '
-            "or the axis that you use"
-        )
-    return group_in_order(mesh)
 
 
 def pairs_of(buffers: Sequence[Any], seq_dims: Sequence[int]) -> list[tuple[Any, int]]:

@@ -1,0 +1,58 @@
+"""Which process group a user means, and the name of its mesh axis."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from cp_styles._compat import is_traced
+
+
+def axis_and_group(
+    name: str, group: dist.ProcessGroup | DeviceMesh, *, ordered: bool = True
+) -> tuple[str, dist.ProcessGroup]:
+    """The ranks that share the sequence, and the name of their axis for messages. No communication.
+
+    Args:
+        name: of the function that was called, for messages.
+        group: a process group, or a mesh of one axis.
+        ordered: the order of the ranks counts, see :func:`group_in_order`; it does not in a sum.
+
+    Raises:
+        TypeError: ``group`` is neither.
+        ValueError: a mesh of several axes, or one whose ranks are in another order than its group's.
+    """
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(f"{name} needs a 1-D mesh, got axes {group.mesh_dim_names}: pass mesh['cp']")
+        return (group.mesh_dim_names or ("cp",))[0], group_in_order(group) if ordered else group.get_group()
+    if isinstance(group, dist.ProcessGroup):
+        return "group", group
+    raise TypeError(f"{name} needs a process group or a 1-D DeviceMesh, got {type(group).__name__}")
+
+
+def group_in_order(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The process group of a 1-D mesh. Both must have the ranks in the same order.
+
+    Raises:
+        ValueError: on every rank, if the orders differ. DTensor and get_local_rank() number ranks by the mesh, and
+            communication by the group, so a rank would hold one part of the sequence and be treated as holding another.
+    """
+    group = mesh.get_group()
+    if is_traced():  # torch.compile does not know the contents of a mesh
+        return group
+    ranks, known = mesh.mesh.tolist(), dist.get_process_group_ranks(group)
+    if ranks != known:
+        raise ValueError(
+            f"mesh axis {mesh.mesh_dim_names} has the ranks {ranks}, in another order than its process group, {known}: "
+            f"make a mesh whose ranks ascend along the axis of the sequence"
+        )
+    return group
+
+
+def shares_ranks(mesh: DeviceMesh, group: dist.ProcessGroup) -> bool:
+    """Whether some axis of ``mesh`` has more than one rank of ``group``. No communication."""
+    ranks = set(dist.get_process_group_ranks(group))
+    return any(
+        len(ranks.intersection(dist.get_process_group_ranks(mesh.get_group(axis)))) > 1 for axis in range(mesh.ndim)
+    )
