@@ -2,9 +2,14 @@
 
 from cp_styles.styles.attention import AttentionContextParallel
 from cp_styles.styles.module import ModuleContextParallel
-from cp_styles.styles.prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
-from cp_styles.styles.sequence import SequenceParallel
-from cp_styles.styles.tensor_parallel import ColwiseParallel, RowwiseParallel
+from cp_styles.styles.tensor_parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+)
 
 __all__ = [
     "AttentionContextParallel",

@@ -25,7 +25,10 @@ from cp_styles.engine.mesh_axes import chunk_sizes, declared_size
 from cp_styles.engine.op import check_local
 from cp_styles.engine.scope import Lease, ScopedBinding
 from cp_styles.intercept.fused_operators import FusedCalls
-from cp_styles.mask import Dense
+from cp_styles.kernels import Kernel
+from cp_styles.layout import Balancer, SequenceLayout
+from cp_styles.mask import Dense, Mask
+from cp_styles.strategies import Strategy
 from cp_styles.styles.base import ContextParallelStyle
 from cp_styles.styles.compiled import Traced, traced_of
 from cp_styles.styles.dtensor_io import DTensorIO
@@ -43,7 +46,16 @@ class AttentionContextParallel(ContextParallelStyle):
     or DDP over it).
 
     Args:
-        mesh_axis, strategy, layout, mask, kernel: see :class:`~cp_styles.styles.base.ContextParallelStyle`.
+        mesh_axis: the axis of a composed mesh that cuts the sequence. A 1-D mesh is taken whatever its name. Two axes,
+            outer then inner, are for the hybrid: the sequence is cut over both, the strategy inside ``Ulysses`` runs
+            over the first, and heads are exchanged over the second, whose ranks are neighbours.
+        strategy: how queries meet keys: ``Ring()`` (default), ``AllGather()``, ``Ulysses()``. Their docstrings say what
+            is sent.
+        layout: the cut of the sequence, or the balancer that makes it; the one that the inputs were cut with. Default:
+            that of the :class:`~cp_styles.SequenceScope` around the call, and without a scope ``head_tail``.
+        mask: who attends to whom, in global positions, beside ``is_causal`` of the call; default ``Full()``.
+        kernel: computes the tiles; default the one that scaled_dot_product_attention chose. Tiles with an explicit mask
+            go to another one where it takes none: see :func:`~cp_styles.kernels.kernel_for_tiles`.
         seq_dim: sequence dim of what the *module* receives: 2 for [B, H, S, D], 1 for [B, S, H, D]. What reaches
             scaled_dot_product_attention is [B, H, S, D], as always.
         use_local_output: False leaves outputs as DTensors with Shard on the sequence axis; needs equal parts.
@@ -72,8 +84,18 @@ class AttentionContextParallel(ContextParallelStyle):
         parallelize_module(model, init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), plan)
     """
 
-    def __init__(self, *, seq_dim: int = 2, use_local_output: bool = True, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(
+        self,
+        *,
+        mesh_axis: str | tuple[str, str] = "cp",
+        strategy: Strategy | None = None,
+        layout: SequenceLayout | Balancer | None = None,
+        mask: Mask | None = None,
+        kernel: Kernel | None = None,
+        seq_dim: int = 2,
+        use_local_output: bool = True,
+    ) -> None:
+        super().__init__(mesh_axis=mesh_axis, strategy=strategy, layout=layout, mask=mask, kernel=kernel)
         if seq_dim not in (1, 2):
             raise ValueError(f"seq_dim must be 2 ([B, H, S, D]) or 1 ([B, S, H, D]), got {seq_dim}")
         self.seq_dim = seq_dim

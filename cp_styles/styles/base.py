@@ -21,21 +21,7 @@ from cp_styles.styles.mesh_axis import take_axis
 
 
 class ContextParallelStyle(ParallelStyle):
-    """Base of the context-parallel styles.
-
-    Args:
-        mesh_axis: the axis of a composed mesh that shards the sequence; a 1-D mesh is taken whatever its name. Two
-        axes,
-            outer then inner, are for the hybrid: the sequence is cut over both, the strategy inside ``Ulysses`` runs
-            over the first and heads are exchanged over the second, whose ranks are neighbours.
-        strategy: ``Ring()`` (default), ``AllGather()``, ``Ulysses()``, ...; their docstrings say what is sent.
-        layout: the cut of the sequence, or the balancer that makes it; must be the one the inputs were cut with. None
-            takes that of the :class:`~cp_styles.engine.scope.SequenceScope` around the call, and without one
-            ``head_tail``.
-        mask: who attends to whom, beside ``is_causal`` of the call; in global positions.
-        kernel: computes the tiles; default the one scaled_dot_product_attention chose. Tiles with an explicit mask go
-            to another one where it takes none: see :func:`~cp_styles.kernels.kernel_for_tiles`.
-    """
+    """Base of the context-parallel styles; their docstrings explain the options."""
 
     def __init__(
         self,

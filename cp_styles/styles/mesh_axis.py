@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -50,9 +48,7 @@ class OnMeshAxis(ParallelStyle):
 
     _keeps_rows = False  # whether all dims but the last have the same size in the output as in the input
 
-    def __init__(self, *, mesh_axis: str = "tp", **arguments: Any) -> None:
-        super().__init__(**arguments)
-        self.mesh_axis = mesh_axis
+    mesh_axis: str
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         # parallelize_module passes a composed mesh as it is, so take the axis here.

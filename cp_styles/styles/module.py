@@ -15,6 +15,10 @@ from cp_styles._compat import hooks_in_order, scripted_attention
 from cp_styles.engine.scope import ScopedBinding
 from cp_styles.intercept.function_mode import AttentionCalls
 from cp_styles.intercept.subclassing import BoundToThisRun
+from cp_styles.kernels import Kernel
+from cp_styles.layout import Balancer, SequenceLayout
+from cp_styles.mask import Mask
+from cp_styles.strategies import Strategy
 from cp_styles.styles.base import ContextParallelStyle
 
 _STATE = "_context_parallel_calls"
@@ -32,7 +36,16 @@ class ModuleContextParallel(ContextParallelStyle):
     model the global positions of its tokens (``layout.positions(rank)``).
 
     Args:
-        mesh_axis, strategy, layout, mask, kernel: see :class:`~cp_styles.styles.base.ContextParallelStyle`.
+        mesh_axis: the axis of a composed mesh that cuts the sequence. A 1-D mesh is taken whatever its name. Two axes,
+            outer then inner, are for the hybrid: the sequence is cut over both, the strategy inside ``Ulysses`` runs
+            over the first, and heads are exchanged over the second, whose ranks are neighbours.
+        strategy: how queries meet keys: ``Ring()`` (default), ``AllGather()``, ``Ulysses()``. Their docstrings say what
+            is sent.
+        layout: the cut of the sequence, or the balancer that makes it; the one that the inputs were cut with. Default:
+            that of the :class:`~cp_styles.SequenceScope` around the call, and without a scope ``head_tail``.
+        mask: who attends to whom, in global positions, beside ``is_causal`` of the call; default ``Full()``.
+        kernel: computes the tiles; default the one that scaled_dot_product_attention chose. Tiles with an explicit mask
+            go to another one where it takes none: see :func:`~cp_styles.kernels.kernel_for_tiles`.
         sink: name of a parameter of attention modules, such as "sinks", that holds their attention sinks: one learned
             logit for each query head, which takes part in every softmax and adds nothing to the output. Calls under
             such a module use it (scaled_dot_product_attention has no argument for it). Other calls have no sink.
@@ -40,10 +53,24 @@ class ModuleContextParallel(ContextParallelStyle):
     Raises (at the call, on every rank): NotImplementedError for dropout; for attention by other functions
     (nn.MultiheadAttention); for attention under no_grad inside a forward that was entered with gradients (a function
     under reentrant checkpointing, whose recomputation would be local); and if no attention was reached.
+
+    Example::
+
+        mesh = init_device_mesh("cuda", (8,), mesh_dim_names=("cp",))
+        parallelize_module(model, mesh, ModuleContextParallel(mask=Causal() & SlidingWindow(4095, 0)))
     """
 
-    def __init__(self, *, sink: str | None = None, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(
+        self,
+        *,
+        mesh_axis: str | tuple[str, str] = "cp",
+        strategy: Strategy | None = None,
+        layout: SequenceLayout | Balancer | None = None,
+        mask: Mask | None = None,
+        kernel: Kernel | None = None,
+        sink: str | None = None,
+    ) -> None:
+        super().__init__(mesh_axis=mesh_axis, strategy=strategy, layout=layout, mask=mask, kernel=kernel)
         self.sink = sink
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

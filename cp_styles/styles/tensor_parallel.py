@@ -1,10 +1,16 @@
-"""Tensor parallelism: torch's ColwiseParallel and RowwiseParallel on their axis of a composed mesh."""
+"""torch's tensor-parallel styles, each on its own axis of a composed mesh."""
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 from torch.distributed.tensor import parallel as torch_parallel
+from torch.distributed.tensor.placement_types import Placement
 
 from cp_styles.styles.mesh_axis import OnMeshAxis
+
+Inputs: TypeAlias = Placement | tuple[Placement | None, ...] | None
+"""Placements of a module's positional inputs: one for all of them, or one for each, where None leaves it alone."""
 
 
 class ColwiseParallel(OnMeshAxis, torch_parallel.ColwiseParallel):
@@ -15,16 +21,37 @@ class ColwiseParallel(OnMeshAxis, torch_parallel.ColwiseParallel):
     sequence. The gradients of the parameters must then be summed over cp (``sum_gradients``).
 
     Args:
+        input_layouts: how the input is placed on the axis; default ``Replicate()``. It is redistributed to that.
+        output_layouts: how the output is to be placed; default ``Shard(-1)``, the features.
+        use_local_output: return this rank's part as a plain tensor. False returns a DTensor.
         mesh_axis: the name of the axis in a mesh with several axes. A 1-D mesh is used whatever its name.
 
-    Inputs may be DTensors on the composed mesh if the other axes cut rows: see
-    :class:`~cp_styles.styles.other_axes.AxisAdapter`.
+    Inputs are plain tensors [..., W] of any floating dtype, or DTensors on the axis. They may also be DTensors on the
+    composed mesh if the other axes cut rows: see :class:`~cp_styles.styles.other_axes.AxisAdapter`.
+    Communication: what the redistribution of input and output takes, over this axis alone.
 
     Raises:
-        TypeError, ValueError: for a mesh that :func:`cp_styles.styles.mesh_axis.take_axis` refuses.
+        TypeError, ValueError: when applied, for what is no mesh, a mesh without the axis, and a module that has the
+            style already; at a call, for DTensors whose other axes do not cut rows.
+
+    Example::
+
+        plan = {"attention.wq": ColwiseParallel(), "attention.wo": RowwiseParallel()}
+        parallelize_module(model, init_device_mesh("cuda", (2, 4), mesh_dim_names=("cp", "tp")), plan)
     """
 
     _keeps_rows = True
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+        mesh_axis: str = "tp",
+    ) -> None:
+        super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
+        self.mesh_axis = mesh_axis
 
 
 class RowwiseParallel(OnMeshAxis, torch_parallel.RowwiseParallel):
@@ -33,6 +60,164 @@ class RowwiseParallel(OnMeshAxis, torch_parallel.RowwiseParallel):
     Like :class:`ColwiseParallel` of this module, for :class:`torch.distributed.tensor.parallel.RowwiseParallel`. A
     Linear may have a bias: the module gets DTensors on this axis only, so the bias is added once, and nothing is
     gathered over other axes.
+
+    Args:
+        input_layouts: how the input is placed on the axis; default ``Shard(-1)``, the features.
+        output_layouts: how the output is to be placed; default ``Replicate()``, an all-reduce. ``Shard(1)`` is a
+            reduce-scatter along the sequence.
+        use_local_output: return this rank's part as a plain tensor. False returns a DTensor.
+        mesh_axis: the name of the axis in a mesh with several axes. A 1-D mesh is used whatever its name.
+
+    Inputs, communication, errors and example: see :class:`ColwiseParallel`.
     """
 
     _keeps_rows = True
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+        mesh_axis: str = "tp",
+    ) -> None:
+        super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
+        self.mesh_axis = mesh_axis
+
+
+class SequenceParallel(OnMeshAxis, torch_parallel.SequenceParallel):
+    """Run a norm (or dropout) with its input sharded along the sequence over the mesh axis ``mesh_axis``.
+
+    Arguments and behaviour are those of :class:`torch.distributed.tensor.parallel.SequenceParallel`. Like there, the
+    parameters are not broadcast: they must be equal on all ranks. Under context parallelism "the sequence" is the part
+    of the cp rank. If the input is a plain tensor, the size of this axis must divide its length.
+
+    Args:
+        sequence_dim: the dim of the input [B, S, W] that is the sequence.
+        use_local_output: return this rank's part as a plain tensor. False returns a DTensor.
+        mesh_axis: the name of the axis in a mesh with several axes. A 1-D mesh is used whatever its name.
+
+    No communication where the input is cut along the sequence already. Errors: see :class:`ColwiseParallel`.
+
+    Example::
+
+        plan = {"norm": SequenceParallel(), "wq": ColwiseParallel(input_layouts=Shard(1))}
+    """
+
+    _keeps_rows = True
+
+    def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False, mesh_axis: str = "tp") -> None:
+        super().__init__(sequence_dim=sequence_dim, use_local_output=use_local_output)
+        self.mesh_axis = mesh_axis
+
+
+class PrepareModuleInput(OnMeshAxis, torch_parallel.PrepareModuleInput):
+    """Make a module's inputs DTensors on the mesh axis ``mesh_axis``, and redistribute them.
+
+    All but ``mesh_axis`` is as in :class:`torch.distributed.tensor.parallel.PrepareModuleInput`.
+
+    Args:
+        input_layouts: how the positional inputs are placed on the axis: one placement, or one for each input.
+        desired_input_layouts: how the module is to get them.
+        input_kwarg_layouts: the same for keyword inputs, by name.
+        desired_input_kwarg_layouts: the same for keyword inputs, by name.
+        use_local_output: hand the module plain tensors. False hands it DTensors.
+        mesh_axis: the name of the axis in a mesh with several axes. A 1-D mesh is used whatever its name.
+
+    Inputs are plain tensors of any shape and dtype, or DTensors on the axis. Communication: what the redistribution
+    takes, over this axis alone. Errors: see :class:`ColwiseParallel`; DTensors on several axes are a
+    NotImplementedError here.
+
+    Example::
+
+        plan = {"attention": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())}
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Inputs = None,
+        desired_input_layouts: Inputs = None,
+        input_kwarg_layouts: dict[str, Placement] | None = None,
+        desired_input_kwarg_layouts: dict[str, Placement] | None = None,
+        use_local_output: bool = False,
+        mesh_axis: str = "tp",
+    ) -> None:
+        super().__init__(
+            input_layouts=input_layouts,
+            desired_input_layouts=desired_input_layouts,
+            input_kwarg_layouts=input_kwarg_layouts,
+            desired_input_kwarg_layouts=desired_input_kwarg_layouts,
+            use_local_output=use_local_output,
+        )
+        self.mesh_axis = mesh_axis
+
+
+class PrepareModuleOutput(OnMeshAxis, torch_parallel.PrepareModuleOutput):
+    """Make a module's outputs DTensors on the mesh axis ``mesh_axis``, and redistribute them.
+
+    All but ``mesh_axis`` is as in :class:`torch.distributed.tensor.parallel.PrepareModuleOutput`.
+
+    Args:
+        output_layouts: how the outputs are placed on the axis: one placement, or one for each output.
+        desired_output_layouts: how they are to leave.
+        use_local_output: return plain tensors. False returns DTensors.
+        mesh_axis: the name of the axis in a mesh with several axes. A 1-D mesh is used whatever its name.
+
+    Outputs, communication and errors: as for the inputs of :class:`PrepareModuleInput`.
+
+    Example::
+
+        plan = {"attention": PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1))}
+    """
+
+    def __init__(
+        self,
+        *,
+        output_layouts: Placement | tuple[Placement | None, ...],
+        desired_output_layouts: Placement | tuple[Placement, ...],
+        use_local_output: bool = True,
+        mesh_axis: str = "tp",
+    ) -> None:
+        super().__init__(
+            output_layouts=output_layouts,
+            desired_output_layouts=desired_output_layouts,
+            use_local_output=use_local_output,
+        )
+        self.mesh_axis = mesh_axis
+
+
+class PrepareModuleInputOutput(OnMeshAxis, torch_parallel.PrepareModuleInputOutput):
+    """:class:`PrepareModuleInput` and :class:`PrepareModuleOutput` in one, with the arguments of both.
+
+    Args:
+        use_local_input: hand the module plain tensors. False hands it DTensors.
+        use_local_output: return plain tensors. False returns DTensors.
+        input_layouts, desired_input_layouts, input_kwarg_layouts, desired_input_kwarg_layouts, output_layouts,
+            desired_output_layouts, mesh_axis: see the two classes, as for shapes, communication, errors and examples.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Inputs = None,
+        desired_input_layouts: Inputs = None,
+        input_kwarg_layouts: dict[str, Placement] | None = None,
+        desired_input_kwarg_layouts: dict[str, Placement] | None = None,
+        use_local_input: bool = False,
+        output_layouts: Placement | tuple[Placement | None, ...],
+        desired_output_layouts: Placement | tuple[Placement, ...],
+        use_local_output: bool = True,
+        mesh_axis: str = "tp",
+    ) -> None:
+        super().__init__(
+            input_layouts=input_layouts,
+            desired_input_layouts=desired_input_layouts,
+            input_kwarg_layouts=input_kwarg_layouts,
+            desired_input_kwarg_layouts=desired_input_kwarg_layouts,
+            use_local_input=use_local_input,
+            output_layouts=output_layouts,
+            desired_output_layouts=desired_output_layouts,
+            use_local_output=use_local_output,
+        )
+        self.mesh_axis = mesh_axis

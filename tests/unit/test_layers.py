@@ -1,11 +1,14 @@
 """The architecture: every module has a row, and imports point to the same row or down."""
 
 import ast
+import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+import cp_styles
 
 PACKAGE = Path(__file__).parents[2] / "cp_styles"
 CONTRIBUTING = PACKAGE.parent / "CONTRIBUTING.md"
@@ -84,6 +87,17 @@ def test_no_cycles_within_a_row():
         assert free, f"these import each other: {sorted(edges)}"
         for module in free:
             del edges[module]
+
+
+def test_public_signatures_are_complete():
+    """What an editor shows is all that a user needs: no ``**options``, and a docstring for each."""
+    for name in cp_styles.__all__:
+        public = getattr(cp_styles, name)
+        assert (inspect.getdoc(public) or "").strip(), f"{name} has no docstring"
+        if isinstance(public, type) and issubclass(public, Warning):
+            continue
+        kinds = {each.kind for each in inspect.signature(public).parameters.values()}
+        assert inspect.Parameter.VAR_KEYWORD not in kinds, f"{name}{inspect.signature(public)} hides arguments"
 
 
 def test_strategies_are_called_in_one_place():
