@@ -35,7 +35,7 @@ class _Place(NamedTuple):
 
 
 class Direct:
-    """An :class:`~cp_styles.collectives.Exchange` for tensors of given shapes, in both directions. No autograd.
+    """An ``Exchange`` (see _exchange.py) for tensors of given shapes, in both directions. No autograd.
 
     Attributes:
         trivial: the group has one rank; tensors are returned as they are.

@@ -13,9 +13,10 @@ from typing import NamedTuple
 import torch
 
 from cp_styles.cache import remembered
-from cp_styles.collectives import Exchange, head_exchange
 from cp_styles.collectives._direct import Direct
+from cp_styles.collectives._exchange import Exchange
 from cp_styles.collectives._group import Peers, peers_of
+from cp_styles.collectives.heads import head_exchange
 from cp_styles.comm.point_to_point import split_group
 from cp_styles.device import tensor_on
 from cp_styles.layout import Chunk, SequenceLayout

@@ -30,7 +30,7 @@ from cp_styles.engine.dtensor_handlers import bound_mesh
 from cp_styles.engine.mesh_axes import keeps_apart, refuse_moved, sequence_placement
 from cp_styles.engine.scope import ScopedBinding
 from cp_styles.intercept.function_mode import AttentionCalls
-from cp_styles.intercept.subclassing import BoundToThisRun
+from cp_styles.intercept.subclassing import BoundToThisRun, put_before_class
 from cp_styles.styles.dtensor_io import DTensorIO
 
 _STATE = "_context_parallel_traced"
@@ -144,7 +144,7 @@ class Traced:
         """Change the class of ``module`` to one that uses this object. torch.compile finds a forward by the class."""
         setattr(module, _STATE, self)
         self._holds_parameters = any(True for _ in module.parameters())
-        module.__class__ = _subclass(type(module))
+        put_before_class(module, _Traced, _traced_members)
 
     def forward(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.ran = True
@@ -259,19 +259,13 @@ def _uneven(tensor: DTensor) -> bool:
     return tuple(whole) != tuple(tensor.shape)
 
 
-_subclasses: dict[type, type] = {}
+class _Traced(BoundToThisRun):
+    """Put before a module's class whose forward is :meth:`Traced.forward`."""
 
 
-def _subclass(cls: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of ``cls`` with the same name, whose forward is :meth:`Traced.forward`."""
-    if cls in _subclasses.values():
-        return cls
-    if cls not in _subclasses:
+def _traced_members(cls: type[nn.Module]) -> dict[str, Any]:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return traced_of(self).forward(functools.partial(cls.forward, self), args, kwargs)
 
-        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return traced_of(self).forward(functools.partial(cls.forward, self), args, kwargs)
-
-        forward.__signature__ = inspect.signature(cls.forward)  # pyright: ignore[reportFunctionMemberAccess]
-        names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "forward": forward}
-        _subclasses[cls] = type(cls.__name__, (BoundToThisRun, cls), names)
-    return _subclasses[cls]
+    forward.__signature__ = inspect.signature(cls.forward)  # pyright: ignore[reportFunctionMemberAccess]
+    return {"forward": forward}

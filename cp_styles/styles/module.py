@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from cp_styles._compat import hooks_in_order, scripted_attention
 from cp_styles.engine.scope import ScopedBinding
 from cp_styles.intercept.function_mode import AttentionCalls
-from cp_styles.intercept.subclassing import BoundToThisRun
+from cp_styles.intercept.subclassing import BoundToThisRun, put_before_class
 from cp_styles.kernels import Kernel
 from cp_styles.layout import Balancer, SequenceLayout
 from cp_styles.mask import Mask
@@ -118,7 +118,7 @@ class ModuleContextParallel(ContextParallelStyle):
         # Leaf modules of torch call no attention, and there are many of them.
         if child is module or children or not type(child).__module__.startswith("torch."):
             setattr(child, _STATE, calls)
-            child.__class__ = _subclass(type(child))
+            put_before_class(child, _Entered, _entered_members)
         for grandchild in children:
             self._enter(grandchild, module, calls)
 
@@ -135,21 +135,15 @@ def _scripted(module: nn.Module) -> Iterator[str]:
     yield from (name for name, value in vars(module).items() if scripted_attention(value))
 
 
-_subclasses: dict[type, type] = {}
+class _Entered(BoundToThisRun):
+    """Mixin before a module's class: its forward runs with the calls sent through the engine."""
 
 
-def _subclass(cls: type[nn.Module]) -> type:
-    """``cls`` with a forward that runs with the calls sent through the engine, and shows the signature of its own."""
-    if cls not in _subclasses:
+def _entered_members(cls: type[nn.Module]) -> dict[str, Any]:
+    @functools.wraps(cls.forward)  # which shows the signature of its own
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls, inlined = getattr(self, _STATE)
+        with inlined if torch.compiler.is_dynamo_compiling() else calls:
+            return cls.forward(self, *args, **kwargs)
 
-        @functools.wraps(cls.forward)
-        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            calls, inlined = getattr(self, _STATE)
-            with inlined if torch.compiler.is_dynamo_compiling() else calls:
-                return cls.forward(self, *args, **kwargs)
-
-        names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "forward": forward}
-        made = type(cls.__name__, (BoundToThisRun, cls), names)
-        made.__signature__ = inspect.signature(cls)
-        _subclasses[cls] = made
-    return _subclasses[cls]
+    return {"forward": forward}

@@ -13,7 +13,6 @@ from cp_styles.collectives import (
     all_to_all,
     gather,
     gather_outputs,
-    head_exchange,
     heads_to_seq,
     reduce_scatter,
     seq_to_heads,
@@ -21,6 +20,7 @@ from cp_styles.collectives import (
     split,
 )
 from cp_styles.collectives._group import Facts, consult, dim_of, peers_of
+from cp_styles.collectives.heads import head_exchange
 from cp_styles.comm.agreement import WIDTH
 from cp_styles.layout import head_tail
 from cp_styles.testing import CommunicationTrace, RankError, run_ranks

@@ -10,7 +10,6 @@ from cp_styles.collectives import (
     Padded,
     Pending,
     gather,
-    head_exchange,
     head_ranges,
     heads_to_seq,
     nested_layout,
@@ -18,6 +17,7 @@ from cp_styles.collectives import (
     seq_to_heads,
     split,
 )
+from cp_styles.collectives.heads import head_exchange
 from cp_styles.layout import SequenceLayout, contiguous, head_tail, striped
 from cp_styles.testing import CommunicationTrace, run_ranks
 from tests.ranks.collectives.collectives_reference import adjoint_gap, randn, world
