@@ -198,7 +198,7 @@ def _bound(
         read = tuple((tensor, version_of(tensor)) for tensor in read)
         kernel = FlexKernel(call.score_mod, learned, read)
         if call.compiled and compiled_takes(tensors[0], tensors[2]):
-            kernel = CompiledFlexKernel(call.score_mod, learned, read, on_cpu=tensors[0].device.type == "cpu")
+            kernel = CompiledFlexKernel(call.score_mod, learned, read)
     return replace(binding, mask=mask, kernel=kernel), learned
 
 

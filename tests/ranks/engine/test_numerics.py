@@ -298,6 +298,6 @@ def test_sinks_and_the_logsumexp_of_such_rows():
         whole = [layout.unshard(list(parts), 2) for parts in found] + [sum(dsinks)]
         lse, wanted_lse = whole.pop(1), wanted.pop(1)
         assert ((lse - wanted_lse) / wanted_lse).abs().max() < EXACT
-        # OtherAxes -1e9 a float64 has digits to 1e-7, and the logits of the last head's sink are of that size.
+        # Beside -1e9 a float64 has digits to 1e-7, and the logits of the last head's sink are of that size.
         bound = 1e-7 if fill == -1e9 else EXACT
         assert all(error(mine, one) < bound for mine, one in zip(whole, wanted, strict=True)), fill
