@@ -78,6 +78,45 @@ def test_the_picture_of_contributing_names_each_module():
     assert [module for module in ROW if module != "__init__" and module not in names] == []
 
 
+_TABLES = {
+    "WeakKeyDictionary",
+    "WeakValueDictionary",
+    "WeakSet",
+    "WeakTensorKeyDictionary",
+    "ContextVar",
+    "OrderedDict",
+}
+_TABLES |= {"count", "dict", "set", "list", "Counter", "defaultdict", "deque"}
+_CACHES = {"cache", "lru_cache", "remembered"}
+
+
+def called(node: ast.expr) -> str:
+    """The last name of what is called, or decorates."""
+    return ast.unparse(node.func if isinstance(node, ast.Call) else node).rpartition(".")[2]
+
+
+def state_of(source: str) -> Iterator[str]:
+    """Names at the top level of a module that hold what outlives a call: tables that begin empty, and caches."""
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef) and any(called(each) in _CACHES for each in node.decorator_list):
+            yield node.name
+        if not isinstance(node, ast.Assign | ast.AnnAssign):
+            continue
+        value, target = node.value, node.targets[0] if isinstance(node, ast.Assign) else node.target
+        empty = (isinstance(value, ast.Dict) and not value.keys) or (isinstance(value, ast.List) and not value.elts)
+        if empty or (isinstance(value, ast.Call) and called(value) in _TABLES):
+            yield ast.unparse(target)
+
+
+def test_contributing_names_all_state():
+    (text,) = re.findall(r"### State that outlives a call\n(.*?)\n## ", CONTRIBUTING.read_text(), re.DOTALL)
+    rows = re.findall(r"`([\w/]+\.py)`: ((?:`\w+`(?:, )?)+)", text.partition("DTensor's own table")[0])
+    told = {(file, name) for file, names in rows for name in re.findall(r"\w+", names)}
+    assert told == {
+        (path.relative_to(PACKAGE).as_posix(), name) for path in package_files() for name in state_of(path.read_text())
+    }
+
+
 def test_no_cycles_within_a_row():
     edges: dict[str, set[str]] = {}
     for path in package_files():
