@@ -24,7 +24,7 @@ def axis_and_group(
     """
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
-            raise ValueError(f"{name} needs a 1-D mesh, got axes {group.mesh_dim_names}: pass mesh['cp']")
+            raise ValueError(f'{name} needs a 1-D mesh, got axes {group.mesh_dim_names}: pass mesh["cp"]')
         return (group.mesh_dim_names or ("cp",))[0], group_in_order(group) if ordered else group.get_group()
     if isinstance(group, dist.ProcessGroup):
         return "group", group

@@ -98,7 +98,7 @@ class Nothing(nn.Module):
         (lambda s: context_attention(*s.leaves()[0], "cp"), "needs a process group or a 1-D DeviceMesh, got str"),
         (
             lambda s: context_attention(*s.leaves()[0], init_device_mesh("cpu", (1, 3), mesh_dim_names=("dp", "cp"))),
-            "needs a 1-D mesh, got axes ('dp', 'cp'): pass mesh['cp']",
+            "needs a 1-D mesh, got axes ('dp', 'cp'): pass mesh[\"cp\"]",
         ),
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else "",

@@ -205,7 +205,7 @@ def test_parameters_that_live_on_the_group_are_refused():
 def test_a_group_is_one_group_and_a_loss_is_whole():
     def wrong(rank):
         mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("cp", "tp"))
-        with pytest.raises(ValueError, match=r"needs a 1-D mesh.*mesh\['cp'\]"):
+        with pytest.raises(ValueError, match=r'needs a 1-D mesh.*mesh\["cp"\]'):
             global_token_count(torch.zeros(1), mesh)
         with pytest.raises(TypeError, match="needs a process group or a 1-D DeviceMesh, got str"):
             global_token_count(torch.zeros(1), "cp")
