@@ -6,10 +6,10 @@ import contextlib
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -328,6 +328,47 @@ FLEX_GLOBALS: Any = vars(flex_module)
 FLEX_OPERATOR: Any = torch.ops.higher_order.flex_attention
 FLEX_IDENTITY: Any = flex_module._identity
 FLEX_UNBLOCKED: int = flex_module._LARGE_SPARSE_BLOCK_SIZE  # pyright: ignore
+
+
+# What is read of a running flex_attention: its local variables, and the functions in which it asks about its inputs.
+# Seen: 2.11 to 2.15.
+class FlexLocals(NamedTuple):
+    """Local variables of a running flex_attention, by its own names; None for those that are not bound yet."""
+
+    query: Any
+    key: Any
+    score_mod: Any
+    block_mask: Any
+    scale: Any
+    enable_gqa: Any
+    return_lse: Any
+    kernel_options: Any
+    return_aux: Any
+
+
+def flex_locals(frame: types.FrameType) -> FlexLocals:
+    bound = frame.f_locals
+    return FlexLocals(*[bound.get(name) for name in FlexLocals._fields])
+
+
+FLEX_CHECKS_DEVICE = "_validate_device"
+FLEX_BEFORE_OPERATOR = "_apply_kernel_options"
+
+
+def flex_renamed(function: Any, module: Mapping[str, Any]) -> str:
+    """A sentence about the names above that ``function`` and its ``module`` do not have; empty if they have all."""
+    code = function.__code__
+    absent = sorted(set(FlexLocals._fields) - {*code.co_varnames, *code.co_cellvars})
+    absent += [name for name in (FLEX_CHECKS_DEVICE, FLEX_BEFORE_OPERATOR) if not callable(module.get(name))]
+    return (
+        f"flex_attention of torch {torch.__version__} has no {', '.join(absent)}, which this package reads to see its "
+        "calls: call cp_styles.context_flex_attention instead, or use a torch version that this package supports"
+        if absent
+        else ""
+    )
+
+
+FLEX_RENAMED = flex_renamed(FLEX_FUNCTION, FLEX_GLOBALS)
 
 
 class FlexAsWritten:

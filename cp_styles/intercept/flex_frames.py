@@ -22,12 +22,16 @@ from typing import Any
 import torch
 
 from cp_styles._compat import (
+    FLEX_BEFORE_OPERATOR,
+    FLEX_CHECKS_DEVICE,
     FLEX_FUNCTION,
     FLEX_GLOBALS,
     FLEX_IDENTITY,
+    FLEX_RENAMED,
     FLEX_UNBLOCKED,
     RESUMED,
     constant_under_compile,
+    flex_locals,
     traced_functions,
     uncompiled,
     within_compiled,
@@ -51,7 +55,7 @@ class FlexCalls:
     @uncompiled
     def answer(self, frame: FrameType, func: Any, args: tuple[Any, ...]) -> Any:
         """The answer to one of QUESTIONS from ``frame``. None if the real answer is right."""
-        if frame.f_globals is not FLEX_GLOBALS:
+        if frame.f_globals is not FLEX_GLOBALS or FLEX_RENAMED:  # then the operator is refused
             return None
         asked_in = frame.f_code.co_name
         if func is _SIZE:
@@ -59,8 +63,8 @@ class FlexCalls:
         if func is _NUMEL:  # flex_attention takes an empty logsumexp for one that was not requested
             return 1 if self._empty_lse is not None and args[0] is self._empty_lse else None
         if func == _REQUIRES_GRAD:
-            return False if asked_in == "_validate_device" else None
-        if asked_in == "_apply_kernel_options" and self._pending is None:
+            return False if asked_in == FLEX_CHECKS_DEVICE else None
+        if asked_in == FLEX_BEFORE_OPERATOR and self._pending is None:
             self._expect(frame.f_back)
         return None
 
@@ -68,16 +72,15 @@ class FlexCalls:
         """Note the call. This is the last query before the operator."""
         if frame is None or frame.f_globals is not FLEX_GLOBALS or not _is_part(frame.f_code.co_name):
             return
-        said = frame.f_locals
-        block_mask, score_mod = said["block_mask"], said["score_mod"]
+        said = flex_locals(frame)
         call = FlexCall(
-            score_mod=None if score_mod is FLEX_IDENTITY else score_mod,
-            block_mask=None if min(block_mask.BLOCK_SIZE) >= FLEX_UNBLOCKED else block_mask,
-            scale=said["scale"],
-            enable_gqa=said["enable_gqa"],
-            return_lse=said["return_lse"],
-            kernel_options=said["kernel_options"],
-            return_aux=said["return_aux"],
+            score_mod=None if said.score_mod is FLEX_IDENTITY else said.score_mod,
+            block_mask=None if min(said.block_mask.BLOCK_SIZE) >= FLEX_UNBLOCKED else said.block_mask,
+            scale=said.scale,
+            enable_gqa=said.enable_gqa,
+            return_lse=said.return_lse,
+            kernel_options=said.kernel_options,
+            return_aux=said.return_aux,
             compiled=within_compiled(frame.f_back),
         )
         self._pending = frame, call
@@ -134,9 +137,8 @@ _FILE = FLEX_FUNCTION.__code__.co_filename
 
 
 def _whole_length(frame: FrameType, args: tuple[Any, ...]) -> int | None:
-    said = frame.f_locals
-    block_mask = said.get("block_mask")
-    if block_mask is None or min(block_mask.BLOCK_SIZE) >= FLEX_UNBLOCKED or args[1:] != (-2,):
+    said = flex_locals(frame)
+    if said.block_mask is None or min(said.block_mask.BLOCK_SIZE) >= FLEX_UNBLOCKED or args[1:] != (-2,):
         return None
-    sides = [side for side, name in enumerate(("query", "key")) if said[name] is args[0]]
-    return block_mask.seq_lengths[sides[0]] if sides else None
+    sides = [side for side, tensor in enumerate((said.query, said.key)) if tensor is args[0]]
+    return said.block_mask.seq_lengths[sides[0]] if sides else None

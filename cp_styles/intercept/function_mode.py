@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from cp_styles._compat import (
     FLEX_OPERATOR,
+    FLEX_RENAMED,
     FlexAsWritten,
     current_graph_task,
     fast_path_attention,
@@ -201,10 +202,7 @@ class AttentionCalls(TorchFunctionMode):
         self._tally.calls += 1
         call = self._flex.take()
         if call is None:
-            raise NotImplementedError(
-                f"{self._name}: the operator of flex_attention was not called by torch's function, so the arguments of "
-                f"the call are not known; {_FLEX_REMEDY}"
-            )
+            raise NotImplementedError(f"{self._name}: {FLEX_RENAMED or _FLEX_UNSEEN}")
         found = flex_attend(self._scoped.now(), (query, key, value), call, self._check_sinkless)
         return self._flex.results(*found)
 
@@ -388,7 +386,10 @@ _MOST_MASKED = 16
 _OTHERS = {F.multi_head_attention_forward, *fast_path_attention()}
 # scaled_dot_product_attention as an operator.
 _BELOW = {torch.ops.aten.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default}
-_FLEX_REMEDY = "call torch.nn.attention.flex_attention.flex_attention, or what torch.compile made of it"
+_FLEX_UNSEEN = (
+    "the operator of flex_attention was not called by torch's function, so the arguments of the call are not known; call "
+    "torch.nn.attention.flex_attention.flex_attention, or what torch.compile made of it"
+)
 
 
 def _break_the_graph() -> None:

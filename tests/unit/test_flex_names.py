@@ -1,0 +1,67 @@
+"""The names inside of torch's flex_attention that its calls are seen by."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.attention.flex_attention import flex_attention
+
+from cp_styles import ModuleContextParallel, contiguous
+from cp_styles._compat import (
+    FLEX_BEFORE_OPERATOR,
+    FLEX_CHECKS_DEVICE,
+    FLEX_FUNCTION,
+    FLEX_GLOBALS,
+    FLEX_RENAMED,
+    FlexLocals,
+    flex_renamed,
+)
+from cp_styles.intercept import flex_frames, function_mode
+from cp_styles.testing import run_ranks
+from tests.oracle import randn
+from tests.ranks.attention_case import cp_mesh
+
+
+def test_this_torch_has_them_all():
+    assert FLEX_RENAMED == "", FLEX_RENAMED
+    # They are also what the function reads: it asks its device check and its options about its arguments.
+    source = inspect.getsource(FLEX_FUNCTION)
+    assert all(f"{name}(" in source for name in (FLEX_CHECKS_DEVICE, FLEX_BEFORE_OPERATOR))
+
+
+@pytest.mark.parametrize("name", FlexLocals._fields)
+def test_a_local_variable_of_another_name(name: str):
+    text = f"def renamed({', '.join(each for each in FlexLocals._fields if each != name)}): pass"
+    made: dict[str, Any] = {}
+    exec(text, made)
+    assert f"has no {name}, which this package reads" in flex_renamed(made["renamed"], FLEX_GLOBALS)
+
+
+@pytest.mark.parametrize("name", [FLEX_CHECKS_DEVICE, FLEX_BEFORE_OPERATOR])
+def test_a_function_of_another_name(name: str):
+    assert f"has no {name}, which" in flex_renamed(FLEX_FUNCTION, {**FLEX_GLOBALS, name: None})
+
+
+class Flex(nn.Module):
+    def forward(self, query, key, value):
+        return flex_attention(query, key, value)
+
+
+def test_then_its_calls_are_refused(monkeypatch):
+    """Not guessed: context_flex_attention, which reads no frames, is what remains."""
+    sentence = flex_renamed(FLEX_FUNCTION, {**FLEX_GLOBALS, FLEX_BEFORE_OPERATOR: None})
+    for module in (flex_frames, function_mode):
+        monkeypatch.setattr(module, "FLEX_RENAMED", sentence)
+
+    def on(rank: int):
+        model = parallelize_module(Flex(), cp_mesh(1), ModuleContextParallel(layout=contiguous))
+        inputs: list[torch.Tensor] = [randn(seed, 1, 2, 8, 4) for seed in range(3)]
+        with pytest.raises(NotImplementedError, match=r"call cp_styles\.context_flex_attention instead"):
+            model(*inputs)
+
+    run_ranks(on, 1)
