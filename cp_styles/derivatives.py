@@ -15,11 +15,12 @@ def refuse_tangents(name: str, tensors: Sequence[torch.Tensor | None]) -> None:
     """Raise NotImplementedError if a tensor has a tangent of forward-mode differentiation."""
     if torch.compiler.is_compiling():
         return
-    if any(tensor is not None and has_tangent(tensor) for tensor in tensors):
-        raise NotImplementedError(
-            f"{name}: forward-mode differentiation (torch.func.jvp, jacfwd, dual tensors) is not supported under "
-            "context parallelism, nor by torch's fused attention: use reverse mode (backward, autograd.grad)"
-        )
+    for tensor in tensors:
+        if tensor is not None and has_tangent(tensor):
+            raise NotImplementedError(
+                f"{name}: forward-mode differentiation (torch.func.jvp, jacfwd, dual tensors) is not supported under "
+                "context parallelism, nor by torch's fused attention: use reverse mode (backward, autograd.grad)"
+            )
 
 
 def first_derivatives_only(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
