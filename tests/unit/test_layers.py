@@ -117,15 +117,38 @@ def test_contributing_names_all_state():
     }
 
 
-def test_no_cycles_within_a_row():
-    edges: dict[str, set[str]] = {}
-    for path in package_files():
-        edges.setdefault(module_of(path), set()).update(imports_of_file(path) - {module_of(path)})
+def refuse_cycles(edges: dict[str, set[str]]) -> None:
+    """``edges``: what each imports of the others."""
     while edges:
         free = [module for module, imported in edges.items() if not imported & edges.keys()]
         assert free, f"these import each other: {sorted(edges)}"
         for module in free:
             del edges[module]
+
+
+def test_no_cycles_within_a_row():
+    edges: dict[str, set[str]] = {}
+    for path in package_files():
+        edges.setdefault(module_of(path), set()).update(imports_of_file(path) - {module_of(path)})
+    refuse_cycles(edges)
+
+
+def dotted(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+def test_no_cycles_between_files():
+    """Nor between files of one folder."""
+    files = {dotted(path): path for path in package_files()}
+    edges: dict[str, set[str]] = {}
+    for name, path in files.items():
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        plain = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        named = [(n.module or "", alias.name) for n in nodes if isinstance(n, ast.ImportFrom) for alias in n.names]
+        assert not [n for n in nodes if isinstance(n, ast.ImportFrom) and n.level], f"{name} has a relative import"
+        found = plain | {f"{base}.{each}" if f"{base}.{each}" in files else base for base, each in named}
+        edges[name] = (found & files.keys()) - {name}
+    refuse_cycles(edges)
 
 
 def test_public_signatures_are_complete():
