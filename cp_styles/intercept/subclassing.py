@@ -50,8 +50,8 @@ def put_before_class(
         return
     made = _subclasses.get((mixin, cls))
     if made is None:
-        named = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, _MIXIN: mixin}
-        made = type(cls.__name__, (mixin, cls), {**named, **({} if members is None else members(cls))})
-        made.__signature__ = inspect.signature(cls)
+        names: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, _MIXIN: mixin}
+        names["__signature__"] = inspect.signature(cls)
+        made = type(cls.__name__, (mixin, cls), {**names, **({} if members is None else members(cls))})
         _subclasses[mixin, cls] = made
     module.__class__ = made
