@@ -387,8 +387,8 @@ _OTHERS = {F.multi_head_attention_forward, *fast_path_attention()}
 # scaled_dot_product_attention as an operator.
 _BELOW = {torch.ops.aten.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default}
 _FLEX_UNSEEN = (
-    "the operator of flex_attention was not called by torch's function, so the arguments of the call are not known; call "
-    "torch.nn.attention.flex_attention.flex_attention, or what torch.compile made of it"
+    "the operator of flex_attention was not called by torch's function, so the arguments of the call are not known; "
+    "call torch.nn.attention.flex_attention.flex_attention, or what torch.compile made of it"
 )
 
 
