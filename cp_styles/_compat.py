@@ -330,10 +330,10 @@ FLEX_IDENTITY: Any = flex_module._identity
 FLEX_UNBLOCKED: int = flex_module._LARGE_SPARSE_BLOCK_SIZE  # pyright: ignore
 
 
-# What is read of a running flex_attention: its local variables, and the functions in which it asks about its inputs.
-# Seen: 2.11 to 2.15.
+# The names that are read from a running flex_attention: its local variables, and functions that it calls. Seen: 2.11 to
+# 2.15.
 class FlexLocals(NamedTuple):
-    """Local variables of a running flex_attention, by its own names; None for those that are not bound yet."""
+    """The local variables of a running flex_attention, by their names in torch. None for those that are not set yet."""
 
     query: Any
     key: Any
@@ -356,7 +356,7 @@ FLEX_BEFORE_OPERATOR = "_apply_kernel_options"
 
 
 def flex_renamed(function: Any, module: Mapping[str, Any]) -> str:
-    """A sentence about the names above that ``function`` and its ``module`` do not have; empty if they have all."""
+    """An error text that lists the names above that ``function`` and its ``module`` lack. Empty if they have all."""
     code = function.__code__
     absent = sorted(set(FlexLocals._fields) - {*code.co_varnames, *code.co_cellvars})
     absent += [name for name in (FLEX_CHECKS_DEVICE, FLEX_BEFORE_OPERATOR) if not callable(module.get(name))]

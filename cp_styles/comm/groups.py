@@ -1,4 +1,4 @@
-"""Which process group a user means, and the name of its mesh axis."""
+"""The process group of a user's argument, which may be a group or a mesh, and the name of its axis."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ def axis_and_group(
     """The ranks that share the sequence, and the name of their axis for messages. No communication.
 
     Args:
-        name: of the function that was called, for messages.
-        group: a process group, or a mesh of one axis.
-        ordered: the order of the ranks counts, see :func:`group_in_order`; it does not in a sum.
+        name: name of the function that was called, for messages.
+        group: a process group, or a mesh with one axis.
+        ordered: whether the order of the ranks matters, see :func:`group_in_order`. It does not for a sum.
 
     Raises:
         TypeError: ``group`` is neither.

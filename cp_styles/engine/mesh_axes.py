@@ -99,24 +99,26 @@ def _grid(mesh: DeviceMesh, axes: tuple[int, ...]) -> torch.Tensor:
 
 
 def chunk(length: int, parts: int, index: int) -> tuple[int, int]:
-    """The first row of a part, and the one past its last: DTensor cuts as torch.chunk does."""
+    """The range of rows of part ``index``, if DTensor cuts ``length`` rows. It cuts as torch.chunk does."""
     size = -(-length // parts)
     return min(index * size, length), min((index + 1) * size, length)
 
 
 def chunk_sizes(length: int, parts: int) -> tuple[int, ...]:
-    """How many rows DTensor gives each of ``parts``."""
+    """The numbers of rows of all parts, if DTensor cuts ``length`` rows."""
     return tuple(stop - start for start, stop in (chunk(length, parts, index) for index in range(parts)))
 
 
 def keeps_apart(placement: Placement, head_dim: int) -> bool:
-    """Whether an axis beside the sequence's may have query, key and value so: Shard on the batch or on the heads, or
-    Replicate. Attention mixes neither rows of the batch nor heads."""
+    """Whether query, key and value may have this placement on an axis other than the sequence axis.
+
+    These are Shard on the batch or on the heads, and Replicate: attention mixes neither rows of the batch nor heads.
+    """
     return placement.is_replicate() or (type(placement) is Shard and placement.dim in (0, head_dim))
 
 
 def refuse_moved(name: str, label: str, tensor: DTensor, seq_dim: int) -> None:
-    """Raise ValueError where ``tensor``, on a bound mesh, is not cut along the sequence any more."""
+    """Raise ValueError if ``tensor``, on a bound mesh, is not sharded along the sequence any more."""
     if tensor.placements[0] != Shard(seq_dim):
         raise ValueError(
             f"{name}: {label} has the placements {tensor.placements} and the shape {tuple(tensor.shape)} at the "
@@ -126,10 +128,10 @@ def refuse_moved(name: str, label: str, tensor: DTensor, seq_dim: int) -> None:
 
 
 def sequence_placement(name: str, output: DTensor) -> tuple[Shard, Placements]:
-    """How a module's output on a bound mesh is placed, on the sequence axis and on the axes beside it.
+    """The placements of a module's output on a bound mesh: on the sequence axis, and on the other axes.
 
     Raises:
-        ValueError: it is not cut along the sequence any more.
+        ValueError: it is not sharded along the sequence any more.
     """
     placement, *others = output.placements
     if not isinstance(placement, Shard):

@@ -1,4 +1,4 @@
-"""Changes of a module's class: a subclass with the name of the class, so that torch.compile and isinstance find it.
+"""Changes the class of a module to a subclass with the same name, which torch.compile and isinstance accept.
 
 Such modules are bound to the process groups of a run: they can be copied, and cannot be pickled.
 """
@@ -32,8 +32,8 @@ class BoundToThisRun:
         )
 
 
-# The classes that were made, by what was put before which class. One for all modules of a class: torch.compile guards
-# on it. A program has few of them, and they hold no module.
+# The subclasses that were made, by (mixin, class). All modules of a class share one, because torch.compile guards the
+# class. A program has few of them, and they hold no module.
 _subclasses: dict[tuple[type, type], type] = {}
 _MIXIN = "_cp_styles_mixin"
 
@@ -41,9 +41,9 @@ _MIXIN = "_cp_styles_mixin"
 def put_before_class(
     module: nn.Module, mixin: type[BoundToThisRun], members: Callable[[type], dict[str, Any]] | None = None
 ) -> None:
-    """Give ``module`` a subclass of ``mixin`` and its own class, with the name and signature of its own.
+    """Change the class of ``module`` to a subclass of ``mixin`` and its class, with the same name and signature.
 
-    ``members`` returns more members of the subclass, for a class. A module that has such a class already keeps it.
+    ``members(cls)`` returns further members of the subclass. A module that has such a class already keeps it.
     """
     cls = type(module)
     if vars(cls).get(_MIXIN) is mixin:

@@ -46,18 +46,19 @@ class AttentionContextParallel(ContextParallelStyle):
     or DDP over it).
 
     Args:
-        mesh_axis: the axis of a composed mesh that cuts the sequence. A 1-D mesh is taken whatever its name. Two axes,
-            outer then inner, are for the hybrid: the sequence is cut over both, the strategy inside ``Ulysses`` runs
-            over the first, and heads are exchanged over the second, whose ranks are neighbours.
-        strategy: how queries meet keys: ``Ring()`` (default), ``AllGather()``, ``Ulysses()``. Their docstrings say what
-            is sent.
-        layout: the cut of the sequence, or the balancer that makes it; the one that the inputs were cut with. Default:
-            that of the :class:`~cp_styles.SequenceScope` around the call, and without a scope ``head_tail``.
-        mask: who attends to whom, in global positions, beside ``is_causal`` of the call; default ``Full()``.
-        kernel: computes the tiles; default the one that scaled_dot_product_attention chose. Tiles with an explicit mask
-            go to another one where it takes none: see :func:`~cp_styles.kernels.kernel_for_tiles`.
-        seq_dim: sequence dim of what the *module* receives: 2 for [B, H, S, D], 1 for [B, S, H, D]. What reaches
-            scaled_dot_product_attention is [B, H, S, D], as always.
+        mesh_axis: the axis of a composed mesh that cuts the sequence. A 1-D mesh is used whatever its name. Two axes
+            (outer, inner) are for hybrid strategies: the sequence is cut over both. The strategy inside ``Ulysses``
+            runs over the first, and heads are exchanged over the second, whose ranks are neighbours.
+        strategy: how keys and values get to the queries: ``Ring()`` (default), ``AllGather()``, ``Ulysses()``. Their
+            docstrings give the communication and the memory.
+        layout: the layout with which the inputs were cut, or the balancer that makes it. Default: the layout of the
+            :class:`~cp_styles.SequenceScope` around the call; without a scope ``head_tail``.
+        mask: which keys each query attends to, in global positions, in addition to ``is_causal`` of the call; default
+            ``Full()``.
+        kernel: computes the tiles; default the kernel that scaled_dot_product_attention chose. If it takes no masks,
+            tiles with an explicit mask go to another kernel: see :func:`~cp_styles.kernels.kernel_for_tiles`.
+        seq_dim: sequence dim of the *module's* inputs: 2 for [B, H, S, D], 1 for [B, S, H, D]. The inputs of
+            scaled_dot_product_attention are always [B, H, S, D].
         use_local_output: False leaves outputs as DTensors with Shard on the sequence axis; needs equal parts.
 
     An ``attn_mask``, of the module's call or of scaled_dot_product_attention in it, must be the mask of the whole

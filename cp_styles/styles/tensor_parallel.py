@@ -10,7 +10,7 @@ from torch.distributed.tensor.placement_types import Placement
 from cp_styles.styles.mesh_axis import OnMeshAxis
 
 Inputs: TypeAlias = Placement | tuple[Placement | None, ...] | None
-"""Placements of a module's positional inputs: one for all of them, or one for each, where None leaves it alone."""
+"""Placements of a module's positional inputs: one for all, or one for each input. None leaves an input as it is."""
 
 
 class ColwiseParallel(OnMeshAxis, torch_parallel.ColwiseParallel):
@@ -31,7 +31,7 @@ class ColwiseParallel(OnMeshAxis, torch_parallel.ColwiseParallel):
     Communication: what the redistribution of input and output takes, over this axis alone.
 
     Raises:
-        TypeError, ValueError: when applied, for what is no mesh, a mesh without the axis, and a module that has the
+        TypeError, ValueError: when applied, if the mesh is not a DeviceMesh or lacks the axis, or if the module has the
             style already; at a call, for DTensors whose other axes do not cut rows.
 
     Example::
