@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from cp_styles.styles.other_axes import AxisAdapter
+from cp_styles.styles.axis_adapter import AxisAdapter
 
 
 def take_axis(device_mesh: DeviceMesh, axis: str, style: ParallelStyle, module: nn.Module) -> DeviceMesh:
@@ -43,7 +43,7 @@ class OnMeshAxis(ParallelStyle):
     """Mixin for torch's styles (as the first base): adds ``mesh_axis``, and accepts composed meshes.
 
     Arguments, hooks and errors are torch's. DTensors on the composed mesh are accepted too, see
-    :class:`~cp_styles.styles.other_axes.AxisAdapter`.
+    :class:`~cp_styles.styles.axis_adapter.AxisAdapter`.
     """
 
     _keeps_rows = False  # whether all dims but the last have the same size in the output as in the input

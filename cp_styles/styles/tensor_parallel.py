@@ -27,7 +27,7 @@ class ColwiseParallel(OnMeshAxis, torch_parallel.ColwiseParallel):
         mesh_axis: the name of the axis in a mesh with several axes. A 1-D mesh is used whatever its name.
 
     Inputs are plain tensors [..., W] of any floating dtype, or DTensors on the axis. They may also be DTensors on the
-    composed mesh if the other axes cut rows: see :class:`~cp_styles.styles.other_axes.AxisAdapter`.
+    composed mesh if the other axes cut rows: see :class:`~cp_styles.styles.axis_adapter.AxisAdapter`.
     Communication: what the redistribution of input and output takes, over this axis alone.
 
     Raises:
