@@ -355,6 +355,25 @@ MISTAKES = [
         "if len(gradient.placements) != len(parameter.placements):",
         "tests/ranks/engine/test_batch.py tests/ranks/engine/test_gradients_over_cp.py",
     ),
+    # -- placements on the axes of a mesh --
+    Mistake(
+        "placements: attention keeps anything apart",
+        "return placement.is_replicate() or (type(placement) is Shard and placement.dim in (0, head_dim))",
+        "return True",
+        "tests/ranks/tensor_parallel/test_tp_refusals.py",
+    ),
+    Mistake(
+        "placements: parts of a dim are as large as the first",
+        "return min(index * size, length), min((index + 1) * size, length)",
+        "return index * size, (index + 1) * size",
+        "tests/ranks/tensor_parallel",
+    ),
+    Mistake(
+        "engine: backwards begin without the other ranks",
+        "begin_backward(attention.group)",
+        "pass",
+        "tests/ranks/engine/test_disagreement.py",
+    ),
     # -- agreement and warnings --
     Mistake(
         "agreement: a refusal is not heard",
