@@ -117,20 +117,20 @@ MISTAKES = [
     ),
     Mistake(
         "plan: a rank sends rows to itself",
-        "there = (last > first) & (holders != rank)",
-        "there = last > first",
+        "torch.nonzero((last > first) & (holders != rank))",
+        "torch.nonzero(last > first)",
         "tests/unit/test_plan.py",
     ),
     Mistake(
         "plan: a causal tile without its mask",
-        "(run.b - 1, run.end), Cover.CAUSAL)",
-        "(run.b - 1, run.end), Cover.FULL)",
+        "(b - 1, run.end), Cover.CAUSAL)",
+        "(b - 1, run.end), Cover.FULL)",
         "tests/unit/test_plan.py",
     ),
     Mistake(
         "plan: no rectangle of one key before a triangle",
-        "if run.b - 1 > run.a:",
-        "if run.b - 1 > run.a + 1:",
+        "if b - 1 > a:",
+        "if b - 1 > a + 1:",
         "tests/unit/test_plan.py",
     ),
     # -- merging --
@@ -278,8 +278,8 @@ MISTAKES = [
     # -- kernels --
     Mistake(
         "kernel: softmax's backward without the row's mean",
-        "ds = p * (grad @ v.mT - (grad * out).sum(-1, keepdim=True)) * scale",
-        "ds = p * (grad @ v.mT) * scale",
+        "ds = p * (product(grad, v.mT) - (grad * out).sum(-1, keepdim=True)) * scale",
+        "ds = p * product(grad, v.mT) * scale",
         "tests/unit/test_kernels.py",
     ),
     Mistake(
@@ -308,8 +308,8 @@ MISTAKES = [
     ),
     Mistake(
         "kernel: numbers that stand apart in memory",
-        "return tensor if tensor.stride(-1) == 1 else tensor.contiguous()",
-        "return tensor",
+        "if tensor.stride(-1) == 1 and (step == 1 or not any(place % step for place in places)):",
+        "if step == 1 or not any(place % step for place in places):",
         "tests/ranks/doors/test_strides.py",
     ),
     # -- batch: labels, losses, gradients --
