@@ -120,7 +120,8 @@ def gloo_beside(group: dist.ProcessGroup, name: str, timeout: timedelta | None =
     backend = group._get_backend(group._device_types[0])  # pyright: ignore[reportAttributeAccessIssue]
     own: timedelta = getattr(getattr(backend, "options", None), "_timeout", None) or timedelta(minutes=30)
     made = dist.distributed_c10d.ProcessGroupGloo  # pyright: ignore[reportAttributeAccessIssue]
-    return made(dist.PrefixStore(f"{name}/{group.group_name}", store), group.rank(), group.size(), timeout or own)
+    prefixed = dist.PrefixStore(f"{name}/{group.group_name}", store)  # pyright: ignore[reportPrivateImportUsage]
+    return made(prefixed, group.rank(), group.size(), timeout or own)
 
 
 # The functional collectives as ops: compile traces them, nothing deprecates them, and unlike the functions of

@@ -275,6 +275,12 @@ MISTAKES = [
         "if True:\n        return digest(tensor)",
         "tests/ranks/engine/test_gpu_rules.py",
     ),
+    Mistake(
+        "CUDA: a call is carried by an op that takes no mask",
+        "if kernel.takes_bias or not masked",
+        "",
+        "tests/ranks/engine/test_gpu_rules.py",
+    ),
     # -- kernels --
     Mistake(
         "kernel: softmax's backward without the row's mean",

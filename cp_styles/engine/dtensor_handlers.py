@@ -150,10 +150,11 @@ class _Route:
         return _as_if_absent(op, args, kwargs, tensors)
 
 
-def carrier(device_type: str) -> SdpaKernel:
+def carrier(device_type: str, *, masked: bool) -> SdpaKernel:
     """The kernel whose op is called so that the handler gets the call. Tiles then prefer this kernel.
 
-    It is the first kernel of the device that is enabled (``sdpa_kernel``).
+    It is the first kernel of the device that is enabled (``sdpa_kernel``); for a call with a mask, of those that take
+    one.
     """
     flags = torch.backends.cuda
     enabled = {
@@ -161,7 +162,8 @@ def carrier(device_type: str) -> SdpaKernel:
         CUDA_EFFICIENT: flags.mem_efficient_sdp_enabled,
         CUDA_CUDNN: flags.cudnn_sdp_enabled,
     }
-    kernels = [kernel for kernel in SDPA_KERNELS if kernel.device_type == device_type] or list(SDPA_KERNELS)
+    kernels = [kernel for kernel in SDPA_KERNELS if kernel.takes_bias or not masked]
+    kernels = [kernel for kernel in kernels if kernel.device_type == device_type] or kernels
     return next((kernel for kernel in kernels if kernel not in enabled or enabled[kernel]()), kernels[0])
 
 

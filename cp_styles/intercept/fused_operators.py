@@ -58,7 +58,7 @@ def _attend(
     if attn_mask is not None and not isinstance(attn_mask, DTensor):
         Dense(attn_mask)  # raises for a tensor that is not a mask, and for one that requires grad
     query, key, value = map(as_attended, tensors)
-    op = carrier(query.device.type).forward_op
+    op = carrier(query.device.type, masked=attn_mask is not None).forward_op
     names = names_of(op)
     said = {
         "query": query,

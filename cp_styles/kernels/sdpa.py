@@ -108,6 +108,7 @@ class SdpaKernel(Kernel):
         return "attn_mask" in names_of(self.forward_op).arguments.values()
 
     def forward(self, q_BHLD, k_BGMD, v_BGME, *, causal, bias, scale):
+        assert bias is None or self.takes_bias  # the op would be called without it
         q_BHLD, scale, _ = _positive_scale(q_BHLD, scale)
         dim_v, (dim, padded_v) = v_BGME.shape[-1], self._dims(q_BHLD, v_BGME)
         values = self._call(

@@ -130,6 +130,17 @@ def test_tiles_with_drowned_rows_are_twice_as_wide(ops):
         assert error(mine[..., :128], wanted) < EXACT
 
 
+@pytest.mark.parametrize("kernel", LINES.values(), ids=LINES)
+def test_rows_that_start_anywhere(kernel: Kernel, ops):
+    """Columns of something wider: neither the first row nor any other starts at a multiple of 16 bytes."""
+    inputs, cotangent = attention_inputs(length=128, kv_heads=2)
+    expected = expected_attention(inputs, cotangent)
+    given = [torch.nn.functional.pad(x, (1, 0))[..., 1:] for x in inputs]
+    options = {"causal": False, "bias": None, "scale": 8**-0.5}
+    out, lse = kernel.forward(*given, **options)
+    compare([out, *kernel.backward(cotangent, *given, out, lse, **options)], expected)
+
+
 # What each rule is for: without it, or with what a kernel would otherwise be given, a stand-in must fail.
 def _wrong_or_refused(kernel: Kernel, **case) -> bool:
     options = {key: case.pop(key) for key in ("bias", "causal", "scale", "order") if key in case}
