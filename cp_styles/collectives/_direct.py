@@ -13,8 +13,8 @@ from math import prod
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
-from cp_styles._compat import resolve_group
 from cp_styles.collectives._exchange import Exchange, Tensors, merged_columns
 from cp_styles.comm.point_to_point import Pending, exchange, open_group
 
@@ -42,11 +42,12 @@ class Direct:
         in_order: rows arrive in the order of positions, which holds for contiguous layouts.
         arriving: number of elements that :meth:`start` receives.
 
-    ``shapes`` are the shapes on the side where each rank has its rows of all columns.
+    ``shapes`` are the shapes on the side where each rank has its rows of all columns. ``group`` is the group of the
+    exchange's peers.
     """
 
-    def __init__(self, way: Exchange, shapes: Sequence[Sizes]) -> None:
-        self._way, self._shapes = way, shapes
+    def __init__(self, way: Exchange, shapes: Sequence[Sizes], group: dist.ProcessGroup | None) -> None:
+        self._way, self._shapes, self._group = way, shapes, group
         self.trivial = way.peers.size == 1
         if self.trivial:
             self.arriving, self.in_order = 0, True
@@ -94,10 +95,9 @@ class Direct:
         return pending
 
     def _exchange(self, sends: Messages, receives: Messages) -> Pending:
-        group = resolve_group(self._way.peers.name)
         if sends:
-            open_group(group, sends[0][1].device)
-        return exchange(sends, receives, group)
+            open_group(self._group, sends[0][1].device)
+        return exchange(sends, receives, self._group)
 
     def _pack(self, peer: int, block: torch.Tensor, tensors: Tensors) -> torch.Tensor:
         """Fill ``block`` with the columns that ``peer`` needs of this rank's rows."""

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from cp_styles._compat import gloo_beside, resolve_group
+from cp_styles.comm.rehearsal import Rehearsal
 
 
 class TransferError(RuntimeError):
@@ -89,10 +90,10 @@ def exchange(
     messages arrive in the order in which they were sent. Empty tensors are not sent: both sides know the plan and skip
     them.
     """
-    if group is not None and all(tensor.is_cpu for _, tensor in (*receives, *sends)):
+    if group is not None and all(tensor.is_cpu or tensor.is_meta for _, tensor in (*receives, *sends)):
         # The same without a list of P2POps, which costs more than sending small messages. CPU backends have nothing to
         # batch. Sends come first, so that gloo's own thread moves the data when it gets the receive. In the other order
-        # this thread would move it, and hold a lock for which gloo's thread polls.
+        # this thread would move it, and hold a lock for which gloo's thread polls. A Rehearsal takes the same way.
         receives, sends = ([(peer, x) for peer, x in pairs if x.numel()] for pairs in (receives, sends))
         works, peers = [], [peer for peer, _ in (*sends, *receives)]
         for call, pairs in ((group.send, sends), (group.recv, receives)):
@@ -224,8 +225,11 @@ def split_group(
     """
     if group is None or group.size() == 1:
         return None, None
-    members, rank = dist.get_process_group_ranks(group), group.rank()
+    rank = group.rank()
     first = rank - rank % size
+    if isinstance(group, Rehearsal):
+        return group.part(group.members[first : first + size]), group.part(group.members[rank % size :: size])
+    members = dist.get_process_group_ranks(group)
     neighbours, strangers = members[first : first + size], members[rank % size :: size]
     return _part_of(neighbours, group, members), _part_of(strangers, group, members)
 

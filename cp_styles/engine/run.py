@@ -5,8 +5,10 @@ Shapes: B batch, H query heads, G key/value heads, L local queries, M local keys
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -15,6 +17,9 @@ from cp_styles.engine.binding import Binding
 from cp_styles.kernels import FlexKernel, LseGradient
 from cp_styles.strategies import Attention, Strategy
 from cp_styles.strategies.base import new_residual
+
+listener: ContextVar[Callable[..., Any] | None] = ContextVar("attention_listener", default=None)
+"""Called with the arguments of each strategy's forward in this context: see ``cp_styles.explain.explain_calls``."""
 
 
 def run_forward(
@@ -32,6 +37,9 @@ def run_forward(
     Communication: that of the strategy.
     """
     strategy = binding.strategy
+    listens = listener.get()
+    if listens is not None:
+        listens(strategy, attention, q_BHLD, k_BGMD, v_BGME, sink_H)
     residual = new_residual(strategy.residual_specs(attention, q_BHLD, k_BGMD, v_BGME) if keep else (), q_BHLD.device)
     out = strategy.forward(attention, q_BHLD, k_BGMD, v_BGME, sink_H, residual if keep else None)
     binding.finished()

@@ -181,7 +181,9 @@ class _Levels:
         # One message for all three, unless keys are cut differently from queries.
         self._messages = (slice(0, 3),) if len(geometry.exchanges) == 1 else (slice(0, 1), slice(1, 3))
         shapes = (q.shape, k.shape, v.shape)
-        self._ways = [Direct(way, shapes[which]) for way, which in zip(geometry.exchanges, self._messages, strict=True)]
+        self._group = group
+        ways = zip(geometry.exchanges, self._messages, strict=True)
+        self._ways = [Direct(way, shapes[which], group) for way, which in ways]
         self._geometry, self._q_shape = geometry, tuple(q.shape)
         self._like_queries: dict[int, Direct] = {}
         start, stop = geometry.own
@@ -201,7 +203,7 @@ class _Levels:
     def like_queries(self, dim: int) -> Direct:
         """The exchange of tensors shaped like queries with a last dim ``dim``: output, its gradient, logsumexp."""
         if dim not in self._like_queries:
-            self._like_queries[dim] = Direct(self._geometry.queries, ((*self._q_shape[:3], dim),))
+            self._like_queries[dim] = Direct(self._geometry.queries, ((*self._q_shape[:3], dim),), self._group)
         return self._like_queries[dim]
 
     def kept_in(

@@ -1,0 +1,87 @@
+"""A group without processes: a strategy runs on one rank's shapes, and what it would send is noted.
+
+A strategy that runs with meta tensors and a :class:`Rehearsal` in the place of its process group takes the same steps
+as in a real run: the same messages, in the same order, with the same waits. Nothing is sent and nothing is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+
+class Transfer(NamedTuple):
+    """One message.
+
+    Attributes:
+        peer: the rank at the other end, counted in the whole group.
+        nbytes: the size of the message.
+        outgoing: whether this rank sends it.
+    """
+
+    peer: int
+    nbytes: int
+    outgoing: bool
+
+
+class Waited(NamedTuple):
+    """The rank waits for a transfer, given by its number among all transfers of this rank."""
+
+    transfer: int
+
+
+class Log:
+    """What a rehearsal has noted, in order.
+
+    Attributes:
+        events: transfers that are started, waits for them, and what else the rehearsal notes.
+        transfers: the number of transfers so far.
+    """
+
+    def __init__(self) -> None:
+        self.events: list[NamedTuple] = []
+        self.transfers = 0
+
+    def travels(self, tensor: torch.Tensor) -> None:
+        """Called for each tensor that is sent or received into; for subclasses."""
+
+
+class Rehearsal(dist.ProcessGroup):
+    """The group of rank ``rank``. ``members`` are its ranks, as they are counted in the whole group."""
+
+    def __init__(self, log: Log, rank: int, members: Sequence[int]) -> None:
+        super().__init__(rank, len(members))
+        self.log = log
+        self.members = tuple(members)
+
+    def send(self, tensors: Sequence[torch.Tensor], peer: int, tag: int) -> _Started:  # pyright: ignore
+        return self._start(tensors, peer, True)
+
+    def recv(self, tensors: Sequence[torch.Tensor], peer: int, tag: int) -> _Started:  # pyright: ignore
+        return self._start(tensors, peer, False)
+
+    def _start(self, tensors: Sequence[torch.Tensor], peer: int, outgoing: bool) -> _Started:
+        (tensor,) = tensors
+        self.log.travels(tensor)
+        self.log.events.append(Transfer(self.members[peer], tensor.nbytes, outgoing))
+        self.log.transfers += 1
+        return _Started(self.log, self.log.transfers - 1)
+
+    def part(self, members: Sequence[int]) -> Rehearsal | None:
+        """The group of some of the members, this rank among them. None for a group of one."""
+        if len(members) == 1:
+            return None
+        return Rehearsal(self.log, members.index(self.members[self.rank()]), members)
+
+
+class _Started:
+    """What a group returns for a transfer that it has started."""
+
+    def __init__(self, log: Log, number: int) -> None:
+        self._log, self._number = log, number
+
+    def wait(self) -> None:
+        self._log.events.append(Waited(self._number))

@@ -1,0 +1,238 @@
+"""What a machine can do, in the few figures that times of attention are predicted from."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from cp_styles.explain.rehearse import KernelCall, Shapes, kernel_of
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """The figures of one kind of machine. ``H100``, ``H200``, ``A100`` and ``CPU`` are such figures with their sources.
+
+    A kernel takes ``kernel_floor + flops / rate`` seconds for each call, where the rate of a tile with n queries is
+    ``flops * n / (n + half_rows)``, and in a backward ``backward_rate`` of that. Other operations take ``op_floor +
+    bytes / copy_bandwidth``. A message takes ``latency + bytes / bandwidth`` of its link.
+
+    Attributes:
+        name: for texts.
+        flops: floating-point operations a second of the attention kernel with long tiles in its forward.
+        backward_rate: rate of the backward over that of the forward.
+        half_rows: queries of a tile at which the rate is half of ``flops``.
+        kernel_floor: seconds of a kernel call without work.
+        copy_bandwidth: bytes a second that other operations read and write.
+        op_floor: seconds of another operation without work.
+        bandwidth, latency: of messages between ranks of one node: bytes a second of a rank in one direction, seconds.
+        far_bandwidth, far_latency: the same between nodes.
+        node_ranks: number of ranks in a node.
+        memory: bytes of a device.
+        overlap: whether messages travel while kernels run.
+        device: device type, which decides the kernels.
+        source: where the figures come from.
+    """
+
+    name: str
+    flops: float
+    backward_rate: float
+    half_rows: float
+    kernel_floor: float
+    copy_bandwidth: float
+    op_floor: float
+    bandwidth: float
+    latency: float
+    far_bandwidth: float
+    far_latency: float
+    node_ranks: int
+    memory: int
+    overlap: bool
+    device: str
+    source: str
+
+    def __post_init__(self) -> None:
+        for field in ("flops", "backward_rate", "copy_bandwidth", "bandwidth", "far_bandwidth", "node_ranks", "memory"):
+            if not getattr(self, field) > 0:
+                raise ValueError(f"Hardware {field} must be above 0, got {getattr(self, field)}")
+        for field in ("half_rows", "kernel_floor", "op_floor", "latency", "far_latency"):
+            if not getattr(self, field) >= 0:
+                raise ValueError(f"Hardware {field} must be 0 or above, got {getattr(self, field)}")
+
+    def kernel_seconds(self, call: KernelCall) -> float:
+        """Time of one kernel call."""
+        rows = max((tile[3] for tile in call.tiles), default=1)
+        rate = self.flops * rows / (rows + self.half_rows) * (self.backward_rate if call.backward else 1.0)
+        return self.kernel_floor + call.flops / rate
+
+    def link(self, rank: int, peer: int) -> tuple[str, float, float]:
+        """The link between two ranks: its name, its bandwidth and its latency."""
+        if rank // self.node_ranks == peer // self.node_ranks:
+            return "near", self.bandwidth, self.latency
+        return "far", self.far_bandwidth, self.far_latency
+
+    @staticmethod
+    def measure(group: dist.ProcessGroup | None = None, *, dtype: torch.dtype = torch.float32) -> Hardware:
+        """The figures of this machine, measured in some seconds; the same on all ranks of ``group``.
+
+        Kernels and copies are timed on the accelerator, or on the CPU with the threads that torch has. Messages are
+        timed between the first two ranks of ``group``; without a group, those figures are the ones of ``CPU`` or
+        ``H100``. Communication: messages between two ranks, and one broadcast of the figures of rank 0.
+        """
+        device = torch.accelerator.current_accelerator() if torch.cuda.is_available() else None
+        device = device or torch.device("cpu")
+        known = H100 if device.type == "cuda" else CPU
+        found = _measured(known, device, dtype)
+        if group is None or group.size() == 1:
+            return found
+        numbers = torch.tensor([getattr(found, name) for name in _MEASURED], dtype=torch.float64)
+        if group.rank() < 2:
+            numbers[-2:] = torch.tensor(_measured_link(group, device), dtype=torch.float64)
+        numbers = numbers if device.type == "cpu" else numbers.to(device)
+        dist.broadcast(numbers, src=dist.get_global_rank(group, 0), group=group)
+        return replace(found, **dict(zip(_MEASURED, numbers.tolist(), strict=True)))
+
+
+_MEASURED = (
+    "flops",
+    "backward_rate",
+    "half_rows",
+    "kernel_floor",
+    "copy_bandwidth",
+    "op_floor",
+    "latency",
+    "bandwidth",
+)
+
+
+def _seconds(run: Callable[[], object], device: torch.device, repeats: int = 5) -> float:
+    def once() -> float:
+        start = time.perf_counter()
+        run()
+        if device.type != "cpu":
+            torch.accelerator.synchronize()
+        return time.perf_counter() - start
+
+    once()
+    return statistics.median(once() for _ in range(repeats))
+
+
+def _measured(known: Hardware, device: torch.device, dtype: torch.dtype) -> Hardware:
+    heads, dim = 8, 64 if device.type == "cpu" else 128
+    kernel = kernel_of(Shapes(heads, heads, dim, dim, dtype, device), None)
+
+    def times(rows: int) -> tuple[float, float]:
+        q, k, v, grad = (torch.randn(1, rows, heads, dim, device=device, dtype=dtype).transpose(1, 2) for _ in range(4))
+        options = {"causal": False, "bias": None, "scale": dim**-0.5}
+        out, lse = kernel.forward(q, k, v, **options)
+        forward = _seconds(lambda: kernel.forward(q, k, v, **options), device)
+        return forward, _seconds(lambda: kernel.backward(grad, q, k, v, out, lse, **options), device)
+
+    long = 1024 if device.type == "cpu" else 16384
+    (tiny, _), (small, _), (large, large_backward) = times(1), times(long // 8), times(long)
+    flops = 4.0 * heads * dim * long**2
+    floor = min(tiny, 0.9 * small)
+    rate, small_rate = flops / (large - floor), flops / 64 / (small - floor)
+    # rate(n) = r n / (n + h), from its values at n and at n / 8.
+    half = max(0.0, long * (rate / small_rate - 1) / (8 - rate / small_rate)) if rate / small_rate < 8 else float(long)
+    whole = torch.empty(2**22, device=device)
+    copied = _seconds(lambda: whole + 1.0, device)
+    little = _seconds(lambda: whole[:1] + 1.0, device)
+    return replace(
+        known,
+        name=f"measured on {device.type}",
+        flops=rate * (long + half) / long,
+        backward_rate=2.5 * (large - floor) / max(large_backward - floor, 1e-9),
+        half_rows=half,
+        kernel_floor=floor,
+        copy_bandwidth=2 * whole.nbytes / max(copied - little, 1e-9),
+        op_floor=little,
+        source="Hardware.measure()",
+    )
+
+
+def _measured_link(group: dist.ProcessGroup, device: torch.device) -> tuple[float, float]:
+    """Latency and bandwidth between the first two ranks of the group."""
+    peer = dist.get_global_rank(group, 1 - group.rank())
+
+    def swap(size: int) -> float:
+        mine, theirs = torch.zeros(size, device=device), torch.zeros(size, device=device)
+
+        def run() -> None:
+            ops = [dist.P2POp(dist.isend, mine, peer, group), dist.P2POp(dist.irecv, theirs, peer, group)]
+            for work in dist.batch_isend_irecv(ops):
+                work.wait()
+
+        return _seconds(run, device, 7)
+
+    latency, size = swap(1), 2**21
+    return latency, 4 * size / max(swap(size) - latency, 1e-9)
+
+
+H100 = Hardware(
+    name="H100",
+    flops=376e12,
+    backward_rate=0.85,
+    half_rows=350,
+    kernel_floor=60e-6,
+    copy_bandwidth=2.6e12,
+    op_floor=4e-6,
+    bandwidth=368e9,
+    latency=56e-6,
+    far_bandwidth=40e9,
+    far_latency=30e-6,
+    node_ranks=8,
+    memory=80 * GIB,
+    overlap=True,
+    device="cuda",
+    source=(
+        "kernel: published table of FlashAttention varlen (hao-ai-lab/distca, compute-attn-H100.psv); link: published "
+        "NCCL all-gather over 8 (distca, nccl_perf.csv); far link: 400 Gbit/s a GPU at 80 %; HBM: 3.35 TB/s at 78 %; "
+        "backward, launches, far latency: assumed"
+    ),
+)
+H200 = replace(
+    H100,
+    name="H200",
+    copy_bandwidth=3.7e12,
+    memory=141 * GIB,
+    source="as H100, with the data sheet's 141 GB and 4.8 TB/s at 78 %",
+)
+A100 = replace(
+    H100,
+    name="A100",
+    flops=190e12,
+    copy_bandwidth=1.6e12,
+    bandwidth=180e9,
+    latency=24e-6,
+    far_bandwidth=20e9,
+    source=(
+        "kernel: 61 % of the data sheet's 312 TFLOP/s; link: published all-to-all over 4 (distca): 128 MB in 557 us; "
+        "HBM: 2.04 TB/s at 78 %; far link: 200 Gbit/s at 80 %; the rest as H100"
+    ),
+)
+CPU = Hardware(
+    name="CPU",
+    flops=55e9,
+    backward_rate=0.9,
+    half_rows=24,
+    kernel_floor=40e-6,
+    copy_bandwidth=6e9,
+    op_floor=6e-6,
+    bandwidth=1.4e9,
+    latency=150e-6,
+    far_bandwidth=1.4e9,
+    far_latency=150e-6,
+    node_ranks=2**20,
+    memory=8 * GIB,
+    overlap=False,
+    device="cpu",
+    source="one thread a rank of a server's core, float32, gloo over loopback; measure() gives those of yours",
+)
+MACHINES = {"h100": H100, "h200": H200, "a100": A100, "cpu": CPU}

@@ -1,0 +1,522 @@
+"""One rank's share of an attention, run without data: what it sends, computes and holds, in order.
+
+The strategy itself runs, forward and backward, with meta tensors and a :class:`~cp_styles.comm.rehearsal.Rehearsal` in
+the place of the process group. So the figures are those of the plan that a real run walks. No process group is needed,
+nothing is sent, and no memory is used. Kernels are outlined: they note their calls and return results of the right
+shapes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cp_styles.comm.rehearsal import Log, Rehearsal, Transfer, Waited
+from cp_styles.kernels import (
+    ByTile,
+    Kernel,
+    ReferenceKernel,
+    SdpaKernel,
+    TileCall,
+    VarlenKernel,
+    kernel_for_tiles,
+)
+from cp_styles.kernels.merge import accumulation_dtype
+from cp_styles.kernels.sdpa import names_of
+from cp_styles.layout import SequenceLayout
+from cp_styles.mask import Mask, PerRow
+from cp_styles.strategies import Attention, PerRowStrategy, Strategy
+from cp_styles.strategies.base import new_residual
+
+
+class Shapes(NamedTuple):
+    """The tensors of an attention, beside their lengths.
+
+    Attributes:
+        heads, kv_heads: query heads, and heads of keys and values.
+        dim, value_dim: head dims of queries and keys, and of values.
+        dtype: of query, key and value.
+        device: where they are; it decides which kernels compute.
+        batch: rows of the batch.
+    """
+
+    heads: int
+    kv_heads: int
+    dim: int
+    value_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    batch: int = 1
+
+    def row_bytes(self, heads: int, dim: int) -> int:
+        return self.batch * heads * dim * self.dtype.itemsize
+
+    @property
+    def query_row(self) -> int:
+        """Bytes of one position's queries."""
+        return self.row_bytes(self.heads, self.dim)
+
+    @property
+    def kv_row(self) -> int:
+        """Bytes of one position's key and value."""
+        return self.row_bytes(self.kv_heads, self.dim) + self.row_bytes(self.kv_heads, self.value_dim)
+
+    def tensors(self, queries: int, keys: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Query, key and value without data, [B, rows, heads, dim] in memory, as projections leave them."""
+        q, k, v = (
+            torch.empty(self.batch, rows, heads, dim, dtype=self.dtype, device="meta").transpose(1, 2)
+            for rows, heads, dim in (
+                (queries, self.heads, self.dim),
+                (keys, self.kv_heads, self.dim),
+                (keys, self.kv_heads, self.value_dim),
+            )
+        )
+        return q, k, v
+
+    def named(self, queries: int, keys: int) -> tuple[Named, Named, Named]:
+        """The same, as :meth:`Kernel.check` looks at them: with their device."""
+        return tuple(Named(x.shape, x.dtype, self.device) for x in self.tensors(queries, keys))  # pyright: ignore
+
+
+class Named(NamedTuple):
+    """What kernels look at to say whether they take a tensor."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+
+class KernelCall(NamedTuple):
+    """One call of a kernel, which computes one tile or a pack of them.
+
+    Attributes:
+        kernel: its name.
+        backward: whether it is a backward.
+        cover: "full", "causal" or "partial" (with an explicit mask).
+        tiles: the (batch, query heads, key heads, queries, keys) of each tile.
+        dims: head dims of queries and of values, as the kernel gets them.
+        itemsize: bytes of a number.
+    """
+
+    kernel: str
+    backward: bool
+    cover: str
+    tiles: tuple[tuple[int, int, int, int, int], ...]
+    dims: tuple[int, int]
+    itemsize: int
+
+    @property
+    def pairs(self) -> int:
+        """(query, key) pairs that are computed, of all heads."""
+        whole = (batch * heads * queries * keys for batch, heads, _, queries, keys in self.tiles)
+        if self.cover != "causal":
+            return sum(whole)
+        return sum(batch * heads * queries * (queries + 1) // 2 for batch, heads, _, queries, _ in self.tiles)
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions of the matrix products: two products forward, five backward."""
+        dim, value_dim = self.dims
+        return 2 * self.pairs * ((3 * dim + 2 * value_dim) if self.backward else (dim + value_dim))
+
+
+class Copied(NamedTuple):
+    """An operation that is not a kernel's: packing, adding, merging, masking; by the bytes that it reads and writes."""
+
+    nbytes: int
+
+
+Event: TypeAlias = Transfer | Waited | KernelCall | Copied
+
+
+@dataclass
+class Phase:
+    """What a rank does in a forward or in a backward.
+
+    Attributes:
+        events: what happens, in order.
+        peak: the most bytes that are alive at once, beside the inputs and the output's gradient.
+        parts: those bytes by what they are for.
+        left: the bytes that are alive at the end, by what they are for.
+    """
+
+    events: list[Event]
+    peak: int = 0
+    parts: dict[str, int] = field(default_factory=dict)
+    left: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def transfers(self) -> list[Transfer]:
+        return [event for event in self.events if isinstance(event, Transfer)]
+
+    @property
+    def calls(self) -> list[KernelCall]:
+        return [event for event in self.events if isinstance(event, KernelCall)]
+
+    @property
+    def sent(self) -> Counter[int]:
+        """Bytes by the rank that they go to."""
+        return _by_peer(self.transfers, outgoing=True)
+
+    @property
+    def received(self) -> Counter[int]:
+        """Bytes by the rank that they come from."""
+        return _by_peer(self.transfers, outgoing=False)
+
+
+def _by_peer(transfers: Sequence[Transfer], *, outgoing: bool) -> Counter[int]:
+    found: Counter[int] = Counter()
+    for transfer in transfers:
+        if transfer.outgoing == outgoing:
+            found[transfer.peer] += transfer.nbytes
+    return found
+
+
+@dataclass(frozen=True)
+class RankRun:
+    """One rank's run: a forward without a backward (``alone``), or a forward and its backward."""
+
+    rank: int
+    alone: Phase
+    forward: Phase
+    backward: Phase
+
+
+def kernel_of(shapes: Shapes, named: Kernel | None) -> Kernel:
+    """The kernel, or kernels, that compute the tiles of such tensors; see :func:`kernel_for_tiles`."""
+    return kernel_for_tiles(shapes.named(1, 1), named=named)  # pyright: ignore[reportArgumentType]
+
+
+def rehearse(
+    strategy: Strategy,
+    layouts: tuple[SequenceLayout, SequenceLayout],
+    mask: Mask,
+    kernel: Kernel,
+    shapes: Shapes,
+    rank: int,
+    *,
+    sink: bool = False,
+    memory: bool = True,
+) -> RankRun:
+    """What ``rank`` does for one attention; no communication, no process group.
+
+    Args:
+        strategy: how queries and keys meet.
+        layouts: who holds which queries, and which keys.
+        mask: who attends to whom.
+        kernel: what computes the tiles, from :func:`kernel_of`.
+        shapes: of the tensors.
+        rank: whose run this is.
+        sink: whether there are attention sinks.
+        memory: whether to count bytes of tensors, and of copies. Without, a rehearsal takes less time.
+    """
+    if isinstance(mask, PerRow) and not isinstance(strategy, PerRowStrategy):
+        strategy = PerRowStrategy(strategy)
+    q_layout, kv_layout = layouts
+    notes = _Notes(memory)
+    group = Rehearsal(notes, rank, range(q_layout.ranks)) if q_layout.ranks > 1 else None
+    scale = 1.0 / math.sqrt(shapes.dim)
+    outlined = _outlined(kernel, notes, shapes.device)
+    attention = Attention(group, q_layout, kv_layout, _Outlined(mask, shapes.dtype), outlined, scale)
+    q, k, v = shapes.tensors(q_layout.lengths[rank], kv_layout.lengths[rank])
+    sink_H = torch.empty(shapes.heads, dtype=torch.float32, device="meta") if sink else None
+    specs = strategy.residual_specs(attention, q, k, v)
+    grad = shapes.tensors(q_layout.lengths[rank], 0)[0].new_empty(
+        shapes.batch, q_layout.lengths[rank], shapes.heads, shapes.value_dim
+    )
+    grad = grad.transpose(1, 2)
+
+    with notes.ledger:
+        out = strategy.forward(attention, q, k, v, sink_H, None)
+        notes.label("output", out)
+        alone = notes.phase()
+        del out
+        notes.begin()
+        residual = new_residual(specs, q.device)
+        notes.label("kept for the backward", residual)
+        out = strategy.forward(attention, q, k, v, sink_H, residual)
+        notes.label("output", out)
+        forward = notes.phase()
+        notes.begin()
+        grads = strategy.backward(attention, grad, q, k, v, out, residual, sink_H)
+        notes.label("gradients", *(x for x in grads if x is not None))
+        backward = notes.phase()
+    return RankRun(rank, alone, forward, backward)
+
+
+class _Notes(Log):
+    """The log of a rehearsal, and the ledger of what is alive."""
+
+    def __init__(self, memory: bool) -> None:
+        super().__init__()
+        self.ledger = _Ledger(self, memory)
+
+    def begin(self) -> None:
+        """Start the events anew, and the peak from what is alive now."""
+        self.events, self.transfers = [], 0
+        self.ledger.reset()
+
+    def phase(self) -> Phase:
+        """What there was since :meth:`begin`."""
+        events: list[Any] = self.events
+        return Phase(events, *self.ledger.found())
+
+    def travels(self, tensor: torch.Tensor) -> None:
+        self.label("messages", tensor)
+
+    def label(self, what: str, *tensors: torch.Tensor) -> None:
+        """Say what the storage of tensors is for. What is kept stays that, and of the rest the last one counts."""
+        self.ledger.label(what, tensors)
+
+
+class _Ledger(TorchDispatchMode):
+    """Counts the bytes of storages that are created and alive, as ``cp_styles.testing.MemoryTrace`` does for data.
+
+    It also notes the bytes that operations read and write.
+    """
+
+    def __init__(self, notes: _Notes, counts_memory: bool) -> None:
+        super().__init__()
+        self._notes, self.counts_memory = notes, counts_memory
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}  # by storage: reference, number
+        self._sizes: list[int] = []  # by number
+        self._labels: list[str] = []
+        self._peak, self._at_peak, self._bound = 0, [], 0
+
+    def label(self, what: str, tensors: Sequence[torch.Tensor]) -> None:
+        for tensor in tensors if self.counts_memory else ():
+            entry = self._alive.get(StorageWeakRef(tensor.untyped_storage()).cdata)
+            if entry is not None and self._labels[entry[1]] != _KEPT:
+                self._labels[entry[1]] = what
+
+    def reset(self) -> None:
+        self._peak, self._at_peak = -1, []
+        self._look()
+
+    def found(self) -> tuple[int, dict[str, int], dict[str, int]]:
+        """The peak, what it consists of, and what is alive now."""
+        return self._peak, self._by_label(self._at_peak), self._by_label(self._numbers())
+
+    def _by_label(self, numbers: Sequence[int]) -> dict[str, int]:
+        found: Counter[str] = Counter()
+        for number in numbers:
+            found[self._labels[number]] += self._sizes[number]
+        return dict(found)
+
+    def _numbers(self) -> list[int]:
+        for key in [key for key, (storage, _) in self._alive.items() if storage.expired()]:
+            del self._alive[key]
+        return [number for _, number in self._alive.values()]
+
+    def _look(self, fresh: int = 0) -> None:
+        self._bound += fresh
+        if fresh and self._bound <= self._peak:
+            return  # whatever has been freed meanwhile
+        numbers = self._numbers()
+        live = self._bound = sum(self._sizes[number] for number in numbers)
+        if live > self._peak:
+            self._peak, self._at_peak = live, numbers
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        given = _tensors_in((*args, *kwargs.values()))
+        if func._schema.is_mutable:  # there is no data to change
+            result = kwargs.get("out", args[0])
+            self._notes.events.append(Copied(sum(x.nbytes for x in given)))
+            return result
+        if func.overloadpacket in _POINTWISE and len({(x.shape, x.dtype) for x in given}) == 1:
+            result = torch.empty_like(given[0])  # what torch's own function for meta tensors takes long to find out
+        else:
+            result = func(*args, **kwargs)
+        known = {StorageWeakRef(x.untyped_storage()).cdata for x in given}
+        fresh = made = 0
+        for x in _tensors_in(result if isinstance(result, (tuple, list)) else (result,)):
+            reference = StorageWeakRef(x.untyped_storage())
+            if reference.cdata not in known:
+                fresh += x.nbytes
+                if self.counts_memory:
+                    self._alive[reference.cdata] = reference, len(self._sizes)
+                    self._sizes.append(x.untyped_storage().nbytes())
+                    made += self._sizes[-1]
+                    self._labels.append(_OTHER)
+        if fresh:
+            if self.counts_memory:
+                self._look(made)
+            if func.overloadpacket not in _WITHOUT_DATA:
+                self._notes.events.append(Copied(fresh + sum(x.nbytes for x in given)))
+        return result
+
+
+def _tensors_in(values: Sequence[Any]) -> list[torch.Tensor]:
+    found = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += [x for x in value if isinstance(x, torch.Tensor)]
+    return found
+
+
+_KEPT, _OTHER = "kept for the backward", "sums and copies"
+_aten = torch.ops.aten
+_POINTWISE = (_aten.sigmoid, _aten.sub, _aten.add, _aten.mul)
+_WITHOUT_DATA = (_aten.empty, _aten.new_empty, _aten.empty_strided, _aten.empty_like, _aten.new_empty_strided)
+
+
+def _outlined(kernel: Kernel, notes: _Notes, device: torch.device) -> Kernel:
+    """The kernel without its computation."""
+    if isinstance(kernel, ByTile):
+        plain, masked = (tuple(_outlined(x, notes, device) for x in line) for line in (kernel.plain, kernel.masked))
+        return ByTile(plain, masked)
+    if isinstance(kernel, SdpaKernel):
+        kind = _OutlinedVarlen if isinstance(kernel, VarlenKernel) else _OutlinedSdpa
+        made = kind(**{entry.name: getattr(kernel, entry.name) for entry in fields(kernel)})
+        object.__setattr__(made, "notes", notes)
+        object.__setattr__(made, "device", device)
+        return made
+    return _OutlinedOther(kernel, notes)
+
+
+class _Op:
+    """Put before a kernel of torch's: its op is noted and not called, and gives tensors without data."""
+
+    notes: _Notes
+    device: torch.device
+    packed: tuple[tuple[int, int, int, int, int], ...] | None = None
+
+    def takes(self, q_BHLD, k_BGMD, v_BGME, *, causal, biased):
+        q, k, v = (Named(x.shape, x.dtype, self.device) for x in (q_BHLD, k_BGMD, v_BGME))
+        return super().takes(q, k, v, causal=causal, biased=biased)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _call(self, op: Any, **values: Any) -> tuple[Any, ...]:
+        q, k, v = values["query"], values["key"], values["value"]
+        cover = "causal" if values["is_causal"] else "full" if values.get("attn_mask") is None else "partial"
+        tiles = ((*q.shape[:2], k.shape[1], q.shape[2], k.shape[2]),) if self.packed is None else self.packed
+        name, backward = names_of(op), "grad_out" in values
+        dims = q.shape[-1], v.shape[-1]
+        self.notes.events.append(KernelCall(op.overloadpacket.__name__, backward, cover, tiles, dims, q.itemsize))
+        found = _results(q, k, v, backward)
+        self.notes.label("tiles", *found)
+        if backward:
+            return found
+        if self.packed is not None:  # whose op has other names for its results, in the same order
+            return found
+        results = dict.fromkeys(name.returns) | {"out": found[0], "logsumexp": found[1]}
+        return tuple(results.values())
+
+
+class _OutlinedSdpa(_Op, SdpaKernel):
+    pass
+
+
+class _OutlinedVarlen(_Op, VarlenKernel):
+    def _forward_pack(self, calls):
+        return self._pack(calls, 0, super()._forward_pack)
+
+    def _backward_pack(self, calls):
+        return self._pack(calls, 1, super()._backward_pack)
+
+    def _pack(self, calls: Sequence[TileCall], query: int, how: Any) -> Any:
+        pairs = [call.tensors[query : query + 2] for call in calls]
+        tiles = tuple((*q.shape[:2], k.shape[1], q.shape[2], k.shape[2]) for q, k in pairs)
+        object.__setattr__(self, "packed", tiles)
+        found = how(calls)
+        object.__setattr__(self, "packed", None)
+        return found
+
+
+class _OutlinedOther(Kernel):
+    """A kernel that is not one of torch's. Only the reference says by itself what it holds while it runs."""
+
+    def __init__(self, inner: Kernel, notes: _Notes) -> None:
+        self._inner, self._notes = inner, notes
+
+    @property
+    def small_tiles(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self._inner.small_tiles
+
+    def forward(self, q_BHLD, k_BGMD, v_BGME, *, causal, bias, scale):
+        self._note(q_BHLD, k_BGMD, v_BGME, causal, bias, False)
+        if isinstance(self._inner, ReferenceKernel):
+            found = self._inner.forward(q_BHLD, k_BGMD, v_BGME, causal=causal, bias=bias, scale=scale)
+        else:
+            found = _results(q_BHLD, k_BGMD, v_BGME, False)
+        self._notes.label("tiles", *found)
+        return found
+
+    def backward(self, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, lse_BHL, *, causal, bias, scale):
+        self._note(q_BHLD, k_BGMD, v_BGME, causal, bias, True)
+        if isinstance(self._inner, ReferenceKernel):
+            tensors = (grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, lse_BHL)
+            found = self._inner.backward(*tensors, causal=causal, bias=bias, scale=scale)
+        else:
+            found = _results(q_BHLD, k_BGMD, v_BGME, True)
+        self._notes.label("tiles", *found)
+        return found
+
+    def check(self, q_BHLD, k_BGMD, v_BGME, *, biased):
+        self._inner.check(q_BHLD, k_BGMD, v_BGME, biased=biased)
+
+    def takes(self, q_BHLD, k_BGMD, v_BGME, *, causal, biased):
+        return self._inner.takes(q_BHLD, k_BGMD, v_BGME, causal=causal, biased=biased)
+
+    def tile_dtype(self, dtype):
+        return self._inner.tile_dtype(dtype)
+
+    def _note(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, bias: Any, backward: bool) -> None:
+        cover = "causal" if causal else "full" if bias is None else "partial"
+        tiles = ((q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2]),)
+        dims = q.shape[-1], v.shape[-1]
+        self._notes.events.append(KernelCall(type(self._inner).__name__, backward, cover, tiles, dims, q.itemsize))
+
+
+def _results(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, backward: bool) -> tuple[torch.Tensor, ...]:
+    """``(out, lse)`` or ``(dq, dk, dv)``, the rows outermost in memory, of tiles [B, H, L, D] or packs [T, H, D]."""
+
+    def like(x: torch.Tensor, dim: int) -> torch.Tensor:
+        if x.ndim == 3:
+            return x.new_empty(*x.shape[:2], dim)
+        return x.new_empty(x.shape[0], x.shape[2], x.shape[1], dim).transpose(1, 2)
+
+    if backward:
+        return tuple(like(x, x.shape[-1]) for x in (q, k, v))
+    rows = q.shape[:-1] if q.ndim == 4 else (q.shape[1], q.shape[0])
+    return like(q, v.shape[-1]), q.new_empty(rows, dtype=accumulation_dtype(q.dtype))
+
+
+@dataclass(frozen=True)
+class _Outlined(Mask):
+    """A mask whose plan is that of ``inner``, and whose tiles have explicit masks without data."""
+
+    inner: Mask
+    dtype: torch.dtype
+
+    @property
+    def pattern(self) -> Mask:
+        return self.inner.pattern
+
+    def bounds(self, q_positions_L):
+        return torch.empty_like(q_positions_L), torch.empty_like(q_positions_L)
+
+    def bias(self, q_positions_L, kv_positions_M):
+        if not self.inner.has_bias:
+            return None
+        return torch.empty(len(q_positions_L), len(kv_positions_M), dtype=self.dtype, device="meta")
+
+    @property
+    def has_bias(self) -> bool:
+        return self.inner.has_bias
+
+    @property
+    def grids(self):
+        return self.inner.grids
+
+    def row(self, index: int) -> Mask:
+        return replace(self, inner=self.inner.row(index))

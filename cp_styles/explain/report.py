@@ -1,0 +1,371 @@
+"""What an attention on many ranks will do, before it runs: who holds, computes, sends and keeps what."""
+
+from __future__ import annotations
+
+import html
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from cp_styles.engine.run import listener
+from cp_styles.explain.candidates import layouts_for, problem_of, strategies_for
+from cp_styles.explain.hardware import Hardware
+from cp_styles.explain.picture import plot
+from cp_styles.explain.rehearse import RankRun, Shapes, kernel_of, rehearse
+from cp_styles.explain.text import text_of
+from cp_styles.explain.times import Seconds, seconds_of
+from cp_styles.kernels import SDPA_KERNELS, Kernel, ReferenceKernel
+from cp_styles.layout import Balancer, SequenceLayout, head_tail, layout_made_by
+from cp_styles.mask import Causal, Mask, PerRow
+from cp_styles.plan import Cover, Tile, attended_pairs, imbalance, make_plan
+from cp_styles.strategies import Attention, Ring, Strategy
+
+# Up to this many ranks all are rehearsed; of more, some.
+_ALL = 16
+# Rows and columns of a heatmap.
+_CELLS = 32
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """One attention on ``layout.ranks`` ranks. Print it, show it in a notebook, or call :meth:`plot`.
+
+    Attributes:
+        strategy, layout, mask, kernel, shapes: what is explained; ``kv_layout`` is that of keys and values.
+        hardware: whose times are predicted; None for no times.
+        runs: what each rank does that was rehearsed, by rank: all ranks, or of more than 16 some.
+    """
+
+    strategy: Strategy
+    layout: SequenceLayout
+    kv_layout: SequenceLayout
+    mask: Mask
+    kernel: Kernel
+    shapes: Shapes
+    hardware: Hardware | None
+    runs: dict[int, RankRun]
+
+    @property
+    def ranks(self) -> int:
+        return self.layout.ranks
+
+    @cached_property
+    def work(self) -> dict[int, int]:
+        """(query, key) pairs of all heads that each rehearsed rank computes in a forward."""
+        return {rank: sum(call.pairs for call in run.forward.calls) for rank, run in self.runs.items()}
+
+    @cached_property
+    def imbalance(self) -> float:
+        """Work of the busiest over the mean work, of the rehearsed ranks."""
+        total = sum(self.work.values())
+        return max(self.work.values()) * len(self.work) / total if total else 1.0
+
+    @cached_property
+    def seconds(self) -> tuple[Seconds, Seconds]:
+        """Predicted time of the forward and of the backward, each of the rank that takes longest."""
+        if self.hardware is None:
+            raise ValueError("times need to know the machine: explain(..., hardware=H100)")
+        forward, backward = (
+            [seconds_of(getattr(run, name), rank, self.hardware) for rank, run in self.runs.items()]
+            for name in ("forward", "backward")
+        )
+        return max(forward), max(backward)
+
+    @cached_property
+    def peak_memory(self) -> int:
+        """The most bytes that a rehearsed rank holds beside query, key, value and the output's gradient."""
+        return max(max(run.forward.peak, run.backward.peak) for run in self.runs.values())
+
+    @cached_property
+    def kept_memory(self) -> int:
+        """The most bytes that a rehearsed rank keeps from forward to backward, beside query, key and value."""
+        return max(sum(run.forward.left.values()) for run in self.runs.values())
+
+    def sent(self, phase: str = "forward") -> int:
+        """The most bytes that a rehearsed rank sends in "forward" or "backward"."""
+        return max(sum(getattr(run, phase).sent.values()) for run in self.runs.values())
+
+    @cached_property
+    def heatmap(self) -> tuple[list[int], list[tuple[int, int]], list[list[float]]]:
+        """Ranks (rows), ranges of ranks (columns), and what share of the pairs of queries and keys the tiles cover."""
+        mask = self.mask.row(0) if isinstance(self.mask, PerRow) else self.mask
+        rows = _spread(self.ranks, _CELLS)
+        step = -(-self.ranks // _CELLS)
+        columns = [(first, min(first + step, self.ranks)) for first in range(0, self.ranks, step)]
+        lines = []
+        for rank in rows:
+            plan = make_plan(self.layout, self.kv_layout, mask, rank, small_tiles=self.kernel.small_tiles)
+            queries, keys = self.layout.lengths[rank], self.kv_layout.lengths
+            covered = [sum(map(_area, part.tiles)) for part in plan.parts]
+            whole = [(sum(covered[first:last]), queries * sum(keys[first:last])) for first, last in columns]
+            lines.append([pairs / most if most else 0.0 for pairs, most in whole])
+        return rows, columns, lines
+
+    @cached_property
+    def kernels(self) -> list[tuple[str, str]]:
+        """Each kernel that was considered, and why it is used or not."""
+        phases = [phase for run in self.runs.values() for phase in (run.forward, run.backward)]
+        used = Counter(call.kernel for phase in phases for call in phase.calls)
+        found = [
+            (name, f"{count} calls on {len(self.runs)} ranks; the first that takes these tensors")
+            for name, count in used.items()
+        ]
+        tensors: Any = self.shapes.named(1, 1)
+        for kernel in (*SDPA_KERNELS, ReferenceKernel()):
+            name = getattr(kernel, "name", type(kernel).__name__)
+            if any(name in other for other in used):
+                continue
+            try:
+                kernel.check(*tensors, biased=False)
+            except NotImplementedError as problem:
+                found.append((name, f"not used: {problem}"))
+            else:
+                found.append((name, "not used: another one that takes these tensors comes first"))
+        return found
+
+    @cached_property
+    def considered(self) -> list[tuple[str, str]]:
+        """Other layouts and strategies, and what they would change or why they are not possible."""
+        return _alternatives(self)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The figures, as JSON takes them."""
+        found: dict[str, Any] = {
+            "strategy": str(self.strategy),
+            "mask": str(self.mask)[:200],
+            "ranks": self.ranks,
+            "length": self.layout.length,
+            "imbalance": self.imbalance,
+            "layout_imbalance": self.layout_imbalance,
+            "sent_forward": self.sent("forward"),
+            "sent_backward": self.sent("backward"),
+            "peak_memory": self.peak_memory,
+            "kept_memory": self.kept_memory,
+        }
+        if self.hardware is not None:
+            forward, backward = self.seconds
+            found |= {"hardware": self.hardware.name, "forward": forward._asdict(), "backward": backward._asdict()}
+        found["by_rank"] = {
+            rank: {
+                "pairs": self.work[rank],
+                "sent": [dict(run.forward.sent), dict(run.backward.sent)],
+                "received": [dict(run.forward.received), dict(run.backward.received)],
+                "memory": run.backward.parts,
+            }
+            for rank, run in self.runs.items()
+        }
+        return found
+
+    @property
+    def layout_imbalance(self) -> float | None:
+        """Work of the busiest over the mean work, of all ranks, as the layout deals it; None in cross-attention."""
+        return imbalance(self.layout, self.mask) if self.layout == self.kv_layout else None
+
+    def __str__(self) -> str:
+        return text_of(self)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+    def plot(self, path: str | None = None) -> Any:
+        """A figure of the heatmap, work, bytes and memory by rank; written to ``path`` if given. Needs matplotlib."""
+        return plot(self, path)
+
+
+def explain(
+    length: int,
+    *,
+    ranks: int,
+    heads: int,
+    kv_heads: int | None = None,
+    head_dim: int,
+    value_dim: int | None = None,
+    kv_length: int | None = None,
+    batch: int = 1,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str = "cuda",
+    mask: Mask | None = None,
+    layout: SequenceLayout | Balancer = head_tail,
+    strategy: Strategy | None = None,
+    kernel: Kernel | None = None,
+    sink: bool = False,
+    hardware: Hardware | None = None,
+    rank: int | None = None,
+) -> Explanation:
+    """What one attention over ``length`` positions on ``ranks`` ranks does, forward and backward.
+
+    The strategy itself runs without data (see :mod:`cp_styles.explain.rehearse`), so the figures are those of a real
+    run. No process group, no communication, no device.
+
+    Args:
+        length: number of positions of the whole sequence.
+        ranks: number of ranks that share it.
+        heads, kv_heads: query heads, and key/value heads (default: as many).
+        head_dim, value_dim: of queries and keys, and of values (default: the same).
+        kv_length: number of keys in cross-attention.
+        batch: rows of the batch.
+        dtype, device: of the tensors; the device type need not be here.
+        mask: who attends to whom; default Causal().
+        layout: the cut, or the balancer that makes it.
+        strategy: default Ring().
+        kernel: as in :func:`~cp_styles.context_attention`.
+        sink: whether there are attention sinks.
+        hardware: whose times to predict; its device replaces ``device``.
+        rank: explain only this rank. Default: all ranks, or of more than 16 some, with the busiest.
+
+    Raises:
+        ValueError, NotImplementedError: for what the attention itself would refuse.
+    """
+    mask, strategy = Causal() if mask is None else mask, strategy or Ring()
+    kv_heads = heads if kv_heads is None else kv_heads
+    if heads < 1 or kv_heads < 1 or heads % kv_heads:
+        raise ValueError(f"{heads} query heads are not a multiple of {kv_heads} key/value heads")
+    if ranks < 1 or length < 1:
+        raise ValueError(f"explain needs at least one rank and one position, got ranks={ranks}, length={length}")
+    if rank is not None and not 0 <= rank < ranks:
+        raise ValueError(f"there is no rank {rank} among {ranks} ranks")
+    device = device if hardware is None else hardware.device
+    shapes = Shapes(heads, kv_heads, head_dim, value_dim or head_dim, dtype, torch.device(device), batch)
+    cuts = []
+    for size in (length, length if kv_length is None else kv_length):
+        if isinstance(layout, SequenceLayout):
+            if (layout.length, layout.ranks) != (size, ranks):
+                raise ValueError(
+                    f"the layout cuts {layout.length} positions for {layout.ranks} ranks, not {size} for {ranks}; "
+                    "give the layout of this sequence, or a balancer such as head_tail"
+                )
+            cuts.append(layout)
+        else:
+            cuts.append(layout_made_by(layout, size, ranks))
+    mask.check((batch, heads, length, cuts[1].length))
+    return explained(
+        strategy, (cuts[0], cuts[1]), mask, kernel_of(shapes, kernel), shapes, hardware=hardware, sink=sink, rank=rank
+    )
+
+
+class explain_calls:
+    """Explain the attentions that run under a ``with``, through whatever door: of a parallelized module, or any call.
+
+    ::
+
+        with explain_calls(hardware=H100) as calls:
+            model(tokens, positions)
+        print(calls[0])
+
+    The ``with`` gives a list, which is filled at its end: one :class:`Explanation` for each kind of call, as often as
+    they differ. Attentions inside a graph of torch.compile count too. Communication: none.
+
+    Args:
+        hardware: whose times to predict.
+        rank: explain only this rank. Default: as in :func:`explain`.
+    """
+
+    def __init__(self, *, hardware: Hardware | None = None, rank: int | None = None) -> None:
+        self._hardware, self._rank = hardware, rank
+
+    def __enter__(self) -> list[Explanation]:
+        self._found: list[Explanation] = []
+        self._calls: dict[Any, tuple[Any, ...]] = {}
+        self._token = listener.set(self._note)
+        return self._found
+
+    def __exit__(self, kind: object, *exception: object) -> None:
+        listener.reset(self._token)
+        if kind is not None:
+            return
+        for strategy, attention, shapes, sink in self._calls.values():
+            layouts = attention.q_layout, attention.kv_layout
+            options = {"hardware": self._hardware, "rank": self._rank, "sink": sink}
+            self._found.append(explained(strategy, layouts, attention.mask, attention.kernel, shapes, **options))
+
+    def _note(
+        self, strategy: Strategy, attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: Any
+    ) -> None:
+        shapes = Shapes(q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.dtype, q.device, q.shape[0])
+        key = strategy, attention.q_layout, attention.kv_layout, attention.mask, shapes, sink is not None
+        self._calls.setdefault(key, (strategy, attention, shapes, sink is not None))
+
+
+def explained(
+    strategy: Strategy,
+    layouts: tuple[SequenceLayout, SequenceLayout],
+    mask: Mask,
+    kernel: Kernel,
+    shapes: Shapes,
+    *,
+    hardware: Hardware | None = None,
+    sink: bool = False,
+    rank: int | None = None,
+    memory: bool = True,
+    most: int = _ALL,
+) -> Explanation:
+    """:func:`explain`, from the parts. Of more than ``most`` ranks, some are rehearsed: the busiest is one of them."""
+    ranks = layouts[0].ranks
+    strategy.check_ranks(ranks)
+    chosen = [rank] if rank is not None else range(ranks) if ranks <= most else _sample(layouts[0], mask, most)
+    options = {"sink": sink, "memory": memory}
+    runs = {r: rehearse(strategy, layouts, mask, kernel, shapes, r, **options) for r in chosen}
+    return Explanation(strategy, *layouts, mask, kernel, shapes, hardware, runs)
+
+
+def _sample(layout: SequenceLayout, mask: Mask, most: int) -> list[int]:
+    """Of many ranks the busiest of some, and of fewer than 256 also the first and the last."""
+    busiest = max(_spread(layout.ranks, 8), key=lambda rank: attended_pairs(layout, layout, mask, rank))
+    return [busiest] if most <= 1 or layout.ranks >= 256 else sorted({0, busiest, layout.ranks - 1})
+
+
+def _spread(ranks: int, most: int) -> list[int]:
+    """Up to ``most`` ranks, evenly, the first and the last among them."""
+    if ranks <= most:
+        return list(range(ranks))
+    return sorted({index * (ranks - 1) // (most - 1) for index in range(most)})
+
+
+def _area(tile: Tile) -> int:
+    """The pairs of a tile."""
+    queries, keys = tile.q[1] - tile.q[0], tile.kv[1] - tile.kv[0]
+    return queries * (queries + 1) // 2 if tile.cover is Cover.CAUSAL else queries * keys
+
+
+def _alternatives(made: Explanation) -> list[tuple[str, str]]:
+    """Other layouts by their balance, and other strategies by what they send and hold or why they cannot run."""
+    return [*_other_layouts(made), *_other_strategies(made)]
+
+
+def _other_layouts(made: Explanation) -> Iterator[tuple[str, str]]:
+    if made.layout != made.kv_layout:
+        return
+    own = imbalance(made.layout, made.mask)
+    for name, balancer in layouts_for(made.mask).items():
+        layout = layout_made_by(balancer, made.layout.length, made.ranks)
+        if layout == made.layout:
+            continue
+        other = imbalance(layout, made.mask)
+        verdict = "balances better" if other < own - 0.005 else "no better" if other < own + 0.005 else "worse"
+        yield f"layout {name}", f"imbalance {other:.3f} instead of {own:.3f}: {verdict}"
+
+
+def _other_strategies(made: Explanation) -> Iterator[tuple[str, str]]:
+    rank = max(made.work, key=made.work.__getitem__)
+    own = made.runs[rank]
+    for strategy in strategies_for(made.ranks, made.hardware):
+        if strategy == made.strategy:
+            continue
+        problem = problem_of(strategy, made.ranks, made.shapes)
+        if problem:
+            yield str(strategy), f"rejected: {problem}"
+            continue
+        cuts = made.layout, made.kv_layout
+        other = explained(strategy, cuts, made.mask, made.kernel, made.shapes, hardware=made.hardware, rank=rank).runs[
+            rank
+        ]
+        sent = [sum(run.forward.sent.values()) + sum(run.backward.sent.values()) for run in (own, other)]
+        ratios = [
+            f"{what} x{theirs / max(mine, 1):.2f}"
+            for what, mine, theirs in (("bytes", *sent), ("peak memory", own.backward.peak, other.backward.peak))
+        ]
+        yield str(strategy), ", ".join(ratios)

@@ -1,0 +1,145 @@
+"""An explanation as plain text: ASCII, aligned, less than 100 columns.
+
+``made`` is an ``Explanation``, which is printed by these functions and so cannot be imported here.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from cp_styles.explain.steps import sequences, steps_of
+
+_WIDTH = 99
+_STEPS = 10
+
+
+def nbytes(size: float) -> str:
+    """Bytes with a unit: 1.5 MiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024 or unit == "GiB":
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    raise AssertionError
+
+
+def seconds(value: float) -> str:
+    """A time with a unit: 1.50 ms."""
+    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.2f} ms" if value >= 1e-3 else f"{value * 1e6:.0f} us"
+
+
+def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Rows with a head, each column as wide as its widest cell; the first one is aligned to the left."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        yield "  " + "  ".join(cells).rstrip()
+
+
+def text_of(made: Any) -> str:
+    """All that there is to say, in sections."""
+    return "\n".join(line[:_WIDTH] for part in _sections(made) for line in (*part, ""))
+
+
+def _sections(made: Any) -> Iterator[list[str]]:
+    shapes = made.shapes
+    lengths = f"{made.layout.length:,}"
+    if made.kv_layout.length != made.layout.length:
+        lengths += f" queries and {made.kv_layout.length:,} keys"
+    yield [
+        f"{made.strategy}: {lengths} positions on {made.ranks} ranks, {str(made.mask)[:50]}",
+        f"  batch {shapes.batch}, heads {shapes.heads}:{shapes.kv_heads}, head dims {shapes.dim} and "
+        f"{shapes.value_dim}, {str(shapes.dtype).removeprefix('torch.')} on {shapes.device.type}",
+    ]
+    yield ["ranks", *table([["rank", "tokens", "share of work", "positions"], *_ranks(made)]), f"  {_balance(made)}"]
+    yield _heat(made)
+    if made.hardware is not None:
+        yield _times(made)
+    rank = max(made.work, key=made.work.__getitem__)
+    for phase in ("forward", "backward"):
+        yield _steps(made, rank, phase)
+    yield _peers(made)
+    yield _memory(made)
+    yield ["kernels", *_listed(made.kernels)]
+    yield ["considered", *_listed(made.considered)]
+
+
+def _ranks(made: Any) -> Iterator[list[str]]:
+    total = sum(made.work.values()) or 1
+    for rank in made.runs:
+        own = made.layout.chunks[rank]
+        shown = " ".join(f"[{start}, {stop})" for start, stop in own[:2]) + (
+            f" +{len(own) - 2}" if len(own) > 2 else ""
+        )
+        share = made.work[rank] / total * (len(made.runs) / made.ranks)
+        yield [str(rank), f"{made.layout.lengths[rank]:,}", f"{share:.2%}", shown]
+
+
+def _balance(made: Any) -> str:
+    layout = made.layout_imbalance
+    known = "" if layout is None else f"; of the layout, over all ranks: {layout:.3f}"
+    return f"busiest / mean of these ranks, as computed: {made.imbalance:.3f}{known}"
+
+
+def _heat(made: Any) -> list[str]:
+    rows, columns, lines = made.heatmap
+    what = "rank" if columns[0][1] - columns[0][0] == 1 else f"{columns[0][1] - columns[0][0]} ranks"
+    head = f"mask by owner: a row for a rank's queries, a column for the keys of a {what}; # all + some . nothing"
+    width = len(str(rows[-1]))
+    cells = ["".join("." if not x else "#" if x == 1 else "+" for x in line) for line in lines]
+    return [head, *(f"  {rank:>{width}} {line}" for rank, line in zip(rows, cells, strict=True))]
+
+
+def _times(made: Any) -> list[str]:
+    rows = [["", "total", "kernels", "exposed messages", "other operations"]]
+    for name, found in zip(("forward", "backward"), made.seconds, strict=True):
+        rows.append([name, *map(seconds, found)])
+    assert made.hardware is not None
+    return [f"predicted times of the slowest rank on {made.hardware.name}", *table(rows)]
+
+
+def _steps(made: Any, rank: int, phase: str) -> list[str]:
+    steps = steps_of(getattr(made.runs[rank], phase))
+    rows = [["step", "sends", "to", "receives", "from", "kernel calls", "pairs"]]
+    for index, step in enumerate(steps[:_STEPS]):
+        sent, received = sum(step.sent.values()), sum(step.received.values())
+        peers = [sequences(list(x)) or "-" for x in (step.sent, step.received)]
+        rows.append(
+            [str(index), nbytes(sent), peers[0], nbytes(received), peers[1], str(step.calls), f"{step.pairs:,}"]
+        )
+    more = [f"  ... {len(steps) - _STEPS} more steps"] if len(steps) > _STEPS else []
+    return [f"{phase} of rank {rank}, step by step", *table(rows), *more]
+
+
+def _peers(made: Any) -> list[str]:
+    rows = [["rank", "sends forward", "receives", "sends backward", "receives", "rows from others", "peers"]]
+    for rank, run in made.runs.items():
+        sizes = [sum(x.values()) for x in (run.forward.sent, run.forward.received, run.backward.sent)]
+        sizes.append(sum(run.backward.received.values()))
+        peers = Counter(run.forward.sent) + run.forward.received
+        plan_rows = "-" if not made.shapes.kv_row else f"{sizes[1] / made.shapes.kv_row:,.0f}"
+        rows.append([str(rank), *map(nbytes, sizes), plan_rows, sequences(list(peers)) or "-"])
+    return ["bytes to and from other ranks (a row: one position's key and value)", *table(rows)]
+
+
+def _memory(made: Any) -> list[str]:
+    shapes = made.shapes
+    rank = max(made.runs, key=lambda rank: made.runs[rank].backward.peak)
+    run, queries, keys = made.runs[rank], made.layout.lengths[rank], made.kv_layout.lengths[rank]
+    parts = {
+        "query, key, value (the caller's)": (queries * shapes.query_row + keys * shapes.kv_row,) * 3,
+        "gradient of the output (the caller's)": (0, 0, queries * shapes.row_bytes(shapes.heads, shapes.value_dim)),
+    }
+    for name in dict.fromkeys((*run.forward.parts, *run.forward.left, *run.backward.parts)):
+        parts[name] = run.forward.parts.get(name, 0), run.forward.left.get(name, 0), run.backward.parts.get(name, 0)
+    rows = [["", "forward", "between", "backward"]]
+    rows += [[name, *map(nbytes, sizes)] for name, sizes in parts.items()]
+    rows.append(["together", *(nbytes(sum(column)) for column in zip(*parts.values(), strict=True))])
+    return [f"memory of rank {rank} at its peaks, and between forward and backward", *table(rows)]
+
+
+def _listed(entries: Sequence[tuple[str, str]]) -> Iterator[str]:
+    for name, what in entries:
+        yield from textwrap.wrap(f"{name}: {what}", _WIDTH - 2, initial_indent="  ", subsequent_indent="      ")
