@@ -1,0 +1,60 @@
+"""Auto: exact as what it chooses, the same choice on every rank, and the one that is predicted to be the fastest."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from cp_styles import AllGather, Causal, Ring, Ulysses, context_attention, head_tail
+from cp_styles.explain import CPU, Auto, Shapes, explain
+from cp_styles.testing import run_ranks
+from tests.ranks.attention_case import EXACT, Core, Problem, cp_mesh, parallel, run_attention
+
+# A machine on which messages cost nothing, and one on which every message costs a second.
+FREE = replace(CPU, bandwidth=1e18, latency=0.0)
+SLOW = replace(CPU, latency=1.0)
+
+
+@pytest.mark.parametrize("hardware", [FREE, SLOW])
+@pytest.mark.parametrize("door", ["function", "style"])
+def test_auto_is_exact(hardware, door: str):
+    problem = Problem(length=29)
+
+    def on(rank: int) -> list[float]:
+        mesh, strategy = cp_mesh(4), Auto(hardware)
+        if door == "style":
+            attend = parallel(Core(), mesh, strategy=strategy)
+        else:
+            attend = partial(context_attention, group=mesh, strategy=strategy, mask=Causal())
+        return run_attention(attend, problem, rank, 4)
+
+    assert max(max(errors) for errors in run_ranks(on, 4)) < EXACT
+
+
+def test_the_fastest_is_chosen():
+    shapes = Shapes(4, 4, 16, 16, torch.float32, torch.device("cpu"))
+    layout, candidates = head_tail(512, 4), (Ring(), AllGather(), Ulysses())
+    for hardware in (FREE, SLOW, CPU):
+        made = Auto(hardware, candidates).choice((layout, layout), Causal(), shapes)
+        times = {}
+        for strategy in candidates:
+            (rank,) = made.runs
+            found = explain(
+                512, ranks=4, heads=4, head_dim=16, dtype=torch.float32, strategy=strategy, hardware=hardware, rank=rank
+            )
+            times[strategy] = sum(entry.total for entry in found.seconds)
+        assert times[made.strategy] == min(times.values())
+
+
+def test_other_hardware_on_one_rank_is_an_error_on_all():
+    def on(rank: int):
+        strategy = Auto(FREE if rank else SLOW)
+        q = torch.ones(1, 4, 8, 8)
+        return context_attention(q, q, q, cp_mesh(2), strategy=strategy)
+
+    for error in run_ranks(on, 2, return_errors=True):
+        assert isinstance(error, ValueError)
+        assert "strategy" in str(error)
