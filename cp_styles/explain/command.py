@@ -1,0 +1,211 @@
+"""The command ``python -m cp_styles explain``: which strategy and layout for a model, by predicted time.
+
+    python -m cp_styles explain --seq-len 1M --ranks 64 --heads 32:8 --head-dim 128 --mask causal --hardware h100
+
+It prints all combinations of strategies and layouts for one attention, the fastest first, and explains the first one.
+Nothing runs on a device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cp_styles.explain.candidates import layouts_for, strategies_for
+from cp_styles.explain.choices import Choice, ranked
+from cp_styles.explain.hardware import MACHINES
+from cp_styles.explain.rehearse import Shapes
+from cp_styles.explain.text import nbytes, seconds, table
+from cp_styles.layout import SequenceLayout, striped
+from cp_styles.mask import Causal, Documents, Full, Mask, SlidingWindow
+from cp_styles.strategies import AllGather, Ring, Strategy, Ulysses
+
+_UNITS = {"": 1, "k": 2**10, "m": 2**20}
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+_STRATEGIES: dict[str, Callable[..., Strategy]] = {"ring": Ring, "allgather": AllGather, "ulysses": Ulysses}
+
+
+def count(text: str) -> int:
+    """A positive number, with K for 1,024 or M for 1,048,576 behind it."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmM]?)", text)
+    number = float(found[1]) * _UNITS[found[2].lower()] if found else 0
+    if number < 1 or number != int(number):
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive number such as 4096, 128K or 1M")
+    return int(number)
+
+
+def heads(text: str) -> tuple[int, int]:
+    """Query heads, or query heads:key heads."""
+    found = re.fullmatch(r"(\d+)(?::(\d+))?", text)
+    query, key = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    if not query or not key or query % key:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: give query heads, or query:key heads, the second divides the first"
+        )
+    return query, key
+
+
+def strategy(text: str) -> Strategy:
+    """ring, ring:0 (keep=0), allgather, ulysses, ulysses:8 (size=8)."""
+    name, _, number = text.partition(":")
+    if name not in _STRATEGIES or (number and not number.isdecimal()):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is none of ring, ring:KEEP, allgather, allgather:KEEP, ulysses, ulysses:SIZE"
+        )
+    option = "size" if name == "ulysses" else "keep"
+    try:
+        return _STRATEGIES[name](**({option: int(number)} if number else {}))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def lengths(path: str) -> tuple[int, ...]:
+    """A file of document lengths, separated by white space or commas."""
+    try:
+        words = re.split(r"[\s,]+", Path(path).read_text().strip())
+        found = tuple(int(word) for word in words)
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{path}: {error}; give a file of document lengths") from None
+    if min(found) < 1:
+        raise argparse.ArgumentTypeError(f"{path}: document lengths must be at least 1, got {min(found)}")
+    return found
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options of the command."""
+    made = argparse.ArgumentParser(prog="python -m cp_styles", description=__doc__.splitlines()[0])  # pyright: ignore
+    commands = made.add_subparsers(dest="command", required=True)
+    found = commands.add_parser(
+        "explain",
+        help="rank strategies and layouts, and explain the best",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    found.add_argument("--seq-len", type=count, help="positions of the whole sequence: 4096, 128K, 1M")
+    found.add_argument("--documents", type=lengths, metavar="FILE", help="packed documents: a file of their lengths")
+    found.add_argument("--ranks", type=count, required=True, help="ranks that share the sequence")
+    found.add_argument("--heads", type=heads, required=True, metavar="H[:G]", help="query heads : key/value heads")
+    found.add_argument("--head-dim", type=count, required=True)
+    found.add_argument("--batch", type=count, default=1)
+    found.add_argument("--dtype", choices=_DTYPES, default="bf16")
+    found.add_argument("--mask", choices=("causal", "full"), default="causal")
+    found.add_argument("--window", type=count, help="a query sees itself and the W - 1 positions before it")
+    found.add_argument(
+        "--strategy",
+        type=strategy,
+        nargs="+",
+        metavar="S",
+        help="ring ring:0 allgather ulysses ulysses:8; default: all that may suit",
+    )
+    found.add_argument(
+        "--layout",
+        nargs="+",
+        choices=("head_tail", "contiguous", "per_document_head_tail", "by_work", "striped"),
+        help="default: all that may suit the mask",
+    )
+    found.add_argument("--hardware", choices=MACHINES, default="h100")
+    found.add_argument("--node-ranks", type=count, help="ranks of a node; default: the machine's")
+    found.add_argument("--rank", type=int, help="explain this rank; default: the busiest of some")
+    found.add_argument("--json", action="store_true", help="print JSON instead of text")
+    found.add_argument("--plot", metavar="FILE", help="draw the best choice (needs matplotlib)")
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command."""
+    made = parser()
+    args = made.parse_args(arguments)
+
+    def wrong(option: str, text: str) -> Any:
+        made.error(f"argument {option}: {text}")
+
+    if args.seq_len is None and args.documents is None:
+        wrong("--seq-len", "give --seq-len, or --documents with a file of lengths")
+    if args.documents and args.seq_len not in (None, sum(args.documents)):
+        wrong("--documents", f"the lengths add up to {sum(args.documents)}, and --seq-len is {args.seq_len}")
+    length = args.seq_len or sum(args.documents)
+    if args.rank is not None and not 0 <= args.rank < args.ranks:
+        wrong("--rank", f"there is no rank {args.rank} among {args.ranks}")
+    if args.window and args.mask == "full":
+        wrong("--window", "a window is causal here; leave --mask full out")
+    hardware = MACHINES[args.hardware]
+    if args.node_ranks:
+        hardware = replace(hardware, node_ranks=args.node_ranks)
+    mask: Mask = SlidingWindow(args.window - 1, 0) if args.window else Causal() if args.mask == "causal" else Full()
+    if args.documents:
+        mask = Documents(args.documents) & mask
+    balancers: dict[str, Callable[[int, int], SequenceLayout]] = {
+        **layouts_for(mask),
+        "striped": partial(striped, block=128),
+    }
+    names = args.layout or list(layouts_for(mask))
+    for name in names:
+        if name not in balancers:
+            wrong("--layout", f"{name} needs --documents")
+    shapes = Shapes(
+        *args.heads, args.head_dim, args.head_dim, _DTYPES[args.dtype], torch.device(hardware.device), args.batch
+    )
+    chosen = args.strategy or strategies_for(args.ranks, hardware)
+    choices = ranked(
+        chosen,
+        {name: balancers[name] for name in names},
+        length=length,
+        ranks=args.ranks,
+        mask=mask,
+        shapes=shapes,
+        hardware=hardware,
+    )
+    if args.json:
+        print(json.dumps([_as_dict(choice) for choice in choices], indent=1))
+    else:
+        model = f"heads {args.heads[0]}:{args.heads[1]} of {args.head_dim}, {args.dtype}, {hardware.name}"
+        print(f"{length:,} positions on {args.ranks} ranks, {str(mask)[:30]}, {model}")
+        print(f"predicted for one attention; figures from: {hardware.source}"[:99])
+        print("\n".join(ranking(choices)))
+    best = next((choice.explanation for choice in choices if not choice.problem), None)
+    if best is None:
+        print("no choice fits: see the reasons above", file=sys.stderr)
+        raise SystemExit(1)
+    if not args.json:
+        print(f"\n{best}")
+    if args.plot:
+        best.plot(args.plot)
+
+
+def ranking(choices: Sequence[Choice]) -> list[str]:
+    """A table of choices, and below it why some are not possible."""
+    rows = [["strategy", "layout", "forward", "backward", "exposed", "sent", "memory", "imbalance"]]
+    for choice in choices:
+        made = choice.explanation
+        if made is None or choice.problem:
+            continue
+        forward, backward = made.seconds
+        sent = made.sent("forward") + made.sent("backward")
+        cells = seconds(forward.total), seconds(backward.total), seconds(forward.exposed + backward.exposed)
+        sizes = nbytes(sent), nbytes(made.peak_memory), f"{max(made.imbalance, made.layout_imbalance or 1.0):.3f}"
+        rows.append([short(choice.strategy), choice.layout_name, *cells, *sizes])
+    problems = dict.fromkeys(f"  {short(choice.strategy)}: {choice.problem}" for choice in choices if choice.problem)
+    return [*table(rows), *(line[:99] for line in problems)]
+
+
+def short(strategy: Strategy) -> str:
+    """A strategy as the options name it: ring, ring:0, ulysses:8."""
+    if isinstance(strategy, Ulysses):
+        return "ulysses" + (f":{strategy.size}" if strategy.size else "")
+    if isinstance(strategy, (Ring, AllGather)):
+        return type(strategy).__name__.lower() + (f":{strategy.keep}" if strategy.keep != 1 else "")
+    return str(strategy)
+
+
+def _as_dict(choice: Choice) -> dict[str, Any]:
+    found = {"strategy": short(choice.strategy), "layout": choice.layout_name, "problem": choice.problem}
+    return found if choice.explanation is None else {**choice.explanation.as_dict(), **found}

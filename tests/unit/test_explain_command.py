@@ -1,0 +1,59 @@
+"""The command: a ranking and an explanation in text or JSON, and errors that name the option."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cp_styles.explain.command import main
+
+MODEL = ["explain", "--ranks", "4", "--heads", "8:2", "--head-dim", "64"]
+SHORT = [*MODEL, "--seq-len", "2K"]
+
+
+def test_a_ranking_and_the_best_explained(capsys):
+    main([*SHORT, "--strategy", "ring", "ulysses", "--hardware", "h100"])
+    said = capsys.readouterr().out
+    assert max(map(len, said.splitlines())) < 100
+    assert said.isascii()
+    for word in ("ring", "ulysses", "head_tail", "mask by owner", "memory of rank", "considered"):
+        assert word in said
+
+
+def test_json_is_ordered_by_time(capsys, tmp_path: Path):
+    lengths = tmp_path / "lengths"
+    lengths.write_text("600 100\n300, 1000")
+    main([*MODEL, "--documents", str(lengths), "--json", "--strategy", "ring", "allgather", "--window", "256"])
+    found = json.loads(capsys.readouterr().out)
+    assert {choice["layout"] for choice in found} == {"head_tail", "contiguous", "per_document_head_tail", "by_work"}
+    times = [choice["forward"]["total"] + choice["backward"]["total"] for choice in found]
+    assert times == sorted(times)
+
+
+def test_a_strategy_that_cannot_run_says_why(capsys):
+    with pytest.raises(SystemExit):
+        main([*SHORT, "--strategy", "ulysses:3"])
+    assert "Ulysses(size=3) does not divide the 4 ranks" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "option"),
+    [
+        ("explain --ranks 4 --heads 8 --head-dim 64", "--seq-len"),
+        ("explain --seq-len 1Q --ranks 4 --heads 8 --head-dim 64", "--seq-len"),
+        ("explain --seq-len 1K --ranks 0 --heads 8 --head-dim 64", "--ranks"),
+        ("explain --seq-len 1K --ranks 4 --heads 8:3 --head-dim 64", "--heads"),
+        (" ".join([*SHORT, "--strategy", "magic"]), "--strategy"),
+        (" ".join([*SHORT, "--documents", "no_such_file"]), "--documents"),
+        (" ".join([*SHORT, "--rank", "4"]), "--rank"),
+        (" ".join([*SHORT, "--layout", "per_document_head_tail"]), "--layout"),
+        (" ".join([*SHORT, "--mask", "full", "--window", "4"]), "--window"),
+    ],
+)
+def test_bad_input_names_the_option(arguments: str, option: str, capsys):
+    with pytest.raises(SystemExit) as found:
+        main(arguments.split())
+    assert found.value.code == 2
+    assert f"argument {option}" in capsys.readouterr().err
