@@ -82,15 +82,20 @@ def run_ranks(
     results: list[Any] = [None] * world_size
     errors: dict[int, BaseException] = {}
     store = in_process_store()
+    connected = threading.Barrier(world_size)
 
     def rank_main(rank: int) -> None:
         try:
             dist.init_process_group(
                 "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_seconds)
             )
+            # A rank that ends at once must not close connections that others are still making.
+            with contextlib.suppress(threading.BrokenBarrierError):
+                connected.wait(timeout_seconds)
             results[rank] = fn(rank, *args)
         except BaseException as error:
             errors[rank] = error
+            connected.abort()
             # The other ranks must not wait for a failed rank. Its sockets close when nothing holds its groups, so clear
             # the local variables of the failed frames. File names and lines stay.
             traceback.clear_frames(error.__traceback__)
