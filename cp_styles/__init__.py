@@ -37,6 +37,7 @@ from cp_styles.styles import (
     PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
+    parallelize_module,
 )
 from cp_styles.torch_api import (
     context_parallel,
@@ -92,6 +93,7 @@ __all__ = [
     "head_tail",
     "imbalance",
     "next_token_labels",
+    "parallelize_module",
     "per_document_head_tail",
     "save_attention",
     "set_rotate_method",

@@ -26,6 +26,7 @@ from torch.nn.attention import flex_attention as flex_module
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves as tree_leaves  # seen: 2.11 to 2.15
+from torch.utils._pytree import tree_map as tree_map  # seen: 2.11 to 2.15
 from torch.utils._pytree import tree_map_only as tree_map_only  # seen: 2.11 to 2.15
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -281,6 +281,55 @@ MISTAKES = [
         "",
         "tests/ranks/engine/test_gpu_rules.py",
     ),
+    # -- around the attention calls --
+    Mistake(
+        "guards: no token's gradient is looked at",
+        "per_token[token] = 0",
+        "per_token[:] = 0",
+        "tests/ranks/doors/test_guards.py",
+    ),
+    Mistake(
+        "guards: a module in a checkpoint is asked with the checkpoint's hooks",
+        "torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x),",
+        "",
+        "tests/ranks/doors/test_guards.py",
+    ),
+    Mistake(
+        "guards: positions of a part are taken",
+        "if mine.numel() and int(mine[0]) != 0:",
+        "if False:",
+        "tests/ranks/doors/test_guards.py",
+    ),
+    Mistake(
+        "guards: windows are never too small",
+        "if length is not None and size < length * binding.group.size():",
+        "if length is not None and size < length:",
+        "tests/ranks/doors/test_guards.py",
+    ),
+    Mistake(
+        "transformers: documents are not separated",
+        "rows = [Documents(lengths if chunk is None else _chunks(lengths, chunk)) for lengths in documents]",
+        "rows = []",
+        "tests/clients/test_transformers.py -k packed",
+    ),
+    Mistake(
+        "transformers: chunks are not counted from the padding's end",
+        "lengths = [[*([low] if low else []), length - low] for low in first]",
+        "lengths = [[length] for low in first]",
+        "tests/clients/test_transformers.py -k padding",
+    ),
+    Mistake(
+        "transformers: a window one short",
+        "SlidingWindow(window - 1, None) if window > 0",
+        "SlidingWindow(window - 2, None) if window > 0",
+        "tests/clients/test_transformers.py -k mistral",
+    ),
+    Mistake(
+        "transformers: no sink beside a softcap",
+        "return out * torch.sigmoid(lse_BHL - sink_H[:, None]).unsqueeze(-1).to(out.dtype)",
+        "return out",
+        "tests/clients/test_transformers.py -k softcap",
+    ),
     # -- kernels --
     Mistake(
         "kernel: softmax's backward without the row's mean",

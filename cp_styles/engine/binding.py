@@ -55,11 +55,13 @@ class Tally:
         deferred_agreement: the :meth:`Binding.agree` that was deferred to the first of them, as a function of
             ``refuse`` and ``call``. None if the ranks have agreed.
         inputs: arguments of the module's forward, by parameter name; empty outside of a forward.
+        on_range: is shown every result of torch.arange in this forward; None for nothing.
     """
 
     calls: int = 0
     deferred_agreement: Callable[..., Any] | None = None
     inputs: dict[str, Any] = field(default_factory=dict)
+    on_range: Callable[[torch.Tensor], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -213,7 +215,7 @@ class Binding:
             self.strategy.prepare(self.layout, self.layout, mask, self.group.rank(), small_tiles=small_tiles)
 
     def _layout_of_keys(self, q_length: int, kv_length: int, is_causal: bool) -> SequenceLayout:
-        if is_causal or not isinstance(self.mask, Full):
+        if is_causal or not isinstance(self.mask, Full | Dense):
             what = "is_causal=True" if is_causal else repr(self.mask)
             raise ValueError(
                 f"{self.name}: {what} with {q_length} queries and {kv_length} keys: positions of the two sequences do "
@@ -317,7 +319,9 @@ class Binding:
         where = self.name, self.axis
         ledger.engaged = True
         rows = exchange_status(build, Meeting.ATTENTION, *where, self.group, refused)
-        self._compare(rows, tensors, call or {})
+        self._compare(rows, tensors, call or {}, attn_mask)
+        if attn_mask is not None and (problem := _of_a_part(attn_mask, rows)):
+            raise ValueError(f"{self.name}: {problem}")  # on every rank, because their masks are equal
         whole = sum(row.q_length for row in rows), sum(row.kv_length for row in rows)
         layout_rows = rows
         if any(row.guessed != _packed(whole) for row in rows):
@@ -444,11 +448,16 @@ class Binding:
         if keys != values:
             raise ValueError(f"{self.name}: key and value have different lengths: {keys} and {values}")
 
-    def _compare(self, rows: Rows, tensors: Sequence[torch.Tensor], call: Mapping[str, Any]) -> None:
+    def _compare(
+        self, rows: Rows, tensors: Sequence[torch.Tensor], call: Mapping[str, Any], attn_mask: torch.Tensor | None
+    ) -> None:
         """Raise unless the inputs of the ranks fit together."""
 
         def shapes() -> list[Any]:
-            return [(tuple(x.shape), str(attended_dtype(x))) for x in tensors]
+            given = [(tuple(x.shape), str(attended_dtype(x))) for x in tensors]
+            if attn_mask is None:
+                return given
+            return [*given, ("attn_mask", tuple(attn_mask.shape), str(attn_mask.dtype)), _of_a_part(attn_mask, rows)]
 
         def settings() -> str:
             return ", ".join([self._text(), *(f"{name}={value}" for name, value in call.items())])
@@ -488,6 +497,19 @@ _NAMED = "strategy, layout, mask or kernel"
 def _number_of(cuts: tuple[SequenceLayout, SequenceLayout]) -> int:
     """A hash of the layouts that is the same in every process: Python does not salt hashes of tuples of integers."""
     return hash(tuple(map(hash, cuts)))
+
+
+def _of_a_part(attn_mask: torch.Tensor, rows: Rows) -> str:
+    """What is wrong with a mask that is as long as some rank's part; empty if it is not."""
+    size, lengths = attn_mask.shape[-1] if attn_mask.ndim else 1, [row.kv_length for row in rows]
+    if size < 2 or size == sum(lengths) or size not in lengths:
+        return ""
+    return (
+        f"attn_mask of shape {tuple(attn_mask.shape)} is made for the {size} keys of one rank's part, as models do "
+        f"that make it from the length of their input. A mask is the whole sequence's, here of {sum(lengths)} keys, "
+        "the same on all ranks. Pass that one, or give the style a mask= (Causal(), SlidingWindow(...)). A model of "
+        "transformers makes it with attn_implementation=register_attention() of cp_styles.integrations.transformers"
+    )
 
 
 def _packed(lengths: tuple[int, int]) -> int:

@@ -25,6 +25,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ from cp_styles.engine.binding import Binding, refuse_dropout
 from cp_styles.intercept.function_mode import AttentionCalls
 from cp_styles.layout import SequenceLayout
 from cp_styles.mask import Causal, Chunked, Documents, Full, Mask, PerRow, SlidingWindow
+from cp_styles.mask.block_mask import FlexMask
 
 
 def register_attention(name: str = "context_parallel") -> str:
@@ -48,11 +50,8 @@ def register_attention(name: str = "context_parallel") -> str:
     The name is for ``from_config``, ``from_pretrained`` or ``model.set_attn_implementation``. A model with it runs
     under a ModuleContextParallel only; for one device choose "sdpa" or "eager" instead.
     """
-    from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface
-
-    AttentionInterface.register(name, context_parallel_attention_forward)
-    AttentionMaskInterface.register(name, context_parallel_mask)
+    import_module("transformers").AttentionInterface.register(name, context_parallel_attention_forward)
+    import_module("transformers.masking_utils").AttentionMaskInterface.register(name, context_parallel_mask)
     return name
 
 
@@ -105,8 +104,6 @@ def context_parallel_attention_forward(
     if isinstance(attention_mask, WholeMask):
         mask, dense = attention_mask.mask, attention_mask.padding
     elif isinstance(attention_mask, BlockMask):
-        from cp_styles.mask.block_mask import FlexMask
-
         mask = FlexMask.per_row(attention_mask)
     elif attention_mask is not None:
         dense = attention_mask
@@ -114,19 +111,23 @@ def context_parallel_attention_forward(
         mask = Causal()
     sink_H = s_aux.to_local() if isinstance(s_aux, DTensor) else s_aux
 
-    def cap(score: torch.Tensor, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> torch.Tensor:
-        return softcap * torch.tanh(score / softcap)
-
     out_BHLE = calls.attend_with(
         (query, key, value),
         mask=mask,
         attn_mask=dense,
         scale=scaling,
         sink_H=sink_H,
-        score_mod=None if softcap is None else cap,
+        score_mod=None if softcap is None else _cap(softcap),
         refuse=refuse,
     )
     return out_BHLE.transpose(1, 2).contiguous(), None
+
+
+def _cap(softcap: float) -> Callable[..., torch.Tensor]:
+    def cap(score: torch.Tensor, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> torch.Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    return cap
 
 
 @torch.no_grad()
@@ -311,7 +312,9 @@ def _whole_mask(
         pieces = _read(mask_function, name)
         flags = _MASKED * (attention_mask is not None and not bool(attention_mask.all()))
         if attention_mask is None and pieces.causal:
-            positions_BL = _text_positions(calls.inputs.get("position_ids"), batch, length)
+            given = (calls.inputs.get(name) for name in ("decoder_position_ids", "position_ids"))
+            found = (_text_positions(each, batch, length) for each in given)
+            positions_BL = next((each for each in found if each is not None), None)
         if positions_BL is None and pieces.packed:
             raise ValueError(
                 f"{name}: transformers has found packed documents in position ids that the model has made itself, from "

@@ -153,6 +153,10 @@ class AttentionCalls(TorchFunctionMode):
             _break_the_graph()
         elif func is FLEX_OPERATOR or name in VARLEN_OPERATORS:
             _break_the_graph()
+        if func is torch.arange and self._tally.on_range is not None and not compiling:
+            numbers = func(*args, **kwargs)
+            self._tally.on_range(numbers)
+            return numbers
         if func in _OTHERS or name in _OTHER_OPERATORS:
             raise NotImplementedError(
                 f"{self._name}: {func.__name__} is not one of the attention calls that run context parallel; use "
@@ -210,6 +214,15 @@ class AttentionCalls(TorchFunctionMode):
     def binding(self) -> Binding:
         """What a call made now is bound to."""
         return self._scoped.now()
+
+    def watch_ranges(self, look: Callable[[torch.Tensor], None]) -> None:
+        """Until the end of this forward, show ``look`` every result of torch.arange."""
+        self._tally.on_range = look
+
+    @property
+    def attentions(self) -> int:
+        """How many attention calls there were in this forward of the context-parallel module."""
+        return self._tally.calls
 
     @property
     def inputs(self) -> Mapping[str, Any]:
@@ -328,7 +341,7 @@ class AttentionCalls(TorchFunctionMode):
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """Hook at the end of a module's forward, after an exception too."""
-        self._tally.inputs = {}
+        self._tally.inputs, self._tally.on_range = {}, None
         if not torch.compiler.is_dynamo_compiling() and output is None and sys.exc_info()[1] is not None:
             self._offer_refusal()
             return

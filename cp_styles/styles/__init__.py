@@ -2,6 +2,7 @@
 
 from cp_styles.styles.attention import AttentionContextParallel
 from cp_styles.styles.module import ModuleContextParallel
+from cp_styles.styles.parallelize import parallelize_module
 from cp_styles.styles.tensor_parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -20,4 +21,5 @@ __all__ = [
     "PrepareModuleOutput",
     "RowwiseParallel",
     "SequenceParallel",
+    "parallelize_module",
 ]

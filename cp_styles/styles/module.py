@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -20,8 +21,14 @@ from cp_styles.layout import Balancer, SequenceLayout
 from cp_styles.mask import Mask
 from cp_styles.strategies import Strategy
 from cp_styles.styles.base import ContextParallelStyle
+from cp_styles.styles.guards import InputGuards, MixingProbe
 
 _STATE = "_context_parallel_calls"
+_State: TypeAlias = tuple[AttentionCalls, AttentionCalls, MixingProbe | None]
+"""For a forward that Python runs, for one that torch.compile traces; and what asks modules whether they mix tokens."""
+
+# Leaves of torch's own that may carry values from token to token.
+_MIXING = (nn.RNNBase, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class ModuleContextParallel(ContextParallelStyle):
@@ -50,6 +57,12 @@ class ModuleContextParallel(ContextParallelStyle):
         sink: name of a parameter of attention modules, such as "sinks", that holds their attention sinks: one learned
             logit for each query head, which takes part in every softmax and adds nothing to the output. Calls under
             such a module use it (scaled_dot_product_attention has no argument for it). Other calls have no sink.
+        trusted: names of modules (patterns as in a plan, "layers.*.conv") that may carry values from token to token by
+            other means than attention calls, because what they mix is whole on each rank. Other modules that do so
+            are refused, see :class:`~cp_styles.styles.guards.MixingProbe`.
+        check_inputs: False for a model that knows what its arguments mean under context parallelism. True refuses a
+            forward with ``position_ids`` that gets none, or those of a part; labels that a model of transformers would
+            shift after the cut; and windows that it would make from this rank's lengths.
 
     Raises (at the call, on every rank): NotImplementedError for dropout; for attention by other functions
     (nn.MultiheadAttention); for attention under no_grad inside a forward that was entered with gradients (a function
@@ -70,9 +83,13 @@ class ModuleContextParallel(ContextParallelStyle):
         mask: Mask | None = None,
         kernel: Kernel | None = None,
         sink: str | None = None,
+        trusted: Sequence[str] = (),
+        check_inputs: bool = True,
     ) -> None:
         super().__init__(mesh_axis=mesh_axis, strategy=strategy, layout=layout, mask=mask, kernel=kernel)
         self.sink = sink
+        self.trusted = (trusted,) if isinstance(trusted, str) else tuple(trusted)
+        self.check_inputs = check_inputs
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         taken = [name or "itself" for name, child in module.named_modules() if hasattr(child, _STATE)]
@@ -100,28 +117,37 @@ class ModuleContextParallel(ContextParallelStyle):
                 f"{type(module).__name__} has no module with a parameter {self.sink!r}: name the one that holds a "
                 "logit for each query head, or leave sink out"
             )
-        self._enter(module, module, (calls, calls.inlined()))
+        names = {child: path for path, child in module.named_modules()}
+        trusted = {child for child, path in names.items() if any(fnmatchcase(path, each) for each in self.trusted)}
+        unmatched = [each for each in self.trusted if not any(fnmatchcase(path, each) for path in names.values())]
+        if unmatched:
+            raise ValueError(f"{type(module).__name__}: trusted={unmatched} names no module of it")
+        self._enter(module, (calls, calls.inlined(), MixingProbe(binding.name, names)), trusted, at_top=True)
         before = module.register_forward_pre_hook(calls.start, with_kwargs=True)
-        hooks_in_order(module, before, module.register_forward_hook(calls.leave, always_call=True))
+        ours = [before]
+        if self.check_inputs:
+            guards = InputGuards(module, self.mask, calls)
+            ours.append(module.register_forward_pre_hook(guards.check, with_kwargs=True))
+        hooks_in_order(module, *ours, module.register_forward_hook(calls.leave, always_call=True))
         return module
 
-    def _enter(self, child: nn.Module, module: nn.Module, calls: tuple[AttentionCalls, AttentionCalls]) -> None:
-        """Change the class of ``child`` and its descendants, so that their attention calls run on the engine.
-
-        ``calls``: the mode for a forward that Python runs, and the one for a forward that torch.compile traces.
-        """
+    def _enter(self, child: nn.Module, state: _State, trusted: set[nn.Module], *, at_top: bool = False) -> None:
+        """Change the class of ``child`` and its descendants, so that their attention calls run on the engine."""
         if hasattr(child, _STATE):
             return  # the module occurs twice
+        calls, _, probe = state
         if self.sink is not None and getattr(child, self.sink, None) is not None:
-            with_sink = calls[0].with_sink(child, self.sink)
-            calls = with_sink, with_sink.inlined()
+            with_sink = calls.with_sink(child, self.sink)
+            state = with_sink, with_sink.inlined(), probe
+        if child in trusted:
+            state = *state[:2], None
         children = list(child.children())
         # Leaf modules of torch call no attention, and there are many of them.
-        if child is module or children or not type(child).__module__.startswith("torch."):
-            setattr(child, _STATE, calls)
+        if at_top or children or not type(child).__module__.startswith("torch.") or isinstance(child, _MIXING):
+            setattr(child, _STATE, state)
             put_before_class(child, _Entered, _entered_members)
         for grandchild in children:
-            self._enter(grandchild, module, calls)
+            self._enter(grandchild, state, trusted)
 
 
 def _scripted(module: nn.Module) -> Iterator[str]:
@@ -143,8 +169,13 @@ class _Entered(BoundToThisRun):
 def _entered_members(cls: type[nn.Module]) -> dict[str, Any]:
     @functools.wraps(cls.forward)  # which shows the signature of its own
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        calls, inlined = getattr(self, _STATE)
-        with inlined if torch.compiler.is_dynamo_compiling() else calls:
-            return cls.forward(self, *args, **kwargs)
+        calls, inlined, probe = getattr(self, _STATE)
+        if torch.compiler.is_dynamo_compiling():
+            with inlined:
+                return cls.forward(self, *args, **kwargs)
+        with calls:
+            if probe is None or probe.asked(self):
+                return cls.forward(self, *args, **kwargs)
+            return probe.ask(self, cls.forward, calls, args, kwargs)
 
     return {"forward": forward}

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import re
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,16 +13,24 @@ import torch
 
 pytest.importorskip("transformers", reason="an extra: pip install .[clients]")
 
+import transformers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
+import cp_styles
 from cp_styles import Documents, ModuleContextParallel, SequenceScope, contiguous, head_tail, next_token_labels
+from cp_styles.integrations.transformers import context_parallel_attention_forward
 from cp_styles.testing import RankError, run_ranks
 from tests.clients.hugging_face import (
     LENGTH,
+    TINY,
+    VOCABULARY,
+    StayDouble,
     causal_lm,
     config_of,
+    dense,
     expected,
+    gradients,
     labels_of,
     largest_error,
     on_ranks,
@@ -26,6 +38,7 @@ from tests.clients.hugging_face import (
     tiny,
     tokens_of,
 )
+from tests.oracle import error, randn
 
 # float64 sums in another order give 1e-15; one key too many or too few gives 1e-3 and more.
 EXACT = 1e-10
@@ -54,12 +67,18 @@ EXACT_MODELS = {
     **each("deepseek_v2 deepseek_v3 minicpm3 youtu", {"head_dim": 4}),  # MLA: values of another head dim
     **each(EXPERTS, {}),
 }
+STATEFUL = """
+    bamba granitemoehybrid inkling_text jamba lfm3 mamba minimax nemotron_h olmo_hybrid qwen3_5_text qwen3_next
+    recurrent_gemma
+"""
 REFUSED_MODELS = {
-    **each("bloom mpt openai-gpt roformer", "no scaled_dot_product_attention was called inside"),
+    **each(STATEFUL, r"\(\w+\) carries values from token to token"),
+    **each("openai-gpt", r"attn \(Attention\) carries values from token to token"),  # attention in plain operations
+    # Positions or biases are counted from this rank's first token.
+    **each("bart blenderbot bloom marian mbart mpt pegasus plbart roformer", "makes the numbers 0 to 10 inside"),
     "deepseek_v32": "cuts its attention mask itself",  # tokens are selected for each query
     "deepseek_v4": "with 21 queries and 25 keys",  # compressed keys beside the tokens'
     "doge": "gradient of an attention bias",
-    "inkling_text": "InklingAttention adds a position_bias to its logits",
 }
 
 
@@ -78,6 +97,82 @@ def test_refused(model_type: str):
     tokens = tokens_of()
     with pytest.raises((RankError, ValueError), match=REFUSED_MODELS[model_type]):
         on_ranks(model, {"input_ids": tokens, "position_ids": positions_of()}, labels_of(tokens))
+
+
+def test_the_example_of_the_readme():
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    (code,) = re.findall(r"<!-- example: transformers -->\n```python\n(.*?)```", readme, re.DOTALL)
+    made, step = code.split("parallelize_module(", 1)
+    model, tokens = tiny(causal_lm, config_of("mistral")), tokens_of()
+
+    def on(rank: int) -> dict[str, torch.Tensor]:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        names = {name: getattr(cp_styles, name) for name in cp_styles.__all__}
+        names |= {"config": copy.deepcopy(model.config), "tokens": tokens, "torch": torch, "mesh": mesh}
+        exec(made, names)
+        names["model"].double().load_state_dict(model.state_dict())
+        with StayDouble():
+            exec(f"parallelize_module({step}", names | {"parallelize_module": parallelize_module})
+        return gradients(names["model"])
+
+    labels = labels_of(tokens)
+    _, wanted = expected(model, {"input_ids": tokens, "position_ids": positions_of()}, labels)
+    mean = {name: grad / (labels != -100).sum() for name, grad in wanted.items()}
+    one = torch.ones(())
+    assert largest_error((one, run_ranks(on, 2)[0]), (one, mean)) < EXACT
+
+
+@pytest.mark.parametrize("padding", ["none", "right", "with holes"])
+@pytest.mark.parametrize("model_type", ["bert", "modernbert"])
+def test_bidirectional(model_type: str, padding: str):
+    """The second has windows to both sides."""
+    model = tiny(transformers.AutoModelForMaskedLM.from_config, config_of(model_type, local_attention=6))
+    tokens, whole = tokens_of(), {"attention_mask": PADDED[padding]}
+    inputs, labels = (
+        {"input_ids": tokens, "position_ids": positions_of()},
+        tokens.masked_fill(PADDED[padding] == 0, -100),
+    )
+    found = on_ranks(model, inputs, labels, whole=whole, balancer=contiguous)
+    assert largest_error(found, expected(model, inputs | whole, labels)) < EXACT
+
+
+@pytest.mark.parametrize("padding", ["none", "right"])
+def test_encoder_and_decoder_of_different_lengths(padding: str):
+    """Cross-attention to a padded encoder; softcap and windows on both sides."""
+    part = TINY | {"attn_logit_softcapping": 3.0}
+    config = transformers.T5GemmaConfig(encoder=part, decoder=part, vocab_size=VOCABULARY)
+    model = tiny(transformers.AutoModelForSeq2SeqLM.from_config, config)
+    source, target = tokens_of(LENGTH, 1), tokens_of(17)
+    inputs = {"input_ids": source, "position_ids": positions_of(LENGTH)}
+    inputs |= {"decoder_input_ids": target, "decoder_position_ids": positions_of(17)}
+    whole, labels = {"attention_mask": PADDED[padding]}, labels_of(target)
+    found = on_ranks(model, inputs, labels, whole=whole)
+    assert largest_error(found, expected(model, inputs | whole, labels)) < EXACT
+
+
+class WithHead(torch.nn.Module):
+    """A text model of several kinds of input, which has its head elsewhere."""
+
+    def __init__(self, text: Any) -> None:
+        super().__init__()
+        self.text = text
+
+    def set_attn_implementation(self, name: str) -> None:
+        self.text.set_attn_implementation(name)
+
+    def forward(self, input_ids, position_ids=None):
+        hidden = self.text(input_ids=input_ids, position_ids=position_ids).last_hidden_state
+        return SimpleNamespace(logits=hidden @ self.text.embed_tokens.weight.T)
+
+
+def test_positions_of_time_height_and_width():
+    """mRoPE: three positions for each token, which say nothing of documents."""
+    config = config_of("qwen2_vl", rope_parameters={"rope_type": "default", "mrope_section": [1, 1, 2]})
+    model = tiny(lambda config: WithHead(transformers.AutoModel.from_config(config)), config)
+    tokens = tokens_of()
+    positions = torch.stack([positions_of(), positions_of() // 3, positions_of() % 4])
+    inputs, labels = {"input_ids": tokens, "position_ids": positions}, labels_of(tokens)
+    assert largest_error(on_ranks(model, inputs, labels), expected(model, inputs, labels)) < EXACT
 
 
 def padded(*ranges: tuple[int, int]) -> torch.Tensor:
@@ -158,8 +253,11 @@ def refused(inputs, whole=None, *, words: str, model_type: str = "mistral", **op
 def test_positions_and_masks_of_a_part_are_refused():
     tokens, even = tokens_of(), tokens_of(20)
     local = {"position_ids": torch.arange(10).expand(2, -1)}
-    refused({"input_ids": even}, local, words="as if no other rank had a part", balancer=contiguous)
-    refused({"input_ids": even}, local, words="count")
+    refused({"input_ids": even}, local, words="count from 0 to 9 on this rank, .* begins at 10", balancer=contiguous)
+    style = {"layout": contiguous, "check_inputs": False}
+    refused({"input_ids": even}, local, words="as if no other rank had a part", balancer=contiguous, style=style)
+    backwards = {"input_ids": even, "position_ids": positions_of(20).flip(1)}
+    refused(backwards, words="neither count on nor restart at 0")
     ones = torch.ones_like(tokens)
     ones[0, -2:] = 0
     cut = {"input_ids": tokens, "position_ids": positions_of(), "attention_mask": ones}
@@ -188,6 +286,37 @@ def test_a_mask_of_the_users_own_is_refused():
         model(tokens, position_ids=positions_of())
 
 
+def test_sinks_beside_a_softcap():
+    """No model has both; the attention function takes them."""
+    heads, length = 4, LENGTH
+    q, k, v, grad = (randn(seed, 1, heads if seed in (0, 3) else 2, length, 8) for seed in range(4))
+    sink = randn(4, heads)
+
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.sink = torch.nn.Parameter(sink.clone())
+
+        def forward(self, q, k, v):
+            return context_parallel_attention_forward(self, q, k, v, None, softcap=3.0, s_aux=self.sink)[0]
+
+    def on(rank: int) -> list[torch.Tensor]:
+        mesh, layout, layer = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), head_tail(length, 2), Layer()
+        parallelize_module(layer, mesh, ModuleContextParallel())
+        parts = [layout.shard(x, 2, rank).requires_grad_() for x in (q, k, v)]
+        out = layer(*parts)
+        out.backward(layout.shard(grad.transpose(1, 2), 1, rank))
+        return [out.detach().transpose(1, 2), *(x.grad for x in parts), layer.sink.grad]
+
+    found = [*zip(*run_ranks(on, 2), strict=True)]
+    found = [*(head_tail(length, 2).unshard(list(parts), 2) for parts in found[:4]), sum(found[4])]
+    leaves = [x.clone().requires_grad_() for x in (q, k, v, sink)]
+    out = dense(Layer(), *leaves[:3], None, softcap=3.0, s_aux=leaves[3], is_causal=True)[0].transpose(1, 2)
+    out.backward(grad)
+    for mine, wanted in zip(found, [out, *(x.grad for x in leaves)], strict=True):
+        assert error(mine, wanted) < EXACT
+
+
 def test_one_mask_and_one_binding_for_all_layers_and_steps():
     """What a mask is made into is made once, not at every call."""
     model = tiny(causal_lm, config_of("mistral"))
@@ -196,8 +325,6 @@ def test_one_mask_and_one_binding_for_all_layers_and_steps():
     def on(rank: int) -> int:
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
         model.set_attn_implementation("context_parallel")
-        import copy
-
         mine, layout = copy.deepcopy(model), head_tail(LENGTH, 2)
         parallelize_module(mine, mesh, ModuleContextParallel())
         for _ in range(3):

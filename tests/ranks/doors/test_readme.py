@@ -26,7 +26,7 @@ from tests.oracle import dense_attention, document_of, error
 from tests.ranks.attention_case import EXACT, Core, Problem, cp_mesh, run_attention
 from tutorials.llama import Llama, LlamaConfig, parallel_plan
 
-EXAMPLES = ("packed", "module", "sinks", "collectives", "fsdp", "flex", "torch api", "selective")
+EXAMPLES = ("packed", "module", "transformers", "sinks", "collectives", "fsdp", "flex", "torch api", "selective")
 ROOT = Path(__file__).parents[3]
 README = (ROOT / "README.md").read_text()
 PAGES = {path: path.read_text() for path in sorted((ROOT / "tutorials").glob("*.md"))}
@@ -273,6 +273,7 @@ def test_the_readme_is_short():
 
 
 def test_every_example_is_run_here():
+    """That of transformers in tests/clients/test_transformers.py, where it is installed."""
     marked = re.findall(r"<!-- (example.*?) -->\n```python", SHOWN)
     assert sorted(marked) == sorted(["example", *(f"example: {name}" for name in EXAMPLES)])
     assert SHOWN.count("```python") == len(marked) + 1  # and the plan, which is compared with the tutorial's

@@ -1,0 +1,323 @@
+"""What is wrong around the attention calls of a model, found before the first wrong number.
+
+Inside a ModuleContextParallel each rank's tokens are a part of the sequence, and most models do not know it: they count
+positions from 0, shift labels by one, and make masks as long as what they see. What can be told from how a model is
+called, and from what its layers are, is refused here, on every rank.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from cp_styles._compat import current_graph_task, tree_leaves, tree_map, without_dispatch_modes
+from cp_styles.engine.binding import Binding
+from cp_styles.intercept.function_mode import AttentionCalls
+from cp_styles.layout import SequenceLayout
+from cp_styles.mask import All, Causal, Chunked, Full, Mask, SlidingWindow
+
+POSITIONS = "position_ids"
+
+
+class MixingProbe:
+    """Finds modules that carry values from token to token by other means than attention calls.
+
+    Recurrent layers, state-space models, linear attention, convolutions along the sequence and batch norms have in
+    common that a token's output depends on other tokens' inputs. Under context parallelism those are the tokens of this
+    rank's part. Each module under a ModuleContextParallel in whose forward no attention is called is asked once, in its
+    first forward: it is run again, on detached inputs, and one token's output is differentiated. What only the shapes
+    of its children tell apart from a module that was asked is not asked.
+    """
+
+    def __init__(self, name: str, names: Mapping[nn.Module, str]) -> None:
+        self._name = name
+        self._names = {id(module): path for module, path in names.items()}
+        self._done: set[int] = set()
+        self._cleared: set[tuple[Any, ...]] = set()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MixingProbe:
+        made = memo[id(self)] = MixingProbe(self._name, {})
+        return made
+
+    def asked(self, module: nn.Module) -> bool:
+        return id(module) in self._done
+
+    def ask(
+        self, module: nn.Module, forward: Callable[..., Any], calls: AttentionCalls, args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        """What ``forward(module, *args, **kwargs)`` returns. No communication.
+
+        Raises:
+            NotImplementedError: no attention was called in it, and an output depends on another token's input.
+        """
+        before = calls.attentions
+        output = forward(module, *args, **kwargs)
+        if calls.attentions != before:
+            self._done.add(id(module))
+        elif self._can_run_again(module):
+            structure = tuple(type(each) for each in module.modules())
+            if structure in self._cleared:
+                self._done.add(id(module))
+            elif (length := _length(calls.inputs)) is None or length > 1:
+                found = _mixes(partial(forward, module), args, kwargs, length)
+                if found:
+                    raise NotImplementedError(self._words(module, *found))
+                if found is not None:
+                    self._cleared.add(structure)
+                self._done.add(id(module))
+        return output
+
+    @staticmethod
+    def _can_run_again(module: nn.Module) -> bool:
+        """Without communication, and as it was."""
+        if torch.compiler.is_compiling() or current_graph_task() is not None:
+            return False
+        return not any(
+            isinstance(each, FSDPModule) or any(isinstance(x, DTensor) for x in each.parameters(recurse=False))
+            for each in module.modules()
+        )
+
+    def _words(self, module: nn.Module, token: int, other: int) -> str:
+        path = self._names.get(id(module)) or "a module inside"
+        return (
+            f"{self._name}: {path} ({type(module).__name__}) carries values from token to token without an attention "
+            f"call: on this rank, the output of token {token} depends on the input of token {other}. A recurrence, a "
+            "convolution along the sequence, linear attention, or a norm over tokens would end at this rank's part. "
+            "It is not context parallel: keep such layers out of the model, or name the module in trusted= of the "
+            "style if what it mixes is whole on each rank"
+        )
+
+
+def _mixes(
+    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], length: int | None
+) -> tuple[int, int] | tuple[()] | None:
+    """(a token, another token that its output depends on); empty if there is none, None if it cannot be told."""
+    try:
+        return _mixed(forward, args, kwargs, length)
+    except Exception:  # what it was called with cannot be copied, or it runs once only
+        return None
+
+
+def _mixed(
+    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], length: int | None
+) -> tuple[int, int] | tuple[()] | None:
+    leaves: list[torch.Tensor] = []
+
+    def detached(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            known = value is None or isinstance(value, int | float | str | torch.dtype | nn.Module | BlockMask)
+            return value if known else _copied(value)
+        value = value.detach()
+        value = value.clone() if value.is_inference() else value
+        if value.is_floating_point() and value.ndim > 1:
+            leaves.append(value.requires_grad_())
+        return value
+
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x),
+        without_dispatch_modes(),
+        torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()),
+    ):
+        outputs = tree_leaves(forward(*tree_map(detached, args), **tree_map(detached, dict(kwargs))))
+        asked = None
+        for out in outputs:
+            if not isinstance(out, torch.Tensor) or not out.requires_grad or out.ndim < 2:
+                continue
+            for x in leaves:
+                dim = _token_dim(x, out, length)
+                if dim is None:
+                    continue
+                asked = ()
+                token = x.shape[dim] // 2
+                weights = torch.linspace(1.0, 2.0, out.select(dim, token).numel(), dtype=out.dtype, device=out.device)
+                total = (out.select(dim, token).flatten() * weights).sum()
+                (grad,) = torch.autograd.grad(total, x, retain_graph=True, allow_unused=True)
+                if grad is not None:
+                    per_token = grad.movedim(dim, 0).flatten(1).abs().amax(1)
+                    per_token[token] = 0
+                    if bool((per_token > 0).any()):
+                        return token, int(per_token.argmax())
+    return asked
+
+
+def _copied(value: Any) -> Any:
+    """A copy of a cache or the like, which the forward may change; None where it holds a graph."""
+    try:
+        return copy.deepcopy(value)
+    except Exception:
+        return None
+
+
+def _token_dim(x: torch.Tensor, out: torch.Tensor, length: int | None) -> int | None:
+    """The dim of both along which tokens are; None if there is none."""
+    dims = [d for d in range(min(x.ndim, out.ndim) - 1) if x.shape[d] == out.shape[d] > 1]
+    if length is not None:
+        dims = [d for d in dims if x.shape[d] % length == 0]
+    elif x.ndim > 2:
+        dims = [d for d in dims if d > 0]
+    return dims[-1] if dims else None
+
+
+class InputGuards:
+    """Looks at the arguments of a model's forward; one for each module that ModuleContextParallel is applied to."""
+
+    def __init__(self, module: nn.Module, mask: Mask, calls: AttentionCalls) -> None:
+        self._calls, self._forwards = calls, 0
+        names = inspect.signature(type(module).forward).parameters
+        self._positions = [name for name in names if name.endswith(POSITIONS)]
+        self._has_loss = hasattr(type(module), "loss_function")
+        self._counts_itself = not any(
+            _is_of_positions(name) for name in inspect.signature(type(module).forward).parameters
+        )
+        self._window = _smallest_window(module) if _makes_masks(module) and not _covers(mask) else None
+
+    def check(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """A forward pre-hook: raise for arguments that are not this rank's part of a whole sequence.
+
+        No communication. The values of tensors are looked at in the first forward, the second, the fourth and so on.
+        """
+        if torch.compiler.is_dynamo_compiling():
+            return
+        self._forwards += 1
+        binding = self._calls.binding
+        if binding.group.size() == 1:
+            return
+        kind, inputs = type(module).__name__, self._calls.inputs
+        look = self._forwards & (self._forwards - 1) == 0
+        for name in self._positions:
+            if inputs.get(name) is None:
+                raise ValueError(
+                    f"{binding.name}: {kind} takes {name} and was given none: it would count this rank's tokens from "
+                    f"0. Pass {name}=layout.positions(rank).unsqueeze(0); or apply the style with check_inputs=False "
+                    "if the model does not use them"
+                )
+            if look and isinstance(inputs[name], torch.Tensor):
+                _refuse_local(binding, inputs[name])
+        if look and self._counts_itself:
+            self._calls.watch_ranges(partial(_refuse_range, binding, kind, _lengths(inputs)))
+        cached = getattr(inputs.get("past_key_values"), "get_seq_length", None)
+        if cached is not None and int(cached()) > 0:
+            raise NotImplementedError(
+                f"{binding.name}: {kind} is asked to go on after {int(cached())} tokens of a cache. Decoding with a "
+                "cache that is cut over ranks is not supported: a prefill is; generate without context parallelism"
+            )
+        if self._has_loss and inputs.get("labels") is not None:
+            _refuse_labels(binding.name, kind, inputs)
+        if self._window is not None:
+            self._refuse_window(binding, kind, inputs)
+
+    def _refuse_window(self, binding: Binding, kind: str, inputs: Mapping[str, Any]) -> None:
+        assert self._window is not None
+        name, size = self._window
+        mask = inputs.get("attention_mask")
+        if isinstance(mask, Mapping) or (mask is not None and getattr(mask, "ndim", 4) == 4):
+            return  # the caller's own masks
+        length = _length(inputs)
+        if length is not None and size < length * binding.group.size():
+            raise NotImplementedError(
+                f"{binding.name}: layers of {kind} have {name}={size}, and the model would make their masks from this "
+                f"rank's {length} tokens. Choose attn_implementation=register_attention() of "
+                "cp_styles.integrations.transformers, which makes them for the whole sequence; or apply a style with "
+                f"mask=SlidingWindow({size} - 1) (or Chunked({size})) to the attention modules that have it"
+            )
+
+
+def _refuse_local(binding: Binding, positions: torch.Tensor) -> None:
+    length = positions.shape[-1]
+    own = torch.arange(length, device=positions.device)
+    if not isinstance(binding.mask, Full | Causal | SlidingWindow) or not bool((positions == own).all()):
+        return  # documents count from 0 too
+    try:
+        whole = length * binding.group.size()
+        layout = binding.layout if isinstance(binding.layout, SequenceLayout) else binding.layout_for(whole)
+        mine = layout.positions(binding.group.rank())
+    except Exception:  # of a length that may not be the call's
+        return
+    if mine.numel() and int(mine[0]) != 0:
+        raise ValueError(
+            f"{binding.name}: {POSITIONS} count from 0 to {length - 1} on this rank, whose part of the sequence begins "
+            f"at {int(mine[0])}: pass layout.positions(rank). If these are documents that each begin at 0, say so with "
+            "a SequenceScope(layout, mask=Documents(...)) around the call"
+        )
+
+
+def _is_of_positions(name: str) -> bool:
+    return any(part in name for part in ("pos", "freqs", "rotary", "cos"))
+
+
+def _lengths(inputs: Mapping[str, Any]) -> set[int]:
+    """What may be this rank's number of tokens: the second sizes of the model's inputs."""
+    return {x.shape[1] for x in inputs.values() if isinstance(x, torch.Tensor) and x.ndim > 1 and x.shape[1] > 1}
+
+
+def _refuse_range(binding: Binding, kind: str, lengths: set[int], numbers: torch.Tensor) -> None:
+    if numbers.numel() in lengths and not numbers.is_floating_point() and int(numbers[0]) == 0:
+        length = numbers.numel()
+        if int(numbers[-1]) == length - 1:
+            raise NotImplementedError(
+                f"{binding.name}: {kind} makes the numbers 0 to {length - 1} inside, as many as this rank has tokens, "
+                "and its forward takes no positions: it counts this rank's tokens as if they were the first ones. "
+                "Change it to take positions (layout.positions(rank)); or apply the style with check_inputs=False if "
+                "these numbers are not positions"
+            )
+
+
+def _refuse_labels(name: str, kind: str, inputs: Mapping[str, Any]) -> None:
+    if inputs.get("shift_labels") is None:
+        raise ValueError(
+            f"{name}: {kind} makes the loss from labels= by itself, on this rank's part: labels would be shifted after "
+            "the cut, and the mean would be of this rank's tokens. Take the logits, and use next_token_labels, "
+            "layout.shard and global_loss; or pass shift_labels= (made for the whole sequence, then cut) and "
+            "num_items_in_batch= (of all ranks) too"
+        )
+    if inputs.get("num_items_in_batch") is None:
+        raise ValueError(
+            f"{name}: {kind} would return the mean over this rank's tokens, and a mean of the ranks' means is another "
+            "number: pass num_items_in_batch=global_token_count(labels, mesh) too, then each rank's loss is its share "
+            "of the mean"
+        )
+
+
+def _makes_masks(module: nn.Module) -> bool:
+    """Whether a model of transformers chooses its masks by an implementation that sees this rank's part alone."""
+    implementation = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    return implementation in ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flash_attention_4")
+
+
+def _smallest_window(module: nn.Module) -> tuple[str, int] | None:
+    found = [
+        (getattr(child, name), name)
+        for child in module.modules()
+        for name in ("sliding_window", "attention_chunk_size")
+        if isinstance(getattr(child, name, None), int)
+    ]
+    config = getattr(module, "config", None)
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        found.append((getattr(config, "attention_chunk_size", 0), "attention_chunk_size"))
+    sizes = [(size, name) for size, name in found if size]
+    return None if not sizes else (min(sizes)[1], min(sizes)[0])
+
+
+def _covers(mask: Mask) -> bool:
+    """Whether a style's mask says itself what is near."""
+    parts = mask.parts if isinstance(mask, All) else (mask,)
+    return any(isinstance(part, SlidingWindow | Chunked) for part in parts)
+
+
+def _length(inputs: Mapping[str, Any]) -> int | None:
+    for name in ("input_ids", "inputs_embeds", "hidden_states"):
+        given = inputs.get(name)
+        if isinstance(given, torch.Tensor) and given.ndim > 1:
+            return given.shape[1]
+    return None

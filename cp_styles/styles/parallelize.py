@@ -1,0 +1,56 @@
+"""torch's ``parallelize_module``, with an error where a path of the plan matches no module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from fnmatch import fnmatch
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import parallel as torch_parallel
+from torch.distributed.tensor.parallel import ParallelStyle
+
+
+def parallelize_module(
+    module: nn.Module,
+    device_mesh: DeviceMesh | None = None,
+    parallelize_plan: ParallelStyle | Mapping[str, ParallelStyle] | None = None,
+    *,
+    src_data_rank: int | None = 0,
+) -> nn.Module:
+    """As :func:`torch.distributed.tensor.parallel.parallelize_module`, whose arguments these are.
+
+    torch warns if a path of the plan matches no module, and goes on. The attention that was meant is then local to each
+    rank. Here nothing is applied, and there is an error.
+
+    Raises:
+        ValueError: a path of the plan matches no module; with names that are near.
+    """
+    if isinstance(parallelize_plan, Mapping):
+        unmatched = [path for path in parallelize_plan if not _matches(module, path)]
+        if unmatched:
+            names = [name for name, _ in module.named_modules() if name]
+            near = {path: get_close_matches(path, names, 3, 0.3) for path in unmatched}
+            said = "; ".join(
+                f"{path!r}" + (f" (near: {', '.join(found)})" if found else "") for path, found in near.items()
+            )
+            raise ValueError(
+                f"the plan for {type(module).__name__} has paths that match no module: {said}. Correct them: print "
+                "the names with module.named_modules(); each part between dots may hold * and ?"
+            )
+        parallelize_plan = dict(parallelize_plan)
+    return torch_parallel.parallelize_module(module, device_mesh, parallelize_plan, src_data_rank=src_data_rank)
+
+
+def _with_near(path: str, names: list[str]) -> str:
+    near = get_close_matches(path, names, 3, 0.5)
+    return f"{path!r} (near: {', '.join(near)})" if near else repr(path)
+
+
+def _matches(module: nn.Module, path: str) -> bool:
+    """Whether torch would find a module: each part of the path is a pattern for names of children."""
+    found = [module]
+    for part in path.split(".") if path else ():
+        found = [child for each in found for name, child in each.named_children() if fnmatch(name, part)]
+    return bool(found)

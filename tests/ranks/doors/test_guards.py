@@ -1,0 +1,336 @@
+"""What is wrong around the attention calls under a ModuleContextParallel: an error on every rank, and no false one."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+from cp_styles.batch import sum_gradients
+from cp_styles.engine.scope import SequenceScope
+from cp_styles.layout import contiguous, head_tail
+from cp_styles.mask import Documents, SlidingWindow
+from cp_styles.styles import ColwiseParallel, ModuleContextParallel
+from cp_styles.styles import parallelize_module as checked
+from cp_styles.testing import run_ranks
+from tests.oracle import randn
+from tests.ranks.attention_case import cp_mesh
+
+WIDTH, LENGTH, RANKS = 8, 12, 2
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x):
+        q, k, v = (y.unflatten(-1, (2, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+
+
+class Norm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x):
+        return x * x.pow(2).mean(-1, keepdim=True).add(1e-6).rsqrt() * self.weight
+
+
+class Mlp(nn.Module):
+    """By token, flattened, with an experts' index: none of it mixes tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.router = nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH), nn.Linear(WIDTH, 2)
+
+    def forward(self, x):
+        flat = x.flatten(0, 1)
+        chosen = self.router(flat).argmax(-1)
+        out = torch.zeros_like(flat)
+        for expert in range(2):
+            (index,) = torch.where(chosen == expert)
+            out = out.index_add(0, index, self.down(self.up(flat[index]).relu() * (1 + expert)))
+        return out.view_as(x)
+
+
+class Recurrence(nn.Module):
+    """A state along the sequence, in a loop of plain operations."""
+
+    def forward(self, x):
+        state, out = torch.zeros_like(x[:, 0]), []
+        for token in x.unbind(1):
+            state = 0.5 * state + token
+            out.append(state)
+        return torch.stack(out, 1)
+
+
+class ShortConvolution(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(WIDTH, WIDTH, 3, padding=2, groups=WIDTH)
+
+    def forward(self, x, cache=None):
+        return self.conv(x.mT)[..., : x.shape[1]].mT
+
+
+class LinearAttention(nn.Module):
+    def forward(self, x):
+        return (x.unsqueeze(-1) * x.unsqueeze(-2)).cumsum(1).sum(-1)
+
+
+class TokenShift(nn.Module):
+    def forward(self, x):
+        return torch.cat((x[:, 1:], x[:, :1]), 1)
+
+
+class Gru(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.GRU(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x):
+        return self.rnn(x)[0]
+
+
+class EagerAttention(nn.Module):
+    def forward(self, x):
+        return torch.softmax(x @ x.mT, -1) @ x
+
+
+class TokenNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x):
+        return self.norm(x.mT).mT
+
+
+MIXERS = [Recurrence, ShortConvolution, LinearAttention, TokenShift, Gru, EagerAttention, TokenNorm]
+
+
+class Model(nn.Module):
+    """``layers`` after a norm and an attention."""
+
+    def __init__(self, *layers: nn.Module, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.norm, self.attention = Norm(), Attention()
+        self.layers = nn.ModuleList(layers)
+        self.checkpointed = checkpointed
+
+    def forward(self, x):
+        x = x + self.attention(self.norm(x))
+        for layer in self.layers:
+            x = x + (checkpoint(layer, x, use_reentrant=False) if self.checkpointed else layer(x))
+        return x
+
+
+def on(rank: int, model: nn.Module, *args, layout=contiguous, mode=torch.enable_grad, **options):
+    mesh, mine = cp_mesh(RANKS), copy.deepcopy(model)
+    parallelize_module(mine, mesh, ModuleContextParallel(layout=layout, **options))
+    parts = [layout(x.shape[1], RANKS).shard(x, 1, rank) for x in args]
+    with mode():
+        return mine(*parts)
+
+
+def refused(model: nn.Module, *args: torch.Tensor, words: str, **options) -> None:
+    """Every rank raises, and some rank says why."""
+    errors = run_ranks(lambda rank: on(rank, model, *args, **options), RANKS, return_errors=True)
+    assert all(isinstance(error, ValueError | NotImplementedError) for error in errors), errors
+    assert any(re.search(words, str(error)) for error in errors), errors
+
+
+X = randn(0, 2, LENGTH, WIDTH)
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_layers_that_carry_values_along_the_sequence_are_refused(mixer, mode):
+    model = Model(Mlp(), mixer()).double()
+    refused(model, X, words=r"layers\.1(\.\w+)? \(\w+\) carries values from token to token", mode=mode)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_layers_that_work_by_token_are_not_refused(checkpointed: bool):
+    """Nor does the question change anything: outputs, gradients, buffers, or what a checkpoint keeps."""
+    model = Model(Mlp(), Norm(), Mlp(), checkpointed=checkpointed).double()
+
+    def step(rank: int) -> list[torch.Tensor]:
+        mesh, layout, found = cp_mesh(RANKS), head_tail(LENGTH, RANKS), []
+        for options in ({}, {"trusted": ["*"]}):
+            mine = copy.deepcopy(model)
+            parallelize_module(mine, mesh, ModuleContextParallel(layout=head_tail, **options))
+            x = layout.shard(X, 1, rank).requires_grad_()
+            for _ in range(2):
+                mine(x).square().sum().backward()
+            sum_gradients(mine, mesh)
+            found.append([x.grad, *(p.grad for p in mine.parameters() if p.grad is not None)])
+        return [a - b for a, b in zip(*found, strict=True)]
+
+    assert all(not difference.any() for each in run_ranks(step, RANKS) for difference in each)
+
+
+def test_who_knows_better_names_the_module():
+    model = Model(ShortConvolution(), ShortConvolution()).double()
+    run_ranks(lambda rank: on(rank, model, X, trusted=["layers.*"]), RANKS)
+    refused(model, X, words=r"layers\.1 \(ShortConvolution\)", trusted=["layers.0"])
+    refused(model, X, words=r"trusted=\['layer'\] names no module", trusted=["layer"])
+
+
+def test_a_module_is_asked_once():
+    runs = []
+
+    class Counting(Mlp):
+        def forward(self, x):
+            runs.append(x.shape)
+            return super().forward(x)
+
+    model = Model(Counting(), Counting()).double()
+
+    def several(rank: int) -> None:
+        mine = copy.deepcopy(model)
+        parallelize_module(mine, cp_mesh(RANKS), ModuleContextParallel(layout=contiguous))
+        for _ in range(3):
+            mine(contiguous(LENGTH, RANKS).shard(X, 1, rank))
+
+    run_ranks(several, RANKS)
+    # Three forwards of two layers, and one more for both together, which are alike.
+    assert len(runs) == RANKS * (3 * 2 + 1)
+
+
+class Positioned(Model):
+    """As models of transformers are called."""
+
+    loss_function = None
+
+    def forward(
+        self, x, position_ids=None, labels=None, shift_labels=None, num_items_in_batch=None, past_key_values=None
+    ):
+        return super().forward(x)
+
+
+POSITIONS = torch.arange(LENGTH).unsqueeze(0)
+POSITIONED = Positioned().double()
+
+
+def call(**changes) -> Any:
+    """A model that is given this rank's positions, and what else ``changes`` say; None for left out."""
+
+    def act(rank: int, layout=contiguous, scope=None, **options):
+        cut = layout(LENGTH, RANKS)
+        mine = copy.deepcopy(POSITIONED)
+        parallelize_module(mine, cp_mesh(RANKS), ModuleContextParallel(**options))
+        given = {"position_ids": cut.positions(rank).unsqueeze(0)} | changes
+        given = {name: value for name, value in given.items() if value is not None}
+        with SequenceScope(cut, mask=scope):
+            return mine(cut.shard(X, 1, rank), **given)
+
+    return act
+
+
+def errors_of(act: Any, **options) -> str:
+    errors = run_ranks(lambda rank: act(rank, **options), RANKS, return_errors=True)
+    assert all(isinstance(error, ValueError | NotImplementedError) for error in errors), errors
+    return "\n".join(map(str, errors))
+
+
+def test_positions():
+    run_ranks(call(), RANKS)
+    assert "Positioned takes position_ids and was given none" in errors_of(call(position_ids=None))
+    local = call(position_ids=POSITIONS[:, : LENGTH // RANKS])
+    assert "position_ids count from 0 to 5 on this rank, whose part of the sequence begins at 6" in errors_of(local)
+    assert "begins at 3" in errors_of(local, layout=head_tail)
+    documents = Documents((LENGTH // RANKS,) * RANKS)
+    run_ranks(lambda rank: local(rank, scope=documents), RANKS)
+    run_ranks(lambda rank: local(rank, check_inputs=False), RANKS)
+
+
+def test_labels():
+    labels = torch.zeros(2, LENGTH // RANKS, dtype=torch.int64)
+    assert "labels would be shifted after the cut" in errors_of(call(labels=labels))
+    assert "a mean of the ranks' means is another number" in errors_of(call(labels=labels, shift_labels=labels))
+    run_ranks(call(labels=labels, shift_labels=labels, num_items_in_batch=7), RANKS)
+
+
+class Counts(Model):
+    def forward(self, x):
+        return super().forward(x + torch.arange(x.shape[1])[:, None])
+
+
+def test_a_model_that_counts_its_tokens():
+    model = Counts().double()
+    refused(model, X, words="Counts makes the numbers 0 to 5 inside")
+    run_ranks(lambda rank: on(rank, model, X, check_inputs=False), RANKS)
+
+
+class Windowed(Model):
+    def __init__(self, window: int, implementation: str) -> None:
+        super().__init__()
+        self.attention.sliding_window = window
+        self.config = SimpleNamespace(_attn_implementation=implementation)
+
+    def forward(self, input_ids):
+        return super().forward(input_ids)
+
+
+def test_windows_that_a_model_would_make_from_a_part():
+    refused(Windowed(8, "sdpa").double(), X, words="sliding_window=8, .* this rank's 6 tokens. .*register_attention")
+    for model, options in (
+        (Windowed(LENGTH, "sdpa"), {}),
+        (Windowed(8, "context_parallel"), {}),
+        (Windowed(8, "sdpa"), {"mask": SlidingWindow(7)}),
+    ):
+        run_ranks(lambda rank, model=model, options=options: on(rank, model.double(), X, **options), RANKS)
+
+
+def test_the_signature_is_the_modules_own():
+    """Who looks for a parameter's name, as trainers do, finds it."""
+
+    def names(rank: int) -> list[str]:
+        mine = Positioned()
+        parallelize_module(mine, cp_mesh(RANKS), ModuleContextParallel())
+        return list(inspect.signature(mine.forward).parameters)
+
+    assert run_ranks(names, RANKS)[0][:2] == ["x", "position_ids"]
+
+
+def test_a_mask_of_this_ranks_keys():
+    class Masks(Model):
+        def forward(self, x):
+            q = k = v = x.unsqueeze(1)
+            mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    model = Masks().double()
+    words = r"attn_mask of shape \({0}, {0}\) is made for the {0} keys of one rank's part, .* here of {1} keys"
+    refused(model, X, words=words.format(6, 12))
+    refused(model, randn(0, 2, 11, WIDTH), words=words.format(6, 11))  # another mask on the rank of 5 tokens
+
+
+def test_a_cache_with_tokens_in_it():
+    cache = SimpleNamespace(get_seq_length=lambda: 5)
+    assert "go on after 5 tokens of a cache" in errors_of(call(past_key_values=cache))
+    run_ranks(call(past_key_values=SimpleNamespace(get_seq_length=lambda: 0)), RANKS)
+
+
+def test_a_plan_whose_path_matches_nothing():
+    """torch warns only."""
+
+    def apply(rank: int) -> None:
+        mesh, model = cp_mesh(RANKS), Model(Mlp(), Mlp())
+        checked(model, mesh, {"attention": ModuleContextParallel(), "layers.*.up": ColwiseParallel()})
+        with pytest.raises(ValueError, match=r"match no module: 'atention' \(near: attention.*\); 'layers\.\*\.gate'"):
+            checked(Model(), mesh, {"atention": ModuleContextParallel(), "layers.*.gate": ColwiseParallel()})
+
+    run_ranks(apply, RANKS)
