@@ -1,6 +1,7 @@
 """Context parallelism as ParallelStyles for parallelize_module: exact or loud."""
 
 from cp_styles.batch import (
+    chunked_token_losses,
     document_positions,
     global_loss,
     global_token_count,
@@ -80,6 +81,7 @@ __all__ = [
     "Ulysses",
     "UnreducedGradientsWarning",
     "by_work",
+    "chunked_token_losses",
     "context_attention",
     "context_flex_attention",
     "context_parallel",

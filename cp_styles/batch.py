@@ -36,10 +36,12 @@ from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from cp_styles.comm.agreement import Meeting, StatusRow, end_forwards, exchange_status, fingerprint
 from cp_styles.comm.groups import axis_and_group, shares_ranks
@@ -161,6 +163,73 @@ def global_token_count(labels: torch.Tensor, group: Group, *, ignore_index: int 
     count = (labels != ignore_index).sum()
     dist.all_reduce(count, group=group)
     return count
+
+
+def chunked_token_losses(
+    hidden_BLD: torch.Tensor,
+    weight_VD: torch.Tensor,
+    labels_BL: torch.Tensor,
+    *,
+    bias_V: torch.Tensor | None = None,
+    token_weights_BL: torch.Tensor | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    chunk_tokens: int = 1024,
+    ignore_index: int = IGNORE_INDEX,
+) -> torch.Tensor:
+    """The sum of the losses of this rank's tokens, for :func:`global_loss`, from hidden states before the last layer.
+
+    The logits of all tokens never exist at once: chunks of tokens are projected and reduced one after the other, and
+    once more in the backward (one more product of hidden states and weight). Every token has its own loss, so with
+    :func:`global_loss` the result is that of the whole sequence on one device, however it is split. On a rank without
+    tokens the sum is 0, and its backward runs as that of the others does.
+
+    Args:
+        hidden_BLD: hidden states of this rank's tokens; any number of dims before the last.
+        weight_VD: the weight of the last layer, as nn.Linear has it. Its gradient is this rank's share.
+        labels_BL: this rank's labels, made for the whole sequence and then split.
+        bias_V: the bias of the last layer.
+        token_weights_BL: a factor for the loss of each token, for example to weight documents. Then divide by the sum
+            of the weights instead of the number of tokens.
+        label_smoothing: as in ``torch.nn.functional.cross_entropy``.
+        z_loss: the factor of ``logsumexp(logits) ** 2``, which is added to the loss of each token that has a label.
+        chunk_tokens: tokens in a chunk. Memory: some tensors [chunk_tokens, V], in the dtype of the logits.
+        ignore_index: the label of a token without a target.
+
+    Returns:
+        0-dim, in float32 or wider. No communication.
+
+    Raises:
+        ValueError: labels or weights whose shape is not that of the tokens.
+    """
+    tokens = hidden_BLD.shape[:-1]
+    for name, given in (("labels_BL", labels_BL), ("token_weights_BL", token_weights_BL)):
+        if given is not None and given.shape != tokens:
+            raise ValueError(
+                f"{name} of shape {tuple(given.shape)} for hidden states of {tuple(hidden_BLD.shape)}: give one for "
+                "each of this rank's tokens (labels are made for the whole sequence and then split)"
+            )
+
+    def chunk_loss(hidden_CD: torch.Tensor, labels_C: torch.Tensor, weights_C: torch.Tensor | None) -> torch.Tensor:
+        logits_CV = F.linear(hidden_CD, weight_VD, bias_V)
+        logits_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
+        losses_C = F.cross_entropy(
+            logits_CV, labels_C, reduction="none", label_smoothing=label_smoothing, ignore_index=ignore_index
+        )
+        if z_loss:
+            losses_C = losses_C + z_loss * logits_CV.logsumexp(-1).square().where(labels_C != ignore_index, 0.0)
+        return (losses_C if weights_C is None else losses_C * weights_C).sum()
+
+    flat, labels = hidden_BLD.flatten(0, -2), labels_BL.flatten()
+    weights = None if token_weights_BL is None else token_weights_BL.flatten()
+    total = None
+    for start in range(0, max(1, flat.shape[0]), chunk_tokens):
+        part = slice(start, start + chunk_tokens)
+        inputs = flat[part], labels[part], None if weights is None else weights[part]
+        loss = checkpoint(chunk_loss, *inputs, use_reentrant=False, preserve_rng_state=False)
+        total = loss if total is None else total + loss
+    assert total is not None
+    return total
 
 
 def global_loss(

@@ -1,12 +1,16 @@
 """Labels, positions and shards of whole sequences: exact integers, so every comparison is equality."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cp_styles.batch import IGNORE_INDEX, document_positions, next_token_labels, shard_batch
+from cp_styles.batch import IGNORE_INDEX, chunked_token_losses, document_positions, next_token_labels, shard_batch
 from cp_styles.layout import contiguous, head_tail
+from cp_styles.testing import MemoryTrace
+from tests.oracle import error, randn
 
 X = IGNORE_INDEX
 
@@ -101,3 +105,51 @@ def test_what_is_wrong_is_named():
         next_token_labels(tokens, shift=0)
     with pytest.raises(ValueError, match=r"\(5,\) do not broadcast to tokens \(1, 6\)"):
         next_token_labels(tokens, document_ids=torch.zeros(5))
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(
+    "options", [{}, {"label_smoothing": 0.1}, {"z_loss": 1e-2}, {"label_smoothing": 0.2, "z_loss": 0.5}]
+)
+@pytest.mark.parametrize("split", [(0, 14), (0, 5, 14), (0, 0, 14)])
+def test_chunks_of_parts_sum_to_the_loss_of_the_whole(split, options, weighted):
+    """Parts of ranks, one perhaps without tokens, in chunks of 4."""
+    hidden, weight, bias = randn(0, 1, 14, 6), randn(1, 11, 6), randn(2, 11)
+    labels = torch.randint(11, (1, 14), generator=torch.Generator().manual_seed(0))
+    labels[0, [3, 9]] = IGNORE_INDEX
+    factors = randn(3, 1, 14).abs() if weighted else None
+    leaves = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
+    logits = torch.nn.functional.linear(*leaves)
+    smoothing, z_loss = options.get("label_smoothing", 0.0), options.get("z_loss", 0.0)
+    logp = logits.log_softmax(-1)
+    picked = -logp.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    each = (1 - smoothing) * picked - smoothing * logp.mean(-1) + z_loss * logits.logsumexp(-1) ** 2
+    each = each * (labels != IGNORE_INDEX) * (1.0 if factors is None else factors)
+    wanted = [each.sum(), *torch.autograd.grad(each.sum(), leaves)]
+
+    total, again = 0, [x.clone().requires_grad_() for x in (hidden, weight, bias)]
+    for start, end in pairwise(split):
+        part = slice(start, end)
+        total = total + chunked_token_losses(
+            again[0][:, part],
+            again[1],
+            labels[:, part],
+            bias_V=again[2],
+            token_weights_BL=None if factors is None else factors[:, part],
+            chunk_tokens=4,
+            **options,
+        )
+    for found, each in zip([total, *torch.autograd.grad(total, again)], wanted, strict=True):
+        assert error(found, each) < 1e-12
+
+
+def test_the_logits_of_all_tokens_never_exist_at_once():
+    tokens, width, vocabulary, chunk = 512, 4, 64, 16
+    hidden, weight = (randn(seed, size, width).requires_grad_() for seed, size in enumerate((tokens, vocabulary)))
+    labels = torch.zeros(tokens, dtype=torch.int64)
+    with MemoryTrace() as trace:
+        chunked_token_losses(hidden, weight, labels, chunk_tokens=chunk).backward()
+    # The gradients of the hidden states, a few of their size while they are put together, and some chunks of logits.
+    assert trace.peak < 8 * (4 * tokens * width + 6 * chunk * vocabulary) < 8 * tokens * vocabulary / 2
+    with pytest.raises(ValueError, match=r"labels_BL of shape \(511,\)"):
+        chunked_token_losses(hidden, weight, labels[1:])
