@@ -264,10 +264,11 @@ class AttentionCalls(TorchFunctionMode):
         call = FlexCall(score_mod, scale=scale, enable_gqa=True, return_lse=sink_H is not None)
         if isinstance(bound.mask, PerRow):
             rows = range(len(bound.mask.masks))
-            calls = [(replace(bound, mask=bound.mask.row(row)), [x[row : row + 1] for x in tensors]) for row in rows]
+            q, k, v = ([x[row : row + 1] for row in rows] for x in tensors)
+            calls = [(replace(bound, mask=bound.mask.row(row)), (q[row], k[row], v[row])) for row in rows]
         else:
             calls = [(bound, tensors)]
-        found = [flex_attend(each, tuple(parts), call, check) for each, parts in calls]
+        found = [flex_attend(each, parts, call, check) for each, parts in calls]
         out = torch.cat([each for each, _ in found])
         if sink_H is None:
             return out
