@@ -1,0 +1,136 @@
+"""Context parallelism at scale, without a device: python tutorials/scale.py [--plot tutorials/scale.png].
+
+The first table shows one attention of a Llama-3-8B-like model (32:8 heads of 128, bfloat16) on 8 to 1,024 ranks: the
+balance of the layout, what the busiest rank sends forward and backward, and what it holds in the backward beside its
+inputs. The second shows the longest sequence whose training step fits into 80 GiB a rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+
+import torch
+
+from cp_styles import (
+    AllGather,
+    Causal,
+    Documents,
+    Mask,
+    Ring,
+    SequenceLayout,
+    SlidingWindow,
+    Strategy,
+    Ulysses,
+    contiguous,
+    head_tail,
+    imbalance,
+    per_document_head_tail,
+)
+from cp_styles.explain import Explanation, Shapes
+from cp_styles.explain.rehearse import kernel_of
+from cp_styles.explain.report import explained
+
+SHAPES = Shapes(32, 8, 128, 128, torch.bfloat16, torch.device("cuda"))
+K = 1024
+LIMIT = 80 * 2**30
+WIDTH, LAYERS, PARAMETERS, INNER = 4096, 32, 8.0e9, 14336
+
+
+def made(strategy: Strategy, layout: SequenceLayout, mask: Mask) -> Explanation:
+    kernel = kernel_of(SHAPES, None)
+    return explained(strategy, (layout, layout), mask, kernel, SHAPES, most=1)
+
+
+def documents_of(length: int) -> tuple[int, ...]:
+    """Packed lengths as of files: many short ones, few long ones."""
+    draw, found = random.Random(0), []
+    while sum(found) < length:
+        found.append(min(1 + int(draw.lognormvariate(8.5, 1.3)), length - sum(found)))
+    return tuple(found)
+
+
+def cases(length: int, ranks: int) -> dict[str, tuple[Mask, SequenceLayout]]:
+    documents = documents_of(length)
+    return {
+        "causal, head-tail": (Causal(), head_tail(length, ranks)),
+        "window of 4K, contiguous": (SlidingWindow(4 * K - 1, 0), contiguous(length, ranks)),
+        "documents, per document": (
+            Documents(documents) & Causal(),
+            per_document_head_tail(length, ranks, documents=documents),
+        ),
+    }
+
+
+def strategies(ranks: int) -> dict[str, Strategy]:
+    found: dict[str, Strategy] = {"Ring(keep=0)": Ring(keep=0), "AllGather(keep=0)": AllGather(keep=0)}
+    return {**found, "Ulysses(size=8)": Ulysses(inner=Ring(keep=0), size=8)}
+
+
+def longest(name: str, ranks: int) -> int:
+    """Positions that fit: parameters and optimizer cut over all ranks, each layer checkpointed at its input."""
+    rows = 8 * K
+    attention = made(strategies(ranks)[name], head_tail(rows * ranks, ranks), Causal()).peak_memory / rows
+    # bfloat16 parameters and gradients, float32 copies and two moments; two gathered layers.
+    fixed = 16 * PARAMETERS / ranks + 2 * 2 * PARAMETERS / LAYERS
+    inputs = 2 * WIDTH * LAYERS
+    # Of one layer, recomputed: norms, queries, keys, values, output and its gradient; or the MLP, if that is more.
+    layer = max(attention + SHAPES.query_row * 2 + SHAPES.kv_row + 4 * WIDTH, 2 * 5 * INNER + 4 * WIDTH)
+    return int((LIMIT - fixed) / (inputs + layer) * ranks)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--plot", metavar="FILE", help="draw both")
+    args = parser.parse_args()
+    print("| sequence | ranks | mask, layout | strategy | imbalance | sent, MiB | peak, MiB |")
+    print("|---|---|---|---|---|---|---|")
+    drawn: dict[str, list[tuple[int, float]]] = {}
+    for length, ranks in ((128 * K, 8), (1024 * K, 64), (10240 * K, 1024)):
+        for what, (mask, layout) in list(cases(length, ranks).items())[: 3 if ranks <= 64 else 2]:
+            balance = imbalance(layout, mask)
+            for name, strategy in strategies(ranks).items():
+                if ranks > 64 and what.startswith("causal") and name.startswith("All"):
+                    continue  # the keys of all ranks take 30 GiB
+                found = made(strategy, layout, mask)
+                sent = (found.sent("forward") + found.sent("backward")) / 2**20
+                peak = found.peak_memory / 2**20
+                drawn.setdefault(f"{what}, {name}", []).append((ranks, sent))
+                print(
+                    f"| {length // K:,}K | {ranks:,} | {what} | `{name}` | {balance:.3f} | {sent:,.0f} | {peak:,.0f} |",
+                    flush=True,
+                )
+    print("\n| ranks | " + " | ".join(f"`{name}`" for name in strategies(8)) + " |\n|---|---|---|---|")
+    lengths: dict[str, list[tuple[int, int]]] = {}
+    for ranks in (8, 16, 32, 64):
+        row = {name: longest(name, ranks) for name in strategies(ranks)}
+        for name, positions in row.items():
+            lengths.setdefault(name, []).append((ranks, positions))
+        print(f"| {ranks} | " + " | ".join(f"{positions / K:,.0f}K" for positions in row.values()) + " |", flush=True)
+    if args.plot:
+        draw(args.plot, drawn, lengths)
+
+
+def draw(path: str, drawn: dict[str, list[tuple[int, float]]], lengths: dict[str, list[tuple[int, int]]]) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for name, points in drawn.items():
+        if "Ring" in name:
+            left.loglog(*zip(*points, strict=True), "o-", label=name.removesuffix(", Ring(keep=0)"))
+    left.set(
+        xlabel="ranks (16K, 16K, 10K positions each)",
+        ylabel="MiB",
+        title="sent by the busiest rank, one attention, ring",
+    )
+    left.legend()
+    for name, points in lengths.items():
+        right.loglog(*zip(*points, strict=True), "o-", base=2, label=name)
+    right.set(xlabel="ranks", ylabel="positions", title="longest sequence in 80 GiB a rank, 8B model")
+    right.legend()
+    figure.savefig(path, dpi=100)
+
+
+if __name__ == "__main__":
+    main()
