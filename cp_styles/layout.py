@@ -48,7 +48,7 @@ class SequenceLayout:
 
     def __post_init__(self) -> None:
         starts, stops = _edges(sorted(chain.from_iterable(self.chunks)))
-        expected = (0, *stops)
+        expected = [0, *stops]
         if starts != expected[:-1] or any(map(ge, starts, stops)):
             found = zip(starts, stops, expected, strict=False)
             start, stop, next_one = next(entry for entry in found if entry[0] != entry[2] or entry[1] <= entry[0])
@@ -522,10 +522,10 @@ def _even(start: int, stop: int, parts: int) -> list[Chunk]:
     return chunks
 
 
-def _edges(chunks: Iterable[Chunk]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _edges(chunks: Iterable[Chunk]) -> tuple[list[int], list[int]]:
     """The starts and the stops of some chunks."""
-    starts, stops = tuple(zip(*chunks, strict=True)) or ((), ())
-    return starts, stops
+    chunks = list(chunks)
+    return [start for start, _ in chunks], [stop for _, stop in chunks]
 
 
 def _normalized(chunks: Iterable[Chunk]) -> tuple[Chunk, ...]:

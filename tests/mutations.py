@@ -133,6 +133,48 @@ MISTAKES = [
         "if b - 1 > a + 1:",
         "tests/unit/test_plan.py",
     ),
+    Mistake(
+        "plan: rows that see nothing yet",
+        "table[1] + late, table[2] - late - early",
+        "table[1], table[2] - early",
+        "tests/unit/test_plan.py",
+    ),
+    Mistake(
+        "plan: a row in two runs",
+        "free = other[before] ^ ((index - before) % 2 == 0)",
+        "free = other[before]",
+        "tests/unit/test_plan.py",
+    ),
+    Mistake(
+        "plan: a source's first chunk has no rows before its positions",
+        "torch.minimum(positions + self._to_row[chunk], self._stop_row[chunk])",
+        "positions + self._to_row[chunk]",
+        "tests/unit/test_plan.py",
+    ),
+    Mistake(
+        "plan: tables of a layout made for each plan",
+        "queries, keys = _chunks(q_layout), _chunks(kv_layout)",
+        "queries, keys = _Chunks(q_layout), _Chunks(kv_layout)",
+        "tests/unit/test_plan.py",
+    ),
+    Mistake(
+        "mask: pieces that are cut keep their first bound",
+        "hi + hi_step * later, lo_step, hi_step)",
+        "hi, lo_step, hi_step)",
+        "tests/unit/test_mask.py",
+    ),
+    Mistake(
+        "layout: heads of documents without their tails",
+        "first, last = tokens - tokens // 2, tokens // 2",
+        "first, last = tokens, 0",
+        "tests/unit/test_layout.py tests/unit/test_balance.py",
+    ),
+    Mistake(
+        "layout: ranks exchange no blocks",
+        "_exchange(holder, done, work) own",
+        "own",
+        "tests/unit/test_balance.py",
+    ),
     # -- merging --
     Mistake(
         "merge: the weight of the other side",

@@ -127,12 +127,13 @@ def test_per_document_head_tail_at_64_ranks():
 
 
 @pytest.mark.parametrize("ranks", [8, 64])
-@pytest.mark.parametrize("spread", ["uniform", "equal", "log-normal", "library"])
+@pytest.mark.parametrize("spread", ["uniform", "sorted", "equal", "log-normal", "library"])
 def test_tiles_of_a_thousand_documents_grow_with_what_a_rank_attends_to(spread: str, ranks: int):
     """Documents x ranks would be 64,000 tiles; 17,797 they were when every document was cut over all 64 ranks."""
     draw = random.Random(7)
     lengths = {
         "uniform": tuple(draw.randint(100, 3200) for _ in range(1000)),
+        "sorted": tuple(sorted(draw.randint(100, 3200) for _ in range(1000))),
         "equal": (1650,) * 1000,
         "log-normal": tuple(1 + int(draw.lognormvariate(6.8, 1.1)) for _ in range(1000)),
         "library": library_documents(1_650_000, 7),
