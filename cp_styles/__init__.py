@@ -10,7 +10,7 @@ from cp_styles.batch import (
     sum_gradients,
 )
 from cp_styles.engine.checkpoint import save_attention
-from cp_styles.engine.gradient_watch import UnreducedGradientsWarning
+from cp_styles.engine.gradient_watch import GradientCheck, UnreducedGradientsError, UnreducedGradientsWarning
 from cp_styles.engine.scope import SequenceScope
 from cp_styles.functions.attention import context_attention
 from cp_styles.functions.flex import context_flex_attention
@@ -58,6 +58,7 @@ __all__ = [
     "Documents",
     "FlexMask",
     "Full",
+    "GradientCheck",
     "HeadTailLoadBalancer",
     "Kernel",
     "LayoutMismatchWarning",
@@ -79,6 +80,7 @@ __all__ = [
     "SlidingWindow",
     "Strategy",
     "Ulysses",
+    "UnreducedGradientsError",
     "UnreducedGradientsWarning",
     "by_work",
     "chunked_token_losses",

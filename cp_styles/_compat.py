@@ -175,19 +175,93 @@ def local_attention_since(first: int, nodes: Iterable[Any]) -> bool:
 
     See :func:`first_node`. Seen: 2.11 to 2.15 (names and numbers of nodes; each thread has its own numbers).
     """
+    return any(
+        "Attention" in (name := node.name()) and name.startswith(("ScaledDotProduct", "Flash", "Efficient", "Cudnn"))
+        for node in nodes_since(first, nodes)
+    )
+
+
+def nodes_since(first: int, nodes: Iterable[Any]) -> Iterator[Any]:
+    """The autograd graph of ``nodes``, of which only nodes with numbers from ``first`` on. Seen: 2.11 to 2.15."""
     waiting = list(nodes)
     met = set(waiting)
     while waiting:
         node = waiting.pop()
         if node._sequence_nr() < first:
             continue
-        name = node.name()
-        if "Attention" in name and name.startswith(("ScaledDotProduct", "Flash", "Efficient", "Cudnn")):
-            return True
+        yield node
         fresh = {each for each, _ in node.next_functions if each is not None} - met
         met |= fresh
         waiting += fresh
-    return False
+
+
+def plain_attention_since(first: int, nodes: Iterable[Any], lengths: set[int]) -> int:
+    """The number of tokens over which attention in plain ops ran among these nodes and what they lead to, or 0.
+
+    That is a product of two things that were made from the tokens, a softmax over its [L, L], and a product with that,
+    where L is one of ``lengths``. Not taken for it: a product with parameters alone, as a router's or with learned
+    slots, because its right side leads to nothing that its left side leads to; and attention along another axis, which
+    has the tokens in its batch, so that this is a multiple of L.
+
+    Seen: 2.11 to 2.15 (names of nodes, ``_input_metadata``, ``_saved_dim``).
+    """
+    for node in nodes_since(first, nodes):
+        if node.name() not in _PRODUCTS or not node.next_functions:
+            continue
+        softmax = _first_below(node.next_functions[:1], {"SoftmaxBackward0"})
+        if softmax is None:
+            continue
+        shape = tuple(softmax._input_metadata[0].shape)
+        last = softmax._saved_dim in (len(shape) - 1, 2**64 - 1)
+        if not last or len(shape) < 2 or shape[-1] != shape[-2] or shape[-1] not in lengths or shape[-1] < 2:
+            continue
+        length = shape[-1]
+        product = _first_below(softmax.next_functions, _PRODUCTS)
+        if product is None or tuple(product._input_metadata[0].shape)[-2:] != (length, length):
+            continue
+        batch = 1
+        for size in shape[:-2]:
+            batch *= size
+        if batch % length and _from_the_same(*product.next_functions[-2:]):
+            return length
+    return 0
+
+
+_PRODUCTS = {"BmmBackward0", "MmBackward0", "BaddbmmBackward0"}
+_MOST_BETWEEN, _MOST_BEHIND = 24, 4000
+
+
+def _first_below(edges: Any, names: set[str]) -> Any:
+    """The nearest node with one of these names behind ``edges``, and behind no product; None where there is none."""
+    waiting = [node for node, _ in edges if node is not None]
+    for _ in range(_MOST_BETWEEN):
+        if not waiting:
+            return None
+        node = waiting.pop(0)
+        if node.name() in names:
+            return node
+        if node.name() not in _PRODUCTS:
+            waiting += [each for each, _ in node.next_functions if each is not None]
+    return None
+
+
+def _from_the_same(left: Any, right: Any) -> bool:
+    """Whether two edges of a graph lead to one computed tensor, or the right one to a leaf that is no parameter."""
+    if left[0] is None or right[0] is None:
+        return False
+    behind = []
+    for node, _ in (left, right):
+        found: set[Any] = set()
+        waiting = [node]
+        while waiting and len(found) < _MOST_BEHIND:
+            node = waiting.pop(0)
+            found.add(node)
+            waiting += [each for each, _ in node.next_functions if each is not None and each not in found]
+        behind.append(found)
+    leaves = [leaf for node in behind[1] if (leaf := getattr(node, "variable", None)) is not None]
+    if any(not isinstance(leaf, torch.nn.Parameter) for leaf in leaves):
+        return True
+    return any(not hasattr(node, "variable") for node in behind[0] & behind[1])
 
 
 def scripted_attention(function: Any) -> bool:

@@ -497,15 +497,51 @@ MISTAKES = [
         "tests/ranks/engine/test_unreduced.py",
     ),
     Mistake(
+        "unreduced: what an optimizer steps beside is not compared",
+        "for optimizer in _optimizers_here():",
+        "for optimizer in []:",
+        "tests/ranks/engine/test_unreduced.py",
+    ),
+    Mistake(
+        "unreduced: experts are compared",
+        "if id(parameter) not in left_out and",
+        "if",
+        "tests/ranks/engine/test_unreduced.py",
+    ),
+    Mistake(
+        "unreduced: rounding is an error",
+        "difference <= tolerance * norm",
+        "difference <= 0",
+        "tests/ranks/engine/test_unreduced.py",
+    ),
+    Mistake(
+        "unseen: products with parameters alone are taken for attention",
+        "_from_the_same(*product.next_functions[-2:])",
+        "product.next_functions",
+        "tests/ranks/doors/test_unseen.py",
+    ),
+    Mistake(
+        "unseen: attention along another axis is taken for attention over tokens",
+        "if batch % length and",
+        "if",
+        "tests/ranks/doors/test_unseen.py",
+    ),
+    Mistake(
+        "scope: another thread's is ignored",
+        "if _open_anywhere and",
+        "if not _open_anywhere and",
+        "tests/ranks/doors/test_scope.py",
+    ),
+    Mistake(
         "unreduced: parts that differ by right are compared",
-        "if shares_ranks(parameter.device_mesh, group): return None",
+        "if spread[mesh]: continue",
         "pass",
         "tests/ranks/engine/test_unreduced.py",
     ),
     # -- scopes and collectives --
     Mistake(
         "scope: stays open",
-        "_open.set(_open.get()[:-1])",
+        "_open.set(tuple(others))",
         "pass",
         "tests/ranks/doors/test_scope.py",
     ),

@@ -18,10 +18,10 @@ def checksum(tensor: torch.Tensor) -> int:
 
     It reads the tensor once. On CUDA the host waits for the device. Expanded dims count once. No communication.
     """
-    return int(_sum(tensor)) % 2**63
+    return int(device_checksum(tensor)) % 2**63
 
 
-def _sum(tensor: torch.Tensor) -> torch.Tensor:
+def device_checksum(tensor: torch.Tensor) -> torch.Tensor:
     """The checksum where the tensor is, one int64, but for its sign."""
     tensor = tensor.detach()
     for dim, stride in enumerate(tensor.stride()):
@@ -58,7 +58,7 @@ def delayed_digest(tensor: torch.Tensor, earlier: deque[Callable[[], int]]) -> i
     """
     if tensor.device.type == "cpu":
         return digest(tensor)
-    earlier.append(read_later(_sum(tensor)))
+    earlier.append(read_later(device_checksum(tensor)))
     return earlier.popleft()() % 2**63 if len(earlier) > _DELAY else 0
 
 

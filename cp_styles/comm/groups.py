@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from weakref import ref
+
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -56,3 +58,9 @@ def shares_ranks(mesh: DeviceMesh, group: dist.ProcessGroup) -> bool:
     return any(
         len(ranks.intersection(dist.get_process_group_ranks(mesh.get_group(axis)))) > 1 for axis in range(mesh.ndim)
     )
+
+
+def world() -> ref[dist.ProcessGroup] | None:
+    """Which rank this is, for tables of the whole process: ranks may be threads, each with a world of its own."""
+    found = dist.group.WORLD if dist.is_initialized() else None
+    return None if found is None else ref(found)

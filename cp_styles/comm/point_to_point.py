@@ -157,6 +157,18 @@ def offer_numbers(numbers: Sequence[int], group: dist.ProcessGroup, seconds: flo
             work.wait(patience)
 
 
+def largest_over(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> list[torch.Tensor]:
+    """The largest of the ranks' values, element by element, flat, on a device of which the group has a backend.
+
+    Communication: one all-reduce of them all together.
+    """
+    on_host = has_cpu_backend(group)
+    device = torch.device("cpu") if on_host else torch.device("cuda", torch.cuda.current_device())
+    flat = torch.cat([tensor.detach().reshape(-1).to(device) for tensor in tensors])
+    dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=group)
+    return list(flat.split([tensor.numel() for tensor in tensors]))
+
+
 def _row(numbers: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
     on_host = has_cpu_backend(group) or dist.is_gloo_available()
     device = torch.device("cpu") if on_host else torch.device("cuda", torch.cuda.current_device())

@@ -26,7 +26,7 @@ from cp_styles.comm.agreement import (
     offer_refusal,
     plain,
 )
-from cp_styles.engine.gradient_watch import ParameterWatch, watch_of
+from cp_styles.engine.gradient_watch import RAISE, GradientCheck, ParameterWatch, watch_of
 from cp_styles.engine.mesh_axes import OtherAxes
 from cp_styles.kernels import Kernel, kernel_for_tiles
 from cp_styles.kernels.autocast import attended_dtype
@@ -52,6 +52,7 @@ class Tally:
 
     Attributes:
         calls: number of attention ops that have run.
+        lengths: numbers of local queries of the calls that a function mode has intercepted.
         deferred_agreement: the :meth:`Binding.agree` that was deferred to the first of them, as a function of
             ``refuse`` and ``call``. None if the ranks have agreed.
         inputs: arguments of the module's forward, by parameter name; empty outside of a forward.
@@ -59,6 +60,7 @@ class Tally:
     """
 
     calls: int = 0
+    lengths: set[int] = field(default_factory=set)
     deferred_agreement: Callable[..., Any] | None = None
     inputs: dict[str, Any] = field(default_factory=dict)
     on_range: Callable[[torch.Tensor], None] | None = None
@@ -80,8 +82,7 @@ class Binding:
         lengths: global numbers of queries and keys of the call, once the ranks have agreed on them.
         other_axes: the mesh axes other than ``axis`` on which the tensors of the call are DTensors. None: none.
         tally: state of the module's forward. An error is raised if its attention was not reached.
-        watch: detects parameters that are not reduced over the group. None: the watch of the group, for callers that
-            make a binding for each call.
+        gradient_check: what to do if gradients were not reduced over the group.
         asked: properties of the calls so far that plans depend on: (is_causal, the kernel's small_tiles). Bindings made
             from this one by ``replace`` share it.
     """
@@ -96,7 +97,7 @@ class Binding:
     lengths: tuple[int, int] | None = None
     other_axes: OtherAxes | None = None
     tally: Tally = field(default_factory=Tally, compare=False, repr=False)
-    watch: ParameterWatch | None = field(default=None, compare=False, repr=False)
+    gradient_check: GradientCheck = field(default=RAISE, compare=False, repr=False)
     asked: set[tuple[bool, bool]] = field(default_factory=set, compare=False, repr=False)
     _attentions: dict[tuple[Any, ...], Attention] = field(init=False, default_factory=dict, compare=False, repr=False)
     _lean: Binding | None = field(init=False, default=None, compare=False, repr=False)
@@ -116,6 +117,10 @@ class Binding:
             raise TypeError(f"{self.name}: mask must be a Mask object such as Causal(), got {self.mask!r}")
         if isinstance(self.mask, PerRow) and not isinstance(self.strategy, PerRowStrategy):
             object.__setattr__(self, "strategy", PerRowStrategy(self.strategy))
+        if not isinstance(self.gradient_check, GradientCheck):
+            raise TypeError(f"{self.name}: gradient_check must be a GradientCheck object, got {self.gradient_check!r}")
+        if self.gradient_check.local:
+            self._watch.leave_out(self.gradient_check.local)
         if self.kernel is not None and not isinstance(self.kernel, Kernel):
             raise TypeError(f"{self.name}: kernel must be a Kernel object or None, got {self.kernel!r}")
         if isinstance(self.layout, SequenceLayout) and self.layout.ranks != self.group.size():
@@ -273,10 +278,10 @@ class Binding:
             keep: whether a backward of the call may follow, if the call is known.
             refused: the status that the other ranks get if ``refuse`` raises.
 
-        Warns :class:`~cp_styles.engine.gradient_watch.UnreducedGradientsWarning` if the ranks' parameters differ, and
-        :class:`~cp_styles.layout.LayoutMismatchWarning` if tokens seem to be cut with another layout.
+        Raises :class:`~cp_styles.engine.gradient_watch.UnreducedGradientsError` if the ranks' parameters differ, and
+        warns :class:`~cp_styles.layout.LayoutMismatchWarning` if tokens seem to be cut with another layout.
         """
-        watch, ranks, ledger = self.watch or watch_of(self.group), self.group.size(), ledger_of(self.group)
+        watch, ranks, ledger = self._watch, self.group.size(), ledger_of(self.group)
         layouts: dict[int, SequenceLayout] = {}  # a balancer may be slow, and its next result may differ
 
         def layout_for(length: int) -> SequenceLayout:
@@ -349,7 +354,7 @@ class Binding:
 
         def warn() -> StatusRow:
             if found is not None:
-                watch.tell(found)
+                watch.tell(found, self.gradient_check)
             warn_of_other_cuts(layout, self.name)
             return StatusRow()
 
@@ -482,6 +487,10 @@ class Binding:
 
     def _text(self) -> str:
         return ", ".join(plain(part) for part in (self.strategy, self.layout, self.mask, self.kernel))
+
+    @cached_property
+    def _watch(self) -> ParameterWatch:
+        return watch_of(self.group)
 
     @cached_property
     def _print(self) -> int:

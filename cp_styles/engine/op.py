@@ -34,7 +34,7 @@ from cp_styles.comm.checksum import delayed_digest
 from cp_styles.derivatives import first_derivatives_only, refuse_tangents
 from cp_styles.engine.binding import Binding
 from cp_styles.engine.config_text import from_text, to_text
-from cp_styles.engine.gradient_watch import watch_of
+from cp_styles.engine.gradient_watch import GradientCheck, watch_of
 from cp_styles.engine.run import run_backward, run_forward
 from cp_styles.engine.scope import ScopedBinding, ScopeHistory, SequenceScope
 from cp_styles.kernels import Kernel
@@ -92,18 +92,20 @@ def config_text(
     mask: Mask,
     kernel: Kernel | None,
     *,
+    only_warn: bool = False,
     scoped: bool = False,
     named: bool = False,
 ) -> ConfigText:
     """The configuration as a text. torch.compile traces this function.
 
-    ``scoped``: the open SequenceScope applies to the call. ``named``: the user has given a layout.
+    ``only_warn``: see :class:`~cp_styles.engine.gradient_watch.GradientCheck`. ``scoped``: the open SequenceScope
+    applies to the call. ``named``: the user has given a layout.
 
     Raises:
         TypeError: for objects that cannot be written as a text, and for two ``Dense`` masks.
     """
     tensors: list[torch.Tensor] = []
-    config = to_text((name, axis, group_name, strategy, layout, mask, kernel, scoped, named), tensors)
+    config = to_text((name, axis, group_name, strategy, layout, mask, kernel, only_warn, scoped, named), tensors)
     if len(tensors) > 1:
         raise TypeError(f"{len(tensors)} Dense masks under torch.compile: combine them into one")
     return ConfigText(name, config, tensors[0] if tensors else None)
@@ -119,6 +121,7 @@ def config_text_of(scoped: ScopedBinding) -> ConfigText:
             binding.axis,
             binding.group.group_name,
             *parts,
+            only_warn=binding.gradient_check.only_warn,
             scoped=True,
             named=scoped.named is not None,
         )
@@ -138,12 +141,13 @@ def source_of(config: str, dense: torch.Tensor | None = None) -> Source:
                 "torch.compile, and so holds the handle of an eager call; trace it with torch.compile"
             )
         return found
-    name, axis, group_name, *parts, scoped, named = from_text(config, () if dense is None else (dense,))
+    name, axis, group_name, *parts, only_warn, scoped, named = from_text(config, () if dense is None else (dense,))
     group = resolve_group(group_name)
     found = _bound.pop((group, config), None)
     if found is None or dense is not None:
         strategy, layout, mask, kernel = parts
-        binding = Binding(name, axis, group, strategy, layout, mask, kernel)
+        check = GradientCheck(only_warn)
+        binding = Binding(name, axis, group, strategy, layout, mask, kernel, gradient_check=check)
         # With a Dense mask there is a new binding at every call, with the same history of scopes.
         history = found.history if isinstance(found, ScopedBinding) else ScopeHistory()
         found = ScopedBinding(binding, layout if named else None, history) if scoped else binding

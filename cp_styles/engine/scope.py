@@ -13,6 +13,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_styles._compat import current_graph_task
+from cp_styles.comm.groups import world
 from cp_styles.engine.binding import Binding
 from cp_styles.engine.config_text import to_text
 from cp_styles.engine.dtensor_handlers import bound_mesh, rebind
@@ -64,6 +65,9 @@ class SequenceScope:
         layout: which positions of this batch each rank holds.
         mask: which keys each query attends to, in addition to the masks of the modules.
         mesh_axis: the sequence axis of the modules to which the scope applies.
+
+    A scope holds in the thread, or asyncio task, that opens it, and where its context is copied to. While it is open,
+    attention over this axis in another thread, without a scope of its own, is refused.
     """
 
     def __init__(self, layout: SequenceLayout, *, mask: Mask | None = None, mesh_axis: str = "cp") -> None:
@@ -86,11 +90,15 @@ class SequenceScope:
         self._leases: dict[Binding, Lease] = {}
 
     def __enter__(self) -> SequenceScope:
-        _open.set((*_open.get(), (self, current_graph_task())))
+        key = object()
+        _open_anywhere[key] = self.mesh_axis, world()
+        _open.set((*_open.get(), (self, current_graph_task(), key)))
         return self
 
     def __exit__(self, *exception: object) -> None:
-        _open.set(_open.get()[:-1])  # no token is kept in self, because several threads may have it open
+        *others, (_, _, key) = _open.get()  # no key is kept in self, because several threads may have it open
+        _open.set(tuple(others))
+        del _open_anywhere[key]
 
     def prepare(self, like: SequenceScope) -> SequenceScope:
         """Make the plans of this batch before its step, for the modules that ran under the scope ``like``.
@@ -150,8 +158,11 @@ class _Both(contextlib.AbstractContextManager[None]):
             self._outer.__exit__(*exception)
 
 
-# The open scopes, each with the backward in which it was opened (None outside of a backward). Innermost last.
-_open: ContextVar[tuple[tuple[SequenceScope, int | None], ...]] = ContextVar("sequence_scopes", default=())
+# The scopes that are open in this thread or task. Innermost last. Each with the backward in which it was opened (None
+# outside of a backward), and its key in the next table.
+_open: ContextVar[tuple[tuple[SequenceScope, int | None, object], ...]] = ContextVar("sequence_scopes", default=())
+# The mesh axis of each scope that is open in any thread or task, and the rank that opened it.
+_open_anywhere: dict[object, tuple[str, Any]] = {}
 
 # The leases that are still held, for example by a graph. A recomputation with a new, equal scope must use the mesh of
 # its forward, because the gradients are on that mesh.
@@ -227,7 +238,7 @@ class ScopedBinding:
     def _resolve(self) -> tuple[Binding, SequenceScope | None]:
         name, axis = self.unscoped.name, self.unscoped.axis
         scope, opened_in = next(
-            ((scope, task) for scope, task in reversed(_open.get()) if scope.mesh_axis == axis), (None, None)
+            ((scope, task) for scope, task, _ in reversed(_open.get()) if scope.mesh_axis == axis), (None, None)
         )
         task = current_graph_task()
         if task is not None and opened_in != task and (scope is not None or self.history.was_scoped):
@@ -237,6 +248,12 @@ class ScopedBinding:
                 "inside the checkpointed function"
             )
         if scope is None:
+            if _open_anywhere and task is None and (axis, world()) in list(_open_anywhere.values()):
+                raise RuntimeError(
+                    f"{name}: a SequenceScope over mesh axis {axis!r} is open in another thread or asyncio task, and a "
+                    "scope holds where it was opened: open it in the thread that runs the model, or run the model in a "
+                    "copy of the context, contextvars.copy_context().run(model, ...)"
+                )
             return self.unscoped, None
         self.history.was_scoped = True
         if self.named is not None and self._layout_named(scope) != scope.layout:

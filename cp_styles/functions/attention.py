@@ -13,6 +13,7 @@ from cp_styles.comm.groups import axis_and_group
 from cp_styles.derivatives import refuse_tangents
 from cp_styles.engine.binding import Binding
 from cp_styles.engine.checkpoint import as_kept
+from cp_styles.engine.gradient_watch import RAISE, GradientCheck
 from cp_styles.engine.op import ConfigText, Source, check_local, check_plain, config_text, handle, refuse_on_all
 from cp_styles.kernels import Kernel
 from cp_styles.kernels.autocast import as_attended
@@ -36,6 +37,7 @@ def context_attention(
     kernel: Kernel | None = None,
     scale: float | None = None,
     sink_H: torch.Tensor | None = None,
+    gradient_check: GradientCheck = RAISE,
 ) -> torch.Tensor:
     """Attention over a sequence of which this rank holds a part. The result equals that of one device.
 
@@ -53,6 +55,8 @@ def context_attention(
         sink_H: attention sinks: one learned logit for each query head, which takes part in every softmax and adds
             nothing to the output. The same on all ranks. Its gradient is this rank's share: sum it over the group, like
             that of any parameter.
+        gradient_check: what to do if gradients were not reduced over the ranks of the sequence, so that their
+            parameters differ: :class:`~cp_styles.engine.gradient_watch.GradientCheck`. Default: an error.
 
     Returns:
         ``out_BHLE`` of the local queries, in their dtype.
@@ -68,9 +72,15 @@ def context_attention(
     name, strategy, mask = "context_attention", strategy or _RING, mask or _FULL
     axis, group = axis_and_group(name, group)
     if is_traced():
-        source = config_text(name, axis, group.group_name, strategy, layout, mask, kernel)
+        if gradient_check.local:
+            raise NotImplementedError(
+                f"{name}: torch.compile cannot take GradientCheck(local=...) into a graph: apply a style with it, or "
+                "call this function once outside of the compiled code"
+            )
+        only_warn = gradient_check.only_warn
+        source = config_text(name, axis, group.group_name, strategy, layout, mask, kernel, only_warn=only_warn)
     else:
-        source = Binding(name, axis, group, strategy, layout, mask, kernel)
+        source = Binding(name, axis, group, strategy, layout, mask, kernel, gradient_check=gradient_check)
     return attend(source, (q_BHLD, k_BGMD, v_BGME), scale=scale, sink_H=sink_H)
 
 

@@ -24,6 +24,7 @@ from cp_styles.comm.groups import axis_and_group
 from cp_styles.derivatives import first_derivatives_only, refuse_tangents
 from cp_styles.engine.binding import Binding, refuse_grouped
 from cp_styles.engine.checkpoint import as_kept
+from cp_styles.engine.gradient_watch import RAISE, GradientCheck
 from cp_styles.engine.op import check_local, handle, source_of
 from cp_styles.engine.run import run_backward, run_forward
 from cp_styles.kernels import CompiledFlexKernel, FlexKernel
@@ -93,6 +94,7 @@ def context_flex_attention(
     mask: Mask | None = None,
     layout: SequenceLayout | Balancer = head_tail,
     strategy: Strategy | None = None,
+    gradient_check: GradientCheck = RAISE,
 ) -> Any:
     """torch's flex_attention over a sequence of which this rank holds a part. The result equals that of one device.
 
@@ -113,6 +115,8 @@ def context_flex_attention(
         mask: a mask of this package, in addition to ``block_mask``.
         layout: the layout, or the balancer that makes it.
         strategy: how keys and values get to the queries; default ``Ring()``.
+        gradient_check: what to do if gradients were not reduced over the ranks of the sequence, so that their
+            parameters differ: :class:`~cp_styles.engine.gradient_watch.GradientCheck`. Default: an error.
 
     Returns:
         ``out_BHLE``, or ``(out_BHLE, AuxOutput)`` with ``return_aux``.
@@ -124,7 +128,8 @@ def context_flex_attention(
         ValueError, TypeError, NotImplementedError: on every rank, if the input of one is bad or the ranks differ.
     """
     name = "context_flex_attention"
-    binding = Binding(name, *axis_and_group(name, group), strategy or Ring(), layout, mask or Full())
+    axis, group = axis_and_group(name, group)
+    binding = Binding(name, axis, group, strategy or Ring(), layout, mask or Full(), gradient_check=gradient_check)
     call = FlexCall(score_mod, block_mask, scale, enable_gqa, return_aux=return_aux)
     return call.result(*flex_attend(binding, (q_BHLD, k_BGMD, v_BGME), call))
 

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cp_styles.comm.groups import axis_and_group
 from cp_styles.engine.binding import Binding
+from cp_styles.engine.gradient_watch import RAISE, GradientCheck
 from cp_styles.engine.op import check_local, check_plain
 from cp_styles.functions.flex import attend_with_lse
 from cp_styles.layout import Balancer, SequenceLayout, head_tail
@@ -39,6 +40,7 @@ def context_varlen_attention(
     mask: Mask | None = None,
     layout: SequenceLayout | Balancer = head_tail,
     strategy: Strategy | None = None,
+    gradient_check: GradientCheck = RAISE,
 ) -> Any:
     """Attention within packed documents. This rank holds a part of the pack; the result equals that of one device.
 
@@ -56,6 +58,8 @@ def context_varlen_attention(
         mask: a mask of this package, in addition to the documents.
         layout: the layout, or the balancer that makes it.
         strategy: how keys and values get to the queries; default ``Ring()``.
+        gradient_check: what to do if gradients were not reduced over the ranks of the sequence, so that their
+            parameters differ: :class:`~cp_styles.engine.gradient_watch.GradientCheck`. Default: an error.
 
     Returns:
         ``out_THE``, or with ``return_lse`` ``(out_THE, lse_HT)``, which is differentiable.
@@ -66,7 +70,8 @@ def context_varlen_attention(
         ValueError, TypeError, NotImplementedError: on every rank, if the input of one is bad or the ranks differ.
     """
     name = "context_varlen_attention"
-    binding = Binding(name, *axis_and_group(name, group), strategy or Ring(), layout, mask or Full())
+    axis, group = axis_and_group(name, group)
+    binding = Binding(name, axis, group, strategy or Ring(), layout, mask or Full(), gradient_check=gradient_check)
 
     def masked() -> Mask:
         return _mask(name, cu_seqlens, window_size)

@@ -28,6 +28,7 @@ from cp_styles._compat import (
     function_modes,
     local_attention_since,
     never_compile_alone,
+    plain_attention_since,
     tree_leaves,
     uncompiled,
 )
@@ -121,11 +122,19 @@ class AttentionCalls(TorchFunctionMode):
     @uncompiled
     def refuse_unseen(self, nodes: Iterable[Any]) -> None:
         """Raise if the autograd graph that ends in ``nodes`` has attention that was not intercepted."""
+        nodes = list(nodes)
         if self._first_node >= 0 and local_attention_since(self._first_node, nodes):
             raise NotImplementedError(
                 f"{self._name}: attention ran inside that was not intercepted, and saw this rank's part alone: "
                 "TorchScript calls operators without Python. Do not use torch.jit.script and torch.jit.trace, or use "
                 "torch.compile"
+            )
+        length = self._first_node >= 0 and plain_attention_since(self._first_node, nodes, self._tally.lengths)
+        if length:
+            self._offer_refusal()  # with another number of tokens, other ranks may not see it
+            raise NotImplementedError(
+                f"{self._name}: attention in plain ops ran inside, on this rank's {length} tokens alone: two products "
+                f"with a softmax over [{length}, {length}] between them. Call scaled_dot_product_attention instead"
             )
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -199,11 +208,13 @@ class AttentionCalls(TorchFunctionMode):
     @uncompiled
     def _attend_uncompiled(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Keeps torch.compile from compiling the engine when it runs between graphs."""
+        self._tally.lengths.add((args[0] if args else kwargs["query"]).shape[2])
         return self._attend(*args, **kwargs)
 
     @uncompiled
     def _attend_flex(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
         self._tally.calls += 1
+        self._tally.lengths.add(query.shape[2])
         call = self._flex.take()
         if call is None:
             raise NotImplementedError(f"{self._name}: {FLEX_RENAMED or _FLEX_UNSEEN}")
@@ -325,6 +336,7 @@ class AttentionCalls(TorchFunctionMode):
     def start(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._tally.calls = 0
         if not torch.compiler.is_dynamo_compiling():
+            self._tally.lengths.clear()
             ledger_of(self._scoped.unscoped.group).engaged = False
             self._tally.inputs = dict(zip(_parameter_names(type(module)), args, strict=False)) | kwargs
             self._check_cut([*args, *kwargs.values()])

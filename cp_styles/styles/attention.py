@@ -21,6 +21,7 @@ from cp_styles.comm.agreement import ledger_of
 from cp_styles.engine.binding import Binding, refuse_dropout
 from cp_styles.engine.checkpoint import as_kept
 from cp_styles.engine.dtensor_handlers import NO_COMMUNICATION, binding_of, install
+from cp_styles.engine.gradient_watch import RAISE, GradientCheck
 from cp_styles.engine.mesh_axes import chunk_sizes, declared_size
 from cp_styles.engine.op import check_local
 from cp_styles.engine.scope import Lease, ScopedBinding
@@ -57,6 +58,8 @@ class AttentionContextParallel(ContextParallelStyle):
             ``Full()``.
         kernel: computes the tiles; default the kernel that scaled_dot_product_attention chose. If it takes no masks,
             tiles with an explicit mask go to another kernel: see :func:`~cp_styles.kernels.kernel_for_tiles`.
+        gradient_check: what to do if gradients were not reduced over the axis, so that the ranks' parameters differ:
+            :class:`~cp_styles.GradientCheck`. Default: an error.
         seq_dim: sequence dim of the *module's* inputs: 2 for [B, H, S, D], 1 for [B, S, H, D]. The inputs of
             scaled_dot_product_attention are always [B, H, S, D].
         use_local_output: False leaves outputs as DTensors with Shard on the sequence axis; needs equal parts.
@@ -93,10 +96,18 @@ class AttentionContextParallel(ContextParallelStyle):
         layout: SequenceLayout | Balancer | None = None,
         mask: Mask | None = None,
         kernel: Kernel | None = None,
+        gradient_check: GradientCheck = RAISE,
         seq_dim: int = 2,
         use_local_output: bool = True,
     ) -> None:
-        super().__init__(mesh_axis=mesh_axis, strategy=strategy, layout=layout, mask=mask, kernel=kernel)
+        super().__init__(
+            mesh_axis=mesh_axis,
+            strategy=strategy,
+            layout=layout,
+            mask=mask,
+            kernel=kernel,
+            gradient_check=gradient_check,
+        )
         if seq_dim not in (1, 2):
             raise ValueError(f"seq_dim must be 2 ([B, H, S, D]) or 1 ([B, S, H, D]), got {seq_dim}")
         self.seq_dim = seq_dim

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from weakref import WeakSet
-
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -12,7 +9,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from cp_styles._compat import flattened
 from cp_styles.comm.groups import group_in_order
 from cp_styles.engine.binding import Binding
-from cp_styles.engine.gradient_watch import ParameterWatch
+from cp_styles.engine.gradient_watch import RAISE, GradientCheck
 from cp_styles.kernels import Kernel
 from cp_styles.layout import Balancer, SequenceLayout, head_tail
 from cp_styles.mask import Full, Mask
@@ -31,6 +28,7 @@ class ContextParallelStyle(ParallelStyle):
         layout: SequenceLayout | Balancer | None = None,
         mask: Mask | None = None,
         kernel: Kernel | None = None,
+        gradient_check: GradientCheck = RAISE,
     ) -> None:
         super().__init__()
         self.mesh_axis = mesh_axis
@@ -38,8 +36,7 @@ class ContextParallelStyle(ParallelStyle):
         self.layout = layout
         self.mask = Full() if mask is None else mask
         self.kernel = kernel
-        # By group: ranks may be threads that apply one style object.
-        self._warned: WeakSet[dist.ProcessGroup] = WeakSet()
+        self.gradient_check = gradient_check
 
     def bind(self, module: nn.Module, device_mesh: DeviceMesh) -> tuple[DeviceMesh, Binding]:
         """The 1-D mesh of the sequence, and the binding of the module's attention on it."""
@@ -47,8 +44,8 @@ class ContextParallelStyle(ParallelStyle):
         name = (axis.mesh_dim_names or ("cp",))[0]
         who = f"{type(module).__name__} ({type(self).__name__} over mesh axis {name!r})"
         layout = head_tail if self.layout is None else self.layout
-        watch = ParameterWatch(self._warned)
-        binding = Binding(who, name, group_in_order(axis), strategy, layout, self.mask, self.kernel, watch=watch)
+        group, check = group_in_order(axis), self.gradient_check
+        binding = Binding(who, name, group, strategy, layout, self.mask, self.kernel, gradient_check=check)
         strategy.check_ranks(axis.size())
         return axis, binding
 

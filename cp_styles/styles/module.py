@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_styles._compat import hooks_in_order, scripted_attention
+from cp_styles.engine.gradient_watch import RAISE, GradientCheck
 from cp_styles.engine.scope import ScopedBinding
 from cp_styles.intercept.function_mode import AttentionCalls
 from cp_styles.intercept.subclassing import BoundToThisRun, put_before_class
@@ -54,6 +55,8 @@ class ModuleContextParallel(ContextParallelStyle):
             ``Full()``.
         kernel: computes the tiles; default the kernel that scaled_dot_product_attention chose. If it takes no masks,
             tiles with an explicit mask go to another kernel: see :func:`~cp_styles.kernels.kernel_for_tiles`.
+        gradient_check: what to do if gradients were not reduced over the axis, so that the ranks' parameters differ:
+            :class:`~cp_styles.GradientCheck`. Default: an error.
         sink: name of a parameter of attention modules, such as "sinks", that holds their attention sinks: one learned
             logit for each query head, which takes part in every softmax and adds nothing to the output. Calls under
             such a module use it (scaled_dot_product_attention has no argument for it). Other calls have no sink.
@@ -82,11 +85,19 @@ class ModuleContextParallel(ContextParallelStyle):
         layout: SequenceLayout | Balancer | None = None,
         mask: Mask | None = None,
         kernel: Kernel | None = None,
+        gradient_check: GradientCheck = RAISE,
         sink: str | None = None,
         trusted: Sequence[str] = (),
         check_inputs: bool = True,
     ) -> None:
-        super().__init__(mesh_axis=mesh_axis, strategy=strategy, layout=layout, mask=mask, kernel=kernel)
+        super().__init__(
+            mesh_axis=mesh_axis,
+            strategy=strategy,
+            layout=layout,
+            mask=mask,
+            kernel=kernel,
+            gradient_check=gradient_check,
+        )
         self.sink = sink
         self.trusted = (trusted,) if isinstance(trusted, str) else tuple(trusted)
         self.check_inputs = check_inputs

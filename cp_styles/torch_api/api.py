@@ -27,6 +27,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from cp_styles.collectives import gather
 from cp_styles.comm.groups import axis_and_group
 from cp_styles.comm.point_to_point import gather_numbers
+from cp_styles.engine.gradient_watch import RAISE, GradientCheck
 from cp_styles.kernels import Kernel
 from cp_styles.layout import head_tail
 from cp_styles.mask import Mask
@@ -54,6 +55,7 @@ def context_parallel(
     layout: Cut | None = None,
     mask: Mask | None = None,
     kernel: Kernel | None = None,
+    gradient_check: GradientCheck = RAISE,
 ) -> ContextParallelBlock:
     """A block in which ``buffers`` are this rank's parts, and attention runs over the whole sequence.
 
@@ -76,6 +78,8 @@ def context_parallel(
             be those of this layout, which cannot be checked.
         mask: which keys each query attends to, in addition to ``is_causal`` of the calls; in global positions.
         kernel: computes the tiles.
+        gradient_check: what to do when gradients were not reduced over the ranks of the sequence, so that their
+            parameters differ: :class:`~cp_styles.engine.gradient_watch.GradientCheck`; by default an error.
 
     Returns:
         A context manager. It may be entered any number of times, one after the other.
@@ -89,7 +93,15 @@ def context_parallel(
     For the errors of attention calls see :class:`~cp_styles.styles.ModuleContextParallel`.
     """
     return ContextParallelBlock(
-        mesh, buffers, buffer_seq_dims, no_restore_buffers, strategy=strategy, layout=layout, mask=mask, kernel=kernel
+        mesh,
+        buffers,
+        buffer_seq_dims,
+        no_restore_buffers,
+        strategy=strategy,
+        layout=layout,
+        mask=mask,
+        kernel=kernel,
+        gradient_check=gradient_check,
     )
 
 

@@ -8,11 +8,12 @@ import os
 import runpy
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from cp_styles import head_tail
+from cp_styles import GradientCheck, head_tail
 from cp_styles.testing import run_ranks
 
 nbformat = pytest.importorskip("nbformat", reason="notebooks need pip install -e '.[notebook]'")
@@ -148,16 +149,24 @@ def with_mistake(script: Path, name: str, folder: Path) -> Path:
     return changed
 
 
-@pytest.mark.filterwarnings("default::cp_styles.UnreducedGradientsWarning")  # it says so too, and goes on
+@pytest.mark.filterwarnings("default::cp_styles.UnreducedGradientsWarning")
 @pytest.mark.parametrize("name", MISTAKES)
 def test_its_comparison_sees_a_mistake(attention, tmp_path, name):
     program = runpy.run_path(str(with_mistake(attention[1], name, tmp_path)))
     expected, layout = program["alone"](), head_tail(program["LENGTH"], 2)
-    for rank, found in enumerate(run_ranks(program["main"], 2)):
+    # Not an error for once, so that there is something to compare.
+    main = partial(program["main"], gradient_check=GradientCheck(only_warn=True))
+    for rank, found in enumerate(run_ranks(main, 2)):
         assert max(program["errors"](found, expected, layout, rank).values()) > 1e-3
 
 
 def test_under_torchrun_a_mistake_is_an_exit_code(attention, tmp_path):
-    done = torchrun(with_mistake(attention[1], "gradients unsummed", tmp_path), 2)
+    done = torchrun(with_mistake(attention[1], "positions from 0", tmp_path), 2)
     assert done.returncode != 0
     assert "largest relative error" in done.stdout, done.stderr
+
+
+def test_under_torchrun_gradients_that_nobody_sums_are_an_error(attention, tmp_path):
+    done = torchrun(with_mistake(attention[1], "gradients unsummed", tmp_path), 2)
+    assert done.returncode != 0
+    assert "UnreducedGradientsError" in done.stderr, done.stdout

@@ -53,7 +53,11 @@ def test_without_one_process_to_compare_with(tmp_path):
 
 # What a training under context parallelism is most often wrong by; each must be seen after two steps.
 SABOTAGE = {
-    "gradients left unsummed": "job.sum_gradients = lambda *args: None",
+    "gradients left unsummed": """
+job.sum_gradients = lambda *args: None
+only_warn = cp_styles.GradientCheck(only_warn=True)  # so that there is something to compare
+job.AttentionContextParallel = functools.partial(job.AttentionContextParallel, gradient_check=only_warn)
+""",
     "labels rolled after the cut": """
 def roll_late(batch, layout, rank, *, seq_dims):
     mine = original(batch, layout, rank, seq_dims=seq_dims)
@@ -77,7 +81,8 @@ def test_what_is_wrong_is_seen_and_fails(tmp_path):
     script = tmp_path / "sabotaged.py"
     script.write_text(
         f"""
-import importlib, sys
+import functools, importlib, sys
+import cp_styles
 import train_llama as job
 from tests.process import several
 

@@ -1,4 +1,4 @@
-"""The warning if gradients are not summed over cp, for models under torch.compile."""
+"""The error when nobody sums the gradients over cp, from models under torch.compile."""
 
 from __future__ import annotations
 
@@ -6,13 +6,19 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from cp_styles.batch import sum_gradients
-from cp_styles.engine.gradient_watch import ParameterWatch, UnreducedGradientsWarning
+from cp_styles.engine.gradient_watch import (
+    GradientCheck,
+    ParameterWatch,
+    UnreducedGradientsError,
+    UnreducedGradientsWarning,
+)
 from cp_styles.functions.attention import context_attention
 from cp_styles.layout import contiguous
 from cp_styles.styles import AttentionContextParallel, ModuleContextParallel
@@ -42,15 +48,15 @@ class Layers(nn.Module):
         return self.layers(x)
 
 
-def attended(door: str, mesh) -> nn.Module:
+def attended(door: str, mesh, **options) -> nn.Module:
     model = Layers()
     if door == "style":
-        style = AttentionContextParallel(layout=contiguous)
+        style = AttentionContextParallel(layout=contiguous, **options)
         return parallelize_module(model, mesh, {"layers.*.core": style})
     if door == "module":
-        return parallelize_module(model, mesh, ModuleContextParallel(layout=contiguous))
+        return parallelize_module(model, mesh, ModuleContextParallel(layout=contiguous, **options))
     for layer in model.layers:
-        layer.core.forward = lambda *qkv: context_attention(*qkv, mesh, layout=contiguous)
+        layer.core.forward = lambda *qkv: context_attention(*qkv, mesh, layout=contiguous, **options)
     return model
 
 
@@ -58,7 +64,7 @@ def steps_of(model: nn.Module, act, *, steps: int = 3, reduce=lambda: None) -> N
     """SGD steps on random inputs that differ between ranks, so that shares do."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(steps):
-        x = randn(1000 * torch.distributed.get_rank() + step, 1, 4, 10)
+        x = randn(1000 * dist.get_rank() + step, 1, 4, 10)
         act(x).square().sum().backward()
         reduce()
         optimizer.step()
@@ -82,25 +88,75 @@ def compiled(model: nn.Module, how: str):
     return model
 
 
+def raised(act) -> str:
+    """The UnreducedGradientsError that ``act`` raises on every rank."""
+    texts = []
+
+    def on(rank: int) -> None:
+        with pytest.raises(UnreducedGradientsError) as caught:
+            act(rank)
+        texts.append(str(caught.value))
+
+    run_ranks(on, RANKS)
+    assert len(texts) == ranks_here(RANKS)
+    return texts[0]
+
+
 @pytest.mark.parametrize("how", ["model", "layers"])
 @pytest.mark.parametrize("door", DOORS)
-def test_a_model_that_nobody_reduces_is_told(door: str, how: str):
+def test_a_model_that_nobody_reduces_is_an_error(door: str, how: str):
     def on(rank: int) -> None:
         model = attended(door, cp_mesh(RANKS))
         steps_of(model, compiled(model, how))
 
+    text = raised(on)
+    assert "mesh axis 'cp' hold different parameters" in text
+    assert "layers.0.q.weight (24, 10)" in text
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_warning_where_that_is_asked_for(door: str):
+    def on(rank: int) -> None:
+        model = attended(door, cp_mesh(RANKS), gradient_check=GradientCheck(only_warn=True))
+        steps_of(model, compiled(model, "model"), steps=5)
+
     texts = warned(on)
     assert len(texts) == ranks_here(RANKS)
-    assert all("mesh axis 'cp' hold different parameters (seen in one of shape (24, 10))" in text for text in texts)
+    assert all("hold different parameters" in text for text in texts)
 
 
-def test_a_warning_turned_into_an_error_is_one_on_every_rank():
-    """And leaves the compiled model's other errors as they are."""
+def test_what_differs_by_right_is_told_outside_of_graphs():
+    """By a style, or by a call that is not compiled."""
 
     def on(rank: int) -> None:
-        model = attended("style", cp_mesh(RANKS))
-        with warnings.catch_warnings(), pytest.raises(UnreducedGradientsWarning):
-            steps_of(model, compiled(model, "model"))
+        mesh = cp_mesh(RANKS)
+        model = Layers()
+        check = GradientCheck(local=(model.layers[0].q,))
+        function = attended("function", mesh, gradient_check=check)
+        with pytest.raises(Exception, match=r"cannot take GradientCheck\(local=...\) into a graph"):
+            compiled(function, "model")(randn(rank, 1, 4, 10))
+        dist.barrier()
+        parallelize_module(model, mesh, ModuleContextParallel(layout=contiguous, gradient_check=check))
+        shared = [x for name, x in model.named_parameters() if not name.startswith("layers.0.q")]
+        steps_of(model, compiled(model, "model"), steps=4, reduce=lambda: sum_gradients(shared, mesh))
+
+    run_ranks(on, RANKS)
+
+
+def test_a_compiled_optimizer():
+    """Nobody sees which parameters it steps; those of the graph are compared all the same."""
+
+    def on(rank: int) -> None:
+        mesh = cp_mesh(RANKS)
+        model = attended("module", mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = torch.compile(optimizer.step, backend="aot_eager", fullgraph=True)
+        for seed in range(3):
+            model(randn(1000 * rank + seed, 1, 4, 10)).square().sum().backward()
+            sum_gradients(model, mesh)
+            step()
+            optimizer.zero_grad()
+            dist.barrier()
 
     run_ranks(on, RANKS)
 
@@ -150,7 +206,7 @@ def test_fsdp_over_the_wrong_axis_is_told():
         fully_shard(model, mesh=mesh["dp"])
         steps_of(model, compiled(model, "layers"), steps=5)
 
-    assert len(warned(on)) == ranks_here(RANKS)
+    raised(on)
 
 
 def test_parameters_of_tensor_parallelism_are_told():
@@ -162,7 +218,7 @@ def test_parameters_of_tensor_parallelism_are_told():
         parallelize_module(model, mesh["tp"], {f"layers.*.{name}": ColwiseParallel() for name in "qkv"})
         steps_of(model, compiled(model, "model"), steps=2)
 
-    assert len(warned(on)) == ranks_here(RANKS)
+    raised(on)
 
 
 class InBackward(torch.autograd.Function):
@@ -180,13 +236,16 @@ class InBackward(torch.autograd.Function):
 
 
 def test_what_is_remembered():
-    """Trained parameters, few, weakly, now and then; and a forward with parameters of its own looks at those."""
+    """Trained parameters, weakly, now and then; a forward looks at those that it has, and at those."""
 
     def on(rank: int):
         watch, group = ParameterWatch(), cp_mesh(RANKS).get_group()
 
         def differentiate(weight) -> None:
             InBackward.apply(randn(rank, 3, 10) @ weight, lambda: watch.remember(group)).sum().backward()
+
+        def number_of(*weights) -> int:
+            return ParameterWatch().look(weights, group)
 
         plain = randn(rank, 3, 10)
         input_of_mine = randn(rank, 10, 10).requires_grad_()
@@ -196,11 +255,13 @@ def test_what_is_remembered():
         for _ in range(3):
             differentiate(weights[0])
         number = watch.look([plain], group)
-        assert number == ParameterWatch().look([weights[0]], group) != 0
-        assert watch.look([plain @ weights[1]], group) == ParameterWatch().look([weights[1]], group)
+        assert number == number_of(weights[0]) != 0
         differentiate(weights[1])  # the backward number 5, at which nothing is remembered
+        assert watch.look([plain], group) == number
+        both = watch.look([plain @ weights[1]], group)
+        assert both == number_of(*weights) != number
         del weights[0]
-        assert watch.look([plain], group) == 0
+        assert watch.look([plain], group) == number_of(*weights)
         return number
 
     assert len(set(run_ranks(on, RANKS))) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from contextvars import Context, copy_context
 from functools import partial
 from itertools import count
 
@@ -427,3 +428,46 @@ def test_what_makes_no_sense_is_refused():
                     styled(door, s.mesh)(*s.leaves()[0])
 
             assert message in refusals(act)
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_scope_that_another_thread_has_opened(door: str):
+    """It does not hold here, which is refused; where its context is copied to, it holds. A thread that is started has
+    an empty context of its own."""
+    batch = Batch(0, (5, 9))
+
+    def on(rank: int):
+        attend = styled(door, cp_mesh(RANKS))
+        leaves, cotangent = batch.leaves(rank)
+        with batch.scope():
+            with pytest.raises(RuntimeError, match="is open in another thread or asyncio task"):
+                Context().run(attend, *leaves)
+            with SequenceScope(head_tail(14, RANKS), mesh_axis="another"):
+                out = copy_context().run(attend, *leaves)
+            own = Context().run(within, batch.scope(), attend, *leaves)
+        assert torch.equal(out, own)
+        out.backward(cotangent)
+        batch.check(rank, out, leaves)
+        with SequenceScope(batch.layout, mesh_axis="another"):
+            Context().run(attend, *batch.problem.shard(head_tail, rank, RANKS)[0])  # this axis has no scope any more
+
+    run_ranks(on, RANKS, timeout_seconds=20)
+
+
+def within(scope, act, *args):
+    with scope:
+        return act(*args)
+
+
+def test_one_rank_whose_scope_is_open_in_another_thread():
+    """All ranks hear of it."""
+    batch = Batch(0, (5, 9))
+
+    def on(rank: int):
+        attend = styled("module", cp_mesh(RANKS))
+        with batch.scope():
+            message = "another thread" if rank == 0 else r"ranks \[0\] of mesh axis 'cp' refused"
+            with pytest.raises((RuntimeError, ValueError), match=message):
+                (Context() if rank == 0 else copy_context()).run(attend, *batch.leaves(rank)[0])
+
+    run_ranks(on, RANKS, timeout_seconds=20)

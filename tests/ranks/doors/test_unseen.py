@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
 
-from cp_styles import ModuleContextParallel, context_parallel, contiguous
+from cp_styles import ModuleContextParallel, SequenceLayout, context_parallel, contiguous
 from cp_styles.testing import RankError, run_ranks
-from tests.oracle import attention_inputs
+from tests.oracle import attention_inputs, randn
 from tests.ranks.attention_case import cp_mesh
 
 LENGTH = 12
@@ -104,3 +104,85 @@ def test_torchscript(door, module, message: str):
 @pytest.mark.parametrize("door", [by_module, by_block])
 def test_torchscript_without_attention(door):
     results(lambda *args: door(Fine(), *args))
+
+
+def product(query, key, value, **how):
+    """Attention as it is often written out."""
+    scores = query @ key.transpose(-2, -1) * query.shape[-1] ** -0.5
+    if how.get("masked"):
+        length = query.shape[-2]
+        scores = scores.masked_fill(torch.ones(length, length, dtype=torch.bool).triu(1), -torch.inf)
+    weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
+    return F.dropout(weights, how.get("dropout", 0.0)) @ value
+
+
+class Beside(nn.Module):
+    """Another computation beside an attention call."""
+
+    def __init__(self, act) -> None:
+        super().__init__()
+        self.act = act
+
+    def forward(self, query, key, value):
+        x = F.scaled_dot_product_attention(query, key, value)
+        return self.act(x, *(each * 1.0 for each in (query, key, value))).flatten(1).sum(1)
+
+
+PLAIN = {
+    "as it is": lambda x, q, k, v: product(q, k, v),
+    "masked": lambda x, q, k, v: product(q, k, v, masked=True),
+    "with dropout": lambda x, q, k, v: product(q, k, v, dropout=0.1),
+    "of what the call gave": lambda x, q, k, v: product(x * 2, x * 3, x),
+    "einsum": lambda x, q, k, v: torch.einsum("bhlm,bhmd->bhld", torch.einsum("bhld,bhmd->bhlm", q, k).softmax(-1), v),
+    "one head": lambda x, q, k, v: product(q[0, 0], k[0, 0], v[0, 0])[None],
+}
+
+
+@pytest.mark.parametrize("door", [by_module, by_block])
+@pytest.mark.parametrize("how", PLAIN)
+def test_attention_in_plain_ops(door, how: str):
+    """Beside a call that is seen, it would be local to each rank."""
+    with pytest.raises(RankError) as caught:
+        results(lambda *args: door(Beside(PLAIN[how]), *args))
+    assert str(caught.value).count("attention in plain ops ran inside, on this rank's 6 tokens alone") == 2
+
+
+def test_attention_in_plain_ops_that_one_rank_cannot_see():
+    """A rank with one token hears of it from the others."""
+    inputs, _ = attention_inputs(length=5, batch=1)
+    layout = SequenceLayout.from_chunks([[(0, 4)], [(4, 5)]])
+
+    def on(rank: int):
+        model = nn.Sequential(Beside(PLAIN["as it is"]))
+        parallelize_module(model, cp_mesh(2), {"0": ModuleContextParallel(layout=layout)})
+        tensors = [layout.shard(x, 2, rank).clone().requires_grad_() for x in inputs]
+        model[0](*tensors).sum().backward()
+
+    with pytest.raises(RankError) as caught:
+        run_ranks(on, 2, timeout_seconds=20)
+    assert "0: NotImplementedError: Beside" in str(caught.value)
+    assert "ranks [0] of mesh axis 'cp' refused the attention inside" in str(caught.value)
+
+
+def slots(*shape: int) -> nn.Parameter:
+    return nn.Parameter(randn(7, *shape))
+
+
+# On this rank 6 tokens, and 6 of everything else that can be mistaken for them.
+FINE = {
+    "a router over 6 experts": lambda x, q, k, v: (q @ slots(4, 8, 6)).softmax(-1) @ slots(4, 6, 8),
+    "a router's linear": lambda x, q, k, v: F.linear(q[0, 0], slots(6, 8)).softmax(-1)[None] @ q[0, 0],
+    "6 learned slots": lambda x, q, k, v: product(q, *(F.layer_norm(slots(4, 6, 8), (8,)) for _ in range(2))),
+    "6 other things at each token": lambda x, q, k, v: product(
+        *(F.linear(each.transpose(1, 2), slots(48, 8)).view(1, 6, 4, 6, 8) for each in (q, k, v))
+    ),
+    "a softmax of features": lambda x, q, k, v: q.softmax(-1) * v,
+    "products without a softmax": lambda x, q, k, v: q @ slots(4, 8, 6) @ slots(4, 6, 8),
+}
+
+
+@pytest.mark.parametrize("door", [by_module, by_block])
+@pytest.mark.parametrize("how", FINE)
+def test_what_is_no_attention(door, how: str):
+    """By shapes alone it might be."""
+    results(lambda *args: door(Beside(FINE[how]), *args))
