@@ -114,7 +114,7 @@ class ParameterWatch:
         self._nearest_only = False  # where ranks do not know the same parameters
         self._known: dict[int, ref[torch.Tensor]] = {}
         self._local: dict[int, ref[Any]] = {}
-        self._looked_at: list[tuple[torch.Tensor, torch.Tensor, int]] = []  # parameter, its part here, its checksum
+        self._looked_at: list[_LookedAt] = []
 
     def leave_out(self, local: Iterable[nn.Module | nn.Parameter]) -> None:
         """See :attr:`GradientCheck.local`."""
@@ -154,6 +154,7 @@ class ParameterWatch:
     def compare(self, numbers: Sequence[int], name: str, axis: str, group: dist.ProcessGroup) -> Finding | None:
         """What the ranks' numbers say, the same on every rank. Communication: see the class, where they differ."""
         self._attentions += self._counts  # here, where no rank has refused, so that all ranks look at the same ones
+        looked_at, self._looked_at = self._looked_at, []  # it keeps parameters alive
         if 0 in numbers or len(set(numbers)) == 1:
             return None
         if len({number >> 32 for number in numbers}) > 1:
@@ -161,7 +162,7 @@ class ParameterWatch:
                 self._nearest_only, self._attentions = True, self._attentions - 1  # the next attention looks again
             return None
         with torch.no_grad(), without_dispatch_modes():
-            finding = self._examine(name, axis, group)
+            finding = self._examine(looked_at, name, axis, group)
         if finding is not None and finding.apart:
             self._attentions -= self._counts  # whoever goes on is told again
         return finding
@@ -204,10 +205,10 @@ class ParameterWatch:
             for parameter in (each.parameters() if isinstance(each, nn.Module) else [each])
         }
 
-    def _examine(self, name: str, axis: str, group: dist.ProcessGroup) -> Finding | None:
-        rows = gather_numbers([number for _, _, number in self._looked_at], group)
+    def _examine(self, looked_at: list[_LookedAt], name: str, axis: str, group: dist.ProcessGroup) -> Finding | None:
+        rows = gather_numbers([number for _, _, number in looked_at], group)
         differing = [
-            each for each, column in zip(self._looked_at, zip(*rows, strict=True), strict=True) if len(set(column)) > 1
+            each for each, column in zip(looked_at, zip(*rows, strict=True), strict=True) if len(set(column)) > 1
         ]
         if not differing:
             return None  # cannot be: equal numbers have equal checksums
@@ -224,7 +225,7 @@ class ParameterWatch:
         shown += ", ..." if len(differing) > _MOST_NAMED else ""
         which = (
             f"{name}: the ranks of mesh axis {axis!r} hold different parameters: {len(differing)} of the "
-            f"{len(self._looked_at)} that were compared, {shown}. "
+            f"{len(looked_at)} that were compared, {shown}. "
         )
         return Finding(which + (_APART if apart else _ROUNDED).format(axis=axis), apart)
 
@@ -244,6 +245,8 @@ _ROUNDED = (
 
 _Pair = tuple[torch.Tensor, torch.Tensor]
 """A parameter, and what of it this rank holds."""
+_LookedAt = tuple[torch.Tensor, torch.Tensor, int]
+"""The same, and its checksum."""
 
 _watches: WeakKeyDictionary[dist.ProcessGroup, ParameterWatch] = WeakKeyDictionary()
 
