@@ -149,8 +149,8 @@ def test_attention_in_plain_ops(door, how: str):
 
 def test_attention_in_plain_ops_that_one_rank_cannot_see():
     """A rank with one token hears of it from the others."""
-    inputs, _ = attention_inputs(length=5, batch=1)
-    layout = SequenceLayout.from_chunks([[(0, 4)], [(4, 5)]])
+    inputs, _ = attention_inputs(length=4, batch=1)
+    layout = SequenceLayout.from_chunks([[(0, 3)], [(3, 4)]])
 
     def on(rank: int):
         model = nn.Sequential(Beside(PLAIN["as it is"]))
