@@ -53,7 +53,7 @@ class Rehearsal(dist.ProcessGroup):
     """The group of rank ``rank``. ``members`` are its ranks, as they are counted in the whole group."""
 
     def __init__(self, log: Log, rank: int, members: Sequence[int]) -> None:
-        super().__init__(rank, len(members))
+        super().__init__(rank, len(members))  # pyright: ignore[reportCallIssue] - its stub knows a store only
         self.log = log
         self.members = tuple(members)
 

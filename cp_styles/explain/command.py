@@ -132,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         wrong("--seq-len", "give --seq-len, or --documents with a file of lengths")
     if args.documents and args.seq_len not in (None, sum(args.documents)):
         wrong("--documents", f"the lengths add up to {sum(args.documents)}, and --seq-len is {args.seq_len}")
-    length = args.seq_len or sum(args.documents)
+    length = args.seq_len or sum(args.documents or ())
     if args.rank is not None and not 0 <= args.rank < args.ranks:
         wrong("--rank", f"there is no rank {args.rank} among {args.ranks}")
     if args.window and args.mask == "full":
@@ -151,9 +151,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name in names:
         if name not in balancers:
             wrong("--layout", f"{name} needs --documents")
-    shapes = Shapes(
-        *args.heads, args.head_dim, args.head_dim, _DTYPES[args.dtype], torch.device(hardware.device), args.batch
-    )
+    query_heads, kv_heads = args.heads
+    dtype, device = _DTYPES[args.dtype], torch.device(hardware.device)
+    shapes = Shapes(query_heads, kv_heads, args.head_dim, args.head_dim, dtype, device, args.batch)
     chosen = args.strategy or strategies_for(args.ranks, hardware)
     choices = ranked(
         chosen,

@@ -233,6 +233,6 @@ CPU = Hardware(
     memory=8 * GIB,
     overlap=False,
     device="cpu",
-    source="one thread a rank of a server's core, float32, gloo over loopback; measure() gives those of yours",
+    source="set by hand for a thread a rank on a server's core, float32, gloo over loopback; measure() is better",
 )
 MACHINES = {"h100": H100, "h200": H200, "a100": A100, "cpu": CPU}
