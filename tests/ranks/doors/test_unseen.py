@@ -153,7 +153,7 @@ def test_attention_in_plain_ops_that_one_rank_cannot_see():
     layout = SequenceLayout.from_chunks([[(0, 3)], [(3, 4)]])
 
     def on(rank: int):
-        model = nn.Sequential(Beside(PLAIN["as it is"]))
+        model = nn.Sequential(Beside(PLAIN["of what the call gave"]))
         parallelize_module(model, cp_mesh(2), {"0": ModuleContextParallel(layout=layout)})
         tensors = [layout.shard(x, 2, rank).clone().requires_grad_() for x in inputs]
         model[0](*tensors).sum().backward()
