@@ -26,6 +26,9 @@ def _says_its_dtypes(method):
 class ReferenceKernel(Kernel):
     """Materializes the logits of a tile in the accumulation dtype (float32, or float64 for float64)."""
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
     @_says_its_dtypes
     def forward(self, q_BHLD, k_BGMD, v_BGME, *, causal, bias, scale):
         logits_BGRLM = self._logits(q_BHLD, k_BGMD, causal, bias, scale)

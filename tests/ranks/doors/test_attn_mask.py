@@ -95,7 +95,7 @@ def module(mask, mesh, strategy):
 
 
 @pytest.mark.parametrize("strategy", [Ring(), Ulysses()], ids=["ring", "ulysses"])
-@pytest.mark.parametrize("mask", masks())
+@pytest.mark.parametrize("mask", list(masks()))
 def test_every_door_takes_the_whole_mask(mask, strategy):
     expected = one_device(mask)
 
