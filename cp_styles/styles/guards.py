@@ -19,7 +19,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from cp_styles._compat import current_graph_task, tree_leaves, tree_map, without_dispatch_modes
+from cp_styles._compat import (
+    current_graph_task,
+    never_compile_alone,
+    tree_leaves,
+    tree_map,
+    uncompiled,
+    without_dispatch_modes,
+)
 from cp_styles.engine.binding import Binding
 from cp_styles.intercept.function_mode import AttentionCalls
 from cp_styles.layout import SequenceLayout
@@ -54,27 +61,40 @@ class MixingProbe:
     def ask(
         self, module: nn.Module, forward: Callable[..., Any], calls: AttentionCalls, args: tuple[Any, ...], kwargs: Any
     ) -> Any:
-        """What ``forward(module, *args, **kwargs)`` returns. No communication.
+        """What ``forward(*args, **kwargs)`` returns with ``calls`` entered. No communication.
 
         Raises:
             NotImplementedError: no attention was called in it, and an output depends on another token's input.
         """
-        before = calls.attentions
-        output = forward(module, *args, **kwargs)
-        if calls.attentions != before:
+        with calls:
+            before = calls.attentions
+            output = forward(*args, **kwargs)
+            self._ask(module, forward, calls, calls.attentions != before, args, kwargs)
+            return output
+
+    @uncompiled
+    def _ask(
+        self,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        calls: AttentionCalls,
+        attended: bool,
+        args: tuple[Any, ...],
+        kwargs: Any,
+    ) -> None:
+        if attended:
             self._done.add(id(module))
         elif self._can_run_again(module):
             structure = tuple(type(each) for each in module.modules())
             if structure in self._cleared:
                 self._done.add(id(module))
             elif (length := _length(calls.inputs)) is None or length > 1:
-                found = _mixes(partial(forward, module), args, kwargs, length)
+                found = _mixes(forward, args, kwargs, length)
                 if found:
                     raise NotImplementedError(self._words(module, *found))
                 if found is not None:
                     self._cleared.add(structure)
                 self._done.add(id(module))
-        return output
 
     @staticmethod
     def _can_run_again(module: nn.Module) -> bool:
@@ -95,6 +115,9 @@ class MixingProbe:
             "It is not context parallel: keep such layers out of the model, or name the module in trusted= of the "
             "style if what it mixes is whole on each rank"
         )
+
+
+never_compile_alone(MixingProbe.ask)
 
 
 def _mixes(

@@ -6,6 +6,7 @@ import functools
 import inspect
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
+from types import FunctionType
 from typing import Any, TypeAlias
 
 import torch
@@ -176,17 +177,17 @@ def _scripted(module: nn.Module) -> Iterator[str]:
 class _Entered(BoundToThisRun):
     """Mixin before a module's class: its forward runs with the calls sent through the engine."""
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        calls, inlined, probe = getattr(self, _STATE)
+        if torch.compiler.is_dynamo_compiling() or probe is None or probe.asked(self):
+            with inlined if torch.compiler.is_dynamo_compiling() else calls:
+                return super().forward(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        return probe.ask(self, super().forward, calls, args, kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+
 
 def _entered_members(cls: type[nn.Module]) -> dict[str, Any]:
-    @functools.wraps(cls.forward)  # which shows the signature of its own
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        calls, inlined, probe = getattr(self, _STATE)
-        if torch.compiler.is_dynamo_compiling():
-            with inlined:
-                return cls.forward(self, *args, **kwargs)
-        with calls:
-            if probe is None or probe.asked(self):
-                return cls.forward(self, *args, **kwargs)
-            return probe.ask(self, cls.forward, calls, args, kwargs)
-
-    return {"forward": forward}
+    """A forward that shows the signature of ``cls``. It is a copy: where torch.compile breaks a graph inside of the
+    module depends on the code of :class:`_Entered`, which calls ``super()``."""
+    own = _Entered.forward
+    forward = FunctionType(own.__code__, own.__globals__, own.__name__, own.__defaults__, own.__closure__)
+    return {"forward": functools.wraps(cls.forward)(forward)}
