@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from math import prod
 from typing import NamedTuple
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -47,7 +48,8 @@ class Direct:
     """
 
     def __init__(self, way: Exchange, shapes: Sequence[Sizes], group: dist.ProcessGroup | None) -> None:
-        self._way, self._shapes, self._group = way, shapes, group
+        self._way, self._shapes = way, shapes
+        self._group = None if group is None else ref(group)  # what is remembered must not keep a group alive
         self.trivial = way.peers.size == 1
         if self.trivial:
             self.arriving, self.in_order = 0, True
@@ -95,9 +97,10 @@ class Direct:
         return pending
 
     def _exchange(self, sends: Messages, receives: Messages) -> Pending:
+        group = self._group and self._group()
         if sends:
-            open_group(self._group, sends[0][1].device)
-        return exchange(sends, receives, self._group)
+            open_group(group, sends[0][1].device)
+        return exchange(sends, receives, group)
 
     def _pack(self, peer: int, block: torch.Tensor, tensors: Tensors) -> torch.Tensor:
         """Fill ``block`` with the columns that ``peer`` needs of this rank's rows."""

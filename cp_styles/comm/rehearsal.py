@@ -56,6 +56,7 @@ class Rehearsal(dist.ProcessGroup):
         super().__init__(rank, len(members))  # pyright: ignore[reportCallIssue] - its stub knows a store only
         self.log = log
         self.members = tuple(members)
+        self._parts: list[Rehearsal] = []  # alive as long as the whole, as those of a real group are
 
     def send(self, tensors: Sequence[torch.Tensor], peer: int, tag: int) -> _Started:  # pyright: ignore
         return self._start(tensors, peer, True)
@@ -74,7 +75,8 @@ class Rehearsal(dist.ProcessGroup):
         """The group of some of the members, this rank among them. None for a group of one."""
         if len(members) == 1:
             return None
-        return Rehearsal(self.log, members.index(self.members[self.rank()]), members)
+        self._parts.append(Rehearsal(self.log, members.index(self.members[self.rank()]), members))
+        return self._parts[-1]
 
 
 class _Started:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
+from weakref import ref
 
 import torch
 
@@ -181,7 +182,7 @@ class _Levels:
         # One message for all three, unless keys are cut differently from queries.
         self._messages = (slice(0, 3),) if len(geometry.exchanges) == 1 else (slice(0, 1), slice(1, 3))
         shapes = (q.shape, k.shape, v.shape)
-        self._group = group
+        self._group = None if group is None else ref(group)
         ways = zip(geometry.exchanges, self._messages, strict=True)
         self._ways = [Direct(way, shapes[which], group) for way, which in ways]
         self._geometry, self._q_shape = geometry, tuple(q.shape)
@@ -203,7 +204,9 @@ class _Levels:
     def like_queries(self, dim: int) -> Direct:
         """The exchange of tensors shaped like queries with a last dim ``dim``: output, its gradient, logsumexp."""
         if dim not in self._like_queries:
-            self._like_queries[dim] = Direct(self._geometry.queries, ((*self._q_shape[:3], dim),), self._group)
+            self._like_queries[dim] = Direct(
+                self._geometry.queries, ((*self._q_shape[:3], dim),), self._group and self._group()
+            )
         return self._like_queries[dim]
 
     def kept_in(
