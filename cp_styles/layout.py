@@ -182,11 +182,15 @@ def warn_of_other_cuts(layout: SequenceLayout, name: str) -> None:
         )
 
 
-def other_cuts_around(layout_for: Callable[[int], SequenceLayout], ranks: int) -> bool:
-    """Whether :func:`warn_of_other_cuts` would warn for the layout of any length. ``layout_for`` may raise."""
+def other_cuts_around(layout_for: Callable[[int], SequenceLayout], ranks: int, rank: int, own: Sequence[int]) -> bool:
+    """Whether :func:`warn_of_other_cuts` may warn for a sequence of which this rank holds a number of ``own`` positions.
+
+    ``layout_for`` gives the layout of a length. It may raise.
+    """
     for length in {cut.length for _, cut in list(_cut.values()) if cut.ranks == ranks}:
         with contextlib.suppress(Exception):
-            if layout_for(length) not in (_cut_around(length, ranks) or {layout_for(length)}):
+            layout = layout_for(length)
+            if layout.lengths[rank] in own and layout not in (_cut_around(length, ranks) or {layout}):
                 return True
     return False
 

@@ -304,7 +304,7 @@ class Binding:
                 layout = _number_of(cuts(guess))
             except Exception:  # the guessed length may be wrong
                 guess, layout = (0, 0), 0
-            may_warn = other_cuts_around(layout_for, ranks)
+            may_warn = other_cuts_around(layout_for, ranks, self.group.rank(), own)
             return StatusRow(
                 RankStatus.GOOD_INPUTS if call is None else RankStatus.GOOD_CALL,
                 place=self.tally.calls,
