@@ -183,9 +183,9 @@ def warn_of_other_cuts(layout: SequenceLayout, name: str) -> None:
 
 
 def other_cuts_around(layout_for: Callable[[int], SequenceLayout], ranks: int, rank: int, own: Sequence[int]) -> bool:
-    """Whether :func:`warn_of_other_cuts` may warn for a sequence of which this rank holds a number of ``own`` positions.
+    """Whether :func:`warn_of_other_cuts` may warn for a sequence of which this rank holds one of ``own`` lengths.
 
-    ``layout_for`` gives the layout of a length. It may raise.
+    ``layout_for`` gives the layout of a whole length. It may raise.
     """
     for length in {cut.length for _, cut in list(_cut.values()) if cut.ranks == ranks}:
         with contextlib.suppress(Exception):
