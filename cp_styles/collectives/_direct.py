@@ -44,12 +44,12 @@ class Direct:
         arriving: number of elements that :meth:`start` receives.
 
     ``shapes`` are the shapes on the side where each rank has its rows of all columns. ``group`` is the group of the
-    exchange's peers.
+    exchange's peers; None for one rank. The reference is weak, because what is remembered must not keep a group alive.
     """
 
-    def __init__(self, way: Exchange, shapes: Sequence[Sizes], group: dist.ProcessGroup | None) -> None:
+    def __init__(self, way: Exchange, shapes: Sequence[Sizes], group: ref[dist.ProcessGroup] | None) -> None:
         self._way, self._shapes = way, shapes
-        self._group = None if group is None else ref(group)  # what is remembered must not keep a group alive
+        self._group = group
         self.trivial = way.peers.size == 1
         if self.trivial:
             self.arriving, self.in_order = 0, True
@@ -97,7 +97,8 @@ class Direct:
         return pending
 
     def _exchange(self, sends: Messages, receives: Messages) -> Pending:
-        group = self._group and self._group()
+        group = None if self._group is None else self._group()
+        assert group is not None, "its attention holds the group of an exchange that runs"
         if sends:
             open_group(group, sends[0][1].device)
         return exchange(sends, receives, group)

@@ -34,9 +34,8 @@ def save_attention(others: Policy | None = None) -> Contexts:
     It keeps the output and the logsumexp of each attention, and the agreement of the ranks before it (``Ulysses`` also
     keeps what its all-to-all received). Received keys and values are not kept, for any ``keep`` of the strategy: the
     backward receives them again. But with ``torch.compile`` inside the checkpoint or around it, ``keep`` of the
-    strategy
-    counts: ``Ring(keep=0)`` keeps none. Under a SequenceScope pass ``context_fn=partial(scope.for_checkpoint,
-    save_attention())``.
+    strategy counts: ``Ring(keep=0)`` keeps none. Under a SequenceScope pass
+    ``context_fn=partial(scope.for_checkpoint, save_attention())``.
 
     Args:
         others: the policy for all other ops; default: recompute them.

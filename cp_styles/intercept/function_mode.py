@@ -41,6 +41,7 @@ from cp_styles.functions.flex import FlexCall, flex_attend
 from cp_styles.functions.varlen import VARLEN_OPERATOR, VARLEN_OPERATORS, varlen_operator
 from cp_styles.intercept.flex_frames import FIRST_QUESTION, QUESTIONS, FlexCalls, traced_part
 from cp_styles.kernels.flex import ScoreMod
+from cp_styles.kernels.sdpa import SDPA_CALLS
 from cp_styles.layout import cut_with
 from cp_styles.mask import Dense, Full, Mask, PerRow
 
@@ -142,7 +143,7 @@ class AttentionCalls(TorchFunctionMode):
         compiling = torch.compiler.is_dynamo_compiling()
         if not compiling:
             self.note(args)
-        if func is F.scaled_dot_product_attention or func in _BELOW:
+        if func in SDPA_CALLS:
             return self._attend(*args, **kwargs) if compiling else self._attend_uncompiled(*args, **kwargs)
         name = getattr(func, "__name__", None)
         if not compiling:  # torch.compile cannot trace these string methods
@@ -410,8 +411,6 @@ _MOST_MASKED = 16
 
 # Attention functions that would otherwise run on the local part without an error.
 _OTHERS = {F.multi_head_attention_forward, *fast_path_attention()}
-# scaled_dot_product_attention as an operator.
-_BELOW = {torch.ops.aten.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default}
 _FLEX_UNSEEN = (
     "the operator of flex_attention was not called by torch's function, so the arguments of the call are not known; "
     "call torch.nn.attention.flex_attention.flex_attention, or what torch.compile made of it"

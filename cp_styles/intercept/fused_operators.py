@@ -11,28 +11,21 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from cp_styles.engine.binding import refuse_grouped
 from cp_styles.engine.dtensor_handlers import binding_of, carrier, watch_values
 from cp_styles.kernels.autocast import as_attended
-from cp_styles.kernels.sdpa import names_of
+from cp_styles.kernels.sdpa import SDPA_CALLS, names_of
 from cp_styles.mask import Dense
-
-_CALLS = (
-    F.scaled_dot_product_attention,
-    torch.ops.aten.scaled_dot_product_attention,
-    torch.ops.aten.scaled_dot_product_attention.default,
-)
 
 
 class FusedCalls(TorchFunctionMode):
     """Entered around the forward of a module. It has no state."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _CALLS:
+        if func in SDPA_CALLS:
             return _attend(func, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 

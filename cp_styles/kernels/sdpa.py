@@ -18,6 +18,15 @@ from cp_styles.kernels.base import Kernel, TileCall
 from cp_styles.kernels.merge import EMPTY_LSE
 from cp_styles.kernels.packing import Packing
 
+# scaled_dot_product_attention, as the function and as an operator.
+SDPA_CALLS = frozenset(
+    {
+        F.scaled_dot_product_attention,
+        torch.ops.aten.scaled_dot_product_attention,
+        torch.ops.aten.scaled_dot_product_attention.default,
+    }
+)
+
 # Tiles with more query rows than this are not packed. A pack is a copy of its tiles, so it pays only for tiles that
 # would leave a GPU idle: those with fewer blocks of 128 queries (for some 32 heads) than multiprocessors. The value is
 # an estimate that was not measured on a GPU.

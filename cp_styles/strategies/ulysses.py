@@ -184,7 +184,7 @@ class _Levels:
         shapes = (q.shape, k.shape, v.shape)
         self._group = None if group is None else ref(group)
         ways = zip(geometry.exchanges, self._messages, strict=True)
-        self._ways = [Direct(way, shapes[which], group) for way, which in ways]
+        self._ways = [Direct(way, shapes[which], self._group) for way, which in ways]
         self._geometry, self._q_shape = geometry, tuple(q.shape)
         self._like_queries: dict[int, Direct] = {}
         start, stop = geometry.own
@@ -204,9 +204,7 @@ class _Levels:
     def like_queries(self, dim: int) -> Direct:
         """The exchange of tensors shaped like queries with a last dim ``dim``: output, its gradient, logsumexp."""
         if dim not in self._like_queries:
-            self._like_queries[dim] = Direct(
-                self._geometry.queries, ((*self._q_shape[:3], dim),), self._group and self._group()
-            )
+            self._like_queries[dim] = Direct(self._geometry.queries, ((*self._q_shape[:3], dim),), self._group)
         return self._like_queries[dim]
 
     def kept_in(

@@ -43,11 +43,6 @@ def parallelize_module(
     return torch_parallel.parallelize_module(module, device_mesh, parallelize_plan, src_data_rank=src_data_rank)
 
 
-def _with_near(path: str, names: list[str]) -> str:
-    near = get_close_matches(path, names, 3, 0.5)
-    return f"{path!r} (near: {', '.join(near)})" if near else repr(path)
-
-
 def _matches(module: nn.Module, path: str) -> bool:
     """Whether torch would find a module: each part of the path is a pattern for names of children."""
     found = [module]
