@@ -1,21 +1,83 @@
-"""A strategy that chooses among strategies by predicted time."""
+"""Strategies and layouts in the order of their predicted time, and a strategy that takes the fastest."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
 from cp_styles.cache import remembered
 from cp_styles.explain.candidates import layouts_for, problem_of, replace_device, strategies_for
-from cp_styles.explain.choices import ranked
 from cp_styles.explain.hardware import H100, Hardware
 from cp_styles.explain.rehearse import Shapes, kernel_of
 from cp_styles.explain.report import Explanation, explained
-from cp_styles.layout import SequenceLayout
+from cp_styles.layout import SequenceLayout, layout_made_by
 from cp_styles.mask import Mask
 from cp_styles.plan import make_plan
 from cp_styles.strategies import Attention, Strategy
+
+
+class Choice(NamedTuple):
+    """A strategy and a layout that can be chosen. ``problem`` says why it cannot, and what to do; empty if it can."""
+
+    strategy: Strategy
+    layout_name: str
+    explanation: Explanation | None
+    problem: str = ""
+
+    @property
+    def seconds(self) -> float:
+        if self.explanation is None:
+            return float("inf")
+        return sum(entry.total for entry in self.explanation.seconds)
+
+
+def ranked(
+    strategies: Sequence[Strategy],
+    layouts: dict[str, Callable[[int, int], SequenceLayout]],
+    *,
+    length: int,
+    ranks: int,
+    mask: Mask,
+    shapes: Shapes,
+    hardware: Hardware,
+    memory: bool = True,
+    most: int = 4,
+) -> list[Choice]:
+    """All combinations, the fastest first, those that cannot be taken last. No communication."""
+    shapes = replace_device(shapes, hardware)
+    found: list[Choice] = []
+    for name, balancer in layouts.items():
+        layout = layout_made_by(balancer, length, ranks)
+        found += choices(strategies, name, (layout, layout), mask, shapes, hardware, memory=memory, most=most)
+    return sorted(found, key=lambda choice: (bool(choice.problem), choice.seconds))
+
+
+def choices(
+    strategies: Sequence[Strategy],
+    layout_name: str,
+    layouts: tuple[SequenceLayout, SequenceLayout],
+    mask: Mask,
+    shapes: Shapes,
+    hardware: Hardware,
+    *,
+    memory: bool,
+    most: int,
+) -> list[Choice]:
+    """The strategies for one attention, in their order. ``memory`` and ``most`` are those of ``explained``."""
+    kernel, found = kernel_of(shapes, None), []
+    for strategy in strategies:
+        made, problem = None, problem_of(strategy, layouts[0].ranks, shapes)
+        if not problem:
+            made = explained(strategy, layouts, mask, kernel, shapes, hardware=hardware, memory=memory, most=most)
+            held = made.peak_memory + layouts[0].lengths[0] * (2 * shapes.query_row + shapes.kv_row)
+            if held > hardware.memory:
+                has = f"{hardware.name} has {hardware.memory / 2**30:.0f}"
+                problem = f"needs {held / 2**30:.1f} GiB for one attention, {has}: take more ranks, or keep=0"
+        found.append(Choice(strategy, layout_name, made, problem))
+    return found
 
 
 @dataclass(frozen=True)
@@ -99,15 +161,9 @@ def _choice(
     mask: Mask,
     shapes: Shapes,
 ) -> Explanation:
-    ranks, kernel = q_layout.ranks, kernel_of(shapes, None)
-    strategies = candidates or strategies_for(ranks, hardware)
-    problems = {strategy: problem_of(strategy, ranks, shapes) for strategy in strategies}
-    possible = [strategy for strategy, problem in problems.items() if not problem]
-    if not possible:
-        raise ValueError(f"Auto: none of its candidates can run: {problems}")
-    cuts = q_layout, kv_layout
-    found = [
-        explained(strategy, cuts, mask, kernel, shapes, hardware=hardware, memory=False, most=1)
-        for strategy in possible
-    ]
-    return min(found, key=lambda made: sum(entry.total for entry in made.seconds))
+    strategies = candidates or strategies_for(q_layout.ranks, hardware)
+    found = choices(strategies, "", (q_layout, kv_layout), mask, shapes, hardware, memory=False, most=1)
+    best = min(found, key=lambda choice: (bool(choice.problem), choice.seconds))
+    if best.explanation is None:
+        raise ValueError(f"Auto: none of its candidates can run: { ({x.strategy: x.problem for x in found}) }")
+    return best.explanation

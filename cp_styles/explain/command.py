@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
+from cp_styles.explain.auto import Choice, ranked
 from cp_styles.explain.candidates import layouts_for, strategies_for
-from cp_styles.explain.choices import Choice, ranked
 from cp_styles.explain.hardware import MACHINES
 from cp_styles.explain.rehearse import Shapes
 from cp_styles.explain.text import nbytes, seconds, table

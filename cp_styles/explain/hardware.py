@@ -1,4 +1,4 @@
-"""What a machine can do, in the few figures that times of attention are predicted from."""
+"""What a machine can do, in the few figures that times of attention are predicted from, and the prediction."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from cp_styles.explain.rehearse import KernelCall, Shapes, kernel_of
+from cp_styles.comm.rehearsal import Transfer, Waited
+from cp_styles.explain.rehearse import Copied, KernelCall, Phase, Shapes, kernel_of
 
 GIB = 2**30
 
@@ -236,3 +238,53 @@ CPU = Hardware(
     source="set by hand for a thread a rank on a server's core, float32, gloo over loopback; measure() is better",
 )
 MACHINES = {"h100": H100, "h200": H200, "a100": A100, "cpu": CPU}
+
+
+class Seconds(NamedTuple):
+    """Time of a forward or backward on one rank.
+
+    Attributes:
+        total: all of it.
+        kernels: inside the attention kernels.
+        exposed: waiting for messages while nothing is computed.
+        copies: packing, merging and other operations.
+    """
+
+    total: float
+    kernels: float
+    exposed: float
+    copies: float
+
+    def __add__(self, other: Seconds) -> Seconds:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return Seconds(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+
+
+def seconds_of(phase: Phase, rank: int, hardware: Hardware) -> Seconds:
+    """Time of one phase, if the other ranks are never late.
+
+    A link carries one message after another in each direction, from the moment when the rank starts them. Where
+    messages do not travel beside kernels, the rank spends their time when it waits for them.
+    """
+    now = kernels = exposed = copies = 0.0
+    free: dict[tuple[str, bool], float] = {}
+    ends: list[float] = []
+    for event in phase.events:
+        if isinstance(event, KernelCall):
+            spent = hardware.kernel_seconds(event)
+            now, kernels = now + spent, kernels + spent
+        elif isinstance(event, Copied):
+            spent = hardware.op_floor + event.nbytes / hardware.copy_bandwidth
+            now, copies = now + spent, copies + spent
+        elif isinstance(event, Transfer):
+            link, bandwidth, latency = hardware.link(rank, event.peer)
+            way = link, event.outgoing
+            free[way] = max(free.get(way, 0.0), now) + event.nbytes / bandwidth
+            if hardware.overlap:
+                ends.append(free[way] + latency)
+            else:  # the rank moves the bytes itself; both ways at once
+                ends.append(-(latency + event.nbytes / bandwidth) if not event.outgoing else 0.0)
+        elif isinstance(event, Waited):
+            end = ends[event.transfer]
+            spent = max(0.0, end - now) if hardware.overlap else -end
+            now, exposed = now + spent, exposed + spent
+    return Seconds(now, kernels, exposed, copies)

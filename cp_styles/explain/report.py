@@ -13,11 +13,10 @@ import torch
 
 from cp_styles.engine.run import listener
 from cp_styles.explain.candidates import layouts_for, problem_of, strategies_for
-from cp_styles.explain.hardware import Hardware
+from cp_styles.explain.hardware import Hardware, Seconds, seconds_of
 from cp_styles.explain.picture import plot
 from cp_styles.explain.rehearse import RankRun, Shapes, kernel_of, rehearse
 from cp_styles.explain.text import text_of
-from cp_styles.explain.times import Seconds, seconds_of
 from cp_styles.kernels import SDPA_KERNELS, Kernel, ReferenceKernel
 from cp_styles.layout import Balancer, SequenceLayout, head_tail, layout_made_by
 from cp_styles.mask import Causal, Mask, PerRow
@@ -130,7 +129,7 @@ class Explanation:
     @cached_property
     def considered(self) -> list[tuple[str, str]]:
         """Other layouts and strategies, and what they would change or why they are not possible."""
-        return _alternatives(self)
+        return [*_other_layouts(self), *_other_strategies(self)]
 
     def as_dict(self) -> dict[str, Any]:
         """The figures, as JSON takes them."""
@@ -329,11 +328,6 @@ def _area(tile: Tile) -> int:
     """The pairs of a tile."""
     queries, keys = tile.q[1] - tile.q[0], tile.kv[1] - tile.kv[0]
     return queries * (queries + 1) // 2 if tile.cover is Cover.CAUSAL else queries * keys
-
-
-def _alternatives(made: Explanation) -> list[tuple[str, str]]:
-    """Other layouts by their balance, and other strategies by what they send and hold or why they cannot run."""
-    return [*_other_layouts(made), *_other_strategies(made)]
 
 
 def _other_layouts(made: Explanation) -> Iterator[tuple[str, str]]:

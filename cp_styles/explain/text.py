@@ -8,9 +8,10 @@ from __future__ import annotations
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from cp_styles.explain.steps import sequences, steps_of
+from cp_styles.comm.rehearsal import Transfer
+from cp_styles.explain.rehearse import KernelCall, Phase
 
 _WIDTH = 99
 _STEPS = 10
@@ -36,6 +37,48 @@ def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     for row in rows:
         cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
         yield "  " + "  ".join(cells).rstrip()
+
+
+def sequences(values: Sequence[int]) -> str:
+    """Numbers as a short text: 0-3 5."""
+    found: list[list[int]] = []
+    for value in sorted(values):
+        if found and value == found[-1][1] + 1:
+            found[-1][1] = value
+        else:
+            found.append([value, value])
+    shown = [f"{first}" if first == last else f"{first}-{last}" for first, last in found]
+    return " ".join(shown[:6]) + (" ..." if len(shown) > 6 else "")
+
+
+class Step(NamedTuple):
+    """What a rank does from one start of messages to the next.
+
+    Attributes:
+        sent, received: bytes by peer, of the messages that start with this step.
+        calls: kernel calls.
+        pairs: (query, key) pairs that are computed, of all heads.
+    """
+
+    sent: Counter[int]
+    received: Counter[int]
+    calls: int
+    pairs: int
+
+
+def steps_of(phase: Phase) -> list[Step]:
+    """The steps of a forward or backward, in order."""
+    steps, computed = [Step(Counter(), Counter(), 0, 0)], False
+    for event in phase.events:
+        if isinstance(event, Transfer):
+            if computed:
+                steps.append(Step(Counter(), Counter(), 0, 0))
+                computed = False
+            (steps[-1].sent if event.outgoing else steps[-1].received)[event.peer] += event.nbytes
+        elif isinstance(event, KernelCall):
+            last = steps[-1]
+            steps[-1], computed = last._replace(calls=last.calls + 1, pairs=last.pairs + event.pairs), True
+    return steps
 
 
 def text_of(made: Any) -> str:
