@@ -8,8 +8,9 @@ from functools import partial
 import pytest
 import torch
 
-from cp_styles import AllGather, Causal, Ring, Ulysses, context_attention, head_tail
+from cp_styles import AllGather, Causal, Documents, Ring, Ulysses, context_attention, head_tail
 from cp_styles.explain import CPU, Auto, Shapes, explain
+from cp_styles.explain.candidates import layouts_for
 from cp_styles.testing import run_ranks
 from tests.ranks.attention_case import EXACT, Core, Problem, cp_mesh, parallel, run_attention
 
@@ -47,6 +48,30 @@ def test_the_fastest_is_chosen():
             )
             times[strategy] = sum(entry.total for entry in found.seconds)
         assert times[made.strategy] == min(times.values())
+
+
+def test_auto_inside_a_compiled_model():
+    problem = Problem(length=29)
+
+    def on(rank: int) -> list[float]:
+        core = torch.compile(parallel(Core(), cp_mesh(2), strategy=Auto(FREE)), backend="aot_eager", fullgraph=True)
+        return run_attention(core, problem, rank, 2)
+
+    assert max(max(errors) for errors in run_ranks(on, 2)) < EXACT
+
+
+@pytest.mark.parametrize("mask", [Causal(), Causal() & Documents([300, 100, 624])], ids=["causal", "documents"])
+def test_the_layout_that_is_chosen_is_the_fastest(mask):
+    """Of those that suit the mask, with the strategy that is the fastest for each."""
+    shapes, auto = Shapes(4, 4, 16, 16, torch.float32, torch.device("cpu")), Auto(CPU, (Ring(), AllGather()))
+    times = {}
+    for name, balancer in layouts_for(mask).items():
+        layout = balancer(1024, 4)
+        made = auto.choice((layout, layout), mask, shapes)
+        times[name] = sum(entry.total for entry in made.seconds)
+    best = min(times, key=times.__getitem__)
+    assert auto.layout(1024, 4, mask=mask, shapes=shapes) == layouts_for(mask)[best](1024, 4)
+    assert times[best] < max(times.values())
 
 
 def test_other_hardware_on_one_rank_is_an_error_on_all():
