@@ -21,7 +21,15 @@ from typing import TypeVar
 
 import torch
 
-from cp_styles.kernels import CUDA_CUDNN, CUDA_EFFICIENT, CUDA_FLASH, ByTile, ReferenceKernel, SdpaKernel
+from cp_styles.kernels import (
+    CUDA_CUDNN,
+    CUDA_EFFICIENT,
+    CUDA_EFFICIENT_FLOAT32,
+    CUDA_FLASH,
+    ByTile,
+    ReferenceKernel,
+    SdpaKernel,
+)
 from tests.varlen_op import varlen_backward, varlen_forward
 
 NAN = math.nan
@@ -34,6 +42,7 @@ def on_cpu(kernel: K) -> K:
 
 
 FLASH, EFFICIENT, CUDNN = on_cpu(CUDA_FLASH), on_cpu(CUDA_EFFICIENT), on_cpu(CUDA_CUDNN)
+EFFICIENT_FLOAT32 = on_cpu(CUDA_EFFICIENT_FLOAT32)
 REFERENCE = ReferenceKernel()
 # What a call on CUDA gets: see kernel_for_tiles. The second is for a user who names cuDNN.
 DEFAULT = ByTile((FLASH, EFFICIENT, REFERENCE), (EFFICIENT, REFERENCE))

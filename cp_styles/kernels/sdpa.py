@@ -7,7 +7,7 @@ by name. So one class serves all ops, and a changed signature in a torch version
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, ClassVar, NamedTuple
 
@@ -443,6 +443,9 @@ CUDA_EFFICIENT = SdpaKernel(
     row_bytes=16,
     one_dim=False,
 )
+# Tiles of float16 and bfloat16 in float32, so that only the merged result is rounded. An attention in a single tile
+# stays in its dtype.
+CUDA_EFFICIENT_FLOAT32 = replace(CUDA_EFFICIENT, wide_tiles=True)
 # Whole blocks of 128 rows: its backward can make NaN with half a block of keys (cuDNN before 9.26) and with one query
 # (9.26 too), it does not take one key, and every shape has a plan, which is compiled and never forgotten.
 CUDA_CUDNN = SdpaKernel(

@@ -14,12 +14,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cp_styles.engine.dtensor_handlers import carrier
 from cp_styles.functions.attention import context_attention
-from cp_styles.kernels import ReferenceKernel
+from cp_styles.kernels import Kernel, ReferenceKernel
 from cp_styles.layout import contiguous, head_tail, striped
 from cp_styles.mask import Causal, Documents, Full, SlidingWindow
 from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.testing import RankError, run_ranks
-from tests.cuda_ops import DEFAULT, ON_GPU, cuda_ops_on_cpu
+from tests.cuda_ops import DEFAULT, EFFICIENT_FLOAT32, ON_GPU, cuda_ops_on_cpu
 from tests.gpu_tensors import BreaksRule, Nccl, Synchronizes, gpus, put, read
 from tests.oracle import (
     allowed,
@@ -266,27 +266,40 @@ def test_batches_that_wait_for_each_other_are_noticed():
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("mask", [Causal(), Full()], ids=str)
 def test_tiles_that_come_back_in_low_precision(mask, ranks: int, dtype: torch.dtype):
-    """A kernel on CUDA rounds each tile's results, and the merged ones are rounded again. Of the same kernel on the
-    whole sequence the error has one such rounding, and that of the probabilities. The roundings of tiles have together
-    the norm of one more where tiles do not cancel: at most twice the square of the error. (Seen: 1.09 to 1.26.)"""
+    """A kernel on CUDA rounds each tile's results, and the merged ones are rounded again. The same kernel on the whole
+    sequence rounds its result once (``last``). Where the tiles of a result are independent, the squares of their norms
+    sum to the square of its norm, so that their roundings have together the norm of ``last``, however many they are:
+    ``ours^2 = alone^2 + last^2``. (Seen: 0.28 to 1.21 of last^2. Rows with one tile have no such rounding, and tiles of
+    a gradient cancel a little.) Tiles in float32 leave one rounding, and that of no probabilities: below ``alone``.
+    """
     length, causal = 256, isinstance(mask, Causal)
     inputs, cotangent = attention_inputs(length=length, heads=2, dim=64, dtype=dtype)
     allows = torch.ones(length, length).tril().bool() if causal else None
     expected = expected_attention(inputs, cotangent, allows)
     layout = head_tail(length, ranks)
 
-    def on(rank: int) -> list[torch.Tensor]:
-        attend = partial(context_attention, group=dist.group.WORLD, layout=layout, mask=mask, kernel=DEFAULT)
+    def errors(found: list[torch.Tensor]) -> list[float]:
+        return [error(*pair) for pair in zip(found, expected, strict=True)]
+
+    def on(rank: int, kernel: Kernel) -> list[torch.Tensor]:
+        attend = partial(context_attention, group=dist.group.WORLD, layout=layout, mask=mask, kernel=kernel)
         parts = [layout.shard(x, 2, rank) for x in inputs]
         return attend_and_differentiate(attend, parts, layout.shard(cotangent, 2, rank))
 
+    def merged(kernel: Kernel) -> list[float]:
+        found = zip(*run_ranks(partial(on, kernel=kernel), ranks), strict=True)
+        return errors([layout.unshard(list(parts), 2) for parts in found])
+
+    last = errors([x.to(dtype) for x in expected])
     with cuda_ops_on_cpu():
         options = {"causal": causal, "bias": None, "scale": 1 / 8}
         out, lse = DEFAULT.forward(*inputs, **options)
-        alone = [out, *DEFAULT.backward(cotangent, *inputs, out, lse, **options)]
-        found = [layout.unshard(list(parts), 2) for parts in zip(*run_ranks(on, ranks), strict=True)]
-    ratios = [error(*pair) / error(one, pair[1]) for one, *pair in zip(alone, found, expected, strict=True)]
-    assert max(ratios) <= 2**0.5, ratios
+        alone = errors([out, *DEFAULT.backward(cotangent, *inputs, out, lse, **options)])
+        rounded, wide = merged(DEFAULT), merged(EFFICIENT_FLOAT32)
+    for ours, one, rounding in zip(rounded, alone, last, strict=True):
+        assert ours**2 <= one**2 + 1.25 * rounding**2, (rounded, alone, last)
+    assert all(ours < one for ours, one in zip(wide, alone, strict=True)), (wide, alone)
+    assert max(ours / one for ours, one in zip(rounded, alone, strict=True)) > 1.1  # what the page on GPUs says
 
 
 def test_products_in_all_digits_where_tf32_is_allowed():
