@@ -16,7 +16,8 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from operator import itemgetter
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -71,12 +72,12 @@ class StatusRow(NamedTuple):
     """The row of numbers of one rank. Each meeting uses the fields that it needs.
 
     Attributes:
+        q_length: number of local queries, or another number that may differ between ranks.
+        kv_length: number of local keys.
         status: a :class:`RankStatus`.
         meeting: the :class:`Meeting` of this rank.
         who: a hash of the name of the module or function.
         place: the index of the call in its module's forward; 0 if unknown.
-        q_length: number of local queries, or another number that may differ between ranks.
-        kv_length: number of local keys.
         guessed: the global lengths for which ``layout`` was computed.
         layout: a hash of the layouts.
         inputs: a hash of shapes, dtypes and masks.
@@ -86,12 +87,12 @@ class StatusRow(NamedTuple):
         flags: :data:`BACKWARD_MAY_COME` and :data:`MAY_WARN`.
     """
 
+    q_length: int = 0
+    kv_length: int = 0
     status: int = RankStatus.GOOD_INPUTS
     meeting: int = 0
     who: int = 0
     place: int = 0
-    q_length: int = 0
-    kv_length: int = 0
     guessed: int = 0
     layout: int = 0
     inputs: int = 0
@@ -104,8 +105,22 @@ class StatusRow(NamedTuple):
 WIDTH = len(StatusRow._fields)
 BACKWARD_MAY_COME, MAY_WARN = 1, 2
 
-Rows: TypeAlias = Sequence[StatusRow]
-"""The rows of all ranks, in group order."""
+
+class Rows(list[StatusRow]):
+    """The rows of all ranks, in group order.
+
+    Attributes:
+        columns: all ranks' values of each field.
+        alike: the rows differ in nothing but lengths, so there is nothing to compare.
+    """
+
+    def __init__(self, rows: Sequence[Sequence[int]]) -> None:
+        super().__init__(map(StatusRow._make, rows))
+        self.columns: Any = StatusRow._make(zip(*self, strict=True))
+        self.alike = len(set(map(_but_lengths, self))) == 1
+
+
+_but_lengths = itemgetter(slice(2, None))
 
 
 @dataclass
@@ -142,7 +157,8 @@ _ledgers: WeakKeyDictionary[dist.ProcessGroup, Ledger] = WeakKeyDictionary()
 
 
 def ledger_of(group: dist.ProcessGroup) -> Ledger:
-    return _ledgers.setdefault(group, Ledger())
+    found = _ledgers.get(group)
+    return _ledgers.setdefault(group, Ledger()) if found is None else found
 
 
 def exchange_status(
@@ -174,7 +190,7 @@ def exchange_status(
     note_user(group, f"{name} (mesh axis {axis!r})")
     mine = _of_meeting(said, meeting, name)
     try:
-        rows = [StatusRow(*row) for row in gather_numbers(mine, group)]
+        rows = Rows(gather_numbers(mine, group))
     except RuntimeError as error:
         error.add_note(
             f"{name}: this happened while this rank, {meeting.words}, waited for the other ranks of mesh axis "
@@ -183,8 +199,9 @@ def exchange_status(
         raise
     if problem is not None:
         raise problem
-    _raise_if_refused(rows, name, axis)
-    _raise_if_apart(rows, name, axis)
+    if not rows.alike:
+        _raise_if_refused(rows, name, axis)
+        _raise_if_apart(rows, name, axis)
     return rows
 
 
@@ -289,7 +306,7 @@ def _is_of_this_world(group: dist.ProcessGroup) -> bool:
 
 def compare(rows: Rows, column: str, name: str, axis: str, what: str, mine: Callable[[], Any]) -> None:
     """Raise ValueError unless all ranks have the same number in ``column``. ``mine()`` describes this rank's value."""
-    numbers = [getattr(row, column) for row in rows]
+    numbers = getattr(rows.columns, column)
     odd = [rank for rank, number in enumerate(numbers) if number != numbers[0]]
     if odd:
         raise ValueError(

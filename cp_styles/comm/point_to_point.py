@@ -134,7 +134,7 @@ def open_group(group: dist.ProcessGroup | None, device: torch.device) -> None:
     _opened.add(group)
 
 
-def gather_numbers(numbers: Sequence[int], group: dist.ProcessGroup) -> list[tuple[int, ...]]:
+def gather_numbers(numbers: Sequence[int], group: dist.ProcessGroup) -> Sequence[Sequence[int]]:
     """The rows of int64 numbers of all ranks, on every rank, in group order.
 
     By such rows all ranks learn of an error on one of them. Communication: one all-gather of ``len(numbers)`` int64
@@ -143,9 +143,8 @@ def gather_numbers(numbers: Sequence[int], group: dist.ProcessGroup) -> list[tup
     """
     refuse_destroyed(group)
     if group.size() == 1:
-        return [tuple(numbers)]
-    mine = _row(numbers, group)
-    return [tuple(row) for row in torch.ops.cp_styles.gather_numbers(mine, group.group_name).tolist()]
+        return [numbers]
+    return torch.ops.cp_styles.gather_numbers(_row(numbers, group), group.group_name).tolist()
 
 
 def offer_numbers(numbers: Sequence[int], group: dist.ProcessGroup, seconds: float) -> None:
@@ -211,7 +210,7 @@ torch.library.define(
 def _gather_numbers(mine: torch.Tensor, group_name: str) -> torch.Tensor:
     group = resolve_group(group_name)
     rows = mine.new_empty(group.size(), mine.numel())
-    work = _gather(list(rows), mine, group)
+    work = _gather(list(rows.unbind()), mine, group)
     if work is not None:
         work.wait()
     return rows

@@ -15,6 +15,7 @@ from cp_styles._compat import current_graph_task
 from cp_styles.comm.agreement import (
     BACKWARD_MAY_COME,
     MAY_WARN,
+    Ledger,
     Meeting,
     RankStatus,
     Rows,
@@ -29,7 +30,7 @@ from cp_styles.comm.agreement import (
 from cp_styles.engine.gradient_watch import RAISE, GradientCheck, ParameterWatch, watch_of
 from cp_styles.engine.mesh_axes import OtherAxes
 from cp_styles.kernels import Kernel, kernel_for_tiles
-from cp_styles.kernels.autocast import attended_dtype
+from cp_styles.kernels.autocast import attended_dtypes
 from cp_styles.layout import (
     Balancer,
     SequenceLayout,
@@ -281,22 +282,27 @@ class Binding:
         Raises :class:`~cp_styles.engine.gradient_watch.UnreducedGradientsError` if the ranks' parameters differ, and
         warns :class:`~cp_styles.layout.LayoutMismatchWarning` if tokens seem to be cut with another layout.
         """
-        watch, ranks, ledger = self._watch, self.group.size(), ledger_of(self.group)
+        watch, ranks, ledger = self._watch, self.group.size(), self._ledger
         layouts: dict[int, SequenceLayout] = {}  # a balancer may be slow, and its next result may differ
 
         def layout_for(length: int) -> SequenceLayout:
-            if length not in layouts:
-                layouts[length] = self.layout_for(length)
-            return layouts[length]
+            found = layouts.get(length)
+            if found is None:
+                found = layouts[length] = self.layout_for(length)
+            return found
 
         def cuts(whole: tuple[int, int]) -> tuple[SequenceLayout, SequenceLayout]:
-            return layout_for(whole[0]), layout_for(whole[1])
+            first = layout_for(whole[0])
+            return first, first if whole[1] == whole[0] else layout_for(whole[1])
 
         def build() -> StatusRow:
             refuse()
             self.refuse_other_cut(tensors)
-            self._refuse_other_values(tensors, seq_dim)
             own = tensors[0].shape[seq_dim], tensors[1].shape[seq_dim]
+            if tensors[2].shape[seq_dim] != own[1]:
+                raise ValueError(
+                    f"{self.name}: key and value have different lengths: {own[1]} and {tensors[2].shape[seq_dim]}"
+                )
             guess = ledger.lengths.get(own, (own[0] * ranks, own[1] * ranks))
             if isinstance(self.layout, SequenceLayout):
                 guess = self.layout.length, self.layout.length
@@ -305,16 +311,16 @@ class Binding:
             except Exception:  # the guessed length may be wrong
                 guess, layout = (0, 0), 0
             may_warn = other_cuts_around(layout_for, ranks, self.group.rank(), own)
+            rest = slice(seq_dim % tensors[0].ndim + 1, None)
+            sizes = [(*x.shape[:seq_dim], *x.shape[rest]) for x in tensors]
             return StatusRow(
-                RankStatus.GOOD_INPUTS if call is None else RankStatus.GOOD_CALL,
-                place=self.tally.calls,
                 q_length=own[0],
                 kv_length=own[1],
+                status=RankStatus.GOOD_INPUTS if call is None else RankStatus.GOOD_CALL,
+                place=self.tally.calls,
                 guessed=_packed(guess),
                 layout=layout,
-                inputs=fingerprint(
-                    [*(_other_sizes(x, seq_dim) for x in tensors), *map(attended_dtype, tensors), _contents(attn_mask)]
-                ),
+                inputs=fingerprint([*sizes, *attended_dtypes(tensors), _contents(attn_mask)]),
                 config=self._print,
                 call=fingerprint([call]) if call else 0,
                 watch=watch.look(tensors, self.group),
@@ -324,51 +330,56 @@ class Binding:
         where = self.name, self.axis
         ledger.engaged = True
         rows = exchange_status(build, Meeting.ATTENTION, *where, self.group, refused)
-        self._compare(rows, tensors, call or {}, attn_mask)
+        if not rows.alike:
+            self._compare(rows, tensors, call or {}, attn_mask)
         if attn_mask is not None and (problem := _of_a_part(attn_mask, rows)):
             raise ValueError(f"{self.name}: {problem}")  # on every rank, because their masks are equal
-        whole = sum(row.q_length for row in rows), sum(row.kv_length for row in rows)
-        layout_rows = rows
-        if any(row.guessed != _packed(whole) for row in rows):
+        columns, layout_rows = rows.columns, rows
+        whole = sum(columns.q_length), sum(columns.kv_length)
+        if set(columns.guessed) != {_packed(whole)}:
 
             def build_layout() -> StatusRow:
                 return StatusRow(layout=_number_of(cuts(whole)))
 
             layout_rows = exchange_status(build_layout, Meeting.LAYOUT, *where, self.group)
-        if len({row.status for row in rows}) == 1:
+        if not layout_rows.alike and len({row.status for row in rows}) == 1:
             compare(layout_rows, "layout", *where, _NAMED, self._text)
-        self._compare_lengths(rows, cuts(whole))
-        # Compare the configuration last: a rank that did not reach its call is reported with its own status first.
-        compare(rows, "config", *where, _NAMED, self._text)
-        _compare_keep(rows, keep, *where)
+        settled = cuts(whole)
+        for layout, held in zip(settled, (columns.q_length, columns.kv_length), strict=True):
+            if layout.lengths != held:
+                raise ValueError(
+                    f"{self.name}: the ranks of mesh axis {self.axis!r} hold {list(held)} positions, but the layout "
+                    f"{plain(self.layout)} gives them {list(layout.lengths)} of {sum(held)}: cut the inputs with the "
+                    "layout of the attention (layout.shard), or give the attention the layout they were cut with"
+                )
+        if not rows.alike:
+            # Compare the configuration last: a rank that did not reach its call is reported with its own status first.
+            compare(rows, "config", *where, _NAMED, self._text)
+            _compare_keep(rows, keep, *where)
         ledger.remember((tensors[0].shape[seq_dim], tensors[1].shape[seq_dim]), whole)
-        self._warn(rows, watch, layouts[whole[0]])
+        found = watch.compare(columns.watch, *where, self.group)
+        if found is not None or any(map(MAY_WARN.__and__, columns.flags)):
+
+            def warn() -> StatusRow:
+                if found is not None:
+                    watch.tell(found, self.gradient_check)
+                warn_of_other_cuts(settled[0], self.name)
+                return StatusRow()
+
+            # On all ranks. A user may turn warnings into errors, and then all of them must raise.
+            exchange_status(warn, Meeting.WARNING, *where, self.group)
         self._begun(call is not None)
-        return self._settled(whole, cuts(whole))
-
-    def _warn(self, rows: Rows, watch: ParameterWatch, layout: SequenceLayout) -> None:
-        """Warn on all ranks. A user may turn warnings into errors, and then all ranks must raise."""
-        found = watch.compare([row.watch for row in rows], self.name, self.axis, self.group)
-        if found is None and not any(row.flags & MAY_WARN for row in rows):
-            return
-
-        def warn() -> StatusRow:
-            if found is not None:
-                watch.tell(found, self.gradient_check)
-            warn_of_other_cuts(layout, self.name)
-            return StatusRow()
-
-        exchange_status(warn, Meeting.WARNING, self.name, self.axis, self.group)
+        return self._settled(whole, settled)
 
     def _begun(self, engaged: bool) -> None:
         """Note that an attention starts. It ends with :meth:`finished`."""
-        ledger = ledger_of(self.group)
+        ledger = self._ledger
         ledger.engaged, ledger.backward_began = engaged, False
         ledger.forward_open = ledger.forward_open or current_graph_task() is None
 
     def finished(self) -> None:
         """Note that the forward of the attention has ended. Later errors are not errors of the attention."""
-        ledger_of(self.group).engaged = False
+        self._ledger.engaged = False
 
     def _settled(self, lengths: tuple[int, int], cuts: tuple[SequenceLayout, SequenceLayout]) -> Binding:
         """This binding with fixed layouts instead of a balancer. Cached by layouts."""
@@ -403,14 +414,14 @@ class Binding:
         def build() -> StatusRow:
             refuse()
             return StatusRow(
-                RankStatus.GOOD_CALL,
+                status=RankStatus.GOOD_CALL,
                 place=self.tally.calls,
                 call=fingerprint([is_causal, scale, _contents(attn_mask)]),
                 flags=BACKWARD_MAY_COME * keep,
             )
 
         where = self.name, self.axis
-        ledger_of(self.group).engaged = True
+        self._ledger.engaged = True
         rows = exchange_status(build, Meeting.CALL, *where, self.group, RankStatus.NO_CALL)
 
         def mine() -> str:
@@ -420,8 +431,9 @@ class Binding:
                 "its local input, and attn_mask must be the mask of the whole sequence, the same on all ranks"
             )
 
-        compare(rows, "call", *where, "the call of the attention inside", mine)
-        _compare_keep(rows, keep, *where)
+        if not rows.alike:
+            compare(rows, "call", *where, "the call of the attention inside", mine)
+            _compare_keep(rows, keep, *where)
         self._begun(True)
 
     def refuse(self, problem: Exception) -> NoReturn:
@@ -448,18 +460,13 @@ class Binding:
                     "style, or a SequenceScope around both"
                 )
 
-    def _refuse_other_values(self, tensors: Sequence[torch.Tensor], seq_dim: int) -> None:
-        keys, values = tensors[1].shape[seq_dim], tensors[2].shape[seq_dim]
-        if keys != values:
-            raise ValueError(f"{self.name}: key and value have different lengths: {keys} and {values}")
-
     def _compare(
         self, rows: Rows, tensors: Sequence[torch.Tensor], call: Mapping[str, Any], attn_mask: torch.Tensor | None
     ) -> None:
         """Raise unless the inputs of the ranks fit together."""
 
         def shapes() -> list[Any]:
-            given = [(tuple(x.shape), str(attended_dtype(x))) for x in tensors]
+            given = [(tuple(x.shape), str(dtype)) for x, dtype in zip(tensors, attended_dtypes(tensors), strict=True)]
             if attn_mask is None:
                 return given
             return [*given, ("attn_mask", tuple(attn_mask.shape), str(attn_mask.dtype)), _of_a_part(attn_mask, rows)]
@@ -474,19 +481,12 @@ class Binding:
             compare(rows, "config", *where, named, settings)
             compare(rows, "call", *where, named, settings)
 
-    def _compare_lengths(self, rows: Rows, cuts: tuple[SequenceLayout, SequenceLayout]) -> None:
-        for layout, lengths in zip(
-            cuts, zip(*((row.q_length, row.kv_length) for row in rows), strict=True), strict=True
-        ):
-            if layout.lengths != lengths:
-                raise ValueError(
-                    f"{self.name}: the ranks of mesh axis {self.axis!r} hold {list(lengths)} positions, but the layout "
-                    f"{plain(self.layout)} gives them {list(layout.lengths)} of {sum(lengths)}: cut the inputs with "
-                    "the layout of the attention (layout.shard), or give the attention the layout they were cut with"
-                )
-
     def _text(self) -> str:
         return ", ".join(plain(part) for part in (self.strategy, self.layout, self.mask, self.kernel))
+
+    @cached_property
+    def _ledger(self) -> Ledger:
+        return ledger_of(self.group)
 
     @cached_property
     def _watch(self) -> ParameterWatch:
@@ -566,12 +566,6 @@ def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         raise ValueError(f"{heads[0]} query heads are not a multiple of {heads[1]} key/value heads")
     if q.shape[3] != k.shape[3]:
         raise ValueError(f"the head dims of query and key differ: {q.shape[3]} and {k.shape[3]}")
-
-
-def _other_sizes(tensor: torch.Tensor, seq_dim: int) -> tuple[int, ...]:
-    sizes = list(tensor.shape)
-    del sizes[seq_dim]
-    return tuple(sizes)
 
 
 def _contents(mask: torch.Tensor | None) -> Any:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -157,14 +157,17 @@ def carrier(device_type: str, *, masked: bool) -> SdpaKernel:
     one.
     """
     flags = torch.backends.cuda
-    enabled = {
-        CUDA_FLASH: flags.flash_sdp_enabled,
-        CUDA_EFFICIENT: flags.mem_efficient_sdp_enabled,
-        CUDA_CUDNN: flags.cudnn_sdp_enabled,
-    }
+    return _carrier(
+        device_type, masked, flags.flash_sdp_enabled(), flags.mem_efficient_sdp_enabled(), flags.cudnn_sdp_enabled()
+    )
+
+
+@cache
+def _carrier(device_type: str, masked: bool, flash: bool, efficient: bool, cudnn: bool) -> SdpaKernel:
+    enabled = {CUDA_FLASH: flash, CUDA_EFFICIENT: efficient, CUDA_CUDNN: cudnn}
     kernels = [kernel for kernel in SDPA_KERNELS if kernel.takes_bias or not masked]
     kernels = [kernel for kernel in kernels if kernel.device_type == device_type] or kernels
-    return next((kernel for kernel in kernels if kernel not in enabled or enabled[kernel]()), kernels[0])
+    return next((kernel for kernel in kernels if enabled.get(kernel, True)), kernels[0])
 
 
 @dataclass(frozen=True)

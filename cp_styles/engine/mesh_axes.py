@@ -104,6 +104,7 @@ def chunk(length: int, parts: int, index: int) -> tuple[int, int]:
     return min(index * size, length), min((index + 1) * size, length)
 
 
+@lru_cache(maxsize=1024)
 def chunk_sizes(length: int, parts: int) -> tuple[int, ...]:
     """The numbers of rows of all parts, if DTensor cuts ``length`` rows."""
     return tuple(stop - start for start, stop in (chunk(length, parts, index) for index in range(parts)))

@@ -38,7 +38,7 @@ from cp_styles.engine.gradient_watch import GradientCheck, watch_of
 from cp_styles.engine.run import run_backward, run_forward
 from cp_styles.engine.scope import ScopedBinding, ScopeHistory, SequenceScope
 from cp_styles.kernels import Kernel
-from cp_styles.kernels.autocast import attended_dtype
+from cp_styles.kernels.autocast import attended_dtypes
 from cp_styles.layout import Balancer, SequenceLayout, says_always_the_same
 from cp_styles.mask import Dense, Full, Mask
 from cp_styles.strategies import Strategy
@@ -186,7 +186,8 @@ def check_local(name: str, tensors: tuple[torch.Tensor, ...]) -> None:
             raise ValueError(
                 f"{name}: {label} must have 4 dims (batch, heads, sequence, head dim), got {tuple(tensor.shape)}"
             )
-    if len({(attended_dtype(x), x.device) for x in tensors}) > 1 or not tensors[0].is_floating_point():
+    devices, dtypes = {x.device for x in tensors}, attended_dtypes(tensors)
+    if len(devices) > 1 or len(set(dtypes)) > 1 or not tensors[0].is_floating_point():
         raise ValueError(
             f"{name}: query, key and value must share one floating-point dtype and one device, got "
             f"{[(str(x.dtype), str(x.device)) for x in tensors]}"

@@ -105,7 +105,7 @@ def attend(
         # In compiled code the op checks shapes, because there all ranks can learn of an error.
         (check_plain if isinstance(source, ConfigText) else check_local)(source.name, tensors)
         refuse_tangents(source.name, (sink_H,))
-        tensors = tuple(map(as_attended, tensors))
+        tensors = as_attended(tensors)
         if attn_mask is not None and attn_mask.requires_grad:
             Dense(attn_mask)  # raises. Checked here, because the compiled op does not know requires_grad any more
     except Exception as error:  # of any kind: the other ranks must raise too

@@ -50,7 +50,7 @@ def _attend(
     refuse_grouped(binding.name, query.shape[1], key.shape[1], enable_gqa)
     if attn_mask is not None and not isinstance(attn_mask, DTensor):
         Dense(attn_mask)  # raises for a tensor that is not a mask, and for one that requires grad
-    query, key, value = map(as_attended, tensors)
+    query, key, value = tensors = as_attended(tensors)
     op = carrier(query.device.type, masked=attn_mask is not None).forward_op
     names = names_of(op)
     said = {
@@ -66,5 +66,5 @@ def _attend(
     }
     results = op(**{name: said[common] for name, common in names.arguments.items()})
     out = results[names.returns.index("out")]
-    watch_values(out, (query, key, value))
+    watch_values(out, tensors)
     return out

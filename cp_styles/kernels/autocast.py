@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 
 import torch
 
@@ -16,19 +17,22 @@ def _lower(device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind)
 
 
-def attended_dtype(tensor: torch.Tensor) -> torch.dtype:
-    """The dtype in which scaled_dot_product_attention would take ``tensor`` here.
+def attended_dtypes(tensors: Sequence[torch.Tensor]) -> tuple[torch.dtype, ...]:
+    """The dtypes in which scaled_dot_product_attention would take tensors of one device here.
 
     Autocast does not change float64 and non-floating dtypes.
     """
-    if not tensor.is_floating_point() or tensor.dtype == torch.float64:
-        return tensor.dtype
-    return _lower(tensor.device) or tensor.dtype
+    dtypes = tuple([x.dtype for x in tensors])
+    lower = _lower(tensors[0].device)
+    if lower is None:
+        return dtypes
+    return tuple([lower if x.is_floating_point and x != torch.float64 else x for x in dtypes])
 
 
-def as_attended(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` as scaled_dot_product_attention would take it here. Differentiable."""
-    return tensor.to(attended_dtype(tensor))
+def as_attended(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """``tensors`` of one device as scaled_dot_product_attention would take them here. Differentiable."""
+    dtypes = attended_dtypes(tensors)
+    return tuple([x.to(dtype) for x, dtype in zip(tensors, dtypes, strict=True)])
 
 
 def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:

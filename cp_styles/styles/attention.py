@@ -200,9 +200,9 @@ class ContextParallelState:
         scoped = as_kept(self._scoped)
         self.binding = scoped.now()
         bound = self._bind(args, kwargs)
-        inputs: tuple[Any, ...] = tuple(bound.arguments.get(name) for name in self._names)
+        inputs: tuple[Any, ...] = tuple(map(bound.arguments.get, self._names))
         dim = self.style.seq_dim
-        local = tuple(value.to_local() if isinstance(value, DTensor) else value for value in inputs)
+        local = tuple([value.to_local() if isinstance(value, DTensor) else value for value in inputs])
         attn_mask = bound.arguments.get("attn_mask")
         asked = self.binding
         refuse = partial(self._refuse, bound.arguments, inputs, local)
@@ -213,16 +213,17 @@ class ContextParallelState:
         other_axes = self.dtensor_io.other_axes(self._names, inputs)
         if self.dtensor_io.makes_sequence_dtensors(other_axes):
             self._refuse_uneven(lengths[0])
-        self.binding = replace(agreed, other_axes=other_axes)
+        self.binding = agreed if other_axes is None else replace(agreed, other_axes=other_axes)
         if attn_mask is not None:
             self.binding = replace(self.binding, mask=self.binding.mask & Dense(attn_mask))
             bound.arguments["attn_mask"] = None
         self._lease = lease = scoped.lease(self.binding, self.axis.device_type)
         # The mesh may have an equal binding, for example that of another module. Then its tally is used.
         self.binding = binding_of(lease.mesh) or self.binding
-        q_size, kv_size = (
-            declared_size(self.binding.layout_for(length), self.binding.group.rank()) for length in lengths
-        )
+        rank, layout_for = self.binding.group.rank(), self.binding.layout_for
+        q_size = kv_size = declared_size(layout_for(lengths[0]), rank)
+        if lengths[1] != lengths[0]:
+            kv_size = declared_size(layout_for(lengths[1]), rank)
         for name, value, part, size in zip(self._names, inputs, local, (q_size, kv_size, kv_size), strict=True):
             bound.arguments[name] = shared = self.dtensor_io.to_bound_mesh(value, part, lease.mesh, size)
             lease.hold_in_graph(shared)

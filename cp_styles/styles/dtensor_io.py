@@ -59,12 +59,11 @@ class DTensorIO:
         Raises:
             ValueError: they are DTensors on a mesh or with placements that this attention does not take.
         """
-        dim = self._seq_dim
-        plain = (
-            not isinstance(x, DTensor) or (x.device_mesh == self._axis and x.placements == (Shard(dim),))
-            for x in inputs
-        )
-        first = next((index for index, fine in enumerate(plain) if not fine), None)
+        dim, first = self._seq_dim, None
+        for index, x in enumerate(inputs):
+            if isinstance(x, DTensor) and not (x.device_mesh == self._axis and x.placements == (Shard(dim),)):
+                first = index
+                break
         if first is None:
             return None
         mesh = inputs[first].device_mesh

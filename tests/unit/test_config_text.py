@@ -75,7 +75,7 @@ def test_a_tensor_goes_beside_the_text():
         "{'cp_styles.engine.op:ctypes.CDLL':('FILE',)}",
         "{'cp_styles.engine.config_text:sys.exit':()}",
         "{'cp_styles.testing:run_ranks'}",
-        "{'cp_styles.engine.op:attended_dtype'}",
+        "{'cp_styles.engine.op:attended_dtypes'}",
         "{'cp_styles.engine.op:handle'}",
         "{'cp_styles.styles.attention:AttentionContextParallel':()}",
         "{'antigravity:geohash'}",
