@@ -46,15 +46,21 @@ QUESTIONS = frozenset((_SIZE, _DEVICE, _REQUIRES_GRAD, _NUMEL))
 
 
 class FlexCalls:
-    """The flex_attention calls of one thread, one at a time. See [Note: catching flex_attention]."""
+    """The flex_attention calls of one thread, one at a time. See [Note: catching flex_attention].
+
+    Attributes:
+        pending: the call that was noted and has not reached its operator, with its frame.
+    """
 
     def __init__(self) -> None:
-        self._pending: tuple[FrameType, FlexCall] | None = None
+        self.pending: tuple[FrameType, FlexCall] | None = None
         self._empty_lse: torch.Tensor | None = None
 
     @uncompiled
     def answer(self, frame: FrameType, func: Any, args: tuple[Any, ...]) -> Any:
         """The answer to one of QUESTIONS from ``frame``. None if the real answer is right."""
+        while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:  # a mode entered later
+            frame = frame.f_back
         if frame.f_globals is not FLEX_GLOBALS or FLEX_RENAMED:  # then the operator is refused
             return None
         asked_in = frame.f_code.co_name
@@ -64,7 +70,7 @@ class FlexCalls:
             return 1 if self._empty_lse is not None and args[0] is self._empty_lse else None
         if func == _REQUIRES_GRAD:
             return False if asked_in == FLEX_CHECKS_DEVICE else None
-        if asked_in == FLEX_BEFORE_OPERATOR and self._pending is None:
+        if asked_in == FLEX_BEFORE_OPERATOR and self.pending is None:
             self._expect(frame.f_back)
         return None
 
@@ -83,26 +89,21 @@ class FlexCalls:
             return_aux=said.return_aux,
             compiled=within_compiled(frame.f_back),
         )
-        self._pending = frame, call
-
-    @property
-    def expecting(self) -> bool:
-        """Whether a call was noted that has not reached its operator."""
-        return self._pending is not None
+        self.pending = frame, call
 
     def forget(self, unless_under_way: bool = False) -> None:
         """Drop the noted call, if an exception has kept it from its operator."""
-        if self._pending is None:
+        if self.pending is None:
             return
         frame = sys._getframe(1) if unless_under_way else None
-        while frame is not None and frame is not self._pending[0]:
+        while frame is not None and frame is not self.pending[0]:
             frame = frame.f_back
         if frame is None:
-            self._pending = None
+            self.pending = None
 
     def take(self) -> FlexCall | None:
         """The call whose operator is reached. None if the operator was reached in another way."""
-        call = None if self._pending is None else self._pending[1]
+        call = None if self.pending is None else self.pending[1]
         self.forget()
         return call
 

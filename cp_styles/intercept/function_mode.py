@@ -9,7 +9,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import lru_cache
-from types import FrameType
 from typing import Any
 
 import torch
@@ -148,10 +147,10 @@ class AttentionCalls(TorchFunctionMode):
         name = getattr(func, "__name__", None)
         if not compiling:  # torch.compile cannot trace these string methods
             name = (name or "").removesuffix(".default")
-            if self._flex.expecting:
+            if self._flex.pending is not None:
                 self._flex.forget(unless_under_way=True)
             if func in QUESTIONS:
-                answer = self._flex.answer(_asking(sys._getframe(1)), func, args)
+                answer = self._flex.answer(sys._getframe(1), func, args)
                 return func(*args, **kwargs) if answer is None else answer
             if func is FLEX_OPERATOR:
                 return self._attend_flex(*args[:3])
@@ -389,13 +388,6 @@ def looks_now(times: int) -> bool:
     The search visits the whole autograd graph. There is none under no_grad, and it is not complete in a recomputation.
     """
     return times & (times - 1) == 0 and torch.is_grad_enabled() and current_graph_task() is None
-
-
-def _asking(frame: FrameType) -> FrameType:
-    """The frame that made the call, outside of the frames of other modes."""
-    while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
-        frame = frame.f_back
-    return frame
 
 
 never_compile_alone(AttentionCalls.__torch_function__)
