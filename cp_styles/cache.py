@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from functools import update_wrapper
 from typing import Any, Generic, TypeVar
 
@@ -43,6 +44,18 @@ class Remembered(Generic[T]):
             while self.held > self._limit and len(self._found) > 1:  # keep at least the latest result
                 self.held -= self._found.popitem(last=False)[1][1]
         return value
+
+    @contextmanager
+    def forgotten(self) -> Iterator[None]:
+        """Inside, every result is computed anew. Afterwards the cache is as it was before."""
+        with self._lock:
+            kept = self._found, self.held
+            self._found, self.held = OrderedDict(), 0
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._found, self.held = kept
 
     def clear(self) -> None:
         """Empty the cache."""

@@ -183,7 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def ranking(choices: Sequence[Choice]) -> list[str]:
     """A table of choices, and below it why some are not possible."""
-    rows = [["strategy", "layout", "forward", "backward", "exposed", "sent", "memory", "imbalance"]]
+    rows = [["strategy", "layout", "forward", "backward", "exposed", "sent", "memory", "imbalance", "planning"]]
     for choice in choices:
         made = choice.explanation
         if made is None or choice.problem:
@@ -192,7 +192,7 @@ def ranking(choices: Sequence[Choice]) -> list[str]:
         sent = made.sent("forward") + made.sent("backward")
         cells = seconds(forward.total), seconds(backward.total), seconds(forward.exposed + backward.exposed)
         sizes = nbytes(sent), nbytes(made.peak_memory), f"{max(made.imbalance, made.layout_imbalance or 1.0):.3f}"
-        rows.append([short(choice.strategy), choice.layout_name, *cells, *sizes])
+        rows.append([short(choice.strategy), choice.layout_name, *cells, *sizes, seconds(made.planning)])
     problems = dict.fromkeys(f"  {short(choice.strategy)}: {choice.problem}" for choice in choices if choice.problem)
     return [*table(rows), *(line[:99] for line in problems)]
 

@@ -13,6 +13,10 @@ import torch.distributed as dist
 
 from cp_styles.comm.rehearsal import Transfer, Waited
 from cp_styles.explain.rehearse import Copied, KernelCall, Phase, Shapes, kernel_of
+from cp_styles.functions.attention import context_attention
+from cp_styles.layout import contiguous
+from cp_styles.mask import Full
+from cp_styles.strategies import Ring
 
 GIB = 2**30
 
@@ -33,6 +37,7 @@ class Hardware:
         kernel_floor: seconds of a kernel call without work.
         copy_bandwidth: bytes a second that other operations read and write.
         op_floor: seconds of another operation without work.
+        call_floor: seconds of a forward or of a backward without work: the ranks' agreement, and Python.
         bandwidth, latency: of messages between ranks of one node: bytes a second of a rank in one direction, seconds.
         far_bandwidth, far_latency: the same between nodes.
         node_ranks: number of ranks in a node.
@@ -49,6 +54,7 @@ class Hardware:
     kernel_floor: float
     copy_bandwidth: float
     op_floor: float
+    call_floor: float
     bandwidth: float
     latency: float
     far_bandwidth: float
@@ -83,9 +89,10 @@ class Hardware:
     def measure(group: dist.ProcessGroup | None = None, *, dtype: torch.dtype = torch.float32) -> Hardware:
         """The figures of this machine, measured in some seconds; the same on all ranks of ``group``.
 
-        Kernels and copies are timed on the accelerator, or on the CPU with the threads that torch has. Messages are
-        timed between the first two ranks of ``group``; without a group, those figures are the ones of ``CPU`` or
-        ``H100``. Communication: messages between two ranks, and one broadcast of the figures of rank 0.
+        Kernels and copies are timed on the accelerator, or on the CPU with the threads that torch has, on all ranks at
+        once, which share the machine. Messages are timed between the first two ranks of ``group``, and ``call_floor``
+        by calls with one query a rank. Without a group, those figures are the ones of ``CPU`` or ``H100``.
+        Communication: messages between two ranks, one broadcast of the figures of rank 0, and small attentions.
         """
         device = torch.accelerator.current_accelerator() if torch.cuda.is_available() else None
         device = device or torch.device("cpu")
@@ -98,7 +105,10 @@ class Hardware:
             numbers[-2:] = torch.tensor(_measured_link(group, device), dtype=torch.float64)
         numbers = numbers if device.type == "cpu" else numbers.to(device)
         dist.broadcast(numbers, src=dist.get_global_rank(group, 0), group=group)
-        return replace(found, **dict(zip(_MEASURED, numbers.tolist(), strict=True)))
+        found = replace(found, **dict(zip(_MEASURED, numbers.tolist(), strict=True)), call_floor=0.0)
+        least = torch.tensor([_least_call(group, device, dtype, found)], dtype=torch.float64, device=numbers.device)
+        dist.broadcast(least, src=dist.get_global_rank(group, 0), group=group)
+        return replace(found, call_floor=least.item())
 
 
 _MEASURED = (
@@ -177,6 +187,21 @@ def _measured_link(group: dist.ProcessGroup, device: torch.device) -> tuple[floa
     return latency, 4 * size / max(swap(size) - latency, 1e-9)
 
 
+def _least_call(group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype, known: Hardware) -> float:
+    """Seconds of a forward or a backward with one query a rank, beside kernels and messages."""
+    ranks = group.size()
+    q, k, v, grad = (torch.randn(1, 8, 1, 64, device=device, dtype=dtype) for _ in range(4))
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+
+    def run() -> None:
+        context_attention(*inputs, group, mask=Full(), strategy=Ring(), layout=contiguous).backward(grad)
+        for x in inputs:
+            x.grad = None
+
+    once = _seconds(run, device, 31) / 2
+    return max(0.0, once - ranks * known.kernel_floor - (ranks - 1) * known.latency)
+
+
 H100 = Hardware(
     name="H100",
     flops=376e12,
@@ -185,6 +210,7 @@ H100 = Hardware(
     kernel_floor=60e-6,
     copy_bandwidth=2.6e12,
     op_floor=4e-6,
+    call_floor=0.0,
     bandwidth=368e9,
     latency=56e-6,
     far_bandwidth=40e9,
@@ -196,7 +222,7 @@ H100 = Hardware(
     source=(
         "kernel: published table of FlashAttention varlen (hao-ai-lab/distca, compute-attn-H100.psv); link: published "
         "NCCL all-gather over 8 (distca, nccl_perf.csv); far link: 400 Gbit/s a GPU at 80 %; HBM: 3.35 TB/s at 78 %; "
-        "backward, launches, far latency: assumed"
+        "backward, launches, far latency: assumed; agreement of the ranks: not measured, left out"
     ),
 )
 H200 = replace(
@@ -227,6 +253,7 @@ CPU = Hardware(
     kernel_floor=40e-6,
     copy_bandwidth=6e9,
     op_floor=6e-6,
+    call_floor=1.5e-3,
     bandwidth=1.4e9,
     latency=150e-6,
     far_bandwidth=1.4e9,
@@ -247,7 +274,7 @@ class Seconds(NamedTuple):
         total: all of it.
         kernels: inside the attention kernels.
         exposed: waiting for messages while nothing is computed.
-        copies: packing, merging and other operations.
+        copies: packing, merging, the ranks' agreement and other operations.
     """
 
     total: float
@@ -265,7 +292,8 @@ def seconds_of(phase: Phase, rank: int, hardware: Hardware) -> Seconds:
     A link carries one message after another in each direction, from the moment when the rank starts them. Where
     messages do not travel beside kernels, the rank spends their time when it waits for them.
     """
-    now = kernels = exposed = copies = 0.0
+    now = copies = hardware.call_floor
+    kernels = exposed = 0.0
     free: dict[tuple[str, bool], float] = {}
     ends: list[float] = []
     for event in phase.events:

@@ -20,8 +20,9 @@ from cp_styles.explain.text import text_of
 from cp_styles.kernels import SDPA_KERNELS, Kernel, ReferenceKernel
 from cp_styles.layout import Balancer, SequenceLayout, head_tail, layout_made_by
 from cp_styles.mask import Causal, Mask, PerRow
-from cp_styles.plan import Cover, Tile, attended_pairs, imbalance, make_plan
-from cp_styles.strategies import Attention, Ring, Strategy
+from cp_styles.plan import Cover, Tile, attended_pairs, imbalance, make_plan, planning_seconds
+from cp_styles.strategies import Attention, Ring, Strategy, Ulysses
+from cp_styles.strategies.ulysses import joined
 
 # Up to this many ranks all are rehearsed; of more, some.
 _ALL = 16
@@ -73,6 +74,17 @@ class Explanation:
             for name in ("forward", "backward")
         )
         return max(forward), max(backward)
+
+    @cached_property
+    def planning(self) -> float:
+        """Seconds in which this machine's CPU makes the plan of one rank, for a new mask or layout (timed).
+
+        They are not in :attr:`seconds`, because plans are cached. With packed documents every batch is new;
+        ``SequenceScope.prepare`` plans ahead.
+        """
+        rank, small = max(self.work, key=self.work.__getitem__), self.kernel.small_tiles
+        layouts = self.layout, self.kv_layout
+        return planning_seconds(lambda: self.strategy.prepare(*layouts, self.mask, rank, small_tiles=small))
 
     @cached_property
     def peak_memory(self) -> int:
@@ -144,6 +156,7 @@ class Explanation:
             "sent_backward": self.sent("backward"),
             "peak_memory": self.peak_memory,
             "kept_memory": self.kept_memory,
+            "planning": self.planning,
         }
         if self.hardware is not None:
             forward, backward = self.seconds
@@ -161,8 +174,14 @@ class Explanation:
 
     @property
     def layout_imbalance(self) -> float | None:
-        """Work of the busiest over the mean work, of all ranks, as the layout deals it; None in cross-attention."""
-        return imbalance(self.layout, self.mask) if self.layout == self.kv_layout else None
+        """Work of the busiest over the mean work, of all ranks, as the layout deals it; None in cross-attention.
+
+        Of ranks that exchange heads (Ulysses) each has the same share of their common work.
+        """
+        if self.layout != self.kv_layout:
+            return None
+        exchange = self.strategy.size_on(self.ranks) if isinstance(self.strategy, Ulysses) else 1
+        return imbalance(joined(self.layout, exchange), self.mask)
 
     def __str__(self) -> str:
         return text_of(self)

@@ -140,7 +140,8 @@ def _times(made: Any) -> list[str]:
     for name, found in zip(("forward", "backward"), made.seconds, strict=True):
         rows.append([name, *map(seconds, found)])
     assert made.hardware is not None
-    return [f"predicted times of the slowest rank on {made.hardware.name}", *table(rows)]
+    planning = f"  a new mask or layout is planned in {seconds(made.planning)} on this machine's CPU, and then cached"
+    return [f"predicted times of the slowest rank on {made.hardware.name}", *table(rows), planning]
 
 
 def _steps(made: Any, rank: int, phase: str) -> list[str]:

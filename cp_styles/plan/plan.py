@@ -13,6 +13,8 @@ backward use the same tiles. The functions are pure: no process group, no device
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any, NamedTuple
@@ -26,7 +28,7 @@ from cp_styles.plan.cells import cells
 from cp_styles.plan.rectangles import rectangles
 from cp_styles.plan.tiles import Cover, Run, Tile, tiles_of
 
-__all__ = ["Cover", "Part", "Plan", "Rows", "Tile", "attended_pairs", "imbalance", "make_plan"]
+__all__ = ["Cover", "Part", "Plan", "Rows", "Tile", "attended_pairs", "imbalance", "make_plan", "planning_seconds"]
 
 Rows = tuple[tuple[int, int], ...]
 """Ascending half-open ranges of a rank's local rows."""
@@ -107,6 +109,14 @@ def _make_plan(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, 
         parts = _parts(courses, keys, biased=mask.has_bias, small_tiles=small_tiles)
         sends = _sends(pieces, holders, keys, rank)
     return Plan(rank, parts, tuple(sends.get(peer, ()) for peer in range(q_layout.ranks)))
+
+
+def planning_seconds(prepare: Callable[[], None]) -> float:
+    """Seconds in which ``prepare`` makes its plans on this machine's CPU, as if none were cached."""
+    with _make_plan.forgotten():
+        start = time.perf_counter()
+        prepare()
+        return time.perf_counter() - start
 
 
 def attended_pairs(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, rank: int) -> int:

@@ -57,3 +57,22 @@ def test_what_a_plan_and_a_layout_take(name: str):
     make_plan(layout, layout, mask, 0)  # what torch loads once
     plan, size = allocated(lambda: make_plan(SequenceLayout(layout.chunks), layout, mask, 1))
     assert size / 2 <= plan.nbytes <= 2 * size
+
+
+def test_a_cache_can_be_left_aside():
+    made: list[int] = []
+
+    @remembered(lambda arguments, value: 1, limit=10)
+    def twice(number: int) -> int:
+        made.append(number)
+        return 2 * number
+
+    twice(1)
+    with twice.forgotten():
+        assert twice(1) == 2
+        twice(3)
+    assert (made, twice.held) == ([1, 1, 3], 1)
+    twice(1)
+    assert made == [1, 1, 3]
+    twice(3)
+    assert made == [1, 1, 3, 3]

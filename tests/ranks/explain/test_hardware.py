@@ -1,0 +1,50 @@
+"""Hardware.measure, and the parts of a prediction that do not come from a rehearsal."""
+
+from __future__ import annotations
+
+from dataclasses import astuple, replace
+
+import pytest
+import torch
+
+from cp_styles import Causal, Documents, Ulysses, contiguous, head_tail, imbalance
+from cp_styles.explain import CPU, Hardware, explain
+from cp_styles.plan.plan import _make_plan
+from cp_styles.testing import run_ranks
+from tests.ranks.attention_case import cp_mesh
+
+MODEL = {"ranks": 4, "heads": 4, "head_dim": 16, "dtype": torch.float32}
+
+
+def test_all_ranks_measure_the_same():
+    found = run_ranks(lambda rank: Hardware.measure(cp_mesh(2).get_group()), 2)
+    assert astuple(found[0]) == astuple(found[1])
+    for name in ("flops", "backward_rate", "kernel_floor", "copy_bandwidth", "op_floor", "latency", "bandwidth"):
+        assert getattr(found[0], name) > 0
+    assert found[0].call_floor >= 0
+    assert (found[0].device, found[0].overlap) == ("cpu", False)
+
+
+def test_a_call_has_a_floor_in_both_directions():
+    layout = head_tail(64, 4)
+    low, high = (
+        explain(64, layout=layout, hardware=replace(CPU, call_floor=floor), **MODEL).seconds for floor in (0.0, 0.5)
+    )
+    for without, with_it in zip(low, high, strict=True):
+        assert with_it.total - without.total == pytest.approx(0.5)
+        assert with_it.kernels == pytest.approx(without.kernels)
+
+
+def test_planning_is_timed_although_plans_are_cached():
+    made = explain(4096, mask=Documents([100] * 40 + [96]) & Causal(), hardware=CPU, **MODEL)
+    plans = _make_plan.made, _make_plan.held
+    assert made.planning > 0
+    assert (_make_plan.made - plans[0], _make_plan.held) == (1, plans[1])  # the rank's own, and the cache as before
+    assert "is planned in" in str(made)
+    assert made.as_dict()["planning"] == made.planning
+
+
+@pytest.mark.parametrize(("size", "ranks"), [(None, 1), (2, 2)])
+def test_ranks_that_exchange_heads_share_their_work(size: int | None, ranks: int):
+    made = explain(256, strategy=Ulysses(size=size), layout=contiguous, **MODEL)
+    assert made.layout_imbalance == pytest.approx(imbalance(contiguous(256, ranks), Causal()))
