@@ -125,11 +125,15 @@ def draw(path: str, drawn: dict[str, list[tuple[int, float]]], lengths: dict[str
         title="sent by the busiest rank, one attention, ring",
     )
     left.legend()
-    for name, points in lengths.items():
-        right.loglog(*zip(*points, strict=True), "o-", base=2, label=name)
+    for (name, points), style in zip(lengths.items(), ("o-", "s-", "^--"), strict=True):
+        right.loglog(*zip(*points, strict=True), style, label=name)
     right.set(xlabel="ranks", ylabel="positions", title="longest sequence in 80 GiB a rank, 8B model")
     right.legend()
-    figure.savefig(path, dpi=100)
+    left.set_xticks([8, 64, 256, 1024], ["8", "64", "256", "1,024"])
+    right.set_xticks([8, 16, 32, 64], ["8", "16", "32", "64"], minor=False)
+    right.set_xticks([], minor=True)
+    right.set_yticks([2**n * 1024 * K for n in range(4)], [f"{2**n}M" for n in range(4)])
+    figure.savefig(path, dpi=80)
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ def work(rank: int, ranks: int, rounds: int, port: int) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(ranks))
     dist.init_process_group("gloo")
     group = dist.group.WORLD
-    assert group is not None
+    assert isinstance(group, dist.ProcessGroup)
     machine = Hardware.measure(group)
     if rank == 0:
         print(
@@ -79,8 +79,9 @@ def work(rank: int, ranks: int, rounds: int, port: int) -> None:
     found: list[Row] = []
     ratios: list[float] = []
     for case in CASES[ranks]:
+        layout = head_tail(case.length, ranks)
         rows = measured(case, machine, group, rounds)
-        chosen = Auto(machine, STRATEGIES).choice((head_tail(case.length, ranks),) * 2, case.mask, shapes_of(case))
+        chosen = Auto(machine, STRATEGIES).choice((layout, layout), case.mask, shapes_of(case))
         times = {row.strategy: row.measured for row in rows}
         ratios.append(times[chosen.strategy] / min(times.values()))
         found += rows
@@ -150,7 +151,7 @@ def main() -> None:
     arguments = parser.parse_args()
     for ranks in arguments.ranks or CASES:
         port = 20000 + (os.getpid() + ranks) % 20000
-        torch.multiprocessing.spawn(work, (ranks, arguments.rounds, port), nprocs=ranks)
+        torch.multiprocessing.start_processes(work, (ranks, arguments.rounds, port), nprocs=ranks, start_method="spawn")
 
 
 if __name__ == "__main__":
