@@ -1,5 +1,24 @@
-"""``python -m cp_styles explain ...``: see :mod:`cp_styles.explain.command`."""
+"""``python -m cp_styles explain ...`` and ``python -m cp_styles verify ...``: see ``command.py`` of each."""
 
-from cp_styles.explain.command import main
+from __future__ import annotations
 
-main()
+import argparse
+import sys
+from collections.abc import Sequence
+
+from cp_styles.explain import command as explain
+from cp_styles.verify import command as verify
+
+COMMANDS = {"explain": explain.main, "verify": verify.main}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command that the first argument names."""
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    made = argparse.ArgumentParser(prog="python -m cp_styles", epilog="COMMAND --help says more.")
+    made.add_argument("command", choices=COMMANDS)
+    COMMANDS[made.parse_args(given[:1]).command](given)
+
+
+if __name__ == "__main__":
+    main()

@@ -89,7 +89,7 @@ class MixingProbe:
             if structure in self._cleared:
                 self._done.add(id(module))
             elif (length := _length(calls.inputs)) is None or length > 1:
-                found = _mixes(forward, args, kwargs, length)
+                found = mixes(forward, args, kwargs, length)
                 if found:
                     raise NotImplementedError(self._words(module, *found))
                 if found is not None:
@@ -120,10 +120,13 @@ class MixingProbe:
 never_compile_alone(MixingProbe.ask)
 
 
-def _mixes(
+def mixes(
     forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], length: int | None
 ) -> tuple[int, int] | tuple[()] | None:
-    """(a token, another token that its output depends on); empty if there is none, None if it cannot be told."""
+    """(a token, another token that its output depends on); empty if there is none, None if it cannot be told.
+
+    ``length``: how many tokens there are, if that is known. Where ``forward`` raises, it cannot be told.
+    """
     try:
         return _mixed(forward, args, kwargs, length)
     except Exception:  # what it was called with cannot be copied, or it runs once only

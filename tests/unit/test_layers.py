@@ -23,6 +23,7 @@ LAYERS = (
     ("functions", "explain"),
     ("intercept",),
     ("styles", "torch_api", "integrations"),
+    ("verify",),
     ("__init__", "__main__"),
 )
 ROW = {module: row for row, modules in enumerate(LAYERS) for module in modules}
@@ -69,7 +70,7 @@ def test_imports_point_down(path: Path):
     for imported in imports_of_file(path) - {module}:
         assert imported in ROW, f"{imported} is new: give it a row in LAYERS"
         assert ROW[imported] <= ROW[module], f"{module} (row {ROW[module]}) imports {imported} (row {ROW[imported]})"
-        assert imported != "testing", f"{module} imports testing, which is for the users of the package"
+        assert imported != "testing" or module == "verify", f"{module} imports testing, which is for users"
 
 
 def test_the_picture_of_contributing_names_each_module():

@@ -21,12 +21,24 @@ from cp_styles import (
     save_attention,
     sum_gradients,
 )
+from cp_styles.__main__ import main
 from cp_styles.testing import run_ranks
 from tests.oracle import dense_attention, document_of, error
 from tests.ranks.attention_case import EXACT, Core, Problem, cp_mesh, run_attention
 from tutorials.llama import Llama, LlamaConfig, parallel_plan
 
-EXAMPLES = ("packed", "module", "transformers", "sinks", "collectives", "fsdp", "flex", "torch api", "selective")
+EXAMPLES = (
+    "packed",
+    "module",
+    "transformers",
+    "sinks",
+    "collectives",
+    "fsdp",
+    "flex",
+    "torch api",
+    "selective",
+    "verify",
+)
 ROOT = Path(__file__).parents[3]
 README = (ROOT / "README.md").read_text()
 PAGES = {path: path.read_text() for path in sorted((ROOT / "tutorials").glob("*.md"))}
@@ -249,6 +261,19 @@ def test_a_hybrid_of_two_mesh_axes_or_one(size):
         return max(run_attention(parallelize_module(Core(), mesh, style), problem, rank, 4))
 
     assert max(run_ranks(on, 4)) < EXACT
+
+
+def test_a_users_own_step_is_verified(tmp_path: Path, capsys):
+    """As a test of his, and by the command."""
+    file = tmp_path / "context_parallel_case.py"
+    file.write_text(example("example: verify"))
+    names = {}
+    exec(example("example: verify"), names)
+    names["test_context_parallel"]()
+    main(["verify", f"{file}:case", "--mesh", "cp=3"])
+    said = capsys.readouterr().out
+    assert "Llama on 2 ranks, mesh axes ('cp',): exact" in said
+    assert "Llama on 3 ranks, mesh axes ('cp',): exact" in said
 
 
 def test_the_plan_is_that_of_the_tutorial():

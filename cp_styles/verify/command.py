@@ -1,0 +1,95 @@
+"""The command ``python -m cp_styles verify``: a step of a user's model on ranks against the same on one process.
+
+    python -m cp_styles verify tests/cp_case.py:case --mesh cp=2
+
+``case`` is a function without arguments that returns a dict of verify's arguments but for the mesh: model, plan, batch,
+step, and what else there is. The ranks are threads of this process, on CPU. The report is printed; the exit status is 1
+if something is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.device_mesh import init_device_mesh
+
+from cp_styles.testing import RankError, run_ranks
+from cp_styles.verify import VerificationError, verify
+
+
+def axes(text: str) -> dict[str, int]:
+    """cp=2 or cp=2,tp=2: the axes of a mesh and their sizes."""
+    found = {}
+    for part in text.split(","):
+        name, _, size = part.partition("=")
+        if not name.isidentifier() or not size.isdecimal() or int(size) < 1 or name in found:
+            raise argparse.ArgumentTypeError(f"{text!r}: give axes and their sizes, such as cp=2 or cp=2,tp=2")
+        found[name] = int(size)
+    return found
+
+
+def place(text: str) -> tuple[str, str]:
+    """path/to/file.py:name or package.module:name."""
+    found, _, name = text.rpartition(":")
+    if not found or not name.isidentifier():
+        raise argparse.ArgumentTypeError(f"{text!r}: give a file or module and a function in it, tests/cp_case.py:case")
+    if found.endswith(".py") and not Path(found).is_file():
+        raise argparse.ArgumentTypeError(f"there is no file {found}")
+    return found, name
+
+
+def function(place: str, name: str) -> Callable[[], Mapping[str, Any]] | None:
+    """What a file or module calls ``name``. A file may import what lies beside it, as a script may."""
+    if place.endswith(".py"):
+        sys.path.insert(0, str(Path(place).resolve().parent))
+        spec = spec_from_file_location(Path(place).stem, place)
+        assert spec is not None
+        assert spec.loader is not None
+        module = sys.modules[spec.name] = module_from_spec(spec)
+        spec.loader.exec_module(module)
+    else:
+        module = import_module(place)
+    return getattr(module, name, None)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options of the command."""
+    made = argparse.ArgumentParser(
+        prog="python -m cp_styles verify", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("case", type=place, metavar="FILE.py:FUNCTION", help="what makes the arguments of verify")
+    made.add_argument("--mesh", type=axes, default={"cp": 2}, metavar="cp=2,...", help="its axes; default cp=2")
+    return made
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run the command; the first of the arguments is its name."""
+    made = parser()
+    args = made.parse_args(arguments[1:])
+    case = function(*args.case)
+    if case is None:
+        made.error(f"argument case: {args.case[0]} has no function {args.case[1]}")
+    given = case()
+    needed = [name for name in ("model", "plan", "batch", "step") if name not in given]
+    if needed:
+        made.error(f"argument case: its dict has no {', '.join(needed)}")
+    names, sizes = tuple(args.mesh), tuple(args.mesh.values())
+
+    def on(rank: int) -> str:
+        return str(verify(mesh=init_device_mesh("cpu", sizes, mesh_dim_names=names), **given))
+
+    try:
+        print(run_ranks(on, math.prod(sizes))[0])
+    except RankError as error:
+        first = error.errors[min(error.errors)]
+        if not isinstance(first, VerificationError):
+            raise
+        print(first)
+        raise SystemExit(1) from None

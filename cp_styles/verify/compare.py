@@ -1,0 +1,105 @@
+"""Compares what a rank holds with its part of what one process holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from cp_styles.layout import SequenceLayout
+
+
+@dataclass(frozen=True)
+class Squares:
+    """Of a difference and of what it is relative to: the sums of their elements' squares. They add up over ranks."""
+
+    difference: float
+    norm: float
+
+    def __add__(self, other: Squares) -> Squares:
+        return Squares(self.difference + other.difference, self.norm + other.norm)
+
+    def error(self, floor: float = 0.0) -> float:
+        """The norm of the difference, relative to the other one, or to ``floor`` if that is larger."""
+        if self.difference == 0:
+            return 0.0
+        norm = max(math.sqrt(self.norm), floor)
+        return math.sqrt(self.difference) / norm if norm else math.inf
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one process has at the places of a rank: ``expected``, whose dim ``dim`` is the sequence; None for whole."""
+
+    expected: torch.Tensor
+    dim: int | None
+
+
+@dataclass(frozen=True)
+class Places:
+    """Which positions a rank holds, of sequences of one length or several."""
+
+    layouts: Mapping[int, SequenceLayout]
+    rank: int
+
+    def parts(self, whole: torch.Tensor, shape: Sequence[int]) -> Iterator[Part]:
+        """What of ``whole`` a tensor of ``shape`` may be. Tokens may be flattened with the batch, in two ways."""
+        if tuple(whole.shape) == tuple(shape):
+            yield Part(whole, None)
+            return
+        if whole.ndim != len(shape):
+            return
+        dims = [dim for dim in range(whole.ndim) if whole.shape[dim] != shape[dim]]
+        if len(dims) != 1:
+            return
+        dim = dims[0]
+        for layout in self.layouts.values():
+            own = layout.positions(self.rank, whole.device)
+            times, rest = divmod(whole.shape[dim], layout.length)
+            if rest or shape[dim] != times * own.numel():
+                continue
+            if times == 1:
+                yield Part(whole.index_select(dim, own), dim)
+                continue
+            for inner in (dim + 1, dim):
+                sizes = (times, layout.length) if inner > dim else (layout.length, times)
+                cut = whole.unflatten(dim, sizes).index_select(inner, own)
+                yield Part(cut.flatten(dim, dim + 1), None)
+
+    def part(self, whole: torch.Tensor, local: torch.Tensor) -> Part | None:
+        """Of these the one that ``local`` is nearest to."""
+        found = list(self.parts(whole, local.shape))
+        return min(found, key=lambda part: squares(local, part.expected).difference) if found else None
+
+    def compare(self, whole: torch.Tensor | None, local: torch.Tensor | None) -> Squares | None:
+        """None if ``local`` is not the part of ``whole`` by its shape; then there is nothing to say."""
+        if whole is None or local is None or isinstance(local, DTensor):
+            return None
+        part = self.part(whole, local)
+        return None if part is None else squares(local, part.expected)
+
+
+def squares(found: torch.Tensor, expected: torch.Tensor) -> Squares:
+    """Of equal shapes. Elements that are equal, infinities among them, and two that are no number differ by 0."""
+    wide = torch.float64 if not found.is_complex() else torch.complex128
+    mine, wanted = found.detach().to(wide), expected.detach().to(wide)
+    same = (mine == wanted) | (mine.isnan() & wanted.isnan())
+    difference = (mine - wanted).masked_fill(same, 0.0).abs()
+    norm = wanted.abs().masked_fill(~wanted.isfinite(), 0.0)
+    return Squares(float(difference.square().sum()), float(norm.square().sum()))
+
+
+def factor(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The number by which ``expected`` is nearest to ``found``."""
+    mine, wanted = found.detach().double().flatten(), expected.detach().double().flatten()
+    norm = float(wanted @ wanted)
+    return float(mine @ wanted) / norm if norm else 1.0
+
+
+def all_squares(pairs: Sequence[Squares | None]) -> Squares | None:
+    """The sum of those that there are."""
+    known = [each for each in pairs if each is not None]
+    return sum(known[1:], known[0]) if known else None

@@ -1,0 +1,92 @@
+"""What verify has found, as numbers and as text."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from cp_styles.explain.text import nbytes, table
+
+_ROWS = 24
+
+
+@dataclass(frozen=True)
+class ModuleErrors:
+    """One call of a module: errors of its outputs and of their gradients, relative to their norms.
+
+    None: not compared, because a rank's shape is not that of its tokens' part, or there is no gradient.
+    """
+
+    name: str
+    kind: str
+    forward: float | None
+    gradient: float | None
+
+
+@dataclass(frozen=True)
+class Report:
+    """One step of a model on ranks, compared with the same step on one process. The same on every rank.
+
+    Attributes:
+        title: the model and the mesh.
+        findings: what is wrong, in sentences; empty if the step is exact.
+        modules: in the order in which their forwards end.
+        parameters: the error of each parameter's gradient, the largest of all ranks.
+        loss: on one process, and on each rank; empty if the step returned none.
+        calls: how often a rank called each kind of communication, the most of all ranks.
+        sent_bytes: what each rank sent.
+        tolerance: the error above which something is wrong.
+    """
+
+    title: str
+    findings: tuple[str, ...]
+    modules: tuple[ModuleErrors, ...] = ()
+    parameters: tuple[tuple[str, float], ...] = ()
+    loss: tuple[float, ...] = ()
+    calls: tuple[tuple[str, int], ...] = ()
+    sent_bytes: tuple[int, ...] = ()
+    tolerance: float = 0.0
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        yield f"{self.title}: {'WRONG' if self.findings else 'exact'}"
+        for finding in self.findings:
+            yield textwrap.fill(finding, 99, initial_indent="  * ", subsequent_indent="    ", break_long_words=False)
+        if self.modules:
+            yield ""
+            yield from self._table()
+        if self.parameters:
+            name, error = max(self.parameters, key=lambda each: each[1])
+            yield f"gradients of {len(self.parameters)} parameters: error at most {error:.1e} ({name})"
+        if self.loss:
+            yield f"loss on one process {self.loss[0]:.8g}, on the ranks " + ", ".join(
+                f"{each:.8g}" for each in self.loss[1:]
+            )
+        if self.calls:
+            calls = ", ".join(f"{name} x {count}" for name, count in self.calls)
+            yield f"communication: {calls}; sent by a rank: {nbytes(max(self.sent_bytes))}"
+
+    def _table(self) -> Iterator[str]:
+        """The first wrong module with its neighbours; of a step that is exact, the modules with the largest errors."""
+        wrong = [at for at, each in enumerate(self.modules) if (each.forward or 0.0) > self.tolerance]
+        first = max(0, wrong[0] - _ROWS // 2) if wrong else 0
+        shown = self.modules[first : first + _ROWS]
+        rows = [["module", "", "forward", "gradient"]]
+        for at, each in enumerate(shown, first):
+            mark = " <- first wrong" if wrong and at == wrong[0] else ""
+            cells = ("-" if error is None else f"{error:.1e}" for error in (each.forward, each.gradient))
+            rows.append([(each.name or "(model)")[-50:], each.kind[:24] + mark, *cells])
+        yield from table(rows)
+        if len(shown) < len(self.modules):
+            yield f"  and {len(self.modules) - len(shown)} more"
+
+
+class VerificationError(AssertionError):
+    """The step on the ranks is not that of one process. ``report`` has the numbers; the text is the report's."""
+
+    def __init__(self, report: Report) -> None:
+        self.report = report
+        super().__init__(str(report))

@@ -1,0 +1,510 @@
+"""verify finds what is wrong with a training step under context parallelism, and names it, without false alarms.
+
+Each mistake is one that a user makes in his own model, plan or step.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+
+from cp_styles import (
+    AttentionContextParallel,
+    Documents,
+    ModuleContextParallel,
+    SequenceScope,
+    contiguous,
+    global_loss,
+    global_token_count,
+    head_tail,
+    next_token_labels,
+    parallelize_module,
+    sum_gradients,
+)
+from cp_styles.__main__ import main
+from cp_styles.testing import RankError, run_ranks
+from cp_styles.verify import Report, VerificationError, verify
+from tutorials.llama import CoreAttention, Llama, LlamaConfig, parallel_plan
+
+LENGTH, RANKS = 22, 2
+CONFIG = LlamaConfig(vocabulary=32, width=16, layers=2, heads=4, kv_heads=2, hidden=24)
+
+
+def llama() -> Llama:
+    generator = torch.Generator().manual_seed(0)
+    model = Llama(CONFIG).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.3)
+    return model
+
+
+TOKENS = torch.randint(0, 32, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+CORES = {"layers.*.attention.core": AttentionContextParallel()}
+
+
+def step(
+    model: nn.Module,
+    batch: Any,
+    mesh: Any,
+    *,
+    positions: Callable[..., torch.Tensor] = lambda layout, rank: layout.positions(rank),
+    cut: Callable[..., torch.Tensor] = lambda x, layout, rank: layout.shard(x, 1, rank),
+    labels: Callable[..., torch.Tensor] = lambda tokens, cut: cut(next_token_labels(tokens)),
+    mean: Callable[..., torch.Tensor] = lambda losses, labels, cp: global_loss(
+        losses, global_token_count(labels, cp), cp
+    ),
+    reduce: Callable[..., None] = sum_gradients,
+) -> torch.Tensor:
+    """A training step, with a mistake in one of its parts where a test puts one."""
+    cp = mesh["cp"] if mesh.ndim > 1 else mesh
+    layout, rank = head_tail(batch["tokens"].shape[1], cp.size()), cp.get_local_rank()
+    mine = cut(batch["tokens"], layout, rank)
+    wanted = labels(batch["tokens"], lambda x: cut(x, layout, rank))
+    logits = model(mine, positions(layout, rank))
+    losses = cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="sum")
+    loss = mean(losses, wanted, cp)
+    loss.backward()
+    reduce(model, cp)
+    return loss
+
+
+def run(
+    model: nn.Module,
+    plan: Any = CORES,
+    act: Callable[..., Any] = step,
+    *,
+    batch: Any = None,
+    ranks: int = RANKS,
+    tolerance: float = 1e-10,
+    **options: Any,
+) -> list[Report]:
+    batch = {"tokens": TOKENS} if batch is None else batch
+
+    def on(rank: int) -> Report:
+        mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))
+        given = batch(rank) if callable(batch) else batch
+        return verify(model, plan, mesh, given, act, tolerance=tolerance, **options)
+
+    return run_ranks(on, ranks)
+
+
+def wrong(*args: Any, words: str, findings: int = 1, **options: Any) -> Report:
+    """Every rank raises the same; there is one finding, with these words."""
+    with pytest.raises(RankError) as caught:
+        run(*args, **options)
+    errors = list(caught.value.errors.values())
+    assert len(errors) == RANKS
+    assert all(isinstance(error, VerificationError) for error in errors), errors
+    assert len({str(error) for error in errors}) == 1
+    report = errors[0].report
+    assert len(report.findings) == findings, report.findings
+    assert re.search(words, report.findings[0]), report.findings
+    return report
+
+
+def mistake(**parts: Any) -> Callable[..., torch.Tensor]:
+    """The step with a part that differs on ranks."""
+    return lambda model, batch, mesh: step(model, batch, mesh, **parts)
+
+
+# No false alarm.
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("plan", [CORES, ModuleContextParallel()], ids=["cores", "model"])
+def test_a_step_that_is_exact(plan, ranks: int):
+    reports = run(llama(), plan, ranks=ranks)
+    assert len({str(report) for report in reports}) == 1
+    report = reports[0]
+    assert not report.findings
+    assert all(each.forward is not None and each.forward < 1e-10 for each in report.modules)
+    assert all(each.gradient is not None and each.gradient < 1e-10 for each in report.modules)
+    assert {each.name for each in report.modules} >= {"", "embed", "layers.1.attention.core"}
+    assert len(report.parameters) == len(list(llama().parameters()))
+    assert report.loss[1:] == pytest.approx([report.loss[0]] * ranks)
+    calls = dict(report.calls)
+    assert calls["all_reduce"] >= 3  # tokens, loss, gradients
+    assert min(report.sent_bytes) > 0
+    text = str(report)
+    assert text.isascii()
+    assert max(map(len, text.splitlines())) < 110
+    assert "exact" in text.splitlines()[0]
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+def test_fsdp_and_checkpoints():
+    """A plan that is a function; gradients that a reducer averages, after a loss with averaged_over."""
+
+    def plan(model: nn.Module, mesh: Any) -> nn.Module:
+        parallelize_module(model, mesh, CORES)
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+
+    def averaged(losses, labels, cp):
+        return global_loss(losses, global_token_count(labels, cp), cp, averaged_over=cp.size())
+
+    model = llama()
+    for layer in model.layers:
+        layer.feed_forward = Checkpointed(layer.feed_forward)
+    (report, _) = run(model, plan, mistake(mean=averaged, reduce=lambda model, cp: None))
+    assert all(each.gradient is not None and each.gradient < 1e-10 for each in report.modules)
+    names = [each.name for each in report.modules]
+    assert len(names) == len(set(names))  # what is recomputed does not count
+    forgotten = mistake(reduce=lambda model, cp: None)
+    wrong(llama(), plan, forgotten, words="are 0.5 times those of one process: they are averaged")
+
+
+def test_axes_of_tensor_parallelism():
+    """Where modules hold parts of features, the loss and the parameters' gradients are compared."""
+
+    def on(rank: int, **parts: Any) -> Report:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+        plan = parallel_plan(AttentionContextParallel())
+        return verify(llama(), plan, mesh, {"tokens": TOKENS[:, :20]}, mistake(**parts), tolerance=1e-10)
+
+    report = run_ranks(on, 4)[0]
+    assert report.modules[-1].forward is not None
+    assert len(report.parameters) == 21
+    with pytest.raises(RankError, match="gradients are unreduced: the gradients of 21 of 21"):
+        run_ranks(lambda rank: on(rank, reduce=lambda model, cp: None), 4)
+
+
+def test_the_model_is_not_changed():
+    model = llama()
+    before = copy.deepcopy(model.state_dict())
+    run(model)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert type(model.layers[0].attention.core) is CoreAttention
+
+
+# Positions.
+
+
+def test_positions_that_count_from_0():
+    local = mistake(positions=lambda layout, rank: torch.arange(layout.lengths[rank]))
+    report = wrong(llama(), act=local, words=r"argument 'positions_L' of the model \(Llama\): counts from 0 on each")
+    assert "positions are forgotten" in report.findings[0]
+
+
+class Counts(Llama):
+    """A model that counts its tokens itself."""
+
+    def forward(self, tokens_BL):
+        return super().forward(tokens_BL, torch.arange(tokens_BL.shape[1]))
+
+
+def without_positions(model: nn.Module, batch: Any, mesh: Any) -> torch.Tensor:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, tokens, positions):
+            return self.model(tokens)
+
+    return step(lambda tokens, positions: model(tokens), batch, mesh, reduce=lambda _, cp: sum_gradients(model, cp))
+
+
+def test_a_model_that_counts_its_tokens():
+    model = Counts(CONFIG).double()
+    model.load_state_dict(llama().state_dict())
+    words = r"the model \(Counts\): it gives each rank what the first positions would get: positions are forgotten"
+    wrong(model, act=without_positions, words=words)
+    guarded = r"in the model \(Counts\): NotImplementedError: .*Counts makes the numbers 0 to"
+    wrong(model, ModuleContextParallel(), without_positions, words=guarded)
+
+
+# Labels and losses.
+
+
+def test_labels_that_are_rolled_after_the_cut():
+    rolled = mistake(labels=lambda tokens, cut: next_token_labels(cut(tokens)))
+    report = wrong(llama(), act=rolled, words="Labels were rolled after the cut")
+    assert all(each.forward < 1e-10 for each in report.modules)
+    wrong(llama(), act=mistake(labels=lambda tokens, cut: cut(tokens).roll(-1, 1)), words="rolled after the cut")
+
+
+def test_other_labels():
+    own = mistake(labels=lambda tokens, cut: cut(next_token_labels(tokens)) % (30 + cut(tokens).shape[1] // LENGTH * 2))
+    wrong(llama(), act=own, words="the loss: .* labels, weights or the loss itself are not those")
+
+
+def test_a_mean_of_means():
+    uneven = mistake(mean=lambda losses, labels, cp: losses / (labels != -100).sum() / cp.size())
+    wrong(llama(), act=uneven, words=r"its gradient is [\d.]+, [\d.]+ times that .* own tokens", ranks=2)
+
+
+def test_a_loss_that_is_this_ranks_share():
+    def share(losses, labels, cp):
+        return losses / global_token_count(labels, cp)
+
+    wrong(llama(), act=mistake(mean=share), words="the loss that the step returns is another number")
+
+
+# Gradients.
+
+
+def test_gradients_that_nobody_reduces():
+    words = r"gradients are unreduced: .* 21 of 21 parameters"
+    wrong(llama(), act=mistake(reduce=lambda model, cp: None), words=words)
+
+
+def test_gradients_that_are_partly_reduced():
+    def layers_only(model, cp):
+        sum_gradients(model.layers, cp)
+
+    words = r"partly reduced: .* 3 of 21 parameters \(embed.weight, norm.weight, out.weight\)"
+    wrong(llama(), act=mistake(reduce=layers_only), words=words)
+
+
+def test_gradients_that_are_reduced_twice():
+    def twice(model, cp):
+        for parameter in model.parameters():
+            for _ in range(2):
+                dist.all_reduce(parameter.grad, group=cp.get_group())
+
+    wrong(llama(), act=mistake(reduce=twice), words="are 2 times those of one process: they are reduced twice")
+
+    def refused(model, cp):
+        sum_gradients(model, cp)
+        if cp.size() > 1:
+            sum_gradients(model, cp)
+
+    wrong(llama(), act=mistake(reduce=refused), words="^ValueError: sum_gradients .* already summed")
+
+
+def test_gradients_that_are_averaged():
+    def mean(model, cp):
+        sum_gradients(model, cp)
+        for parameter in model.parameters():
+            parameter.grad /= cp.size()
+
+    wrong(llama(), act=mistake(reduce=mean), words="are 0.5 times .* averaged over the sequence's ranks")
+
+
+# The cut.
+
+
+def test_a_layout_that_is_not_the_attentions():
+    """Cut by hand, where nothing knows the layout; by another layout's shard it is refused."""
+    by_hand = {
+        "cut": lambda x, layout, rank: x.chunk(layout.ranks, 1)[rank],
+        "positions": lambda layout, rank: torch.arange(LENGTH).chunk(layout.ranks)[rank],
+    }
+    words = r"argument 'tokens_BL' .*: layout mismatch: it is cut with contiguous, .*another layout"
+    wrong(llama(), act=mistake(**by_hand), words=words, findings=2)
+    other = {
+        "cut": lambda x, layout, rank: contiguous(LENGTH, layout.ranks).shard(x, 1, rank),
+        "positions": lambda layout, rank: contiguous(LENGTH, layout.ranks).positions(rank),
+    }
+    wrong(llama(), ModuleContextParallel(), mistake(**other), words=r"in the model \(Llama\): ValueError: .*layout")
+
+
+# Masks.
+
+
+class Masked(nn.Module):
+    """Attention with a mask from ``mask(length)``, or causal where it is None."""
+
+    def __init__(self, mask: Callable[[int], torch.Tensor] | None) -> None:
+        super().__init__()
+        self.mask = mask
+
+    def forward(self, q, k, v):
+        if self.mask is None:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask(q.shape[2]), enable_gqa=True)
+
+
+def masked(mask: Callable[[int], torch.Tensor] | None) -> Llama:
+    model = llama()
+    for layer in model.layers:
+        layer.attention.core = Masked(mask)
+    return model
+
+
+def window(length: int) -> torch.Tensor:
+    behind = torch.arange(length)[:, None] - torch.arange(length)[None, :]
+    return (behind >= 0) & (behind < 4)
+
+
+DOCUMENTS = (5, LENGTH - 5)
+
+
+def documents(length: int) -> torch.Tensor:
+    ids = torch.arange(2).repeat_interleave(torch.tensor(DOCUMENTS))
+    return (ids[:, None] == ids[None, :]).tril()
+
+
+def test_a_window_that_is_dropped():
+    """The model of one process makes its masks, and on ranks they are the plan's."""
+    words = (
+        r"^layers.0.attention.core \(Masked\): a sliding window of 4 positions is dropped: .*mask=SlidingWindow\(3\)"
+    )
+    wrong(masked(None), words=words, reference=masked(window))
+
+
+def test_a_mask_that_is_dropped():
+    words = r"^layers.0.attention.core \(Masked\): a mask \(attn_mask of shape \(22, 22\), .* is dropped"
+    wrong(masked(None), words=words, reference=masked(documents))
+
+    def in_a_scope(model, batch, mesh):
+        with SequenceScope(head_tail(LENGTH, mesh.size()), mask=Documents(DOCUMENTS)):
+            return step(model, batch, mesh)
+
+    run(masked(None), act=in_a_scope, reference=masked(documents))
+
+
+def test_a_causal_mask_that_is_dropped():
+    class Full(nn.Module):
+        def forward(self, q, k, v):
+            return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+    model = llama()
+    for layer in model.layers:
+        layer.attention.core = Full()
+    wrong(model, words="core .*: the causal mask is dropped", reference=llama())
+
+
+# Layers.
+
+
+class WithState(nn.Module):
+    """A recurrence behind a feed-forward part."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        state, out = torch.zeros_like(x[:, 0]), []
+        for token in x.unbind(1):
+            state = 0.5 * state + token
+            out.append(state)
+        return self.inner(torch.stack(out, 1))
+
+
+def test_a_layer_with_a_state():
+    model = llama()
+    model.layers[1].feed_forward = WithState(model.layers[1].feed_forward)
+    words = r"layers.1.feed_forward \(WithState\): it carries values from token to token without"
+    wrong(model, words=words.replace("layers", "^layers"))
+    guarded = r"^in layers.1.feed_forward \(WithState\): NotImplementedError: .*carries values from token to token"
+    wrong(model, ModuleContextParallel(), words=guarded)
+
+
+def test_attention_that_the_plan_leaves_out():
+    words = r"^layers.1.attention.core \(CoreAttention\): its attention ran on each rank's part alone"
+    wrong(llama(), {"layers.0.attention.core": AttentionContextParallel()}, words=words)
+
+
+def test_a_module_that_calls_no_attention():
+    words = (
+        r"^in layers.0.feed_forward \(FeedForward\): NotImplementedError: .*no scaled_dot_product_attention was called"
+    )
+    plan = {"layers.*.feed_forward": ModuleContextParallel(), **CORES}
+    wrong(llama(), plan, words=words)
+    wrong(llama(), lambda model, mesh: model, words="no attention ran context parallel")
+
+
+def test_dropout():
+    model = llama()
+    model.layers[0].feed_forward = nn.Sequential(model.layers[0].feed_forward, nn.Dropout(0.1))
+    words = r"two runs on one process differ, first in layers.0.feed_forward.1 \(Dropout\): dropout is on"
+    wrong(model, words=words)
+    run(model.eval())
+
+
+# Ranks.
+
+
+def test_a_sample_that_differs_between_ranks():
+    words = r"the sample differs between ranks \(batch\['tokens'\]\)"
+    wrong(llama(), batch=lambda rank: {"tokens": TOKENS.roll(rank, 0), "other": 3}, words=words)
+
+    def by_rank(model, batch, mesh):
+        return step(model, {"tokens": batch["tokens"].roll(dist.get_rank(), 0)[:1]}, mesh)
+
+    wrong(llama(), act=by_rank, words="has another loss on each rank .* the sample differs between ranks")
+
+
+def test_weights_that_differ_between_ranks():
+    def on(rank: int) -> None:
+        model = llama()
+        with torch.no_grad():
+            model.out.weight += rank
+        verify(model, CORES, init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), {"tokens": TOKENS}, step)
+
+    with pytest.raises(RankError, match=r"the ranks begin with different weights \(the model's out.weight\)"):
+        run_ranks(on, 2)
+
+
+def test_low_precision_is_refused():
+    with pytest.raises(RankError, match=r"parameters of torch\.bfloat16"):
+        run(llama().bfloat16())
+
+
+# The command; its report of a step that is exact is in the test of the tutorial's example.
+
+
+def case() -> dict[str, Any]:
+    return {
+        "model": llama(),
+        "plan": CORES,
+        "batch": {"tokens": TOKENS},
+        "step": mistake(reduce=lambda model, cp: None),
+    }
+
+
+def broken() -> dict[str, Any]:
+    return {"model": llama()}
+
+
+def test_the_command_reports_and_fails(capsys):
+    with pytest.raises(SystemExit) as found:
+        main(["verify", f"{__file__}:case", "--mesh", "cp=2"])
+    assert found.value.code == 1
+    said = capsys.readouterr().out
+    assert "Llama on 2 ranks, mesh axes ('cp',): WRONG" in said
+    assert "gradients are unreduced" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (f"{__file__}", "argument FILE.py:FUNCTION: .*give a file or module and a function"),
+        ("nowhere.py:case", "there is no file nowhere.py"),
+        (f"{__file__}:nothing", "has no function nothing"),
+        (f"{__file__}:broken", "its dict has no plan, batch, step"),
+        (f"{__file__}:case --mesh cp", "argument --mesh: 'cp': give axes and their sizes"),
+    ],
+    ids=["no function", "no file", "nothing", "broken", "mesh"],
+)
+def test_bad_input_names_the_option(arguments: str, words: str, capsys):
+    with pytest.raises(SystemExit) as found:
+        main(["verify", *arguments.split()])
+    assert found.value.code == 2
+    assert re.search(words, capsys.readouterr().err)
