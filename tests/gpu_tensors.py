@@ -15,7 +15,8 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
 
-from cp_styles._compat import process_group_of, run_kernel
+from cp_styles._compat import process_group_of, resolve_group, run_kernel
 from tests.cuda_ops import Seen, cuda_ops_on_cpu
 
 DEVICE = torch.device("cuda", 0)
@@ -42,6 +43,7 @@ _READS = {
     aten.repeat_interleave.Tensor,
     aten.bincount.default,
 }
+_INDEXED = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default}
 
 
 class Synchronizes(AssertionError):
@@ -50,6 +52,14 @@ class Synchronizes(AssertionError):
 
 class BreaksRule(AssertionError):
     """NCCL would hang, or fail, or mix up messages."""
+
+
+_may_wait = threading.local()
+
+
+def _waits(what: str) -> None:
+    if not getattr(_may_wait, "now", False):
+        raise Synchronizes(what)
 
 
 class OnGpu(torch.Tensor):
@@ -70,6 +80,7 @@ class OnGpu(torch.Tensor):
 
     def __init__(self, inner: torch.Tensor) -> None:
         self.inner = inner
+        self.arriving: torch.Tensor | None = None
 
     device = property(lambda self: DEVICE)  # pyright: ignore[reportAssignmentType]
     is_cpu = property(lambda self: False)  # pyright: ignore[reportAssignmentType]
@@ -82,10 +93,12 @@ class OnGpu(torch.Tensor):
         raise Synchronizes("a copy of its numbers")
 
     def cpu(self, *_: Any, **__: Any):
-        raise Synchronizes(".cpu()")
+        _waits(".cpu()")
+        return self.inner.clone()
 
     def tolist(self):
-        raise Synchronizes(".tolist()")
+        _waits(".tolist()")
+        return self.inner.tolist()
 
     def numpy(self, **_: Any):
         raise Synchronizes(".numpy()")
@@ -95,13 +108,14 @@ class OnGpu(torch.Tensor):
         kwargs = kwargs or {}
         if func.namespace == "c10d":
             return _collective(func, args, kwargs)
+        if func.namespace == "_c10d_functional":
+            return _functional(func, args, kwargs)
         if func.namespace == "cp_styles":
             return run_kernel(func, args, kwargs)
         if func in _READS:
-            raise Synchronizes(str(func))
-        indices = args[1] if func in (aten.index.Tensor, aten.index_put_.default, aten.index_put.default) else ()
-        if any(isinstance(x, torch.Tensor) and x.dtype in (torch.bool, torch.uint8) for x in indices):
-            raise Synchronizes(f"{func} by a mask")
+            _waits(str(func))
+        if func in _INDEXED and _looks_for_positions(*args[1:]):
+            _waits(f"{func} by a mask")
         if func is aten.copy_.default and isinstance(args[0], OnGpu) != isinstance(args[1], OnGpu):
             if args[1].ndim and not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False)):
                 raise Synchronizes("a copy between host and device that blocks")
@@ -116,6 +130,13 @@ class OnGpu(torch.Tensor):
         result = func(*inner, **tree_map(_inner, kwargs))
         wrapped = tree_map(lambda x: OnGpu(x) if isinstance(x, torch.Tensor) else x, result)
         return return_and_correct_aliasing(func, args, kwargs, wrapped)
+
+
+def _looks_for_positions(indices: Sequence[torch.Tensor | None], value: Any = None, *_: Any) -> bool:
+    if not any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in indices):
+        return False
+    # TensorAdvancedIndexing.cpp, canDispatchToMaskedFill: a number of the host is filled in where the mask is.
+    return not (isinstance(value, torch.Tensor) and not isinstance(value, OnGpu) and value.numel() == 1)
 
 
 def _inner(value: Any) -> Any:
@@ -136,6 +157,27 @@ def _collective(func, args, kwargs):
     work = result[-1] if isinstance(result, tuple) else result
     # Its first argument is what is changed in place, and the first of what it returns.
     return (args[0], work) if isinstance(result, tuple) else work
+
+
+def _functional(func, args, kwargs):
+    """A functional collective: its result is poisoned until ``wait_tensor``, or until torch's DTensor wraps it, which
+    waits where it is read."""
+    name = func.name().split("::")[1]
+    if name in ("wait_tensor", "_wrap_tensor_autograd"):
+        (made,) = args
+        if made.arriving is not None:
+            made.inner.copy_(torch.ops._c10d_functional.wait_tensor(made.arriving))
+            made.arriving = None
+        return made
+    _nccl().note(resolve_group(next(x for x in reversed(args) if isinstance(x, str))), name)
+    arriving = func(*tree_map(_inner, args), **tree_map(_inner, kwargs))
+    made = OnGpu(_poisoned(torch.empty_like(arriving)))
+    made.arriving = arriving
+    return made
+
+
+def _poisoned(memory: torch.Tensor) -> torch.Tensor:
+    return memory.fill_(float("nan") if memory.is_floating_point() else 113)
 
 
 class _Work:
@@ -190,11 +232,11 @@ class Nccl:
             memory = visible.clone()
             if kind == "send":
                 work.sent.append((visible, memory))
-                work.works.append(group.send([memory.clone()], op.group_peer, 0))
+                work.works.append(_SEND(group, [memory.clone()], op.group_peer, 0))
             else:
                 work.received.append((visible, memory))
-                visible.fill_(float("nan") if visible.is_floating_point() else 113)
-                work.works.append(group.recv([memory], op.group_peer, 0))
+                _poisoned(visible)
+                work.works.append(_RECV(group, [memory], op.group_peer, 0))
         return [work]
 
     def verify(self) -> None:
@@ -259,10 +301,11 @@ class _Event:
 
 
 class Gpu:
-    """What :func:`gpus` gives: the log of communication, and the attention ops that were called."""
+    """What :func:`gpus` gives: the log of communication, the attention ops that were called, and how often one of the
+    functions that may wait for the device was called."""
 
     def __init__(self, nccl: Nccl, seen: Seen) -> None:
-        self.nccl, self.seen = nccl, seen
+        self.nccl, self.seen, self.waits = nccl, seen, 0
 
 
 def put(tensor: torch.Tensor) -> torch.Tensor:
@@ -275,14 +318,30 @@ def read(tensor: Any) -> torch.Tensor:
     return tensor.detach().inner
 
 
+_OVER_BACKENDS = (
+    *("all_gather", "all_reduce", "broadcast", "reduce", "gather", "scatter", "all_to_all", "all_to_all_single"),
+    *("all_gather_into_tensor", "reduce_scatter_tensor"),
+)
+_SEND, _RECV = dist.ProcessGroup.send, dist.ProcessGroup.recv
 _FACTORIES = ("empty", "zeros", "ones", "full", "arange", "linspace", "empty_strided", "tensor", "as_tensor")
 
 
 @contextlib.contextmanager
-def gpus(*, nccl_only: bool = False) -> Iterator[Gpu]:
+def gpus(*, nccl_only: bool = False, waits: Sequence[str] = ()) -> Iterator[Gpu]:
     """While inside, factories make tensors on the device where they are told so; with ``nccl_only`` groups have no
-    backend for the CPU."""
+    backend for the CPU. ``waits``: the functions, by their paths, that may wait for the device."""
     global _current
+
+    def waiting(real):
+        def run(*args, **kwargs):
+            gpu.waits += 1
+            _may_wait.now = True
+            try:
+                return real(*args, **kwargs)
+            finally:
+                _may_wait.now = False
+
+        return run
 
     def factory(name: str, real):
         def make(*args, **kwargs):
@@ -302,7 +361,8 @@ def gpus(*, nccl_only: bool = False) -> Iterator[Gpu]:
         if target is not None:
             there = torch.device(target).type == "cuda"
             if isinstance(self, OnGpu) and torch.device(target).type == "cpu":
-                raise Synchronizes(".to('cpu')")
+                _waits(".to('cpu')")
+                return real_to(self.inner.clone(), *rest, **kwargs)
             if there and not isinstance(self, OnGpu):
                 if not (kwargs.get("non_blocking") or any(x is True for x in rest)):
                     raise Synchronizes("a copy to the device that blocks")
@@ -324,15 +384,21 @@ def gpus(*, nccl_only: bool = False) -> Iterator[Gpu]:
     real_to = torch.Tensor.to
     _current = Nccl()
     with pytest.MonkeyPatch.context() as patch, cuda_ops_on_cpu() as seen:
+        gpu = Gpu(_current, seen)
         for name in _FACTORIES:
             patch.setattr(torch, name, factory(name, getattr(torch, name)))
         patch.setattr(torch.Tensor, "to", to)
         patch.setattr(torch, "Event", _Event)
+        patch.setattr(torch.cuda, "current_device", lambda: DEVICE.index)
         patch.setattr(dist, "batch_isend_irecv", _current.batch)
+        for path in waits:
+            patch.setattr(path, waiting(resolve_name(path)))
         if nccl_only:
             patch.setattr("cp_styles.comm.point_to_point.has_cpu_backend", lambda group: False)
-            for name in ("all_gather", "all_reduce", "broadcast", "barrier"):
+            for name in _OVER_BACKENDS:
                 patch.setattr(dist, name, on_device_only(name, getattr(dist, name)))
-        yield Gpu(_current, seen)
+            for name in ("send", "recv"):
+                patch.setattr(dist.ProcessGroup, name, on_device_only(name, getattr(dist.ProcessGroup, name)))
+        yield gpu
         _current.verify()
     _current = None

@@ -1,0 +1,255 @@
+"""Every door over tensors that say they are on a GPU, with meshes as ``init_device_mesh("cuda", ...)`` makes them: what
+goes through NCCL keeps its rules, and no step waits for the device. See tests/gpu_tensors.py.
+
+Groups are those of ``init_process_group("nccl")``, which have no backend for tensors of the host, and those of
+``init_process_group("cpu:gloo,cuda:nccl")``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.attention.flex_attention import AuxRequest
+
+from cp_styles.batch import global_loss, global_token_count, shard_batch, sum_gradients
+from cp_styles.engine.gradient_watch import UnreducedGradientsError
+from cp_styles.engine.scope import SequenceScope
+from cp_styles.functions.attention import context_attention
+from cp_styles.functions.flex import context_flex_attention
+from cp_styles.functions.varlen import context_varlen_attention
+from cp_styles.layout import head_tail, striped
+from cp_styles.mask import Causal, Documents, SlidingWindow
+from cp_styles.strategies import AllGather, Ring, Strategy, Ulysses
+from cp_styles.styles import AttentionContextParallel, ModuleContextParallel
+from cp_styles.testing import run_ranks
+from cp_styles.torch_api import context_parallel
+from tests.cuda_ops import ON_GPU
+from tests.gpu_tensors import gpus, put, read
+from tests.oracle import allowed, document_of, error
+from tests.ranks.attention_case import EXACT, Core, Problem, plain
+from tests.ranks.composition import LAYOUTS, SEQ_DIMS, alone, batch_of, new_model, whole
+from tests.ranks.flex_case import FlexProblem, both, causal, of_documents
+from tutorials.llama import parallel_plan
+
+BACKENDS = {"nccl": True, "cpu:gloo,cuda:nccl": False}
+STRATEGIES = [
+    (Ring(), 3),
+    (AllGather(keep=0), 2),
+    (Ulysses(), 2),
+    (Ulysses(size=2), 4),
+]
+LENGTH = 26
+
+
+def of_a_style(mesh: DeviceMesh, **options) -> Callable[..., torch.Tensor]:
+    return parallelize_module(Core(), mesh, AttentionContextParallel(**options))
+
+
+def of_a_module(mesh: DeviceMesh, **options) -> Callable[..., torch.Tensor]:
+    return parallelize_module(Core(), mesh, ModuleContextParallel(**options))
+
+
+def of_a_block(mesh: DeviceMesh, **options) -> Callable[..., torch.Tensor]:
+    def attend(*tensors: torch.Tensor) -> torch.Tensor:
+        with context_parallel(mesh, **options):
+            return Core()(*tensors)
+
+    return attend
+
+
+def of_a_function(mesh: DeviceMesh, **options) -> Callable[..., torch.Tensor]:
+    return lambda *tensors: context_attention(*tensors, mesh, mask=Causal(), **options)
+
+
+@pytest.mark.parametrize("nccl_only", BACKENDS.values(), ids=BACKENDS)
+@pytest.mark.parametrize(("strategy", "ranks"), STRATEGIES, ids=plain)
+@pytest.mark.parametrize("door", [of_a_style, of_a_module, of_a_block, of_a_function], ids=lambda door: door.__name__)
+def test_each_door(door, strategy: Strategy, ranks: int, nccl_only: bool):
+    """Two steps, of which the second finds everything set up."""
+    problem, layout = Problem(length=LENGTH, kv_heads=2, heads=4), head_tail(LENGTH, ranks)
+
+    def on(rank: int) -> float:
+        mesh = init_device_mesh("cuda", (ranks,), mesh_dim_names=("cp",))
+        attend = door(mesh, layout=layout, strategy=strategy, kernel=ON_GPU)
+        leaves, cotangent = problem.shard(layout, rank, ranks)
+        worst = 0.0
+        for _ in range(2):
+            given = [put(x) for x in leaves]
+            out = attend(*given)
+            out.backward(put(cotangent))
+            found = [read(out), *(read(leaf.grad) for leaf in given)]
+            worst = max(worst, *problem.errors(found, layout, rank, ranks))
+        return worst
+
+    with gpus(nccl_only=nccl_only) as gpu:
+        assert max(run_ranks(on, ranks)) < EXACT
+    assert gpu.seen.calls["_scaled_dot_product_flash_attention"]
+
+
+@pytest.mark.parametrize("nccl_only", BACKENDS.values(), ids=BACKENDS)
+@pytest.mark.parametrize("door", [AttentionContextParallel, ModuleContextParallel])
+def test_two_mesh_axes_and_documents_of_a_scope(door, nccl_only: bool):
+    """Ulysses over the second axis and a ring over the first, in a mesh with an axis more."""
+    lengths, layout = (9, 1, 16), striped(LENGTH, 4)
+    document = document_of(lengths)
+    sees = allowed(lambda p, j: document(p) == document(j) and p - 6 <= j <= p, LENGTH, LENGTH)
+    problem = Problem(length=LENGTH, kv_heads=2, heads=4, mask=sees)
+
+    def on(rank: int) -> float:
+        mesh = init_device_mesh("cuda", (1, 2, 2), mesh_dim_names=("dp", "ring", "ulysses"))
+        style = door(mesh_axis=("ring", "ulysses"), strategy=Ulysses(), mask=SlidingWindow(6, 0), kernel=ON_GPU)
+        attend = parallelize_module(Core(), mesh, style)
+        leaves, cotangent = problem.shard(layout, rank, 4)
+        given = [put(x) for x in leaves]
+        with SequenceScope(layout, mask=Documents(lengths), mesh_axis="ring_ulysses"):
+            out = attend(*given)
+        out.backward(put(cotangent))
+        return max(problem.errors([read(out), *(read(x.grad) for x in given)], layout, rank, 4))
+
+    with gpus(nccl_only=nccl_only):
+        assert max(run_ranks(on, 4)) < EXACT
+
+
+DOCUMENTS = (9, 1, 16)
+CU_SEQLENS = torch.tensor([0, 9, 10, 26], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("nccl_only", BACKENDS.values(), ids=BACKENDS)
+@pytest.mark.parametrize(("strategy", "ranks"), STRATEGIES, ids=plain)
+def test_packed_documents(strategy: Strategy, ranks: int, nccl_only: bool):
+    """With their bounds on the device: read once, when they are new."""
+    mask_mod = both(of_documents(DOCUMENTS), causal)
+    problem, layout = FlexProblem(mask_mod, length=LENGTH, batch=1), head_tail(LENGTH, ranks)
+
+    def on(rank: int) -> list[torch.Tensor]:
+        mesh, bounds = init_device_mesh("cuda", (ranks,)), put(CU_SEQLENS)
+
+        def attend(q, k, v):
+            packed = [x.squeeze(0).transpose(0, 1) for x in (q, k, v)]
+            options = {"layout": layout, "strategy": strategy, "return_lse": True}
+            out, lse = context_varlen_attention(*packed, mesh, bounds, window_size=(-1, 0), **options)
+            return out.transpose(0, 1).unsqueeze(0), lse.unsqueeze(0)
+
+        return flex_steps(problem, attend, layout, rank)
+
+    with gpus(nccl_only=nccl_only, waits=["cp_styles.mask.bands.Documents.from_cu_seqlens"]) as gpu:
+        assert max(problem.errors(run_ranks(on, ranks), layout)) < EXACT
+    assert gpu.waits == ranks
+
+
+@pytest.mark.parametrize("nccl_only", BACKENDS.values(), ids=BACKENDS)
+@pytest.mark.parametrize(("strategy", "ranks"), STRATEGIES, ids=plain)
+def test_block_masks(strategy: Strategy, ranks: int, nccl_only: bool):
+    problem = FlexProblem(both(of_documents(DOCUMENTS), causal), length=LENGTH)
+    layout = head_tail(LENGTH, ranks)
+
+    def on(rank: int) -> list[torch.Tensor]:
+        mesh = init_device_mesh("cuda", (ranks,))
+
+        def attend(q, k, v):
+            options = {"block_mask": problem.block_mask, "enable_gqa": True, "return_aux": AuxRequest(lse=True)}
+            out, aux = context_flex_attention(q, k, v, mesh, layout=layout, strategy=strategy, **options)
+            return out, aux.lse
+
+        return flex_steps(problem, attend, layout, rank)
+
+    with gpus(nccl_only=nccl_only):
+        assert max(problem.errors(run_ranks(on, ranks), layout)) < EXACT
+
+
+def flex_steps(problem: FlexProblem, attend, layout, rank: int) -> list[torch.Tensor]:
+    """What the second of two steps finds."""
+    cotangents = [put(layout.shard(x, 2, rank)) for x in problem.cotangents]
+    found: list[torch.Tensor] = []
+    for _ in range(2):
+        leaves = [put(layout.shard(x, 2, rank).requires_grad_()) for x in problem.inputs]
+        out, lse = attend(*leaves)
+        torch.autograd.backward((out, lse), cotangents)
+        found = [read(out), read(lse), *(read(x.grad) for x in leaves)]
+    return found
+
+
+WATCH = "cp_styles.engine.gradient_watch._on_host"
+
+
+def model_on(mesh: DeviceMesh, style: AttentionContextParallel | ModuleContextParallel) -> nn.Module:
+    """The model of the main job, with the parallel plan of the main job."""
+    model = new_model()
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(put(parameter.detach())))
+    plan = parallel_plan(style) if isinstance(style, AttentionContextParallel) else {"layers.*.attention": style}
+    return parallelize_module(model, mesh, plan)
+
+
+def backward(model: nn.Module, cp: DeviceMesh) -> torch.Tensor:
+    """The step of the main job, up to the sum of gradients: the loss."""
+    layout, rank = LAYOUTS[cp.size()], cp.get_local_rank()
+    mine = {name: put(x) for name, x in shard_batch(batch_of(0), layout, rank, seq_dims=SEQ_DIMS).items()}
+    logits = model(mine["tokens"], put(layout.positions(rank)))
+    losses = F.cross_entropy(logits.flatten(0, 1), mine["labels"].flatten(), reduction="sum")
+    loss = global_loss(losses, global_token_count(mine["labels"], cp), cp)
+    loss.backward()
+    return loss
+
+
+def steps(model: nn.Module, cp: DeviceMesh, optimizer: torch.optim.Optimizer, *, sums: bool = False) -> torch.Tensor:
+    """The loss of the last of some steps."""
+    loss = torch.empty(0)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = backward(model, cp)
+        if sums:
+            sum_gradients(model, cp)
+        optimizer.step()
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("strategy", "cp", "tp", "door", "backend"),
+    [
+        (Ring(), 2, 2, AttentionContextParallel, "cpu:gloo,cuda:nccl"),
+        (Ring(), 2, 2, AttentionContextParallel, "nccl"),
+        (Ulysses(), 2, 1, ModuleContextParallel, "nccl"),
+        (Ulysses(size=2), 4, 1, AttentionContextParallel, "nccl"),
+    ],
+    ids=plain,
+)
+def test_the_main_job(strategy: Strategy, cp: int, tp: int, door, backend: str):
+    """Loss and gradients of the model; the search for parameters that nobody reduces may wait, four times."""
+
+    def on(rank: int) -> tuple[float, dict[str, torch.Tensor]]:
+        mesh = init_device_mesh("cuda", (cp, tp), mesh_dim_names=("cp", "tp"))
+        model = model_on(mesh, door(strategy=strategy, layout=LAYOUTS[cp], kernel=ON_GPU))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        loss = steps(model, mesh["cp"], optimizer, sums=True)
+        return read(loss).item(), {name: read(whole(x.grad)) for name, x in model.named_parameters()}
+
+    with gpus(nccl_only=BACKENDS[backend], waits=[WATCH]) as gpu:
+        found = run_ranks(on, cp * tp)
+    single = alone(1)
+    for loss, gradients in found:
+        assert loss == pytest.approx(single.losses[0], abs=EXACT)
+        assert max(error(gradients[name], single.gradients[name]) for name in gradients) < EXACT
+    assert gpu.waits <= 4 * cp * tp
+
+
+@pytest.mark.parametrize("nccl_only", BACKENDS.values(), ids=BACKENDS)
+def test_gradients_that_nobody_sums(nccl_only: bool):
+    """The error comes on every rank, also where the ranks cannot compare parameters on the host."""
+
+    def on(rank: int) -> None:
+        mesh = init_device_mesh("cuda", (2, 1), mesh_dim_names=("cp", "tp"))
+        model = model_on(mesh, AttentionContextParallel(layout=LAYOUTS[2], kernel=ON_GPU))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(UnreducedGradientsError):
+            steps(model, mesh["cp"], optimizer)
+
+    with gpus(nccl_only=nccl_only, waits=[WATCH, "cp_styles.engine.gradient_watch.ParameterWatch._examine"]):
+        run_ranks(on, 2)
