@@ -372,6 +372,62 @@ MISTAKES = [
         "return out",
         "tests/clients/test_transformers.py -k softcap",
     ),
+    # -- agreement --
+    Mistake(
+        "agreement: rows always look alike",
+        "self.alike = len(set(map(_but_lengths, self))) == 1",
+        "self.alike = True",
+        "tests/ranks/engine/test_disagreement.py",
+    ),
+    Mistake(
+        "agreement: the status of a row is not compared",
+        "_but_lengths = itemgetter(slice(2, None))",
+        "_but_lengths = itemgetter(slice(3, None))",
+        "tests/ranks/engine/test_unreduced.py -k error",
+    ),
+    Mistake(
+        "agreement: tensors of any length cost a meeting",
+        "if layout.lengths[rank] in own and layout not in",
+        "if layout not in",
+        "tests/ranks/engine/test_wire.py",
+    ),
+    # -- explain --
+    Mistake(
+        "explain: a call costs nothing by itself",
+        "now = copies = hardware.call_floor",
+        "now = copies = 0.0",
+        "tests/ranks/explain",
+    ),
+    Mistake(
+        "explain: messages one after the other in both directions",
+        "way = link, event.outgoing",
+        "way = link, True",
+        "tests/ranks/explain/test_hardware.py",
+    ),
+    Mistake(
+        "explain: a link never carries two messages at once",
+        "free[way] = max(free.get(way, 0.0), now) + event.nbytes / bandwidth",
+        "free[way] = now + event.nbytes / bandwidth",
+        "tests/ranks/explain/test_hardware.py",
+    ),
+    Mistake(
+        "explain: ranks that exchange heads are balanced as the layout deals",
+        "exchange = self.strategy.size_on(self.ranks) if isinstance(self.strategy, Ulysses) else 1",
+        "exchange = 1",
+        "tests/ranks/explain/test_hardware.py",
+    ),
+    Mistake(
+        "explain: planning is read from the cache",
+        "with _make_plan.forgotten():",
+        "if True:",
+        "tests/ranks/explain/test_hardware.py",
+    ),
+    Mistake(
+        "explain: the slowest is chosen",
+        "best = min(found, key=lambda choice: (bool(choice.problem), choice.seconds))",
+        "best = max(found, key=lambda choice: (not choice.problem, choice.seconds))",
+        "tests/ranks/explain/test_auto.py",
+    ),
     # -- kernels --
     Mistake(
         "kernel: softmax's backward without the row's mean",

@@ -8,10 +8,32 @@ import pytest
 import torch
 
 from cp_styles import Causal, Documents, Ulysses, contiguous, head_tail, imbalance
+from cp_styles.comm.rehearsal import Transfer, Waited
 from cp_styles.explain import CPU, Hardware, explain
+from cp_styles.explain.hardware import Seconds, seconds_of
+from cp_styles.explain.rehearse import Copied, KernelCall, Phase
 from cp_styles.plan.plan import _make_plan
 from cp_styles.testing import run_ranks
 from tests.ranks.attention_case import cp_mesh
+
+# Kernels of a second, and links that carry a number of bytes in as many seconds and have a latency of half a second.
+CALL = KernelCall("flash", False, "full", ((1, 1, 1, 8, 8),), (16, 16), 4)
+MACHINE = replace(
+    CPU,
+    flops=float(CALL.flops),
+    half_rows=0.0,
+    kernel_floor=0.0,
+    call_floor=0.0,
+    op_floor=0.0,
+    copy_bandwidth=1.0,
+    bandwidth=1.0,
+    latency=0.5,
+    far_bandwidth=0.25,
+    far_latency=1.0,
+    node_ranks=2,
+    overlap=True,
+)
+SENT, RECEIVED, FAR = Transfer(1, 1, True), Transfer(1, 1, False), Transfer(2, 1, True)
 
 MODEL = {"ranks": 4, "heads": 4, "head_dim": 16, "dtype": torch.float32}
 
@@ -23,6 +45,26 @@ def test_all_ranks_measure_the_same():
         assert getattr(found[0], name) > 0
     assert found[0].call_floor >= 0
     assert (found[0].device, found[0].overlap) == ("cpu", False)
+
+
+@pytest.mark.parametrize(
+    ("events", "overlap", "expected"),
+    [
+        ([CALL, Copied(2)], True, Seconds(3, 1, 0, 2)),
+        # A message behind another one of its direction; the other direction is free.
+        ([SENT, SENT, RECEIVED, Waited(2)], True, Seconds(1.5, 0, 1.5, 0)),
+        ([SENT, SENT, RECEIVED, Waited(2), Waited(1)], True, Seconds(2.5, 0, 2.5, 0)),
+        # Beside a kernel; started after it; and where messages do not travel beside kernels.
+        ([RECEIVED, CALL, Waited(0)], True, Seconds(1.5, 1, 0.5, 0)),
+        ([CALL, RECEIVED, Waited(0)], True, Seconds(2.5, 1, 1.5, 0)),
+        ([SENT, RECEIVED, CALL, Waited(0), Waited(1)], False, Seconds(2.5, 1, 1.5, 0)),
+        # Between nodes: another link.
+        ([SENT, FAR, Waited(1)], True, Seconds(5, 0, 5, 0)),
+        ([FAR, CALL, CALL, CALL, CALL, CALL, CALL, Waited(0)], True, Seconds(6, 6, 0, 0)),
+    ],
+)
+def test_events_take_their_time(events, overlap: bool, expected: Seconds):
+    assert seconds_of(Phase(events), 0, replace(MACHINE, overlap=overlap)) == pytest.approx(expected)
 
 
 def test_a_call_has_a_floor_in_both_directions():
