@@ -2,7 +2,7 @@
 
 Each version gets a virtual environment of its own (a gigabyte or more, minutes the first time; nox -r reuses them).
 The last session prints the table for tutorials/support.md. One version: nox -s "tests(torch='2.11.0')".
-Some tests only: nox -- tests/unit.
+Some tests only: nox -- tests/unit. What they leave to the night: nox -s nightly.
 """
 
 from __future__ import annotations
@@ -34,8 +34,15 @@ def tests(session: nox.Session, torch: str) -> None:
     session.install("-c", str(constraint), "-e", ".[test]")
     xml = report(session, torch)
     xml.unlink(missing_ok=True)
-    options = ["-m", "not process and not gpu", f"--junitxml={xml.resolve()}"]
+    options = ["-m", "not process and not gpu and not nightly", f"--junitxml={xml.resolve()}"]
     session.run("pytest", *options, *session.posargs)
+
+
+@nox.session(default=False)
+def nightly(session: nox.Session) -> None:
+    """The whole of what the tests sample by default."""
+    session.install("-e", ".[test]")
+    session.run("pytest", "-m", "nightly", *session.posargs)
 
 
 @nox.session(python=False)

@@ -175,24 +175,48 @@ def pairs_of(row: Row) -> set[tuple[tuple[str, object], tuple[str, object]]]:
     return set(combinations([(axis, getattr(row, axis)) for axis in AXES], 2))
 
 
+class _Draw:
+    """Draws rows, the same ones every time, of which each covers as many pairs not seen before as it can."""
+
+    def __init__(self) -> None:
+        self.seen: set[tuple[tuple[str, object], tuple[str, object]]] = set()
+        self.rows: list[Row] = []
+        self._random = random.Random(0)
+        # Few of eight, which take longest.
+        self._values = {axis: tuple(values) for axis, values in AXES.items()} | {"ranks": (1, 2, 2, 3, 4, 4, 5, 8)}
+
+    def row(self, draws: int, **fixed: object) -> None:
+        drawn = [
+            Row(**{axis: fixed[axis] if axis in fixed else self._random.choice(self._values[axis]) for axis in AXES})
+            for _ in range(draws)
+        ]
+        self.rows.append(max(filter(makes_sense, drawn), key=lambda row: len(pairs_of(row) - self.seen)))
+        self.seen |= pairs_of(self.rows[-1])
+
+
 @cache
 def grid() -> tuple[Row, ...]:
-    """Every strategy x mask x layout once, and of what is left the values that cover most pairs not seen before.
-
-    Strategy, mask and layout are what plans are made of, so their product is whole; the same rows every time.
-    """
-    draw, seen, rows = random.Random(0), set(), []
-    values = {axis: tuple(AXES[axis]) for axis in list(AXES)[3:]}
-    values["ranks"] = (1, 2, 2, 3, 4, 4, 5, 8)  # few of eight, which take longest
-    for first in product(STRATEGIES, MASKS, LAYOUTS):
-        drawn = [Row(*first, *map(draw.choice, values.values())) for _ in range(12)]
-        rows.append(max(filter(makes_sense, drawn), key=lambda row: len(pairs_of(row) - seen)))
-        seen |= pairs_of(rows[-1])
-    return tuple(rows)
+    """Every two values of any two axes: every strategy x mask once, and rows for the pairs that are left."""
+    draw = _Draw()
+    for strategy, mask in product(STRATEGIES, MASKS):
+        draw.row(50, strategy=strategy, mask=mask)
+    for pair in sorted(possible_pairs(), key=str):
+        if pair not in draw.seen:
+            draw.row(200, **dict(pair))
+    return tuple(draw.rows)
 
 
-def missing_pairs() -> set[tuple[tuple[str, object], tuple[str, object]]]:
-    """Pairs of values that some row of the whole product has, and no row of the grid."""
+@cache
+def whole_grid() -> tuple[Row, ...]:
+    """Every strategy x mask x layout once, of which plans are made, and other values drawn for each."""
+    draw = _Draw()
+    for strategy, mask, layout in product(STRATEGIES, MASKS, LAYOUTS):
+        draw.row(12, strategy=strategy, mask=mask, layout=layout)
+    return tuple(draw.rows)
+
+
+def possible_pairs() -> set[tuple[tuple[str, object], tuple[str, object]]]:
+    """Pairs of values that some row of the product of all axes has."""
     possible = {
         ((one, x), (other, y)) for one, other in combinations(AXES, 2) for x, y in product(AXES[one], AXES[other])
     }
@@ -201,7 +225,11 @@ def missing_pairs() -> set[tuple[tuple[str, object], tuple[str, object]]]:
         for strategy, ranks in product(STRATEGIES, RANKS)
         if strategy.startswith("Ulysses x") and ranks % 2
     }
-    return possible - senseless - set().union(*map(pairs_of, grid()))
+    return possible - senseless
+
+
+def missing_pairs() -> set[tuple[tuple[str, object], tuple[str, object]]]:
+    return possible_pairs() - set().union(*map(pairs_of, grid()))
 
 
 def coverage() -> str:

@@ -25,6 +25,7 @@ from cp_styles.layout import by_work, contiguous, head_tail
 from cp_styles.mask import Causal, Dense, Documents, SlidingWindow
 from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.styles import ModuleContextParallel
+from tests.covering import sampled
 from tests.oracle import allowed, document_of, error, randn
 from tests.ranks.attention_case import EXACT, Problem, Projected, cp_mesh, run_attention
 from tests.ranks.compiling import (
@@ -50,9 +51,7 @@ def _afresh():
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("strategy", [Ring(), AllGather(), Ulysses()], ids=str)
-@pytest.mark.parametrize("name", DOORS)
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@sampled(2, name=DOORS, strategy=[Ring(), AllGather(), Ulysses()], dynamic=[False, True])
 def test_every_door_and_strategy(name: str, strategy, dynamic: bool):
     def on(rank: int):
         attend = compiled(door(name, cp_mesh(RANKS), strategy=strategy), dynamic=dynamic)
@@ -62,30 +61,34 @@ def test_every_door_and_strategy(name: str, strategy, dynamic: bool):
     run_ranks(on, RANKS)
 
 
-@pytest.mark.parametrize("name", DOORS)
-@pytest.mark.parametrize("dynamic", [False, True, None], ids=["static", "dynamic", "automatic"])
-def test_as_most_people_call_it(name: str, dynamic: bool | None):
-    """Without fullgraph=True nothing breaks the graph that would not break it there: what is compiled is the attention
-    itself, or a model around it. And lengths vary."""
-    seq_dims = (2, 1) if name == "style" else (2,)
+# What is compiled.
+AROUND = {"the attention": lambda attend: attend, "a model": Block}
+
+
+@sampled(
+    2,
+    name=DOORS,
+    around=list(AROUND),
+    seq_dim=[2, 1],
+    dynamic=[False, True, None],
+    where=lambda name, seq_dim, **_: seq_dim == 2 or name == "style",
+)
+def test_as_most_people_call_it(name: str, around: str, seq_dim: int, dynamic: bool | None):
+    """Without fullgraph=True nothing breaks the graph that would not break it there. And lengths vary."""
 
     def on(rank: int):
-        mesh = cp_mesh(RANKS)
-        for seq_dim in seq_dims:
-            options = {} if name == "function" else {"core": Grouped(seq_dim=seq_dim)}
-            attend = door(name, mesh, **options, **({"seq_dim": 1} if seq_dim == 1 else {}))
-            for whole in (attend, Block(attend))[2 - seq_dim :]:
-                act = torch.compile(whole, backend="aot_eager", dynamic=dynamic)
-                for length in LENGTHS:
-                    assert max(run_attention(act, PROBLEMS[length], rank, RANKS, seq_dim=seq_dim)) < EXACT
+        options = {} if name == "function" else {"core": Grouped(seq_dim=seq_dim)}
+        attend = door(name, cp_mesh(RANKS), **options, **({"seq_dim": 1} if seq_dim == 1 else {}))
+        act = torch.compile(AROUND[around](attend), backend="aot_eager", dynamic=dynamic)
+        for length in LENGTHS:
+            assert max(run_attention(act, PROBLEMS[length], rank, RANKS, seq_dim=seq_dim)) < EXACT
 
     counters.clear()
     run_ranks(on, RANKS)
     assert not counters["graph_break"]
 
 
-@pytest.mark.parametrize("name", DOORS)
-@pytest.mark.parametrize("fullgraph", [False, True])
+@sampled(1, name=DOORS, fullgraph=[False, True])
 def test_layers_that_are_compiled_one_by_one_share_their_graph(name: str, fullgraph: bool):
     """More of them than torch compiles for one function, where there is something in each that is its own."""
     traces, layers = Traces(), torch._dynamo.config.recompile_limit + 1
@@ -117,17 +120,15 @@ class Breaking(Grouped):
         return out * 1.0
 
 
-@pytest.mark.parametrize("name", ["style", "module"])
-@pytest.mark.parametrize("where", ["before", "after"])
-def test_a_module_that_breaks_the_graph(name: str, where: str):
+@sampled(2, name=["style", "module"], broken=["before", "after"], around=list(AROUND))
+def test_a_module_that_breaks_the_graph(name: str, broken: str, around: str):
     """Between graphs everything is as right as in them."""
 
     def on(rank: int):
-        attend = door(name, cp_mesh(RANKS), Breaking(where))
-        for whole in (attend, Block(attend)):
-            act = torch.compile(whole, backend="aot_eager")
-            for length in LENGTHS:
-                assert max(run_attention(act, PROBLEMS[length], rank, RANKS)) < EXACT
+        attend = door(name, cp_mesh(RANKS), Breaking(broken))
+        act = torch.compile(AROUND[around](attend), backend="aot_eager")
+        for length in LENGTHS:
+            assert max(run_attention(act, PROBLEMS[length], rank, RANKS)) < EXACT
         dist.barrier()
 
     counters.clear()

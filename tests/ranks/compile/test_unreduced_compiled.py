@@ -22,6 +22,7 @@ from cp_styles.engine.gradient_watch import (
 from cp_styles.functions.attention import context_attention
 from cp_styles.layout import contiguous
 from cp_styles.styles import AttentionContextParallel, ModuleContextParallel
+from tests.covering import sampled
 from tests.oracle import randn
 from tests.ranks.attention_case import Projected, cp_mesh
 from tests.ranks.compiling import Grouped, cannot_compile_on_threads, ranks_here, run_ranks
@@ -102,8 +103,7 @@ def raised(act) -> str:
     return texts[0]
 
 
-@pytest.mark.parametrize("how", ["model", "layers"])
-@pytest.mark.parametrize("door", DOORS)
+@sampled(1, door=DOORS, how=["model", "layers"])
 def test_a_model_that_nobody_reduces_is_an_error(door: str, how: str):
     def on(rank: int) -> None:
         model = attended(door, cp_mesh(RANKS))

@@ -28,6 +28,7 @@ from cp_styles.mask import Causal, Documents
 from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.styles import AttentionContextParallel, ModuleContextParallel
 from cp_styles.testing import CommunicationTrace, MemoryTrace, run_ranks
+from tests.covering import sampled
 from tests.oracle import allowed, document_of, randn
 from tests.ranks.attention_case import EXACT, Core, Problem, cp_mesh, run_attention
 from tests.ranks.flex_case import FlexProblem, causal, relative_bias
@@ -92,8 +93,7 @@ def checkpointed(layer: nn.Module, context_fn: Callable[[], Any] | None = None) 
     return lambda *qkv: checkpoint(layer, *qkv, use_reentrant=False, **options)
 
 
-@pytest.mark.parametrize("door", [*DOORS, *OTHER_CALLS])
-@pytest.mark.parametrize("strategy", [Ring(), Ring(keep=0), AllGather(), Ulysses()], ids=str)
+@sampled(1, door=[*DOORS, *OTHER_CALLS], strategy=[Ring(), Ring(keep=0), AllGather(), Ulysses()])
 def test_a_recomputation_that_communicates_nothing(door: str, strategy):
     """Exactly the events of no checkpoint where nothing is kept; a plain one agrees and sends the keys once more."""
 
@@ -114,8 +114,11 @@ def test_a_recomputation_that_communicates_nothing(door: str, strategy):
     run_ranks(on, RANKS)
 
 
-@pytest.mark.parametrize("door", [*DOORS, *OTHER_CALLS])
-@pytest.mark.parametrize("strategy", [Ring(keep=2), AllGather(keep=2), Ulysses(inner=Ring(keep=2), size=1)], ids=str)
+@sampled(
+    1,
+    door=[*DOORS, *OTHER_CALLS],
+    strategy=[Ring(keep=2), AllGather(keep=2), Ulysses(inner=Ring(keep=2), size=1)],
+)
 def test_no_received_keys_outlive_the_layer(door: str, strategy):
     """As many bytes stay after the forward as with a strategy that keeps nothing, whatever this one is told to keep."""
 

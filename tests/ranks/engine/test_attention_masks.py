@@ -14,6 +14,7 @@ from cp_styles.layout import SequenceLayout, contiguous, head_tail, per_document
 from cp_styles.mask import Causal, Dense, Documents
 from cp_styles.strategies import AllGather, Ring
 from cp_styles.testing import run_ranks
+from tests.covering import sampled
 from tests.oracle import (
     allowed,
     attend_and_differentiate,
@@ -48,11 +49,10 @@ BALANCERS = {
 }
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("balancer", BALANCERS.values(), ids=BALANCERS)
-def test_every_mask(balancer, ranks: int):
+@sampled(1, balancing=list(BALANCERS), ranks=[3, 2])
+def test_every_mask(balancing: str, ranks: int):
     """Windows and chunks are not trained as full causal (accelerate#4177), documents stay apart (trl#6843)."""
-    cases = mask_cases(LENGTH)
+    cases, balancer = mask_cases(LENGTH), BALANCERS[balancing]
     problems = {
         name: Problem(length=LENGTH, kv_heads=2, mask=allowed(case.sees, LENGTH, LENGTH))
         for name, case in cases.items()

@@ -54,8 +54,11 @@ def problem(length: int, causal: bool, kv_heads: int, scale: float | None) -> Pr
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("door", ["style", "function"])
 def test_grid(door: str, ranks: int):
-    """Lengths that do not divide, and shorter than there are ranks (an empty one), among them."""
-    cases = grid()
+    """Lengths that do not divide, and shorter than there are ranks (an empty one), among them.
+
+    Each case comes through both doors, on two of the four numbers of ranks.
+    """
+    cases = grid()[(ranks + (door == "style")) % 4 :: 4]
     for case in cases:  # the oracle's work is done once, not once a rank
         problem(case.length, case.causal, case.kv_heads, case.scale)
 
@@ -137,7 +140,12 @@ def test_low_precision_is_as_good_as_one_device(dtype: torch.dtype, ranks: int):
     ring (ring-flash-attention#42), hence 8 ranks and the same bound.
     """
     inputs, cotangent = attention_inputs(length=512, dim=32, batch=1, kv_heads=2, dtype=dtype)
-    settings = list(product((Ring(), AllGather()), BALANCERS, (True, False), ("style", "function")))
+    settings = [
+        (strategy, balancer, causal, ("style", "function")[index % 2])
+        for index, (strategy, (balancer, causal)) in enumerate(
+            product((Ring(), AllGather()), zip(BALANCERS * 2, (True, False, False, True), strict=True))
+        )
+    ]
     expected, device = {}, {}
     for causal in (True, False):
         mask = torch.ones(512, 512, dtype=torch.bool).tril() if causal else None

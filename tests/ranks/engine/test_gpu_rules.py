@@ -155,9 +155,10 @@ def test_what_is_chosen_for_bfloat16():
         assert all(plain_kernel in name or name.startswith("_flash") for name in gpu.seen.calls)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_sinks_do_not_wait_for_the_device(ranks: int):
-    """They change at every step, and ranks compare what they hold: on a GPU, what they held 64 calls ago."""
+    """They change at every step, and ranks compare what they hold: on a GPU, what they held 64 calls ago. Of those
+    calls few have a backward."""
     length, steps = 16, 70
     sink = randn(3, 4)
     (q, k, v), cotangent = attention_inputs(length=length)
@@ -171,12 +172,13 @@ def test_sinks_do_not_wait_for_the_device(ranks: int):
     def on(rank: int):
         parts = [layout.shard(x, 2, rank) for x in (q, k, v, cotangent)]
         given: list[torch.Tensor] = []
-        for _ in range(steps):
+        for step in range(steps):
             given = [put(x.requires_grad_()) for x in (*parts[:3], sink)]
             out = context_attention(
                 *given[:3], dist.group.WORLD, layout=layout, mask=Causal(), sink_H=given[3], kernel=ON_GPU
             )
-            out.backward(put(parts[3]))
+            if step % 23 == 0:  # the first, and the last
+                out.backward(put(parts[3]))
         return [read(x.grad) for x in given]
 
     with gpus():

@@ -17,6 +17,7 @@ from cp_styles.batch import global_loss, global_token_count, sum_gradients
 from cp_styles.layout import SequenceLayout
 from cp_styles.styles import ModuleContextParallel
 from cp_styles.testing import run_ranks
+from tests.covering import sampled
 from tests.oracle import error
 from tests.ranks import composition
 from tests.ranks.attention_case import cp_mesh
@@ -129,16 +130,19 @@ def test_fsdp_that_is_told_to_sum():
     assert_same_training(make, 2)
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True], ids=["not reentrant", "reentrant"])
-@pytest.mark.parametrize("where", ["layers", "attention"])
-@pytest.mark.parametrize("make", [composition.by_fsdp_over_cp, composition.by_fsdp_over_cp_with_tp])
-def test_checkpointing_under_fsdp(make, where: str, use_reentrant: bool):
+@sampled(
+    2,
+    make=[composition.by_fsdp_over_cp, composition.by_fsdp_over_cp_with_tp],
+    what=["layers", "attention"],
+    use_reentrant=[False, True],
+)
+def test_checkpointing_under_fsdp(make, what: str, use_reentrant: bool):
     """Whole layers, and the attention inside of them, recomputed in the middle of FSDP's and TP's backward."""
 
     def checkpointed() -> Training:
         run = make()
         for layer in run.model.layers:
-            module = layer if where == "layers" else layer.attention
+            module = layer if what == "layers" else layer.attention
             module.forward = partial(checkpoint, module.forward, use_reentrant=use_reentrant)
         return run
 

@@ -32,6 +32,7 @@ from cp_styles import (
 )
 from cp_styles.plan import make_plan
 from cp_styles.testing import MemoryTrace, run_ranks
+from tests.covering import sampled
 from tests.ranks.attention_case import Core, cp_mesh, parallel
 
 HEADS, DIM = 8, 64
@@ -127,9 +128,7 @@ Ulysses(size=2) 8     7.52   7.02  16.27""",
     )
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kv_heads", [8, 2])
+@sampled(2, kv_heads=[8, 2], dtype=[torch.float64, torch.float32, torch.bfloat16], ranks=[1, 2, 4, 8])
 def test_kept_is_the_output_the_logsumexp_and_what_keep_says(ranks: int, dtype: torch.dtype, kv_heads: int):
     """In bytes: rows of the plan's nearest sources, k and v; the logsumexp in float32 at least; nothing else."""
     length = ROWS * ranks - 5
@@ -171,8 +170,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("ranks", [4, 8])
+@sampled(1, case=list(CASES), ranks=[8, 4])
 def test_a_ring_holds_no_more_under_other_masks(case: str, ranks: int):
     """5 u in a forward without a backward, 12 u in a backward."""
     options = {"length": 256, **CASES[case]}

@@ -18,7 +18,7 @@ from cp_styles.testing import run_ranks
 from tests.cuda_ops import cuda_ops_on_cpu
 from tests.oracle import attend_and_differentiate, attention_inputs, error, expected_attention
 from tests.ranks.attention_case import EXACT, Core, cp_mesh, parallel
-from tests.ranks.parity_grid import BATCHES, KERNELS, RANKS, STRATEGIES, Row, coverage, grid, missing_pairs
+from tests.ranks.parity_grid import BATCHES, KERNELS, RANKS, STRATEGIES, Row, coverage, grid, missing_pairs, whole_grid
 
 # Low precision against one device on the same rounded inputs, for each of out, dq, dk, dv: error within RATIO of its
 # error plus FLOOR times the dtype's epsilon, half a rounding: a merge rounds once more than one device does.
@@ -31,19 +31,19 @@ def test_what_the_grid_covers():
     assert_expected_inline(
         "\n".join(textwrap.fill(line, 110) for line in coverage().splitlines()),
         """\
-1050 rows
-strategy: ring 150, ring, sent again 150, all-gather 150, all-gather, sent again 150, Ulysses 150, Ulysses x
-ring 150, Ulysses x all-gather 150
-mask: full 42, causal 42, window 42, window both sides 42, window ahead 42, chunked 42, prefix 42, documents
-42, prefix documents 42, causal documents 42, causal chunks 42, windowed documents 42, documents of one 42,
-bool LM 42, bool HLM 42, bool 1M 42, float LM 42, float BHLM 42, float B1LM 42, float 1HLM 42, float L1 42,
-bool BHLM & causal 42, float H1M & causal 42, BlockMask 42, BlockMask of documents 42
-layout: contiguous 175, head_tail 175, striped 175, per_document_head_tail 175, by_work 175, uneven 175
-kernel: reference 336, flash 361, CUDA's 353
-heads: (3, 3) 209, (6, 3) 224, (4, 4) 196, (6, 1) 211, (4, 2) 210
-dtype: float64 344, float32 355, bfloat16 351
-ranks: 4 273, 2 313, 1 96, 5 99, 8 166, 3 103
-length: 137 346, 5 383, 23 321""",
+191 rows
+strategy: ring 28, ring, sent again 29, all-gather 29, all-gather, sent again 27, Ulysses 27, Ulysses x ring
+26, Ulysses x all-gather 25
+mask: full 9, causal 7, window 9, window both sides 9, window ahead 8, chunked 9, prefix 7, documents 7,
+prefix documents 7, causal documents 7, causal chunks 7, windowed documents 7, documents of one 8, bool LM 7,
+bool HLM 8, bool 1M 7, float LM 8, float BHLM 9, float B1LM 7, float 1HLM 7, float L1 8, bool BHLM & causal 7,
+float H1M & causal 7, BlockMask 7, BlockMask of documents 8
+layout: per_document_head_tail 34, uneven 29, striped 35, head_tail 31, contiguous 31, by_work 31
+kernel: reference 65, flash 60, CUDA's 66
+heads: (4, 4) 35, (4, 2) 42, (6, 1) 38, (3, 3) 40, (6, 3) 36
+dtype: float32 56, bfloat16 69, float64 66
+ranks: 8 30, 5 25, 3 26, 2 45, 4 40, 1 25
+length: 23 56, 137 63, 5 72""",
     )
 
 
@@ -89,9 +89,9 @@ def attempt(row: Row, index: int, rank: int, mesh) -> list[torch.Tensor]:
         raise AssertionError(f"{row}: {failure}") from failure
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-def test_grid(ranks: int):
-    rows = [(index, row) for index, row in enumerate(grid()) if row.ranks == ranks]
+def check(of_grid: tuple[Row, ...], ranks: int) -> None:
+    """The rows on so many ranks."""
+    rows = [(index, row) for index, row in enumerate(of_grid) if row.ranks == ranks]
     for _, row in rows:
         problem(row.mask, row.heads, row.dtype, row.length)  # once, and not once a rank
 
@@ -113,3 +113,14 @@ def test_grid(ranks: int):
             if not off <= (EXACT if row.dtype == torch.float64 else RATIO * mine + slack):  # NaN is wrong too
                 wrong.append(f"{what} {off:.2e}, alone {mine:.2e}: {row}")
     assert not wrong, f"{len(wrong)} wrong, such as\n" + "\n".join(wrong[:12])
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_grid(ranks: int):
+    check(grid(), ranks)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("ranks", RANKS)
+def test_every_strategy_mask_and_layout(ranks: int):
+    check(whole_grid(), ranks)

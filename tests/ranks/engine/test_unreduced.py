@@ -29,6 +29,7 @@ from cp_styles.functions.attention import context_attention
 from cp_styles.layout import contiguous
 from cp_styles.styles import ModuleContextParallel
 from cp_styles.testing import CommunicationTrace, RankError, run_ranks
+from tests.covering import sampled
 from tests.oracle import randn
 from tests.ranks import composition
 from tests.ranks.attention_case import Core, Projected, cp_mesh
@@ -391,8 +392,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("attended", DOORS)
-@pytest.mark.parametrize("case", CASES)
+@sampled(1, attended=DOORS, case=CASES)
 def test_no_false_alarm(attended, case: str):
     def on(rank: int) -> None:
         mesh = cp_mesh(2)

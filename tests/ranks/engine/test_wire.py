@@ -18,6 +18,7 @@ from cp_styles.mask import Causal, Dense, Documents, Full, SlidingWindow
 from cp_styles.plan import make_plan
 from cp_styles.strategies import AllGather, Ring, Strategy, Ulysses
 from cp_styles.testing import CommunicationTrace, run_ranks
+from tests.covering import sampled
 from tests.oracle import allowed, document_of, mask_cases
 from tests.ranks.attention_case import EXACT, Problem, cp_mesh, run_attention
 from tests.ranks.parity_grid import uneven
@@ -95,14 +96,13 @@ def test_the_plan_is_the_lower_bound(layout, ranks: int):
         assert rows_planned(own, case.mask) == rows_needed(own, allowed(case.sees, LENGTH, LENGTH))
 
 
-@pytest.mark.parametrize("strategy", [Ring(keep=2), Ring(keep=0), AllGather(keep=2), AllGather(keep=0)], ids=str)
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_the_wire_is_the_lower_bound(layout, strategy):
+@sampled(1, layout=list(LAYOUTS), strategy=[Ring(keep=2), Ring(keep=0), AllGather(keep=2), AllGather(keep=0)])
+def test_the_wire_is_the_lower_bound(layout: str, strategy):
     """Forward the rows, backward their gradients, and the rows once more where they are not kept. GQA unexpanded."""
     ranks, calls, needed = 3, [], []
     for case in mask_cases(LENGTH).values():
         seen = allowed(case.sees, LENGTH, LENGTH)
-        own = layout(ranks, case.mask)
+        own = LAYOUTS[layout](ranks, case.mask)
         calls.append((Problem(length=LENGTH, kv_heads=KV_HEADS, mask=seen, dtype=torch.float32), own, case.mask))
         needed.append(sum(rows_needed(own, seen)))
     times = 2 if strategy.keep else 3

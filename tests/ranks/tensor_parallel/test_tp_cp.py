@@ -202,6 +202,8 @@ def by(plan: dict) -> Callable[[Llama, DeviceMesh], None]:
 
 # -- the tests --
 
+several_steps = pytest.mark.parametrize("steps", [4, pytest.param(STEPS, marks=pytest.mark.nightly)])
+
 
 def test_local_tensors():
     """The tutorial's own plan, with biases behind the row-wise layers."""
@@ -216,9 +218,11 @@ tp: all_gather 11, all_reduce 5, reduce_scatter 10""",
     )
 
 
-def test_dtensors_between_projections_and_attention():
-    """Twenty steps; what a step sends is what it sends with local tensors."""
-    run = check(run_ranks(lambda rank: train(composed_mesh(), by(dtensor_plan(AttentionContextParallel()))), 4))
+@several_steps
+def test_dtensors_between_projections_and_attention(steps: int):
+    """What a step sends is what it sends with local tensors."""
+    plan = dtensor_plan(AttentionContextParallel())
+    run = check(run_ranks(lambda rank: train(composed_mesh(), by(plan), steps=steps), 4))
     assert_expected_inline(
         run.counted(),
         """\
@@ -264,7 +268,7 @@ def test_loss_parallel(inside: bool):
             barrier.wait()
 
         try:
-            return train(composed_mesh(), by(plan), steps=3, around_loss=shared, backward_inside=inside)
+            return train(composed_mesh(), by(plan), steps=2, around_loss=shared, backward_inside=inside)
         except BaseException:
             barrier.abort()
             raise
@@ -299,14 +303,15 @@ def on_the_mesh(model: Llama, mesh: DeviceMesh, tokens: torch.Tensor, positions:
     return logits.to_local()
 
 
-def test_dtensors_on_both_axes_from_end_to_end():
+@several_steps
+def test_dtensors_on_both_axes_from_end_to_end(steps: int):
     """No module gathers the sequence over cp, whatever has a bias: over cp go the ring and the loss and gradients."""
 
     def parallelize(model: Llama, mesh: DeviceMesh) -> None:
         by(whole_dtensor_plan(AttentionContextParallel()))(model, mesh)
         table_on_the_mesh(model, mesh)
 
-    run = check(run_ranks(lambda rank: train(composed_mesh(), parallelize, forward=on_the_mesh), 4))
+    run = check(run_ranks(lambda rank: train(composed_mesh(), parallelize, forward=on_the_mesh, steps=steps), 4))
     assert_expected_inline(
         run.counted(),
         """\
