@@ -114,15 +114,33 @@ def resolve_group(name: str) -> dist.ProcessGroup:
 def gloo_beside(group: dist.ProcessGroup, name: str, timeout: timedelta | None = None) -> Any:
     """Gloo between the ranks of a group that has none, for small host tensors; all of the ranks must call it.
 
-    Over the group's store, with its timeout or another one. It is a backend and no group, because a new group is named
-    by how many groups a rank has made, and ranks may differ in that. Seen: 2.11 to 2.15 (the store of a group, the
-    options of a backend)."""
+    Over the group's store, with its timeout or another one. It is a backend and no group, because nothing else uses it.
+    Seen: 2.11 to 2.15 (the store of a group)."""
     store = dist.distributed_c10d._get_process_group_store(group)  # pyright: ignore[reportAttributeAccessIssue]
-    backend = group._get_backend(group._device_types[0])  # pyright: ignore[reportAttributeAccessIssue]
-    own: timedelta = getattr(getattr(backend, "options", None), "_timeout", None) or timedelta(minutes=30)
     made = dist.distributed_c10d.ProcessGroupGloo  # pyright: ignore[reportAttributeAccessIssue]
     prefixed = dist.PrefixStore(f"{name}/{group.group_name}", store)  # pyright: ignore[reportPrivateImportUsage]
-    return made(prefixed, group.rank(), group.size(), timeout or own)
+    return made(prefixed, group.rank(), group.size(), timeout or _timeout_of(group))
+
+
+def part_of_group(group: dist.ProcessGroup, ranks: list[int], name: str) -> dist.ProcessGroup:
+    """A new group of some ranks of a group, with the group's backends and timeout. All of ``ranks`` must call it.
+
+    ``dist.new_group`` names a group by how many groups a rank is in (2.15: has made). Where ranks differ in that, they
+    have different names for one group, and wait for each other. This ``name`` must be new, and the same on all ranks.
+    Seen: 2.11 to 2.15 (``_new_process_group_helper``, and what ``_world`` knows of a group)."""
+    c10d: Any = dist.distributed_c10d
+    backend, store = c10d._world.pg_map[group]
+    size_and_rank = len(ranks), ranks.index(dist.get_rank())
+    options = {"timeout": _timeout_of(group), "device_id": group.bound_device_id, "group_desc": name}
+    made, _ = c10d._new_process_group_helper(*size_and_rank, ranks, backend, store, name, **options)
+    c10d._world.pg_group_ranks[made] = {rank: index for index, rank in enumerate(ranks)}
+    return made
+
+
+def _timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """Seen: 2.11 to 2.15 (the options of a backend)."""
+    backend = group._get_backend(group._device_types[0])  # pyright: ignore[reportAttributeAccessIssue]
+    return getattr(getattr(backend, "options", None), "_timeout", None) or timedelta(minutes=30)
 
 
 # The functional collectives as ops: compile traces them, nothing deprecates them, and unlike the functions of

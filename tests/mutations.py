@@ -428,6 +428,12 @@ MISTAKES = [
         "best = max(found, key=lambda choice: (not choice.problem, choice.seconds))",
         "tests/ranks/explain/test_auto.py",
     ),
+    Mistake(
+        "groups: the parts of a hybrid are named by how many groups a rank is in",
+        'name = f"{group.group_name}.cp_styles.{size}"',
+        'name = f"{len(dist.distributed_c10d._world.pg_names)}.cp_styles.{size}"',
+        "tests/ranks/engine/test_disagreement.py::test_ranks_in_different_numbers_of_groups",
+    ),
     # -- kernels --
     Mistake(
         "kernel: softmax's backward without the row's mean",

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 import torch.distributed as dist
 
-from cp_styles._compat import gloo_beside, resolve_group
+from cp_styles._compat import gloo_beside, part_of_group, resolve_group
 from cp_styles.comm.rehearsal import Rehearsal
 
 
@@ -242,18 +242,20 @@ def split_group(
         return group.part(group.members[first : first + size]), group.part(group.members[rank % size :: size])
     members = dist.get_process_group_ranks(group)
     neighbours, strangers = members[first : first + size], members[rank % size :: size]
-    return _part_of(neighbours, group, members), _part_of(strangers, group, members)
+    name = f"{group.group_name}.cp_styles.{size}"
+    return (
+        _part_of(neighbours, group, members, f"{name}.neighbours{rank // size}"),
+        _part_of(strangers, group, members, f"{name}.strangers{rank % size}"),
+    )
 
 
-def _part_of(ranks: list[int], group: dist.ProcessGroup, members: list[int]) -> dist.ProcessGroup | None:
+def _part_of(ranks: list[int], group: dist.ProcessGroup, members: list[int], name: str) -> dist.ProcessGroup | None:
     if len(ranks) == 1:
         return None
     if ranks == members:
         return group
     parts = _parts.setdefault(group, {})
     if tuple(ranks) not in parts:
-        made = dist.new_group(ranks, use_local_synchronization=True)
-        assert isinstance(made, dist.ProcessGroup)  # torch returns an int on ranks that are not members
-        parts[tuple(ranks)] = made
+        parts[tuple(ranks)] = made = part_of_group(group, ranks, name)
         _users[made] = _users.get(group, "attention")
     return parts[tuple(ranks)]

@@ -30,7 +30,7 @@ from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.styles import AttentionContextParallel, ModuleContextParallel
 from cp_styles.testing import run_ranks
 from cp_styles.torch_api import context_parallel
-from tests.ranks.attention_case import Core, Problem, cp_mesh, parallel, plain, run_attention
+from tests.ranks.attention_case import EXACT, Core, Problem, cp_mesh, parallel, plain, run_attention
 from tests.ranks.leak_scene import RANKS, Even, Scene, refusals
 
 LENGTH = Even.problem.inputs[0].shape[2]
@@ -565,6 +565,21 @@ def test_a_model_is_given_tokens_of_another_layout(wrong: list[int]):
     assert "was cut with another layout than the attention uses (head_tail)" in text
     if len(wrong) == 1:
         assert "ranks [1] of mesh axis 'cp' refused their inputs" in text
+
+
+@pytest.mark.parametrize("others", [[0, 1, 2], [3]], ids=str)
+def test_ranks_in_different_numbers_of_groups(others: list[int]):
+    """No disagreement. But torch names a new group by how many groups a rank is in, or has made, and ranks with
+    different names for one group would wait for each other."""
+    problem = Problem(length=32, heads=4)
+
+    def on(rank: int) -> list[float]:
+        if rank in others:
+            dist.new_group(others, use_local_synchronization=True)
+        attend = partial(context_attention, group=dist.group.WORLD, strategy=Ulysses(size=2), mask=Causal())
+        return run_attention(attend, problem, rank, 4)
+
+    assert max(map(max, run_ranks(on, 4, timeout_seconds=10))) < EXACT
 
 
 class Gone(BaseException):
