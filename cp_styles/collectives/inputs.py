@@ -71,7 +71,7 @@ def gather_outputs(
     ::
 
         forward:   S(dim) -> R           all-gather of each tensor
-        backward:  R or P(sum) -> S(dim) as in :func:`gather`
+        backward:  R or P(sum) -> S(dim) as in gather
 
     Args:
         outputs: a tensor, or dicts, lists and tuples of tensors. Other values are kept.

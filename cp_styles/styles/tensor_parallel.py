@@ -193,8 +193,9 @@ class PrepareModuleInputOutput(OnMeshAxis, torch_parallel.PrepareModuleInputOutp
     Args:
         use_local_input: hand the module plain tensors. False hands it DTensors.
         use_local_output: return plain tensors. False returns DTensors.
-        input_layouts, desired_input_layouts, input_kwarg_layouts, desired_input_kwarg_layouts, output_layouts,
-            desired_output_layouts, mesh_axis: see the two classes, as for shapes, communication, errors and examples.
+        input_layouts, desired_input_layouts, input_kwarg_layouts, desired_input_kwarg_layouts: see PrepareModuleInput.
+        output_layouts, desired_output_layouts: see PrepareModuleOutput.
+        mesh_axis: see either class, as for shapes, communication, errors and examples.
     """
 
     def __init__(
