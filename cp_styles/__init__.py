@@ -9,6 +9,7 @@ from cp_styles.batch import (
     shard_batch,
     sum_gradients,
 )
+from cp_styles.comm.agreement import EveryCall, NewCalls, NoAgreement
 from cp_styles.engine.checkpoint import save_attention
 from cp_styles.engine.gradient_watch import GradientCheck, UnreducedGradientsError, UnreducedGradientsWarning
 from cp_styles.engine.scope import SequenceScope
@@ -56,6 +57,7 @@ __all__ = [
     "ColwiseParallel",
     "Dense",
     "Documents",
+    "EveryCall",
     "FlexMask",
     "Full",
     "GradientCheck",
@@ -64,6 +66,8 @@ __all__ = [
     "LayoutMismatchWarning",
     "Mask",
     "ModuleContextParallel",
+    "NewCalls",
+    "NoAgreement",
     "PTRRLoadBalancer",
     "PerDocumentHeadTailLoadBalancer",
     "PerRow",

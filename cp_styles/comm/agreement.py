@@ -13,9 +13,11 @@ from __future__ import annotations
 import enum
 import re
 import zlib
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -123,6 +125,79 @@ class Rows(list[StatusRow]):
 _but_lengths = itemgetter(slice(2, None))
 
 
+@dataclass(frozen=True)
+class Agreement(ABC):
+    """How often ranks agree on attention: :class:`EveryCall`, :class:`NewCalls` or :class:`NoAgreement`."""
+
+    @abstractmethod
+    def known(self, ledger: Ledger, said: StatusRow, assumed: Callable[[], Sequence[StatusRow]] | None) -> Rows | None:
+        """The rows of all ranks without communication. None if the ranks must meet.
+
+        ``said`` is this rank's row. ``assumed`` gives the rows of ranks that all call alike; None if they are not
+        known, because the global length is not.
+        """
+
+
+@dataclass(frozen=True)
+class EveryCall(Agreement):
+    """The ranks agree before every attention, and before the first backward after it. The default.
+
+    Promise: if one rank refuses its inputs, or the ranks' calls differ, or one calls attention more often than the
+    others, then every rank raises, and nothing waits for a timeout.
+
+    Communication: an all-gather of 13 integers an attention, on the host (two for an ``AttentionContextParallel`` with
+    a balancer, which does not know the global length before), and one before the first backward.
+    """
+
+    def known(self, ledger: Ledger, said: StatusRow, assumed: Callable[[], Sequence[StatusRow]] | None) -> Rows | None:
+        return None
+
+
+@dataclass(frozen=True)
+class NewCalls(Agreement):
+    """The ranks agree on calls that are new: in shapes, dtypes, mask, layout, strategy, scale or gradient mode.
+
+    The layout of the attention must be a ``SequenceLayout``, that of the style or call, or of a ``SequenceScope``. With
+    a balancer the ranks agree at every call, because a rank does not know the lengths of the others.
+
+    Promise: a call that is new on all ranks is checked as by :class:`EveryCall`. If a rank fails, or calls attention
+    otherwise or more often than the others, where they repeat a known call, then the others wait for it until the
+    timeout of the process group. Nothing is silently wrong. Unreduced gradients are found as by :class:`EveryCall`.
+
+    Communication: that of :class:`EveryCall`, for new calls only. Attention sinks are compared by their values, so a
+    sink that is trained makes every call a new one.
+    """
+
+    def known(self, ledger: Ledger, said: StatusRow, assumed: Callable[[], Sequence[StatusRow]] | None) -> Rows | None:
+        # Whether a parameter is to be compared (watch) is the same on all ranks, and its checksum need not be.
+        return None if assumed is None or said.watch else ledger.agreed.get(said)
+
+
+@dataclass(frozen=True)
+class NoAgreement(Agreement):
+    """The ranks never agree. Each assumes that the others call as it does.
+
+    The layout of the attention must be a ``SequenceLayout``, that of the style or call, or of a ``SequenceScope``.
+
+    Promise: none where ranks differ. If their lengths or plans differ, a rank waits until the timeout of the process
+    group or the transport raises. If only values differ (a scale, a mask with the same shape of plan), the result is
+    silently wrong. Unreduced gradients are not found. For jobs that ran with :class:`EveryCall` before.
+
+    Communication: none.
+    """
+
+    def known(self, ledger: Ledger, said: StatusRow, assumed: Callable[[], Sequence[StatusRow]] | None) -> Rows | None:
+        if assumed is None:
+            raise ValueError(
+                "NoAgreement() needs the lengths of all ranks: give the attention a SequenceLayout such as "
+                "head_tail(length, ranks) instead of a balancer, or open a SequenceScope"
+            )
+        return Rows(assumed())
+
+
+EVERY_CALL = EveryCall()
+
+
 @dataclass
 class Ledger:
     """The state of this rank's attentions over a group.
@@ -134,6 +209,8 @@ class Ledger:
         forward_open: there were forwards since the last meeting for a backward.
         backward_began: there was a backward after the last forward.
         lengths: global numbers of queries and keys, by the local numbers, as seen the last time.
+        agreed: the rows of all ranks where nothing differed, by the row of this rank.
+        agreement: that of the last attention.
         sinks: digests of attention sinks that the ranks have still to compare; see
             :func:`~cp_styles.comm.checksum.delayed_digest`.
     """
@@ -145,11 +222,18 @@ class Ledger:
     backward_began: bool = False
     lengths: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
     sinks: deque[Callable[[], int]] = field(default_factory=deque)
+    agreed: dict[StatusRow, Rows] = field(default_factory=dict)
+    agreement: Agreement = EVERY_CALL
 
     def remember(self, own: tuple[int, int], whole: tuple[int, int]) -> None:
         if len(self.lengths) >= _MOST_LENGTHS:
             self.lengths.clear()
         self.lengths[own] = whole
+
+    def note_agreed(self, said: StatusRow, rows: Rows) -> None:
+        if len(self.agreed) >= _MOST_LENGTHS:
+            self.agreed.clear()
+        self.agreed[said] = rows
 
 
 _MOST_LENGTHS = 256
@@ -168,12 +252,18 @@ def exchange_status(
     axis: str,
     group: dist.ProcessGroup,
     refused: RankStatus = RankStatus.BAD_INPUTS,
+    *,
+    agreement: Agreement = EVERY_CALL,
+    assumed: Callable[[StatusRow], Sequence[StatusRow]] | None = None,
 ) -> Rows:
     """The rows of all ranks; ``build()`` makes the row of this rank. See [Note: meetings].
 
+    ``agreement`` may know them without communication. ``assumed`` gives the rows of ranks that all call alike, from
+    that of this rank; None if it is not known.
+
     If ``build`` raises an Exception, this rank raises it, and the others get the status ``refused`` and raise too.
     (Other BaseExceptions, such as KeyboardInterrupt, end this process and are not reported to the others.)
-    Communication: one all-gather of WIDTH integers.
+    Communication: one all-gather of WIDTH integers, unless ``agreement`` knows the rows.
 
     Raises:
         ValueError: on every rank, if one has refused, or if the ranks are not at the same meeting.
@@ -189,6 +279,14 @@ def exchange_status(
     ledger.name, ledger.axis = name, axis
     note_user(group, f"{name} (mesh axis {axis!r})")
     mine = _of_meeting(said, meeting, name)
+    key = mine._replace(meeting=meeting)  # the same in a recomputation
+    if problem is None:
+        known = agreement.known(ledger, key, None if assumed is None else partial(assumed, mine))
+        if known is not None:
+            return known
+    elif agreement != EVERY_CALL:  # the others need not be at this meeting
+        offer_numbers(mine, group, _PATIENCE_SECONDS)
+        raise problem
     try:
         rows = Rows(gather_numbers(mine, group))
     except RuntimeError as error:
@@ -202,6 +300,8 @@ def exchange_status(
     if not rows.alike:
         _raise_if_refused(rows, name, axis)
         _raise_if_apart(rows, name, axis)
+    elif agreement != EVERY_CALL and not mine.watch:
+        ledger.note_agreed(key, rows)
     return rows
 
 
@@ -293,7 +393,10 @@ def end_forwards() -> None:
 def _close(ledger: Ledger, group: dist.ProcessGroup) -> None:
     if ledger.forward_open:
         ledger.forward_open = False
-        exchange_status(StatusRow, Meeting.BACKWARD, ledger.name, ledger.axis, group)
+        where, ranks = (ledger.name, ledger.axis, group), group.size()
+        exchange_status(
+            StatusRow, Meeting.BACKWARD, *where, agreement=ledger.agreement, assumed=lambda mine: [mine] * ranks
+        )
 
 
 def _is_of_this_world(group: dist.ProcessGroup) -> bool:

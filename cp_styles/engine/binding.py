@@ -14,7 +14,9 @@ import torch.distributed as dist
 from cp_styles._compat import current_graph_task
 from cp_styles.comm.agreement import (
     BACKWARD_MAY_COME,
+    EVERY_CALL,
     MAY_WARN,
+    Agreement,
     Ledger,
     Meeting,
     RankStatus,
@@ -84,6 +86,7 @@ class Binding:
         other_axes: the mesh axes other than ``axis`` on which the tensors of the call are DTensors. None: none.
         tally: state of the module's forward. An error is raised if its attention was not reached.
         gradient_check: what to do if gradients were not reduced over the group.
+        agreement: how often the ranks agree on attention.
         asked: properties of the calls so far that plans depend on: (is_causal, the kernel's small_tiles). Bindings made
             from this one by ``replace`` share it.
     """
@@ -99,6 +102,7 @@ class Binding:
     other_axes: OtherAxes | None = None
     tally: Tally = field(default_factory=Tally, compare=False, repr=False)
     gradient_check: GradientCheck = field(default=RAISE, compare=False, repr=False)
+    agreement: Agreement = field(default=EVERY_CALL, compare=False, repr=False)
     asked: set[tuple[bool, bool]] = field(default_factory=set, compare=False, repr=False)
     _attentions: dict[tuple[Any, ...], Attention] = field(init=False, default_factory=dict, compare=False, repr=False)
     _lean: Binding | None = field(init=False, default=None, compare=False, repr=False)
@@ -120,6 +124,10 @@ class Binding:
             object.__setattr__(self, "strategy", PerRowStrategy(self.strategy))
         if not isinstance(self.gradient_check, GradientCheck):
             raise TypeError(f"{self.name}: gradient_check must be a GradientCheck object, got {self.gradient_check!r}")
+        if not isinstance(self.agreement, Agreement):
+            raise TypeError(
+                f"{self.name}: agreement must be EveryCall(), NewCalls() or NoAgreement(), got {self.agreement!r}"
+            )
         if self.gradient_check.local:
             self._watch.leave_out(self.gradient_check.local)
         if self.kernel is not None and not isinstance(self.kernel, Kernel):
@@ -310,7 +318,8 @@ class Binding:
                 layout = _number_of(cuts(guess))
             except Exception:  # the guessed length may be wrong
                 guess, layout = (0, 0), 0
-            may_warn = other_cuts_around(layout_for, ranks, self.group.rank(), own)
+            # What is alive may differ between ranks, so it must not make a call a new one.
+            may_warn = self.agreement == EVERY_CALL and other_cuts_around(layout_for, ranks, self.group.rank(), own)
             rest = slice(seq_dim % tensors[0].ndim + 1, None)
             sizes = [(*x.shape[:seq_dim], *x.shape[rest]) for x in tensors]
             return StatusRow(
@@ -329,7 +338,10 @@ class Binding:
 
         where = self.name, self.axis
         ledger.engaged = True
-        rows = exchange_status(build, Meeting.ATTENTION, *where, self.group, refused)
+        assumed = _as_cut_by(self.layout, self.group.rank()) if isinstance(self.layout, SequenceLayout) else None
+        rows = exchange_status(
+            build, Meeting.ATTENTION, *where, self.group, refused, agreement=self.agreement, assumed=assumed
+        )
         if not rows.alike:
             self._compare(rows, tensors, call or {}, attn_mask)
         if attn_mask is not None and (problem := _of_a_part(attn_mask, rows)):
@@ -376,6 +388,7 @@ class Binding:
         ledger = self._ledger
         ledger.engaged, ledger.backward_began = engaged, False
         ledger.forward_open = ledger.forward_open or current_graph_task() is None
+        ledger.agreement = self.agreement
 
     def finished(self) -> None:
         """Note that the forward of the attention has ended. Later errors are not errors of the attention."""
@@ -422,7 +435,16 @@ class Binding:
 
         where = self.name, self.axis
         self._ledger.engaged = True
-        rows = exchange_status(build, Meeting.CALL, *where, self.group, RankStatus.NO_CALL)
+        ranks = self.group.size()
+        rows = exchange_status(
+            build,
+            Meeting.CALL,
+            *where,
+            self.group,
+            RankStatus.NO_CALL,
+            agreement=self.agreement,
+            assumed=lambda mine: [mine] * ranks,
+        )
 
         def mine() -> str:
             mask = "none" if attn_mask is None else f"one of shape {tuple(attn_mask.shape)}"
@@ -496,11 +518,21 @@ class Binding:
     def _print(self) -> int:
         # For a balancer only the fact that it is one: the layouts that it makes are compared.
         cut = plain(self.layout) if isinstance(self.layout, SequenceLayout) else "balancer"
-        texts = [plain(part) for part in (self.strategy, self.mask, self.kernel)]
+        texts = [plain(part) for part in (self.strategy, self.mask, self.kernel, self.agreement)]
         return fingerprint([cut, *texts, self.mask.content, 0 if self.kernel is None else self.kernel.content])
 
 
 _NAMED = "strategy, layout, mask or kernel"
+
+
+def _as_cut_by(layout: SequenceLayout, rank: int) -> Callable[[StatusRow], list[StatusRow]]:
+    """The rows of all ranks, from that of one, if they differ in nothing but the lengths that the layout gives them."""
+
+    def assumed(mine: StatusRow) -> list[StatusRow]:
+        rows = [mine._replace(q_length=length, kv_length=length) for length in layout.lengths]
+        return [*rows[:rank], mine, *rows[rank + 1 :]]
+
+    return assumed
 
 
 def _number_of(cuts: tuple[SequenceLayout, SequenceLayout]) -> int:

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from cp_styles._compat import new_size, resolve_group, uncompiled
-from cp_styles.comm.agreement import ledger_of
+from cp_styles.comm.agreement import EVERY_CALL, Agreement, ledger_of
 from cp_styles.comm.checksum import delayed_digest
 from cp_styles.derivatives import first_derivatives_only, refuse_tangents
 from cp_styles.engine.binding import Binding
@@ -93,6 +93,7 @@ def config_text(
     kernel: Kernel | None,
     *,
     only_warn: bool = False,
+    agreement: Agreement = EVERY_CALL,
     scoped: bool = False,
     named: bool = False,
 ) -> ConfigText:
@@ -105,7 +106,9 @@ def config_text(
         TypeError: for objects that cannot be written as a text, and for two ``Dense`` masks.
     """
     tensors: list[torch.Tensor] = []
-    config = to_text((name, axis, group_name, strategy, layout, mask, kernel, only_warn, scoped, named), tensors)
+    config = to_text(
+        (name, axis, group_name, strategy, layout, mask, kernel, only_warn, agreement, scoped, named), tensors
+    )
     if len(tensors) > 1:
         raise TypeError(f"{len(tensors)} Dense masks under torch.compile: combine them into one")
     return ConfigText(name, config, tensors[0] if tensors else None)
@@ -122,6 +125,7 @@ def config_text_of(scoped: ScopedBinding) -> ConfigText:
             binding.group.group_name,
             *parts,
             only_warn=binding.gradient_check.only_warn,
+            agreement=binding.agreement,
             scoped=True,
             named=scoped.named is not None,
         )
@@ -141,13 +145,15 @@ def source_of(config: str, dense: torch.Tensor | None = None) -> Source:
                 "torch.compile, and so holds the handle of an eager call; trace it with torch.compile"
             )
         return found
-    name, axis, group_name, *parts, only_warn, scoped, named = from_text(config, () if dense is None else (dense,))
+    said = from_text(config, () if dense is None else (dense,))
+    name, axis, group_name, *parts, only_warn, agreement, scoped, named = said
     group = resolve_group(group_name)
     found = _bound.pop((group, config), None)
     if found is None or dense is not None:
         strategy, layout, mask, kernel = parts
         check = GradientCheck(only_warn)
-        binding = Binding(name, axis, group, strategy, layout, mask, kernel, gradient_check=check)
+        where = name, axis, group
+        binding = Binding(*where, strategy, layout, mask, kernel, gradient_check=check, agreement=agreement)
         # With a Dense mask there is a new binding at every call, with the same history of scopes.
         history = found.history if isinstance(found, ScopedBinding) else ScopeHistory()
         found = ScopedBinding(binding, layout if named else None, history) if scoped else binding

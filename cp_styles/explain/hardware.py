@@ -191,12 +191,10 @@ def _least_call(group: dist.ProcessGroup, device: torch.device, dtype: torch.dty
     """Seconds of a forward or a backward with one query a rank, beside kernels and messages."""
     ranks = group.size()
     q, k, v, grad = (torch.randn(1, 8, 1, 64, device=device, dtype=dtype) for _ in range(4))
-    inputs = [x.requires_grad_() for x in (q, k, v)]
 
     def run() -> None:
-        context_attention(*inputs, group, mask=Full(), strategy=Ring(), layout=contiguous).backward(grad)
-        for x in inputs:
-            x.grad = None
+        inputs = (x.detach().requires_grad_() for x in (q, k, v))
+        context_attention(*inputs, group=group, mask=Full(), strategy=Ring(), layout=contiguous).backward(grad)
 
     once = _seconds(run, device, 31) / 2
     return max(0.0, once - ranks * known.kernel_floor - (ranks - 1) * known.latency)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_styles._compat import is_traced
+from cp_styles.comm.agreement import EVERY_CALL, Agreement
 from cp_styles.comm.groups import axis_and_group
 from cp_styles.derivatives import refuse_tangents
 from cp_styles.engine.binding import Binding
@@ -38,6 +39,7 @@ def context_attention(
     scale: float | None = None,
     sink_H: torch.Tensor | None = None,
     gradient_check: GradientCheck = RAISE,
+    agreement: Agreement = EVERY_CALL,
 ) -> torch.Tensor:
     """Attention over a sequence of which this rank holds a part. The result equals that of one device.
 
@@ -57,6 +59,8 @@ def context_attention(
             that of any parameter.
         gradient_check: what to do if gradients were not reduced over the ranks of the sequence, so that their
             parameters differ: :class:`~cp_styles.engine.gradient_watch.GradientCheck`. Default: an error.
+        agreement: how often the ranks agree on their calls: :class:`~cp_styles.EveryCall` (the default),
+            :class:`~cp_styles.NewCalls` or :class:`~cp_styles.NoAgreement`, and what each promises.
 
     Returns:
         ``out_BHLE`` of the local queries, in their dtype.
@@ -77,10 +81,11 @@ def context_attention(
                 f"{name}: torch.compile cannot take GradientCheck(local=...) into a graph: apply a style with it, or "
                 "call this function once outside of the compiled code"
             )
-        only_warn = gradient_check.only_warn
-        source = config_text(name, axis, group.group_name, strategy, layout, mask, kernel, only_warn=only_warn)
+        said, only_warn = (strategy, layout, mask, kernel), gradient_check.only_warn
+        source = config_text(name, axis, group.group_name, *said, only_warn=only_warn, agreement=agreement)
     else:
-        source = Binding(name, axis, group, strategy, layout, mask, kernel, gradient_check=gradient_check)
+        checks = {"gradient_check": gradient_check, "agreement": agreement}
+        source = Binding(name, axis, group, strategy, layout, mask, kernel, **checks)
     return attend(source, (q_BHLD, k_BGMD, v_BGME), scale=scale, sink_H=sink_H)
 
 

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from cp_styles._compat import uncompiled, without_dispatch_modes, without_function_modes
+from cp_styles.comm.agreement import EVERY_CALL, Agreement
 from cp_styles.comm.checksum import version_of
 from cp_styles.comm.groups import axis_and_group
 from cp_styles.derivatives import first_derivatives_only, refuse_tangents
@@ -95,6 +96,7 @@ def context_flex_attention(
     layout: SequenceLayout | Balancer = head_tail,
     strategy: Strategy | None = None,
     gradient_check: GradientCheck = RAISE,
+    agreement: Agreement = EVERY_CALL,
 ) -> Any:
     """torch's flex_attention over a sequence of which this rank holds a part. The result equals that of one device.
 
@@ -117,6 +119,8 @@ def context_flex_attention(
         strategy: how keys and values get to the queries; default ``Ring()``.
         gradient_check: what to do if gradients were not reduced over the ranks of the sequence, so that their
             parameters differ: :class:`~cp_styles.engine.gradient_watch.GradientCheck`. Default: an error.
+        agreement: how often the ranks agree on their calls: :class:`~cp_styles.EveryCall` (the default),
+            :class:`~cp_styles.NewCalls` or :class:`~cp_styles.NoAgreement`, and what each promises.
 
     Returns:
         ``out_BHLE``, or ``(out_BHLE, AuxOutput)`` with ``return_aux``.
@@ -129,7 +133,8 @@ def context_flex_attention(
     """
     name = "context_flex_attention"
     axis, group = axis_and_group(name, group)
-    binding = Binding(name, axis, group, strategy or Ring(), layout, mask or Full(), gradient_check=gradient_check)
+    checks = {"gradient_check": gradient_check, "agreement": agreement}
+    binding = Binding(name, axis, group, strategy or Ring(), layout, mask or Full(), **checks)
     call = FlexCall(score_mod, block_mask, scale, enable_gqa, return_aux=return_aux)
     return call.result(*flex_attend(binding, (q_BHLD, k_BGMD, v_BGME), call))
 

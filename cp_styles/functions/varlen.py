@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from cp_styles.comm.agreement import EVERY_CALL, Agreement
 from cp_styles.comm.groups import axis_and_group
 from cp_styles.engine.binding import Binding
 from cp_styles.engine.gradient_watch import RAISE, GradientCheck
@@ -41,6 +42,7 @@ def context_varlen_attention(
     layout: SequenceLayout | Balancer = head_tail,
     strategy: Strategy | None = None,
     gradient_check: GradientCheck = RAISE,
+    agreement: Agreement = EVERY_CALL,
 ) -> Any:
     """Attention within packed documents. This rank holds a part of the pack; the result equals that of one device.
 
@@ -60,6 +62,8 @@ def context_varlen_attention(
         strategy: how keys and values get to the queries; default ``Ring()``.
         gradient_check: what to do if gradients were not reduced over the ranks of the sequence, so that their
             parameters differ: :class:`~cp_styles.engine.gradient_watch.GradientCheck`. Default: an error.
+        agreement: how often the ranks agree on their calls: :class:`~cp_styles.EveryCall` (the default),
+            :class:`~cp_styles.NewCalls` or :class:`~cp_styles.NoAgreement`, and what each promises.
 
     Returns:
         ``out_THE``, or with ``return_lse`` ``(out_THE, lse_HT)``, which is differentiable.
@@ -71,7 +75,8 @@ def context_varlen_attention(
     """
     name = "context_varlen_attention"
     axis, group = axis_and_group(name, group)
-    binding = Binding(name, axis, group, strategy or Ring(), layout, mask or Full(), gradient_check=gradient_check)
+    checks = {"gradient_check": gradient_check, "agreement": agreement}
+    binding = Binding(name, axis, group, strategy or Ring(), layout, mask or Full(), **checks)
 
     def masked() -> Mask:
         return _mask(name, cu_seqlens, window_size)

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from cp_styles._compat import current_graph_task, hooks_in_order, never_compile_alone, tree_map_only
-from cp_styles.comm.agreement import ledger_of
+from cp_styles.comm.agreement import EVERY_CALL, Agreement, ledger_of
 from cp_styles.engine.binding import Binding, refuse_dropout
 from cp_styles.engine.checkpoint import as_kept
 from cp_styles.engine.dtensor_handlers import NO_COMMUNICATION, binding_of, install
@@ -60,6 +60,8 @@ class AttentionContextParallel(ContextParallelStyle):
             tiles with an explicit mask go to another kernel: see :func:`~cp_styles.kernels.kernel_for_tiles`.
         gradient_check: what to do if gradients were not reduced over the axis, so that the ranks' parameters differ:
             :class:`~cp_styles.GradientCheck`. Default: an error.
+        agreement: how often the ranks agree on their calls: :class:`~cp_styles.EveryCall` (the default),
+            :class:`~cp_styles.NewCalls` or :class:`~cp_styles.NoAgreement`, and what each promises.
         seq_dim: sequence dim of the *module's* inputs: 2 for [B, H, S, D], 1 for [B, S, H, D]. The inputs of
             scaled_dot_product_attention are always [B, H, S, D].
         use_local_output: False leaves outputs as DTensors with Shard on the sequence axis; needs equal parts.
@@ -97,6 +99,7 @@ class AttentionContextParallel(ContextParallelStyle):
         mask: Mask | None = None,
         kernel: Kernel | None = None,
         gradient_check: GradientCheck = RAISE,
+        agreement: Agreement = EVERY_CALL,
         seq_dim: int = 2,
         use_local_output: bool = True,
     ) -> None:
@@ -107,6 +110,7 @@ class AttentionContextParallel(ContextParallelStyle):
             mask=mask,
             kernel=kernel,
             gradient_check=gradient_check,
+            agreement=agreement,
         )
         if seq_dim not in (1, 2):
             raise ValueError(f"seq_dim must be 2 ([B, H, S, D]) or 1 ([B, S, H, D]), got {seq_dim}")

@@ -7,6 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from cp_styles._compat import flattened
+from cp_styles.comm.agreement import EVERY_CALL, Agreement
 from cp_styles.comm.groups import group_in_order
 from cp_styles.engine.binding import Binding
 from cp_styles.engine.gradient_watch import RAISE, GradientCheck
@@ -29,6 +30,7 @@ class ContextParallelStyle(ParallelStyle):
         mask: Mask | None = None,
         kernel: Kernel | None = None,
         gradient_check: GradientCheck = RAISE,
+        agreement: Agreement = EVERY_CALL,
     ) -> None:
         super().__init__()
         self.mesh_axis = mesh_axis
@@ -37,6 +39,7 @@ class ContextParallelStyle(ParallelStyle):
         self.mask = Full() if mask is None else mask
         self.kernel = kernel
         self.gradient_check = gradient_check
+        self.agreement = agreement
 
     def bind(self, module: nn.Module, device_mesh: DeviceMesh) -> tuple[DeviceMesh, Binding]:
         """The 1-D mesh of the sequence, and the binding of the module's attention on it."""
@@ -44,8 +47,8 @@ class ContextParallelStyle(ParallelStyle):
         name = (axis.mesh_dim_names or ("cp",))[0]
         who = f"{type(module).__name__} ({type(self).__name__} over mesh axis {name!r})"
         layout = head_tail if self.layout is None else self.layout
-        group, check = group_in_order(axis), self.gradient_check
-        binding = Binding(who, name, group, strategy, layout, self.mask, self.kernel, gradient_check=check)
+        options = {"gradient_check": self.gradient_check, "agreement": self.agreement}
+        binding = Binding(who, name, group_in_order(axis), strategy, layout, self.mask, self.kernel, **options)
         strategy.check_ranks(axis.size())
         return axis, binding
 

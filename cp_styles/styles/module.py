@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_styles._compat import hooks_in_order, scripted_attention
+from cp_styles.comm.agreement import EVERY_CALL, Agreement
 from cp_styles.engine.gradient_watch import RAISE, GradientCheck
 from cp_styles.engine.scope import ScopedBinding
 from cp_styles.intercept.function_mode import AttentionCalls
@@ -58,6 +59,8 @@ class ModuleContextParallel(ContextParallelStyle):
             tiles with an explicit mask go to another kernel: see :func:`~cp_styles.kernels.kernel_for_tiles`.
         gradient_check: what to do if gradients were not reduced over the axis, so that the ranks' parameters differ:
             :class:`~cp_styles.GradientCheck`. Default: an error.
+        agreement: how often the ranks agree on their calls: :class:`~cp_styles.EveryCall` (the default),
+            :class:`~cp_styles.NewCalls` or :class:`~cp_styles.NoAgreement`, and what each promises.
         sink: name of a parameter of attention modules, such as "sinks", that holds their attention sinks: one learned
             logit for each query head, which takes part in every softmax and adds nothing to the output. Calls under
             such a module use it (scaled_dot_product_attention has no argument for it). Other calls have no sink.
@@ -87,6 +90,7 @@ class ModuleContextParallel(ContextParallelStyle):
         mask: Mask | None = None,
         kernel: Kernel | None = None,
         gradient_check: GradientCheck = RAISE,
+        agreement: Agreement = EVERY_CALL,
         sink: str | None = None,
         trusted: Sequence[str] = (),
         check_inputs: bool = True,
@@ -98,6 +102,7 @@ class ModuleContextParallel(ContextParallelStyle):
             mask=mask,
             kernel=kernel,
             gradient_check=gradient_check,
+            agreement=agreement,
         )
         self.sink = sink
         self.trusted = (trusted,) if isinstance(trusted, str) else tuple(trusted)

@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import BlockMask
 
 from cp_styles.collectives import gather
+from cp_styles.comm.agreement import EVERY_CALL, Agreement
 from cp_styles.comm.groups import axis_and_group
 from cp_styles.comm.point_to_point import gather_numbers
 from cp_styles.engine.gradient_watch import RAISE, GradientCheck
@@ -56,6 +57,7 @@ def context_parallel(
     mask: Mask | None = None,
     kernel: Kernel | None = None,
     gradient_check: GradientCheck = RAISE,
+    agreement: Agreement = EVERY_CALL,
 ) -> ContextParallelBlock:
     """A block in which ``buffers`` are this rank's parts, and attention runs over the whole sequence.
 
@@ -80,6 +82,8 @@ def context_parallel(
         kernel: computes the tiles.
         gradient_check: what to do when gradients were not reduced over the ranks of the sequence, so that their
             parameters differ: :class:`~cp_styles.engine.gradient_watch.GradientCheck`; by default an error.
+        agreement: how often the ranks agree on their calls: :class:`~cp_styles.EveryCall` (the default),
+            :class:`~cp_styles.NewCalls` or :class:`~cp_styles.NoAgreement`, and what each promises.
 
     Returns:
         A context manager. It may be entered any number of times, one after the other.
@@ -102,6 +106,7 @@ def context_parallel(
         mask=mask,
         kernel=kernel,
         gradient_check=gradient_check,
+        agreement=agreement,
     )
 
 

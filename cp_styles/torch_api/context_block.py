@@ -20,7 +20,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_styles._compat import running_reruns, uncompiled
-from cp_styles.comm.agreement import Meeting, StatusRow, exchange_status, fingerprint, ledger_of, offer_refusal
+from cp_styles.comm.agreement import (
+    Agreement,
+    Meeting,
+    StatusRow,
+    exchange_status,
+    fingerprint,
+    ledger_of,
+    offer_refusal,
+)
 from cp_styles.comm.groups import axis_and_group
 from cp_styles.engine.binding import Binding
 from cp_styles.engine.gradient_watch import GradientCheck
@@ -56,13 +64,14 @@ class ContextParallelBlock(contextlib.ContextDecorator):
         mask: Mask | None,
         kernel: Kernel | None,
         gradient_check: GradientCheck,
+        agreement: Agreement,
     ) -> None:
         self._axis, self._group = axis_and_group("context_parallel", mesh)
         self._buffers = [] if buffers is None else buffers
         self._seq_dims = [] if seq_dims is None else seq_dims
         self._no_restore = [] if no_restore is None else list(no_restore)
         self._strategy, self._layout, self._mask, self._kernel = strategy, layout, mask, kernel
-        self._gradient_check = gradient_check
+        self._checks = {"gradient_check": gradient_check, "agreement": agreement}
         self._entered: list[tuple[_Entry, contextlib.ExitStack]] = []
 
     @_uncompiled
@@ -130,8 +139,8 @@ class ContextParallelBlock(contextlib.ContextDecorator):
             layout = self._default_layout(pairs)
         strategy = rotation.get() if self._strategy is None else self._strategy
         name = f"context_parallel (over mesh axis {self._axis!r})"
-        mask, check = self._mask or Full(), self._gradient_check
-        binding = Binding(name, self._axis, self._group, strategy, layout, mask, self._kernel, gradient_check=check)
+        where, mask = (name, self._axis, self._group), self._mask or Full()
+        binding = Binding(*where, strategy, layout, mask, self._kernel, **self._checks)
         strategy.check_ranks(self._group.size())
         named = None if self._layout is None and not pairs else layout
         parts: dict[int, Part] = {}

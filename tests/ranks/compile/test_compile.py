@@ -16,6 +16,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.checkpoint import checkpoint
 
 from cp_styles.batch import sum_gradients
+from cp_styles.comm.agreement import NewCalls
 from cp_styles.engine.checkpoint import save_attention
 from cp_styles.engine.op import config_text
 from cp_styles.engine.scope import SequenceScope
@@ -25,6 +26,7 @@ from cp_styles.layout import by_work, contiguous, head_tail
 from cp_styles.mask import Causal, Dense, Documents, SlidingWindow
 from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.styles import ModuleContextParallel
+from cp_styles.testing import CommunicationTrace
 from tests.covering import sampled
 from tests.oracle import allowed, document_of, error, randn
 from tests.ranks.attention_case import EXACT, Problem, Projected, cp_mesh, run_attention
@@ -57,6 +59,19 @@ def test_every_door_and_strategy(name: str, strategy, dynamic: bool):
         attend = compiled(door(name, cp_mesh(RANKS), strategy=strategy), dynamic=dynamic)
         for length in LENGTHS if dynamic else LENGTHS[:1]:
             assert max(run_attention(attend, PROBLEMS[length], rank, RANKS)) < EXACT
+
+    run_ranks(on, RANKS)
+
+
+@pytest.mark.parametrize("name", DOORS)
+def test_known_calls_need_no_meeting_of_the_ranks(name: str):
+    def on(rank: int):
+        layout, mesh = head_tail(LENGTHS[0], RANKS), cp_mesh(RANKS)
+        attend = compiled(door(name, mesh, layout=layout, agreement=NewCalls()))
+        for step in range(5):
+            with CommunicationTrace() as trace:
+                assert max(run_attention(attend, PROBLEMS[LENGTHS[0]], rank, RANKS)) < EXACT
+            assert (trace.calls["all_gather"] > 0) == (step in (0, 1, 3)), step  # new, or a look at parameters
 
     run_ranks(on, RANKS)
 

@@ -1,0 +1,248 @@
+"""How often ranks agree on attention, by the object that the user chooses, at every door."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+from cp_styles import (
+    AttentionContextParallel,
+    Causal,
+    EveryCall,
+    ModuleContextParallel,
+    NewCalls,
+    NoAgreement,
+    SequenceScope,
+    UnreducedGradientsError,
+    context_attention,
+    context_flex_attention,
+    context_parallel,
+    context_varlen_attention,
+    contiguous,
+    head_tail,
+    save_attention,
+)
+from cp_styles.comm.agreement import WIDTH, Agreement
+from cp_styles.testing import CommunicationTrace, run_ranks
+from tests.ranks.attention_case import EXACT, Core, Problem, cp_mesh, run_attention
+
+RANKS, LENGTH = 2, 22
+
+
+def styled(style: Any, mesh: Any, layout: Any, agreement: Agreement) -> Any:
+    return parallelize_module(Core(), mesh, style(layout=layout, agreement=agreement))
+
+
+def varlen(mesh: Any, layout: Any, agreement: Agreement) -> Any:
+    def attend(q, k, v, **options):
+        packed = (x[0].transpose(0, 1) for x in (q, k, v))
+        ends = [0, LENGTH]
+        out = context_varlen_attention(*packed, mesh, ends, window_size=(-1, 0), layout=layout, agreement=agreement)
+        return out.transpose(0, 1)[None]
+
+    return attend
+
+
+def block(mesh: Any, layout: Any, agreement: Agreement) -> Any:
+    def attend(q, k, v, **options):
+        with context_parallel(mesh, layout=layout, agreement=agreement):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    return attend
+
+
+def function(attend: Any, mesh: Any, layout: Any, agreement: Agreement, **options: Any) -> Any:
+    return partial(attend, group=mesh, mask=Causal(), layout=layout, agreement=agreement, **options)
+
+
+# Each with the meetings of a first step: forward and backward, and at a block's entry.
+DOORS: dict[str, tuple[Callable[..., Any], int]] = {
+    "style": (partial(styled, AttentionContextParallel), 2),
+    "module": (partial(styled, ModuleContextParallel), 2),
+    "function": (partial(function, context_attention), 2),
+    "flex": (partial(function, context_flex_attention, enable_gqa=True), 2),
+    "varlen": (varlen, 2),
+    "block": (block, 3),
+}
+
+
+def meetings(trace: CommunicationTrace) -> int:
+    return trace.events.count(("all_gather", WIDTH * 8 * (RANKS - 1)))
+
+
+def steps(door: str, agreement: Agreement, layout: Any, problems: list[Problem]) -> Iterator[tuple[int, float]]:
+    """For each problem, on rank 0: the meetings of its step, and the largest error."""
+
+    def on(rank: int) -> list[tuple[int, float]]:
+        attend = DOORS[door][0](cp_mesh(RANKS), layout, agreement)
+        found = []
+        for problem in problems:
+            with CommunicationTrace() as trace:
+                error = max(run_attention(attend, problem, rank, RANKS, layout=layout))
+            found.append((meetings(trace), error))
+        return found
+
+    return iter(run_ranks(on, RANKS, timeout_seconds=20)[0])
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_known_calls_need_no_meeting(door: str):
+    """The sixth and the seventh have a batch of their own. Looks at parameters meet, at attentions 1, 2, 4, 8."""
+    one, two = (Problem(length=LENGTH, kv_heads=2, batch=batch) for batch in (1, 2))
+    problems = [one, one, one, one, one] + ([two, two] if door != "varlen" else [])
+    found = list(steps(door, NewCalls(), head_tail(LENGTH, RANKS), problems))
+    assert max(error for _, error in found) < EXACT
+    entry = door == "block"
+    first = DOORS[door][1]
+    assert found[0][0] == first
+    assert found[4][0] == entry  # neither at a look nor new
+    if len(found) > 5:
+        assert [count for count, _ in found[5:]] == [first - 1, entry]  # the backward's meeting is known already
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_no_meeting_at_all(door: str):
+    problem = Problem(length=LENGTH, kv_heads=2, batch=1)
+    found = list(steps(door, NoAgreement(), head_tail(LENGTH, RANKS), [problem] * 3))
+    assert max(error for _, error in found) < EXACT
+    assert [count for count, _ in found] == [int(door == "block")] * 3
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_balancer_makes_every_call_new(door: str):
+    """Lengths of other ranks may change where a rank's own do not: 22 and 21 positions, of which rank 0 has 11."""
+    lengths = [LENGTH] * 5 + ([LENGTH - 1, LENGTH] if door != "varlen" else [])
+    problems = [Problem(length=length, kv_heads=2, batch=1) for length in lengths]
+    found = list(steps(door, NewCalls(), contiguous, problems))
+    assert max(error for _, error in found) < EXACT
+    assert all(count >= 1 for count, _ in found)
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_no_agreement_needs_a_layout(door: str):
+    def on(rank: int) -> None:
+        x = torch.randn(1, 4, LENGTH // RANKS, 8)
+        with pytest.raises(ValueError, match=r"needs the lengths of all ranks: .* SequenceLayout"):
+            DOORS[door][0](cp_mesh(RANKS), head_tail, NoAgreement())(x, x, x)
+
+    run_ranks(on, RANKS, timeout_seconds=5)
+
+
+@pytest.mark.parametrize("door", ["style", "module"])
+def test_under_a_scope(door: str):
+    problem = Problem(length=LENGTH, kv_heads=2)
+
+    def on(rank: int) -> list[int]:
+        mesh, found = cp_mesh(RANKS), []
+        attend = DOORS[door][0](mesh, None, NewCalls())
+        for _ in range(5):
+            with SequenceScope(head_tail(LENGTH, RANKS)), CommunicationTrace() as trace:
+                assert max(run_attention(attend, problem, rank, RANKS, layout=head_tail)) < EXACT
+            found.append(meetings(trace))
+        return found
+
+    first, *_, last = run_ranks(on, RANKS)[0]
+    assert (first, last) == (2, 0)
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_new_call_that_one_rank_refuses_is_an_error_on_all(door: str):
+    def on(rank: int) -> None:
+        attend = DOORS[door][0](cp_mesh(RANKS), head_tail(LENGTH, RANKS), NewCalls())
+        x = torch.randn(1, 4, LENGTH // RANKS, 8, dtype=torch.float64)
+        with pytest.raises((ValueError, RuntimeError, NotImplementedError)):
+            attend(x, x.float() if rank else x, x)
+
+    run_ranks(on, RANKS, timeout_seconds=20)
+
+
+def test_a_known_call_that_one_rank_does_not_make_ends_with_the_timeout():
+    """As NewCalls says: loud, and late."""
+
+    def on(rank: int) -> None:
+        attend = DOORS["function"][0](cp_mesh(RANKS), head_tail(LENGTH, RANKS), NewCalls())
+        x = torch.randn(1, 4, LENGTH // RANKS, 8)
+        for step in range(5):
+            attend(x, x.double() if rank and step == 4 else x, x)
+
+    errors = run_ranks(on, RANKS, timeout_seconds=1.5, return_errors=True, may_time_out=True)
+    assert "TransferError" in repr(errors[0])
+    assert "must share one floating-point dtype" in str(errors[1])
+
+
+def test_ranks_choose_alike():
+    def on(rank: int) -> None:
+        x = torch.randn(1, 4, LENGTH // RANKS, 8)
+        attend = DOORS["function"][0](cp_mesh(RANKS), head_tail(LENGTH, RANKS), NewCalls() if rank else EveryCall())
+        with pytest.raises(ValueError, match="disagree on strategy, layout, mask or kernel"):
+            attend(x, x, x)
+
+    run_ranks(on, RANKS, timeout_seconds=20)
+
+
+def test_what_is_no_agreement_is_refused():
+    def on(rank: int) -> None:
+        with pytest.raises(
+            TypeError, match=r"agreement must be EveryCall\(\), NewCalls\(\) or NoAgreement\(\), got None"
+        ):
+            DOORS["style"][0](cp_mesh(RANKS), head_tail, None)
+
+    run_ranks(on, RANKS)
+
+
+@pytest.mark.parametrize("how", ["plain", "selective"])
+def test_checkpoints(how: str):
+    problem = Problem(length=LENGTH, kv_heads=2)
+
+    def on(rank: int) -> list[int]:
+        layout, found = head_tail(LENGTH, RANKS), []
+        attend = DOORS["module"][0](cp_mesh(RANKS), layout, NewCalls())
+        options = {"context_fn": save_attention()} if how == "selective" else {}
+
+        def again(*tensors: torch.Tensor, **more: Any) -> torch.Tensor:
+            return checkpoint(partial(attend, **more), *tensors, use_reentrant=False, **options)
+
+        for _ in range(6):
+            with CommunicationTrace() as trace:
+                assert max(run_attention(again, problem, rank, RANKS, layout=layout)) < EXACT
+            found.append(meetings(trace))
+        return found
+
+    assert run_ranks(on, RANKS)[0][-1] == 0
+
+
+def test_unreduced_gradients_are_found():
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.core = nn.Linear(8, 8), Core()
+            nn.init.eye_(self.inner.weight)
+
+        def forward(self, x):
+            x = self.inner(x)
+            return self.core(x, x, x)
+
+    def on(rank: int) -> None:
+        model, layout = Model(), head_tail(LENGTH, RANKS)
+        parallelize_module(model.core, cp_mesh(RANKS), ModuleContextParallel(layout=layout, agreement=NewCalls()))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        x = torch.randn(1, 2, LENGTH, 8, generator=torch.Generator().manual_seed(0))
+
+        def step() -> None:
+            optimizer.zero_grad()
+            model(layout.shard(x, 2, rank)).square().mean().backward()
+            optimizer.step()
+
+        step()
+        with pytest.raises(UnreducedGradientsError):
+            step()
+
+    run_ranks(on, RANKS, timeout_seconds=20)
