@@ -296,6 +296,12 @@ def fast_path_attention() -> tuple[Any, ...]:
     return torch._native_multi_head_attention, torch._transformer_encoder_layer_fwd  # pyright: ignore
 
 
+def asks_for_nested_tensors(function: Any) -> bool:
+    """Whether this is nn.TransformerEncoder's question if padding is at the end, so that nested tensors can be used.
+    Seen: 2.11 to 2.15."""
+    return function is torch._nested_tensor_from_mask_left_aligned  # pyright: ignore
+
+
 def flattened(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     """The 1-D mesh of several axes of a mesh, the last one varying fastest. Cached by torch. Seen: 2.11 to 2.15."""
     return mesh[names]._flatten("_".join(names))

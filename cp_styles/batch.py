@@ -45,6 +45,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cp_styles.comm.agreement import Meeting, StatusRow, end_forwards, exchange_status, fingerprint
 from cp_styles.comm.groups import axis_and_group, shares_ranks
+from cp_styles.comm.summed import Summed, note_summed, summed_over
 from cp_styles.layout import SequenceLayout
 
 Group: TypeAlias = dist.ProcessGroup | DeviceMesh
@@ -322,9 +323,9 @@ def sum_gradients(
 
     Raises:
         ValueError: on every rank, if ranks do not have the same parameters, or if gradients are already reduced over
-            ranks of ``group``: by a DDP module, as DTensors on a mesh over these ranks, or by this function, if they
-            have not changed since. (Gradients that a later backward was added to are not recognized. So sum once in a
-            step, after its last backward.)
+            ranks of ``group``: by a DDP module, as DTensors on a mesh over these ranks, or, if they have not changed
+            since, by this function or in the backward of :func:`~cp_styles.collectives.split`. (Gradients that a later
+            backward was added to are not recognized. So sum once in a step, after its last backward.)
     """
     _, group = axis_and_group("sum_gradients", group, ordered=False)
 
@@ -338,7 +339,7 @@ def sum_gradients(
         return trained
 
     summed = _with_gradient_anywhere(check, group)
-    known = [_summed_over(parameter) for parameter in summed]
+    known = [summed_over(parameter) for parameter in summed]
     gradients = [_local_gradient(parameter) for parameter in summed]
     for bucket in _buckets(gradients, bucket_bytes):
         flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
@@ -347,7 +348,7 @@ def sum_gradients(
         for gradient, piece in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
             gradient.copy_(piece.view_as(gradient))
     for parameter, before in zip(summed, known, strict=True):
-        _note_summed(parameter, (*before, tuple(dist.get_process_group_ranks(group))))
+        note_summed(parameter, *before, Summed(tuple(dist.get_process_group_ranks(group)), "this function"))
 
 
 def _refuse_ddp(module: nn.Module, group: dist.ProcessGroup) -> None:
@@ -367,27 +368,14 @@ def _refuse_ddp(module: nn.Module, group: dist.ProcessGroup) -> None:
 def _refuse_summed(parameters: list[torch.Tensor], group: dist.ProcessGroup) -> None:
     ranks = set(dist.get_process_group_ranks(group))
     for parameter in parameters:
-        for known in _summed_over(parameter):
-            if len(ranks.intersection(known)) > 1:
+        for known in summed_over(parameter):
+            if len(ranks.intersection(known.ranks)) > 1:
                 raise ValueError(
                     f"sum_gradients over ranks {sorted(ranks)}: the gradient of a parameter of shape "
-                    f"{tuple(parameter.shape)} is already summed over some of them and has not changed since. A second "
-                    "sum would multiply it by the number of ranks. Sum once, after the last backward"
+                    f"{tuple(parameter.shape)} is already summed over some of them, by {known.by}, and has not changed "
+                    "since. A second sum would multiply it by the number of ranks. Sum once, after the last backward; "
+                    "leave out parameters in front of a collectives.split, or give that grad_scale=GradScale.DOWN"
                 )
-
-
-def _summed_over(parameter: torch.Tensor) -> tuple[tuple[int, ...], ...]:
-    """The groups of ranks over which the gradient was summed. They are noted on it, and valid until it changes."""
-    version, groups = getattr(parameter.grad, _SUMMED, (None, ()))
-    return groups if parameter.grad is not None and version == parameter.grad._version else ()
-
-
-def _note_summed(parameter: torch.Tensor, ranks: tuple[tuple[int, ...], ...]) -> None:
-    assert parameter.grad is not None  # it was summed
-    setattr(parameter.grad, _SUMMED, (parameter.grad._version, ranks))
-
-
-_SUMMED = "_cp_styles_summed"
 
 
 def _refuse_spread(parameters: list[torch.Tensor], group: dist.ProcessGroup) -> None:

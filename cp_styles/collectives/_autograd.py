@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 
+from cp_styles._compat import resolve_group
 from cp_styles.collectives._exchange import Exchange, Started, Tensors
 from cp_styles.collectives._group import Peers
 from cp_styles.collectives._rows import Rows
+from cp_styles.comm.summed import Summed, note_summed
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -47,6 +50,46 @@ class _Apply(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         return None, *_Apply.apply(ctx.op.adjoint(), *grads)
+
+
+def note_whole_gradients(part: torch.Tensor, x: torch.Tensor, peers: Peers) -> None:
+    """In the backward of ``part``, which a rank keeps of ``x``, note on the gradients of parameters that ``x`` was
+    computed from that they are whole on every rank."""
+    if peers.size == 1 or torch.compiler.is_compiling() or part.grad_fn is None:
+        return
+    behind = x.grad_fn
+    note = Summed(tuple(dist.get_process_group_ranks(resolve_group(peers.name))), "the backward of collectives.split")
+
+    def mark(*grads: Any) -> None:
+        for leaf in [x] if behind is None else _replicated_leaves(behind):
+            _note_once(leaf, note)
+
+    part.grad_fn.register_hook(mark)
+
+
+def _note_once(leaf: torch.Tensor, note: Summed) -> None:
+    def noted(leaf: torch.Tensor) -> None:
+        handle.remove()
+        note_summed(leaf, note)
+
+    handle = leaf.register_post_accumulate_grad_hook(noted)
+
+
+def _replicated_leaves(node: Any) -> Iterator[torch.Tensor]:
+    """The leaves that a tensor was computed from without communication; behind that, ranks may hold shares."""
+    waiting, seen = [node], {node}
+    while waiting:
+        node = waiting.pop()
+        if isinstance(leaf := getattr(node, "variable", None), torch.Tensor):
+            yield leaf
+        if not any(part in node.name() for part in _COMMUNICATES):
+            following = {after for after, _ in node.next_functions if after is not None} - seen
+            seen |= following
+            waiting.extend(following)
+
+
+# Parts of the names of autograd's nodes: those of this file, our ops, and DTensor's way in and out.
+_COMMUNICATES = ("_ApplyBackward", "_SendBackward", "_ReceiveBackward", "cp_styles", "TorchTensor", "Redistribute")
 
 
 class Pending(Generic[T]):

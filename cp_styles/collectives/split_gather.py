@@ -6,7 +6,15 @@ from enum import Enum
 
 import torch
 
-from cp_styles.collectives._autograd import LinearMap, Own, Replicated, differentiable, gather_exchange, scale_gradient
+from cp_styles.collectives._autograd import (
+    LinearMap,
+    Own,
+    Replicated,
+    differentiable,
+    gather_exchange,
+    note_whole_gradients,
+    scale_gradient,
+)
 from cp_styles.collectives._group import Facts, Group, Peers, consult, dim_of, facts_of, peers_of
 from cp_styles.collectives._rows import (
     Layout,
@@ -64,7 +72,9 @@ def split(
             (:func:`per_document_layout`), uneven sizes, :class:`Padded`, or None for contiguous parts that are as equal
             as possible.
         fill: the value of the padding, with :class:`Padded`.
-        grad_scale: how the gradient is scaled: see :class:`GradScale`.
+        grad_scale: how the gradient is scaled: see :class:`GradScale`. The gradients of parameters that ``x`` was
+            computed from are whole on every rank. ``sum_gradients`` refuses them, but for GradScale.DOWN, with which
+            each rank has 1/P of them.
         check: see :func:`all_to_all`.
 
     Returns:
@@ -80,6 +90,8 @@ def split(
     """
     peers, at, rows = _resolve_whole("split", x, dim, group, layout, grad_scale, check)
     part = _apply(Own(gather_exchange(peers, at, x.ndim, rows)), x)
+    if grad_scale is not GradScale.DOWN:
+        note_whole_gradients(part, x, peers)
     return rows.fill(scale_gradient(part, grad_scale.factor(peers.size)), at, fill)
 
 

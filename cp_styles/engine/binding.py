@@ -582,8 +582,8 @@ def refuse_dropout(name: str, dropout_p: float) -> None:
 
 
 def refuse_grouped(name: str, heads: int, kv_heads: int, enable_gqa: bool) -> None:
-    """Raise as torch does. Calls that reach torch's fused ops have passed this check already."""
-    if heads != kv_heads and not enable_gqa:
+    """Raise as torch does. Calls that reach torch's fused ops have passed this check already. One head broadcasts."""
+    if heads != kv_heads and kv_heads != 1 and not enable_gqa:
         raise ValueError(f"{name}: {heads} query heads and {kv_heads} key/value heads need enable_gqa=True")
 
 

@@ -21,6 +21,7 @@ from cp_styles._compat import (
     FLEX_OPERATOR,
     FLEX_RENAMED,
     FlexAsWritten,
+    asks_for_nested_tensors,
     current_graph_task,
     fast_path_attention,
     first_node,
@@ -39,6 +40,7 @@ from cp_styles.functions.attention import attend
 from cp_styles.functions.flex import FlexCall, flex_attend
 from cp_styles.functions.varlen import VARLEN_OPERATOR, VARLEN_OPERATORS, varlen_operator
 from cp_styles.intercept.flex_frames import FIRST_QUESTION, QUESTIONS, FlexCalls, traced_part
+from cp_styles.intercept.multi_head import multi_head_attention
 from cp_styles.kernels.flex import ScoreMod
 from cp_styles.kernels.sdpa import SDPA_CALLS
 from cp_styles.layout import cut_with
@@ -144,6 +146,9 @@ class AttentionCalls(TorchFunctionMode):
             self.note(args)
         if func in SDPA_CALLS:
             return self._attend(*args, **kwargs) if compiling else self._attend_uncompiled(*args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            call = self._attend if compiling else self._attend_uncompiled
+            return multi_head_attention(call, self._name, *args, **kwargs)
         name = getattr(func, "__name__", None)
         if not compiling:  # torch.compile cannot trace these string methods
             name = (name or "").removesuffix(".default")
@@ -154,6 +159,8 @@ class AttentionCalls(TorchFunctionMode):
                 return func(*args, **kwargs) if answer is None else answer
             if func is FLEX_OPERATOR:
                 return self._attend_flex(*args[:3])
+            if asks_for_nested_tensors(func):
+                return False  # a mask of the whole sequence fits no part of it
             if name == VARLEN_OPERATOR:
                 return self._attend_varlen(*args, **kwargs)
         elif func is FIRST_QUESTION and (part := traced_part()):
@@ -402,7 +409,7 @@ never_compile_alone(AttentionCalls.leave, nor_what_it_calls=True)
 _MOST_MASKED = 16
 
 # Attention functions that would otherwise run on the local part without an error.
-_OTHERS = {F.multi_head_attention_forward, *fast_path_attention()}
+_OTHERS = {*fast_path_attention()}
 _FLEX_UNSEEN = (
     "the operator of flex_attention was not called by torch's function, so the arguments of the call are not known; "
     "call torch.nn.attention.flex_attention.flex_attention, or what torch.compile made of it"

@@ -71,9 +71,10 @@ class ModuleContextParallel(ContextParallelStyle):
             forward with ``position_ids`` that gets none, or those of a part; labels that a model of transformers would
             shift after the cut; and windows that it would make from this rank's lengths.
 
-    Raises (at the call, on every rank): NotImplementedError for dropout; for attention by other functions
-    (nn.MultiheadAttention); for attention under no_grad inside a forward that was entered with gradients (a function
-    under reentrant checkpointing, whose recomputation would be local); and if no attention was reached.
+    Raises (at the call, on every rank): NotImplementedError for dropout; for attention by other functions, and for the
+    weights that nn.MultiheadAttention returns unless need_weights=False; for attention under no_grad inside a forward
+    that was entered with gradients (a function under reentrant checkpointing, whose recomputation would be local); and
+    if no attention was reached.
 
     Example::
 

@@ -117,7 +117,7 @@ def test_the_call_under_another_name_and_dtype(how):
 
 @pytest.mark.parametrize("style", STYLES)
 def test_what_is_no_attention_here_says_so(style):
-    """One device would repeat the one key head for each value head. Here nothing is broadcast, in any door."""
+    """One device would repeat the one key head for each value head. Here only key and value heads both of one are."""
     (query, key, value), _ = attention_inputs(length=LENGTH)
     layout = LAYOUTS["uneven"]
 
@@ -130,10 +130,11 @@ def test_what_is_no_attention_here_says_so(style):
             run_ranks(on, 3)
         return str(caught.value)
 
-    text = refused([query, key[:, :1], value])
-    assert text.count("4 query heads and 1 key/value heads need enable_gqa=True") == 3, text
-    text = refused([query, key[:, :1], value], enable_gqa=True)
-    assert text.count("there are 1 key heads and 4 value heads") == 3, text
+    text = refused([query, key[:, :2], value[:, :2]])
+    assert text.count("4 query heads and 2 key/value heads need enable_gqa=True") == 3, text
+    for options in ({}, {"enable_gqa": True}):
+        text = refused([query, key[:, :1], value], **options)
+        assert text.count("there are 1 key heads and 4 value heads") == 3, text
     learned = torch.zeros(LENGTH, LENGTH, dtype=torch.float64, requires_grad=True)
     text = refused([query, key, value], attn_mask=learned)
     assert text.count("the gradient of an attention bias is not computed under context parallelism") == 3, text

@@ -59,6 +59,16 @@ class SelfAttention(nn.Module):
         return self.o(self.attend(query, key, value, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(2))
 
 
+def test_dropout_of_a_transformer_layer_is_refused():
+    """Its default, in training."""
+
+    def call(s: Scene):
+        layer = Holder(lambda m, q, k, v: m.held[0](q[:, 0]), nn.TransformerEncoderLayer(8, 2, dtype=torch.float64))
+        styled(layer, s.mesh)(*s.leaves()[0])
+
+    assert "dropout_p=0.1" in refusals(call)
+
+
 class Layer(nn.Module):
     def __init__(self, attend) -> None:
         super().__init__()
@@ -342,20 +352,20 @@ class Holder(nn.Module):
 
 
 MHA = nn.MultiheadAttention(8, 2, batch_first=True, dtype=torch.float64)
-ENCODER = nn.TransformerEncoderLayer(8, 2, batch_first=True, dtype=torch.float64)
+BIASED = nn.MultiheadAttention(8, 2, batch_first=True, add_bias_kv=True, dtype=torch.float64)
 
 
 @pytest.mark.parametrize(
     ("act", "children", "message"),
     [
         (lambda m, q, k, v: q, (), "no scaled_dot_product_attention was called inside"),
-        (lambda m, q, k, v: m.held[0](q[:, 0], q[:, 0], q[:, 0])[0], (MHA,), "use scaled_dot_product_attention"),
-        (lambda m, q, k, v: m.held[0](q[:, 0]), (ENCODER,), "use scaled_dot_product_attention"),
+        (lambda m, q, k, v: m.held[0](q[:, 0], q[:, 0], q[:, 0])[0], (MHA,), "call it with need_weights=False"),
+        (lambda m, q, k, v: m.held[0](*[q[:, 0]] * 3, need_weights=False)[0], (BIASED,), "make it without"),
         (lambda m, q, k, v: imported_by_name(q, k, v, dropout_p=0.1, enable_gqa=True), (), "dropout_p=0.1"),
         (lambda m, q, k, v: imported_by_name(q, k, v, torch.ones(1, 4), enable_gqa=True), (), "the whole sequence"),
         (lambda m, q, k, v: imported_by_name(q, k, v), (), "need enable_gqa=True"),
     ],
-    ids=["no attention", "MultiheadAttention", "TransformerEncoderLayer", "dropout", "attn_mask", "gqa"],
+    ids=["no attention", "weights of MultiheadAttention", "its own keys", "dropout", "attn_mask", "gqa"],
 )
 @pytest.mark.parametrize("mode", ["train", "eval"])
 def test_what_is_refused(act, children, message: str, mode: str):

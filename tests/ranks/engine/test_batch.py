@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.nn.functional import cross_entropy
 
 from cp_styles.batch import global_loss, global_token_count, next_token_labels, shard_batch, sum_gradients
+from cp_styles.collectives import GradScale, gather, split
 from cp_styles.comm.agreement import WIDTH
 from cp_styles.layout import SequenceLayout, contiguous, head_tail
 from cp_styles.testing import CommunicationTrace, RankError, run_ranks
@@ -237,3 +238,43 @@ def test_summed_twice(since: str):
     for text in run_ranks(on, 4):
         assert ("is already summed over some of them" if since == "nothing" else "summed") in text
         assert (text == "summed") == (since != "nothing")
+
+
+@pytest.mark.parametrize("scale", GradScale)
+def test_gradients_in_front_of_a_split(scale: GradScale):
+    """They are whole on every rank, and refused; with GradScale.DOWN the sum over ranks is that of one device."""
+    tokens = batch_of_documents(1)["tokens"]
+    whole = Model()
+    torch.tanh(whole.table[tokens] @ whole.out).square().sum().backward()
+
+    def on(rank: int) -> float:
+        group, own = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), Model()
+        for _ in range(2):  # another step
+            own.zero_grad()
+            hidden = split(own.table[tokens] * 1.0, 1, group, grad_scale=scale)
+            torch.tanh(hidden @ own.out).square().sum().backward()
+            if scale is not GradScale.DOWN:
+                with pytest.raises(
+                    ValueError, match=r"already summed over some of them, by the backward of collectives"
+                ):
+                    sum_gradients(own, group)
+                sum_gradients([own.out], group)
+            else:
+                sum_gradients(own, group)
+        by = 2 if scale is GradScale.UP else 1
+        return max(error(own.table.grad, by * whole.table.grad), error(own.out.grad, whole.out.grad))
+
+    assert max(run_ranks(on, 2)) < 1e-13
+
+
+def test_gradients_between_a_gather_and_a_split_are_shares():
+    """What a rank's part went through before it was gathered and split again is not whole."""
+    x = torch.ones(1, 4, 3, dtype=torch.float64)
+
+    def on(rank: int) -> None:
+        group, layer = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), nn.Linear(3, 3).double()
+        again = split(gather(layer(x), 1, group, reduce_gradients=False), 1, group)
+        again.square().sum().backward()
+        sum_gradients(layer, group)
+
+    run_ranks(on, 2)
