@@ -205,7 +205,10 @@ def nodes_since(first: int, nodes: Iterable[Any]) -> Iterator[Any]:
     met = set(waiting)
     while waiting:
         node = waiting.pop()
-        if node._sequence_nr() < first:
+        try:
+            if node._sequence_nr() < first:
+                continue
+        except RuntimeError:  # the node of an autograd.Function whose graph was freed has no number: seen in 2.11
             continue
         yield node
         fresh = {each for each, _ in node.next_functions if each is not None} - met

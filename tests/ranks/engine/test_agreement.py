@@ -223,7 +223,7 @@ def test_unreduced_gradients_are_found():
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.inner, self.core = nn.Linear(8, 8), Core()
+            self.inner, self.core = nn.Linear(8, 8, bias=False), Core()
             nn.init.eye_(self.inner.weight)
 
         def forward(self, x):
