@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -220,6 +221,12 @@ class InputGuards:
         if binding.group.size() == 1:
             return
         kind, inputs = type(module).__name__, self._calls.inputs
+        if _generates():
+            raise NotImplementedError(
+                f"{binding.name}: {kind} is called by generate() of transformers, which would append a token of "
+                "its own to each rank's part of the sequence: generate without context parallelism, with a copy of the "
+                "model that has no style. A prefill, one forward of the whole prompt, is supported"
+            )
         look = self._forwards & (self._forwards - 1) == 0
         for name in self._positions:
             if inputs.get(name) is None:
@@ -257,6 +264,18 @@ class InputGuards:
                 "cp_styles.integrations.transformers, which makes them for the whole sequence; or apply a style with "
                 f"mask=SlidingWindow({size} - 1) (or Chunked({size})) to the attention modules that have it"
             )
+
+
+def _generates() -> bool:
+    """Whether a generate() of transformers is running. It gives the model positions as any caller does."""
+    if torch.is_grad_enabled():
+        return False
+    frame = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_name == "generate" and frame.f_globals.get("__name__", "").startswith("transformers."):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _refuse_local(binding: Binding, positions: torch.Tensor) -> None:

@@ -22,6 +22,7 @@ from cp_styles import Documents, ModuleContextParallel, SequenceScope, contiguou
 from cp_styles.integrations.transformers import context_parallel_attention_forward
 from cp_styles.testing import RankError, run_ranks
 from tests.clients.hugging_face import (
+    BATCH,
     LENGTH,
     TINY,
     VOCABULARY,
@@ -35,6 +36,7 @@ from tests.clients.hugging_face import (
     largest_error,
     on_ranks,
     positions_of,
+    step,
     tiny,
     tokens_of,
 )
@@ -336,3 +338,70 @@ def test_one_mask_and_one_binding_for_all_layers_and_steps():
 
 def test_labels_across_documents():
     assert (next_token_labels(tokens_of(), document_ids=IDS) == -100).sum() == 5
+
+
+@pytest.mark.parametrize("inner", [False, True], ids=["model", "inside"])
+@pytest.mark.parametrize("use_cache", [False, True])
+@pytest.mark.parametrize("implementation", ["sdpa", "context_parallel"])
+def test_generate_is_refused(implementation: str, use_cache: bool, inner: bool):
+    """Each rank would append its own token to its own part; by the positions alone that looks like documents."""
+    model = tiny(causal_lm, config_of("llama", num_hidden_layers=1)).eval()
+    tokens, layout = tokens_of(20), contiguous(20, 2)
+
+    def on(rank: int) -> None:
+        mine = copy.deepcopy(model)
+        mine.set_attn_implementation(implementation)
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        parallelize_module(mine.model if inner else mine, mesh, ModuleContextParallel(layout=contiguous))
+        positions = layout.positions(rank).expand(2, -1)
+        mine.generate(layout.shard(tokens, 1, rank), position_ids=positions, use_cache=use_cache, max_new_tokens=2)
+
+    with pytest.raises(RankError, match=r"is called by generate\(\) of transformers") as found:
+        run_ranks(on, 2)
+    assert found.value.errors.keys() == {0, 1}
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "context_parallel"])
+def test_a_prefill_with_a_cache(implementation: str):
+    """The logits are those of one device, and each rank's cache holds the keys of its tokens; to go on is refused."""
+    model = tiny(
+        causal_lm, config_of("llama", num_hidden_layers=2, sliding_window=None, attention_chunk_size=None)
+    ).eval()
+    tokens = tokens_of()
+
+    def forward(mine, part, positions, cache=None):
+        with torch.no_grad(), StayDouble():
+            return mine(part, position_ids=positions, use_cache=True, past_key_values=cache)
+
+    model.set_attn_implementation("sdpa")
+    wanted = forward(model, tokens, positions_of())
+
+    def on(rank: int) -> float:
+        layout, mine = head_tail(LENGTH, 2), copy.deepcopy(model)
+        mine.set_attn_implementation(implementation)
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        parallelize_module(mine, mesh, ModuleContextParallel(layout=head_tail))
+        part, positions = (layout.shard(x, 1, rank) for x in (tokens, positions_of()))
+        found = forward(mine, part, positions)
+        pairs = [(found.logits, layout.shard(wanted.logits, 1, rank))]
+        for ours, whole in zip(found.past_key_values.layers, wanted.past_key_values.layers, strict=True):
+            pairs += [
+                (ours.keys, layout.shard(whole.keys, 2, rank)),
+                (ours.values, layout.shard(whole.values, 2, rank)),
+            ]
+        with pytest.raises(NotImplementedError, match=f"go on after {layout.lengths[rank]} tokens of a cache"):
+            forward(mine, part[:, :1], positions[:, :1], found.past_key_values)
+        return max(error(*pair) for pair in pairs)
+
+    assert max(run_ranks(on, 2)) < EXACT
+
+
+def test_one_key_head_that_is_broadcast():
+    """Falcon calls scaled_dot_product_attention itself, without enable_gqa."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": VOCABULARY}
+    model = tiny(causal_lm, transformers.FalconConfig(**sizes, multi_query=True, bias=False, alibi=False))
+    tokens = tokens_of()
+    inputs, labels, one = {"input_ids": tokens, "position_ids": positions_of()}, labels_of(tokens), copy.deepcopy(model)
+    whole = {"attention_mask": torch.ones(BATCH, 1, LENGTH, LENGTH, dtype=torch.bool).tril()}
+    found = on_ranks(model, inputs, labels, whole=whole, implementation="sdpa")
+    assert largest_error(found, (step(one, inputs | whole, labels), gradients(one))) < EXACT
