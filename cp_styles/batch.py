@@ -112,23 +112,36 @@ def document_positions(document_ids: torch.Tensor, *, seq_dim: int = -1) -> torc
 
 
 def shard_batch(
-    batch: Mapping[str, torch.Tensor], layout: SequenceLayout, rank: int, *, seq_dims: Mapping[str, int | None]
+    batch: Mapping[str, torch.Tensor],
+    layout: SequenceLayout,
+    rank: int,
+    *,
+    seq_dims: Mapping[str, int | None],
+    fill: Mapping[str, float] | None = None,
 ) -> dict[str, torch.Tensor]:
     """The part of ``rank`` of every entry of a batch.
 
     Args:
         batch: whole tensors by name.
-        layout: the cut. The attention must use the same layout.
+        layout: the cut. The attention must use the same layout. If it is longer than the entries, they are padded.
         rank: the rank within the cp group.
-        seq_dims: for each entry of ``batch`` the dim that is the sequence, or None for an entry that stays whole. Dims
-            are not guessed: position ids of shape [3, B, S] have the sequence at dim 2, and a batch may be as large as
-            its sequence is long. Names that ``batch`` does not have are ignored.
+        seq_dims: for each entry of ``batch`` the dim that is the sequence, or None for an entry that stays whole, as
+            cu_seqlens or a mask of the whole sequence do. Dims are not guessed: position ids of shape [3, B, S] have
+            the sequence at dim 2, and a batch may be as large as its sequence is long. Names that ``batch`` does not
+            have are ignored.
+        fill: for entries that may be shorter than the layout, what they are padded with at the end:
+            ``{"tokens": pad_token_id, "labels": -100, "positions": 0}``. No padding is guessed either. Causal attention
+            does not see padding behind its tokens; other attention needs a mask that hides it, and Documents one more
+            document.
 
     Returns:
         The same names. Each tensor has ``layout.lengths[rank]`` in place of the whole length. No communication.
+        ``layout.unshard`` of the parts of all ranks, or :func:`cp_styles.collectives.gather_outputs` with this layout,
+        puts results together again, with the padding at the end.
 
     Raises:
-        ValueError: an entry without a dim in ``seq_dims``, or one whose dim does not have the length of the layout.
+        ValueError: an entry without a dim in ``seq_dims``; one that is longer at its dim than the layout, or shorter
+            and without a ``fill``; a ``fill`` for an entry that stays whole.
     """
     unnamed = [name for name in batch if name not in seq_dims]
     if unnamed:
@@ -136,16 +149,24 @@ def shard_batch(
             f"seq_dims does not say which dim of {unnamed} is the sequence: "
             "give the dim, or None for an entry that every rank needs whole"
         )
-    mine = {}
+    fill, mine = fill or {}, {}
     for name, whole in batch.items():
         dim = seq_dims[name]
         if dim is None:
+            if name in fill:
+                raise ValueError(f'fill["{name}"] is given, and seq_dims["{name}"] is None: it stays whole as it is')
             mine[name] = whole
             continue
-        if not -whole.ndim <= dim < whole.ndim or whole.shape[dim] != layout.length:
+        fits = -whole.ndim <= dim < whole.ndim
+        if fits and whole.shape[dim] < layout.length and name in fill:
+            shape = list(whole.shape)
+            shape[dim] = layout.length - whole.shape[dim]
+            whole = torch.cat((whole, whole.new_full(shape, fill[name])), dim)
+        if not fits or whole.shape[dim] != layout.length:
             raise ValueError(
                 f'"{name}" of shape {tuple(whole.shape)} is not {layout.length} long at dim {dim}, where the layout '
-                f'cuts: correct seq_dims["{name}"], or build the layout for this length'
+                f'cuts: correct seq_dims["{name}"], build the layout for this length, or give fill["{name}"] to pad a '
+                "shorter one"
             )
         mine[name] = layout.shard(whole, dim, rank)
     return mine

@@ -93,6 +93,37 @@ def test_every_entry_is_cut_where_it_is_told_and_no_other():
     assert set(parts[0]) == set(whole)
 
 
+def test_entries_are_padded_where_a_fill_is_given():
+    layout, length = head_tail(10, 3), 7
+    whole = {
+        "tokens": torch.arange(2 * length).view(2, length),
+        "labels": torch.arange(length).view(1, length),
+        "present": torch.ones(2, length, dtype=torch.bool),
+        "position_ids": torch.randn(3, 2, length),
+        "weights": torch.randn(2, 10),  # as long as the layout already
+        "cu_seqlens": torch.tensor([0, 3, 7]),
+    }
+    seq_dims = {"tokens": 1, "labels": -1, "present": 1, "position_ids": 2, "weights": 1, "cu_seqlens": None}
+    fill = {"tokens": 5, "labels": -100, "present": False, "position_ids": 0, "weights": 1.0, "absent": 1}
+    parts = [shard_batch(whole, layout, rank, seq_dims=seq_dims, fill=fill) for rank in range(3)]
+    for name, dim in seq_dims.items():
+        if dim is None:
+            assert all(part[name] is whole[name] for part in parts)
+            continue
+        joined = layout.unshard([part[name] for part in parts], dim)
+        assert joined.dtype == whole[name].dtype
+        assert torch.equal(joined.narrow(dim, 0, whole[name].shape[dim]), whole[name])
+        padding = joined.narrow(dim, whole[name].shape[dim], 10 - whole[name].shape[dim])
+        assert (padding == fill[name]).all()
+    with pytest.raises(ValueError, match=r'fill\["cu_seqlens"\] is given, and .* stays whole'):
+        shard_batch(whole, layout, 0, seq_dims=seq_dims, fill=fill | {"cu_seqlens": 10})
+    for fill in (None, {"labels": -100}):
+        with pytest.raises(ValueError, match=r'"tokens" of shape \(2, 7\) is not 10 long .* give fill\["tokens"\]'):
+            shard_batch(whole, layout, 0, seq_dims=seq_dims, fill=fill)
+    with pytest.raises(ValueError, match=r'"tokens" of shape \(2, 7\) is not 6 long'):
+        shard_batch({"tokens": whole["tokens"]}, contiguous(6, 2), 0, seq_dims=seq_dims, fill={"tokens": 0})
+
+
 def test_what_is_wrong_is_named():
     layout = contiguous(6, 2)
     tokens = torch.arange(6).view(1, 6)

@@ -25,7 +25,9 @@ LAYOUTS = {
     "contiguous": contiguous(LENGTH, 3),
     "head_tail": head_tail(LENGTH, 3),
     "uneven, one rank empty": SequenceLayout.from_chunks([[(0, 9)], [(9, 14)], []]),
+    "padded": head_tail(LENGTH + 3, 3),
 }
+DIMS, FILL = {"tokens": 1, "labels": 1}, {"tokens": 0, "labels": -100}
 
 
 class Model(nn.Module):
@@ -53,7 +55,7 @@ def batch_of_documents(seed: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("reduction", ["sum", "none"])
 def test_loss_and_gradients_are_those_of_one_device(layout, reduction):
-    """Two micro-batches, whose counts add up before the losses are weighed."""
+    """Two micro-batches, whose counts add up before the losses are weighed. Padding has no labels, and no share."""
     batches = [batch_of_documents(seed) for seed in (1, 2)]
     model = Model()
     logits = torch.cat([model(batch["tokens"]) for batch in batches])
@@ -64,7 +66,7 @@ def test_loss_and_gradients_are_those_of_one_device(layout, reduction):
     def step(rank):
         group = init_device_mesh("cpu", (3,), mesh_dim_names=("cp",))
         own = Model()
-        mine = [shard_batch(batch, layout, rank, seq_dims={"tokens": 1, "labels": 1}) for batch in batches]
+        mine = [shard_batch(batch, layout, rank, seq_dims=DIMS, fill=FILL) for batch in batches]
         count = sum(global_token_count(part["labels"], group) for part in mine)
         losses = []
         for part in mine:
