@@ -391,6 +391,30 @@ MISTAKES = [
         "if layout not in",
         "tests/ranks/engine/test_wire.py",
     ),
+    Mistake(
+        "agreement: with a balancer a known row is taken",
+        "return None if assumed is None or said.watch else ledger.agreed.get(said)",
+        "return ledger.agreed.get(said)",
+        "tests/ranks/engine/test_agreement.py -k balancer",
+    ),
+    Mistake(
+        "agreement: no call is ever known",
+        "self.agreed[said] = rows",
+        "pass",
+        "tests/ranks/engine/test_agreement.py -k known",
+    ),
+    Mistake(
+        "agreement: what is assumed of the others is this rank's length",
+        "rows = [mine._replace(q_length=length, kv_length=length) for length in layout.lengths]",
+        "rows = [mine for length in layout.lengths]",
+        "tests/ranks/engine/test_agreement.py",
+    ),
+    Mistake(
+        "agreement: ranks may choose differently",
+        "for part in (self.strategy, self.mask, self.kernel, self.agreement)]",
+        "for part in (self.strategy, self.mask, self.kernel)]",
+        "tests/ranks/engine/test_agreement.py -k alike",
+    ),
     # -- explain --
     Mistake(
         "explain: a call costs nothing by itself",

@@ -34,7 +34,7 @@ from cp_styles.comm.agreement import WIDTH, Agreement
 from cp_styles.testing import CommunicationTrace, run_ranks
 from tests.ranks.attention_case import EXACT, Core, Problem, cp_mesh, run_attention
 
-RANKS, LENGTH = 2, 22
+RANKS, LENGTH = 2, 21
 
 
 def styled(style: Any, mesh: Any, layout: Any, agreement: Agreement) -> Any:
@@ -118,8 +118,8 @@ def test_no_meeting_at_all(door: str):
 
 @pytest.mark.parametrize("door", DOORS)
 def test_a_balancer_makes_every_call_new(door: str):
-    """Lengths of other ranks may change where a rank's own do not: 22 and 21 positions, of which rank 0 has 11."""
-    lengths = [LENGTH] * 5 + ([LENGTH - 1, LENGTH] if door != "varlen" else [])
+    """Lengths of other ranks may change where a rank's own do not: 21 and 22 positions, of which rank 0 has 11."""
+    lengths = [LENGTH] * 5 + ([LENGTH + 1, LENGTH] if door != "varlen" else [])
     problems = [Problem(length=length, kv_heads=2, batch=1) for length in lengths]
     found = list(steps(door, NewCalls(), contiguous, problems))
     assert max(error for _, error in found) < EXACT
@@ -129,7 +129,7 @@ def test_a_balancer_makes_every_call_new(door: str):
 @pytest.mark.parametrize("door", DOORS)
 def test_no_agreement_needs_a_layout(door: str):
     def on(rank: int) -> None:
-        x = torch.randn(1, 4, LENGTH // RANKS, 8)
+        x = torch.randn(1, 4, head_tail(LENGTH, RANKS).lengths[rank], 8)
         with pytest.raises(ValueError, match=r"needs the lengths of all ranks: .* SequenceLayout"):
             DOORS[door][0](cp_mesh(RANKS), head_tail, NoAgreement())(x, x, x)
 
@@ -157,7 +157,7 @@ def test_under_a_scope(door: str):
 def test_a_new_call_that_one_rank_refuses_is_an_error_on_all(door: str):
     def on(rank: int) -> None:
         attend = DOORS[door][0](cp_mesh(RANKS), head_tail(LENGTH, RANKS), NewCalls())
-        x = torch.randn(1, 4, LENGTH // RANKS, 8, dtype=torch.float64)
+        x = torch.randn(1, 4, head_tail(LENGTH, RANKS).lengths[rank], 8, dtype=torch.float64)
         with pytest.raises((ValueError, RuntimeError, NotImplementedError)):
             attend(x, x.float() if rank else x, x)
 
@@ -169,7 +169,7 @@ def test_a_known_call_that_one_rank_does_not_make_ends_with_the_timeout():
 
     def on(rank: int) -> None:
         attend = DOORS["function"][0](cp_mesh(RANKS), head_tail(LENGTH, RANKS), NewCalls())
-        x = torch.randn(1, 4, LENGTH // RANKS, 8)
+        x = torch.randn(1, 4, head_tail(LENGTH, RANKS).lengths[rank], 8)
         for step in range(5):
             attend(x, x.double() if rank and step == 4 else x, x)
 
@@ -180,7 +180,7 @@ def test_a_known_call_that_one_rank_does_not_make_ends_with_the_timeout():
 
 def test_ranks_choose_alike():
     def on(rank: int) -> None:
-        x = torch.randn(1, 4, LENGTH // RANKS, 8)
+        x = torch.randn(1, 4, head_tail(LENGTH, RANKS).lengths[rank], 8)
         attend = DOORS["function"][0](cp_mesh(RANKS), head_tail(LENGTH, RANKS), NewCalls() if rank else EveryCall())
         with pytest.raises(ValueError, match="disagree on strategy, layout, mask or kernel"):
             attend(x, x, x)
