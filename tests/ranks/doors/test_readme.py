@@ -1,6 +1,7 @@
 """The examples of README.md and of its pages run and do what the text says; each supported feature names its test."""
 
 import copy
+import json
 import re
 from pathlib import Path
 
@@ -42,7 +43,14 @@ EXAMPLES = (
 ROOT = Path(__file__).parents[3]
 README = (ROOT / "README.md").read_text()
 PAGES = {path: path.read_text() for path in sorted((ROOT / "tutorials").glob("*.md"))}
-TEXTS = {ROOT / "README.md": README, ROOT / "CONTRIBUTING.md": (ROOT / "CONTRIBUTING.md").read_text(), **PAGES}
+NOTEBOOKS = {
+    path: "\n".join(
+        "".join(cell["source"]) for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "markdown"
+    )
+    for path in sorted((ROOT / "tutorials").glob("*.ipynb"))
+}
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
+TEXTS = {ROOT / "README.md": README, ROOT / "CONTRIBUTING.md": CONTRIBUTING, **PAGES, **NOTEBOOKS}
 SHOWN = "\n".join([README, *PAGES.values()])
 DOCUMENTS = (300, 10, 690)
 
@@ -326,6 +334,12 @@ def anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+def test_each_notebook_says_what_is_next_and_how_processes_run_it():
+    for path, text in NOTEBOOKS.items():
+        assert "hat to read next" in text.split("\n## ")[-1], path.name
+        assert "torchrun --nproc-per-node" in f"{text}{path.read_text()}", path.name
+
+
 @pytest.mark.parametrize("page", TEXTS, ids=lambda page: page.name)
 def test_links_pictures_and_files_exist(page):
     for target, anchor in re.findall(r'\]\(([^)#:" ]*)(?:#([^)]+))?(?: "\w+")?\)', TEXTS[page]):
@@ -337,7 +351,7 @@ def test_links_pictures_and_files_exist(page):
 
 
 def test_each_page_and_picture_is_linked():
-    """From the README; a picture from anywhere."""
+    """From the README; a picture or a notebook from anywhere."""
     assert [page.name for page in PAGES if f"](tutorials/{page.name}" not in README] == []
     pictures = (ROOT / "tutorials").glob("*.png")
-    assert [picture.name for picture in pictures if f"{picture.name})" not in SHOWN] == []
+    assert [path.name for path in (*pictures, *NOTEBOOKS) if f"{path.name})" not in SHOWN] == []
