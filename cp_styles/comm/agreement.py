@@ -231,12 +231,13 @@ class Ledger:
         self.lengths[own] = whole
 
     def note_agreed(self, said: StatusRow, rows: Rows) -> None:
-        if len(self.agreed) >= _MOST_LENGTHS:
+        if len(self.agreed) >= _MOST_AGREED:  # the rows of 1,024 ranks take some 200 KB
             self.agreed.clear()
         self.agreed[said] = rows
 
 
 _MOST_LENGTHS = 256
+_MOST_AGREED = 64
 _ledgers: WeakKeyDictionary[dist.ProcessGroup, Ledger] = WeakKeyDictionary()
 
 
