@@ -121,17 +121,6 @@ def test_the_attention_notebook_says_what_it_computed(attention):
         assert f"{what}: an error on 4 of 4 ranks" in text
 
 
-def test_its_program_is_the_same_under_torchrun(attention):
-    done = torchrun(attention[1], 2)
-    assert done.returncode == 0, done.stderr
-    lines = sorted(done.stdout.splitlines())
-    assert [line.split(":")[0] for line in lines] == ["process 0 of 2", "process 1 of 2"]
-    # The loss is the notebook's, and every process has it.
-    losses = {line.split("loss ")[1].split(",")[0] for line in lines}
-    assert len(losses) == 1
-    assert losses.pop() in printed(attention[0])
-
-
 MISTAKES = {
     "gradients unsummed": ("sum_gradients(model, mesh)", "None"),
     "positions from 0": ("layout.positions(rank)", "torch.arange(layout.lengths[rank])"),
@@ -160,13 +149,40 @@ def test_its_comparison_sees_a_mistake(attention, tmp_path, name):
         assert max(program["errors"](found, expected, layout, rank).values()) > 1e-3
 
 
-def test_under_torchrun_a_mistake_is_an_exit_code(attention, tmp_path):
-    done = torchrun(with_mistake(attention[1], "positions from 0", tmp_path), 2)
-    assert done.returncode != 0
-    assert "largest relative error" in done.stdout, done.stderr
+def test_its_program_under_torchrun(attention, tmp_path):
+    """The same loss, and exit codes of mistakes: one after another in the same processes, whose start takes longer."""
+    programs = {"as it is": str(attention[1])}
+    for index, name in enumerate(("positions from 0", "gradients unsummed")):
+        folder = tmp_path / str(index)
+        folder.mkdir()
+        programs[name] = str(with_mistake(attention[1], name, folder))
+    script = tmp_path / "programs.py"
+    script.write_text(
+        f"""
+import os, runpy, sys
+from tests.process import several
 
+def run(path):
+    leave, os._exit = os._exit, sys.exit
+    try:
+        runpy.run_path(path, run_name="__main__")
+    except SystemExit as end:
+        return end.code
+    except Exception as error:
+        return type(error).__name__
+    finally:
+        os._exit = leave
 
-def test_under_torchrun_gradients_that_nobody_sums_are_an_error(attention, tmp_path):
-    done = torchrun(with_mistake(attention[1], "gradients unsummed", tmp_path), 2)
-    assert done.returncode != 0
-    assert "UnreducedGradientsError" in done.stderr, done.stdout
+several.run({{name: lambda path=path: run(path) for name, path in {programs!r}.items()}})
+"""
+    )
+    done = torchrun(script, 2)
+    assert done.returncode == 0, done.stderr
+    statuses = {"as it is": 0, "positions from 0": 1, "gradients unsummed": "UnreducedGradientsError"}
+    assert done.stdout.splitlines()[-1] == str(statuses), done.stdout + done.stderr
+    lines = sorted(done.stdout.splitlines()[:2])
+    assert [line.split(":")[0] for line in lines] == ["process 0 of 2", "process 1 of 2"]
+    # The loss is the notebook's, and every process has it.
+    losses = {line.split("loss ")[1].split(",")[0] for line in lines}
+    assert len(losses) == 1
+    assert losses.pop() in printed(attention[0])

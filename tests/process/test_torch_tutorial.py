@@ -24,29 +24,19 @@ def torchrun(script: Path, ranks: int, *arguments: object) -> subprocess.Complet
     )
 
 
-def test_the_tutorials_steps():
-    ranks, length = 3, 37
-    done = torchrun(SCRIPT, ranks, "--length", length)
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = [line for line in done.stdout.splitlines() if line.startswith("process ")]
-    assert len(lines) == 2 * ranks
-    for method in ("allgather", "alltoall"):
-        held = [int(line.split(": ")[1].split(" of ")[0]) for line in lines if method in line]
-        assert sum(held) == length
-
-
 MISTAKES = {
     "not causal": ("(*cp_qkv, is_causal=True)", "(*cp_qkv)"),
     "in another order": ("for tensor in cp_qkv)], [2] * 4)", "for tensor in cp_qkv)], [2] * 4, contiguous)"),
 }
 
 
-def test_a_mistake_is_an_exit_code(tmp_path):
+def test_the_tutorials_steps_and_exit_codes_of_mistakes(tmp_path):
     """Each is the program's whole run, one after another in the same processes, whose start takes longer."""
-    source, changed = SCRIPT.read_text(), {}
+    ranks, length, source = 3, 37, SCRIPT.read_text()
+    programs = {"as it is": source}
     for name, (right, wrong) in MISTAKES.items():
         assert source.count(right) == 1
-        changed[name] = source.replace(right, wrong).replace(
+        programs[name] = source.replace(right, wrong).replace(
             "import context_parallel,", "import contiguous, context_parallel,"
         )
     script = tmp_path / "mistakes.py"
@@ -60,10 +50,15 @@ def run(source):
     except SystemExit as end:
         return end.code
 
-several.run({{name: lambda source=source: run(source) for name, source in {changed!r}.items()}})
+several.run({{name: lambda source=source: run(source) for name, source in {programs!r}.items()}})
 """
     )
-    done = torchrun(script, 2)
+    done = torchrun(script, ranks, "--length", length)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == str(dict.fromkeys(MISTAKES, 1)), done.stdout
+    assert done.stdout.splitlines()[-1] == str({"as it is": 0} | dict.fromkeys(MISTAKES, 1)), done.stdout
     assert "relative errors" in done.stdout
+    lines = [line for line in done.stdout.splitlines() if line.startswith("process ")]
+    assert len(lines) == len(programs) * 2 * ranks
+    for method in ("allgather", "alltoall"):
+        held = [int(line.split(": ")[1].split(" of ")[0]) for line in lines if method in line]
+        assert sum(held[:ranks]) == length

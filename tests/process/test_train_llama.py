@@ -1,9 +1,11 @@
 """The main job as a user starts it: real processes under torchrun, on few and short steps."""
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,9 +16,7 @@ pytestmark = pytest.mark.process
 
 
 def start(ranks: int, *arguments: object, script: Path = SCRIPT) -> subprocess.CompletedProcess:
-    command = [sys.executable]
-    if ranks:
-        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     path = os.pathsep.join([str(ROOT), str(SCRIPT.parent), os.environ.get("PYTHONPATH", "")])
     return subprocess.run(
         [*command, script, *map(str, arguments)],
@@ -29,27 +29,12 @@ def start(ranks: int, *arguments: object, script: Path = SCRIPT) -> subprocess.C
 
 # The library begins with a file of 5 KB, and then four that are short: most of them are in the last of these sequences.
 PACKED = ["--documents", "--steps", 3, "--seq-len", 1900]
+SHORT = ["--steps", 2, "--seq-len", 192]
 
-
-@pytest.mark.parametrize(
-    ("cp", "tp", "strategy", "layout"), [(2, 2, "ring", "per_document_head_tail"), (4, 1, "hybrid", "by_work")]
-)
-def test_the_same_training_as_on_one_process(tmp_path, cp, tp, strategy, layout):
-    picture = tmp_path / "new folder" / "run.png"
-    options = ["--cp", cp, "--tp", tp, "--strategy", strategy, "--layout", layout, "--out", picture]
-    done = start(cp * tp, *options, *PACKED)
-    assert done.returncode == 0, done.stderr
-    assert "PARITY: the same training as on one process" in done.stdout
-    assert "packs 5 documents" in done.stdout
-    assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-def test_without_one_process_to_compare_with(tmp_path):
-    done = start(1, "--cp", 1, "--tp", 1, "--steps", 1, "--seq-len", 64, "--no-compare", "--out", tmp_path / "run.png")
-    assert done.returncode == 0, done.stderr
-    assert "the ranks agree; not compared with one process" in done.stdout
-    assert "one process:" not in done.stderr  # no second training
-
+PARALLEL = {
+    "ring": ["--cp", 2, "--tp", 2, "--strategy", "ring", "--layout", "per_document_head_tail", *PACKED],
+    "hybrid": ["--cp", 4, "--tp", 1, "--strategy", "hybrid", "--layout", "by_work", *PACKED],
+}
 
 # What a training under context parallelism is most often wrong by; each must be seen after two steps.
 SABOTAGE = {
@@ -76,40 +61,103 @@ original, job.SequenceScope = job.SequenceScope, lambda layout, mask: original(l
 }
 
 
-def test_what_is_wrong_is_seen_and_fails(tmp_path):
-    """One after another in the same processes, whose start would take longer than the trainings."""
-    script = tmp_path / "sabotaged.py"
+def test_the_training_of_one_process_and_what_is_wrong(tmp_path):
+    """Several trainings, and sabotaged ones, which fail: one after another in the same four processes, whose start
+    takes longer. What is trained on one process is trained once for all that compare with it."""
+    programs = {name: ("", options) for name, options in PARALLEL.items()}
+    for name, change in SABOTAGE.items():
+        programs[name] = (change, ["--cp", 2, "--tp", 2, *(PACKED if "SequenceScope" in change else SHORT)])
+    script = tmp_path / "programs.py"
     script.write_text(
         f"""
-import functools, importlib, sys
+import functools, importlib, os, sys
 import cp_styles
 import train_llama as job
 from tests.process import several
 
-given = sys.argv[1:]
+alone = {{}}
 
-def run(change):
+def run(name, change, options):
     importlib.reload(job)
-    sizes = {PACKED!r} if "SequenceScope" in change else ["--steps", 2, "--seq-len", 192]
-    sys.argv[1:] = [*given, *map(str, sizes)]
+    train_alone = job.train_alone
+    def train_once(args, batches):
+        key = (args.documents, args.steps, args.seq_len)
+        if key not in alone:
+            alone[key] = train_alone(args, batches)
+        return alone[key]
+    job.train_alone = train_once
+    sys.argv[1:] = [*map(str, options), "--out", f"{tmp_path}/new folder/{{name}}.png"]
     exec(change, globals())
-    return job.main()
+    status = job.main()
+    if os.environ["RANK"] == "0":
+        print(f"=== end of {{name}}", flush=True)
+    return status
 
-several.run({{name: lambda change=change: run(change) for name, change in {SABOTAGE!r}.items()}})
+several.run({{name: lambda name=name, program=program: run(name, *program) for name, program in {programs!r}.items()}})
 """
     )
-    done = start(2, "--cp", 2, "--tp", 1, "--out", tmp_path / "run.png", script=script)
+    done = start(4, script=script)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == str(dict.fromkeys(SABOTAGE, 1)), done.stdout
-    assert done.stdout.count("PARITY MISSED") == len(SABOTAGE)
+    assert done.stdout.splitlines()[-1] == str(dict.fromkeys(PARALLEL, 0) | dict.fromkeys(SABOTAGE, 1)), done.stdout
+    for name in programs:
+        before = done.stdout.partition(f"=== end of {name}")[0]
+        said = before[before.rfind("picture: ") :]  # of rank 0, whose report ends a run
+        assert ("PARITY: the same training as on one process" in said) == (name in PARALLEL), name
+        assert ("PARITY MISSED" in said) == (name in SABOTAGE), name
+        assert (tmp_path / "new folder" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert done.stdout.count("packs 5 documents") == 3
 
 
+def alone_here(monkeypatch, **environment: str) -> Any:
+    """The job's module in this process, which torchrun is said to have started."""
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4", **environment}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT)])
+    import train_llama
+
+    return train_llama
+
+
+def test_without_one_process_to_compare_with(tmp_path, monkeypatch, capsys):
+    """And on one process."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    job = alone_here(monkeypatch, WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT=port)
+    monkeypatch.setattr(job.torch, "set_num_threads", lambda threads: None)  # of all tests of this process
+    options = ["--cp", "1", "--tp", "1", "--steps", "1", "--seq-len", "64", "--no-compare"]
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *options, "--out", str(tmp_path / "run.png")])
+    assert job.main() == 0
+    said = capsys.readouterr()
+    assert "the ranks agree; not compared with one process" in said.out
+    assert "one process:" not in said.err  # no second training
+
+
+@pytest.mark.nightly  # whose parts are below
 def test_a_bad_value_gets_one_line_from_one_rank():
     done = start(2, "--cp", 2, "--tp", 1, "--seq-len", 1)
     said = [line for line in done.stderr.splitlines() if line.startswith("train_llama.py: ")]
     assert said == ["train_llama.py: --seq-len 1 is too short for 2 processes: at least 4"]
     assert done.returncode != 0
     assert done.stdout == ""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_rank_says_what_is_wrong_and_ends_first(monkeypatch, capsys, rank: int):
+    job, slept = alone_here(monkeypatch, RANK=str(rank), LOCAL_RANK=str(rank)), []
+    monkeypatch.setattr(job.time, "sleep", slept.append)
+    with pytest.raises(SystemExit) as end:
+        job.parse(["--seq-len", "1"])
+    assert end.value.code == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    if rank == 0:
+        assert said.err == "train_llama.py: --seq-len 1 is too short for 4 processes: at least 8\n"
+        assert slept == []
+    else:
+        assert said.err == ""
+        assert slept == [5]
 
 
 @pytest.mark.parametrize(
@@ -130,19 +178,17 @@ def test_a_bad_value_gets_one_line_from_one_rank():
     ],
 )
 def test_values_that_do_not_fit_together(monkeypatch, capsys, options, says):
-    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.syspath_prepend(SCRIPT.parent)
-    import train_llama
-
+    job = alone_here(monkeypatch)
     with pytest.raises(SystemExit):
-        train_llama.parse(options.split())
+        job.parse(options.split())
     assert says in capsys.readouterr().err
 
 
-def test_without_torchrun_it_says_how():
-    done = start(0)
-    assert done.returncode == 2
-    assert done.stderr == (
-        "train_llama.py: start it with torchrun: torchrun --nproc-per-node 4 tutorials/train_llama.py\n"
-    )
+def test_without_torchrun_it_says_how(monkeypatch, capsys):
+    job = alone_here(monkeypatch)
+    monkeypatch.delenv("RANK")
+    with pytest.raises(SystemExit) as end:
+        job.main()
+    assert end.value.code == 2
+    said = capsys.readouterr().err
+    assert said == "train_llama.py: start it with torchrun: torchrun --nproc-per-node 4 tutorials/train_llama.py\n"
