@@ -460,6 +460,18 @@ MISTAKES = [
     ),
     # -- kernels --
     Mistake(
+        "flex: the arguments of a score_mod are compared as its tables",
+        "reading.note(arguments) # vmap",
+        "# vmap",
+        "tests/ranks/flex/test_flex_on_cuda.py -k waits",
+    ),
+    Mistake(
+        "flex: compiled tiles count heads from 0",
+        "score = mod(score, b, h + head, q_L[q_idx], kv_M[kv_idx])",
+        "score = mod(score, b, h, q_L[q_idx], kv_M[kv_idx])",
+        "tests/ranks/flex/test_flex_on_cuda.py",
+    ),
+    Mistake(
         "kernel: softmax's backward without the row's mean",
         "ds = p * (product(grad, v.mT) - (grad * out).sum(-1, keepdim=True)) * scale",
         "ds = p * product(grad, v.mT) * scale",

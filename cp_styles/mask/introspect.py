@@ -16,8 +16,11 @@ def captured_tensors(mod: Callable[..., Any], numbers: tuple[float, ...], device
 
     They are found by calling it once, so they may come from closures, globals, attributes of modules or elsewhere.
     """
-    arguments = [torch.tensor([number], device=device) for number in numbers]
-    with _Reading() as reading:
+    # torch.tensor(..., device=device) would make the host wait for a GPU.
+    arguments = [torch.full((1,), number, device=device) for number in numbers]
+    reading = _Reading()
+    reading.note(arguments)  # vmap asks them for their sizes
+    with reading:
         torch.vmap(partial(_noted, reading, mod))(*arguments)
     return list(reading.found.values())
 
