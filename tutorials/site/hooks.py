@@ -33,6 +33,7 @@ PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md"}
 MODULES = ("torch_api", "collectives", "explain", "verify", "testing", "integrations.transformers", "kernels", "plan")
 TITLES = {
     "batch": "Batches, loss, gradients",
+    "comm": "Agreement of ranks",
     "engine": "Scopes and checks",
     "layout": "Layouts",
     "mask": "Masks",
@@ -149,15 +150,22 @@ def notebook_page(path: Path, *, run: bool) -> tuple[str, dict[str, bytes]]:
                 lines, note = [*lines, f"*{note}*", ""], ""
             continue
         lines += ["````python", source, "````", ""]
+        printed = ""
         for output in cell.get("outputs", []):
             data = output.get("data", {})
             if "image/png" in data:
                 name = f"{path.stem}_{len(pictures)}.png"
                 pictures[name] = base64.b64decode(data["image/png"])
-                lines += [f"![What the cell above draws]({name})", ""]
-            elif text := "".join(output.get("text", data.get("text/plain", ""))).rstrip():
-                lines += ["````text", text, "````", ""]
+                lines += [*shown(printed), f"![What the cell above draws]({name})", ""]
+                printed = ""
+            else:
+                printed += "".join(output.get("text", data.get("text/plain", "")))
+        lines += shown(printed)
     return "\n".join(lines), pictures
+
+
+def shown(printed: str) -> list[str]:
+    return ['````text title="Output"', printed.rstrip(), "````", ""] if printed.strip() else []
 
 
 def run_notebook(path: Path) -> Any:
