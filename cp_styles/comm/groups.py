@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -41,7 +41,8 @@ def group_in_order(mesh: DeviceMesh) -> dist.ProcessGroup:
             communication by the group, so a rank would hold one part of the sequence and be treated as holding another.
     """
     group = mesh.get_group()
-    if is_traced():  # torch.compile does not know the contents of a mesh
+    # torch.compile does not know the contents of a mesh.
+    if is_traced() or ((known := _in_order.get(mesh)) is not None and known() is group):
         return group
     ranks, known = mesh.mesh.tolist(), dist.get_process_group_ranks(group)
     if ranks != known:
@@ -49,7 +50,12 @@ def group_in_order(mesh: DeviceMesh) -> dist.ProcessGroup:
             f"mesh axis {mesh.mesh_dim_names} has the ranks {ranks}, in another order than its process group, {known}: "
             f"make a mesh whose ranks ascend along the axis of the sequence"
         )
+    _in_order[mesh] = ref(group)
     return group
+
+
+# Meshes that were found in order, with their groups: looking at the ranks takes as long as a small tile.
+_in_order: WeakKeyDictionary[DeviceMesh, ref[dist.ProcessGroup]] = WeakKeyDictionary()
 
 
 def shares_ranks(mesh: DeviceMesh, group: dist.ProcessGroup) -> bool:
