@@ -285,7 +285,24 @@ def placed(local: torch.Tensor, mesh: DeviceMesh, placements: Placements, shape:
     strides = _strides(local.shape, local.stride(), size)
     if not (torch.is_grad_enabled() or torch.is_inference_mode_enabled() or torch.compiler.is_compiling()):
         return dtensor_without_grad(local, mesh, placements, size, strides)
+    if mesh.ndim == 1 and local.requires_grad and not torch.compiler.is_compiling():
+        return _Placed.apply(local, mesh, placements, size, strides)
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=size, stride=strides)
+
+
+class _Placed(torch.autograd.Function):
+    """``DTensor.from_local`` on one axis, in a third of its time: every call of a style makes three DTensors."""
+
+    @staticmethod
+    def forward(ctx, local, mesh, placements, size, strides):
+        ctx.placements = placements
+        return dtensor_without_grad(local, mesh, placements, size, strides)
+
+    @staticmethod
+    def backward(ctx, grad):
+        if grad.placements != ctx.placements:
+            grad = grad.redistribute(placements=ctx.placements)
+        return grad.to_local(), None, None, None, None
 
 
 def like_part(local: torch.Tensor, part: DTensor, placements: Placements | None = None) -> DTensor:
