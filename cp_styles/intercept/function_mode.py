@@ -345,7 +345,7 @@ class AttentionCalls(TorchFunctionMode):
         if not torch.compiler.is_dynamo_compiling():
             self._tally.lengths.clear()
             ledger_of(self._scoped.unscoped.group).engaged = False
-            self._tally.inputs = dict(zip(_parameter_names(type(module)), args, strict=False)) | kwargs
+            self._tally.inputs = dict(zip(_names_of_inputs(module), args, strict=False)) | kwargs
             self._check_cut([*args, *kwargs.values()])
 
     @uncompiled
@@ -385,8 +385,23 @@ class AttentionCalls(TorchFunctionMode):
 
 @lru_cache(maxsize=256)
 def _parameter_names(cls: type[nn.Module]) -> tuple[str, ...]:
-    """Of a module class' forward, without self."""
-    return tuple(inspect.signature(cls.forward).parameters)[1:]
+    """The positional ones of a module class' forward, without self."""
+    found = list(inspect.signature(cls.forward).parameters.values())[1:]
+    return tuple(each.name for each in found if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD))
+
+
+def _names_of_inputs(module: nn.Module) -> tuple[str, ...]:
+    names, inner = _parameter_names(type(module)), module
+    while not names and (inner := wrapped_by(inner)) is not None:
+        names = _parameter_names(type(inner))
+    return names
+
+
+def wrapped_by(module: nn.Module) -> nn.Module | None:
+    """The module to which a wrapper passes its arguments: its only child, if its forward takes ``**kwargs``."""
+    kinds = {each.kind for each in inspect.signature(type(module).forward).parameters.values()}
+    children = list(module.children())
+    return children[0] if len(children) == 1 and inspect.Parameter.VAR_KEYWORD in kinds else None
 
 
 def looks_now(times: int) -> bool:

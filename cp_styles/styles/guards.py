@@ -29,7 +29,7 @@ from cp_styles._compat import (
     without_dispatch_modes,
 )
 from cp_styles.engine.binding import Binding
-from cp_styles.intercept.function_mode import AttentionCalls
+from cp_styles.intercept.function_mode import AttentionCalls, wrapped_by
 from cp_styles.layout import SequenceLayout
 from cp_styles.mask import All, Causal, Chunked, Full, Mask, SlidingWindow
 
@@ -201,13 +201,15 @@ class InputGuards:
 
     def __init__(self, module: nn.Module, mask: Mask, calls: AttentionCalls) -> None:
         self._calls, self._forwards = calls, 0
-        names = inspect.signature(type(module).forward).parameters
-        self._positions = [name for name in names if name.endswith(POSITIONS)]
-        self._has_loss = hasattr(type(module), "loss_function")
-        self._counts_itself = not any(
-            _is_of_positions(name) for name in inspect.signature(type(module).forward).parameters
-        )
-        self._window = _smallest_window(module) if _makes_masks(module) and not _covers(mask) else None
+        models = [module]  # it may be a wrapper, or a wrapper of a wrapper
+        while (inner := wrapped_by(models[-1])) is not None:
+            models.append(inner)
+        names = [name for each in models for name in inspect.signature(type(each).forward).parameters]
+        self._positions = list(dict.fromkeys(name for name in names if name.endswith(POSITIONS)))
+        self._has_loss = any(hasattr(type(each), "loss_function") for each in models)
+        self._counts_itself = not any(_is_of_positions(name) for name in names)
+        makes_masks = any(_makes_masks(each) for each in models) and not _covers(mask)
+        self._window = _smallest_window(models[-1]) if makes_masks else None
 
     def check(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """A forward pre-hook: raise for arguments that are not this rank's part of a whole sequence.

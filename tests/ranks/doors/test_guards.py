@@ -263,6 +263,61 @@ def test_labels():
     run_ranks(call(labels=labels, shift_labels=labels, num_items_in_batch=7), RANKS)
 
 
+class Wrapper(nn.Module):
+    """As adapters and trainers have it: it says nothing of its arguments."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args, **kwargs):
+        return self.inner(*args, **kwargs)
+
+
+class NamedWrapper(Wrapper):
+    def forward(self, x, labels=None, **kwargs):
+        return self.inner(x, labels=labels, **kwargs)
+
+
+class Knowing(Wrapper):
+    """It gives the model its positions itself."""
+
+    def forward(self, x):
+        return self.inner(x, position_ids=x[..., 0])
+
+
+@pytest.mark.parametrize("wrap", [Wrapper, NamedWrapper, lambda model: NamedWrapper(Wrapper(model))])
+def test_a_wrapper_does_not_hide_what_the_model_takes(wrap):
+    """Its arguments are the model's, by name or in the model's order."""
+    labels, model = torch.zeros(2, LENGTH, dtype=torch.int64), wrap(POSITIONED)
+
+    def act(rank: int, *positional: str, **given: torch.Tensor) -> torch.Tensor:
+        cut, mine = contiguous(LENGTH, RANKS), copy.deepcopy(model)
+        parallelize_module(mine, cp_mesh(RANKS), ModuleContextParallel(layout=contiguous))
+        parts = {name: cut.shard(value, 1, rank) for name, value in given.items()}
+        return mine(cut.shard(X, 1, rank), *(parts.pop(name) for name in positional), **parts)
+
+    run_ranks(lambda rank: act(rank, position_ids=POSITIONS), RANKS)
+    assert "takes position_ids and was given none" in errors_of(act)
+    refusal = errors_of(lambda rank: act(rank, position_ids=POSITIONS, labels=labels))
+    assert "labels would be shifted after the cut" in refusal
+    if wrap is Wrapper:
+        run_ranks(lambda rank: act(rank, "position_ids", position_ids=POSITIONS), RANKS)
+    windowed = wrap(Windowed(8, "sdpa")).double()
+    errors = run_ranks(lambda rank: on_windowed(rank, windowed), RANKS, return_errors=True)
+    assert any("sliding_window=8" in str(error) for error in errors), errors
+
+
+def on_windowed(rank: int, model: nn.Module) -> torch.Tensor:
+    mine = copy.deepcopy(model)
+    parallelize_module(mine, cp_mesh(RANKS), ModuleContextParallel(layout=contiguous))
+    return mine(input_ids=contiguous(LENGTH, RANKS).shard(X, 1, rank))
+
+
+def test_a_module_that_gives_positions_itself():
+    run_ranks(lambda rank: on(rank, Knowing(POSITIONED), X), RANKS)
+
+
 class Counts(Model):
     def forward(self, x):
         return super().forward(x + torch.arange(x.shape[1])[:, None])
