@@ -14,7 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate, chain, pairwise
 from operator import ge, itemgetter
 from typing import Any, TypeAlias
@@ -28,6 +28,52 @@ Chunk: TypeAlias = tuple[int, int]
 
 
 @dataclass(frozen=True)
+class Stripes:
+    """Blocks of ``block`` positions, given to ``ranks`` ranks in turn; the last block may be shorter.
+
+    Rank r holds the positions from ``r block`` on, ``block`` in each ``period``. What is needed of stripes is computed
+    from these numbers. Nothing is listed that grows with their number.
+    """
+
+    length: int
+    ranks: int
+    block: int
+
+    def __post_init__(self) -> None:
+        if min(self.length, self.ranks - 2, self.block - 1) < 0:
+            raise ValueError(f"stripes need length >= 0, ranks >= 2 and block >= 1, got {self}")
+
+    @property
+    def period(self) -> int:
+        """Positions from a block of a rank to its next one."""
+        return self.ranks * self.block
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Number of positions of each rank."""
+        periods, rest = divmod(self.length, self.period)
+        starts = range(0, self.period, self.block)
+        return tuple(periods * self.block + min(max(rest - start, 0), self.block) for start in starts)
+
+    def chunks(self) -> tuple[tuple[Chunk, ...], ...]:
+        """For each rank, its blocks, listed."""
+        starts = (range(first, self.length, self.period) for first in range(0, self.period, self.block))
+        return tuple(tuple((start, min(start + self.block, self.length)) for start in own) for own in starts)
+
+    def positions(self, rank: int, device: torch.device | str | None = None) -> torch.Tensor:
+        """See :meth:`SequenceLayout.positions`."""
+        row = torch.arange(self.lengths[rank], device=device)
+        return row // self.block * self.period + row % self.block + rank * self.block
+
+    def rows_rank_by_rank(self, device: torch.device | str | None = None) -> torch.Tensor:
+        """Where each position is in the concatenation of the rows of all ranks: int64 ``[length]``."""
+        periods, rest = divmod(self.length, self.period)
+        position = torch.arange(self.length, device=device)
+        start = position // self.block % self.ranks * self.block  # of the rank's blocks in each period
+        return start * periods + start.clamp(max=rest) + position // self.period * self.block + position % self.block
+
+
+@dataclass(frozen=True)
 class SequenceLayout:
     """The positions ``0 .. length - 1`` cut into an ascending list of chunks for each rank.
 
@@ -36,36 +82,31 @@ class SequenceLayout:
     ...), or from chunks of your own with :meth:`from_chunks`.
 
     Attributes:
-        chunks: for each rank, half-open ranges of global positions, ascending; no two of them touch.
+        held: what each rank holds: its chunks, or :class:`Stripes` for all ranks. Chunks that are stripes become
+            stripes, where a rank has more than one chunk. So equal cuts are equal layouts.
         length: number of positions of the whole sequence.
         lengths: number of positions of each rank.
     """
 
-    chunks: tuple[tuple[Chunk, ...], ...]
+    held: tuple[tuple[Chunk, ...], ...] | Stripes
     length: int = field(init=False, compare=False)
     lengths: tuple[int, ...] = field(init=False, compare=False)
     _hash: int = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        starts, stops = _edges(sorted(chain.from_iterable(self.chunks)))
-        expected = [0, *stops]
-        if starts != expected[:-1] or any(map(ge, starts, stops)):
-            found = zip(starts, stops, expected, strict=False)
-            start, stop, next_one = next(entry for entry in found if entry[0] != entry[2] or entry[1] <= entry[0])
-            raise ValueError(
-                f"chunks must cover every position once, in non-empty half-open ranges: found ({start}, {stop}) "
-                f"where position {next_one} comes next"
-            )
-        lengths = []
-        for rank, own in enumerate(self.chunks):
-            starts, stops = _edges(own)
-            if any(map(ge, stops, starts[1:])):
-                raise ValueError(f"the chunks of rank {rank} must ascend and not touch, got {own}; see from_chunks()")
-            lengths.append(sum(stops) - sum(starts))
-        object.__setattr__(self, "lengths", tuple(lengths))
-        object.__setattr__(self, "length", expected[-1])
+        held = self.held
+        if isinstance(held, Stripes) and held.length <= held.period:
+            held = held.chunks()
+        if not isinstance(held, Stripes):
+            lengths = _checked_lengths(held)
+            held = _as_stripes(held, sum(lengths)) or held
+        else:
+            lengths = held.lengths
+        object.__setattr__(self, "held", held)
+        object.__setattr__(self, "lengths", lengths)
+        object.__setattr__(self, "length", sum(lengths))
         # Layouts are cache keys of plans and may have thousands of chunks, so compute the hash once.
-        object.__setattr__(self, "_hash", hash(self.chunks))
+        object.__setattr__(self, "_hash", hash(held))
 
     def __hash__(self) -> int:
         return self._hash
@@ -75,18 +116,29 @@ class SequenceLayout:
         """A layout from any chunks of each rank. They are sorted, touching ones are joined, empty ones dropped."""
         return cls(tuple(_normalized(own) for own in chunks))
 
+    @cached_property
+    def chunks(self) -> tuple[tuple[Chunk, ...], ...]:
+        """For each rank, half-open ranges of global positions, ascending; no two of them touch.
+
+        Those of :class:`Stripes` are listed when they are asked for first. Plans and cuts do not need them.
+        """
+        return self.held.chunks() if isinstance(self.held, Stripes) else self.held
+
     @property
     def ranks(self) -> int:
         """Number of ranks that share the sequence."""
-        return len(self.chunks)
+        return len(self.lengths)
 
     @property
     def nbytes(self) -> int:
-        """Approximate size in memory: a tuple of two numbers for each chunk."""
-        return 120 * sum(map(len, self.chunks)) + 100 * self.ranks
+        """Approximate size in memory: a tuple of two numbers for each chunk that is listed."""
+        listed = 0 if isinstance(self.held, Stripes) and "chunks" not in vars(self) else sum(map(len, self.chunks))
+        return 120 * listed + 100 * self.ranks
 
     def positions(self, rank: int, device: torch.device | str | None = None) -> torch.Tensor:
         """Global positions of the tokens of ``rank``, in local order: int64 ``[lengths[rank]]``."""
+        if isinstance(self.held, Stripes):
+            return self.held.positions(rank, device)
         parts = [torch.arange(start, stop, device=device) for start, stop in self.chunks[rank]]
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=device)
 
@@ -105,8 +157,11 @@ class SequenceLayout:
                 f"{tuple(tensor.shape)} has {tensor.shape[dim]}: pass the whole sequence and its dim, or build the "
                 f"layout for {tensor.shape[dim]} positions"
             )
-        parts = [tensor.narrow(dim, start, stop - start) for start, stop in self.chunks[rank]]
-        part = parts[0] if len(parts) == 1 else torch.cat(parts, dim) if parts else tensor.narrow(dim, 0, 0)
+        if isinstance(self.held, Stripes):
+            part = tensor.index_select(dim, self.held.positions(rank, tensor.device))
+        else:
+            parts = [tensor.narrow(dim, start, stop - start) for start, stop in self.held[rank]]
+            part = parts[0] if len(parts) == 1 else torch.cat(parts, dim) if parts else tensor.narrow(dim, 0, 0)
         mark_cut(part, self)
         return part
 
@@ -119,8 +174,10 @@ class SequenceLayout:
         found = tuple(part.shape[dim] for part in parts)
         if found != self.lengths:
             raise ValueError(f"ranks hold {self.lengths} positions in this layout, the parts have {found} on dim {dim}")
+        if isinstance(self.held, Stripes):
+            return torch.cat(tuple(parts), dim).index_select(dim, self.held.rows_rank_by_rank(parts[0].device))
         pieces: list[tuple[int, torch.Tensor]] = []
-        for part, own in zip(parts, self.chunks, strict=True):
+        for part, own in zip(parts, self.held, strict=True):
             offset = 0
             for start, stop in own:
                 pieces.append((start, part.narrow(dim, offset, stop - start)))
@@ -350,14 +407,16 @@ def _long_with_short(documents: Sequence[int], ranks: int) -> tuple[int, list[li
 
 
 def striped(length: int, ranks: int, *, block: int = 1) -> SequenceLayout:
-    """Blocks of ``block`` positions, given to the ranks in turn (Brandon et al., Striped Attention, 2023)."""
+    """Blocks of ``block`` positions, given to the ranks in turn (Brandon et al., Striped Attention, 2023).
+
+    With blocks of one position, causal attention to a source is one kernel call on a causal square, and neither layout
+    nor plan grows with the length. With larger ones there is a call for each block and source, or for several short
+    blocks together, with an explicit mask.
+    """
     _check(length, ranks)
     if block < 1:
         raise ValueError(f"block must be at least 1, got {block}")
-    starts = range(0, length, block)
-    return SequenceLayout.from_chunks(
-        [(start, min(start + block, length)) for start in starts[rank::ranks]] for rank in range(ranks)
-    )
+    return SequenceLayout(Stripes(length, ranks, block)) if ranks > 1 else contiguous(length, ranks)
 
 
 def by_work(length: int, ranks: int, *, mask: Mask, block: int | None = None) -> SequenceLayout:
@@ -398,13 +457,13 @@ def by_block_work(length: int, ranks: int, *, work: Sequence[int], block: int) -
         raise ValueError(f"{length} positions in blocks of {block} do not have {len(work)} amounts of work")
     holder, done = [0] * len(work), [0] * ranks
     room = [-(-len(work) // ranks)] * ranks
-    least = [(0, rank) for rank in range(ranks)]  # of the ranks with room: work, rank
+    least = list(range(ranks))  # of the ranks with room: the work times the number of ranks, and the rank
     for index in sorted(range(len(work)), key=work.__getitem__, reverse=True):
-        rank = holder[index] = least[0][1]
-        done[rank] += work[index]
+        rank = holder[index] = least[0] % ranks
         room[rank] -= 1
+        done[rank] += work[index]
         if room[rank]:
-            heapq.heapreplace(least, (done[rank], rank))
+            heapq.heapreplace(least, done[rank] * ranks + rank)
         else:
             heapq.heappop(least)
     _exchange(holder, done, work)
@@ -524,6 +583,34 @@ def _even(start: int, stop: int, parts: int) -> list[Chunk]:
         chunks.append((start, end))
         start = end
     return chunks
+
+
+def _checked_lengths(chunks: tuple[tuple[Chunk, ...], ...]) -> tuple[int, ...]:
+    """The number of positions of each rank, if the chunks are as :class:`SequenceLayout` says."""
+    starts, stops = _edges(chain.from_iterable(chunks))
+    if sorted(starts) != [0, *sorted(stops)][:-1] or any(map(ge, starts, stops)):
+        starts, stops = _edges(sorted(zip(starts, stops, strict=True)))
+        found = zip(starts, stops, [0, *stops], strict=False)
+        start, stop, next_one = next(entry for entry in found if entry[0] != entry[2] or entry[1] <= entry[0])
+        raise ValueError(
+            f"chunks must cover every position once, in non-empty half-open ranges: found ({start}, {stop}) "
+            f"where position {next_one} comes next"
+        )
+    lengths = []
+    for rank, own in enumerate(chunks):
+        starts, stops = _edges(own)
+        if any(map(ge, stops, starts[1:])):
+            raise ValueError(f"the chunks of rank {rank} must ascend and not touch, got {own}; see from_chunks()")
+        lengths.append(sum(stops) - sum(starts))
+    return tuple(lengths)
+
+
+def _as_stripes(chunks: tuple[tuple[Chunk, ...], ...], length: int) -> Stripes | None:
+    """The stripes that these chunks are; None if they are not, or if no rank has more than one."""
+    if len(chunks) < 2 or len(chunks[0]) < 2 or chunks[0][1][0] != len(chunks) * chunks[0][0][1]:
+        return None
+    stripes = Stripes(length, len(chunks), chunks[0][0][1])
+    return stripes if stripes.chunks() == chunks else None
 
 
 def _edges(chunks: Iterable[Chunk]) -> tuple[list[int], list[int]]:

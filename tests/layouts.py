@@ -1,5 +1,6 @@
 """Hypothesis strategies for layouts."""
 
+from functools import partial
 from itertools import pairwise
 
 from hypothesis import strategies as st
@@ -12,7 +13,8 @@ def layouts(draw: st.DrawFn, length: int | None = None, ranks: int | None = None
     """Any cut: the balancers', and chunks dealt out at random, ranks without tokens included."""
     length = draw(st.integers(0, 40)) if length is None else length
     ranks = draw(st.integers(1, 5)) if ranks is None else ranks
-    balancer = draw(st.sampled_from([contiguous, head_tail, striped, None]))
+    stripes = partial(striped, block=draw(st.integers(1, 4)))
+    balancer = draw(st.sampled_from([contiguous, head_tail, stripes, None]))
     if balancer is not None:
         return balancer(length, ranks)
     cuts = sorted(draw(st.sets(st.integers(0, length), max_size=8)) | {0, length})

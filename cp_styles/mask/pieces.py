@@ -87,6 +87,12 @@ def _uncut(mask: Mask, queries: int, keys: int) -> Pieces:
     return found.where(count > 0)
 
 
+def counts_by_itself(mask: Mask) -> bool:
+    """Whether a mask has its own count of the keys of each position: :meth:`Mask.work`."""
+    parts = mask.parts if isinstance(mask, All) else (mask,)
+    return any(type(part).work is not Mask.work for part in parts)
+
+
 def work_from(mask: Mask, starts: torch.Tensor, queries: int, keys: int) -> torch.Tensor:
     """Number of (query, key) pairs in each range of queries: int64, in the shape of ``starts``.
 
@@ -94,13 +100,12 @@ def work_from(mask: Mask, starts: torch.Tensor, queries: int, keys: int) -> torc
     """
     if isinstance(mask, PerRow):
         return torch.stack([work_from(row, starts, queries, keys) for row in mask.masks]).sum(0)
-    parts = mask.parts if isinstance(mask, All) else (mask,)
-    if all(type(part).work is Mask.work for part in parts):
-        pieces = pieces_of(mask, queries, keys, starts)
-        positions, work = pieces.start, pieces.work
-    else:  # a mask with its own count for each position
+    if counts_by_itself(mask):
         positions = torch.arange(queries)
         work = mask.work(positions, keys)
+    else:
+        pieces = pieces_of(mask, queries, keys, starts)
+        positions, work = pieces.start, pieces.work
     return torch.zeros_like(starts).index_add_(0, torch.searchsorted(starts, positions, right=True) - 1, work)
 
 

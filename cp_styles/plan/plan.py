@@ -7,6 +7,11 @@ end of the interval reaches another chunk. A rank looks at its own pieces and at
 tensor operations, and cuts each source's part into tiles (:mod:`cp_styles.plan.tiles`). From the pieces of other ranks
 it computes which of its own rows they need: these are the rows that it sends. No rank makes the plan of another.
 
+In :class:`~cp_styles.layout.Stripes` of one position nothing is cut at chunks (:mod:`cp_styles.plan.holders`): from a
+row to the next, an end of the interval moves by one of the source's rows, or not at all. So causal attention to a
+source is one tile, a diagonal that is shifted by a row for sources above the rank. In stripes of any size, many sources
+are attended to alike. These are planned once.
+
 Masks that are not bands are planned by blocks of positions, see :class:`~cp_styles.mask.BlockGrid`. Forward and
 backward use the same tiles. The functions are pure: no process group, no device.
 """
@@ -16,17 +21,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
 import torch
 
 from cp_styles.cache import remembered
 from cp_styles.layout import SequenceLayout
-from cp_styles.mask import Mask, Pieces, pieces_of, work_from
+from cp_styles.mask import Mask, PerRow, counts_by_itself, pieces_of
 from cp_styles.plan.cells import cells
+from cp_styles.plan.holders import Holders, Segments, expanded, first_alike, holders_of
 from cp_styles.plan.rectangles import rectangles
-from cp_styles.plan.tiles import Cover, Run, Tile, tiles_of
+from cp_styles.plan.tiles import Cover, Runs, Tile, tiles_of
 
 __all__ = ["Cover", "Part", "Plan", "Rows", "Tile", "attended_pairs", "imbalance", "make_plan", "planning_seconds"]
 
@@ -69,8 +75,10 @@ class Plan:
     @property
     def nbytes(self) -> int:
         """Approximate size in memory: some objects for each tile, and a tuple of two numbers for each range of rows."""
-        ranges = sum(len(part.rows) for part in self.parts) + sum(map(len, self.sends))
-        return 400 * sum(len(part.tiles) for part in self.parts) + 120 * ranges + 300 * len(self.parts)
+        tiles = {id(part.tiles): len(part.tiles) for part in self.parts}  # sources may share them, and rows
+        rows = {id(part.rows): len(part.rows) for part in self.parts}
+        ranges = sum(rows.values()) + sum(map(len, self.sends))
+        return 400 * sum(tiles.values()) + 120 * ranges + 300 * len(self.parts)
 
     @property
     def received_rows(self) -> int:
@@ -101,13 +109,13 @@ def _make_plan(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, 
         parts = tuple(_block_part(q_layout, kv_layout, mask, rank, source) for source in range(q_layout.ranks))
         sends = {peer: _ranges(cells(q_layout, kv_layout, mask, peer, rank).needed) for peer in others}
     else:
-        queries, keys = _chunks(q_layout), _chunks(kv_layout)
-        pieces = pieces_of(mask, q_layout.length, kv_layout.length, queries.bounds)
-        holders = queries.holders(pieces.start)
-        own = pieces.where(holders == rank)
-        courses = _courses(own, queries.rows(rank, own.start), keys)
-        parts = _parts(courses, keys, biased=mask.has_bias, small_tiles=small_tiles)
-        sends = _sends(pieces, holders, keys, rank)
+        queries, keys = holders_of(q_layout, kv_layout)
+        segments = queries.segments(pieces_of(mask, q_layout.length, kv_layout.length, queries.bounds))
+        own = segments.where(segments.holder == rank)
+        firsts = first_alike(queries, keys, own)
+        courses = _courses(own, queries.rows(rank, own.start), keys, firsts)
+        parts = _parts(courses, keys, firsts, biased=mask.has_bias, small_tiles=small_tiles)
+        sends = _sends(segments, keys, rank)
     return Plan(rank, parts, tuple(sends.get(peer, ()) for peer in range(q_layout.ranks)))
 
 
@@ -133,54 +141,16 @@ def imbalance(layout: SequenceLayout, mask: Mask) -> float:
 
 def _work(layout: SequenceLayout, keys: int, mask: Mask) -> torch.Tensor:
     """The pairs of each rank."""
-    chunks = _chunks(layout)
-    work = work_from(mask, chunks.bounds[:-1], layout.length, keys)
-    return torch.zeros(layout.ranks, dtype=torch.int64).index_add_(0, chunks.holder[:-1], work)
-
-
-class _Chunks:
-    """A layout as tensors. Each rank has an additional empty chunk first, so that every position has a chunk before it.
-
-    Attributes:
-        length: length of the sequence.
-        ranks: number of ranks.
-        bounds: start positions of the chunks, ascending, and the end of the sequence: int64 ``[chunks + 1]``.
-        holder: the rank of each chunk; the last one is repeated for the end: int64 ``[chunks + 1]``.
-    """
-
-    def __init__(self, layout: SequenceLayout) -> None:
-        self.length, self.ranks = layout.length, layout.ranks
-        edges = chain.from_iterable(chain.from_iterable(((0, 0), *own) for own in layout.chunks))
-        starts, stops = torch.tensor(list(edges), dtype=torch.int64).view(-1, 2).unbind(1)
-        ranks = torch.arange(self.ranks).repeat_interleave(torch.tensor([len(own) + 1 for own in layout.chunks]))
-        # The local row at which each chunk ends, and the offset from a position in it to its local row.
-        lengths = torch.tensor(layout.lengths)
-        sizes = stops - starts
-        self._stop_row = sizes.cumsum(0) - (lengths.cumsum(0) - lengths)[ranks]
-        self._to_row = self._stop_row - stops
-        self._line = ranks * (self.length + 1) + starts
-        self.bounds, order = starts[sizes > 0].sort()
-        self.bounds = torch.cat((self.bounds, torch.tensor([self.length])))
-        holder = ranks[sizes > 0][order]
-        self.holder = torch.cat((holder, holder[-1:]))
-
-    @property
-    def nbytes(self) -> int:
-        return sum(value.nbytes for value in vars(self).values() if isinstance(value, torch.Tensor))
-
-    def holders(self, positions: torch.Tensor) -> torch.Tensor:
-        """The ranks that hold these positions."""
-        return self.holder[torch.searchsorted(self.bounds, positions, right=True) - 1]
-
-    def rows(self, rank: torch.Tensor | int, positions: torch.Tensor) -> torch.Tensor:
-        """The number of rows of ``rank`` at positions before these."""
-        chunk = torch.searchsorted(self._line, rank * (self.length + 1) + positions, right=True) - 1
-        return torch.minimum(positions + self._to_row[chunk], self._stop_row[chunk])
-
-
-@remembered(lambda arguments, chunks: arguments[0].nbytes + chunks.nbytes)  # layers with other masks share it
-def _chunks(layout: SequenceLayout) -> _Chunks:
-    return _Chunks(layout)
+    if isinstance(mask, PerRow):
+        return torch.stack([_work(layout, keys, row) for row in mask.masks]).sum(0)
+    queries, _ = holders_of(layout, layout)
+    if counts_by_itself(mask):
+        positions = torch.arange(layout.length)
+        holder, work = queries.holder(queries.chunk(positions)), mask.work(positions, keys)
+    else:
+        segments = queries.segments(pieces_of(mask, layout.length, keys, queries.bounds))
+        holder, work = segments.holder, segments.work
+    return torch.zeros(layout.ranks, dtype=torch.int64).index_add_(0, holder, work)
 
 
 class _Courses(NamedTuple):
@@ -202,24 +172,24 @@ class _Courses(NamedTuple):
     last: torch.Tensor
 
 
-def _courses(own: Pieces, own_rows: torch.Tensor, keys: _Chunks) -> _Courses:
-    number, counts = len(own.start), own.stop - own.start
-    bound, step = torch.stack((own.lo, own.hi)), torch.stack((own.lo_step, own.hi_step))
-    # The chunks whose start a bound reaches.
-    first, last = (
-        torch.searchsorted(keys.bounds, x, right=True) for x in (bound, torch.addcmul(bound, step, counts - 1))
-    )
-    crossing, crossed = _expanded(first.flatten(), last.flatten())
-    row, crossing = keys.bounds[crossed] - bound.flatten()[crossing], crossing % max(number, 1)
-    # The ranks that hold keys which a piece reaches: those of its chunks, or all ranks if there are fewer ranks.
-    first, last = first[0] - 1, last[1]
+def _courses(own: Segments, own_rows: torch.Tensor, keys: Holders, firsts: torch.Tensor) -> _Courses:
+    number, counts = len(own.start), own.count
+    bound, end = own.ends
+    step = torch.stack((own.lo_step, own.hi_step))
+    first, last = keys.chunk(bound), keys.chunk(end)
+    crossing, row, before, after = keys.crossings(bound.flatten(), first.flatten(), last.flatten())
+    crossing = crossing % max(number, 1)
+    # The ranks that hold keys which a segment reaches: those of its chunks, or all ranks if there are fewer ranks. Of
+    # ranks that are attended to alike, the first.
+    first, last = first[0], last[1] + 1
     many = last - first >= keys.ranks
-    piece, index = _expanded(torch.where(many, 0, first), torch.where(many, keys.ranks, last))
-    source = torch.where(many[piece], index, keys.holder[index])
-    # Rows of pieces at which the interval of a source may change its slope: the first row, and rows at which a bound
+    piece, index = expanded(torch.where(many, 0, first), torch.where(many, len(firsts), last))
+    source = torch.where(many[piece], firsts[index % len(firsts)], keys.holder(index))
+    source = firsts[torch.searchsorted(firsts, source, right=True) - 1]
+    # Rows of segments at which the interval of a source may change its slope: the first row, and rows at which a bound
     # reaches another chunk.
     rows = int(counts.max()) + 1 if number else 1
-    line = torch.cat((source, keys.holder[crossed - 1], keys.holder[crossed])) * number
+    line = torch.cat((source, before, after)) * number
     line += torch.cat((piece, crossing, crossing))
     place = (line * rows + torch.cat((torch.zeros_like(piece), row, row))).unique()
     line, row = place // rows, place % rows
@@ -238,7 +208,9 @@ def _courses(own: Pieces, own_rows: torch.Tensor, keys: _Chunks) -> _Courses:
     return _Courses(table[0], table[1] + late, table[2] - late - early, first + rise * late, last - rise * early)
 
 
-def _parts(courses: _Courses, keys: _Chunks, *, biased: bool, small_tiles: bool) -> tuple[Part, ...]:
+def _parts(
+    courses: _Courses, keys: Holders, firsts: torch.Tensor, *, biased: bool, small_tiles: bool
+) -> tuple[Part, ...]:
     starts, stops = _union(courses.source, courses.first[0], courses.last[1], keys.length)
     # The offset from the source's local rows to their index among the rows that are sent.
     line = courses.source * (keys.length + 1)
@@ -249,15 +221,16 @@ def _parts(courses: _Courses, keys: _Chunks, *, biased: bool, small_tiles: bool)
     index = torch.searchsorted(starts, line + courses.first[0], right=True) - 1
     shift = (starts - before)[index] - line
     needed = _by_rank(starts, stops, keys.length)
-    runs = _runs(courses._replace(first=courses.first - shift, last=courses.last - shift), keys.ranks)
+    runs, sizes = _runs(courses._replace(first=courses.first - shift, last=courses.last - shift), keys.ranks)
+    tiles = list(tiles_of(runs, sizes, biased=biased, small_tiles=small_tiles))
+    planned = pairwise((*firsts.tolist(), keys.ranks))
     return tuple(
-        Part(source, needed.get(source, ()), tuple(tiles_of(own, biased=biased, small_tiles=small_tiles)))
-        for source, own in enumerate(runs)
+        Part(source, needed.get(first, ()), tiles[first]) for first, end in planned for source in range(first, end)
     )
 
 
-def _runs(courses: _Courses, ranks: int) -> list[list[Run]]:
-    """For each source, runs of rows, as long as possible, in ascending order.
+def _runs(courses: _Courses, ranks: int) -> tuple[Runs, list[int]]:
+    """Runs of rows, as long as possible, ascending in (source, row), and the number of runs of each source.
 
     A row between two runs belongs to the first one. A run has at least one row.
     """
@@ -290,23 +263,15 @@ def _runs(courses: _Courses, ranks: int) -> list[list[Run]]:
     skipped = (~free).long()
     da, db = da.clamp(min=0), db.clamp(min=0)
     stop = row + torch.where(other, 1, steps + 1)
-    table = torch.stack((source, row + skipped, stop, a + da * skipped, b + db * skipped, da, db))[:, taken]
-    runs = map(Run._make, table[1:].T.tolist())
-    return [list(islice(runs, size)) for size in table[0].bincount(minlength=ranks).tolist()]
+    table = torch.stack((source, row + skipped, stop, a + da * skipped, torch.addcmul(b, db, steps), da, db))[:, taken]
+    return Runs(*table[1:].tolist()), table[0].bincount(minlength=ranks).tolist()
 
 
-def _sends(pieces: Pieces, holders: torch.Tensor, keys: _Chunks, rank: int) -> dict[int, Rows]:
+def _sends(segments: Segments, keys: Holders, rank: int) -> dict[int, Rows]:
     """For each destination, the rows of ``rank`` that its queries attend to."""
-    first, last = keys.rows(rank, torch.stack(pieces.reach))
-    there = torch.nonzero((last > first) & (holders != rank)).flatten()
-    return _by_rank(*_union(holders[there], first[there], last[there], keys.length), keys.length)
-
-
-def _expanded(first: torch.Tensor, last: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The numbers ``first[i] .. last[i] - 1`` for all i, concatenated: (the i of each number, the numbers)."""
-    counts = last - first
-    which = torch.repeat_interleave(counts)
-    return which, torch.arange(len(which)) - (counts.cumsum(0) - counts - first)[which]
+    first, last = keys.attended(rank, segments)
+    there = torch.nonzero((last > first) & (segments.holder != rank)).flatten()
+    return _by_rank(*_union(segments.holder[there], first[there], last[there], keys.length), keys.length)
 
 
 def _union(

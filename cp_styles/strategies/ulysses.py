@@ -20,7 +20,7 @@ from cp_styles.collectives._group import Peers, peers_of
 from cp_styles.collectives.heads import head_exchange
 from cp_styles.comm.point_to_point import split_group
 from cp_styles.device import tensor_on
-from cp_styles.layout import Chunk, SequenceLayout
+from cp_styles.layout import Chunk, SequenceLayout, Stripes, striped
 from cp_styles.strategies.base import Attention, Spec, Strategy, new_residual, residual_views
 from cp_styles.strategies.ring import Ring
 
@@ -284,6 +284,8 @@ class _Levels:
 @remembered(lambda arguments, value: arguments[0].nbytes + value.nbytes)
 def joined(layout: SequenceLayout, size: int) -> SequenceLayout:
     """The layout of the inner level: each group of ``size`` neighbouring ranks counts as one."""
+    if isinstance(held := layout.held, Stripes):
+        return striped(layout.length, layout.ranks // size, block=held.block * size)
     chunks = layout.chunks
     return SequenceLayout.from_chunks(
         [chunk for own in chunks[first : first + size] for chunk in own] for first in range(0, len(chunks), size)
@@ -293,6 +295,8 @@ def joined(layout: SequenceLayout, size: int) -> SequenceLayout:
 @remembered(lambda arguments, value: arguments[0].nbytes + value.nbytes)
 def _among(layout: SequenceLayout, first: int, size: int) -> SequenceLayout:
     """How the positions of ``size`` neighbouring ranks are cut among them, renumbered from 0 without gaps."""
+    if isinstance(held := layout.held, Stripes):
+        return striped(sum(layout.lengths[first : first + size]), size, block=held.block)
     members = layout.chunks[first : first + size]
     offsets: dict[Chunk, int] = {}
     total = 0

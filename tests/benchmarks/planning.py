@@ -18,11 +18,12 @@ from typing import NamedTuple
 
 import torch
 
-from cp_styles import Causal, Documents, SequenceLayout, by_work, contiguous, head_tail, per_document_head_tail
+from cp_styles import Causal, Documents, SequenceLayout, by_work, contiguous, head_tail, per_document_head_tail, striped
 from cp_styles.mask import Mask
 from cp_styles.mask.pieces import _uncut
 from cp_styles.plan import imbalance, make_plan
-from cp_styles.plan.plan import _chunks, _make_plan
+from cp_styles.plan.holders import chunks_of
+from cp_styles.plan.plan import _make_plan
 
 _RUNS = 7
 
@@ -47,7 +48,7 @@ def cost(make_layout: Callable[[], SequenceLayout], mask: Mask) -> Cost:
     ranks = sorted({0, layout.ranks // 2, layout.ranks - 1})
 
     def from_nothing(rank: int) -> tuple[float, float]:
-        for known in (_make_plan, _chunks, _uncut):
+        for known in (_make_plan, chunks_of, _uncut):
             known.clear()
         return seconds(make_layout), seconds(lambda: make_plan(layout, layout, mask, rank))
 
@@ -74,12 +75,20 @@ def layouts(documents: tuple[int, ...], mask: Mask) -> dict[str, Callable[[int, 
         "by work": partial(by_work, mask=mask),
         "head-tail": head_tail,
         "contiguous": contiguous,
+        "striped": striped,
+        "stripes of 16": partial(striped, block=16),
     }
 
 
 def cases() -> Iterator[tuple[str, Cost]]:
     for length, ranks in ((2**17, 8), (2**20, 64), (2**20, 1024), (10 * 2**20, 1024)):
-        yield f"causal, {length:,} positions, {ranks} ranks", cost(partial(head_tail, length, ranks), Causal())
+        for name, balancer in (("head-tail", head_tail), ("striped", striped)):
+            yield (
+                f"causal, {length:,} positions, {ranks} ranks, {name}",
+                cost(partial(balancer, length, ranks), Causal()),
+            )
+    stripes = partial(striped, 2**20, 64, block=128)
+    yield f"causal, {2**20:,} positions, 64 ranks, stripes of 128", cost(stripes, Causal())
     for number, ranks in ((28, 8), (28, 64), (200, 64), (1000, 64)):
         documents = documents_of(number)
         mask, length = Documents(documents) & Causal(), sum(documents)
@@ -115,10 +124,10 @@ def main() -> None:
     parser.add_argument("--plot", metavar="FILE", help="draw the growth in documents and ranks")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    print(f"{'ms':<62}{'layout':>9}{'plan':>9}{'found':>9}{'tiles':>7}{'from':>6}{'imbalance':>11}")
+    print(f"{'ms':<64}{'layout':>9}{'plan':>9}{'found':>9}{'tiles':>7}{'from':>6}{'imbalance':>11}")
     for what, found in cases():
         milliseconds = "".join(f"{1e3 * value:>9.2f}" for value in found[:3])
-        print(f"{what:<62}{milliseconds}{found.tiles:>7}{found.sources:>6}{found.imbalance:>11.3f}", flush=True)
+        print(f"{what:<64}{milliseconds}{found.tiles:>7}{found.sources:>6}{found.imbalance:>11.3f}", flush=True)
     if args.plot:
         plot(args.plot)
 

@@ -9,12 +9,24 @@ from expecttest import assert_expected_inline
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from cp_styles.layout import SequenceLayout, by_work, contiguous, head_tail, per_document_head_tail, striped
+from cp_styles.explain import explain
+from cp_styles.layout import (
+    SequenceLayout,
+    Stripes,
+    by_work,
+    contiguous,
+    head_tail,
+    per_document_head_tail,
+    striped,
+)
 from cp_styles.mask import Causal, Dense, Documents, Full, Mask, SlidingWindow
 from cp_styles.mask.pieces import _uncut
 from cp_styles.plan import Cover, Part, Plan, Rows, Tile, attended_pairs, imbalance, make_plan
-from cp_styles.plan.plan import _chunks, _make_plan
+from cp_styles.plan.holders import chunks_of
+from cp_styles.plan.plan import _make_plan
+from cp_styles.strategies import AllGather, Ring
 from tests.layouts import layouts
 from tests.oracle import allowed, mask_cases
 
@@ -89,10 +101,26 @@ def test_queries_and_keys_of_different_lengths(data, ranks: int, queries: int, k
     check_plans(q_layout, kv_layout, Full(), torch.ones(queries, keys, dtype=torch.bool))
 
 
+@given(
+    st.integers(2, 9),
+    st.lists(st.tuples(st.integers(0, 60), st.sampled_from([1, 1, 2, 3, 6])), min_size=2, max_size=2),
+    st.sampled_from(["full", "causal", "window", "window both sides", "window ahead", "chunked", "prefix"]),
+)
+@example(7, [(40, 1), (40, 1)], "window")
+@example(9, [(60, 6), (60, 1)], "causal")
+def test_stripes(ranks: int, cuts: list[tuple[int, int]], name: str):
+    """Of queries and of keys, of different lengths and blocks. The examples have windows that pass between the rows of
+    a rank, and queries that look into several blocks of keys."""
+    (queries, block), (keys, kv_block) = cuts
+    case = mask_cases(60)[name]
+    layouts = striped(queries, ranks, block=block), striped(keys, ranks, block=kv_block)
+    check_plans(*layouts, case.mask, allowed(case.sees, queries, keys))
+
+
 @settings(max_examples=30)
 @given(
     st.lists(st.integers(1, 150), min_size=1, max_size=6),
-    st.sampled_from([contiguous, head_tail, striped]),
+    st.sampled_from([contiguous, head_tail, striped, partial(striped, block=3), partial(striped, block=33)]),
     st.integers(1, 4),
     st.sampled_from(["plain", "causal", "window"]),
 )
@@ -236,22 +264,24 @@ def test_what_does_not_depend_on_the_rank_is_made_once():
     of the rows of a batch."""
     mask = Asked(Causal())
     layout = by_work(96, 4, mask=mask)
-    asked, tables = sum(mask.positions), _chunks.made
+    asked, tables = sum(mask.positions), chunks_of.made
     for rank in range(4):
         make_plan(layout, layout, mask, rank)
         make_plan(layout, layout, Causal(), rank)
     assert sum(mask.positions) == asked
-    assert _chunks.made == tables + 1
+    assert chunks_of.made == tables + 1
 
 
 class Operations(TorchDispatchMode):
-    """Counts the operations on tensors, views included."""
+    """Counts the operations on tensors, views included, and the entries of the largest result."""
 
-    count = 0
+    count = largest = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.count += 1
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        self.largest = max([self.largest, *(x.numel() for x in tree_leaves(result) if isinstance(x, torch.Tensor))])
+        return result
 
 
 def test_a_plan_is_as_many_operations_whatever_its_size():
@@ -262,7 +292,7 @@ def test_a_plan_is_as_many_operations_whatever_its_size():
         (head_tail(2**20, 64), Documents((2**16,) * 16) & Causal()),
         (by_work(2**15, 64, mask=Causal()), Documents((2**10,) * 32) & Causal()),
     ):
-        for known in (_make_plan, _chunks, _uncut):
+        for known in (_make_plan, chunks_of, _uncut):
             known.clear()
         for rank in range(2):
             with Operations() as operations:
@@ -271,6 +301,68 @@ def test_a_plan_is_as_many_operations_whatever_its_size():
     assert len(set(counts[::2])) == len(set(counts[1::2])) == 1
     assert counts[0] <= 520
     assert counts[1] <= 360  # the mask's pieces and the layout's tables are there
+
+
+STRIPED_DOCUMENTS = tuple(300 * length for length in DOCUMENTS)
+
+
+@pytest.mark.parametrize(
+    ("length", "mask", "largest", "tiles", "planned"),
+    [
+        # A segment for each rank and piece of the mask, of 7 numbers each. Sources before and after a bound.
+        (2**20, Causal(), 7 * 64, 64, 2),
+        (2**40, Causal(), 7 * 64, 64, 2),
+        (2**40, Full(), 7 * 64, 64, 1),
+        (2**20, SlidingWindow(20, 0), 7 * 2 * 64, 21 * 128, 1),  # 21 ranks hold keys, to each belong blocks of 128 rows
+        (28_500, Documents(STRIPED_DOCUMENTS) & Causal(), 7 * 28 * 64, 64 * 9, 13),
+        (28_500, Documents(STRIPED_DOCUMENTS) & SlidingWindow(1023, 0), 7 * 38 * 64, 64 * 5, 13),
+    ],
+)
+def test_stripes_at_64_ranks_list_neither_positions_nor_chunks(
+    monkeypatch: pytest.MonkeyPatch, length: int, mask: Mask, largest: int, tiles: int, planned: int
+):
+    """A layout and a plan, in exact numbers: the entries of the largest tensor, the kernel calls, the sources that were
+    planned. Others are attended to like one of them, and share its tiles."""
+    monkeypatch.setattr(Stripes, "chunks", None)
+    for known in (_make_plan, chunks_of, _uncut):
+        known.clear()
+    tables = chunks_of.made
+    with Operations() as operations:
+        layout = striped(length, 64)
+        plan = make_plan(layout, layout, mask, 40)
+    assert operations.largest == largest
+    assert operations.count <= 520
+    assert chunks_of.made == tables
+    assert sum(len(part.tiles) for part in plan.parts) == tiles
+    assert len({id(part.tiles) for part in plan.parts if part.tiles}) == planned
+
+
+@pytest.mark.parametrize("length", [2**20, 2**20 + 70])
+def test_causal_stripes_at_64_ranks_are_a_shifted_diagonal_for_each_source(length: int):
+    """What a rank computes of a source is one kernel call on a causal square. Of ranks above it, a row sees one key
+    less, so that its first row sees none of theirs. The strategy makes as many calls (Brandon et al., 2023)."""
+    layout = striped(length, 64)
+    for rank in (0, 5, 40, 63):
+        plan, rows = make_plan(layout, layout, Causal(), rank), layout.lengths[rank]
+        for source, part in enumerate(plan.parts):
+            less = int(source > rank)
+            assert part.rows == ((0, rows - less),)
+            assert part.tiles == (Tile((less, rows), (0, rows - less), Cover.CAUSAL),)
+        sent = [layout.lengths[peer] - (rank > peer) for peer in range(64)]
+        assert plan.sends == tuple(((0, sent[peer]),) if peer != rank else () for peer in range(64))
+    for strategy in (Ring(), AllGather()):
+        made = explain(length, ranks=64, heads=1, head_dim=8, layout=striped, strategy=strategy, rank=40)
+        assert len(made.runs[40].forward.calls) == len(made.runs[40].backward.calls) == 64
+    assert imbalance(layout, Causal()) < 1 + 64 / 2**14
+
+
+@pytest.mark.parametrize(("block", "planned"), [(1, 2), (16, 3), (128, 3)])
+def test_sources_that_stripes_see_alike_are_planned_once(block: int, planned: int):
+    """Those before the rank, the rank itself, and those after it."""
+    layout = striped(2**15 + 100, 64, block=block)
+    for rank, count in ((40, planned), (63, planned - 1)):
+        parts = make_plan(layout, layout, Causal(), rank).parts
+        assert len({id(part.tiles) for part in parts}) == count
 
 
 def picture(layout: SequenceLayout, mask: Mask) -> str:
