@@ -16,14 +16,17 @@ pytest.importorskip("transformers", reason="an extra: pip install .[clients]")
 import transformers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import cp_styles
 from cp_styles import Documents, ModuleContextParallel, SequenceScope, contiguous, head_tail, next_token_labels
 from cp_styles.integrations.transformers import context_parallel_attention_forward
 from cp_styles.testing import RankError, run_ranks
+from cp_styles.verify import verify
 from tests.clients.hugging_face import (
     BATCH,
     LENGTH,
+    NAME,
     TINY,
     VOCABULARY,
     StayDouble,
@@ -405,3 +408,35 @@ def test_one_key_head_that_is_broadcast():
     whole = {"attention_mask": torch.ones(BATCH, 1, LENGTH, LENGTH, dtype=torch.bool).tril()}
     found = on_ranks(model, inputs, labels, whole=whole, implementation="sdpa")
     assert largest_error(found, (step(one, inputs | whole, labels), gradients(one))) < EXACT
+
+
+def test_verify_with_a_reference():
+    """With attention from the interface it is exact; one that takes no window is found, with its size."""
+    model = tiny(causal_lm, config_of("mistral", num_hidden_layers=2)).eval()
+    reference = copy.deepcopy(model)
+    reference.set_attn_implementation("sdpa")
+    transformers.AttentionInterface.register("without_masks", sdpa_attention_forward)
+
+    def train(mine: torch.nn.Module, batch: dict[str, torch.Tensor], mesh: Any) -> torch.Tensor:
+        layout, rank = head_tail(LENGTH, mesh.size()), mesh.get_local_rank()
+        part, positions = (layout.shard(x, 1, rank) for x in (batch["tokens"], positions_of()))
+        with StayDouble():
+            logits = mine(input_ids=part, position_ids=positions).logits
+        labels = layout.shard(labels_of(batch["tokens"]), 1, rank)
+        losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        loss = cp_styles.global_loss(losses, cp_styles.global_token_count(labels, mesh), mesh)
+        loss.backward()
+        cp_styles.sum_gradients(mine, mesh)
+        return loss
+
+    def on(rank: int, implementation: str) -> Any:
+        mesh, mine = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), copy.deepcopy(model)
+        mine.set_attn_implementation(implementation)
+        plan, batch = ModuleContextParallel(check_inputs=implementation == NAME), {"tokens": tokens_of()}
+        return verify(mine, plan, mesh, batch, train, reference=reference, tolerance=EXACT)
+
+    report = run_ranks(on, 2, NAME)[0]
+    assert all(each.forward is not None for each in report.modules)
+    dropped = r"model\.layers\.0\.self_attn \(MistralAttention\): a sliding window of 5 positions is dropped"
+    with pytest.raises(RankError, match=dropped):
+        run_ranks(on, 2, "without_masks")
