@@ -530,6 +530,43 @@ MISTAKES = [
         'name = f"{len(dist.distributed_c10d._world.pg_names)}.cp_styles.{size}"',
         "tests/ranks/engine/test_disagreement.py::test_ranks_in_different_numbers_of_groups",
     ),
+    # -- compiled and recomputed --
+    Mistake(
+        "compiled: a graph's backward remembers no scope",
+        "said = _scope_text(scope, name)",
+        'said = ""',
+        "tests/ranks/compile/test_compile.py -k documents",
+    ),
+    Mistake(
+        "compiled: results in another order of strides than graphs were promised",
+        'out = _laid_out(out, _like_query(q.to("meta"), v.shape[3]))',
+        "out = out.contiguous()",
+        "tests/ranks/compile/test_compile.py -k strides",
+    ),
+    Mistake(
+        "compiled: what a rank finds while it traces is not said",
+        "if problem: raise NotImplementedError(problem)",
+        "if False: raise NotImplementedError(problem)",
+        "tests/ranks/compile/test_compile_refusals.py",
+    ),
+    Mistake(
+        "compiled: what one rank alone gives a graph is not checked",
+        "if not live: check_local(name, (q, k, v))",
+        "if False: check_local(name, (q, k, v))",
+        "tests/ranks/compile/test_compile_refusals.py -k one_rank_alone",
+    ),
+    Mistake(
+        "checkpoint: received keys outlive the layer",
+        "return source.keeping_nothing() if any(mode in _saving for mode in dispatch_modes()) else source",
+        "return source",
+        "tests/ranks/doors/test_selective_checkpoint.py -k outlive",
+    ),
+    Mistake(
+        "checkpoint: a recomputation agrees again",
+        "ops.gather_numbers.default,\n        *(kernel",
+        "*(kernel",
+        "tests/ranks/doors/test_selective_checkpoint.py -k communicates_nothing",
+    ),
     # -- kernels --
     Mistake(
         "flex: the arguments of a score_mod are compared as its tables",
@@ -571,7 +608,7 @@ MISTAKES = [
         "kernel: rows that see nothing keep what the op left",
         "out = out.masked_fill(dead.unsqueeze(-1), 0.0)",
         "out = out + 0.0",
-        "tests/unit/test_kernels.py tests/ranks/engine/test_numerics.py",
+        "tests/ranks/engine/test_parity_grid.py",
     ),
     Mistake(
         "kernel: numbers that stand apart in memory",
