@@ -14,7 +14,6 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         mask = Documents(args.documents) & mask
     balancers: dict[str, Callable[[int, int], SequenceLayout]] = {
         **layouts_for(mask),
-        "striped": partial(striped, block=128),
+        "striped": striped,
     }
     names = args.layout or list(layouts_for(mask))
     for name in names:

@@ -142,14 +142,14 @@ def compared(machine: Hardware, errors: Errors) -> Iterator[str]:
         best = flops / own.flops * (1 if phase == "forward" else 1 + 2.5 / own.backward_rate)
         predicted = []
         for what, balancer, rate in zip(
-            ("contiguous", "head-tail", "striped"), (contiguous, head_tail, striped_blocks), published, strict=True
+            ("contiguous", "head-tail", "striped"), (contiguous, head_tail, striped), published, strict=True
         ):
             forward, backward = times(own, Ring(), balancer, 64 * K, 8, 32, 8)
             spent = forward if phase == "forward" else forward + backward
             predicted.append(best / spent)
             errors.row("V4", f"{name}, ring on {what}, {phase}, of ideal=", best / spent, rate / ideal, "ratio")
         errors.order(predicted, published)
-    yield "V4: stripes of one token there, one kernel call for each source; here blocks of 128, each a small tile."
+    yield "V4: another implementation's rings, which merge in separate kernels; stripes are of one token."
     for ranks, published in V5.items():
         spent = [sum(times(machine, s, head_tail, 64 * K, ranks, 96, 8)) for s in (Ulysses(), Ring())]
         errors.row("V5", f"ring of Ulysses=, {ranks} ranks", spent[0] / spent[1], published[1] / published[0], "ratio")
@@ -184,10 +184,6 @@ def compared(machine: Hardware, errors: Errors) -> Iterator[str]:
             )
         errors.order(list(found.values()), list(published.values()))
     yield "V8: TPUs, whose links and kernels are others, and whole steps: only the order can be compared."
-
-
-def striped_blocks(length: int, ranks: int):
-    return striped(length, ranks, block=128)
 
 
 def main() -> None:
