@@ -64,7 +64,8 @@ class SequenceScope:
     Args:
         layout: which positions of this batch each rank holds.
         mask: which keys each query attends to, in addition to the masks of the modules.
-        mesh_axis: the sequence axis of the modules to which the scope applies.
+        mesh_axis: the sequence axis of the modules to which the scope applies. If attention runs under the scope over
+            other axes only, without a scope of theirs, the end of the ``with`` raises ValueError.
 
     A scope holds in the thread, or asyncio task, that opens it, and where its context is copied to. While it is open,
     attention over this axis in another thread, without a scope of its own, is refused.
@@ -90,15 +91,21 @@ class SequenceScope:
         self._leases: dict[Binding, Lease] = {}
 
     def __enter__(self) -> SequenceScope:
-        key = object()
+        key = _Entry()
         _open_anywhere[key] = self.mesh_axis, world()
         _open.set((*_open.get(), (self, current_graph_task(), key)))
         return self
 
     def __exit__(self, *exception: object) -> None:
-        *others, (_, _, key) = _open.get()  # no key is kept in self, because several threads may have it open
+        *others, (_, _, entry) = _open.get()  # none is kept in self, because several threads may have it open
         _open.set(tuple(others))
-        del _open_anywhere[key]
+        del _open_anywhere[entry]
+        if exception[0] is None and entry.passed_by and not entry.applied:
+            raise ValueError(
+                f"the SequenceScope over mesh axis {self.mesh_axis!r} applied to no attention, and attention over "
+                f"{sorted(entry.passed_by)} ran under it as if there were no scope: its masks and layouts were those "
+                "of the modules alone. Give the scope the axis of the modules, SequenceScope(..., mesh_axis=...)"
+            )
 
     def prepare(self, like: SequenceScope) -> SequenceScope:
         """Make the plans of this batch before its step, for the modules that ran under the scope ``like``.
@@ -141,6 +148,14 @@ class SequenceScope:
         return f"SequenceScope({self.layout.length} positions on {self.layout.ranks} ranks, mask={self.mask})"
 
 
+class _Entry:
+    """One ``with`` of a scope: whether it applied to some attention, and over which axes attention had no scope."""
+
+    def __init__(self) -> None:
+        self.applied = False
+        self.passed_by: set[str] = set()
+
+
 class _Both(contextlib.AbstractContextManager[None]):
     """One context inside another. It may be entered several times."""
 
@@ -160,7 +175,7 @@ class _Both(contextlib.AbstractContextManager[None]):
 
 # The scopes that are open in this thread or task. Innermost last. Each with the backward in which it was opened (None
 # outside of a backward), and its key in the next table.
-_open: ContextVar[tuple[tuple[SequenceScope, int | None, object], ...]] = ContextVar("sequence_scopes", default=())
+_open: ContextVar[tuple[tuple[SequenceScope, int | None, _Entry], ...]] = ContextVar("sequence_scopes", default=())
 # The mesh axis of each scope that is open in any thread or task, and the rank that opened it.
 _open_anywhere: dict[object, tuple[str, Any]] = {}
 
@@ -237,9 +252,14 @@ class ScopedBinding:
 
     def _resolve(self) -> tuple[Binding, SequenceScope | None]:
         name, axis = self.unscoped.name, self.unscoped.axis
-        scope, opened_in = next(
-            ((scope, task) for scope, task, _ in reversed(_open.get()) if scope.mesh_axis == axis), (None, None)
+        scope, opened_in, entry = next(
+            (each for each in reversed(_open.get()) if each[0].mesh_axis == axis), (None, None, None)
         )
+        if entry is not None:
+            entry.applied = True
+        else:
+            for _, _, other in _open.get():
+                other.passed_by.add(axis)
         task = current_graph_task()
         if task is not None and opened_in != task and (scope is not None or self.history.was_scoped):
             raise RuntimeError(

@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         mask = Documents(args.documents) & mask
     balancers: dict[str, Callable[[int, int], SequenceLayout]] = {
         **layouts_for(mask),
-        "striped": striped,
+        "striped": partial(striped, block=128),
     }
     names = args.layout or list(layouts_for(mask))
     for name in names:

@@ -471,3 +471,30 @@ def test_one_rank_whose_scope_is_open_in_another_thread():
                 (Context() if rank == 0 else copy_context()).run(attend, *batch.leaves(rank)[0])
 
     run_ranks(on, RANKS, timeout_seconds=20)
+
+
+@pytest.mark.parametrize("style", [AttentionContextParallel, ModuleContextParallel])
+def test_a_scope_of_another_axis_that_applies_to_nothing_is_an_error(style):
+    """Its mask would be missing without a word. Beside a scope of the modules' axis it is none of their business."""
+
+    def on(rank: int) -> None:
+        core, layout = parallelize_module(Core(), cp_mesh(2), style()), head_tail(8, 2)
+        x = torch.randn(1, 2, 4, 8)
+        with SequenceScope(layout, mesh_axis="ring_ulysses"), SequenceScope(layout):
+            core(x, x, x)
+        with SequenceScope(layout, mesh_axis="ring_ulysses"):
+            pass
+        scope = SequenceScope(layout, mask=Documents([5, 3]), mesh_axis="ring_ulysses")
+
+        def attend(then: type[Exception] | None = None) -> None:
+            with scope:
+                core(x, x, x)
+                if then is not None:
+                    raise then
+
+        with pytest.raises(ValueError, match=r"axis 'ring_ulysses' applied to no attention, and .* over \['cp'\]"):
+            attend()
+        with pytest.raises(KeyError):  # the first error is more useful
+            attend(then=KeyError)
+
+    run_ranks(on, 2)
