@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary, ref
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from cp_styles._compat import is_traced
+from cp_styles._compat import is_traced, without_dispatch_modes
 
 
 def axis_and_group(
@@ -44,7 +44,8 @@ def group_in_order(mesh: DeviceMesh) -> dist.ProcessGroup:
     # torch.compile does not know the contents of a mesh.
     if is_traced() or ((known := _in_order.get(mesh)) is not None and known() is group):
         return group
-    ranks, known = mesh.mesh.tolist(), dist.get_process_group_ranks(group)
+    with without_dispatch_modes():  # a recomputation does not look again
+        ranks, known = mesh.mesh.tolist(), dist.get_process_group_ranks(group)
     if ranks != known:
         raise ValueError(
             f"mesh axis {mesh.mesh_dim_names} has the ranks {ranks}, in another order than its process group, {known}: "
