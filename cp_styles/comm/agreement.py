@@ -162,7 +162,9 @@ class NewCalls(Agreement):
 
     Promise: a call that is new on all ranks is checked as by :class:`EveryCall`. If a rank fails, or calls attention
     otherwise or more often than the others, where they repeat a known call, then the others wait for it until the
-    timeout of the process group. Nothing is silently wrong. Unreduced gradients are found as by :class:`EveryCall`.
+    timeout of the process group. One mistake is silent: ranks that repeat different known calls, which send the same
+    rows (for example two modules whose scales differ, called in another order on one rank), compute something wrong.
+    Unreduced gradients are found as by :class:`EveryCall`.
 
     Communication: that of :class:`EveryCall`, for new calls only. Attention sinks are compared by their values, so a
     sink that is trained makes every call a new one.
@@ -282,7 +284,10 @@ def exchange_status(
     mine = _of_meeting(said, meeting, name)
     key = mine._replace(meeting=meeting)  # the same in a recomputation
     if problem is None:
-        known = agreement.known(ledger, key, None if assumed is None else partial(assumed, mine))
+        try:
+            known = agreement.known(ledger, key, None if assumed is None else partial(assumed, mine))
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
         if known is not None:
             return known
     elif agreement != EVERY_CALL:  # the others need not be at this meeting
