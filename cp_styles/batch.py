@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -45,7 +45,6 @@ from torch.utils.checkpoint import checkpoint
 
 from cp_styles.comm.agreement import Meeting, StatusRow, end_forwards, exchange_status, fingerprint
 from cp_styles.comm.groups import axis_and_group, shares_ranks
-from cp_styles.comm.summed import Summed, note_summed, summed_over
 from cp_styles.layout import SequenceLayout
 
 Group: TypeAlias = dist.ProcessGroup | DeviceMesh
@@ -397,6 +396,28 @@ def _refuse_summed(parameters: list[torch.Tensor], group: dist.ProcessGroup) -> 
                     "since. A second sum would multiply it by the number of ranks. Sum once, after the last backward; "
                     "leave out parameters in front of a collectives.split, or give that grad_scale=GradScale.DOWN"
                 )
+
+
+_SUMMED = "_cp_styles_summed"
+
+
+class Summed(NamedTuple):
+    """``ranks`` that a gradient is the sum of, and what has made it so, for messages."""
+
+    ranks: tuple[int, ...]
+    by: str
+
+
+def summed_over(parameter: torch.Tensor) -> tuple[Summed, ...]:
+    """What is noted on the gradient. A note is valid until the gradient changes."""
+    version, notes = getattr(parameter.grad, _SUMMED, (None, ()))
+    return notes if parameter.grad is not None and version == parameter.grad._version else ()
+
+
+def note_summed(parameter: torch.Tensor, *notes: Summed) -> None:
+    """Note it on the gradient, in place of other notes."""
+    assert parameter.grad is not None
+    setattr(parameter.grad, _SUMMED, (parameter.grad._version, notes))
 
 
 def _refuse_spread(parameters: list[torch.Tensor], group: dist.ProcessGroup) -> None:

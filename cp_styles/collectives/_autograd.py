@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from cp_styles._compat import resolve_group
+from cp_styles.batch import Summed, note_summed
 from cp_styles.collectives._exchange import Exchange, Started, Tensors
 from cp_styles.collectives._group import Peers
 from cp_styles.collectives._rows import Rows
-from cp_styles.comm.summed import Summed, note_summed
 
 T = TypeVar("T")
 U = TypeVar("U")
