@@ -12,8 +12,8 @@ settings.load_profile("cp_styles")
 # Before torch is imported, and for the processes that tests start. Two workers with several ranks each share the cores
 # already: threads of their own for every rank's small operations cost a quarter more time, and gain nothing.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# What inductor makes is compiled by a C++ compiler, where nothing has made it before for longer than all else takes:
-# without vectors and without headers compiled beforehand for half as long, and by this process, not by others of its.
+# Where inductor's cache is empty, compiling its C++ takes most of a test's time. It takes half of that without vector
+# code and without precompiled headers. The process compiles by itself, without workers of its own.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
