@@ -26,14 +26,17 @@ class Hardware:
     """The figures of one kind of machine. ``H100``, ``H200``, ``A100`` and ``CPU`` are such figures with their sources.
 
     A kernel takes ``kernel_floor + flops / rate`` seconds for each call, where the rate of a tile with n queries is
-    ``flops * n / (n + half_rows)``, and in a backward ``backward_rate`` of that. Other operations take ``op_floor +
-    bytes / copy_bandwidth``. A message takes ``latency + bytes / bandwidth`` of its link.
+    ``flops * n / (n + half_rows)``, and in a backward ``backward_rate`` of that. In a causal tile each query computes
+    ``beyond_diagonal`` keys that it does not attend to. Other operations take ``op_floor + bytes / copy_bandwidth``. A
+    message takes ``latency + bytes / bandwidth`` of its link.
 
     Attributes:
         name: for texts.
         flops: floating-point operations a second of the attention kernel with long tiles in its forward.
         backward_rate: rate of the backward over that of the forward.
         half_rows: queries of a tile at which the rate is half of ``flops``.
+        beyond_diagonal: keys beyond the diagonal that each query of a causal tile computes, because kernels compute
+            whole blocks of keys; at most all keys of the tile.
         kernel_floor: seconds of a kernel call without work.
         copy_bandwidth: bytes a second that other operations read and write.
         op_floor: seconds of another operation without work.
@@ -51,6 +54,7 @@ class Hardware:
     flops: float
     backward_rate: float
     half_rows: float
+    beyond_diagonal: float
     kernel_floor: float
     copy_bandwidth: float
     op_floor: float
@@ -69,7 +73,7 @@ class Hardware:
         for field in ("flops", "backward_rate", "copy_bandwidth", "bandwidth", "far_bandwidth", "node_ranks", "memory"):
             if not getattr(self, field) > 0:
                 raise ValueError(f"Hardware {field} must be above 0, got {getattr(self, field)}")
-        for field in ("half_rows", "kernel_floor", "op_floor", "latency", "far_latency"):
+        for field in ("half_rows", "beyond_diagonal", "kernel_floor", "op_floor", "latency", "far_latency"):
             if not getattr(self, field) >= 0:
                 raise ValueError(f"Hardware {field} must be 0 or above, got {getattr(self, field)}")
 
@@ -77,7 +81,11 @@ class Hardware:
         """Time of one kernel call."""
         rows = max((tile[3] for tile in call.tiles), default=1)
         rate = self.flops * rows / (rows + self.half_rows) * (self.backward_rate if call.backward else 1.0)
-        return self.kernel_floor + call.flops / rate
+        flops = float(call.flops)
+        if call.cover == "causal":
+            beyond = sum(b * heads * n * min(self.beyond_diagonal, (n - 1) / 2) for b, heads, _, n, _ in call.tiles)
+            flops *= 1 + beyond / max(call.pairs, 1)
+        return self.kernel_floor + flops / rate
 
     def link(self, rank: int, peer: int) -> tuple[str, float, float]:
         """The link between two ranks: its name, its bandwidth and its latency."""
@@ -115,6 +123,7 @@ _MEASURED = (
     "flops",
     "backward_rate",
     "half_rows",
+    "beyond_diagonal",
     "kernel_floor",
     "copy_bandwidth",
     "op_floor",
@@ -139,31 +148,33 @@ def _measured(known: Hardware, device: torch.device, dtype: torch.dtype) -> Hard
     heads, dim = 8, 64 if device.type == "cpu" else 128
     kernel = kernel_of(Shapes(heads, heads, dim, dim, dtype, device), None)
 
-    def times(rows: int) -> tuple[float, float]:
+    def times(rows: int, causal: bool = False) -> tuple[float, float]:
         q, k, v, grad = (torch.randn(1, rows, heads, dim, device=device, dtype=dtype).transpose(1, 2) for _ in range(4))
-        options = {"causal": False, "bias": None, "scale": dim**-0.5}
+        options = {"causal": causal, "bias": None, "scale": dim**-0.5}
         out, lse = kernel.forward(q, k, v, **options)
         forward = _seconds(lambda: kernel.forward(q, k, v, **options), device)
         return forward, _seconds(lambda: kernel.backward(grad, q, k, v, out, lse, **options), device)
 
     long = 1024 if device.type == "cpu" else 16384
-    (tiny, _), (small, _), (large, large_backward) = times(1), times(long // 8), times(long)
+    (tiny, _), (small, _), (large, large_backward), causal = times(1), times(long // 8), times(long), times(long, True)
     flops = 4.0 * heads * dim * long**2
     floor = min(tiny, 0.9 * small)
     rate, small_rate = flops / (large - floor), flops / 64 / (small - floor)
     # rate(n) = r n / (n + h), from its values at n and at n / 8.
     half = max(0.0, long * (rate / small_rate - 1) / (8 - rate / small_rate)) if rate / small_rate < 8 else float(long)
-    whole = torch.empty(2**22, device=device)
-    copied = _seconds(lambda: whole + 1.0, device)
-    little = _seconds(lambda: whole[:1] + 1.0, device)
+    # Heads out of rows, in pieces that are freed together: on CPU much of the time is taking fresh memory.
+    pieces = torch.zeros(8, 1024, 8, 64, device=device)
+    copied = _seconds(lambda: [piece.transpose(0, 1).contiguous() for piece in pieces], device)
+    little = _seconds(lambda: pieces[0, :1] + 1.0, device)
     return replace(
         known,
         name=f"measured on {device.type}",
         flops=rate * (long + half) / long,
         backward_rate=2.5 * (large - floor) / max(large_backward - floor, 1e-9),
         half_rows=half,
+        beyond_diagonal=max(0.0, sum(causal) / (large + large_backward) - 0.5) * long,
         kernel_floor=floor,
-        copy_bandwidth=2 * whole.nbytes / max(copied - little, 1e-9),
+        copy_bandwidth=2 * pieces.nbytes / max(copied - 8 * little, 1e-9),
         op_floor=little,
         source="Hardware.measure()",
     )
@@ -205,6 +216,7 @@ H100 = Hardware(
     flops=376e12,
     backward_rate=0.85,
     half_rows=350,
+    beyond_diagonal=0.0,
     kernel_floor=60e-6,
     copy_bandwidth=2.6e12,
     op_floor=4e-6,
@@ -220,7 +232,8 @@ H100 = Hardware(
     source=(
         "kernel: published table of FlashAttention varlen (hao-ai-lab/distca, compute-attn-H100.psv); link: published "
         "NCCL all-gather over 8 (distca, nccl_perf.csv); far link: 400 Gbit/s a GPU at 80 %; HBM: 3.35 TB/s at 78 %; "
-        "backward, launches, far latency: assumed; agreement of the ranks: not measured, left out"
+        "backward, launches, far latency: assumed; keys beyond the diagonal: not known apart from the "
+        "rate, 0; agreement of the ranks: not measured, left out"
     ),
 )
 H200 = replace(
@@ -248,6 +261,7 @@ CPU = Hardware(
     flops=55e9,
     backward_rate=0.9,
     half_rows=24,
+    beyond_diagonal=256,
     kernel_floor=40e-6,
     copy_bandwidth=6e9,
     op_floor=6e-6,
@@ -260,7 +274,10 @@ CPU = Hardware(
     memory=8 * GIB,
     overlap=False,
     device="cpu",
-    source="set by hand for a thread a rank on a server's core, float32, gloo over loopback; measure() is better",
+    source=(
+        "set by hand for a thread a rank on a server's core, float32, gloo over loopback; measure() is better. Keys "
+        "beyond the diagonal: torch's kernel computes blocks of 512 keys"
+    ),
 )
 MACHINES = {"h100": H100, "h200": H200, "a100": A100, "cpu": CPU}
 

@@ -22,6 +22,7 @@ MACHINE = replace(
     CPU,
     flops=float(CALL.flops),
     half_rows=0.0,
+    beyond_diagonal=0.0,
     kernel_floor=0.0,
     call_floor=0.0,
     op_floor=0.0,
@@ -44,6 +45,8 @@ def test_all_ranks_measure_the_same():
     for name in ("flops", "backward_rate", "kernel_floor", "copy_bandwidth", "op_floor", "latency", "bandwidth"):
         assert getattr(found[0], name) > 0
     assert found[0].call_floor >= 0
+    # torch's kernel for CPU computes blocks of 512 keys: about 256 beyond the diagonal.
+    assert 64 < found[0].beyond_diagonal < 512
     assert (found[0].device, found[0].overlap) == ("cpu", False)
 
 
@@ -65,6 +68,20 @@ def test_all_ranks_measure_the_same():
 )
 def test_events_take_their_time(events, overlap: bool, expected: Seconds):
     assert seconds_of(Phase(events), 0, replace(MACHINE, overlap=overlap)) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("cover", "beyond", "expected"),
+    [
+        ("full", 3.0, 1.0),
+        ("causal", 0.0, 36 / 64),  # of 8 x 8 pairs, those up to the diagonal
+        ("causal", 3.0, (36 + 8 * 3) / 64),
+        ("causal", 256.0, 1.0),  # never more than the whole tile
+    ],
+)
+def test_causal_tiles_compute_keys_beyond_the_diagonal(cover: str, beyond: float, expected: float):
+    machine = replace(MACHINE, beyond_diagonal=beyond)
+    assert machine.kernel_seconds(CALL._replace(cover=cover)) == pytest.approx(expected)
 
 
 def test_a_call_has_a_floor_in_both_directions():
