@@ -60,9 +60,9 @@ class Stripes:
         starts = (range(first, self.length, self.period) for first in range(0, self.period, self.block))
         return tuple(tuple((start, min(start + self.block, self.length)) for start in own) for own in starts)
 
-    def positions(self, rank: int, device: torch.device | str | None = None) -> torch.Tensor:
+    def positions(self, rank: int, device: torch.device | str | None = None, *, rows: Chunk) -> torch.Tensor:
         """See :meth:`SequenceLayout.positions`."""
-        row = torch.arange(self.lengths[rank], device=device)
+        row = torch.arange(*rows, device=device)
         return row // self.block * self.period + row % self.block + rank * self.block
 
     def rows_rank_by_rank(self, device: torch.device | str | None = None) -> torch.Tensor:
@@ -135,11 +135,22 @@ class SequenceLayout:
         listed = 0 if isinstance(self.held, Stripes) and "chunks" not in vars(self) else sum(map(len, self.chunks))
         return 120 * listed + 100 * self.ranks
 
-    def positions(self, rank: int, device: torch.device | str | None = None) -> torch.Tensor:
-        """Global positions of the tokens of ``rank``, in local order: int64 ``[lengths[rank]]``."""
+    def positions(
+        self, rank: int, device: torch.device | str | None = None, *, rows: Chunk | None = None
+    ) -> torch.Tensor:
+        """Global positions of the tokens of ``rank``, in local order: int64 ``[lengths[rank]]``.
+
+        ``rows`` asks for a half-open range of the local rows only.
+        """
+        first, last = (0, self.lengths[rank]) if rows is None else rows
         if isinstance(self.held, Stripes):
-            return self.held.positions(rank, device)
-        parts = [torch.arange(start, stop, device=device) for start, stop in self.chunks[rank]]
+            return self.held.positions(rank, device, rows=(first, last))
+        parts, row = [], 0  # row: the local row of the chunk's first token
+        for start, stop in self.chunks[rank]:
+            low, high = max(first, row), min(last, row + stop - start)
+            if low < high:
+                parts.append(torch.arange(start + low - row, start + high - row, device=device))
+            row += stop - start
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=device)
 
     def shard(self, tensor: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
@@ -158,7 +169,7 @@ class SequenceLayout:
                 f"layout for {tensor.shape[dim]} positions"
             )
         if isinstance(self.held, Stripes):
-            part = tensor.index_select(dim, self.held.positions(rank, tensor.device))
+            part = tensor.index_select(dim, self.positions(rank, tensor.device))
         else:
             parts = [tensor.narrow(dim, start, stop - start) for start, stop in self.held[rank]]
             part = parts[0] if len(parts) == 1 else torch.cat(parts, dim) if parts else tensor.narrow(dim, 0, 0)

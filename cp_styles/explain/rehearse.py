@@ -136,6 +136,10 @@ class Copied(NamedTuple):
 Event: TypeAlias = Transfer | Waited | KernelCall | Copied
 
 
+class TooManyCalls(Exception):
+    """A rehearsal would take long; see :func:`rehearse`."""
+
+
 @dataclass
 class Phase:
     """What a rank does in a forward or in a backward.
@@ -204,6 +208,7 @@ def rehearse(
     *,
     sink: bool = False,
     memory: bool = True,
+    most_calls: int | None = None,
 ) -> RankRun:
     """What ``rank`` does for one attention; no communication, no process group.
 
@@ -216,11 +221,12 @@ def rehearse(
         rank: whose run this is.
         sink: whether there are attention sinks.
         memory: whether to count bytes of tensors, and of copies. Without, a rehearsal takes less time.
+        most_calls: raise TooManyCalls after more kernel calls than these in a forward or backward.
     """
     if isinstance(mask, PerRow) and not isinstance(strategy, PerRowStrategy):
         strategy = PerRowStrategy(strategy)
     q_layout, kv_layout = layouts
-    notes = _Notes(memory)
+    notes = _Notes(memory, most_calls)
     group = Rehearsal(notes, rank, range(q_layout.ranks)) if q_layout.ranks > 1 else None
     scale = 1.0 / math.sqrt(shapes.dim)
     outlined = _outlined(kernel, notes, shapes.device)
@@ -254,14 +260,22 @@ def rehearse(
 class _Notes(Log):
     """The log of a rehearsal, and the ledger of what is alive."""
 
-    def __init__(self, memory: bool) -> None:
+    def __init__(self, memory: bool, most_calls: int | None) -> None:
         super().__init__()
         self.ledger = _Ledger(self, memory)
+        self._most_calls, self._calls = most_calls, 0
 
     def begin(self) -> None:
         """Start the events anew, and the peak from what is alive now."""
-        self.events, self.transfers = [], 0
+        self.events, self.transfers, self._calls = [], 0, 0
         self.ledger.reset()
+
+    def called(self, *call: Any) -> None:
+        """Note a :class:`KernelCall` with these fields."""
+        self._calls += 1
+        if self._most_calls is not None and self._calls > self._most_calls:
+            raise TooManyCalls(f"more than {self._most_calls:,} kernel calls on a rank")
+        self.events.append(KernelCall(*call))
 
     def phase(self) -> Phase:
         """What there was since :meth:`begin`."""
@@ -401,7 +415,7 @@ class _Op:
         tiles = ((*q.shape[:2], k.shape[1], q.shape[2], k.shape[2]),) if self.packed is None else self.packed
         name, backward = names_of(op), "grad_out" in values
         dims = q.shape[-1], v.shape[-1]
-        self.notes.events.append(KernelCall(op.overloadpacket.__name__, backward, cover, tiles, dims, q.itemsize))
+        self.notes.called(op.overloadpacket.__name__, backward, cover, tiles, dims, q.itemsize)
         found = _results(q, k, v, backward)
         self.notes.label("tiles", *found)
         if backward:
@@ -474,7 +488,7 @@ class _OutlinedOther(Kernel):
         cover = "causal" if causal else "full" if bias is None else "partial"
         tiles = ((q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2]),)
         dims = q.shape[-1], v.shape[-1]
-        self._notes.events.append(KernelCall(type(self._inner).__name__, backward, cover, tiles, dims, q.itemsize))
+        self._notes.called(type(self._inner).__name__, backward, cover, tiles, dims, q.itemsize)
 
 
 def _results(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, backward: bool) -> tuple[torch.Tensor, ...]:

@@ -15,7 +15,7 @@ from cp_styles.engine.run import listener
 from cp_styles.explain.candidates import layouts_for, problem_of, strategies_for
 from cp_styles.explain.hardware import Hardware, Seconds, seconds_of
 from cp_styles.explain.picture import plot
-from cp_styles.explain.rehearse import RankRun, Shapes, kernel_of, rehearse
+from cp_styles.explain.rehearse import RankRun, Shapes, TooManyCalls, kernel_of, rehearse
 from cp_styles.explain.text import text_of
 from cp_styles.kernels import SDPA_KERNELS, Kernel, ReferenceKernel
 from cp_styles.layout import Balancer, SequenceLayout, head_tail, layout_made_by
@@ -26,6 +26,8 @@ from cp_styles.strategies.ulysses import joined
 
 # Up to this many ranks all are rehearsed; of more, some.
 _ALL = 16
+# Another strategy with more kernel calls than these, and than twice the calls of the explained one, is only named slow.
+_MANY = 500
 # Rows and columns of a heatmap.
 _CELLS = 32
 
@@ -373,9 +375,19 @@ def _other_strategies(made: Explanation) -> Iterator[tuple[str, str]]:
             yield str(strategy), f"rejected: {problem}"
             continue
         cuts = made.layout, made.kv_layout
-        other = explained(strategy, cuts, made.mask, made.kernel, made.shapes, hardware=made.hardware, rank=rank).runs[
-            rank
-        ]
+        try:
+            other = rehearse(
+                strategy,
+                cuts,
+                made.mask,
+                made.kernel,
+                made.shapes,
+                rank,
+                most_calls=max(_MANY, 2 * len(own.forward.calls)),
+            )
+        except TooManyCalls as many:
+            yield str(strategy), f"slow: {many} in a forward"
+            continue
         sent = [sum(run.forward.sent.values()) + sum(run.backward.sent.values()) for run in (own, other)]
         ratios = [
             f"{what} x{theirs / max(mine, 1):.2f}"

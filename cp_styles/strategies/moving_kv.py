@@ -352,9 +352,17 @@ class _PlanRun:
     def _positions(self, part: Part, tile: Tile) -> tuple[torch.Tensor, torch.Tensor]:
         """Global positions of the queries and of the keys of a tile."""
         attention, device = self.attention, self.q.device
-        q_positions = attention.q_layout.positions(self.rank, device)[tile.q[0] : tile.q[1]]
-        kv_positions = _gather_rows(attention.kv_layout.positions(part.source, device), part.rows, dim=0)
-        return q_positions, kv_positions[tile.kv[0] : tile.kv[1]]
+        if device.type == "meta":  # only shapes are computed
+            return tuple(self.q.new_empty(stop - start, dtype=torch.int64) for start, stop in (tile.q, tile.kv))
+        q_positions = attention.q_layout.positions(self.rank, device, rows=tile.q)
+        pieces, row = [], 0  # row: the tile's number of the first row of a range
+        for start, stop in part.rows:
+            low, high = max(tile.kv[0], row), min(tile.kv[1], row + stop - start)
+            if low < high:
+                rows = start + low - row, start + high - row
+                pieces.append(attention.kv_layout.positions(part.source, device, rows=rows))
+            row += stop - start
+        return q_positions, pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def _bias(self, part: Part, tile: Tile, heads: Span) -> torch.Tensor:
         attention, device = self.attention, self.q.device
@@ -487,13 +495,13 @@ def _count(rows: Rows) -> int:
     return sum(stop - start for start, stop in rows)
 
 
-def _gather_rows(tensor: torch.Tensor, rows: Rows, dim: int = 2, out: torch.Tensor | None = None) -> torch.Tensor:
-    """The given rows of a tensor along ``dim``. A view if they are one range; otherwise, or with ``out``, one copy."""
-    pieces = [tensor.narrow(dim, start, stop - start) for start, stop in rows]
+def _gather_rows(tensor: torch.Tensor, rows: Rows, out: torch.Tensor | None = None) -> torch.Tensor:
+    """The given rows of [B, H, rows, D]. A view if they are one range; otherwise, or with ``out``, one copy."""
+    pieces = [_rows(tensor, (start, stop)) for start, stop in rows]
     if out is None:
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 2)
     offset = 0
     for piece in pieces:
-        out.narrow(dim, offset, piece.shape[dim]).copy_(piece)
-        offset += piece.shape[dim]
+        _rows(out, (offset, offset + piece.shape[2])).copy_(piece)
+        offset += piece.shape[2]
     return out

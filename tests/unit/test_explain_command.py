@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from cp_styles import Causal, Ring, Ulysses, striped
+from cp_styles.explain import explain, report
 from cp_styles.explain.command import main
 
 MODEL = ["explain", "--ranks", "4", "--heads", "8:2", "--head-dim", "64"]
@@ -30,6 +32,16 @@ def test_json_is_ordered_by_time(capsys, tmp_path: Path):
     assert {choice["layout"] for choice in found} == {"head_tail", "contiguous", "per_document_head_tail", "by_work"}
     times = [choice["forward"]["total"] + choice["backward"]["total"] for choice in found]
     assert times == sorted(times)
+
+
+def test_strategies_with_very_many_tiles_are_named_slow_instead_of_rehearsed(monkeypatch):
+    # The ranks that exchange heads hold 2 of 8 stripes of one token: tiles with an explicit mask everywhere.
+    length = 2**12
+    monkeypatch.setattr(report, "_MANY", 10)
+    made = explain(length, layout=striped(length, 8), mask=Causal(), ranks=8, heads=8, head_dim=64, rank=7)
+    considered = dict(made.considered)
+    assert "slow: more than 32 kernel calls on a rank" in considered[str(Ulysses(size=2))]
+    assert "bytes x" in considered[str(Ring(keep=0))]
 
 
 def test_a_strategy_that_cannot_run_says_why(capsys):

@@ -256,3 +256,11 @@ def test_a_balancer_is_held_to_what_it_was_asked():
         layout_made_by(lambda length, ranks: contiguous(9, ranks), 8, 2)
     with pytest.raises(TypeError, match="must be a SequenceLayout or a function"):
         layout_made_by(lambda length, ranks: None, 8, 2)
+
+
+@pytest.mark.parametrize("layout", [head_tail(50, 3), striped(50, 3), striped(50, 3, block=4), contiguous(50, 3)])
+def test_positions_of_some_rows(layout):
+    for rank in range(layout.ranks):
+        whole = layout.positions(rank)
+        for rows in ((0, len(whole)), (0, 1), (3, 3), (5, 13), (len(whole) - 2, len(whole))):
+            torch.testing.assert_close(layout.positions(rank, rows=rows), whole[slice(*rows)], rtol=0, atol=0)
