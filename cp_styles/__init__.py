@@ -14,6 +14,7 @@ from cp_styles.engine.checkpoint import save_attention
 from cp_styles.engine.gradient_watch import GradientCheck, UnreducedGradientsError, UnreducedGradientsWarning
 from cp_styles.engine.scope import SequenceScope
 from cp_styles.functions.attention import context_attention
+from cp_styles.functions.decode import KVCache, context_decode
 from cp_styles.functions.flex import context_flex_attention
 from cp_styles.functions.varlen import context_varlen_attention
 from cp_styles.kernels import Kernel, ReferenceKernel
@@ -62,6 +63,7 @@ __all__ = [
     "Full",
     "GradientCheck",
     "HeadTailLoadBalancer",
+    "KVCache",
     "Kernel",
     "LayoutMismatchWarning",
     "Mask",
@@ -89,6 +91,7 @@ __all__ = [
     "by_work",
     "chunked_token_losses",
     "context_attention",
+    "context_decode",
     "context_flex_attention",
     "context_parallel",
     "context_parallel_shard",

@@ -49,6 +49,7 @@ class Meeting(enum.IntEnum):
     GRADIENTS = 7
     COLLECTIVE = 8
     MASK = 9
+    DECODE = 10
 
     @property
     def words(self) -> str:
@@ -65,6 +66,7 @@ _WORDS = {
     Meeting.GRADIENTS: "about to sum gradients",
     Meeting.COLLECTIVE: "at a function of cp_styles.collectives",
     Meeting.MASK: "making a mask",
+    Meeting.DECODE: "about to decode",
 }
 # Added to a meeting inside a backward: a recomputed attention must not meet one that runs for the first time.
 _AGAIN = 64

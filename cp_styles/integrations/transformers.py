@@ -16,6 +16,11 @@ a :class:`~cp_styles.mask.Mask` of the whole sequence. A mask that it cannot rea
 Give the model ``position_ids`` of this rank's tokens, which say what is packed as they do on one device (positions
 restart at 0). If there is padding, give ``attention_mask`` [B, S] of the *whole* sequence.
 
+:func:`prefill` runs a prompt and returns a cache that is cut over the ranks, for ``generate()``::
+
+    cache = prefill(model, tokens)                               # the whole prompt, the same on all ranks
+    tokens = model.generate(tokens, past_key_values=cache, max_new_tokens=64)
+
 Written for transformers 5. Shapes: B batch, H query heads, G key/value heads, L local queries, M local keys, S whole
 sequence, D head dim, E value head dim.
 """
@@ -23,6 +28,7 @@ sequence, D head dim, E value head dim.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
@@ -35,13 +41,26 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from cp_styles._compat import without_function_modes
-from cp_styles.comm.agreement import Meeting, StatusRow, exchange_status, ledger_of
+from cp_styles.comm.agreement import (
+    Meeting,
+    StatusRow,
+    compare,
+    exchange_status,
+    fingerprint,
+    ledger_of,
+    offer_refusal,
+)
+from cp_styles.comm.checksum import checksum, digest
 from cp_styles.comm.point_to_point import has_cpu_backend
 from cp_styles.engine.binding import Binding, refuse_dropout
+from cp_styles.functions.decode import cache_of
+from cp_styles.integrations.transformers_cache import TransformersCache, cache_class
 from cp_styles.intercept.function_mode import AttentionCalls
-from cp_styles.layout import SequenceLayout
+from cp_styles.layout import SequenceLayout, contiguous
 from cp_styles.mask import Causal, Chunked, Documents, Full, Mask, PerRow, SlidingWindow
+from cp_styles.mask.algebra import UNBOUNDED
 from cp_styles.mask.block_mask import FlexMask
+from cp_styles.styles.module import calls_in
 
 
 def register_attention(name: str = "context_parallel") -> str:
@@ -86,12 +105,14 @@ def context_parallel_attention_forward(
 
     def refuse() -> None:
         refuse_dropout(name, dropout)
-        if position_bias is not None:
+        if position_bias is not None and biases_DH is None and bool((position_bias != 0).any()):
             raise NotImplementedError(
                 f"{name}: {type(module).__name__} adds a position_bias to its logits, which it has made from this "
-                "rank's lengths, as if its tokens were the first ones. Models with learned position biases are not "
-                "supported"
+                "rank's lengths, as if its tokens were the first ones, and it is not known how. Learned biases are "
+                "supported where they are T5's, by distance"
             )
+        if biases_DH is not None and softcap is not None:
+            raise NotImplementedError(f"{name}: {type(module).__name__} has a position_bias beside a softcap")
         if cache is not None:
             raise NotImplementedError(f"{name}: a paged cache is not supported under context parallelism")
         if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim != 4:
@@ -100,6 +121,7 @@ def context_parallel_attention_forward(
                 "mask is [B, 1 or H, S, S] of the whole sequence"
             )
 
+    biases_DH = None if position_bias is None else _biases(module, position_bias, attention_mask)
     mask, dense = Full(), None
     if isinstance(attention_mask, WholeMask):
         mask, dense = attention_mask.mask, attention_mask.padding
@@ -110,17 +132,97 @@ def context_parallel_attention_forward(
     elif getattr(module, "is_causal", True) if is_causal is None else is_causal:
         mask = Causal()
     sink_H = s_aux.to_local() if isinstance(s_aux, DTensor) else s_aux
+    score_mod = None if softcap is None else _cap(softcap)
+    if biases_DH is not None:
+        score_mod = _biased_by_distance(biases_DH)
+    said = {"mask": mask, "attn_mask": dense, "scale": scaling, "sink_H": sink_H, "score_mod": score_mod}
 
-    out_BHLE = calls.attend_with(
-        (query, key, value),
-        mask=mask,
-        attn_mask=dense,
-        scale=scaling,
-        sink_H=sink_H,
-        score_mod=None if softcap is None else _cap(softcap),
-        refuse=refuse,
-    )
+    past = calls.inputs.get("past_key_values")
+    if isinstance(past, TransformersCache) and past.prefilled:
+        out_BHLE = _decode(calls, past, module, query, key, value, refuse, said)
+    else:
+        out_BHLE = calls.attend_with((query, key, value), **said, refuse=refuse)
+        if isinstance(past, TransformersCache):
+            past.attended(getattr(module, "layer_idx", None), mask)
     return out_BHLE.transpose(1, 2).contiguous(), None
+
+
+def _decode(
+    calls: AttentionCalls,
+    past: TransformersCache,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    refuse: Callable[[], None],
+    said: dict[str, Any],
+) -> torch.Tensor:
+    """The attention of new tokens, which are the same on all ranks."""
+    held, name, expanded = cache_of(key), calls.binding.name, None
+    if held is None and hasattr(module, "expand_kv"):  # MLA: the cache has latents, of which keys and values are made
+        held, expanded = past.layers[module.layer_idx], (key, value)  # pyright: ignore[reportArgumentType]
+    elif held is None or cache_of(value) is not held:
+        offer_refusal(name, calls.binding.axis, calls.binding.group)
+        raise NotImplementedError(
+            f"{name}: {type(module).__name__} changes the keys or values of its cache before it attends to them, or "
+            "attends to others. It cannot decode with a cache that is cut over the ranks: generate without context "
+            "parallelism"
+        )
+    assert held is not None
+    alike = _random_state(query.device) if calls.attentions == 0 and _samples() else 0
+    out_BHLE = calls.decode_with(query, held, **said, alike=alike, refuse=refuse, expanded=expanded)
+    past.attended(past.layers.index(held), calls.binding.mask & said["mask"])
+    return out_BHLE
+
+
+def _samples() -> bool:
+    """Whether this is a forward of generate(do_sample=True)."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_name == "_sample" and frame.f_globals.get("__name__", "").startswith("transformers."):
+            return bool(frame.f_locals.get("do_sample"))
+        frame = frame.f_back
+    return False
+
+
+def _random_state(device: torch.device) -> int:
+    """A number for the state of the generator from which tokens will be drawn."""
+    return checksum(torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state())
+
+
+def _biases(module: nn.Module, position_bias: torch.Tensor, attention_mask: Any) -> torch.Tensor | None:
+    """T5's learned biases by distance, [2 S - 1, H]: of keys S - 1 positions before the query to S - 1 after it.
+
+    The first layer makes ``position_bias`` from its table, and later layers are given the same tensor. It is made from
+    this rank's lengths, and is not used: from the same table the biases of all distances of the whole sequence are
+    made. None if ``module`` has no such table and ``position_bias`` comes from none.
+    """
+    table = getattr(module, "relative_attention_bias", None)
+    if isinstance(table, nn.Embedding) and isinstance(attention_mask, WholeMask) and hasattr(module, _BUCKET):
+        length, bucket = max(attention_mask.seq_lengths), getattr(module, _BUCKET)
+        said = {
+            "bidirectional": not module.is_decoder,
+            "num_buckets": module.relative_attention_num_buckets,
+            "max_distance": module.relative_attention_max_distance,
+        }
+        asked = inspect.signature(bucket).parameters  # UMT5's knows them itself
+        with torch.no_grad():
+            distances_D = torch.arange(1 - length, length, device=table.weight.device)
+            buckets_D = bucket(distances_D, **{name: value for name, value in said.items() if name in asked})
+        position_bias._cp_styles_biases = table(buckets_D)  # pyright: ignore[reportAttributeAccessIssue]
+    return getattr(position_bias, "_cp_styles_biases", None)
+
+
+_BUCKET = "_relative_position_bucket"
+
+
+def _biased_by_distance(biases_DH: torch.Tensor) -> Callable[..., torch.Tensor]:
+    zero = biases_DH.shape[0] // 2
+
+    def add(score: torch.Tensor, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> torch.Tensor:
+        return score + biases_DH[kv_idx - q_idx + zero, h]
+
+    return add
 
 
 def _cap(softcap: float) -> Callable[..., torch.Tensor]:
@@ -158,8 +260,111 @@ def context_parallel_mask(
         ValueError: on every rank, for padding or positions that are not the whole sequence's.
     """
     calls = _entered("a mask")
+    past = calls.inputs.get("past_key_values")
     with without_function_modes():
+        if isinstance(past, TransformersCache) and past.prefilled:
+            return _mask_of_new_tokens(calls, past, batch_size, q_length, mask_function, attention_mask)
         return _whole_mask(calls, batch_size, q_length, q_offset, mask_function, attention_mask)
+
+
+@torch.no_grad()
+def prefill(
+    model: nn.Module,
+    input_ids: torch.Tensor,
+    *,
+    attention_mask: torch.Tensor | None = None,
+    position_ids: torch.Tensor | None = None,
+) -> Any:
+    """Run a prompt, cut over the ranks, and return a cache for ``generate(input_ids, past_key_values=cache)``.
+
+    It runs all tokens but the last one, whose logits give the first new token: ``generate()`` itself runs that one, as
+    it does with any cache. Give ``generate()`` the whole prompt again, and the same ``attention_mask``.
+
+    Args:
+        model: a decoder under a ModuleContextParallel, with ``attn_implementation=register_attention()``.
+        input_ids: [B, S], the *whole* prompt, the same on all ranks.
+        attention_mask: [B, S] of the whole prompt if there is padding, on the left.
+        position_ids: [B, S] of the whole prompt, if they are not those that ``generate()`` would make.
+
+    Returns:
+        A ``Cache`` of transformers, of which each rank holds a part. It is made for this model and this prompt. Its
+        methods for beam search, assisted decoding and a further prompt of the same conversation work too. Of a
+        further prompt every rank computes all tokens.
+
+    Communication: one all-gather of 13 integers, then that of the model's forward.
+
+    Raises:
+        ValueError, NotImplementedError: on every rank, if the input of one is bad or the ranks differ.
+    """
+    calls = calls_in(model)
+    if calls is None:
+        raise ValueError(
+            f"prefill: {type(model).__name__} has no ModuleContextParallel: apply the style first "
+            "(parallelize_module(model, mesh, ModuleContextParallel())); on one device call generate() alone"
+        )
+    binding = calls.binding
+    _agree_on_prompt(binding, model, input_ids, attention_mask, position_ids)
+    if attention_mask is not None:
+        attention_mask = attention_mask.bool()
+        if position_ids is None:  # as generate() makes them
+            position_ids = (attention_mask.long().cumsum(1) - 1).masked_fill(~attention_mask, 0)
+        attention_mask = None if bool(attention_mask.all()) else attention_mask
+    length = input_ids.shape[1] - 1
+    if position_ids is None:
+        position_ids = torch.arange(length + 1, device=input_ids.device).unsqueeze(0)
+    layout = binding.layout_for(length)
+    if min(layout.lengths) == 0:  # too short to be cut; then generate() runs all of it, on every rank
+        layout = contiguous(0, layout.ranks)
+    made = cache_class()(binding, layout, attention_mask)
+    if layout.length:
+        rank, known = binding.group.rank(), inspect.signature(type(model).forward).parameters
+        inputs: dict[str, Any] = {"past_key_values": made, "use_cache": True}
+        if "position_ids" in known:
+            inputs["position_ids"] = layout.shard(position_ids[..., :-1], -1, rank)
+        if "logits_to_keep" in known:
+            inputs["logits_to_keep"] = 1
+        if attention_mask is not None:
+            inputs["attention_mask"] = attention_mask[:, :-1]
+        model(layout.shard(input_ids[:, :-1], 1, rank), **inputs)
+    made.prefilled = True
+    return made
+
+
+def _agree_on_prompt(binding: Binding, model: nn.Module, *given: torch.Tensor | None) -> None:
+    tokens, attention_mask, position_ids = given
+    where = binding.name, binding.axis
+
+    def build() -> StatusRow:
+        config = getattr(model, "config", None)
+        if getattr(config, "is_encoder_decoder", False):
+            raise NotImplementedError(
+                f"{binding.name}: {type(model).__name__} has an encoder and a decoder, and prefill is for decoders: "
+                "generate without context parallelism, or decode with KVCache and context_decode yourself"
+            )
+        if model.training:
+            raise ValueError(f"{binding.name}: {type(model).__name__} is in training mode: call model.eval() first")
+        if not isinstance(tokens, torch.Tensor) or tokens.ndim != 2 or tokens.shape[1] < 1:
+            raise ValueError(f"{binding.name}: input_ids must be the whole prompt, [B, S], got {_shape(tokens)}")
+        for what, x in {"attention_mask": attention_mask, "position_ids": position_ids}.items():
+            if x is not None and x.shape[-1] != tokens.shape[1]:
+                raise ValueError(
+                    f"{binding.name}: {what} of shape {_shape(x)} for a prompt of shape {_shape(tokens)}: both are of "
+                    "the whole prompt"
+                )
+        if attention_mask is not None and not bool(attention_mask[:, -1].all()):
+            raise ValueError(
+                f"{binding.name}: the prompt is padded on the right: pad it on the left, as generate() asks for"
+            )
+        return StatusRow(inputs=fingerprint([None if x is None else (_shape(x), digest(x)) for x in given]))
+
+    ledger_of(binding.group).engaged = True
+    rows = exchange_status(build, Meeting.DECODE, *where, binding.group)
+    compare(rows, "inputs", *where, "the prompt, which prefill cuts itself: pass the whole one", lambda: _shape(tokens))
+    ledger_of(binding.group).engaged = False
+
+
+def _shape(x: Any) -> Any:
+    return tuple(x.shape) if isinstance(x, torch.Tensor) else x
 
 
 class WholeMask(BlockMask):
@@ -237,7 +442,8 @@ def _entered(what: str) -> AttentionCalls:
         raise RuntimeError(
             f"a model asks for {what} with attn_implementation of cp_styles, outside of a ModuleContextParallel: apply "
             "the style to the model (parallelize_module(model, mesh, ModuleContextParallel())), or choose "
-            'attn_implementation="sdpa" for one device'
+            'attn_implementation="sdpa" for one device. generate() with a static cache asks outside of the model: give '
+            "it past_key_values=prefill(model, input_ids)"
         )
     return calls
 
@@ -305,8 +511,9 @@ def _whole_mask(
         nonlocal pieces, positions_BL
         if int(offset):
             raise NotImplementedError(
-                f"{name}: the model is asked to go on after {int(offset)} cached tokens. Decoding with a cache that is "
-                "cut over ranks is not supported: generate without context parallelism"
+                f"{name}: the model is asked to go on after {int(offset)} tokens of a cache that does not know how it "
+                "is cut over the ranks: decode with the cache that prefill(model, input_ids) of "
+                "cp_styles.integrations.transformers returns"
             )
         assert mask_function is not None
         pieces = _read(mask_function, name)
@@ -352,6 +559,28 @@ def _whole_mask(
             documents = _documents(name, positions_BS, alone, packed, jumps)
     ledger.engaged = False
     mask, padding = _mask_of(pieces, documents, attention_mask, whole)
+    return WholeMask(mask, padding, batch, whole)
+
+
+def _mask_of_new_tokens(
+    calls: AttentionCalls,
+    past: TransformersCache,
+    batch: int,
+    length: int,
+    mask_function: Callable[..., Any] | None,
+    attention_mask: torch.Tensor | None,
+) -> WholeMask:
+    """The mask of tokens that follow a prefilled prompt. No communication: everything is the same on all ranks."""
+    name, whole = calls.binding.name, past.get_seq_length() + length
+    assert mask_function is not None
+    pieces = _read(mask_function, name)
+    if attention_mask is not None and attention_mask.shape[1] != whole:
+        raise ValueError(
+            f"{name}: attention_mask of shape {tuple(attention_mask.shape)}, where the prompt and the new tokens are "
+            f"{whole} together: give the mask of all of them"
+        )
+    past.check_padding(attention_mask)
+    mask, padding = _mask_of(pieces, None, attention_mask, whole)
     return WholeMask(mask, padding, batch, whole)
 
 
@@ -473,7 +702,11 @@ def _mask_of(
         counts = present.sum(1).tolist()
         ranges = [bool(row[low : low + count].all()) for row, low, count in zip(present, first, counts, strict=True)]
         if all(ranges) and not isinstance(common, Full):
-            rows = [KeyRange(low, low + count) for low, count in zip(first, counts, strict=True)]
+            # As one mask for any length where nothing is hidden on the right, so that each new token has the same.
+            stops = [low + count for low, count in zip(first, counts, strict=True)]
+            rows = [
+                KeyRange(low, UNBOUNDED if stop == length else stop) for low, stop in zip(first, stops, strict=True)
+            ]
         else:
             padding = attention_mask[:, None, None, :]
         if chunk is not None:

@@ -37,6 +37,7 @@ from cp_styles.engine.binding import Binding, Tally, refuse_dropout, refuse_grou
 from cp_styles.engine.op import config_text_of
 from cp_styles.engine.scope import ScopedBinding
 from cp_styles.functions.attention import attend
+from cp_styles.functions.decode import KVCache, cache_of, decode
 from cp_styles.functions.flex import FlexCall, flex_attend
 from cp_styles.functions.varlen import VARLEN_OPERATOR, VARLEN_OPERATORS, varlen_operator
 from cp_styles.intercept.flex_frames import FIRST_QUESTION, QUESTIONS, FlexCalls, traced_part
@@ -198,6 +199,12 @@ class AttentionCalls(TorchFunctionMode):
         def refuse() -> None:
             if any(isinstance(tensor, DTensor) for tensor in (query, key, value)):
                 raise ValueError(f"{self._name}: query, key and value are DTensors here; pass local tensors")
+            if cache_of(key) is not None:
+                raise NotImplementedError(
+                    f"{self._name}: scaled_dot_product_attention was called on the keys of a cache that is cut over "
+                    "the ranks: call context_decode; a model of transformers does so with "
+                    "attn_implementation=register_attention()"
+                )
             refuse_dropout(self._name, dropout_p)
             refuse_grouped(self._name, query.shape[1], key.shape[1], enable_gqa)
             self.check_reruns()
@@ -293,6 +300,36 @@ class AttentionCalls(TorchFunctionMode):
         lse_BHL = torch.cat([lse for _, lse in found if lse is not None])
         # A sink is one more key of its logit and of value 0: exp(lse) / (exp(lse) + exp(sink)) of the sum remains.
         return out * torch.sigmoid(lse_BHL - sink_H[:, None]).unsqueeze(-1).to(out.dtype)
+
+    def decode_with(
+        self,
+        q_BHLD: torch.Tensor,
+        cache: KVCache,
+        *,
+        mask: Mask,
+        attn_mask: torch.Tensor | None = None,
+        scale: float | None = None,
+        sink_H: torch.Tensor | None = None,
+        score_mod: ScoreMod | None = None,
+        alike: int = 0,
+        refuse: Callable[[], None] | None = None,
+        expanded: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """``out_BHLE`` of new tokens, for doors of other libraries: see :func:`~cp_styles.functions.decode.decode`.
+
+        ``mask`` holds beside the module's and the scope's.
+        """
+        self._tally.calls += 1
+        binding = self._scoped.now()
+        options: dict[str, Any] = {"attn_mask": attn_mask, "scale": scale, "sink_H": sink_H, "score_mod": score_mod}
+        options |= {
+            "alike": alike,
+            "kernel": binding.kernel,
+            "agreement": binding.agreement,
+            "refuse": refuse,
+            "expanded": expanded,
+        }
+        return decode(binding.name, q_BHLD, cache, mask=binding.mask & mask, **options)
 
     def _with_mask(self, binding: Binding, mask: Mask) -> Binding:
         """``binding`` with ``mask`` beside its own; the same one for the same mask."""

@@ -80,6 +80,16 @@ class OnlineSoftmax:
         return out, torch.full(self._shape[:3], EMPTY_LSE, dtype=self._dtype, device=self._device)
 
 
+def merged(outs_PBHLE: torch.Tensor, lses_PBHL: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(out_BHLE, lse_BHL)`` of queries from P results of the same queries over different keys, all at once.
+
+    Rows without keys have out = 0 and lse = EMPTY_LSE in each result, and in the merged one.
+    """
+    lse_BHL = torch.logsumexp(lses_PBHL, 0)
+    weights = torch.exp(lses_PBHL - lse_BHL)
+    return (outs_PBHLE * weights.unsqueeze(-1)).sum(0), lse_BHL
+
+
 class RowSum:
     """Sums tiles of gradients ``[B, H, rows, D]`` into the rows of a whole tensor.
 

@@ -29,6 +29,7 @@ from cp_styles._compat import (
     without_dispatch_modes,
 )
 from cp_styles.engine.binding import Binding
+from cp_styles.functions.decode import LayerCaches
 from cp_styles.intercept.function_mode import AttentionCalls, wrapped_by
 from cp_styles.layout import SequenceLayout
 from cp_styles.mask import All, Causal, Chunked, Full, Mask, SlidingWindow
@@ -208,6 +209,10 @@ class InputGuards:
         self._positions = list(dict.fromkeys(name for name in names if name.endswith(POSITIONS)))
         self._has_loss = any(hasattr(type(each), "loss_function") for each in models)
         self._counts_itself = not any(_is_of_positions(name) for name in names)
+        # transformers' attention interface counts distances itself, for tables of biases by distance.
+        by_distance = any(hasattr(each, "_relative_position_bucket") for each in module.modules())
+        if by_distance and not any(_makes_masks(each) for each in models):
+            self._counts_itself = False
         makes_masks = any(_makes_masks(each) for each in models) and not _covers(mask)
         self._window = _smallest_window(models[-1]) if makes_masks else None
 
@@ -223,11 +228,17 @@ class InputGuards:
         if binding.group.size() == 1:
             return
         kind, inputs = type(module).__name__, self._calls.inputs
+        past = inputs.get("past_key_values")
+        if isinstance(past, LayerCaches) and past.prefilled:
+            if inputs.get("use_cache") is False:
+                raise ValueError(f"{binding.name}: {kind} was given a cache and use_cache=False: leave out one of both")
+            return  # new tokens, the same on all ranks and whole: nothing is cut
         if _generates():
             raise NotImplementedError(
                 f"{binding.name}: {kind} is called by generate() of transformers, which would append a token of "
-                "its own to each rank's part of the sequence: generate without context parallelism, with a copy of the "
-                "model that has no style. A prefill, one forward of the whole prompt, is supported"
+                "its own to each rank's part of the sequence: give it past_key_values=prefill(model, input_ids) of "
+                "cp_styles.integrations.transformers; or generate without context parallelism, with a copy of "
+                "the model that has no style"
             )
         look = self._forwards & (self._forwards - 1) == 0
         for name in self._positions:
@@ -241,11 +252,12 @@ class InputGuards:
                 _refuse_local(binding, inputs[name])
         if look and self._counts_itself:
             self._calls.watch_ranges(partial(_refuse_range, binding, kind, _lengths(inputs)))
-        cached = getattr(inputs.get("past_key_values"), "get_seq_length", None)
+        cached = getattr(past, "get_seq_length", None)
         if cached is not None and int(cached()) > 0:
             raise NotImplementedError(
-                f"{binding.name}: {kind} is asked to go on after {int(cached())} tokens of a cache. Decoding with a "
-                "cache that is cut over ranks is not supported: a prefill is; generate without context parallelism"
+                f"{binding.name}: {kind} is asked to go on after {int(cached())} tokens of a cache that does not know "
+                "how it is cut over the ranks: decode with the cache that prefill(model, input_ids) of "
+                "cp_styles.integrations.transformers returns"
             )
         if self._has_loss and inputs.get("labels") is not None:
             _refuse_labels(binding.name, kind, inputs)

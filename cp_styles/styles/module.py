@@ -168,6 +168,11 @@ class ModuleContextParallel(ContextParallelStyle):
             self._enter(grandchild, state, trusted)
 
 
+def calls_in(model: nn.Module) -> AttentionCalls | None:
+    """What intercepts the attention calls of ``model``, or of the first module in it that has the style."""
+    return next((getattr(child, _STATE)[0] for child in model.modules() if hasattr(child, _STATE)), None)
+
+
 def _scripted(module: nn.Module) -> Iterator[str]:
     """Names of TorchScript objects with attention, in a module or among the globals that its forward uses."""
     if scripted_attention(module):

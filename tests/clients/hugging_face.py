@@ -101,13 +101,27 @@ class StayDouble(TorchFunctionMode):
         return func(*map(wider, args), **{name: wider(value) for name, value in (kwargs or {}).items()})
 
 
-def dense(module, query, key, value, attention_mask, scaling=None, is_causal=None, softcap=None, s_aux=None, **kwargs):
+def dense(
+    module,
+    query,
+    key,
+    value,
+    attention_mask,
+    scaling=None,
+    is_causal=None,
+    softcap=None,
+    s_aux=None,
+    position_bias=None,
+    **kwargs,
+):
     """The oracle as an attention function of transformers, with the masks that transformers makes for sdpa."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if attention_mask is None and (getattr(module, "is_causal", True) if is_causal is None else is_causal):
-        attention_mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()
+        cached = key.shape[2] - query.shape[2]
+        attention_mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril(cached)
     if softcap is None and s_aux is None:
-        return dense_attention(query, key, value, attention_mask, scale=scale).transpose(1, 2).contiguous(), None
+        out = dense_attention(query, key, value, attention_mask, scale=scale, bias=position_bias)
+        return out.transpose(1, 2).contiguous(), None
     groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
     logits = query @ key.mT * scale

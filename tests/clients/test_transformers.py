@@ -155,6 +155,23 @@ def test_encoder_and_decoder_of_different_lengths(padding: str):
     assert largest_error(found, expected(model, inputs | whole, labels)) < EXACT
 
 
+@pytest.mark.parametrize("padding", ["none", "right"])
+@pytest.mark.parametrize("model_type", ["t5", "umt5"])
+def test_learned_biases_by_distance(model_type: str, padding: str):
+    """One table for all layers, or one for each; with its gradient. Both sides, and to keys of other ranks."""
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": VOCABULARY}
+    table = {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 16, "dropout_rate": 0.0}
+    config = transformers.AutoConfig.for_model(model_type, **sizes, **table, use_cache=False)
+    model = tiny(transformers.AutoModelForSeq2SeqLM.from_config, config)
+    source, target = tokens_of(LENGTH, 1), tokens_of(17)
+    inputs, whole = {"input_ids": source, "decoder_input_ids": target}, {"attention_mask": PADDED[padding]}
+    labels = labels_of(target)
+    found = on_ranks(model, inputs, labels, whole=whole, ranks=3)
+    wanted = expected(model, inputs | whole, labels)
+    assert sum("relative_attention_bias" in name for name in wanted[1]) == (2 if model_type == "t5" else 4)
+    assert largest_error(found, wanted) < EXACT
+
+
 class WithHead(torch.nn.Module):
     """A text model of several kinds of input, which has its head elsewhere."""
 

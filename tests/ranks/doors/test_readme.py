@@ -36,6 +36,8 @@ EXAMPLES = (
     "collectives",
     "fsdp",
     "flex",
+    "decode",
+    "generate",
     "torch api",
     "selective",
     "verify",
@@ -303,6 +305,27 @@ def test_the_readme_is_short():
     lines = README.splitlines()
     assert len(lines) <= 200
     assert len(re.findall(r"^!\[", README, re.MULTILINE)) == 1  # one picture
+
+
+def test_decoding():
+    """The one with transformers is run in tests/clients."""
+
+    def on(rank):
+        scope = {}
+        exec(example("example"), scope)
+        parts = [scope[name].detach() for name in ("k", "v")]
+        exec(example("example: decode"), scope)
+        cache = scope["cache"]
+        return parts, scope["q_new"], scope["out"], (cache.positions(), cache.keys, cache.values)
+
+    first, second = run_ranks(on, 2)
+    assert torch.equal(first[2], second[2])
+    k, v = (torch.zeros(1, 8, 1003, 64) for _ in range(2))
+    for positions, keys, values in (first[3], second[3]):
+        k[:, :, positions], v[:, :, positions] = keys, values
+    for whole, mine, theirs in zip((k, v), first[0], second[0], strict=True):
+        assert torch.equal(whole[:, :, :1000], head_tail(1000, 2).unshard([mine, theirs], 2))
+    assert error(first[2], dense_attention(first[1].double(), k.double(), v.double())) < 1e-5
 
 
 def test_every_example_is_run_here():

@@ -1,0 +1,511 @@
+"""Decoding: new tokens, the same on all ranks, attend to keys and values that are cut over the ranks.
+
+After the prefill of a prompt each rank has the keys and values of its part, and keeps them in a :class:`KVCache`. Every
+rank then computes the same new token. Its attention over the keys of one rank is a part of the result;
+:func:`context_decode` merges the parts of all ranks. So no rank ever holds the keys of the whole sequence::
+
+    cache = KVCache(mesh, layout, k, v)              # what this rank has computed of the prompt
+    for ...:
+        cache.append(k_new, v_new)                   # on all ranks alike; one rank keeps each key
+        out = context_decode(q_new, cache)           # the same on all ranks
+
+Shapes: B batch, H query heads, G key/value heads, L new tokens, M keys of this rank, S positions of all ranks, D head
+dim, E value head dim, P ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from cp_styles._compat import uncompiled, without_dispatch_modes, without_function_modes
+from cp_styles.comm.agreement import (
+    EVERY_CALL,
+    Agreement,
+    Meeting,
+    RankStatus,
+    StatusRow,
+    compare,
+    exchange_status,
+    fingerprint,
+    ledger_of,
+    offer_refusal,
+    plain,
+)
+from cp_styles.comm.checksum import device_checksum, digest
+from cp_styles.comm.groups import axis_and_group
+from cp_styles.device import read_later, tensor_on
+from cp_styles.kernels import FlexKernel, Kernel, Where, kernel_for_tiles
+from cp_styles.kernels.autocast import as_attended
+from cp_styles.kernels.flex import ScoreMod
+from cp_styles.kernels.merge import EMPTY_LSE, accumulation_dtype, merged
+from cp_styles.layout import SequenceLayout
+from cp_styles.mask import Causal, Full, Mask, PerRow
+
+
+class KVCache:
+    """Keys and values of one attention, of which each rank of a group holds a part.
+
+    Those of the prompt are where its layout has put them. Those of a new position p are kept by rank p modulo P, so the
+    parts grow alike. Every rank can compute who holds what, so this class never communicates.
+
+    Args:
+        group: the ranks that share the sequence: a process group or a 1-D mesh.
+        layout: the layout with which the prompt was cut; of 0 positions for none.
+        k_BGMD: this rank's keys of the prompt, as the attention takes them (with positions applied). They are copied.
+        v_BGME: its values.
+
+    Memory: this rank's keys and values. While :meth:`append` adds one of its own, there are two copies of them; that is
+    once in P tokens.
+
+    Raises:
+        ValueError, TypeError: on this rank, and at the next call over the group on the others.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | DeviceMesh,
+        layout: SequenceLayout,
+        k_BGMD: torch.Tensor,
+        v_BGME: torch.Tensor,
+    ) -> None:
+        self.axis, self.group = axis_and_group("KVCache", group)
+        self._rank, self._ranks = self.group.rank(), self.group.size()
+        if not isinstance(layout, SequenceLayout):
+            self._refuse(TypeError(f"KVCache: layout must be the SequenceLayout of the prompt, got {layout!r}"))
+        shapes = [tuple(x.shape) for x in (k_BGMD, v_BGME)]
+        if layout.ranks != self._ranks or any(
+            len(shape) != 4 or shape[2] != layout.lengths[self._rank] for shape in shapes
+        ):
+            self._refuse(
+                ValueError(
+                    f"KVCache: key and value of shapes {shapes}, but the layout gives rank {self._rank} of "
+                    f"{self._ranks} {layout.lengths} positions: pass [B, G, M, D] of this rank's part of the prompt"
+                )
+            )
+        self._prompt = layout
+        self._own = layout.positions(self._rank)
+        self._length = layout.length
+        self._keys, self._values = (x.detach().clone(memory_format=torch.contiguous_format) for x in (k_BGMD, v_BGME))
+        self._first = 0  # keys of positions before are not needed any more
+        self._freed = 0  # how many of this rank's keys are not stored any more
+        self._unread: Callable[[], int] | None = None
+
+    @property
+    def length(self) -> int:
+        """Number of positions of all ranks together."""
+        return self._length
+
+    @property
+    def prompt(self) -> SequenceLayout:
+        """The layout of the prompt."""
+        return self._prompt
+
+    @property
+    def keys(self) -> torch.Tensor:
+        """This rank's keys [B, G, M, D], ascending by position. A view, for which :func:`cache_of` is this cache."""
+        return self._marked(self._keys)
+
+    @property
+    def values(self) -> torch.Tensor:
+        """This rank's values [B, G, M, E]."""
+        return self._marked(self._values)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of keys and values on this rank."""
+        return self._keys.untyped_storage().nbytes() + self._values.untyped_storage().nbytes()
+
+    def positions(self) -> torch.Tensor:
+        """The global positions of :attr:`keys`: int64 [M] on the host."""
+        new = torch.arange(self._next_own(self._prompt.length), self._length, self._ranks)
+        return torch.cat((self._own, new))[self._freed + self._unused() :]
+
+    def append(self, k_BGLD: torch.Tensor, v_BGLE: torch.Tensor) -> None:
+        """Add the keys and values of the next L positions, which are the same on all ranks. No communication."""
+        found, held = ([(*x.shape[:2], x.shape[3], x.dtype) for x in pair] for pair in ((k_BGLD, v_BGLE), self._both))
+        if found != held or k_BGLD.shape[2] != v_BGLE.shape[2]:
+            self._refuse(
+                ValueError(
+                    f"KVCache: new keys and values of shapes {tuple(k_BGLD.shape)} and {tuple(v_BGLE.shape)} in "
+                    f"{k_BGLD.dtype}, where the prompt's are {tuple(self._keys.shape)} and "
+                    f"{tuple(self._values.shape)} in {self._keys.dtype}: batch, heads, head dims and dtype must be the "
+                    "prompt's"
+                )
+            )
+        mine = slice((self._rank - self._length) % self._ranks, None, self._ranks)
+        new = [x.detach()[:, :, mine] for x in (k_BGLD, v_BGLE)]
+        self._length += k_BGLD.shape[2]
+        if new[0].shape[2]:
+            unused = self._unused()
+            self._keys, self._values = (
+                torch.cat((old[:, :, unused:], x), 2) for old, x in zip(self._both, new, strict=True)
+            )
+            self._freed += unused
+
+    def crop(self, length: int) -> None:
+        """Remove the positions from ``length`` on, on all ranks alike. Those of the prompt stay. No communication."""
+        if not self._prompt.length <= length <= self._length:
+            self._refuse(
+                ValueError(
+                    f"KVCache: of {self._length} positions the first {length} shall stay, but the prompt's "
+                    f"{self._prompt.length} cannot be removed: prefill the shorter prompt anew"
+                )
+            )
+        self._length = length
+        stop = max(self._below(length) - self._freed, 0)
+        self._keys, self._values = (x[:, :, :stop] for x in self._both)
+
+    def forget(self, position: int) -> None:
+        """Positions before this one will not be attended to any more, as behind a sliding window: free their memory.
+
+        A later attention that needs them is an error.
+        """
+        self._first = max(self._first, min(position, self._length))
+        unused = self._unused()
+        if 2 * unused >= self._keys.shape[2] > 0:
+            self._keys, self._values = (x[:, :, unused:].clone() for x in self._both)
+            self._freed += unused
+
+    def select_rows(self, index_B: torch.Tensor) -> None:
+        """Make row b of the batch that of ``index_B[b]``, as beam search does. The same on all ranks."""
+        self._keys, self._values = (x.index_select(0, index_B.to(x.device)) for x in self._both)
+
+    @property
+    def _both(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._keys, self._values
+
+    def _marked(self, tensor: torch.Tensor) -> torch.Tensor:
+        view = tensor[:, :, self._unused() :]
+        view._cp_styles_cache = self  # pyright: ignore[reportAttributeAccessIssue]
+        return view
+
+    def _next_own(self, position: int) -> int:
+        """The first position from this one on that this rank keeps, if it is not the prompt's."""
+        return position + (self._rank - position) % self._ranks
+
+    def _below(self, position: Any) -> Any:
+        """How many positions before this one (or these) this rank was given."""
+        if isinstance(position, int):
+            return int(self._below(torch.tensor(position)))
+        new = position - self._next_own(self._prompt.length) + self._ranks - 1
+        return torch.searchsorted(self._own, position) + (new // self._ranks).clamp(min=0)
+
+    def _unused(self) -> int:
+        return max(self._below(self._first) - self._freed, 0)
+
+    def _rows_of(self, lo: torch.Tensor, hi: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which of :attr:`keys` have positions ``lo`` .. ``hi - 1``: their first, and one past their last."""
+        start = self._freed + self._unused()
+        first, stop = (self._below(x.clamp(max=self._length)) - start for x in (lo, hi))
+        first = first.clamp(min=0)
+        return first, torch.maximum(first, stop)
+
+    def _refuse(self, problem: Exception) -> None:
+        offer_refusal("KVCache", self.axis, self.group)
+        raise problem
+
+
+def cache_of(tensor: torch.Tensor) -> KVCache | None:
+    """The cache whose ``keys`` or ``values`` this tensor object is. None for tensors that were computed from it."""
+    return getattr(tensor, "_cp_styles_cache", None)
+
+
+class LayerCaches:
+    """The :class:`KVCache` of each attention of a model, by a number. Doors for models of other libraries extend it.
+
+    Attributes:
+        layers: the caches.
+        prompt: the layout of the prompt that is, or was, cut over the ranks.
+        prefilled: whether the forward of the prompt is over.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, prompt: SequenceLayout) -> None:
+        self.group = group
+        self.prompt = prompt
+        self.prefilled = False
+        self.layers: list[KVCache | None] = []
+
+    def add(self, k_BGLD: torch.Tensor, v_BGLE: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keep what an attention has computed: of this rank's part of the prompt, or of new tokens.
+
+        Returns what it shall attend to: that part itself, or all that this rank holds.
+        """
+        self.layers += [None] * (layer + 1 - len(self.layers))
+        found = self.layers[layer]
+        if not self.prefilled:
+            self.layers[layer] = KVCache(self.group, self.prompt, k_BGLD, v_BGLE)
+            return k_BGLD, v_BGLE
+        if found is None:
+            assert not self.prompt.length
+            found = self.layers[layer] = KVCache(self.group, self.prompt, k_BGLD[:, :, :0], v_BGLE[:, :, :0])
+        found.append(k_BGLD, v_BGLE)
+        return found.keys, found.values
+
+    @property
+    def held(self) -> list[KVCache]:
+        return [each for each in self.layers if each is not None]
+
+
+def context_decode(
+    q_BHLD: torch.Tensor,
+    cache: KVCache,
+    *,
+    mask: Mask | None = None,
+    attn_mask: torch.Tensor | None = None,
+    scale: float | None = None,
+    sink_H: torch.Tensor | None = None,
+    kernel: Kernel | None = None,
+    agreement: Agreement = EVERY_CALL,
+) -> torch.Tensor:
+    """Attention of queries that are the same on all ranks over a cache that is cut over them. Equals one device's.
+
+    Args:
+        q_BHLD: queries. They are those of the last L positions of the cache, so append these first.
+        cache: keys and values.
+        mask: which keys each query attends to. Default: ``Causal()``. ``Full()`` for queries of another sequence, as
+            in cross-attention. A mask of bands, which may differ between rows (``PerRow``).
+        attn_mask: bool, broadcastable to [B, H, L, S], True where a key is attended to, in addition to ``mask``: the
+            padding [B, 1, 1, S] for example.
+        scale: factor of the logits; default 1/sqrt(D).
+        sink_H: attention sinks: one logit for each query head, the same on all ranks.
+        kernel: computes a rank's part; default the fastest of torch's kernels that can.
+        agreement: how often the ranks agree on their calls. With :class:`~cp_styles.NewCalls` the length of the cache
+            is not compared before the call, but with the queries.
+
+    Returns:
+        ``out_BHLE``, the same bits on all ranks: they merge the same parts in the same order.
+
+    Communication: one all-gather of 13 integers on the host, then one all-gather of B H L (E + 1) numbers of each rank,
+    in float32 (float64 for float64), and a checksum of 8 bytes. A rank sends P - 1 times that. There is no backward.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: on every rank, if the input of one is bad or the ranks differ. Also
+            if the queries differ, as they do if ranks have sampled different tokens. On a GPU, where the host does not
+            wait for them, that is found at the next call with this cache.
+    """
+    options = {"mask": mask or Causal(), "attn_mask": attn_mask, "scale": scale, "sink_H": sink_H}
+    return decode("context_decode", q_BHLD, cache, **options, kernel=kernel, agreement=agreement)
+
+
+@uncompiled
+def decode(
+    name: str,
+    q_BHLD: torch.Tensor,
+    cache: KVCache,
+    *,
+    mask: Mask,
+    attn_mask: torch.Tensor | None = None,
+    scale: float | None = None,
+    sink_H: torch.Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    kernel: Kernel | None = None,
+    agreement: Agreement = EVERY_CALL,
+    alike: int = 0,
+    refuse: Callable[[], None] | None = None,
+    expanded: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """:func:`context_decode` for doors.
+
+    ``name`` is for messages. ``score_mod`` is that of flex_attention. ``alike`` is one more number that must be the
+    same on all ranks. ``refuse`` raises for errors that only this rank may see. ``expanded`` are the keys and values of
+    this rank, where the cache holds what they are computed from, position by position.
+    """
+    held = (cache.keys, cache.values) if expanded is None else expanded
+    with without_function_modes():
+        _agree(name, q_BHLD, held, cache, mask, attn_mask, scale, sink_H, score_mod, kernel, agreement, refuse)
+    with torch.no_grad(), without_function_modes():
+        if cache._unread is not None:
+            _check_alike(name, cache, cache._unread())
+        q, k, v = as_attended((q_BHLD, *held))
+        scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+        if score_mod is not None:
+            kernel = FlexKernel(score_mod)
+        tile = kernel_for_tiles((q, k, v), named=kernel)
+        with without_dispatch_modes():
+            columns, bias = _visible(name, cache, mask, attn_mask, q)
+        out, lse = _part(tile, q, k, v, cache, columns, bias, scale)
+        out, lse = _merged_over_ranks(name, out, lse, cache, q_BHLD, alike)
+        if sink_H is not None:
+            # A sink is one more key of its logit and of value 0.
+            out = out * torch.sigmoid(lse - sink_H.to(lse.dtype)[:, None]).unsqueeze(-1)
+        ledger_of(cache.group).engaged = False
+        return out.to(q.dtype)
+
+
+def _agree(
+    name: str,
+    q: torch.Tensor,
+    held: tuple[torch.Tensor, torch.Tensor],
+    cache: KVCache,
+    mask: Mask,
+    attn_mask: torch.Tensor | None,
+    scale: float | None,
+    sink: torch.Tensor | None,
+    score_mod: ScoreMod | None,
+    kernel: Kernel | None,
+    agreement: Agreement,
+    refuse: Callable[[], None] | None,
+) -> None:
+    """Raise on every rank unless all ranks call alike."""
+    where = name, cache.axis
+
+    def build() -> StatusRow:
+        if refuse is not None:
+            refuse()
+        _check(name, q, held[0], cache, mask, attn_mask, sink)
+        given = [None if x is None else (tuple(x.shape), x.dtype) for x in (q, attn_mask, sink)]
+        contents = [0 if x is None else digest(x) for x in (attn_mask, sink)]
+        sizes = [(*x.shape[:2], x.shape[3], x.dtype) for x in held]
+        texts = [plain(each) for each in (mask, kernel, score_mod)]
+        return StatusRow(
+            status=RankStatus.GOOD_CALL,
+            guessed=cache.length << 31 | cache._first if agreement == EVERY_CALL else 0,
+            inputs=fingerprint([given, contents, sizes]),
+            call=fingerprint([scale, *texts, mask.content]),
+        )
+
+    ledger_of(cache.group).engaged = True
+    ranks = cache.group.size()
+    rows = exchange_status(
+        build, Meeting.DECODE, *where, cache.group, agreement=agreement, assumed=lambda mine: [mine] * ranks
+    )
+    if not rows.alike:
+        shapes = [None if x is None else tuple(x.shape) for x in (q, attn_mask, sink)]
+        extent = (cache.length, cache._first)
+        compare(rows, "guessed", *where, "how many positions the cache has, and has freed", lambda: extent)
+        compare(rows, "inputs", *where, "the query, attn_mask or sink of a new token", lambda: shapes)
+        compare(rows, "call", *where, "the mask, scale or kernel of a new token", lambda: [plain(mask), scale])
+
+
+def _check(
+    name: str,
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    cache: KVCache,
+    mask: Mask,
+    attn_mask: torch.Tensor | None,
+    sink: torch.Tensor | None,
+) -> None:
+    given = [x for x in (q, attn_mask, sink) if x is not None]
+    if not all(isinstance(x, torch.Tensor) for x in given) or any(isinstance(x, DTensor) for x in given):
+        raise TypeError(
+            f"{name}: query, attn_mask and sink of a new token must be plain tensors, the same on all ranks"
+        )
+    if q.ndim != 4 or q.shape[0] != keys.shape[0] or q.shape[3] != keys.shape[3] or q.shape[1] % keys.shape[1]:
+        raise ValueError(
+            f"{name}: a query of shape {tuple(q.shape)} does not fit a cache whose keys have the shape "
+            f"{tuple(keys.shape)}: it is [B, H, L, D], with H a multiple of the cache's heads"
+        )
+    if q.dtype != keys.dtype and as_attended((q, keys))[0].dtype != as_attended((q, keys))[1].dtype:
+        raise ValueError(f"{name}: a query in {q.dtype} and a cache in {keys.dtype}: both must have one dtype")
+    if not q.shape[2] or (q.shape[2] > cache.length and not isinstance(mask, Full)):
+        raise ValueError(f"{name}: {q.shape[2]} queries, but the cache has {cache.length} positions: append them first")
+    if q.requires_grad and torch.is_grad_enabled():
+        raise NotImplementedError(f"{name}: decoding has no backward: call it under torch.no_grad()")
+    if not isinstance(mask, Mask):
+        raise TypeError(f"{name}: mask must be a Mask object such as Causal(), got {mask!r}")
+    if mask.has_bias or any(row.has_bias for row in getattr(mask, "masks", ())):
+        raise NotImplementedError(
+            f"{name}: {mask!r} is not a mask of bands, and decoding takes no other: pass a boolean attn_mask"
+        )
+    shape = q.shape[0], q.shape[1], q.shape[2], cache.length
+    try:
+        mask.check(shape)
+        if attn_mask is not None:
+            if attn_mask.dtype != torch.bool or attn_mask.ndim != 4 or attn_mask.shape[3] != cache.length:
+                raise ValueError("it must be boolean, with one column for each position")
+            torch.broadcast_shapes(attn_mask.shape, shape)
+    except (ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"{name}: mask {mask!r} or attn_mask of shape {None if attn_mask is None else tuple(attn_mask.shape)} does "
+            f"not fit {shape} (batch, heads, queries, positions of the cache): {error}"
+        ) from None
+
+
+def _visible(
+    name: str, cache: KVCache, mask: Mask, attn_mask: torch.Tensor | None, q: torch.Tensor
+) -> tuple[slice, torch.Tensor | None]:
+    """Which of this rank's keys some query attends to, and the bias [B, H, L, M] (with 1s) that hides the others."""
+    queries = torch.arange(cache.length - q.shape[2], cache.length)
+    rows = mask.masks if isinstance(mask, PerRow) else (mask,)
+    lo, hi = (torch.stack(side) for side in zip(*(row.bounds(queries) for row in rows), strict=True))
+    some = lo < hi.clamp(max=cache.length)
+    if bool((some & (lo < cache._first)).any()):
+        raise ValueError(
+            f"{name}: a query attends to positions before {cache._first}, whose keys this cache has freed because no "
+            "later query would attend to them: another mask, or positions were removed by crop. Prefill anew"
+        )
+    first, stop = cache._rows_of(lo, torch.maximum(lo, hi))
+    columns = slice(int(first.min()), max(int(stop.max()), int(first.min())))
+    hidden: torch.Tensor | None = None
+    if bool((first != columns.start).any()) or bool((stop != columns.stop).any()):
+        row_M = torch.arange(columns.start, columns.stop, device=q.device)
+        first, stop = (tensor_on(q.device, x)[:, None, :, None] for x in (first, stop))
+        hidden = (row_M < first) | (row_M >= stop)
+    if attn_mask is not None:
+        own = tensor_on(attn_mask.device, cache.positions()[columns])
+        masked = ~attn_mask.index_select(-1, own)
+        hidden = masked if hidden is None else hidden | masked
+    if hidden is None:
+        return columns, None
+    return columns, torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, float("-inf"))
+
+
+def _part(
+    tile: Kernel,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cache: KVCache,
+    columns: slice,
+    bias: torch.Tensor | None,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(out_BHLE, lse_BHL)`` over this rank's keys, in the accumulation dtype."""
+    wide = accumulation_dtype(q.dtype)
+    if columns.start == columns.stop or not q.shape[0]:
+        out = torch.zeros(*q.shape[:3], v.shape[3], dtype=wide, device=q.device)
+        return out, torch.full(q.shape[:3], EMPTY_LSE, dtype=wide, device=q.device)
+    dtype = tile.tile_dtype(q.dtype) if cache.group.size() > 1 else q.dtype
+    tensors = [x.to(dtype) for x in (q, k[:, :, columns], v[:, :, columns])]
+    options: dict[str, Any] = {"causal": False, "bias": None if bias is None else bias.to(dtype), "scale": scale}
+    if tile.positional:
+        queries = torch.arange(cache.length - q.shape[2], cache.length, device=q.device)
+        options["where"] = Where(queries, tensor_on(q.device, cache.positions()[columns]), 0)
+    out, lse = tile.forward(*tensors, **options)
+    return out.to(wide), lse.to(wide)
+
+
+def _merged_over_ranks(
+    name: str, out: torch.Tensor, lse: torch.Tensor, cache: KVCache, q: torch.Tensor, alike: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    ranks = cache.group.size()
+    if ranks == 1:
+        return out, lse
+    said = (device_checksum(q) + (cache.length * 0x9E3779B97F4A7C1 + alike) % 2**62).reshape(1)
+    mine = torch.cat((out.flatten(), lse.flatten(), said.view(out.dtype)))
+    parts_PN = mine.new_empty(ranks, mine.numel())
+    dist.all_gather(list(parts_PN.unbind()), mine, group=cache.group)
+    outs, lses, words = parts_PN.split([out.numel(), lse.numel(), mine.numel() - out.numel() - lse.numel()], 1)
+    numbers = words.contiguous().view(torch.int64)
+    cache._unread = read_later((numbers != numbers[:1]).any().long())
+    if q.device.type == "cpu":
+        _check_alike(name, cache, cache._unread())
+    return merged(outs.view(ranks, *out.shape), lses.view(ranks, *lse.shape))
+
+
+def _check_alike(name: str, cache: KVCache, different: int) -> None:
+    """On every rank alike, because all have gathered the same numbers."""
+    if different:
+        raise ValueError(
+            f"{name}: the ranks of mesh axis {cache.axis!r} decode different tokens: their queries, the lengths of "
+            "their caches or their random states differ. Give all ranks the same prompt and weights, choose tokens in "
+            "the same way, and before sampling call torch.manual_seed with one seed on all ranks"
+        )

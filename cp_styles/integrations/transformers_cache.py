@@ -1,0 +1,139 @@
+"""A ``Cache`` of transformers that is cut over the ranks: see :func:`~cp_styles.integrations.transformers.prefill`."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from cp_styles.comm.agreement import offer_refusal
+from cp_styles.engine.binding import Binding
+from cp_styles.functions.decode import LayerCaches
+from cp_styles.layout import SequenceLayout
+from cp_styles.mask import Mask, PerRow
+
+
+class TransformersCache(LayerCaches):
+    """What transformers asks of a ``Cache``, for caches that are cut over the ranks. :func:`prefill` makes it."""
+
+    is_compileable = False
+    is_croppable = True
+    is_initialized = True
+    offloading = False
+    layer_class_to_replicate = None
+
+    def __init__(self, binding: Binding, prompt: SequenceLayout, padding_BS: torch.Tensor | None) -> None:
+        super().__init__(binding.group, prompt)
+        self.name, self.axis = binding.name, binding.axis
+        self.keeps_all = False
+        self._padding_BS = padding_BS
+        self._padding_checked = False
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.get_seq_length()} positions on {self.prompt.ranks} ranks)"
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = self.batch_size
+        if self.prefilled and rows not in (-1, key_states.shape[0]):
+            offer_refusal(self.name, self.axis, self.group)
+            raise ValueError(
+                f"{self.name}: new tokens of {key_states.shape[0]} rows, but the prompt of this cache had {rows}: for "
+                "num_beams=n or num_return_sequences=n call cache.batch_repeat_interleave(n) before generate()"
+            )
+        return self.add(key_states, value_states, layer_idx)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Positions of all ranks together; 0 before and during the prefill, which begins at position 0."""
+        if not self.prefilled:
+            return 0
+        found = self.layers[layer_idx] if layer_idx < len(self.layers) else None
+        found = found or next(iter(self.held), None)
+        return self.prompt.length if found is None else found.length
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self.get_seq_length(layer_idx) + query_length, 0
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return -1
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        return [False] * len(self.layers)  # every layer says how many positions there are, not how many it needs
+
+    is_linear = is_dummy = is_sliding
+
+    @property
+    def batch_size(self) -> int:
+        return next((each.keys.shape[0] for each in self.held), -1)
+
+    def reset(self) -> None:
+        raise NotImplementedError(f"{self.name}: this cache belongs to its prompt: call prefill again for another one")
+
+    def offload(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError(f"{self.name}: a cache that is cut over the ranks is not offloaded")
+
+    prefetch = early_initialization = offload
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        for each in self.held:
+            each.select_rows(beam_idx)
+
+    batch_select_indices = reorder_cache
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        for each in self.held:
+            each.select_rows(torch.arange(each.keys.shape[0]).repeat_interleave(repeats))
+        if self._padding_BS is not None:
+            self._padding_BS = self._padding_BS.repeat_interleave(repeats, 0)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last ``-tokens_to_remove`` tokens."""
+        for each in self.held:
+            each.crop(each.length - abs(tokens_to_remove))
+
+    def activate_past_recording(self) -> None:
+        """Keep what lies behind windows, because ``crop`` may be called."""
+        self.keeps_all = True
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return self.keeps_all
+
+    def attended(self, layer: int | None, mask: Mask) -> None:
+        """Free what no later token will attend to, once a layer has attended under ``mask``."""
+        held = None if layer is None or layer >= len(self.layers) else self.layers[layer]
+        if held is None or self.keeps_all or not held.length:
+            return
+        last = torch.tensor([held.length - 1])
+        rows = mask.masks if isinstance(mask, PerRow) else (mask,)
+        if not mask.has_bias:
+            held.forget(min(int(row.bounds(last)[0]) for row in rows))
+
+    def check_padding(self, attention_mask: torch.Tensor | None) -> None:
+        """Raise, before the first new token, unless the padding is that of the prefill. The same on all ranks."""
+        if self._padding_checked:
+            return
+        self._padding_checked = True
+        known, length = self._padding_BS, self.prompt.length
+        given = None if attention_mask is None or bool(attention_mask.all()) else attention_mask[:, :length]
+        known = None if known is None else known[:, :length]
+        if (given is None) != (known is None) or (
+            given is not None and known is not None and not torch.equal(given, known)
+        ):
+            raise ValueError(
+                f"{self.name}: the prompt was prefilled with another attention_mask than it is decoded with. "
+                "generate() makes one from padding tokens by itself: give prefill and generate() the same "
+                "attention_mask"
+            )
+
+
+@cache
+def cache_class() -> type[TransformersCache]:
+    """The class that is a ``Cache`` of transformers too; made here, because transformers is not imported before."""
+    return type("ContextParallelCache", (TransformersCache, import_module("transformers").Cache), {})

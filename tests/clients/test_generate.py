@@ -1,0 +1,277 @@
+"""``generate()`` with a cache that is cut over the ranks: token by token that of one process, or refused by name."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="an extra: pip install .[clients]")
+
+import transformers
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+
+from cp_styles import ModuleContextParallel, contiguous, head_tail
+from cp_styles.integrations.transformers import prefill
+from cp_styles.layout import Balancer
+from cp_styles.testing import RankError, run_ranks
+from tests.clients.hugging_face import LENGTH, NAME, StayDouble, causal_lm, config_of, tiny, tokens_of
+from tests.covering import sampled
+from tests.oracle import error
+
+# float64 sums in another order give 1e-15 a layer, and a wrong key 1e-3.
+EXACT = 1e-10
+PADDED = torch.ones(2, LENGTH, dtype=torch.int64)
+PADDED[0, :6] = 0
+NEW = {"n_positions": 128, "max_position_embeddings": 128}
+
+
+# Other models have no use for these sizes, but the cache of transformers would.
+WITH_WINDOWS = ("gemma3_text", "mistral", "gemma2", "gpt_oss", "llama4_text")
+
+
+def model_of(model_type: str, **changes: Any) -> Any:
+    layers = {} if model_type in WITH_WINDOWS else {"sliding_window": None, "attention_chunk_size": None}
+    model: Any = tiny(causal_lm, config_of(model_type, **NEW | {"num_hidden_layers": 2} | layers | changes)).eval()
+    model.generation_config.eos_token_id = None  # so that there are as many tokens as were asked for
+    return model
+
+
+def watched(model: Any) -> list[torch.Tensor]:
+    """The logits of the last token of each forward from now on, in float64."""
+    found: list[torch.Tensor] = []
+    model.register_forward_hook(lambda module, args, output: found.append(output.logits[:, -1].clone()))
+    return found
+
+
+Generate = Callable[[Any, torch.Tensor, Any], torch.Tensor]
+
+
+def greedy(new: int = 64, **options: Any) -> Generate:
+    def generate(model: Any, tokens: torch.Tensor, cache: Any) -> torch.Tensor:
+        options.setdefault("do_sample", False)
+        return model.generate(tokens, past_key_values=cache, max_new_tokens=new, use_cache=True, **options)
+
+    return generate
+
+
+def on_one(model: Any, tokens: torch.Tensor, generate: Generate) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    one = copy.deepcopy(model)
+    one.set_attn_implementation("dense")
+    logits = watched(one)
+    with StayDouble():
+        return generate(one, tokens, None), logits
+
+
+def on_ranks(
+    model: Any,
+    tokens: torch.Tensor,
+    generate: Generate,
+    *,
+    ranks: int = 2,
+    balancer: Balancer = head_tail,
+    implementation: str = NAME,
+    between: Callable[[int, Any], Any] | None = None,
+    **inputs: Any,
+) -> list[tuple[torch.Tensor, list[torch.Tensor], Any]]:
+    def on(rank: int) -> tuple[torch.Tensor, list[torch.Tensor], Any]:
+        mesh, mine = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",)), copy.deepcopy(model)
+        mine.set_attn_implementation(implementation)
+        parallelize_module(mine, mesh, ModuleContextParallel(layout=balancer))
+        with StayDouble():
+            cache = prefill(mine, tokens, **inputs)
+            if between is not None:
+                between(rank, cache)
+            logits = watched(mine)
+            return generate(mine, tokens, cache), logits, cache
+
+    return run_ranks(on, ranks)
+
+
+def compare(found: list[tuple[torch.Tensor, list[torch.Tensor], Any]], wanted: Any) -> None:
+    tokens, logits = wanted
+    for mine, theirs, _ in found:
+        assert torch.equal(mine, tokens)
+        assert len(theirs) == len(logits)
+        assert max(map(error, theirs, logits)) < EXACT
+
+
+MODELS = {
+    "llama": {},  # grouped heads
+    "qwen3": {},
+    "gpt2": {},  # learned positions
+    "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"]},
+    "mistral": {},  # a window in each layer
+    "gemma2": {},  # a softcap
+    "gpt_oss": {},  # sinks
+    "llama4_text": {},  # chunks
+    "deepseek_v3": {"head_dim": 4},  # values of another head dim
+}
+
+
+@sampled(1, model_type=list(MODELS), ranks=[2, 3], padded=[False, True], balancer=[head_tail, contiguous])
+def test_generate(model_type: str, ranks: int, padded: bool, balancer: Balancer):
+    """64 tokens after a prompt of 21, which does not divide."""
+    model, tokens = model_of(model_type, **MODELS[model_type]), tokens_of()
+    inputs = {"attention_mask": PADDED} if padded else {}
+    generate = greedy(**inputs)
+    found = on_ranks(model, tokens, generate, ranks=ranks, balancer=balancer, **inputs)
+    compare(found, on_one(model, tokens, generate))
+
+
+def test_the_example_of_the_page():
+    page = (Path(__file__).parents[2] / "tutorials/transformers.md").read_text()
+    (code,) = re.findall(r"<!-- example: generate -->\n```python\n(.*?)```", page, re.DOTALL)
+    model, tokens = model_of("mistral"), tokens_of()
+    wanted, _ = on_one(model, tokens, greedy())
+
+    def on(rank: int) -> torch.Tensor:
+        mine = copy.deepcopy(model)
+        mine.set_attn_implementation(NAME)
+        names = {"model": mine, "tokens": tokens, "parallelize_module": parallelize_module}
+        names |= {"mesh": init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))}
+        mine.generation_config.use_cache = True  # as models have it, but for the tests' configuration
+        with StayDouble():
+            exec(code, names)
+        return names["tokens"]
+
+    assert all(torch.equal(each, wanted) for each in run_ranks(on, 2))
+
+
+def test_no_rank_holds_the_whole_cache():
+    """In bytes, each rank its part; of a layer with a window no more than that, whatever the prompt is."""
+    model, length, new, window = model_of("gemma3_text", **MODELS["gemma3_text"]), 96, 12, 5
+    (_, _, one), *rest = on_ranks(model, tokens_of(length), greedy(new), ranks=3)
+    caches = [one, *(cache for *_, cache in rest)]
+    # Two rows, two heads of 8 keys and values in float64. The last token is not run through the model any more.
+    position = 2 * 2 * 2 * 8 * 8
+    whole = [cache.layers[1].nbytes for cache in caches]
+    assert max(whole) == (length + new - 1 + 2) // 3 * position
+    assert sum(whole) == (length + new - 1) * position
+    assert max(cache.layers[0].nbytes for cache in caches) <= 2 * window * position
+
+
+def test_a_further_prompt():
+    """A conversation goes on with the same cache."""
+    model, tokens, further = model_of("gemma3_text", **MODELS["gemma3_text"]), tokens_of(), tokens_of(7, 1)
+
+    def talk(mine: Any, prompt: torch.Tensor, cache: Any) -> torch.Tensor:
+        cache = transformers.DynamicCache(config=mine.config) if cache is None else cache
+        said = greedy(8)(mine, prompt, cache)
+        return greedy(8)(mine, torch.cat((said, further), 1), cache)
+
+    compare(on_ranks(model, tokens, talk), on_one(model, tokens, talk))
+
+
+@pytest.mark.parametrize("length", [1, 2])
+def test_a_prompt_that_is_too_short_to_cut(length: int):
+    model, tokens = model_of("llama"), tokens_of(length)
+    compare(on_ranks(model, tokens, greedy(6), ranks=3), on_one(model, tokens, greedy(6)))
+
+
+def test_beam_search():
+    """The rows of the cache are repeated for the beams, and then exchanged."""
+    model, tokens = model_of("llama"), tokens_of()
+    beams = greedy(12, num_beams=3)
+
+    def repeated(mine: Any, prompt: torch.Tensor, cache: Any) -> torch.Tensor:
+        if cache is not None:
+            cache.batch_repeat_interleave(3)
+        return beams(mine, prompt, cache)
+
+    compare(on_ranks(model, tokens, repeated), on_one(model, tokens, repeated))
+
+
+def test_tokens_that_are_looked_up_in_the_prompt():
+    """Assisted decoding: several tokens at once, of which some are taken back."""
+    model, tokens = model_of("mistral"), tokens_of(6).repeat(1, 4)[:1]
+    generate = greedy(16, prompt_lookup_num_tokens=3)
+    found = on_ranks(model, tokens, generate)
+    assert torch.equal(found[0][0], on_one(model, tokens, generate)[0])
+    assert torch.equal(found[0][0], on_one(model, tokens, greedy(16))[0])
+
+
+def refused(
+    words: str,
+    model_type: str = "llama",
+    *,
+    generate: Generate | None = None,
+    tokens: torch.Tensor | None = None,
+    implementation: str = NAME,
+    between: Callable[[int, Any], Any] | None = None,
+    changes: dict[str, Any] | None = None,
+    **inputs: Any,
+) -> None:
+    """Every rank raises before its first wrong token; one of them says why."""
+    model = model_of(model_type, **{"num_hidden_layers": 1} | (changes or {}))
+    given = tokens_of() if tokens is None else tokens
+    options = {"implementation": implementation, "between": between}
+    with pytest.raises(RankError, match=words) as found:
+        on_ranks(model, given, generate or greedy(4), **options, **inputs)
+    assert found.value.errors.keys() == {0, 1}
+
+
+class Favourite(transformers.LogitsProcessor):
+    """On the second rank another token is the best one."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        favoured = scores.clone()
+        favoured[:, 5 + torch.distributed.get_rank()] = 1e3
+        return favoured
+
+
+def test_ranks_that_choose_different_tokens():
+    """However they come to: here by what they prefer; by their random states where tokens are sampled."""
+    refused("decode different tokens", generate=greedy(4, logits_processor=[Favourite()]))
+    refused("decode different tokens", generate=greedy(4, do_sample=True, temperature=50.0))
+
+
+def test_what_is_refused():
+    padded = tokens_of().clone()
+    padded[0, :6] = 0  # the padding token, of which generate() makes a mask
+    refused("another attention_mask than it is decoded with", tokens=padded)
+    refused("padded on the right", attention_mask=PADDED.flip(1))
+    refused("attention_mask of shape .* both are of the whole prompt", attention_mask=PADDED[:, 3:])
+    refused("scaled_dot_product_attention was called on the keys of a cache", implementation="sdpa")
+    refused("changes the keys or values of its cache", "diffllama")
+    refused(
+        "use_cache=False: leave out one",
+        generate=lambda model, tokens, cache: model(
+            tokens[:, -1:], position_ids=torch.full((2, 1), LENGTH - 1), past_key_values=cache, use_cache=False
+        ),
+    )
+    refused("a cache that is cut over the ranks is not offloaded", between=lambda rank, cache: cache.offload(0))
+    refused("belongs to its prompt", between=lambda rank, cache: cache.reset())
+    rows = r"new tokens of 4 rows, .* call cache.batch_repeat_interleave\(n\)"
+    refused(rows, generate=greedy(4, num_beams=2))
+    refused(rows, generate=greedy(4, num_return_sequences=2, do_sample=True))
+
+
+def test_a_cache_that_is_not_cut_is_refused():
+    model, tokens = model_of("llama", num_hidden_layers=1), tokens_of()
+
+    def on(rank: int, generate: Callable[[Any], Any], words: str) -> None:
+        mine, mesh = copy.deepcopy(model), init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        mine.set_attn_implementation(NAME)
+        with pytest.raises(ValueError, match="has no ModuleContextParallel"):
+            prefill(mine, tokens)
+        parallelize_module(mine, mesh, ModuleContextParallel())
+        with pytest.raises((RuntimeError, ValueError), match=words):
+            generate(mine)
+
+    static = {"cache_implementation": "static", "max_new_tokens": 4, "use_cache": True}
+    whole = r"give it past_key_values=prefill\(model, input_ids\)"
+    run_ranks(on, 2, lambda mine: mine.generate(tokens, **static), r"give it past_key_values=prefill")
+    dynamic = transformers.DynamicCache(config=model.config)
+    run_ranks(on, 2, lambda mine: greedy(4)(mine, tokens, copy.deepcopy(dynamic)), whole)
+    run_ranks(on, 2, lambda mine: mine.train() and prefill(mine, tokens), r"call model\.eval\(\) first")
+    parts = (head_tail(LENGTH, 2).shard(tokens, 1, rank) for rank in range(2))
+    cut = [*parts]
+    words = "the prompt, which prefill cuts itself"
+    run_ranks(on, 2, lambda mine: prefill(mine, cut[torch.distributed.get_rank()]), words)
