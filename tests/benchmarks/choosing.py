@@ -71,10 +71,10 @@ def work(rank: int, ranks: int, rounds: int, port: int) -> None:
     if rank == 0:
         print(
             f"\n{ranks} ranks, measured: {machine.flops / 1e9:.0f} GFLOP/s, half at {machine.half_rows:.0f} queries, "
-            f"backward {machine.backward_rate:.2f}, beyond the diagonal {machine.beyond_diagonal:.0f} keys, kernel floor {machine.kernel_floor * 1e6:.0f} us, op floor "
-            f"{machine.op_floor * 1e6:.0f} us, copies {machine.copy_bandwidth / 1e9:.1f} GB/s, messages "
-            f"{machine.bandwidth / 1e9:.1f} GB/s + {machine.latency * 1e6:.0f} us, a call "
-            f"{machine.call_floor * 1e3:.2f} ms"
+            f"backward {machine.backward_rate:.2f}, beyond the diagonal {machine.beyond_diagonal:.0f} keys, "
+            f"kernel floor {machine.kernel_floor * 1e6:.0f} us, op floor {machine.op_floor * 1e6:.0f} us, copies "
+            f"{machine.copy_bandwidth / 1e9:.1f} GB/s, messages {machine.bandwidth / 1e9:.1f} GB/s "
+            f"+ {machine.latency * 1e6:.0f} us, a call {machine.call_floor * 1e3:.2f} ms"
         )
     found: list[Row] = []
     ratios: list[float] = []
