@@ -336,6 +336,12 @@ MISTAKES = [
     ),
     # -- CUDA, on stand-ins --
     Mistake(
+        "functions: a call has the mask of an earlier one",
+        "key = (*said, gradient_check, agreement) if kept else None",
+        "key = (*said[:5], gradient_check, agreement) if kept else None",
+        "tests/ranks/engine/test_wire.py",
+    ),
+    Mistake(
         "CUDA: efficient attention's backward is given out as it is",
         "    out_by_rows=True,\n    row_bytes=16,\n    one_dim=False,\n)",
         "    row_bytes=16,\n    one_dim=False,\n)",

@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from operator import itemgetter
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -394,7 +394,7 @@ def end_forwards() -> None:
     each such group.
     """
     for group, ledger in list(_ledgers.items()):
-        if ledger.forward_open and _is_of_this_world(group):
+        if ledger.forward_open and is_of_this_world(group):
             _close(ledger, group)
 
 
@@ -407,7 +407,7 @@ def _close(ledger: Ledger, group: dist.ProcessGroup) -> None:
         )
 
 
-def _is_of_this_world(group: dist.ProcessGroup) -> bool:
+def is_of_this_world(group: dist.ProcessGroup) -> bool:
     """Whether the group belongs to this rank (ranks may be threads) and was not destroyed."""
     try:
         return resolve_group(group.group_name) is group
@@ -429,6 +429,12 @@ def compare(rows: Rows, column: str, name: str, axis: str, what: str, mine: Call
 def plain(value: Any) -> str:
     """A text for ``value`` that is the same on every rank: without addresses, functions by name."""
     return getattr(value, "__qualname__", None) or re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+
+
+@lru_cache(maxsize=512, typed=True)
+def fingerprint_of(*values: Any) -> int:
+    """:func:`fingerprint` of hashable values. Numbers inside of a value have one type, because 1 and 1.0 are equal."""
+    return fingerprint(values)
 
 
 def fingerprint(values: Sequence[Any]) -> int:

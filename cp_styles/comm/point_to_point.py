@@ -25,6 +25,8 @@ _users: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
 
 def note_user(group: dist.ProcessGroup, user: str) -> None:
     """Note that ``user`` uses ``group`` and its parts. Errors of transfers then name it."""
+    if _users.get(group) == user:
+        return  # for its parts too, which get the user of the group when they are made
     _users[group] = user
     for part in _parts.get(group, {}).values():
         _users[part] = user
@@ -182,8 +184,10 @@ def _gather(
     rows: list[torch.Tensor], mine: torch.Tensor, group: dist.ProcessGroup, patience: timedelta | None = None
 ) -> dist.Work | None:
     """Start an all-gather of a :func:`_row`. ``patience`` limits the time to open connections."""
-    if has_cpu_backend(group) or mine.device.type != "cpu":
+    if mine.device.type != "cpu":
         return dist.all_gather(rows, mine, group=group, async_op=True)
+    if has_cpu_backend(group):
+        return group.allgather([rows], [mine])  # without the checks of dist.all_gather, which take as long as a copy
     if group not in _hosts:
         _hosts[group] = gloo_beside(group, "cp_styles", patience)
     return _hosts[group].allgather([rows], [mine])

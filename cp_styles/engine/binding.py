@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, NoReturn
@@ -25,13 +27,15 @@ from cp_styles.comm.agreement import (
     compare,
     exchange_status,
     fingerprint,
+    fingerprint_of,
+    is_of_this_world,
     ledger_of,
     offer_refusal,
     plain,
 )
 from cp_styles.engine.gradient_watch import RAISE, GradientCheck, ParameterWatch, watch_of
 from cp_styles.engine.mesh_axes import OtherAxes
-from cp_styles.kernels import Kernel, kernel_for_tiles
+from cp_styles.kernels import Kernel, SdpaKernel, kernel_for_tiles
 from cp_styles.kernels.autocast import attended_dtypes
 from cp_styles.layout import (
     Balancer,
@@ -47,6 +51,8 @@ from cp_styles.strategies import Attention, PerRowStrategy, Strategy
 
 # Number of attentions that a binding caches, with the data that strategies have derived for them.
 _MOST_ATTENTIONS = 16
+# Number of bindings with other masks that it caches. A mask may hold a tensor.
+_MOST_MASKED = 4
 
 
 @dataclass
@@ -109,6 +115,7 @@ class Binding:
     _settlements: dict[tuple[SequenceLayout, SequenceLayout], Binding] = field(
         init=False, default_factory=dict, compare=False, repr=False
     )
+    _masked: dict[Mask, Binding] = field(init=False, default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.strategy, Strategy):
@@ -221,6 +228,18 @@ class Binding:
         assert self._lean is not None
         return self._lean
 
+    def with_mask(self, mask: Mask) -> Binding:
+        """This binding with ``mask`` beside its own. Cached for the latest masks: layers share them."""
+        if isinstance(mask, Full):
+            return self
+        found = self._masked.pop(mask, None)
+        if found is None:
+            found = replace(self, mask=self.mask & mask)
+            while len(self._masked) >= _MOST_MASKED:
+                del self._masked[next(iter(self._masked))]
+        self._masked[mask] = found
+        return found
+
     def prepare(self) -> None:
         """Make the plans for calls like those so far, so that later calls find them. No communication."""
         assert isinstance(self.layout, SequenceLayout)  # a scope's
@@ -242,13 +261,11 @@ class Binding:
             )
         return self.layout_for(kv_length)
 
-    def known_lengths(
-        self, refuse: Callable[[], None], tensors: Sequence[torch.Tensor], seq_dim: int
-    ) -> tuple[int, int] | None:
-        """The lengths that :meth:`agree` would find, if they are certain without communication. Else None.
+    def known(self, refuse: Callable[[], None], tensors: Sequence[torch.Tensor], seq_dim: int) -> Binding | None:
+        """What :meth:`agree` would return, if it is certain without communication. Else None.
 
-        If they are known, the agreement can be deferred to the call. They are not known with a balancer, which needs
-        the global length, or if this rank sees an error, which must be reported now. No communication.
+        If it is known, the agreement can be deferred to the call. It is not known with a balancer, which needs the
+        global length, or if this rank sees an error, which must be reported now. No communication.
         """
         if not isinstance(self.layout, SequenceLayout):
             return None
@@ -258,8 +275,9 @@ class Binding:
         except Exception:  # of any kind: agree() reports it to the other ranks
             return None
         own = self.layout.lengths[self.group.rank()]
-        fits = all(x.shape[seq_dim] == own for x in tensors)
-        return (self.layout.length, self.layout.length) if fits else None
+        if any(x.shape[seq_dim] != own for x in tensors):
+            return None
+        return self._settled((self.layout.length, self.layout.length), (self.layout, self.layout))
 
     def agree(
         self,
@@ -321,7 +339,7 @@ class Binding:
             # What is alive may differ between ranks, so it must not make a call a new one.
             may_warn = self.agreement == EVERY_CALL and other_cuts_around(layout_for, ranks, self.group.rank(), own)
             rest = slice(seq_dim % tensors[0].ndim + 1, None)
-            sizes = [(*x.shape[:seq_dim], *x.shape[rest]) for x in tensors]
+            sizes = [(x.shape[:seq_dim], x.shape[rest]) for x in tensors]
             return StatusRow(
                 q_length=own[0],
                 kv_length=own[1],
@@ -329,9 +347,9 @@ class Binding:
                 place=self.tally.calls,
                 guessed=_packed(guess),
                 layout=layout,
-                inputs=fingerprint([*sizes, *attended_dtypes(tensors), _contents(attn_mask)]),
+                inputs=fingerprint_of(*sizes, *attended_dtypes(tensors), _contents(attn_mask)),
                 config=self._print,
-                call=fingerprint([call]) if call else 0,
+                call=fingerprint_of(*call, *call.values()) if call else 0,
                 watch=watch.look(tensors, self.group),
                 flags=BACKWARD_MAY_COME * keep + MAY_WARN * may_warn,
             )
@@ -429,7 +447,7 @@ class Binding:
             return StatusRow(
                 status=RankStatus.GOOD_CALL,
                 place=self.tally.calls,
-                call=fingerprint([is_causal, scale, _contents(attn_mask)]),
+                call=fingerprint_of(is_causal, scale, _contents(attn_mask)),
                 flags=BACKWARD_MAY_COME * keep,
             )
 
@@ -520,6 +538,53 @@ class Binding:
         cut = plain(self.layout) if isinstance(self.layout, SequenceLayout) else "balancer"
         texts = [plain(part) for part in (self.strategy, self.mask, self.kernel, self.agreement)]
         return fingerprint([cut, *texts, self.mask.content, 0 if self.kernel is None else self.kernel.content])
+
+
+# The latest bindings of calls of functions in this thread. A binding keeps its group alive, and an idle group has
+# threads that poll. So there are few of them; those of groups that were destroyed leave with the next new one; and
+# ranks that are threads take theirs with them.
+_of_calls: ContextVar[OrderedDict[tuple[Any, ...], Binding] | None] = ContextVar("bindings_of_calls", default=None)
+_MOST_OF_CALLS = 16
+
+
+def binding_of_call(
+    name: str,
+    axis: str,
+    group: dist.ProcessGroup,
+    strategy: Strategy,
+    layout: SequenceLayout | Balancer,
+    mask: Mask,
+    kernel: Kernel | None = None,
+    *,
+    gradient_check: GradientCheck,
+    agreement: Agreement,
+) -> Binding:
+    """The binding of a function's call: the same one for the same arguments, with all that it has derived from them.
+
+    A mask that holds a tensor, a kernel of the user and modules in ``gradient_check`` are not kept alive: with these
+    there is a new binding at each call.
+    """
+    said = name, axis, group, strategy, layout, mask, kernel
+    checks = {"gradient_check": gradient_check, "agreement": agreement}
+    known = _of_calls.get()
+    if known is None:
+        _of_calls.set(known := OrderedDict())
+    try:
+        kept = mask.pattern == mask and isinstance(kernel, SdpaKernel | None) and not gradient_check.local
+        key = (*said, gradient_check, agreement) if kept else None
+        found = None if key is None else known.pop(key, None)
+    except (AttributeError, TypeError):  # an argument of a wrong type, about which a Binding raises
+        return Binding(*said, **checks)
+    if found is None:
+        found = Binding(*said, **checks)
+        for old, binding in list(known.items()):
+            if not is_of_this_world(binding.group):
+                del known[old]
+    if key is not None:
+        known[key] = found
+        while len(known) > _MOST_OF_CALLS:
+            known.popitem(last=False)
+    return found
 
 
 _NAMED = "strategy, layout, mask or kernel"

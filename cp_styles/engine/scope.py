@@ -217,12 +217,11 @@ class ScopedBinding:
             self._lean = ScopedBinding(self.unscoped.keeping_nothing(), self.named, self.history)
         return self._lean
 
-    def lease(self, binding: Binding, device_type: str) -> Lease:
-        """A bound mesh for ``binding``: the result of :meth:`now`, completed for the call."""
+    def lease(self, binding: Binding, scope: SequenceScope | None, device_type: str) -> Lease:
+        """A bound mesh for ``binding`` under ``scope``: the results of :meth:`resolve`, completed for the call."""
         lease = _alive.get(binding)
         if lease is None:
             lease = _alive[binding] = self._take(binding, device_type)
-        scope = self._resolve()[1]
         if scope is None:
             self._latest = lease
         else:

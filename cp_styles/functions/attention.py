@@ -12,7 +12,7 @@ from cp_styles._compat import is_traced
 from cp_styles.comm.agreement import EVERY_CALL, Agreement
 from cp_styles.comm.groups import axis_and_group
 from cp_styles.derivatives import refuse_tangents
-from cp_styles.engine.binding import Binding
+from cp_styles.engine.binding import binding_of_call
 from cp_styles.engine.checkpoint import as_kept
 from cp_styles.engine.gradient_watch import RAISE, GradientCheck
 from cp_styles.engine.op import ConfigText, Source, check_local, check_plain, config_text, handle, refuse_on_all
@@ -85,7 +85,7 @@ def context_attention(
         source = config_text(name, axis, group.group_name, *said, only_warn=only_warn, agreement=agreement)
     else:
         checks = {"gradient_check": gradient_check, "agreement": agreement}
-        source = Binding(name, axis, group, strategy, layout, mask, kernel, **checks)
+        source = binding_of_call(name, axis, group, strategy, layout, mask, kernel, **checks)
     return attend(source, (q_BHLD, k_BGMD, v_BGME), scale=scale, sink_H=sink_H)
 
 

@@ -23,7 +23,7 @@ from cp_styles.comm.agreement import EVERY_CALL, Agreement
 from cp_styles.comm.checksum import version_of
 from cp_styles.comm.groups import axis_and_group
 from cp_styles.derivatives import first_derivatives_only, refuse_tangents
-from cp_styles.engine.binding import Binding, refuse_grouped
+from cp_styles.engine.binding import Binding, binding_of_call, refuse_grouped
 from cp_styles.engine.checkpoint import as_kept
 from cp_styles.engine.gradient_watch import RAISE, GradientCheck
 from cp_styles.engine.op import check_local, handle, source_of
@@ -134,7 +134,7 @@ def context_flex_attention(
     name = "context_flex_attention"
     axis, group = axis_and_group(name, group)
     checks = {"gradient_check": gradient_check, "agreement": agreement}
-    binding = Binding(name, axis, group, strategy or Ring(), layout, mask or Full(), **checks)
+    binding = binding_of_call(name, axis, group, strategy or Ring(), layout, mask or Full(), **checks)
     call = FlexCall(score_mod, block_mask, scale, enable_gqa, return_aux=return_aux)
     return call.result(*flex_attend(binding, (q_BHLD, k_BGMD, v_BGME), call))
 
@@ -193,23 +193,22 @@ def _bound(
     binding: Binding, call: FlexCall, tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 ) -> tuple[Binding, tuple[torch.Tensor, ...]]:
     """The binding of one call, and the tensors that its score_mod learns."""
-    mask, kernel, learned = binding.mask, binding.kernel, ()
     if call.block_mask is not None:
-        mask = mask & (FlexMask(call.block_mask) if call.score_mod else FlexMask.per_row(call.block_mask))
-    if call.score_mod is not None:
-        if isinstance(mask, PerRow):
-            raise NotImplementedError(
-                f"{binding.name}: a score_mod cannot be combined with a mask for each row of the batch (PerRow): put "
-                "the masks of the rows into the block_mask"
-            )
-        read = captured_tensors(call.score_mod, (0.0, 0, 0, 0, 0), tensors[0].device)
-        refuse_tangents(binding.name, read)
-        learned = tuple(tensor for tensor in read if tensor.requires_grad)
-        read = tuple((tensor, version_of(tensor)) for tensor in read)
-        kernel = FlexKernel(call.score_mod, learned, read)
-        if call.compiled and compiled_takes(tensors[0], tensors[2]):
-            kernel = CompiledFlexKernel(call.score_mod, learned, read)
-    return replace(binding, mask=mask, kernel=kernel), learned
+        binding = binding.with_mask(FlexMask(call.block_mask) if call.score_mod else FlexMask.per_row(call.block_mask))
+    if call.score_mod is None:
+        return binding, ()
+    if isinstance(binding.mask, PerRow):
+        raise NotImplementedError(
+            f"{binding.name}: a score_mod cannot be combined with a mask for each row of the batch (PerRow): put "
+            "the masks of the rows into the block_mask"
+        )
+    read = captured_tensors(call.score_mod, (0.0, 0, 0, 0, 0), tensors[0].device)
+    refuse_tangents(binding.name, read)
+    learned = tuple(tensor for tensor in read if tensor.requires_grad)
+    read = tuple((tensor, version_of(tensor)) for tensor in read)
+    compiled = call.compiled and compiled_takes(tensors[0], tensors[2])
+    kernel = (CompiledFlexKernel if compiled else FlexKernel)(call.score_mod, learned, read)
+    return replace(binding, kernel=kernel), learned
 
 
 # One op, so that modes do not see the ops inside: a checkpoint policy decides about it as a whole.

@@ -6,7 +6,6 @@ Shapes: T local tokens of the pack, H query heads, G key/value heads, D head dim
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cp_styles.comm.agreement import EVERY_CALL, Agreement
 from cp_styles.comm.groups import axis_and_group
-from cp_styles.engine.binding import Binding
+from cp_styles.engine.binding import Binding, binding_of_call
 from cp_styles.engine.gradient_watch import RAISE, GradientCheck
 from cp_styles.engine.op import check_local, check_plain
 from cp_styles.functions.flex import attend_with_lse
@@ -76,7 +75,7 @@ def context_varlen_attention(
     name = "context_varlen_attention"
     axis, group = axis_and_group(name, group)
     checks = {"gradient_check": gradient_check, "agreement": agreement}
-    binding = Binding(name, axis, group, strategy or Ring(), layout, mask or Full(), **checks)
+    binding = binding_of_call(name, axis, group, strategy or Ring(), layout, mask or Full(), **checks)
 
     def masked() -> Mask:
         return _mask(name, cu_seqlens, window_size)
@@ -171,7 +170,7 @@ def _attend(
                     f"{binding.name}: {label} must have 3 dims (tokens, heads, head dim), got {tuple(tensor.shape)}"
                 )
         check_local(binding.name, batched)
-        return replace(binding, mask=binding.mask & masked()), ()
+        return binding.with_mask(masked()), ()
 
     out, lse = attend_with_lse(binding, batched, bind, scale=scale, wants_lse=wants_lse)
     return out.squeeze(0).transpose(0, 1), None if lse is None else lse.squeeze(0)

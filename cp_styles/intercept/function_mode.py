@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import lru_cache
@@ -45,7 +44,7 @@ from cp_styles.intercept.multi_head import multi_head_attention
 from cp_styles.kernels.flex import ScoreMod
 from cp_styles.kernels.sdpa import SDPA_CALLS
 from cp_styles.layout import cut_with
-from cp_styles.mask import Dense, Full, Mask, PerRow
+from cp_styles.mask import Dense, Mask, PerRow
 
 
 class AttentionCalls(TorchFunctionMode):
@@ -77,8 +76,6 @@ class AttentionCalls(TorchFunctionMode):
         self._grad_at_entry: list[bool] = []
         self._as_written: list[FlexAsWritten | None] = []  # None if it was entered already
         self._flex = FlexCalls()
-        # Bindings with the masks of calls that name one, and what they are made of.
-        self._masked: OrderedDict[tuple[int, Mask], tuple[Binding, Binding]] = OrderedDict()
         self._entries, self._first_node = 0, -1
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AttentionCalls:
@@ -282,10 +279,10 @@ class AttentionCalls(TorchFunctionMode):
         binding = self._scoped.now()
         if score_mod is None:
             return attend(
-                self._with_mask(binding, mask), tensors, attn_mask=attn_mask, scale=scale, sink_H=sink_H, refuse=check
+                binding.with_mask(mask), tensors, attn_mask=attn_mask, scale=scale, sink_H=sink_H, refuse=check
             )
         mask = mask if attn_mask is None else mask & Dense(attn_mask)
-        bound = self._with_mask(binding, mask)
+        bound = binding.with_mask(mask)
         call = FlexCall(score_mod, scale=scale, enable_gqa=True, return_lse=sink_H is not None)
         if isinstance(bound.mask, PerRow):
             rows = range(len(bound.mask.masks))
@@ -330,19 +327,6 @@ class AttentionCalls(TorchFunctionMode):
             "expanded": expanded,
         }
         return decode(binding.name, q_BHLD, cache, mask=binding.mask & mask, **options)
-
-    def _with_mask(self, binding: Binding, mask: Mask) -> Binding:
-        """``binding`` with ``mask`` beside its own; the same one for the same mask."""
-        if isinstance(mask, Full):
-            return binding
-        key = id(binding), mask
-        known = self._masked.pop(key, None)
-        if known is None or known[0] is not binding:
-            known = binding, replace(binding, mask=binding.mask & mask)
-        self._masked[key] = known
-        while len(self._masked) > _MOST_MASKED:
-            self._masked.popitem(last=False)
-        return known[1]
 
     @uncompiled
     def _attend_varlen(self, *args: Any, **kwargs: Any) -> Any:
@@ -457,8 +441,6 @@ never_compile_alone(AttentionCalls.__exit__, nor_what_it_calls=True)
 # other ranks that this rank, whose tracing has failed, does not reach its attention.
 never_compile_alone(AttentionCalls.start, nor_what_it_calls=True)
 never_compile_alone(AttentionCalls.leave, nor_what_it_calls=True)
-
-_MOST_MASKED = 16
 
 # Attention functions that would otherwise run on the local part without an error.
 _OTHERS = {*fast_path_attention()}

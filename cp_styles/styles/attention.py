@@ -6,6 +6,7 @@ import copy
 import enum
 import inspect
 import sys
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -175,6 +176,10 @@ class ContextParallelState:
             )
 
         self._places = [(name, parameters.index(name)) for name in self._names]
+        # Whether three positional arguments are query, key and value, and all that is needed.
+        needed = [each.name for each in self._signature.parameters.values() if each.default is each.empty]
+        by_place = inspect.Parameter.KEYWORD_ONLY not in kinds and tuple(parameters[:3]) == self._names
+        self._takes_three = by_place and set(needed) <= set(self._names)
 
     def register(self) -> None:
         options = {"seq_dim": self.style.seq_dim, "use_local_output": self.style.use_local_output}
@@ -202,7 +207,7 @@ class ContextParallelState:
     def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         install()
         scoped = as_kept(self._scoped)
-        self.binding = scoped.now()
+        self.binding, scope = scoped.resolve()
         bound = self._bind(args, kwargs)
         inputs: tuple[Any, ...] = tuple(map(bound.arguments.get, self._names))
         dim = self.style.seq_dim
@@ -210,8 +215,8 @@ class ContextParallelState:
         attn_mask = bound.arguments.get("attn_mask")
         asked = self.binding
         refuse = partial(self._refuse, bound.arguments, inputs, local)
-        known = asked.known_lengths(refuse, local, dim)
-        agreed = replace(asked, lengths=known) if known else asked.agree(refuse, local, dim, attn_mask)
+        known = asked.known(refuse, local, dim)
+        agreed = known or asked.agree(refuse, local, dim, attn_mask)
         lengths = agreed.lengths
         assert lengths is not None
         other_axes = self.dtensor_io.other_axes(self._names, inputs)
@@ -221,7 +226,7 @@ class ContextParallelState:
         if attn_mask is not None:
             self.binding = replace(self.binding, mask=self.binding.mask & Dense(attn_mask))
             bound.arguments["attn_mask"] = None
-        self._lease = lease = scoped.lease(self.binding, self.axis.device_type)
+        self._lease = lease = scoped.lease(self.binding, scope, self.axis.device_type)
         # The mesh may have an equal binding, for example that of another module. Then its tally is used.
         self.binding = binding_of(lease.mesh) or self.binding
         rank, layout_for = self.binding.group.rank(), self.binding.layout_for
@@ -237,10 +242,13 @@ class ContextParallelState:
         tally = self.binding.tally
         tally.calls = 0
         ledger_of(self.binding.group).engaged = False
-        tally.deferred_agreement = known and partial(asked.agree, tensors=local, seq_dim=dim, attn_mask=attn_mask)
+        deferred = partial(asked.agree, tensors=local, seq_dim=dim, attn_mask=attn_mask)
+        tally.deferred_agreement = None if known is None else deferred
         return bound.args, bound.kwargs
 
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:
+        if self._takes_three and len(args) == 3 and not kwargs:
+            return inspect.BoundArguments(self._signature, OrderedDict(zip(self._names, args, strict=True)))
         try:
             return self._signature.bind(*args, **kwargs)
         except TypeError as error:

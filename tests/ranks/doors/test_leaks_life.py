@@ -12,14 +12,20 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.experimental._context_parallel import _attention as torch_cp
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils.checkpoint import checkpoint
 
+from cp_styles import GradientCheck, context_attention
+from cp_styles.engine.binding import _of_calls
+from cp_styles.kernels import ReferenceKernel
 from cp_styles.layout import head_tail
+from cp_styles.mask import Causal, Dense, Full
 from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.testing import run_ranks
 from tests.oracle import error, randn
@@ -234,6 +240,7 @@ def test_destroyed_groups_are_freed():
         for strategy in (Ring(), Ulysses(), Ulysses(size=1)):
             core = parallel(Core(), mesh, strategy=strategy, layout=head_tail)
             core(*(randn(seed, 1, 4, 6, 8).requires_grad_() for seed in range(3))).sum().backward()
+            context_attention(*(randn(seed, 1, 4, 6, 8) for seed in range(3)), mesh, strategy=strategy)
 
     def threads_after() -> int:
         run_ranks(on, 2)
@@ -244,3 +251,33 @@ def test_destroyed_groups_are_freed():
     first, *later = (threads_after() for _ in range(4))
     assert min(later) <= first
     assert all(group() is None for group in groups)
+
+
+class Own(ReferenceKernel):
+    """A kernel of the user."""
+
+
+def test_calls_of_a_function_share_a_binding_that_keeps_nothing_of_theirs_alive():
+    """What a call derives from its arguments is found again; tensors of masks and modules of checks are let go."""
+
+    def on(rank: int) -> None:
+        group, layout, local = dist.group.WORLD, head_tail(8, 1), nn.Linear(2, 2)
+        x = torch.randn(1, 2, 8, 8)
+
+        def made(call) -> int:
+            known = set(_of_calls.get() or ())
+            call()
+            return len(set(_of_calls.get() or ()) - known)
+
+        attend = partial(context_attention, x, x, x, group, layout=layout)
+        assert [made(partial(attend, mask=mask)) for mask in (Causal(), Causal(), Full(), None)] == [1, 0, 1, 0]
+        mask, kernel = Dense(torch.ones(8, 8, dtype=torch.bool)), Own()
+        for held in ({"mask": mask}, {"kernel": kernel}, {"gradient_check": GradientCheck(local=(local,))}):
+            assert made(partial(attend, **held)) == 0
+        gone = [weakref.ref(each) for each in (mask.tensor, kernel, local)]
+        del mask, kernel, local, held
+        gc.collect()
+        assert [each() for each in gone] == [None] * 3
+        assert len(_of_calls.get() or ()) == 2
+
+    run_ranks(on, 1)
