@@ -46,6 +46,7 @@ from torch.utils.checkpoint import checkpoint
 from cp_styles.comm.agreement import Meeting, StatusRow, end_forwards, exchange_status, fingerprint
 from cp_styles.comm.groups import axis_and_group, shares_ranks
 from cp_styles.layout import SequenceLayout
+from cp_styles.troubleshooting import see
 
 Group: TypeAlias = dist.ProcessGroup | DeviceMesh
 """The ranks that share a sequence: a process group or a 1-D mesh, ``mesh["cp"]``."""
@@ -395,6 +396,7 @@ def _refuse_summed(parameters: list[torch.Tensor], group: dist.ProcessGroup) -> 
                     f"{tuple(parameter.shape)} is already summed over some of them, by {known.by}, and has not changed "
                     "since. A second sum would multiply it by the number of ranks. Sum once, after the last backward; "
                     "leave out parameters in front of a collectives.split, or give that grad_scale=GradScale.DOWN"
+                    f"{see('Gradients that are summed twice')}"
                 )
 
 

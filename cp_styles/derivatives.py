@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from cp_styles._compat import has_tangent
+from cp_styles.troubleshooting import see
 
 
 def refuse_tangents(name: str, tensors: Sequence[torch.Tensor | None]) -> None:
@@ -57,4 +58,5 @@ class _Final(torch.autograd.Function):
             "second derivatives through context-parallel attention (create_graph=True, then a backward through the "
             "gradient) are not supported, nor by torch's fused attention. Do not use create_graph, or compute this "
             "penalty with an attention in plain ops on one device"
+            f"{see('Second derivatives')}"
         )

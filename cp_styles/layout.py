@@ -22,6 +22,7 @@ from typing import Any, TypeAlias
 import torch
 
 from cp_styles.mask import Mask, work_from
+from cp_styles.troubleshooting import see
 
 Chunk: TypeAlias = tuple[int, int]
 """A half-open range ``(start, stop)`` of global positions."""
@@ -244,7 +245,8 @@ def warn_of_other_cuts(layout: SequenceLayout, name: str) -> None:
             f"{name}: attends to {layout.length} positions on {layout.ranks} ranks with a layout that cut no tensor "
             f"here, but there are tensors of this length that {len(around)} other layout(s) cut. If they are the "
             "tokens, the result is wrong: cut and attend with the same SequenceLayout. If they are unrelated, delete "
-            "them, or filter this warning",
+            "them, or filter this warning"
+            f"{see('A layout that cut no tensor')}",
             LayoutMismatchWarning,
             stacklevel=2,
         )

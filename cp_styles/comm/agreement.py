@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from cp_styles._compat import current_graph_task, resolve_group, without_dispatch_modes
 from cp_styles.comm.point_to_point import gather_numbers, note_user, offer_numbers
+from cp_styles.troubleshooting import see
 
 
 class RankStatus(enum.IntEnum):
@@ -336,14 +337,14 @@ def _of_meeting(said: StatusRow, meeting: Meeting, name: str) -> StatusRow:
 
 def _raise_if_refused(rows: Rows, name: str, axis: str) -> None:
     for status, what in (
-        (RankStatus.BAD_INPUTS, "refused their inputs"),
-        (RankStatus.NO_CALL, "refused the attention inside"),
+        (RankStatus.BAD_INPUTS, "their inputs"),
+        (RankStatus.NO_CALL, "the attention inside"),
     ):
         refused = [rank for rank, row in enumerate(rows) if row.status == status]
         if refused:
             raise ValueError(
-                f"{name}: ranks {refused} of mesh axis {axis!r} {what} (their own error says why); this rank "
-                "stops with them"
+                f"{name}: ranks {refused} of mesh axis {axis!r} refused {what} (their own error says why); this rank "
+                f"stops with them{see('Another rank has refused')}"
             )
 
 
@@ -357,6 +358,7 @@ def _raise_if_apart(rows: Rows, name: str, axis: str) -> None:
         f"{name}: the ranks of mesh axis {axis!r} are not at the same place: {here}{more}. They call attention, or "
         "another function that communicates over this axis, a different number of times or in a different order: "
         "loops and conditions must depend on values that are the same on all ranks"
+        f"{see('Ranks at different places')}"
     )
 
 
@@ -423,6 +425,7 @@ def compare(rows: Rows, column: str, name: str, axis: str, what: str, mine: Call
         raise ValueError(
             f"{name}: the ranks of mesh axis {axis!r} disagree on {what}: ranks {odd} differ from rank 0; this rank "
             f"has {mine()}"
+            f"{see('Ranks that disagree')}"
         )
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from cp_styles._compat import gloo_beside, part_of_group, resolve_group
 from cp_styles.comm.rehearsal import Rehearsal
+from cp_styles.troubleshooting import see
 
 
 class TransferError(RuntimeError):
@@ -77,7 +78,8 @@ def _failed(error: RuntimeError, peers: Sequence[int], group: dist.ProcessGroup 
     ranks = list(peers) if group is None else [dist.get_global_rank(group, peer) for peer in peers]
     return TransferError(
         f"{user}: a transfer with rank {', '.join(map(str, ranks))} (of all processes) failed: that rank has ended, "
-        f"or did not take part in time. See the log of that rank. The transport says: {error}"
+        f"or did not take part in time; its log has the reason{see('A rank that has ended')}. The transport says: "
+        f"{error}"
     )
 
 
@@ -201,6 +203,7 @@ def refuse_destroyed(group: dist.ProcessGroup) -> None:
         raise RuntimeError(
             "the process group over which this attention is context parallel was destroyed (destroy_process_group): "
             "apply the style to a new module, or call the attention, with a mesh of the new process groups"
+            f"{see('A process group that was destroyed')}"
         ) from None
 
 

@@ -48,6 +48,7 @@ from cp_styles.layout import (
 )
 from cp_styles.mask import Causal, Dense, Full, Mask, PerRow, digest
 from cp_styles.strategies import Attention, PerRowStrategy, Strategy
+from cp_styles.troubleshooting import see
 
 # Number of attentions that a binding caches, with the data that strategies have derived for them.
 _MOST_ATTENTIONS = 16
@@ -153,6 +154,7 @@ class Binding:
             raise ValueError(
                 f"{self.name}: the layout cuts {self.layout.length} positions, the ranks of mesh axis {self.axis!r} "
                 f"hold {length} together; build the layout for this length, or give a balancer such as head_tail"
+                f"{see('A layout of another length')}"
             )
         return self.layout
 
@@ -381,6 +383,7 @@ class Binding:
                     f"{self.name}: the ranks of mesh axis {self.axis!r} hold {list(held)} positions, but the layout "
                     f"{plain(self.layout)} gives them {list(layout.lengths)} of {sum(held)}: cut the inputs with the "
                     "layout of the attention (layout.shard), or give the attention the layout they were cut with"
+                    f"{see('Inputs that were cut in another way')}"
                 )
         if not rows.alike:
             # Compare the configuration last: a rank that did not reach its call is reported with its own status first.
@@ -498,6 +501,7 @@ class Binding:
                     f"{self.name}: an input of shape {tuple(tensor.shape)} was cut with another layout than the "
                     f"attention uses ({plain(self.layout)}); cut and attend with the same layout: layout= of the "
                     "style, or a SequenceScope around both"
+                    f"{see('A tensor that was cut with another layout')}"
                 )
 
     def _compare(
@@ -631,6 +635,7 @@ def _compare_keep(rows: Rows, keep: bool, name: str, axis: str) -> None:
             f"{name}: a backward may follow on some ranks of mesh axis {axis!r} and not on others: ranks {odd} attend "
             f"under no_grad, or no input of theirs requires grad; on this rank one {'may' if keep else 'may not'} "
             "follow. Every rank has a share of every gradient: run the forward with gradients on all ranks, or on none"
+            f"{see('A backward on some ranks only')}"
         )
 
 
@@ -643,6 +648,7 @@ def refuse_dropout(name: str, dropout_p: float) -> None:
         raise NotImplementedError(
             f"{name}: dropout_p={dropout_p} is not supported: the random numbers of the ranks would have to equal "
             "those of one device. Set dropout to 0, or apply it after the attention"
+            f"{see('Dropout in the attention')}"
         )
 
 
@@ -660,7 +666,9 @@ def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     if heads[1] != heads[2]:
         raise ValueError(f"there are {heads[1]} key heads and {heads[2]} value heads")
     if heads[1] == 0 or heads[0] % heads[1]:
-        raise ValueError(f"{heads[0]} query heads are not a multiple of {heads[1]} key/value heads")
+        raise ValueError(
+            f"{heads[0]} query heads are not a multiple of {heads[1]} key/value heads{see('Heads that do not fit')}"
+        )
     if q.shape[3] != k.shape[3]:
         raise ValueError(f"the head dims of query and key differ: {q.shape[3]} and {k.shape[3]}")
 

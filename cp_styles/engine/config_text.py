@@ -27,6 +27,7 @@ import torch
 
 from cp_styles._compat import constant_under_compile
 from cp_styles.mask import Dense
+from cp_styles.troubleshooting import see
 
 _PACKAGE = "cp_styles."
 
@@ -59,7 +60,10 @@ def to_text(value: Any, tensors: list[torch.Tensor]) -> str:
     if isinstance(value, (types.FunctionType, torch.dtype)):
         name = _name_of(value)
         if not name:
-            raise TypeError(f"{_shown(value)} cannot be found by name: define it at the top level of a module")
+            raise TypeError(
+                f"{_shown(value)} cannot be found by name: define it at the top level of a module"
+                f"{see('A function without a name')}"
+            )
         return "{" + repr(name) + "}"
     name, fields = _fields_of(type(value))
     if not name:

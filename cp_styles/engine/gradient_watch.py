@@ -43,6 +43,7 @@ from cp_styles._compat import current_autograd_node, current_graph_task, is_trac
 from cp_styles.comm.checksum import device_checksum
 from cp_styles.comm.groups import shares_ranks, world
 from cp_styles.comm.point_to_point import gather_numbers, largest_over
+from cp_styles.troubleshooting import see
 
 _MOST_NODES = 5000  # of a graph that are asked for their parameter
 _MOST_ELEMENTS = 2**16  # of a parameter that are compared, spread over it
@@ -223,11 +224,12 @@ class ParameterWatch:
         names = names_of([parameter for parameter, _, _ in differing[:_MOST_NAMED]])
         shown = ", ".join(f"{each} {tuple(part.shape)}" for each, (_, part, _) in zip(names, differing, strict=False))
         shown += ", ..." if len(differing) > _MOST_NAMED else ""
-        which = (
+        rest = (_APART if apart else _ROUNDED).format(axis=axis)
+        text = (
             f"{name}: the ranks of mesh axis {axis!r} hold different parameters: {len(differing)} of the "
-            f"{len(looked_at)} that were compared, {shown}. "
+            f"{len(looked_at)} that were compared, {shown}. {rest}{see('Parameters that differ')}"
         )
-        return Finding(which + (_APART if apart else _ROUNDED).format(axis=axis), apart)
+        return Finding(text, apart)
 
 
 _APART = (

@@ -21,6 +21,7 @@ from torch.distributed.tensor.placement_types import Placement
 from cp_styles._compat import dtensor_without_grad
 from cp_styles.device import tensor_on
 from cp_styles.layout import SequenceLayout
+from cp_styles.troubleshooting import see
 
 _HEAD_DIM = 1  # of what reaches the attention: [B, H, S, D]
 Placements = tuple[Placement, ...]
@@ -125,6 +126,7 @@ def refuse_moved(name: str, label: str, tensor: DTensor, seq_dim: int) -> None:
             f"{name}: {label} has the placements {tensor.placements} and the shape {tuple(tensor.shape)} at the "
             f"attention, not Shard({seq_dim}) on the sequence axis: the module moved or gathered the sequence dim; "
             "check seq_dim"
+            f"{see('The sequence dim has moved')}"
         )
 
 
@@ -228,7 +230,9 @@ def head_share(query: DTensor, key: DTensor) -> HeadShare:
     """
     mesh, of, keys_of = query.device_mesh, query.shape[_HEAD_DIM], key.shape[_HEAD_DIM]
     if keys_of == 0 or of % keys_of:
-        raise ValueError(f"{of} query heads are not a multiple of {keys_of} key/value heads")
+        raise ValueError(
+            f"{of} query heads are not a multiple of {keys_of} key/value heads{see('Heads that do not fit')}"
+        )
     # Not get_local_rank: it needs the groups of all axes, and the sequence axis of this mesh has none.
     here = tuple(mesh.get_coordinate() or ())
     cut = [axis for axis, placement in enumerate(query.placements) if placement == Shard(_HEAD_DIM)]

@@ -42,6 +42,7 @@ from cp_styles.kernels.autocast import attended_dtypes
 from cp_styles.layout import Balancer, SequenceLayout, says_always_the_same
 from cp_styles.mask import Dense, Full, Mask
 from cp_styles.strategies import Strategy
+from cp_styles.troubleshooting import see
 
 Source: TypeAlias = Binding | ScopedBinding
 """The binding of an attention. A ScopedBinding is resolved for each call."""
@@ -180,6 +181,7 @@ def _scope_text(scope: SequenceScope, name: str) -> str:
         raise NotImplementedError(
             f"{name}: the mask of the SequenceScope is {scope.mask!r}, but under torch.compile the mask of a scope "
             "cannot hold tensors: pass it as the call's attn_mask, or give it to the style"
+            f"{see('Tensors in the mask of a scope')}"
         )
     return text
 

@@ -20,6 +20,7 @@ from cp_styles.engine.dtensor_handlers import bound_mesh, rebind
 from cp_styles.engine.mesh_axes import OtherAxes
 from cp_styles.layout import Balancer, SequenceLayout
 from cp_styles.mask import Full, Mask
+from cp_styles.troubleshooting import see
 
 
 class Lease:
@@ -265,6 +266,7 @@ class ScopedBinding:
                 f"{name}: attention is being recomputed inside a backward, where the SequenceScope of its batch is not "
                 "known: pass context_fn=scope.for_checkpoint to checkpoint (use_reentrant=False), or open the scope "
                 "inside the checkpointed function"
+                f"{see('A checkpoint under a SequenceScope')}"
             )
         if scope is None:
             if _open_anywhere and task is None and (axis, world()) in list(_open_anywhere.values()):
@@ -272,6 +274,7 @@ class ScopedBinding:
                     f"{name}: a SequenceScope over mesh axis {axis!r} is open in another thread or asyncio task, and a "
                     "scope holds where it was opened: open it in the thread that runs the model, or run the model in a "
                     "copy of the context, contextvars.copy_context().run(model, ...)"
+                    f"{see('A scope in another thread')}"
                 )
             return self.unscoped, None
         self.history.was_scoped = True
@@ -279,6 +282,7 @@ class ScopedBinding:
             raise ValueError(
                 f"{name}: the style has another layout than the SequenceScope around the call; cut and attend with the "
                 "same layout (leave layout= out of the style to use the scope's)"
+                f"{see('Two layouts for one call')}"
             )
         if scope not in self._under:
             self._under[scope] = self.bound_to(scope.layout, scope.mask)

@@ -243,7 +243,7 @@ def explain(
     mask, strategy = Causal() if mask is None else mask, strategy or Ring()
     kv_heads = heads if kv_heads is None else kv_heads
     if heads < 1 or kv_heads < 1 or heads % kv_heads:
-        raise ValueError(f"{heads} query heads are not a multiple of {kv_heads} key/value heads")
+        raise ValueError(f"explain: kv_heads={kv_heads} does not divide heads={heads}")
     if ranks < 1 or length < 1:
         raise ValueError(f"explain needs at least one rank and one position, got ranks={ranks}, length={length}")
     if rank is not None and not 0 <= rank < ranks:

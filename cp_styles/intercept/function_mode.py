@@ -45,6 +45,7 @@ from cp_styles.kernels.flex import ScoreMod
 from cp_styles.kernels.sdpa import SDPA_CALLS
 from cp_styles.layout import cut_with
 from cp_styles.mask import Dense, Mask, PerRow
+from cp_styles.troubleshooting import see
 
 
 class AttentionCalls(TorchFunctionMode):
@@ -135,6 +136,7 @@ class AttentionCalls(TorchFunctionMode):
             raise NotImplementedError(
                 f"{self._name}: attention in plain ops ran inside, on this rank's {length} tokens alone: two products "
                 f"with a softmax over [{length}, {length}] between them. Call scaled_dot_product_attention instead"
+                f"{see('Attention in plain ops')}"
             )
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -392,6 +394,7 @@ class AttentionCalls(TorchFunctionMode):
             raise NotImplementedError(
                 f"{self._name}: no scaled_dot_product_attention was called inside: nothing was context parallel, and "
                 "any other attention was local to each rank. Call one of torch's attention functions in the module"
+                f"{see('No attention was called')}"
             )
         if not torch.compiler.is_dynamo_compiling():
             tensors = (x for x in tree_leaves(output) if isinstance(x, torch.Tensor))

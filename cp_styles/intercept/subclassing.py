@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import nn
 
+from cp_styles.troubleshooting import see
+
 
 class BoundToThisRun:
     """Mixin before a module's class, in a subclass with the name of that class."""
@@ -29,6 +31,7 @@ class BoundToThisRun:
         raise TypeError(
             f"{type(self).__name__} is context parallel, bound to the process groups of this run, and cannot be "
             "pickled: save its state_dict(), load that into a new one and apply the style to it"
+            f"{see('A module that cannot be pickled')}"
         )
 
 

@@ -7,6 +7,8 @@ from functools import reduce
 
 import torch
 
+from cp_styles.troubleshooting import see
+
 # "No bound on this side". Larger than any position. The sum of two does not overflow int64.
 UNBOUNDED = 2**60
 
@@ -101,7 +103,10 @@ class Mask:
     def check(self, shape: tuple[int, int, int, int]) -> None:
         """Raise ValueError unless the mask fits an attention of the global ``shape`` [B, H, S_q, S_kv]."""
         if self.length not in (None, shape[3]):
-            raise ValueError(f"the mask was made for {self.length} positions, the sequence has {shape[3]}")
+            raise ValueError(
+                f"the mask was made for {self.length} positions, the sequence has {shape[3]}"
+                f"{see('A mask of another length')}"
+            )
 
     def allowed(self, q_positions_L: torch.Tensor, kv_positions_M: torch.Tensor) -> torch.Tensor:
         """The band as booleans ``[L, M]``. Tests compare faster code with this definition."""

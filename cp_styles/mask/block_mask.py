@@ -21,6 +21,7 @@ from cp_styles.comm.checksum import checksum
 from cp_styles.device import tensor_on
 from cp_styles.mask import UNBOUNDED, BlockGrid, Mask, PerRow
 from cp_styles.mask.introspect import captured_tensors
+from cp_styles.troubleshooting import see
 
 MaskMod: TypeAlias = Callable[..., torch.Tensor]
 
@@ -116,6 +117,7 @@ class FlexMask(Mask):
             raise ValueError(
                 f"the BlockMask was made for {lengths[0]} queries and {lengths[1]} keys, the whole sequence has "
                 f"{shape[2]} and {shape[3]}: create_block_mask takes the lengths of the whole sequence, not of a rank's"
+                f"{see('A BlockMask of another length')}"
             )
         for size, found, what in ((batch, shape[0], "rows of the batch"), (heads, shape[1], "query heads")):
             if size not in (1, found):

@@ -9,6 +9,7 @@ import torch
 from cp_styles.comm.checksum import digest, version_of
 from cp_styles.derivatives import refuse_tangents
 from cp_styles.mask.algebra import Full, Mask
+from cp_styles.troubleshooting import see
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -43,6 +44,7 @@ class Dense(Mask):
             raise NotImplementedError(
                 "the gradient of an attention bias is not computed under context parallelism: detach() the mask, or "
                 "run the module that learns it without AttentionContextParallel"
+                f"{see('A learned attention bias')}"
             )
 
     @property
@@ -72,6 +74,7 @@ class Dense(Mask):
             raise ValueError(
                 f"a dense mask of shape {sizes} does not broadcast to [B, H, S_q, S_kv] = {list(shape)}: give the mask "
                 "of the whole sequence, rows and columns in the order of positions"
+                f"{see('A mask of another length')}"
             )
 
     def row(self, index: int) -> Mask:

@@ -34,6 +34,7 @@ from cp_styles.strategies import Strategy
 from cp_styles.styles.base import ContextParallelStyle
 from cp_styles.styles.compiled import Traced, traced_of
 from cp_styles.styles.dtensor_io import DTensorIO
+from cp_styles.troubleshooting import see
 
 # Names that modules use for the three inputs. Otherwise the first three arguments are used.
 _NAMES = (("query", "key", "value"), ("q", "k", "v"), ("xq", "xk", "xv"))
@@ -173,6 +174,7 @@ class ContextParallelState:
                 f"AttentionContextParallel is for modules whose forward takes query, key and value; "
                 f"{type(module).__name__} takes {self._signature}. Put scaled_dot_product_attention into a small "
                 "module that takes these three"
+                f"{see('The style is on a whole attention block')}"
             )
 
         self._places = [(name, parameters.index(name)) for name in self._names]
@@ -409,6 +411,7 @@ _NOT_REACHED = (
     "the tensors that the module received. torch decomposes it if there is dropout (set it to 0), an attn_mask that "
     "requires grad (detach it), or only the MATH backend (allow a fused one). Apply weights and tables to query, key "
     "or value before the module, not inside it"
+    f"{see('No attention was reached')}"
 )
 
 

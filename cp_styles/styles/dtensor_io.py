@@ -25,6 +25,7 @@ from cp_styles.engine.mesh_axes import (
     sequence_placement,
     sequence_sharded,
 )
+from cp_styles.troubleshooting import see
 
 
 class DTensorIO:
@@ -76,6 +77,7 @@ class DTensorIO:
                 f"{what}; {expected}, because the style was given the 1-D mesh {self._composed.mesh_dim_names}: for "
                 "DTensors on other axes pass the composed mesh to parallelize_module, or let the style before this one "
                 "return local tensors (use_local_output=True)"
+                f"{see('DTensors on other axes')}"
             )
         for label, value in zip(labels, inputs, strict=True):
             if not isinstance(value, DTensor) or value.device_mesh != mesh:

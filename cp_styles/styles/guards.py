@@ -33,6 +33,7 @@ from cp_styles.functions.decode import LayerCaches
 from cp_styles.intercept.function_mode import AttentionCalls, wrapped_by
 from cp_styles.layout import SequenceLayout
 from cp_styles.mask import All, Causal, Chunked, Full, Mask, SlidingWindow
+from cp_styles.troubleshooting import see
 
 POSITIONS = "position_ids"
 
@@ -116,6 +117,7 @@ class MixingProbe:
             "convolution along the sequence, linear attention, or a norm over tokens would end at this rank's part. "
             "It is not context parallel: keep such layers out of the model, or name the module in trusted= of the "
             "style if what it mixes is whole on each rank"
+            f"{see('A layer that mixes tokens')}"
         )
 
 
@@ -247,6 +249,7 @@ class InputGuards:
                     f"{binding.name}: {kind} takes {name} and was given none: it would count this rank's tokens from "
                     f"0. Pass {name}=layout.positions(rank).unsqueeze(0); or apply the style with check_inputs=False "
                     "if the model does not use them"
+                    f"{see('Positions that count from 0')}"
                 )
             if look and isinstance(inputs[name], torch.Tensor):
                 _refuse_local(binding, inputs[name])
@@ -308,6 +311,7 @@ def _refuse_local(binding: Binding, positions: torch.Tensor) -> None:
             f"{binding.name}: {POSITIONS} count from 0 to {length - 1} on this rank, whose part of the sequence begins "
             f"at {int(mine[0])}: pass layout.positions(rank). If these are documents that each begin at 0, say so with "
             "a SequenceScope(layout, mask=Documents(...)) around the call"
+            f"{see('Positions that count from 0')}"
         )
 
 
@@ -329,6 +333,7 @@ def _refuse_range(binding: Binding, kind: str, lengths: set[int], numbers: torch
                 "and its forward takes no positions: it counts this rank's tokens as if they were the first ones. "
                 "Change it to take positions (layout.positions(rank)); or apply the style with check_inputs=False if "
                 "these numbers are not positions"
+                f"{see('Positions that count from 0')}"
             )
 
 
@@ -339,6 +344,7 @@ def _refuse_labels(name: str, kind: str, inputs: Mapping[str, Any]) -> None:
             "the cut, and the mean would be of this rank's tokens. Take the logits, and use next_token_labels, "
             "layout.shard and global_loss; or pass shift_labels= (made for the whole sequence, then cut) and "
             "num_items_in_batch= (of all ranks) too"
+            f"{see('Labels inside a model')}"
         )
     if inputs.get("num_items_in_batch") is None:
         raise ValueError(

@@ -7,6 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from cp_styles.styles.axis_adapter import AxisAdapter
+from cp_styles.troubleshooting import see
 
 
 def take_axis(device_mesh: DeviceMesh, axis: str, style: ParallelStyle, module: nn.Module) -> DeviceMesh:
@@ -32,6 +33,7 @@ def take_axis(device_mesh: DeviceMesh, axis: str, style: ParallelStyle, module: 
         raise ValueError(
             f'{who} works on the mesh axis "{axis}", but the mesh has {axes}: name one of them "{axis}", '
             'say which one is meant with mesh_axis="...", or pass the 1-D mesh of that axis'
+            f"{see('A mesh without this axis')}"
         )
     return device_mesh[axis]
 

@@ -11,6 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import parallel as torch_parallel
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from cp_styles.troubleshooting import see
+
 
 def parallelize_module(
     module: nn.Module,
@@ -38,6 +40,7 @@ def parallelize_module(
             raise ValueError(
                 f"the plan for {type(module).__name__} has paths that match no module: {said}. Correct them: print "
                 "the names with module.named_modules(); each part between dots may hold * and ?"
+                f"{see('A path that matches no module')}"
             )
         parallelize_plan = dict(parallelize_plan)
     return torch_parallel.parallelize_module(module, device_mesh, parallelize_plan, src_data_rank=src_data_rank)

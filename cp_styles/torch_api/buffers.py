@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from cp_styles._compat import saved_tensors_hooks_on_top, uncompiled
 from cp_styles.layout import SequenceLayout, cut_with, mark_cut
+from cp_styles.troubleshooting import see
 
 
 class Part:
@@ -137,6 +138,7 @@ def check_buffer(buffer: Any) -> None:
         raise ValueError(
             f"a buffer of shape {shape} is the result of a computation that requires grad, and cutting it in place "
             "would break its graph: use context_parallel_shard, which is differentiable, or compute it in the block"
+            f"{see('A buffer that was computed')}"
         )
 
 

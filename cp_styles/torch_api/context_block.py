@@ -41,6 +41,7 @@ from cp_styles.mask import Full, Mask
 from cp_styles.strategies import AllGather, Strategy
 from cp_styles.torch_api.balancers import Cut, LoadBalancer, layout_of
 from cp_styles.torch_api.buffers import Aliases, Part, check_buffer, dim_of
+from cp_styles.troubleshooting import see
 
 _uncompiled = partial(
     uncompiled,
@@ -162,6 +163,7 @@ class ContextParallelBlock(contextlib.ContextDecorator):
                 f"a buffer of shape {tuple(buffer.shape)} is a part of a sequence already: it was cut by a block that "
                 "is still open, by a block that did not restore it (no_restore_buffers), or by a layout's shard; leave "
                 "it out of buffers"
+                f"{see('A buffer that was cut before')}"
             )
 
     def _default_layout(self, pairs: list[tuple[torch.Tensor, int]]) -> SequenceLayout | Balancer:
@@ -171,6 +173,7 @@ class ContextParallelBlock(contextlib.ContextDecorator):
                 f"the buffers have {lengths} positions in their sequence dims, which is not one sequence. For a "
                 "table that is longer than the sequence, pass the view table[:length] and let the model use it. For "
                 "several sequences (cross-attention), give a function that cuts each of them: layout=head_tail"
+                f"{see('Buffers of different lengths')}"
             )
         return layout_made_by(head_tail, lengths[0], self._group.size()) if lengths else head_tail
 

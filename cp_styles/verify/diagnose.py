@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from cp_styles.layout import contiguous, head_tail, striped
 from cp_styles.styles.guards import mixes
+from cp_styles.troubleshooting import see
 from cp_styles.verify.compare import Part, Places, Squares, all_squares, factor, squares
 from cp_styles.verify.record import AttentionMask, Call, Key, OtherMasks, Recording, plain_name, tensors_of
 
@@ -234,7 +235,7 @@ class Comparison:
             return (
                 f"{node}: it carries values from token to token without an attention call (a recurrence, a "
                 "convolution along the sequence, a norm over tokens), and each rank's ends at its own part. Such a "
-                "layer is not context parallel: keep it out of the model"
+                f"layer is not context parallel: keep it out of the model{see('A layer that mixes tokens')}"
             )
         return (
             f"{node}: it gives each rank what the first positions would get: positions are forgotten. It counts this "

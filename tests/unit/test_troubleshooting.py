@@ -1,4 +1,4 @@
-"""The errors that tutorials/troubleshooting.md explains are those of the package, word for word."""
+"""tutorials/troubleshooting.md and the errors of the package lead to each other: texts and titles, word for word."""
 
 import ast
 import re
@@ -8,38 +8,64 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "tutorials/troubleshooting.md").read_text()
-QUOTED = re.findall(r"^> (.+)$", PAGE, re.MULTILINE)
+# (title, quoted text): an entry quotes one or several.
+QUOTED = [
+    (title, quoted)
+    for title, entry in re.findall(r"^#### (.+)\n((?:(?!^#{1,4} ).*\n?)*)", PAGE, re.MULTILINE)
+    for quoted in re.findall(r"^> (.+)$", entry, re.MULTILINE)
+]
+TITLES = {title for title, _ in QUOTED}
 VARIES = "\0"
 
 
 def text_of(node: ast.AST) -> str:
-    """A string of the source, with one character for what an f-string computes."""
+    """A string of the source, with one character for what an f-string computes; titles of entries as they are."""
     if isinstance(node, ast.JoinedStr):
         return "".join(text_of(part) for part in node.values)
+    if isinstance(node, ast.FormattedValue) and isinstance(node.value, ast.Call):
+        called = node.value
+        if isinstance(called.func, ast.Name) and called.func.id == "see":
+            return f'. See "{ast.literal_eval(called.args[0])}" in'
     return str(node.value) if isinstance(node, ast.Constant) else VARIES
 
 
-def texts() -> str:
-    strings = (
-        text_of(node)
-        for path in sorted((ROOT / "cp_styles").rglob("*.py"))
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
-    )
-    # A text may have lines, so what separates texts is no line.
-    return "\1".join(strings)
+def strings_of(node: ast.AST):
+    """The whole strings of a source; an f-string is one, not its parts."""
+    if isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str)):
+        yield text_of(node)
+        return
+    for child in ast.iter_child_nodes(node):
+        yield from strings_of(child)
 
 
-TEXTS = texts()
+TEXTS = [
+    text for path in sorted((ROOT / "cp_styles").rglob("*.py")) for text in strings_of(ast.parse(path.read_text()))
+]
 
 
-def test_there_are_quoted_texts():
-    assert len(QUOTED) > 35
-    assert len(set(QUOTED)) == len(QUOTED)
-
-
-@pytest.mark.parametrize("quoted", QUOTED)
-def test_each_quoted_text_is_in_the_package(quoted):
+def texts_like(quoted: str) -> list[str]:
     """ "..." on the page stands for one value, or for words that are left out, of the same text."""
-    words = r"[^\1]+?".join(re.escape(part) for part in re.split(r"\s*\.\.\.\s*", quoted) if part)
-    assert re.search(words, TEXTS), f"no text of cp_styles reads like this any more: {quoted}"
+    words = re.compile(r".+?".join(re.escape(part) for part in re.split(r"\s*\.\.\.\s*", quoted) if part), re.DOTALL)
+    return [text for text in TEXTS if words.search(text)]
+
+
+def test_there_are_entries():
+    assert len(QUOTED) > 35
+    assert len({quoted for _, quoted in QUOTED}) == len(QUOTED) == PAGE.count("\n> ")
+    titles = re.findall(r"^#### (.+)$", PAGE, re.MULTILINE)
+    assert sorted(titles) == sorted(TITLES)  # each once, and none without a text
+
+
+@pytest.mark.parametrize(("title", "quoted"), QUOTED, ids=[quoted[:50] for _, quoted in QUOTED])
+def test_each_quoted_text_is_in_the_package_and_names_its_entry(title: str, quoted: str):
+    found = texts_like(quoted)
+    assert found, f"no text of cp_styles reads like this any more: {quoted}"
+    for text in found:
+        assert f'. See "{title}" in' in text, f"this error does not name its entry: {text}"
+
+
+def test_each_entry_that_an_error_names_is_on_the_page():
+    named = set(re.findall(r'\. See "([^"\0]+)" in', "\n".join(TEXTS)))
+    assert named == TITLES
+    calls = sum(len(re.findall(r"\bsee\(", path.read_text())) for path in (ROOT / "cp_styles").rglob("*.py"))
+    assert calls - 1 == len(re.findall(r'\. See "([^"\0]+)" in', "\n".join(TEXTS)))  # all but its definition

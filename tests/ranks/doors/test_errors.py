@@ -119,7 +119,7 @@ def test_dropout():
         """\
 NotImplementedError: Calls (AttentionContextParallel over mesh axis 'cp'): dropout_p=0.1 is not supported: the
 random numbers of the ranks would have to equal those of one device. Set dropout to 0, or apply it after the
-attention""",
+attention. See "Dropout in the attention" in tutorials/troubleshooting.md""",
     )
     for causal in (True, False):
         inside = partial(F.scaled_dot_product_attention, dropout_p=0.1, is_causal=causal, enable_gqa=True)
@@ -188,7 +188,8 @@ def test_dtensors_that_are_not_this_sequence():
 ValueError: Core (AttentionContextParallel over mesh axis 'cp'): query is a DTensor on mesh axes ('tp',) with
 (Shard(dim=2),); expected a local tensor, or a DTensor on ('cp',) with Shard(2), because the style was given
 the 1-D mesh ('cp',): for DTensors on other axes pass the composed mesh to parallelize_module, or let the
-style before this one return local tensors (use_local_output=True)""",
+style before this one return local tensors (use_local_output=True). See "DTensors on other axes" in
+tutorials/troubleshooting.md""",
     )
     for placement in (Replicate(), Shard(1)):
         assert f"with ({placement!r},); expected a local tensor" in refusals(on("cp", placement))
@@ -211,7 +212,8 @@ def test_lengths_that_the_layout_cannot_cut():
         wrapped(refusals(call(style={"layout": head_tail(13, RANKS)}))),
         """\
 ValueError: Calls (AttentionContextParallel over mesh axis 'cp'): the layout cuts 13 positions, the ranks of
-mesh axis 'cp' hold 12 together; build the layout for this length, or give a balancer such as head_tail""",
+mesh axis 'cp' hold 12 together; build the layout for this length, or give a balancer such as head_tail. See
+"A layout of another length" in tutorials/troubleshooting.md""",
     )
 
     def cut_otherwise(s: Scene):
@@ -229,7 +231,8 @@ mesh axis 'cp' hold 12 together; build the layout for this length, or give a bal
         """\
 ValueError: Core (AttentionContextParallel over mesh axis 'cp'): the ranks of mesh axis 'cp' hold [3, 4, 5]
 positions, but the layout contiguous gives them [4, 4, 4] of 12: cut the inputs with the layout of the
-attention (layout.shard), or give the attention the layout they were cut with""",
+attention (layout.shard), or give the attention the layout they were cut with. See "Inputs that were cut in
+another way" in tutorials/troubleshooting.md""",
     )
 
 
