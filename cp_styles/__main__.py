@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -17,7 +18,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = sys.argv[1:] if arguments is None else list(arguments)
     made = argparse.ArgumentParser(prog="python -m cp_styles", epilog="COMMAND --help says more.")
     made.add_argument("command", choices=COMMANDS)
-    COMMANDS[made.parse_args(given[:1]).command](given)
+    run = COMMANDS[made.parse_args(given[:1]).command]
+    try:
+        run(given)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read has stopped, such as head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush when Python ends
+        raise SystemExit(1) from None
 
 
 if __name__ == "__main__":

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
 
 import pytest
 
 from cp_styles import Causal, Ring, Ulysses, striped
+from cp_styles import __main__ as command
 from cp_styles.explain import explain, report
 from cp_styles.explain.command import main
 
@@ -69,3 +72,14 @@ def test_bad_input_names_the_option(arguments: str, option: str, capsys):
         main(arguments.split())
     assert found.value.code == 2
     assert f"argument {option}" in capsys.readouterr().err
+
+
+def test_a_reader_that_stops_reading(monkeypatch):
+    """As in: explain ... | head. Neither the print nor the flush at Python's end raises."""
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        with pytest.raises(SystemExit) as found:
+            command.main([*SHORT, "--strategy", "ring", "--layout", "head_tail"])
+        assert found.value.code == 1
