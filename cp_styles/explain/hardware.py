@@ -236,6 +236,7 @@ H100 = Hardware(
         "rate, 0; agreement of the ranks: not measured, left out"
     ),
 )
+"""NVIDIA H100, 80 GB, 8 in a machine with NVLink, 400 Gbit/s a GPU between machines; bfloat16. Published figures."""
 H200 = replace(
     H100,
     name="H200",
@@ -243,6 +244,7 @@ H200 = replace(
     memory=141 * GIB,
     source="as H100, with the data sheet's 141 GB and 4.8 TB/s at 78 %",
 )
+"""NVIDIA H200: an H100 with the memory of its data sheet."""
 A100 = replace(
     H100,
     name="A100",
@@ -256,6 +258,7 @@ A100 = replace(
         "HBM: 2.04 TB/s at 78 %; far link: 200 Gbit/s at 80 %; the rest as H100"
     ),
 )
+"""NVIDIA A100, 80 GB, 8 in a machine with NVLink, 200 Gbit/s a GPU between machines; bfloat16. Published figures."""
 CPU = Hardware(
     name="CPU",
     flops=55e9,
@@ -279,6 +282,7 @@ CPU = Hardware(
         "beyond the diagonal: torch's kernel computes blocks of 512 keys"
     ),
 )
+"""A thread of a server's CPU for each rank, float32, gloo on one machine. Set by hand: prefer ``Hardware.measure``."""
 MACHINES = {"h100": H100, "h200": H200, "a100": A100, "cpu": CPU}
 
 

@@ -430,9 +430,12 @@ _LOW = (torch.float16, torch.bfloat16)
 CPU_FLASH = SdpaKernel(
     "_scaled_dot_product_flash_attention_for_cpu", "cpu", (torch.float64, torch.float32, *_LOW), wide_tiles=True
 )
+"""torch's flash attention for CPU: float64, float32, bfloat16, float16. Low precision has tiles of float32."""
 CUDA_FLASH = VarlenKernel(
     "_scaled_dot_product_flash_attention", "cuda", _LOW, row_bytes=16, most_dim=256, capability=(8, 0)
 )
+"""Flash attention on CUDA: bfloat16 and float16, head dims up to 256 with a backward, compute capability 8.0. Its
+small tiles are packed for torch's op for sequences of varying lengths."""
 CUDA_EFFICIENT = SdpaKernel(
     "_scaled_dot_product_efficient_attention",
     "cuda",
@@ -443,9 +446,10 @@ CUDA_EFFICIENT = SdpaKernel(
     row_bytes=16,
     one_dim=False,
 )
-# Tiles of float16 and bfloat16 in float32, so that only the merged result is rounded. An attention in a single tile
-# stays in its dtype.
+"""Memory-efficient attention on CUDA: float32, bfloat16 and float16, any head dim; takes explicit masks."""
 CUDA_EFFICIENT_FLOAT32 = replace(CUDA_EFFICIENT, wide_tiles=True)
+"""The same with tiles of float16 and bfloat16 computed in float32, so that only the merged result is rounded. An
+attention in a single tile stays in its dtype."""
 # Whole blocks of 128 rows: its backward can make NaN with half a block of keys (cuDNN before 9.26) and with one query
 # (9.26 too), it does not take one key, and every shape has a plan, which is compiled and never forgotten.
 CUDA_CUDNN = SdpaKernel(
@@ -461,5 +465,8 @@ CUDA_CUDNN = SdpaKernel(
     deterministic=False,
     capability=(8, 0),
 )
+"""cuDNN's attention: bfloat16 and float16, head dims up to 128 with a backward, tiles of whole blocks of 128 rows,
+compute capability 8.0. Not deterministic."""
 
 SDPA_KERNELS = (CPU_FLASH, CUDA_FLASH, CUDA_EFFICIENT, CUDA_CUDNN)
+"""The kernels that call torch's fused ops, in the order in which they are tried: see :func:`kernel_for_tiles`."""
