@@ -1,4 +1,7 @@
-"""The parity grid: its axes, which rows of their product make sense, and which of those are run."""
+"""The parity grid: its axes, which rows of their product make sense, and which of those are run.
+
+    python -m tests.ranks.parity_grid      what it covers, for tutorials/support.md
+"""
 
 from __future__ import annotations
 
@@ -232,10 +235,28 @@ def missing_pairs() -> set[tuple[tuple[str, object], tuple[str, object]]]:
     return possible_pairs() - set().union(*map(pairs_of, grid()))
 
 
+_SHOWN = {
+    "strategy": "strategies",
+    "mask": "masks",
+    "layout": "layouts",
+    "kernel": "kernels",
+    "heads": "query heads, key heads",
+    "dtype": "dtypes",
+    "ranks": "ranks",
+    "length": "positions",
+}
+
+
 def coverage() -> str:
-    """How many rows have each value, an axis a line."""
-    lines = [f"{len(grid())} rows"]
-    for axis in AXES:
-        counts = Counter(str(getattr(row, axis)).removeprefix("torch.") for row in grid())
-        lines.append(f"{axis}: " + ", ".join(f"{value} {count}" for value, count in counts.items()))
+    """What the grid covers, as tutorials/support.md shows it: its values, and how many rows have each."""
+    lines = [f"{len(grid())} rows:", "", "| axis | values, and the rows that have each |", "|---|---|"]
+    for axis, values in AXES.items():
+        counts = Counter(getattr(row, axis) for row in grid())
+        names = (str(value).removeprefix("torch.") for value in values)
+        shown = "; ".join(f"{name}: {counts[value]}" for name, value in zip(names, values, strict=True))
+        lines.append(f"| {_SHOWN[axis]} | {shown} |")
     return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(coverage())

@@ -1,17 +1,18 @@
 """Strategy x mask x layout x kernel x heads x dtype x ranks x length, generated, against the float64 oracle.
 
-What the grid covers is held by the first test, as numbers; see parity_grid.py for how its rows are chosen.
+What the grid covers is held by the first test, as numbers in tutorials/support.md; see parity_grid.py for how its rows
+are chosen.
 """
 
 from __future__ import annotations
 
-import textwrap
+import re
 from functools import cache, partial
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from expecttest import assert_expected_inline
 
 from cp_styles.functions.attention import context_attention
 from cp_styles.testing import run_ranks
@@ -26,25 +27,11 @@ RATIO, FLOOR = 1.5, 0.25
 
 
 def test_what_the_grid_covers():
-    """Every two values of any two axes meet, but two ranks of heads in an odd number of ranks."""
+    """Every two values of any two axes meet, but two ranks of heads in an odd number of ranks; the page shows it."""
     assert missing_pairs() == set()
-    assert_expected_inline(
-        "\n".join(textwrap.fill(line, 110) for line in coverage().splitlines()),
-        """\
-191 rows
-strategy: ring 28, ring, sent again 29, all-gather 29, all-gather, sent again 27, Ulysses 27, Ulysses x ring
-26, Ulysses x all-gather 25
-mask: full 9, causal 7, window 9, window both sides 9, window ahead 8, chunked 9, prefix 7, documents 7,
-prefix documents 7, causal documents 7, causal chunks 7, windowed documents 7, documents of one 8, bool LM 7,
-bool HLM 8, bool 1M 7, float LM 8, float BHLM 9, float B1LM 7, float 1HLM 7, float L1 8, bool BHLM & causal 7,
-float H1M & causal 7, BlockMask 7, BlockMask of documents 8
-layout: per_document_head_tail 34, uneven 29, striped 35, head_tail 31, contiguous 31, by_work 31
-kernel: reference 65, flash 60, CUDA's 66
-heads: (4, 4) 35, (4, 2) 42, (6, 1) 38, (3, 3) 40, (6, 3) 36
-dtype: float32 56, bfloat16 69, float64 66
-ranks: 8 30, 5 25, 3 26, 2 45, 4 40, 1 25
-length: 23 56, 137 63, 5 72""",
-    )
+    page = (Path(__file__).parents[3] / "tutorials/support.md").read_text()
+    (shown,) = re.findall(r"<!-- grid -->\n(.*?)\n<!-- end of grid -->", page, re.DOTALL)
+    assert shown == coverage(), "put what python -m tests.ranks.parity_grid prints into tutorials/support.md"
 
 
 @cache
