@@ -1,6 +1,6 @@
 """The parity grid: its axes, which rows of their product make sense, and which of those are run.
 
-    python -m tests.ranks.parity_grid      what it covers, for tutorials/support.md
+``python -m tests.ranks.parity_grid`` prints what it covers, for tutorials/support.md.
 """
 
 from __future__ import annotations
