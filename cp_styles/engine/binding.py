@@ -151,10 +151,12 @@ class Binding:
         if not isinstance(self.layout, SequenceLayout):
             return layout_made_by(self.layout, length, self.group.size())
         if self.layout.length != length:
+            remedy = "build the layout for this length, or give a balancer such as head_tail"
+            if length == self.layout.length * self.group.size():
+                remedy = "it seems that each was given the whole sequence: cut it with layout.shard"
             raise ValueError(
                 f"{self.name}: the layout cuts {self.layout.length} positions, the ranks of mesh axis {self.axis!r} "
-                f"hold {length} together; build the layout for this length, or give a balancer such as head_tail"
-                f"{see('A layout of another length')}"
+                f"hold {length} together; {remedy}{see('A layout of another length')}"
             )
         return self.layout
 

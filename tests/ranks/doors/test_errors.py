@@ -216,6 +216,8 @@ mesh axis 'cp' hold 12 together; build the layout for this length, or give a bal
 "A layout of another length" in tutorials/troubleshooting.md""",
     )
 
+    assert "each was given the whole sequence: cut it" in refusals(call(style={"layout": head_tail(4, RANKS)}))
+
     def cut_otherwise(s: Scene):
         parallel(Core(), s.mesh, layout=lambda length, ranks: contiguous(length - 3, ranks))(*s.leaves()[0])
 
