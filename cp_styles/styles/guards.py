@@ -210,11 +210,10 @@ class InputGuards:
         names = [name for each in models for name in inspect.signature(type(each).forward).parameters]
         self._positions = list(dict.fromkeys(name for name in names if name.endswith(POSITIONS)))
         self._has_loss = any(hasattr(type(each), "loss_function") for each in models)
-        self._counts_itself = not any(_is_of_positions(name) for name in names)
+        self._places = [name for name in names if _is_of_positions(name)]
         # transformers' attention interface counts distances itself, for tables of biases by distance.
         by_distance = any(hasattr(each, "_relative_position_bucket") for each in module.modules())
-        if by_distance and not any(_makes_masks(each) for each in models):
-            self._counts_itself = False
+        self._may_count = by_distance and not any(_makes_masks(each) for each in models)
         makes_masks = any(_makes_masks(each) for each in models) and not _covers(mask)
         self._window = _smallest_window(models[-1]) if makes_masks else None
 
@@ -253,7 +252,7 @@ class InputGuards:
                 )
             if look and isinstance(inputs[name], torch.Tensor):
                 _refuse_local(binding, inputs[name])
-        if look and self._counts_itself:
+        if look and not self._may_count and all(inputs.get(name) is None for name in self._places):
             self._calls.watch_ranges(partial(_refuse_range, binding, kind, _lengths(inputs)))
         cached = getattr(past, "get_seq_length", None)
         if cached is not None and int(cached()) > 0:
@@ -330,9 +329,9 @@ def _refuse_range(binding: Binding, kind: str, lengths: set[int], numbers: torch
         if int(numbers[-1]) == length - 1:
             raise NotImplementedError(
                 f"{binding.name}: {kind} makes the numbers 0 to {length - 1} inside, as many as this rank has tokens, "
-                "and its forward takes no positions: it counts this rank's tokens as if they were the first ones. "
-                "Change it to take positions (layout.positions(rank)); or apply the style with check_inputs=False if "
-                "these numbers are not positions"
+                "and takes no positions or was given none: it counts this rank's tokens as if they were the first "
+                "ones. Give it positions (layout.positions(rank)), or change it to take them; or apply the style with "
+                "check_inputs=False if these numbers are not positions"
                 f"{see('Positions that count from 0')}"
             )
 

@@ -329,6 +329,19 @@ def test_a_model_that_counts_its_tokens():
     run_ranks(lambda rank: on(rank, model, X, check_inputs=False), RANKS)
 
 
+class CountsUnlessTold(Model):
+    def forward(self, x, pos=None):
+        pos = torch.arange(x.shape[1]) if pos is None else pos[0]
+        return super().forward(x + pos[:, None])
+
+
+def test_a_model_that_counts_its_tokens_unless_it_is_given_positions():
+    model = CountsUnlessTold().double()
+    refused(model, X, words="CountsUnlessTold makes the numbers 0 to 5 inside, .* or was given none")
+    run_ranks(lambda rank: on(rank, model, X, check_inputs=False), RANKS)
+    run_ranks(lambda rank: on(rank, model, X, POSITIONS), RANKS)
+
+
 class Windowed(Model):
     def __init__(self, window: int, implementation: str) -> None:
         super().__init__()
