@@ -47,6 +47,7 @@ from cp_styles.kernels.flex import ScoreMod
 from cp_styles.kernels.merge import EMPTY_LSE, accumulation_dtype, merged
 from cp_styles.layout import SequenceLayout
 from cp_styles.mask import Causal, Full, Mask, PerRow
+from cp_styles.troubleshooting import see
 
 
 class KVCache:
@@ -508,4 +509,5 @@ def _check_alike(name: str, cache: KVCache, different: int) -> None:
             f"{name}: the ranks of mesh axis {cache.axis!r} decode different tokens: their queries, the lengths of "
             "their caches or their random states differ. Give all ranks the same prompt and weights, choose tokens in "
             "the same way, and before sampling call torch.manual_seed with one seed on all ranks"
+            f"{see('Ranks that decode different tokens')}"
         )

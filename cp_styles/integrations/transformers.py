@@ -61,6 +61,7 @@ from cp_styles.mask import Causal, Chunked, Documents, Full, Mask, PerRow, Slidi
 from cp_styles.mask.algebra import UNBOUNDED
 from cp_styles.mask.block_mask import FlexMask
 from cp_styles.styles.module import calls_in
+from cp_styles.troubleshooting import see
 
 
 def register_attention(name: str = "context_parallel") -> str:
@@ -167,6 +168,7 @@ def _decode(
             f"{name}: {type(module).__name__} changes the keys or values of its cache before it attends to them, or "
             "attends to others. It cannot decode with a cache that is cut over the ranks: generate without context "
             "parallelism"
+            f"{see('A cache that a model changes')}"
         )
     assert held is not None
     alike = _random_state(query.device) if calls.attentions == 0 and _samples() else 0

@@ -13,6 +13,7 @@ from cp_styles.engine.binding import Binding
 from cp_styles.functions.decode import LayerCaches
 from cp_styles.layout import SequenceLayout
 from cp_styles.mask import Mask, PerRow
+from cp_styles.troubleshooting import see
 
 
 class TransformersCache(LayerCaches):
@@ -46,6 +47,7 @@ class TransformersCache(LayerCaches):
             raise ValueError(
                 f"{self.name}: new tokens of {key_states.shape[0]} rows, but the prompt of this cache had {rows}: for "
                 "num_beams=n or num_return_sequences=n call cache.batch_repeat_interleave(n) before generate()"
+                f"{see('Rows that a cache does not have')}"
             )
         return self.add(key_states, value_states, layer_idx)
 
@@ -130,6 +132,7 @@ class TransformersCache(LayerCaches):
                 f"{self.name}: the prompt was prefilled with another attention_mask than it is decoded with. "
                 "generate() makes one from padding tokens by itself: give prefill and generate() the same "
                 "attention_mask"
+                f"{see('A prompt with another attention_mask')}"
             )
 
 

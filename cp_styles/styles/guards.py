@@ -240,6 +240,7 @@ class InputGuards:
                 "its own to each rank's part of the sequence: give it past_key_values=prefill(model, input_ids) of "
                 "cp_styles.integrations.transformers; or generate without context parallelism, with a copy of "
                 "the model that has no style"
+                f"{see('generate() without a cache that is cut')}"
             )
         look = self._forwards & (self._forwards - 1) == 0
         for name in self._positions:
