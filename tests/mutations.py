@@ -286,9 +286,27 @@ MISTAKES = [
     ),
     # -- strategies --
     Mistake(
+        "strategy: few rows travel in groups of heads too",
+        "small = rows * key * len(groups) <= query * min(lengths[rank], lengths[peer])",
+        "small = rows == 0",
+        "tests/ranks/engine/test_attention_costs.py -k few_rows",
+    ),
+    Mistake(
+        "strategy: two ranks group the heads of a message by their own queries",
+        "query * min(lengths[rank], lengths[peer])",
+        "query * lengths[rank]",
+        "tests/ranks/engine/test_parity_grid.py",
+    ),
+    Mistake(
+        "merge: a tile of all heads hides one of some",
+        "begun = any(first < heads[1] and heads[0] < last for first, last in self._begun)",
+        "begun = heads in self._begun",
+        "tests/ranks/engine/test_parity_grid.py",
+    ),
+    Mistake(
         "strategy: own keys left out of the forward",
-        "forward += [own, *(",
-        "forward += [*(",
+        "forward += own\n",
+        "forward += []\n",
         "tests/ranks/engine/test_attention_parity.py",
     ),
     Mistake(
@@ -340,6 +358,12 @@ MISTAKES = [
         "key = (*said, gradient_check, agreement) if kept else None",
         "key = (*said[:5], gradient_check, agreement) if kept else None",
         "tests/ranks/engine/test_wire.py",
+    ),
+    Mistake(
+        "Ulysses: every chunk has the first one's key heads",
+        "tuple((cut[index], cut[index + 1]) for cut in edges)",
+        "tuple((cut[0], cut[1]) for cut in edges)",
+        "tests/ranks/engine/test_parity_grid.py",
     ),
     Mistake(
         "CUDA: efficient attention's backward is given out as it is",

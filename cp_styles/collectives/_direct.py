@@ -48,15 +48,15 @@ class Direct:
     """
 
     def __init__(self, way: Exchange, shapes: Sequence[Sizes], group: ref[dist.ProcessGroup] | None) -> None:
-        self._way, self._shapes = way, shapes
+        self.way, self.shapes = way, shapes
         self._group = group
         self.trivial = way.peers.size == 1
         if self.trivial:
             self.arriving, self.in_order = 0, True
             return
         rank, sizes = way.peers.rank, way.rows.sizes
-        self._axis = way.column_dim + (way.column_dim < way.row_dim)  # of the columns, where the rows come first
-        lead = prod(_first(tuple(shapes[0]), way.row_dim)[1 : self._axis])
+        self.axis = way.column_dim + (way.column_dim < way.row_dim)  # of the columns, where the rows come first
+        lead = prod(_first(tuple(shapes[0]), way.row_dim)[1 : self.axis])
         self._others = [peer for peer in range(way.peers.size) if peer != rank]
         # To columns: the block that this rank sends to each rank, and the block of all rows that it receives.
         blocks = [self._block(peer, sizes[rank]) for peer in range(way.peers.size)]
@@ -71,9 +71,7 @@ class Direct:
         self._coming = [
             (peer, [_first(place.shape, way.row_dim) for place in self._blocks[peer]]) for peer in self._others
         ]
-        self._owners = [
-            _owners(columns, shape[way.column_dim]) for columns, shape in zip(way.columns, shapes, strict=True)
-        ]
+        self._joined = Joined([self])
 
     def start(self, wire: torch.Tensor, *tensors: torch.Tensor) -> Pending:
         """Start to send each rank the columns that it needs.
@@ -83,7 +81,7 @@ class Direct:
         """
         if self.trivial:
             return Pending((), ())
-        rank, own = self._way.peers.rank, self._received[self._way.peers.rank]
+        rank, own = self.way.peers.rank, self._received[self.way.peers.rank]
         # All ranks get here at the same time. If two ranks that share processors post messages at once, the gloo
         # thread of one can interrupt a post of the other that holds a lock which it then polls for. So every second
         # rank copies its own block before it posts, and the others after.
@@ -106,7 +104,7 @@ class Direct:
     def _pack(self, peer: int, block: torch.Tensor, tensors: Tensors) -> torch.Tensor:
         """Fill ``block`` with the columns that ``peer`` needs of this rank's rows."""
         for place, x in zip(self._blocks[peer], tensors, strict=True):
-            place.of(block).copy_(x.narrow(self._way.column_dim, *place.columns))
+            place.of(block).copy_(x.narrow(self.way.column_dim, *place.columns))
         return block
 
     def sort(self, wire: torch.Tensor, place: torch.Tensor) -> None:
@@ -114,8 +112,8 @@ class Direct:
 
         Needed only where rows do not arrive :attr:`in_order`.
         """
-        shape = sum(self._way.rows.sizes), -1
-        self._way.rows.to_global(wire.view(shape), out=place.view(shape))
+        shape = sum(self.way.rows.sizes), -1
+        self.way.rows.to_global(wire.view(shape), out=place.view(shape))
 
     def views(self, flat: torch.Tensor, *tensors: torch.Tensor) -> Tensors:
         """Views of ``flat``, one for each tensor: all rows of this rank's columns.
@@ -124,16 +122,19 @@ class Direct:
         """
         return tensors if self.trivial else tuple(place.of(flat) for place in self._whole)
 
-    def to_columns(self, *tensors: torch.Tensor) -> Tensors:
-        """All rows of this rank's columns of each tensor. Communication: one message to every other rank."""
-        if self.trivial:
-            return tensors
-        flat = tensors[0].new_empty(self.arriving)
-        self.start(flat, *tensors).wait()
+    def begin(self, place: torch.Tensor | None, *tensors: torch.Tensor) -> Arriving:
+        """:meth:`start`, so that ``place`` gets the rows in the order of positions. None: new memory does."""
+        wire = tensors[0].new_empty(self.arriving) if place is None or not self.in_order else place
+        return Arriving(wire, place, self.start(wire, *tensors))
+
+    def arrived(self, arriving: Arriving, *tensors: torch.Tensor) -> Tensors:
+        """All rows of this rank's columns of each tensor, when they have come."""
+        wire, place, pending = arriving
+        pending.wait()
         if not self.in_order:
-            wire, flat = flat, torch.empty_like(flat)
-            self.sort(wire, flat)
-        return self.views(flat)
+            came, wire = wire, torch.empty_like(wire) if place is None else place
+            self.sort(came, wire)
+        return self.views(wire, *tensors)
 
     def home(self, tensors: list[torch.Tensor]) -> Tensors:
         """From all rows of this rank's columns to this rank's rows of all columns. Columns of several ranks are summed.
@@ -147,35 +148,26 @@ class Direct:
         """
         if self.trivial:
             return tuple(tensors)
-        return tuple([self._brought_home(tensors, place) for place in range(len(tensors))])
+        return tuple([self._joined.of([self.leave(tensors, place)], place) for place in range(len(tensors))])
 
-    def _brought_home(self, tensors: list[torch.Tensor], place: int) -> torch.Tensor:
-        """This rank's rows of all columns of the first of ``tensors``, which is removed from the list."""
-        way, rank = self._way, self._way.peers.rank
+    def leave(self, tensors: list[torch.Tensor], place: int = 0) -> Leaving:
+        """Start the way :meth:`home` of the first of ``tensors``, the one at ``place``; it is removed from the list."""
+        way, rank = self.way, self.way.peers.rank
         seen = tensors.pop(0).movedim(way.row_dim, 0)
         sends = [(peer, way.rows.own(seen, 0, peer).contiguous()) for peer in self._others]
         parts = [way.rows.own(seen, 0, rank)] * way.peers.size
         del seen  # the packed copies replace it
         for peer, shapes in self._coming:
             parts[peer] = parts[rank].new_empty(shapes[place])
-        self._exchange(sends, [(peer, parts[peer]) for peer in self._others]).wait()
-        del sends
-        return self._merged(parts, place).movedim(0, way.row_dim)
-
-    def _merged(self, parts: list[torch.Tensor], place: int) -> torch.Tensor:
-        """All columns of a tensor, from the ``parts`` of each rank."""
-        owners = self._owners[place]
-        if owners:
-            return torch.cat([parts[owner] for owner in owners], self._axis)
-        return merged_columns(tuple(parts), self._way.columns[place], self._axis)
+        return Leaving(parts, self._exchange(sends, [(peer, parts[peer]) for peer in self._others]))
 
     def _block(self, rank: int, rows: int) -> tuple[list[_Place], int]:
         """Where the columns that ``rank`` needs are in a block of ``rows`` rows, and the width of the block."""
-        way, places, width = self._way, [], 0
-        shapes = [(*shape[: way.row_dim], rows, *shape[way.row_dim + 1 :]) for shape in self._shapes]
+        way, places, width = self.way, [], 0
+        shapes = [(*shape[: way.row_dim], rows, *shape[way.row_dim + 1 :]) for shape in self.shapes]
         wanted = [columns[rank] for columns in way.columns]
         total = sum(
-            (stop - start) * prod(_first(shape, way.row_dim)[self._axis + 1 :])
+            (stop - start) * prod(_first(shape, way.row_dim)[self.axis + 1 :])
             for shape, (start, stop) in zip(shapes, wanted, strict=True)
         )
         for shape, (start, stop) in zip(shapes, wanted, strict=True):
@@ -183,12 +175,51 @@ class Direct:
             seen = _first(tuple(range(len(shape))), way.row_dim)
             strides, step = [0] * len(shape), 1
             for place, dim in reversed(list(enumerate(seen))):
-                step = total if place == self._axis - 1 else step
+                step = total if place == self.axis - 1 else step
                 strides[dim] = step
                 step *= shape[dim]
             places.append(_Place((start, stop - start), shape, tuple(strides), width))
-            width += prod(_first(shape, way.row_dim)[self._axis :])
+            width += prod(_first(shape, way.row_dim)[self.axis :])
         return places, total
+
+
+class Arriving(NamedTuple):
+    """What receives, flat; what will hold the rows in the order of positions, if it is given; and the transfer."""
+
+    wire: torch.Tensor
+    place: torch.Tensor | None
+    pending: Pending
+
+
+class Leaving(NamedTuple):
+    """A tensor that is on its way home: the part of each rank, which may be read after ``pending.wait()``."""
+
+    parts: list[torch.Tensor]
+    pending: Pending
+
+
+class Joined:
+    """Puts together what comes home from exchanges of the same rows, each of other columns."""
+
+    def __init__(self, directs: Sequence[Direct]) -> None:
+        self._row_dim, self._axis = directs[0].way.row_dim, directs[0].axis
+        totals = [shape[directs[0].way.column_dim] for shape in directs[0].shapes]
+        by_direct = [direct.way.columns for direct in directs]
+        self._columns = [tuple(c for columns in each for c in columns) for each in zip(*by_direct, strict=True)]
+        # Whether each column comes from exactly one rank.
+        self._owners = [_owners(columns, total) for columns, total in zip(self._columns, totals, strict=True)]
+
+    def of(self, leaving: Sequence[Leaving], place: int) -> torch.Tensor:
+        """This rank's rows of all columns of the tensor at ``place``, from what each exchange brings. It waits."""
+        for each in leaving:
+            each.pending.wait()
+        parts = [part for each in leaving for part in each.parts]
+        owners = self._owners[place]
+        if owners:
+            whole = torch.cat([parts[owner] for owner in owners], self._axis)
+        else:
+            whole = merged_columns(tuple(parts), self._columns[place], self._axis)
+        return whole.movedim(0, self._row_dim)
 
 
 def _first(values: Sizes, dim: int) -> Sizes:

@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from cp_styles._compat import current_graph_task, resolve_group, without_dispatch_modes
 from cp_styles.comm.point_to_point import gather_numbers, note_user, offer_numbers
+from cp_styles.ranges import named_range
 from cp_styles.troubleshooting import see
 
 
@@ -297,7 +298,8 @@ def exchange_status(
         offer_numbers(mine, group, _PATIENCE_SECONDS)
         raise problem
     try:
-        rows = Rows(gather_numbers(mine, group))
+        with named_range("agreement:", name):
+            rows = Rows(gather_numbers(mine, group))
     except RuntimeError as error:
         error.add_note(
             f"{name}: this happened while this rank, {meeting.words}, waited for the other ranks of mesh axis "

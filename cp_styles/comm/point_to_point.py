@@ -72,6 +72,34 @@ class Pending:
         self._works, self._tensors = (), ()
 
 
+class Transfers:
+    """The transfers of one attention on this rank, as a context.
+
+    After an error it waits for those that were started: they would match those of the next attention. If a transfer
+    itself failed, there is no next attention, and the other ranks may be gone, so it does not wait. Nor does it when
+    the program is interrupted.
+    """
+
+    def __init__(self) -> None:
+        self._running: list[Pending] = []
+
+    def note(self, pending: Pending) -> Pending:
+        """``pending``, for which the end of the context waits after an error."""
+        self._running = [each for each in self._running if not each.done]
+        self._running.append(pending)
+        return pending
+
+    def __enter__(self) -> Transfers:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        if kind is None or issubclass(kind, TransferError) or not issubclass(kind, Exception):
+            return
+        with contextlib.suppress(TransferError):  # the first error is more useful
+            for pending in self._running:
+                pending.wait()
+
+
 def _failed(error: RuntimeError, peers: Sequence[int], group: dist.ProcessGroup | None) -> TransferError:
     """A TransferError for an error of the transport. It names the other ranks and the user of the group."""
     user = "attention" if group is None else _users.get(group, "attention")

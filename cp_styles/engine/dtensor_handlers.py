@@ -237,7 +237,7 @@ def _backward(op: torch._ops.OpOverload, binding: Binding, values: dict[str, Any
     attention, (q, k, v), share = _attention(op, binding, values)
     grad = _local_grad(values["grad_out"], values["query"].placements, attention)
     out, residual = values["out"].to_local(), values["logsumexp"].to_local()
-    *grads, _, _ = run_backward(binding.strategy, attention, grad, q, k, v, out, residual)
+    *grads, _, _ = run_backward(binding, attention, grad, q, k, v, out, residual)
     parts = [values[name] for name in ("query", "key", "value")]
     if share is not None:
         grads[1:] = [share.to_keys(x, part.to_local().shape[1]) for x, part in zip(grads[1:], parts[1:], strict=True)]

@@ -329,7 +329,7 @@ def _attention_backward(grad, q, k, v, out, residual, sink, attn_mask, dense, ca
     if not config.startswith(_LIVE):
         watch_of(source.group).remember(source.group)
     attention = source.attention(q_length, kv_length, (q, k, v), is_causal=is_causal, attn_mask=attn_mask, scale=scale)
-    *grads, dsink, _ = run_backward(source.strategy, attention, grad, q, k, v, out, residual, sink)
+    *grads, dsink, _ = run_backward(source, attention, grad, q, k, v, out, residual, sink)
     if not config.startswith(_LIVE):
         grads = [_laid_out(x, _rows_first(like.to("meta"))) for x, like in zip(grads, (q, k, v), strict=True)]
     return *grads, q.new_empty(0) if dsink is None else dsink

@@ -15,7 +15,8 @@ import torch
 from cp_styles.comm.agreement import begin_backward
 from cp_styles.engine.binding import Binding
 from cp_styles.kernels import FlexKernel, LseGradient
-from cp_styles.strategies import Attention, Strategy
+from cp_styles.ranges import named_range
+from cp_styles.strategies import Attention
 from cp_styles.strategies.base import new_residual
 
 listener: ContextVar[Callable[..., Any] | None] = ContextVar("attention_listener", default=None)
@@ -41,13 +42,14 @@ def run_forward(
     if listens is not None:
         listens(strategy, attention, q_BHLD, k_BGMD, v_BGME, sink_H)
     residual = new_residual(strategy.residual_specs(attention, q_BHLD, k_BGMD, v_BGME) if keep else (), q_BHLD.device)
-    out = strategy.forward(attention, q_BHLD, k_BGMD, v_BGME, sink_H, residual if keep else None)
+    with named_range("attention forward:", binding.name):
+        out = strategy.forward(attention, q_BHLD, k_BGMD, v_BGME, sink_H, residual if keep else None)
     binding.finished()
     return out, residual
 
 
 def run_backward(
-    strategy: Strategy,
+    binding: Binding,
     attention: Attention,
     grad_BHLE: torch.Tensor,
     q_BHLD: torch.Tensor,
@@ -75,4 +77,7 @@ def run_backward(
         attention = replace(attention, kernel=LseGradient(attention.kernel))
         grad_BHLE = torch.cat((grad_BHLE, grad_lse_BHL.unsqueeze(-1).to(grad_BHLE.dtype)), -1)
     begin_backward(attention.group)
-    return *strategy.backward(attention, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, residual, sink_H), shares
+    strategy = binding.strategy
+    with named_range("attention backward:", binding.name):
+        found = strategy.backward(attention, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, residual, sink_H)
+    return *found, shares

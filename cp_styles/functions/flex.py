@@ -249,7 +249,7 @@ class _FlexAttention(torch.autograd.Function):
             ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, out, residual, *learned)
-        ctx.attention, ctx.strategy = _attention_of(bound, (q, k, v), scale), bound.strategy
+        ctx.attention, ctx.binding = _attention_of(bound, (q, k, v), scale), bound
         return out, lse
 
     @staticmethod
@@ -261,6 +261,6 @@ class _FlexAttention(torch.autograd.Function):
             return None, None, None, None, None, None, *(None for _ in learned)
         grad = torch.zeros_like(out) if grad is None else grad
         dq, dk, dv, _, shares = run_backward(
-            ctx.strategy, ctx.attention, grad, q, k, v, out, residual, grad_lse_BHL=grad_lse, learned=learned
+            ctx.binding, ctx.attention, grad, q, k, v, out, residual, grad_lse_BHL=grad_lse, learned=learned
         )
         return dq, dk, dv, None, None, None, *shares

@@ -38,11 +38,12 @@ class OnlineSoftmax:
         self._begun: set[tuple[int, int]] = set()
 
     def add(self, heads: tuple[int, int], rows: tuple[int, int], out_BHLD: torch.Tensor, lse_BHL: torch.Tensor) -> None:
-        """Merge a tile that covers these heads and query rows. Groups of heads are disjoint.
+        """Merge a tile that covers these heads and query rows.
 
         The tensors may be kept and changed in place.
         """
-        fresh = heads not in self._begun and rows == (0, self._shape[2])
+        begun = any(first < heads[1] and heads[0] < last for first, last in self._begun)
+        fresh = not begun and rows == (0, self._shape[2])
         self._begun.add(heads)
         if fresh and heads == (0, self._shape[1]):
             self._out, self._lse = out_BHLD, lse_BHL

@@ -156,7 +156,13 @@ def residual_views(specs: Sequence[Spec], residual: torch.Tensor) -> list[torch.
     return views
 
 
+def residual_spec(specs: Sequence[Spec]) -> Spec:
+    """Shape and dtype of a residual with room for ``specs``: uint8 ``[bytes]``."""
+    size = sum(-(-prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for shape, dtype in specs)
+    return (size,), torch.uint8
+
+
 def new_residual(specs: Sequence[Spec], device: torch.device) -> torch.Tensor:
     """An uninitialized residual with room for ``specs``: uint8 ``[bytes]``."""
-    size = sum(-(-prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for shape, dtype in specs)
-    return torch.empty(size, dtype=torch.uint8, device=device)
+    shape, dtype = residual_spec(specs)
+    return torch.empty(shape, dtype=dtype, device=device)

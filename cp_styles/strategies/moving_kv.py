@@ -13,7 +13,9 @@ gradients  one message of dk and one of dv, [B, rows, g, D] in the accumulation 
 [Note: memory] While one message is used, the next one and the gradients of the previous one are being sent. So at most
 two messages of keys and two of gradients are alive at any time, forward and backward, for any number of ranks. If there
 are several rounds, and the keys and values of a source are larger than a query shard (as without grouped heads), the
-key heads are sent in groups, one after the other. So a message is never larger than a query shard.
+key heads are sent in groups, one after the other. So a message is never larger than a query shard. What is no larger
+than that divided by the number of groups, as a document's or a window's few rows, is sent with all heads in the first
+group. Both ranks know the number of rows, and so how they are sent.
 """
 
 from __future__ import annotations
@@ -28,11 +30,12 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from cp_styles.comm.point_to_point import Pending, TransferError, exchange, open_group
+from cp_styles.comm.point_to_point import Pending, Transfers, exchange, open_group
 from cp_styles.kernels import BesideDrowned, Kernel, RowLevels, TileCall, Where
 from cp_styles.kernels.levels import of_heads
 from cp_styles.kernels.merge import EMPTY_LSE, OnlineSoftmax, RowSum, accumulation_dtype, sink_gradient
 from cp_styles.plan import Cover, Part, Plan, Rows, Tile, make_plan
+from cp_styles.ranges import named_range
 from cp_styles.strategies.base import Attention, Spec, Strategy, residual_views
 
 Span: TypeAlias = tuple[int, int]
@@ -41,22 +44,33 @@ Span: TypeAlias = tuple[int, int]
 Messages: TypeAlias = Sequence[tuple[int, torch.Tensor]]
 """Pairs of a rank and the tensor that is sent to it or received from it."""
 
-Arrived: TypeAlias = tuple[Part, torch.Tensor, torch.Tensor]
-"""A part of the plan, with the rows of k and v that it needs or with their gradients."""
+
+class Arrived(NamedTuple):
+    """A part of the plan, and some heads of the rows of k and v that it needs, or their gradients."""
+
+    part: Part
+    heads: Span
+    k: torch.Tensor
+    v: torch.Tensor
 
 
 class Step(NamedTuple):
-    """Keys and values of some sources and some heads, which are computed together.
+    """What is computed together.
 
     Attributes:
-        heads: the key heads of this step.
-        distances: the sources of rank r are the ranks r - d. 0 is the rank itself.
-        travels: whether they must be received. Otherwise they are already on this rank.
+        keys: (distance, heads): the rank r computes with these key heads of the rank r - distance. 0 is itself.
+        sends: (distance, heads): the rank r + distance computes with these key heads of this rank, in the same step.
+        travels: whether these keys must be sent. Otherwise they are there already.
     """
 
-    heads: Span
-    distances: tuple[int, ...]
+    keys: tuple[tuple[int, Span], ...]
+    sends: tuple[tuple[int, Span], ...]
     travels: bool
+
+    @property
+    def distances(self) -> list[int]:
+        """Those of ``keys`` and of ``sends``, each once."""
+        return list(dict.fromkeys(distance for distance, _ in (*self.keys, *self.sends)))
 
 
 class MovingKV(Strategy):
@@ -73,7 +87,8 @@ class MovingKV(Strategy):
 
     @abstractmethod
     def rounds(self, ranks: int) -> Sequence[Sequence[int]]:
-        """Every distance from 1 to ``ranks - 1`` once, in groups that arrive together; see :attr:`Step.distances`."""
+        """Every distance from 1 to ``ranks - 1`` once, in groups that arrive together. The sources of rank r are the
+        ranks r - distance."""
 
     def keeping_nothing(self):
         return replace(self, keep=0)  # pyright: ignore[reportArgumentType] - subclasses are dataclasses
@@ -106,8 +121,8 @@ class MovingKV(Strategy):
             if walk.levels is not None:
                 q = walk.levels.quiet(q)
             merged = OnlineSoftmax((*q.shape[:3], v_BGME.shape[3]), walk.dtype, q.device)
-            for heads, arrived in walk.arrivals(walk.forward_steps, kept):
-                walk.forward(heads, arrived, q, merged)
+            for _, arrived in walk.arrivals(walk.forward_steps, kept):
+                walk.forward(arrived, q, merged)
                 del arrived  # free its memory for the next step
             if sink_H is not None:
                 merged.add_sink(sink_H, walk.level)
@@ -126,10 +141,14 @@ class MovingKV(Strategy):
                 kernel, q = BesideDrowned(kernel), walk.levels.split(q)
             dq = RowSum(q.shape, walk.wide, q.device)
             home = _GradientReturn(walk)
-            for heads, arrived in walk.arrivals(walk.backward_steps, kept):
+            for step, arrived in walk.arrivals(walk.backward_steps, kept):
+                returning = dict(step.sends)
                 # One source after the other, so that the gradients of at most one source wait to be sent.
-                while arrived:
-                    home.bring(heads, *walk.backward(kernel, heads, arrived.pop(0), (grad, q), (out, lse_BHL), dq))
+                for distance in step.distances:
+                    found = []
+                    if arrived and arrived[0].part.source == walk.source(distance):
+                        found = [walk.backward(kernel, arrived.pop(0), (grad, q), (out, lse_BHL), dq)]
+                    home.bring(distance, found, returning.get(distance))
             dk, dv = home.result()
             dsink = None if sink_H is None else sink_gradient(sink_H, grad, out, lse_BHL, walk.level)
             return dq.result()[..., : q_BHLD.shape[3]].to(q_BHLD.dtype), dk.to(k_BGMD.dtype), dv.to(v_BGME.dtype), dsink
@@ -144,35 +163,27 @@ class _PlanRun:
         way = attention.once(
             (strategy, q.shape[1], k.shape[1], k.shape[3], v.shape[3]), lambda: _way(strategy, attention, q, k, v)
         )
-        self.rank, self.ranks, self.plan, self.groups, self.kept, self.forward_steps, self.backward_steps, tiles = way
+        self.rank, self.ranks, self.plan, self.kept, self.forward_steps, self.backward_steps, tiles = way
         self.wide = accumulation_dtype(q.dtype)
         levels = self.levels
         # Results of tiles are summed if there are several, or if drowned rows are computed separately.
         sums = tiles > 1 or (levels is not None and levels.drowned is not None)
         self.dtype = attention.kernel.tile_dtype(q.dtype) if sums else q.dtype
         self._strategy = strategy
+        self._step = 0
         self._messages: dict[tuple[Span, Rows], torch.Tensor] = {}
-        self._started: list[Pending] = []
+        self._transfers = Transfers()
 
     def __enter__(self) -> _PlanRun:
         open_group(self.attention.group, self.q.device)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
-        # After an error, wait for transfers that were started: they would match those of the next attention. If a
-        # transfer itself failed, there is no next attention, and the other ranks may be gone, so do not wait. Nor when
-        # the program is interrupted.
-        if kind is None or issubclass(kind, TransferError) or not issubclass(kind, Exception):
-            return
-        with contextlib.suppress(TransferError):  # the first error is more useful
-            for pending in self._started:
-                pending.wait()
+        self._transfers.__exit__(kind)
 
     def exchange(self, sends: Messages, receives: Messages) -> Pending:
         """:func:`~cp_styles.comm.point_to_point.exchange`. Leaving the context waits for it, after an error too."""
-        self._started = [pending for pending in self._started if not pending.done]
-        self._started.append(exchange(sends, receives, self.attention.group))
-        return self._started[-1]
+        return self._transfers.note(exchange(sends, receives, self.attention.group))
 
     @property
     def levels(self) -> RowLevels | None:
@@ -203,9 +214,13 @@ class _PlanRun:
         specs = self._strategy.residual_specs(self.attention, self.q, self.k, self.v)
         return residual_views(specs, residual)
 
+    def source(self, distance: int) -> int:
+        """The rank whose keys this rank gets over ``distance``."""
+        return (self.rank - distance) % self.ranks
+
     def part(self, distance: int) -> Part:
         """The part of the plan for the keys of the source at ``distance``."""
-        return self.plan.parts[(self.rank - distance) % self.ranks]
+        return self.plan.parts[self.source(distance)]
 
     def size(self, rows: int, heads: int) -> int:
         """Number of elements of a message of ``rows`` rows and ``heads`` key heads."""
@@ -216,43 +231,49 @@ class _PlanRun:
         share = self.q.shape[1] // max(self.k.shape[1], 1)
         return heads[0] * share, heads[1] * share
 
-    def arrivals(self, steps: Sequence[Step], kept: Sequence[torch.Tensor]) -> Iterator[tuple[Span, list[Arrived]]]:
-        """The heads and parts of each step, as they arrive. The next message is received while the caller computes.
+    def arrivals(self, steps: Sequence[Step], kept: Sequence[torch.Tensor]) -> Iterator[tuple[Step, list[Arrived]]]:
+        """Each step with its parts, as they arrive. The next messages are received while the caller computes.
 
         ``kept`` are the buffers in the residual, for messages that are kept for the backward.
         """
         places = dict(zip(self.kept, kept, strict=False))
-        queue = [step for step in steps if step.travels]
+        queue = [(number, step) for number, step in enumerate(steps) if step.travels]
         under_way = self._start(queue, places)
-        for heads, distances, travels in steps:
+        for self._step, step in enumerate(steps):
             messages: dict[int, torch.Tensor] = {}
-            if travels:
+            if step.travels:
                 messages, pending = under_way
                 under_way = self._start(queue, places)
-                pending.wait()
+                with self.named("wait for keys of", *(self.source(distance) for distance, _ in step.keys)):
+                    pending.wait()
             found = []
-            for distance in distances:
+            for distance, heads in step.keys:
                 part = self.part(distance)
                 if distance:
-                    message = messages.pop(distance) if travels else self._place(places, distance, heads)
+                    message = messages.pop(distance) if step.travels else self._place(places, distance, heads)
                     found.append(self._arrived(part, heads, message))
                     del message
                 elif part.rows:
                     found.append(self._own(part, heads))
-            yield heads, found
+            yield step, found
             del found
 
-    def forward(self, heads: Span, arrived: Sequence[Arrived], q: torch.Tensor, merged: OnlineSoftmax) -> None:
+    def named(self, *words: object) -> contextlib.AbstractContextManager[object]:
+        """A named range of the present step."""
+        return named_range("step", self._step, *words)
+
+    def forward(self, arrived: Sequence[Arrived], q: torch.Tensor, merged: OnlineSoftmax) -> None:
         """Attend to the keys of ``arrived`` and add the results to ``merged``."""
-        tiles = _masked_last([(entry, tile) for entry in arrived for tile in entry[0].tiles])
-        results = self.attention.kernel.forward_tiles(self._calls(heads, tiles, (q,)))
-        for index, (out, lse) in results:
-            merged.add(self.of_queries(heads), tiles[index][1].q, out, lse)
+        tiles = _masked_last([(entry, tile) for entry in arrived for tile in entry.part.tiles])
+        with self.named("attend to keys of", *(entry.part.source for entry in arrived)):
+            results = self.attention.kernel.forward_tiles(self._calls(tiles, (q,)))
+            for index, (out, lse) in results:
+                entry, tile = tiles[index]
+                merged.add(self.of_queries(entry.heads), tile.q, out, lse)
 
     def backward(
         self,
         kernel: Kernel,
-        heads: Span,
         entry: Arrived,
         before: tuple[torch.Tensor, ...],
         after: tuple[torch.Tensor, ...],
@@ -262,21 +283,21 @@ class _PlanRun:
 
         ``before`` and ``after`` are the arguments of the kernel before and after k and v.
         """
-        part, *kv = entry
-        sums = [RowSum(x.shape, self.wide, x.device) for x in kv]
+        part, heads = entry.part, entry.heads
+        sums = [RowSum(x.shape, self.wide, x.device) for x in (entry.k, entry.v)]
         tiles = _masked_last([(entry, tile) for tile in part.tiles])
-        results = kernel.backward_tiles(self._calls(heads, tiles, before, after))
-        for index, (tile_dq, *gradients) in results:
-            tile = tiles[index][1]
-            dq.add(self.of_queries(heads), tile.q, tile_dq)
-            for total, gradient in zip(sums, gradients, strict=True):
-                total.add((0, heads[1] - heads[0]), tile.kv, gradient)
-        dk, dv = (total.result() for total in sums)
-        return part, dk, dv
+        del entry  # its memory is freed with the tiles
+        with self.named("gradients with keys of", part.source):
+            results = kernel.backward_tiles(self._calls(tiles, before, after))
+            for index, (tile_dq, *gradients) in results:
+                tile = tiles[index][1]
+                dq.add(self.of_queries(heads), tile.q, tile_dq)
+                for total, gradient in zip(sums, gradients, strict=True):
+                    total.add((0, heads[1] - heads[0]), tile.kv, gradient)
+        return Arrived(part, heads, *(total.result() for total in sums))
 
     def _calls(
         self,
-        heads: Span,
         tiles: Sequence[tuple[Arrived, Tile]],
         before: tuple[torch.Tensor, ...],
         after: tuple[torch.Tensor, ...] = (),
@@ -285,8 +306,8 @@ class _PlanRun:
 
         They are made one by one, because an explicit mask is as large as its tile. None if there are no elements.
         """
-        own = slice(*self.of_queries(heads))
-        for (part, k, v), tile in tiles if self.q.numel() else ():
+        for (part, heads, k, v), tile in tiles if self.q.numel() else ():
+            own = slice(*self.of_queries(heads))
             queries = [[_rows(x[:, own], tile.q) for x in tensors] for tensors in (before, after)]
             tensors = (*queries[0], _rows(k, tile.kv), _rows(v, tile.kv), *queries[1])
             yield TileCall(tensors, self._options(part, tile, heads))
@@ -300,23 +321,26 @@ class _PlanRun:
             options["where"] = Where(*self._positions(part, tile), first + self.of_queries(heads)[0])
         return options
 
-    def _start(self, queue: list[Step], places: dict[int, torch.Tensor]) -> tuple[dict[int, torch.Tensor], Pending]:
+    def _start(
+        self, queue: list[tuple[int, Step]], places: dict[int, torch.Tensor]
+    ) -> tuple[dict[int, torch.Tensor], Pending]:
         """Start the transfers of the next step in ``queue``, if any. Returns the receive buffers by distance."""
         if not queue:
             self._messages = {}
             return {}, Pending((), ())
-        heads, distances, _ = queue.pop(0)
-        messages = {distance: self._place(places, distance, heads) for distance in distances}
-        destinations = [(self.rank + distance) % self.ranks for distance in distances]
-        wanted = [(heads, self.plan.sends[peer]) for peer in destinations]
-        # Equal rows are packed once for all destinations of a step, and for the next step if it sends them too.
-        self._messages = {key: self._messages[key] for key in wanted if key in self._messages}
-        for key in wanted:
-            if key not in self._messages:
-                self._messages[key] = self._packed(*key)
-        sends = [(peer, self._messages[key]) for peer, key in zip(destinations, wanted, strict=True)]
-        sources = ((self.rank - distance) % self.ranks for distance in distances)
-        return messages, self.exchange(sends, list(zip(sources, messages.values(), strict=True)))
+        number, step = queue.pop(0)
+        with named_range("step", number, "start keys of", *(self.source(distance) for distance, _ in step.keys)):
+            messages = {distance: self._place(places, distance, heads) for distance, heads in step.keys}
+            destinations = [(self.rank + distance) % self.ranks for distance, _ in step.sends]
+            wanted = [(heads, self.plan.sends[peer]) for peer, (_, heads) in zip(destinations, step.sends, strict=True)]
+            # Equal rows are packed once for all destinations of a step, and for the next step if it sends them too.
+            self._messages = {key: self._messages[key] for key in wanted if key in self._messages}
+            for key in wanted:
+                if key not in self._messages:
+                    self._messages[key] = self._packed(*key)
+            sends = [(peer, self._messages[key]) for peer, key in zip(destinations, wanted, strict=True)]
+            receives = [(self.source(distance), message) for distance, message in messages.items()]
+            return messages, self.exchange(sends, receives)
 
     def _place(self, places: dict[int, torch.Tensor], distance: int, heads: Span) -> torch.Tensor:
         """The buffer of a message: in the residual if it is kept, else new memory."""
@@ -344,10 +368,10 @@ class _PlanRun:
         if packed is not None:  # packed for other ranks; contiguous, which is good for kernels
             return self._arrived(part, heads, packed)
         k, v = (_gather_rows(_heads(x, heads), part.rows).to(self.dtype) for x in (self.k, self.v))
-        return part, k, v
+        return Arrived(part, heads, k, v)
 
     def _arrived(self, part: Part, heads: Span, message: torch.Tensor) -> Arrived:
-        return part, *self._split(message.to(self.dtype), heads, part.count)
+        return Arrived(part, heads, *self._split(message.to(self.dtype), heads, part.count))
 
     def _positions(self, part: Part, tile: Tile) -> tuple[torch.Tensor, torch.Tensor]:
         """Global positions of the queries and of the keys of a tile."""
@@ -384,7 +408,6 @@ class _Way(NamedTuple):
     Attributes:
         rank, ranks: this rank and the size of the group.
         plan: the plan of this rank.
-        groups: the groups of key heads that are sent one after the other.
         kept: distances of the sources whose messages are kept in the residual.
         forward_steps, backward_steps: the steps in order, which is the same on every rank.
         tiles: the number of tiles.
@@ -393,7 +416,6 @@ class _Way(NamedTuple):
     rank: int
     ranks: int
     plan: Plan
-    groups: list[Span]
     kept: list[int]
     forward_steps: list[Step]
     backward_steps: list[Step]
@@ -407,25 +429,51 @@ def _way(strategy: MovingKV, attention: Attention, q, k, v) -> _Way:
     rounds = [tuple(distances) for distances in strategy.rounds(ranks)]
     kept = [distance for distances in rounds for distance in distances][: strategy.keep]
     groups = _groups(q, k, v) if len(rounds) > 1 else [(0, k.shape[1])]
+    lengths, query, key = attention.q_layout.lengths, *_row_sizes(q, k, v)
+
+    def spans(peer: int, rows: int) -> list[Span]:
+        small = rows * key * len(groups) <= query * min(lengths[rank], lengths[peer])
+        return [(0, k.shape[1])] if small else groups
+
+    distances = [distance for each in rounds for distance in each]
+    keys = {d: spans((rank - d) % ranks, plan.parts[(rank - d) % ranks].count) for d in distances}
+    sends = {d: spans((rank + d) % ranks, _count(plan.sends[(rank + d) % ranks])) for d in distances}
+    keys[0] = groups if any(len(found) > 1 for found in (*keys.values(), *sends.values())) else [(0, k.shape[1])]
+
+    # Every rank takes every step, also one in which it has nothing to do: the messages of two ranks match by order.
+    def step(group: int, distances: Sequence[int], *, travels: bool) -> list[Step]:
+        coming, going = (
+            tuple((d, found[d][group]) for d in distances if d in found and group < len(found[d]))
+            for found in (keys, sends)
+        )
+        return [Step(coming, going, travels)]
+
     forward, backward = [], []
-    for heads in groups:
-        own = Step(heads, (0,), False)
-        forward += [own, *(Step(heads, distances, True) for distances in rounds)]
+    for group in range(len(groups)):
+        own = step(group, (0,), travels=False)
+        forward += own
+        for each in rounds:
+            forward += step(group, each, travels=True)
         # Steps with kept messages come first: they need not wait, and the other messages are sent meanwhile.
         for others in (False, True):
-            chosen = [tuple(d for d in distances if (d not in kept) == others) for distances in rounds]
-            backward += [own] if others else []
-            backward += [Step(heads, distances, others) for distances in chosen if distances]
-    tiles = sum(len(part.tiles) for part in plan.parts)
-    return _Way(rank, ranks, plan, groups, kept, forward, backward, tiles * len(groups))
+            backward += own if others else []
+            chosen = [[d for d in each if (d not in kept) == others] for each in rounds]
+            for each in filter(None, chosen):
+                backward += step(group, each, travels=others)
+    tiles = sum(len(plan.parts[(rank - d) % ranks].tiles) for each in forward for d, _ in each.keys)
+    return _Way(rank, ranks, plan, kept, forward, backward, tiles)
 
 
 def _groups(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[Span]:
     """Key heads in as few groups as possible, such that a row of k and v of a group is at most a row of queries."""
-    heads = k.shape[1]
-    query, key = q.shape[1] * q.shape[3], heads * (k.shape[3] + v.shape[3])
+    heads, (query, key) = k.shape[1], _row_sizes(q, k, v)
     parts = min(heads, -(-key // max(query, 1))) or 1
     return list(pairwise(heads * index // parts for index in range(parts + 1)))
+
+
+def _row_sizes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[int, int]:
+    """Elements of a row of queries, and of a row of k and v."""
+    return q.shape[1] * q.shape[3], k.shape[1] * (k.shape[3] + v.shape[3])
 
 
 class _GradientReturn:
@@ -438,23 +486,32 @@ class _GradientReturn:
     def __init__(self, walk: _PlanRun) -> None:
         self._walk = walk
         self._sums = [RowSum(x.shape, walk.wide, x.device) for x in (walk.k, walk.v)]
-        self._under_way: tuple[Span, Rows, list[torch.Tensor], Pending] | None = None
+        self._under_way: tuple[Span | None, Rows, list[torch.Tensor], Pending, int] | None = None
 
-    def bring(self, heads: Span, part: Part, dk: torch.Tensor, dv: torch.Tensor) -> None:
-        """Take the gradients of one part and some heads: add them if the rows are this rank's, else send them."""
+    def bring(self, distance: int, found: list[Arrived], returning: Span | None) -> None:
+        """Take the gradients of the keys that came over ``distance``: add them if they are this rank's, else send them.
+
+        ``found`` has them, and is emptied; it may be empty. ``returning`` are the key heads of which this rank gets
+        gradients from the rank at the same distance in the other direction; None for none.
+        """
         walk = self._walk
-        if part.source == walk.rank:
-            self._add(heads, part.rows, (dk, dv))
+        if distance == 0:
+            for part, heads, dk, dv in found:
+                self._add(heads, part.rows, (dk, dv))
+            found.clear()
             return
         self._settle()
-        peer = (2 * walk.rank - part.source) % walk.ranks  # at the same distance as the source, in the other direction
-        rows = walk.plan.sends[peer]
-        # In the memory order of kernel outputs, [B, rows, G, D], so that no packing is needed.
-        sends = [x.transpose(1, 2).contiguous() for x in (dk, dv)]
-        shape = (dk.shape[0], _count(rows), heads[1] - heads[0])
-        receives = [x.new_empty(*shape, x.shape[3]) for x in (dk, dv)]
-        pending = walk.exchange([(part.source, x) for x in sends], [(peer, x) for x in receives])
-        self._under_way = heads, rows, receives, pending
+        source, peer = walk.source(distance), (walk.rank + distance) % walk.ranks
+        with walk.named("start gradients to", source):
+            # In the memory order of kernel outputs, [B, rows, G, D], so that no packing is needed.
+            sends = [(source, x.transpose(1, 2).contiguous()) for part, heads, *xs in found for x in xs]
+            found.clear()
+            rows, receives = walk.plan.sends[peer], []
+            if returning is not None:
+                shape = (walk.k.shape[0], _count(rows), returning[1] - returning[0])
+                receives = [walk.k.new_empty(*shape, x.shape[3], dtype=walk.wide) for x in (walk.k, walk.v)]
+            pending = walk.exchange(sends, [(peer, x) for x in receives])
+        self._under_way = returning, rows, receives, pending, peer
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
         """``(dk, dv)`` of this rank's rows, summed over all ranks."""
@@ -465,12 +522,14 @@ class _GradientReturn:
     def _settle(self) -> None:
         if self._under_way is None:
             return
-        heads, rows, (dk, dv), pending = self._under_way
+        heads, rows, gradients, pending, peer = self._under_way
         self._under_way = None
-        pending.wait()
-        self._add(heads, rows, (dk.transpose(1, 2), dv.transpose(1, 2)))
+        with self._walk.named("wait for gradients of", peer):
+            pending.wait()
+        if heads is not None:
+            self._add(heads, rows, [x.transpose(1, 2) for x in gradients])
 
-    def _add(self, heads: Span, rows: Rows, grads: tuple[torch.Tensor, torch.Tensor]) -> None:
+    def _add(self, heads: Span, rows: Rows, grads: Sequence[torch.Tensor]) -> None:
         offset = 0
         for start, stop in rows:
             for total, grad in zip(self._sums, grads, strict=True):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from cp_styles.mask import PerRow
-from cp_styles.strategies.base import Attention, Strategy, new_residual, residual_views
+from cp_styles.strategies.base import Attention, Strategy, residual_spec, residual_views
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,8 @@ class PerRowStrategy(Strategy):
             self.inner.prepare(q_layout, kv_layout, row, rank, small_tiles=small_tiles)
 
     def residual_specs(self, attention, q_BHLD, k_BGMD, v_BGME):
-        specs = []
-        for row, (q, k, v) in _rows(attention, q_BHLD, k_BGMD, v_BGME):
-            inner = new_residual(self.inner.residual_specs(row, q, k, v), torch.device("meta"))
-            specs.append(((inner.numel(),), inner.dtype))
-        return specs
+        rows = _rows(attention, q_BHLD, k_BGMD, v_BGME)
+        return [residual_spec(self.inner.residual_specs(row, *tensors)) for row, tensors in rows]
 
     def forward(self, attention, q_BHLD, k_BGMD, v_BGME, sink_H=None, residual=None):
         kept = self._kept(attention, residual, q_BHLD, k_BGMD, v_BGME)

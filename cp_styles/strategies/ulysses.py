@@ -8,20 +8,23 @@ R = 1 is plain Ulysses: the inner attention has the whole sequence on one rank.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from itertools import islice
+from typing import Any, NamedTuple, TypeAlias
 from weakref import ref
 
 import torch
+import torch.distributed as dist
 
 from cp_styles.cache import remembered
-from cp_styles.collectives._direct import Direct
+from cp_styles.collectives._direct import Arriving, Direct, Joined, Leaving
 from cp_styles.collectives._exchange import Exchange
 from cp_styles.collectives._group import Peers, peers_of
 from cp_styles.collectives.heads import head_exchange
-from cp_styles.comm.point_to_point import split_group
+from cp_styles.comm.point_to_point import Transfers, split_group
 from cp_styles.device import tensor_on
 from cp_styles.layout import Chunk, SequenceLayout, Stripes, striped
-from cp_styles.strategies.base import Attention, Spec, Strategy, new_residual, residual_views
+from cp_styles.ranges import named_range
+from cp_styles.strategies.base import Attention, Spec, Strategy, residual_spec, residual_views
 from cp_styles.strategies.ring import Ring
 
 
@@ -37,7 +40,8 @@ class Ulysses(Strategy):
     Memory of one attention on one rank. Between forward and backward: the inputs, the output, its logsumexp, Q + K' for
     the inputs of its heads, Q for their output, and what ``inner`` keeps. In the forward: that, and messages of Q + K'
     (twice if the layout is not contiguous). In the backward: that of the inner strategy, then the gradients, which are
-    sent one at a time, with at most 2 Q beside them.
+    sent one at a time, with at most 2 Q beside them. With ``chunks``, the gradients of all chunks but the last one wait
+    on their ranks until that one comes.
 
     Source: Jacobs et al., DeepSpeed Ulysses (2023); the hybrid: Fang and Zhao, USP (2024).
 
@@ -45,16 +49,22 @@ class Ulysses(Strategy):
         inner: the strategy among ranks that hold the same heads.
         size: number of neighbouring ranks that exchange heads (U). It must divide the number of ranks. None: all ranks
             of the axis, or of the second axis if the style has two mesh axes.
+        chunks: a rank exchanges and attends its heads in so many parts, one after the other. While one is attended, the
+            next one arrives, and the one before it is on its way back. The bytes are the same, the messages so many
+            times as many. A part has at least one KV head of every rank, so there may be fewer parts.
     """
 
     inner: Strategy = field(default_factory=Ring)
     size: int | None = None
+    chunks: int = 1
 
     def __post_init__(self) -> None:
         if not isinstance(self.inner, Strategy):
             raise TypeError(f"Ulysses inner must be a Strategy object such as Ring(), got {self.inner!r}")
         if self.size is not None and self.size < 1:
             raise ValueError(f"Ulysses size must be at least 1, got {self.size}")
+        if not isinstance(self.chunks, int) or isinstance(self.chunks, bool) or self.chunks < 1:
+            raise ValueError(f"Ulysses chunks must be a number of parts of the heads, 1 or more, got {self.chunks!r}")
 
     def over_two_axes(self, inner):
         if self.size not in (None, inner):
@@ -79,42 +89,88 @@ class Ulysses(Strategy):
 
     def forward(self, attention, q_BHLD, k_BGMD, v_BGME, sink_H=None, residual=None):
         levels = self._levels(attention, q_BHLD, k_BGMD, v_BGME)
-        places, kept_out, inner_residual = levels.kept_in(residual, q_BHLD)
-        levels.to_heads(places, q_BHLD, k_BGMD, v_BGME)
-        q, k, v = levels.in_heads(places, q_BHLD, k_BGMD, v_BGME)
-        sink = levels.of_heads(sink_H)
-        out = self.inner.forward(levels.inner, q, *levels.paired(k, v), sink, inner_residual)
-        way, heads = levels.like_queries(out.shape[3]), [out]
-        if kept_out is not None:
-            kept_out.copy_(out)
-            if not way.trivial:  # send from the residual, so that the memory of ``out`` is free for the result
-                heads = [kept_out]
-        del out
-        return way.home(heads)[0]
+        kept = levels.kept_in(residual)
+        leaving: list[Leaving] = []
+        with Transfers() as transfers:
+
+            def start(index: int) -> list[Arriving]:
+                with named_range("chunk", index, "start heads"):
+                    return levels.chunks[index].start(transfers, kept[index][0], q_BHLD, k_BGMD, v_BGME)
+
+            under_way = [start(0)]
+            for index, (chunk, (_, kept_out, inner_residual)) in enumerate(zip(levels.chunks, kept, strict=True)):
+                under_way += [start(index + 1)] if index + 1 < len(kept) else []
+                with named_range("chunk", index, "wait for heads"):
+                    q, k, v = chunk.arrived(under_way.pop(0), q_BHLD, k_BGMD, v_BGME)
+                with named_range("chunk", index, "attend"):
+                    k, v = chunk.paired(k, v)
+                    out = self.inner.forward(chunk.inner, q, k, v, chunk.of_heads(sink_H), inner_residual)
+                del q, k, v
+                heads = [out]
+                if kept_out is not None:
+                    kept_out.copy_(out)
+                    if not chunk.alone:  # send from the residual, so that the memory of ``out`` is free for the result
+                        heads = [kept_out]
+                del out
+                if chunk.alone:
+                    return heads[0]
+                with named_range("chunk", index, "start output"):
+                    leaving.append(chunk.leave(transfers, chunk.like_queries(v_BGME.shape[3]), heads))
+            with named_range("wait for output"):
+                return levels.like_queries(v_BGME.shape[3]).of(leaving, 0)
 
     def backward(self, attention, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, residual, sink_H=None):
         levels = self._levels(attention, q_BHLD, k_BGMD, v_BGME)
-        places, out, inner_residual = levels.kept_in(residual, q_BHLD)
-        assert out is not None  # a backward has a residual
-        assert inner_residual is not None
-        way = levels.like_queries(grad_BHLE.shape[3])
-        (grad,) = way.to_columns(grad_BHLE)
-        q, k, v = levels.in_heads(places, q_BHLD, k_BGMD, v_BGME)
-        k, v = levels.paired(k, v)
-        sink = levels.of_heads(sink_H)
-        *grads, dsink = self.inner.backward(levels.inner, grad, q, k, v, out, inner_residual, sink)
-        grads[1:] = levels.unpaired(*grads[1:])
-        del grad  # free its memory for what follows
-        dq, dk, dv = levels.to_sequence(grads)
-        return dq, dk, dv, levels.among_heads(dsink, sink_H)
+        kept = levels.kept_in(residual)
+        dsink = None if sink_H is None else torch.zeros_like(sink_H)
+        leaving: tuple[list[Leaving], ...] = ([], [], [])  # of dq, dk, dv
+        results = []
+        with Transfers() as transfers:
+
+            def start(index: int) -> Arriving:
+                with named_range("chunk", index, "start gradient of output"):
+                    arriving = levels.chunks[index].like_queries(grad_BHLE.shape[3]).begin(None, grad_BHLE)
+                transfers.note(arriving.pending)
+                return arriving
+
+            under_way = [start(0)]
+            for index, (chunk, (places, out, inner_residual)) in enumerate(zip(levels.chunks, kept, strict=True)):
+                under_way += [start(index + 1)] if index + 1 < len(kept) else []
+                with named_range("chunk", index, "wait for gradient of output"):
+                    (grad,) = chunk.like_queries(grad_BHLE.shape[3]).arrived(under_way.pop(0), grad_BHLE)
+                q, k, v = chunk.in_heads(places, q_BHLD, k_BGMD, v_BGME)
+                sink = chunk.of_heads(sink_H)
+                with named_range("chunk", index, "gradients"):
+                    k, v = chunk.paired(k, v)
+                    *grads, own = self.inner.backward(chunk.inner, grad, q, k, v, out, inner_residual, sink)
+                    grads[1:] = chunk.unpaired(*grads[1:])
+                del grad, q, k, v  # free the memory for what follows
+                if own is not None:
+                    chunk.of_heads(dsink).copy_(own)
+                if chunk.alone:
+                    return *grads, dsink
+                for number in range(3):
+                    way, place = levels.way_of(number)
+                    with named_range("chunk", index, "start gradient of", _INPUTS[number]):
+                        leaving[number].append(chunk.leave(transfers, chunk.ways[way], grads, place))
+                    if index + 1 == len(kept):
+                        with named_range("wait for gradient of", _INPUTS[number]):
+                            results.append(levels.joined[way].of(leaving[number], place))
+                        leaving[number].clear()
+            dq, dk, dv = results
+            return dq, dk, dv, dsink
 
     def logsumexp(self, attention, q_BHLD, k_BGMD, v_BGME, residual):
         levels = self._levels(attention, q_BHLD, k_BGMD, v_BGME)
-        places, _, inner_residual = levels.kept_in(residual, q_BHLD)
-        assert inner_residual is not None
-        q, k, v = levels.in_heads(places, q_BHLD, k_BGMD, v_BGME)
-        lse = self.inner.logsumexp(levels.inner, q, *levels.paired(k, v), inner_residual)
-        return levels.like_queries(1).home([lse.unsqueeze(-1)])[0].squeeze(-1)
+        leaving = []
+        with Transfers() as transfers:
+            for chunk, (places, _, inner_residual) in zip(levels.chunks, levels.kept_in(residual), strict=True):
+                q, k, v = chunk.in_heads(places, q_BHLD, k_BGMD, v_BGME)
+                lse = self.inner.logsumexp(chunk.inner, q, *chunk.paired(k, v), inner_residual)
+                if chunk.alone:
+                    return lse
+                leaving.append(chunk.leave(transfers, chunk.like_queries(1), [lse.unsqueeze(-1)]))
+            return levels.like_queries(1).of(leaving, 0).squeeze(-1)
 
     def _levels(self, attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> _Levels:
         return attention.once(
@@ -129,8 +185,11 @@ class Ulysses(Strategy):
         return size
 
 
+_INPUTS = ("query", "key", "value")
+
+
 class _Geometry(NamedTuple):
-    """The part of a two-level call that does not depend on tensor values. It is the same at every layer and step.
+    """The part of a chunk that does not depend on tensor values. It is the same at every layer and step.
 
     Attributes:
         queries: the exchange of queries.
@@ -149,49 +208,140 @@ class _Geometry(NamedTuple):
     pairs: tuple[int, ...] | None
 
 
-@remembered(lambda arguments, value: sum(x.nbytes for x in (*arguments[2:4], *value.layouts)))
+@remembered(lambda arguments, value: sum(x.nbytes for x in (*arguments[2:4], *value[0].layouts)))
 def _geometry(
-    peers: Peers, first: int, q_layout: SequenceLayout, kv_layout: SequenceLayout, heads: int, kv_heads: int
-) -> _Geometry:
+    peers: Peers,
+    first: int,
+    q_layout: SequenceLayout,
+    kv_layout: SequenceLayout,
+    heads: int,
+    kv_heads: int,
+    chunks: int,
+) -> tuple[_Geometry, ...]:
+    """One for each chunk."""
     q_cut, kv_cut = (_among(layout, first, peers.size) for layout in (q_layout, kv_layout))
     exchange = head_exchange(peers, heads=(heads, kv_heads, kv_heads), seq_sizes=q_cut, seq_dim=2, head_dim=1)
-    queries = exchange._replace(columns=exchange.columns[:1])
-    exchanges = (exchange,)
+    layouts = joined(q_layout, peers.size), joined(kv_layout, peers.size)
+    keys = None
     if kv_cut != q_cut:  # cross-attention
         keys = head_exchange(peers, heads=(heads, kv_heads), seq_sizes=kv_cut, seq_dim=2, head_dim=1)
-        exchanges = (queries, keys._replace(columns=(keys.columns[1],) * 2))
-    (start, stop), (kv_start, kv_stop) = (columns[peers.rank] for columns in exchange.columns[:2])
-    own, kv_own = stop - start, kv_stop - kv_start
-    share = heads // kv_heads
-    pairs = tuple(head // share - kv_start for head in range(start, stop))
-    regular = kv_own and own % kv_own == 0
-    even = regular and pairs == tuple(index // (own // kv_own) for index in range(own))
-    layouts = joined(q_layout, peers.size), joined(kv_layout, peers.size)
-    return _Geometry(queries, exchanges, layouts, (start, stop), kv_own, None if even or not pairs else pairs)
+    share, found = heads // kv_heads, []
+    for columns, kv_columns in zip(*_chunked(*exchange.columns[:2], share, chunks), strict=True):
+        queries = exchange._replace(columns=(columns,))
+        exchanges = (exchange._replace(columns=(columns, kv_columns, kv_columns)),)
+        if keys is not None:
+            exchanges = (queries, keys._replace(columns=(kv_columns,) * 2))
+        (start, stop), (kv_start, kv_stop) = columns[peers.rank], kv_columns[peers.rank]
+        own, kv_own = stop - start, kv_stop - kv_start
+        pairs = tuple(head // share - kv_start for head in range(start, stop))
+        regular = kv_own and own % kv_own == 0
+        even = regular and pairs == tuple(index // (own // kv_own) for index in range(own))
+        found.append(
+            _Geometry(queries, exchanges, layouts, (start, stop), kv_own, None if even or not pairs else pairs)
+        )
+    return tuple(found)
+
+
+def _chunked(
+    columns: tuple[Chunk, ...], kv_columns: tuple[Chunk, ...], share: int, chunks: int
+) -> tuple[list[tuple[Chunk, ...]], list[tuple[Chunk, ...]]]:
+    """For each chunk, the query heads and the KV heads of each rank. No KV head of a rank is in two chunks."""
+    if len(columns) == 1:
+        return [columns], [kv_columns]
+    chunks = max(1, min(chunks, *(stop - start for start, stop in kv_columns)))
+    edges = [[start + (stop - start) * index // chunks for index in range(chunks + 1)] for start, stop in kv_columns]
+    kv_chunks = [tuple((cut[index], cut[index + 1]) for cut in edges) for index in range(chunks)]
+    q_chunks = [
+        tuple(
+            (max(first, kv_first * share), max(first, min(last, kv_last * share))) if chunks > 1 else (first, last)
+            for (first, last), (kv_first, kv_last) in zip(columns, kv_chunk, strict=True)
+        )
+        for kv_chunk in kv_chunks
+    ]
+    return q_chunks, kv_chunks
 
 
 class _Levels:
-    """The exchanges and the inner attention for calls of one shape; see [Note: two levels]."""
+    """The chunks of calls of one shape; see [Note: two levels].
+
+    Attributes:
+        chunks: the chunks, in order.
+        specs: of the residual.
+        joined: what puts query, key and value together from all chunks: one; two in cross-attention.
+    """
 
     def __init__(self, strategy: Ulysses, attention: Attention, q, k, v) -> None:
         size = strategy.size_on(attention.ranks)
         group, inner_group = split_group(attention.group, size)
         first = attention.rank - attention.rank % size
         layouts = (attention.q_layout, attention.kv_layout)
-        geometry = _geometry(peers_of(group), first, *layouts, q.shape[1], k.shape[1])
+        geometries = _geometry(peers_of(group), first, *layouts, q.shape[1], k.shape[1], strategy.chunks)
+        groups = None if group is None else ref(group), inner_group
+        self.chunks = [_Chunk(strategy.inner, attention, each, groups, q, k, v) for each in geometries]
+        self.specs = [spec for chunk in self.chunks for spec in chunk.specs]
+        ways = zip(*(chunk.ways for chunk in self.chunks), strict=True)
+        self.joined = [] if group is None else [Joined(way) for way in ways]
+        self._like_queries: dict[int, Joined] = {}
+
+    def way_of(self, tensor: int) -> tuple[int, int]:
+        """The number of the exchange of query, key or value (0, 1, 2), and the place of the tensor in it."""
+        return (0, tensor) if len(self.joined) == 1 else ((0, 0), (1, 0), (1, 1))[tensor]
+
+    def like_queries(self, dim: int) -> Joined:
+        """What puts tensors like queries, with a last dim ``dim``, together from all chunks."""
+        if dim not in self._like_queries:
+            self._like_queries[dim] = Joined([chunk.like_queries(dim) for chunk in self.chunks])
+        return self._like_queries[dim]
+
+    def kept_in(self, residual: torch.Tensor | None) -> list[_Kept]:
+        """For each chunk views of ``residual``. Without one there are none."""
+        if residual is None:
+            return [(None, None, None)] * len(self.chunks)
+        found, views = [], iter(residual_views(self.specs, residual))
+        for chunk in self.chunks:
+            *places, out, inner = islice(views, len(chunk.specs))
+            found.append((places, out.transpose(1, 2), inner))
+        return found
+
+
+_Kept: TypeAlias = tuple[list[torch.Tensor] | None, torch.Tensor | None, torch.Tensor | None]
+"""Of a chunk: buffers for the received query, key and value; for their output; the inner residual."""
+
+
+class _Chunk:
+    """The exchange of some heads, and their attention.
+
+    Attributes:
+        inner: the attention of this rank's heads.
+        ways: the exchange of query, key and value; two in cross-attention.
+        alone: no heads are exchanged, because there is one rank.
+        specs: of the part of the residual.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        attention: Attention,
+        geometry: _Geometry,
+        groups: tuple[ref[dist.ProcessGroup] | None, dist.ProcessGroup | None],
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+    ) -> None:
         # One message for all three, unless keys are cut differently from queries.
         self._messages = (slice(0, 3),) if len(geometry.exchanges) == 1 else (slice(0, 1), slice(1, 3))
         shapes = (q.shape, k.shape, v.shape)
-        self._group = None if group is None else ref(group)
+        self._group = groups[0]
         ways = zip(geometry.exchanges, self._messages, strict=True)
-        self._ways = [Direct(way, shapes[which], self._group) for way, which in ways]
+        self.ways = [Direct(way, shapes[which], self._group) for way, which in ways]
+        self.alone = self.ways[0].trivial
         self._geometry, self._q_shape = geometry, tuple(q.shape)
         self._like_queries: dict[int, Direct] = {}
         start, stop = geometry.own
         before = 0 if attention.heads is None else attention.heads[0]
         self.inner = replace(
             attention,
-            group=inner_group,
+            group=groups[1],
             q_layout=geometry.layouts[0],
             kv_layout=geometry.layouts[1],
             heads=(before + start, before + stop),
@@ -199,25 +349,13 @@ class _Levels:
         self._own = slice(start, stop)
         self._heads, self._kv_heads = stop - start, geometry.kv_heads
         self._pairs = None if geometry.pairs is None else tensor_on(q.device, geometry.pairs)
-        self.specs = self._residual_specs(strategy.inner, q, v)
+        self.specs = self._residual_specs(strategy, q, v)
 
     def like_queries(self, dim: int) -> Direct:
         """The exchange of tensors shaped like queries with a last dim ``dim``: output, its gradient, logsumexp."""
         if dim not in self._like_queries:
             self._like_queries[dim] = Direct(self._geometry.queries, ((*self._q_shape[:3], dim),), self._group)
         return self._like_queries[dim]
-
-    def kept_in(
-        self, residual: torch.Tensor | None, q: torch.Tensor
-    ) -> tuple[list[torch.Tensor], torch.Tensor | None, torch.Tensor | None]:
-        """Buffers for the received query, key and value, for the output of these heads, and for the inner residual.
-
-        They are views of ``residual``. Without one, only the first exist, as temporary memory.
-        """
-        if residual is None:
-            return [q.new_empty(way.arriving) for way in self._ways], None, None
-        *places, out, inner = residual_views(self.specs, residual)
-        return places, out.transpose(1, 2), inner
 
     def _residual_specs(self, inner: Strategy, q: torch.Tensor, v: torch.Tensor) -> list[Spec]:
         """The received q, k and v of this rank's heads, their output, and the inner residual."""
@@ -229,33 +367,37 @@ class _Levels:
             torch.empty(batch, *shape, dtype=dtype, device="meta")
             for shape in ((self._heads, queries, dim), (kv_heads, keys, dim), (kv_heads, keys, dim_v))
         )
-        kept = new_residual(inner.residual_specs(self.inner, *tensors), torch.device("meta"))
+        kept = residual_spec(inner.residual_specs(self.inner, *tensors))
         out: Spec = ((batch, queries, self._heads, dim_v), dtype)  # in the memory order of kernel outputs
-        return [*(((way.arriving,), dtype) for way in self._ways), out, ((kept.numel(),), kept.dtype)]
+        return [*(((way.arriving,), dtype) for way in self.ways), out, kept]
 
-    def to_heads(self, places: list[torch.Tensor], *tensors: torch.Tensor) -> None:
-        """Query, key and value from sequence shards to head shards: one all-to-all, or two in cross-attention."""
-        arriving = [
-            place if way.in_order else place.new_empty(way.arriving)
-            for way, place in zip(self._ways, places, strict=True)
-        ]
-        ways = zip(self._ways, arriving, self._messages, strict=True)
-        for pending in [way.start(wire, *tensors[which]) for way, wire, which in ways]:
-            pending.wait()
-        for way, wire, place in zip(self._ways, arriving, places, strict=True):
-            if not way.in_order:
-                way.sort(wire, place)
+    def start(self, transfers: Transfers, places: list[torch.Tensor] | None, *tensors: torch.Tensor) -> list[Arriving]:
+        """Query, key and value start from sequence shards to head shards: one all-to-all, or two in cross-attention.
 
-    def in_heads(self, places: list[torch.Tensor], *tensors: torch.Tensor) -> list[torch.Tensor]:
-        """Views of what :meth:`to_heads` wrote to ``places``."""
-        ways = zip(self._ways, places, self._messages, strict=True)
+        ``places`` get them. None: temporary memory does.
+        """
+        ways = zip(self.ways, places or [None] * len(self.ways), self._messages, strict=True)
+        started = [way.begin(place, *tensors[which]) for way, place, which in ways]
+        for arriving in started:
+            transfers.note(arriving.pending)
+        return started
+
+    def arrived(self, started: list[Arriving], *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """Query, key and value of this rank's heads, when they have come. The list is emptied."""
+        ways = zip(self.ways, self._messages, strict=True)
+        return [x for way, which in ways for x in way.arrived(started.pop(0), *tensors[which])]
+
+    def in_heads(self, places: list[torch.Tensor] | None, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """Views of what is in ``places``."""
+        assert places is not None  # a backward has a residual
+        ways = zip(self.ways, places, self._messages, strict=True)
         return [x for way, place, which in ways for x in way.views(place, *tensors[which])]
 
-    def to_sequence(self, grads: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The adjoint of :meth:`to_heads`. Gradients of shared KV heads are summed. The list is emptied."""
-        messages = [grads[which] for which in self._messages]
-        grads.clear()
-        return [x for way, message in zip(self._ways, messages, strict=True) for x in way.home(message)]
+    def leave(self, transfers: Transfers, way: Direct, tensors: list[torch.Tensor], place: int = 0) -> Leaving:
+        """The first of ``tensors`` starts back to sequence shards. It is removed from the list."""
+        leaving = way.leave(tensors, place)
+        transfers.note(leaving.pending)
+        return leaving
 
     def paired(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values arranged so that kernels pair them correctly with the query heads."""
@@ -268,17 +410,9 @@ class _Levels:
         shape = (self._q_shape[0], self._kv_heads)
         return tuple(x.new_zeros(*shape, *x.shape[2:]).index_add_(1, self._pairs, x) for x in grads)
 
-    def of_heads(self, per_head_H: torch.Tensor | None) -> torch.Tensor | None:
-        """This rank's heads of a tensor that has all heads on every rank."""
+    def of_heads(self, per_head_H: torch.Tensor | None) -> Any:
+        """A view of this rank's heads of a tensor that has all heads on every rank; None of None."""
         return None if per_head_H is None else per_head_H[self._own]
-
-    def among_heads(self, own: torch.Tensor | None, like_H: torch.Tensor | None) -> torch.Tensor | None:
-        """The adjoint of :meth:`of_heads`: zeros for the heads of other ranks."""
-        if own is None or like_H is None:
-            return None
-        whole = torch.zeros_like(like_H)
-        whole[self._own] = own
-        return whole
 
 
 @remembered(lambda arguments, value: arguments[0].nbytes + value.nbytes)

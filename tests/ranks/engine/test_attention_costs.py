@@ -115,6 +115,22 @@ def test_only_rows_that_somebody_attends_to_travel(strategy, mask, layout, rows:
     assert units == rows
 
 
+@pytest.mark.parametrize("mask", [SlidingWindow(1, 0), Documents((3, 4, 4, 5)) & Causal()], ids=plain)
+def test_few_rows_travel_with_all_heads(mask):
+    """A ring sends keys that are as many as queries in two groups of heads, but not the few rows that a window needs:
+    one kernel call a source. Ranks that need many rows of each other, here none, would still share groups."""
+    problem = Problem(length=LENGTH, dtype=torch.float32)
+    _, traces, kernels = costs(problem, 4, "function", strategy=Ring(), layout=contiguous, mask=mask)
+    own = contiguous(LENGTH, 4)
+    for rank, (trace, kernel) in enumerate(zip(traces, kernels, strict=True)):
+        plan = make_plan(own, own, mask, rank)
+        tiles = sum(len(part.tiles) for part in plan.parts)
+        assert kernel.forwards == kernel.backwards == [(4, 4)] * tiles
+        # Keys to one message, and gradients of keys and of values home.
+        sources = sum(part.count > 0 for part in plan.parts) - 1
+        assert trace.calls["send"] == sum(map(bool, plan.sends)) + 2 * sources
+
+
 @pytest.mark.parametrize("strategy", [Ring(), AllGather()])
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 def test_grouped_heads_travel_unexpanded(strategy, kv_heads: int):

@@ -94,6 +94,7 @@ def test_what_strategies_hold():
         ("AllGather()", AllGather(), head_tail),
         ("Ulysses()", Ulysses(), head_tail),
         ("Ulysses(size=2)", Ulysses(size=2), head_tail),
+        ("chunks=2", Ulysses(chunks=2), head_tail),
     ):
         for ranks in (1, 2, 4, 8):
             if ranks > 1 or "size" not in name:
@@ -119,12 +120,16 @@ AllGather()     2     4.02   3.02   9.53
 AllGather()     4     9.02   3.02  15.52
 AllGather()     8    17.02   3.02  23.52
 Ulysses()       1     1.02   2.02   5.03
-Ulysses()       2     7.50   5.02   9.52
-Ulysses()       4     8.25   5.02   9.77
-Ulysses()       8     8.62   5.02   9.89
-Ulysses(size=2) 2     7.50   5.02   9.52
-Ulysses(size=2) 4     7.50   7.02  14.53
-Ulysses(size=2) 8     7.52   7.02  16.27""",
+Ulysses()       2     6.00   5.02   9.52
+Ulysses()       4     6.00   5.02   9.77
+Ulysses()       8     6.00   5.02   9.89
+Ulysses(size=2) 2     6.00   5.02   9.52
+Ulysses(size=2) 4     7.02   7.02  14.53
+Ulysses(size=2) 8     7.52   7.02  16.27
+chunks=2        1     1.02   2.02   5.03
+chunks=2        2     5.25   5.02  10.52
+chunks=2        4     5.62   5.02  11.27
+chunks=2        8     6.00   5.02   9.89""",
     )
 
 

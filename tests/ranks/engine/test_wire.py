@@ -166,6 +166,7 @@ def test_ulysses_bytes(ranks: int, heads: int, kv_heads: int):
     call = [(problem, head_tail, Full())]
     assert sent(*traced(call, Ulysses(), ranks, forward_only=True)) == ulysses_one_way(problem, ranks, ranks)
     assert sent(*traced(call, Ulysses(), ranks)) == 2 * ulysses_one_way(problem, ranks, ranks)
+    assert sent(*traced(call, Ulysses(chunks=3), ranks)) == 2 * ulysses_one_way(problem, ranks, ranks)
 
 
 @pytest.mark.parametrize("inner", [Ring(), AllGather(keep=0)], ids=str)

@@ -1,0 +1,98 @@
+"""The named ranges of a forward and a backward in torch.profiler's trace: what a rank starts, waits for and computes.
+
+They also show the order that hides transfers: what the next step needs is started before this step computes.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from cp_styles import Ring, Strategy, Ulysses, context_attention, contiguous
+from cp_styles.ranges import named_range
+from cp_styles.testing import run_ranks
+from tests.ranks.attention_case import Problem, cp_mesh, run_attention
+
+RING = """
+agreement: context_attention
+attention forward: context_attention
+step 1 start keys of 2
+step 0 attend to keys of 0
+step 2 start keys of 1
+step 1 wait for keys of 2
+step 1 attend to keys of 2
+step 2 wait for keys of 1
+step 2 attend to keys of 1
+agreement: context_attention
+attention backward: context_attention
+step 2 start keys of 1
+step 0 gradients with keys of 2
+step 0 start gradients to 2
+step 1 gradients with keys of 0
+step 2 wait for keys of 1
+step 2 gradients with keys of 1
+step 2 wait for gradients of 1
+step 2 start gradients to 1
+step 2 wait for gradients of 2
+"""
+ULYSSES = """
+agreement: context_attention
+attention forward: context_attention
+chunk 0 start heads
+chunk 1 start heads
+chunk 0 wait for heads
+chunk 0 attend
+chunk 0 start output
+chunk 1 wait for heads
+chunk 1 attend
+chunk 1 start output
+wait for output
+agreement: context_attention
+attention backward: context_attention
+chunk 0 start gradient of output
+chunk 1 start gradient of output
+chunk 0 wait for gradient of output
+chunk 0 gradients
+chunk 0 start gradient of query
+chunk 0 start gradient of key
+chunk 0 start gradient of value
+chunk 1 wait for gradient of output
+chunk 1 gradients
+chunk 1 start gradient of query
+wait for gradient of query
+chunk 1 start gradient of key
+wait for gradient of key
+chunk 1 start gradient of value
+wait for gradient of value
+"""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "kv_heads", "expected"), [(Ring(), 3, 2, RING), (Ulysses(chunks=2), 2, 4, ULYSSES)], ids=str
+)
+def test_what_a_trace_shows(strategy: Strategy, ranks: int, kv_heads: int, expected: str):
+    problem = Problem(length=24, kv_heads=kv_heads, causal=False)
+    named = set(expected.strip().splitlines())
+
+    def on(rank: int) -> list[str]:
+        attend = partial(context_attention, group=cp_mesh(ranks), strategy=strategy, layout=contiguous)
+        if rank:  # one profiler at a time
+            run_attention(attend, problem, rank, ranks, layout=contiguous)
+            return []
+        with profile(activities=[ProfilerActivity.CPU]) as trace:
+            run_attention(attend, problem, rank, ranks, layout=contiguous)
+        events = sorted(trace.events(), key=lambda event: event.time_range.start)
+        return [event.name for event in events if event.name in named]
+
+    found = run_ranks(on, ranks)[0]
+    inner = [name for name in found if not name.startswith("step") or strategy == Ring()]
+    assert inner == expected.strip().splitlines()
+
+
+def test_without_a_profiler_there_is_no_range():
+    assert named_range("a") is named_range("b")
+    with profile(activities=[ProfilerActivity.CPU]), named_range("a", 1) as inside:
+        assert isinstance(inside, torch.profiler.record_function)
