@@ -52,6 +52,7 @@ class Meeting(enum.IntEnum):
     COLLECTIVE = 8
     MASK = 9
     DECODE = 10
+    BATCH = 11
 
     @property
     def words(self) -> str:
@@ -69,6 +70,7 @@ _WORDS = {
     Meeting.COLLECTIVE: "at a function of cp_styles.collectives",
     Meeting.MASK: "making a mask",
     Meeting.DECODE: "about to decode",
+    Meeting.BATCH: "cutting a batch",
 }
 # Added to a meeting inside a backward: a recomputed attention must not meet one that runs for the first time.
 _AGAIN = 64

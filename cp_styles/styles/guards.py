@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
+import zlib
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -28,6 +29,7 @@ from cp_styles._compat import (
     uncompiled,
     without_dispatch_modes,
 )
+from cp_styles.comm.agreement import Meeting, StatusRow, exchange_status, ledger_of
 from cp_styles.engine.binding import Binding
 from cp_styles.functions.decode import LayerCaches
 from cp_styles.intercept.function_mode import AttentionCalls, wrapped_by
@@ -220,7 +222,8 @@ class InputGuards:
     def check(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """A forward pre-hook: raise for arguments that are not this rank's part of a whole sequence.
 
-        No communication. The values of tensors are looked at in the first forward, the second, the fourth and so on.
+        The values of tensors are looked at in the first forward, the second, the fourth and so on. Communication: in
+        these forwards, one all-gather of some integers if there is a ``num_items_in_batch``.
         """
         if torch.compiler.is_dynamo_compiling():
             return
@@ -262,10 +265,40 @@ class InputGuards:
                 "how it is cut over the ranks: decode with the cache that prefill(model, input_ids) of "
                 "cp_styles.integrations.transformers returns"
             )
-        if self._has_loss and inputs.get("labels") is not None:
+        if self._has_loss:
             _refuse_labels(binding.name, kind, inputs)
+            if look and inputs.get("num_items_in_batch") is not None:
+                _compare_counts(binding, kind, inputs["num_items_in_batch"])
         if self._window is not None:
             self._refuse_window(binding, kind, inputs)
+
+    def check_output(self, module: nn.Module, args: Any, output: Any) -> None:
+        """A forward hook: raise for results that are not of each token, but of this rank's tokens together.
+
+        No communication, unless it raises.
+        """
+        if torch.compiler.is_dynamo_compiling() or not isinstance(output, Mapping):
+            return
+        binding = self._calls.binding
+        if binding.group.size() == 1:
+            return
+        length, logits, kind = _length(self._calls.inputs), output.get("logits"), type(module).__name__
+        problem = None
+        if output.get("aux_loss") is not None:
+            problem = NotImplementedError(
+                f"{binding.name}: {kind} returns an aux_loss, the balance of experts on this rank's tokens alone, and "
+                "has added it to its loss if it made one. The ranks' values do not add up to that of all tokens: set "
+                "output_router_logits=False"
+            )
+        elif isinstance(logits, torch.Tensor) and logits.ndim == 2 and length not in (None, logits.shape[1]):
+            problem = NotImplementedError(
+                f"{binding.name}: {kind} returns logits of shape {tuple(logits.shape)} for {length} tokens of this "
+                "rank: it has pooled them, and the pooled token is another one on each rank. Take the hidden states, "
+                "and pool those of all ranks (cp_styles.collectives.gather)"
+            )
+        if problem is not None:
+            binding.refuse_call()
+            raise problem
 
     def _refuse_window(self, binding: Binding, kind: str, inputs: Mapping[str, Any]) -> None:
         assert self._window is not None
@@ -338,6 +371,14 @@ def _refuse_range(binding: Binding, kind: str, lengths: set[int], numbers: torch
 
 
 def _refuse_labels(name: str, kind: str, inputs: Mapping[str, Any]) -> None:
+    if inputs.get("labels") is None:
+        if inputs.get("shift_labels") is not None and torch.is_grad_enabled():
+            raise ValueError(
+                f"{name}: {kind} is given shift_labels= and no labels=, and makes no loss then. What has taken the "
+                "labels out of the batch, a label smoother for example, would shift this rank's part of them: pass "
+                "labels= too; or leave out both, and take the loss from the logits (chunked_token_losses, global_loss)"
+            )
+        return
     if inputs.get("shift_labels") is None:
         raise ValueError(
             f"{name}: {kind} makes the loss from labels= by itself, on this rank's part: labels would be shifted after "
@@ -352,6 +393,23 @@ def _refuse_labels(name: str, kind: str, inputs: Mapping[str, Any]) -> None:
             "number: pass num_items_in_batch=global_token_count(labels, mesh) too, then each rank's loss is its share "
             "of the mean"
         )
+
+
+def _compare_counts(binding: Binding, kind: str, count: Any) -> None:
+    """Raise on every rank unless all are to divide by the same number."""
+    ledger = ledger_of(binding.group)
+    ledger.engaged = True
+    number = float(count)
+    said = StatusRow(q_length=int(number), inputs=zlib.crc32(repr(number).encode()))
+    rows = exchange_status(lambda: said, Meeting.BATCH, binding.name, binding.axis, binding.group)
+    if len({row.inputs for row in rows}) > 1:
+        raise ValueError(
+            f"{binding.name}: {kind} is given num_items_in_batch={number:g}, and other numbers on other ranks "
+            f"({[row.q_length for row in rows]}): it is the number of labels that all ranks have together. With "
+            "numbers of their own the ranks return means, and a mean of means is another number: pass "
+            "global_token_count(labels, mesh); a Trainer of transformers needs average_tokens_across_devices=True"
+        )
+    ledger.engaged = False
 
 
 def _makes_masks(module: nn.Module) -> bool:

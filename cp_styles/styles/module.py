@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cp_styles._compat import hooks_in_order, scripted_attention
 from cp_styles.comm.agreement import EVERY_CALL, Agreement
+from cp_styles.engine.binding import Binding
 from cp_styles.engine.gradient_watch import RAISE, GradientCheck
 from cp_styles.engine.scope import ScopedBinding
 from cp_styles.intercept.function_mode import AttentionCalls
@@ -146,6 +147,7 @@ class ModuleContextParallel(ContextParallelStyle):
         if self.check_inputs:
             guards = InputGuards(module, self.mask, calls)
             ours.append(module.register_forward_pre_hook(guards.check, with_kwargs=True))
+            ours.append(module.register_forward_hook(guards.check_output))
         hooks_in_order(module, *ours, module.register_forward_hook(calls.leave, always_call=True))
         return module
 
@@ -183,6 +185,12 @@ def _scripted(module: nn.Module) -> Iterator[str]:
         if scripted_attention(getattr(forward, "__globals__", {}).get(name)):
             yield name
     yield from (name for name, value in vars(module).items() if scripted_attention(value))
+
+
+def binding_of(model: nn.Module) -> Binding | None:
+    """What the attention calls in ``model`` are bound to, by the first context-parallel module; None without one."""
+    states = (getattr(child, _STATE, None) for child in model.modules())
+    return next((state[0].binding for state in states if state is not None), None)
 
 
 class _Entered(BoundToThisRun):

@@ -41,6 +41,11 @@ EXAMPLES = (
     "torch api",
     "selective",
     "verify",
+    "trainer",
+    "accelerate",
+    "lightning",
+    "torchtitan",
+    "nemo",
 )
 ROOT = Path(__file__).parents[3]
 README = (ROOT / "README.md").read_text()
@@ -329,7 +334,7 @@ def test_decoding():
 
 
 def test_every_example_is_run_here():
-    """That of transformers in tests/clients/test_transformers.py, where it is installed."""
+    """Those of other libraries in tests/clients, where they are installed."""
     marked = re.findall(r"<!-- (example.*?) -->\n```python", SHOWN)
     assert sorted(marked) == sorted(["example", *(f"example: {name}" for name in EXAMPLES)])
     assert SHOWN.count("```python") == len(marked) + 1  # and the plan, which is compared with the tutorial's

@@ -1,0 +1,404 @@
+"""Batches under context parallelism for trainers of other libraries: transformers, TRL, accelerate, Lightning.
+
+Trainers give every rank samples of its own, make labels and count tokens as if a rank had whole sequences. Two classes
+put that right. :class:`ContextParallelCollator` takes a whole batch, the same on all ranks of a sequence, and returns
+this rank's part, with labels that were shifted before the cut. :class:`ContextParallelTrainer` stands before a Trainer
+of transformers or TRL::
+
+    class LongTrainer(ContextParallelTrainer, Trainer): ...
+
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=register_attention())
+    parallelize_module(model, mesh["cp"], ModuleContextParallel())
+    LongTrainer(model, TrainingArguments(...), train_dataset=dataset).train()
+
+Neither opens a scope: the layout is that of the style, and what is packed is said by positions that restart at 0. So
+forward, backward, recomputations of a checkpoint and the loop of an evaluation need nothing around them.
+
+This file imports no other library. Shapes: B batch, L tokens of this rank, S tokens of the whole sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import get_worker_info
+
+from cp_styles.batch import IGNORE_INDEX, Group, next_token_labels, shard_batch
+from cp_styles.collectives import gather_outputs
+from cp_styles.comm.agreement import Meeting, StatusRow, exchange_status, fingerprint
+from cp_styles.comm.checksum import checksum
+from cp_styles.comm.groups import axis_and_group
+from cp_styles.layout import Balancer, SequenceLayout, head_tail, layout_made_by
+from cp_styles.styles.module import binding_of
+
+Batch = Mapping[str, Any]
+
+# The dims of the entries that models of transformers take; None for what every rank needs whole. The sequence is the
+# last dim of position_ids, which may be [S], [B, S] or [3, B, S].
+_SEQ_DIMS: dict[str, int | None] = {
+    "input_ids": 1,
+    "inputs_embeds": 1,
+    "token_type_ids": 1,
+    "labels": 1,
+    "shift_labels": 1,
+    "position_ids": -1,
+    "attention_mask": None,
+    "seq_idx": 1,
+    "cu_seq_lens_q": None,
+    "cu_seq_lens_k": None,
+    "num_items_in_batch": None,
+}
+
+
+class ContextParallelCollator:
+    """Cuts a batch: from the whole batch, the same on all ranks of a sequence, this rank's part.
+
+    ::
+
+        cut = ContextParallelCollator(mesh["cp"])
+        part = cut({"input_ids": tokens, "labels": tokens})
+        loss = model(**part, num_items_in_batch=global_token_count(part["shift_labels"], mesh["cp"])).loss
+
+    Or as the ``collate_fn`` of a DataLoader without workers: ``ContextParallelCollator(mesh["cp"], collate)``.
+
+    The part has these entries beside those of the batch:
+
+    - ``shift_labels``, from ``labels`` [B, S], before the cut: for each token the label of the next one;
+    - ``position_ids``, if the batch has none: 0 to S - 1. Positions of packed documents, which restart at 0, are cut as
+      they are.
+
+    ``attention_mask`` stays whole, as :func:`~cp_styles.integrations.transformers.register_attention` needs it. One
+    without a zero is left out, unless the batch has positions of its own.
+
+    Args:
+        mesh: the ranks that share the sequence: a process group or a 1-D mesh, ``mesh["cp"]``.
+        collate: makes the batch of what the collator is given; None: it is given a batch, a mapping of tensors.
+        layout: how the sequence is cut: that of the style, which by default is ``head_tail`` too.
+        seq_dims: for entries that are not named above, the dim that is the sequence, or None for those that every rank
+            needs whole. (Entries that are no tensors, or have no dims, are passed on.)
+        shift: False for labels that are not of the next token, as of masked models; they are cut as they are.
+        pad_to_multiple_of: pad the sequence at its end to a multiple. No layout needs it; compiled graphs may.
+        pad_token_id: the token to pad with. Padded tokens have no labels, and nobody attends to them.
+
+    Communication: one all-gather of some integers. The ranks compare a checksum of the whole batch, for which the host
+    waits if the batch is on a device.
+
+    Raises:
+        ValueError: on every rank, if the ranks have other samples, or one cannot cut its batch: an entry of unknown
+            name, or of another length; ``labels`` of whole sequences (classification).
+        RuntimeError: in a worker process of a DataLoader, which cannot communicate.
+    """
+
+    def __init__(
+        self,
+        mesh: Group,
+        collate: Callable[[Any], Batch] | None = None,
+        *,
+        layout: SequenceLayout | Balancer = head_tail,
+        seq_dims: Mapping[str, int | None] | None = None,
+        shift: bool = True,
+        pad_to_multiple_of: int = 1,
+        pad_token_id: int = 0,
+    ) -> None:
+        self._name = type(self).__name__
+        self._axis, self._group = axis_and_group(self._name, mesh)
+        self._collate = collate
+        self._layout = layout
+        self._seq_dims = _SEQ_DIMS | dict(seq_dims or {})
+        self._shift = shift
+        self._multiple, self._pad = pad_to_multiple_of, pad_token_id
+
+    def __call__(self, samples: Any) -> dict[str, Any]:
+        if get_worker_info() is not None:
+            raise RuntimeError(
+                f"{self._name} compares the ranks' batches, and was called in a worker process of a DataLoader, which "
+                "cannot communicate: let the workers make whole batches, and cut them in the training loop, "
+                "cut = ContextParallelCollator(mesh); part = cut(batch)"
+            )
+        whole: dict[str, Any] = {}
+        cut: dict[str, torch.Tensor] = {}
+        layouts: list[SequenceLayout] = []
+
+        def build() -> StatusRow:
+            whole.update(self._whole(samples))
+            cut.update({name: x for name, x in whole.items() if isinstance(x, torch.Tensor) and x.ndim})
+            unknown = [name for name in cut if name not in self._seq_dims]
+            if unknown:
+                raise ValueError(
+                    f"{self._name}: it is not known which dim of {unknown} is the sequence: name it in seq_dims, or "
+                    "None for an entry that every rank needs whole"
+                )
+            layouts.append(self._layout_for(whole))
+            shapes = [(name, tuple(x.shape), str(x.dtype)) for name, x in sorted(cut.items())]
+            total = sum(checksum(cut[name]) * (2 * at + 1) for at, name in enumerate(sorted(cut)))
+            return StatusRow(inputs=total % 2**63, call=fingerprint(shapes))
+
+        rows = exchange_status(build, Meeting.BATCH, self._name, self._axis, self._group)
+        odd = [rank for rank, row in enumerate(rows) if (row.inputs, row.call) != (rows[0].inputs, rows[0].call)]
+        if odd:
+            shapes = {name: tuple(x.shape) for name, x in cut.items()}
+            raise ValueError(
+                f"{self._name}: ranks {odd} of mesh axis {self._axis!r} have other samples than rank 0 (here {shapes})"
+                ", and the ranks of one sequence must be given the same whole batch, of which each gets its part: "
+                "share the data set among the data-parallel ranks alone (share_batches, or a DistributedSampler with "
+                'num_replicas=mesh["dp"].size()), with the same seed on all ranks; for a Trainer of transformers use '
+                "ContextParallelTrainer"
+            )
+        part = shard_batch(cut, layouts[0], self._group.rank(), seq_dims=self._seq_dims)
+        # Models view them: contiguous.
+        return whole | {name: x.contiguous() for name, x in part.items()}
+
+    def _whole(self, samples: Any) -> dict[str, Any]:
+        """The whole batch with what it has to have, padded."""
+        batch: dict[str, Any] = dict(samples if self._collate is None else self._collate(samples))
+        tokens = batch.get("input_ids", batch.get("inputs_embeds"))
+        if not isinstance(tokens, torch.Tensor) or tokens.ndim < 2:
+            raise ValueError(f"{self._name}: the batch has no input_ids [B, S] and no inputs_embeds, but {list(batch)}")
+        rows, length = tokens.shape[:2]
+        mask, labels = batch.get("attention_mask"), batch.get("labels")
+        if labels is not None and (labels.ndim < 2 or labels.shape[1] != length):
+            raise ValueError(
+                f"{self._name}: labels of shape {tuple(labels.shape)} are not one for each of {length} tokens. A model "
+                "that pools a sequence into one prediction would pool this rank's tokens: take its hidden states, and "
+                "pool them over all ranks (cp_styles.collectives.gather)"
+            )
+        padding, positions = self._padding(length), batch.get("position_ids")
+        if positions is None and mask is None and padding:
+            mask = torch.ones(rows, length, dtype=torch.int64, device=tokens.device)
+        elif positions is None and mask is not None and mask.ndim == 2 and not padding and bool(mask.all()):
+            mask = None
+        batch.pop("attention_mask", None)
+        if mask is not None:
+            batch["attention_mask"] = mask
+        if labels is not None and self._shift and batch.get("shift_labels") is None:
+            batch["shift_labels"] = next_token_labels(labels)
+        if positions is None:
+            batch["position_ids"] = torch.arange(length, device=tokens.device).expand(rows, -1)
+        return self._padded(batch, padding) if padding else batch
+
+    def _padding(self, length: int) -> int:
+        if isinstance(self._layout, SequenceLayout):
+            return max(0, self._layout.length - length)
+        return -length % self._multiple
+
+    def _padded(self, batch: dict[str, Any], padding: int) -> dict[str, Any]:
+        fill = {"input_ids": self._pad, "labels": IGNORE_INDEX, "shift_labels": IGNORE_INDEX}
+        for name, x in batch.items():
+            if not isinstance(x, torch.Tensor) or not x.ndim:
+                continue
+            dim = self._seq_dims.get(name)
+            if name == "attention_mask":
+                if x.ndim != 2:
+                    raise ValueError(f"{self._name}: an attention_mask of shape {tuple(x.shape)} cannot be padded")
+                dim = 1
+            if dim is None:
+                continue
+            shape = list(x.shape)
+            shape[dim] = padding
+            tail = x.new_full(shape, fill.get(name, 0))
+            if name == "position_ids":  # a document of its own
+                tail = tail + torch.arange(padding, device=x.device)
+            batch[name] = torch.cat((x, tail), dim)
+        return batch
+
+    def _layout_for(self, whole: Batch) -> SequenceLayout:
+        if isinstance(self._layout, SequenceLayout):
+            return self._layout
+        return layout_made_by(self._layout, _tokens(whole).shape[1], self._group.size())
+
+    def whole_of(self, part: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """From each rank's ``part`` [B, L, ...] of a result the whole [B, S, ...], for the whole ``batch``.
+
+        Communication: an all-gather of the parts. No gradient.
+        """
+        length = _tokens(batch).shape[1]
+        layout = self._layout
+        if not isinstance(layout, SequenceLayout):
+            layout = layout_made_by(layout, length + self._padding(length), self._group.size())
+        whole = gather_outputs(part.detach(), 1, self._group, reduce_gradients=False, layout=layout)
+        return whole.narrow(1, 0, length)
+
+
+def _tokens(batch: Batch) -> torch.Tensor:
+    return batch["inputs_embeds"] if batch.get("input_ids") is None else batch["input_ids"]
+
+
+def share_batches(dataloader: Any, *, num_replicas: int, rank: int) -> Any:
+    """Give data-parallel ranks, and not all ranks, different batches; ``dataloader`` is one that accelerate prepared.
+
+    accelerate shares the batches of a data set among all processes. The ranks of one sequence need the same::
+
+        loader = accelerator.prepare(DataLoader(dataset, ...))
+        share_batches(loader, num_replicas=mesh["dp"].size(), rank=mesh["dp"].get_local_rank())
+
+    Args:
+        dataloader: it is changed, and returned. One of a single process, which gives all batches, stays as it is.
+        num_replicas: number of data-parallel ranks; 1 if all ranks share one sequence.
+        rank: this rank's index among them.
+
+    No communication.
+
+    Raises:
+        ValueError: ``dataloader`` is none of accelerate's, or is shared in another way: batches that one process
+            distributes (``dispatch_batches``), a sampler of its own for each rank.
+    """
+    world = dist.get_world_size()
+    sharded = next(
+        (each for each in (dataloader.batch_sampler, dataloader.dataset) if hasattr(each, "process_index")), None
+    )
+    dispatched = hasattr(dataloader, "split_batches")  # of accelerate's DataLoaderDispatcher alone
+    if dispatched or sharded is None or sharded.num_processes not in (world, num_replicas):
+        raise ValueError(
+            f"share_batches: a {type(dataloader).__name__} is not a loader that accelerate shares among {world} "
+            "processes by their index. Prepare it with accelerate, and with dispatch_batches=False (of a Trainer: "
+            'accelerator_config={"dispatch_batches": False}); or do not prepare it, and give it a DistributedSampler'
+        )
+    sharded.num_processes, sharded.process_index = num_replicas, rank
+    if num_replicas == 1:
+        sharded.even_batches = False  # there is nobody who would have fewer
+    return dataloader
+
+
+class ContextParallelTrainer:
+    """Put before a Trainer of transformers or TRL, it trains with context parallelism as the Trainer does without.
+
+    ::
+
+        class LongTrainer(ContextParallelTrainer, Trainer): ...
+
+    The model has a :class:`~cp_styles.ModuleContextParallel`, which says over which ranks, and how, sequences are cut.
+    Everything else is that of the Trainer: samples in a step are ``per_device_train_batch_size`` for each group of
+    ranks that share a sequence. DDP or FSDP2, over all ranks, sum the gradients, so nothing is to be summed by hand.
+
+    - Data loaders give the ranks of one sequence the same batches. (The ranks compare them.)
+    - ``compute_loss`` cuts the batch by :meth:`context_parallel_collator`, and the loss is each rank's share.
+    - Evaluation returns the loss of the whole sequence, and predictions of whole sequences, for ``compute_metrics``,
+      once for each sample.
+
+    Not supported, and refused: ``label_smoothing_factor`` and ``compute_loss_func``, which would shift this rank's
+    part of the labels; predictions for batches without labels.
+    """
+
+    def context_parallel_collator(self) -> ContextParallelCollator:
+        """What cuts the batches. Override it for other entries, or for padding."""
+        model = self._trainer.model
+        parallelism = getattr(self._trainer.accelerator, "parallelism_config", None)
+        if parallelism is not None and parallelism.cp_enabled:
+            raise ValueError(
+                f"{type(self).__name__}: parallelism_config has cp_size={parallelism.cp_size}, with which accelerate "
+                "cuts the batch too, for torch's attention: leave it out, the style says which ranks share a sequence"
+            )
+        binding = binding_of(model)
+        if binding is None:
+            raise ValueError(
+                f"{type(self).__name__}: {type(model).__name__} has no ModuleContextParallel: apply the style before "
+                "the trainer is made, parallelize_module(model, mesh, ModuleContextParallel()); or override "
+                "context_parallel_collator()"
+            )
+        return ContextParallelCollator(binding.group, layout=binding.layout)
+
+    @cached_property
+    def _cut(self) -> ContextParallelCollator:
+        return self.context_parallel_collator()
+
+    @property
+    def _trainer(self) -> Any:
+        """This object, as the Trainer that it is."""
+        return self
+
+    @property
+    def _parent(self) -> Any:
+        """The Trainer's methods behind those of this class."""
+        return super()
+
+    @cached_property
+    def _firsts(self) -> list[int]:
+        """Of each group of ranks that share a sequence, the first rank. Communication, once: an all-gather."""
+        first = dist.get_process_group_ranks(self._cut._group)[0]
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, first)
+        return sorted(set(found))
+
+    def _shared(self, dataloader: Any) -> Any:
+        index = self._firsts.index(dist.get_process_group_ranks(self._cut._group)[0])
+        return share_batches(dataloader, num_replicas=len(self._firsts), rank=index)
+
+    def get_train_dataloader(self) -> Any:
+        return self._shared(self._parent.get_train_dataloader())
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        return self._shared(self._parent.get_eval_dataloader(eval_dataset))
+
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
+        return self._shared(self._parent.get_test_dataloader(test_dataset))
+
+    def get_cp_size(self) -> int:
+        """By how many the Trainer divides the number of tokens that it counts: each rank has the whole batch."""
+        return self._cut._group.size()
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        trainer = self._trainer
+        smoothed = getattr(trainer, "label_smoother", None) is not None
+        if smoothed or getattr(trainer, "compute_loss_func", None) is not None:
+            raise NotImplementedError(
+                f"{type(self).__name__}: {'label_smoothing_factor' if smoothed else 'compute_loss_func'} gets this "
+                "rank's part of the labels, and would shift them after the cut. Leave it out; or override "
+                "compute_loss, and take the loss from the logits and shift_labels (chunked_token_losses smooths labels)"
+            )
+        part = self._cut(inputs)
+        if num_items_in_batch is None and "shift_labels" in part:
+            num_items_in_batch = self._count(inputs)
+        if num_items_in_batch is not None and trainer.model_accepts_loss_kwargs:
+            part["num_items_in_batch"] = num_items_in_batch
+        return self._parent.compute_loss(
+            model, part, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
+        )
+
+    def _count(self, inputs: Any) -> float:
+        """The number by which a rank's loss is divided where the Trainer has not counted, as TRL in evaluations: then
+        the mean over the ranks of the sequence is that over its labels."""
+        labels = inputs["labels"][:, 1:] if inputs.get("shift_labels") is None else inputs["shift_labels"]
+        count = max(1, int((labels != IGNORE_INDEX).sum()))
+        # The Trainer multiplies by the number of all processes.
+        multiplied = dist.get_world_size() if self._trainer.args.average_tokens_across_devices else 1
+        return count * multiplied / self._cut._group.size()
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        self._trainer.gather_function = self._gathered
+        return self._parent.evaluation_loop(*args, **kwargs)
+
+    def prediction_step(
+        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> Any:
+        if not all(inputs.get(name) is not None for name in self._trainer.label_names or ["labels"]):
+            raise NotImplementedError(
+                f"{type(self).__name__}: a batch without labels is given to the model as it is, whole: predict without "
+                "context parallelism, or with labels (they may all be -100)"
+            )
+        loss, logits, labels = self._parent.prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        if loss is not None:
+            dist.all_reduce(loss, group=self._cut._group)
+            loss = loss / self._cut._group.size()
+        if logits is not None:
+            logits = self._whole_logits(logits, inputs)
+        return loss, logits, labels
+
+    def _whole_logits(self, logits: Any, inputs: Any) -> Any:
+        if isinstance(logits, (tuple, list)):
+            return type(logits)(self._whole_logits(each, inputs) for each in logits)
+        return self._cut.whole_of(logits, inputs)
+
+    def _gathered(self, data: Any) -> Any:
+        """In place of accelerate's ``gather_for_metrics``: rows of the first rank of each sequence alone."""
+        if isinstance(data, (tuple, list)):
+            return type(data)(self._gathered(each) for each in data)
+        accelerator = self._trainer.accelerator
+        rows = accelerator.gather(data).unflatten(0, (dist.get_world_size(), -1))[self._firsts].flatten(0, 1)
+        state = accelerator.gradient_state
+        return rows[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else rows

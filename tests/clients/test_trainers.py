@@ -1,0 +1,38 @@
+"""Trainers of other libraries on real processes: losses and parameters of one process, or an error on every rank."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.process
+
+ROOT = Path(__file__).parents[2]
+JOB = Path(__file__).with_name("trainer_job.py")
+
+REFUSED = ["a plain Trainer", "a plain Trainer, packed", "a plain Trainer that cuts", "workers", "label smoothing"]
+REFUSED += ["a loss function", "dispatched batches"]
+
+# With the libraries that they need beside transformers. A program takes some seconds to start, and a case one or two.
+CASES = [
+    pytest.param(["accelerate"], ["trainer", "packed", "accelerate", "the page's Trainer", *REFUSED], id="accelerate"),
+    pytest.param(["accelerate"], ["data parallel"], id="four processes", marks=pytest.mark.nightly),
+    pytest.param(["accelerate", "trl", "peft"], ["sft"], id="trl", marks=pytest.mark.nightly),
+    pytest.param(["accelerate", "lightning"], ["lightning"], id="lightning", marks=pytest.mark.nightly),
+]
+
+
+@pytest.mark.parametrize(("libraries", "names"), CASES)
+def test_trainings(libraries: list[str], names: list[str]):
+    missing = [each for each in ["transformers", *libraries] if importlib.util.find_spec(each) is None]
+    if missing:
+        pytest.skip(f"needs {', '.join(missing)}: an extra, pip install .[clients]")
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    done = subprocess.run([sys.executable, JOB, *names], env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,300 @@
+"""Small trainings in float64 by trainers of other libraries; the same program for one process and for ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.data import DataLoader
+from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments, default_data_collator
+
+from cp_styles import ModuleContextParallel
+from cp_styles.integrations.trainers import ContextParallelCollator, ContextParallelTrainer
+from tests.clients.hugging_face import NAME, VOCABULARY, StayDouble, causal_lm, config_of, tiny
+from tests.clients.trainer_job import Training, mean_over_ranks
+
+IGNORED = -100
+
+
+def ranks() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def samples(number: int, *, equal: bool = True) -> list[dict[str, torch.Tensor]]:
+    """Token sequences, of one length or not, whose first tokens have no labels, as prompts have none."""
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for index in range(number):
+        length = 21 if equal else 7 + 3 * (index % 4)
+        tokens = torch.randint(3, VOCABULARY, (length,), generator=generator)
+        labels = tokens.clone()
+        labels[: 2 * index % 9] = IGNORED
+        found.append({"input_ids": tokens, "labels": labels})
+    return found
+
+
+class LongTrainer(ContextParallelTrainer, Trainer): ...
+
+
+def again() -> tuple[Any, Any]:
+    """A context_fn of checkpoints: a backward runs outside of the mode."""
+    return contextlib.nullcontext(), StayDouble()
+
+
+CHECKPOINTED = {
+    "gradient_checkpointing": True,
+    "gradient_checkpointing_kwargs": {"use_reentrant": False, "context_fn": again},
+}
+
+
+def arguments(make: type[TrainingArguments] = TrainingArguments, **options: Any) -> Any:
+    defaults = {"output_dir": tempfile.mkdtemp(), "use_cpu": True, "report_to": [], "save_strategy": "no"}
+    defaults |= {"disable_tqdm": True, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "seed": 3}
+    defaults |= {"learning_rate": 1e-2, "num_train_epochs": 1, "logging_strategy": "no", "max_grad_norm": 0.5}
+    return make(**defaults | options)
+
+
+def model_of(model_type: str = "mistral", **changes: Any) -> Any:
+    return tiny(causal_lm, config_of(model_type, num_hidden_layers=2, **changes))
+
+
+def train(trainer: Any) -> Training:
+    done, step = Training(), trainer.training_step
+
+    def seen(*args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = step(*args, **kwargs)
+        done.losses.append(mean_over_ranks(loss.item()))
+        return loss
+
+    trainer.training_step = seen
+    with StayDouble():
+        trainer.train()
+        if trainer.eval_dataset is not None:
+            done.numbers |= {
+                name: float(value)
+                for name, value in trainer.evaluate().items()
+                if name in ("eval_loss", "eval_accuracy", "eval_samples")
+            }
+    done.parameters = {name: x.detach().clone() for name, x in trainer.model.named_parameters()}
+    return done
+
+
+def accuracy(prediction: Any) -> dict[str, float]:
+    logits, labels = (torch.as_tensor(x) for x in (prediction.predictions, prediction.label_ids))
+    right = (logits[:, :-1].argmax(-1) == labels[:, 1:])[labels[:, 1:] != IGNORED]
+    return {"accuracy": right.double().mean().item(), "samples": len(labels)}
+
+
+def hugging_face(model: Any = None, cp: int = 2, batch: int = 2, data: Any = None, **options: Any) -> Training:
+    """A Trainer of transformers; on ranks the model has the style, and the Trainer ours before it."""
+    model = model_of() if model is None else model
+    kind: Any = Trainer
+    args = options.pop("args", {})
+    replicas = max(1, ranks() // cp)
+    args = arguments(per_device_train_batch_size=batch // replicas, **args)
+    if ranks() > 1:
+        mesh = init_device_mesh("cpu", (replicas, cp), mesh_dim_names=("dp", "cp"))
+        model.set_attn_implementation(NAME)
+        parallelize_module(model, mesh["cp"], ModuleContextParallel())
+        kind = LongTrainer
+    else:
+        model.set_attn_implementation("dense")
+    trainer = kind(
+        model,
+        args,
+        train_dataset=samples(12) if data is None else data,
+        **{"data_collator": default_data_collator} | options,
+    )
+    return train(trainer)
+
+
+def packed(**options: Any) -> Training:
+    """Samples of several lengths behind each other in one row, in positions that restart at 0."""
+    collate = DataCollatorWithFlattening()
+    return hugging_face(data=samples(12, equal=False), data_collator=collate, batch=4, **options)
+
+
+def on_the_page(name: str) -> str:
+    page = (Path(__file__).parents[2] / "tutorials/trainers.md").read_text()
+    (code,) = re.findall(rf"<!-- example: {name} -->\n```python\n(.*?)```", page, re.DOTALL)
+    return code
+
+
+def watched(model: torch.nn.Module) -> Training:
+    """Takes down the losses that ``model`` returns; what the ranks return are shares."""
+    done = Training()
+    model.register_forward_hook(lambda module, args, output: done.losses.append(output.loss.item()))
+    return done
+
+
+def ended(done: Training, model: torch.nn.Module) -> Training:
+    done.losses = [mean_over_ranks(loss) * ranks() for loss in done.losses]
+    done.parameters = {name: x.detach().clone() for name, x in model.named_parameters()}
+    return done
+
+
+def accelerated() -> Training:
+    """The page's loop, and a loop of one process."""
+    model = model_of()
+    model.set_attn_implementation(NAME if ranks() > 1 else "dense")
+    done, optimizer = watched(model), torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loader: Any = DataLoader(samples(6), batch_size=2, collate_fn=default_data_collator)
+    with StayDouble():
+        if ranks() > 1:
+            Accelerator(cpu=True)  # the processes of the page's are on CPU too
+            mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
+            exec(on_the_page("accelerate"), {"model": model, "optimizer": optimizer, "loader": loader, "mesh": mesh})
+        else:
+            for batch in loader:
+                model(**batch).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    return ended(done, model)
+
+
+def trainer_of_the_page() -> Training:
+    """Of several samples in a step; without what is taken down of each step."""
+    model, args = model_of(), arguments()
+    if ranks() == 1:
+        model.set_attn_implementation("dense")
+        with StayDouble():
+            Trainer(model, args, train_dataset=samples(6)).train()
+        return Training(parameters={name: x.detach() for name, x in model.named_parameters()})
+    made, run = on_the_page("trainer").split("parallelize_module(model", 1)
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
+    names: dict[str, Any] = {"config": model.config, "mesh": mesh, "arguments": args, "dataset": samples(6)}
+    exec(made, names)
+    names["model"].double().load_state_dict(model.state_dict())
+    with StayDouble():
+        exec(f"parallelize_module(model{run}", names)
+    return Training(parameters={name: x.detach() for name, x in names["model"].named_parameters()})
+
+
+def lightning() -> Training:
+    """The page's module; on one process one that cuts nothing."""
+    from lightning import LightningModule
+    from lightning import Trainer as Lightning
+
+    names: dict[str, Any] = {"torch": torch}
+    exec(on_the_page("lightning"), names)
+
+    class Alone(LightningModule):
+        configure_optimizers = names["Long"].configure_optimizers
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            return self.model(**batch).loss
+
+    model = model_of()
+    model.set_attn_implementation(NAME if ranks() > 1 else "dense")
+    module = names["Long"](model) if ranks() > 1 else Alone()
+    module.model = model
+    done = watched(model)
+    off: Any = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    strategy = "ddp" if ranks() > 1 else "auto"
+    trainer = Lightning(
+        accelerator="cpu", devices=ranks(), strategy=strategy, max_epochs=1, use_distributed_sampler=False, **off
+    )
+    with StayDouble():
+        trainer.fit(module, DataLoader(samples(6), batch_size=2, collate_fn=default_data_collator))
+    return ended(done, model)
+
+
+def plain_trainer(*, collate: Any = None, cut: bool = False, classify: bool = False, **options: Any) -> Training:
+    """What people write: a Trainer with nothing of ours before it, and a model with the style."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    model = model_of()
+    model.set_attn_implementation(NAME)
+    parallelize_module(model, mesh, ModuleContextParallel())
+    collate = collate or default_data_collator
+    if cut:
+        collate = ContextParallelCollator(mesh, collate)
+    args = arguments(**options)
+    return train(Trainer(model, args, train_dataset=samples(8), data_collator=collate))
+
+
+def sft(lora: bool = True, **options: Any) -> Training:
+    """TRL packs samples into rows without padding, and adds adapters."""
+    from datasets import Dataset
+    from peft import LoraConfig
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+    from trl import SFTConfig, SFTTrainer
+
+    class LongSFT(ContextParallelTrainer, SFTTrainer): ...
+
+    words = {str(index): index for index in range(VOCABULARY)} | {"<pad>": 0, "<eos>": 2}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, "<pad>")), pad_token="<pad>", eos_token="<eos>"
+    )
+    data = Dataset.from_list([{name: x.tolist() for name, x in each.items()} for each in samples(24, equal=False)])
+    args = arguments(SFTConfig, packing=True, max_length=40, eval_packing=True, **CHECKPOINTED, **options)
+    model = model_of()
+    config = LoraConfig(r=4, lora_dropout=0.0, target_modules=["q_proj", "v_proj", "down_proj"]) if lora else None
+    kind: Any = SFTTrainer
+    if ranks() > 1:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        model.set_attn_implementation(NAME)
+        parallelize_module(model, mesh, ModuleContextParallel())
+        kind = LongSFT
+    else:
+        model.set_attn_implementation("dense")
+    torch.set_default_dtype(torch.float64)  # adapters
+    trainer = kind(
+        model,
+        args,
+        train_dataset=data,
+        eval_dataset=data.select(range(5)),
+        processing_class=tokenizer,
+        peft_config=config,
+    )
+    return train(trainer)
+
+
+CASES: dict[str, Callable[[], Training]] = {
+    # 11 samples: the last step has one micro-batch of one sample; 5 samples are evaluated, in batches of 2, 2, 1.
+    "trainer": partial(
+        hugging_face,
+        data=samples(11),
+        args=CHECKPOINTED | {"gradient_accumulation_steps": 2},
+        eval_dataset=samples(5),
+        compute_metrics=accuracy,
+    ),
+    "packed": packed,
+    "accelerate": accelerated,
+    "the page's Trainer": trainer_of_the_page,
+    "sft": sft,
+    "lightning": lightning,
+    "data parallel": partial(hugging_face, data=samples(8)),
+}
+REFUSED: dict[str, tuple[Callable[[], Training], str]] = {
+    "a plain Trainer": (plain_trainer, "takes position_ids and was given none"),
+    "a plain Trainer, packed": (
+        partial(plain_trainer, collate=DataCollatorWithFlattening()),
+        "would be shifted after the cut",
+    ),
+    "a plain Trainer that cuts": (partial(plain_trainer, cut=True), "have other samples than rank 0"),
+    "workers": (partial(plain_trainer, cut=True, dataloader_num_workers=1), "in a worker process of a DataLoader"),
+    "label smoothing": (
+        partial(hugging_face, args={"label_smoothing_factor": 0.1}),
+        "label_smoothing_factor gets this rank's part",
+    ),
+    "a loss function": (
+        partial(hugging_face, compute_loss_func=lambda *args, **kwargs: None),
+        "compute_loss_func gets this rank's part",
+    ),
+    "dispatched batches": (
+        partial(hugging_face, args={"accelerator_config": {"dispatch_batches": True}}),
+        "is not a loader that accelerate shares",
+    ),
+}
+RANKS: dict[str, int] = {"data parallel": 4}

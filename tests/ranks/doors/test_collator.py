@@ -1,0 +1,179 @@
+"""ContextParallelCollator and share_batches, without the libraries whose batches they are for."""
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from cp_styles import ModuleContextParallel, contiguous, head_tail, parallelize_module
+from cp_styles.integrations import trainers
+from cp_styles.integrations.trainers import ContextParallelCollator, share_batches
+from cp_styles.testing import RankError, run_ranks
+from tests.ranks.attention_case import cp_mesh
+
+LENGTH, ROWS = 13, 2
+TOKENS = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) + 5
+LABELS = TOKENS.masked_fill(TOKENS % 3 == 0, -100)
+ONES = torch.ones_like(TOKENS)
+
+
+def cut(batch: Any, ranks: int = 3, **options: Any) -> list[dict[str, Any]]:
+    return run_ranks(lambda rank: ContextParallelCollator(cp_mesh(ranks), **options)(copy.copy(batch)), ranks)
+
+
+def whole(parts: list[dict[str, Any]], name: str, layout: Any = None) -> torch.Tensor:
+    layout = layout or head_tail(sum(part["input_ids"].shape[1] for part in parts), len(parts))
+    return layout.unshard([part[name] for part in parts], -1)
+
+
+def test_labels_are_shifted_before_the_cut_and_positions_are_of_the_whole():
+    parts = cut({"input_ids": TOKENS, "labels": LABELS, "attention_mask": ONES, "use_cache": False})
+    assert torch.equal(whole(parts, "input_ids"), TOKENS)
+    assert torch.equal(whole(parts, "labels"), LABELS)
+    shifted = torch.cat((LABELS[:, 1:], torch.full((ROWS, 1), -100)), 1)
+    assert torch.equal(whole(parts, "shift_labels"), shifted)
+    assert torch.equal(whole(parts, "position_ids"), torch.arange(LENGTH).expand(ROWS, -1))
+    assert all("attention_mask" not in part and part["use_cache"] is False for part in parts)
+    assert all(x.is_contiguous() for part in parts for x in part.values() if isinstance(x, torch.Tensor))
+
+
+def test_what_a_batch_has_already_is_cut_as_it_is():
+    packed = torch.cat((torch.arange(5), torch.arange(8))).expand(ROWS, -1)
+    spaces = torch.stack([packed, packed // 2, packed % 3])
+    given = {"input_ids": TOKENS, "labels": LABELS, "shift_labels": TOKENS, "position_ids": packed}
+    parts = cut(given | {"attention_mask": ONES}, layout=contiguous)
+    found = contiguous(LENGTH, 3)
+    assert torch.equal(whole(parts, "shift_labels", found), TOKENS)
+    assert torch.equal(whole(parts, "position_ids", found), packed)
+    assert all(torch.equal(part["attention_mask"], ONES) for part in parts)  # it says that nothing is packed
+    parts = cut({"inputs_embeds": TOKENS[..., None].double(), "position_ids": spaces, "labels": LABELS}, shift=False)
+    assert [part["position_ids"].shape[:2] for part in parts] == [(3, ROWS)] * 3
+    assert all("shift_labels" not in part for part in parts)
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_padding_on_request(fixed: bool):
+    options: dict[str, Any] = {"layout": head_tail(16, 2)} if fixed else {"pad_to_multiple_of": 8}
+    parts = cut({"input_ids": TOKENS, "labels": LABELS}, 2, pad_token_id=1, **options)
+    assert torch.equal(whole(parts, "input_ids")[:, LENGTH:], torch.ones(ROWS, 3, dtype=torch.int64))
+    assert (whole(parts, "shift_labels")[:, LENGTH - 1 :] == -100).all()
+    mask = torch.arange(16) < LENGTH
+    assert all(torch.equal(part["attention_mask"], mask.long().expand(ROWS, -1)) for part in parts)
+    packed = torch.arange(LENGTH).expand(ROWS, -1)
+    parts = cut({"input_ids": TOKENS, "position_ids": packed}, 2, **options)  # the padding is a document of its own
+    assert whole(parts, "position_ids")[0, LENGTH:].tolist() == [0, 1, 2]
+    assert all("attention_mask" not in part for part in parts)
+
+
+def refused(words: str, batches: list[Any], **options: Any) -> None:
+    """An error on every rank; one of them says why."""
+    ranks = len(batches)
+    with pytest.raises(RankError, match=words) as found:
+        run_ranks(lambda rank: ContextParallelCollator(cp_mesh(ranks), **options)(batches[rank]), ranks)
+    assert found.value.errors.keys() == set(range(ranks))
+    assert all(isinstance(error, ValueError) for error in found.value.errors.values())
+
+
+def test_other_samples_are_every_ranks_error():
+    good = {"input_ids": TOKENS, "labels": LABELS}
+    other = TOKENS.clone()
+    other[1, 4] += 1
+    refused(r"ranks \[2\] of mesh axis 'cp' have other samples than rank 0", [good, good, good | {"input_ids": other}])
+    refused(r"ranks \[1\] .* have other samples", [good, good | {"labels": other}])
+    refused(r"ranks \[1\] .* have other samples", [good, {"input_ids": TOKENS[:1], "labels": LABELS[:1]}])
+    swapped = {"input_ids": LABELS, "labels": TOKENS}
+    refused(r"ranks \[1\] .* have other samples", [good, swapped])
+
+
+def test_batches_that_cannot_be_cut():
+    good = {"input_ids": TOKENS}
+    refused("no input_ids", [good, {"pixel_values": TOKENS}])
+    refused(r"labels of shape \(2,\) are not one for each of 13 tokens", [good | {"labels": TOKENS[:, 0]}] * 2)
+    refused(r"which dim of \['weights'\] is the sequence", [good | {"weights": TOKENS}] * 2)
+    parts = cut(good | {"weights": TOKENS}, seq_dims={"weights": 1})
+    assert torch.equal(whole(parts, "weights"), TOKENS)
+
+    def fails(samples: Any) -> Any:
+        raise KeyError("text")
+
+    with pytest.raises(RankError, match="text") as found:
+        run_ranks(lambda rank: ContextParallelCollator(cp_mesh(2), fails if rank else dict)(good), 2)
+    assert found.value.errors.keys() == {0, 1}
+
+
+def test_a_worker_process_cannot_compare(monkeypatch):
+    monkeypatch.setattr(trainers, "get_worker_info", object)
+    with pytest.raises(RankError, match="in a worker process of a DataLoader"):
+        cut({"input_ids": TOKENS})
+
+
+def test_results_are_put_together_without_the_padding():
+    def on(rank: int) -> torch.Tensor:
+        collator = ContextParallelCollator(cp_mesh(3), pad_to_multiple_of=8)
+        part = collator({"input_ids": TOKENS})
+        return collator.whole_of(part["input_ids"].double(), {"input_ids": TOKENS})
+
+    assert all(torch.equal(each, TOKENS.double()) for each in run_ranks(on, 3))
+
+
+def test_share_batches():
+    def loader(processes: int) -> Any:
+        sampler = SimpleNamespace(num_processes=processes, process_index=3, even_batches=True)
+        return SimpleNamespace(batch_sampler=sampler, dataset=[])
+
+    def on(rank: int) -> list[Any]:
+        shared = [share_batches(loader(4), num_replicas=2, rank=1), share_batches(loader(4), num_replicas=1, rank=0)]
+        share_batches(shared[0], num_replicas=2, rank=1)  # again
+        for odd in (loader(1), SimpleNamespace(batch_sampler=None, dataset=[])):
+            with pytest.raises(ValueError, match="is not a loader that accelerate shares among 4"):
+                share_batches(odd, num_replicas=2, rank=0)
+        return [vars(each.batch_sampler) for each in shared]
+
+    two, one = run_ranks(on, 4)[0]
+    assert two == {"num_processes": 2, "process_index": 1, "even_batches": True}
+    assert one == {"num_processes": 1, "process_index": 0, "even_batches": False}
+
+
+class Pooling(nn.Module):
+    """As a classifier of transformers: a dict with logits of sequences; or with the balance of its experts."""
+
+    def __init__(self, **output: Any) -> None:
+        super().__init__()
+        self.output = output
+
+    def loss_function(self) -> None: ...
+
+    def forward(self, input_ids, position_ids=None, labels=None, shift_labels=None, num_items_in_batch=None):
+        q = input_ids[:, None, :, None].double().expand(-1, 2, -1, 8)
+        out = nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+        return {"logits": out.transpose(1, 2).flatten(2)} | self.output
+
+
+def forward(model: nn.Module, **changes: Any) -> Any:
+    def on(rank: int) -> None:
+        mesh = cp_mesh(2)
+        mine = parallelize_module(copy.deepcopy(model), mesh, ModuleContextParallel())
+        part = ContextParallelCollator(mesh)({"input_ids": TOKENS, "labels": LABELS})
+        mine(**part | {name: value(rank) for name, value in changes.items()})
+
+    return run_ranks(on, 2, return_errors=True)
+
+
+def test_results_of_a_part_are_refused():
+    count = lambda rank: 7  # noqa: E731
+    assert forward(Pooling(), num_items_in_batch=count) == [None, None]
+    errors = forward(Pooling(logits=torch.zeros(ROWS, 4)), num_items_in_batch=count)
+    assert all("it has pooled them, and the pooled token is another one on each rank" in str(each) for each in errors)
+    errors = forward(Pooling(aux_loss=torch.zeros(())), num_items_in_batch=count)
+    assert all("the balance of experts on this rank's tokens alone" in str(each) for each in errors)
+
+
+def test_counts_and_labels_that_a_trainer_has_taken_apart():
+    errors = forward(Pooling(), num_items_in_batch=lambda rank: 7 + rank)
+    assert all("it is the number of labels that all ranks have together" in str(each) for each in errors)
+    assert "([7, 8])" in str(errors[0])
+    errors = forward(Pooling(), num_items_in_batch=lambda rank: torch.tensor(7.5), labels=lambda rank: None)
+    assert all("is given shift_labels= and no labels=" in str(each) for each in errors)
