@@ -15,13 +15,13 @@ pytestmark = pytest.mark.process
 ROOT = Path(__file__).parents[2]
 JOB = Path(__file__).with_name("trainer_job.py")
 
-REFUSED = ["a plain Trainer", "a plain Trainer, packed", "a plain Trainer that cuts", "workers", "label smoothing"]
-REFUSED += ["a loss function", "dispatched batches"]
+REFUSED = ["a plain Trainer", "a plain Trainer that cuts", "label smoothing"]
+MORE = ["the page's Trainer", "a plain Trainer, packed", "workers", "a loss function", "dispatched batches"]
 
 # With the libraries that they need beside transformers. A program takes some seconds to start, and a case one or two.
 CASES = [
-    pytest.param(["accelerate"], ["trainer", "packed", "accelerate", "the page's Trainer", *REFUSED], id="accelerate"),
-    pytest.param(["accelerate"], ["data parallel"], id="four processes", marks=pytest.mark.nightly),
+    pytest.param(["accelerate"], ["trainer", "packed", "accelerate", *REFUSED], id="accelerate"),
+    pytest.param(["accelerate"], ["data parallel", *MORE], id="more", marks=pytest.mark.nightly),
     pytest.param(["accelerate", "trl", "peft"], ["sft"], id="trl", marks=pytest.mark.nightly),
     pytest.param(["accelerate", "lightning"], ["lightning"], id="lightning", marks=pytest.mark.nightly),
 ]

@@ -133,12 +133,15 @@ def on_the_page(name: str) -> str:
 def watched(model: torch.nn.Module) -> Training:
     """Takes down the losses that ``model`` returns; what the ranks return are shares."""
     done = Training()
-    model.register_forward_hook(lambda module, args, output: done.losses.append(output.loss.item()))
+
+    def take_down(module: Any, args: Any, output: Any) -> None:
+        done.losses.append(mean_over_ranks(output.loss.item()) * ranks())
+
+    model.register_forward_hook(take_down)
     return done
 
 
 def ended(done: Training, model: torch.nn.Module) -> Training:
-    done.losses = [mean_over_ranks(loss) * ranks() for loss in done.losses]
     done.parameters = {name: x.detach().clone() for name, x in model.named_parameters()}
     return done
 

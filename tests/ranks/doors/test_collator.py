@@ -1,6 +1,9 @@
 """ContextParallelCollator and share_batches, without the libraries whose batches they are for."""
 
+import contextlib
 import copy
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -117,6 +120,22 @@ def test_results_are_put_together_without_the_padding():
         return collator.whole_of(part["input_ids"].double(), {"input_ids": TOKENS})
 
     assert all(torch.equal(each, TOKENS.double()) for each in run_ranks(on, 3))
+
+
+def test_the_function_for_nemo():
+    page = (Path(__file__).parents[3] / "tutorials/trainers.md").read_text()
+    (code,) = re.findall(r"<!-- example: nemo -->\n```python\n(.*?)```", page, re.DOTALL)
+
+    def on(rank: int) -> dict[str, Any]:
+        names = {"ContextParallelCollator": ContextParallelCollator, "contextlib": contextlib}
+        exec(code, names)
+        context, part = names["shard_batch"](cp_mesh(2), None, {"input_ids": TOKENS}, loss_mask=ONES.cumsum(1))
+        with context():
+            return part
+
+    parts = run_ranks(on, 2)
+    assert torch.equal(whole(parts, "loss_mask"), ONES.cumsum(1))
+    assert torch.equal(whole(parts, "input_ids"), TOKENS)
 
 
 def test_share_batches():
