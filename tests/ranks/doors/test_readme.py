@@ -46,6 +46,8 @@ EXAMPLES = (
     "lightning",
     "torchtitan",
     "nemo",
+    "profiler",
+    "flight recorder",
 )
 ROOT = Path(__file__).parents[3]
 README = (ROOT / "README.md").read_text()
@@ -331,6 +333,22 @@ def test_decoding():
     for whole, mine, theirs in zip((k, v), first[0], second[0], strict=True):
         assert torch.equal(whole[:, :, :1000], head_tail(1000, 2).unshard([mine, theirs], 2))
     assert error(first[2], dense_attention(first[1].double(), k.double(), v.double())) < 1e-5
+
+
+def test_a_profiler_writes_a_trace_of_some_steps(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    x = torch.ones(4, 4)
+    exec(example("example: profiler"), {"rank": 1, "batches": range(4), "train_step": lambda batch: x @ x})
+    names = [event.get("name") for event in json.loads((tmp_path / "trace_1.json").read_text())["traceEvents"]]
+    assert names.count("aten::mm") == 2
+
+
+def test_the_flight_recorder_is_read_as_the_page_says():
+    """With no buffer it is empty; what it holds on gloo is said on the page."""
+    scope: dict = {}
+    exec(example("example: flight recorder"), scope)
+    if hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json"):
+        assert isinstance(scope["last_collectives"](), list)
 
 
 def test_every_example_is_run_here():

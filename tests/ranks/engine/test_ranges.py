@@ -5,7 +5,9 @@ They also show the order that hides transfers: what the next step needs is start
 
 from __future__ import annotations
 
+import re
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -90,6 +92,12 @@ def test_what_a_trace_shows(strategy: Strategy, ranks: int, kv_heads: int, expec
     found = run_ranks(on, ranks)[0]
     inner = [name for name in found if not name.startswith("step") or strategy == Ring()]
     assert inner == expected.strip().splitlines()
+
+
+def test_the_page_on_traces_shows_this_order():
+    page = (Path(__file__).parents[3] / "tutorials/traces.md").read_text()
+    (shown,) = re.findall(r"<!-- ranges -->\n```text\n(.*?)```", page, re.DOTALL)
+    assert RING.strip().startswith(shown)
 
 
 def test_without_a_profiler_there_is_no_range():
