@@ -34,6 +34,7 @@ from cp_styles.comm.checksum import checksum
 from cp_styles.comm.groups import axis_and_group
 from cp_styles.layout import Balancer, SequenceLayout, head_tail, layout_made_by
 from cp_styles.styles.module import binding_of
+from cp_styles.troubleshooting import see
 
 Batch = Mapping[str, Any]
 
@@ -118,6 +119,7 @@ class ContextParallelCollator:
                 f"{self._name} compares the ranks' batches, and was called in a worker process of a DataLoader, which "
                 "cannot communicate: let the workers make whole batches, and cut them in the training loop, "
                 "cut = ContextParallelCollator(mesh); part = cut(batch)"
+                f"{see('A collator in a worker process')}"
             )
         whole: dict[str, Any] = {}
         cut: dict[str, torch.Tensor] = {}
@@ -131,6 +133,7 @@ class ContextParallelCollator:
                 raise ValueError(
                     f"{self._name}: it is not known which dim of {unknown} is the sequence: name it in seq_dims, or "
                     "None for an entry that every rank needs whole"
+                    f"{see('An entry whose sequence dim is not known')}"
                 )
             layouts.append(self._layout_for(whole))
             shapes = [(name, tuple(x.shape), str(x.dtype)) for name, x in sorted(cut.items())]
@@ -147,6 +150,7 @@ class ContextParallelCollator:
                 "share the data set among the data-parallel ranks alone (share_batches, or a DistributedSampler with "
                 'num_replicas=mesh["dp"].size()), with the same seed on all ranks; for a Trainer of transformers use '
                 "ContextParallelTrainer"
+                f"{see('Ranks with other samples')}"
             )
         part = shard_batch(cut, layouts[0], self._group.rank(), seq_dims=self._seq_dims)
         # Models view them: contiguous.
@@ -256,6 +260,7 @@ def share_batches(dataloader: Any, *, num_replicas: int, rank: int) -> Any:
             f"share_batches: a {type(dataloader).__name__} is not a loader that accelerate shares among {world} "
             "processes by their index. Prepare it with accelerate, and with dispatch_batches=False (of a Trainer: "
             'accelerator_config={"dispatch_batches": False}); or do not prepare it, and give it a DistributedSampler'
+            f"{see('A loader that accelerate does not share')}"
         )
     sharded.num_processes, sharded.process_index = num_replicas, rank
     if num_replicas == 1:

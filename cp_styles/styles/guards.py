@@ -289,12 +289,14 @@ class InputGuards:
                 f"{binding.name}: {kind} returns an aux_loss, the balance of experts on this rank's tokens alone, and "
                 "has added it to its loss if it made one. The ranks' values do not add up to that of all tokens: set "
                 "output_router_logits=False"
+                f"{see('A loss for the balance of experts')}"
             )
         elif isinstance(logits, torch.Tensor) and logits.ndim == 2 and length not in (None, logits.shape[1]):
             problem = NotImplementedError(
                 f"{binding.name}: {kind} returns logits of shape {tuple(logits.shape)} for {length} tokens of this "
                 "rank: it has pooled them, and the pooled token is another one on each rank. Take the hidden states, "
                 "and pool those of all ranks (cp_styles.collectives.gather)"
+                f"{see('A classifier that pools tokens')}"
             )
         if problem is not None:
             binding.refuse_call()
@@ -377,6 +379,7 @@ def _refuse_labels(name: str, kind: str, inputs: Mapping[str, Any]) -> None:
                 f"{name}: {kind} is given shift_labels= and no labels=, and makes no loss then. What has taken the "
                 "labels out of the batch, a label smoother for example, would shift this rank's part of them: pass "
                 "labels= too; or leave out both, and take the loss from the logits (chunked_token_losses, global_loss)"
+                f"{see('Labels that were taken out of the batch')}"
             )
         return
     if inputs.get("shift_labels") is None:
@@ -408,6 +411,7 @@ def _compare_counts(binding: Binding, kind: str, count: Any) -> None:
             f"({[row.q_length for row in rows]}): it is the number of labels that all ranks have together. With "
             "numbers of their own the ranks return means, and a mean of means is another number: pass "
             "global_token_count(labels, mesh); a Trainer of transformers needs average_tokens_across_devices=True"
+            f"{see('A number of labels for each rank')}"
         )
     ledger.engaged = False
 
