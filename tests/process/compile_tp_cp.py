@@ -1,4 +1,4 @@
-"""One rank of test_compile_tp_cp.py: a tensor x context parallel layer, compiled; and where inductor waits."""
+"""One rank of test_compile_tp_cp.py: compiled layers under tensor parallelism and FSDP2; and where inductor waits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
@@ -26,8 +28,10 @@ from cp_styles import (
     RowwiseParallel,
     context_attention,
     head_tail,
+    save_attention,
 )
 from tests.oracle import dense_attention, error, randn
+from tests.ranks import composition
 
 WIDTH, HEADS, LENGTH = 12, 4, 16
 
@@ -148,6 +152,23 @@ def held(attend: Callable[..., torch.Tensor]) -> list[float]:
     return [round(size / grad.nbytes, 2) for size in (kept, kept + most)]
 
 
+def training_error() -> tuple[float, int]:
+    """Of a training step with FSDP2 over dp and cp, and checkpoints that keep the attention of compiled layers: of the
+    loss and all gradients, against one process. And how many graphs a rank has compiled: its layers share one."""
+    counters.clear()
+    mesh, both = composition.dp_cp()
+    model = parallelize_module(composition.new_model(), mesh["cp"], composition.cp_plan(2))
+    for index, layer in enumerate(model.layers):
+        layer.compile(backend="aot_eager", fullgraph=True)
+        model.layers[index] = checkpoint_wrapper(layer, context_fn=save_attention())
+    composition.shard(model, both)
+    run = composition.training(model, mesh["cp"], both, dp=mesh["dp"], averaged_over=both.size())
+    loss, alone = run.backward(composition.batch_of(0)).item(), composition.alone(1)
+    gradients = {name.replace("_checkpoint_wrapped_module.", ""): x.grad for name, x in model.named_parameters()}
+    errors = [error(composition.whole(gradients[name]), wanted) for name, wanted in alone.gradients.items()]
+    return max(abs(loss - alone.losses[0]), *errors), counters["stats"]["unique_graphs"]
+
+
 def memory() -> tuple[list[float], list[float]]:
     """Eager and compiled."""
 
@@ -167,6 +188,8 @@ def main(rank: int, ranks: int, store: str) -> None:
     torch.compiler.reset()
     said["refused"] = refusals(mesh)
     said["order"] = order_of_waiting(mesh)
+    torch.compiler.reset()
+    said["training"] = training_error()
     torch.compiler.reset()
     said["memory"] = memory()
     print(json.dumps(said), flush=True)

@@ -1,4 +1,4 @@
-"""A tensor x context parallel layer under torch.compile, on four processes."""
+"""Tensor x context parallel layers, and those of FSDP2, under torch.compile, on four processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ pytestmark = pytest.mark.process
 
 def test_a_layer_on_cp_and_tp(tmp_path):
     """fullgraph, with local tensors and with tp's DTensors between projections and attention: one process' output and
-    gradients. And inductor goes on with the attention while a gather over tp is under way: it waits before its use.
+    gradients. So are a training step's with FSDP2, checkpoints and compiled layers. And inductor goes on with the
+    attention while a gather over tp is under way: it waits before its use.
     Compiled attention holds what eager attention does, by the allocator: no more than 12 query shards in a backward.
     """
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
@@ -45,6 +46,9 @@ def test_a_layer_on_cp_and_tp(tmp_path):
         assert len(said["refused"]) == 2
         assert all("it is not known which heads" in text for text in said["refused"]), said["refused"]
         assert said["order"] == ["start", "attend", "wait"]
+        difference, graphs = said["training"]
+        assert difference < 1e-9  # of a loss around 4
+        assert graphs == 1
         eager, compiled = said["memory"]
         assert compiled == pytest.approx(eager, abs=0.05)  # the sizes of what ranks agree by, and of gloo's own
         assert compiled[1] <= 12

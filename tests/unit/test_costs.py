@@ -53,7 +53,7 @@ def test_bytes_on_the_wire(ranks: int, dtype: torch.dtype):
             made, known = explained(strategy, ranks, 8, 2, dtype), letters(ranks, 8, 2, dtype) | {"n": keep}
             assert made.sent("forward") == value(forward, **known)
             assert made.sent("backward") == value(backward, **known)
-    for heads, kv_heads in ((8, 8), (8, 2)):
+    for heads, kv_heads in ((8, 8), (8, 2), (8, 1)):
         forward, backward = row("Bytes on the wire", "Ulysses()")
         made, known = explained(Ulysses(), ranks, heads, kv_heads, dtype), letters(ranks, heads, kv_heads, dtype, ranks)
         assert made.sent("forward") <= value(forward, **known)
