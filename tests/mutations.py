@@ -800,6 +800,55 @@ MISTAKES = [
         "(start // group, stop // group) for start, stop in ranges",
         "tests/ranks/collectives/test_collectives_heads.py",
     ),
+    # -- decoding, and tokens that are whole on every rank --
+    Mistake(
+        "decode: every rank keeps each new key",
+        "mine = slice((self._rank - self._length) % self._ranks, None, self._ranks)",
+        "mine = slice(None)",
+        "tests/ranks/doors/test_decode.py",
+    ),
+    Mistake(
+        "decode: the parts of all ranks weigh alike",
+        "weights = torch.exp(lses_PBHL - lse_BHL)",
+        "weights = torch.softmax(lses_PBHL * 0, 0)",
+        "tests/ranks/doors/test_decode.py",
+    ),
+    Mistake(
+        "decode: each token of a further prompt sees the next one",
+        "for x in (lo, hi))",
+        "for x in (lo, hi + 1))",
+        "tests/ranks/doors/test_decode.py",
+    ),
+    Mistake(
+        "decode: a window's keys are freed one too early",
+        "self._first = max(self._first, min(position, self._length))",
+        "self._first = max(self._first, min(position + 1, self._length))",
+        "tests/ranks/doors/test_decode.py",
+    ),
+    Mistake(
+        "decode: different tokens pass",
+        "if different:",
+        "if different > 1:",
+        "tests/ranks/doors/test_decode.py",
+    ),
+    Mistake(
+        "decode: different random states pass",
+        "* 0x9E3779B97F4A7C1 + alike)",
+        "* 0x9E3779B97F4A7C1)",
+        "tests/ranks/doors/test_decode.py",
+    ),
+    Mistake(
+        "joint: the gradient of the text is that of one rank",
+        "text = gather(own, 2, group, reduce_gradients=True,",
+        "text = gather(own, 2, group, reduce_gradients=False,",
+        "tests/ranks/doors/test_joint.py",
+    ),
+    Mistake(
+        "joint: another text on each rank passes",
+        "> 0.05 * parts_P8.abs().amax()",
+        "> 50 * parts_P8.abs().amax()",
+        "tests/ranks/doors/test_joint.py",
+    ),
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from cp_styles.engine.binding import binding_of_call
 from cp_styles.engine.checkpoint import as_kept
 from cp_styles.engine.gradient_watch import RAISE, GradientCheck
 from cp_styles.engine.op import ConfigText, Source, check_local, check_plain, config_text, handle, refuse_on_all
+from cp_styles.functions.joint import JointLayout, attend_jointly
 from cp_styles.kernels import Kernel
 from cp_styles.kernels.autocast import as_attended
 from cp_styles.layout import Balancer, SequenceLayout, head_tail
@@ -33,7 +35,7 @@ def context_attention(
     group: dist.ProcessGroup | DeviceMesh,
     *,
     mask: Mask | None = None,
-    layout: SequenceLayout | Balancer = head_tail,
+    layout: SequenceLayout | Balancer | JointLayout = head_tail,
     strategy: Strategy | None = None,
     kernel: Kernel | None = None,
     scale: float | None = None,
@@ -49,7 +51,8 @@ def context_attention(
         v_BGME: local value.
         group: the ranks that share the sequence: a process group or a 1-D mesh.
         mask: which keys each query attends to, in global positions. Default: all.
-        layout: the layout, or the balancer that makes it.
+        layout: the layout, or the balancer that makes it; or a :class:`~cp_styles.JointLayout`, with which some tokens
+            are whole on every rank.
         strategy: how keys and values get to the queries; default ``Ring()``. Its docstring gives the bytes.
         kernel: computes the tiles; default the fastest of torch's kernels that can. If it takes no masks, tiles with an
             explicit mask go to another kernel: see :func:`~cp_styles.kernels.kernel_for_tiles`.
@@ -75,6 +78,12 @@ def context_attention(
     """
     name, strategy, mask = "context_attention", strategy or _RING, mask or _FULL
     axis, group = axis_and_group(name, group)
+    if isinstance(layout, JointLayout):
+        checks = {"gradient_check": gradient_check, "agreement": agreement}
+        binding = Binding(name, axis, group, strategy, layout.balancer, mask, kernel, **checks)
+        call = partial(attend, binding, scale=scale, sink_H=sink_H)
+        tensors = q_BHLD, k_BGMD, v_BGME
+        return attend_jointly(layout, name, group, tensors, lambda shares, refuse: call(shares, refuse=refuse))
     if is_traced():
         if gradient_check.local:
             raise NotImplementedError(

@@ -161,7 +161,8 @@ def _decode(
     """The attention of new tokens, which are the same on all ranks."""
     held, name, expanded = cache_of(key), calls.binding.name, None
     if held is None and hasattr(module, "expand_kv"):  # MLA: the cache has latents, of which keys and values are made
-        held, expanded = past.layers[module.layer_idx], (key, value)  # pyright: ignore[reportArgumentType]
+        number: Any = module.layer_idx
+        held, expanded = past.layers[number], (key, value)
     elif held is None or cache_of(value) is not held:
         offer_refusal(name, calls.binding.axis, calls.binding.group)
         raise NotImplementedError(

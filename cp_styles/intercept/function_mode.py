@@ -38,6 +38,7 @@ from cp_styles.engine.scope import ScopedBinding
 from cp_styles.functions.attention import attend
 from cp_styles.functions.decode import KVCache, cache_of, decode
 from cp_styles.functions.flex import FlexCall, flex_attend
+from cp_styles.functions.joint import JointLayout, attend_jointly
 from cp_styles.functions.varlen import VARLEN_OPERATOR, VARLEN_OPERATORS, varlen_operator
 from cp_styles.intercept.flex_frames import FIRST_QUESTION, QUESTIONS, FlexCalls, traced_part
 from cp_styles.intercept.multi_head import multi_head_attention
@@ -62,11 +63,14 @@ class AttentionCalls(TorchFunctionMode):
         tally: Tally | None = None,
         *,
         inlined: bool = False,
+        joint: JointLayout | None = None,
     ) -> None:
         """``sink``: a module and the name of its parameter with the logit of a sink for each query head. ``tally``:
         counts the calls. ``inlined``: the mode is entered inside a compiled graph, so a recomputation enters it again.
+        ``joint``: some tokens are whole on every rank; the binding's layout is then that of their shares.
         """
         super().__init__()
+        self._joint, self._joint_calls = joint, 0
         self._scoped = scoped
         self._sink = sink
         # The tally of the binding, so that ranks can compare the number of their calls.
@@ -81,17 +85,18 @@ class AttentionCalls(TorchFunctionMode):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AttentionCalls:
         tally = copy.deepcopy(self._tally, memo)
-        made = memo[id(self)] = AttentionCalls(self._scoped, self._name, tally=tally, inlined=self._inlined)
+        options = {"tally": tally, "inlined": self._inlined, "joint": self._joint}
+        made = memo[id(self)] = AttentionCalls(self._scoped, self._name, **options)
         made._sink = copy.deepcopy(self._sink, memo)
         return made
 
     def with_sink(self, module: nn.Module, parameter: str) -> AttentionCalls:
         """This mode for calls under ``module``, which use its parameter as their attention sink."""
-        return AttentionCalls(self._scoped, self._name, (module, parameter), self._tally)
+        return AttentionCalls(self._scoped, self._name, (module, parameter), self._tally, joint=self._joint)
 
     def inlined(self) -> AttentionCalls:
         """This mode for a module whose forward torch.compile traces. ``__enter__`` is then not run."""
-        return AttentionCalls(self._scoped, self._name, self._sink, self._tally, inlined=True)
+        return AttentionCalls(self._scoped, self._name, self._sink, self._tally, inlined=True, joint=self._joint)
 
     @staticmethod
     def entered() -> AttentionCalls | None:
@@ -208,13 +213,21 @@ class AttentionCalls(TorchFunctionMode):
             refuse_grouped(self._name, query.shape[1], key.shape[1], enable_gqa)
             self.check_reruns()
 
+        options: dict[str, Any] = {"is_causal": is_causal, "attn_mask": attn_mask, "scale": scale}
+        options["sink_H"] = self._sink_now()
+        if self._joint is not None:
+
+            def share(tensors: Any, refuse: Callable[[], None]) -> torch.Tensor:
+                return attend(self._scoped, tensors, **options, refuse=refuse)
+
+            self._joint_calls += 1
+            look, group = self._joint_calls & (self._joint_calls - 1) == 0, self._scoped.unscoped.group
+            tensors = query, key, value
+            return attend_jointly(self._joint, self._name, group, tensors, share, refuse=refuse, look=look)
         return attend(
             self._config_text if torch.compiler.is_dynamo_compiling() else self._scoped,
             (query, key, value),
-            is_causal=is_causal,
-            attn_mask=attn_mask,
-            scale=scale,
-            sink_H=self._sink_now(),
+            **options,
             refuse=refuse,
         )
 
@@ -231,7 +244,7 @@ class AttentionCalls(TorchFunctionMode):
         call = self._flex.take()
         if call is None:
             raise NotImplementedError(f"{self._name}: {FLEX_RENAMED or _FLEX_UNSEEN}")
-        found = flex_attend(self._scoped.now(), (query, key, value), call, self._check_sinkless)
+        found = flex_attend(self._scoped.now(), (query, key, value), call, self._check_plain)
         return self._flex.results(*found)
 
     @property
@@ -276,6 +289,7 @@ class AttentionCalls(TorchFunctionMode):
         def check() -> None:
             if refuse is not None:
                 refuse()
+            self._check_cut_everywhere()
             self.check_reruns()
 
         binding = self._scoped.now()
@@ -333,14 +347,22 @@ class AttentionCalls(TorchFunctionMode):
     @uncompiled
     def _attend_varlen(self, *args: Any, **kwargs: Any) -> Any:
         self._tally.calls += 1
-        return varlen_operator(self._scoped.now(), self._check_sinkless, *args, **kwargs)
+        return varlen_operator(self._scoped.now(), self._check_plain, *args, **kwargs)
 
-    def _check_sinkless(self) -> None:
+    def _check_plain(self) -> None:
         self.check_reruns()
+        self._check_cut_everywhere()
         if self._sink is not None:
             raise NotImplementedError(
                 f"{self._name}: attention sinks are for scaled_dot_product_attention; with flex_attention use its "
                 "logsumexp, or leave sink= out"
+            )
+
+    def _check_cut_everywhere(self) -> None:
+        if self._joint is not None:
+            raise NotImplementedError(
+                f"{self._name}: {self._joint!r} is for scaled_dot_product_attention and context_attention: use one of "
+                "them, or cut all tokens"
             )
 
     def _sink_now(self) -> torch.Tensor | None:
@@ -375,7 +397,7 @@ class AttentionCalls(TorchFunctionMode):
     def _check_cut(self, values: list[Any]) -> None:
         """Check the layout of the model's inputs. It is not known any more for the inputs of its attention."""
         given = [value for value in values if cut_with(value) is not None]
-        if given and current_graph_task() is None:
+        if given and current_graph_task() is None and self._joint is None:
             binding = self._scoped.now()
             try:
                 binding.refuse_other_cut(given)

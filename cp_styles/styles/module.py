@@ -18,6 +18,7 @@ from cp_styles.comm.agreement import EVERY_CALL, Agreement
 from cp_styles.engine.binding import Binding
 from cp_styles.engine.gradient_watch import RAISE, GradientCheck
 from cp_styles.engine.scope import ScopedBinding
+from cp_styles.functions.joint import JointLayout
 from cp_styles.intercept.function_mode import AttentionCalls
 from cp_styles.intercept.subclassing import BoundToThisRun, put_before_class
 from cp_styles.kernels import Kernel
@@ -53,7 +54,8 @@ class ModuleContextParallel(ContextParallelStyle):
         strategy: how keys and values get to the queries: ``Ring()`` (default), ``AllGather()``, ``Ulysses()``. Their
             docstrings give the communication and the memory.
         layout: the layout with which the inputs were cut, or the balancer that makes it. Default: the layout of the
-            :class:`~cp_styles.SequenceScope` around the call; without a scope ``head_tail``.
+            :class:`~cp_styles.SequenceScope` around the call; without a scope ``head_tail``. A
+            :class:`~cp_styles.JointLayout` if some tokens, such as a text, are whole on every rank.
         mask: which keys each query attends to, in global positions, in addition to ``is_causal`` of the call; default
             ``Full()``.
         kernel: computes the tiles; default the kernel that scaled_dot_product_attention chose. If it takes no masks,
@@ -88,7 +90,7 @@ class ModuleContextParallel(ContextParallelStyle):
         *,
         mesh_axis: str | tuple[str, str] = "cp",
         strategy: Strategy | None = None,
-        layout: SequenceLayout | Balancer | None = None,
+        layout: SequenceLayout | Balancer | JointLayout | None = None,
         mask: Mask | None = None,
         kernel: Kernel | None = None,
         gradient_check: GradientCheck = RAISE,
@@ -100,12 +102,13 @@ class ModuleContextParallel(ContextParallelStyle):
         super().__init__(
             mesh_axis=mesh_axis,
             strategy=strategy,
-            layout=layout,
+            layout=layout.balancer if isinstance(layout, JointLayout) else layout,
             mask=mask,
             kernel=kernel,
             gradient_check=gradient_check,
             agreement=agreement,
         )
+        self.joint = layout if isinstance(layout, JointLayout) else None
         self.sink = sink
         self.trusted = (trusted,) if isinstance(trusted, str) else tuple(trusted)
         self.check_inputs = check_inputs
@@ -130,7 +133,7 @@ class ModuleContextParallel(ContextParallelStyle):
                 "use torch.compile"
             )
         _, binding = self.bind(module, device_mesh)
-        calls = AttentionCalls(ScopedBinding(binding, self.layout), binding.name)
+        calls = AttentionCalls(ScopedBinding(binding, self.layout), binding.name, joint=self.joint)
         if self.sink is not None and all(getattr(child, self.sink, None) is None for child in module.modules()):
             raise ValueError(
                 f"{type(module).__name__} has no module with a parameter {self.sink!r}: name the one that holds a "

@@ -177,7 +177,7 @@ def test_no_rank_holds_more_than_its_part():
             with CommunicationTrace() as trace:
                 context_decode(q[:, :, p : p + 1], full)
             context_decode(q[:, :, p : p + 1], near, mask=SlidingWindow(8, 0))
-            near.forget(p - 7)
+            near.forget(p + 1 - 8)  # the first that the next one needs
             whole.append(full.nbytes)
             windowed.append(near.nbytes)
         return whole, windowed, dict(trace.calls), trace.sent_bytes

@@ -35,6 +35,7 @@ EXAMPLES = (
     "sinks",
     "collectives",
     "fsdp",
+    "joint",
     "flex",
     "decode",
     "generate",
@@ -312,6 +313,21 @@ def test_the_readme_is_short():
     lines = README.splitlines()
     assert len(lines) <= 200
     assert len(re.findall(r"^!\[", README, re.MULTILINE)) == 1  # one picture
+
+
+def test_text_beside_an_image():
+    def on(rank):
+        scope = {}
+        exec(example("example"), scope)
+        exec(example("example: joint"), scope)
+        return scope["text"], [scope[name].detach() for name in ("q", "k", "v")], scope["out"]
+
+    (text, first, out), (_, second, other) = run_ranks(on, 2)
+    layout = head_tail(1000, 2)
+    whole = [torch.cat((text, layout.unshard(list(parts), 2)), 2) for parts in zip(first, second, strict=True)]
+    assert torch.equal(out[:, :, :20], other[:, :, :20])
+    found = torch.cat((out[:, :, :20], layout.unshard([x[:, :, 20:] for x in (out, other)], 2)), 2)
+    assert error(found, dense_attention(*(x.double() for x in whole))) < 1e-5
 
 
 def test_decoding():

@@ -1,0 +1,169 @@
+"""Joint attention: some tokens, such as a text, are whole on every rank, and the others, such as an image, are cut.
+
+Shapes: B batch, H heads, L local tokens, D head dim, T tokens that are whole on every rank, P ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from cp_styles.collectives import gather
+from cp_styles.layout import Balancer, SequenceLayout, contiguous, head_tail
+
+Tensors: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class JointLayout:
+    """The first ``prefix`` and the last ``suffix`` tokens of each rank are the same on all ranks; the others are cut.
+
+    For attention over a text and an image together (Flux: ``prefix``, Stable Diffusion 3: ``suffix``), where every rank
+    computes the whole text stream, and its part of the image. Give it to ``context_attention`` or
+    ``ModuleContextParallel`` as ``layout=``. In the attention the text counts once: each rank takes a share of its
+    rows, and the shares of the result are gathered, so that every rank has the whole text again.
+
+    Its gradients are shares too: those of the text's inputs, and of parameters in the text stream, are to be summed
+    over the ranks, like all others. A loss of the text itself must be counted on one rank only.
+
+    Positions of masks are those of prefix, cut tokens and suffix, one after the other.
+
+    Attributes:
+        prefix: number of tokens at the beginning that are whole on every rank.
+        suffix: number of tokens at the end that are.
+        rest: the layout of the others, or its balancer. Inputs are cut with it.
+
+    Communication, beside that of the attention: the gather of the result, T H D numbers of which each rank sends its
+    share to the P - 1 others; and one all-gather of 8 numbers, by which ranks see that the text is the same. Backward:
+    a reduce-scatter of the text.
+    """
+
+    prefix: int = 0
+    suffix: int = 0
+    rest: SequenceLayout | Balancer = head_tail
+
+    def __post_init__(self) -> None:
+        if min(self.prefix, self.suffix) < 0 or self.prefix + self.suffix == 0:
+            raise ValueError(f"JointLayout takes the number of tokens that are whole on every rank, got {self!r}")
+        if not isinstance(self.rest, SequenceLayout) and not callable(self.rest):
+            raise TypeError(f"JointLayout: rest must be a SequenceLayout or a balancer, got {self.rest!r}")
+
+    @property
+    def balancer(self) -> Balancer:
+        """The layout of what :meth:`cut` leaves, of all tokens counted once."""
+        return partial(joined, prefix=self.prefix, suffix=self.suffix, rest=self.rest)
+
+    def check(self, name: str, tensors: Tensors) -> None:
+        """Raise for tensors [B, H, L, D] that do not begin and end with these tokens."""
+        lengths = [x.shape[2] for x in tensors]
+        if len(set(lengths)) > 1 or lengths[0] < self.prefix + self.suffix:
+            raise ValueError(
+                f"{name}: query, key and value of {lengths} tokens under {self!r}, which is for one sequence that "
+                f"attends to itself, with {self.prefix + self.suffix} tokens that are whole on every rank"
+            )
+
+    def cut(self, x_BHLD: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
+        """This rank's share of the whole tokens, and all of its others."""
+        (first, stop), (after, end) = (_share(size, rank, ranks) for size in (self.prefix, self.suffix))
+        last = x_BHLD.shape[2] - self.suffix
+        ranges = ((first, stop), (self.prefix, last), (last + after, last + end))
+        return torch.cat([x_BHLD[:, :, start:end] for start, end in ranges], 2)
+
+    def whole(self, out_BHLE: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        """The inverse of :meth:`cut` for the result: with the shares of all ranks."""
+        rank, ranks = group.rank(), group.size()
+        (first, stop), (after, end) = (_share(size, rank, ranks) for size in (self.prefix, self.suffix))
+        begin, last = stop - first, out_BHLE.shape[2] - (end - after)
+        own = torch.cat((out_BHLE[:, :, :begin], out_BHLE[:, :, last:]), 2)
+        layout = SequenceLayout.from_chunks(
+            (_share(self.prefix, each, ranks), _share(self.suffix, each, ranks, self.prefix)) for each in range(ranks)
+        )
+        text = gather(own, 2, group, reduce_gradients=True, layout=layout, check=False)
+        return torch.cat((text[:, :, : self.prefix], out_BHLE[:, :, begin:last], text[:, :, self.prefix :]), 2)
+
+
+def attend_jointly(
+    joint: JointLayout,
+    name: str,
+    group: dist.ProcessGroup,
+    tensors: Tensors,
+    attend: Callable[[Tensors, Callable[[], None]], torch.Tensor],
+    *,
+    refuse: Callable[[], None] | None = None,
+    look: bool = True,
+) -> torch.Tensor:
+    """``attend`` on each rank's share of ``tensors``. Its second argument raises for what this rank alone may see.
+
+    ``look``: compare the whole tokens of the ranks. On a GPU the host waits for them.
+    """
+    if torch.compiler.is_compiling():
+        raise NotImplementedError(f"{name}: a JointLayout is not supported under torch.compile")
+    problem: Exception | None = None
+    shares, rank, ranks = tensors, group.rank(), group.size()
+    try:
+        if refuse is not None:
+            refuse()
+        joint.check(name, tensors)
+        q, k, v = (joint.cut(x, rank, ranks) for x in tensors)
+        shares = q, k, v
+    except Exception as error:  # of any kind: the other ranks must raise too
+        problem = error
+
+    def raise_problem() -> None:
+        if problem is not None:
+            raise problem
+
+    out = attend(shares, raise_problem)
+    if look and ranks > 1:
+        _refuse_other_text(joint, name, tensors[1].detach(), group)
+    return joint.whole(out, group)
+
+
+def joined(length: int, ranks: int, *, prefix: int, suffix: int, rest: SequenceLayout | Balancer) -> SequenceLayout:
+    """Whole tokens shared among the ranks, and between them the others as ``rest`` cuts them."""
+    size = length - prefix - suffix
+    cut = rest if isinstance(rest, SequenceLayout) else rest(size, ranks)
+    if cut.length != size or cut.ranks != ranks:
+        raise ValueError(
+            f"JointLayout: the layout cuts {cut.length} tokens for {cut.ranks} ranks, but {ranks} ranks hold {size} "
+            f"beside the {prefix + suffix} that are whole on every rank"
+        )
+    return SequenceLayout.from_chunks(
+        [
+            _share(prefix, rank, ranks),
+            *((prefix + start, prefix + stop) for start, stop in cut.chunks[rank]),
+            _share(suffix, rank, ranks, prefix + size),
+        ]
+        for rank in range(ranks)
+    )
+
+
+def _share(size: int, rank: int, ranks: int, begin: int = 0) -> tuple[int, int]:
+    """The share of a rank of ``size`` tokens, the first of which has the position ``begin``."""
+    own = contiguous(size, ranks).chunks[rank]
+    start, stop = own[0] if own else (0, 0)
+    return begin + start, begin + stop
+
+
+def _refuse_other_text(joint: JointLayout, name: str, k_BHLD: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Raise, on every rank, if the tokens that are said to be the same are not: by 8 numbers of their keys.
+
+    They are compared to a twentieth of their size, because the ranks may round differently. No two tokens are as close.
+    """
+    at = torch.tensor([0, joint.prefix - 1] if joint.prefix else [-joint.suffix, -1]) % k_BHLD.shape[2]
+    own = torch.zeros(8, dtype=torch.float64, device=k_BHLD.device)
+    found = k_BHLD[:1, 0, at.to(k_BHLD.device), :4].flatten()
+    own[: found.numel()] = found
+    parts_P8 = own.new_empty(group.size(), 8)
+    dist.all_gather(list(parts_P8.unbind()), own, group=group)
+    if bool((parts_P8 - parts_P8[:1]).abs().amax() > 0.05 * parts_P8.abs().amax()):
+        raise ValueError(
+            f"{name}: the first {joint.prefix} and the last {joint.suffix} tokens differ between the ranks, and "
+            f"{joint!r} says that they are the same. Give every rank the whole text, and apply the style only to "
+            "modules whose attention has it"
+        )

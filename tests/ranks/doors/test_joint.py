@@ -1,0 +1,196 @@
+"""Joint attention: a text that is whole on every rank, and an image that is cut. Exact, or refused by name."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.functional import gelu, scaled_dot_product_attention
+
+from cp_styles import (
+    AttentionContextParallel,
+    JointLayout,
+    ModuleContextParallel,
+    Ulysses,
+    context_attention,
+    contiguous,
+    head_tail,
+    striped,
+    sum_gradients,
+)
+from cp_styles.testing import RankError, run_ranks
+from tests.covering import sampled
+from tests.oracle import attention_inputs, error, expected_attention, randn
+
+# float64 sums in another order give 1e-15 a layer; a text that counts once too often gives 1e-1.
+EXACT = 1e-12
+HEADS, DIM, IMAGE, BATCH = 4, 16, 23, 2
+
+
+class Block(nn.Module):
+    """Two streams with weights of their own, one attention; then one stream of both, as in Flux."""
+
+    def __init__(self, text_first: bool) -> None:
+        super().__init__()
+        self.text_first = text_first
+        self.image, self.text, self.both = (nn.Linear(DIM, 3 * DIM, dtype=torch.float64) for _ in range(3))
+        self.image_out, self.text_out, self.both_out = (nn.Linear(DIM, DIM, dtype=torch.float64) for _ in range(3))
+
+    def joint(self, image: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        return torch.cat((text, image) if self.text_first else (image, text), 1)
+
+    def apart(self, both: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        text = both[:, :length] if self.text_first else both[:, both.shape[1] - length :]
+        return (both[:, length:] if self.text_first else both[:, : both.shape[1] - length]), text
+
+    def attend(self, qkv: torch.Tensor) -> torch.Tensor:
+        q, k, v = (x.unflatten(-1, (HEADS, -1)).transpose(1, 2) for x in qkv.chunk(3, -1))
+        return scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+    def forward(self, image: torch.Tensor, text: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        length = text.shape[1]
+        found = self.apart(self.attend(self.joint(self.image(image), self.text(text))), length)
+        image, text = image + gelu(self.image_out(found[0])), text + gelu(self.text_out(found[1]))
+        both = self.joint(image, text)
+        return self.apart(both + self.both_out(self.attend(self.both(both))), length)
+
+
+class Model(nn.Module):
+    def __init__(self, text_first: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(text_first) for _ in range(2))
+        with torch.no_grad():
+            for seed, parameter in enumerate(self.parameters()):
+                parameter.copy_(randn(seed, *parameter.shape) * 0.2)
+
+    def forward(self, image: torch.Tensor, text: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        for block in self.blocks:
+            image, text = block(image, text)
+        return image, text
+
+
+@sampled(
+    1, ranks=[3, 2], text=[5, 2, 1], text_first=[True, False], layout=[head_tail, contiguous, striped], of_text=[1, 0]
+)
+def test_a_model_of_text_and_image(ranks: int, text: int, text_first: bool, layout: Any, of_text: int):
+    """Output, and gradients of image, text and weights, also with a loss of the text, which one rank counts."""
+    model, given = Model(text_first), (randn(90, BATCH, IMAGE, DIM), randn(91, BATCH, text, DIM))
+    cotangents = randn(92, BATCH, IMAGE, DIM), randn(93, BATCH, text, DIM) * of_text
+
+    def step(model: nn.Module, inputs: Any, grads: Any) -> list[torch.Tensor]:
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        out = model(*leaves)
+        torch.autograd.backward(out, list(grads))
+        return [*(x.detach() for x in out), *(x.grad for x in leaves)]
+
+    def on(rank: int) -> tuple[list[torch.Tensor], list[Any]]:
+        mesh, mine = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",)), copy.deepcopy(model)
+        whole = {"prefix" if text_first else "suffix": text}
+        parallelize_module(mine, mesh, ModuleContextParallel(layout=JointLayout(**whole, rest=layout)))
+        cut = layout(IMAGE, ranks)
+        parts = [cut.shard(x, 1, rank) for x in (given[0], cotangents[0])]
+        found = step(mine, (parts[0], given[1]), (parts[1], cotangents[1] * (rank == 0)))
+        sum_gradients(mine, mesh)
+        return found, [x.grad for x in mine.parameters()]
+
+    found = run_ranks(on, ranks)
+    wanted = step(model, given, cotangents)
+    parts = [list(each) for each in zip(*(tensors for tensors, _ in found), strict=True)]
+    cut = layout(IMAGE, ranks)
+    mine = [cut.unshard(parts[0], 1), parts[1][-1], cut.unshard(parts[2], 1), sum(parts[3])]
+    assert max(map(error, mine, wanted)) < EXACT
+    pairs = zip(found[-1][1], model.parameters(), strict=True)
+    assert max(error(theirs, x.grad) for theirs, x in pairs if x.grad is not None and x.grad.norm()) < EXACT
+
+
+def test_the_function():
+    """With both ends whole on every rank, and another strategy."""
+    (q, k, v), grad = attention_inputs(length=IMAGE, heads=HEADS, kv_heads=2)
+    joint, inner = JointLayout(prefix=3, suffix=4, rest=head_tail), head_tail(IMAGE - 7, 2)
+
+    def held(x: torch.Tensor, rank: int) -> torch.Tensor:
+        return torch.cat((x[:, :, :3], inner.shard(x[:, :, 3:-4], 2, rank), x[:, :, -4:]), 2)
+
+    def on(rank: int) -> list[torch.Tensor]:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        leaves = [held(x, rank).clone().requires_grad_() for x in (q, k, v)]
+        out = context_attention(*leaves, mesh, layout=joint, strategy=Ulysses())
+        once = held(grad, rank).clone()
+        if rank:
+            once[:, :, :3] = once[:, :, -4:] = 0
+        out.backward(once)
+        return [out.detach(), *(x.grad for x in leaves)]
+
+    both = run_ranks(on, 2)
+    for index, wanted in enumerate(expected_attention([q, k, v], grad)):
+        first, second = (found[index] for found in both)
+        ends = (first[:, :, :3], first[:, :, -4:])
+        if index:  # gradients are shares
+            ends = (ends[0] + second[:, :, :3], ends[1] + second[:, :, -4:])
+        middle = inner.unshard([x[:, :, 3:-4] for x in (first, second)], 2)
+        assert error(torch.cat((ends[0], middle, ends[1]), 2), wanted) < EXACT
+
+
+class Call(nn.Module):
+    """Calls a function on what it is given."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *tensors: torch.Tensor) -> Any:
+        return self.function(*tensors)
+
+
+CASES: dict[str, tuple[str, Any, int, Any]] = {
+    # what it says; the function; how many keys there are; the layout
+    "no text at all": ("tokens differ between the ranks", scaled_dot_product_attention, 8, JointLayout(prefix=3)),
+    "a text at the other end": ("the last 3 tokens differ", scaled_dot_product_attention, 8, JointLayout(suffix=3)),
+    "fewer tokens than the text": ("attends to itself, with 9", scaled_dot_product_attention, 8, JointLayout(9)),
+    "keys of another sequence": ("attends to itself", scaled_dot_product_attention, 5, JointLayout(prefix=3)),
+    "flex_attention": ("is for scaled_dot_product_attention", flex_attention, 8, JointLayout(prefix=3)),
+    "a layout of another length": (
+        "the layout cuts 99 tokens",
+        scaled_dot_product_attention,
+        8,
+        JointLayout(prefix=3, rest=head_tail(99, 2)),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_refused(case: str):
+    words, function, keys, layout = CASES[case]
+
+    def on(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        module = parallelize_module(Call(function), mesh, ModuleContextParallel(layout=layout))
+        q, k, v = (randn(10 * rank + seed, 1, HEADS, size, 8) for seed, size in enumerate((8, keys, keys)))
+        if case != "no text at all":
+            q[:, :, :3], k[:, :, :3], v[:, :, :3] = 1.0, 2.0, 3.0
+        module(q, k, v)
+
+    with pytest.raises(RankError, match=words) as found:
+        run_ranks(on, 2, timeout_seconds=20)
+    assert found.value.errors.keys() == {0, 1}
+
+
+def test_other_doors_refuse_it():
+    def on(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        style: Any = AttentionContextParallel
+        with pytest.raises(TypeError, match="layout must be a SequenceLayout or a function"):
+            parallelize_module(Call(None), mesh, style(layout=JointLayout(prefix=3)))
+
+    run_ranks(on, 2)
+    for wrong in ({}, {"prefix": -1}, {"prefix": 2, "suffix": -1}):
+        with pytest.raises(ValueError, match="the number of tokens that are whole"):
+            JointLayout(**wrong)
+    with pytest.raises(TypeError, match="rest must be"):
+        JointLayout(prefix=1, rest=3)  # pyright: ignore[reportArgumentType]
