@@ -80,8 +80,8 @@ def context_attention(
     axis, group = axis_and_group(name, group)
     if isinstance(layout, JointLayout):
         checks = {"gradient_check": gradient_check, "agreement": agreement}
-        binding = Binding(name, axis, group, strategy, layout.balancer, mask, kernel, **checks)
-        call = partial(attend, binding, scale=scale, sink_H=sink_H)
+        source = binding_of_call(name, axis, group, strategy, layout.balancer, mask, kernel, **checks)
+        call = partial(attend, source, scale=scale, sink_H=sink_H)
         tensors = q_BHLD, k_BGMD, v_BGME
         return attend_jointly(layout, name, group, tensors, lambda shares, refuse: call(shares, refuse=refuse))
     if is_traced():

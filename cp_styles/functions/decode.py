@@ -125,7 +125,8 @@ class KVCache:
 
     def positions(self) -> torch.Tensor:
         """The global positions of :attr:`keys`: int64 [M] on the host."""
-        new = torch.arange(self._next_own(self._prompt.length), self._length, self._ranks)
+        first = self._next_own(self._prompt.length)
+        new = torch.arange(first, max(first, self._length), self._ranks)
         return torch.cat((self._own, new))[self._freed + self._unused() :]
 
     def append(self, k_BGLD: torch.Tensor, v_BGLE: torch.Tensor) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import TypeAlias
 
 import torch
@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from cp_styles.collectives import gather
 from cp_styles.layout import Balancer, SequenceLayout, contiguous, head_tail
+from cp_styles.troubleshooting import see
 
 Tensors: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -53,9 +54,9 @@ class JointLayout:
         if not isinstance(self.rest, SequenceLayout) and not callable(self.rest):
             raise TypeError(f"JointLayout: rest must be a SequenceLayout or a balancer, got {self.rest!r}")
 
-    @property
+    @cached_property
     def balancer(self) -> Balancer:
-        """The layout of what :meth:`cut` leaves, of all tokens counted once."""
+        """The layout of what :meth:`cut` leaves, of all tokens counted once. The same object each time."""
         return partial(joined, prefix=self.prefix, suffix=self.suffix, rest=self.rest)
 
     def check(self, name: str, tensors: Tensors) -> None:
@@ -166,4 +167,5 @@ def _refuse_other_text(joint: JointLayout, name: str, k_BHLD: torch.Tensor, grou
             f"{name}: the first {joint.prefix} and the last {joint.suffix} tokens differ between the ranks, and "
             f"{joint!r} says that they are the same. Give every rank the whole text, and apply the style only to "
             "modules whose attention has it"
+            f"{see('A text that is not the same on all ranks')}"
         )

@@ -54,7 +54,7 @@ from cp_styles.comm.checksum import checksum, digest
 from cp_styles.comm.point_to_point import has_cpu_backend
 from cp_styles.engine.binding import Binding, refuse_dropout
 from cp_styles.functions.decode import cache_of
-from cp_styles.integrations.transformers_cache import TransformersCache, cache_class
+from cp_styles.integrations.transformers_cache import EncoderKeys, TransformersCache, cache_class, encoder_keys, past_of
 from cp_styles.intercept.function_mode import AttentionCalls
 from cp_styles.layout import SequenceLayout, contiguous
 from cp_styles.mask import Causal, Chunked, Documents, Full, Mask, PerRow, SlidingWindow
@@ -138,12 +138,12 @@ def context_parallel_attention_forward(
         score_mod = _biased_by_distance(biases_DH)
     said = {"mask": mask, "attn_mask": dense, "scale": scaling, "sink_H": sink_H, "score_mod": score_mod}
 
-    past = calls.inputs.get("past_key_values")
-    if isinstance(past, TransformersCache) and past.prefilled:
+    past, _ = past_of(calls.inputs)
+    if past is not None and past.prefilled:
         out_BHLE = _decode(calls, past, module, query, key, value, refuse, said)
     else:
         out_BHLE = calls.attend_with((query, key, value), **said, refuse=refuse)
-        if isinstance(past, TransformersCache):
+        if past is not None:
             past.attended(getattr(module, "layer_idx", None), mask)
     return out_BHLE.transpose(1, 2).contiguous(), None
 
@@ -174,7 +174,8 @@ def _decode(
     assert held is not None
     alike = _random_state(query.device) if calls.attentions == 0 and _samples() else 0
     out_BHLE = calls.decode_with(query, held, **said, alike=alike, refuse=refuse, expanded=expanded)
-    past.attended(past.layers.index(held), calls.binding.mask & said["mask"])
+    if held in past.layers:
+        past.attended(past.layers.index(held), calls.binding.mask & said["mask"])
     return out_BHLE
 
 
@@ -263,10 +264,10 @@ def context_parallel_mask(
         ValueError: on every rank, for padding or positions that are not the whole sequence's.
     """
     calls = _entered("a mask")
-    past = calls.inputs.get("past_key_values")
+    past, encoder = past_of(calls.inputs)
     with without_function_modes():
-        if isinstance(past, TransformersCache) and past.prefilled:
-            return _mask_of_new_tokens(calls, past, batch_size, q_length, mask_function, attention_mask)
+        if past is not None and past.prefilled:
+            return _mask_of_new_tokens(calls, past, encoder, batch_size, q_length, mask_function, attention_mask)
         return _whole_mask(calls, batch_size, q_length, q_offset, mask_function, attention_mask)
 
 
@@ -299,12 +300,7 @@ def prefill(
     Raises:
         ValueError, NotImplementedError: on every rank, if the input of one is bad or the ranks differ.
     """
-    calls = calls_in(model)
-    if calls is None:
-        raise ValueError(
-            f"prefill: {type(model).__name__} has no ModuleContextParallel: apply the style first "
-            "(parallelize_module(model, mesh, ModuleContextParallel())); on one device call generate() alone"
-        )
+    calls = _calls_of(model, "prefill")
     binding = calls.binding
     _agree_on_prompt(binding, model, input_ids, attention_mask, position_ids)
     if attention_mask is not None:
@@ -318,7 +314,7 @@ def prefill(
     layout = binding.layout_for(length)
     if min(layout.lengths) == 0:  # too short to be cut; then generate() runs all of it, on every rank
         layout = contiguous(0, layout.ranks)
-    made = cache_class()(binding, layout, attention_mask)
+    made = cache_class(TransformersCache)(binding, layout, attention_mask)
     if layout.length:
         rank, known = binding.group.rank(), inspect.signature(type(model).forward).parameters
         inputs: dict[str, Any] = {"past_key_values": made, "use_cache": True}
@@ -333,17 +329,85 @@ def prefill(
     return made
 
 
-def _agree_on_prompt(binding: Binding, model: nn.Module, *given: torch.Tensor | None) -> None:
-    tokens, attention_mask, position_ids = given
-    where = binding.name, binding.axis
+@torch.no_grad()
+def encode(model: nn.Module, input_ids: torch.Tensor, *, attention_mask: torch.Tensor | None = None) -> dict[str, Any]:
+    """Run the encoder of a model, cut over the ranks: for ``generate(input_ids, **encode(model, input_ids))``.
+
+    Each rank keeps its part of the encoder's output, and of the keys that the decoder's cross-attention makes of it.
+    The decoder's own tokens are cut as with :func:`prefill`.
+
+    Args:
+        model: an encoder with a decoder, such as T5, under a ModuleContextParallel, with
+            ``attn_implementation=register_attention()``.
+        input_ids: [B, S], the *whole* input of the encoder, the same on all ranks.
+        attention_mask: [B, S] of the whole input if there is padding. Give it to ``generate()`` too.
+
+    Returns:
+        The arguments ``encoder_outputs`` and ``past_key_values`` of ``generate()``, for this rank.
+
+    Communication: one all-gather of 13 integers, then that of the encoder's forward.
+
+    Raises:
+        ValueError, NotImplementedError: on every rank, if the input of one is bad or the ranks differ.
+    """
+    calls = _calls_of(model, "encode")
+    binding = calls.binding
+    _agree_on_prompt(binding, model, input_ids, attention_mask, encodes=True)
+    encoder: Any = model.get_encoder()  # pyright: ignore[reportCallIssue]
+    layout = binding.layout_for(input_ids.shape[1])
+    known = inspect.signature(type(encoder).forward).parameters
+    inputs: dict[str, Any] = {}
+    if "position_ids" in known:
+        inputs["position_ids"] = layout.positions(binding.group.rank(), input_ids.device).unsqueeze(0)
+    elif not any(hasattr(each, _BUCKET) for each in encoder.modules()):
+        raise NotImplementedError(
+            f"{binding.name}: {type(encoder).__name__} takes no position_ids, and has no biases by distance: it counts "
+            "its tokens by itself, and here they are a part. Generate without context parallelism"
+        )
+    if min(layout.lengths) == 0:
+        raise ValueError(
+            f"{binding.name}: {layout.length} tokens are too few for {layout.ranks} ranks: encode without context "
+            "parallelism"
+        )
+    if attention_mask is not None:
+        inputs["attention_mask"] = attention_mask
+    before = calls.attentions
+    outputs = encoder(layout.shard(input_ids, 1, binding.group.rank()), **inputs)
+    if calls.attentions == before:
+        raise NotImplementedError(
+            f"{binding.name}: {type(encoder).__name__} called no attention that is context parallel"
+        )
+    own = cache_class(TransformersCache)(binding, contiguous(0, layout.ranks), None)
+    own.prefilled = True
+    both = import_module("transformers").EncoderDecoderCache(own, encoder_keys(binding, layout))
+    return {"encoder_outputs": outputs, "past_key_values": both}
+
+
+def _calls_of(model: nn.Module, function: str) -> AttentionCalls:
+    calls = calls_in(model)
+    if calls is None:
+        raise ValueError(
+            f"{function}: {type(model).__name__} has no ModuleContextParallel: apply the style first "
+            "(parallelize_module(model, mesh, ModuleContextParallel())); on one device call generate() alone"
+        )
+    return calls
+
+
+def _agree_on_prompt(
+    binding: Binding,
+    model: nn.Module,
+    tokens: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    position_ids: torch.Tensor | None = None,
+    *,
+    encodes: bool = False,
+) -> None:
+    where, given = (binding.name, binding.axis), (tokens, attention_mask, position_ids)
 
     def build() -> StatusRow:
-        config = getattr(model, "config", None)
-        if getattr(config, "is_encoder_decoder", False):
-            raise NotImplementedError(
-                f"{binding.name}: {type(model).__name__} has an encoder and a decoder, and prefill is for decoders: "
-                "generate without context parallelism, or decode with KVCache and context_decode yourself"
-            )
+        if getattr(getattr(model, "config", None), "is_encoder_decoder", False) != encodes:
+            kind, other = ("a decoder alone", "prefill") if encodes else ("an encoder and a decoder", "encode")
+            raise ValueError(f"{binding.name}: {type(model).__name__} has {kind}: call {other} instead")
         if model.training:
             raise ValueError(f"{binding.name}: {type(model).__name__} is in training mode: call model.eval() first")
         if not isinstance(tokens, torch.Tensor) or tokens.ndim != 2 or tokens.shape[1] < 1:
@@ -354,7 +418,7 @@ def _agree_on_prompt(binding: Binding, model: nn.Module, *given: torch.Tensor | 
                     f"{binding.name}: {what} of shape {_shape(x)} for a prompt of shape {_shape(tokens)}: both are of "
                     "the whole prompt"
                 )
-        if attention_mask is not None and not bool(attention_mask[:, -1].all()):
+        if attention_mask is not None and not encodes and not bool(attention_mask[:, -1].all()):
             raise ValueError(
                 f"{binding.name}: the prompt is padded on the right: pad it on the left, as generate() asks for"
             )
@@ -362,7 +426,7 @@ def _agree_on_prompt(binding: Binding, model: nn.Module, *given: torch.Tensor | 
 
     ledger_of(binding.group).engaged = True
     rows = exchange_status(build, Meeting.DECODE, *where, binding.group)
-    compare(rows, "inputs", *where, "the prompt, which prefill cuts itself: pass the whole one", lambda: _shape(tokens))
+    compare(rows, "inputs", *where, "the prompt, which is cut here: pass the whole one", lambda: _shape(tokens))
     ledger_of(binding.group).engaged = False
 
 
@@ -568,6 +632,7 @@ def _whole_mask(
 def _mask_of_new_tokens(
     calls: AttentionCalls,
     past: TransformersCache,
+    encoder: EncoderKeys | None,
     batch: int,
     length: int,
     mask_function: Callable[..., Any] | None,
@@ -577,12 +642,17 @@ def _mask_of_new_tokens(
     name, whole = calls.binding.name, past.get_seq_length() + length
     assert mask_function is not None
     pieces = _read(mask_function, name)
+    crosses = False
+    if encoder is not None and not pieces.masks and pieces.chunk is None:
+        crosses, whole = True, encoder.prompt.length
+        attention_mask = None if attention_mask is None or bool(attention_mask.all()) else attention_mask
     if attention_mask is not None and attention_mask.shape[1] != whole:
         raise ValueError(
-            f"{name}: attention_mask of shape {tuple(attention_mask.shape)}, where the prompt and the new tokens are "
-            f"{whole} together: give the mask of all of them"
+            f"{name}: attention_mask of shape {tuple(attention_mask.shape)}, where the prompt and the new tokens, "
+            f"or the encoder's, are {whole}: give the mask of all of them"
         )
-    past.check_padding(attention_mask)
+    if not crosses:
+        past.check_padding(attention_mask)
     mask, padding = _mask_of(pieces, None, attention_mask, whole)
     return WholeMask(mask, padding, batch, whole)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -136,7 +137,47 @@ class TransformersCache(LayerCaches):
             )
 
 
+class EncoderKeys(TransformersCache):
+    """Keys and values of an encoder's output, of which each rank has a part, for the cross-attention of a decoder."""
+
+    def __init__(self, binding: Binding, encoded: SequenceLayout) -> None:
+        super().__init__(binding, encoded, None)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.prompt.length if layer_idx < len(self.layers) else 0
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.prefilled = False
+        self.add(key_states, value_states, layer_idx)
+        self.prefilled = True
+        held = self.layers[layer_idx]
+        assert held is not None
+        return held.keys, held.values
+
+
+def past_of(inputs: Mapping[str, Any]) -> tuple[TransformersCache | None, EncoderKeys | None]:
+    """The caches among a model's inputs: of its own tokens, and of an encoder's. None for other caches and for none."""
+    past = inputs.get("past_key_values")
+    own, encoder = getattr(past, "self_attention_cache", past), getattr(past, "cross_attention_cache", None)
+    return (
+        own if isinstance(own, TransformersCache) else None,
+        encoder if isinstance(encoder, EncoderKeys) else None,
+    )
+
+
 @cache
-def cache_class() -> type[TransformersCache]:
-    """The class that is a ``Cache`` of transformers too; made here, because transformers is not imported before."""
-    return type("ContextParallelCache", (TransformersCache, import_module("transformers").Cache), {})
+def cache_class(ours: type[TransformersCache]) -> Callable[..., Any]:
+    """A class that is a ``Cache`` of transformers too; made here, because transformers is not imported before."""
+    return type(f"ContextParallel{ours.__name__}", (ours, import_module("transformers").Cache), {})
+
+
+def encoder_keys(binding: Binding, encoded: SequenceLayout) -> Any:
+    """An :class:`EncoderKeys`. Its class makes further ones whatever it is given, as some models ask it to."""
+    base: Any = cache_class(EncoderKeys)
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        base.__init__(self, binding, encoded)
+
+    return type(base.__name__, (base,), {"__init__": init})()

@@ -37,6 +37,8 @@ from cp_styles.styles.dtensor_io import DTensorIO
 from cp_styles.troubleshooting import see
 
 # Names that modules use for the three inputs. Otherwise the first three arguments are used.
+# A forward(*args, **kwargs), as wrappers have it.
+_OPEN = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 _NAMES = (("query", "key", "value"), ("q", "k", "v"), ("xq", "xk", "xv"))
 
 
@@ -75,6 +77,9 @@ class AttentionContextParallel(ContextParallelStyle):
     Communication of one forward: at the call inside, one all-gather of 13 integers, so that all ranks learn of an error
     on one; then that of the strategy. If the layout is a balancer, which needs the global length first, there are two
     all-gathers: before the module and at the call.
+
+    The module's forward takes ``query``, ``key`` and ``value``, or ``q``, ``k`` and ``v``, or these as its first three
+    arguments. A ``forward(*args, **kwargs)`` must be called with the three first, and without names.
 
     Inputs may be plain tensors, or DTensors on the 1-D mesh of this axis with ``Shard(seq_dim)``. If the style was
     given a composed mesh, they may be DTensors on its other axes ("tp"), with Shard on the heads or the batch, or
@@ -137,6 +142,10 @@ class AttentionContextParallel(ContextParallelStyle):
         return f"{super().__repr__()[:-1]}, seq_dim={self.seq_dim}, use_local_output={self.use_local_output})"
 
 
+def _three_by_place(query: Any, key: Any, value: Any, /, *args: Any, **kwargs: Any) -> None:
+    """What a forward(*args, **kwargs) is taken for: the three must come first, and without names."""
+
+
 class Phase(enum.Enum):
     """The phase of a module, for messages and debuggers. Routing does not depend on it, see [Note: routing] in
     dtensor_handlers.py."""
@@ -166,6 +175,8 @@ class ContextParallelState:
         self._scoped = ScopedBinding(self.binding, style.layout)
         self._lease: Lease | None = None
         self._signature = inspect.signature(module.forward)
+        if {each.kind for each in self._signature.parameters.values()} == _OPEN:
+            self._signature = inspect.signature(_three_by_place)
         parameters = list(self._signature.parameters)
         self._names = next((names for names in _NAMES if set(names) <= set(parameters)), tuple(parameters[:3]))
         kinds = [self._signature.parameters[name].kind for name in self._names]

@@ -233,7 +233,8 @@ class InputGuards:
             return
         kind, inputs = type(module).__name__, self._calls.inputs
         past = inputs.get("past_key_values")
-        if isinstance(past, LayerCaches) and past.prefilled:
+        own = getattr(past, "self_attention_cache", past)  # beside keys of an encoder
+        if isinstance(own, LayerCaches) and own.prefilled:
             if inputs.get("use_cache") is False:
                 raise ValueError(f"{binding.name}: {kind} was given a cache and use_cache=False: leave out one of both")
             return  # new tokens, the same on all ranks and whole: nothing is cut

@@ -18,10 +18,20 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from cp_styles import ModuleContextParallel, contiguous, head_tail
-from cp_styles.integrations.transformers import prefill
+from cp_styles.integrations.transformers import encode, prefill
 from cp_styles.layout import Balancer
 from cp_styles.testing import RankError, run_ranks
-from tests.clients.hugging_face import LENGTH, NAME, StayDouble, causal_lm, config_of, tiny, tokens_of
+from tests.clients.hugging_face import (
+    LENGTH,
+    NAME,
+    TINY,
+    VOCABULARY,
+    StayDouble,
+    causal_lm,
+    config_of,
+    tiny,
+    tokens_of,
+)
 from tests.covering import sampled
 from tests.oracle import error
 
@@ -197,6 +207,52 @@ def test_tokens_that_are_looked_up_in_the_prompt():
     assert torch.equal(found[0][0], on_one(model, tokens, greedy(16))[0])
 
 
+SIZES = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": VOCABULARY}
+TABLE = {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 16, "dropout_rate": 0.0}
+PART = TINY | {"attn_logit_softcapping": 3.0, "num_hidden_layers": 2}
+
+
+def with_encoder(model_type: str) -> Any:
+    sizes = {"encoder": PART, "decoder": PART, "vocab_size": VOCABULARY} if model_type == "t5gemma" else SIZES | TABLE
+    config = transformers.AutoConfig.for_model(model_type, **sizes)
+    model: Any = tiny(transformers.AutoModelForSeq2SeqLM.from_config, config).eval()
+    model.generation_config.eos_token_id = None
+    model.generation_config.decoder_start_token_id = 1
+    return model
+
+
+@sampled(1, model_type=["t5", "t5gemma"], ranks=[2, 3], padded=[True, False], beams=[1, 2])
+def test_an_encoder_and_a_decoder(model_type: str, ranks: int, padded: bool, beams: int):
+    """The encoder's keys are cut too, and stay so: every decoder query attends to them where they are."""
+    model, tokens = with_encoder(model_type), tokens_of()
+    mask = {"attention_mask": PADDED.flip(1)} if padded else {}
+    options = {"max_new_tokens": 24, "do_sample": False, "num_beams": beams, "use_cache": True, **mask}
+
+    one = copy.deepcopy(model)
+    one.set_attn_implementation("dense")
+    logits = watched(one)
+    with StayDouble():
+        wanted = one.generate(tokens, **options), logits
+
+    def on(rank: int) -> tuple[torch.Tensor, list[torch.Tensor], Any]:
+        mesh, mine = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",)), copy.deepcopy(model)
+        mine.set_attn_implementation(NAME)
+        parallelize_module(mine, mesh, ModuleContextParallel())
+        with StayDouble():
+            encoded = encode(mine, tokens, **mask)
+            logits = watched(mine)
+            return mine.generate(tokens, **encoded, **options), logits, encoded["past_key_values"]
+
+    found = run_ranks(on, ranks)
+    compare(found, wanted)
+    held = [cache.cross_attention_cache.layers[0].keys.shape[2] for *_, cache in found]
+    assert sum(held) == LENGTH
+    assert max(held) <= -(-LENGTH // ranks) + 1
+    # The start and all new tokens but the last; in T5Gemma's first layer what its window needs.
+    own = sum(cache.self_attention_cache.layers[0].keys.shape[2] for *_, cache in found)
+    assert own == (24 if model_type == "t5" else 5)
+
+
 def refused(
     words: str,
     model_type: str = "llama",
@@ -271,7 +327,25 @@ def test_a_cache_that_is_not_cut_is_refused():
     dynamic = transformers.DynamicCache(config=model.config)
     run_ranks(on, 2, lambda mine: greedy(4)(mine, tokens, copy.deepcopy(dynamic)), whole)
     run_ranks(on, 2, lambda mine: mine.train() and prefill(mine, tokens), r"call model\.eval\(\) first")
+    run_ranks(on, 2, lambda mine: encode(mine, tokens), "has a decoder alone: call prefill instead")
     parts = (head_tail(LENGTH, 2).shard(tokens, 1, rank) for rank in range(2))
     cut = [*parts]
-    words = "the prompt, which prefill cuts itself"
+    words = "the prompt, which is cut here"
     run_ranks(on, 2, lambda mine: prefill(mine, cut[torch.distributed.get_rank()]), words)
+
+
+def test_encoders_that_count_their_tokens_are_refused():
+    config = config_of("bart", is_encoder_decoder=True)
+    model = tiny(transformers.AutoModelForSeq2SeqLM.from_config, config).eval()
+    tokens = tokens_of()
+
+    def on(rank: int) -> None:
+        mine, mesh = copy.deepcopy(model), init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        mine.set_attn_implementation(NAME)
+        parallelize_module(mine, mesh, ModuleContextParallel())
+        with pytest.raises(ValueError, match="has an encoder and a decoder: call encode instead"):
+            prefill(mine, tokens)
+        with pytest.raises(NotImplementedError, match="takes no position_ids, and has no biases by distance"):
+            encode(mine, tokens)
+
+    run_ranks(on, 2)

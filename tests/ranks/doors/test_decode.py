@@ -147,17 +147,19 @@ def test_after_a_prefill():
     assert error(torch.cat((whole, found[0][1]), 2), wanted) < EXACT
 
 
-def test_cross_attention_to_encoder_keys_that_are_cut():
-    """More queries than keys: positions of the two sequences do not correspond."""
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_cross_attention_to_encoder_keys_that_are_cut(ranks: int):
+    """More queries than keys: positions of the two sequences do not correspond. Nothing is ever appended."""
     q, k, v = tensors()
-    few = 7
+    few, seen = 7, HOLES[..., :7]
 
-    def on(rank: int) -> torch.Tensor:
-        mesh, layout = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), contiguous(few, 2)
+    def on(rank: int) -> list[torch.Tensor]:
+        mesh, layout = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",)), contiguous(few, ranks)
         cache = KVCache(mesh, layout, *(layout.shard(x[:, :, :few], 2, rank) for x in (k, v)))
-        return context_decode(q, cache, mask=Full())
+        return [context_decode(q, cache, mask=Full(), attn_mask=each) for each in (None, seen)]
 
-    assert error(run_ranks(on, 2)[0], dense_attention(q, k[:, :, :few], v[:, :, :few])) < EXACT
+    for found, mask in zip(run_ranks(on, ranks)[0], (None, seen), strict=True):
+        assert error(found, dense_attention(q, k[:, :, :few], v[:, :, :few], mask)) < EXACT
 
 
 def test_no_rank_holds_more_than_its_part():

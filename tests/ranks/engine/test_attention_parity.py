@@ -216,3 +216,28 @@ def test_heads_that_ranks_do_not_share_evenly(strategy, heads: int, kv_heads: in
         return run_attention(attend, case, rank, ranks)
 
     assert all(max(errors) < EXACT for errors in run_ranks(on, ranks))
+
+
+class Wrapper(torch.nn.Module):
+    """A forward that names no arguments."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args, **kwargs):
+        return self.inner(*args, **kwargs)
+
+
+def test_a_forward_that_names_no_arguments():
+    given = Problem(length=13, causal=True)
+
+    def on(rank: int) -> float:
+        module = parallel(Wrapper(Core()), cp_mesh(2))
+        errors = run_attention(module, given, rank, 2)
+        leaves, _ = given.shard(head_tail, rank, 2)
+        with pytest.raises(TypeError, match=r"'query' parameter is positional only|missing a required argument"):
+            module(**dict(zip(("query", "key", "value"), leaves, strict=True)))
+        return max(errors)
+
+    assert max(run_ranks(on, 2)) < EXACT
