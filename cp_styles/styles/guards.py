@@ -255,8 +255,9 @@ class InputGuards:
                     "if the model does not use them"
                     f"{see('Positions that count from 0')}"
                 )
-            if look and isinstance(inputs[name], torch.Tensor):
-                _refuse_local(binding, inputs[name])
+        for name in self._places if look else ():
+            if isinstance(inputs.get(name), torch.Tensor):
+                _refuse_local(binding, name, inputs[name], _lengths(inputs))
         if look and not self._may_count and all(inputs.get(name) is None for name in self._places):
             self._calls.watch_ranges(partial(_refuse_range, binding, kind, _lengths(inputs)))
         cached = getattr(past, "get_seq_length", None)
@@ -331,8 +332,10 @@ def _generates() -> bool:
     return False
 
 
-def _refuse_local(binding: Binding, positions: torch.Tensor) -> None:
-    length = positions.shape[-1]
+def _refuse_local(binding: Binding, name: str, positions: torch.Tensor, lengths: set[int]) -> None:
+    length = positions.shape[-1] if positions.ndim else 0
+    if positions.is_floating_point() or (length not in lengths and not name.endswith(POSITIONS)):
+        return  # a table, or of something else than this rank's tokens
     own = torch.arange(length, device=positions.device)
     if not isinstance(binding.mask, Full | Causal | SlidingWindow) or not bool((positions == own).all()):
         return  # documents count from 0 too
@@ -344,7 +347,7 @@ def _refuse_local(binding: Binding, positions: torch.Tensor) -> None:
         return
     if mine.numel() and int(mine[0]) != 0:
         raise ValueError(
-            f"{binding.name}: {POSITIONS} count from 0 to {length - 1} on this rank, whose part of the sequence begins "
+            f"{binding.name}: {name} count from 0 to {length - 1} on this rank, whose part of the sequence begins "
             f"at {int(mine[0])}: pass layout.positions(rank). If these are documents that each begin at 0, say so with "
             "a SequenceScope(layout, mask=Documents(...)) around the call"
             f"{see('Positions that count from 0')}"

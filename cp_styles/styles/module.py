@@ -71,8 +71,9 @@ class ModuleContextParallel(ContextParallelStyle):
             other means than attention calls, because what they mix is whole on each rank. Other modules that do so
             are refused, see :class:`~cp_styles.styles.guards.MixingProbe`.
         check_inputs: False for a model that knows what its arguments mean under context parallelism. True refuses a
-            forward with ``position_ids`` that gets none, or those of a part; labels that a model of transformers would
-            shift after the cut; and windows that it would make from this rank's lengths.
+            forward with ``position_ids`` that gets none; positions, under any name, that count from 0 on each rank, or
+            that the model would count so; labels that a model of transformers would shift after the cut; and windows
+            that it would make from this rank's lengths.
 
     Raises (at the call, on every rank): NotImplementedError for dropout; for attention by other functions, and for the
     weights that nn.MultiheadAttention returns unless need_weights=False; for attention under no_grad inside a forward

@@ -340,6 +340,11 @@ def test_a_model_that_counts_its_tokens_unless_it_is_given_positions():
     refused(model, X, words="CountsUnlessTold makes the numbers 0 to 5 inside, .* or was given none")
     run_ranks(lambda rank: on(rank, model, X, check_inputs=False), RANKS)
     run_ranks(lambda rank: on(rank, model, X, POSITIONS), RANKS)
+    # What each rank would count by itself, of its part, and of the whole sequence where it was not cut.
+    local = torch.arange(LENGTH // RANKS).repeat(RANKS).unsqueeze(0)
+    refused(model, X, local, words="pos count from 0 to 5 on this rank, whose part of the sequence begins at 6")
+    uncut = (torch.cat([x] * RANKS, 1) for x in (X, POSITIONS))
+    refused(model, *uncut, words="pos count from 0 to 11 on this rank, whose part of the sequence begins at 12")
 
 
 class Windowed(Model):
