@@ -6,6 +6,11 @@ example because a loop is longer on one rank) read each other's rows, instead of
 meet before every attention, and before the first backward after it. A different number of calls is therefore noticed at
 the next attention over the group, at the backward, or at a function of :mod:`cp_styles.batch`. If a rank does none of
 these any more, the others wait for the timeout of the group.
+
+[Note: agreement without waiting] A rank that knows its lengths starts the meeting and goes on: it makes its plan, packs
+what it will send, or computes what needs nothing of the others. It reads the rows before its first message, and at the
+latest before the attention returns. So an error on one rank is still an error on every rank, and no message was sent
+that nobody receives.
 """
 
 from __future__ import annotations
@@ -25,7 +30,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from cp_styles._compat import current_graph_task, resolve_group, without_dispatch_modes
-from cp_styles.comm.point_to_point import gather_numbers, note_user, offer_numbers
+from cp_styles.comm.point_to_point import check_later, drop_check, note_user, offer_numbers, start_numbers
 from cp_styles.ranges import named_range
 from cp_styles.troubleshooting import see
 
@@ -152,7 +157,8 @@ class EveryCall(Agreement):
     others, then every rank raises, and nothing waits for a timeout.
 
     Communication: an all-gather of 13 integers an attention, on the host (two for an ``AttentionContextParallel`` with
-    a balancer, which does not know the global length before), and one before the first backward.
+    a balancer, which does not know the global length before), and one before the first backward. With a SequenceLayout
+    a rank does not wait for it at once: see [Note: agreement without waiting] in comm/agreement.py.
     """
 
     def known(self, ledger: Ledger, said: StatusRow, assumed: Callable[[], Sequence[StatusRow]] | None) -> Rows | None:
@@ -265,18 +271,36 @@ def exchange_status(
     agreement: Agreement = EVERY_CALL,
     assumed: Callable[[StatusRow], Sequence[StatusRow]] | None = None,
 ) -> Rows:
-    """The rows of all ranks; ``build()`` makes the row of this rank. See [Note: meetings].
+    """:func:`start_status`, and its result at once."""
+    return start_status(build, meeting, name, axis, group, refused, agreement=agreement, assumed=assumed)()
+
+
+def start_status(
+    build: Callable[[], StatusRow],
+    meeting: Meeting,
+    name: str,
+    axis: str,
+    group: dist.ProcessGroup,
+    refused: RankStatus = RankStatus.BAD_INPUTS,
+    *,
+    agreement: Agreement = EVERY_CALL,
+    assumed: Callable[[StatusRow], Sequence[StatusRow]] | None = None,
+) -> Callable[[], Rows]:
+    """Start a meeting. The result returns the rows of all ranks; ``build()`` makes that of this rank, now. See
+    [Note: meetings].
 
     ``agreement`` may know them without communication. ``assumed`` gives the rows of ranks that all call alike, from
     that of this rank; None if it is not known.
 
-    If ``build`` raises an Exception, this rank raises it, and the others get the status ``refused`` and raise too.
+    If ``build`` raises an Exception, this rank raises it when all know, and the others get the status ``refused`` and
+    raise too.
     (Other BaseExceptions, such as KeyboardInterrupt, end this process and are not reported to the others.)
     Communication: one all-gather of WIDTH integers, unless ``agreement`` knows the rows.
 
     Raises:
         ValueError: on every rank, if one has refused, or if the ranks are not at the same meeting.
     """
+    drop_check(group)  # of an attention that has failed
     problem: Exception | None = None
     said = StatusRow(status=refused)
     try:
@@ -295,27 +319,35 @@ def exchange_status(
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
         if known is not None:
-            return known
+            return lambda: known
     elif agreement != EVERY_CALL:  # the others need not be at this meeting
         offer_numbers(mine, group, _PATIENCE_SECONDS)
         raise problem
-    try:
-        with named_range("agreement:", name):
-            rows = Rows(gather_numbers(mine, group))
-    except RuntimeError as error:
-        error.add_note(
-            f"{name}: this happened while this rank, {meeting.words}, waited for the other ranks of mesh axis "
-            f"{axis!r}: one of them has failed, or calls attention fewer times"
-        )
-        raise
+    gathered: Callable[[], Sequence[Sequence[int]]] | None = None
+
+    def finish() -> Rows:
+        try:
+            with named_range("agreement:", name):
+                rows = Rows((gathered or start_numbers(mine, group))())
+        except RuntimeError as error:
+            error.add_note(
+                f"{name}: this happened while this rank, {meeting.words}, waited for the other ranks of mesh axis "
+                f"{axis!r}: one of them has failed, or calls attention fewer times"
+            )
+            raise
+        if problem is not None:
+            raise problem
+        if not rows.alike:
+            _raise_if_refused(rows, name, axis)
+            _raise_if_apart(rows, name, axis)
+        elif agreement != EVERY_CALL and not mine.watch:
+            ledger.note_agreed(key, rows)
+        return rows
+
     if problem is not None:
-        raise problem
-    if not rows.alike:
-        _raise_if_refused(rows, name, axis)
-        _raise_if_apart(rows, name, axis)
-    elif agreement != EVERY_CALL and not mine.watch:
-        ledger.note_agreed(key, rows)
-    return rows
+        finish()
+    gathered = start_numbers(mine, group)
+    return finish
 
 
 def offer_refusal(name: str, axis: str, group: dist.ProcessGroup) -> None:
@@ -382,7 +414,7 @@ def _where(row: StatusRow, rows: Rows) -> str:
 
 
 def begin_backward(group: dist.ProcessGroup | None) -> None:
-    """The meeting at the start of every backward of an attention over ``group``.
+    """The meeting at the start of every backward of an attention over ``group``. It ends before the first message.
 
     Communication: one all-gather of WIDTH integers, if there were forwards since the last such meeting.
     """
@@ -390,7 +422,8 @@ def begin_backward(group: dist.ProcessGroup | None) -> None:
         return
     ledger = ledger_of(group)
     ledger.backward_began = True
-    _close(ledger, group)
+    if ledger.forward_open:
+        check_later(group, _close(ledger, group))
 
 
 def end_forwards() -> None:
@@ -401,16 +434,15 @@ def end_forwards() -> None:
     """
     for group, ledger in list(_ledgers.items()):
         if ledger.forward_open and is_of_this_world(group):
-            _close(ledger, group)
+            _close(ledger, group)()
 
 
-def _close(ledger: Ledger, group: dist.ProcessGroup) -> None:
-    if ledger.forward_open:
-        ledger.forward_open = False
-        where, ranks = (ledger.name, ledger.axis, group), group.size()
-        exchange_status(
-            StatusRow, Meeting.BACKWARD, *where, agreement=ledger.agreement, assumed=lambda mine: [mine] * ranks
-        )
+def _close(ledger: Ledger, group: dist.ProcessGroup) -> Callable[[], Rows]:
+    ledger.forward_open = False
+    where, ranks = (ledger.name, ledger.axis, group), group.size()
+    return start_status(
+        StatusRow, Meeting.BACKWARD, *where, agreement=ledger.agreement, assumed=lambda mine: [mine] * ranks
+    )
 
 
 def is_of_this_world(group: dist.ProcessGroup) -> bool:

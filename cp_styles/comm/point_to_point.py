@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -72,6 +72,65 @@ class Pending:
         self._works, self._tensors = (), ()
 
 
+class Check:
+    """Something that is checked once, at the latest before the next message over a group: see :func:`check_later`."""
+
+    def __init__(self, check: Callable[[], object]) -> None:
+        self._check: Callable[[], object] | None = check
+
+    def settle(self) -> None:
+        check, self._check = self._check, None
+        if check is not None:
+            check()
+
+    def drop(self) -> None:
+        self._check = None
+
+
+# What is to be checked before the next message, by the group and its parts.
+_unchecked: WeakKeyDictionary[dist.ProcessGroup, Check] = WeakKeyDictionary()
+
+
+def check_later(group: dist.ProcessGroup, check: Callable[[], object]) -> None:
+    """Call ``check`` before the next message over ``group`` or a part of it, or at the end of :func:`checked`.
+
+    So the ranks agree while each of them prepares, or computes what needs nothing of the others. If ``check`` raises,
+    no message was sent that another rank would have to receive.
+    """
+    _unchecked[group] = found = Check(check)
+    for part in _parts.get(group, {}).values():
+        _unchecked[part] = found
+
+
+def drop_check(group: dist.ProcessGroup) -> None:
+    """Forget what is to be checked: an attention has failed on this rank."""
+    found = _unchecked.pop(group, None)
+    if found is not None:
+        found.drop()
+
+
+@contextlib.contextmanager
+def checked(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """At its end, also by an error, everything is checked that was to be: see :func:`check_later`."""
+    try:
+        yield
+    except Exception:
+        settle(group)  # what the ranks disagree on may be the cause
+        raise
+    except BaseException:
+        if group is not None:
+            drop_check(group)  # it holds the group, whose connections end with it
+        raise
+    settle(group)
+
+
+def settle(group: dist.ProcessGroup | None) -> None:
+    """Check now what was to be checked later."""
+    found = None if group is None else _unchecked.pop(group, None)
+    if found is not None:
+        found.settle()
+
+
 class Transfers:
     """The transfers of one attention on this rank, as a context.
 
@@ -120,8 +179,9 @@ def exchange(
 
     Communication: one send for each pair in ``sends``, one receive for each pair in ``receives``. Between two ranks,
     messages arrive in the order in which they were sent. Empty tensors are not sent: both sides know the plan and skip
-    them.
+    them. What :func:`check_later` was given is checked first.
     """
+    settle(group)
     if group is not None and all(tensor.is_cpu or tensor.is_meta for _, tensor in (*receives, *sends)):
         # The same without a list of P2POps, which costs more than sending small messages. CPU backends have nothing to
         # batch. Sends come first, so that gloo's own thread moves the data when it gets the receive. In the other order
@@ -162,6 +222,7 @@ def open_group(group: dist.ProcessGroup | None, device: torch.device) -> None:
     """
     if group is None or device.type in ("cpu", "meta") or group.size() == 1 or group in _opened:
         return
+    settle(group)
     dist.all_reduce(torch.zeros(1, device=device), group=group)
     _opened.add(group)
 
@@ -173,10 +234,23 @@ def gather_numbers(numbers: Sequence[int], group: dist.ProcessGroup) -> Sequence
     from each rank. It runs on the host: over the CPU backend of the group, or over an additional gloo group, which the
     first call sets up between the ranks of the group. Without gloo it runs on the device, and the host waits.
     """
+    return start_numbers(numbers, group)()
+
+
+def start_numbers(numbers: Sequence[int], group: dist.ProcessGroup) -> Callable[[], Sequence[Sequence[int]]]:
+    """Start :func:`gather_numbers`. The result waits for the other ranks, and returns the rows."""
     refuse_destroyed(group)
     if group.size() == 1:
-        return [numbers]
-    return torch.ops.cp_styles.gather_numbers(_row(numbers, group), group.group_name).tolist()
+        return lambda: [numbers]
+    rows = torch.ops.cp_styles.gather_numbers(_row(numbers, group), group.group_name)
+
+    def finish() -> Sequence[Sequence[int]]:
+        work = vars(rows).pop(_WORK, None)  # what a checkpoint has kept is there
+        if work is not None:
+            work.wait()
+        return rows.tolist()
+
+    return finish
 
 
 def offer_numbers(numbers: Sequence[int], group: dist.ProcessGroup, seconds: float) -> None:
@@ -235,7 +309,9 @@ def refuse_destroyed(group: dist.ProcessGroup) -> None:
         ) from None
 
 
-# An op, so that a selective checkpoint can keep its result, and the recomputation does not communicate again.
+# An op, so that a selective checkpoint can keep its result, and the recomputation does not communicate again. While the
+# result is received, this attribute of it holds the transfer.
+_WORK = "_cp_styles_work"
 torch.library.define(
     "cp_styles::gather_numbers", "(Tensor mine, str group_name) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
 )
@@ -245,9 +321,7 @@ torch.library.define(
 def _gather_numbers(mine: torch.Tensor, group_name: str) -> torch.Tensor:
     group = resolve_group(group_name)
     rows = mine.new_empty(group.size(), mine.numel())
-    work = _gather(list(rows.unbind()), mine, group)
-    if work is not None:
-        work.wait()
+    setattr(rows, _WORK, _gather(list(rows.unbind()), mine, group))
     return rows
 
 
@@ -273,6 +347,7 @@ def split_group(
         return None, None
     rank = group.rank()
     first = rank - rank % size
+    settle(group)  # before the ranks set up parts
     if isinstance(group, Rehearsal):
         return group.part(group.members[first : first + size]), group.part(group.members[rank % size :: size])
     members = dist.get_process_group_ranks(group)

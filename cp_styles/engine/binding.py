@@ -32,7 +32,9 @@ from cp_styles.comm.agreement import (
     ledger_of,
     offer_refusal,
     plain,
+    start_status,
 )
+from cp_styles.comm.point_to_point import check_later, settle
 from cp_styles.engine.gradient_watch import RAISE, GradientCheck, ParameterWatch, watch_of
 from cp_styles.engine.mesh_axes import OtherAxes
 from cp_styles.kernels import Kernel, SdpaKernel, kernel_for_tiles
@@ -191,7 +193,11 @@ class Binding:
         if found is None:
             if len(self._attentions) >= _MOST_ATTENTIONS:
                 self._attentions.clear()
-            found = self._attentions[key] = self._attention(q_length, kv_length, tensors, None, **said)
+            try:
+                found = self._attentions[key] = self._attention(q_length, kv_length, tensors, None, **said)
+            except Exception:
+                settle(self.group)  # what the ranks disagree on may be the cause
+                raise
         return found
 
     def _attention(
@@ -361,50 +367,61 @@ class Binding:
         where = self.name, self.axis
         ledger.engaged = True
         assumed = _as_cut_by(self.layout, self.group.rank()) if isinstance(self.layout, SequenceLayout) else None
-        rows = exchange_status(
+        meeting = start_status(
             build, Meeting.ATTENTION, *where, self.group, refused, agreement=self.agreement, assumed=assumed
         )
-        if not rows.alike:
-            self._compare(rows, tensors, call or {}, attn_mask)
-        if attn_mask is not None and (problem := _of_a_part(attn_mask, rows)):
-            raise ValueError(f"{self.name}: {problem}")  # on every rank, because their masks are equal
-        columns, layout_rows = rows.columns, rows
-        whole = sum(columns.q_length), sum(columns.kv_length)
-        if set(columns.guessed) != {_packed(whole)}:
 
-            def build_layout() -> StatusRow:
-                return StatusRow(layout=_number_of(cuts(whole)))
+        def check() -> Binding:
+            rows = meeting()
+            if not rows.alike:
+                self._compare(rows, tensors, call or {}, attn_mask)
+            if attn_mask is not None and (problem := _of_a_part(attn_mask, rows)):
+                raise ValueError(f"{self.name}: {problem}")  # on every rank, because their masks are equal
+            columns, layout_rows = rows.columns, rows
+            whole = sum(columns.q_length), sum(columns.kv_length)
+            if set(columns.guessed) != {_packed(whole)}:
 
-            layout_rows = exchange_status(build_layout, Meeting.LAYOUT, *where, self.group)
-        if not layout_rows.alike and len({row.status for row in rows}) == 1:
-            compare(layout_rows, "layout", *where, _NAMED, self._text)
-        settled = cuts(whole)
-        for layout, held in zip(settled, (columns.q_length, columns.kv_length), strict=True):
-            if layout.lengths != held:
-                raise ValueError(
-                    f"{self.name}: the ranks of mesh axis {self.axis!r} hold {list(held)} positions, but the layout "
-                    f"{plain(self.layout)} gives them {list(layout.lengths)} of {sum(held)}: cut the inputs with the "
-                    "layout of the attention (layout.shard), or give the attention the layout they were cut with"
-                    f"{see('Inputs that were cut in another way')}"
-                )
-        if not rows.alike:
-            # Compare the configuration last: a rank that did not reach its call is reported with its own status first.
-            compare(rows, "config", *where, _NAMED, self._text)
-            _compare_keep(rows, keep, *where)
-        ledger.remember((tensors[0].shape[seq_dim], tensors[1].shape[seq_dim]), whole)
-        found = watch.compare(columns.watch, *where, self.group)
-        if found is not None or any(map(MAY_WARN.__and__, columns.flags)):
+                def build_layout() -> StatusRow:
+                    return StatusRow(layout=_number_of(cuts(whole)))
 
-            def warn() -> StatusRow:
-                if found is not None:
-                    watch.tell(found, self.gradient_check)
-                warn_of_other_cuts(settled[0], self.name)
-                return StatusRow()
+                layout_rows = exchange_status(build_layout, Meeting.LAYOUT, *where, self.group)
+            if not layout_rows.alike and len({row.status for row in rows}) == 1:
+                compare(layout_rows, "layout", *where, _NAMED, self._text)
+            settled = cuts(whole)
+            for layout, held in zip(settled, (columns.q_length, columns.kv_length), strict=True):
+                if layout.lengths != held:
+                    raise ValueError(
+                        f"{self.name}: the ranks of mesh axis {self.axis!r} hold {list(held)} positions, but the "
+                        f"layout {plain(self.layout)} gives them {list(layout.lengths)} of {sum(held)}: cut the inputs "
+                        "with the layout of the attention (layout.shard), or give the attention the layout they were "
+                        f"cut with{see('Inputs that were cut in another way')}"
+                    )
+            if not rows.alike:
+                # The configuration comes last: a rank that did not reach its call is reported with its status first.
+                compare(rows, "config", *where, _NAMED, self._text)
+                _compare_keep(rows, keep, *where)
+            ledger.remember((tensors[0].shape[seq_dim], tensors[1].shape[seq_dim]), whole)
+            found = watch.compare(columns.watch, *where, self.group)
+            if found is not None or any(map(MAY_WARN.__and__, columns.flags)):
 
-            # On all ranks. A user may turn warnings into errors, and then all of them must raise.
-            exchange_status(warn, Meeting.WARNING, *where, self.group)
-        self._begun(call is not None)
-        return self._settled(whole, settled)
+                def warn() -> StatusRow:
+                    if found is not None:
+                        watch.tell(found, self.gradient_check)
+                    warn_of_other_cuts(settled[0], self.name)
+                    return StatusRow()
+
+                # On all ranks. A user may turn warnings into errors, and then all of them must raise.
+                exchange_status(warn, Meeting.WARNING, *where, self.group)
+            self._begun(call is not None)
+            return self._settled(whole, settled)
+
+        layout = self.layout
+        if call is None or attn_mask is not None or not isinstance(layout, SequenceLayout):
+            return check()
+        if any(x.shape[seq_dim] != layout.lengths[self.group.rank()] for x in tensors):
+            return check()
+        check_later(self.group, check)  # see [Note: agreement without waiting] in agreement.py
+        return self._settled((layout.length, layout.length), (layout, layout))
 
     def _begun(self, engaged: bool) -> None:
         """Note that an attention starts. It ends with :meth:`finished`."""
@@ -459,7 +476,7 @@ class Binding:
         where = self.name, self.axis
         self._ledger.engaged = True
         ranks = self.group.size()
-        rows = exchange_status(
+        meeting = start_status(
             build,
             Meeting.CALL,
             *where,
@@ -476,10 +493,17 @@ class Binding:
                 "its local input, and attn_mask must be the mask of the whole sequence, the same on all ranks"
             )
 
-        if not rows.alike:
-            compare(rows, "call", *where, "the call of the attention inside", mine)
-            _compare_keep(rows, keep, *where)
-        self._begun(True)
+        def check() -> None:
+            rows = meeting()
+            if not rows.alike:
+                compare(rows, "call", *where, "the call of the attention inside", mine)
+                _compare_keep(rows, keep, *where)
+            self._begun(True)
+
+        if attn_mask is None:
+            check_later(self.group, check)
+        else:
+            check()
 
     def refuse(self, problem: Exception) -> NoReturn:
         """Raise ``problem`` on this rank, and an error on the ranks that are about to :meth:`agree`."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from cp_styles.comm.agreement import begin_backward
+from cp_styles.comm.point_to_point import checked
 from cp_styles.engine.binding import Binding
 from cp_styles.kernels import FlexKernel, LseGradient
 from cp_styles.ranges import named_range
@@ -41,8 +42,9 @@ def run_forward(
     listens = listener.get()
     if listens is not None:
         listens(strategy, attention, q_BHLD, k_BGMD, v_BGME, sink_H)
-    residual = new_residual(strategy.residual_specs(attention, q_BHLD, k_BGMD, v_BGME) if keep else (), q_BHLD.device)
-    with named_range("attention forward:", binding.name):
+    with named_range("attention forward:", binding.name), checked(binding.group):
+        specs = strategy.residual_specs(attention, q_BHLD, k_BGMD, v_BGME) if keep else ()
+        residual = new_residual(specs, q_BHLD.device)
         out = strategy.forward(attention, q_BHLD, k_BGMD, v_BGME, sink_H, residual if keep else None)
     binding.finished()
     return out, residual
@@ -78,6 +80,6 @@ def run_backward(
         grad_BHLE = torch.cat((grad_BHLE, grad_lse_BHL.unsqueeze(-1).to(grad_BHLE.dtype)), -1)
     begin_backward(attention.group)
     strategy = binding.strategy
-    with named_range("attention backward:", binding.name):
+    with named_range("attention backward:", binding.name), checked(attention.group):
         found = strategy.backward(attention, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, residual, sink_H)
     return *found, shares

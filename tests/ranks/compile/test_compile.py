@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from cp_styles.batch import sum_gradients
 from cp_styles.comm import agreement
 from cp_styles.comm.agreement import NewCalls
-from cp_styles.comm.point_to_point import gather_numbers
+from cp_styles.comm.point_to_point import start_numbers
 from cp_styles.engine.checkpoint import save_attention
 from cp_styles.engine.op import config_text
 from cp_styles.engine.scope import SequenceScope
@@ -72,9 +72,9 @@ def test_known_calls_need_no_meeting_of_the_ranks(name: str, monkeypatch):
 
     def counted(*arguments):
         meetings[threading.get_ident()] += 1
-        return gather_numbers(*arguments)
+        return start_numbers(*arguments)
 
-    monkeypatch.setattr(agreement, "gather_numbers", counted)
+    monkeypatch.setattr(agreement, "start_numbers", counted)
 
     def on(rank: int):
         layout, mesh = head_tail(LENGTHS[0], RANKS), cp_mesh(RANKS)

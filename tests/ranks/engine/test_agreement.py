@@ -20,7 +20,11 @@ from cp_styles import (
     ModuleContextParallel,
     NewCalls,
     NoAgreement,
+    Ring,
     SequenceScope,
+    SlidingWindow,
+    Strategy,
+    Ulysses,
     UnreducedGradientsError,
     context_attention,
     context_flex_attention,
@@ -162,6 +166,29 @@ def test_a_new_call_that_one_rank_refuses_is_an_error_on_all(door: str):
             attend(x, x.float() if rank else x, x)
 
     run_ranks(on, RANKS, timeout_seconds=20)
+
+
+@pytest.mark.parametrize("strategy", [Ring(), Ring(keep=0), Ulysses(chunks=2)], ids=str)
+def test_no_message_is_left_where_the_ranks_do_not_agree(strategy: Strategy):
+    """A rank reads what the others say while it prepares, and before it sends: the next attention is exact."""
+    problem, layout = Problem(length=LENGTH, kv_heads=4), head_tail(LENGTH, RANKS)
+
+    def on(rank: int) -> float:
+        attend = partial(context_attention, group=cp_mesh(RANKS), mask=Causal(), layout=layout, strategy=strategy)
+        leaves, _ = problem.shard(layout, rank, RANKS)
+        errors = []
+        for _ in range(2):
+            with pytest.raises(ValueError, match="must share one floating-point dtype" if rank else "refused"):
+                attend(leaves[0], leaves[1].float() if rank else leaves[1], leaves[2])
+            with pytest.raises(ValueError, match="disagree on strategy, layout, mask or kernel"):
+                attend(*leaves, mask=SlidingWindow(3) if rank else Causal())
+            out = attend(*leaves)
+            with pytest.raises(ValueError, match="are not at the same place"):
+                attend(*leaves) if rank else out.sum().backward()
+            errors += run_attention(attend, problem, rank, RANKS, layout=layout)
+        return max(errors)
+
+    assert max(run_ranks(on, RANKS, timeout_seconds=20)) < EXACT
 
 
 def test_a_known_call_that_one_rank_does_not_make_ends_with_the_timeout():

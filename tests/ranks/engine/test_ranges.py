@@ -1,10 +1,12 @@
 """The named ranges of a forward and a backward in torch.profiler's trace: what a rank starts, waits for and computes.
 
-They also show the order that hides transfers: what the next step needs is started before this step computes.
+They also show the order that hides transfers: what the next step needs is started before this step computes. And when
+the ranks agree: after this one has packed its first message, and before it is sent.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
 from functools import partial
 from pathlib import Path
@@ -19,18 +21,18 @@ from cp_styles.testing import run_ranks
 from tests.ranks.attention_case import Problem, cp_mesh, run_attention
 
 RING = """
-agreement: context_attention
 attention forward: context_attention
 step 1 start keys of 2
+agreement: context_attention
 step 0 attend to keys of 0
 step 2 start keys of 1
 step 1 wait for keys of 2
 step 1 attend to keys of 2
 step 2 wait for keys of 1
 step 2 attend to keys of 1
-agreement: context_attention
 attention backward: context_attention
 step 2 start keys of 1
+agreement: context_attention
 step 0 gradients with keys of 2
 step 0 start gradients to 2
 step 1 gradients with keys of 0
@@ -41,9 +43,9 @@ step 2 start gradients to 1
 step 2 wait for gradients of 2
 """
 ULYSSES = """
-agreement: context_attention
 attention forward: context_attention
 chunk 0 start heads
+agreement: context_attention
 chunk 1 start heads
 chunk 0 wait for heads
 chunk 0 attend
@@ -52,9 +54,9 @@ chunk 1 wait for heads
 chunk 1 attend
 chunk 1 start output
 wait for output
-agreement: context_attention
 attention backward: context_attention
 chunk 0 start gradient of output
+agreement: context_attention
 chunk 1 start gradient of output
 chunk 0 wait for gradient of output
 chunk 0 gradients
@@ -73,19 +75,22 @@ wait for gradient of value
 
 
 @pytest.mark.parametrize(
-    ("strategy", "ranks", "kv_heads", "expected"), [(Ring(), 3, 2, RING), (Ulysses(chunks=2), 2, 4, ULYSSES)], ids=str
+    ("strategy", "ranks", "kv_heads", "expected"),
+    [(Ring(), 3, 2, RING), (Ulysses(chunks=2), 2, 4, ULYSSES)],
+    ids=["Ring", "Ulysses"],
 )
 def test_what_a_trace_shows(strategy: Strategy, ranks: int, kv_heads: int, expected: str):
-    problem = Problem(length=24, kv_heads=kv_heads, causal=False)
+    problem, layout = Problem(length=24, kv_heads=kv_heads, causal=False), contiguous(24, ranks)
     named = set(expected.strip().splitlines())
 
     def on(rank: int) -> list[str]:
-        attend = partial(context_attention, group=cp_mesh(ranks), strategy=strategy, layout=contiguous)
-        if rank:  # one profiler at a time
-            run_attention(attend, problem, rank, ranks, layout=contiguous)
+        attend = partial(context_attention, group=cp_mesh(ranks), strategy=strategy, layout=layout)
+        run_attention(attend, problem, rank, ranks, layout=layout)  # the first call also makes parts of the group
+        # One profiler at a time.
+        with profile(activities=[ProfilerActivity.CPU]) if rank == 0 else contextlib.nullcontext() as trace:
+            run_attention(attend, problem, rank, ranks, layout=layout)
+        if trace is None:
             return []
-        with profile(activities=[ProfilerActivity.CPU]) as trace:
-            run_attention(attend, problem, rank, ranks, layout=contiguous)
         events = sorted(trace.events(), key=lambda event: event.time_range.start)
         return [event.name for event in events if event.name in named]
 
