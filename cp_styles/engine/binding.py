@@ -69,6 +69,7 @@ class Tally:
             ``refuse`` and ``call``. None if the ranks have agreed.
         inputs: arguments of the module's forward, by parameter name; empty outside of a forward.
         on_range: is shown every result of torch.arange in this forward; None for nothing.
+        made_mask: a mask that says more than causal, made for the layers of this forward by a door of another library.
     """
 
     calls: int = 0
@@ -76,6 +77,7 @@ class Tally:
     deferred_agreement: Callable[..., Any] | None = None
     inputs: dict[str, Any] = field(default_factory=dict)
     on_range: Callable[[torch.Tensor], None] | None = None
+    made_mask: Any = None
 
 
 @dataclass(frozen=True)

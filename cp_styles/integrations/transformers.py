@@ -114,6 +114,12 @@ def context_parallel_attention_forward(
             )
         if biases_DH is not None and softcap is not None:
             raise NotImplementedError(f"{name}: {type(module).__name__} has a position_bias beside a softcap")
+        if attention_mask is None and is_causal and calls.made_mask is not None:
+            raise NotImplementedError(
+                f"{name}: {type(module).__name__} attends without a mask, but the model has made {calls.made_mask} for "
+                "its layers: something drops it on its way, as accelerate does with cp_size in a ParallelismConfig. "
+                "Leave that out, or give the model neither padding nor packed documents"
+            )
         if cache is not None:
             raise NotImplementedError(f"{name}: a paged cache is not supported under context parallelism")
         if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim != 4:
@@ -268,7 +274,10 @@ def context_parallel_mask(
     with without_function_modes():
         if past is not None and past.prefilled:
             return _mask_of_new_tokens(calls, past, encoder, batch_size, q_length, mask_function, attention_mask)
-        return _whole_mask(calls, batch_size, q_length, q_offset, mask_function, attention_mask)
+        made = _whole_mask(calls, batch_size, q_length, q_offset, mask_function, attention_mask)
+    if made.padding is not None or not isinstance(made.mask, Full | Causal):
+        calls.note_mask(made)
+    return made
 
 
 @torch.no_grad()

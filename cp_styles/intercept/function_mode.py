@@ -257,6 +257,14 @@ class AttentionCalls(TorchFunctionMode):
         self._tally.on_range = look
 
     @property
+    def made_mask(self) -> Any:
+        """What :meth:`note_mask` was last given in this forward."""
+        return self._tally.made_mask
+
+    def note_mask(self, mask: Any) -> None:
+        self._tally.made_mask = mask
+
+    @property
     def attentions(self) -> int:
         """How many attention calls there were in this forward of the context-parallel module."""
         return self._tally.calls
@@ -386,7 +394,7 @@ class AttentionCalls(TorchFunctionMode):
             )
 
     def start(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._tally.calls = 0
+        self._tally.calls, self._tally.made_mask = 0, None
         if not torch.compiler.is_dynamo_compiling():
             self._tally.lengths.clear()
             ledger_of(self._scoped.unscoped.group).engaged = False

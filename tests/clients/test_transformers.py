@@ -286,6 +286,41 @@ def test_positions_and_masks_of_a_part_are_refused():
     refused(cut, words=r"attention_mask of shape \(2, 11\) marks padding, .* 11 of 21 tokens")
 
 
+def test_a_mask_that_is_dropped_on_its_way_is_refused():
+    """As accelerate does to each self_attn, to use torch's context parallelism."""
+    model = tiny(causal_lm, config_of("llama", num_hidden_layers=1))
+
+    def drop(module: Any, args: Any, kwargs: Any) -> Any:
+        return args, kwargs | {"attention_mask": None, "is_causal": True}
+
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_pre_hook(drop, with_kwargs=True)
+    tokens = tokens_of()
+    inputs, labels = {"input_ids": tokens, "position_ids": positions_of()}, labels_of(tokens)
+    assert largest_error(on_ranks(model, inputs, labels), expected(model, inputs, labels)) < EXACT
+    for what in ({"position_ids": PACKED}, {"attention_mask": PADDED["right"]}):
+        whole = {name: x for name, x in what.items() if name == "attention_mask"}
+        parts = {name: x for name, x in (inputs | what).items() if name not in whole}
+        with pytest.raises(RankError, match="something drops it on its way") as found:
+            on_ranks(model, parts, labels, whole=whole)
+        assert found.value.errors.keys() == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "make", "changes", "words"),
+    [
+        ("llama", transformers.AutoModelForSequenceClassification.from_config, {}, "it has pooled them"),
+        ("mixtral", causal_lm, {"output_router_logits": True}, "the balance of experts on this rank's tokens alone"),
+    ],
+)
+def test_results_of_a_part_are_refused(model_type: str, make: Any, changes: dict[str, Any], words: str):
+    model = tiny(make, config_of(model_type, num_hidden_layers=1, **changes))
+    inputs = {"input_ids": tokens_of(), "position_ids": positions_of()}
+    with pytest.raises(RankError, match=words) as found:
+        on_ranks(model, inputs, labels_of(tokens_of()))
+    assert found.value.errors.keys() == {0, 1}
+
+
 def test_a_mask_of_the_users_own_is_refused():
     from transformers.masking_utils import create_causal_mask
 
@@ -351,7 +386,7 @@ def test_one_mask_and_one_binding_for_all_layers_and_steps():
         parallelize_module(mine, mesh, ModuleContextParallel())
         for _ in range(3):
             mine(layout.shard(tokens, 1, rank), position_ids=layout.shard(positions_of(), 1, rank))
-        return len(mine._context_parallel_calls[0]._masked)
+        return len(mine._context_parallel_calls[0].binding._masked)
 
     assert run_ranks(on, 2) == [1, 1]
 

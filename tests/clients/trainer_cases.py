@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import re
+import sys
 import tempfile
+import types
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,10 +18,19 @@ import torch
 from accelerate import Accelerator
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments, default_data_collator
 
-from cp_styles import ModuleContextParallel
+from cp_styles import (
+    ModuleContextParallel,
+    contiguous,
+    global_loss,
+    global_token_count,
+    head_tail,
+    next_token_labels,
+    sum_gradients,
+)
 from cp_styles.integrations.trainers import ContextParallelCollator, ContextParallelTrainer
 from tests.clients.hugging_face import NAME, VOCABULARY, StayDouble, causal_lm, config_of, tiny
 from tests.clients.trainer_job import Training, mean_over_ranks
@@ -95,9 +107,9 @@ def accuracy(prediction: Any) -> dict[str, float]:
     return {"accuracy": right.double().mean().item(), "samples": len(labels)}
 
 
-def hugging_face(model: Any = None, cp: int = 2, batch: int = 2, data: Any = None, **options: Any) -> Training:
+def hugging_face(cp: int = 2, batch: int = 2, data: Any = None, style: Any = None, **options: Any) -> Training:
     """A Trainer of transformers; on ranks the model has the style, and the Trainer ours before it."""
-    model = model_of() if model is None else model
+    model = model_of()
     kind: Any = Trainer
     args = options.pop("args", {})
     replicas = max(1, ranks() // cp)
@@ -105,7 +117,7 @@ def hugging_face(model: Any = None, cp: int = 2, batch: int = 2, data: Any = Non
     if ranks() > 1:
         mesh = init_device_mesh("cpu", (replicas, cp), mesh_dim_names=("dp", "cp"))
         model.set_attn_implementation(NAME)
-        parallelize_module(model, mesh["cp"], ModuleContextParallel())
+        parallelize_module(model, mesh["cp"], ModuleContextParallel() if style is None else style)
         kind = LongTrainer
     else:
         model.set_attn_implementation("dense")
@@ -121,7 +133,8 @@ def hugging_face(model: Any = None, cp: int = 2, batch: int = 2, data: Any = Non
 def packed(**options: Any) -> Training:
     """Samples of several lengths behind each other in one row, in positions that restart at 0."""
     collate = DataCollatorWithFlattening()
-    return hugging_face(data=samples(12, equal=False), data_collator=collate, batch=4, **options)
+    style = ModuleContextParallel(layout=contiguous)
+    return hugging_face(data=samples(12, equal=False), data_collator=collate, batch=4, style=style, **options)
 
 
 def on_the_page(name: str) -> str:
@@ -212,6 +225,54 @@ def lightning() -> Training:
     return ended(done, model)
 
 
+def torchtitan() -> Training:
+    """Its Llama, with its own plan for tensor parallelism beside the style."""
+    if importlib.util.find_spec("triton") is None:  # its mixture of experts, which is not used, imports it
+        triton: Any = types.ModuleType("triton")
+        triton.language = types.SimpleNamespace(constexpr=object)
+        triton.jit = lambda function: function
+        torch.compile(triton.jit)  # what torch imports for it must find no triton
+        sys.modules |= {"triton": triton, "triton.language": triton.language}
+    from torch.distributed.tensor import DTensor
+    from torchtitan.models.llama3 import Transformer, TransformerModelArgs
+
+    if not hasattr(sys.modules["triton"], "__file__"):
+        del sys.modules["triton"], sys.modules["triton.language"]
+
+    sizes = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": VOCABULARY, "multiple_of": 8}
+    model, done = Transformer(TransformerModelArgs(**sizes, max_seq_len=64)).double(), Training()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.15)
+    mesh = None
+    if ranks() > 1:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+        exec(on_the_page("torchtitan"), {"model": model, "mesh": mesh})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(3):
+        tokens = torch.randint(VOCABULARY, (2, 24), generator=generator)
+        labels = next_token_labels(tokens)
+        with StayDouble():
+            if mesh is None:
+                loss = cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
+            else:
+                layout, rank = head_tail(24, 2), mesh.get_local_rank("cp")
+                part, labels = (layout.shard(x, 1, rank) for x in (tokens, labels))
+                logits = model(part, positions=layout.positions(rank).expand(2, -1))
+                losses = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+                loss = global_loss(losses, global_token_count(labels, mesh["cp"]), mesh["cp"])
+        loss.backward()
+        if mesh is not None:
+            sum_gradients(model, mesh["cp"])
+        optimizer.step()
+        optimizer.zero_grad()
+        done.losses.append(loss.item())
+    whole = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in model.named_parameters()}
+    done.parameters = {name: x.detach() for name, x in whole.items()}
+    return done
+
+
 def plain_trainer(*, collate: Any = None, cut: bool = False, classify: bool = False, **options: Any) -> Training:
     """What people write: a Trainer with nothing of ours before it, and a model with the style."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
@@ -277,6 +338,7 @@ CASES: dict[str, Callable[[], Training]] = {
     "the page's Trainer": trainer_of_the_page,
     "sft": sft,
     "lightning": lightning,
+    "torchtitan": torchtitan,
     "data parallel": partial(hugging_face, data=samples(8)),
 }
 REFUSED: dict[str, tuple[Callable[[], Training], str]] = {
@@ -300,4 +362,4 @@ REFUSED: dict[str, tuple[Callable[[], Training], str]] = {
         "is not a loader that accelerate shares",
     ),
 }
-RANKS: dict[str, int] = {"data parallel": 4}
+RANKS: dict[str, int] = {"data parallel": 4, "torchtitan": 4}
