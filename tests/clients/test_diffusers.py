@@ -10,7 +10,7 @@ import pytest
 import torch
 
 pytest.importorskip("transformers", reason="an extra: pip install .[clients]")
-pytest.importorskip("diffusers", reason="pip install diffusers")
+pytest.importorskip("diffusers", reason="an extra: pip install .[diffusion]")
 
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh

@@ -43,6 +43,7 @@ from tests.clients.hugging_face import (
     tiny,
     tokens_of,
 )
+from tests.covering import sampled
 from tests.oracle import error, randn
 
 # float64 sums in another order give 1e-15; one key too many or too few gives 1e-3 and more.
@@ -155,8 +156,7 @@ def test_encoder_and_decoder_of_different_lengths(padding: str):
     assert largest_error(found, expected(model, inputs | whole, labels)) < EXACT
 
 
-@pytest.mark.parametrize("padding", ["none", "right"])
-@pytest.mark.parametrize("model_type", ["t5", "umt5"])
+@sampled(1, model_type=["t5", "umt5"], padding=["right", "none"])
 def test_learned_biases_by_distance(model_type: str, padding: str):
     """One table for all layers, or one for each; with its gradient. Both sides, and to keys of other ranks."""
     sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": VOCABULARY}
