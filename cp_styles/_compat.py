@@ -8,7 +8,7 @@ import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -70,17 +70,44 @@ def _dtensor_spec(
     return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, dtype))
 
 
+@cache
+def _gloo_on_one_device() -> type:
+    """The backend of gloo, but made with one device for all groups. Seen: 2.11 to 2.15 (its options).
+
+    It makes objects of the backend's own class: one of a class that inherits from it would never end.
+    """
+    gloo = dist.ProcessGroupGloo  # pyright: ignore[reportPrivateImportUsage]
+    device = gloo.create_default_device()
+
+    class Kind(type):
+        def __instancecheck__(cls, instance: Any) -> bool:
+            return isinstance(instance, gloo)
+
+    class OnOneDevice(metaclass=Kind):
+        def __new__(cls, store: Any, rank: int, size: int, timeout: timedelta, **_: Any) -> Any:
+            options = gloo._Options()
+            options._devices, options._threads, options._timeout = [device], 2, timeout
+            return gloo(store, rank, size, options)
+
+    return OnOneDevice
+
+
 @contextlib.contextmanager
 def thread_local_world() -> Iterator[None]:
     """Give every thread its own torch.distributed world while inside, so that threads can be ranks.
+
+    Groups of gloo share one device then. The device that each would have takes 10 milliseconds to go, during which no
+    thread runs Python, and a group as good as none.
 
     Names seen in 2.11, 2.12, 2.13, 2.14, 2.15. Only for tests and notebooks.
     """
     from torch._C._distributed_c10d import _set_thread_isolation_mode  # pyright: ignore
     from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.distributed import distributed_c10d as c10d
     from torch.testing._internal.distributed import multi_threaded_pg as threads
 
-    excepthook = sys.excepthook
+    excepthook, gloo = sys.excepthook, c10d.ProcessGroupGloo
+    c10d.ProcessGroupGloo = _gloo_on_one_device()
     world = threads._install_threaded_pg()
     if not hasattr(world, "comms"):  # 2.11: destroy_process_group reads it, the threads' world lacks it
         world.comms = []  # pyright: ignore[reportAttributeAccessIssue]
@@ -94,6 +121,7 @@ def thread_local_world() -> Iterator[None]:
     finally:
         _set_thread_isolation_mode(False)
         threads._uninstall_threaded_pg()
+        c10d.ProcessGroupGloo = gloo
         # init_process_group puts "[rank0]:" before what an uncaught exception prints, once more every time.
         sys.excepthook = excepthook
 
