@@ -231,13 +231,18 @@ class MemoryTrace(TorchDispatchMode):
         super().__init__()
         self.peak = 0
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._counted = 0  # bytes of all of them, some of which may be gone
 
     @property
     def live(self) -> int:
         """Bytes that are alive now."""
         for key in [key for key, (storage, _) in self._live.items() if storage.expired()]:
-            del self._live[key]
-        return sum(size for _, size in self._live.values())
+            self._forget(key)
+        return self._counted
+
+    def _forget(self, key: int) -> None:
+        if key in self._live:
+            self._counted -= self._live.pop(key)[1]
 
     def reset(self) -> None:
         """Restart :attr:`peak` from the bytes that are alive now."""
@@ -247,7 +252,7 @@ class MemoryTrace(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # the ops on its local tensors come back here
         if func is torch.ops.cp_styles.gather_numbers.default:
-            self._live.pop(StorageWeakRef(args[0].untyped_storage()).cdata, None)
+            self._forget(StorageWeakRef(args[0].untyped_storage()).cdata)
             return func(*args, **(kwargs or {}))
         if func.namespace == "cp_styles":
             with self:
@@ -259,8 +264,11 @@ class MemoryTrace(TorchDispatchMode):
                 storage = made.untyped_storage()
                 reference = StorageWeakRef(storage)
                 if reference.cdata not in given:
+                    self._forget(reference.cdata)
                     self._live[reference.cdata] = reference, storage.nbytes()
-        self.peak = max(self.peak, self.live)
+                    self._counted += storage.nbytes()
+        if self._counted > self.peak:  # else there is nothing to look for among all that was created
+            self.peak = max(self.peak, self.live)
         return result
 
 
