@@ -51,7 +51,7 @@ def main(rank: int, ranks: int, store: str, jobs: list[str]) -> None:
         block = Block(hide(mesh, layout) if what == "trap" else door(what, mesh, layout=layout))
         counters.clear()
         # The first length is a graph with static shapes, and the second then one with dynamic ones.
-        several = problems[:1] if what == "trap" else problems
+        several = problems if what == "function" else problems[:1]
         attend = torch.compile(block, fullgraph=True)
         errors = [max(run_attention(attend, problem, rank, ranks, layout=layout)) for problem in several]
         found = counters["aot_autograd"]

@@ -1,20 +1,13 @@
-"""What test_composition.py starts: every composition, one after another, on the ranks that torchrun made.
-
-torchrun --nproc-per-node 4 tests/process/composition_job.py
-"""
+"""The program of test_composition.py: every composition, one after another, on the ranks that torchrun made."""
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 import warnings
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from cp_styles.engine.gradient_watch import UnreducedGradientsWarning
 from tests.oracle import error
@@ -43,15 +36,16 @@ def is_the_same(loss: float, parameter: float) -> bool:
     return loss < TOLERANCE and parameter < TOLERANCE  # nan is neither
 
 
-def main() -> int:
+def main(folder: Path) -> int:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    warnings.simplefilter("error", UnreducedGradientsWarning)
     single = alone(STEPS)
     missed = 0
     for make in COMPOSITIONS:
         start = time.perf_counter()
-        run = make().run(STEPS)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UnreducedGradientsWarning)
+            run = make().run(STEPS)
         loss, parameter = furthest(run, single)
         missed += not is_the_same(loss, parameter)
         if dist.get_rank() == 0:
@@ -59,11 +53,5 @@ def main() -> int:
             print(f"{said}, {time.perf_counter() - start:.1f} s", flush=True)
             print("".join(f"    {line}\n" for line in run.counted().splitlines()), end="", flush=True)
     dist.barrier()
+    dist.destroy_process_group()
     return missed
-
-
-if __name__ == "__main__":
-    status = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)  # a thread of gloo may abort at the interpreter's shutdown, see tutorials/train_llama.py

@@ -1,35 +1,25 @@
-"""Some AdamW steps under every composition, on real processes that are started once: one process' training."""
+"""Some AdamW steps under every composition, on real processes: one process' training."""
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from expecttest import assert_expected_inline
 
 from cp_styles.testing import run_ranks
-from tests.process.composition_job import furthest, is_the_same
+from tests.process.composition_job import furthest, is_the_same, main
+from tests.process.several import Program
 from tests.ranks import composition
 
-ROOT = Path(__file__).parents[2]
-JOB = Path(__file__).with_name("composition_job.py")
+PROGRAMS = {"compositions": Program(4, main)}
 
 pytestmark = pytest.mark.process
 
 
-def start() -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", JOB]
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    return subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=300)
-
-
-def test_every_composition_is_the_training_of_one_process():
+def test_every_composition_is_the_training_of_one_process(under_torchrun):
     """The losses and the parameters to 1e-9, which the job holds; and what rank 0 sends in a step, to the byte."""
-    done = start()
-    assert done.returncode == 0, done.stdout + done.stderr
-    without_figures = re.sub(r": losses within .*", "", done.stdout)
+    done = under_torchrun["compositions"]
+    assert done.statuses == [0] * 4, done.said[0]
+    without_figures = re.sub(r": losses within .*", "", done.said[0])
     assert_expected_inline(
         without_figures,
         """\

@@ -1,13 +1,19 @@
 """The main job as a user starts it: real processes under torchrun, on few and short steps."""
 
+import functools
+import importlib
 import os
 import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+import cp_styles
+from tests.process.several import Program
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tutorials" / "train_llama.py"
@@ -15,11 +21,11 @@ SCRIPT = ROOT / "tutorials" / "train_llama.py"
 pytestmark = pytest.mark.process
 
 
-def start(ranks: int, *arguments: object, script: Path = SCRIPT) -> subprocess.CompletedProcess:
+def start(ranks: int, *arguments: object) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     path = os.pathsep.join([str(ROOT), str(SCRIPT.parent), os.environ.get("PYTHONPATH", "")])
     return subprocess.run(
-        [*command, script, *map(str, arguments)],
+        [*command, SCRIPT, *map(str, arguments)],
         env=os.environ | {"PYTHONPATH": path},
         capture_output=True,
         text=True,
@@ -61,51 +67,44 @@ original, job.SequenceScope = job.SequenceScope, lambda layout, mask: original(l
 }
 
 
-def test_the_training_of_one_process_and_what_is_wrong(tmp_path):
-    """Several trainings, and sabotaged ones, which fail: one after another in the same four processes, whose start
-    takes longer. What is trained on one process is trained once for all that compare with it."""
-    programs = {name: ("", options) for name, options in PARALLEL.items()}
-    for name, change in SABOTAGE.items():
-        programs[name] = (change, ["--cp", 2, "--tp", 2, *(PACKED if "SequenceScope" in change else SHORT)])
-    script = tmp_path / "programs.py"
-    script.write_text(
-        f"""
-import functools, importlib, os, sys
-import cp_styles
-import train_llama as job
-from tests.process import several
+alone: dict[tuple, Any] = {}
 
-alone = {{}}
 
-def run(name, change, options):
+def train(name: str, change: str, options: list, folder: Path) -> int:
+    """A training, changed. What is trained on one process is trained once for all that compare with it."""
+    import train_llama as job
+
     importlib.reload(job)
     train_alone = job.train_alone
+
     def train_once(args, batches):
         key = (args.documents, args.steps, args.seq_len)
         if key not in alone:
             alone[key] = train_alone(args, batches)
         return alone[key]
-    job.train_alone = train_once
-    sys.argv[1:] = [*map(str, options), "--out", f"{tmp_path}/new folder/{{name}}.png"]
-    exec(change, globals())
-    status = job.main()
-    if os.environ["RANK"] == "0":
-        print(f"=== end of {{name}}", flush=True)
-    return status
 
-several.run({{name: lambda name=name, program=program: run(name, *program) for name, program in {programs!r}.items()}})
-"""
-    )
-    done = start(4, script=script)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == str(dict.fromkeys(PARALLEL, 0) | dict.fromkeys(SABOTAGE, 1)), done.stdout
-    for name in programs:
-        before = done.stdout.partition(f"=== end of {name}")[0]
-        said = before[before.rfind("picture: ") :]  # of rank 0, whose report ends a run
-        assert ("PARITY: the same training as on one process" in said) == (name in PARALLEL), name
-        assert ("PARITY MISSED" in said) == (name in SABOTAGE), name
-        assert (tmp_path / "new folder" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    assert done.stdout.count("packs 5 documents") == 3
+    job.train_alone = train_once
+    sys.argv[1:] = [*map(str, options), "--out", f"{folder}/new folder/{name}.png"]
+    exec(change, {"job": job, "cp_styles": cp_styles, "functools": functools})
+    return job.main()
+
+
+TRAININGS = {name: ("", options) for name, options in PARALLEL.items()} | {
+    name: (change, ["--cp", 2, "--tp", 2, *(PACKED if "SequenceScope" in change else SHORT)])
+    for name, change in SABOTAGE.items()
+}
+PROGRAMS = {f"main job, {name}": Program(4, partial(train, name, *given)) for name, given in TRAININGS.items()}
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_the_training_of_one_process_and_what_is_wrong(under_torchrun, name: str):
+    done = under_torchrun[f"main job, {name}"]
+    said = done.said[0]  # whose report ends a run
+    assert done.statuses == [int(name in SABOTAGE)] * 4, said
+    assert ("PARITY: the same training as on one process" in said) == (name in PARALLEL)
+    assert ("PARITY MISSED" in said) == (name in SABOTAGE)
+    assert ("packs 5 documents" in said) == ("--documents" in TRAININGS[name][1])
+    assert (done.folder / "new folder" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
 def alone_here(monkeypatch, **environment: str) -> Any:

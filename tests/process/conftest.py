@@ -1,0 +1,59 @@
+"""The programs of several test modules run in processes that are started once."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from filelock import FileLock
+
+ROOT = Path(__file__).parents[2]
+PROCESSES = 4
+
+
+class Finished(NamedTuple):
+    """Of each rank that took part, the exit status and what it printed; and the folder that the program was given."""
+
+    statuses: list[int]
+    said: list[str]
+    folder: Path
+
+
+@pytest.fixture(scope="session")
+def under_torchrun(request, tmp_path_factory) -> dict[str, Finished]:
+    """The programs in PROGRAMS of all modules of this run, by name, after they have run. One worker starts them, and
+    others wait for it."""
+    modules = {item.module.__name__: item.module for item in request.session.items if hasattr(item.module, "PROGRAMS")}
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+    folder, errors = shared / "programs", shared / "programs" / "errors"
+    with FileLock(shared / "programs.lock"):
+        if not folder.exists():
+            folder.mkdir()
+            command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(PROCESSES)]
+            path = os.pathsep.join([str(ROOT), str(ROOT / "tutorials"), os.environ.get("PYTHONPATH", "")])
+            caches = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"), "PYTHONPATH": path}
+            with errors.open("w") as file:
+                subprocess.run(
+                    [sys.executable, *command, "-m", "tests.process.several", folder, *sorted(modules)],
+                    env=os.environ | caches,
+                    cwd=ROOT,
+                    stdout=file,
+                    stderr=file,
+                    timeout=400,
+                )
+    files = [folder / f"{rank}.json" for rank in range(PROCESSES)]
+    assert all(file.exists() for file in files), errors.read_text()
+    by_rank = [json.loads(file.read_text()) for file in files]
+    found = {}
+    for module in modules.values():
+        for name, program in module.PROGRAMS.items():
+            taken = [of_rank[name] for of_rank in by_rank[: program.ranks]]
+            found[name] = Finished([status for status, _ in taken], [said for _, said in taken], folder)
+    return found
