@@ -1,5 +1,6 @@
 """One profile for all property tests, and one thread for every rank's operations."""
 
+import gc
 import os
 
 from hypothesis import settings
@@ -8,6 +9,10 @@ from hypothesis import settings
 # --hypothesis-profile=default); no deadline, because a process' first example pays for torch's lazy imports.
 settings.register_profile("cp_styles", deadline=None, derandomize=True)
 settings.load_profile("cp_styles")
+
+# A full collection looks at all that torch has loaded: half a second, again and again. run_ranks collects what its
+# ranks have made.
+gc.set_threshold(700, 10, 1000)
 
 # Before torch is imported, and for the processes that tests start. Two workers with several ranks each share the cores
 # already: threads of their own for every rank's small operations cost a quarter more time, and gain nothing.
