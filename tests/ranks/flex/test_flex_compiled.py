@@ -22,7 +22,7 @@ from cp_styles.torch_api import context_parallel
 from tests.oracle import randn
 from tests.ranks import flex_case as case
 from tests.ranks.attention_case import EXACT, cp_mesh
-from tests.ranks.compiling import RANKS, cannot_compile_on_threads, run_ranks
+from tests.ranks.compiling import RANKS, cannot_compile_on_threads, entered_together, run_ranks
 from tests.ranks.flex_case import FlexProblem
 
 pytestmark = cannot_compile_on_threads
@@ -150,9 +150,11 @@ def compiled_model(door: str, how: str, counter: CompileCounterWithBackend, layo
     return partial(behind(door, Model(attend), layout, partial(torch.compile, backend=counter)), return_lse=True)
 
 
-@pytest.mark.parametrize(("door", "how"), WAYS)
+@pytest.mark.parametrize(
+    ("door", "how"), [WAYS[0], *(pytest.param(*way, marks=pytest.mark.nightly) for way in WAYS[1:3]), WAYS[3]]
+)
 def test_a_compiled_model(door: str, how: str):
-    """In graphs before and after the attention."""
+    """In graphs before and after the attention. By default two of the ways, of which all run on one rank below."""
 
     def on(rank: int):
         counter = CompileCounterWithBackend("aot_eager")
@@ -226,8 +228,11 @@ def test_one_graph_of_all_is_refused(door: str, attention):
     """In words, before anything is sent."""
     inputs = (PACKED if attention is varlen else PROBLEMS["masked"]).inputs
 
+    def compiler(model: nn.Module) -> Callable[..., Any]:
+        return torch.compile(entered_together(model), backend="eager", fullgraph=True)
+
     def on(rank: int):
-        model = behind(door, Model(attention), LAYOUT, partial(torch.compile, backend="eager", fullgraph=True))
+        model = behind(door, Model(attention), LAYOUT, compiler)
         run = partial(packed, model) if attention is varlen else model
         with pytest.raises(Exception, match="compile without fullgraph=True, which breaks the graph there"):
             run(*(LAYOUT.shard(x, 2, rank) for x in inputs))
