@@ -28,6 +28,13 @@ def covering(strength: int, rows: Sequence[tuple[Any, ...]]) -> list[int]:
     return sorted(chosen)
 
 
+def in_parts(number: int) -> pytest.MarkDecorator:
+    """Parametrizes a test with ``part``: it takes every ``number``-th row of a product of its own. Part 0 is run by
+    default, the others at night."""
+    others = [pytest.param(part, marks=pytest.mark.nightly) for part in range(1, number)]
+    return pytest.mark.parametrize("part", [0, *others])
+
+
 def sampled(
     strength: int, where: Callable[..., bool] = lambda **_: True, **axes: Sequence[Any]
 ) -> pytest.MarkDecorator:

@@ -15,6 +15,7 @@ from cp_styles.layout import by_work, contiguous, head_tail, per_document_head_t
 from cp_styles.mask import Causal, Chunked, Documents, Full, SlidingWindow
 from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.testing import run_ranks
+from tests.covering import in_parts
 from tests.oracle import allowed, attention_inputs, dense_attention, document_of, error, expected_attention, randn
 from tests.ranks.attention_case import EXACT, Core, Problem, cp_mesh, parallel, run_attention
 from tests.ranks.leak_scene import Scene, refusals
@@ -39,16 +40,17 @@ def worst(problem: Problem, calls, ranks: int = RANKS) -> float:
     return max(run_ranks(on, ranks))
 
 
+@in_parts(2)
 @pytest.mark.parametrize(("queries", "keys"), [(9, 14), (14, 9), (2, 30), (30, 2), (1, 3)])
 @pytest.mark.parametrize("kernel", [CPU_FLASH, ReferenceKernel()], ids=["flash", "reference"])
-def test_cross_attention(queries: int, keys: int, kernel):
+def test_cross_attention(queries: int, keys: int, kernel, part: int):
     """Every strategy, layouts whose cuts of queries and of keys differ in shape, fewer of them than ranks."""
     problem = Problem(length=queries, kv_length=keys, kv_heads=2, causal=False)
     layouts = (contiguous, head_tail, striped, uneven)
     calls = [  # half of them with the one kernel, half with the other
         (layout, {"strategy": strategy, "kernel": kernel})
         for (row, strategy), (column, layout) in product(enumerate(STRATEGIES), enumerate(layouts))
-        if (row + column + (kernel is CPU_FLASH)) % 2
+        if (row + column + (kernel is CPU_FLASH) + part) % 2
     ]
     assert worst(problem, calls) < EXACT
 
@@ -119,7 +121,8 @@ SINKS = [0.0, 1.0, 50.0, -50.0]
 
 @pytest.mark.parametrize("kernel", [CPU_FLASH, ReferenceKernel()], ids=["flash", "reference"])
 @pytest.mark.parametrize("size", SINKS)
-def test_sinks(kernel, size: float):
+@in_parts(3)
+def test_sinks(kernel, size: float, part: int):
     """A logit a head beside the keys: one more column of logits in the oracle. Its gradient sums over the ranks."""
     length = 13
     inputs, cotangent = attention_inputs(length=length, kv_heads=2)
@@ -140,7 +143,7 @@ def test_sinks(kernel, size: float):
         out = whole(*leaves, dense)
         wanted = [out.detach(), *torch.autograd.grad(out, leaves, cotangent)]
         calls = list(product(STRATEGIES, (head_tail(length, RANKS), uneven(length, RANKS))))
-        calls = calls[(SINKS.index(size) + (kernel is CPU_FLASH)) % 3 :: 3]  # and others with other sizes
+        calls = calls[(SINKS.index(size) + (kernel is CPU_FLASH) + part) % 3 :: 3]  # and others with other sizes
 
         def on(rank: int, mask=mask, wanted=wanted, calls=calls):
             mesh, found = cp_mesh(RANKS), []

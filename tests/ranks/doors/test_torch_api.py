@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -25,6 +23,7 @@ from cp_styles import (
     striped,
 )
 from cp_styles.testing import RankError, run_ranks
+from tests.covering import sampled
 from tests.oracle import dense_attention, error, randn
 from tests.ranks.attention_case import EXACT, Core, Problem, cp_mesh, parallel
 
@@ -32,19 +31,18 @@ RANKS = 2
 # MATH is that of one device: what computes tiles is ours (pytorch#147793). Kernels of CUDA need processes and a GPU.
 BACKENDS = (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH)
 STRATEGIES = {"allgather": AllGather(), "alltoall": Ring()}
-GRID = [
-    row
-    for row in itertools.product(
-        (True, False), (head_tail, contiguous), STRATEGIES, (True, False), ("context", "style"), BACKENDS
-    )
-    if row[-2:] != ("style", SDPBackend.MATH)  # refused: tests/ranks/doors/test_errors.py
-]
 
 
-@pytest.mark.parametrize(
-    ("causal", "layout", "rotate", "forward_only", "door", "backend"),
-    GRID,
-    ids=lambda value: getattr(value, "__name__", None) or getattr(value, "name", str(value)),
+@sampled(
+    2,
+    causal=[True, False],
+    layout=[head_tail, contiguous],
+    rotate=list(STRATEGIES),
+    forward_only=[True, False],
+    door=["context", "style"],
+    backend=BACKENDS,
+    # What is left out is refused: tests/ranks/doors/test_errors.py
+    where=lambda door, backend, **_: (door, backend) != ("style", SDPBackend.MATH),
 )
 def test_the_grid_of_torch(causal, layout, rotate, forward_only, door, backend):
     problem = Problem(length=16, causal=causal, kv_heads=2)
@@ -75,9 +73,7 @@ def test_the_grid_of_torch(causal, layout, rotate, forward_only, door, backend):
     assert max(found) < EXACT
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("length", [1, 2, 3, 7, 16, 33])
-@pytest.mark.parametrize("when", ["inside", "after"])
+@sampled(2, length=[1, 2, 3, 7, 16, 33], ranks=[1, 2, 3, 4], when=["inside", "after"])
 def test_any_length_and_leaves_as_buffers(length, ranks, when):
     """Short sequences (pytorch#159706), lengths that do not divide, buffers that require grad, which torch refuses."""
     problem = Problem(length=length, causal=length % 2 == 1)  # pytorch#141429: not causal, under load balancing

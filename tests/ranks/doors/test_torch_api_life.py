@@ -25,6 +25,7 @@ from cp_styles import (
 )
 from cp_styles.testing import run_ranks
 from cp_styles.torch_api.context_block import rotation
+from tests.covering import sampled
 from tests.oracle import error, randn
 from tests.ranks.attention_case import EXACT, cp_mesh
 from tests.ranks.doors.torch_api_scene import LENGTH, Batch, gradients, run
@@ -52,10 +53,9 @@ CHECKPOINTS = {
 }
 
 
-@pytest.mark.parametrize("around", CHECKPOINTS.values(), ids=CHECKPOINTS)
-@pytest.mark.parametrize("when", ["inside", "after", "after, kept cut", "in another block"])
-def test_the_backward_is_right(when, around):
-    batch = Batch(layers=2)
+@sampled(1, when=["inside", "after", "after, kept cut", "in another block"], checkpointed=list(CHECKPOINTS))
+def test_the_backward_is_right(when: str, checkpointed: str):
+    batch, around = Batch(layers=2), CHECKPOINTS[checkpointed]
 
     def rank_main(rank):
         mesh = cp_mesh(RANKS)

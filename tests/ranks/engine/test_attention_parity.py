@@ -17,6 +17,7 @@ from cp_styles.layout import contiguous, head_tail
 from cp_styles.mask import Causal, Full
 from cp_styles.strategies import AllGather, Ring, Strategy, Ulysses
 from cp_styles.testing import run_ranks
+from tests.covering import in_parts
 from tests.oracle import attend_and_differentiate, attention_inputs, error, expected_attention, randn
 from tests.ranks.attention_case import EXACT, Core, DenseCore, Problem, Projected, cp_mesh, parallel, run_attention
 
@@ -51,14 +52,15 @@ def problem(length: int, causal: bool, kv_heads: int, scale: float | None) -> Pr
     return Problem(length=length, causal=causal, kv_heads=kv_heads, scale=scale)
 
 
+@in_parts(8)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("door", ["style", "function"])
-def test_grid(door: str, ranks: int):
+def test_grid(door: str, ranks: int, part: int):
     """Lengths that do not divide, and shorter than there are ranks (an empty one), among them.
 
-    Each case comes through both doors, on two of the four numbers of ranks.
+    By default each case comes through one door, on one of the four numbers of ranks.
     """
-    cases = grid()[(ranks + (door == "style")) % 4 :: 4]
+    cases = grid()[(ranks + 4 * (door == "style") + part) % 8 :: 8]
     for case in cases:  # the oracle's work is done once, not once a rank
         problem(case.length, case.causal, case.kv_heads, case.scale)
 
@@ -131,9 +133,10 @@ def test_parameter_gradients(ranks: int):
     assert max(run_ranks(on, ranks)) < EXACT
 
 
+@in_parts(2)
 @pytest.mark.parametrize("ranks", [2, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_low_precision_is_as_good_as_one_device(dtype: torch.dtype, ranks: int):
+def test_low_precision_is_as_good_as_one_device(dtype: torch.dtype, ranks: int, part: int):
     """Against float64 on the same rounded inputs, at most 1.1 times the error of one device's SDPA, + 1e-7.
 
     1.1: tiles are merged in float32, so all that may differ is the order of float32 sums. It must not grow with the
@@ -141,7 +144,7 @@ def test_low_precision_is_as_good_as_one_device(dtype: torch.dtype, ranks: int):
     """
     inputs, cotangent = attention_inputs(length=512, dim=32, batch=1, kv_heads=2, dtype=dtype)
     settings = [
-        (strategy, balancer, causal, ("style", "function")[index % 2])
+        (strategy, balancer, causal, ("style", "function")[(index + part) % 2])
         for index, (strategy, (balancer, causal)) in enumerate(
             product((Ring(), AllGather()), zip(BALANCERS * 2, (True, False, False, True), strict=True))
         )

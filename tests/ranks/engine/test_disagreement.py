@@ -30,6 +30,7 @@ from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.styles import AttentionContextParallel, ModuleContextParallel
 from cp_styles.testing import run_ranks
 from cp_styles.torch_api import context_parallel
+from tests.covering import sampled
 from tests.ranks.attention_case import EXACT, Core, Problem, cp_mesh, parallel, plain, run_attention
 from tests.ranks.leak_scene import RANKS, Even, Scene, refusals
 
@@ -108,12 +109,10 @@ def calling(door: str, layout: str, **option):
     return act
 
 
-@pytest.mark.parametrize("no_grad", [False, True])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("door", STYLES)
-@pytest.mark.parametrize(("option", "said"), [({"is_causal": True}, "is_causal=True"), ({"scale": 0.5}, "scale=0.5")])
-def test_ranks_that_disagree_in_the_call(option: dict, said: str, door: str, layout: str, no_grad: bool):
+@sampled(2, said=["is_causal=True", "scale=0.5"], door=list(STYLES), layout=list(LAYOUTS), no_grad=[False, True])
+def test_ranks_that_disagree_in_the_call(said: str, door: str, layout: str, no_grad: bool):
     """A module may decide by what it sees of the sequence, where ranks do not see the same."""
+    option = {"is_causal": True} if said == "is_causal=True" else {"scale": 0.5}
 
     def act(s: Scene):
         with torch.inference_mode() if no_grad else nullcontext():
@@ -149,29 +148,26 @@ OF_THE_MODULE = {
 }
 
 
-@pytest.mark.parametrize(
-    ("alone", "message"),
-    [
-        (
-            partial(F.scaled_dot_product_attention, dropout_p=0.1, enable_gqa=True),
-            "dropout_p=0.1 is not supported: the random numbers of the ranks",
+ALONE = {
+    "dropout": (
+        partial(F.scaled_dot_product_attention, dropout_p=0.1, enable_gqa=True),
+        "dropout_p=0.1 is not supported: the random numbers of the ranks",
+    ),
+    "no attention": (lambda q, k, v: v * 2.0, "no fused attention op was reached inside the module"),
+    "own exception": (fails, "my own mistake"),
+    "a mask of another length": (
+        lambda q, k, v: F.scaled_dot_product_attention(
+            q, k, v, attn_mask=torch.ones(LENGTH + 1, LENGTH + 1) > 0, enable_gqa=True
         ),
-        (lambda q, k, v: v * 2.0, "no fused attention op was reached inside the module"),
-        (fails, "my own mistake"),
-        (
-            lambda q, k, v: F.scaled_dot_product_attention(
-                q, k, v, attn_mask=torch.ones(LENGTH + 1, LENGTH + 1) > 0, enable_gqa=True
-            ),
-            "disagree on",
-        ),
-    ],
-    ids=["dropout", "no attention", "own exception", "a mask of another length"],
-)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("door", STYLES)
-def test_one_rank_alone_does_not_attend(alone, message: str, door: str, layout: str):
+        "disagree on",
+    ),
+}
+
+
+@sampled(2, what=list(ALONE), door=list(STYLES), layout=list(LAYOUTS))
+def test_one_rank_alone_does_not_attend(what: str, door: str, layout: str):
     """The others would wait for its keys."""
-    refused = "refused the attention inside"
+    (alone, message), refused = ALONE[what], "refused the attention inside"
     if door == "module" and message in OF_THE_MODULE:
         message, refused = OF_THE_MODULE[message]
 
@@ -263,8 +259,7 @@ DOORS = {
 }
 
 
-@pytest.mark.parametrize("how", ["no_grad", "no input wants a gradient"])
-@pytest.mark.parametrize("door", DOORS)
+@sampled(1, door=list(DOORS), how=["no_grad", "no input wants a gradient"])
 def test_one_rank_without_a_backward(door: str, how: str):
     """The others' backward would wait for its share of their gradients."""
 
@@ -280,8 +275,7 @@ def test_one_rank_without_a_backward(door: str, how: str):
     assert ["on this rank one may follow" in line for line in lines] == [True, True, False]
 
 
-@pytest.mark.parametrize("after", ["another module", "a backward", "global_loss"])
-@pytest.mark.parametrize("door", DOORS)
+@sampled(1, door=list(DOORS), after=["another module", "a backward", "global_loss"])
 def test_one_rank_attends_once_more(door: str, after: str):
     """It is noticed when the ranks meet next: not later than at the backward, or at a loss over all tokens."""
 
@@ -333,8 +327,11 @@ class FlexCore(nn.Module):
         return flex_attention(query, key, value, score_mod=self.score_mod, enable_gqa=True)
 
 
-@pytest.mark.parametrize("error", [KeyError("mine"), Odd("mine"), IndexError("mine"), UserWarning("mine")], ids=repr)
-@pytest.mark.parametrize("door", ["flex", "flex in a module", "balancer", "module"])
+@sampled(
+    1,
+    door=["flex", "flex in a module", "balancer", "module"],
+    error=[KeyError("mine"), Odd("mine"), IndexError("mine"), UserWarning("mine")],
+)
 def test_whatever_one_rank_raises_the_others_hear_of(door: str, error: Exception):
     def fail(*_):
         raise error

@@ -29,6 +29,7 @@ from cp_styles.strategies import AllGather, Ring, Strategy, Ulysses
 from cp_styles.styles import AttentionContextParallel, ModuleContextParallel
 from cp_styles.testing import run_ranks
 from cp_styles.torch_api import context_parallel
+from tests.covering import sampled
 from tests.cuda_ops import ON_GPU
 from tests.gpu_tensors import gpus, put, read
 from tests.oracle import allowed, document_of, error
@@ -67,11 +68,10 @@ def of_a_function(mesh: DeviceMesh, **options) -> Callable[..., torch.Tensor]:
     return lambda *tensors: context_attention(*tensors, mesh, mask=Causal(), **options)
 
 
-@pytest.mark.parametrize("nccl_only", BACKENDS.values(), ids=BACKENDS)
-@pytest.mark.parametrize(("strategy", "ranks"), STRATEGIES, ids=plain)
-@pytest.mark.parametrize("door", [of_a_style, of_a_module, of_a_block, of_a_function], ids=lambda door: door.__name__)
-def test_each_door(door, strategy: Strategy, ranks: int, nccl_only: bool):
+@sampled(2, door=[of_a_style, of_a_module, of_a_block, of_a_function], way=STRATEGIES, backend=list(BACKENDS))
+def test_each_door(door, way: tuple[Strategy, int], backend: str):
     """Two steps, of which the second finds everything set up."""
+    strategy, ranks = way
     problem, layout = Problem(length=LENGTH, kv_heads=2, heads=4), head_tail(LENGTH, ranks)
 
     def on(rank: int) -> float:
@@ -87,7 +87,7 @@ def test_each_door(door, strategy: Strategy, ranks: int, nccl_only: bool):
             worst = max(worst, *problem.errors(found, layout, rank, ranks))
         return worst
 
-    with gpus(nccl_only=nccl_only) as gpu:
+    with gpus(nccl_only=BACKENDS[backend]) as gpu:
         assert max(run_ranks(on, ranks)) < EXACT
     assert gpu.seen.calls["_scaled_dot_product_flash_attention"]
 
@@ -120,10 +120,10 @@ DOCUMENTS = (9, 1, 16)
 CU_SEQLENS = torch.tensor([0, 9, 10, 26], dtype=torch.int32)
 
 
-@pytest.mark.parametrize("nccl_only", BACKENDS.values(), ids=BACKENDS)
-@pytest.mark.parametrize(("strategy", "ranks"), STRATEGIES, ids=plain)
-def test_packed_documents(strategy: Strategy, ranks: int, nccl_only: bool):
+@sampled(1, way=STRATEGIES, backend=list(BACKENDS))
+def test_packed_documents(way: tuple[Strategy, int], backend: str):
     """With their bounds on the device: read once, when they are new."""
+    strategy, ranks = way
     mask_mod = both(of_documents(DOCUMENTS), causal)
     problem, layout = FlexProblem(mask_mod, length=LENGTH, batch=1), head_tail(LENGTH, ranks)
 
@@ -138,14 +138,14 @@ def test_packed_documents(strategy: Strategy, ranks: int, nccl_only: bool):
 
         return flex_steps(problem, attend, layout, rank)
 
-    with gpus(nccl_only=nccl_only, waits=["cp_styles.mask.bands.Documents.from_cu_seqlens"]) as gpu:
+    with gpus(nccl_only=BACKENDS[backend], waits=["cp_styles.mask.bands.Documents.from_cu_seqlens"]) as gpu:
         assert max(problem.errors(run_ranks(on, ranks), layout)) < EXACT
     assert gpu.waits == ranks
 
 
-@pytest.mark.parametrize("nccl_only", BACKENDS.values(), ids=BACKENDS)
-@pytest.mark.parametrize(("strategy", "ranks"), STRATEGIES, ids=plain)
-def test_block_masks(strategy: Strategy, ranks: int, nccl_only: bool):
+@sampled(1, way=STRATEGIES, backend=list(BACKENDS))
+def test_block_masks(way: tuple[Strategy, int], backend: str):
+    strategy, ranks = way
     problem = FlexProblem(both(of_documents(DOCUMENTS), causal), length=LENGTH)
     layout = head_tail(LENGTH, ranks)
 
@@ -159,7 +159,7 @@ def test_block_masks(strategy: Strategy, ranks: int, nccl_only: bool):
 
         return flex_steps(problem, attend, layout, rank)
 
-    with gpus(nccl_only=nccl_only):
+    with gpus(nccl_only=BACKENDS[backend]):
         assert max(problem.errors(run_ranks(on, ranks), layout)) < EXACT
 
 

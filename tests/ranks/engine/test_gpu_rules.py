@@ -19,6 +19,7 @@ from cp_styles.layout import contiguous, head_tail, striped
 from cp_styles.mask import Causal, Documents, Full, SlidingWindow
 from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.testing import RankError, run_ranks
+from tests.covering import sampled
 from tests.cuda_ops import DEFAULT, EFFICIENT_FLOAT32, ON_GPU, cuda_ops_on_cpu
 from tests.gpu_tensors import BreaksRule, Nccl, Synchronizes, gpus, put, read
 from tests.oracle import (
@@ -84,10 +85,10 @@ def on_gpus(problem: Problem, ranks: int, *, steps: int = 1, nccl_only: bool = F
     return max(errors), gpu
 
 
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize(("strategy", "ranks"), STRATEGIES, ids=plain)
-def test_no_step_waits_for_the_device(strategy, ranks: int, mask: str):
+@sampled(1, way=STRATEGIES, mask=list(MASKS))
+def test_no_step_waits_for_the_device(way, mask: str):
     """Forward and backward, of several layouts; the first step is like all others but for what it makes once."""
+    strategy, ranks = way
     length = sum(LENGTHS)
     problem = Problem(length=length, heads=6, kv_heads=3, mask=allowed(sees(mask), length, length), scale=0.3)
     layout = {"documents": striped, "window": contiguous}.get(mask, head_tail)
@@ -264,9 +265,7 @@ def test_batches_that_wait_for_each_other_are_noticed():
             log.verify()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-@pytest.mark.parametrize("mask", [Causal(), Full()], ids=str)
+@sampled(1, ranks=[2, 4, 8], mask=[Causal(), Full()], dtype=[torch.bfloat16, torch.float16])
 def test_tiles_that_come_back_in_low_precision(mask, ranks: int, dtype: torch.dtype):
     """A kernel on CUDA rounds each tile's results, and the merged ones are rounded again. The same kernel on the whole
     sequence rounds its result once (``last``). Where the tiles of a result are independent, the squares of their norms

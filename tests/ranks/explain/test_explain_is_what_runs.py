@@ -33,6 +33,7 @@ from cp_styles.comm.rehearsal import Transfer
 from cp_styles.explain import explain, explain_calls
 from cp_styles.explain.rehearse import Phase
 from cp_styles.testing import CommunicationTrace, MemoryTrace, run_ranks
+from tests.covering import in_parts
 from tests.oracle import mask_cases
 from tests.ranks.attention_case import Core, cp_mesh, parallel
 from tests.varlen_op import Ops
@@ -112,8 +113,9 @@ CASES = [
 ]
 
 
+@in_parts(9)
 @pytest.mark.parametrize(("ranks", "dtype"), [(1, torch.float64), (2, torch.bfloat16), (4, torch.float32)])
-def test_explained_is_measured(ranks: int, dtype: torch.dtype):
+def test_explained_is_measured(ranks: int, dtype: torch.dtype, part: int):
     """Every message in order, every kernel call, and the peaks; each mask and each strategy, with layouts in turn.
 
     MemoryTrace also sees what the ranks tell each other and what a call says to its backward: some hundred bytes. And
@@ -122,7 +124,7 @@ def test_explained_is_measured(ranks: int, dtype: torch.dtype):
     """
     cases = [case for case in CASES if ranks > 1 or case[2] == "head_tail"]
     cases = [case for case in cases if ranks % 2 == 0 or getattr(case[0], "size", None) is None]
-    cases = cases[:: 5 if ranks == 4 else 9]  # no common factor with the number of masks
+    cases = cases[part::9]  # no common factor with the number of masks
 
     def on(rank: int) -> list[dict[str, Any]]:
         found = []

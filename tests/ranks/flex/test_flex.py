@@ -25,6 +25,7 @@ from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.styles import AttentionContextParallel, ModuleContextParallel
 from cp_styles.testing import CommunicationTrace, run_ranks
 from cp_styles.torch_api import context_parallel
+from tests.covering import sampled
 from tests.oracle import randn
 from tests.ranks import flex_case as case
 from tests.ranks.attention_case import EXACT, cp_mesh
@@ -91,8 +92,7 @@ def check(whole: FlexProblem, layout, strategy, tolerance: float = EXACT) -> Non
     assert max(whole.errors(run_ranks(rank_main, layout.ranks), layout)) < tolerance
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("mask", MASKS)
+@sampled(1, mask=list(MASKS), layout=list(LAYOUTS))
 def test_masks(mask: str, layout: str):
     whole = problem(mask)
     ours = FlexMask(whole.block_mask) if whole.block_mask is not None else Causal()
@@ -101,8 +101,11 @@ def test_masks(mask: str, layout: str):
         check(whole, LAYOUTS[layout](ranks, ours), STRATEGIES[strategy])
 
 
-@pytest.mark.parametrize("mask", ["none", "28 documents", "sinks and window", "random, a head", "documents a row"])
-@pytest.mark.parametrize("score", SCORES)
+@sampled(
+    1,
+    score=list(SCORES),
+    mask=["none", "28 documents", "sinks and window", "random, a head", "documents a row"],
+)
 def test_scores(score: str, mask: str):
     index = list(SCORES).index(score) + len(mask)
     for strategy, ranks in (ROTATION[index % 6], ROTATION[(index + 2) % 6]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import pytest
 import torch
@@ -16,11 +17,12 @@ from cp_styles.layout import SequenceLayout, contiguous, head_tail, striped
 from cp_styles.mask import Full
 from cp_styles.strategies import AllGather, Ring, Strategy, Ulysses
 from cp_styles.testing import RankError, run_ranks
+from tests.covering import sampled
 from tests.flex_op import compiled_flex_on_cpu
 from tests.gpu_tensors import gpus, put, read
 from tests.oracle import error, randn
 from tests.ranks import flex_case as case
-from tests.ranks.attention_case import EXACT, plain
+from tests.ranks.attention_case import EXACT
 from tests.ranks.flex_case import FlexProblem
 
 LENGTH = 61
@@ -54,13 +56,16 @@ def attend_on(layout: SequenceLayout, strategy: Strategy) -> Callable[..., tuple
     return attend
 
 
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("score", SCORES)
-@pytest.mark.parametrize(("strategy", "ranks"), STRATEGIES, ids=plain)
-@pytest.mark.parametrize("make", LAYOUTS.values(), ids=LAYOUTS)
-def test_the_grid(make, strategy: Strategy, ranks: int, score: str, mask: str):
+@cache
+def problem_of(mask: str, score: str) -> FlexProblem:
+    return FlexProblem(MASKS[mask], *SCORES[score], length=LENGTH, dim=DIM)
+
+
+@sampled(2, make=list(LAYOUTS), way=STRATEGIES, score=list(SCORES), mask=list(MASKS))
+def test_the_grid(make: str, way: tuple[Strategy, int], score: str, mask: str):
     """Out, logsumexp, and the gradients of both, also into what score_mod learns."""
-    problem, layout = FlexProblem(MASKS[mask], *SCORES[score], length=LENGTH, dim=DIM), make(LENGTH, ranks)
+    strategy, ranks = way
+    problem, layout = problem_of(mask, score), LAYOUTS[make](LENGTH, ranks)
     with compiled_flex_on_cpu() as calls:
         found = run_ranks(lambda rank: problem.run(attend_on(layout, strategy), layout, rank), ranks)
     assert max(problem.errors(found, layout)) < EXACT
@@ -86,10 +91,10 @@ def test_low_precision(ranks: int, dtype: torch.dtype):
         assert ours[place] ** 2 <= alone[place] ** 2 + 1.25 * roundings * last**2, (place, ours, alone)
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), STRATEGIES, ids=plain)
-@pytest.mark.parametrize("dim", [16, 8], ids=["compiled", "plain ops"])
-def test_no_tile_waits_for_the_device(dim: int, strategy: Strategy, ranks: int):
-    """Tables are compared once, where they are new."""
+@sampled(1, way=STRATEGIES, dim=[16, 8])
+def test_no_tile_waits_for_the_device(way: tuple[Strategy, int], dim: int):
+    """Tables are compared once, where they are new. Compiled, and in plain ops where the head dim is too small."""
+    strategy, ranks = way
     dtype, layout = torch.float32, head_tail(LENGTH, ranks)
     tables = [x.to(dtype) for x in TABLES]
     problem = FlexProblem(None, biased_softcap, tuple(tables), length=LENGTH, dim=dim, dtype=dtype)

@@ -19,6 +19,7 @@ from cp_styles.mask import Causal, Documents, Full, PerRow, SlidingWindow
 from cp_styles.plan import Cover, make_plan
 from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.testing import run_ranks
+from tests.covering import sampled
 from tests.oracle import document_of
 from tests.ranks.attention_case import EXACT, Problem, cp_mesh, plain, run_attention
 from tests.ranks.flex_case import FlexProblem, of_documents
@@ -58,11 +59,10 @@ def attended(problem: Problem, ranks: int, **options) -> tuple[list[float], list
     return list(errors), list(counts)
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), STRATEGIES, ids=plain)
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("layout", [contiguous, head_tail], ids=plain)
-def test_documents_are_attended_as_on_one_device(strategy, ranks: int, causal: bool, layout):
+@sampled(2, way=STRATEGIES, causal=[True, False], layout=[contiguous, head_tail])
+def test_documents_are_attended_as_on_one_device(way, causal: bool, layout):
     """Grouped heads and a batch of 2, which the pack holds one after the other."""
+    strategy, ranks = way
     problem = Problem(length=sum(LENGTHS), kv_heads=2, mask=within(LENGTHS, causal), scale=0.3)
     mask = Documents(LENGTHS) & Causal() if causal else Documents(LENGTHS)
     errors, counts = attended(problem, ranks, strategy=strategy, mask=mask, layout=layout, scale=0.3)
