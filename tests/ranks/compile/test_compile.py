@@ -56,14 +56,34 @@ def _afresh():
     torch.compiler.reset()
 
 
-@sampled(2, name=DOORS, strategy=[Ring(), AllGather(), Ulysses()], dynamic=[False, True])
-def test_every_door_and_strategy(name: str, strategy, dynamic: bool):
-    def on(rank: int):
-        attend = compiled(door(name, cp_mesh(RANKS), strategy=strategy), dynamic=dynamic)
-        for length in LENGTHS if dynamic else LENGTHS[:1]:
-            assert max(run_attention(attend, PROBLEMS[length], rank, RANKS)) < EXACT
+# What is compiled.
+AROUND = {"the attention": lambda attend: attend, "a model": Block}
 
+
+@sampled(
+    2,
+    name=DOORS,
+    strategy=[Ring(), AllGather(), Ulysses()],
+    dynamic=[False, True, None],
+    around=list(AROUND),
+    seq_dim=[2, 1],
+    fullgraph=[True, False],
+    where=lambda name, seq_dim, **_: seq_dim == 2 or name == "style",
+)
+def test_every_door_and_strategy(name: str, strategy, dynamic: bool | None, around: str, seq_dim: int, fullgraph: bool):
+    """Without fullgraph=True nothing breaks the graph that would not break it there. And lengths vary."""
+
+    def on(rank: int):
+        options = {} if name == "function" else {"core": Grouped(seq_dim=seq_dim)}
+        options |= {"seq_dim": 1} if seq_dim == 1 else {}
+        attend = door(name, cp_mesh(RANKS), strategy=strategy, **options)
+        act = torch.compile(AROUND[around](attend), backend="aot_eager", dynamic=dynamic, fullgraph=fullgraph)
+        for length in LENGTHS[:1] if fullgraph and dynamic is False else LENGTHS:
+            assert max(run_attention(act, PROBLEMS[length], rank, RANKS, seq_dim=seq_dim)) < EXACT
+
+    counters.clear()
     run_ranks(on, RANKS)
+    assert not counters["graph_break"]
 
 
 @pytest.mark.parametrize("name", DOORS)
@@ -87,33 +107,6 @@ def test_known_calls_need_no_meeting_of_the_ranks(name: str, monkeypatch):
         assert not found[-1]
 
     run_ranks(on, RANKS)
-
-
-# What is compiled.
-AROUND = {"the attention": lambda attend: attend, "a model": Block}
-
-
-@sampled(
-    2,
-    name=DOORS,
-    around=list(AROUND),
-    seq_dim=[2, 1],
-    dynamic=[False, True, None],
-    where=lambda name, seq_dim, **_: seq_dim == 2 or name == "style",
-)
-def test_as_most_people_call_it(name: str, around: str, seq_dim: int, dynamic: bool | None):
-    """Without fullgraph=True nothing breaks the graph that would not break it there. And lengths vary."""
-
-    def on(rank: int):
-        options = {} if name == "function" else {"core": Grouped(seq_dim=seq_dim)}
-        attend = door(name, cp_mesh(RANKS), **options, **({"seq_dim": 1} if seq_dim == 1 else {}))
-        act = torch.compile(AROUND[around](attend), backend="aot_eager", dynamic=dynamic)
-        for length in LENGTHS:
-            assert max(run_attention(act, PROBLEMS[length], rank, RANKS, seq_dim=seq_dim)) < EXACT
-
-    counters.clear()
-    run_ranks(on, RANKS)
-    assert not counters["graph_break"]
 
 
 @sampled(1, name=DOORS, fullgraph=[False, True])

@@ -114,7 +114,9 @@ def test_a_model_that_nobody_reduces_is_an_error(door: str, how: str):
     assert "layers.0.q.weight (24, 10)" in text
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize(
+    "door", ["module", *(pytest.param(door, marks=pytest.mark.nightly) for door in ("style", "function"))]
+)
 def test_a_warning_where_that_is_asked_for(door: str):
     def on(rank: int) -> None:
         model = attended(door, cp_mesh(RANKS), gradient_check=GradientCheck(only_warn=True))

@@ -214,7 +214,7 @@ def steps(model: nn.Module, cp: DeviceMesh, optimizer: torch.optim.Optimizer, *,
 @pytest.mark.parametrize(
     ("strategy", "cp", "tp", "door", "backend"),
     [
-        (Ring(), 2, 2, AttentionContextParallel, "cpu:gloo,cuda:nccl"),
+        pytest.param(Ring(), 2, 2, AttentionContextParallel, "cpu:gloo,cuda:nccl", marks=pytest.mark.nightly),
         (Ring(), 2, 2, AttentionContextParallel, "nccl"),
         (Ulysses(), 2, 1, ModuleContextParallel, "nccl"),
         (Ulysses(size=2), 4, 1, AttentionContextParallel, "nccl"),

@@ -156,7 +156,7 @@ def test_what_is_chosen_for_bfloat16():
         assert all(plain_kernel in name or name.startswith("_flash") for name in gpu.seen.calls)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_sinks_do_not_wait_for_the_device(ranks: int):
     """They change at every step, and ranks compare what they hold: on a GPU, what they held 64 calls ago. Of those
     calls few have a backward."""

@@ -17,7 +17,7 @@ from cp_styles.functions import flex as engine
 from cp_styles.kernels import CompiledFlexKernel, flex, flex_compiled
 from cp_styles.kernels.base import Where
 from cp_styles.kernels.merge import EMPTY_LSE
-from cp_styles.layout import head_tail
+from cp_styles.layout import contiguous
 from tests.oracle import randn
 from tests.ranks import flex_case as case
 from tests.ranks.attention_case import EXACT
@@ -28,7 +28,7 @@ from tests.ranks.flex_case import FlexProblem
 pytestmark = cannot_compile_on_threads
 
 LENGTH = 96
-LAYOUT = head_tail(LENGTH, RANKS)
+LAYOUT = contiguous(LENGTH, RANKS)  # few shapes of tiles, of which each is compiled
 
 
 @pytest.fixture(autouse=True)

@@ -389,7 +389,11 @@ def test_checkpointed_layers(reentrant: bool):
     check(run_ranks(lambda rank: train(composed_mesh(), parallelize, steps=2), 4))
 
 
-@pytest.mark.parametrize("names", [("tp", "cp"), ("dp", "cp", "tp"), ("cp", "dp", "tp")], ids=str)
+@pytest.mark.parametrize(
+    "names",
+    [("tp", "cp"), ("cp", "dp", "tp"), pytest.param(("dp", "cp", "tp"), marks=pytest.mark.nightly)],
+    ids=str,
+)
 def test_other_meshes(names):
     sizes = tuple({"dp": 1}.get(name, 2) for name in names)
     plan = dtensor_plan(AttentionContextParallel())
