@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -286,6 +288,17 @@ def test_ranks_that_choose_different_tokens():
     """However they come to: here by what they prefer; by their random states where tokens are sampled."""
     refused("decode different tokens", generate=greedy(4, logits_processor=[Favourite()]))
     refused("decode different tokens", generate=greedy(4, do_sample=True, temperature=50.0))
+
+
+@pytest.mark.nightly
+@pytest.mark.process
+def test_sampling():
+    """In processes, because ranks that are threads share a random generator."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    root = Path(__file__).parents[2]
+    job = [*launch, "-m", "tests.clients.sampling"]
+    done = subprocess.run(job, cwd=root, capture_output=True, text=True, timeout=120)
+    assert done.stdout.count("sampled as one process, and noticed another seed") == 2, done.stderr[-3000:]
 
 
 def test_what_is_refused():
