@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from cp_styles import context_parallel
 
 pytestmark = pytest.mark.process
 
@@ -39,3 +42,11 @@ def test_trainings(libraries: list[str], names: list[str]):
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     done = subprocess.run([sys.executable, JOB, *names], env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_block_takes_what_accelerates_block_takes():
+    """accelerate refuses a ParallelismConfig on CPU, so no training shows it here."""
+    accelerate = pytest.importorskip("accelerate", reason="an extra: pip install .[clients]")
+    theirs = list(inspect.signature(accelerate.Accelerator.maybe_context_parallel).parameters)
+    assert theirs == ["self", "buffers", "buffer_seq_dims", "no_restore_buffers"]
+    assert list(inspect.signature(context_parallel).parameters)[1:4] == theirs[1:]

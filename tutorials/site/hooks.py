@@ -30,7 +30,8 @@ TUTORIALS = ROOT / "tutorials"
 # Pages from elsewhere in the repository, by their path in it.
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md"}
 # The modules whose names are not all exported from cp_styles, with a page for each.
-MODULES = ("torch_api", "collectives", "explain", "verify", "testing", "integrations.transformers", "kernels", "plan")
+MODULES = ("torch_api", "collectives", "explain", "verify", "testing", "kernels", "plan")
+MODULES += ("integrations.transformers", "integrations.trainers")
 TITLES = {
     "batch": "Batches, loss, gradients",
     "comm": "Agreement of ranks",
@@ -40,6 +41,7 @@ TITLES = {
     "plan": "Plans",
     "torch_api": "torch's context_parallel",
     "integrations.transformers": "transformers",
+    "integrations.trainers": "Trainers",
 }
 # What the docstrings take from reStructuredText, where docstrings.py has left it.
 _LEFT = re.compile(r":(?:attr|class|data|exc|func|meth|mod):<code>|::</p>|={5}")
