@@ -41,7 +41,7 @@ def tests(session: nox.Session, torch: str) -> None:
 @nox.session(default=False)
 def nightly(session: nox.Session) -> None:
     """The whole of what the tests sample by default."""
-    session.install("-e", ".[test]")
+    session.install("-e", ".[test,trainers]")
     session.run("pytest", "-m", "nightly", *session.posargs)
 
 
