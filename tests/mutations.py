@@ -542,12 +542,6 @@ MISTAKES = [
         "tests/ranks/engine/test_agreement.py -k no_message_is_left",
     ),
     Mistake(
-        "agreement: an attention without messages returns before the rows are read",
-        "raise\n    settle(group)",
-        "raise",
-        "tests/ranks/engine/test_disagreement.py tests/ranks/engine/test_unreduced.py",
-    ),
-    Mistake(
         "agreement: rows always look alike",
         "self.alike = len(set(map(_but_lengths, self))) == 1",
         "self.alike = True",

@@ -140,6 +140,8 @@ class Ulysses(Strategy):
                     (grad,) = chunk.like_queries(grad_BHLE.shape[3]).arrived(under_way.pop(0), grad_BHLE)
                 q, k, v = chunk.in_heads(places, q_BHLD, k_BGMD, v_BGME)
                 sink = chunk.of_heads(sink_H)
+                assert out is not None  # a backward has a residual
+                assert inner_residual is not None
                 with named_range("chunk", index, "gradients"):
                     k, v = chunk.paired(k, v)
                     *grads, own = self.inner.backward(chunk.inner, grad, q, k, v, out, inner_residual, sink)
@@ -166,6 +168,7 @@ class Ulysses(Strategy):
         with Transfers() as transfers:
             for chunk, (places, _, inner_residual) in zip(levels.chunks, levels.kept_in(residual), strict=True):
                 q, k, v = chunk.in_heads(places, q_BHLD, k_BGMD, v_BGME)
+                assert inner_residual is not None
                 lse = self.inner.logsumexp(chunk.inner, q, *chunk.paired(k, v), inner_residual)
                 if chunk.alone:
                     return lse
@@ -226,7 +229,7 @@ def _geometry(
     if kv_cut != q_cut:  # cross-attention
         keys = head_exchange(peers, heads=(heads, kv_heads), seq_sizes=kv_cut, seq_dim=2, head_dim=1)
     share, found = heads // kv_heads, []
-    for columns, kv_columns in zip(*_chunked(*exchange.columns[:2], share, chunks), strict=True):
+    for columns, kv_columns in zip(*_chunked(exchange.columns[0], exchange.columns[1], share, chunks), strict=True):
         queries = exchange._replace(columns=(columns,))
         exchanges = (exchange._replace(columns=(columns, kv_columns, kv_columns)),)
         if keys is not None:

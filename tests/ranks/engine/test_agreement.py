@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from cp_styles import (
     AttentionContextParallel,
     Causal,
+    Documents,
     EveryCall,
     ModuleContextParallel,
     NewCalls,
@@ -189,6 +190,22 @@ def test_no_message_is_left_where_the_ranks_do_not_agree(strategy: Strategy):
         return max(errors)
 
     assert max(run_ranks(on, RANKS, timeout_seconds=20)) < EXACT
+
+
+def test_ranks_that_send_each_other_nothing_agree_too():
+    """Documents end where the ranks do: the rows are read when the attention ends, forward and backward."""
+    layout = contiguous(8, RANKS)
+
+    def on(rank: int) -> None:
+        attend = partial(context_attention, group=cp_mesh(RANKS), mask=Documents((4, 4)), layout=layout)
+        x = torch.randn(1, 4, 4, 8, dtype=torch.float64, requires_grad=True)
+        with pytest.raises(ValueError, match="must share one floating-point dtype" if rank else "refused"):
+            attend(x, x.float() if rank else x, x)
+        out = attend(x, x, x)
+        with pytest.raises(ValueError, match="are not at the same place"):
+            attend(x, x, x) if rank else out.sum().backward()
+
+    run_ranks(on, RANKS, timeout_seconds=20)
 
 
 def test_a_known_call_that_one_rank_does_not_make_ends_with_the_timeout():
