@@ -116,23 +116,27 @@ def draw(path: str, drawn: dict[str, list[tuple[int, float]]], lengths: dict[str
 
     figure = Figure(figsize=(11, 4.4), layout="constrained")
     left, right = figure.subplots(1, 2)
-    for name, points in drawn.items():
-        if "Ring" in name:
-            left.loglog(*zip(*points, strict=True), "o-", label=name.removesuffix(", Ring(keep=0)"))
+    # Lines differ by marker and dashes too, not by colour alone.
+    rings = {name: points for name, points in drawn.items() if "Ring" in name}
+    for (name, points), style in zip(rings.items(), ("o-", "s--", "^:"), strict=True):
+        label = name.removesuffix(", Ring(keep=0)")
+        left.loglog(*zip(*points, strict=True), style, label=label, markerfacecolor="none")
     left.set(
         xlabel="ranks (16K positions each, of 1,024 ranks 10K)",
         ylabel="MiB",
         title="sent by the busiest rank, one attention, ring",
     )
     left.legend()
-    for (name, points), style in zip(lengths.items(), ("o-", "s-", "^--"), strict=True):
-        right.loglog(*zip(*points, strict=True), style, label=name)
+    for (name, points), style in zip(lengths.items(), ("o-", "s--", "^:"), strict=True):
+        right.loglog(*zip(*points, strict=True), style, label=name, markerfacecolor="none")
     right.set(xlabel="ranks", ylabel="positions", title="longest sequence in 80 GiB a rank, 8B model")
     right.legend()
     left.set_xticks([8, 64, 256, 1024], ["8", "64", "256", "1,024"])
     right.set_xticks([8, 16, 32, 64], ["8", "16", "32", "64"], minor=False)
     right.set_xticks([], minor=True)
-    right.set_yticks([2**n * 1024 * K for n in range(4)], [f"{2**n}M" for n in range(4)])
+    right.set_yticks([2**n * 1024 * K for n in range(5)], [f"{2**n}M" for n in range(5)])
+    right.set_yticks([], minor=True)
+    left.set_xticks([], minor=True)
     figure.savefig(path, dpi=80)
 
 
