@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import base64
 import io
-import os
 import runpy
 import subprocess
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from cp_styles import GradientCheck, head_tail
 from cp_styles.testing import run_ranks
+from tutorials.site.notebooks import environment, one_kernel
 
 nbformat = pytest.importorskip("nbformat", reason="notebooks need pip install -e '.[notebook]'")
-nbclient = pytest.importorskip("nbclient", reason="notebooks need pip install -e '.[notebook]'")
+pytest.importorskip("nbclient", reason="notebooks need pip install -e '.[notebook]'")
 pytest.importorskip("ipykernel", reason="notebooks need pip install -e '.[notebook]'")
+
 
 ROOT = Path(__file__).parents[2]
 TUTORIALS = ROOT / "tutorials"
@@ -33,40 +32,13 @@ def code_cells(notebook):
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
-def environment() -> dict[str, str]:
-    path = os.pathsep.join([str(ROOT), str(TUTORIALS), os.environ.get("PYTHONPATH", "")])
-    return {name: value for name, value in os.environ.items() if name != "MPLBACKEND"} | {"PYTHONPATH": path}
-
-
-class Kernel:
-    """One kernel for all notebooks: its start and its imports take longer than most of them. Each begins without names,
-    in a folder of its own."""
-
-    def __init__(self, client: nbclient.NotebookClient, new_folder: Callable[[str], Path]) -> None:
-        self._client, self._new_folder = client, new_folder
-        self._done: dict[Path, tuple[Any, Path]] = {}
-
-    def executed(self, path: Path) -> tuple[Any, Path]:
-        """A notebook with its outputs, and the folder in which it ran, once; any cell that raises is an error here."""
-        if path not in self._done:
-            folder, notebook = self._new_folder(path.stem), nbformat.read(path, as_version=4)
-            begin = nbformat.v4.new_code_cell(f"%reset -f\nimport os\nos.chdir({str(folder)!r})\ndel os")
-            self._client.nb = nbformat.v4.new_notebook(cells=[begin, *notebook.cells])
-            self._client.reset_execution_trackers()
-            for index, cell in enumerate(self._client.nb.cells):
-                self._client.execute_cell(cell, index)
-            self._done[path] = notebook, folder
-        return self._done[path]
-
-
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory):
-    client = nbclient.NotebookClient(nbformat.v4.new_notebook(), timeout=240, kernel_name="python3")
     with pytest.MonkeyPatch.context() as patch:  # nothing of this goes to the user's home
         for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "MPLCONFIGDIR"):
             patch.setenv(name, str(tmp_path_factory.mktemp(name)))
-        with client.setup_kernel(env=environment()):
-            yield Kernel(client, tmp_path_factory.mktemp)
+        with one_kernel(tmp_path_factory.mktemp) as running:
+            yield running
 
 
 def printed(notebook) -> str:

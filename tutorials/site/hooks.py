@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import base64
 import json
-import os
 import posixpath
 import re
 import tempfile
@@ -22,6 +21,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.plugins import get_plugin_logger
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
+from notebooks import one_kernel  # beside this file
 
 log = get_plugin_logger(__name__)
 
@@ -65,9 +65,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
     for source, path in PAGES.items():
         add(path, (ROOT / source).read_text())
-    for notebook in sorted(TUTORIALS.glob("*.ipynb")):
-        text, pictures = notebook_page(notebook, run=config.extra["run_notebooks"])
-        add(f"{notebook.stem}.md", text)
+    for path, notebook in notebooks(run=config.extra["run_notebooks"]):
+        text, pictures = notebook_page(path, notebook)
+        add(f"{path.stem}.md", text)
         for name, picture in pictures.items():
             add(name, picture)
     add("api/index.md", "# API reference\n\n" + "\n".join(overview()))
@@ -138,9 +138,19 @@ def source_page(path: str) -> str:
     return f"---\nsearch:\n  exclude: true\nhide: [toc]\n---\n\n# {path}\n\n" + "\n".join(blocks)
 
 
-def notebook_page(path: Path, *, run: bool) -> tuple[str, dict[str, bytes]]:
-    """A notebook as Markdown, and its pictures by name. Without ``run`` it has no outputs."""
-    notebook = run_notebook(path) if run else json.loads(path.read_text())
+def notebooks(*, run: bool) -> Iterator[tuple[Path, Any]]:
+    """Each notebook with its path; with its outputs if they are ``run``, and else without."""
+    paths = sorted(TUTORIALS.glob("*.ipynb"))
+    if not run:
+        yield from ((path, json.loads(path.read_text())) for path in paths)
+        return
+    with tempfile.TemporaryDirectory() as folder, one_kernel(lambda name: Path(tempfile.mkdtemp(dir=folder))) as kernel:
+        for path in paths:
+            yield path, kernel.executed(path)[0]
+
+
+def notebook_page(path: Path, notebook: Any) -> tuple[str, dict[str, bytes]]:
+    """A notebook as Markdown, and its pictures by name."""
     note = f"This page is a notebook: [{path.name}]({path.name})."
     lines: list[str] = []
     pictures: dict[str, bytes] = {}
@@ -168,21 +178,6 @@ def notebook_page(path: Path, *, run: bool) -> tuple[str, dict[str, bytes]]:
 
 def shown(printed: str) -> list[str]:
     return ['````text title="Output"', printed.rstrip(), "````", ""] if printed.strip() else []
-
-
-def run_notebook(path: Path) -> Any:
-    """The notebook with its outputs, run in a folder of its own; raises if a cell does."""
-    import nbclient
-    import nbformat
-
-    notebook = nbformat.read(path, as_version=4)
-    paths = os.pathsep.join([str(ROOT), str(TUTORIALS), os.environ.get("PYTHONPATH", "")])
-    with tempfile.TemporaryDirectory() as folder:
-        client = nbclient.NotebookClient(
-            notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": folder}}
-        )
-        client.execute(env=os.environ | {"PYTHONPATH": paths})
-    return notebook
 
 
 def reference() -> dict[str, dict[str, str]]:
