@@ -298,12 +298,6 @@ MISTAKES = [
         "tests/ranks/engine/test_parity_grid.py",
     ),
     Mistake(
-        "merge: a tile of all heads hides one of some",
-        "begun = any(first < heads[1] and heads[0] < last for first, last in self._begun)",
-        "begun = heads in self._begun",
-        "tests/ranks/engine/test_parity_grid.py",
-    ),
-    Mistake(
         "strategy: own keys left out of the forward",
         "forward += own\n",
         "forward += []\n",
