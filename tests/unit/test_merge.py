@@ -39,6 +39,22 @@ def test_tiles_in_any_order_give_the_whole(cuts: set[int], groups: int, random):
     assert error(lse, tile_of(q, k, v, slice(0, 12))[1]) < 1e-14
 
 
+@given(st.lists(st.sampled_from([1, 2, 4]), min_size=2, max_size=4))
+def test_tiles_of_some_heads_and_of_all(groups: list[int]):
+    """As in a ring that sends few rows with all heads and many in groups of heads."""
+    (q, k, v), cotangent = attention_inputs(length=12)
+    softmax = OnlineSoftmax(q.shape, torch.float64, CPU)
+    for tile, number in enumerate(groups):
+        out, lse = tile_of(q, k, v, slice(tile * 12 // len(groups), (tile + 1) * 12 // len(groups)))
+        for start in range(0, 4, 4 // number):
+            heads = slice(start, start + 4 // number)
+            softmax.add((heads.start, heads.stop), (0, 12), out[:, heads].clone(), lse[:, heads].clone())
+    out, lse = softmax.result()
+    # As above.
+    assert error(out, expected_attention([q, k, v], cotangent)[0]) < 1e-14
+    assert error(lse, tile_of(q, k, v, slice(0, 12))[1]) < 1e-14
+
+
 def test_rows_that_some_tiles_leave_out():
     (q, k, v), _ = attention_inputs(length=6)
     softmax = OnlineSoftmax(q.shape, torch.float64, CPU)
