@@ -172,7 +172,7 @@ def _measured(known: Hardware, device: torch.device, dtype: torch.dtype) -> Hard
         flops=rate * (long + half) / long,
         backward_rate=2.5 * (large - floor) / max(large_backward - floor, 1e-9),
         half_rows=half,
-        beyond_diagonal=max(0.0, sum(causal) / (large + large_backward) - 0.5) * long,
+        beyond_diagonal=min(max(0.0, sum(causal) / (large + large_backward) - 0.5), 0.5) * long,
         kernel_floor=floor,
         copy_bandwidth=2 * pieces.nbytes / max(copied - 8 * little, 1e-9),
         op_floor=little,
