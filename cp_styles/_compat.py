@@ -85,7 +85,7 @@ def _gloo_on_one_device() -> type:
 
     class OnOneDevice(metaclass=Kind):
         def __new__(cls, store: Any, rank: int, size: int, timeout: timedelta, **_: Any) -> Any:
-            options = gloo._Options()
+            options = gloo._Options()  # pyright: ignore[reportAttributeAccessIssue] - not in the stubs
             options._devices, options._threads, options._timeout = [device], 2, timeout
             return gloo(store, rank, size, options)
 
