@@ -96,15 +96,10 @@ def run_ranks(
         except BaseException as error:
             errors[rank] = error
             connected.abort()
-            # The other ranks must not wait for a failed rank. Its sockets close when nothing holds its groups, so clear
-            # the local variables of the failed frames. File names and lines stay.
-            traceback.clear_frames(error.__traceback__)
+            _clear_frames(error)
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
-            # Groups in reference cycles would stay until a garbage collection. Where all ranks refuse, none waits.
-            if rank in errors and not isinstance(errors[rank], (ValueError, TypeError, NotImplementedError)):
-                gc.collect()
 
     with thread_local_world(), _only_new_objects():
         threads = [threading.Thread(target=rank_main, args=(rank,), daemon=True) for rank in range(world_size)]
@@ -122,6 +117,21 @@ def run_ranks(
         first = next(iter(errors.values()))
         raise RankError(errors) from first
     return results
+
+
+def _clear_frames(error: BaseException) -> None:
+    """Clear the local variables of the failed frames, also of the errors that led to it. File names and lines stay.
+
+    The other ranks must not wait for a failed rank, and its sockets close only when nothing holds its groups.
+    """
+    todo: list[BaseException | None] = [error]
+    cleared: set[int] = set()
+    while todo:
+        each = todo.pop()
+        if each is not None and id(each) not in cleared:
+            cleared.add(id(each))
+            traceback.clear_frames(each.__traceback__)
+            todo += [each.__cause__, each.__context__]
 
 
 def _join(threads: list[threading.Thread], seconds: float) -> dict[int, str]:

@@ -323,31 +323,49 @@ def start_status(
     elif agreement != EVERY_CALL:  # the others need not be at this meeting
         offer_numbers(mine, group, _PATIENCE_SECONDS)
         raise problem
+    started = _Started(mine, key, problem, meeting, name, axis, group, agreement)
+    if problem is not None:
+        started()
+    started.gathered = start_numbers(mine, group)
+    return started
+
+
+@dataclass
+class _Started:
+    """A meeting that has started. Calling it waits for the other ranks, and returns the rows.
+
+    Not a function inside of :func:`start_status`: an error's traceback would keep that and the group in it, whose
+    connections then stay open, and another rank would wait for this one.
+    """
+
+    mine: StatusRow
+    key: StatusRow
+    problem: Exception | None
+    meeting: Meeting
+    name: str
+    axis: str
+    group: dist.ProcessGroup
+    agreement: Agreement
     gathered: Callable[[], Sequence[Sequence[int]]] | None = None
 
-    def finish() -> Rows:
+    def __call__(self) -> Rows:
         try:
-            with named_range("agreement:", name):
-                rows = Rows((gathered or start_numbers(mine, group))())
+            with named_range("agreement:", self.name):
+                rows = Rows((self.gathered or start_numbers(self.mine, self.group))())
         except RuntimeError as error:
             error.add_note(
-                f"{name}: this happened while this rank, {meeting.words}, waited for the other ranks of mesh axis "
-                f"{axis!r}: one of them has failed, or calls attention fewer times"
+                f"{self.name}: this happened while this rank, {self.meeting.words}, waited for the other ranks of mesh "
+                f"axis {self.axis!r}: one of them has failed, or calls attention fewer times"
             )
             raise
-        if problem is not None:
-            raise problem
+        if self.problem is not None:
+            raise self.problem
         if not rows.alike:
-            _raise_if_refused(rows, name, axis)
-            _raise_if_apart(rows, name, axis)
-        elif agreement != EVERY_CALL and not mine.watch:
-            ledger.note_agreed(key, rows)
+            _raise_if_refused(rows, self.name, self.axis)
+            _raise_if_apart(rows, self.name, self.axis)
+        elif self.agreement != EVERY_CALL and not self.mine.watch:
+            ledger_of(self.group).note_agreed(self.key, rows)
         return rows
-
-    if problem is not None:
-        finish()
-    gathered = start_numbers(mine, group)
-    return finish
 
 
 def offer_refusal(name: str, axis: str, group: dist.ProcessGroup) -> None:

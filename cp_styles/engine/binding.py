@@ -373,50 +373,8 @@ class Binding:
             build, Meeting.ATTENTION, *where, self.group, refused, agreement=self.agreement, assumed=assumed
         )
 
-        def check() -> Binding:
-            rows = meeting()
-            if not rows.alike:
-                self._compare(rows, tensors, call or {}, attn_mask)
-            if attn_mask is not None and (problem := _of_a_part(attn_mask, rows)):
-                raise ValueError(f"{self.name}: {problem}")  # on every rank, because their masks are equal
-            columns, layout_rows = rows.columns, rows
-            whole = sum(columns.q_length), sum(columns.kv_length)
-            if set(columns.guessed) != {_packed(whole)}:
-
-                def build_layout() -> StatusRow:
-                    return StatusRow(layout=_number_of(cuts(whole)))
-
-                layout_rows = exchange_status(build_layout, Meeting.LAYOUT, *where, self.group)
-            if not layout_rows.alike and len({row.status for row in rows}) == 1:
-                compare(layout_rows, "layout", *where, _NAMED, self._text)
-            settled = cuts(whole)
-            for layout, held in zip(settled, (columns.q_length, columns.kv_length), strict=True):
-                if layout.lengths != held:
-                    raise ValueError(
-                        f"{self.name}: the ranks of mesh axis {self.axis!r} hold {list(held)} positions, but the "
-                        f"layout {plain(self.layout)} gives them {list(layout.lengths)} of {sum(held)}: cut the inputs "
-                        "with the layout of the attention (layout.shard), or give the attention the layout they were "
-                        f"cut with{see('Inputs that were cut in another way')}"
-                    )
-            if not rows.alike:
-                # The configuration comes last: a rank that did not reach its call is reported with its status first.
-                compare(rows, "config", *where, _NAMED, self._text)
-                _compare_keep(rows, keep, *where)
-            ledger.remember((tensors[0].shape[seq_dim], tensors[1].shape[seq_dim]), whole)
-            found = watch.compare(columns.watch, *where, self.group)
-            if found is not None or any(map(MAY_WARN.__and__, columns.flags)):
-
-                def warn() -> StatusRow:
-                    if found is not None:
-                        watch.tell(found, self.gradient_check)
-                    warn_of_other_cuts(settled[0], self.name)
-                    return StatusRow()
-
-                # On all ranks. A user may turn warnings into errors, and then all of them must raise.
-                exchange_status(warn, Meeting.WARNING, *where, self.group)
-            self._begun(call is not None)
-            return self._settled(whole, settled)
-
+        # Not a function in here: see _Started in agreement.py.
+        check = partial(self._finish, meeting, cuts, tensors, seq_dim, attn_mask, call, keep)
         layout = self.layout
         if call is None or attn_mask is not None or not isinstance(layout, SequenceLayout):
             return check()
@@ -424,6 +382,61 @@ class Binding:
             return check()
         check_later(self.group, check)  # see [Note: agreement without waiting] in agreement.py
         return self._settled((layout.length, layout.length), (layout, layout))
+
+    def _finish(
+        self,
+        meeting: Callable[[], Rows],
+        cuts: Callable[[tuple[int, int]], tuple[SequenceLayout, SequenceLayout]],
+        tensors: Sequence[torch.Tensor],
+        seq_dim: int,
+        attn_mask: torch.Tensor | None,
+        call: Mapping[str, Any] | None,
+        keep: bool,
+    ) -> Binding:
+        """The end of :meth:`agree`: wait for the others' rows of ``meeting``, and compare."""
+        where = self.name, self.axis
+        rows = meeting()
+        if not rows.alike:
+            self._compare(rows, tensors, call or {}, attn_mask)
+        if attn_mask is not None and (problem := _of_a_part(attn_mask, rows)):
+            raise ValueError(f"{self.name}: {problem}")  # on every rank, because their masks are equal
+        columns, layout_rows = rows.columns, rows
+        whole = sum(columns.q_length), sum(columns.kv_length)
+        if set(columns.guessed) != {_packed(whole)}:
+
+            def build_layout() -> StatusRow:
+                return StatusRow(layout=_number_of(cuts(whole)))
+
+            layout_rows = exchange_status(build_layout, Meeting.LAYOUT, *where, self.group)
+        if not layout_rows.alike and len({row.status for row in rows}) == 1:
+            compare(layout_rows, "layout", *where, _NAMED, self._text)
+        settled = cuts(whole)
+        for layout, held in zip(settled, (columns.q_length, columns.kv_length), strict=True):
+            if layout.lengths != held:
+                raise ValueError(
+                    f"{self.name}: the ranks of mesh axis {self.axis!r} hold {list(held)} positions, but the "
+                    f"layout {plain(self.layout)} gives them {list(layout.lengths)} of {sum(held)}: cut the inputs "
+                    "with the layout of the attention (layout.shard), or give the attention the layout they were "
+                    f"cut with{see('Inputs that were cut in another way')}"
+                )
+        if not rows.alike:
+            # The configuration comes last: a rank that did not reach its call is reported with its status first.
+            compare(rows, "config", *where, _NAMED, self._text)
+            _compare_keep(rows, keep, *where)
+        self._ledger.remember((tensors[0].shape[seq_dim], tensors[1].shape[seq_dim]), whole)
+        found = self._watch.compare(columns.watch, *where, self.group)
+        if found is not None or any(map(MAY_WARN.__and__, columns.flags)):
+
+            def warn() -> StatusRow:
+                if found is not None:
+                    self._watch.tell(found, self.gradient_check)
+                warn_of_other_cuts(settled[0], self.name)
+                return StatusRow()
+
+            # On all ranks. A user may turn warnings into errors, and then all of them must raise.
+            exchange_status(warn, Meeting.WARNING, *where, self.group)
+        self._begun(call is not None)
+        return self._settled(whole, settled)
 
     def _begun(self, engaged: bool) -> None:
         """Note that an attention starts. It ends with :meth:`finished`."""
@@ -488,6 +501,22 @@ class Binding:
             assumed=lambda mine: [mine] * ranks,
         )
 
+        check = partial(self._finish_call, meeting, is_causal, scale, attn_mask, keep)
+        if attn_mask is None:
+            check_later(self.group, check)
+        else:
+            check()
+
+    def _finish_call(
+        self,
+        meeting: Callable[[], Rows],
+        is_causal: bool,
+        scale: float | None,
+        attn_mask: torch.Tensor | None,
+        keep: bool,
+    ) -> None:
+        """The end of :meth:`agree_on_call`: wait for the others' rows of ``meeting``, and compare."""
+
         def mine() -> str:
             mask = "none" if attn_mask is None else f"one of shape {tuple(attn_mask.shape)}"
             return (
@@ -495,17 +524,11 @@ class Binding:
                 "its local input, and attn_mask must be the mask of the whole sequence, the same on all ranks"
             )
 
-        def check() -> None:
-            rows = meeting()
-            if not rows.alike:
-                compare(rows, "call", *where, "the call of the attention inside", mine)
-                _compare_keep(rows, keep, *where)
-            self._begun(True)
-
-        if attn_mask is None:
-            check_later(self.group, check)
-        else:
-            check()
+        rows = meeting()
+        if not rows.alike:
+            compare(rows, "call", self.name, self.axis, "the call of the attention inside", mine)
+            _compare_keep(rows, keep, self.name, self.axis)
+        self._begun(True)
 
     def refuse(self, problem: Exception) -> NoReturn:
         """Raise ``problem`` on this rank, and an error on the ranks that are about to :meth:`agree`."""

@@ -385,6 +385,8 @@ def test_results_have_the_strides_that_graphs_were_promised(strategy, value_dim:
     """Those that the fake kernel says, whatever the inputs' are: inductor's code reads results by them. And results
     share no memory, which it may use again."""
 
+    one_at_a_time = threading.Lock()  # torch's symbolic shapes are not made for threads
+
     def laid_out(x: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
         return x.permute(order).contiguous().permute([order.index(dim) for dim in range(4)])
 
@@ -399,7 +401,7 @@ def test_results_have_the_strides_that_graphs_were_promised(strategy, value_dim:
             results = forward(*given, None, None, None, config, False, None, True, "")
             after = (*given, *results[:2], None, None, None, results[2], config, False, None)
             grads = backward(laid_out(cotangent, order), *after)
-            with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True) as mode:
+            with one_at_a_time, FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True) as mode:
                 fakes = [mode.from_tensor(x) for x in given]
                 promised = forward(*fakes, None, None, None, config, False, None, True, "")[:1]
                 after = (*fakes, promised[0], *results[1:2], None, None, None, results[2], config, False, None)
