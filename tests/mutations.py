@@ -274,8 +274,8 @@ MISTAKES = [
     ),
     Mistake(
         "merge: a sink's share and the rest exchanged",
-        "out * torch.sigmoid(lse - sink)",
-        "out * torch.sigmoid(sink - lse)",
+        "torch.sigmoid(lse_BHL - _logit_of_sink(sink_H, lse_BHL.dtype, level_BHL))",
+        "torch.sigmoid(_logit_of_sink(sink_H, lse_BHL.dtype, level_BHL) - lse_BHL)",
         "tests/ranks/doors/test_options.py -k sink",
     ),
     Mistake(
@@ -524,7 +524,7 @@ MISTAKES = [
     ),
     Mistake(
         "transformers: no sink beside a softcap",
-        "return out * torch.sigmoid(lse_BHL - sink_H[:, None]).unsqueeze(-1).to(out.dtype)",
+        "return beside_sink(out, torch.cat([lse for _, lse in found if lse is not None]), sink_H)",
         "return out",
         "tests/clients/test_transformers.py -k softcap",
     ),

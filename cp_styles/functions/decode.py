@@ -44,7 +44,7 @@ from cp_styles.device import read_later, tensor_on
 from cp_styles.kernels import FlexKernel, Kernel, Where, kernel_for_tiles
 from cp_styles.kernels.autocast import as_attended
 from cp_styles.kernels.flex import ScoreMod
-from cp_styles.kernels.merge import EMPTY_LSE, accumulation_dtype, merged
+from cp_styles.kernels.merge import EMPTY_LSE, accumulation_dtype, beside_sink, merged
 from cp_styles.layout import SequenceLayout
 from cp_styles.mask import Causal, Full, Mask, PerRow
 from cp_styles.troubleshooting import see
@@ -335,8 +335,7 @@ def decode(
         out, lse = _part(tile, q, k, v, cache, columns, bias, scale)
         out, lse = _merged_over_ranks(name, out, lse, cache, q_BHLD, alike)
         if sink_H is not None:
-            # A sink is one more key of its logit and of value 0.
-            out = out * torch.sigmoid(lse - sink_H.to(lse.dtype)[:, None]).unsqueeze(-1)
+            out = beside_sink(out, lse, sink_H)
         ledger_of(cache.group).engaged = False
         return out.to(q.dtype)
 

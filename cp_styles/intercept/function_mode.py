@@ -43,6 +43,7 @@ from cp_styles.functions.varlen import VARLEN_OPERATOR, VARLEN_OPERATORS, varlen
 from cp_styles.intercept.flex_frames import FIRST_QUESTION, QUESTIONS, FlexCalls, traced_part
 from cp_styles.intercept.multi_head import multi_head_attention
 from cp_styles.kernels.flex import ScoreMod
+from cp_styles.kernels.merge import beside_sink
 from cp_styles.kernels.sdpa import SDPA_CALLS
 from cp_styles.layout import cut_with
 from cp_styles.mask import Dense, Mask, PerRow
@@ -318,9 +319,7 @@ class AttentionCalls(TorchFunctionMode):
         out = torch.cat([each for each, _ in found])
         if sink_H is None:
             return out
-        lse_BHL = torch.cat([lse for _, lse in found if lse is not None])
-        # A sink is one more key of its logit and of value 0: exp(lse) / (exp(lse) + exp(sink)) of the sum remains.
-        return out * torch.sigmoid(lse_BHL - sink_H[:, None]).unsqueeze(-1).to(out.dtype)
+        return beside_sink(out, torch.cat([lse for _, lse in found if lse is not None]), sink_H)
 
     def decode_with(
         self,

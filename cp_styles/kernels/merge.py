@@ -67,8 +67,8 @@ class OnlineSoftmax:
         ``level_BHL`` was subtracted from all other logits.
         """
         out, lse = self.result()
-        sink = _off(sink_H.to(lse.dtype)[:, None], level_BHL)
-        self._out, self._lse = out * torch.sigmoid(lse - sink).unsqueeze(-1).to(out.dtype), torch.logaddexp(lse, sink)
+        self._out = beside_sink(out, lse, sink_H, level_BHL)
+        self._lse = torch.logaddexp(lse, _logit_of_sink(sink_H, lse.dtype, level_BHL))
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
         """``(out, lse)``. Rows without keys have out = 0 and lse = EMPTY_LSE."""
@@ -138,8 +138,22 @@ class RowSum:
         return torch.zeros(self._shape, dtype=self._dtype, device=self._device)
 
 
-def _off(sink_H1: torch.Tensor, level_BHL: torch.Tensor | None) -> torch.Tensor:
-    return sink_H1 if level_BHL is None else (sink_H1 - level_BHL).to(sink_H1.dtype)
+def beside_sink(
+    out_BHLE: torch.Tensor, lse_BHL: torch.Tensor, sink_H: torch.Tensor, level_BHL: torch.Tensor | None = None
+) -> torch.Tensor:
+    """``out`` if each head has one more key, with the logit ``sink_H`` for every query and the value 0. Differentiable.
+
+    The other keys keep exp(lse) / (exp(lse) + exp(sink)) of the probability. ``level_BHL`` was subtracted from all
+    other logits.
+    """
+    kept_BHL = torch.sigmoid(lse_BHL - _logit_of_sink(sink_H, lse_BHL.dtype, level_BHL))
+    return out_BHLE * kept_BHL.unsqueeze(-1).to(out_BHLE.dtype)
+
+
+def _logit_of_sink(sink_H: torch.Tensor, dtype: torch.dtype, level_BHL: torch.Tensor | None) -> torch.Tensor:
+    """The logit of a sink less the level of each row, in ``dtype``, broadcastable to [B, H, L]."""
+    sink_H1 = sink_H.to(dtype)[:, None]
+    return sink_H1 if level_BHL is None else (sink_H1 - level_BHL).to(dtype)
 
 
 def sink_gradient(
@@ -153,6 +167,6 @@ def sink_gradient(
 
     A key with value 0 and probability p has d logit = p (grad . 0 - grad . out).
     """
-    p_BHL = torch.exp(_off(sink_H.to(lse_BHL.dtype)[:, None], level_BHL) - lse_BHL)
+    p_BHL = torch.exp(_logit_of_sink(sink_H, lse_BHL.dtype, level_BHL) - lse_BHL)
     dots_BHL = (grad_BHLE * out_BHLE).sum(-1, dtype=lse_BHL.dtype)
     return -(p_BHL * dots_BHL).sum((0, 2)).to(sink_H.dtype)
