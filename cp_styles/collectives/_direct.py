@@ -16,7 +16,8 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 
-from cp_styles.collectives._exchange import Exchange, Tensors, merged_columns
+from cp_styles._compat import without_dispatch_modes
+from cp_styles.collectives._exchange import Exchange, Tensors, columns_in_block, merged_columns
 from cp_styles.comm.point_to_point import Pending, exchange, open_group
 
 Sizes = tuple[int, ...]
@@ -55,8 +56,7 @@ class Direct:
             self.arriving, self.in_order = 0, True
             return
         rank, sizes = way.peers.rank, way.rows.sizes
-        self.axis = way.column_dim + (way.column_dim < way.row_dim)  # of the columns, where the rows come first
-        lead = prod(_first(tuple(shapes[0]), way.row_dim)[1 : self.axis])
+        lead = prod(_first(tuple(shapes[0]), way.row_dim)[1 : way.column_axis])
         self._others = [peer for peer in range(way.peers.size) if peer != rank]
         # To columns: the block that this rank sends to each rank, and the block of all rows that it receives.
         blocks = [self._block(peer, sizes[rank]) for peer in range(way.peers.size)]
@@ -162,25 +162,21 @@ class Direct:
         return Leaving(parts, self._exchange(sends, [(peer, parts[peer]) for peer in self._others]))
 
     def _block(self, rank: int, rows: int) -> tuple[list[_Place], int]:
-        """Where the columns that ``rank`` needs are in a block of ``rows`` rows, and the width of the block."""
-        way, places, width = self.way, [], 0
-        shapes = [(*shape[: way.row_dim], rows, *shape[way.row_dim + 1 :]) for shape in self.shapes]
-        wanted = [columns[rank] for columns in way.columns]
-        total = sum(
-            (stop - start) * prod(_first(shape, way.row_dim)[self.axis + 1 :])
-            for shape, (start, stop) in zip(shapes, wanted, strict=True)
-        )
-        for shape, (start, stop) in zip(shapes, wanted, strict=True):
-            shape = (*shape[: way.column_dim], stop - start, *shape[way.column_dim + 1 :])
-            seen = _first(tuple(range(len(shape))), way.row_dim)
-            strides, step = [0] * len(shape), 1
-            for place, dim in reversed(list(enumerate(seen))):
-                step = total if place == self.axis - 1 else step
-                strides[dim] = step
-                step *= shape[dim]
-            places.append(_Place((start, stop - start), shape, tuple(strides), width))
-            width += prod(_first(shape, way.row_dim)[self.axis :])
-        return places, total
+        """Where the columns that ``rank`` needs are in a block of ``rows`` rows, and the width of the block.
+
+        The places are those of the views that an :class:`Exchange` makes of such a block. Tensors without data have
+        the same strides.
+        """
+        way, columns = self.way, [chunks[rank] for chunks in self.way.columns]
+        with without_dispatch_modes():
+            seen = [way.rows_first(torch.empty(shape, device="meta")) for shape in self.shapes]
+            width = way.width(rank, seen)
+            block = torch.empty(rows, *way.lead(seen[0]), width, device="meta")
+            parts = [x.movedim(0, way.row_dim) for x in columns_in_block(block, seen, way.column_axis, columns)]
+        return [
+            _Place((start, stop - start), tuple(x.shape), x.stride(), int(x.storage_offset()))
+            for x, (start, stop) in zip(parts, columns, strict=True)
+        ], width
 
 
 class Arriving(NamedTuple):
@@ -202,7 +198,7 @@ class Joined:
     """Puts together what comes home from exchanges of the same rows, each of other columns."""
 
     def __init__(self, directs: Sequence[Direct]) -> None:
-        self._row_dim, self._axis = directs[0].way.row_dim, directs[0].axis
+        self._row_dim, self._axis = directs[0].way.row_dim, directs[0].way.column_axis
         totals = [shape[directs[0].way.column_dim] for shape in directs[0].shapes]
         by_direct = [direct.way.columns for direct in directs]
         self._columns = [tuple(c for columns in each for c in columns) for each in zip(*by_direct, strict=True)]

@@ -21,6 +21,7 @@ order.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from math import prod
 from typing import NamedTuple
@@ -95,7 +96,7 @@ class Exchange(NamedTuple):
         if started.wire is None:
             return started.tensors
         wire = wait_tensor(started.wire).view(started.tensors[0].dtype)
-        seen = [self._rows_first(x) for x in started.tensors]
+        seen = [self.rows_first(x) for x in started.tensors]
         return self._unpack_columns(wire, seen) if self.to_columns else self._unpack_rows(wire, seen)
 
     def _message(self, tensors: Tensors) -> tuple[torch.Tensor, list[int], list[int]]:
@@ -103,9 +104,9 @@ class Exchange(NamedTuple):
 
         If the list of sent numbers has one entry, every rank gets the same block.
         """
-        seen = [self._rows_first(x) for x in tensors]
-        lead = prod(self._lead(seen[0]))
-        widths = [self._width(rank, seen) for rank in range(self.peers.size)]
+        seen = [self.rows_first(x) for x in tensors]
+        lead = prod(self.lead(seen[0]))
+        widths = [self.width(rank, seen) for rank in range(self.peers.size)]
         if not self.to_columns:
             return (
                 self._pack_rows(seen),
@@ -117,16 +118,16 @@ class Exchange(NamedTuple):
         return self._pack_columns(seen, widths), sent[:1] if self._is_gather() else sent, self._received(seen)
 
     def _received(self, seen: list[torch.Tensor]) -> list[int]:
-        lead, rank = prod(self._lead(seen[0])), self.peers.rank
+        lead, rank = prod(self.lead(seen[0])), self.peers.rank
         if self.to_columns:
-            return [size * lead * self._width(rank, seen) for size in self.rows.sizes]
-        return [self.rows.sizes[rank] * lead * self._width(peer, seen) for peer in range(self.peers.size)]
+            return [size * lead * self.width(rank, seen) for size in self.rows.sizes]
+        return [self.rows.sizes[rank] * lead * self.width(peer, seen) for peer in range(self.peers.size)]
 
     # The four copies. To columns: pack, unpack. To rows: pack, unpack.
 
     def _pack_columns(self, seen: list[torch.Tensor], widths: list[int]) -> torch.Tensor:
         """Flat: a block ``[own rows, *lead, width]`` for each rank; for a gather the one block that all ranks need."""
-        c, ranks = self._column_axis, self.peers.size
+        c, ranks = self.column_axis, self.peers.size
         if self._is_gather():
             return _side_by_side(seen, c)
         if len({x.shape[c + 1 :] for x in seen}) == 1 and all(map(_is_even_cut, self.columns)):
@@ -140,22 +141,21 @@ class Exchange(NamedTuple):
         return wire
 
     def _unpack_columns(self, wire: torch.Tensor, seen: list[torch.Tensor]) -> Tensors:
-        c, rank = self._column_axis, self.peers.rank
-        width = self._width(rank, seen)
-        whole = self.rows.to_global(wire.view(sum(self.rows.sizes), *self._lead(seen[0]), width))
-        return tuple(
-            part.movedim(0, self.row_dim) for part in self._apart(whole, seen, [cols[rank] for cols in self.columns], c)
-        )
+        c, rank = self.column_axis, self.peers.rank
+        width = self.width(rank, seen)
+        whole = self.rows.to_global(wire.view(sum(self.rows.sizes), *self.lead(seen[0]), width))
+        columns = [chunks[rank] for chunks in self.columns]
+        return tuple(part.movedim(0, self.row_dim) for part in columns_in_block(whole, seen, c, columns))
 
     def _pack_rows(self, seen: list[torch.Tensor]) -> torch.Tensor:
         """Flat: the rows in rank order, each with this rank's columns of all tensors."""
-        c, ranges = self._column_axis, self.rows.in_rank_order()
+        c, ranges = self.column_axis, self.rows.in_rank_order()
         if len(ranges) <= 1:
             return _side_by_side(seen, c)
         if len(seen) == 1:
             return torch.cat([seen[0].narrow(0, start, stop - start) for start, stop in ranges]).view(-1)
         head = seen[0].shape[:c]
-        wire = seen[0].new_empty(*head, self._width(self.peers.rank, seen))
+        wire = seen[0].new_empty(*head, self.width(self.peers.rank, seen))
         at = 0
         for start, stop in ranges:
             part = [x.narrow(0, start, stop - start) for x in seen]
@@ -164,11 +164,11 @@ class Exchange(NamedTuple):
         return wire.view(-1)
 
     def _unpack_rows(self, wire: torch.Tensor, seen: list[torch.Tensor]) -> Tensors:
-        c, mine = self._column_axis, self.rows.sizes[self.peers.rank]
-        head = (mine, *self._lead(seen[0]))
-        widths = [self._width(rank, seen) for rank in range(self.peers.size)]
+        c, mine = self.column_axis, self.rows.sizes[self.peers.rank]
+        head = (mine, *self.lead(seen[0]))
+        widths = [self.width(rank, seen) for rank in range(self.peers.size)]
         blocks = [
-            self._apart(block.view(*head, width), seen, [columns[rank] for columns in self.columns], c)
+            columns_in_block(block.view(*head, width), seen, c, [columns[rank] for columns in self.columns])
             for rank, (block, width) in enumerate(
                 zip(wire.split([prod(head) * width for width in widths]), widths, strict=True)
             )
@@ -183,33 +183,49 @@ class Exchange(NamedTuple):
     # Geometry.
 
     @property
-    def _column_axis(self) -> int:
+    def column_axis(self) -> int:
         """The column dim, counted with the row dim moved to the front."""
         return self.column_dim + (self.column_dim < self.row_dim)
 
-    def _rows_first(self, x: torch.Tensor) -> torch.Tensor:
+    def rows_first(self, x: torch.Tensor) -> torch.Tensor:
+        """A view of ``x`` with the row dim moved to the front."""
         return x.movedim(self.row_dim, 0)
 
-    def _lead(self, seen: torch.Tensor) -> tuple[int, ...]:
-        return tuple(seen.shape[1 : self._column_axis])
+    def lead(self, seen: torch.Tensor) -> tuple[int, ...]:
+        """The sizes between the rows and the columns of a tensor with the rows first."""
+        return tuple(seen.shape[1 : self.column_axis])
 
-    def _width(self, rank: int, seen: list[torch.Tensor]) -> int:
+    def width(self, rank: int, seen: Sequence[torch.Tensor]) -> int:
         """Number of elements that ``rank`` needs of one row and one lead index, of all tensors together."""
-        trails = [prod(x.shape[self._column_axis + 1 :]) for x in seen]
+        trails = [prod(x.shape[self.column_axis + 1 :]) for x in seen]
         return sum((cols[rank][1] - cols[rank][0]) * trail for cols, trail in zip(self.columns, trails, strict=True))
-
-    def _apart(self, block: torch.Tensor, seen: list[torch.Tensor], columns: list[Chunk], c: int) -> Tensors:
-        """Views of the tensors in a block ``[R, *lead, width]``."""
-        parts, at = [], 0
-        for x, (start, stop) in zip(seen, columns, strict=True):
-            shape = (stop - start, *x.shape[c + 1 :])
-            parts.append(block.narrow(-1, at, prod(shape)).unflatten(-1, shape))
-            at += prod(shape)
-        return tuple(parts)
 
     def _is_gather(self) -> bool:
         """Whether every rank needs the same columns."""
         return all(len(set(columns)) == 1 for columns in self.columns)
+
+
+def columns_in_block(block: torch.Tensor, seen: Sequence[torch.Tensor], c: int, columns: Sequence[Chunk]) -> Tensors:
+    """Views of the columns of each tensor in a block ``[R, *lead, width]``.
+
+    This is the definition of a block, for packing and unpacking, here and in _direct.py. Copies that need no views of a
+    block (of a single tensor, or of columns that are cut evenly) make the same order.
+
+    Args:
+        block: the block, of any number of rows.
+        seen: tensors with the rows first. Only their dims after ``c`` are read.
+        c: the dim of the columns.
+        columns: for each tensor, the columns that the block has.
+
+    Returns:
+        For each tensor ``[R, *lead, columns, *trail]``.
+    """
+    parts, at = [], 0
+    for x, (start, stop) in zip(seen, columns, strict=True):
+        shape = (stop - start, *x.shape[c + 1 :])
+        parts.append(block.narrow(-1, at, prod(shape)).unflatten(-1, shape))
+        at += prod(shape)
+    return tuple(parts)
 
 
 def merged_columns(parts: Tensors, columns: tuple[Chunk, ...], dim: int) -> torch.Tensor:
@@ -252,12 +268,8 @@ def _side_by_side(seen: list[torch.Tensor], c: int) -> torch.Tensor:
 
 
 def _copy_side_by_side(block: torch.Tensor, seen: list[torch.Tensor], c: int, columns: list[Chunk]) -> None:
-    at = 0
-    for x, (start, stop) in zip(seen, columns, strict=True):
-        part = x.narrow(c, start, stop - start)
-        width = prod(part.shape[c:])
-        block.narrow(-1, at, width).unflatten(-1, part.shape[c:]).copy_(part)
-        at += width
+    for part, x, (start, stop) in zip(columns_in_block(block, seen, c, columns), seen, columns, strict=True):
+        part.copy_(x.narrow(c, start, stop - start))
 
 
 def _sendable(packed: torch.Tensor) -> torch.Tensor:
