@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from cp_styles._compat import current_graph_task, resolve_group, without_dispatch_modes
 from cp_styles.comm.point_to_point import check_later, drop_check, note_user, offer_numbers, start_numbers
-from cp_styles.ranges import named_range
+from cp_styles.profiler_ranges import named_range
 from cp_styles.troubleshooting import see
 
 

@@ -35,7 +35,7 @@ from cp_styles.kernels import BesideDrowned, Kernel, RowLevels, TileCall, Where
 from cp_styles.kernels.levels import of_heads
 from cp_styles.kernels.merge import EMPTY_LSE, OnlineSoftmax, RowSum, accumulation_dtype, sink_gradient
 from cp_styles.plan import Cover, Part, Plan, Rows, Tile, make_plan
-from cp_styles.ranges import named_range
+from cp_styles.profiler_ranges import named_range
 from cp_styles.strategies.base import Attention, Spec, Strategy, residual_views
 
 Span: TypeAlias = tuple[int, int]

@@ -23,7 +23,7 @@ from cp_styles.collectives.heads import head_exchange
 from cp_styles.comm.point_to_point import Transfers, split_group
 from cp_styles.device import tensor_on
 from cp_styles.layout import Chunk, SequenceLayout, Stripes, striped
-from cp_styles.ranges import named_range
+from cp_styles.profiler_ranges import named_range
 from cp_styles.strategies.base import Attention, Spec, Strategy, residual_spec, residual_views
 from cp_styles.strategies.ring import Ring
 

@@ -15,7 +15,7 @@ CONTRIBUTING = PACKAGE.parent / "CONTRIBUTING.md"
 
 # Lowest row first. A new file must be given a row here, and in the picture of CONTRIBUTING.md.
 LAYERS = (
-    ("_compat", "cache", "derivatives", "device", "troubleshooting", "comm", "ranges", "testing"),
+    ("_compat", "cache", "derivatives", "device", "troubleshooting", "comm", "profiler_ranges", "testing"),
     ("mask", "layout", "batch", "collectives"),
     ("plan", "kernels"),
     ("strategies",),
