@@ -555,9 +555,21 @@ MISTAKES = [
     ),
     Mistake(
         "agreement: with a balancer a known row is taken",
-        "return None if assumed is None or said.watch else ledger.agreed.get(said)",
-        "return ledger.agreed.get(said)",
+        "found = None if assumed is None or said.watch else ledger.agreed.get(said)",
+        "found = ledger.agreed.get(said)",
         "tests/ranks/engine/test_agreement.py -k balancer",
+    ),
+    Mistake(
+        "agreement: the order of known calls is not compared",
+        "ledger.unmet = hash((ledger.unmet, _but_lengths(said)))",
+        "ledger.unmet += hash(_but_lengths(said))",
+        "tests/ranks/engine/test_agreement.py -k another_order",
+    ),
+    Mistake(
+        "agreement: no known call is compared before the backward",
+        "ledger.unmet = hash((ledger.unmet, _but_lengths(said)))",
+        "pass",
+        "tests/ranks/engine/test_agreement.py -k another_order",
     ),
     Mistake(
         "agreement: no call is ever known",

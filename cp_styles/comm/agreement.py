@@ -174,17 +174,21 @@ class NewCalls(Agreement):
 
     Promise: a call that is new on all ranks is checked as by :class:`EveryCall`. If a rank fails, or calls attention
     otherwise or more often than the others, where they repeat a known call, then the others wait for it until the
-    timeout of the process group. One mistake is silent: ranks that repeat different known calls, which send the same
-    rows (for example two modules whose scales differ, called in another order on one rank), compute something wrong.
+    timeout of the process group. Ranks that repeat different known calls, which send the same rows (for example two
+    modules whose scales differ, called in another order on one rank), raise at the first backward after them, before
+    any gradient. Without a backward, and without ``global_token_count`` or ``global_loss``, that is silent.
     Unreduced gradients are found as by :class:`EveryCall`.
 
-    Communication: that of :class:`EveryCall`, for new calls only. Attention sinks are compared by their values, so a
-    sink that is trained makes every call a new one.
+    Communication: that of :class:`EveryCall`, for new calls only; and its all-gather before the first backward.
+    Attention sinks are compared by their values, so a sink that is trained makes every call a new one.
     """
 
     def known(self, ledger: Ledger, said: StatusRow, assumed: Callable[[], Sequence[StatusRow]] | None) -> Rows | None:
         # Whether a parameter is to be compared (watch) is the same on all ranks, and its checksum need not be.
-        return None if assumed is None or said.watch else ledger.agreed.get(said)
+        found = None if assumed is None or said.watch else ledger.agreed.get(said)
+        if found is not None:
+            ledger.unmet = hash((ledger.unmet, _but_lengths(said)))  # of numbers: the same in every process
+        return found
 
 
 @dataclass(frozen=True)
@@ -227,6 +231,8 @@ class Ledger:
         agreement: that of the last attention.
         sinks: digests of attention sinks that the ranks have still to compare; see
             :func:`~cp_styles.comm.checksum.delayed_digest`.
+        unmet: a hash of the known calls, in their order, for which the ranks did not meet since the last meeting for a
+            backward; 0 for none.
     """
 
     name: str = "attention"
@@ -238,6 +244,7 @@ class Ledger:
     sinks: deque[Callable[[], int]] = field(default_factory=deque)
     agreed: dict[StatusRow, Rows] = field(default_factory=dict)
     agreement: Agreement = EVERY_CALL
+    unmet: int = 0
 
     def remember(self, own: tuple[int, int], whole: tuple[int, int]) -> None:
         if len(self.lengths) >= _MOST_LENGTHS:
@@ -455,12 +462,28 @@ def end_forwards() -> None:
             _close(ledger, group)()
 
 
-def _close(ledger: Ledger, group: dist.ProcessGroup) -> Callable[[], Rows]:
+def _close(ledger: Ledger, group: dist.ProcessGroup) -> Callable[[], object]:
     ledger.forward_open = False
+    said, ledger.unmet = StatusRow(call=ledger.unmet), 0
     where, ranks = (ledger.name, ledger.axis, group), group.size()
-    return start_status(
-        StatusRow, Meeting.BACKWARD, *where, agreement=ledger.agreement, assumed=lambda mine: [mine] * ranks
+    agreement = EVERY_CALL if said.call else ledger.agreement
+    meeting = start_status(
+        lambda: said, Meeting.BACKWARD, *where, agreement=agreement, assumed=lambda mine: [mine] * ranks
     )
+    return partial(_compare_unmet, meeting, ledger.name, ledger.axis)
+
+
+def _compare_unmet(meeting: Callable[[], Rows], name: str, axis: str) -> None:
+    """The end of the meeting for a backward: see :attr:`Ledger.unmet`."""
+    calls = meeting().columns.call
+    odd = [rank for rank, number in enumerate(calls) if number != calls[0]]
+    if odd:
+        raise ValueError(
+            f"{name}: since the last backward, ranks {odd} of mesh axis {axis!r} have called other attentions than "
+            "rank 0, or in another order, so results since then are wrong. These calls were known, and NewCalls() does "
+            "not compare them one by one: agreement=EveryCall() names the call. Loops and conditions must depend on "
+            f"values that are the same on all ranks{see('Ranks that disagree')}"
+        )
 
 
 def is_of_this_world(group: dist.ProcessGroup) -> bool:
