@@ -39,7 +39,10 @@ def owners(layout: SequenceLayout) -> torch.Tensor:
 def attended(layout: SequenceLayout, mask: Mask, queries: torch.Tensor) -> torch.Tensor:
     """For some queries and every key: the key's owner, or -1 where the mask forbids. ``[L, S]``, keys sampled."""
     keys = _sampled(torch.arange(layout.length), _DOTS)
-    return owners(layout)[keys].expand(len(queries), -1).where(mask.allowed(queries, keys), -1)
+    seen, bias = mask.allowed(queries, keys), mask.bias(queries, keys)
+    if bias is not None:  # of a mask that is no band; it may differ between rows and heads, of which any may see a key
+        seen = seen & (bias > float("-inf")).reshape(-1, *bias.shape[-2:]).any(0)
+    return owners(layout)[keys].expand(len(queries), -1).where(seen, -1)
 
 
 def draw_holders(axes: Axes, layouts: Mapping[str, SequenceLayout]) -> None:

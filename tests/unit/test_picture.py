@@ -12,8 +12,9 @@ pytest.importorskip("matplotlib", reason="pictures need pip install -e '.[train]
 import matplotlib.image
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
+from torch.nn.attention.flex_attention import create_block_mask
 
-from cp_styles import Causal, Documents, SlidingWindow, contiguous, head_tail, per_document_head_tail
+from cp_styles import Causal, Dense, Documents, FlexMask, SlidingWindow, contiguous, head_tail, per_document_head_tail
 from cp_styles.plan import Cover, attended_pairs, make_plan
 
 LENGTH, RANKS = 1000, 3
@@ -114,6 +115,24 @@ def test_a_mask_is_coloured_by_the_owner_of_the_key(picture, mask):
         holders[layout.positions(rank)] = rank
     assert torch.equal(shown >= 0, mask.allowed(keys, keys))
     assert torch.equal(shown[shown >= 0], holders[keys].expand_as(shown)[shown >= 0])
+
+
+def test_a_mask_that_is_no_band(picture):
+    """A BlockMask, a Dense mask and both, against the question that they answer."""
+
+    def stripes(b, h, q, kv):
+        return (q >= kv) & ((q - kv) % 5 < 2)
+
+    layout, at = LAYOUTS["head_tail"], torch.arange(LAYOUTS["head_tail"].length)
+    flex = FlexMask(create_block_mask(stripes, None, None, len(at), len(at), device="cpu", BLOCK_SIZE=16))
+    odd = (at[:, None] + at) % 3 != 0
+    pairs = stripes(0, 0, at[:, None], at)
+    for mask, expected in ((flex, pairs), (Dense(odd), odd), (flex & Dense(odd.expand(2, 1, -1, -1)), pairs & odd)):
+        axes = Figure().subplots()
+        picture.draw_mask(axes, layout, mask)
+        shown = torch.tensor(axes.images[0].get_array().data) >= 0
+        sampled = torch.linspace(0, layout.length - 1, len(shown)).long()
+        assert torch.equal(shown, expected[sampled][:, sampled])
 
 
 def test_the_picture_of_the_readme(picture, tmp_path):
