@@ -227,7 +227,7 @@ def test_a_known_call_that_one_rank_does_not_make_ends_with_the_timeout():
 @pytest.mark.parametrize("then", ["backward", "count"])
 @pytest.mark.parametrize("door", ["style", "module", "function"])
 def test_known_calls_in_another_order_are_an_error_before_the_first_gradient(door: str, then: str):
-    """Two attentions that send the same rows, whose scales differ. Each is known; rank 1 swaps them in the last step."""
+    """Two attentions of other scales send the same rows. Both are known; rank 1 swaps them in the last step."""
     layout = head_tail(LENGTH, RANKS)
 
     def on(rank: int) -> None:
