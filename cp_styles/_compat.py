@@ -56,12 +56,12 @@ def dtensor_without_grad(
     2.15 (the constructor, DTensorSpec and TensorMeta)."""
     local = local.detach() if local.requires_grad else local
     spec = _dtensor_spec(mesh, placements, shape, stride, local.dtype)
-    if spec.mesh is not mesh:  # an equal one, maybe of a world that is no more
+    if spec.mesh is not mesh:  # an equal mesh, possibly of process groups that were destroyed
         spec = _dtensor_spec.__wrapped__(mesh, placements, shape, stride, local.dtype)
     return DTensor(local, spec, requires_grad=False)  # pyright: ignore[reportAbstractUsage]
 
 
-@lru_cache(maxsize=256)  # one is shared by many tensors, as those that DTensor's own sharding rules return are
+@lru_cache(maxsize=256)  # many tensors may share a spec: DTensor's own sharding rules return shared ones too
 def _dtensor_spec(
     mesh: DeviceMesh, placements: tuple[Any, ...], shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype
 ) -> Any:
@@ -72,9 +72,9 @@ def _dtensor_spec(
 
 @cache
 def _gloo_on_one_device() -> type:
-    """The backend of gloo, but made with one device for all groups. Seen: 2.11 to 2.15 (its options).
+    """A replacement for ProcessGroupGloo that creates all groups on one device. Seen: 2.11 to 2.15 (its options).
 
-    It makes objects of the backend's own class: one of a class that inherits from it would never end.
+    A call returns an object of ProcessGroupGloo itself. An object of a subclass would never be destroyed.
     """
     gloo = dist.ProcessGroupGloo  # pyright: ignore[reportPrivateImportUsage]
     device = gloo.create_default_device()
@@ -96,8 +96,8 @@ def _gloo_on_one_device() -> type:
 def thread_local_world() -> Iterator[None]:
     """Give every thread its own torch.distributed world while inside, so that threads can be ranks.
 
-    Groups of gloo share one device then. The device that each would have takes 10 milliseconds to go, during which no
-    thread runs Python, and a group as good as none.
+    All groups of gloo then share one device. To destroy a device takes up to 10 ms, in which no thread runs Python. To
+    destroy a group takes almost no time.
 
     Names seen in 2.11, 2.12, 2.13, 2.14, 2.15. Only for tests and notebooks.
     """
@@ -252,10 +252,10 @@ def nodes_since(first: int, nodes: Iterable[Any]) -> Iterator[Any]:
 def plain_attention_since(first: int, nodes: Iterable[Any], lengths: set[int]) -> int:
     """The number of tokens over which attention in plain ops ran among these nodes and what they lead to, or 0.
 
-    That is a product of two things that were made from the tokens, a softmax over its [L, L], and a product with that,
-    where L is one of ``lengths``. Not taken for it: a product with parameters alone, as a router's or with learned
-    slots, because its right side leads to nothing that its left side leads to; and attention along another axis, which
-    has the tokens in its batch, so that this is a multiple of L.
+    Such attention is a product of two tensors that were computed from the tokens, a softmax over its [L, L], and a
+    product with the result, where L is one of ``lengths``. Two things are not taken for attention. A product with
+    parameters alone, as in a router or with learned slots: nothing that its right side was computed from is also behind
+    its left side. And attention along another axis: it has the tokens in its batch, whose size is then a multiple of L.
 
     Seen: 2.11 to 2.15 (names of nodes, ``_input_metadata``, ``_saved_dim``).
     """
@@ -286,7 +286,7 @@ _MOST_BETWEEN, _MOST_BEHIND = 24, 4000
 
 
 def _first_below(edges: Any, names: set[str]) -> Any:
-    """The nearest node with one of these names behind ``edges``, and behind no product; None where there is none."""
+    """The nearest node behind ``edges`` with one of these names and no product in between. None if there is none."""
     waiting = [node for node, _ in edges if node is not None]
     for _ in range(_MOST_BETWEEN):
         if not waiting:
@@ -300,7 +300,7 @@ def _first_below(edges: Any, names: set[str]) -> Any:
 
 
 def _from_the_same(left: Any, right: Any) -> bool:
-    """Whether two edges of a graph lead to one computed tensor, or the right one to a leaf that is no parameter."""
+    """Whether two edges lead to a common computed tensor, or the right one to a leaf that is no parameter."""
     if left[0] is None or right[0] is None:
         return False
     behind = []
@@ -333,7 +333,8 @@ def fast_path_attention() -> tuple[Any, ...]:
 
 
 def asks_for_nested_tensors(function: Any) -> bool:
-    """Whether this is nn.TransformerEncoder's question if padding is at the end, so that nested tensors can be used.
+    """Whether ``function`` is the one by which nn.TransformerEncoder decides whether to use nested tensors.
+
     Seen: 2.11 to 2.15."""
     return function is torch._nested_tensor_from_mask_left_aligned  # pyright: ignore
 

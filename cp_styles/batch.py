@@ -404,20 +404,20 @@ _SUMMED = "_cp_styles_summed"
 
 
 class Summed(NamedTuple):
-    """``ranks`` that a gradient is the sum of, and what has made it so, for messages."""
+    """The ``ranks`` over which a gradient was summed, and ``by`` what, for messages."""
 
     ranks: tuple[int, ...]
     by: str
 
 
 def summed_over(parameter: torch.Tensor) -> tuple[Summed, ...]:
-    """What is noted on the gradient. A note is valid until the gradient changes."""
+    """The sums that are noted on the gradient of ``parameter``. A note is valid until the gradient changes."""
     version, notes = getattr(parameter.grad, _SUMMED, (None, ()))
     return notes if parameter.grad is not None and version == parameter.grad._version else ()
 
 
 def note_summed(parameter: torch.Tensor, *notes: Summed) -> None:
-    """Note it on the gradient, in place of other notes."""
+    """Note on the gradient of ``parameter`` that these sums were taken. Earlier notes are replaced."""
     assert parameter.grad is not None
     setattr(parameter.grad, _SUMMED, (parameter.grad._version, notes))
 

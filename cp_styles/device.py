@@ -1,4 +1,4 @@
-"""Copies to a GPU and back that do not make the host wait."""
+"""Copies between host and GPU that do not make the host wait."""
 
 from __future__ import annotations
 

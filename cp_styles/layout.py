@@ -114,7 +114,13 @@ class SequenceLayout:
 
     @classmethod
     def from_chunks(cls, chunks: Iterable[Iterable[Chunk]]) -> SequenceLayout:
-        """A layout from any chunks of each rank. They are sorted, touching ones are joined, empty ones dropped."""
+        """A layout from ``chunks``: for each rank half-open ranges of global positions, in any order.
+
+        They are sorted, touching ones are joined, and empty ones are dropped.
+
+        Raises:
+            ValueError: a position has no owner, or two.
+        """
         return cls(tuple(_normalized(own) for own in chunks))
 
     @cached_property
@@ -139,9 +145,9 @@ class SequenceLayout:
     def positions(
         self, rank: int, device: torch.device | str | None = None, *, rows: Chunk | None = None
     ) -> torch.Tensor:
-        """Global positions of the tokens of ``rank``, in local order: int64 ``[lengths[rank]]``.
+        """Global positions of the tokens of ``rank``, in local order: int64 ``[lengths[rank]]`` on ``device``.
 
-        ``rows`` asks for a half-open range of the local rows only.
+        ``rows`` asks for a half-open range of the local rows only. No communication.
         """
         first, last = (0, self.lengths[rank]) if rows is None else rows
         if isinstance(self.held, Stripes):
@@ -178,7 +184,10 @@ class SequenceLayout:
         return part
 
     def unshard(self, parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
-        """The whole tensor from the parts of all ranks, given in this process: the inverse of :meth:`shard`.
+        """The whole tensor from the ``parts`` of all ranks, given in this process: the inverse of :meth:`shard`.
+
+        ``dim`` is the sequence dim. One copy. Differentiable. No communication: between processes use
+        :func:`cp_styles.collectives.gather` with this layout.
 
         Raises:
             ValueError: there is not one part for each rank, or a part does not have the length of its rank.
@@ -279,6 +288,10 @@ def contiguous(length: int, ranks: int) -> SequenceLayout:
     """One range for each rank, in rank order. The first ranks get the remainder.
 
     Under a causal mask the work is not balanced, and the last rank does most: see :func:`head_tail`.
+
+    Args:
+        length: number of positions.
+        ranks: number of ranks. It need not divide ``length``.
     """
     _check(length, ranks)
     return SequenceLayout.from_chunks([chunk] for chunk in _even(0, length, ranks))
@@ -286,6 +299,10 @@ def contiguous(length: int, ranks: int) -> SequenceLayout:
 
 def head_tail(length: int, ranks: int) -> SequenceLayout:
     """2 P chunks, of which rank r holds chunks r and 2 P - 1 - r. Causal work is equal. Also called zigzag.
+
+    Args:
+        length: number of positions.
+        ranks: number of ranks, P. It need not divide ``length``.
 
     Source: Brandon et al., Striped Attention (2023), and the causal balance of Megatron-LM's context parallelism.
     """
@@ -312,6 +329,9 @@ def per_document_head_tail(
         documents: lengths of the packed documents, in order.
         cut_all: cut all documents over all ranks, also the shortest. The remainder of each document goes to the ranks
             that hold the fewest tokens so far.
+
+    Raises:
+        ValueError: ``documents`` do not add up to ``length``.
     """
     _check(length, ranks)
     if sum(documents) != length or any(size < 0 for size in documents):
@@ -425,6 +445,14 @@ def striped(length: int, ranks: int, *, block: int = 1) -> SequenceLayout:
     With blocks of one position, causal attention to a source is one kernel call on a causal square, and neither layout
     nor plan grows with the length. With larger ones there is a call for each block and source, or for several short
     blocks together, with an explicit mask.
+
+    Args:
+        length: number of positions.
+        ranks: number of ranks.
+        block: positions of a block.
+
+    Raises:
+        ValueError: ``block`` is below 1.
     """
     _check(length, ranks)
     if block < 1:
@@ -447,6 +475,9 @@ def by_work(length: int, ranks: int, *, mask: Mask, block: int | None = None) ->
         mask: which keys each query attends to.
         block: positions of a block. Smaller blocks balance better and cut the sequence into more chunks. Default: a
             rank holds about 16 blocks.
+
+    Raises:
+        ValueError: ``block`` is below 1, or the mask is for another length.
     """
     _check(length, ranks)
     if block is not None and block < 1:
@@ -464,6 +495,9 @@ def by_block_work(length: int, ranks: int, *, work: Sequence[int], block: int) -
         ranks: number of ranks.
         work: the work of each block of ``block`` positions, in order. The last block may be shorter.
         block: positions of a block.
+
+    Raises:
+        ValueError: the number of blocks does not fit ``length``.
     """
     _check(length, ranks)
     if block < 1 or len(work) != -(-length // block):

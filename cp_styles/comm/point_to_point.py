@@ -87,7 +87,7 @@ class Check:
         self._check = None
 
 
-# What is to be checked before the next message, by the group and its parts.
+# The check that is to run before the next message, by the group and its parts.
 _unchecked: WeakKeyDictionary[dist.ProcessGroup, Check] = WeakKeyDictionary()
 
 
@@ -103,7 +103,7 @@ def check_later(group: dist.ProcessGroup, check: Callable[[], object]) -> None:
 
 
 def drop_check(group: dist.ProcessGroup) -> None:
-    """Forget what is to be checked: an attention has failed on this rank."""
+    """Drop the check of :func:`check_later`: an attention has failed on this rank."""
     found = _unchecked.pop(group, None)
     if found is not None:
         found.drop()
@@ -111,7 +111,7 @@ def drop_check(group: dist.ProcessGroup) -> None:
 
 @contextlib.contextmanager
 def checked(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """At its end, also by an error, everything is checked that was to be: see :func:`check_later`."""
+    """A context at whose end the check of :func:`check_later` runs, if there is one; after an error too."""
     try:
         yield
     except Exception:
@@ -125,7 +125,7 @@ def checked(group: dist.ProcessGroup | None) -> Iterator[None]:
 
 
 def settle(group: dist.ProcessGroup | None) -> None:
-    """Check now what was to be checked later."""
+    """Run the check of :func:`check_later` now, if there is one."""
     found = None if group is None else _unchecked.pop(group, None)
     if found is not None:
         found.settle()

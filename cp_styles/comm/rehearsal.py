@@ -1,7 +1,7 @@
-"""A group without processes: a strategy runs on one rank's shapes, and what it would send is noted.
+"""A process group without processes, which records what a strategy would send.
 
-A strategy that runs with meta tensors and a :class:`Rehearsal` in the place of its process group takes the same steps
-as in a real run: the same messages, in the same order, with the same waits. Nothing is sent and nothing is computed.
+A strategy that runs with meta tensors and a :class:`Rehearsal` in place of its process group takes the same steps as in
+a real run: the same messages, in the same order, with the same waits. Nothing is sent and nothing is computed.
 """
 
 from __future__ import annotations

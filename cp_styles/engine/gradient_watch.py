@@ -1,22 +1,22 @@
-"""Notices parameters whose gradients nobody reduces over the sequence axis: after a step they differ between ranks.
+"""Detects gradients that were not reduced over the sequence axis: after a step the ranks' parameters differ.
 
-Context parallelism leaves every rank with its own share of each gradient. If an optimizer steps on shares, the ranks'
-parameters come apart, and nothing fails: the loss goes on falling. But ranks with equal parameters have equal bits. So
-each rank puts a checksum of its parameters into the all-gather that every attention makes anyway.
+Context parallelism leaves every rank with its own share of each gradient. If an optimizer steps with shares, the
+parameters of the ranks become different. There is no other error, and the loss may still fall. Equal parameters have
+equal bits. So each rank puts a checksum of its parameters into the all-gather before an attention.
 
-Parameters are compared, and not gradients: who reduces gradients, and when, is the training loop's affair (FSDP2 and
-DDP in the backward, a sum after several backwards, a clip before or after it, a GradScaler that skips a step). Whatever
-the loop does, after its step the ranks must hold the same.
+Parameters are compared, not gradients. Training loops reduce gradients in many ways and at many times: FSDP2 and DDP in
+the backward, a sum after several backwards, clipping before or after it, a GradScaler that skips a step. In all of them
+the parameters must be equal after the step.
 
-[Note: which parameters] Behind an attention's inputs the autograd graph names parameters, but only those in front of
-the attention, and with FSDP2 only those gathered just now. The optimizer names the rest: where it has stepped one of
-these, or DTensors, its other parameters are compared as well. (Others are left alone: some wrappers give an optimizer
-flat parts, of equal size on each rank, of what they alone know.) Parameters that are DTensors over the sequence axis
-differ by right, and DTensor reduces their gradients.
+[Note: which parameters] The autograd graph behind an attention's inputs contains parameters. It contains only those in
+front of the attention, and with FSDP2 only those that are gathered now. The other ones are found in the optimizer: if
+it has stepped one of these parameters, or DTensors, all its parameters are compared. (Other optimizers are ignored.
+Some wrappers give an optimizer flat parts, of equal size on each rank, whose meaning only the wrapper knows.)
+Parameters that are DTensors over the sequence axis are meant to differ, and DTensor reduces their gradients.
 
-[Note: compiled] Inside a compiled graph nothing leads from an attention's inputs back to parameters. But when its
-backward runs, the node that runs is the graph's, and that leads to what the graph was given. So a backward remembers
-these parameters, and the forwards after it look at them.
+[Note: compiled] Inside a compiled graph, the autograd graph does not lead from an attention's inputs to parameters.
+When the backward of the graph runs, the running node is that of the whole graph, and leads to the inputs of the graph.
+So a backward notes these parameters, and later forwards compare them.
 """
 
 from __future__ import annotations
@@ -65,16 +65,19 @@ class UnreducedGradientsWarning(UserWarning):
 
 @dataclass(frozen=True, eq=False)
 class GradientCheck:
-    """What to do about parameters that differ between the ranks of the sequence axis.
+    """What to do if parameters differ between the ranks of the sequence axis.
 
     By default all ranks raise :class:`UnreducedGradientsError` at an attention of the first step after the one in which
     gradients were not reduced, or only in part.
 
     Args:
-        only_warn: give an :class:`UnreducedGradientsWarning` instead, once a process group.
-        local: parameters that differ between these ranks by right, such as experts that live on one rank: modules,
-            with all that is in them, and single parameters. They are left out of the comparison for all attention over
-            these ranks. (DTensors that are cut over these ranks need not be named.)
+        only_warn: give an :class:`UnreducedGradientsWarning` instead, once for each process group.
+        local: parameters that are meant to differ between these ranks, such as experts that exist on one rank only.
+            Modules, with all their parameters, and single parameters. They are left out of the comparison for all
+            attention over these ranks. (DTensors that are cut over these ranks need not be named.)
+
+    Raises:
+        TypeError: ``local`` has something else than modules and parameters.
     """
 
     only_warn: bool = False
@@ -92,20 +95,22 @@ RAISE = GradientCheck()
 
 @dataclass(frozen=True)
 class Finding:
-    """What the ranks found, the same on all of them: ``apart`` is beyond rounding."""
+    """The result of a comparison, the same on all ranks. ``apart``: parameters differ by more than rounding."""
 
     text: str
     apart: bool
 
 
 class ParameterWatch:
-    """Compares the parameters behind the attentions of one group between its ranks, now and then.
+    """Compares the parameters behind the attentions of one group between its ranks.
 
-    At the attentions number 1, 2, 4, 8, ... that have parameters behind them: a step that left the ranks apart is seen
-    before as many forwards again have gone by, and mostly in the next one. A look reads up to 65,536 elements of each
-    parameter and waits for the device; in the long run that costs nothing. It sends nothing: the number travels in the
-    row that ranks exchange before each attention. Only where the numbers differ there is one all-gather of 8 bytes a
-    parameter, and one all-reduce of at most 32 MiB.
+    This is done at the attentions number 1, 2, 4, 8, ... that have parameters behind them. So after n attentions, a
+    step with unreduced gradients is noticed within n more, and mostly in the next forward. A comparison reads up to
+    65,536 elements of each parameter and waits for the device. Comparisons become rare, so they cost nothing in the
+    long run.
+
+    Communication: none, because the checksum is part of the row that ranks exchange before each attention. Only if
+    checksums differ there is one all-gather of 8 bytes for each parameter, and one all-reduce of at most 32 MiB.
     """
 
     def __init__(self) -> None:
@@ -122,7 +127,7 @@ class ParameterWatch:
         self._local.update((id(each), ref(each)) for each in local)
 
     def look(self, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> int:
-        """A number for the parameters behind ``tensors`` and their values; 0 says nothing. No communication."""
+        """A checksum of the parameters behind ``tensors``; 0 if they are not compared now. No communication."""
         self._looked_at = []
         trained = any(x.requires_grad for x in tensors)
         self._counts = (
@@ -143,9 +148,9 @@ class ParameterWatch:
         return (which % 2**30 + 1) << 32 | zlib.crc32(repr(sums).encode())
 
     def remember(self, group: dist.ProcessGroup) -> None:
-        """Called in the backward of a compiled attention: keep in mind what it is differentiated for, weakly.
+        """Note, weakly, the parameters of the compiled graph whose backward is running. See [Note: compiled].
 
-        At the backwards number 1, 2, 4, 8, ..., as looks are. No communication.
+        It does so at the backwards number 1, 2, 4, 8, .... No communication.
         """
         self._backwards += 1
         node = current_autograd_node()
@@ -153,8 +158,8 @@ class ParameterWatch:
             self._remember(_leaves_behind([node]))
 
     def compare(self, numbers: Sequence[int], name: str, axis: str, group: dist.ProcessGroup) -> Finding | None:
-        """What the ranks' numbers say, the same on every rank. Communication: see the class, where they differ."""
-        self._attentions += self._counts  # here, where no rank has refused, so that all ranks look at the same ones
+        """The result for the checksums of all ranks, the same on every rank. Communication: see the class."""
+        self._attentions += self._counts  # counted here, where no rank has refused, so that all ranks count alike
         looked_at, self._looked_at = self._looked_at, []  # it keeps parameters alive
         if 0 in numbers or len(set(numbers)) == 1:
             return None
@@ -185,7 +190,7 @@ class ParameterWatch:
         return list(_comparable(behind, group, self._ids_of_local()))[:1]
 
     def _all(self, behind: Sequence[torch.Tensor], group: dist.ProcessGroup) -> list[_Pair]:
-        """Those of optimizers first, in their order, which is the same on all ranks whichever they have used."""
+        """All known parameters. Those of optimizers come first, in an order that is the same on all ranks."""
         known = [parameter for each in self._known.values() if (parameter := each()) is not None]
         among = {id(parameter) for parameter in known}
         found: list[torch.Tensor] = []
@@ -236,9 +241,9 @@ _APART = (
     "From here on the ranks train different models. Context parallelism leaves each rank its own share of every "
     "gradient. Sum the shares of all parameters: sum_gradients(model, mesh[{axis!r}]) between backward() and the "
     "optimizer's step, or FSDP2 (fully_shard) or DDP over a mesh that contains this axis; cp_styles/batch.py has the "
-    "line for each. Ranks that began with different weights look the same: seed them alike. Parameters that differ by "
-    "right, such as experts that live on one rank, are named by gradient_check=GradientCheck(local=[experts]) of the "
-    "style or call; GradientCheck(only_warn=True) makes this a warning"
+    "line for each. Ranks that began with different weights also raise this: seed them alike. If parameters are meant "
+    "to differ, such as experts that exist on one rank only, give the style or call "
+    "gradient_check=GradientCheck(local=[experts]). GradientCheck(only_warn=True) makes this a warning"
 )
 _ROUNDED = (
     "They differ by no more than sums in another order do. Reduce over this axis last, or over all axes at once, to "
@@ -246,9 +251,9 @@ _ROUNDED = (
 )
 
 _Pair = tuple[torch.Tensor, torch.Tensor]
-"""A parameter, and what of it this rank holds."""
+"""A parameter, and the part of it that this rank holds."""
 _LookedAt = tuple[torch.Tensor, torch.Tensor, int]
-"""The same, and its checksum."""
+"""A parameter, this rank's part of it, and the checksum of the part."""
 
 _watches: WeakKeyDictionary[dist.ProcessGroup, ParameterWatch] = WeakKeyDictionary()
 
@@ -259,13 +264,13 @@ def watch_of(group: dist.ProcessGroup) -> ParameterWatch:
     return _watches.setdefault(group, ParameterWatch()) if found is None else found
 
 
-# The optimizers that have made a step, each with the world (ranks may be threads) in which it did; the first one first.
+# The optimizers that have made a step, in order, each with the world in which it did. (Ranks may be threads.)
 _stepped: WeakKeyDictionary[Optimizer, ref[dist.ProcessGroup] | None] = WeakKeyDictionary()
 
 
 @functools.cache
 def follow_optimizers() -> None:
-    """Have torch say which optimizers make a step, from now on."""
+    """From now on, note which optimizers make a step. Registers a hook of torch, once in a process."""
     register_optimizer_step_post_hook(_note_step)
 
 
@@ -275,7 +280,7 @@ def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _optimizers_here() -> list[Optimizer]:
-    """Of this rank, those with more parameters first: what ZeRO wraps has a part of them on each rank."""
+    """The optimizers of this rank, those with more parameters first. (Inside of ZeRO each rank has one with a part.)"""
     here = [optimizer for optimizer, where in list(_stepped.items()) if where is not None and where == world()]
     return sorted(here, key=lambda each: -sum(len(group["params"]) for group in each.param_groups))
 
@@ -289,7 +294,7 @@ def _parameters_behind(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor
 
 
 def _leaves_behind(nodes: Sequence[Any]) -> Iterator[torch.Tensor]:
-    """The same from nodes of autograd's graph; of one that stands for a whole graph, in the order of use in it."""
+    """The same from nodes of the autograd graph. For the node of a compiled graph, in the order of use in it."""
     waiting = deque(nodes)
     seen = set(waiting)
     for _ in range(_MOST_NODES):
@@ -297,7 +302,7 @@ def _leaves_behind(nodes: Sequence[Any]) -> Iterator[torch.Tensor]:
             return
         node = waiting.popleft()
         leaf = getattr(node, "variable", None)
-        # A leaf that is no parameter is somebody's input, which the ranks cut.
+        # A leaf that is not a parameter is an input, of which each rank has its part.
         if isinstance(leaf, nn.Parameter):
             yield leaf
         following = [after for after, _ in node.next_functions if after is not None and after not in seen]
@@ -306,7 +311,7 @@ def _leaves_behind(nodes: Sequence[Any]) -> Iterator[torch.Tensor]:
 
 
 def _comparable(parameters: Iterable[torch.Tensor], group: dist.ProcessGroup, left_out: set[int]) -> Iterator[_Pair]:
-    """With what of it this rank holds, each parameter of which all ranks of ``group`` should hold the same."""
+    """The parameters that should be equal on all ranks of ``group``, each with the part that this rank holds."""
     spread: dict[Any, bool] = {}
     for parameter in parameters:
         part = parameter.detach()
@@ -315,7 +320,7 @@ def _comparable(parameters: Iterable[torch.Tensor], group: dist.ProcessGroup, le
             if mesh not in spread:
                 spread[mesh] = shares_ranks(mesh, group)
             if spread[mesh]:
-                continue  # its parts differ by right, and DTensor knows how to reduce its gradient
+                continue  # its parts are meant to differ, and DTensor reduces its gradient
             part = parameter.to_local().detach()
         # FSDP frees what it gathered.
         if id(parameter) not in left_out and part.numel() and part.untyped_storage().nbytes():
@@ -323,13 +328,13 @@ def _comparable(parameters: Iterable[torch.Tensor], group: dist.ProcessGroup, le
 
 
 def _sampled(part: torch.Tensor) -> torch.Tensor:
-    """Of large parameters, elements spread over them."""
+    """At most _MOST_ELEMENTS elements of a parameter, at equal distances."""
     flat = part.reshape(-1)
     return flat[:: -(-flat.numel() // _MOST_ELEMENTS)]
 
 
 def _on_host(numbers: Sequence[torch.Tensor]) -> list[int]:
-    """Integers of 0 dims, with one wait a device."""
+    """The values of 0-dim integers. The host waits once for each device."""
     found: dict[torch.device, list[int]] = {}
     for device in {number.device for number in numbers}:
         found[device] = torch.stack([number for number in numbers if number.device == device]).tolist()
@@ -338,7 +343,7 @@ def _on_host(numbers: Sequence[torch.Tensor]) -> list[int]:
 
 
 def names_of(parameters: Sequence[torch.Tensor]) -> list[str]:
-    """What the modules that are alive call them, for an error's text; "one" for what no module holds."""
+    """The names of parameters in the modules that are alive, for messages. "one of shape" if no module has it."""
     wanted = {id(parameter) for parameter in parameters}
     names: dict[int, tuple[nn.Module, str]] = {}
     parents: dict[int, tuple[nn.Module, str]] = {}

@@ -88,13 +88,13 @@ class Auto(Strategy):
     layout, mask and shape, and takes about as long as rehearsing one rank for each candidate: tens of milliseconds on 8
     ranks, seconds on hundreds. :meth:`choice` explains it. With :meth:`layout` the layout is chosen too.
 
-    Ranks must have equal ``hardware``: ``Hardware.measure(group)`` gives all of them the same figures. Other figures on
-    one rank are an error on all.
+    All ranks must have equal ``hardware``: ``Hardware.measure(group)`` gives them the same figures. If one rank has
+    other figures, every rank raises.
 
     Communication and memory: those of the chosen strategy.
 
     Attributes:
-        hardware: the machine.
+        hardware: the machine for which times are predicted.
         candidates: strategies to choose from. None: rings with and without kept keys, all-gather, and Ulysses over all
             ranks and over 2, 4 and 8.
         lean: whether the chosen strategy keeps no received keys.
@@ -119,11 +119,30 @@ class Auto(Strategy):
         make_plan(q_layout, kv_layout, mask, rank, small_tiles=small_tiles)
 
     def choice(self, layouts: tuple[SequenceLayout, SequenceLayout], mask: Mask, shapes: Shapes) -> Explanation:
-        """The explanation of the strategy that is chosen for a call, of one rank: the busiest of some."""
+        """The explanation of the strategy that is chosen for a call, for one rank: the busiest of some.
+
+        Args:
+            layouts: the layouts of queries and of keys.
+            mask: which keys each query attends to.
+            shapes: the shapes of the tensors.
+
+        Raises:
+            ValueError: no candidate can run.
+        """
         return _choice(self.hardware, self.candidates, *layouts, mask.pattern, replace_device(shapes, self.hardware))
 
     def layout(self, length: int, ranks: int, *, mask: Mask, shapes: Shapes) -> SequenceLayout:
-        """The layout with which the fastest strategy is faster than with any other layout: for a SequenceScope."""
+        """The layout with which the fastest strategy is fastest, for example for a SequenceScope. No communication.
+
+        Args:
+            length: number of positions.
+            ranks: number of ranks.
+            mask: which keys each query attends to.
+            shapes: the shapes of the tensors.
+
+        Raises:
+            ValueError: no candidate can run on this number of ranks.
+        """
         strategies = self.candidates or strategies_for(ranks, self.hardware)
         options = {"length": length, "ranks": ranks, "mask": mask, "shapes": shapes, "hardware": self.hardware}
         best = ranked(strategies, layouts_for(mask), memory=False, most=1, **options)[0].explanation

@@ -1,4 +1,4 @@
-"""What a machine can do, in the few figures that times of attention are predicted from, and the prediction."""
+"""The figures of a machine from which times of attention are predicted, and the prediction."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Hardware:
     message takes ``latency + bytes / bandwidth`` of its link.
 
     Attributes:
-        name: for texts.
+        name: name of the machine, for messages.
         flops: floating-point operations a second of the attention kernel with long tiles in its forward.
         backward_rate: rate of the backward over that of the forward.
         half_rows: queries of a tile at which the rate is half of ``flops``.
@@ -41,7 +41,8 @@ class Hardware:
         copy_bandwidth: bytes a second that other operations read and write.
         op_floor: seconds of another operation without work.
         call_floor: seconds of a forward or of a backward without work: the ranks' agreement, and Python.
-        bandwidth, latency: of messages between ranks of one node: bytes a second of a rank in one direction, seconds.
+        bandwidth: bytes a second that a rank sends in one direction to ranks of its node.
+        latency: seconds of a message without bytes between ranks of one node.
         far_bandwidth, far_latency: the same between nodes.
         node_ranks: number of ranks in a node.
         memory: bytes of a device.

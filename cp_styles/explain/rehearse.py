@@ -1,9 +1,9 @@
 """One rank's share of an attention, run without data: what it sends, computes and holds, in order.
 
 The strategy itself runs, forward and backward, with meta tensors and a :class:`~cp_styles.comm.rehearsal.Rehearsal` in
-the place of the process group. So the figures are those of the plan that a real run walks. No process group is needed,
-nothing is sent, and no memory is used. Kernels are outlined: they note their calls and return results of the right
-shapes.
+place of the process group. So the figures are those of the plan that a real run executes. No process group is needed,
+nothing is sent, and no memory is used. Kernels are replaced by *outlined* ones, which record their calls and return
+results of the right shapes.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Shapes(NamedTuple):
 
 
 class Named(NamedTuple):
-    """What kernels look at to say whether they take a tensor."""
+    """The properties of a tensor by which kernels decide whether they take it."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -128,7 +128,7 @@ class KernelCall(NamedTuple):
 
 
 class Copied(NamedTuple):
-    """An operation that is not a kernel's: packing, adding, merging, masking; by the bytes that it reads and writes."""
+    """An operation outside of the kernels (packing, adding, merging, masking): the bytes that it reads and writes."""
 
     nbytes: int
 
@@ -213,15 +213,15 @@ def rehearse(
     """What ``rank`` does for one attention; no communication, no process group.
 
     Args:
-        strategy: how queries and keys meet.
-        layouts: who holds which queries, and which keys.
-        mask: who attends to whom.
-        kernel: what computes the tiles, from :func:`kernel_of`.
-        shapes: of the tensors.
-        rank: whose run this is.
+        strategy: how keys and values get to the queries.
+        layouts: the layouts of queries and of keys.
+        mask: which keys each query attends to.
+        kernel: computes the tiles, from :func:`kernel_of`.
+        shapes: the shapes of the tensors.
+        rank: the rank that is rehearsed.
         sink: whether there are attention sinks.
-        memory: whether to count bytes of tensors, and of copies. Without, a rehearsal takes less time.
-        most_calls: raise TooManyCalls after more kernel calls than these in a forward or backward.
+        memory: whether to count the bytes of tensors and of copies. False takes less time.
+        most_calls: raise TooManyCalls if a forward or backward has more kernel calls than this.
     """
     if isinstance(mask, PerRow) and not isinstance(strategy, PerRowStrategy):
         strategy = PerRowStrategy(strategy)
@@ -258,7 +258,7 @@ def rehearse(
 
 
 class _Notes(Log):
-    """The log of a rehearsal, and the ledger of what is alive."""
+    """The log of a rehearsal, and the count of the bytes that are alive."""
 
     def __init__(self, memory: bool, most_calls: int | None) -> None:
         super().__init__()
@@ -286,7 +286,7 @@ class _Notes(Log):
         self.label("messages", tensor)
 
     def label(self, what: str, *tensors: torch.Tensor) -> None:
-        """Say what the storage of tensors is for. What is kept stays that, and of the rest the last one counts."""
+        """Label the storage of tensors with its purpose. A later label replaces an earlier one, except ``_KEPT``."""
         self.ledger.label(what, tensors)
 
 
@@ -399,7 +399,7 @@ def _outlined(kernel: Kernel, notes: _Notes, device: torch.device) -> Kernel:
 
 
 class _Op:
-    """Put before a kernel of torch's: its op is noted and not called, and gives tensors without data."""
+    """Mixin before a class of torch's kernels: calls of its op are recorded, and return tensors without data."""
 
     notes: _Notes
     device: torch.device
@@ -447,7 +447,7 @@ class _OutlinedVarlen(_Op, VarlenKernel):
 
 
 class _OutlinedOther(Kernel):
-    """A kernel that is not one of torch's. Only the reference says by itself what it holds while it runs."""
+    """An outlined kernel that is not one of torch's. The reference runs, so that its memory is counted."""
 
     def __init__(self, inner: Kernel, notes: _Notes) -> None:
         self._inner, self._notes = inner, notes

@@ -37,9 +37,10 @@ class Explanation:
     """One attention on ``layout.ranks`` ranks. Print it, show it in a notebook, or call :meth:`plot`.
 
     Attributes:
-        strategy, layout, mask, kernel, shapes: what is explained; ``kv_layout`` is that of keys and values.
-        hardware: whose times are predicted; None for no times.
-        runs: what each rank does that was rehearsed, by rank: all ranks, or of more than 16 some.
+        strategy, mask, kernel, shapes: the attention that is explained.
+        layout, kv_layout: the layouts of queries, and of keys and values.
+        hardware: the machine for which times are predicted. None: no times.
+        runs: the rehearsed ranks, by rank: all of up to 16 ranks, else some of them.
     """
 
     strategy: Strategy
@@ -176,9 +177,9 @@ class Explanation:
 
     @property
     def layout_imbalance(self) -> float | None:
-        """Work of the busiest over the mean work, of all ranks, as the layout deals it; None in cross-attention.
+        """Work of the busiest over the mean work, of all ranks, by the layout alone. None in cross-attention.
 
-        Of ranks that exchange heads (Ulysses) each has the same share of their common work.
+        Ranks that exchange heads (Ulysses) share their work equally.
         """
         if self.layout != self.kv_layout:
             return None
@@ -224,18 +225,18 @@ def explain(
     Args:
         length: number of positions of the whole sequence.
         ranks: number of ranks that share it.
-        heads, kv_heads: query heads, and key/value heads (default: as many).
-        head_dim, value_dim: of queries and keys, and of values (default: the same).
-        kv_length: number of keys in cross-attention.
+        heads, kv_heads: numbers of query heads and of key/value heads. Default: as many key heads as query heads.
+        head_dim, value_dim: head dims of queries and keys, and of values. Default: the same.
+        kv_length: number of keys, for cross-attention.
         batch: rows of the batch.
-        dtype, device: of the tensors; the device type need not be here.
-        mask: who attends to whom; default Causal().
-        layout: the cut, or the balancer that makes it.
-        strategy: default Ring().
+        dtype, device: dtype and device type of the tensors. This machine need not have such a device.
+        mask: which keys each query attends to; default ``Causal()``.
+        layout: the layout, or the balancer that makes it.
+        strategy: how keys and values get to the queries; default ``Ring()``.
         kernel: as in :func:`~cp_styles.context_attention`.
         sink: whether there are attention sinks.
-        hardware: whose times to predict; its device replaces ``device``.
-        rank: explain only this rank. Default: all ranks, or of more than 16 some, with the busiest.
+        hardware: the machine for which times are predicted. Its device replaces ``device``.
+        rank: explain only this rank. Default: all of up to 16 ranks, else some of them, among them the busiest.
 
     Raises:
         ValueError, NotImplementedError: for what the attention itself would refuse.
@@ -268,7 +269,7 @@ def explain(
 
 
 class explain_calls:
-    """Explain the attentions that run under a ``with``, through whatever door: of a parallelized module, or any call.
+    """Explains the attentions that run inside a ``with``, through any door.
 
     ::
 
@@ -276,11 +277,11 @@ class explain_calls:
             model(tokens, positions)
         print(calls[0])
 
-    The ``with`` gives a list, which is filled at its end: one :class:`Explanation` for each kind of call, as often as
-    they differ. Attentions inside a graph of torch.compile count too. Communication: none.
+    The ``with`` returns a list, which is filled at its end: one :class:`Explanation` for each different call.
+    Attentions inside a graph of torch.compile are included. No communication.
 
     Args:
-        hardware: whose times to predict.
+        hardware: the machine for which times are predicted.
         rank: explain only this rank. Default: as in :func:`explain`.
     """
 

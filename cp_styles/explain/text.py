@@ -82,7 +82,7 @@ def steps_of(phase: Phase) -> list[Step]:
 
 
 def text_of(made: Any) -> str:
-    """All that there is to say, in sections."""
+    """The whole text, in sections."""
     return "\n".join(line[:_WIDTH] for part in _sections(made) for line in (*part, ""))
 
 

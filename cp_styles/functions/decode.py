@@ -53,17 +53,18 @@ from cp_styles.troubleshooting import see
 class KVCache:
     """Keys and values of one attention, of which each rank of a group holds a part.
 
-    Those of the prompt are where its layout has put them. Those of a new position p are kept by rank p modulo P, so the
-    parts grow alike. Every rank can compute who holds what, so this class never communicates.
+    The layout of the prompt says which rank holds the keys of which position of the prompt. Rank p modulo P keeps the
+    keys and values of a new position p, so all parts grow at the same rate. Every rank can compute which rank holds
+    what, so this class never communicates.
 
     Args:
         group: the ranks that share the sequence: a process group or a 1-D mesh.
-        layout: the layout with which the prompt was cut; of 0 positions for none.
+        layout: the layout with which the prompt was cut; a layout of 0 positions if there is no prompt.
         k_BGMD: this rank's keys of the prompt, as the attention takes them (with positions applied). They are copied.
-        v_BGME: its values.
+        v_BGME: this rank's values of the prompt.
 
-    Memory: this rank's keys and values. While :meth:`append` adds one of its own, there are two copies of them; that is
-    once in P tokens.
+    Memory: this rank's keys and values. While :meth:`append` adds a position that this rank keeps, there are two copies
+    of them. That happens once in P tokens.
 
     Raises:
         ValueError, TypeError: on this rank, and at the next call over the group on the others.
@@ -130,7 +131,16 @@ class KVCache:
         return torch.cat((self._own, new))[self._freed + self._unused() :]
 
     def append(self, k_BGLD: torch.Tensor, v_BGLE: torch.Tensor) -> None:
-        """Add the keys and values of the next L positions, which are the same on all ranks. No communication."""
+        """Add the keys and values of the next L positions. Call it alike on all ranks. No communication.
+
+        Args:
+            k_BGLD: keys of the new positions, the same on all ranks. This rank keeps those of its own positions.
+            v_BGLE: their values.
+
+        Raises:
+            ValueError: on this rank, and at the next call over the group on the others: batch, heads, head dims or
+                dtype are not those of the prompt.
+        """
         found, held = ([(*x.shape[:2], x.shape[3], x.dtype) for x in pair] for pair in ((k_BGLD, v_BGLE), self._both))
         if found != held or k_BGLD.shape[2] != v_BGLE.shape[2]:
             self._refuse(
@@ -152,7 +162,12 @@ class KVCache:
             self._freed += unused
 
     def crop(self, length: int) -> None:
-        """Remove the positions from ``length`` on, on all ranks alike. Those of the prompt stay. No communication."""
+        """Remove the positions from ``length`` on, on all ranks alike. No communication.
+
+        Raises:
+            ValueError: on this rank, and at the next call over the group on the others: ``length`` is larger than
+                :attr:`length`, or smaller than the prompt, whose positions cannot be removed.
+        """
         if not self._prompt.length <= length <= self._length:
             self._refuse(
                 ValueError(
@@ -165,9 +180,9 @@ class KVCache:
         self._keys, self._values = (x[:, :, :stop] for x in self._both)
 
     def forget(self, position: int) -> None:
-        """Positions before this one will not be attended to any more, as behind a sliding window: free their memory.
+        """Free the keys and values of all positions before ``position``, such as those behind a sliding window.
 
-        A later attention that needs them is an error.
+        A later attention that needs them is an error. No communication.
         """
         self._first = max(self._first, min(position, self._length))
         unused = self._unused()
@@ -176,7 +191,10 @@ class KVCache:
             self._freed += unused
 
     def select_rows(self, index_B: torch.Tensor) -> None:
-        """Make row b of the batch that of ``index_B[b]``, as beam search does. The same on all ranks."""
+        """Row b of the batch becomes the former row ``index_B[b]``, as in beam search. Call it alike on all ranks.
+
+        No communication.
+        """
         self._keys, self._values = (x.index_select(0, index_B.to(x.device)) for x in self._both)
 
     @property
@@ -220,7 +238,7 @@ def cache_of(tensor: torch.Tensor) -> KVCache | None:
 
 
 class LayerCaches:
-    """The :class:`KVCache` of each attention of a model, by a number. Doors for models of other libraries extend it.
+    """The :class:`KVCache` of each attention of a model, by its number. Integrations of other libraries extend it.
 
     Attributes:
         layers: the caches.
@@ -235,9 +253,9 @@ class LayerCaches:
         self.layers: list[KVCache | None] = []
 
     def add(self, k_BGLD: torch.Tensor, v_BGLE: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keep what an attention has computed: of this rank's part of the prompt, or of new tokens.
+        """Keep the keys and values that an attention has computed, of this rank's part of the prompt or of new tokens.
 
-        Returns what it shall attend to: that part itself, or all that this rank holds.
+        Returns the keys and values to attend to: in the prefill the given ones, later all that this rank holds.
         """
         self.layers += [None] * (layer + 1 - len(self.layers))
         found = self.layers[layer]

@@ -25,23 +25,28 @@ class JointLayout:
     """The first ``prefix`` and the last ``suffix`` tokens of each rank are the same on all ranks; the others are cut.
 
     For attention over a text and an image together (Flux: ``prefix``, Stable Diffusion 3: ``suffix``), where every rank
-    computes the whole text stream, and its part of the image. Give it to ``context_attention`` or
-    ``ModuleContextParallel`` as ``layout=``. In the attention the text counts once: each rank takes a share of its
-    rows, and the shares of the result are gathered, so that every rank has the whole text again.
+    computes the whole text stream, and its part of the image. Give this layout to ``context_attention`` or
+    ``ModuleContextParallel`` as ``layout=``. In the attention the text counts once: each rank takes a share of the rows
+    of the text, and the shares of the result are gathered, so that every rank has the whole text again.
 
-    Its gradients are shares too: those of the text's inputs, and of parameters in the text stream, are to be summed
-    over the ranks, like all others. A loss of the text itself must be counted on one rank only.
+    The gradients of the text's inputs, and of parameters in the text stream, are each rank's share: sum them over the
+    ranks, like all other gradients. A loss of the text itself must be counted on one rank only.
 
     Positions of masks are those of prefix, cut tokens and suffix, one after the other.
 
     Attributes:
         prefix: number of tokens at the beginning that are whole on every rank.
         suffix: number of tokens at the end that are.
-        rest: the layout of the others, or its balancer. Inputs are cut with it.
+        rest: the layout of the other tokens, or its balancer. Inputs are cut with it.
 
-    Communication, beside that of the attention: the gather of the result, T H D numbers of which each rank sends its
-    share to the P - 1 others; and one all-gather of 8 numbers, by which ranks see that the text is the same. Backward:
-    a reduce-scatter of the text.
+    Communication, in addition to that of the attention: a gather of the result of the text, T H D numbers, of which
+    each rank sends its share to the P - 1 others. And one all-gather of 8 numbers, by which the ranks check that the
+    text is the same. Backward: a reduce-scatter of the text.
+
+    Raises:
+        ValueError: no token is whole on every rank, or a number is negative; at a call, on every rank, if the text is
+            not the same on all ranks.
+        TypeError: ``rest`` is neither a layout nor a balancer.
     """
 
     prefix: int = 0
@@ -152,9 +157,9 @@ def _share(size: int, rank: int, ranks: int, begin: int = 0) -> tuple[int, int]:
 
 
 def _refuse_other_text(joint: JointLayout, name: str, k_BHLD: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Raise, on every rank, if the tokens that are said to be the same are not: by 8 numbers of their keys.
+    """Raise, on every rank, if the tokens that should be the same on all ranks differ. 8 numbers of keys are compared.
 
-    They are compared to a twentieth of their size, because the ranks may round differently. No two tokens are as close.
+    Ranks may round differently, so differences up to 5 % are allowed. Keys of different tokens differ by more.
     """
     at = torch.tensor([0, joint.prefix - 1] if joint.prefix else [-joint.suffix, -1]) % k_BHLD.shape[2]
     own = torch.zeros(8, dtype=torch.float64, device=k_BHLD.device)

@@ -1,9 +1,9 @@
 """Batches under context parallelism for trainers of other libraries: transformers, TRL, accelerate, Lightning.
 
-Trainers give every rank samples of its own, make labels and count tokens as if a rank had whole sequences. Two classes
-put that right. :class:`ContextParallelCollator` takes a whole batch, the same on all ranks of a sequence, and returns
-this rank's part, with labels that were shifted before the cut. :class:`ContextParallelTrainer` stands before a Trainer
-of transformers or TRL::
+Trainers give every rank its own samples. They make labels and count tokens as if each rank had whole sequences. Two
+classes correct this. :class:`ContextParallelCollator` takes a whole batch, the same on all ranks of a sequence, and
+returns this rank's part, with labels that were shifted before the cut. :class:`ContextParallelTrainer` is a mixin for a
+Trainer of transformers or TRL::
 
     class LongTrainer(ContextParallelTrainer, Trainer): ...
 
@@ -11,8 +11,8 @@ of transformers or TRL::
     parallelize_module(model, mesh["cp"], ModuleContextParallel())
     LongTrainer(model, TrainingArguments(...), train_dataset=dataset).train()
 
-Neither opens a scope: the layout is that of the style, and what is packed is said by positions that restart at 0. So
-forward, backward, recomputations of a checkpoint and the loop of an evaluation need nothing around them.
+Neither needs a SequenceScope. The layout is that of the style, and positions that restart at 0 show which documents are
+packed. So nothing has to be opened around forward, backward, a checkpoint's recomputation or an evaluation.
 
 This file imports no other library. Shapes: B batch, L tokens of this rank, S tokens of the whole sequence.
 """
@@ -77,13 +77,14 @@ class ContextParallelCollator:
 
     Args:
         mesh: the ranks that share the sequence: a process group or a 1-D mesh, ``mesh["cp"]``.
-        collate: makes the batch of what the collator is given; None: it is given a batch, a mapping of tensors.
-        layout: how the sequence is cut: that of the style, which by default is ``head_tail`` too.
+        collate: makes the batch, a mapping of tensors, from the samples that the collator is called with. None: it is
+            called with the batch.
+        layout: how the sequence is cut. Use the layout of the style, whose default is ``head_tail`` too.
         seq_dims: for entries that are not named above, the dim that is the sequence, or None for those that every rank
             needs whole. (Entries that are no tensors, or have no dims, are passed on.)
-        shift: False for labels that are not of the next token, as of masked models; they are cut as they are.
-        pad_to_multiple_of: pad the sequence at its end to a multiple. No layout needs it; compiled graphs may.
-        pad_token_id: the token to pad with. Padded tokens have no labels, and nobody attends to them.
+        shift: False for labels that are not the next token, as in masked language models. They are cut unchanged.
+        pad_to_multiple_of: pad the sequence at its end to a multiple. No layout needs this; compiled graphs may.
+        pad_token_id: the token to pad with. Padded tokens have no labels, and no token attends to them.
 
     Communication: one all-gather of some integers. The ranks compare a checksum of the whole batch, for which the host
     waits if the batch is on a device.
@@ -215,7 +216,7 @@ class ContextParallelCollator:
         return layout_made_by(self._layout, _tokens(whole).shape[1], self._group.size())
 
     def whole_of(self, part: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """From each rank's ``part`` [B, L, ...] of a result the whole [B, S, ...], for the whole ``batch``.
+        """The whole result [B, S, ...] from each rank's ``part`` [B, L, ...]. ``batch`` is the whole batch.
 
         Communication: an all-gather of the parts. No gradient.
         """
@@ -232,15 +233,15 @@ def _tokens(batch: Batch) -> torch.Tensor:
 
 
 def share_batches(dataloader: Any, *, num_replicas: int, rank: int) -> Any:
-    """Give data-parallel ranks, and not all ranks, different batches; ``dataloader`` is one that accelerate prepared.
+    """Give different batches to data-parallel ranks only, and not to all ranks.
 
-    accelerate shares the batches of a data set among all processes. The ranks of one sequence need the same::
+    accelerate distributes the batches of a data set over all processes. The ranks of one sequence need the same batch::
 
         loader = accelerator.prepare(DataLoader(dataset, ...))
         share_batches(loader, num_replicas=mesh["dp"].size(), rank=mesh["dp"].get_local_rank())
 
     Args:
-        dataloader: it is changed, and returned. One of a single process, which gives all batches, stays as it is.
+        dataloader: a loader that accelerate has prepared. It is changed, and returned.
         num_replicas: number of data-parallel ranks; 1 if all ranks share one sequence.
         rank: this rank's index among them.
 
@@ -264,20 +265,20 @@ def share_batches(dataloader: Any, *, num_replicas: int, rank: int) -> Any:
         )
     sharded.num_processes, sharded.process_index = num_replicas, rank
     if num_replicas == 1:
-        sharded.even_batches = False  # there is nobody who would have fewer
+        sharded.even_batches = False  # there is one replica, so no other one could have fewer batches
     return dataloader
 
 
 class ContextParallelTrainer:
-    """Put before a Trainer of transformers or TRL, it trains with context parallelism as the Trainer does without.
+    """A mixin before a Trainer of transformers or TRL. The Trainer then trains with context parallelism.
 
     ::
 
         class LongTrainer(ContextParallelTrainer, Trainer): ...
 
-    The model has a :class:`~cp_styles.ModuleContextParallel`, which says over which ranks, and how, sequences are cut.
-    Everything else is that of the Trainer: samples in a step are ``per_device_train_batch_size`` for each group of
-    ranks that share a sequence. DDP or FSDP2, over all ranks, sum the gradients, so nothing is to be summed by hand.
+    The model must have a :class:`~cp_styles.ModuleContextParallel`, which says over which ranks, and how, sequences are
+    cut. Everything else is that of the Trainer. A step has ``per_device_train_batch_size`` samples for each group of
+    ranks that share a sequence. DDP or FSDP2, over all ranks, sum the gradients: do not call sum_gradients.
 
     - Data loaders give the ranks of one sequence the same batches. (The ranks compare them.)
     - ``compute_loss`` cuts the batch by :meth:`context_parallel_collator`, and the loss is each rank's share.
@@ -289,7 +290,11 @@ class ContextParallelTrainer:
     """
 
     def context_parallel_collator(self) -> ContextParallelCollator:
-        """What cuts the batches. Override it for other entries, or for padding."""
+        """The collator that cuts the batches. Override this method for other entries, or for padding.
+
+        Raises:
+            ValueError: the model has no ModuleContextParallel, or accelerate cuts the batches too (``cp_size``).
+        """
         model = self._trainer.model
         parallelism = getattr(self._trainer.accelerator, "parallelism_config", None)
         if parallelism is not None and parallelism.cp_enabled:
@@ -312,7 +317,7 @@ class ContextParallelTrainer:
 
     @property
     def _trainer(self) -> Any:
-        """This object, as the Trainer that it is."""
+        """This object. (The attributes of the Trainer are not known to type checkers.)"""
         return self
 
     @property
@@ -322,7 +327,7 @@ class ContextParallelTrainer:
 
     @cached_property
     def _firsts(self) -> list[int]:
-        """Of each group of ranks that share a sequence, the first rank. Communication, once: an all-gather."""
+        """The first rank of each group of ranks that share a sequence. Communication, once: an all-gather."""
         first = dist.get_process_group_ranks(self._cut._group)[0]
         found: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(found, first)
@@ -342,7 +347,7 @@ class ContextParallelTrainer:
         return self._shared(self._parent.get_test_dataloader(test_dataset))
 
     def get_cp_size(self) -> int:
-        """By how many the Trainer divides the number of tokens that it counts: each rank has the whole batch."""
+        """The number by which the Trainer divides its count of tokens, because each rank counts the whole batch."""
         return self._cut._group.size()
 
     def compute_loss(
@@ -366,8 +371,10 @@ class ContextParallelTrainer:
         )
 
     def _count(self, inputs: Any) -> float:
-        """The number by which a rank's loss is divided where the Trainer has not counted, as TRL in evaluations: then
-        the mean over the ranks of the sequence is that over its labels."""
+        """The divisor of a rank's loss if the Trainer has not counted the labels, as in TRL's evaluations.
+
+        With it, the mean over the ranks of a sequence is the mean over the labels of the sequence.
+        """
         labels = inputs["labels"][:, 1:] if inputs.get("shift_labels") is None else inputs["shift_labels"]
         count = max(1, int((labels != IGNORE_INDEX).sum()))
         # The Trainer multiplies by the number of all processes.
@@ -400,7 +407,7 @@ class ContextParallelTrainer:
         return self._cut.whole_of(logits, inputs)
 
     def _gathered(self, data: Any) -> Any:
-        """In place of accelerate's ``gather_for_metrics``: rows of the first rank of each sequence alone."""
+        """A replacement of accelerate's ``gather_for_metrics``: only the rows of the first rank of each sequence."""
         if isinstance(data, (tuple, list)):
             return type(data)(self._gathered(each) for each in data)
         accelerator = self._trainer.accelerator

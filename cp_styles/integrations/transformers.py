@@ -9,12 +9,13 @@ transformers lets attention be exchanged: ``AttentionInterface`` holds the funct
     positions = layout.positions(rank).unsqueeze(0)
     logits = model(layout.shard(tokens, 1, rank), position_ids=positions).logits
 
-The mask function is asked once a forward for each kind of layer, with this rank's lengths. It does not evaluate
-anything on them: it reads what the mask is made of (causal, a window, chunks, documents, padding), and gives the layers
-a :class:`~cp_styles.mask.Mask` of the whole sequence. A mask that it cannot read is refused.
+transformers calls the mask function once in each forward for each kind of layer, with this rank's lengths. The
+function does not evaluate the mask for these lengths. It recognizes the parts of the mask (causal, a window, chunks,
+documents, padding), and returns a :class:`~cp_styles.mask.Mask` of the whole sequence for the layers. A mask with other
+parts is refused.
 
-Give the model ``position_ids`` of this rank's tokens, which say what is packed as they do on one device (positions
-restart at 0). If there is padding, give ``attention_mask`` [B, S] of the *whole* sequence.
+Give the model ``position_ids`` of this rank's tokens. As on one device, positions that restart at 0 show which
+documents are packed. If there is padding, give ``attention_mask`` [B, S] of the *whole* sequence.
 
 :func:`prefill` runs a prompt and returns a cache that is cut over the ranks, for ``generate()``::
 
@@ -92,14 +93,29 @@ def context_parallel_attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """The attention function: query [B, H, L, D], key [B, G, M, D] and value [B, G, M, E] of this rank.
 
+    transformers calls it. Other arguments of transformers are not used.
+
     Args:
-        module: the layer; ``is_causal`` of it counts where the argument is None.
+        module: the layer. Its ``is_causal`` is used if the argument is None.
+        query: this rank's queries.
+        key: this rank's keys; in decoding those of its part of the cache.
+        value: this rank's values.
         attention_mask: what :func:`context_parallel_mask` returned, or a tensor or BlockMask of the *whole* sequence.
+        dropout: must be 0.
+        scaling: factor of the logits; default 1/sqrt(D).
+        is_causal: used if there is no ``attention_mask``.
         softcap: c of ``c * tanh(logits / c)``.
-        s_aux: a sink's logit for each query head, [H]; beside a softcap too.
+        s_aux: a sink's logit for each query head, [H]; with a softcap too.
+        position_bias: learned biases by distance, as T5 has them.
+        cache: must be None; a paged cache is not supported.
 
     Returns:
         ``out_BLHE`` and None for the weights. Communication: see :func:`~cp_styles.functions.context_attention`.
+
+    Raises:
+        RuntimeError: outside of a ModuleContextParallel.
+        NotImplementedError, ValueError: on every rank, for dropout, other biases, a paged cache and masks that are not
+            those of the whole sequence.
     """
     calls = _entered("attention")
     name = calls.binding.name
@@ -253,12 +269,16 @@ def context_parallel_mask(
     attention_mask: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> WholeMask:
-    """The mask function: what ``mask_function`` and ``attention_mask`` say, as a mask of the whole sequence.
+    """The mask function: ``mask_function`` and ``attention_mask`` as a mask of the whole sequence.
+
+    transformers calls it. Other arguments of transformers are not used.
 
     Args:
         batch_size: rows of the batch.
-        q_length: this rank's queries. Lengths and offsets of keys are not used.
-        mask_function: what transformers has put together from its own pieces.
+        q_length: number of this rank's queries.
+        kv_length, kv_offset: not used.
+        q_offset: number of tokens in a cache, which must be 0 or that of a cache of :func:`prefill`.
+        mask_function: the mask that transformers has combined from its own functions.
         attention_mask: [B, S] of the *whole* sequence, True where there is a token; or this rank's part if it is True
             everywhere.
 
@@ -446,10 +466,10 @@ def _shape(x: Any) -> Any:
 class WholeMask(BlockMask):
     """A mask of the whole sequence on its way through a model to its layers.
 
-    It is a BlockMask because that is the one object, beside tensors, that models pass on as it is.
+    It is a BlockMask because models pass tensors and BlockMasks on unchanged, and no other objects.
 
     Attributes:
-        mask: who attends to whom.
+        mask: which keys each query attends to.
         padding: bool [B, 1, 1, S], True where there is a key to attend to; None for everywhere.
     """
 
@@ -525,7 +545,7 @@ def _entered(what: str) -> AttentionCalls:
 
 
 def _read(mask_function: Callable[..., Any], name: str) -> _Pieces:
-    """Take apart a mask function of transformers.masking_utils: by the names of its pieces, and what they hold."""
+    """The parts of a mask function of transformers.masking_utils, by the names of its functions and their closures."""
     pieces = _Pieces([])
     for function in _conjuncts(mask_function):
         what = function.__qualname__.split(".")[0]
@@ -537,7 +557,7 @@ def _read(mask_function: Callable[..., Any], name: str) -> _Pieces:
             pass
         elif ours and what == "sliding_window_overlay":
             window = held["sliding_window"]
-            # Of 0, where a configuration has it switched off and no layer uses the mask: nobody sees anything.
+            # 0 if a configuration has switched the window off. No layer uses this mask, so let it hide everything.
             pieces.masks.append(SlidingWindow(window - 1, None) if window > 0 else KeyRange(0, 0))
         elif ours and what == "sliding_window_bidirectional_overlay":
             pieces.masks.append(SlidingWindow(held["sliding_window"], held["sliding_window"]))
@@ -566,7 +586,7 @@ def _conjuncts(function: Callable[..., Any]) -> Iterator[Any]:
         yield function
 
 
-# What a rank says of the part that it has.
+# Flags of a rank's row in the meeting: properties of its positions and of its padding.
 _AS_LAID_OUT, _PACKED, _JUMPS, _MASKED, _FROM_ZERO = 1, 2, 4, 8, 16
 
 
@@ -667,7 +687,7 @@ def _mask_of_new_tokens(
 
 
 def _text_positions(given: Any, batch: int, length: int) -> torch.Tensor | None:
-    """Of the position ids of the model's forward those in which transformers looks for documents: [B, L]."""
+    """The position ids in which transformers looks for documents, [B, L], from those of the model's forward."""
     if not isinstance(given, torch.Tensor):
         return None
     if given.ndim == 3 and given.shape[0] == 4:  # text beside time, height and width
@@ -770,7 +790,7 @@ def _refuse_part(
 def _mask_of(
     pieces: _Pieces, documents: list[tuple[int, ...]] | None, attention_mask: torch.Tensor | None, length: int
 ) -> tuple[Mask, torch.Tensor | None]:
-    """The mask, and the padding [B, 1, 1, S] that is not in it."""
+    """The mask; and the padding [B, 1, 1, S] that could not be part of the mask."""
     common: Mask = Full()
     for each in pieces.masks:
         common = common & each

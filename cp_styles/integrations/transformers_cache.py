@@ -18,7 +18,7 @@ from cp_styles.troubleshooting import see
 
 
 class TransformersCache(LayerCaches):
-    """What transformers asks of a ``Cache``, for caches that are cut over the ranks. :func:`prefill` makes it."""
+    """The methods of a ``Cache`` of transformers, for caches that are cut over the ranks. Made by :func:`prefill`."""
 
     is_compileable = False
     is_croppable = True
@@ -102,7 +102,7 @@ class TransformersCache(LayerCaches):
             each.crop(each.length - abs(tokens_to_remove))
 
     def activate_past_recording(self) -> None:
-        """Keep what lies behind windows, because ``crop`` may be called."""
+        """Keep positions that lie behind windows too, because ``crop`` may be called."""
         self.keeps_all = True
 
     def is_recording_past(self, layer_idx: int) -> bool:
@@ -169,12 +169,12 @@ def past_of(inputs: Mapping[str, Any]) -> tuple[TransformersCache | None, Encode
 
 @cache
 def cache_class(ours: type[TransformersCache]) -> Callable[..., Any]:
-    """A class that is a ``Cache`` of transformers too; made here, because transformers is not imported before."""
+    """A subclass of ``ours`` and of transformers' ``Cache``. Made here, because transformers is not imported before."""
     return type(f"ContextParallel{ours.__name__}", (ours, import_module("transformers").Cache), {})
 
 
 def encoder_keys(binding: Binding, encoded: SequenceLayout) -> Any:
-    """An :class:`EncoderKeys`. Its class makes further ones whatever it is given, as some models ask it to."""
+    """An :class:`EncoderKeys`. Some models create further objects of its class; the class ignores their arguments."""
     base: Any = cache_class(EncoderKeys)
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -1,6 +1,7 @@
 """nn.MultiheadAttention: what torch.nn.functional.multi_head_attention_forward computes, around an attention call.
 
-torch's function is one call for a function mode, and what it calls inside does not come back to the mode.
+A function mode sees torch's function as one call. The mode is not active inside of that call, so the mode does not see
+the attention that torch calls there.
 
 Shapes: B batch, H heads, L local queries, M local keys, S and T the whole sequences of these, E width, D head dim.
 """
@@ -44,12 +45,11 @@ def multi_head_attention(
 ) -> tuple[torch.Tensor, None]:
     """``(out_LBE, None)`` of query [L, B, E], key and value [M, B, ...]; the arguments are those of torch's function.
 
-    ``attn_mask`` [S, T] or [B * H, S, T] and ``key_padding_mask`` [B, T] are those of the whole sequence. Where
-    ``is_causal`` says that ``attn_mask`` is causal, it is not looked at. ``attend`` is called as
-    scaled_dot_product_attention is.
+    ``attn_mask`` [S, T] or [B * H, S, T] and ``key_padding_mask`` [B, T] are those of the whole sequence. With
+    ``is_causal``, ``attn_mask`` is not read. ``attend`` takes the arguments of scaled_dot_product_attention.
 
     Raises:
-        NotImplementedError: for weights (``need_weights``), and for keys beside the sequence's.
+        NotImplementedError: for weights (``need_weights``), and for additional keys (``add_bias_kv``, static keys).
     """
     if need_weights:
         raise NotImplementedError(
@@ -88,5 +88,5 @@ def multi_head_attention(
 
 
 def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A mask whose True hides, as what is added to logits."""
+    """A boolean mask (True: hidden) as the bias that is added to the logits."""
     return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, float("-inf")) if mask.dtype == torch.bool else mask

@@ -1,16 +1,19 @@
-"""Matrix products in all the digits of their dtype."""
+"""Matrix products in the full precision of their dtype, also where TF32 is allowed."""
 
 from __future__ import annotations
 
 import torch
 
-# What is left of a float32 in TF32: 10 bits after the leading one.
+# The bits of a float32 that TF32 keeps: 10 bits of the fraction.
 _KEPT = ~0x1FFF
 
 
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """``a @ b``. On a GPU a float32 product is one of inputs rounded to TF32 where the user has allowed that
-    (``torch.set_float32_matmul_precision``); then this one is three of those, of parts that TF32 holds."""
+    """``a @ b`` in the full precision of the dtype.
+
+    If the user has allowed TF32 (``torch.set_float32_matmul_precision``), a GPU rounds the inputs of a float32 product
+    to TF32. Then each input is split into two parts that TF32 represents, and three products of parts are added.
+    """
     if a.dtype != torch.float32 or a.device.type != "cuda" or torch.backends.cuda.matmul.fp32_precision != "tf32":
         return a @ b
     (a_high, a_low), (b_high, b_low) = _parts(a), _parts(b)
@@ -18,6 +21,6 @@ def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _parts(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What TF32 holds of each number, and the rest, of which it holds as much as float32 needs."""
+    """The first 11 bits of each number, which TF32 represents; and the other 13 bits, of which TF32 keeps 11."""
     high = (x.view(torch.int32) & _KEPT).view(torch.float32)
     return high, x - high

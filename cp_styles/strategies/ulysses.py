@@ -49,9 +49,10 @@ class Ulysses(Strategy):
         inner: the strategy among ranks that hold the same heads.
         size: number of neighbouring ranks that exchange heads (U). It must divide the number of ranks. None: all ranks
             of the axis, or of the second axis if the style has two mesh axes.
-        chunks: a rank exchanges and attends its heads in so many parts, one after the other. While one is attended, the
-            next one arrives, and the one before it is on its way back. The bytes are the same, the messages so many
-            times as many. A part has at least one KV head of every rank, so there may be fewer parts.
+        chunks: number of parts in which a rank exchanges its heads and attends, one after the other. While one part is
+            attended, the next one arrives, and the previous one is sent back. The bytes are the same. The number of
+            messages is multiplied by ``chunks``. A part has at least one KV head of every rank, so there may be fewer
+            parts.
     """
 
     inner: Strategy = field(default_factory=Ring)

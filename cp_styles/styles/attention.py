@@ -36,9 +36,9 @@ from cp_styles.styles.compiled import Traced, traced_of
 from cp_styles.styles.dtensor_io import DTensorIO
 from cp_styles.troubleshooting import see
 
-# Names that modules use for the three inputs. Otherwise the first three arguments are used.
-# A forward(*args, **kwargs), as wrappers have it.
+# The kinds of parameters of a forward(*args, **kwargs), as wrappers have it.
 _OPEN = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+# Names that modules use for the three inputs. Otherwise the first three arguments are used.
 _NAMES = (("query", "key", "value"), ("q", "k", "v"), ("xq", "xk", "xv"))
 
 
@@ -143,7 +143,7 @@ class AttentionContextParallel(ContextParallelStyle):
 
 
 def _three_by_place(query: Any, key: Any, value: Any, /, *args: Any, **kwargs: Any) -> None:
-    """What a forward(*args, **kwargs) is taken for: the three must come first, and without names."""
+    """The signature that is assumed for a forward(*args, **kwargs): the three come first, and without names."""
 
 
 class Phase(enum.Enum):

@@ -1,8 +1,8 @@
-"""What is wrong around the attention calls of a model, found before the first wrong number.
+"""Checks around the attention calls of a model: mistakes that would give wrong numbers without an error.
 
-Inside a ModuleContextParallel each rank's tokens are a part of the sequence, and most models do not know it: they count
-positions from 0, shift labels by one, and make masks as long as what they see. What can be told from how a model is
-called, and from what its layers are, is refused here, on every rank.
+Inside a ModuleContextParallel each rank has a part of the sequence. Most models are not written for that: they count
+positions from 0, shift labels by one token, and make masks for the length of their input. What can be recognized by the
+arguments of a model, or by its layers, is refused here, on every rank.
 """
 
 from __future__ import annotations
@@ -43,11 +43,13 @@ POSITIONS = "position_ids"
 class MixingProbe:
     """Finds modules that carry values from token to token by other means than attention calls.
 
-    Recurrent layers, state-space models, linear attention, convolutions along the sequence and batch norms have in
-    common that a token's output depends on other tokens' inputs. Under context parallelism those are the tokens of this
-    rank's part. Each module under a ModuleContextParallel in whose forward no attention is called is asked once, in its
-    first forward: it is run again, on detached inputs, and one token's output is differentiated. What only the shapes
-    of its children tell apart from a module that was asked is not asked.
+    Such are recurrent layers, state-space models, linear attention, convolutions along the sequence, and batch norms.
+    In all of them a token's output depends on other tokens' inputs. Under context parallelism these would be the tokens
+    of this rank's part only.
+
+    Each module under a ModuleContextParallel is tested once, in its first forward, if no attention is called in it. It
+    is run again on detached inputs, and one token's output is differentiated. A module is not tested if one with the
+    same classes of submodules, in the same order, has passed: only their shapes can differ.
     """
 
     def __init__(self, name: str, names: Mapping[nn.Module, str]) -> None:
@@ -103,7 +105,7 @@ class MixingProbe:
 
     @staticmethod
     def _can_run_again(module: nn.Module) -> bool:
-        """Without communication, and as it was."""
+        """Whether a second run would neither communicate nor change anything."""
         if torch.compiler.is_compiling() or current_graph_task() is not None:
             return False
         return not any(
@@ -129,9 +131,9 @@ never_compile_alone(MixingProbe.ask)
 def mixes(
     forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], length: int | None
 ) -> tuple[int, int] | tuple[()] | None:
-    """(a token, another token that its output depends on); empty if there is none, None if it cannot be told.
+    """(a token, another token that its output depends on). Empty if there is none. None if it is not known.
 
-    ``length``: how many tokens there are, if that is known. Where ``forward`` raises, it cannot be told.
+    ``length`` is the number of tokens, if it is known. The result is None if ``forward`` raises.
     """
     try:
         return _mixed(forward, args, kwargs, length)
@@ -184,7 +186,7 @@ def _mixed(
 
 
 def _copied(value: Any) -> Any:
-    """A copy of a cache or the like, which the forward may change; None where it holds a graph."""
+    """A copy of an object that the forward may change, such as a cache. None if it cannot be copied."""
     try:
         return copy.deepcopy(value)
     except Exception:
@@ -202,7 +204,7 @@ def _token_dim(x: torch.Tensor, out: torch.Tensor, length: int | None) -> int | 
 
 
 class InputGuards:
-    """Looks at the arguments of a model's forward; one for each module that ModuleContextParallel is applied to."""
+    """Checks the arguments of a model's forward. Each module that ModuleContextParallel is applied to has one."""
 
     def __init__(self, module: nn.Module, mask: Mask, calls: AttentionCalls) -> None:
         self._calls, self._forwards = calls, 0
@@ -275,7 +277,7 @@ class InputGuards:
             self._refuse_window(binding, kind, inputs)
 
     def check_output(self, module: nn.Module, args: Any, output: Any) -> None:
-        """A forward hook: raise for results that are not of each token, but of this rank's tokens together.
+        """A forward hook: raise for results that a model computes from all tokens of this rank together.
 
         No communication, unless it raises.
         """
@@ -321,7 +323,7 @@ class InputGuards:
 
 
 def _generates() -> bool:
-    """Whether a generate() of transformers is running. It gives the model positions as any caller does."""
+    """Whether generate() of transformers is running in this thread. Its calls look like those of any other caller."""
     if torch.is_grad_enabled():
         return False
     frame = sys._getframe(2)
@@ -403,7 +405,7 @@ def _refuse_labels(name: str, kind: str, inputs: Mapping[str, Any]) -> None:
 
 
 def _compare_counts(binding: Binding, kind: str, count: Any) -> None:
-    """Raise on every rank unless all are to divide by the same number."""
+    """Raise on every rank unless the ranks divide their losses by the same number."""
     ledger = ledger_of(binding.group)
     ledger.engaged = True
     number = float(count)
@@ -441,7 +443,7 @@ def _smallest_window(module: nn.Module) -> tuple[str, int] | None:
 
 
 def _covers(mask: Mask) -> bool:
-    """Whether a style's mask says itself what is near."""
+    """Whether a style's mask contains a window or chunks."""
     parts = mask.parts if isinstance(mask, All) else (mask,)
     return any(isinstance(part, SlidingWindow | Chunked) for part in parts)
 

@@ -30,7 +30,7 @@ from cp_styles.styles.guards import InputGuards, MixingProbe
 
 _STATE = "_context_parallel_calls"
 _State: TypeAlias = tuple[AttentionCalls, AttentionCalls, MixingProbe | None]
-"""For a forward that Python runs, for one that torch.compile traces; and what asks modules whether they mix tokens."""
+"""The calls of an eager forward, and those of a traced one; and the test of modules for mixing tokens."""
 
 # Leaves of torch's own that may carry values from token to token.
 _MIXING = (nn.RNNBase, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -70,10 +70,10 @@ class ModuleContextParallel(ContextParallelStyle):
         trusted: names of modules (patterns as in a plan, "layers.*.conv") that may carry values from token to token by
             other means than attention calls, because what they mix is whole on each rank. Other modules that do so
             are refused, see :class:`~cp_styles.styles.guards.MixingProbe`.
-        check_inputs: False for a model that knows what its arguments mean under context parallelism. True refuses a
-            forward with ``position_ids`` that gets none; positions, under any name, that count from 0 on each rank, or
-            that the model would count so; labels that a model of transformers would shift after the cut; and windows
-            that it would make from this rank's lengths.
+        check_inputs: True refuses mistakes in the arguments of the model: no ``position_ids`` for a forward that takes
+            them; positions, under any name, that count from 0 on each rank, or that the model would count so; labels
+            that a model of transformers would shift after the cut; and windows for which it would make masks from this
+            rank's lengths. False is for models that handle context parallelism themselves.
 
     Raises (at the call, on every rank): NotImplementedError for dropout; for attention by other functions, and for the
     weights that nn.MultiheadAttention returns unless need_weights=False; for attention under no_grad inside a forward
@@ -175,7 +175,7 @@ class ModuleContextParallel(ContextParallelStyle):
 
 
 def calls_in(model: nn.Module) -> AttentionCalls | None:
-    """What intercepts the attention calls of ``model``, or of the first module in it that has the style."""
+    """The mode that intercepts the attention calls of ``model``, or of the first module in it that has the style."""
     return next((getattr(child, _STATE)[0] for child in model.modules() if hasattr(child, _STATE)), None)
 
 
@@ -192,7 +192,7 @@ def _scripted(module: nn.Module) -> Iterator[str]:
 
 
 def binding_of(model: nn.Module) -> Binding | None:
-    """What the attention calls in ``model`` are bound to, by the first context-parallel module; None without one."""
+    """The binding of the first context-parallel module in ``model``. None if there is none."""
     states = (getattr(child, _STATE, None) for child in model.modules())
     return next((state[0].binding for state in states if state is not None), None)
 

@@ -58,14 +58,15 @@ def verify(
 ) -> Report:
     """Run ``step`` on one process, and with ``plan`` on the ranks of ``mesh``, and compare all that can be compared.
 
-    All ranks call it. Each runs the whole batch alone, twice, on a mesh of its own (of one rank, with the axes of
-    ``mesh``), with a copy of the model as it is; then once with the others, with a copy that ``plan`` is applied to.
-    So the step is the same code in all runs, and cuts the batch for as many ranks as its mesh has. Compared are the
-    outputs of every module (this rank's rows of them, by the layout with which attention ran), the loss that the step
-    returns, the gradients of modules' outputs, and the parameters' gradients when the step is over.
+    All ranks must call it. First each rank runs the whole batch alone, twice, with a copy of ``model``, on a mesh of
+    one rank with the axes of ``mesh``. Then all ranks run it together, with a copy to which ``plan`` is applied. So the
+    step is the same code in all runs, and cuts the batch for as many ranks as its mesh has.
+
+    These are compared: the outputs of every module (this rank's rows, by the layout with which attention ran), the loss
+    that the step returns, the gradients of the modules' outputs, and the gradients of the parameters after the step.
 
     Args:
-        model: in float32 or float64, on the device of the mesh, without dropout. It is not changed.
+        model: a model in float32 or float64, on the device of the mesh, without dropout. It is not changed.
         plan: see :data:`Plan`.
         mesh: the ranks; the axis of the sequence, and others if the plan has them.
         batch: what the step is given: one whole, small batch, the same on every rank. Mostly a dict of tensors.
@@ -161,7 +162,7 @@ def _on_ranks(
 
 
 def _differences(ranks: list[dict[str, int]]) -> list[str]:
-    """What is not the same on all ranks."""
+    """Texts for entries of the batch and parameters that differ between ranks."""
     apart = [name for name in ranks[0] if len({each.get(name) for each in ranks}) > 1]
     found = []
     weights = [name for name in apart if name.startswith(WEIGHTS)]
@@ -180,7 +181,7 @@ def _differences(ranks: list[dict[str, int]]) -> list[str]:
 
 
 def _random(one: Step, again: Step, gather: Gather, tolerance: float) -> list[str]:
-    """What two runs on one process do not do alike."""
+    """A text for the first module in which two runs on one process differ, or for different losses of the ranks."""
     nowhere = Places({}, 0)
     found = None
     for call, other in zip(one.recording.calls, again.recording.calls, strict=False):

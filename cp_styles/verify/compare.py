@@ -1,4 +1,4 @@
-"""Compares what a rank holds with its part of what one process holds."""
+"""Compares a rank's tensor with its part of the tensor of one process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cp_styles.layout import SequenceLayout
 
 @dataclass(frozen=True)
 class Squares:
-    """Of a difference and of what it is relative to: the sums of their elements' squares. They add up over ranks."""
+    """Sums of the squares of a difference, and of the tensor that it is relative to. They are added over ranks."""
 
     difference: float
     norm: float
@@ -23,7 +23,7 @@ class Squares:
         return Squares(self.difference + other.difference, self.norm + other.norm)
 
     def error(self, floor: float = 0.0) -> float:
-        """The norm of the difference, relative to the other one, or to ``floor`` if that is larger."""
+        """The norm of the difference, relative to the norm of the tensor, or to ``floor`` if that is larger."""
         if self.difference == 0:
             return 0.0
         norm = max(math.sqrt(self.norm), floor)
@@ -32,7 +32,7 @@ class Squares:
 
 @dataclass(frozen=True)
 class Part:
-    """What one process has at the places of a rank: ``expected``, whose dim ``dim`` is the sequence; None for whole."""
+    """A rank's part of a tensor of one process, ``expected``. ``dim`` is its sequence dim. None: the whole tensor."""
 
     expected: torch.Tensor
     dim: int | None
@@ -46,7 +46,7 @@ class Places:
     rank: int
 
     def parts(self, whole: torch.Tensor, shape: Sequence[int]) -> Iterator[Part]:
-        """What of ``whole`` a tensor of ``shape`` may be. Tokens may be flattened with the batch, in two ways."""
+        """The parts of ``whole`` that a tensor of ``shape`` may be. Tokens and batch may be flattened, in two ways."""
         if tuple(whole.shape) == tuple(shape):
             yield Part(whole, None)
             return
@@ -70,12 +70,12 @@ class Places:
                 yield Part(cut.flatten(dim, dim + 1), None)
 
     def part(self, whole: torch.Tensor, local: torch.Tensor) -> Part | None:
-        """Of these the one that ``local`` is nearest to."""
+        """The part, of those of :meth:`parts`, that is nearest to ``local``. None if there is none."""
         found = list(self.parts(whole, local.shape))
         return min(found, key=lambda part: squares(local, part.expected).difference) if found else None
 
     def compare(self, whole: torch.Tensor | None, local: torch.Tensor | None) -> Squares | None:
-        """None if ``local`` is not the part of ``whole`` by its shape; then there is nothing to say."""
+        """The comparison of ``local`` with its part of ``whole``. None if its shape is not that of a part."""
         if whole is None or local is None or isinstance(local, DTensor):
             return None
         part = self.part(whole, local)
@@ -83,7 +83,7 @@ class Places:
 
 
 def squares(found: torch.Tensor, expected: torch.Tensor) -> Squares:
-    """Of equal shapes. Elements that are equal, infinities among them, and two that are no number differ by 0."""
+    """The comparison of tensors of equal shape. Equal infinities, and two NaNs, differ by 0."""
     wide = torch.float64 if not found.is_complex() else torch.complex128
     mine, wanted = found.detach().to(wide), expected.detach().to(wide)
     same = (mine == wanted) | (mine.isnan() & wanted.isnan())
@@ -93,13 +93,13 @@ def squares(found: torch.Tensor, expected: torch.Tensor) -> Squares:
 
 
 def factor(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """The number by which ``expected`` is nearest to ``found``."""
+    """The factor with which ``expected`` is nearest to ``found``."""
     mine, wanted = found.detach().double().flatten(), expected.detach().double().flatten()
     norm = float(wanted @ wanted)
     return float(mine @ wanted) / norm if norm else 1.0
 
 
 def all_squares(pairs: Sequence[Squares | None]) -> Squares | None:
-    """The sum of those that there are."""
+    """The sum of the entries that are not None. None if there are none."""
     known = [each for each in pairs if each is not None]
     return sum(known[1:], known[0]) if known else None

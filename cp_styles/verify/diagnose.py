@@ -1,7 +1,7 @@
-"""Why a step differs from that of one process: finds the first place, and tries out what would explain it.
+"""Why a step differs from that of one process: finds the first difference, and tests possible causes.
 
-A cause is not guessed from numbers alone. The module in question is run once more, on one process, as the mistake would
-have it: on this rank's rows alone, or without its mask. If that gives what the rank has got, it is the cause.
+A cause is not guessed from numbers alone. The module in question is run once more, on one process, with the suspected
+mistake: on this rank's rows alone, or without its mask. If the result is that of the rank, the mistake is the cause.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from cp_styles.verify.compare import Part, Places, Squares, all_squares, factor,
 from cp_styles.verify.record import AttentionMask, Call, Key, OtherMasks, Recording, plain_name, tensors_of
 
 Gather = Callable[[Any], list[Any]]
-"""What each rank of the mesh has given, by rank. Communication: one all-gather of objects an axis of the mesh."""
+"""Returns the values of all ranks of the mesh, by rank. Communication: one all-gather of objects for each axis."""
 
-# A gradient may be 0 but for rounding (that of a key's bias). So errors are relative to at least this part of the
-# largest gradient.
+# A gradient may be 0 up to rounding (that of a key's bias). So errors are relative to at least this part of the largest
+# gradient.
 FLOOR = 1e-2
 
 
 @dataclass(frozen=True)
 class Step:
-    """What a step left behind. ``gradients`` by parameter, whole; None where there is none."""
+    """The results of a step. ``gradients`` by parameter, whole; None for parameters without a gradient."""
 
     recording: Recording
     gradients: Mapping[str, torch.Tensor | None]
@@ -41,7 +41,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Errors:
-    """By call, over all ranks; None where nothing can be compared."""
+    """Errors by call, over all ranks. None where nothing can be compared."""
 
     inputs: Mapping[Key, Mapping[str, float | None]]
     outputs: Mapping[Key, float | None]
@@ -49,11 +49,11 @@ class Errors:
 
 
 class Comparison:
-    """``many``, a step on the ranks, beside ``one``, the same step on one process.
+    """Compares ``many``, a step on the ranks, with ``one``, the same step on one process.
 
     Args:
-        model: for one process, not yet run; parts of it are run to try out causes.
-        places: by the layouts with which attention ran.
+        model: the model for one process, which has not run yet. Parts of it are run to test causes.
+        places: which positions this rank holds, by the layouts with which attention ran.
         ranks: how many ranks share the sequence.
         over_sequence: sums a tensor over these ranks.
         gather: see :data:`Gather`.
@@ -113,7 +113,7 @@ class Comparison:
         )
 
     def _common_factor(self) -> float:
-        """By what all gradients are multiplied on ranks, as ``averaged_over`` of global_loss does; 1 for nothing."""
+        """The factor of all gradients on ranks, such as ``averaged_over`` of global_loss; 1 if they differ."""
         verdicts = self._gather(self._verdict())
         factors = [each[2] for each in verdicts if each is not None and each[0] and each[1]]
         common = len(factors) == len(verdicts) and max(factors) - min(factors) <= self._tolerance * abs(factors[0])
@@ -135,7 +135,7 @@ class Comparison:
         return inputs, outputs, gradients
 
     def _parameter_errors(self) -> dict[str, float]:
-        """By name the largest error of all ranks. A gradient that is missing counts as 0."""
+        """The largest error of all ranks, by parameter. A missing gradient counts as 0."""
         mine = {}
         for name, expected in self._one.gradients.items():
             found = self._many.gradients.get(name)
@@ -330,7 +330,7 @@ class Comparison:
     # The loss, and what the backward makes of it.
 
     def _of_loss(self) -> list[str]:
-        """What the model returned is right: whether its gradient is, which the loss has made."""
+        """For a correct output of the model: what is wrong in its gradient, which comes from the loss."""
         root, verdicts = self._calls[-1], self._gather(self._verdict())
         if any(each is None for each in verdicts):
             return []
@@ -357,8 +357,8 @@ class Comparison:
         return []
 
     def _verdict(self) -> tuple[bool, bool, float] | None:
-        """Of the gradient of what the model returned: whether it is right, but for one factor, within runs of
-        positions, and at their ends; and the factor."""
+        """Whether the gradient of the model's output is right up to a factor, inside runs of consecutive positions and
+        at their ends; and the factor. None if it cannot be compared."""
         root = self._calls[-1]  # parents end after their children
         local = self._local.get(root.key)
         if local is None:
@@ -456,7 +456,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _describe(mask: torch.Tensor) -> tuple[str, str]:
-    """What an attn_mask hides, and how to say that to the ranks."""
+    """A text for what an attn_mask hides, and the remedy for the ranks."""
     allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
     shape = tuple(mask.shape)
     if allowed.ndim >= 2 and allowed.shape[-1] == allowed.shape[-2]:

@@ -1,4 +1,4 @@
-"""Records what goes into each module of a model, what comes out, and the gradients of that."""
+"""Records the inputs and outputs of each module of a model, and the gradients of the outputs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from cp_styles._compat import current_graph_task, tree_leaves, tree_map
 
 Key = tuple[str, int]
-"""A module's name, and which of its calls."""
+"""A module's name, and the number of the call."""
 
 # Parts of a module's name that wrappers add.
 _WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
@@ -78,16 +78,16 @@ class Call:
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """What an attention call said of its mask."""
+    """The mask arguments of an attention call."""
 
     attn_mask: torch.Tensor | None
     is_causal: bool
 
 
 class AttentionsSeen(TorchFunctionMode):
-    """While it is entered, notes the attention calls of this thread that no other mode takes first.
+    """While it is entered, notes the attention calls of this thread that no other mode handles first.
 
-    ``masks`` has one entry for each: what a scaled_dot_product_attention said of its mask, None for other functions.
+    ``masks`` has one entry for each call: the mask of a scaled_dot_product_attention, None for other functions.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Runs a step on one process, or on ranks, and keeps what it leaves behind."""
+"""Runs a step on one process, or on ranks, and keeps its results."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WEIGHTS = "the model's "
 
 
 def gather_over(mesh: DeviceMesh) -> Gather:
-    """Objects of all ranks of ``mesh``, in its order."""
+    """A function that gathers an object from all ranks of ``mesh``, in the order of the mesh."""
 
     def gather(value: Any) -> list[Any]:
         found = [value]
@@ -75,7 +75,7 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def checksums(batch: Any, model: nn.Module) -> dict[str, int]:
-    """Of each entry of the batch, and of each parameter and buffer of the model, by what they are called."""
+    """Checksums of the entries of the batch, and of the parameters and buffers of the model, by name."""
     entries: Mapping[Any, Any] = batch if isinstance(batch, Mapping) else {"": batch}
     found = {}
     for name, value in entries.items():
