@@ -104,6 +104,7 @@ def document_positions(document_ids: torch.Tensor, *, seq_dim: int = -1) -> torc
 
     Args:
         document_ids: integers; a run of equal ones along ``seq_dim`` is a document.
+        seq_dim: the dim of ``document_ids`` that is the sequence.
 
     Returns:
         int64, in the shape of ``document_ids``. No communication.
@@ -176,6 +177,11 @@ def global_token_count(labels: torch.Tensor, group: Group, *, ignore_index: int 
     """Number of tokens of all ranks that have a label: int64, 0-dim, the same on every rank.
 
     With several micro-batches, add their counts and give the sum to each :func:`global_loss`.
+
+    Args:
+        labels: this rank's labels: integers of any shape.
+        group: the ranks that share the tokens. It may be a flattened mesh of data and context parallel ranks.
+        ignore_index: the label of a token without a target, which does not count.
 
     Communication: one all-reduce of one integer. If attention ran since the last exchange between the ranks, one
     all-gather of some integers over the group of the attention before that, as at the first backward.

@@ -67,6 +67,7 @@ def run_ranks(
     Args:
         fn: called once for each rank; its first argument is the rank.
         world_size: number of ranks.
+        args: further arguments of ``fn``.
         timeout_seconds: how long a rank waits for the others in one collective.
         return_errors: return the exception of a failed rank in place of its result, instead of raising.
         may_time_out: do not raise RankTimeout. For tests of the timeout itself.
@@ -201,16 +202,18 @@ class CommunicationTrace(TorchDispatchMode):
         self._groups: list[tuple[int, ...]] = []  # the ranks of each event
 
     def calls_over(self, axis: DeviceMesh) -> Counter[str]:
-        """The calls, by short name, whose group has the ranks of a 1-D mesh."""
+        """The calls so far, by short name, over the ranks of the 1-D mesh ``axis``. No communication."""
         ranks = tuple(axis.mesh.tolist())
         return Counter(name for (name, _), group in zip(self.events, self._groups, strict=True) if group == ranks)
 
     @property
     def calls(self) -> Counter[str]:
+        """The calls so far, by short name."""
         return Counter(name for name, _ in self.events)
 
     @property
     def sent_bytes(self) -> int:
+        """The bytes that have left this rank so far."""
         return sum(size for _, size in self.events)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):

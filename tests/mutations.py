@@ -476,8 +476,8 @@ MISTAKES = [
     ),
     Mistake(
         "trainers: labels are counted on each rank",
-        'each rank has the whole batch."""\n        return self._cut._group.size()',
-        'each rank has the whole batch."""\n        return 1',
+        'because each rank counts the whole batch."""\n        return self._cut._group.size()',
+        'because each rank counts the whole batch."""\n        return 1',
         "tests/clients/test_trainers.py",
     ),
     Mistake(
@@ -842,7 +842,7 @@ MISTAKES = [
         "tests/ranks/doors/test_scope.py",
     ),
     Mistake(
-        "unreduced: parts that differ by right are compared",
+        "unreduced: parts that are meant to differ are compared",
         "if spread[mesh]: continue",
         "pass",
         "tests/ranks/engine/test_unreduced.py",

@@ -93,9 +93,13 @@ _COMMUNICATES = ("_ApplyBackward", "_SendBackward", "_ReceiveBackward", "cp_styl
 
 
 class Pending(Generic[T]):
-    """The result of an exchange that is still running. This rank can do other work, in forward and backward."""
+    """The result of an exchange that is still running. This rank can do other work, in forward and backward.
+
+    Collectives with ``async_op=True`` return it.
+    """
 
     def __init__(self, finish: Callable[[], T]) -> None:
+        """``finish`` waits, and returns the result."""
         self._finish: Callable[[], T] | None = finish
         self._result: T | None = None
 

@@ -22,6 +22,9 @@ class Padded:
     Attributes:
         length: size of the whole dim without padding.
         multiple: the size of a shard is rounded up to a multiple of this.
+
+    Raises:
+        ValueError: ``length`` is negative, or ``multiple`` is below 1.
     """
 
     length: int

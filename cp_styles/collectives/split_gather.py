@@ -43,7 +43,7 @@ class GradScale(Enum):
     UP = "sum over the group, times its size"
 
     def factor(self, ranks: int) -> float:
-        """The factor of the exact gradient."""
+        """The factor of the exact gradient, in a group of ``ranks``."""
         return {GradScale.NONE: 1.0, GradScale.DOWN: 1.0 / ranks, GradScale.UP: float(ranks)}[self]
 
 

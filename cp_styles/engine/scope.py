@@ -70,6 +70,12 @@ class SequenceScope:
 
     A scope holds in the thread, or asyncio task, that opens it, and where its context is copied to. While it is open,
     attention over this axis in another thread, without a scope of its own, is refused.
+
+    No communication.
+
+    Raises:
+        TypeError: ``layout`` is not a SequenceLayout, or ``mask`` is not a Mask.
+        ValueError: the mask is for another length than the layout.
     """
 
     def __init__(self, layout: SequenceLayout, *, mask: Mask | None = None, mesh_axis: str = "cp") -> None:
@@ -138,7 +144,7 @@ class SequenceScope:
         return forward, _Both(self, recomputation)
 
     def config_text(self, tensors: list[torch.Tensor]) -> str:
-        """Layout and mask as a text, cached; see :func:`~cp_styles.engine.config_text.to_text`."""
+        """Layout and mask as a text, cached; ``tensors`` is as in :func:`~cp_styles.engine.config_text.to_text`."""
         if self._text is None:
             found: list[torch.Tensor] = []
             self._text = to_text((self.layout, self.mask), found), found

@@ -98,6 +98,9 @@ class Auto(Strategy):
         candidates: strategies to choose from. None: rings with and without kept keys, all-gather, and Ulysses over all
             ranks and over 2, 4 and 8.
         lean: whether the chosen strategy keeps no received keys.
+
+    Raises:
+        TypeError: ``hardware`` is not a Hardware, or ``candidates`` are not strategies.
     """
 
     hardware: Hardware = H100

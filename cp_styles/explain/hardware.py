@@ -49,6 +49,9 @@ class Hardware:
         overlap: whether messages travel while kernels run.
         device: device type, which decides the kernels.
         source: where the figures come from.
+
+    Raises:
+        ValueError: a rate or bandwidth is not above 0, or another figure is negative.
     """
 
     name: str
@@ -79,7 +82,7 @@ class Hardware:
                 raise ValueError(f"Hardware {field} must be 0 or above, got {getattr(self, field)}")
 
     def kernel_seconds(self, call: KernelCall) -> float:
-        """Time of one kernel call."""
+        """Predicted time of one kernel call, ``call``, in seconds."""
         rows = max((tile[3] for tile in call.tiles), default=1)
         rate = self.flops * rows / (rows + self.half_rows) * (self.backward_rate if call.backward else 1.0)
         flops = float(call.flops)
@@ -89,14 +92,14 @@ class Hardware:
         return self.kernel_floor + flops / rate
 
     def link(self, rank: int, peer: int) -> tuple[str, float, float]:
-        """The link between two ranks: its name, its bandwidth and its latency."""
+        """The link between ``rank`` and ``peer``: its name, its bandwidth and its latency."""
         if rank // self.node_ranks == peer // self.node_ranks:
             return "near", self.bandwidth, self.latency
         return "far", self.far_bandwidth, self.far_latency
 
     @staticmethod
     def measure(group: dist.ProcessGroup | None = None, *, dtype: torch.dtype = torch.float32) -> Hardware:
-        """The figures of this machine, measured in some seconds; the same on all ranks of ``group``.
+        """The figures of this machine, measured in some seconds, for ``dtype``. The same on all ranks of ``group``.
 
         Kernels and copies are timed on the accelerator, or on the CPU with the threads that torch has, on all ranks at
         once, which share the machine. Messages are timed between the first two ranks of ``group``, and ``call_floor``

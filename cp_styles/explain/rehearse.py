@@ -19,15 +19,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cp_styles.comm.rehearsal import Log, Rehearsal, Transfer, Waited
-from cp_styles.kernels import (
-    ByTile,
-    Kernel,
-    ReferenceKernel,
-    SdpaKernel,
-    TileCall,
-    VarlenKernel,
-    kernel_for_tiles,
-)
+from cp_styles.kernels import Kernel, ReferenceKernel, SdpaKernel, TileCall, VarlenKernel, kernel_for_tiles
+from cp_styles.kernels.by_tile import ByTile
 from cp_styles.kernels.merge import accumulation_dtype
 from cp_styles.kernels.sdpa import names_of
 from cp_styles.layout import SequenceLayout
@@ -56,6 +49,7 @@ class Shapes(NamedTuple):
     batch: int = 1
 
     def row_bytes(self, heads: int, dim: int) -> int:
+        """Bytes of one position of a tensor with ``heads`` heads of ``dim`` dims."""
         return self.batch * heads * dim * self.dtype.itemsize
 
     @property
@@ -69,7 +63,7 @@ class Shapes(NamedTuple):
         return self.row_bytes(self.kv_heads, self.dim) + self.row_bytes(self.kv_heads, self.value_dim)
 
     def tensors(self, queries: int, keys: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Query, key and value without data, [B, rows, heads, dim] in memory, as projections leave them."""
+        """Query, key and value without data, of ``queries`` and ``keys`` rows. [B, rows, heads, dim] in memory."""
         q, k, v = (
             torch.empty(self.batch, rows, heads, dim, dtype=self.dtype, device="meta").transpose(1, 2)
             for rows, heads, dim in (
@@ -81,7 +75,7 @@ class Shapes(NamedTuple):
         return q, k, v
 
     def named(self, queries: int, keys: int) -> tuple[Named, Named, Named]:
-        """The same, as :meth:`Kernel.check` looks at them: with their device."""
+        """The same ``queries`` and ``keys``, with their device, as :meth:`Kernel.check` needs them."""
         return tuple(Named(x.shape, x.dtype, self.device) for x in self.tensors(queries, keys))  # pyright: ignore
 
 

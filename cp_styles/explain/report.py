@@ -54,6 +54,7 @@ class Explanation:
 
     @property
     def ranks(self) -> int:
+        """Number of ranks that share the sequence."""
         return self.layout.ranks
 
     @cached_property
@@ -69,7 +70,11 @@ class Explanation:
 
     @cached_property
     def seconds(self) -> tuple[Seconds, Seconds]:
-        """Predicted time of the forward and of the backward, each of the rank that takes longest."""
+        """Predicted time of the forward and of the backward, each of the rank that takes longest.
+
+        Raises:
+            ValueError: there is no ``hardware``.
+        """
         if self.hardware is None:
             raise ValueError("times need to know the machine: explain(..., hardware=H100)")
         forward, backward = (
@@ -100,7 +105,7 @@ class Explanation:
         return max(sum(run.forward.left.values()) for run in self.runs.values())
 
     def sent(self, phase: str = "forward") -> int:
-        """The most bytes that a rehearsed rank sends in "forward" or "backward"."""
+        """The most bytes that a rehearsed rank sends in ``phase``: "forward" or "backward"."""
         return max(sum(getattr(run, phase).sent.values()) for run in self.runs.values())
 
     @cached_property

@@ -65,7 +65,10 @@ class JointLayout:
         return partial(joined, prefix=self.prefix, suffix=self.suffix, rest=self.rest)
 
     def check(self, name: str, tensors: Tensors) -> None:
-        """Raise for tensors [B, H, L, D] that do not begin and end with these tokens."""
+        """Raise ValueError for query, key and value [B, H, L, D] that are too short, or differ in length.
+
+        ``name`` is for the message, ``tensors`` are the three.
+        """
         lengths = [x.shape[2] for x in tensors]
         if len(set(lengths)) > 1 or lengths[0] < self.prefix + self.suffix:
             raise ValueError(
@@ -74,14 +77,14 @@ class JointLayout:
             )
 
     def cut(self, x_BHLD: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
-        """This rank's share of the whole tokens, and all of its others."""
+        """The tokens of ``x_BHLD`` that ``rank`` of ``ranks`` takes: its share of the whole ones, and all others."""
         (first, stop), (after, end) = (_share(size, rank, ranks) for size in (self.prefix, self.suffix))
         last = x_BHLD.shape[2] - self.suffix
         ranges = ((first, stop), (self.prefix, last), (last + after, last + end))
         return torch.cat([x_BHLD[:, :, start:end] for start, end in ranges], 2)
 
     def whole(self, out_BHLE: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        """The inverse of :meth:`cut` for the result: with the shares of all ranks."""
+        """The inverse of :meth:`cut` for the result ``out_BHLE``. Communication: a gather over ``group``, see above."""
         rank, ranks = group.rank(), group.size()
         (first, stop), (after, end) = (_share(size, rank, ranks) for size in (self.prefix, self.suffix))
         begin, last = stop - first, out_BHLE.shape[2] - (end - after)

@@ -338,12 +338,15 @@ class ContextParallelTrainer:
         return share_batches(dataloader, num_replicas=len(self._firsts), rank=index)
 
     def get_train_dataloader(self) -> Any:
+        """The Trainer's loader, with the same batches for the ranks of one sequence."""
         return self._shared(self._parent.get_train_dataloader())
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """The Trainer's loader of ``eval_dataset``, with the same batches for the ranks of one sequence."""
         return self._shared(self._parent.get_eval_dataloader(eval_dataset))
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
+        """The Trainer's loader of ``test_dataset``, with the same batches for the ranks of one sequence."""
         return self._shared(self._parent.get_test_dataloader(test_dataset))
 
     def get_cp_size(self) -> int:
@@ -353,6 +356,14 @@ class ContextParallelTrainer:
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
+        """The Trainer's loss of this rank's part of ``inputs``, which are a whole batch: this rank's share of the mean.
+
+        ``model``, ``return_outputs`` and ``num_items_in_batch`` are as in the Trainer. Communication: that of the
+        collator and of the model.
+
+        Raises:
+            NotImplementedError: for ``label_smoothing_factor`` and ``compute_loss_func``.
+        """
         trainer = self._trainer
         smoothed = getattr(trainer, "label_smoother", None) is not None
         if smoothed or getattr(trainer, "compute_loss_func", None) is not None:
@@ -382,12 +393,21 @@ class ContextParallelTrainer:
         return count * multiplied / self._cut._group.size()
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's, with each sample counted once, for all ``args`` and ``kwargs`` of the Trainer's method."""
         self._trainer.gather_function = self._gathered
         return self._parent.evaluation_loop(*args, **kwargs)
 
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> Any:
+        """The Trainer's (loss, logits, labels) of whole sequences, the same on all ranks of a sequence.
+
+        ``model``, ``inputs``, ``prediction_loss_only`` and ``ignore_keys`` are as in the Trainer. Communication: that
+        of :meth:`compute_loss`, one all-reduce of the loss, and an all-gather of the logits.
+
+        Raises:
+            NotImplementedError: ``inputs`` have no labels.
+        """
         if not all(inputs.get(name) is not None for name in self._trainer.label_names or ["labels"]):
             raise NotImplementedError(
                 f"{type(self).__name__}: a batch without labels is given to the model as it is, whole: predict without "

@@ -69,7 +69,7 @@ def register_attention(name: str = "context_parallel") -> str:
     """Make ``attn_implementation=name`` known to transformers; returns ``name``. Calling it again changes nothing.
 
     The name is for ``from_config``, ``from_pretrained`` or ``model.set_attn_implementation``. A model with it runs
-    under a ModuleContextParallel only; for one device choose "sdpa" or "eager" instead.
+    under a ModuleContextParallel only; for one device choose "sdpa" or "eager" instead. No communication.
     """
     import_module("transformers").AttentionInterface.register(name, context_parallel_attention_forward)
     import_module("transformers.masking_utils").AttentionMaskInterface.register(name, context_parallel_mask)
@@ -468,9 +468,11 @@ class WholeMask(BlockMask):
 
     It is a BlockMask because models pass tensors and BlockMasks on unchanged, and no other objects.
 
-    Attributes:
+    Args:
         mask: which keys each query attends to.
         padding: bool [B, 1, 1, S], True where there is a key to attend to; None for everywhere.
+        batch: rows of the batch.
+        length: length of the whole sequence.
     """
 
     def __init__(self, mask: Mask, padding: torch.Tensor | None, batch: int, length: int) -> None:
@@ -481,9 +483,11 @@ class WholeMask(BlockMask):
 
     @property
     def shape(self) -> tuple[int, int, int, int]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """(rows of the batch, 1, queries, keys), of the whole sequence."""
         return self._batch, 1, *self.seq_lengths
 
     def to(self, *args: Any, **kwargs: Any) -> WholeMask:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """This mask itself, for any ``args`` and ``kwargs``: its positions are on the host."""
         return self
 
     def __getitem__(self, index: Any) -> BlockMask:

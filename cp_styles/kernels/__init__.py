@@ -1,11 +1,9 @@
 """Kernels: the attention of one tile on one device, forward and backward."""
 
 from cp_styles.kernels.base import Kernel, TileCall, Where
-from cp_styles.kernels.by_tile import ByTile, kernel_for_tiles
+from cp_styles.kernels.by_tile import kernel_for_tiles
 from cp_styles.kernels.flex import FlexKernel
 from cp_styles.kernels.flex_compiled import CompiledFlexKernel
-from cp_styles.kernels.levels import BesideDrowned, RowLevels
-from cp_styles.kernels.lse import LseGradient
 from cp_styles.kernels.reference import ReferenceKernel
 from cp_styles.kernels.sdpa import (
     CPU_FLASH,
@@ -25,14 +23,10 @@ __all__ = [
     "CUDA_EFFICIENT_FLOAT32",
     "CUDA_FLASH",
     "SDPA_KERNELS",
-    "BesideDrowned",
-    "ByTile",
     "CompiledFlexKernel",
     "FlexKernel",
     "Kernel",
-    "LseGradient",
     "ReferenceKernel",
-    "RowLevels",
     "SdpaKernel",
     "TileCall",
     "VarlenKernel",

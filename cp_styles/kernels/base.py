@@ -61,8 +61,13 @@ class Kernel(ABC):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """``(out_BHLE, lse_BHL)``: the tile's softmax(q k^T scale + bias) v and its logsumexp (float32 or float64).
 
-        ``causal`` implies L == M and is aligned at the top left. ``bias`` broadcasts to [B, H, L, M]. A row that it
-        masks entirely gives out = 0 and lse = EMPTY_LSE.
+        Args:
+            q_BHLD: the queries of the tile.
+            k_BGMD: the keys of the tile.
+            v_BGME: the values of the tile.
+            causal: query i attends to the keys 0 to i only. Then L == M.
+            bias: broadcasts to [B, H, L, M]. A row that it masks entirely gives out = 0 and lse = EMPTY_LSE.
+            scale: factor of the logits.
         """
 
     @abstractmethod
@@ -79,10 +84,17 @@ class Kernel(ABC):
         bias: torch.Tensor | None,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """``(dq, dk, dv)`` of the tile, given ``out`` and ``lse`` of the *whole* attention (all tiles merged)."""
+        """``(dq, dk, dv)`` of the tile.
+
+        Args:
+            grad_BHLE: gradient of the output of the *whole* attention (all tiles merged), for the rows of the tile.
+            q_BHLD: as in :meth:`forward`, and so are ``k_BGMD``, ``v_BGME``, ``causal``, ``bias`` and ``scale``.
+            out_BHLE: output of the whole attention.
+            lse_BHL: logsumexp of the whole attention.
+        """
 
     def forward_tiles(self, tiles: Iterable[TileCall]) -> Iterator[tuple[int, tuple[torch.Tensor, torch.Tensor]]]:
-        """``forward`` of several tiles of one attention. Yields (index of the tile, its result).
+        """``forward`` of several ``tiles`` of one attention. Yields (index of the tile, its result).
 
         The default takes tiles one by one, so that no two of them are in memory at the same time. A kernel that is
         faster with several tiles in one call overrides this. Results may come in any order.
@@ -93,7 +105,7 @@ class Kernel(ABC):
     def backward_tiles(
         self, tiles: Iterable[TileCall]
     ) -> Iterator[tuple[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]:
-        """``backward`` of several tiles of one attention. Yields (index of the tile, its result)."""
+        """``backward`` of several ``tiles`` of one attention. Yields (index of the tile, its result)."""
         for index, (tensors, options) in enumerate(tiles):
             yield index, self.backward(*tensors, **options)
 
@@ -101,14 +113,19 @@ class Kernel(ABC):
     def check(self, q_BHLD: torch.Tensor, k_BGMD: torch.Tensor, v_BGME: torch.Tensor, *, biased: bool) -> None:
         """Raise NotImplementedError, with a remedy, if the kernel cannot compute these tensors.
 
-        ``biased`` means tiles with an explicit mask. The answer may depend only on shape, dtype and device.
+        The answer may depend only on the shape, dtype and device of ``q_BHLD``, ``k_BGMD`` and ``v_BGME``. ``biased``
+        means tiles with an explicit mask.
         """
 
     def takes(
         self, q_BHLD: torch.Tensor, k_BGMD: torch.Tensor, v_BGME: torch.Tensor, *, causal: bool, biased: bool
     ) -> bool:
-        """Whether to give it this tile, of an attention for which :meth:`check` has passed; if not, another kernel gets
-        the tile. Tiles differ in rows, and in a backward the head dims may be larger than the attention's."""
+        """Whether the kernel can compute this tile, of an attention for which :meth:`check` has passed.
+
+        If not, another kernel gets the tile. Of ``q_BHLD``, ``k_BGMD`` and ``v_BGME`` only shape, dtype and device
+        count. Tiles differ in rows, and in a backward the head dims may be larger than those of the attention.
+        ``causal`` and ``biased`` are as in :meth:`forward` and :meth:`check`.
+        """
         return True
 
     def tile_dtype(self, dtype: torch.dtype) -> torch.dtype:

@@ -106,14 +106,17 @@ class SdpaKernel(Kernel):
 
     @property
     def forward_op(self) -> torch._ops.OpOverload:
+        """The op of the forward."""
         return getattr(torch.ops.aten, self.name).default
 
     @property
     def backward_op(self) -> torch._ops.OpOverload:
+        """The op of the backward."""
         return getattr(torch.ops.aten, f"{self.name}_backward").default
 
     @property
     def takes_bias(self) -> bool:
+        """Whether the op takes explicit masks."""
         return "attn_mask" in names_of(self.forward_op).arguments.values()
 
     def forward(self, q_BHLD, k_BGMD, v_BGME, *, causal, bias, scale):
@@ -289,10 +292,12 @@ class VarlenKernel(SdpaKernel):
 
     @property
     def packed_forward_op(self) -> torch._ops.OpOverload:
+        """The op of the forward of a pack."""
         return getattr(torch.ops.aten, f"{self.packed_name}_forward").default
 
     @property
     def packed_backward_op(self) -> torch._ops.OpOverload:
+        """The op of the backward of a pack."""
         return getattr(torch.ops.aten, f"{self.packed_name}_backward").default
 
     def forward_tiles(self, tiles):

@@ -31,7 +31,7 @@ class Mask:
     """Base of all masks: immutable, hashable, combined with ``&``. Subclasses define :meth:`bounds`."""
 
     def bounds(self, q_positions_L: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """First and one-past-last key position that each query position may attend to: two int64 ``[L]``."""
+        """First and one-past-last key position that each of ``q_positions_L`` may attend to: two int64 ``[L]``."""
         raise NotImplementedError
 
     def __init_subclass__(cls, **options) -> None:
@@ -51,11 +51,15 @@ class Mask:
         return torch.cat([torch.nonzero(where).flatten() + 1 for where in (jumps, turns)])
 
     def bias(self, q_positions_L: torch.Tensor, kv_positions_M: torch.Tensor) -> torch.Tensor | None:
-        """The bias of the logits inside the band, broadcastable to ``[B, H, L, M]``. None for bands without bias."""
+        """The bias inside the band, broadcastable to ``[B, H, L, M]``. None for bands without bias.
+
+        It is added to the logits of the queries at ``q_positions_L`` and the keys at ``kv_positions_M``.
+        """
         return None
 
     @property
     def has_bias(self) -> bool:
+        """Whether the band alone does not define the mask, so that tiles need an explicit mask."""
         return False
 
     @property
@@ -109,18 +113,18 @@ class Mask:
             )
 
     def allowed(self, q_positions_L: torch.Tensor, kv_positions_M: torch.Tensor) -> torch.Tensor:
-        """The band as booleans ``[L, M]``. Tests compare faster code with this definition."""
+        """The band as booleans ``[L, M]``, for ``q_positions_L`` and ``kv_positions_M``. Tests use this definition."""
         lo, hi = self.bounds(q_positions_L)
         kv = kv_positions_M[None, :]
         return (kv >= lo[:, None]) & (kv < hi[:, None])
 
     def work(self, q_positions_L: torch.Tensor, keys: int) -> torch.Tensor:
-        """How many of ``keys`` keys each query attends to: int64 ``[L]``. Layouts balance this number."""
+        """How many of ``keys`` keys each of ``q_positions_L`` attends to: int64 ``[L]``. Layouts balance this."""
         lo, hi = self.bounds(q_positions_L)
         return (hi.clamp(max=keys) - lo).clamp(min=0)
 
     def row(self, index: int) -> Mask:
-        """The mask of one row of the batch."""
+        """The mask of row ``index`` of the batch."""
         return self
 
     def __and__(self, other: Mask) -> Mask:
@@ -239,6 +243,13 @@ class PerRow(Mask):
 
     Rows are computed one after the other, each by its own plan, so only what its mask needs is sent. All rows share one
     layout; ``by_work(S, P, mask=...)`` balances the sum of their work.
+
+    Args:
+        masks: one mask for each row, none of them a PerRow.
+
+    Raises:
+        TypeError: ``masks`` is empty, or has something else than masks.
+        ValueError: the masks are for different lengths.
     """
 
     masks: tuple[Mask, ...]

@@ -28,6 +28,9 @@ class SlidingWindow(Mask):
 
     ``SlidingWindow(w - 1, 0)`` is the causal window of ``w`` tokens, called ``sliding_window=w`` in many model
     configurations.
+
+    Raises:
+        ValueError: ``left`` or ``right`` is negative.
     """
 
     left: int | None
@@ -50,7 +53,11 @@ class SlidingWindow(Mask):
 
 @dataclass(frozen=True)
 class Chunked(Mask):
-    """Attention within chunks of ``size`` positions (as in Llama 4). For causal chunks: ``Causal() & Chunked(n)``."""
+    """Attention within chunks of ``size`` positions (as in Llama 4). For causal chunks: ``Causal() & Chunked(n)``.
+
+    Raises:
+        ValueError: ``size`` is below 1.
+    """
 
     size: int
 
@@ -68,7 +75,11 @@ class Chunked(Mask):
 
 @dataclass(frozen=True)
 class PrefixLM(Mask):
-    """Causal, and every position also attends to the first ``prefix`` positions."""
+    """Causal, and every position also attends to the first ``prefix`` positions.
+
+    Raises:
+        ValueError: ``prefix`` is negative.
+    """
 
     prefix: int
 
@@ -87,8 +98,13 @@ class PrefixLM(Mask):
 class Documents(Mask):
     """Packed documents: a position attends only within its own document. For causal documents add ``& Causal()``.
 
-    ``prefixes`` has one length for each document. With it, each document is a prefix-LM: position p attends to its
-    document up to ``max(p + 1, end of the prefix)``.
+    Args:
+        lengths: the lengths of the documents, in order, each at least 1.
+        prefixes: one length for each document. With it, each document is a prefix-LM: position p attends to its
+            document up to ``max(p + 1, end of the prefix)``.
+
+    Raises:
+        ValueError: a length is below 1, or the prefixes do not fit the lengths.
     """
 
     lengths: tuple[int, ...]
@@ -117,7 +133,11 @@ class Documents(Mask):
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: torch.Tensor | Sequence[int]) -> Documents:
-        """From cumulative lengths ``[0, n0, n0 + n1, ...]``, as varlen attention kernels take them."""
+        """From cumulative lengths ``cu_seqlens = [0, n0, n0 + n1, ...]``, as varlen attention kernels take them.
+
+        Raises:
+            ValueError: they do not begin with 0, or decrease.
+        """
         ends = torch.as_tensor(cu_seqlens, dtype=torch.int64).cpu()
         if ends.ndim != 1 or ends.numel() < 2 or int(ends[0]) != 0:
             raise ValueError(f"cu_seqlens must be 1-D and start with 0, got shape {tuple(ends.shape)}")
@@ -128,7 +148,7 @@ class Documents(Mask):
 
     @classmethod
     def from_ids(cls, ids_S: torch.Tensor) -> Documents | PerRow:
-        """From one document id for each position. A document is a run of equal ids.
+        """From one document id for each position, ``ids_S``. A document is a run of equal ids.
 
         Ids of shape [S] give one mask. Ids of shape [B, S] give each row of the batch its own documents.
 
@@ -146,9 +166,12 @@ class Documents(Mask):
 
     @classmethod
     def from_positions(cls, positions_S: torch.Tensor) -> Documents | PerRow:
-        """From position ids that restart at 0 in every document, as packed batches often have them.
+        """From position ids ``positions_S`` that restart at 0 in every document, as packed batches often have them.
 
         Positions of shape [B, S] give each row of the batch its own documents.
+
+        Raises:
+            ValueError: positions do not count up by one inside a document, or do not begin with 0.
         """
         if positions_S.ndim == 2:
             return PerRow(tuple(cls.from_positions(row) for row in positions_S))

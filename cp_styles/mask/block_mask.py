@@ -40,8 +40,11 @@ class FlexMask(Mask):
     band, one byte for each pair of a partial block is kept. No communication. The BlockMask must be the same on all
     ranks, which compare the results of the analysis.
 
+    Args:
+        block_mask: the BlockMask, for the lengths of the whole sequence.
+
     Raises:
-        TypeError: the argument is not a BlockMask.
+        TypeError: ``block_mask`` is not a BlockMask.
         RuntimeError: a tensor that ``mask_mod`` reads was changed in place after the analysis.
     """
 
@@ -55,7 +58,7 @@ class FlexMask(Mask):
 
     @classmethod
     def per_row(cls, block_mask: BlockMask) -> Mask:
-        """The mask; or a :class:`~cp_styles.mask.PerRow` of bands if each row of the batch has its own band.
+        """The mask of ``block_mask``; or a :class:`~cp_styles.mask.PerRow` if each row of the batch has its own band.
 
         The second is the case for packed documents that differ between rows.
         """

@@ -18,6 +18,14 @@ class Dense(Mask):
 
     Two are equal if they hold the same tensor object. Do not change the tensor in place. A float mask that requires
     grad is refused: its gradient, which every rank's tiles contribute to, is not implemented.
+
+    Args:
+        tensor: the mask, of 2 to 4 dims. Rows and columns are in the order of positions.
+
+    Raises:
+        ValueError: the shape does not broadcast to 4 dims, or, at a call, to those of the attention.
+        TypeError: the dtype is neither bool nor floating point.
+        NotImplementedError: the tensor requires grad.
     """
 
     tensor: torch.Tensor

@@ -91,8 +91,8 @@ def make_plan(
 ) -> Plan:
     """The plan of ``rank`` for queries cut by ``q_layout`` and keys cut by ``kv_layout`` under ``mask``; cached.
 
-    ``small_tiles`` says that many small tiles cost little: short runs then stay what they are, rather than join into a
-    block with an explicit mask, unless they see the same keys many times over. What travels is the same.
+    With ``small_tiles``, many small tiles cost little. Short runs are then not joined into a block with an explicit
+    mask, unless many of them attend to the same keys. The rows that are sent do not depend on it.
     """
     return _make_plan(q_layout, kv_layout, mask.pattern, rank, small_tiles)
 
@@ -128,12 +128,20 @@ def planning_seconds(prepare: Callable[[], None]) -> float:
 
 
 def attended_pairs(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, rank: int) -> int:
-    """Number of (query, key) pairs that ``rank`` computes: its work."""
+    """Number of (query, key) pairs that ``rank`` computes: its work.
+
+    Queries are cut by ``q_layout``, keys by ``kv_layout``. ``mask`` says which keys each query attends to.
+    """
     return int(_work(q_layout, kv_layout.length, mask)[rank])
 
 
 def imbalance(layout: SequenceLayout, mask: Mask) -> float:
-    """The work of the busiest rank over the mean work of all ranks. 1.0 is perfect balance."""
+    """The work of the busiest rank over the mean work of all ranks. 1.0 is perfect balance. No communication.
+
+    Args:
+        layout: the layout of queries and keys.
+        mask: which keys each query attends to. A :class:`~cp_styles.PerRow` counts the work of all rows together.
+    """
     work = _work(layout, layout.length, mask).tolist()
     total = sum(work)
     return max(work) * len(work) / total if total else 1.0

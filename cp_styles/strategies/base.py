@@ -81,7 +81,11 @@ class Strategy(ABC):
         """Raise ValueError if the strategy cannot run on this number of ranks."""
 
     def over_two_axes(self, inner: int) -> Strategy:
-        """This strategy for a sequence that is cut over two mesh axes, the second of size ``inner``."""
+        """This strategy for a sequence that is cut over two mesh axes, the second of size ``inner``.
+
+        Raises:
+            ValueError: the strategy works on one axis only.
+        """
         raise ValueError(f"{self} works on one mesh axis; for two take Ulysses(inner={self}), or flatten them yourself")
 
     def keeping_nothing(self) -> Strategy:
@@ -91,14 +95,20 @@ class Strategy(ABC):
     def prepare(  # noqa: B027 - a strategy without plans has nothing to prepare
         self, q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, rank: int, *, small_tiles: bool
     ) -> None:
-        """Make the plans for these layouts and this mask now, so that a later call finds them. No communication."""
+        """Make the plans of ``rank`` for a call now, so that the call finds them. No communication.
+
+        ``q_layout``, ``kv_layout`` and ``mask`` are those of the call. ``small_tiles``: see
+        :func:`~cp_styles.plan.make_plan`.
+        """
 
     @abstractmethod
     def residual_specs(
         self, attention: Attention, q_BHLD: torch.Tensor, k_BGMD: torch.Tensor, v_BGME: torch.Tensor
     ) -> list[Spec]:
-        """Shapes and dtypes of the tensors in the residual of a call. Of the arguments only shapes and dtypes are read.
-        See [Note: residual]."""
+        """Shapes and dtypes of the tensors in the residual of a call. See [Note: residual].
+
+        Of ``attention``, ``q_BHLD``, ``k_BGMD`` and ``v_BGME`` only the configuration, shapes and dtypes are read.
+        """
 
     @abstractmethod
     def forward(
@@ -110,10 +120,16 @@ class Strategy(ABC):
         sink_H: torch.Tensor | None = None,
         residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """``out_BHLE``. Fills ``residual`` if it is given, which is the case when a backward may follow.
+        """``out_BHLE`` of the local queries. Every rank of the group must call it.
 
-        ``sink_H`` (attention sinks) adds one logit to the softmax of every query of a head. It adds nothing to the
-        output.
+        Args:
+            attention: the configuration.
+            q_BHLD: local query.
+            k_BGMD: local key.
+            v_BGME: local value.
+            sink_H: attention sinks: one logit for each head, which takes part in the softmax of every query and adds
+                nothing to the output.
+            residual: is filled if it is given, which is the case when a backward may follow.
         """
 
     @abstractmethod
@@ -128,7 +144,14 @@ class Strategy(ABC):
         residual: torch.Tensor,
         sink_H: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """``(dq, dk, dv, dsink)``, in shapes and dtypes of the local inputs. dsink is this rank's share of the sum."""
+        """``(dq, dk, dv, dsink)``, in shapes and dtypes of the local inputs. dsink is this rank's share of the sum.
+
+        Args:
+            attention: as in :meth:`forward`, and so are ``q_BHLD``, ``k_BGMD``, ``v_BGME`` and ``sink_H``.
+            grad_BHLE: gradient of the output.
+            out_BHLE: output of the forward.
+            residual: as the forward has filled it.
+        """
 
     @abstractmethod
     def logsumexp(
@@ -139,7 +162,10 @@ class Strategy(ABC):
         v_BGME: torch.Tensor,
         residual: torch.Tensor,
     ) -> torch.Tensor:
-        """``lse_BHL`` of the local queries, from the ``residual`` of a forward. -inf for queries without keys."""
+        """``lse_BHL`` of the local queries, from the ``residual`` of a forward. -inf for queries without keys.
+
+        ``attention``, ``q_BHLD``, ``k_BGMD`` and ``v_BGME`` are those of the forward.
+        """
 
 
 # Tensors in the residual start at multiples of this number of bytes, which is good for vector loads.

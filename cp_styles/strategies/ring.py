@@ -28,6 +28,9 @@ class Ring(MovingKV):
     Attributes:
         keep: number of sources whose received keys and values are kept for the backward. Those of other sources are
             sent again. 0 keeps none; the number of ranks keeps all.
+
+    Raises:
+        ValueError: ``keep`` is not an integer, or negative.
     """
 
     keep: int = 1

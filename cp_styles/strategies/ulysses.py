@@ -53,6 +53,10 @@ class Ulysses(Strategy):
             attended, the next one arrives, and the previous one is sent back. The bytes are the same. The number of
             messages is multiplied by ``chunks``. A part has at least one KV head of every rank, so there may be fewer
             parts.
+
+    Raises:
+        TypeError: ``inner`` is not a Strategy.
+        ValueError: ``size`` or ``chunks`` is below 1; when the strategy is bound, ``size`` does not divide the ranks.
     """
 
     inner: Strategy = field(default_factory=Ring)
@@ -182,7 +186,11 @@ class Ulysses(Strategy):
         )
 
     def size_on(self, ranks: int) -> int:
-        """Number of ranks that exchange heads if ``ranks`` share the sequence."""
+        """Number of ranks that exchange heads if ``ranks`` share the sequence.
+
+        Raises:
+            ValueError: ``size`` does not divide ``ranks``.
+        """
         size = ranks if self.size is None else self.size
         if ranks % size:
             raise ValueError(f"Ulysses(size={size}) does not divide the {ranks} ranks of the sequence axis")

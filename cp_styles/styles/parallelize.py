@@ -21,13 +21,22 @@ def parallelize_module(
     *,
     src_data_rank: int | None = 0,
 ) -> nn.Module:
-    """As :func:`torch.distributed.tensor.parallel.parallelize_module`, whose arguments these are.
+    """:func:`torch.distributed.tensor.parallel.parallelize_module`, with an error for paths that match no module.
 
-    torch warns if a path of the plan matches no module, and goes on. The attention that was meant is then local to each
-    rank. Here nothing is applied, and there is an error.
+    torch only warns then, and the attention that was meant stays local to each rank. Here nothing is applied.
+
+    Args:
+        module: the model, or a part of it. It is changed, and returned.
+        device_mesh: the mesh, which may have several axes: each style of this package takes its own.
+        parallelize_plan: a style, or a mapping from names of modules to styles. Each part of a name between dots may
+            hold ``*`` and ``?``.
+        src_data_rank: as in torch: the rank of each axis whose parameters the others get, for styles that distribute
+            parameters. None: every rank uses its own.
+
+    Communication: that of the styles. Those for context parallelism have none here.
 
     Raises:
-        ValueError: a path of the plan matches no module; with names that are near.
+        ValueError: a path of the plan matches no module. The message lists similar names.
     """
     if isinstance(parallelize_plan, Mapping):
         unmatched = [path for path in parallelize_plan if not _matches(module, path)]

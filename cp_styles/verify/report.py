@@ -13,9 +13,13 @@ _ROWS = 24
 
 @dataclass(frozen=True)
 class ModuleErrors:
-    """One call of a module: errors of its outputs and of their gradients, relative to their norms.
+    """The errors of one call of a module, relative to norms.
 
-    None: not compared, because a rank's shape is not that of its tokens' part, or there is no gradient.
+    Attributes:
+        name: the module's name in the model.
+        kind: the module's class.
+        forward: the error of its outputs. None: not compared, because their shape on a rank is not that of its tokens.
+        gradient: the error of the gradients of its outputs. None: not compared, or there is none.
     """
 
     name: str
@@ -85,7 +89,7 @@ class Report:
 
 
 class VerificationError(AssertionError):
-    """The step on the ranks is not that of one process. ``report`` has the numbers; the text is the report's."""
+    """The step on the ranks differs from that on one process. ``report`` has the numbers, and is the text."""
 
     def __init__(self, report: Report) -> None:
         self.report = report

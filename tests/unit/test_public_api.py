@@ -1,0 +1,193 @@
+"""What an editor shows of a public name is all that a user needs: complete signatures, and docstrings that fit them.
+
+Public is what the site's API reference shows: the names that ``cp_styles`` exports, and those of the modules that
+``tutorials/site/hooks.py`` lists, with their public methods.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+import cp_styles
+
+ROOT = Path(__file__).parents[2]
+(LISTED,) = re.findall(r"^(MODULES = .*?\n)(?=TITLES)", (ROOT / "tutorials/site/hooks.py").read_text(), re.M | re.S)
+MODULES = ["cp_styles", *(f"cp_styles.{name}" for name in re.findall(r'"([\w.]+)"', LISTED))]
+
+# Their callers choose the arguments: other libraries hand on what their versions have, and a rank's function its own.
+OPEN = {
+    "run_ranks",
+    "context_parallel_attention_forward",
+    "context_parallel_mask",
+    "ContextParallelTrainer.evaluation_loop",
+    "WholeMask.to",
+}
+# Words of a docstring that say what is sent; a class may say so once for its methods.
+SENDS = re.compile(r"communicat|all-gather|nothing is sent", re.IGNORECASE)
+GROUPS = re.compile(r"ProcessGroup|DeviceMesh|\bGroup\b")
+
+
+class Public(NamedTuple):
+    """A function, a class or a method that users call; ``doc`` is what an editor shows of it."""
+
+    name: str
+    function: Callable[..., Any]
+    doc: str
+    overrides: bool = False  # a method of a base class of this package, which says the rest
+
+
+def is_ours(value: Any) -> bool:
+    return (getattr(value, "__module__", None) or "").startswith("cp_styles")
+
+
+def exported() -> Iterator[tuple[str, Any]]:
+    seen: set[int] = set()
+    for name in MODULES:
+        module = importlib.import_module(name)
+        own = [each for each, value in vars(module).items() if getattr(value, "__module__", None) == name]
+        for each in getattr(module, "__all__", [each for each in own if not each.startswith("_")]):
+            value = getattr(module, each)
+            if id(value) not in seen and is_ours(value) and (inspect.isclass(value) or inspect.isfunction(value)):
+                seen.add(id(value))
+                yield each, value
+
+
+def members(name: str, cls: type) -> Iterator[Public]:
+    """The constructor of a class, and its public methods and properties that this package defines."""
+    init = cls.__init__
+    if is_ours(init) and not issubclass(cls, Exception):
+        docs = [inspect.getdoc(base) or "" for base in cls.__mro__ if is_ours(base)]  # fields of a base are said there
+        yield Public(name, init, "\n".join([*docs, init.__doc__ or ""]))
+    for key, value in vars(cls).items():
+        plain = value.__func__ if isinstance(value, classmethod | staticmethod) else value
+        plain = plain.fget if isinstance(value, property) else plain
+        plain = plain.func if isinstance(value, functools.cached_property) else plain
+        if key.startswith("_") or not inspect.isfunction(plain):
+            continue
+        above = [base for base in cls.__mro__[1:] if is_ours(base) and key in vars(base)]
+        yield Public(f"{name}.{key}", plain, inspect.getdoc(getattr(cls, key)) or "", bool(above))
+
+
+def public() -> Iterator[Public]:
+    for name, value in exported():
+        if inspect.isclass(value):
+            yield from members(name, value)
+        else:
+            yield Public(name, value, inspect.getdoc(value) or "")
+
+
+PUBLIC = list(public())
+NAMES = [each.name for each in PUBLIC]
+
+
+def parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    return [each for each in inspect.signature(function).parameters.values() if each.name not in ("self", "cls")]
+
+
+def test_all_of_the_reference_is_looked_at():
+    assert {"context_attention", "Ulysses", "KVCache.append", "seq_to_heads", "explain", "prefill"} <= set(NAMES)
+    assert len(NAMES) > 200
+    assert set(NAMES) >= OPEN
+
+
+@pytest.mark.parametrize("name", [name for name, _ in exported()])
+def test_a_docstring_for_each(name: str):
+    value = dict(exported())[name]
+    assert inspect.getdoc(value), f"{name} has no docstring"
+    assert not inspect.isclass(value) or vars(value).get("__doc__"), f"{name} has the docstring of its base class"
+
+
+@pytest.mark.parametrize("each", PUBLIC, ids=NAMES)
+def test_the_signature_is_complete(each: Public):
+    known = parameters(each.function)
+    kinds = {parameter.kind for parameter in known}
+    if each.name not in OPEN:
+        hidden = kinds & {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL}
+        assert not hidden, f"{each.name}{inspect.signature(each.function)} hides arguments"
+    if each.overrides:  # editors take the types of the base class
+        return
+    bare = [parameter.name for parameter in known if parameter.annotation is parameter.empty]
+    returned = inspect.signature(each.function).return_annotation
+    assert not bare, f"{each.name}: no type of {bare}"
+    assert returned is not inspect.Signature.empty, f"{each.name}: no type of the result"
+
+
+@pytest.mark.parametrize("each", PUBLIC, ids=NAMES)
+def test_the_docstring_names_each_argument(each: Public):
+    names = [parameter.name for parameter in parameters(each.function) if parameter.kind != parameter.VAR_KEYWORD]
+    left_out = [name for name in names if not re.search(rf"\b{name}\b", each.doc)]
+    assert each.doc, f"{each.name} has no docstring"
+    assert not left_out or each.overrides, f"{each.name}: the docstring does not say what {left_out} are"
+
+
+def takes_a_group(each: Public) -> bool:
+    return any(GROUPS.search(str(parameter.annotation)) for parameter in parameters(each.function))
+
+
+TAKING_GROUPS = [each for each in PUBLIC if takes_a_group(each)]
+
+
+@pytest.mark.parametrize("each", TAKING_GROUPS, ids=[each.name for each in TAKING_GROUPS])
+def test_what_takes_a_group_says_what_it_sends(each: Public):
+    assert SENDS.search(each.doc), f"{each.name} takes a group, and does not say what is sent over it"
+
+
+def raised(function: Callable[..., Any]) -> set[str]:
+    """Errors of users that a function raises itself, not in what it calls."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    thrown = [node.exc for node in ast.walk(tree) if isinstance(node, ast.Raise)]
+    errors = {ast.unparse(error.func) for error in thrown if isinstance(error, ast.Call)}
+    return errors & {"ValueError", "TypeError", "NotImplementedError", "RuntimeError"}
+
+
+@pytest.mark.parametrize("each", PUBLIC, ids=NAMES)
+def test_the_docstring_names_errors(each: Public):
+    checks = getattr(dict(exported()).get(each.name), "__post_init__", each.function)  # a dataclass' own check
+    try:
+        errors = raised(checks)
+    except OSError:  # the constructor of a dataclass without a check
+        return
+    left_out = sorted(error for error in errors if error not in each.doc)
+    assert not left_out or each.overrides, f"{each.name} raises {left_out}, and its docstring does not say when"
+
+
+def examples() -> Iterator[tuple[str, str]]:
+    """The blocks of code in docstrings: of public names, and of the modules they are in."""
+    docs = {name: inspect.getdoc(value) or "" for name, value in exported()} | {each.name: each.doc for each in PUBLIC}
+    docs |= {name: importlib.import_module(name).__doc__ or "" for name in MODULES}
+    for name, doc in docs.items():
+        for block in re.findall(r"::\n\n((?:(?: {4}.*)?\n?)+)", doc + "\n"):
+            yield name, textwrap.dedent(block).strip("\n")
+
+
+CODE = [(name, code) for name, code in examples() if re.search(r"\w\(", code) and "->" not in code and "$" not in code]
+
+
+@pytest.mark.parametrize(("name", "code"), CODE, ids=[name for name, _ in CODE])
+def test_examples_call_what_there_is(name: str, code: str):
+    """Names that the examples call exist, and take these arguments."""
+    known = dict(exported())
+    calls = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
+    for call in calls:
+        function = known.get(ast.unparse(call.func).rpartition(".")[2])
+        spread = any(isinstance(part, ast.Starred) for part in call.args) or any(
+            key.arg is None for key in call.keywords
+        )
+        omitted = any(isinstance(part, ast.Constant) and part.value is ... for part in call.args)
+        if function is not None and not spread and not omitted:
+            inspect.signature(function).bind(*call.args, **{key.arg: key.value for key in call.keywords if key.arg})
+
+
+def test_the_package_exports_what_it_says():
+    assert cp_styles.__all__ == sorted(cp_styles.__all__)
+    assert all(hasattr(cp_styles, name) for name in cp_styles.__all__)
