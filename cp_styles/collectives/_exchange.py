@@ -250,12 +250,10 @@ def merged_columns(parts: Tensors, columns: tuple[Chunk, ...], dim: int) -> torc
     return merged[0] if merged[0].is_contiguous() else merged[0].contiguous()
 
 
-def _is_cut(columns: tuple[Chunk, ...]) -> bool:
-    return columns[0][0] == 0 and all(left[1] == right[0] for left, right in pairwise(columns))
-
-
 def _is_even_cut(columns: tuple[Chunk, ...]) -> bool:
-    return _is_cut(columns) and len({stop - start for start, stop in columns}) == 1
+    """Whether each column goes to one rank, in rank order, and all ranks get equally many."""
+    is_cut = columns[0][0] == 0 and all(left[1] == right[0] for left, right in pairwise(columns))
+    return is_cut and len({stop - start for start, stop in columns}) == 1
 
 
 def _side_by_side(seen: list[torch.Tensor], c: int) -> torch.Tensor:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -310,109 +311,96 @@ def context_decode(
             if the queries differ, as they do if ranks have sampled different tokens. On a GPU, where the host does not
             wait for them, that is found at the next call with this cache.
     """
-    options = {"mask": mask or Causal(), "attn_mask": attn_mask, "scale": scale, "sink_H": sink_H}
-    return decode("context_decode", q_BHLD, cache, **options, kernel=kernel, agreement=agreement)
+    call = DecodeCall(mask or Causal(), attn_mask, scale, sink_H, kernel=kernel, agreement=agreement)
+    return decode("context_decode", q_BHLD, cache, call)
+
+
+@dataclass(frozen=True)
+class DecodeCall:
+    """The arguments of :func:`context_decode`, except the query and the cache, and those that only doors have.
+
+    Attributes:
+        score_mod: that of flex_attention.
+        alike: one more number that must be the same on all ranks.
+        refuse: raises for errors that only this rank may see.
+        expanded: the keys and values of this rank, if the cache holds what they are computed from, position by
+            position.
+    """
+
+    mask: Mask
+    attn_mask: torch.Tensor | None = None
+    scale: float | None = None
+    sink_H: torch.Tensor | None = None
+    score_mod: ScoreMod | None = None
+    kernel: Kernel | None = None
+    agreement: Agreement = EVERY_CALL
+    alike: int = 0
+    refuse: Callable[[], None] | None = None
+    expanded: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 @uncompiled
-def decode(
-    name: str,
-    q_BHLD: torch.Tensor,
-    cache: KVCache,
-    *,
-    mask: Mask,
-    attn_mask: torch.Tensor | None = None,
-    scale: float | None = None,
-    sink_H: torch.Tensor | None = None,
-    score_mod: ScoreMod | None = None,
-    kernel: Kernel | None = None,
-    agreement: Agreement = EVERY_CALL,
-    alike: int = 0,
-    refuse: Callable[[], None] | None = None,
-    expanded: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> torch.Tensor:
-    """:func:`context_decode` for doors.
-
-    ``name`` is for messages. ``score_mod`` is that of flex_attention. ``alike`` is one more number that must be the
-    same on all ranks. ``refuse`` raises for errors that only this rank may see. ``expanded`` are the keys and values of
-    this rank, where the cache holds what they are computed from, position by position.
-    """
-    held = (cache.keys, cache.values) if expanded is None else expanded
+def decode(name: str, q_BHLD: torch.Tensor, cache: KVCache, call: DecodeCall) -> torch.Tensor:
+    """:func:`context_decode` for doors. ``name`` is for messages."""
+    held = (cache.keys, cache.values) if call.expanded is None else call.expanded
     with without_function_modes():
-        _agree(name, q_BHLD, held, cache, mask, attn_mask, scale, sink_H, score_mod, kernel, agreement, refuse)
+        _agree(name, q_BHLD, held, cache, call)
     with torch.no_grad(), without_function_modes():
         if cache._unread is not None:
             _check_alike(name, cache, cache._unread())
         q, k, v = as_attended((q_BHLD, *held))
-        scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
-        if score_mod is not None:
-            kernel = FlexKernel(score_mod)
+        scale = 1.0 / math.sqrt(q.shape[-1]) if call.scale is None else call.scale
+        kernel = call.kernel if call.score_mod is None else FlexKernel(call.score_mod)
         tile = kernel_for_tiles((q, k, v), named=kernel)
         with without_dispatch_modes():
-            columns, bias = _visible(name, cache, mask, attn_mask, q)
+            columns, bias = _visible(name, cache, call.mask, call.attn_mask, q)
         out, lse = _part(tile, q, k, v, cache, columns, bias, scale)
-        out, lse = _merged_over_ranks(name, out, lse, cache, q_BHLD, alike)
-        if sink_H is not None:
-            out = beside_sink(out, lse, sink_H)
+        out, lse = _merged_over_ranks(name, out, lse, cache, q_BHLD, call.alike)
+        if call.sink_H is not None:
+            out = beside_sink(out, lse, call.sink_H)
         ledger_of(cache.group).engaged = False
         return out.to(q.dtype)
 
 
 def _agree(
-    name: str,
-    q: torch.Tensor,
-    held: tuple[torch.Tensor, torch.Tensor],
-    cache: KVCache,
-    mask: Mask,
-    attn_mask: torch.Tensor | None,
-    scale: float | None,
-    sink: torch.Tensor | None,
-    score_mod: ScoreMod | None,
-    kernel: Kernel | None,
-    agreement: Agreement,
-    refuse: Callable[[], None] | None,
+    name: str, q: torch.Tensor, held: tuple[torch.Tensor, torch.Tensor], cache: KVCache, call: DecodeCall
 ) -> None:
     """Raise on every rank unless all ranks call alike."""
-    where = name, cache.axis
+    where, tensors = (name, cache.axis), (q, call.attn_mask, call.sink_H)
 
     def build() -> StatusRow:
-        if refuse is not None:
-            refuse()
-        _check(name, q, held[0], cache, mask, attn_mask, sink)
-        given = [None if x is None else (tuple(x.shape), x.dtype) for x in (q, attn_mask, sink)]
-        contents = [0 if x is None else digest(x) for x in (attn_mask, sink)]
+        if call.refuse is not None:
+            call.refuse()
+        _check(name, q, held[0], cache, call)
+        given = [None if x is None else (tuple(x.shape), x.dtype) for x in tensors]
+        contents = [0 if x is None else digest(x) for x in tensors[1:]]
         sizes = [(*x.shape[:2], x.shape[3], x.dtype) for x in held]
-        texts = [plain(each) for each in (mask, kernel, score_mod)]
+        texts = [plain(each) for each in (call.mask, call.kernel, call.score_mod)]
         return StatusRow(
             status=RankStatus.GOOD_CALL,
-            guessed=cache.length << 31 | cache._first if agreement == EVERY_CALL else 0,
+            guessed=cache.length << 31 | cache._first if call.agreement == EVERY_CALL else 0,
             inputs=fingerprint([given, contents, sizes]),
-            call=fingerprint([scale, *texts, mask.content]),
+            call=fingerprint([call.scale, *texts, call.mask.content]),
         )
 
     ledger_of(cache.group).engaged = True
     ranks = cache.group.size()
     rows = exchange_status(
-        build, Meeting.DECODE, *where, cache.group, agreement=agreement, assumed=lambda mine: [mine] * ranks
+        build, Meeting.DECODE, *where, cache.group, agreement=call.agreement, assumed=lambda mine: [mine] * ranks
     )
     if not rows.alike:
-        shapes = [None if x is None else tuple(x.shape) for x in (q, attn_mask, sink)]
+        shapes = [None if x is None else tuple(x.shape) for x in tensors]
         extent = (cache.length, cache._first)
         compare(rows, "guessed", *where, "how many positions the cache has, and has freed", lambda: extent)
         compare(rows, "inputs", *where, "the query, attn_mask or sink of a new token", lambda: shapes)
-        compare(rows, "call", *where, "the mask, scale or kernel of a new token", lambda: [plain(mask), scale])
+        compare(
+            rows, "call", *where, "the mask, scale or kernel of a new token", lambda: [plain(call.mask), call.scale]
+        )
 
 
-def _check(
-    name: str,
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    cache: KVCache,
-    mask: Mask,
-    attn_mask: torch.Tensor | None,
-    sink: torch.Tensor | None,
-) -> None:
-    given = [x for x in (q, attn_mask, sink) if x is not None]
+def _check(name: str, q: torch.Tensor, keys: torch.Tensor, cache: KVCache, call: DecodeCall) -> None:
+    mask, attn_mask = call.mask, call.attn_mask
+    given = [x for x in (q, attn_mask, call.sink_H) if x is not None]
     if not all(isinstance(x, torch.Tensor) for x in given) or any(isinstance(x, DTensor) for x in given):
         raise TypeError(
             f"{name}: query, attn_mask and sink of a new token must be plain tensors, the same on all ranks"

@@ -54,7 +54,7 @@ from cp_styles.comm.agreement import (
 from cp_styles.comm.checksum import checksum, digest
 from cp_styles.comm.point_to_point import has_cpu_backend
 from cp_styles.engine.binding import Binding, refuse_dropout
-from cp_styles.functions.decode import cache_of
+from cp_styles.functions.decode import DecodeCall, cache_of
 from cp_styles.integrations.transformers_cache import EncoderKeys, TransformersCache, cache_class, encoder_keys, past_of
 from cp_styles.intercept.function_mode import AttentionCalls
 from cp_styles.layout import SequenceLayout, contiguous
@@ -195,7 +195,7 @@ def _decode(
         )
     assert held is not None
     alike = _random_state(query.device) if calls.attentions == 0 and _samples() else 0
-    out_BHLE = calls.decode_with(query, held, **said, alike=alike, refuse=refuse, expanded=expanded)
+    out_BHLE = calls.decode_with(query, held, DecodeCall(**said, alike=alike, refuse=refuse, expanded=expanded))
     if held in past.layers:
         past.attended(past.layers.index(held), calls.binding.mask & said["mask"])
     return out_BHLE

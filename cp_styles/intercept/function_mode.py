@@ -36,7 +36,7 @@ from cp_styles.engine.binding import Binding, Tally, refuse_dropout, refuse_grou
 from cp_styles.engine.op import config_text_of
 from cp_styles.engine.scope import ScopedBinding
 from cp_styles.functions.attention import attend
-from cp_styles.functions.decode import KVCache, cache_of, decode
+from cp_styles.functions.decode import DecodeCall, KVCache, cache_of, decode
 from cp_styles.functions.flex import FlexCall, flex_attend
 from cp_styles.functions.joint import JointLayout, attend_jointly
 from cp_styles.functions.varlen import VARLEN_OPERATOR, VARLEN_OPERATORS, varlen_operator
@@ -321,35 +321,16 @@ class AttentionCalls(TorchFunctionMode):
             return out
         return beside_sink(out, torch.cat([lse for _, lse in found if lse is not None]), sink_H)
 
-    def decode_with(
-        self,
-        q_BHLD: torch.Tensor,
-        cache: KVCache,
-        *,
-        mask: Mask,
-        attn_mask: torch.Tensor | None = None,
-        scale: float | None = None,
-        sink_H: torch.Tensor | None = None,
-        score_mod: ScoreMod | None = None,
-        alike: int = 0,
-        refuse: Callable[[], None] | None = None,
-        expanded: tuple[torch.Tensor, torch.Tensor] | None = None,
-    ) -> torch.Tensor:
+    def decode_with(self, q_BHLD: torch.Tensor, cache: KVCache, call: DecodeCall) -> torch.Tensor:
         """``out_BHLE`` of new tokens, for doors of other libraries: see :func:`~cp_styles.functions.decode.decode`.
 
-        ``mask`` holds beside the module's and the scope's.
+        The mask of ``call`` holds in addition to the module's and the scope's. Kernel and agreement are the module's.
         """
         self._tally.calls += 1
         binding = self._scoped.now()
-        options: dict[str, Any] = {"attn_mask": attn_mask, "scale": scale, "sink_H": sink_H, "score_mod": score_mod}
-        options |= {
-            "alike": alike,
-            "kernel": binding.kernel,
-            "agreement": binding.agreement,
-            "refuse": refuse,
-            "expanded": expanded,
-        }
-        return decode(binding.name, q_BHLD, cache, mask=binding.mask & mask, **options)
+        mask = binding.mask & call.mask
+        call = replace(call, mask=mask, kernel=binding.kernel, agreement=binding.agreement)
+        return decode(binding.name, q_BHLD, cache, call)
 
     @uncompiled
     def _attend_varlen(self, *args: Any, **kwargs: Any) -> Any:

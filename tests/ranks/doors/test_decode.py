@@ -28,7 +28,7 @@ from cp_styles import (
     head_tail,
     striped,
 )
-from cp_styles.functions.decode import decode
+from cp_styles.functions.decode import DecodeCall, decode
 from cp_styles.integrations.transformers import KeyRange
 from cp_styles.testing import CommunicationTrace, RankError, run_ranks
 from tests.oracle import dense_attention, error, randn
@@ -231,7 +231,7 @@ REFUSED: dict[str, tuple[str, Callable[[int, Any, KVCache, torch.Tensor], Any]]]
     "other tokens": ("decode different tokens", lambda rank, mesh, cache, q: context_decode(q + rank, cache)),
     "another random state": (
         "decode different tokens",
-        lambda rank, mesh, cache, q: decode("decode", q, cache, mask=Causal(), alike=rank),
+        lambda rank, mesh, cache, q: decode("decode", q, cache, DecodeCall(Causal(), alike=rank)),
     ),
     "a token more on one rank": (
         "disagree on how many positions",
