@@ -457,8 +457,10 @@ def end_forwards() -> None:
     For functions that communicate after forwards, over any group. Communication: one all-gather of WIDTH integers over
     each such group.
     """
-    for group, ledger in list(_ledgers.items()):
-        if ledger.forward_open and is_of_this_world(group):
+    for reference in _ledgers.keyrefs():  # a list: ranks that are threads add groups of their own meanwhile
+        group = reference()
+        ledger = None if group is None else _ledgers.get(group)
+        if group is not None and ledger is not None and ledger.forward_open and is_of_this_world(group):
             _close(ledger, group)()
 
 

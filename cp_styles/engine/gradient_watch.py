@@ -281,7 +281,10 @@ def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def _optimizers_here() -> list[Optimizer]:
     """The optimizers of this rank, those with more parameters first. (Inside of ZeRO each rank has one with a part.)"""
-    here = [optimizer for optimizer, where in list(_stepped.items()) if where is not None and where == world()]
+    # keyrefs() is a list: ranks that are threads add optimizers of their own meanwhile.
+    known = [optimizer for each in _stepped.keyrefs() if (optimizer := each()) is not None]
+    own = world()
+    here = [optimizer for optimizer in known if own is not None and _stepped.get(optimizer) == own]
     return sorted(here, key=lambda each: -sum(len(group["params"]) for group in each.param_groups))
 
 

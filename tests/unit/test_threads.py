@@ -1,0 +1,64 @@
+"""Tables of the process that one rank walks through while other ranks, which are threads, add to them."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch.distributed as dist
+
+from cp_styles.comm import agreement
+from cp_styles.engine import gradient_watch
+
+# A walk fails in one of six, where the table must not grow meanwhile.
+WALKS, ENTRIES = 300, 300
+
+
+@contextmanager
+def adding(add: Callable[[], object]) -> Iterator[None]:
+    """Another thread that adds all the time."""
+    done, interval = threading.Event(), sys.getswitchinterval()
+
+    def run() -> None:
+        while not done.is_set():
+            add()
+
+    other = threading.Thread(target=run)
+    sys.setswitchinterval(1e-5)
+    other.start()
+    try:
+        yield
+    finally:
+        done.set()
+        other.join()
+        sys.setswitchinterval(interval)
+
+
+def a_group() -> dist.ProcessGroup:
+    return dist.ProcessGroup(0, 1)  # pyright: ignore[reportCallIssue] - its stub knows a store only
+
+
+class Stepped:
+    """What the table of optimizers asks of one. (A real one takes too long to make to be there at the right time.)"""
+
+    param_groups = ()
+
+
+@pytest.mark.parametrize(
+    ("walk", "make", "enter"),
+    [
+        (agreement.end_forwards, a_group, agreement.ledger_of),
+        (gradient_watch._optimizers_here, Stepped, lambda x: gradient_watch._note_step(x, (), {})),
+    ],
+    ids=["ledgers", "optimizers"],
+)
+def test_a_table_that_grows_meanwhile(walk: Callable[[], object], make: Callable[[], object], enter: Callable):
+    kept = [make() for _ in range(ENTRIES)]
+    for each in kept:
+        enter(each)
+    with adding(lambda: enter(make())):
+        for _ in range(WALKS):
+            walk()
