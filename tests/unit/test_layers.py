@@ -1,14 +1,11 @@
 """The architecture: every module has a row, and imports point to the same row or down."""
 
 import ast
-import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-import cp_styles
 
 PACKAGE = Path(__file__).parents[2] / "cp_styles"
 CONTRIBUTING = PACKAGE.parent / "CONTRIBUTING.md"
@@ -89,6 +86,8 @@ _TABLES = {
 }
 _TABLES |= {"count", "dict", "set", "list", "Counter", "defaultdict", "deque"}
 _CACHES = {"cache", "lru_cache", "remembered"}
+# What the package writes on tensors, modules, classes and meshes.
+_ATTRIBUTE = re.compile(r"_(?:cp_styles|context_parallel)_\w+")
 
 
 def called(node: ast.expr) -> str:
@@ -97,7 +96,7 @@ def called(node: ast.expr) -> str:
 
 
 def state_of(source: str) -> Iterator[str]:
-    """Names at the top level of a module that hold what outlives a call: tables that begin empty, and caches."""
+    """Names of what outlives a call: tables at the top level that begin empty, caches, attributes on other objects."""
     for node in ast.parse(source).body:
         if isinstance(node, ast.FunctionDef) and any(called(each) in _CACHES for each in node.decorator_list):
             yield node.name
@@ -107,6 +106,10 @@ def state_of(source: str) -> Iterator[str]:
         empty = (isinstance(value, ast.Dict) and not value.keys) or (isinstance(value, ast.List) and not value.elts)
         if empty or (isinstance(value, ast.Call) and called(value) in _TABLES):
             yield ast.unparse(target)
+    for node in ast.walk(ast.parse(source)):
+        name = node.attr if isinstance(node, ast.Attribute) else node.value if isinstance(node, ast.Constant) else None
+        if isinstance(name, str) and _ATTRIBUTE.fullmatch(name):
+            yield name
 
 
 def test_contributing_names_all_state():
@@ -152,22 +155,33 @@ def test_no_cycles_between_files():
     refuse_cycles(edges)
 
 
-def test_public_signatures_are_complete():
-    """What an editor shows is all that a user needs: no ``**options``, and a docstring for each."""
-    for name in cp_styles.__all__:
-        public = getattr(cp_styles, name)
-        assert (inspect.getdoc(public) or "").strip(), f"{name} has no docstring"
-        if isinstance(public, type) and issubclass(public, Exception):
-            continue
-        kinds = {each.kind for each in inspect.signature(public).parameters.values()}
-        assert inspect.Parameter.VAR_KEYWORD not in kinds, f"{name}{inspect.signature(public)} hides arguments"
+# Of the table "Where each rule is written" in CONTRIBUTING.md, what its code looks like, and where that may stand.
+WRITTEN_ONCE = {
+    # In explain a strategy runs without data; strategies call each other.
+    r"(?:strategy|inner|chosen)\.(?:forward|backward)\(": {"engine/run.py", "explain/rehearse.py"},
+    # Outputs that nobody reads, and ops without a rule, in the handlers.
+    r"DTensor\.from_local\(": {"engine/mesh_axes.py", "engine/dtensor_handlers.py", "styles/compiled.py"},
+    r"\.__class__ = ": {"intercept/subclassing.py"},
+    r"\bsigmoid\(": {"kernels/merge.py"},
+    r"\.as_strided\(": {"collectives/_direct.py"},
+    r"\b(?:P2POp|batch_isend_irecv|isend|irecv)\(": {"comm/point_to_point.py", "explain/hardware.py"},
+    r"\b_resolve_process_group\(": {"_compat.py"},
+}
+INSIDE = ("strategies/", "kernels/", "explain/auto.py")  # of a strategy or a kernel around another one
 
 
-def test_strategies_are_called_in_one_place():
-    """A strategy's forward and backward, by name, outside of strategies. In explain they run without data."""
-    calls = re.compile(r"\bstrategy\.(?:forward|backward|residual_specs)\(")
-    found = {path.relative_to(PACKAGE).as_posix() for path in package_files() if calls.search(path.read_text())}
-    assert {name for name in found if not name.startswith("strategies/")} == {"engine/run.py", "explain/rehearse.py"}
+@pytest.mark.parametrize(("pattern", "places"), WRITTEN_ONCE.items())
+def test_rules_are_written_in_one_place(pattern: str, places: set[str]):
+    found = {path.relative_to(PACKAGE).as_posix() for path in package_files() if code_has(pattern, path)}
+    if "strategy" in pattern:
+        found = {name for name in found if not name.startswith(INSIDE)}
+    assert found == places
+
+
+def code_has(pattern: str, path: Path) -> bool:
+    """Whether a line of a file's code, not of its docstrings and comments, has the pattern."""
+    text = re.sub(r'"""(?:.|\n)*?"""|#.*', "", path.read_text())
+    return re.search(pattern, text) is not None
 
 
 def test_only_compat_names_what_torch_keeps_private():
