@@ -561,12 +561,12 @@ def layout_made_by(balancer: Balancer, length: int, ranks: int) -> SequenceLayou
     Results of the balancers of this module, alone or with constants bound by functools.partial, are cached. Other
     balancers may depend on data that changes between batches, so they are called every time.
     """
-    if says_always_the_same(balancer):
+    if is_deterministic(balancer):
         return _remembered(_by_value(balancer), length, ranks)
-    return _the_one_like(_made_by(balancer, length, ranks))
+    return _interned(_made_by(balancer, length, ranks))
 
 
-def says_always_the_same(balancer: Balancer) -> bool:
+def is_deterministic(balancer: Balancer) -> bool:
     """Whether the balancer is known to depend only on length and ranks."""
     if isinstance(balancer, SeveralLayouts):
         return True
@@ -592,7 +592,7 @@ def _remembered(parts: tuple[Any, tuple[Any, ...], tuple[str, ...]], length: int
     function, constants, names = parts
     first = len(constants) - len(names)
     named = dict(zip(names, constants[first:], strict=True))
-    return _the_one_like(_made_by(functools.partial(function, *constants[:first], **named), length, ranks))
+    return _interned(_made_by(functools.partial(function, *constants[:first], **named), length, ranks))
 
 
 def _made_by(balancer: Balancer, length: int, ranks: int) -> SequenceLayout:
@@ -610,7 +610,7 @@ def _made_by(balancer: Balancer, length: int, ranks: int) -> SequenceLayout:
 
 
 @lru_cache(maxsize=512)
-def _the_one_like(layout: SequenceLayout) -> SequenceLayout:
+def _interned(layout: SequenceLayout) -> SequenceLayout:
     return layout
 
 

@@ -39,7 +39,7 @@ from cp_styles.engine.run import run_backward, run_forward
 from cp_styles.engine.scope import ScopedBinding, ScopeHistory, SequenceScope
 from cp_styles.kernels import Kernel
 from cp_styles.kernels.autocast import attended_dtypes
-from cp_styles.layout import Balancer, SequenceLayout, says_always_the_same
+from cp_styles.layout import Balancer, SequenceLayout, is_deterministic
 from cp_styles.mask import Dense, Full, Mask
 from cp_styles.strategies import Strategy
 from cp_styles.troubleshooting import see
@@ -263,7 +263,7 @@ def _attention(q, k, v, sink, attn_mask, dense, config, is_causal, scale, keep, 
     out, residual = run_forward(binding, attention, q, k, v, sink, keep=keep)
     if not live:
         cut = unsettled.layout
-        if keep and scope is None and not isinstance(cut, SequenceLayout) and not says_always_the_same(cut):
+        if keep and scope is None and not isinstance(cut, SequenceLayout) and not is_deterministic(cut):
             said = to_text((binding.layout, Full()), [])  # the balancer may return another layout in the backward
         out = _laid_out(out, _like_query(q.to("meta"), v.shape[3]))
     said = handle(binding) if live else said

@@ -172,8 +172,8 @@ class KVCache:
         if not self._prompt.length <= length <= self._length:
             self._refuse(
                 ValueError(
-                    f"KVCache: of {self._length} positions the first {length} shall stay, but the prompt's "
-                    f"{self._prompt.length} cannot be removed: prefill the shorter prompt anew"
+                    f"KVCache: cannot crop {self._length} positions to {length}: the {self._prompt.length} positions "
+                    "of the prompt stay. Prefill the shorter prompt anew"
                 )
             )
         self._length = length

@@ -124,9 +124,9 @@ def context_parallel_attention_forward(
         refuse_dropout(name, dropout)
         if position_bias is not None and biases_DH is None and bool((position_bias != 0).any()):
             raise NotImplementedError(
-                f"{name}: {type(module).__name__} adds a position_bias to its logits, which it has made from this "
-                "rank's lengths, as if its tokens were the first ones, and it is not known how. Learned biases are "
-                "supported where they are T5's, by distance"
+                f"{name}: {type(module).__name__} adds a position_bias to its logits that was computed from this "
+                "rank's lengths, as if its tokens were the first of the sequence. Of learned biases only those by "
+                "distance, as in T5, are supported: run this model without context parallelism"
             )
         if biases_DH is not None and softcap is not None:
             raise NotImplementedError(f"{name}: {type(module).__name__} has a position_bias beside a softcap")

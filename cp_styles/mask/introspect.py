@@ -89,10 +89,10 @@ def code_of(function: Any) -> str:
     of objects. For tensors it has the shapes, for objects without Python code the type. It has only attributes that the
     code names, because other attributes may differ between ranks.
     """
-    return repr(_said(function, (), set()))
+    return repr(_described(function, (), set()))
 
 
-def _said(value: Any, names: Iterable[str], above: set[int]) -> Any:
+def _described(value: Any, names: Iterable[str], above: set[int]) -> Any:
     """The description of ``value`` for :func:`code_of`. ``names`` are the attributes that the code around may read."""
     if id(value) in above:  # a recursive function
         return "..."
@@ -100,32 +100,32 @@ def _said(value: Any, names: Iterable[str], above: set[int]) -> Any:
     if isinstance(value, (bool, int, float, complex, str, bytes, type(None))):
         return value
     if isinstance(value, (tuple, list)):
-        return [_said(item, names, above) for item in value]
+        return [_described(item, names, above) for item in value]
     if isinstance(value, dict):
-        return [(repr(key), _said(item, names, above)) for key, item in value.items()]
+        return [(repr(key), _described(item, names, above)) for key, item in value.items()]
     if isinstance(value, (set, frozenset)):  # their order differs between processes
-        return sorted(repr(_said(item, names, above)) for item in value)
+        return sorted(repr(_described(item, names, above)) for item in value)
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), value.dtype
     if isinstance(value, CodeType):
-        return value.co_code, value.co_names, _said(value.co_consts, (), above)
+        return value.co_code, value.co_names, _described(value.co_consts, (), above)
     if isinstance(value, (ModuleType, type)):
         return value.__name__
     if isinstance(value, partial):
-        return [_said(part, names, above) for part in (value.func, value.args, value.keywords)]
+        return [_described(part, names, above) for part in (value.func, value.args, value.keywords)]
     code = getattr(value, "__code__", None)
     if code is None:
         held = getattr(value, "__dict__", {})
         used = {*names, *(_names_in(type(value).__call__.__code__) if _is_python(value) else ())}
         found = sorted(used & held.keys())
-        return type(value).__qualname__, [(name, _said(held[name], used, above)) for name in found]
+        return type(value).__qualname__, [(name, _described(held[name], used, above)) for name in found]
     used = {*names, *_names_in(code)}
     around = [cell.cell_contents for cell in value.__closure__ or () if cell != _EMPTY_CELL]
     around += [value.__defaults__, value.__kwdefaults__, getattr(value, "__self__", None)]
     # Only plain values of globals: functions and modules have the same code on all ranks.
     known = [(name, value.__globals__[name]) for name in sorted(_names_in(code)) if name in value.__globals__]
-    plain = [(name, _said(item, used, above)) for name, item in known if isinstance(item, _PLAIN)]
-    return [*(_said(part, used, above) for part in (code, *around)), plain]
+    plain = [(name, _described(item, used, above)) for name, item in known if isinstance(item, _PLAIN)]
+    return [*(_described(part, used, above) for part in (code, *around)), plain]
 
 
 def _is_python(value: Any) -> bool:

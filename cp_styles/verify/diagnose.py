@@ -238,7 +238,7 @@ class Comparison:
                 f"layer is not context parallel: keep it out of the model{see('A layer that mixes tokens')}"
             )
         return (
-            f"{node}: it gives each rank what the first positions would get: positions are forgotten. It counts this "
+            f"{node}: its output on each rank is that of the first positions: positions are forgotten. It counts this "
             "rank's tokens from 0. Give the model positions, layout.positions(rank)"
         )
 
@@ -395,7 +395,7 @@ class Comparison:
                 partly = "right" in kinds
                 found.append(
                     f"gradients are {'partly reduced' if partly else 'unreduced'}: {what} are each rank's own share, "
-                    "and nobody has summed them over the sequence's ranks. Call sum_gradients(model, mesh) with all "
+                    "and were not summed over the ranks of the sequence. Call sum_gradients(model, mesh) with all "
                     "parameters after the backward, or use FSDP2 or DDP over this axis"
                 )
             elif kind.startswith("times"):

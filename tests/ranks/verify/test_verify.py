@@ -231,7 +231,7 @@ def without_positions(model: nn.Module, batch: Any, mesh: Any) -> torch.Tensor:
 def test_a_model_that_counts_its_tokens():
     model = Counts(CONFIG).double()
     model.load_state_dict(llama().state_dict())
-    words = r"the model \(Counts\): it gives each rank what the first positions would get: positions are forgotten"
+    words = r"the model \(Counts\): its output on each rank is that of the first positions: positions are forgotten"
     wrong(model, act=without_positions, words=words)
     guarded = r"in the model \(Counts\): NotImplementedError: .*Counts makes the numbers 0 to"
     wrong(model, ModuleContextParallel(), without_positions, words=guarded)
