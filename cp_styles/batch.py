@@ -81,6 +81,11 @@ def next_token_labels(
 
     Raises:
         ValueError: ``shift`` below 1, or ``document_ids`` that do not broadcast to ``tokens``.
+
+    Example::
+
+        labels = next_token_labels(torch.tensor([5, 6, 7, 8]), document_ids=torch.tensor([0, 0, 1, 1]))
+        assert labels.tolist() == [6, -100, 8, -100]
     """
     if shift < 1:
         raise ValueError(f"shift is the number of tokens that the label is ahead; it must be at least 1, got {shift}")
@@ -108,6 +113,10 @@ def document_positions(document_ids: torch.Tensor, *, seq_dim: int = -1) -> torc
 
     Returns:
         int64, in the shape of ``document_ids``. No communication.
+
+    Example::
+
+        assert document_positions(torch.tensor([0, 0, 1, 1, 1])).tolist() == [0, 1, 0, 1, 2]
     """
     return _index_along(document_ids, seq_dim) - _document_starts(document_ids, seq_dim)
 
@@ -143,6 +152,12 @@ def shard_batch(
     Raises:
         ValueError: an entry without a dim in ``seq_dims``; one that is longer at its dim than the layout, or shorter
             and without a ``fill``; a ``fill`` for an entry that stays whole.
+
+    Example::
+
+        layout, batch = head_tail(10, 2), {"tokens": torch.arange(10)[None]}
+        part = shard_batch(batch, layout, 1, seq_dims={"tokens": 1})
+        assert part["tokens"].tolist() == [[3, 4, 5, 6, 7]]
     """
     unnamed = [name for name in batch if name not in seq_dims]
     if unnamed:

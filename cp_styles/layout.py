@@ -87,6 +87,14 @@ class SequenceLayout:
             stripes, where a rank has more than one chunk. So equal cuts are equal layouts.
         length: number of positions of the whole sequence.
         lengths: number of positions of each rank.
+
+    Example::
+
+        layout = head_tail(10, 2)
+        assert layout.chunks == (((0, 3), (8, 10)), ((3, 8),))
+        assert layout.positions(0).tolist() == [0, 1, 2, 8, 9]
+        parts = [layout.shard(torch.arange(10), 0, rank) for rank in range(2)]
+        assert layout.unshard(parts, 0).tolist() == list(range(10))
     """
 
     held: tuple[tuple[Chunk, ...], ...] | Stripes

@@ -79,6 +79,15 @@ def run_ranks(
         RankError: ranks failed. It holds the exception of each; its cause is the first one.
         RankTimeout: a rank was blocked at one place until the timeout, unless ``may_time_out``. This is raised even if
             the error was caught, or mistaken for an expected error.
+
+    Example::
+
+        def total(rank):
+            found = torch.tensor(float(rank))
+            torch.distributed.all_reduce(found)
+            return found.item()
+
+        assert run_ranks(total, 4) == [6.0] * 4
     """
     results: list[Any] = [None] * world_size
     errors: dict[int, BaseException] = {}

@@ -1,10 +1,10 @@
-"""Attention cut over all processes, by torch's context-parallel functions: what of a program has to change.
+"""Attention over a sequence that is cut over all processes, with the functions of torch's context-parallel API.
 
     torchrun --nproc-per-node 4 tutorials/context_parallel_drop_in.py
 
 The steps are those of the PyTorch tutorial "Introduction to Context Parallel": the attention of one device, the same
-in a context_parallel block, the results put together, and then with the other way of sending keys. Only the import is
-another one. It exits with an error where the two differ.
+in a context_parallel block, the results put together, and then with the other rotate method. Only the import differs.
+The program exits with an error if the results differ from those of one device.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A small Llama: RMSNorm, rotary positions, grouped-query attention, SwiGLU. And the one plan that parallelizes it.
 
-Nothing in the model knows about parallelism but two habits it keeps: positions are an argument, because a rank's tokens
-need not start at 0 nor be neighbours, and ``scaled_dot_product_attention`` is called in a module of its own that
+The model's code does not depend on parallelism. It keeps two conventions. Positions are an argument, because a rank's
+tokens need not start at 0 nor be neighbours. And ``scaled_dot_product_attention`` is called in a module of its own that
 receives query, key and value.
 
 Shapes: B batch, L local tokens, W width, H query heads, G key/value heads, D head dim; H and G are this rank's share.

@@ -3,10 +3,10 @@
     torchrun --nproc-per-node 4 tutorials/longest_sequence.py
     torchrun --nproc-per-node 8 tutorials/longest_sequence.py --limit 512 --width 512 --checkpoint
 
-All processes work, always: where cp of them share a sequence, the others train on sequences of their own (data
-parallel). Measured is one step, forward and backward, of the small Llama of train_llama.py in float32: all tensors that
-are alive at once on a rank, parameters and gradients among them, on the rank that has most. These bytes are counted, so
-that every machine finds the same. The lengths are multiples of 8 cp.
+All processes take part in each measurement. If cp of them share a sequence, the others train on other sequences (data
+parallel). A measurement is one step, forward and backward, of the small Llama of train_llama.py in float32. It counts
+the bytes of all tensors that are alive at once, parameters and gradients included, on the rank that has most. Bytes are
+counted, not measured, so every machine gives the same result. The lengths are multiples of 8 cp.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ _DOTS = 128
 
 
 def colour(rank: int) -> str:
-    """The colour of a rank; they come again after six, which is why what is drawn also says the rank."""
+    """The colour of a rank. There are six colours, so pictures also show the number of the rank."""
     return PALETTE[rank % len(PALETTE)]
 
 

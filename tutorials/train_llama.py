@@ -1,4 +1,4 @@
-"""Train a small Llama on long sequences under context x tensor parallelism, and hold it against one process.
+"""Train a small Llama on long sequences under context x tensor parallelism, and compare it with one process.
 
     torchrun --nproc-per-node 4 tutorials/train_llama.py
     torchrun --nproc-per-node 4 tutorials/train_llama.py --cp 4 --tp 1 --strategy hybrid --documents --layout by_work

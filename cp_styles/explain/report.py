@@ -245,6 +245,12 @@ def explain(
 
     Raises:
         ValueError, NotImplementedError: for what the attention itself would refuse.
+
+    Example::
+
+        made = explain(4096, ranks=4, heads=8, head_dim=64, mask=Causal(), strategy=Ring())
+        print(made)
+        assert made.imbalance == 1.0
     """
     mask, strategy = Causal() if mask is None else mask, strategy or Ring()
     kv_heads = heads if kv_heads is None else kv_heads

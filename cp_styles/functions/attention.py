@@ -45,6 +45,9 @@ def context_attention(
 ) -> torch.Tensor:
     """Attention over a sequence of which this rank holds a part. The result equals that of one device.
 
+    Shapes: B batch, H query heads, G key/value heads, L local queries, M local keys, D head dim, E value head dim.
+    Query, key and value share one floating-point dtype and one device, CPU or CUDA.
+
     Args:
         q_BHLD: local query, cut by ``layout``.
         k_BGMD: local key, cut in the same way. H is a multiple of G (GQA); only the G heads are sent.
@@ -75,6 +78,12 @@ def context_attention(
 
     Raises:
         ValueError, TypeError, NotImplementedError: on every rank, if the input of one is bad or the ranks differ.
+
+    Example::
+
+        layout = head_tail(1000, mesh.size())
+        q, k, v = (layout.shard(whole, 2, mesh.get_local_rank()) for whole in qkv)  # each [1, 8, 1000, 64]
+        out = context_attention(q, k, v, mesh, mask=Causal(), layout=layout)
     """
     name, strategy, mask = "context_attention", strategy or _RING, mask or _FULL
     axis, group = axis_and_group(name, group)

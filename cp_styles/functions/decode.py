@@ -287,6 +287,9 @@ def context_decode(
 ) -> torch.Tensor:
     """Attention of queries that are the same on all ranks over a cache that is cut over them. Equals one device's.
 
+    Shapes: B batch, H query heads, L new tokens, S positions of all ranks, D head dim, E value head dim, P ranks. Any
+    floating-point dtype, CPU or CUDA.
+
     Args:
         q_BHLD: queries. They are those of the last L positions of the cache, so append these first.
         cache: keys and values.
@@ -310,6 +313,14 @@ def context_decode(
         ValueError, TypeError, NotImplementedError: on every rank, if the input of one is bad or the ranks differ. Also
             if the queries differ, as they do if ranks have sampled different tokens. On a GPU, where the host does not
             wait for them, that is found at the next call with this cache.
+
+    Example::
+
+        layout = head_tail(1000, mesh.size())
+        _, k, v = (layout.shard(whole, 2, mesh.get_local_rank()) for whole in qkv)  # each [1, 8, 1000, 64]
+        cache = KVCache(mesh, layout, k, v)
+        cache.append(k_new, v_new)  # [1, 8, 1, 64], the same on all ranks
+        out = context_decode(q_new, cache)
     """
     call = DecodeCall(mask or Causal(), attn_mask, scale, sink_H, kernel=kernel, agreement=agreement)
     return decode("context_decode", q_BHLD, cache, call)

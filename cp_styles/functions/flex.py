@@ -100,6 +100,9 @@ def context_flex_attention(
 ) -> Any:
     """torch's flex_attention over a sequence of which this rank holds a part. The result equals that of one device.
 
+    Shapes: B batch, H query heads, G key/value heads, L local queries, M local keys, D head dim, E value head dim.
+    Query, key and value share one floating-point dtype and one device, CPU or CUDA.
+
     Args:
         q_BHLD: local query, cut by ``layout``.
         k_BGMD: local key, cut in the same way. Only the G heads are sent.
@@ -130,6 +133,13 @@ def context_flex_attention(
 
     Raises:
         ValueError, TypeError, NotImplementedError: on every rank, if the input of one is bad or the ranks differ.
+
+    Example::
+
+        block_mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 1000, 1000, device="cpu")
+        layout = head_tail(1000, mesh.size())
+        q, k, v = (layout.shard(whole, 2, mesh.get_local_rank()) for whole in qkv)  # each [1, 8, 1000, 64]
+        out = context_flex_attention(q, k, v, mesh, block_mask=block_mask, layout=layout)
     """
     name = "context_flex_attention"
     axis, group = axis_and_group(name, group)

@@ -45,6 +45,9 @@ def context_varlen_attention(
 ) -> Any:
     """Attention within packed documents. This rank holds a part of the pack; the result equals that of one device.
 
+    Shapes: T local tokens of the pack, H query heads, G key/value heads, D head dim, E value head dim, N documents.
+    Query, key and value share one floating-point dtype and one device, CPU or CUDA.
+
     Args:
         q_THD: local query, cut by ``layout`` along the pack.
         k_TGD: local key, cut in the same way. H is a multiple of G (GQA); only the G heads are sent.
@@ -71,6 +74,12 @@ def context_varlen_attention(
 
     Raises:
         ValueError, TypeError, NotImplementedError: on every rank, if the input of one is bad or the ranks differ.
+
+    Example::
+
+        layout = per_document_head_tail(1000, mesh.size(), documents=[300, 10, 690])
+        q, k, v = (layout.shard(whole[0].transpose(0, 1), 0, mesh.get_local_rank()) for whole in qkv)  # [1000, 8, 64]
+        out = context_varlen_attention(q, k, v, mesh, [0, 300, 310, 1000], window_size=(-1, 0), layout=layout)
     """
     name = "context_varlen_attention"
     axis, group = axis_and_group(name, group)

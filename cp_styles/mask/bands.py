@@ -105,6 +105,11 @@ class Documents(Mask):
 
     Raises:
         ValueError: a length is below 1, or the prefixes do not fit the lengths.
+
+    Example::
+
+        mask = Documents((2, 3)) & Causal()
+        assert Documents.from_cu_seqlens([0, 2, 5]) == Documents.from_ids(torch.tensor([7, 7, 8, 8, 8]))
     """
 
     lengths: tuple[int, ...]

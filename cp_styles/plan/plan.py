@@ -141,6 +141,11 @@ def imbalance(layout: SequenceLayout, mask: Mask) -> float:
     Args:
         layout: the layout of queries and keys.
         mask: which keys each query attends to. A :class:`~cp_styles.PerRow` counts the work of all rows together.
+
+    Example::
+
+        assert imbalance(head_tail(1024, 4), Causal()) == 1.0
+        assert imbalance(contiguous(1024, 4), Causal()) > 1.7
     """
     work = _work(layout, layout.length, mask).tolist()
     total = sum(work)

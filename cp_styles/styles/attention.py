@@ -81,11 +81,12 @@ class AttentionContextParallel(ContextParallelStyle):
     The module's forward takes ``query``, ``key`` and ``value``, or ``q``, ``k`` and ``v``, or these as its first three
     arguments. A ``forward(*args, **kwargs)`` must be called with the three first, and without names.
 
-    Inputs may be plain tensors, or DTensors on the 1-D mesh of this axis with ``Shard(seq_dim)``. If the style was
-    given a composed mesh, they may be DTensors on its other axes ("tp"), with Shard on the heads or the batch, or
-    Replicate. (Key and value may be replicated while the query's heads are sharded. Their gradients are then summed
-    over that axis, in two all-reduces.) Or they may be DTensors on the composed mesh itself, with ``Shard(seq_dim)`` on
-    this axis. Outputs are on the same mesh as inputs. See [Note: lifting] in dtensor_io.py.
+    Query, key and value share one floating-point dtype and one device, CPU or CUDA. They may be plain tensors, or
+    DTensors on the 1-D mesh of this axis with ``Shard(seq_dim)``. If the style was given a composed mesh, they may be
+    DTensors on its other axes ("tp"), with Shard on the heads or the batch, or Replicate. (Key and value may be
+    replicated while the query's heads are sharded. Their gradients are then summed over that axis, in two all-reduces.)
+    Or they may be DTensors on the composed mesh itself, with ``Shard(seq_dim)`` on this axis. Outputs are on the same
+    mesh as inputs. See [Note: lifting] in dtensor_io.py.
 
     Raises (at the call, on every rank, with the module's name): ValueError, TypeError or NotImplementedError for inputs
     that do not fit the layout, for dropout, for masks that are not those of the whole sequence, and for modules whose
