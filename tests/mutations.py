@@ -528,6 +528,31 @@ MISTAKES = [
         "return out",
         "tests/clients/test_transformers.py -k softcap",
     ),
+    # -- forwards whose hooks have not run --
+    Mistake(
+        "forwards: one that is called without the hooks is not looked at",
+        "if not compiling and not calls.running and current_graph_task() is None:",
+        "if False:",
+        "tests/ranks/doors/test_guards.py -k itself",
+    ),
+    Mistake(
+        "forwards: a forward never ends",
+        "            self._tally.running = False",
+        "            pass",
+        "tests/ranks/doors/test_guards.py -k itself",
+    ),
+    Mistake(
+        "forwards: models inside of a model are not looked at",
+        'return "input_ids" in inspect.signature(type(module).forward).parameters',
+        "return False",
+        "tests/ranks/doors/test_guards.py -k itself",
+    ),
+    Mistake(
+        "forwards: each part that is called alone has to attend",
+        "attends=module is self._top",
+        "attends=True",
+        "tests/ranks/doors/test_guards.py -k alone",
+    ),
     # -- agreement --
     Mistake(
         "agreement: messages leave before the rows of the others are read",

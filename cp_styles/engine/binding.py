@@ -67,6 +67,7 @@ class Tally:
         lengths: numbers of local queries of the calls that a function mode has intercepted.
         deferred_agreement: the :meth:`Binding.agree` that was deferred to the first of them, as a function of
             ``refuse`` and ``call``. None if the ranks have agreed.
+        running: whether this forward is under way. (Not known where torch.compile traces it.)
         inputs: arguments of the module's forward, by parameter name; empty outside of a forward.
         on_range: is shown every result of torch.arange in this forward; None for nothing.
         made_mask: a mask that says more than causal, made for the layers of this forward by a door of another library.
@@ -75,6 +76,7 @@ class Tally:
     calls: int = 0
     lengths: set[int] = field(default_factory=set)
     deferred_agreement: Callable[..., Any] | None = None
+    running: bool = False
     inputs: dict[str, Any] = field(default_factory=dict)
     on_range: Callable[[torch.Tensor], None] | None = None
     made_mask: Any = None

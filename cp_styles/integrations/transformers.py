@@ -41,7 +41,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from cp_styles._compat import without_function_modes
+from cp_styles._compat import uncompiled, without_function_modes
 from cp_styles.comm.agreement import (
     Meeting,
     StatusRow,
@@ -76,6 +76,7 @@ def register_attention(name: str = "context_parallel") -> str:
     return name
 
 
+@uncompiled
 def context_parallel_attention_forward(
     module: nn.Module,
     query: torch.Tensor,
@@ -258,6 +259,7 @@ def _cap(softcap: float) -> Callable[..., torch.Tensor]:
     return cap
 
 
+@uncompiled
 @torch.no_grad()
 def context_parallel_mask(
     batch_size: int,
@@ -400,9 +402,8 @@ def encode(model: nn.Module, input_ids: torch.Tensor, *, attention_mask: torch.T
         )
     if attention_mask is not None:
         inputs["attention_mask"] = attention_mask
-    before = calls.attentions
     outputs = encoder(layout.shard(input_ids, 1, binding.group.rank()), **inputs)
-    if calls.attentions == before:
+    if not calls.attentions:
         raise NotImplementedError(
             f"{binding.name}: {type(encoder).__name__} called no attention that is context parallel"
         )

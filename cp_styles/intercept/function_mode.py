@@ -373,9 +373,16 @@ class AttentionCalls(TorchFunctionMode):
                 "checkpoint a module that makes the call, a layer for example"
             )
 
+    @property
+    def running(self) -> bool:
+        """Whether a forward is under way that :meth:`start` has begun."""
+        return self._tally.running
+
     def start(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Hook at the beginning of a module's forward."""
         self._tally.calls, self._tally.made_mask = 0, None
         if not torch.compiler.is_dynamo_compiling():
+            self._tally.running = True
             self._tally.lengths.clear()
             ledger_of(self._scoped.unscoped.group).engaged = False
             self._tally.inputs = dict(zip(_names_of_inputs(module), args, strict=False)) | kwargs
@@ -392,13 +399,15 @@ class AttentionCalls(TorchFunctionMode):
             except Exception as error:  # of any kind: the other ranks must raise too
                 binding.refuse(error)
 
-    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Hook at the end of a module's forward, after an exception too."""
+    def leave(self, module: nn.Module, args: Any, output: Any, *, attends: bool = True) -> None:
+        """Hook at the end of a forward, after an exception too. ``attends``: it must have called attention."""
         self._tally.inputs, self._tally.on_range = {}, None
+        if not torch.compiler.is_dynamo_compiling():
+            self._tally.running = False
         if not torch.compiler.is_dynamo_compiling() and output is None and sys.exc_info()[1] is not None:
             self._offer_refusal()
             return
-        if not self._tally.calls:
+        if attends and not self._tally.calls:
             if not torch.compiler.is_dynamo_compiling():  # while tracing, no rank waits yet
                 self._offer_refusal()
             raise NotImplementedError(

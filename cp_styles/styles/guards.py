@@ -203,6 +203,77 @@ def _token_dim(x: torch.Tensor, out: torch.Tensor, length: int | None) -> int | 
     return dims[-1] if dims else None
 
 
+class Forwards:
+    """Runs forwards of a context-parallel module, or of modules inside of it, whose hooks have not run.
+
+    Hooks run where a module is called. They do not run where a program calls ``model.forward``, or a model inside of
+    the model (``model.model``, for hidden states instead of logits); nor where torch.compile has traced them, but not
+    the forward. Then this does what the hooks do.
+    """
+
+    def __init__(self, top: nn.Module | None, mask: Mask, calls: AttentionCalls, *, check_inputs: bool) -> None:
+        """``top``: the context-parallel module."""
+        self._top, self._mask, self._calls, self._checks = top, mask, calls, check_inputs
+        self._guards: dict[int, InputGuards] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Forwards:
+        top, calls = memo.get(id(self._top)), copy.deepcopy(self._calls, memo)  # a part of it may be copied alone
+        made = memo[id(self)] = Forwards(top, self._mask, calls, check_inputs=self._checks)
+        return made
+
+    def guards(self, module: nn.Module) -> InputGuards | None:
+        """What looks at the arguments of this module: of the context-parallel one, and of models in it."""
+        if not self._checks or (module is not self._top and not _is_model(module)):
+            return None
+        found = self._guards.get(id(module))
+        if found is None:
+            found = self._guards[id(module)] = InputGuards(module, self._mask, self._calls)
+        return found
+
+    def run(
+        self,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        calls: AttentionCalls,
+        probe: MixingProbe | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """What ``forward(*args, **kwargs)`` returns, with ``calls`` entered, after the work of the hooks."""
+        output = None
+        try:
+            self._begin(module, args, kwargs)
+            if probe is None or probe.asked(module):
+                with calls:
+                    output = forward(*args, **kwargs)
+            else:
+                output = probe.ask(module, forward, calls, args, kwargs)
+        finally:
+            self._end(module, args, output)
+        return output
+
+    @uncompiled
+    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._calls.start(module, args, kwargs)
+        guards = self.guards(module)
+        if guards is not None:
+            guards.check(module, args, kwargs)
+
+    @uncompiled
+    def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Also after an exception, with None."""
+        try:
+            guards = None if output is None else self.guards(module)
+            if guards is not None:
+                guards.check_output(module, args, output)
+        finally:
+            self._calls.leave(module, args, output, attends=module is self._top)
+
+
+# Its frame is not compiled, because it enters a mode; the forward is.
+never_compile_alone(Forwards.run)
+
+
 class InputGuards:
     """Checks the arguments of a model's forward. Each module that ModuleContextParallel is applied to has one."""
 
@@ -354,6 +425,11 @@ def _refuse_local(binding: Binding, name: str, positions: torch.Tensor, lengths:
             "a SequenceScope(layout, mask=Documents(...)) around the call"
             f"{see('Positions that count from 0')}"
         )
+
+
+def _is_model(module: nn.Module) -> bool:
+    """Whether it takes tokens as models of transformers do, and so may count them, or make masks and losses."""
+    return "input_ids" in inspect.signature(type(module).forward).parameters
 
 
 def _is_of_positions(name: str) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from cp_styles._compat import hooks_in_order, scripted_attention
+from cp_styles._compat import current_graph_task, hooks_in_order, scripted_attention
 from cp_styles.comm.agreement import EVERY_CALL, Agreement
 from cp_styles.engine.binding import Binding
 from cp_styles.engine.gradient_watch import RAISE, GradientCheck
@@ -26,11 +26,12 @@ from cp_styles.layout import Balancer, SequenceLayout
 from cp_styles.mask import Mask
 from cp_styles.strategies import Strategy
 from cp_styles.styles.base import ContextParallelStyle
-from cp_styles.styles.guards import InputGuards, MixingProbe
+from cp_styles.styles.guards import Forwards, MixingProbe
 
 _STATE = "_context_parallel_calls"
-_State: TypeAlias = tuple[AttentionCalls, AttentionCalls, MixingProbe | None]
-"""The calls of an eager forward, and those of a traced one; and the test of modules for mixing tokens."""
+_State: TypeAlias = tuple[AttentionCalls, AttentionCalls, MixingProbe | None, Forwards]
+"""The calls of an eager forward, and those of a traced one; the test of modules for mixing tokens; and what does the
+work of the hooks where they have not run."""
 
 # Leaves of torch's own that may carry values from token to token.
 _MIXING = (nn.RNNBase, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -145,11 +146,11 @@ class ModuleContextParallel(ContextParallelStyle):
         unmatched = [each for each in self.trusted if not any(fnmatchcase(path, each) for path in names.values())]
         if unmatched:
             raise ValueError(f"{type(module).__name__}: trusted={unmatched} names no module of it")
-        self._enter(module, (calls, calls.inlined(), MixingProbe(binding.name, names)), trusted, at_top=True)
+        forwards = Forwards(module, self.mask, calls, check_inputs=self.check_inputs)
+        self._enter(module, (calls, calls.inlined(), MixingProbe(binding.name, names), forwards), trusted, at_top=True)
         before = module.register_forward_pre_hook(calls.start, with_kwargs=True)
         ours = [before]
-        if self.check_inputs:
-            guards = InputGuards(module, self.mask, calls)
+        if (guards := forwards.guards(module)) is not None:
             ours.append(module.register_forward_pre_hook(guards.check, with_kwargs=True))
             ours.append(module.register_forward_hook(guards.check_output))
         hooks_in_order(module, *ours, module.register_forward_hook(calls.leave, always_call=True))
@@ -159,12 +160,12 @@ class ModuleContextParallel(ContextParallelStyle):
         """Change the class of ``child`` and its descendants, so that their attention calls run on the engine."""
         if hasattr(child, _STATE):
             return  # the module occurs twice
-        calls, _, probe = state
+        calls, _, probe, forwards = state
         if self.sink is not None and getattr(child, self.sink, None) is not None:
             with_sink = calls.with_sink(child, self.sink)
-            state = with_sink, with_sink.inlined(), probe
+            state = with_sink, with_sink.inlined(), probe, forwards
         if child in trusted:
-            state = *state[:2], None
+            state = *state[:2], None, forwards
         children = list(child.children())
         # Leaf modules of torch call no attention, and there are many of them.
         if at_top or children or not type(child).__module__.startswith("torch.") or isinstance(child, _MIXING):
@@ -201,9 +202,12 @@ class _Entered(BoundToThisRun):
     """Mixin before a module's class: its forward runs with the calls sent through the engine."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        calls, inlined, probe = getattr(self, _STATE)
-        if torch.compiler.is_dynamo_compiling() or probe is None or probe.asked(self):
-            with inlined if torch.compiler.is_dynamo_compiling() else calls:
+        calls, inlined, probe, forwards = getattr(self, _STATE)
+        compiling = torch.compiler.is_dynamo_compiling()
+        if not compiling and not calls.running and current_graph_task() is None:
+            return forwards.run(self, super().forward, calls, probe, args, kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        if compiling or probe is None or probe.asked(self):
+            with inlined if compiling else calls:
                 return super().forward(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         return probe.ask(self, super().forward, calls, args, kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 

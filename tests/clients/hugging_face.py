@@ -179,10 +179,16 @@ def positions_of(length: int = LENGTH) -> torch.Tensor:
 Batch = Mapping[str, torch.Tensor]
 
 
-def step(model: nn.Module, inputs: Batch, labels: torch.Tensor) -> torch.Tensor:
-    """The sum of the tokens' losses, after its backward."""
+def called(model: Any) -> Callable[..., Any]:
+    return model
+
+
+def step(
+    model: nn.Module, inputs: Batch, labels: torch.Tensor, how: Callable[[Any], Callable[..., Any]] = called
+) -> torch.Tensor:
+    """The sum of the tokens' losses, after its backward. ``how`` says what of the model is called."""
     with StayDouble():
-        logits = model(**inputs).logits
+        logits = how(model)(**inputs).logits
     loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
     loss.backward()
     return loss.detach()
@@ -203,6 +209,7 @@ def on_ranks(
     style: Mapping[str, Any] | None = None,
     scope: Callable[[Any], Any] | None = None,
     implementation: str = NAME,
+    how: Callable[[Any], Callable[..., Any]] = called,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Loss and gradients of a step of ``model``; ``inputs`` are cut along their last dim, ``whole`` are not."""
 
@@ -219,10 +226,10 @@ def on_ranks(
 
         parts = {name: cut(x) for name, x in inputs.items()} | dict(whole or {})
         if scope is None:
-            loss = step(mine, parts, cut(labels))
+            loss = step(mine, parts, cut(labels), how)
         else:
             with scope(balancer(labels.shape[-1], ranks)):
-                loss = step(mine, parts, cut(labels))
+                loss = step(mine, parts, cut(labels), how)
         sum_gradients(mine, mesh)
         return loss, gradients(mine)
 

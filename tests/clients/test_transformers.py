@@ -247,6 +247,29 @@ def test_packed_documents(model_type: str, balancer):
     assert largest_error(found, expected(model, inputs, labels)) < EXACT
 
 
+def inside(model: Any) -> Any:
+    """For a loss that makes the logits in chunks: the hidden states of the model inside."""
+
+    def logits(**inputs: torch.Tensor) -> Any:
+        return SimpleNamespace(logits=model.lm_head(model.model(**inputs).last_hidden_state))
+
+    return logits
+
+
+@pytest.mark.parametrize("how", [lambda model: model.forward, inside], ids=["forward", "inside"])
+def test_a_model_that_is_not_called_itself(how: Any):
+    """No hook of the style runs: the positions are read all the same, and asked for."""
+    model = tiny(causal_lm, config_of("mistral", num_hidden_layers=2))
+    tokens, labels = tokens_of(), labels_of(tokens_of(), document_ids=IDS)
+    inputs = {"input_ids": tokens, "position_ids": PACKED}
+    found = on_ranks(model, inputs, labels, ranks=3, how=how)
+    assert largest_error(found, expected(model, inputs, labels)) < EXACT
+    # Documents that end where the ranks do: transformers sees one document on each.
+    even, restarts = tokens_of(20), {"position_ids": torch.arange(10).expand(2, -1)}
+    refused({"input_ids": even}, restarts, words="count from 0 to 9 on this rank", balancer=contiguous, how=how)
+    refused({"input_ids": tokens}, words="takes position_ids and was given none", how=how)
+
+
 def test_documents_of_a_scope():
     """The scope's mask holds beside the layers' windows, and its layout is the one that the model is bound to."""
     model = tiny(causal_lm, config_of("mistral", num_hidden_layers=2))

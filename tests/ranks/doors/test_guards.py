@@ -22,7 +22,7 @@ from cp_styles.mask import Documents, SlidingWindow
 from cp_styles.styles import ColwiseParallel, ModuleContextParallel
 from cp_styles.styles import parallelize_module as checked
 from cp_styles.testing import run_ranks
-from tests.oracle import randn
+from tests.oracle import error, randn
 from tests.ranks.attention_case import cp_mesh
 
 WIDTH, LENGTH, RANKS = 8, 12, 2
@@ -261,6 +261,65 @@ def test_labels():
     assert "labels would be shifted after the cut" in errors_of(call(labels=labels))
     assert "a mean of the ranks' means is another number" in errors_of(call(labels=labels, shift_labels=labels))
     run_ranks(call(labels=labels, shift_labels=labels, num_items_in_batch=7), RANKS)
+
+
+class WithHead(nn.Module):
+    """A model inside of the model, as transformers has it."""
+
+    loss_function = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model, self.head = Inside(Mlp()), nn.Linear(WIDTH, 3)
+
+    def forward(self, input_ids, position_ids=None, labels=None):
+        return self.head(self.model(input_ids, position_ids))
+
+
+class Inside(Model):
+    def forward(self, input_ids, position_ids=None):
+        return super().forward(input_ids + 0 if position_ids is None else input_ids + position_ids[..., None])
+
+
+@pytest.mark.parametrize("how", [lambda model: model.forward, lambda model: lambda x, p: model.head(model.model(x, p))])
+def test_a_model_that_is_not_called_itself(how):
+    """No hook of the style runs where its forward, or a model inside of it, is called."""
+    torch.manual_seed(0)
+    model, cut = WithHead().double(), head_tail(LENGTH, RANKS)
+
+    def act(rank: int, *positions: torch.Tensor | None, **options) -> torch.Tensor:
+        mine = copy.deepcopy(model)
+        parallelize_module(mine, cp_mesh(RANKS), ModuleContextParallel(**options))
+        for each in positions:
+            out = how(mine)(cut.shard(X, 1, rank), None if each is None else cut.shard(each, 1, rank))
+        return out.detach()
+
+    wanted = model(X, POSITIONS).detach()
+    found = run_ranks(lambda rank: act(rank, POSITIONS, POSITIONS), RANKS)
+    assert error(cut.unshard(found, 1), wanted) < 1e-12
+    assert "takes position_ids and was given none" in errors_of(lambda rank: act(rank, POSITIONS, None))
+    local = torch.arange(LENGTH // RANKS).repeat(RANKS)[None]
+    local = cut.unshard([local[:, : LENGTH // RANKS]] * RANKS, 1)
+    assert "count from 0 to 5 on this rank" in errors_of(lambda rank: act(rank, local))
+    run_ranks(lambda rank: act(rank, None, check_inputs=False), RANKS)
+
+
+def test_parts_that_are_called_alone():
+    """Of a model inside labels are no matter; of a layer, positions are not; and neither needs an attention."""
+    model = WithHead().double()
+
+    def act(rank: int) -> None:
+        mine = copy.deepcopy(model)
+        parallelize_module(mine, cp_mesh(RANKS), ModuleContextParallel())
+        x = X[:, : LENGTH // RANKS]
+        y = mine.model.layers[0](mine.model.norm(x))
+        out = mine.model.attention(y).sum()
+        out.backward()
+        with pytest.raises(ValueError, match="labels would be shifted after the cut"):
+            mine.forward(x, position_ids=head_tail(LENGTH, RANKS).positions(rank)[None], labels=x[..., 0])
+        copy.deepcopy(mine.model.layers[0])(x)
+
+    run_ranks(act, RANKS)
 
 
 class Wrapper(nn.Module):
