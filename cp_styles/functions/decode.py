@@ -173,7 +173,7 @@ class KVCache:
             self._refuse(
                 ValueError(
                     f"KVCache: cannot crop {self._length} positions to {length}: the {self._prompt.length} positions "
-                    "of the prompt stay. Prefill the shorter prompt anew"
+                    "of the prompt cannot be removed. Prefill the shorter prompt anew"
                 )
             )
         self._length = length
