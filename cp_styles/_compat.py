@@ -58,7 +58,8 @@ def dtensor_without_grad(
     spec = _dtensor_spec(mesh, placements, shape, stride, local.dtype)
     if spec.mesh is not mesh:  # an equal mesh, possibly of process groups that were destroyed
         spec = _dtensor_spec.__wrapped__(mesh, placements, shape, stride, local.dtype)
-    return DTensor(local, spec, requires_grad=False)  # pyright: ignore[reportAbstractUsage]
+    # Without __init__, which is for torch.export, and takes longer than the rest.
+    return DTensor.__new__(DTensor, local, spec, requires_grad=False)
 
 
 @lru_cache(maxsize=256)  # many tensors may share a spec: DTensor's own sharding rules return shared ones too
@@ -332,11 +333,8 @@ def fast_path_attention() -> tuple[Any, ...]:
     return torch._native_multi_head_attention, torch._transformer_encoder_layer_fwd  # pyright: ignore
 
 
-def asks_for_nested_tensors(function: Any) -> bool:
-    """Whether ``function`` is the one by which nn.TransformerEncoder decides whether to use nested tensors.
-
-    Seen: 2.11 to 2.15."""
-    return function is torch._nested_tensor_from_mask_left_aligned  # pyright: ignore
+# The function by which nn.TransformerEncoder decides whether to use nested tensors. Seen: 2.11 to 2.15.
+ASKS_FOR_NESTED_TENSORS = torch._nested_tensor_from_mask_left_aligned  # pyright: ignore
 
 
 def flattened(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
@@ -366,6 +364,12 @@ def without_groups(mesh: DeviceMesh) -> DeviceMesh:
 
 # The op that torch.autograd.detect_anomaly calls for each gradient, after isnan. Seen: 2.11 to 2.15.
 IS_ANY_TRUE = torch.ops.aten._is_any_true.default
+
+
+def in_forward_mode() -> bool:
+    """Whether some thread is in forward-mode differentiation. Outside of it no tensor has a tangent. Seen: 2.11 to 2.15
+    (the level, a variable of the module; ``unpack_dual`` asks it first)."""
+    return forward_ad._current_level >= 0
 
 
 def has_tangent(tensor: torch.Tensor) -> bool:
@@ -484,8 +488,7 @@ class FlexLocals(NamedTuple):
 
 
 def flex_locals(frame: types.FrameType) -> FlexLocals:
-    bound = frame.f_locals
-    return FlexLocals(*[bound.get(name) for name in FlexLocals._fields])
+    return FlexLocals._make(map(frame.f_locals.get, FlexLocals._fields))
 
 
 FLEX_CHECKS_DEVICE = "_validate_device"
@@ -591,6 +594,12 @@ def never_compile_alone(function: Callable[..., Any], *, nor_what_it_calls: bool
     """
     strategy = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP if nor_what_it_calls else FrameAction.DEFAULT)
     torch._C._dynamo.eval_frame.set_code_exec_strategy(function.__code__, strategy)  # pyright: ignore
+
+
+def never_compiled(function: F) -> F:
+    """:func:`uncompiled` without its wrapper, which takes longer than a small function, for what is never traced."""
+    never_compile_alone(function, nor_what_it_calls=True)
+    return function
 
 
 def function_modes() -> list[Any]:

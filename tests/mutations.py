@@ -684,9 +684,45 @@ MISTAKES = [
     ),
     Mistake(
         "checkpoint: received keys outlive the layer",
-        "return source.keeping_nothing() if any(mode in _saving for mode in dispatch_modes()) else source",
+        "return source.keeping_nothing() if modes and any(mode in _saving for mode in modes) else source",
         "return source",
         "tests/ranks/doors/test_selective_checkpoint.py -k outlive",
+    ),
+    Mistake(
+        "block: an equal one inside goes on with the outer one's count",
+        "tally.update(vars(Tally()))",
+        "pass",
+        "tests/ranks/doors/test_torch_api.py -k equal_blocks",
+    ),
+    Mistake(
+        "block: the count of an equal one inside stays",
+        "stack.callback(tally.update, dict(tally))",
+        "pass",
+        "tests/ranks/doors/test_torch_api.py -k equal_blocks",
+    ),
+    Mistake(
+        "style: an input without a gradient gets zeros",
+        "ctx.set_materialize_grads(False)\n        ctx.placements = placements",
+        "ctx.placements = placements",
+        "tests/ranks/doors/test_leaks.py -k nothing_depends",
+    ),
+    Mistake(
+        "style: second derivatives end at its output",
+        "found.requires_grad_(grad.requires_grad), None",
+        "found, None",
+        "tests/ranks/doors/test_derivatives.py",
+    ),
+    Mistake(
+        "style: handlers that somebody removed stay away",
+        "if list(map(type, table.values())).count(_Route) == len(_ROUTES):",
+        "if list(map(type, table.values())).count(_Route):",
+        "tests/ranks/doors/test_leaks_life.py",
+    ),
+    Mistake(
+        "derivatives: tangents are not looked for",
+        "return forward_ad._current_level >= 0",
+        "return forward_ad._current_level > 0",
+        "tests/ranks/doors/test_derivatives.py",
     ),
     Mistake(
         "checkpoint: a recomputation agrees again",

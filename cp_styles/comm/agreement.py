@@ -185,6 +185,7 @@ class NewCalls(Agreement):
 
     def known(self, ledger: Ledger, said: StatusRow, assumed: Callable[[], Sequence[StatusRow]] | None) -> Rows | None:
         # Whether a parameter is to be compared (watch) is the same on all ranks, and its checksum need not be.
+        said = said._replace(meeting=said.meeting % _AGAIN)  # a recomputation is known if its call is
         found = None if assumed is None or said.watch else ledger.agreed.get(said)
         if found is not None:
             ledger.unmet = hash((ledger.unmet, _but_lengths(said)))  # of numbers: the same in every process
@@ -254,6 +255,7 @@ class Ledger:
     def note_agreed(self, said: StatusRow, rows: Rows) -> None:
         if len(self.agreed) >= _MOST_AGREED:  # the rows of 1,024 ranks take some 200 KB
             self.agreed.clear()
+        said = said._replace(meeting=said.meeting % _AGAIN)
         self.agreed[said] = rows
 
 
@@ -319,10 +321,9 @@ def start_status(
     ledger.name, ledger.axis = name, axis
     note_user(group, f"{name} (mesh axis {axis!r})")
     mine = _of_meeting(said, meeting, name)
-    key = mine._replace(meeting=meeting)  # the same in a recomputation
     if problem is None:
         try:
-            known = agreement.known(ledger, key, None if assumed is None else partial(assumed, mine))
+            known = agreement.known(ledger, mine, None if assumed is None else partial(assumed, mine))
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
         if known is not None:
@@ -330,7 +331,7 @@ def start_status(
     elif agreement != EVERY_CALL:  # the others need not be at this meeting
         offer_numbers(mine, group, _PATIENCE_SECONDS)
         raise problem
-    started = _Started(mine, key, problem, meeting, name, axis, group, agreement)
+    started = _Started(mine, problem, meeting, name, axis, group, agreement)
     if problem is not None:
         started()
     started.gathered = start_numbers(mine, group)
@@ -346,7 +347,6 @@ class _Started:
     """
 
     mine: StatusRow
-    key: StatusRow
     problem: Exception | None
     meeting: Meeting
     name: str
@@ -371,7 +371,7 @@ class _Started:
             _raise_if_refused(rows, self.name, self.axis)
             _raise_if_apart(rows, self.name, self.axis)
         elif self.agreement != EVERY_CALL and not self.mine.watch:
-            ledger_of(self.group).note_agreed(self.key, rows)
+            ledger_of(self.group).note_agreed(self.mine, rows)
         return rows
 
 

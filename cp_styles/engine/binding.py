@@ -35,8 +35,8 @@ from cp_styles.comm.agreement import (
     start_status,
 )
 from cp_styles.comm.point_to_point import check_later, settle
-from cp_styles.engine.gradient_watch import RAISE, GradientCheck, ParameterWatch, watch_of
-from cp_styles.engine.mesh_axes import OtherAxes
+from cp_styles.engine.gradient_watch import RAISE, Finding, GradientCheck, ParameterWatch, watch_of
+from cp_styles.engine.mesh_axes import OtherAxes, chunk_sizes, declared_size
 from cp_styles.kernels import Kernel, SdpaKernel, kernel_for_tiles
 from cp_styles.kernels.autocast import attended_dtypes
 from cp_styles.layout import (
@@ -46,6 +46,7 @@ from cp_styles.layout import (
     cut_with,
     layout_made_by,
     other_cuts_around,
+    says_always_the_same,
     warn_of_other_cuts,
 )
 from cp_styles.mask import Causal, Dense, Full, Mask, PerRow, digest
@@ -54,6 +55,8 @@ from cp_styles.troubleshooting import see
 
 # Number of attentions that a binding caches, with the data that strategies have derived for them.
 _MOST_ATTENTIONS = 16
+# Number of lengths for which it keeps the layout of a balancer of layout.py.
+_MOST_LAYOUTS = 64
 # Number of bindings with other masks that it caches. A mask may hold a tensor.
 _MOST_MASKED = 4
 
@@ -102,6 +105,7 @@ class Binding:
         agreement: how often the ranks agree on attention.
         asked: properties of the calls so far that plans depend on: (is_causal, the kernel's small_tiles). Bindings made
             from this one by ``replace`` share it.
+        texts: what :func:`~cp_styles.engine.op.config_text_of` wrote of it, without and with a named layout.
     """
 
     name: str
@@ -117,7 +121,9 @@ class Binding:
     gradient_check: GradientCheck = field(default=RAISE, compare=False, repr=False)
     agreement: Agreement = field(default=EVERY_CALL, compare=False, repr=False)
     asked: set[tuple[bool, bool]] = field(default_factory=set, compare=False, repr=False)
+    texts: dict[bool, Any] = field(init=False, default_factory=dict, compare=False, repr=False)
     _attentions: dict[tuple[Any, ...], Attention] = field(init=False, default_factory=dict, compare=False, repr=False)
+    _layouts: dict[int, SequenceLayout] = field(init=False, default_factory=dict, compare=False, repr=False)
     _lean: Binding | None = field(init=False, default=None, compare=False, repr=False)
     _settlements: dict[tuple[SequenceLayout, SequenceLayout], Binding] = field(
         init=False, default_factory=dict, compare=False, repr=False
@@ -155,7 +161,12 @@ class Binding:
     def layout_for(self, length: int) -> SequenceLayout:
         """The layout of a sequence of ``length`` positions."""
         if not isinstance(self.layout, SequenceLayout):
-            return layout_made_by(self.layout, length, self.group.size())
+            found = self._layouts.get(length)
+            if found is None:
+                found = layout_made_by(self.layout, length, self.group.size())
+                if says_always_the_same(self.layout) and len(self._layouts) < _MOST_LAYOUTS:
+                    self._layouts[length] = found
+            return found
         if self.layout.length != length:
             remedy = "build the layout for this length, or give a balancer such as head_tail"
             if length == self.layout.length * self.group.size():
@@ -191,8 +202,8 @@ class Binding:
         said = {"is_causal": is_causal, "scale": scale, "preferred": preferred, "heads": heads, "whole": whole}
         if attn_mask is not None:
             return self._attention(q_length, kv_length, tensors, attn_mask, **said)
-        like = *(x.shape for x in tensors), tensors[0].dtype, tensors[0].device
-        key = q_length, kv_length, like, *said.values()
+        q, k, v = tensors
+        key = q_length, kv_length, q.shape, k.shape, v.shape, q.dtype, q.device, *said.values()
         found = self._attentions.get(key)
         if found is None:
             if len(self._attentions) >= _MOST_ATTENTIONS:
@@ -289,9 +300,8 @@ class Binding:
         except Exception:  # of any kind: agree() reports it to the other ranks
             return None
         own = self.layout.lengths[self.group.rank()]
-        if any(x.shape[seq_dim] != own for x in tensors):
-            return None
-        return self._settled((self.layout.length, self.layout.length), (self.layout, self.layout))
+        q, k, v = tensors
+        return self.as_given if q.shape[seq_dim] == k.shape[seq_dim] == v.shape[seq_dim] == own else None
 
     def agree(
         self,
@@ -322,136 +332,41 @@ class Binding:
         Raises :class:`~cp_styles.engine.gradient_watch.UnreducedGradientsError` if the ranks' parameters differ, and
         warns :class:`~cp_styles.layout.LayoutMismatchWarning` if tokens seem to be cut with another layout.
         """
-        watch, ranks, ledger = self._watch, self.group.size(), self._ledger
-        layouts: dict[int, SequenceLayout] = {}  # a balancer may be slow, and its next result may differ
-
-        def layout_for(length: int) -> SequenceLayout:
-            found = layouts.get(length)
-            if found is None:
-                found = layouts[length] = self.layout_for(length)
-            return found
-
-        def cuts(whole: tuple[int, int]) -> tuple[SequenceLayout, SequenceLayout]:
-            first = layout_for(whole[0])
-            return first, first if whole[1] == whole[0] else layout_for(whole[1])
-
-        def build() -> StatusRow:
-            refuse()
-            self.refuse_other_cut(tensors)
-            own = tensors[0].shape[seq_dim], tensors[1].shape[seq_dim]
-            if tensors[2].shape[seq_dim] != own[1]:
-                raise ValueError(
-                    f"{self.name}: key and value have different lengths: {own[1]} and {tensors[2].shape[seq_dim]}"
-                )
-            guess = ledger.lengths.get(own, (own[0] * ranks, own[1] * ranks))
-            if isinstance(self.layout, SequenceLayout):
-                guess = self.layout.length, self.layout.length
-            try:
-                layout = _number_of(cuts(guess))
-            except Exception:  # the guessed length may be wrong
-                guess, layout = (0, 0), 0
-            # What is alive may differ between ranks, so it must not make a call a new one.
-            may_warn = self.agreement == EVERY_CALL and other_cuts_around(layout_for, ranks, self.group.rank(), own)
-            rest = slice(seq_dim % tensors[0].ndim + 1, None)
-            sizes = [(x.shape[:seq_dim], x.shape[rest]) for x in tensors]
-            return StatusRow(
-                q_length=own[0],
-                kv_length=own[1],
-                status=RankStatus.GOOD_INPUTS if call is None else RankStatus.GOOD_CALL,
-                place=self.tally.calls,
-                guessed=_packed(guess),
-                layout=layout,
-                inputs=fingerprint_of(*sizes, *attended_dtypes(tensors), _contents(attn_mask)),
-                config=self._print,
-                call=fingerprint_of(*call, *call.values()) if call else 0,
-                watch=watch.look(tensors, self.group),
-                flags=BACKWARD_MAY_COME * keep + MAY_WARN * may_warn,
-            )
-
-        where = self.name, self.axis
-        ledger.engaged = True
-        assumed = _as_cut_by(self.layout, self.group.rank()) if isinstance(self.layout, SequenceLayout) else None
-        meeting = start_status(
-            build, Meeting.ATTENTION, *where, self.group, refused, agreement=self.agreement, assumed=assumed
+        layout, rank = self.layout, self.group.rank()
+        given = layout if isinstance(layout, SequenceLayout) else None
+        asked = _Call(
+            self, refuse, tensors, seq_dim, attn_mask, call, keep, {} if given is None else {given.length: given}
         )
+        self.ledger.engaged = True
+        meeting = start_status(
+            asked.row,
+            Meeting.ATTENTION,
+            self.name,
+            self.axis,
+            self.group,
+            refused,
+            agreement=self.agreement,
+            assumed=None if given is None else partial(_as_cut_by, given, rank),
+        )
+        q, k, v = tensors
+        own = None if given is None else given.lengths[rank]
+        if call is None or attn_mask is not None or not q.shape[seq_dim] == k.shape[seq_dim] == v.shape[seq_dim] == own:
+            return asked.finish(meeting)
+        check_later(self.group, partial(asked.finish, meeting))  # see [Note: agreement without waiting] in agreement.py
+        return self.as_given
 
-        # Not a function in here: see _Started in agreement.py.
-        check = partial(self._finish, meeting, cuts, tensors, seq_dim, attn_mask, call, keep)
-        layout = self.layout
-        if call is None or attn_mask is not None or not isinstance(layout, SequenceLayout):
-            return check()
-        if any(x.shape[seq_dim] != layout.lengths[self.group.rank()] for x in tensors):
-            return check()
-        check_later(self.group, check)  # see [Note: agreement without waiting] in agreement.py
-        return self._settled((layout.length, layout.length), (layout, layout))
-
-    def _finish(
-        self,
-        meeting: Callable[[], Rows],
-        cuts: Callable[[tuple[int, int]], tuple[SequenceLayout, SequenceLayout]],
-        tensors: Sequence[torch.Tensor],
-        seq_dim: int,
-        attn_mask: torch.Tensor | None,
-        call: Mapping[str, Any] | None,
-        keep: bool,
-    ) -> Binding:
-        """The end of :meth:`agree`: wait for the others' rows of ``meeting``, and compare."""
-        where = self.name, self.axis
-        rows = meeting()
-        if not rows.alike:
-            self._compare(rows, tensors, call or {}, attn_mask)
-        if attn_mask is not None and (problem := _of_a_part(attn_mask, rows)):
-            raise ValueError(f"{self.name}: {problem}")  # on every rank, because their masks are equal
-        columns, layout_rows = rows.columns, rows
-        whole = sum(columns.q_length), sum(columns.kv_length)
-        if set(columns.guessed) != {_packed(whole)}:
-
-            def build_layout() -> StatusRow:
-                return StatusRow(layout=_number_of(cuts(whole)))
-
-            layout_rows = exchange_status(build_layout, Meeting.LAYOUT, *where, self.group)
-        if not layout_rows.alike and len({row.status for row in rows}) == 1:
-            compare(layout_rows, "layout", *where, _NAMED, self._text)
-        settled = cuts(whole)
-        for layout, held in zip(settled, (columns.q_length, columns.kv_length), strict=True):
-            if layout.lengths != held:
-                raise ValueError(
-                    f"{self.name}: the ranks of mesh axis {self.axis!r} hold {list(held)} positions, but the "
-                    f"layout {plain(self.layout)} gives them {list(layout.lengths)} of {sum(held)}: cut the inputs "
-                    "with the layout of the attention (layout.shard), or give the attention the layout they were "
-                    f"cut with{see('Inputs that were cut in another way')}"
-                )
-        if not rows.alike:
-            # The configuration comes last: a rank that did not reach its call is reported with its status first.
-            compare(rows, "config", *where, _NAMED, self._text)
-            _compare_keep(rows, keep, *where)
-        self._ledger.remember((tensors[0].shape[seq_dim], tensors[1].shape[seq_dim]), whole)
-        found = self._watch.compare(columns.watch, *where, self.group)
-        if found is not None or any(map(MAY_WARN.__and__, columns.flags)):
-
-            def warn() -> StatusRow:
-                if found is not None:
-                    self._watch.tell(found, self.gradient_check)
-                warn_of_other_cuts(settled[0], self.name)
-                return StatusRow()
-
-            # On all ranks. A user may turn warnings into errors, and then all of them must raise.
-            exchange_status(warn, Meeting.WARNING, *where, self.group)
-        self._begun(call is not None)
-        return self._settled(whole, settled)
-
-    def _begun(self, engaged: bool) -> None:
+    def begun(self, engaged: bool) -> None:
         """Note that an attention starts. It ends with :meth:`finished`."""
-        ledger = self._ledger
+        ledger = self.ledger
         ledger.engaged, ledger.backward_began = engaged, False
         ledger.forward_open = ledger.forward_open or current_graph_task() is None
         ledger.agreement = self.agreement
 
     def finished(self) -> None:
         """Note that the forward of the attention has ended. Later errors are not errors of the attention."""
-        self._ledger.engaged = False
+        self.ledger.engaged = False
 
-    def _settled(self, lengths: tuple[int, int], cuts: tuple[SequenceLayout, SequenceLayout]) -> Binding:
+    def settled(self, lengths: tuple[int, int], cuts: tuple[SequenceLayout, SequenceLayout]) -> Binding:
         """This binding with fixed layouts instead of a balancer. Cached by layouts."""
         found = self._settlements.get(cuts)
         if found is None:
@@ -460,6 +375,12 @@ class Binding:
             layout = cuts[0] if cuts[0] == cuts[1] else SeveralLayouts(cuts)
             found = self._settlements[cuts] = replace(self, layout=layout, lengths=lengths)
         return found
+
+    @cached_property
+    def as_given(self) -> Binding:
+        """This binding, whose layout is a SequenceLayout, with the lengths of that."""
+        assert isinstance(self.layout, SequenceLayout)
+        return self.settled((self.layout.length, self.layout.length), (self.layout, self.layout))
 
     def agree_on_call(
         self,
@@ -476,8 +397,9 @@ class Binding:
         of :meth:`agree` if it was deferred, otherwise one all-gather.
         """
         deferred_agreement, self.tally.deferred_agreement = self.tally.deferred_agreement, None
+        contents = None if attn_mask is None else _contents(attn_mask)
         if deferred_agreement is not None:
-            call = {"is_causal": is_causal, "scale": scale, "attn_mask": _contents(attn_mask)}
+            call = {"is_causal": is_causal, "scale": scale, "attn_mask": contents}
             deferred_agreement(refuse, call=call, keep=keep, refused=RankStatus.NO_CALL)
             return
 
@@ -486,12 +408,12 @@ class Binding:
             return StatusRow(
                 status=RankStatus.GOOD_CALL,
                 place=self.tally.calls,
-                call=fingerprint_of(is_causal, scale, _contents(attn_mask)),
+                call=fingerprint_of(is_causal, scale, contents),
                 flags=BACKWARD_MAY_COME * keep,
             )
 
         where = self.name, self.axis
-        self._ledger.engaged = True
+        self.ledger.engaged = True
         ranks = self.group.size()
         meeting = start_status(
             build,
@@ -530,7 +452,7 @@ class Binding:
         if not rows.alike:
             compare(rows, "call", self.name, self.axis, "the call of the attention inside", mine)
             _compare_keep(rows, keep, self.name, self.axis)
-        self._begun(True)
+        self.begun(True)
 
     def refuse(self, problem: Exception) -> NoReturn:
         """Raise ``problem`` on this rank, and an error on the ranks that are about to :meth:`agree`."""
@@ -557,7 +479,7 @@ class Binding:
                     f"{see('A tensor that was cut with another layout')}"
                 )
 
-    def _compare(
+    def compare_inputs(
         self, rows: Rows, tensors: Sequence[torch.Tensor], call: Mapping[str, Any], attn_mask: torch.Tensor | None
     ) -> None:
         """Raise unless the inputs of the ranks fit together."""
@@ -569,7 +491,7 @@ class Binding:
             return [*given, ("attn_mask", tuple(attn_mask.shape), str(attn_mask.dtype)), _of_a_part(attn_mask, rows)]
 
         def settings() -> str:
-            return ", ".join([self._text(), *(f"{name}={value}" for name, value in call.items())])
+            return ", ".join([self.config_words(), *(f"{name}={value}" for name, value in call.items())])
 
         where = self.name, self.axis
         compare(rows, "inputs", *where, "shape (beside the sequence), dtype or attn_mask", shapes)
@@ -578,11 +500,11 @@ class Binding:
             compare(rows, "config", *where, named, settings)
             compare(rows, "call", *where, named, settings)
 
-    def _text(self) -> str:
+    def config_words(self) -> str:
         return ", ".join(plain(part) for part in (self.strategy, self.layout, self.mask, self.kernel))
 
     @cached_property
-    def _ledger(self) -> Ledger:
+    def ledger(self) -> Ledger:
         return ledger_of(self.group)
 
     @cached_property
@@ -590,11 +512,146 @@ class Binding:
         return watch_of(self.group)
 
     @cached_property
+    def declared_sizes(self) -> tuple[int, int]:
+        """The global numbers of queries and of keys, as they are declared to DTensor once the ranks have agreed."""
+        assert self.lengths is not None
+        first, second = [declared_size(self.layout_for(length), self.group.rank()) for length in self.lengths]
+        return first, second
+
+    @cached_property
+    def uneven(self) -> bool:
+        """Whether the parts are other ones than DTensor would make, once the ranks have agreed on the lengths."""
+        layouts = [self.layout_for(length) for length in self.lengths or ()]
+        return any(layout.lengths != chunk_sizes(layout.length, layout.ranks) for layout in layouts)
+
+    @cached_property
+    def _number(self) -> int:
+        """A number for the layout, which is a SequenceLayout."""
+        assert isinstance(self.layout, SequenceLayout)
+        return _number_of((self.layout, self.layout))
+
+    @cached_property
     def _print(self) -> int:
         # For a balancer only the fact that it is one: the layouts that it makes are compared.
         cut = plain(self.layout) if isinstance(self.layout, SequenceLayout) else "balancer"
         texts = [plain(part) for part in (self.strategy, self.mask, self.kernel, self.agreement)]
         return fingerprint([cut, *texts, self.mask.content, 0 if self.kernel is None else self.kernel.content])
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """One attention on which the ranks agree: what this rank says of it, and what follows from the rows of all ranks.
+
+    See :meth:`Binding.agree` for the fields. It holds no function of its own making: see _Started in agreement.py.
+    """
+
+    binding: Binding
+    refuse: Callable[[], None]
+    tensors: Sequence[torch.Tensor]
+    seq_dim: int
+    attn_mask: torch.Tensor | None
+    call: Mapping[str, Any] | None
+    keep: bool
+    made: dict[int, SequenceLayout]  # by length: a balancer may be slow, and its next result may differ
+
+    def row(self) -> StatusRow:
+        """This rank's row. Raises if this rank refuses the call."""
+        self.refuse()
+        binding, call, dim, (q, k, v) = self.binding, self.call, self.seq_dim, self.tensors
+        binding.refuse_other_cut(self.tensors)
+        own, group = (q.shape[dim], k.shape[dim]), binding.group
+        if v.shape[dim] != own[1]:
+            raise ValueError(f"{binding.name}: key and value have different lengths: {own[1]} and {v.shape[dim]}")
+        guess, layout = self._guess(own)
+        # What is alive may differ between ranks, so it must not make a call a new one.
+        may_warn = binding.agreement == EVERY_CALL and other_cuts_around(
+            self.layout_for, group.size(), group.rank(), own
+        )
+        contents = None if self.attn_mask is None else _contents(self.attn_mask)
+        rest = slice(dim % q.ndim + 1, None)
+        sizes = (q.shape[:dim], q.shape[rest]), (k.shape[:dim], k.shape[rest]), (v.shape[:dim], v.shape[rest])
+        return StatusRow(
+            own[0],
+            own[1],
+            status=RankStatus.GOOD_INPUTS if call is None else RankStatus.GOOD_CALL,
+            place=binding.tally.calls,
+            guessed=_packed(guess),
+            layout=layout,
+            inputs=fingerprint_of(*sizes, *attended_dtypes(self.tensors), contents),
+            config=binding._print,
+            call=fingerprint_of(*call, *call.values()) if call else 0,
+            watch=binding._watch.look(self.tensors, group),
+            flags=BACKWARD_MAY_COME * self.keep + MAY_WARN * may_warn,
+        )
+
+    def _guess(self, own: tuple[int, int]) -> tuple[tuple[int, int], int]:
+        """The global lengths that this rank takes its own for, and the number of their layouts; zeros if it cannot."""
+        given = self.binding.layout
+        if isinstance(given, SequenceLayout):
+            return (given.length, given.length), self.binding._number
+        ranks = self.binding.group.size()
+        guess = self.binding.ledger.lengths.get(own, (own[0] * ranks, own[1] * ranks))
+        try:
+            return guess, _number_of(self.cuts(guess))
+        except Exception:  # the guessed length may be wrong
+            return (0, 0), 0
+
+    def layout_for(self, length: int) -> SequenceLayout:
+        found = self.made.get(length)
+        if found is None:
+            found = self.made[length] = self.binding.layout_for(length)
+        return found
+
+    def cuts(self, whole: tuple[int, int]) -> tuple[SequenceLayout, SequenceLayout]:
+        first = self.layout_for(whole[0])
+        return first, first if whole[1] == whole[0] else self.layout_for(whole[1])
+
+    def finish(self, meeting: Callable[[], Rows]) -> Binding:
+        """Wait for the others' rows of ``meeting``, and compare. The binding of the call."""
+        binding, attn_mask = self.binding, self.attn_mask
+        where = binding.name, binding.axis
+        rows = meeting()
+        if not rows.alike:
+            binding.compare_inputs(rows, self.tensors, self.call or {}, attn_mask)
+        if attn_mask is not None and (problem := _of_a_part(attn_mask, rows)):
+            raise ValueError(f"{binding.name}: {problem}")  # on every rank, because their masks are equal
+        columns, layout_rows = rows.columns, rows
+        whole = sum(columns.q_length), sum(columns.kv_length)
+        if set(columns.guessed) != {_packed(whole)}:
+            layout_rows = exchange_status(partial(self._layout_row, whole), Meeting.LAYOUT, *where, binding.group)
+        if not layout_rows.alike and len({row.status for row in rows}) == 1:
+            compare(layout_rows, "layout", *where, _NAMED, binding.config_words)
+        cuts = self.cuts(whole)
+        for layout, held in zip(cuts, (columns.q_length, columns.kv_length), strict=True):
+            if layout.lengths != held:
+                raise ValueError(
+                    f"{binding.name}: the ranks of mesh axis {binding.axis!r} hold {list(held)} positions, but the "
+                    f"layout {plain(binding.layout)} gives them {list(layout.lengths)} of {sum(held)}: cut the inputs "
+                    "with the layout of the attention (layout.shard), or give the attention the layout they were "
+                    f"cut with{see('Inputs that were cut in another way')}"
+                )
+        if not rows.alike:
+            # The configuration comes last: a rank that did not reach its call is reported with its status first.
+            compare(rows, "config", *where, _NAMED, binding.config_words)
+            _compare_keep(rows, self.keep, *where)
+        dim = self.seq_dim
+        binding.ledger.remember((self.tensors[0].shape[dim], self.tensors[1].shape[dim]), whole)
+        found = binding._watch.compare(columns.watch, *where, binding.group)
+        if found is not None or any(map(MAY_WARN.__and__, columns.flags)):
+            # On all ranks. A user may turn warnings into errors, and then all of them must raise.
+            exchange_status(partial(self._warn, found, cuts[0]), Meeting.WARNING, *where, binding.group)
+        binding.begun(self.call is not None)
+        return binding.settled(whole, cuts)
+
+    def _layout_row(self, whole: tuple[int, int]) -> StatusRow:
+        return StatusRow(layout=_number_of(self.cuts(whole)))
+
+    def _warn(self, found: Finding | None, layout: SequenceLayout) -> StatusRow:
+        binding = self.binding
+        if found is not None:
+            binding._watch.tell(found, binding.gradient_check)
+        warn_of_other_cuts(layout, binding.name)
+        return StatusRow()
 
 
 # The latest bindings of calls of functions in this thread. A binding keeps its group alive, and an idle group has
@@ -647,14 +704,10 @@ def binding_of_call(
 _NAMED = "strategy, layout, mask or kernel"
 
 
-def _as_cut_by(layout: SequenceLayout, rank: int) -> Callable[[StatusRow], list[StatusRow]]:
+def _as_cut_by(layout: SequenceLayout, rank: int, mine: StatusRow) -> list[StatusRow]:
     """The rows of all ranks, from that of one, if they differ in nothing but the lengths that the layout gives them."""
-
-    def assumed(mine: StatusRow) -> list[StatusRow]:
-        rows = [mine._replace(q_length=length, kv_length=length) for length in layout.lengths]
-        return [*rows[:rank], mine, *rows[rank + 1 :]]
-
-    return assumed
+    rows = [mine._replace(q_length=length, kv_length=length) for length in layout.lengths]
+    return [*rows[:rank], mine, *rows[rank + 1 :]]
 
 
 def _number_of(cuts: tuple[SequenceLayout, SequenceLayout]) -> int:
@@ -726,5 +779,5 @@ def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         raise ValueError(f"the head dims of query and key differ: {q.shape[3]} and {k.shape[3]}")
 
 
-def _contents(mask: torch.Tensor | None) -> Any:
-    return None if mask is None else (tuple(mask.shape), mask.dtype, digest(mask))
+def _contents(mask: torch.Tensor) -> Any:
+    return tuple(mask.shape), mask.dtype, digest(mask)

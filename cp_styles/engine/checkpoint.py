@@ -63,7 +63,8 @@ def as_kept(source: _Source) -> _Source:
 
     Inside a checkpoint of :func:`save_attention`, results outlive the layer, so the binding keeps no received keys.
     """
-    return source.keeping_nothing() if any(mode in _saving for mode in dispatch_modes()) else source
+    modes = dispatch_modes()
+    return source.keeping_nothing() if modes and any(mode in _saving for mode in modes) else source
 
 
 @cache

@@ -17,6 +17,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -37,19 +38,20 @@ from cp_styles.engine.binding import Binding, refuse_dropout, refuse_grouped
 from cp_styles.engine.mesh_axes import (
     HeadShare,
     Placements,
-    chunk_sizes,
     head_share,
     keeps_apart,
     like_part,
+    placed_together,
     refuse_moved,
     refuse_placements,
-    sequence_sharded,
 )
 from cp_styles.engine.run import run_backward, run_forward
 from cp_styles.kernels import CUDA_CUDNN, CUDA_EFFICIENT, CUDA_FLASH, SDPA_KERNELS, SdpaKernel
 from cp_styles.kernels.sdpa import names_of
 from cp_styles.strategies import Attention
 
+_LABELS = ("query", "key", "value")
+_REQUIRES_GRAD = attrgetter("requires_grad")
 _SEQ_DIM = 2  # of every aten attention op: [B, H, S, D]
 _PREFIX = "cp_styles:"
 _ATTRIBUTE = "_cp_styles_binding"
@@ -115,6 +117,8 @@ def install() -> None:
     other meshes.
     """
     table = sdpa_handlers()
+    if list(map(type, table.values())).count(_Route) == len(_ROUTES):  # torch hashes ops in Python
+        return
     for op, make in _ROUTES.items():
         present = table.get(op)
         if not isinstance(present, _Route):
@@ -137,12 +141,15 @@ class _Route:
         self._previous = previous
 
     def __call__(self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, DTensor)]
-        binding = next((found for tensor in tensors if (found := binding_of(tensor.device_mesh))), None)
+        tensors, binding = [], None
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, DTensor):
+                tensors.append(value)
+                binding = binding or binding_of(value.device_mesh)
         if binding is not None:
             values = {**self._defaults, **dict(zip(self._names.values(), args, strict=False))}
             values.update({self._names[name]: value for name, value in kwargs.items()})
-            values["keep"] = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+            values["keep"] = torch.is_grad_enabled() and any(map(_REQUIRES_GRAD, tensors))
             with torch.no_grad():
                 return self._ours(op, binding, values)
         if self._previous is not None:
@@ -177,7 +184,7 @@ class _Values:
     versions: tuple[tuple[str, StorageWeakRef, int], ...]
 
 
-def watch_values(out: torch.Tensor, inputs: Sequence[torch.Tensor]) -> None:
+def watch_values(out: DTensor, inputs: Sequence[DTensor]) -> None:
     """Make the backward of the attention op that made ``out`` raise if ``out`` or an input was changed in place.
 
     Autograd checks the versions of the DTensors, which do not change when a local tensor is changed. Tensors that the
@@ -186,7 +193,7 @@ def watch_values(out: torch.Tensor, inputs: Sequence[torch.Tensor]) -> None:
     if out.grad_fn is None:
         return
     with torch.no_grad():
-        local = dict(zip(("query", "key", "value", "out"), map(_to_local, (*inputs, out)), strict=True))
+        local = dict(zip((*_LABELS, "out"), map(DTensor.to_local, (*inputs, out)), strict=True))
     found = [(label, StorageWeakRef(x.untyped_storage()), x._version) for label, x in local.items()]
     out.grad_fn.metadata[_Values] = _Values(tuple(found))  # pyright: ignore[reportIndexIssue]
 
@@ -196,7 +203,7 @@ def _refuse_changed(name: str, values: dict[str, Any]) -> None:
     then = None if node is None else node.metadata.get(_Values)
     for label, storage, version in () if then is None else then.versions:
         local = values[label].to_local()
-        if StorageWeakRef(local.untyped_storage()) == storage and local._version != version:
+        if local._version != version and StorageWeakRef(local.untyped_storage()) == storage:
             raise RuntimeError(
                 f"{name}: one of the variables needed for gradient computation has been modified by an inplace "
                 f"operation: the attention's {label}, of shape {tuple(local.shape)} here, is at version "
@@ -208,10 +215,14 @@ def _forward(op: torch._ops.OpOverload, binding: Binding, values: dict[str, Any]
     attention, (q, k, v), _ = _attention(op, binding, values)
     query = values["query"]
     out, residual = run_forward(binding, attention, q, k, v, keep=values["keep"])
-    mesh, ranks = query.device_mesh, attention.ranks
+    mesh = query.device_mesh
+    # The residual is not really a DTensor, but must have the type.
+    placements = query.placements, (Shard(0), *(Replicate(),) * (mesh.ndim - 1))
+    shapes = (*query.shape[:3], out.shape[3]), (residual.numel() * binding.group.size(),)
+    out, residual = placed_together((out, residual), mesh, placements, shapes)
     named = {
-        "out": like_part(out, query),
-        "logsumexp": sequence_sharded(residual, mesh, 0, residual.numel() * ranks, _unplaced(mesh)),
+        "out": out,
+        "logsumexp": residual,
         "max_q": query.shape[_SEQ_DIM],
         "max_k": values["key"].shape[_SEQ_DIM],
     }
@@ -238,11 +249,10 @@ def _backward(op: torch._ops.OpOverload, binding: Binding, values: dict[str, Any
     grad = _local_grad(values["grad_out"], values["query"].placements, attention)
     out, residual = values["out"].to_local(), values["logsumexp"].to_local()
     *grads, _, _ = run_backward(binding, attention, grad, q, k, v, out, residual)
-    parts = [values[name] for name in ("query", "key", "value")]
+    parts = values["query"], values["key"], values["value"]
     if share is not None:
         grads[1:] = [share.to_keys(x, part.to_local().shape[1]) for x, part in zip(grads[1:], parts[1:], strict=True)]
-    layouts = (attention.q_layout, attention.kv_layout)
-    if any(layout.lengths != chunk_sizes(layout.length, layout.ranks) for layout in layouts):
+    if binding.uneven:
         # Reentrant checkpoints accumulate into a DTensor. A gradient whose strides differ from its tensor's is then
         # cloned, and a DTensor clone assumes even parts. So give it the strides of its tensor.
         grads = [
@@ -251,8 +261,11 @@ def _backward(op: torch._ops.OpOverload, binding: Binding, values: dict[str, Any
         ]
     # If the query's heads are sharded and the keys are replicated, each rank has a partial gradient of the keys.
     cut, keys = parts[0].placements, parts[1].placements
-    sums = tuple(theirs if theirs == own else Partial() for own, theirs in zip(cut, keys, strict=True))
-    shared = [like_part(x, part, p) for x, part, p in zip(grads, parts, (cut, sums, sums), strict=True)]
+    sums = cut
+    if keys != cut:
+        sums = tuple(theirs if theirs == own else Partial() for own, theirs in zip(cut, keys, strict=True))
+    shapes = [(*part.shape[:3], grad.shape[3]) for part, grad in zip(parts, grads, strict=True)]
+    shared = placed_together(grads, parts[0].device_mesh, (cut, sums, sums), shapes)
     return *shared, *[None] * (len(names_of(op).returns) - 3)
 
 
@@ -271,18 +284,18 @@ def _attention(
     """The attention of the call, its local query, key and value, and which heads they are. Raises if refused."""
     name = binding.name
     binding.tally.calls += 1
-    tensors = [values[key] for key in ("query", "key", "value")]
+    tensors = [values["query"], values["key"], values["value"]]
     refuse = partial(_refuse, binding, values, tensors)
     if "grad_out" in values:
         refuse()
     else:
         keep = values.get("keep", False)
         binding.agree_on_call(refuse, values["is_causal"], values["scale"], values.get("attn_mask"), keep)
-    local = tuple(tensor.to_local() for tensor in tensors)
+    q, k, v = tensors
+    local = q.to_local(), k.to_local(), v.to_local()
     share, whole = _share(name, tensors)
     if share is not None:
         local = (local[0], *(share.of_keys(x) for x in local[1:]))
-    preferred = next((kernel for kernel in SDPA_KERNELS if op.name().startswith(f"aten::{kernel.name}")), None)
     assert binding.lengths is not None  # agreed on before there was a bound mesh
     attention = binding.attention(
         *binding.lengths,
@@ -290,7 +303,7 @@ def _attention(
         is_causal=values["is_causal"],
         attn_mask=values.get("attn_mask"),
         scale=values["scale"],
-        preferred=preferred,
+        preferred=_KERNEL_OF.get(op),
         heads=None if share is None else share.heads,
         whole=whole,
     )
@@ -306,13 +319,18 @@ def _refuse(binding: Binding, values: dict[str, Any], tensors: list[DTensor]) ->
             f"{name}: attn_mask is a DTensor; pass the mask of the whole sequence as a plain tensor, the same on all "
             "ranks"
         )
-    for label, tensor in zip(("query", "key", "value"), tensors, strict=True):
-        if not isinstance(tensor, DTensor) or binding_of(tensor.device_mesh) is not binding:
+    mesh = None
+    for label, tensor in zip(_LABELS, tensors, strict=True):
+        bound = isinstance(tensor, DTensor) and (
+            tensor.device_mesh is mesh or binding_of(tensor.device_mesh) is binding
+        )
+        if not bound:
             raise ValueError(
                 f"{name}: {label} was not made inside this module: it is not a DTensor on the module's sequence axis; "
                 "compute it from the module's inputs, or pass it to the module"
             )
-        refuse_moved(name, label, tensor, _SEQ_DIM)
+        mesh = tensor.device_mesh
+    refuse_moved(name, _LABELS, tensors, _SEQ_DIM)
 
 
 def _share(name: str, tensors: list[DTensor]) -> tuple[HeadShare | None, tuple[int, int] | None]:
@@ -330,11 +348,6 @@ def _share(name: str, tensors: list[DTensor]) -> tuple[HeadShare | None, tuple[i
     # A mask's rows of the batch are not cut here: where the batch is, only one for all of it will do.
     batch = 1 if Shard(0) in others[0] else query.shape[0]
     return share, (batch, share.of)
-
-
-def _unplaced(mesh: DeviceMesh) -> Placements:
-    """Placements on the other axes for a tensor that is not really a DTensor but must have the type."""
-    return (Replicate(),) * (mesh.ndim - 1)
 
 
 def _local_grad(grad: DTensor, wanted: Placements, attention: Attention) -> torch.Tensor:
@@ -390,6 +403,7 @@ def _to_local(value: Any) -> Any:
     return value.to_local() if isinstance(value, DTensor) else value
 
 
+_KERNEL_OF = {op: kernel for kernel in SDPA_KERNELS for op in (kernel.forward_op, kernel.backward_op)}
 _ROUTES: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     torch.ops.aten.scaled_dot_product_attention.default: _forward_composite,
     **{kernel.forward_op: _forward for kernel in SDPA_KERNELS},

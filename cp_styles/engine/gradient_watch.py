@@ -29,6 +29,7 @@ import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -49,6 +50,7 @@ _MOST_NODES = 5000  # of a graph that are asked for their parameter
 _MOST_ELEMENTS = 2**16  # of a parameter that are compared, spread over it
 _MOST_COMPARED = 32  # parameters whose values travel once they are known to differ
 _MOST_NAMED = 4
+_REQUIRES_GRAD = attrgetter("requires_grad")
 # By how much float32 sums in another order may move parameters apart, relative to their norm, in one step. Steps add up
 # as a random walk does.
 _ROUNDING = 64 * torch.finfo(torch.float32).eps
@@ -129,10 +131,8 @@ class ParameterWatch:
     def look(self, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> int:
         """A checksum of the parameters behind ``tensors``; 0 if they are not compared now. No communication."""
         self._looked_at = []
-        trained = any(x.requires_grad for x in tensors)
-        self._counts = (
-            group.size() > 1 and (trained or bool(self._known)) and not is_traced() and current_graph_task() is None
-        )
+        trained = any(map(_REQUIRES_GRAD, tensors)) or bool(self._known)
+        self._counts = trained and group.size() > 1 and not is_traced() and current_graph_task() is None
         # A power of two has no bit in common with the number below it.
         if not self._counts or self._attentions & (self._attentions + 1) or self._warned:
             return 0

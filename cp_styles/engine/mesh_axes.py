@@ -8,9 +8,10 @@ only condition is that a rank has the key heads that its query heads need.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import attrgetter
 
 import torch
 import torch.distributed as dist
@@ -119,15 +120,17 @@ def keeps_apart(placement: Placement, head_dim: int) -> bool:
     return placement.is_replicate() or (type(placement) is Shard and placement.dim in (0, head_dim))
 
 
-def refuse_moved(name: str, label: str, tensor: DTensor, seq_dim: int) -> None:
-    """Raise ValueError if ``tensor``, on a bound mesh, is not sharded along the sequence any more."""
-    if tensor.placements[0] != Shard(seq_dim):
-        raise ValueError(
-            f"{name}: {label} has the placements {tensor.placements} and the shape {tuple(tensor.shape)} at the "
-            f"attention, not Shard({seq_dim}) on the sequence axis: the module moved or gathered the sequence dim; "
-            "check seq_dim"
-            f"{see('The sequence dim has moved')}"
-        )
+def refuse_moved(name: str, labels: Sequence[str], tensors: Sequence[DTensor], seq_dim: int) -> None:
+    """Raise ValueError if one of ``tensors``, on a bound mesh, is not sharded along the sequence any more."""
+    along = Shard(seq_dim)
+    for label, tensor in zip(labels, tensors, strict=True):
+        if tensor.placements[0] != along:
+            raise ValueError(
+                f"{name}: {label} has the placements {tensor.placements} and the shape {tuple(tensor.shape)} at the "
+                f"attention, not Shard({seq_dim}) on the sequence axis: the module moved or gathered the sequence dim; "
+                "check seq_dim"
+                f"{see('The sequence dim has moved')}"
+            )
 
 
 def sequence_placement(name: str, output: DTensor) -> tuple[Shard, Placements]:
@@ -142,7 +145,7 @@ def sequence_placement(name: str, output: DTensor) -> tuple[Shard, Placements]:
             f"{name}: an output of shape {tuple(output.shape)} is {placement!r}, not sharded along the sequence: the "
             "module reduced or gathered the sequence dim. Do that outside of the module"
         )
-    if any(isinstance(other, Shard) and other.dim == placement.dim for other in others):
+    if others and any(isinstance(other, Shard) and other.dim == placement.dim for other in others):
         raise ValueError(
             f"{name}: an output of shape {tuple(output.shape)} has the placements {output.placements}: the module "
             "joined the sequence dim with a dim that other axes cut. Do that outside of the module"
@@ -285,28 +288,77 @@ def sequence_sharded(
 
 def placed(local: torch.Tensor, mesh: DeviceMesh, placements: Placements, shape: Sequence[int]) -> DTensor:
     """The rank's part as a DTensor of a global ``shape``, with the memory order of ``local``. No communication."""
-    size = torch.Size(shape)
-    strides = _strides(local.shape, local.stride(), size)
-    if not (torch.is_grad_enabled() or torch.is_inference_mode_enabled() or torch.compiler.is_compiling()):
-        return dtensor_without_grad(local, mesh, placements, size, strides)
-    if mesh.ndim == 1 and local.requires_grad and not torch.compiler.is_compiling():
-        return _Placed.apply(local, mesh, placements, size, strides)
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=size, stride=strides)
+    return placed_together((local,), mesh, (placements,), (shape,))[0]
+
+
+def placed_together(
+    parts: Sequence[torch.Tensor], mesh: DeviceMesh, placements: Sequence[Placements], shapes: Sequence[Sequence[int]]
+) -> Sequence[DTensor]:
+    """:func:`placed` for several parts. They share a node of autograd, if there is one axis and all require grad."""
+    specs: list[tuple[Placements, torch.Size, tuple[int, ...]]] = []
+    for part, placement, shape in zip(parts, placements, shapes, strict=True):
+        size = torch.Size(shape)
+        specs.append((placement, size, _strides(part.shape, part.stride(), size)))
+    compiling = torch.compiler.is_compiling()
+    if not (torch.is_grad_enabled() or torch.is_inference_mode_enabled() or compiling):
+        return [dtensor_without_grad(part, mesh, *spec) for part, spec in zip(parts, specs, strict=True)]
+    if mesh.ndim == 1 and all(map(_REQUIRES_GRAD, parts)) and not compiling:
+        return _Placed.apply(mesh, placements, specs, *parts)
+    return [
+        DTensor.from_local(part, mesh, placement, run_check=False, shape=size, stride=strides)
+        for part, (placement, size, strides) in zip(parts, specs, strict=True)
+    ]
+
+
+_REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 class _Placed(torch.autograd.Function):
-    """``DTensor.from_local`` on one axis, in a third of its time: every call of a style makes three DTensors."""
+    """``DTensor.from_local`` on one axis, in a fraction of its time: every call of a style makes three DTensors."""
 
     @staticmethod
-    def forward(ctx, local, mesh, placements, size, strides):
+    def forward(ctx, mesh, placements, specs, *parts):
+        ctx.set_materialize_grads(False)
         ctx.placements = placements
-        return dtensor_without_grad(local, mesh, placements, size, strides)
+        return tuple([dtensor_without_grad(part, mesh, *spec) for part, spec in zip(parts, specs, strict=True)])
+
+    @staticmethod
+    def backward(ctx, *grads):
+        found: list[torch.Tensor | None] = []
+        for grad, placements in zip(grads, ctx.placements, strict=True):
+            if grad is not None and grad.placements != placements:
+                grad = grad.redistribute(placements=placements)
+            found.append(None if grad is None else grad.to_local())
+        return None, None, None, *found
+
+
+def local_part(tensor: DTensor, on_gradient: Callable[[], None]) -> torch.Tensor:
+    """``tensor.to_local()`` of a shard. ``on_gradient`` is called when its backward starts. No communication."""
+    if tensor.device_mesh.ndim == 1 and tensor.requires_grad and torch.is_grad_enabled():
+        return _Local.apply(tensor, on_gradient)  # pyright: ignore[reportReturnType]
+    local = tensor.to_local()
+    if local.requires_grad:
+        local.register_hook(lambda _: on_gradient())
+    return local
+
+
+class _Local(torch.autograd.Function):
+    """``DTensor.to_local`` on one axis, in a fraction of its time."""
+
+    @staticmethod
+    def forward(ctx, tensor, on_gradient):
+        ctx.set_materialize_grads(False)
+        ctx.like, ctx.on_gradient = (tensor.device_mesh, tensor.placements, tensor.shape), on_gradient
+        local = tensor.to_local()
+        return local.view_as(local)  # autograd writes into the object that is returned
 
     @staticmethod
     def backward(ctx, grad):
-        if grad.placements != ctx.placements:
-            grad = grad.redistribute(placements=ctx.placements)
-        return grad.to_local(), None, None, None, None
+        if grad is None:
+            return None, None
+        ctx.on_gradient()
+        found = dtensor_without_grad(grad, *ctx.like, _strides(grad.shape, grad.stride(), ctx.like[2]))
+        return found.requires_grad_(grad.requires_grad), None  # with create_graph, second derivatives are refused
 
 
 def like_part(local: torch.Tensor, part: DTensor, placements: Placements | None = None) -> DTensor:

@@ -21,15 +21,15 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import lru_cache
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from cp_styles._compat import new_size, resolve_group, uncompiled
-from cp_styles.comm.agreement import EVERY_CALL, Agreement, ledger_of
+from cp_styles._compat import never_compiled, new_size, resolve_group
+from cp_styles.comm.agreement import EVERY_CALL, Agreement
 from cp_styles.comm.checksum import delayed_digest
 from cp_styles.derivatives import first_derivatives_only, refuse_tangents
 from cp_styles.engine.binding import Binding
@@ -117,21 +117,19 @@ def config_text(
 
 def config_text_of(scoped: ScopedBinding) -> ConfigText:
     """The configuration text of a style's binding. If it cannot be written, the error is raised under torch.compile."""
-    binding = scoped.unscoped
-    parts = (binding.strategy, binding.layout, binding.mask, binding.kernel)
-    try:
-        return config_text(
-            binding.name,
-            binding.axis,
-            binding.group.group_name,
-            *parts,
-            only_warn=binding.gradient_check.only_warn,
-            agreement=binding.agreement,
-            scoped=True,
-            named=scoped.named is not None,
-        )
-    except TypeError as error:
-        return ConfigText(binding.name, f"{_UNSPELLED}under torch.compile {error}", None)
+    binding, named = scoped.unscoped, scoped.named is not None
+    found = binding.texts.get(named)
+    if found is None:
+        parts = (binding.strategy, binding.layout, binding.mask, binding.kernel)
+        options: dict[str, Any] = {"only_warn": binding.gradient_check.only_warn, "agreement": binding.agreement}
+        try:
+            found = config_text(
+                binding.name, binding.axis, binding.group.group_name, *parts, **options, scoped=True, named=named
+            )
+        except TypeError as error:
+            found = ConfigText(binding.name, f"{_UNSPELLED}under torch.compile {error}", None)
+        binding.texts[named] = found
+    return found
 
 
 def source_of(config: str, dense: torch.Tensor | None = None) -> Source:
@@ -194,8 +192,9 @@ def check_local(name: str, tensors: tuple[torch.Tensor, ...]) -> None:
             raise ValueError(
                 f"{name}: {label} must have 4 dims (batch, heads, sequence, head dim), got {tuple(tensor.shape)}"
             )
-    devices, dtypes = {x.device for x in tensors}, attended_dtypes(tensors)
-    if len(devices) > 1 or len(set(dtypes)) > 1 or not tensors[0].is_floating_point():
+    q, k, v = tensors
+    alike = q.device == k.device == v.device and len(set(attended_dtypes(tensors))) == 1
+    if not (alike and q.is_floating_point()):
         raise ValueError(
             f"{name}: query, key and value must share one floating-point dtype and one device, got "
             f"{[(str(x.dtype), str(x.device)) for x in tensors]}"
@@ -223,7 +222,7 @@ torch.library.define(
 
 
 @torch.library.impl("cp_styles::attention", "CompositeExplicitAutograd")
-@uncompiled
+@never_compiled
 def _attention(q, k, v, sink, attn_mask, dense, config, is_causal, scale, keep, problem):
     """``keep``: a backward may follow. ``problem``: the error that this rank found while tracing, or empty."""
     live = config.startswith(_LIVE)
@@ -249,7 +248,7 @@ def _attention(q, k, v, sink, attn_mask, dense, config, is_causal, scale, keep, 
                 f"{name}: sink_H must be one logit for each of {q.shape[1]} query heads, got {tuple(sink.shape)}"
             )
 
-    sinks = ledger_of(binding.group).sinks
+    sinks = binding.ledger.sinks
     call = {"is_causal": is_causal, "scale": scale, "sink": None if sink is None else delayed_digest(sink, sinks)}
     unsettled = binding
     try:
@@ -277,7 +276,7 @@ def _attention_fake(q, k, v, sink, attn_mask, dense, config, is_causal, scale, k
     return _like_query(q, v.shape[-1]), residual, torch.empty(sizes[1], dtype=torch.uint8, device="cpu")
 
 
-@uncompiled
+@never_compiled
 def _save(ctx, inputs, output) -> None:
     q, k, v, sink, attn_mask, dense, config, is_causal, scale, keep, _ = inputs
     out, residual, call = output
@@ -288,7 +287,7 @@ def _save(ctx, inputs, output) -> None:
         ctx.binding = source_of(_read(_text_of(call))[2])  # alive for as long as its backward may come
 
 
-@uncompiled
+@never_compiled
 @first_derivatives_only
 def _differentiate(ctx, grad, *_):
     q, k, v, out, residual, sink, attn_mask, dense, call = ctx.saved_tensors
@@ -299,7 +298,7 @@ def _differentiate(ctx, grad, *_):
         raise RuntimeError("cp_styles::attention was called with keep=False, so it has no backward")
     # Use the binding of this forward. ``call`` may be from a recomputation, whose equal binding may be dead already.
     config = handle(ctx.binding) if ctx.config.startswith(_LIVE) else ctx.config
-    dq, dk, dv, dsink = torch.ops.cp_styles.attention_backward(
+    dq, dk, dv, dsink = torch.ops.cp_styles.attention_backward.default(
         grad, q, k, v, out, residual, sink, attn_mask, dense, call, config, ctx.is_causal, ctx.scale
     )
     return dq, dk, dv, None if sink is None else dsink, *none
@@ -318,7 +317,7 @@ torch.library.define(
 
 
 @torch.library.impl("cp_styles::attention_backward", "CompositeExplicitAutograd")
-@uncompiled
+@never_compiled
 def _attention_backward(grad, q, k, v, out, residual, sink, attn_mask, dense, call, config, is_causal, scale):
     q_length, kv_length, said = _read(_text_of(call))
     source = source_of(config, dense)

@@ -38,10 +38,11 @@ class Lease:
     def __del__(self) -> None:
         self._returns.append(rebind(self.mesh, None))
 
-    def hold_in_graph(self, tensor: torch.Tensor) -> None:
-        """Keep the lease alive while the autograd node that made ``tensor`` may run its backward."""
-        if tensor.grad_fn is not None:
-            tensor.grad_fn.metadata[Lease] = self  # pyright: ignore[reportIndexIssue]
+    def hold_in_graph(self, *tensors: torch.Tensor) -> None:
+        """Keep the lease alive while the autograd nodes that made ``tensors`` may run their backward."""
+        for tensor in tensors:
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.metadata[Lease] = self  # pyright: ignore[reportIndexIssue]
 
 
 class SequenceScope:
@@ -251,6 +252,8 @@ class ScopedBinding:
 
     def resolve(self) -> tuple[Binding, SequenceScope | None]:
         """The result of :meth:`now`, and the scope that applies."""
+        if not (_open.get() or _open_anywhere or self.history.was_scoped):
+            return self.unscoped, None
         try:
             return self._resolve()
         except Exception as error:  # of any kind: the other ranks must raise too

@@ -127,7 +127,8 @@ def attend(
             refuse()
         # In compiled code the op checks shapes, because there all ranks can learn of an error.
         (check_plain if isinstance(source, ConfigText) else check_local)(source.name, tensors)
-        refuse_tangents(source.name, (sink_H,))
+        if sink_H is not None:
+            refuse_tangents(source.name, (sink_H,))
         tensors = as_attended(tensors)
         if attn_mask is not None and attn_mask.requires_grad:
             Dense(attn_mask)  # raises. Checked here, because the compiled op does not know requires_grad any more
@@ -139,7 +140,7 @@ def attend(
         source = as_kept(source)
     wanted = [x.requires_grad for x in (*tensors, sink_H) if x is not None]
     config, dense = (source.config, source.dense) if isinstance(source, ConfigText) else (handle(source), None)
-    out, _, _ = torch.ops.cp_styles.attention(
+    out, _, _ = torch.ops.cp_styles.attention.default(
         *tensors, sink_H, attn_mask, dense, config, is_causal, scale, torch.is_grad_enabled() and any(wanted), problem
     )
     return out

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
-from cp_styles._compat import uncompiled, without_dispatch_modes, without_function_modes
+from cp_styles._compat import never_compiled, without_dispatch_modes, without_function_modes
 from cp_styles.comm.agreement import EVERY_CALL, Agreement
 from cp_styles.comm.checksum import version_of
 from cp_styles.comm.groups import axis_and_group
@@ -230,7 +230,7 @@ torch.library.define(
 
 
 @torch.library.impl("cp_styles::flex_attention", "CompositeExplicitAutograd")
-@uncompiled
+@never_compiled
 def _flex_attention(q, k, v, config, scale, keep, wants_lse):
     """``config`` is the handle of a binding that has its lengths. lse is empty unless ``wants_lse``."""
     bound = source_of(config)
@@ -254,7 +254,7 @@ class _FlexAttention(torch.autograd.Function):
     @without_function_modes()
     def forward(ctx, q, k, v, bound: Binding, scale: float | None, wants_lse: bool, *learned):
         keep = any(ctx.needs_input_grad)
-        out, lse, residual = torch.ops.cp_styles.flex_attention(q, k, v, handle(bound), scale, keep, wants_lse)
+        out, lse, residual = torch.ops.cp_styles.flex_attention.default(q, k, v, handle(bound), scale, keep, wants_lse)
         if not wants_lse:
             ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)

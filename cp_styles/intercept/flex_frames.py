@@ -32,8 +32,8 @@ from cp_styles._compat import (
     RESUMED,
     constant_under_compile,
     flex_locals,
+    never_compiled,
     traced_functions,
-    uncompiled,
     within_compiled,
 )
 from cp_styles.functions.flex import FlexCall
@@ -56,7 +56,7 @@ class FlexCalls:
         self.pending: tuple[FrameType, FlexCall] | None = None
         self._empty_lse: torch.Tensor | None = None
 
-    @uncompiled
+    @never_compiled
     def answer(self, frame: FrameType, func: Any, args: tuple[Any, ...]) -> Any:
         """The answer to one of QUESTIONS from ``frame``. None if the real answer is right."""
         while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:  # a mode entered later
@@ -65,7 +65,7 @@ class FlexCalls:
             return None
         asked_in = frame.f_code.co_name
         if func is _SIZE:
-            return _whole_length(frame, args) if _is_part(frame.f_code.co_name) else None
+            return _whole_length(frame, args[0]) if args[1:] == (-2,) and _is_part(asked_in) else None
         if func is _NUMEL:  # flex_attention takes an empty logsumexp for one that was not requested
             return 1 if self._empty_lse is not None and args[0] is self._empty_lse else None
         if func == _REQUIRES_GRAD:
@@ -137,9 +137,10 @@ def _is_part(name: str) -> bool:
 _FILE = FLEX_FUNCTION.__code__.co_filename
 
 
-def _whole_length(frame: FrameType, args: tuple[Any, ...]) -> int | None:
+def _whole_length(frame: FrameType, tensor: torch.Tensor) -> int | None:
     said = flex_locals(frame)
-    if said.block_mask is None or min(said.block_mask.BLOCK_SIZE) >= FLEX_UNBLOCKED or args[1:] != (-2,):
+    if said.block_mask is None or min(said.block_mask.BLOCK_SIZE) >= FLEX_UNBLOCKED:
         return None
-    sides = [side for side, tensor in enumerate((said.query, said.key)) if tensor is args[0]]
-    return said.block_mask.seq_lengths[sides[0]] if sides else None
+    if tensor is said.query:
+        return said.block_mask.seq_lengths[0]
+    return said.block_mask.seq_lengths[1] if tensor is said.key else None

@@ -17,16 +17,17 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from cp_styles._compat import (
+    ASKS_FOR_NESTED_TENSORS,
     FLEX_OPERATOR,
     FLEX_RENAMED,
     FlexAsWritten,
-    asks_for_nested_tensors,
     current_graph_task,
     fast_path_attention,
     first_node,
     function_modes,
     local_attention_since,
     never_compile_alone,
+    never_compiled,
     plain_attention_since,
     tree_leaves,
     uncompiled,
@@ -102,7 +103,10 @@ class AttentionCalls(TorchFunctionMode):
     @staticmethod
     def entered() -> AttentionCalls | None:
         """The one that attention calls made now would come to; None outside of every context-parallel module."""
-        return next((mode for mode in reversed(function_modes()) if isinstance(mode, AttentionCalls)), None)
+        for mode in reversed(function_modes()):
+            if isinstance(mode, AttentionCalls):
+                return mode
+        return None
 
     def __enter__(self) -> AttentionCalls:
         # Nested modules enter the same mode again. Push it once, otherwise each call would pass it several times.
@@ -148,7 +152,7 @@ class AttentionCalls(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         compiling = torch.compiler.is_dynamo_compiling()
-        if not compiling:
+        if self._notes and not compiling:
             self.note(args)
         if func in SDPA_CALLS:
             return self._attend(*args, **kwargs) if compiling else self._attend_uncompiled(*args, **kwargs)
@@ -165,7 +169,7 @@ class AttentionCalls(TorchFunctionMode):
                 return func(*args, **kwargs) if answer is None else answer
             if func is FLEX_OPERATOR:
                 return self._attend_flex(*args[:3])
-            if asks_for_nested_tensors(func):
+            if func is ASKS_FOR_NESTED_TENSORS:
                 return False  # a mask of the whole sequence fits no part of it
             if name == VARLEN_OPERATOR:
                 return self._attend_varlen(*args, **kwargs)
@@ -202,8 +206,9 @@ class AttentionCalls(TorchFunctionMode):
         self._tally.calls += 1
 
         def refuse() -> None:
-            if any(isinstance(tensor, DTensor) for tensor in (query, key, value)):
-                raise ValueError(f"{self._name}: query, key and value are DTensors here; pass local tensors")
+            for tensor in (query, key, value):
+                if isinstance(tensor, DTensor):
+                    raise ValueError(f"{self._name}: query, key and value are DTensors here; pass local tensors")
             if cache_of(key) is not None:
                 raise NotImplementedError(
                     f"{self._name}: scaled_dot_product_attention was called on the keys of a cache that is cut over "
@@ -232,13 +237,13 @@ class AttentionCalls(TorchFunctionMode):
             refuse=refuse,
         )
 
-    @uncompiled
+    @never_compiled
     def _attend_uncompiled(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Keeps torch.compile from compiling the engine when it runs between graphs."""
         self._tally.lengths.add((args[0] if args else kwargs["query"]).shape[2])
         return self._attend(*args, **kwargs)
 
-    @uncompiled
+    @never_compiled
     def _attend_flex(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
         self._tally.calls += 1
         self._tally.lengths.add(query.shape[2])
@@ -332,7 +337,7 @@ class AttentionCalls(TorchFunctionMode):
         call = replace(call, mask=mask, kernel=binding.kernel, agreement=binding.agreement)
         return decode(binding.name, q_BHLD, cache, call)
 
-    @uncompiled
+    @never_compiled
     def _attend_varlen(self, *args: Any, **kwargs: Any) -> Any:
         self._tally.calls += 1
         return varlen_operator(self._scoped.now(), self._check_plain, *args, **kwargs)
@@ -359,8 +364,10 @@ class AttentionCalls(TorchFunctionMode):
         sink = getattr(*self._sink)
         return sink.to_local() if isinstance(sink, DTensor) else sink
 
+    _notes = False
+
     def note(self, args: tuple[Any, ...]) -> None:
-        """Called with the arguments of each torch call. For subclasses."""
+        """Called with the arguments of each torch call, in subclasses that set ``_notes``."""
 
     def check_reruns(self) -> None:
         """Raise for a call that a backward would repeat without this mode."""
@@ -388,10 +395,9 @@ class AttentionCalls(TorchFunctionMode):
             self._tally.inputs = dict(zip(_names_of_inputs(module), args, strict=False)) | kwargs
             self._check_cut([*args, *kwargs.values()])
 
-    @uncompiled
     def _check_cut(self, values: list[Any]) -> None:
         """Check the layout of the model's inputs. It is not known any more for the inputs of its attention."""
-        given = [value for value in values if cut_with(value) is not None]
+        given = list(filter(cut_with, values))
         if given and current_graph_task() is None and self._joint is None:
             binding = self._scoped.now()
             try:
@@ -415,7 +421,7 @@ class AttentionCalls(TorchFunctionMode):
                 "any other attention was local to each rank. Call one of torch's attention functions in the module"
                 f"{see('No attention was called')}"
             )
-        if not torch.compiler.is_dynamo_compiling():
+        if not torch.compiler.is_dynamo_compiling() and self._first_node >= 0:
             tensors = (x for x in tree_leaves(output) if isinstance(x, torch.Tensor))
             self.refuse_unseen(x.grad_fn for x in tensors if x.grad_fn is not None)
 

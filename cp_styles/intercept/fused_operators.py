@@ -42,8 +42,8 @@ def _attend(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     tensors = (query, key, value)
-    bound = all(isinstance(x, DTensor) and x.ndim == 4 for x in tensors)
-    binding = binding_of(query.device_mesh) if bound and isinstance(query, DTensor) else None
+    bound = isinstance(query, DTensor) and isinstance(key, DTensor) and isinstance(value, DTensor)
+    binding = binding_of(query.device_mesh) if bound and query.ndim == key.ndim == value.ndim == 4 else None
     if binding is None:
         options = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
         return func(*tensors, **options, enable_gqa=enable_gqa)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import enum
 import inspect
 import sys
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -18,12 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from cp_styles._compat import current_graph_task, hooks_in_order, never_compile_alone, tree_map_only
-from cp_styles.comm.agreement import EVERY_CALL, Agreement, ledger_of
+from cp_styles.comm.agreement import EVERY_CALL, Agreement
 from cp_styles.engine.binding import Binding, refuse_dropout
 from cp_styles.engine.checkpoint import as_kept
 from cp_styles.engine.dtensor_handlers import NO_COMMUNICATION, binding_of, install
 from cp_styles.engine.gradient_watch import RAISE, GradientCheck
-from cp_styles.engine.mesh_axes import chunk_sizes, declared_size
+from cp_styles.engine.mesh_axes import chunk_sizes
 from cp_styles.engine.op import check_local
 from cp_styles.engine.scope import Lease, ScopedBinding
 from cp_styles.intercept.fused_operators import FusedCalls
@@ -147,15 +145,6 @@ def _three_by_place(query: Any, key: Any, value: Any, /, *args: Any, **kwargs: A
     """The signature that is assumed for a forward(*args, **kwargs): the three come first, and without names."""
 
 
-class Phase(enum.Enum):
-    """The phase of a module, for messages and debuggers. Routing does not depend on it, see [Note: routing] in
-    dtensor_handlers.py."""
-
-    IDLE = "idle"
-    FORWARD = "forward"
-    BACKWARD = "backward"
-
-
 class ContextParallelState:
     """The binding of one module's attention, and its hooks."""
 
@@ -171,7 +160,8 @@ class ContextParallelState:
         self.module = module
         self.dtensor_io = dtensor_io
         self.axis = axis
-        self.phase = Phase.IDLE
+        # Its forward runs, on DTensors. Routing does not depend on it, see [Note: routing] in dtensor_handlers.py.
+        self._entered = False
         self.binding = self._unscoped = binding
         self._scoped = ScopedBinding(self.binding, style.layout)
         self._lease: Lease | None = None
@@ -222,13 +212,15 @@ class ContextParallelState:
         install()
         scoped = as_kept(self._scoped)
         self.binding, scope = scoped.resolve()
-        bound = self._bind(args, kwargs)
-        inputs: tuple[Any, ...] = tuple(map(bound.arguments.get, self._names))
+        three = self._takes_three and len(args) == 3 and not kwargs
+        bound = None if three else self._bind(args, kwargs)
+        arguments = dict(zip(self._names, args, strict=True)) if bound is None else bound.arguments
+        inputs: tuple[Any, ...] = tuple(map(arguments.get, self._names))
         dim = self.style.seq_dim
         local = tuple([value.to_local() if isinstance(value, DTensor) else value for value in inputs])
-        attn_mask = bound.arguments.get("attn_mask")
+        attn_mask = arguments.get("attn_mask")
         asked = self.binding
-        refuse = partial(self._refuse, bound.arguments, inputs, local)
+        refuse = partial(self._refuse, arguments, inputs, local)
         known = asked.known(refuse, local, dim)
         agreed = known or asked.agree(refuse, local, dim, attn_mask)
         lengths = agreed.lengths
@@ -239,30 +231,25 @@ class ContextParallelState:
         self.binding = agreed if other_axes is None else replace(agreed, other_axes=other_axes)
         if attn_mask is not None:
             self.binding = replace(self.binding, mask=self.binding.mask & Dense(attn_mask))
-            bound.arguments["attn_mask"] = None
+            arguments["attn_mask"] = None
         self._lease = lease = scoped.lease(self.binding, scope, self.axis.device_type)
         # The mesh may have an equal binding, for example that of another module. Then its tally is used.
         self.binding = binding_of(lease.mesh) or self.binding
-        rank, layout_for = self.binding.group.rank(), self.binding.layout_for
-        q_size = kv_size = declared_size(layout_for(lengths[0]), rank)
-        if lengths[1] != lengths[0]:
-            kv_size = declared_size(layout_for(lengths[1]), rank)
-        for name, value, part, size in zip(self._names, inputs, local, (q_size, kv_size, kv_size), strict=True):
-            bound.arguments[name] = shared = self.dtensor_io.to_bound_mesh(value, part, lease.mesh, size)
-            lease.hold_in_graph(shared)
-            if shared.requires_grad:
-                shared.register_hook(self._post_backward)
-        self.phase = Phase.FORWARD
+        sizes = self.binding.declared_sizes
+        shared = self.dtensor_io.to_bound_mesh(inputs, local, lease.mesh, (sizes[0], sizes[1], sizes[1]))
+        lease.hold_in_graph(*shared)
+        self._entered = True
         tally = self.binding.tally
         tally.calls = 0
-        ledger_of(self.binding.group).engaged = False
+        self.binding.ledger.engaged = False
         deferred = partial(asked.agree, tensors=local, seq_dim=dim, attn_mask=attn_mask)
         tally.deferred_agreement = None if known is None else deferred
+        if bound is None:
+            return tuple(shared), kwargs
+        arguments.update(zip(self._names, shared, strict=True))
         return bound.args, bound.kwargs
 
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:
-        if self._takes_three and len(args) == 3 and not kwargs:
-            return inspect.BoundArguments(self._signature, OrderedDict(zip(self._names, args, strict=True)))
         try:
             return self._signature.bind(*args, **kwargs)
         except TypeError as error:
@@ -287,7 +274,7 @@ class ContextParallelState:
         This is so if torch.compile has traced them and then broke its graph inside the module, or if the forward is
         called directly and not through the module.
         """
-        if self.phase is Phase.FORWARD:
+        if self._entered:
             with FusedCalls():
                 return forward(*args, **kwargs)
         args, kwargs = self._enter(args, kwargs)
@@ -308,11 +295,11 @@ class ContextParallelState:
             )
 
     def _leave(self, output: Any) -> Any:
-        phase, self.phase = self.phase, Phase.IDLE
+        entered, self._entered = self._entered, False
         lease, self._lease = self._lease, None
         failure = sys.exc_info()[1]
         if output is None and failure is not None:
-            if phase is Phase.FORWARD:  # it failed inside the forward, not before
+            if entered:  # it failed inside the forward, not before
                 self._explain(failure)
                 if self._others_wait and isinstance(failure, Exception):
                     self.binding.refuse_call()
@@ -321,7 +308,8 @@ class ContextParallelState:
             self.binding.refuse_call()
             raise NotImplementedError(f"{self.binding.name}: {_NOT_REACHED}")
         assert lease is not None
-        return tree_map_only(DTensor, lambda each: self._lower(each, lease), output)
+        lower = partial(self._lower, lease)
+        return lower(output) if isinstance(output, DTensor) else tree_map_only(DTensor, lower, output)
 
     @property
     def _others_wait(self) -> bool:
@@ -331,16 +319,12 @@ class ContextParallelState:
         """
         return not self.binding.tally.calls and current_graph_task() is None
 
-    def _lower(self, output: DTensor, lease: Lease) -> torch.Tensor:
+    def _lower(self, lease: Lease, output: DTensor) -> torch.Tensor:
         if output.device_mesh is not lease.mesh:
             return output
         lease.hold_in_graph(output)
         binding = self.binding
-        return self.dtensor_io.from_bound_mesh(binding.name, output, binding.other_axes, self._pre_backward)
-
-    def _pre_backward(self, grad: torch.Tensor) -> None:
-        install()
-        self.phase = Phase.BACKWARD
+        return self.dtensor_io.from_bound_mesh(binding.name, output, binding.other_axes)
 
     def _share(self, grad: torch.Tensor) -> torch.Tensor:
         """The gradient of a parameter inside the module as this rank's share. (DTensor takes scalars only.)"""
@@ -350,9 +334,6 @@ class ContextParallelState:
             return grad.redistribute(placements=[Partial(), *whole]).to_local()
         return grad
 
-    def _post_backward(self, grad: torch.Tensor) -> None:
-        self.phase = Phase.IDLE
-
     def _refuse(self, arguments: dict[str, Any], inputs: tuple[Any, ...], local: tuple[Any, ...]) -> None:
         """Raise for errors that only this rank may see."""
         name = self.binding.name
@@ -361,9 +342,7 @@ class ContextParallelState:
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
         check_local(name, local)
-        for label, value in _flat_arguments(self._signature, arguments):
-            if label in self._names:
-                continue
+        for label, value in _flat_arguments(self._signature, arguments, self._names):
             if label == "dropout_p":
                 refuse_dropout(name, value)
             if label == "attn_mask" and value is not None:
@@ -427,10 +406,14 @@ _NOT_REACHED = (
 )
 
 
-def _flat_arguments(signature: inspect.Signature, arguments: dict[str, Any]) -> list[tuple[str, Any]]:
-    """(name, value) of every argument, including those in *args and **kwargs."""
+def _flat_arguments(
+    signature: inspect.Signature, arguments: dict[str, Any], without: tuple[str, ...]
+) -> list[tuple[str, Any]]:
+    """(name, value) of every argument but some, including those in *args and **kwargs."""
     flat: list[tuple[str, Any]] = []
     for name, value in arguments.items():
+        if name in without:
+            continue
         kind = signature.parameters[name].kind
         if kind is inspect.Parameter.VAR_KEYWORD:
             flat.extend(value.items())

@@ -69,7 +69,7 @@ class TracedCalls(AttentionCalls):
         for label, tensor in zip(("query", "key", "value"), (query, key, value), strict=True):
             if not isinstance(tensor, DTensor):
                 raise ValueError(f"{self._name}: {label} is not a DTensor, so it was not made from the module's inputs")
-            refuse_moved(self._name, label, tensor, 2)
+            refuse_moved(self._name, (label,), (tensor,), 2)
             for placement in tensor.placements[1:]:
                 if not keeps_apart(placement, 1):
                     raise ValueError(

@@ -10,17 +10,21 @@ over tp, and never over the sequence axis. Outputs are *lowered* to the mesh of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from cp_styles.engine.dtensor_handlers import install
 from cp_styles.engine.mesh_axes import (
     OtherAxes,
+    Placements,
+    local_part,
     other_axes_of,
     placed,
+    placed_together,
     refuse_placements,
     sequence_placement,
     sequence_sharded,
@@ -101,30 +105,33 @@ class DTensorIO:
         refuse_placements(labels, others, found.names, dim, 3 - dim)
         return found
 
-    def to_bound_mesh(self, value: torch.Tensor, local: torch.Tensor, bound: DeviceMesh, rows: int) -> DTensor:
-        """``value`` as a DTensor on the bound mesh, with the local tensor ``local`` and a global size of ``rows``."""
-        if bound.ndim == 1:
-            return sequence_sharded(local, bound, self._seq_dim, rows)
-        assert isinstance(value, DTensor)  # other_axes() saw it
-        found = self.of(value.device_mesh)
-        assert isinstance(found, OtherAxes)
-        others = found.others(value.placements)
-        return sequence_sharded(local, bound, self._seq_dim, rows, others, value.shape)
+    def to_bound_mesh(
+        self, values: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], bound: DeviceMesh, rows: Sequence[int]
+    ) -> Sequence[DTensor]:
+        """``values`` as DTensors on the bound mesh, with the local tensors ``parts`` and global sizes of ``rows``."""
+        placements: list[Placements] = []
+        shapes = []
+        for value, part, size in zip(values, parts, rows, strict=True):
+            if bound.ndim == 1:
+                placement, shape = (Shard(self._seq_dim),), list(part.shape)
+            else:
+                assert isinstance(value, DTensor)  # other_axes() saw it
+                found = self.of(value.device_mesh)
+                assert isinstance(found, OtherAxes)
+                placement, shape = (Shard(self._seq_dim), *found.others(value.placements)), list(value.shape)
+            shape[self._seq_dim] = size
+            placements.append(placement)
+            shapes.append(shape)
+        return placed_together(parts, bound, placements, shapes)
 
-    def from_bound_mesh(
-        self, name: str, output: DTensor, came: OtherAxes | None, on_gradient: Callable[[torch.Tensor], None]
-    ) -> torch.Tensor:
+    def from_bound_mesh(self, name: str, output: DTensor, came: OtherAxes | None) -> torch.Tensor:
         """An output on the bound mesh, converted to the form of the inputs.
-
-        ``on_gradient`` is called when its backward starts.
 
         Raises:
             ValueError: the output is not sharded along the sequence any more.
         """
         placement, others = sequence_placement(name, output)
-        local = output.to_local()
-        if local.requires_grad:
-            local.register_hook(on_gradient)
+        local = local_part(output, install)  # other code may have removed the handlers since the forward
         if came is None:
             if self._use_local_output:
                 return local

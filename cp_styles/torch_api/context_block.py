@@ -30,7 +30,7 @@ from cp_styles.comm.agreement import (
     offer_refusal,
 )
 from cp_styles.comm.groups import axis_and_group
-from cp_styles.engine.binding import Binding
+from cp_styles.engine.binding import Binding, Tally, binding_of_call
 from cp_styles.engine.gradient_watch import GradientCheck
 from cp_styles.engine.op import watcher
 from cp_styles.engine.scope import ScopedBinding
@@ -141,7 +141,7 @@ class ContextParallelBlock(contextlib.ContextDecorator):
         strategy = rotation.get() if self._strategy is None else self._strategy
         name = f"context_parallel (over mesh axis {self._axis!r})"
         where, mask = (name, self._axis, self._group), self._mask or Full()
-        binding = Binding(*where, strategy, layout, mask, self._kernel, **self._checks)
+        binding = binding_of_call(*where, strategy, layout, mask, self._kernel, **self._checks)
         strategy.check_ranks(self._group.size())
         named = None if self._layout is None and not pairs else layout
         parts: dict[int, Part] = {}
@@ -206,6 +206,10 @@ class _Entry:
                     stack.callback(part.follow_gradient)
             if put_back:
                 stack.enter_context(Aliases())
+            # The binding may be that of an earlier entry, or of a block around this one.
+            tally = vars(self.scoped.unscoped.tally)
+            stack.callback(tally.update, dict(tally))
+            tally.update(vars(Tally()))
             stack.callback(watcher.set, watcher.get())
             watcher.set(self.remember)
             stack.enter_context(_BlockCalls(self))
@@ -260,6 +264,8 @@ class _Rerun:
 
 class _BlockCalls(AttentionCalls):
     """The attention calls of a block."""
+
+    _notes = True
 
     def __init__(self, entry: _Entry) -> None:
         super().__init__(entry.scoped, entry.name)

@@ -185,6 +185,18 @@ def test_gradients_for_some_inputs(s: Scene) -> None:
 
 
 @scenario
+def test_an_input_that_nothing_depends_on(s: Scene) -> None:
+    """The three inputs share a node of autograd. One that gets no gradient leaves the others theirs."""
+    probe, twice = s.probe(), s.probe()
+    probe.attend = lambda query, key, value: attention_of(query, key, key)
+    leaves, cotangent = s.leaves()
+    found = torch.autograd.grad(probe(*leaves), leaves, cotangent, allow_unused=True)
+    expected = torch.autograd.grad(twice(*leaves[:2], leaves[1].clone()), leaves[:2], cotangent)
+    assert found[2] is None
+    assert max(map(error, found[:2], expected)) < EXACT
+
+
+@scenario
 def test_gradient_of_a_parameter_around_the_core(s: Scene) -> None:
     whole, module = Projected(Core()), Projected(Core())
     s.probes.append(parallel(module.core, s.mesh))  # no probe, but used again like one

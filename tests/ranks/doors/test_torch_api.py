@@ -22,6 +22,7 @@ from cp_styles import (
     set_rotate_method,
     striped,
 )
+from cp_styles.intercept.function_mode import AttentionCalls
 from cp_styles.testing import RankError, run_ranks
 from tests.covering import sampled
 from tests.oracle import dense_attention, error, randn
@@ -283,6 +284,28 @@ def test_a_rotary_table_that_is_kept_by_the_graph():
         return max(error(out, expected), error(grad, whole.grad))
 
     assert max(run_ranks(rank_main, RANKS)) < EXACT
+
+
+def test_equal_blocks_share_a_binding_and_count_their_own_calls():
+    def rank_main(rank):
+        mesh, x, seen = cp_mesh(RANKS), randn(rank, 1, 2, 4, 8), []
+
+        def attend():
+            F.scaled_dot_product_attention(x, x, x, is_causal=True)
+            mode = AttentionCalls.entered()
+            assert mode is not None
+            seen.append((mode.attentions, mode.binding))
+
+        for _ in range(2):
+            with context_parallel(mesh, layout=contiguous):
+                attend()
+                with context_parallel(mesh, layout=contiguous):
+                    attend()
+                    attend()
+                attend()
+        return [count for count, _ in seen], all(binding is seen[0][1] for _, binding in seen)
+
+    assert run_ranks(rank_main, RANKS) == [([1, 1, 2, 2] * 2, True)] * RANKS
 
 
 def test_the_cut_belongs_to_the_call():
