@@ -274,6 +274,8 @@ def other_cuts_around(layout_for: Callable[[int], SequenceLayout], ranks: int, r
 
     ``layout_for`` gives the layout of a whole length. It may raise.
     """
+    if not _cut:
+        return False
     for length in {cut.length for _, cut in list(_cut.values()) if cut.ranks == ranks}:
         with contextlib.suppress(Exception):
             layout = layout_for(length)

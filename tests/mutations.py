@@ -707,12 +707,6 @@ MISTAKES = [
         "tests/ranks/doors/test_leaks.py -k nothing_depends",
     ),
     Mistake(
-        "style: second derivatives end at its output",
-        "found.requires_grad_(grad.requires_grad), None",
-        "found, None",
-        "tests/ranks/doors/test_derivatives.py",
-    ),
-    Mistake(
         "style: handlers that somebody removed stay away",
         "if list(map(type, table.values())).count(_Route) == len(_ROUTES):",
         "if list(map(type, table.values())).count(_Route):",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -55,8 +56,6 @@ from cp_styles.troubleshooting import see
 
 # Number of attentions that a binding caches, with the data that strategies have derived for them.
 _MOST_ATTENTIONS = 16
-# Number of lengths for which it keeps the layout of a balancer of layout.py.
-_MOST_LAYOUTS = 64
 # Number of bindings with other masks that it caches. A mask may hold a tensor.
 _MOST_MASKED = 4
 
@@ -123,7 +122,7 @@ class Binding:
     asked: set[tuple[bool, bool]] = field(default_factory=set, compare=False, repr=False)
     texts: dict[bool, Any] = field(init=False, default_factory=dict, compare=False, repr=False)
     _attentions: dict[tuple[Any, ...], Attention] = field(init=False, default_factory=dict, compare=False, repr=False)
-    _layouts: dict[int, SequenceLayout] = field(init=False, default_factory=dict, compare=False, repr=False)
+    _by_lengths: dict[tuple[int, int], Binding] = field(init=False, default_factory=dict, compare=False, repr=False)
     _lean: Binding | None = field(init=False, default=None, compare=False, repr=False)
     _settlements: dict[tuple[SequenceLayout, SequenceLayout], Binding] = field(
         init=False, default_factory=dict, compare=False, repr=False
@@ -161,12 +160,7 @@ class Binding:
     def layout_for(self, length: int) -> SequenceLayout:
         """The layout of a sequence of ``length`` positions."""
         if not isinstance(self.layout, SequenceLayout):
-            found = self._layouts.get(length)
-            if found is None:
-                found = layout_made_by(self.layout, length, self.group.size())
-                if says_always_the_same(self.layout) and len(self._layouts) < _MOST_LAYOUTS:
-                    self._layouts[length] = found
-            return found
+            return layout_made_by(self.layout, length, self.group.size())
         if self.layout.length != length:
             remedy = "build the layout for this length, or give a balancer such as head_tail"
             if length == self.layout.length * self.group.size():
@@ -245,6 +239,10 @@ class Binding:
             raise NotImplementedError(f"{self.name}: {error}") from None
         self.asked.add((is_causal, kernel.small_tiles))
         return Attention(self.group, q_layout, kv_layout, mask, kernel, scale, heads)
+
+    def resolve(self) -> tuple[Binding, None]:
+        """As :meth:`~cp_styles.engine.scope.ScopedBinding.resolve`: no scope applies."""
+        return self, None
 
     def keeping_nothing(self) -> Binding:
         """This binding with a strategy that keeps no received keys for the backward. Cached."""
@@ -334,9 +332,7 @@ class Binding:
         """
         layout, rank = self.layout, self.group.rank()
         given = layout if isinstance(layout, SequenceLayout) else None
-        asked = _Call(
-            self, refuse, tensors, seq_dim, attn_mask, call, keep, {} if given is None else {given.length: given}
-        )
+        asked = _Call(self, refuse, tensors, seq_dim, attn_mask, call, keep)
         self.ledger.engaged = True
         meeting = start_status(
             asked.row,
@@ -374,6 +370,17 @@ class Binding:
                 self._settlements.clear()
             layout = cuts[0] if cuts[0] == cuts[1] else SeveralLayouts(cuts)
             found = self._settlements[cuts] = replace(self, layout=layout, lengths=lengths)
+        return found
+
+    def known_for(self, lengths: tuple[int, int]) -> Binding | None:
+        """:meth:`settled` for these lengths, if the balancer is known to depend on nothing else. None if it raises."""
+        found = self._by_lengths.get(lengths)
+        if found is None and not isinstance(self.layout, SequenceLayout) and says_always_the_same(self.layout):
+            with contextlib.suppress(Exception):
+                cuts = self.layout_for(lengths[0]), self.layout_for(lengths[1])
+                if len(self._by_lengths) >= _MOST_ATTENTIONS:
+                    self._by_lengths.clear()
+                found = self._by_lengths[lengths] = self.settled(lengths, cuts)
         return found
 
     @cached_property
@@ -512,23 +519,38 @@ class Binding:
         return watch_of(self.group)
 
     @cached_property
-    def declared_sizes(self) -> tuple[int, int]:
-        """The global numbers of queries and of keys, as they are declared to DTensor once the ranks have agreed."""
+    def cuts(self) -> tuple[SequenceLayout, SequenceLayout]:
+        """The layouts of queries and of keys, once the ranks have agreed on the lengths."""
         assert self.lengths is not None
-        first, second = [declared_size(self.layout_for(length), self.group.rank()) for length in self.lengths]
+        first = self.layout_for(self.lengths[0])
+        return first, first if self.lengths[1] == self.lengths[0] else self.layout_for(self.lengths[1])
+
+    @cached_property
+    def parts(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """How many queries, and how many keys, each rank holds then."""
+        return self.cuts[0].lengths, self.cuts[1].lengths
+
+    @cached_property
+    def declared_sizes(self) -> tuple[int, int]:
+        """The global numbers of queries and of keys, as they are declared to DTensor then."""
+        first, second = [declared_size(layout, self.group.rank()) for layout in self.cuts]
         return first, second
 
     @cached_property
     def uneven(self) -> bool:
-        """Whether the parts are other ones than DTensor would make, once the ranks have agreed on the lengths."""
-        layouts = [self.layout_for(length) for length in self.lengths or ()]
-        return any(layout.lengths != chunk_sizes(layout.length, layout.ranks) for layout in layouts)
+        """Whether the parts are other ones than DTensor would make."""
+        return any(layout.lengths != chunk_sizes(layout.length, layout.ranks) for layout in self.cuts)
 
     @cached_property
-    def _number(self) -> int:
-        """A number for the layout, which is a SequenceLayout."""
-        assert isinstance(self.layout, SequenceLayout)
-        return _number_of((self.layout, self.layout))
+    def number(self) -> int:
+        """A number for the layouts, for a :class:`~cp_styles.comm.agreement.StatusRow`."""
+        return _number_of(self.cuts)
+
+    @cached_property
+    def packed(self) -> int:
+        """The lengths as one number, for the same."""
+        assert self.lengths is not None
+        return _packed(self.lengths)
 
     @cached_property
     def _print(self) -> int:
@@ -552,7 +574,8 @@ class _Call:
     attn_mask: torch.Tensor | None
     call: Mapping[str, Any] | None
     keep: bool
-    made: dict[int, SequenceLayout]  # by length: a balancer may be slow, and its next result may differ
+    expected: Binding | None = None
+    made: dict[int, SequenceLayout] = field(default_factory=dict)  # a balancer may be slow, and its next result differ
 
     def row(self) -> StatusRow:
         """This rank's row. Raises if this rank refuses the call."""
@@ -562,7 +585,7 @@ class _Call:
         own, group = (q.shape[dim], k.shape[dim]), binding.group
         if v.shape[dim] != own[1]:
             raise ValueError(f"{binding.name}: key and value have different lengths: {own[1]} and {v.shape[dim]}")
-        guess, layout = self._guess(own)
+        self.expected = expected = self._expect(own)
         # What is alive may differ between ranks, so it must not make a call a new one.
         may_warn = binding.agreement == EVERY_CALL and other_cuts_around(
             self.layout_for, group.size(), group.rank(), own
@@ -575,8 +598,8 @@ class _Call:
             own[1],
             status=RankStatus.GOOD_INPUTS if call is None else RankStatus.GOOD_CALL,
             place=binding.tally.calls,
-            guessed=_packed(guess),
-            layout=layout,
+            guessed=0 if expected is None else expected.packed,
+            layout=0 if expected is None else expected.number,
             inputs=fingerprint_of(*sizes, *attended_dtypes(self.tensors), contents),
             config=binding._print,
             call=fingerprint_of(*call, *call.values()) if call else 0,
@@ -584,17 +607,20 @@ class _Call:
             flags=BACKWARD_MAY_COME * self.keep + MAY_WARN * may_warn,
         )
 
-    def _guess(self, own: tuple[int, int]) -> tuple[tuple[int, int], int]:
-        """The global lengths that this rank takes its own for, and the number of their layouts; zeros if it cannot."""
-        given = self.binding.layout
-        if isinstance(given, SequenceLayout):
-            return (given.length, given.length), self.binding._number
-        ranks = self.binding.group.size()
-        guess = self.binding.ledger.lengths.get(own, (own[0] * ranks, own[1] * ranks))
+    def _expect(self, own: tuple[int, int]) -> Binding | None:
+        """The binding of the call if all ranks together hold what this rank guesses. None if that cannot be right."""
+        binding = self.binding
+        if isinstance(binding.layout, SequenceLayout):
+            return binding.as_given
+        ranks = binding.group.size()
+        guess = binding.ledger.lengths.get(own, (own[0] * ranks, own[1] * ranks))
+        return binding.known_for(guess) or self._made_for(guess)
+
+    def _made_for(self, guess: tuple[int, int]) -> Binding | None:
         try:
-            return guess, _number_of(self.cuts(guess))
+            return self.binding.settled(guess, self.cuts(guess))
         except Exception:  # the guessed length may be wrong
-            return (0, 0), 0
+            return None
 
     def layout_for(self, length: int) -> SequenceLayout:
         found = self.made.get(length)
@@ -608,9 +634,28 @@ class _Call:
 
     def finish(self, meeting: Callable[[], Rows]) -> Binding:
         """Wait for the others' rows of ``meeting``, and compare. The binding of the call."""
+        binding, found, dim = self.binding, self.expected, self.seq_dim
+        rows = meeting()
+        columns = rows.columns
+        as_expected = found is not None and found.parts == (columns.q_length, columns.kv_length)
+        if found is None or not (as_expected and rows.alike and self.attn_mask is None):
+            found = self._compared(rows)
+        whole, own = found.lengths, (self.tensors[0].shape[dim], self.tensors[1].shape[dim])
+        assert whole is not None
+        if binding.ledger.lengths.get(own) != whole:
+            binding.ledger.remember(own, whole)
+        apart = binding._watch.compare(columns.watch, binding.name, binding.axis, binding.group)
+        if apart is not None or any(map(MAY_WARN.__and__, columns.flags)):
+            # On all ranks. A user may turn warnings into errors, and then all of them must raise.
+            warn = partial(self._warn, apart, found.cuts[0])
+            exchange_status(warn, Meeting.WARNING, binding.name, binding.axis, binding.group)
+        binding.begun(self.call is not None)
+        return found
+
+    def _compared(self, rows: Rows) -> Binding:
+        """The binding of the call, from rows that may differ. Raises unless they fit together."""
         binding, attn_mask = self.binding, self.attn_mask
         where = binding.name, binding.axis
-        rows = meeting()
         if not rows.alike:
             binding.compare_inputs(rows, self.tensors, self.call or {}, attn_mask)
         if attn_mask is not None and (problem := _of_a_part(attn_mask, rows)):
@@ -634,13 +679,6 @@ class _Call:
             # The configuration comes last: a rank that did not reach its call is reported with its status first.
             compare(rows, "config", *where, _NAMED, binding.config_words)
             _compare_keep(rows, self.keep, *where)
-        dim = self.seq_dim
-        binding.ledger.remember((self.tensors[0].shape[dim], self.tensors[1].shape[dim]), whole)
-        found = binding._watch.compare(columns.watch, *where, binding.group)
-        if found is not None or any(map(MAY_WARN.__and__, columns.flags)):
-            # On all ranks. A user may turn warnings into errors, and then all of them must raise.
-            exchange_status(partial(self._warn, found, cuts[0]), Meeting.WARNING, *where, binding.group)
-        binding.begun(self.call is not None)
         return binding.settled(whole, cuts)
 
     def _layout_row(self, whole: tuple[int, int]) -> StatusRow:

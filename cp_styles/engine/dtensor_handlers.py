@@ -184,7 +184,7 @@ class _Values:
     versions: tuple[tuple[str, StorageWeakRef, int], ...]
 
 
-def watch_values(out: DTensor, inputs: Sequence[DTensor]) -> None:
+def watch_values(out: torch.Tensor, inputs: Sequence[torch.Tensor]) -> None:
     """Make the backward of the attention op that made ``out`` raise if ``out`` or an input was changed in place.
 
     Autograd checks the versions of the DTensors, which do not change when a local tensor is changed. Tensors that the
@@ -193,7 +193,7 @@ def watch_values(out: DTensor, inputs: Sequence[DTensor]) -> None:
     if out.grad_fn is None:
         return
     with torch.no_grad():
-        local = dict(zip((*_LABELS, "out"), map(DTensor.to_local, (*inputs, out)), strict=True))
+        local = dict(zip((*_LABELS, "out"), map(_to_local, (*inputs, out)), strict=True))
     found = [(label, StorageWeakRef(x.untyped_storage()), x._version) for label, x in local.items()]
     out.grad_fn.metadata[_Values] = _Values(tuple(found))  # pyright: ignore[reportIndexIssue]
 

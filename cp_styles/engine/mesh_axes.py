@@ -357,8 +357,8 @@ class _Local(torch.autograd.Function):
         if grad is None:
             return None, None
         ctx.on_gradient()
-        found = dtensor_without_grad(grad, *ctx.like, _strides(grad.shape, grad.stride(), ctx.like[2]))
-        return found.requires_grad_(grad.requires_grad), None  # with create_graph, second derivatives are refused
+        mesh, placements, shape = ctx.like
+        return dtensor_without_grad(grad, mesh, placements, shape, _strides(grad.shape, grad.stride(), shape)), None
 
 
 def like_part(local: torch.Tensor, part: DTensor, placements: Placements | None = None) -> DTensor:

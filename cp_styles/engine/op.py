@@ -162,14 +162,9 @@ def source_of(config: str, dense: torch.Tensor | None = None) -> Source:
     return found
 
 
-def resolve(source: Source) -> tuple[Binding, SequenceScope | None]:
-    """The binding of a call at this moment, and the open scope that applies to it."""
-    return source.resolve() if isinstance(source, ScopedBinding) else (source, None)
-
-
 def refuse_on_all(error: Exception, source: Source) -> None:
     """Raise this rank's ``error`` after telling the other ranks, so that all raise."""
-    resolve(source)[0].refuse(error)
+    source.resolve()[0].refuse(error)
 
 
 def _scope_text(scope: SequenceScope, name: str) -> str:
@@ -229,7 +224,7 @@ def _attention(q, k, v, sink, attn_mask, dense, config, is_causal, scale, keep, 
     watch = watcher.get()
     if watch is not None and not live:
         watch()
-    binding, scope = resolve(source_of(config, dense))
+    binding, scope = source_of(config, dense).resolve()
     name = binding.name
     said = ""
 

@@ -206,18 +206,14 @@ class ScopedBinding:
         self, binding: Binding, layout: SequenceLayout | Balancer | None, history: ScopeHistory | None = None
     ) -> None:
         """``layout`` is the layout that the user gave, or None. ``binding`` then has the default."""
-        self.unscoped = binding
+        self.unscoped, self.name = binding, binding.name
         self.named = layout
         self.history = history or ScopeHistory()
         # One binding for each scope, not for each call, so that it lives as long as its scope and is described once.
         self._under: WeakKeyDictionary[SequenceScope, Binding] = WeakKeyDictionary()
         self._free: dict[OtherAxes | None, list[DeviceMesh]] = {}
         self._lean: ScopedBinding | None = None
-        self._latest: Lease | None = None  # keeps the mesh for further calls of the same length
-
-    @property
-    def name(self) -> str:
-        return self.unscoped.name
+        self._latest: tuple[Binding, Lease] | None = None  # keeps the mesh for further calls of the same length
 
     def keeping_nothing(self) -> ScopedBinding:
         """What :meth:`Binding.keeping_nothing` is; the same one every time."""
@@ -227,11 +223,13 @@ class ScopedBinding:
 
     def lease(self, binding: Binding, scope: SequenceScope | None, device_type: str) -> Lease:
         """A bound mesh for ``binding`` under ``scope``: the results of :meth:`resolve`, completed for the call."""
+        if scope is None and self._latest is not None and self._latest[0] is binding:
+            return self._latest[1]
         lease = _alive.get(binding)
         if lease is None:
             lease = _alive[binding] = self._take(binding, device_type)
         if scope is None:
-            self._latest = lease
+            self._latest = binding, lease
         else:
             scope._leases[binding] = lease
         return lease

@@ -41,8 +41,8 @@ from cp_styles.functions.flex import FlexCall
 _SIZE = torch.Tensor.size
 _DEVICE, _REQUIRES_GRAD = torch.Tensor.device.__get__, torch.Tensor.requires_grad.__get__  # pyright: ignore
 _NUMEL = torch.Tensor.numel
-QUESTIONS = frozenset((_SIZE, _DEVICE, _REQUIRES_GRAD, _NUMEL))
-"""The calls that :meth:`FlexCalls.answer` may have an answer to."""
+QUESTIONS: dict[Any, tuple[Any, ...]] = {_SIZE: (-2,), _DEVICE: (), _REQUIRES_GRAD: (), _NUMEL: ()}
+"""The calls that :meth:`FlexCalls.answer` may have an answer to, with their arguments beside the tensor."""
 
 
 class FlexCalls:
@@ -65,7 +65,7 @@ class FlexCalls:
             return None
         asked_in = frame.f_code.co_name
         if func is _SIZE:
-            return _whole_length(frame, args[0]) if args[1:] == (-2,) and _is_part(asked_in) else None
+            return _whole_length(frame, args[0]) if _is_part(asked_in) else None
         if func is _NUMEL:  # flex_attention takes an empty logsumexp for one that was not requested
             return 1 if self._empty_lse is not None and args[0] is self._empty_lse else None
         if func == _REQUIRES_GRAD:

@@ -32,7 +32,7 @@ from cp_styles._compat import (
     tree_leaves,
     uncompiled,
 )
-from cp_styles.comm.agreement import ledger_of, offer_refusal
+from cp_styles.comm.agreement import offer_refusal
 from cp_styles.engine.binding import Binding, Tally, refuse_dropout, refuse_grouped
 from cp_styles.engine.op import config_text_of
 from cp_styles.engine.scope import ScopedBinding
@@ -164,7 +164,7 @@ class AttentionCalls(TorchFunctionMode):
             name = (name or "").removesuffix(".default")
             if self._flex.pending is not None:
                 self._flex.forget(unless_under_way=True)
-            if func in QUESTIONS:
+            if args[1:] == QUESTIONS.get(func):
                 answer = self._flex.answer(sys._getframe(1), func, args)
                 return func(*args, **kwargs) if answer is None else answer
             if func is FLEX_OPERATOR:
@@ -220,7 +220,7 @@ class AttentionCalls(TorchFunctionMode):
             self.check_reruns()
 
         options: dict[str, Any] = {"is_causal": is_causal, "attn_mask": attn_mask, "scale": scale}
-        options["sink_H"] = self._sink_now()
+        options["sink_H"] = None if self._sink is None else self._sink_now(*self._sink)
         if self._joint is not None:
 
             def share(tensors: Any, refuse: Callable[[], None]) -> torch.Tensor:
@@ -256,7 +256,7 @@ class AttentionCalls(TorchFunctionMode):
     @property
     def binding(self) -> Binding:
         """What a call made now is bound to."""
-        return self._scoped.now()
+        return self._scoped.resolve()[0]
 
     def watch_ranges(self, look: Callable[[torch.Tensor], None]) -> None:
         """Until the end of this forward, show ``look`` every result of torch.arange."""
@@ -358,10 +358,9 @@ class AttentionCalls(TorchFunctionMode):
                 "them, or cut all tokens"
             )
 
-    def _sink_now(self) -> torch.Tensor | None:
-        if self._sink is None:
-            return None
-        sink = getattr(*self._sink)
+    @staticmethod
+    def _sink_now(module: nn.Module, parameter: str) -> torch.Tensor:
+        sink = getattr(module, parameter)
         return sink.to_local() if isinstance(sink, DTensor) else sink
 
     _notes = False
@@ -391,7 +390,7 @@ class AttentionCalls(TorchFunctionMode):
         if not torch.compiler.is_dynamo_compiling():
             self._tally.running = True
             self._tally.lengths.clear()
-            ledger_of(self._scoped.unscoped.group).engaged = False
+            self._scoped.unscoped.ledger.engaged = False
             self._tally.inputs = dict(zip(_names_of_inputs(module), args, strict=False)) | kwargs
             self._check_cut([*args, *kwargs.values()])
 

@@ -41,16 +41,16 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    tensors = (query, key, value)
-    bound = isinstance(query, DTensor) and isinstance(key, DTensor) and isinstance(value, DTensor)
-    binding = binding_of(query.device_mesh) if bound and query.ndim == key.ndim == value.ndim == 4 else None
+    binding = None
+    if isinstance(query, DTensor) and isinstance(key, DTensor) and isinstance(value, DTensor):
+        binding = binding_of(query.device_mesh) if query.ndim == key.ndim == value.ndim == 4 else None
     if binding is None:
         options = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
-        return func(*tensors, **options, enable_gqa=enable_gqa)
+        return func(query, key, value, **options, enable_gqa=enable_gqa)
     refuse_grouped(binding.name, query.shape[1], key.shape[1], enable_gqa)
     if attn_mask is not None and not isinstance(attn_mask, DTensor):
         Dense(attn_mask)  # raises for a tensor that is not a mask, and for one that requires grad
-    query, key, value = tensors = as_attended(tensors)
+    query, key, value = tensors = as_attended((query, key, value))
     op = carrier(query.device.type, masked=attn_mask is not None).forward_op
     names = names_of(op)
     said = {

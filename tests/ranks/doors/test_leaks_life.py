@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cp_styles import GradientCheck, context_attention
 from cp_styles.engine.binding import _of_calls
-from cp_styles.kernels import ReferenceKernel
+from cp_styles.kernels import CPU_FLASH, ReferenceKernel
 from cp_styles.layout import head_tail
 from cp_styles.mask import Causal, Dense, Full
 from cp_styles.strategies import AllGather, Ring, Ulysses
@@ -219,7 +219,10 @@ def test_with_handlers_of_others(s: Scene) -> None:
     s.run(probe)
     s.outside()
     s.once(lambda: setattr(dispatcher, "_custom_op_handlers", original))
+    s.once(lambda: original.pop(CPU_FLASH.backward_op))
     backward(2)
+    s.once(lambda: original.pop(CPU_FLASH.forward_op))
+    s.run(probe)
 
 
 def test_ranks_as_threads_leave_no_hook_behind():
