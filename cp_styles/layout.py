@@ -408,7 +408,7 @@ def _all_over_all(documents: Sequence[int], ranks: int) -> tuple[int, list[list[
 
 
 def _long_with_short(documents: Sequence[int], ranks: int) -> tuple[int, list[list[Chunk]]]:
-    """The same for documents that are cut as :func:`per_document_head_tail` says."""
+    """The same for documents that are cut as :func:`per_document_head_tail` describes."""
     own: list[list[Chunk]] = []
     length, undone, most = sum(documents), sum(map(_pairs, documents)), 0
     whole = _uncut(documents)
@@ -535,7 +535,7 @@ def by_block_work(length: int, ranks: int, *, work: Sequence[int], block: int) -
 
 def _exchange(holder: list[int], done: list[int], work: Sequence[int]) -> None:
     """Exchange blocks between the busiest rank and the least busy one, until the busiest has at most 1 % more than the
-    mean, or no exchange helps. ``holder`` is who holds each block, ``done`` is the work of each rank; both change."""
+    mean, or no exchange helps. ``holder`` is the rank of each block, ``done`` is the work of each rank; both change."""
     ranks, total = range(len(done)), sum(done)
     for _ in ranks:
         most, least = max(ranks, key=done.__getitem__), min(ranks, key=done.__getitem__)

@@ -922,6 +922,12 @@ MISTAKES = [
         "tests/ranks/collectives/test_collectives_split_gather.py",
     ),
     Mistake(
+        "collectives: tensors of one message overlap",
+        "at += prod(shape)",
+        "at += 0",
+        "tests/ranks/collectives/test_collectives_heads.py",
+    ),
+    Mistake(
         "collectives: a key head that two ranks need goes to one",
         "(start // group, -(-stop // group)) for start, stop in ranges",
         "(start // group, stop // group) for start, stop in ranges",

@@ -151,7 +151,7 @@ class Direct:
         return tuple([self._joined.of([self.leave(tensors, place)], place) for place in range(len(tensors))])
 
     def leave(self, tensors: list[torch.Tensor], place: int = 0) -> Leaving:
-        """Start the way :meth:`home` of the first of ``tensors``, the one at ``place``; it is removed from the list."""
+        """Start :meth:`home` for the first of ``tensors``, which is number ``place``. It is removed from the list."""
         way, rank = self.way, self.way.peers.rank
         seen = tensors.pop(0).movedim(way.row_dim, 0)
         sends = [(peer, way.rows.own(seen, 0, peer).contiguous()) for peer in self._others]
@@ -180,7 +180,7 @@ class Direct:
 
 
 class Arriving(NamedTuple):
-    """What receives, flat; what will hold the rows in the order of positions, if it is given; and the transfer."""
+    """The flat receive buffer; the buffer for the rows in the order of positions, if given; and the transfer."""
 
     wire: torch.Tensor
     place: torch.Tensor | None
@@ -188,14 +188,14 @@ class Arriving(NamedTuple):
 
 
 class Leaving(NamedTuple):
-    """A tensor that is on its way home: the part of each rank, which may be read after ``pending.wait()``."""
+    """A tensor that is being sent back (:meth:`Direct.home`): each rank's part, to be read after ``pending.wait()``."""
 
     parts: list[torch.Tensor]
     pending: Pending
 
 
 class Joined:
-    """Puts together what comes home from exchanges of the same rows, each of other columns."""
+    """Joins the parts that :meth:`Direct.leave` brings, from exchanges of the same rows with different columns."""
 
     def __init__(self, directs: Sequence[Direct]) -> None:
         self._row_dim, self._axis = directs[0].way.row_dim, directs[0].way.column_axis
@@ -206,7 +206,7 @@ class Joined:
         self._owners = [_owners(columns, total) for columns, total in zip(self._columns, totals, strict=True)]
 
     def of(self, leaving: Sequence[Leaving], place: int) -> torch.Tensor:
-        """This rank's rows of all columns of the tensor at ``place``, from what each exchange brings. It waits."""
+        """This rank's rows of all columns of tensor number ``place``, from each exchange. It waits for them."""
         for each in leaving:
             each.pending.wait()
         parts = [part for each in leaving for part in each.parts]

@@ -1,4 +1,4 @@
-"""How a dim is cut over the ranks of a group: the forms in which a caller can say it, and the one form used inside."""
+"""How a dim is cut over the ranks of a group: the forms that a caller can pass, and the one form used internally."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an attention on many ranks will do, before it runs: who holds, computes, sends and keeps what."""
+"""What an attention on many ranks will do, before it runs: what each rank holds, computes, sends and keeps."""
 
 from __future__ import annotations
 

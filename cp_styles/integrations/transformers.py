@@ -580,7 +580,7 @@ def _read(mask_function: Callable[..., Any], name: str) -> _Pieces:
 
 
 def _conjuncts(function: Callable[..., Any]) -> Iterator[Any]:
-    """The mask functions that must all say yes."""
+    """The mask functions whose conjunction ``function`` is."""
     what = getattr(function, "__qualname__", "").split(".")[0]
     if what == "and_masks":
         for each in inspect.getclosurevars(function).nonlocals["mask_functions"]:

@@ -102,7 +102,7 @@ class AttentionCalls(TorchFunctionMode):
 
     @staticmethod
     def entered() -> AttentionCalls | None:
-        """The one that attention calls made now would come to; None outside of every context-parallel module."""
+        """The mode that would handle an attention call at this moment. None outside of context-parallel modules."""
         for mode in reversed(function_modes()):
             if isinstance(mode, AttentionCalls):
                 return mode
@@ -255,16 +255,16 @@ class AttentionCalls(TorchFunctionMode):
 
     @property
     def binding(self) -> Binding:
-        """What a call made now is bound to."""
+        """The binding of a call at this moment."""
         return self._scoped.resolve()[0]
 
     def watch_ranges(self, look: Callable[[torch.Tensor], None]) -> None:
-        """Until the end of this forward, show ``look`` every result of torch.arange."""
+        """Until the end of this forward, call ``look`` with every result of torch.arange."""
         self._tally.on_range = look
 
     @property
     def made_mask(self) -> Any:
-        """What :meth:`note_mask` was last given in this forward."""
+        """The last argument of :meth:`note_mask` in this forward."""
         return self._tally.made_mask
 
     def note_mask(self, mask: Any) -> None:
@@ -292,11 +292,12 @@ class AttentionCalls(TorchFunctionMode):
         score_mod: ScoreMod | None = None,
         refuse: Callable[[], None] | None = None,
     ) -> torch.Tensor:
-        """``out_BHLE`` of a call that says its mask as a :class:`~cp_styles.mask.Mask`, for doors of other libraries.
+        """``out_BHLE`` of a call whose mask is a :class:`~cp_styles.mask.Mask`, for integrations of other libraries.
 
-        ``mask`` and ``attn_mask`` hold beside the module's and the scope's. With ``score_mod`` it runs as
-        flex_attention does, row by row of the batch where ``mask`` has one for each. ``refuse`` raises for what this
-        rank alone may see; communication and errors are those of :func:`~cp_styles.functions.context_attention`.
+        ``mask`` and ``attn_mask`` hold in addition to the module's mask and the scope's. With ``score_mod`` it runs as
+        flex_attention does; if ``mask`` is a PerRow, for one row of the batch after the other. ``refuse`` raises for
+        errors that only this rank may see. Communication and errors are those of
+        :func:`~cp_styles.functions.context_attention`.
         """
         self._tally.calls += 1
 
@@ -327,7 +328,7 @@ class AttentionCalls(TorchFunctionMode):
         return beside_sink(out, torch.cat([lse for _, lse in found if lse is not None]), sink_H)
 
     def decode_with(self, q_BHLD: torch.Tensor, cache: KVCache, call: DecodeCall) -> torch.Tensor:
-        """``out_BHLE`` of new tokens, for doors of other libraries: see :func:`~cp_styles.functions.decode.decode`.
+        """``out_BHLE`` of new tokens, for integrations of other libraries: :func:`~cp_styles.functions.decode.decode`.
 
         The mask of ``call`` holds in addition to the module's and the scope's. Kernel and agreement are the module's.
         """

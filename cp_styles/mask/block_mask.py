@@ -191,7 +191,7 @@ class BlockPattern(Mask):
         return self._tables_on(q_positions_L.device)[2][q_positions_L]
 
     def _tables_on(self, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """A copy for each device, made once: every tile asks."""
+        """A copy of the tables for each device. It is made once, because every tile needs it."""
         if device not in self._tables:
             self._tables[device] = tuple(tensor_on(device, x) for x in (self.lo, self.hi, self.counts))
         return self._tables[device]

@@ -1,4 +1,4 @@
-"""Who holds which position, as tensors: what plans ask of a layout, for many positions at once."""
+"""Which rank holds which position, as tables of tensors, by which a plan looks up many positions at once."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ Holders: TypeAlias = Chunks | SinglePositions
 
 
 def holders_of(q_layout: SequenceLayout, kv_layout: SequenceLayout) -> tuple[Holders, Holders]:
-    """Who holds the queries, and who holds the keys. Tables of chunks are cached."""
+    """Which ranks hold the queries, and which hold the keys. Tables of chunks are cached."""
     if all(isinstance(layout.held, Stripes) and layout.held.block == 1 for layout in (q_layout, kv_layout)):
         return SinglePositions(q_layout), SinglePositions(kv_layout)
     return chunks_of(q_layout), chunks_of(kv_layout)

@@ -24,7 +24,7 @@ _WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped
 
 
 def plain_name(name: str) -> str:
-    """``name`` without what wrappers (DDP, checkpoints, torch.compile) put into it."""
+    """``name`` without the parts that wrappers (DDP, checkpoints, torch.compile) add to it."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
