@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from cp_styles.kernels import FlexKernel
 from cp_styles.kernels.lse import LseGradient
 from cp_styles.profiler_ranges import named_range
 from cp_styles.strategies import Attention
-from cp_styles.strategies.base import new_residual
+from cp_styles.strategies.base import residual_spec
 
 listener: ContextVar[Callable[..., Any] | None] = ContextVar("attention_listener", default=None)
 """Called with the arguments of each strategy's forward in this context: see ``cp_styles.explain.explain_calls``."""
@@ -44,8 +45,10 @@ def run_forward(
     if listens is not None:
         listens(strategy, attention, q_BHLD, k_BGMD, v_BGME, sink_H)
     with named_range("attention forward:", binding.name), checked(binding.group):
-        specs = strategy.residual_specs(attention, q_BHLD, k_BGMD, v_BGME) if keep else ()
-        residual = new_residual(specs, q_BHLD.device)
+        specs = partial(strategy.residual_specs, attention, q_BHLD, k_BGMD, v_BGME)
+        key = residual_spec, strategy, q_BHLD.shape, k_BGMD.shape, v_BGME.shape, q_BHLD.dtype
+        shape, dtype = attention.once(key, lambda: residual_spec(specs())) if keep else residual_spec(())
+        residual = torch.empty(shape, dtype=dtype, device=q_BHLD.device)
         out = strategy.forward(attention, q_BHLD, k_BGMD, v_BGME, sink_H, residual if keep else None)
     binding.finished()
     return out, residual

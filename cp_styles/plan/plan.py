@@ -21,6 +21,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
@@ -52,7 +53,7 @@ class Part:
     rows: Rows
     tiles: tuple[Tile, ...]
 
-    @property
+    @cached_property
     def count(self) -> int:
         """Number of rows needed."""
         return sum(stop - start for start, stop in self.rows)
