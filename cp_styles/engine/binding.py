@@ -404,14 +404,15 @@ class Binding:
         of :meth:`agree` if it was deferred, otherwise one all-gather.
         """
         deferred_agreement, self.tally.deferred_agreement = self.tally.deferred_agreement, None
-        contents = None if attn_mask is None else _contents(attn_mask)
         if deferred_agreement is not None:
+            contents = None if attn_mask is None else _contents(attn_mask)
             call = {"is_causal": is_causal, "scale": scale, "attn_mask": contents}
             deferred_agreement(refuse, call=call, keep=keep, refused=RankStatus.NO_CALL)
             return
 
         def build() -> StatusRow:
             refuse()
+            contents = None if attn_mask is None else _contents(attn_mask)
             return StatusRow(
                 status=RankStatus.GOOD_CALL,
                 place=self.tally.calls,
