@@ -45,9 +45,9 @@ from cp_styles.layout import (
     SequenceLayout,
     SeveralLayouts,
     cut_with,
+    is_deterministic,
     layout_made_by,
     other_cuts_around,
-    says_always_the_same,
     warn_of_other_cuts,
 )
 from cp_styles.mask import Causal, Dense, Full, Mask, PerRow, digest
@@ -375,7 +375,7 @@ class Binding:
     def known_for(self, lengths: tuple[int, int]) -> Binding | None:
         """:meth:`settled` for these lengths, if the balancer is known to depend on nothing else. None if it raises."""
         found = self._by_lengths.get(lengths)
-        if found is None and not isinstance(self.layout, SequenceLayout) and says_always_the_same(self.layout):
+        if found is None and not isinstance(self.layout, SequenceLayout) and is_deterministic(self.layout):
             with contextlib.suppress(Exception):
                 cuts = self.layout_for(lengths[0]), self.layout_for(lengths[1])
                 if len(self._by_lengths) >= _MOST_ATTENTIONS:
