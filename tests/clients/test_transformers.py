@@ -270,6 +270,23 @@ def test_a_model_that_is_not_called_itself(how: Any):
     refused({"input_ids": tokens}, words="takes position_ids and was given none", how=how)
 
 
+@pytest.mark.nightly
+def test_compiled():
+    """torch.compile of the whole model: masks and attentions run between its graphs, and see the positions."""
+    model = tiny(causal_lm, config_of("mistral", num_hidden_layers=2))
+    inputs, labels = {"input_ids": tokens_of(), "position_ids": PACKED}, labels_of(tokens_of(), document_ids=IDS)
+
+    def how(model: Any) -> Any:
+        return torch.compile(model, backend="aot_eager")
+
+    assert largest_error(on_ranks(model, inputs, labels, how=how), expected(model, inputs, labels)) < EXACT
+    refused({"input_ids": tokens_of()}, words="give the model position_ids of this rank's tokens", how=how)
+    restarts = {"position_ids": torch.arange(10).expand(2, -1)}
+    refused(
+        {"input_ids": tokens_of(20)}, restarts, words="as if no other rank had a part", balancer=contiguous, how=how
+    )
+
+
 def test_documents_of_a_scope():
     """The scope's mask holds beside the layers' windows, and its layout is the one that the model is bound to."""
     model = tiny(causal_lm, config_of("mistral", num_hidden_layers=2))
