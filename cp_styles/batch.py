@@ -378,6 +378,7 @@ def sum_gradients(
         trained = [parameter for parameter in dict.fromkeys(given) if parameter.requires_grad]
         _refuse_spread(trained, group)
         _refuse_summed(trained, group)
+        _refuse_sparse(trained)
         return trained
 
     summed = _with_gradient_anywhere(check, group)
@@ -419,6 +420,16 @@ def _refuse_summed(parameters: list[torch.Tensor], group: dist.ProcessGroup) -> 
                     "leave out parameters in front of a collectives.split, or give that grad_scale=GradScale.DOWN"
                     f"{see('Gradients that are summed twice')}"
                 )
+
+
+def _refuse_sparse(parameters: list[torch.Tensor]) -> None:
+    for parameter in parameters:
+        if parameter.grad is not None and parameter.grad.layout != torch.strided:
+            raise NotImplementedError(
+                f"sum_gradients: the gradient of a parameter of shape {tuple(parameter.shape)} is sparse "
+                f"({parameter.grad.layout}), and only dense ones are summed: make the layer without sparse=True, or "
+                "set parameter.grad = parameter.grad.to_dense() before"
+            )
 
 
 _SUMMED = "_cp_styles_summed"

@@ -192,6 +192,19 @@ def test_ranks_with_different_parameters_fail_on_every_rank():
         assert all("do not have the same parameters" in message for message in failures(fn, 2))
 
 
+def test_sparse_gradients_are_refused():
+    """Of one rank too, where another has none or a dense one."""
+
+    def sparse(rank):
+        embedding = nn.Embedding(5, 2, sparse=rank == 1)
+        embedding(torch.tensor([1, 3])).sum().backward()
+        sum_gradients(embedding, dist.group.WORLD)
+
+    said = failures(sparse, 2)
+    assert "shape (5, 2) is sparse" in said[1]
+    assert "ranks [1]" in said[0]
+
+
 def test_parameters_that_live_on_the_group_are_refused():
     def spread(rank):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
