@@ -29,6 +29,7 @@ from cp_styles.layout import SequenceLayout, striped
 from cp_styles.mask import Causal, Documents, Full, Mask, SlidingWindow
 from cp_styles.strategies import AllGather, Ring, Strategy, Ulysses
 
+_WIDTH = 99  # of a line
 _UNITS = {"": 1, "k": 2**10, "m": 2**20}
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 _STRATEGIES: dict[str, Callable[..., Strategy]] = {"ring": Ring, "allgather": AllGather, "ulysses": Ulysses}
@@ -169,7 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     else:
         model = f"heads {args.heads[0]}:{args.heads[1]} of {args.head_dim}, {args.dtype}, {hardware.name}"
         print(f"{length:,} positions on {args.ranks} ranks, {str(mask)[:30]}, {model}")
-        print(f"predicted for one attention; figures from: {hardware.source}"[:99])
+        print(f"predicted for one attention; figures from: {hardware.source}"[:_WIDTH])
         print("\n".join(ranking(choices)))
     best = next((choice.explanation for choice in choices if not choice.problem), None)
     if best is None:
@@ -178,7 +179,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not args.json:
         print(f"\n{best}")
     if args.plot:
-        best.plot(args.plot)
+        try:
+            best.plot(args.plot)
+        except (OSError, ValueError, ImportError) as error:  # no such folder, no such format, no matplotlib
+            wrong("--plot", str(error))
 
 
 def ranking(choices: Sequence[Choice]) -> list[str]:
@@ -193,8 +197,12 @@ def ranking(choices: Sequence[Choice]) -> list[str]:
         cells = seconds(forward.total), seconds(backward.total), seconds(forward.exposed + backward.exposed)
         sizes = nbytes(sent), nbytes(made.peak_memory), f"{max(made.imbalance, made.layout_imbalance or 1.0):.3f}"
         rows.append([short(choice.strategy), choice.layout_name, *cells, *sizes, seconds(made.planning)])
+    lines = table(rows)
+    while max(map(len, lines)) > _WIDTH:  # JSON has all columns
+        rows = [row[:-1] for row in rows]
+        lines = table(rows)
     problems = dict.fromkeys(f"  {short(choice.strategy)}: {choice.problem}" for choice in choices if choice.problem)
-    return [*table(rows), *(line[:99] for line in problems)]
+    return [*lines, *(line[:_WIDTH] for line in problems)]
 
 
 def short(strategy: Strategy) -> str:

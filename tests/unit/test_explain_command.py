@@ -27,6 +27,24 @@ def test_a_ranking_and_the_best_explained(capsys):
         assert word in said
 
 
+def test_long_names_leave_a_column_out(capsys, tmp_path: Path):
+    lengths = tmp_path / "lengths"
+    lengths.write_text("100 28 500")
+    main([*MODEL, "--documents", str(lengths), "--strategy", "ulysses:2"])
+    said = capsys.readouterr().out
+    assert max(map(len, said.splitlines())) < 100
+    assert "per_document_head_tail" in said
+    assert "imbalance" in said
+
+
+@pytest.mark.parametrize("name", ["no/folder.png", "picture.of_no_format"])
+def test_a_picture_that_cannot_be_written(name: str, capsys, tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    with pytest.raises(SystemExit):
+        main([*SHORT, "--strategy", "ring", "--layout", "head_tail", "--plot", str(tmp_path / name)])
+    assert "argument --plot: " in capsys.readouterr().err
+
+
 def test_json_is_ordered_by_time(capsys, tmp_path: Path):
     lengths = tmp_path / "lengths"
     lengths.write_text("600 100\n300, 1000")
