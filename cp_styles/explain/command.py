@@ -197,10 +197,10 @@ def ranking(choices: Sequence[Choice]) -> list[str]:
         cells = seconds(forward.total), seconds(backward.total), seconds(forward.exposed + backward.exposed)
         sizes = nbytes(sent), nbytes(made.peak_memory), f"{max(made.imbalance, made.layout_imbalance or 1.0):.3f}"
         rows.append([short(choice.strategy), choice.layout_name, *cells, *sizes, seconds(made.planning)])
-    lines = table(rows)
+    lines = list(table(rows))
     while max(map(len, lines)) > _WIDTH:  # JSON has all columns
         rows = [row[:-1] for row in rows]
-        lines = table(rows)
+        lines = list(table(rows))
     problems = dict.fromkeys(f"  {short(choice.strategy)}: {choice.problem}" for choice in choices if choice.problem)
     return [*lines, *(line[:_WIDTH] for line in problems)]
 
