@@ -1,4 +1,4 @@
-"""One profile for all property tests, and one thread for every rank's operations."""
+"""What holds for all tests: one profile of property tests, and how threads and garbage are treated."""
 
 import gc
 import os
@@ -12,7 +12,12 @@ settings.load_profile("cp_styles")
 
 # A full collection looks at all that torch has loaded: half a second, again and again. run_ranks collects what its
 # ranks have made.
-gc.set_threshold(700, 10, 1000)
+gc.set_threshold(20_000, 20, 1000)
+
+# A thread that another one wakes does not interrupt it. Threads of gloo and of ranks wake each other all the time, and
+# one that is interrupted often holds the lock for which the other one polls: an eighth of all the time.
+if hasattr(os, "sched_setscheduler"):
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 # Before torch is imported, and for the processes that tests start. Two workers with several ranks each share the cores
 # already: threads of their own for every rank's small operations cost a quarter more time, and gain nothing.
@@ -22,3 +27,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+
+def pytest_configure(config):
+    """In the processes that run tests, since it imports torch: the one that deals them to others begins sooner."""
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+        config.addinivalue_line("filterwarnings", "error::cp_styles.UnreducedGradientsWarning")
