@@ -1,22 +1,33 @@
-"""One rank of one process of test_compile_cache.py: attention by inductor, and whether a cache on disk had it.
+"""The processes of test_compile_cache.py: attention by inductor, and whether a cache on disk had it.
 
-Each job is ``what/layout``: a door, or the trap.
+    python -m tests.process.compile_twice FOLDER JOBS JOBS
+
+Each job is ``what/layout``: a door, or the trap. For each list of jobs there are processes of their own, forks of one
+that has compiled nothing.
 """
+
+from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
+from typing import NoReturn
 
 import torch
+import torch._inductor.compile_fx  # which each process imports where it compiles
 import torch.distributed as dist
+from torch import multiprocessing
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from cp_styles import Causal, Ring, contiguous, head_tail
 from cp_styles.engine.op import config_text
+from tests.process.several import leave
 from tests.ranks.attention_case import Problem, run_attention
 from tests.ranks.compiling import Block, door
 
 LAYOUTS = {"contiguous": contiguous, "head_tail": head_tail}
+RANKS = 2
 LENGTHS = (16, 13)  # equal parts on two ranks, and unequal ones
 
 # -- the trap: an op that hides its configuration --
@@ -40,12 +51,13 @@ def hide(mesh: DeviceMesh, layout):
     return lambda *qkv: torch.ops.cp_styles_tests.hidden(*qkv)[0]
 
 
-def main(rank: int, ranks: int, store: str, jobs: list[str]) -> None:
+def main(rank: int, folder: Path, jobs: str) -> NoReturn:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
-    mesh, said = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",)), {}
+    place = dist.FileStore(str(folder / f"store of {jobs}".replace("/", " ")), RANKS)
+    dist.init_process_group("gloo", store=place, rank=rank, world_size=RANKS)
+    mesh, said = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",)), {}
     problems = [Problem(length=length, kv_heads=2) for length in LENGTHS]
-    for job in jobs:
+    for job in jobs.split():
         what, name = job.split("/")
         layout = LAYOUTS[name]
         block = Block(hide(mesh, layout) if what == "trap" else door(what, mesh, layout=layout))
@@ -53,14 +65,20 @@ def main(rank: int, ranks: int, store: str, jobs: list[str]) -> None:
         # The first length is a graph with static shapes, and the second then one with dynamic ones.
         several = problems if what == "function" else problems[:1]
         attend = torch.compile(block, fullgraph=True)
-        errors = [max(run_attention(attend, problem, rank, ranks, layout=layout)) for problem in several]
+        errors = [max(run_attention(attend, problem, rank, RANKS, layout=layout)) for problem in several]
         found = counters["aot_autograd"]
         said[job] = [max(errors), found["autograd_cache_hit"], found["autograd_cache_miss"]]
         torch.compiler.reset()
-    print(json.dumps(said), flush=True)
+    said_by(folder, rank, jobs).write_text(json.dumps(said))
     dist.barrier()
     dist.destroy_process_group()
+    leave()
+
+
+def said_by(folder: Path, rank: int, jobs: str) -> Path:
+    return folder / f"{rank} of {jobs}".replace("/", " ")
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:])
+    for jobs in sys.argv[2:]:
+        multiprocessing.start_processes(main, (Path(sys.argv[1]), jobs), nprocs=RANKS, start_method="fork")

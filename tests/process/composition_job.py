@@ -1,4 +1,4 @@
-"""The program of test_composition.py: every composition, one after another, on the ranks that torchrun made."""
+"""The program of test_composition.py: every composition, one after another, on ranks that are processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cp_styles.engine.gradient_watch import UnreducedGradientsWarning
 from tests.oracle import error
 from tests.ranks.composition import COMPOSITIONS, STEPS, Training, alone
 
-# Of losses around 4. Rounding, carried through twenty steps of AdamW, is 1e-14; what a composition is most often
+# Of losses around 4. Rounding, carried through steps of AdamW, is 1e-14; what a composition is most often
 # wrong by, a gradient that is averaged, or summed over too few ranks, is above 1e-5 after the first.
 TOLERANCE = 1e-9
 

@@ -12,8 +12,9 @@ from typing import NamedTuple
 import pytest
 from filelock import FileLock
 
+from tests.process.several import PROCESSES
+
 ROOT = Path(__file__).parents[2]
-PROCESSES = 4
 
 
 class Finished(NamedTuple):
@@ -25,7 +26,7 @@ class Finished(NamedTuple):
 
 
 @pytest.fixture(scope="session")
-def under_torchrun(request, tmp_path_factory) -> dict[str, Finished]:
+def on_processes(request, tmp_path_factory) -> dict[str, Finished]:
     """The programs in PROGRAMS of all modules of this run, by name, after they have run. One worker starts them, and
     others wait for it."""
     modules = {item.module.__name__: item.module for item in request.session.items if hasattr(item.module, "PROGRAMS")}
@@ -36,12 +37,11 @@ def under_torchrun(request, tmp_path_factory) -> dict[str, Finished]:
     with FileLock(shared / "programs.lock"):
         if not folder.exists():
             folder.mkdir()
-            command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(PROCESSES)]
             path = os.pathsep.join([str(ROOT), str(ROOT / "tutorials"), os.environ.get("PYTHONPATH", "")])
             caches = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"), "PYTHONPATH": path}
             with errors.open("w") as file:
                 subprocess.run(
-                    [sys.executable, *command, "-m", "tests.process.several", folder, *sorted(modules)],
+                    [sys.executable, "-m", "tests.process.several", folder, *sorted(modules)],
                     env=os.environ | caches,
                     cwd=ROOT,
                     stdout=file,

@@ -1,11 +1,12 @@
-"""Several programs one after another in the processes that torchrun started, whose start takes longer than most runs.
+"""Several programs one after another in the same processes, whose start takes longer than most runs.
 
 Each program begins and destroys its process group itself, of all processes or of the first ones. The ranks meet for
-each at a place of its own in torchrun's store, where they would find the addresses of the group before.
+each at a place of its own in a store, where they would find the addresses of the group before.
 
-    torchrun --nproc-per-node 4 -m tests.process.several FOLDER MODULES
+    python -m tests.process.several FOLDER MODULES
 
-runs the PROGRAMS of modules: see conftest.py.
+runs the PROGRAMS of modules, on ranks that are forks of one process: it imports for all of them. See conftest.py. Under
+torchrun, whose environment the forks have too, ``run`` runs programs.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import torch.distributed as dist
+from torch import multiprocessing
 
+PROCESSES = 4
 begin = dist.init_process_group
 
 
@@ -55,18 +58,30 @@ def run(programs: Mapping[str, Callable[[], Any]]) -> NoReturn:
     leave()
 
 
-def main(folder: Path, modules: list[str]) -> NoReturn:
-    """Of each rank, a file with what its programs printed and the statuses that they returned."""
-    rank, found = int(os.environ["RANK"]), {}
-    for module in modules:
-        for name, program in importlib.import_module(module).PROGRAMS.items():
-            if rank < program.ranks:
-                said = folder / f"said by rank {rank}"
-                with said.open("w") as out, contextlib.redirect_stdout(out):
-                    status = perform(name, lambda program=program: program.run(folder), program.ranks)
-                found[name] = status, said.read_text()
+def on_rank(rank: int, port: int, folder: Path, programs: Mapping[str, Program]) -> NoReturn:
+    """A file with what the programs printed and the statuses that they returned."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(PROCESSES)}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    found = {}
+    for name, program in programs.items():
+        if rank < program.ranks:
+            said = folder / f"said by rank {rank}"
+            with said.open("w") as out, contextlib.redirect_stdout(out):
+                status = perform(name, lambda program=program: program.run(folder), program.ranks)
+            found[name] = status, said.read_text()
     (folder / f"{rank}.json").write_text(json.dumps(found))
     leave()
+
+
+def main(folder: Path, modules: list[str]) -> None:
+    import torch._inductor.compile_fx  # noqa: F401 - which a program that compiles imports, on every rank
+
+    programs: dict[str, Program] = {}
+    for module in modules:
+        programs |= importlib.import_module(module).PROGRAMS
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    arguments = (store.port, folder, programs)
+    multiprocessing.start_processes(on_rank, arguments, nprocs=PROCESSES, start_method="fork")
 
 
 if __name__ == "__main__":

@@ -16,53 +16,37 @@ from pathlib import Path
 
 import pytest
 
+from tests.process.compile_twice import RANKS, said_by
 from tests.ranks.attention_case import EXACT
 
 ROOT = Path(__file__).parents[2]
-RANKS = 2
 
 pytestmark = pytest.mark.process
 
 
-def start(folder: Path, *jobs: str) -> list[dict[str, list[float]]]:
-    """Fresh processes that compile attention, job after job: of each rank, by job, [error, hits, misses]."""
-    store = folder / f"store of {len(jobs)} jobs"
+def test_every_door_and_the_cache(tmp_path):
+    first = "function/contiguous style/contiguous trap/contiguous"
+    second = "function/head_tail function/contiguous module/head_tail style/contiguous style/head_tail trap/head_tail"
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-        "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"),
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
     }
-    # Files, because a pipe that nobody reads while the other process is waited for stops its process when it is full.
-    errors = [folder / f"errors of rank {rank}, {len(jobs)} jobs" for rank in range(RANKS)]
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.process.compile_twice", str(rank), str(RANKS), str(store), *jobs],
-            env=environment,
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=errors[rank].open("w"),
-            text=True,
-        )
-        for rank in range(RANKS)
-    ]
-    said = []
-    for process, file in zip(running, errors, strict=True):
-        out, _ = process.communicate(timeout=300)
-        assert process.returncode == 0, file.read_text()
-        said.append(json.loads(out.splitlines()[-1]))
-    return said
+    command = [sys.executable, "-m", "tests.process.compile_twice", tmp_path, first, second]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr
 
+    def said(jobs: str) -> list[dict[str, list[float]]]:
+        """Of each rank, by job, [error, hits, misses]."""
+        return [json.loads(said_by(tmp_path, rank, jobs).read_text()) for rank in range(RANKS)]
 
-def test_every_door_and_the_cache(tmp_path):
-    for of_rank in start(tmp_path, "function/contiguous", "style/contiguous", "trap/contiguous"):
+    for of_rank in said(first):
         for job, (error, hits, misses) in of_rank.items():
             assert error < EXACT, job
             assert hits == 0, job
             assert misses > 0, job
-    jobs = ("function/head_tail", "function/contiguous", "module/head_tail")
-    jobs += ("style/contiguous", "style/head_tail", "trap/head_tail")
-    for of_rank in start(tmp_path, *jobs):
-        for job in jobs[:-1]:
+    for of_rank in said(second):
+        for job in second.split()[:-1]:
             assert of_rank[job][0] < EXACT, job
         # What the processes before compiled is found by these, where it is the same attention.
         for job in ("function/contiguous", "style/contiguous"):

@@ -15,13 +15,13 @@ PROGRAMS = {"a compiled layer": Program(4, compile_tp_cp.main)}
 pytestmark = pytest.mark.process
 
 
-def test_a_layer_on_cp_and_tp(under_torchrun):
+def test_a_layer_on_cp_and_tp(on_processes):
     """fullgraph, with local tensors and with tp's DTensors between projections and attention: one process' output and
     gradients. So are a training step's with FSDP2, checkpoints and compiled layers. And inductor goes on with the
     attention while a gather over tp is under way: it waits before its use.
     Compiled attention holds what eager attention does, by the allocator: no more than 12 query shards in a backward.
     """
-    for text in under_torchrun["a compiled layer"].said:
+    for text in on_processes["a compiled layer"].said:
         said = json.loads(text)
         assert said["local"] < EXACT
         assert said["dtensors"] < EXACT

@@ -15,9 +15,9 @@ PROGRAMS = {"compositions": Program(4, main)}
 pytestmark = pytest.mark.process
 
 
-def test_every_composition_is_the_training_of_one_process(under_torchrun):
+def test_every_composition_is_the_training_of_one_process(on_processes):
     """The losses and the parameters to 1e-9, which the job holds; and what rank 0 sends in a step, to the byte."""
-    done = under_torchrun["compositions"]
+    done = on_processes["compositions"]
     assert done.statuses == [0] * 4, done.said[0]
     without_figures = re.sub(r": losses within .*", "", done.said[0])
     assert_expected_inline(

@@ -43,9 +43,9 @@ PROGRAMS = {
 }
 
 
-def test_the_tutorials_steps_and_exit_codes_of_mistakes(under_torchrun):
+def test_the_tutorials_steps_and_exit_codes_of_mistakes(on_processes):
     for name in ("as it is", *MISTAKES):
-        done = under_torchrun[f"tutorial, {name}"]
+        done = on_processes[f"tutorial, {name}"]
         assert done.statuses == [int(name in MISTAKES)] * RANKS, done.said
         lines = [line for text in done.said for line in text.splitlines() if line.startswith("process ")]
         assert len(lines) == 2 * RANKS

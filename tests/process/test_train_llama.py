@@ -1,4 +1,4 @@
-"""The main job as a user starts it: real processes under torchrun, on few and short steps."""
+"""The main job on real processes, on few and short steps."""
 
 import functools
 import importlib
@@ -97,8 +97,8 @@ PROGRAMS = {f"main job, {name}": Program(4, partial(train, name, *given)) for na
 
 
 @pytest.mark.parametrize("name", TRAININGS)
-def test_the_training_of_one_process_and_what_is_wrong(under_torchrun, name: str):
-    done = under_torchrun[f"main job, {name}"]
+def test_the_training_of_one_process_and_what_is_wrong(on_processes, name: str):
+    done = on_processes[f"main job, {name}"]
     said = done.said[0]  # whose report ends a run
     assert done.statuses == [int(name in SABOTAGE)] * 4, said
     assert ("PARITY: the same training as on one process" in said) == (name in PARALLEL)

@@ -29,7 +29,7 @@ from tests.oracle import randn
 from tutorials.llama import Llama, LlamaConfig, parallel_plan, rotary_table
 
 CONFIG = LlamaConfig(40, width=32, layers=2, heads=4, kv_heads=2, hidden=48)
-ROWS, LENGTH, RANKS, STEPS = 4, 46, 4, 6
+ROWS, LENGTH, RANKS, STEPS = 4, 46, 4, 2
 
 # Uneven, but in pairs of tokens: tensor parallelism cuts what a rank holds once more.
 LAYOUTS = {
