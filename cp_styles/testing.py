@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -30,7 +30,6 @@ from cp_styles._compat import (
     resolve_group,
     run_kernel,
     thread_local_world,
-    tree_leaves,
     without_groups,
 )
 
@@ -282,24 +281,28 @@ class MemoryTrace(TorchDispatchMode):
         if func.namespace == "cp_styles":
             with self:
                 return run_kernel(func, args, kwargs or {})
-        given = {StorageWeakRef(x.untyped_storage()).cdata for x in tree_leaves((args, kwargs)) if _has_storage(x)}
-        result = func(*args, **(kwargs or {}))
-        for made in tree_leaves(result):
-            if _has_storage(made):
-                storage = made.untyped_storage()
+        kwargs = kwargs or {}
+        given = {id(storage): storage for storage in _storages((*args, *kwargs.values()))}
+        result = func(*args, **kwargs)
+        for storage in _storages((result,)):
+            if id(storage) not in given:
                 reference = StorageWeakRef(storage)
-                if reference.cdata not in given:
-                    self._forget(reference.cdata)
-                    self._live[reference.cdata] = reference, storage.nbytes()
-                    self._counted += storage.nbytes()
+                self._forget(reference.cdata)
+                self._live[reference.cdata] = reference, storage.nbytes()
+                self._counted += storage.nbytes()
         if self._counted > self.peak:  # else there is nothing to look for among all that was created
             self.peak = max(self.peak, self.live)
         return result
 
 
-def _has_storage(value: Any) -> bool:
-    """Whether ``value`` is a tensor with its own memory. DTensors and other wrappers are not."""
-    return isinstance(value, torch.Tensor) and not is_traceable_wrapper_subclass(value) and value.device.type != "meta"
+def _storages(values: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
+    """Of the tensors among arguments or results of an op. DTensors and other wrappers have no memory of their own."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            if not is_traceable_wrapper_subclass(value) and value.device.type != "meta":
+                yield value.untyped_storage()
+        elif isinstance(value, (list, tuple)):
+            yield from _storages(value)
 
 
 def _nbytes(value: Any) -> int:
