@@ -28,11 +28,15 @@ def covering(strength: int, rows: Sequence[tuple[Any, ...]]) -> list[int]:
     return sorted(chosen)
 
 
+def at_night(*values: Any) -> list[Any]:
+    """Values of a parameter that are run at night, beside others that are run by default."""
+    return [pytest.param(value, marks=pytest.mark.nightly) for value in values]
+
+
 def in_parts(number: int) -> pytest.MarkDecorator:
     """Parametrizes a test with ``part``: it takes every ``number``-th row of a product of its own. Part 0 is run by
     default, the others at night."""
-    others = [pytest.param(part, marks=pytest.mark.nightly) for part in range(1, number)]
-    return pytest.mark.parametrize("part", [0, *others])
+    return pytest.mark.parametrize("part", [0, *at_night(*range(1, number))])
 
 
 def sampled(

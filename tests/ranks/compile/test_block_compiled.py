@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cp_styles.layout import head_tail
 from cp_styles.torch_api import context_parallel, context_parallel_unshard
+from tests.covering import sampled
 from tests.ranks.attention_case import EXACT, Problem, cp_mesh
 from tests.ranks.compiling import RANKS, cannot_compile_on_threads, run_ranks
 from tests.ranks.doors.torch_api_scene import LENGTH, Batch, gradients, run
@@ -41,8 +42,7 @@ def a_batch(model) -> tuple[dict[str, Any], torch.Tensor, torch.Tensor]:
     return {**arguments, "no_restore_buffers": [cotangent]}, x, cotangent
 
 
-@pytest.mark.parametrize("backward", ["inside", "after"])
-@pytest.mark.parametrize("fullgraph", [False, True])
+@sampled(1, backward=["inside", "after"], fullgraph=[False, True])
 def test_a_compiled_model_inside(fullgraph: bool, backward: str):
     """From step to step, each in a block of its own, by the same graphs."""
 

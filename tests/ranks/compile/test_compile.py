@@ -30,7 +30,7 @@ from cp_styles.layout import by_work, contiguous, head_tail
 from cp_styles.mask import Causal, Dense, Documents, SlidingWindow
 from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.styles import ModuleContextParallel
-from tests.covering import sampled
+from tests.covering import at_night, sampled
 from tests.oracle import allowed, document_of, error, randn
 from tests.ranks.attention_case import EXACT, Problem, Projected, cp_mesh, run_attention
 from tests.ranks.compiling import (
@@ -61,7 +61,7 @@ AROUND = {"the attention": lambda attend: attend, "a model": Block}
 
 
 @sampled(
-    2,
+    1,
     name=DOORS,
     strategy=[Ring(), AllGather(), Ulysses()],
     dynamic=[False, True, None],
@@ -86,7 +86,7 @@ def test_every_door_and_strategy(name: str, strategy, dynamic: bool | None, arou
     assert not counters["graph_break"]
 
 
-@pytest.mark.parametrize("name", DOORS)
+@pytest.mark.parametrize("name", ["style", *at_night("module", "function")])
 def test_known_calls_need_no_meeting_of_the_ranks(name: str, monkeypatch):
     meetings: Counter[int] = Counter()  # by thread. A CommunicationTrace would keep torch.compile from compiling.
 
@@ -140,7 +140,7 @@ class Breaking(Grouped):
         return out * 1.0
 
 
-@sampled(2, name=["style", "module"], broken=["before", "after"], around=list(AROUND))
+@sampled(1, name=["style", "module"], broken=["before", "after"], around=list(AROUND))
 def test_a_module_that_breaks_the_graph(name: str, broken: str, around: str):
     """Between graphs everything is as right as in them."""
 
@@ -169,7 +169,7 @@ def test_other_lengths_are_the_same_graph():
     assert len(traces.forwards) == ranks_here()
 
 
-@pytest.mark.parametrize("name", DOORS)
+@pytest.mark.parametrize("name", ["module", *at_night("style", "function")])
 def test_other_configurations_are_other_graphs(name: str):
     """One compiled function after another layout, window and kernel, and back: each is attended by its own."""
     window = SlidingWindow(3, 0)
@@ -227,7 +227,7 @@ def test_batches_of_documents_are_one_graph(name: str):
     assert len(traces.forwards) == ranks_here()  # each with a module of its own
 
 
-@pytest.mark.parametrize("name", DOORS)
+@pytest.mark.parametrize("name", ["module", *at_night("style", "function")])
 def test_masks_that_are_tensors(name: str):
     """Of the style, and of the call; they are inputs of the graph."""
     masks = [randn(seed, 16, 16) < 0.5 for seed in (1, 2)]
@@ -309,7 +309,7 @@ def without_side_effects():
     return torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True)
 
 
-@pytest.mark.parametrize("name", DOORS)
+@pytest.mark.parametrize("name", ["module", *at_night("style", "function")])
 def test_a_selective_checkpoint_attends_once(name: str):
     """And a plain one twice, which the test therefore would see. All that communicates is inside the one op."""
     kept = save_attention()
@@ -378,8 +378,7 @@ def test_the_ops():
     run_ranks(on, 1)
 
 
-@pytest.mark.parametrize("strategy", [Ring(), Ulysses()], ids=str)
-@pytest.mark.parametrize("value_dim", [8, 5])
+@sampled(1, strategy=[Ring(), Ulysses()], value_dim=[8, 5])
 def test_results_have_the_strides_that_graphs_were_promised(strategy, value_dim: int):
     """Those that the fake kernel says, whatever the inputs' are: inductor's code reads results by them. And results
     share no memory, which it may use again."""

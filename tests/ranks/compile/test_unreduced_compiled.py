@@ -22,7 +22,7 @@ from cp_styles.engine.gradient_watch import (
 from cp_styles.functions.attention import context_attention
 from cp_styles.layout import contiguous
 from cp_styles.styles import AttentionContextParallel, ModuleContextParallel
-from tests.covering import sampled
+from tests.covering import at_night, sampled
 from tests.oracle import randn
 from tests.ranks.attention_case import Projected, cp_mesh
 from tests.ranks.compiling import Grouped, cannot_compile_on_threads, ranks_here, run_ranks
@@ -114,9 +114,7 @@ def test_a_model_that_nobody_reduces_is_an_error(door: str, how: str):
     assert "layers.0.q.weight (24, 10)" in text
 
 
-@pytest.mark.parametrize(
-    "door", ["module", *(pytest.param(door, marks=pytest.mark.nightly) for door in ("style", "function"))]
-)
+@pytest.mark.parametrize("door", ["module", *at_night("style", "function")])
 def test_a_warning_where_that_is_asked_for(door: str):
     def on(rank: int) -> None:
         model = attended(door, cp_mesh(RANKS), gradient_check=GradientCheck(only_warn=True))
@@ -163,7 +161,7 @@ def test_a_compiled_optimizer():
     run_ranks(on, RANKS)
 
 
-@pytest.mark.parametrize("case", ["summed", "frozen", "no step", "own inputs", "no grad", "fsdp"])
+@pytest.mark.parametrize("case", ["summed", "own inputs", "fsdp", *at_night("frozen", "no step", "no grad")])
 def test_no_false_alarm(case: str):
     def on(rank: int) -> None:
         mesh = cp_mesh(RANKS)

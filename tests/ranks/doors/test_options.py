@@ -15,7 +15,7 @@ from cp_styles.layout import by_work, contiguous, head_tail, per_document_head_t
 from cp_styles.mask import Causal, Chunked, Documents, Full, SlidingWindow
 from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.testing import run_ranks
-from tests.covering import in_parts
+from tests.covering import at_night, in_parts
 from tests.oracle import allowed, attention_inputs, dense_attention, document_of, error, expected_attention, randn
 from tests.ranks.attention_case import EXACT, Core, Problem, cp_mesh, parallel, run_attention
 from tests.ranks.leak_scene import Scene, refusals
@@ -40,22 +40,22 @@ def worst(problem: Problem, calls, ranks: int = RANKS) -> float:
     return max(run_ranks(on, ranks))
 
 
-@in_parts(2)
+@in_parts(4)
 @pytest.mark.parametrize(("queries", "keys"), [(9, 14), (14, 9), (2, 30), (30, 2), (1, 3)])
 @pytest.mark.parametrize("kernel", [CPU_FLASH, ReferenceKernel()], ids=["flash", "reference"])
 def test_cross_attention(queries: int, keys: int, kernel, part: int):
     """Every strategy, layouts whose cuts of queries and of keys differ in shape, fewer of them than ranks."""
     problem = Problem(length=queries, kv_length=keys, kv_heads=2, causal=False)
     layouts = (contiguous, head_tail, striped, uneven)
-    calls = [  # half of them with the one kernel, half with the other
+    calls = [  # a quarter of them, and others with the other kernel and with other lengths
         (layout, {"strategy": strategy, "kernel": kernel})
         for (row, strategy), (column, layout) in product(enumerate(STRATEGIES), enumerate(layouts))
-        if (row + column + (kernel is CPU_FLASH) + part) % 2
+        if (row + column + 2 * (kernel is CPU_FLASH) + queries // 2 + part) % 4 == 0
     ]
     assert worst(problem, calls) < EXACT
 
 
-@pytest.mark.parametrize("dim", [1, 2, 3, 65])
+@pytest.mark.parametrize("dim", [1, 3, 65, *at_night(2)])
 def test_head_dims(dim: int):
     """1 is what torch's fused kernel does not take; the kernel for it is found, or named."""
     problem = Problem(length=13, kv_heads=2, dim=dim)
@@ -76,7 +76,7 @@ def test_values_with_a_head_dim_of_their_own(dims: tuple[int, int]):
     assert worst(problem, calls) < EXACT
 
 
-@pytest.mark.parametrize("scale", [0.0, -0.7, 1e-3, 1.0, 3.0])
+@pytest.mark.parametrize("scale", [0.0, -0.7, 1.0, *at_night(1e-3, 3.0)])
 def test_scales(scale: float):
     """0 is a mean over what is visible, and not "the default"; its dq and dk are 0."""
     problem = Problem(length=13, kv_heads=2, scale=scale)
@@ -253,7 +253,7 @@ def test_packing_does_not_attend_across_documents():
             assert error(layout.unshard(by_rank, 2)[:, :, start : start + size], one) < EXACT
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 5])
+@pytest.mark.parametrize("ranks", [2, 3, *at_night(5)])
 def test_lengths_that_do_not_divide_and_short_ones(ranks: int):
     """TransformerEngine#3331, #1930, pytorch#159706: every length from 1 to three times the ranks, nothing padded."""
     strategies = (Ring(), AllGather(), Ulysses())

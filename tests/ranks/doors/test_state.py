@@ -31,6 +31,7 @@ from cp_styles.styles import (
     SequenceParallel,
 )
 from cp_styles.testing import run_ranks
+from tests.covering import at_night
 from tests.oracle import error, randn
 from tests.ranks.attention_case import EXACT, Core, Projected, cp_mesh, parallel
 from tests.ranks.composition import (
@@ -103,7 +104,7 @@ def by_fsdp_over_cp() -> Training:
     return training(model, cp, cp, averaged_over=4)
 
 
-@pytest.mark.parametrize("then", [by_sum_gradients_over_cp, by_fsdp_over_cp])
+@pytest.mark.parametrize("then", [by_fsdp_over_cp, *at_night(by_sum_gradients_over_cp)])
 def test_a_checkpoint_of_cp_2_tp_2_goes_on_under_cp_4_tp_1(tmp_path, then: Callable[[], Training]):
     """Parameters and AdamW's moments; the six losses are those of one process that never stopped."""
 

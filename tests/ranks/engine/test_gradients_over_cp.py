@@ -17,7 +17,7 @@ from cp_styles.batch import global_loss, global_token_count, sum_gradients
 from cp_styles.layout import SequenceLayout
 from cp_styles.styles import ModuleContextParallel
 from cp_styles.testing import run_ranks
-from tests.covering import sampled
+from tests.covering import at_night, sampled
 from tests.oracle import error
 from tests.ranks import composition
 from tests.ranks.attention_case import cp_mesh
@@ -131,7 +131,7 @@ def test_fsdp_that_is_told_to_sum():
 
 
 @sampled(
-    2,
+    1,
     make=[composition.by_fsdp_over_cp, composition.by_fsdp_over_cp_with_tp],
     what=["layers", "attention"],
     use_reentrant=[False, True],
@@ -173,7 +173,7 @@ def test_ddp_over_dp_and_cp():
     assert_same_training(make, 2)
 
 
-@pytest.mark.parametrize("reducer", ["FSDP2", "DDP", "sum_gradients"])
+@pytest.mark.parametrize("reducer", ["FSDP2", "sum_gradients", *at_night("DDP")])
 def test_micro_batches_that_are_reduced_once(reducer: str):
     """Gradients of four micro-batches, each with the count of all of them, and one reduction after the last."""
 

@@ -67,7 +67,13 @@ NUMBERS = 4 + CONFIG.layers * 4 * (13 + 1) * 8
 
 
 @pytest.mark.parametrize(
-    ("strategy", "kept"), [(Ring(), K_BYTES), (Ring(keep=0), 0), (Ulysses(), 2 * Q_BYTES + K_BYTES)], ids=str
+    ("strategy", "kept"),
+    [
+        (Ring(), K_BYTES),
+        pytest.param(Ring(keep=0), 0, marks=pytest.mark.nightly),
+        (Ulysses(), 2 * Q_BYTES + K_BYTES),
+    ],
+    ids=str,
 )
 def test_four_ranks_hold_twice_the_sequence_of_two(command, strategy, kept):
     held = growth(command, strategy)

@@ -158,7 +158,11 @@ def test_kept_is_the_output_the_logsumexp_and_what_keep_says(ranks: int, dtype: 
             assert 0 <= over <= padding + CALL
 
 
-@pytest.mark.parametrize(("strategy", "few"), [(Ring(), 4), (Ulysses(inner=Ring(), size=2), 8)], ids=str)
+@pytest.mark.parametrize(
+    ("strategy", "few"),
+    [(Ring(), 4), pytest.param(Ulysses(inner=Ring(), size=2), 8, marks=pytest.mark.nightly)],
+    ids=str,
+)
 def test_memory_shrinks_as_ranks_are_added(strategy, few: int):
     """For one length, the bytes of a rank times the ranks do not grow, once a ring has more rounds than one."""
     sizes = [of_ranks(ranks, strategy=strategy, mask=Causal(), length=1024) for ranks in (few, 16)]

@@ -40,6 +40,7 @@ from cp_styles import (
     sum_gradients,
 )
 from cp_styles.testing import CommunicationTrace, run_ranks
+from tests.covering import at_night
 from tests.oracle import error, randn
 from tests.ranks.tensor_parallel.tp_cp_case import composed_mesh
 from tutorials.llama import Llama, LlamaConfig, parallel_plan
@@ -202,7 +203,7 @@ def by(plan: dict) -> Callable[[Llama, DeviceMesh], None]:
 
 # -- the tests --
 
-several_steps = pytest.mark.parametrize("steps", [2, pytest.param(STEPS, marks=pytest.mark.nightly)])
+several_steps = pytest.mark.parametrize("steps", [2, *at_night(STEPS)])
 
 
 def test_local_tensors():
@@ -245,7 +246,7 @@ tp: all_gather 15, all_reduce 9, reduce_scatter 10""",
     )
 
 
-@pytest.mark.parametrize("inside", [True, False], ids=["backward inside", "backward after"])
+@pytest.mark.parametrize("inside", [True, *at_night(False)], ids=["backward inside", "backward after"])
 def test_loss_parallel(inside: bool):
     """It puts handlers into DTensor's table and takes them out again; ours stay, for the backward too."""
     plan = dtensor_plan(AttentionContextParallel())
@@ -378,7 +379,7 @@ def test_what_styles_on_one_axis_refuse_of_the_composed_mesh():
     assert "but this style takes DTensors on 'tp' alone" in refused(prepare, Shard(1), Replicate())
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("reentrant", [False, *at_night(True)])
 def test_checkpointed_layers(reentrant: bool):
     def parallelize(model: Llama, mesh: DeviceMesh) -> None:
         by(dtensor_plan(AttentionContextParallel()))(model, mesh)
@@ -389,11 +390,7 @@ def test_checkpointed_layers(reentrant: bool):
     check(run_ranks(lambda rank: train(composed_mesh(), parallelize, steps=2), 4))
 
 
-@pytest.mark.parametrize(
-    "names",
-    [("tp", "cp"), ("cp", "dp", "tp"), pytest.param(("dp", "cp", "tp"), marks=pytest.mark.nightly)],
-    ids=str,
-)
+@pytest.mark.parametrize("names", [("cp", "dp", "tp"), *at_night(("tp", "cp"), ("dp", "cp", "tp"))], ids=str)
 def test_other_meshes(names):
     sizes = tuple({"dp": 1}.get(name, 2) for name in names)
     plan = dtensor_plan(AttentionContextParallel())
