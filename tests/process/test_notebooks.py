@@ -66,7 +66,15 @@ def test_what_is_committed_is_clean(path):
         assert cell.execution_count is None
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+# Those that take longest, of what other tests show too.
+LONG = ("05_tensor_and_context_parallel", "07_fsdp_checkpoints_compile", "12_a_million_tokens")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=[pytest.mark.nightly] * (path.stem in LONG)) for path in NOTEBOOKS],
+    ids=lambda path: path.stem,
+)
 def test_it_runs_and_draws_and_does_not_complain(path, kernel):
     import matplotlib.image
 

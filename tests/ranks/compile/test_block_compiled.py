@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cp_styles.layout import head_tail
 from cp_styles.torch_api import context_parallel, context_parallel_unshard
-from tests.covering import sampled
+from tests.covering import at_night, sampled
 from tests.ranks.attention_case import EXACT, Problem, cp_mesh
 from tests.ranks.compiling import RANKS, cannot_compile_on_threads, run_ranks
 from tests.ranks.doors.torch_api_scene import LENGTH, Batch, gradients, run
@@ -66,7 +66,7 @@ def test_a_compiled_model_inside(fullgraph: bool, backward: str):
     run_ranks(on, RANKS)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("reentrant", [False, *at_night(True)])
 def test_checkpointed_compiled_layers(reentrant: bool):
     """The recomputation comes after the block and enters it again, also where inductor's graph shows no mode what it
     calls, and the layer reads no buffer that would be of another size by then."""

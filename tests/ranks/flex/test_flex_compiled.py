@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,7 +19,6 @@ from torch.nn.attention.varlen import varlen_attn
 from cp_styles.layout import SequenceLayout, head_tail
 from cp_styles.styles import ModuleContextParallel
 from cp_styles.torch_api import context_parallel
-from tests.covering import at_night
 from tests.oracle import randn
 from tests.ranks import flex_case as case
 from tests.ranks.attention_case import EXACT, cp_mesh
@@ -187,14 +185,13 @@ def test_its_graphs_stay_the_same(door: str, how: str):
     run_ranks(on, 1)
 
 
-@pytest.mark.parametrize("length", [64, *at_night(LENGTH)])
-def test_inductor(length: int):
-    """By default with equal parts, for which the ranks compile the same kernels."""
-    layout, problem = head_tail(length, RANKS), replace(PROBLEMS["learned"], length=length)
+@pytest.mark.nightly
+def test_inductor():
+    """It is given what stands before and after the attention."""
 
     def on(rank: int):
-        model = behind("module", Model(), layout, torch.compile)
-        check(problem, partial(model, return_lse=True), layout, rank)
+        model = behind("module", Model(), LAYOUT, torch.compile)
+        check(PROBLEMS["learned"], partial(model, return_lse=True), LAYOUT, rank)
 
     run_ranks(on, RANKS)
 
