@@ -1,5 +1,6 @@
 """What holds for all tests: one profile of property tests, and how threads and garbage are treated."""
 
+import contextlib
 import gc
 import os
 
@@ -16,7 +17,7 @@ gc.set_threshold(20_000, 20, 1000)
 
 # A thread that another one wakes does not interrupt it. Threads of gloo and of ranks wake each other all the time, and
 # one that is interrupted often holds the lock for which the other one polls: an eighth of all the time.
-if hasattr(os, "sched_setscheduler"):
+with contextlib.suppress(AttributeError, OSError):  # where there is no such policy, or it may not be chosen
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 # Before torch is imported, and for the processes that tests start. Two workers with several ranks each share the cores

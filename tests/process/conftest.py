@@ -27,9 +27,13 @@ class Finished(NamedTuple):
 
 @pytest.fixture(scope="session")
 def on_processes(request, tmp_path_factory) -> dict[str, Finished]:
-    """The programs in PROGRAMS of all modules of this run, by name, after they have run. One worker starts them, and
-    others wait for it."""
-    modules = {item.module.__name__: item.module for item in request.session.items if hasattr(item.module, "PROGRAMS")}
+    """The programs in PROGRAMS of all modules of this run, by name, after they have run: in a run of the night all, in
+    others those that are not for the night. One worker starts them, and others wait for it."""
+    items = [item for item in request.session.items if hasattr(item.module, "PROGRAMS")]
+    modules = {item.module.__name__: item.module for item in items}
+    night = any(item.get_closest_marker("nightly") for item in items)
+    every = {name: program for module in modules.values() for name, program in module.PROGRAMS.items()}
+    programs = {name: program for name, program in every.items() if night or not program.at_night}
     shared = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         shared = shared.parent
@@ -41,7 +45,7 @@ def on_processes(request, tmp_path_factory) -> dict[str, Finished]:
             caches = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"), "PYTHONPATH": path}
             with errors.open("w") as file:
                 subprocess.run(
-                    [sys.executable, "-m", "tests.process.several", folder, *sorted(modules)],
+                    [sys.executable, "-m", "tests.process.several", folder, json.dumps([*programs]), *sorted(modules)],
                     env=os.environ | caches,
                     cwd=ROOT,
                     stdout=file,
@@ -52,8 +56,7 @@ def on_processes(request, tmp_path_factory) -> dict[str, Finished]:
     assert all(file.exists() for file in files), errors.read_text()
     by_rank = [json.loads(file.read_text()) for file in files]
     found = {}
-    for module in modules.values():
-        for name, program in module.PROGRAMS.items():
-            taken = [of_rank[name] for of_rank in by_rank[: program.ranks]]
-            found[name] = Finished([status for status, _ in taken], [said for _, said in taken], folder)
+    for name, program in programs.items():
+        taken = [of_rank[name] for of_rank in by_rank[: program.ranks]]
+        found[name] = Finished([status for status, _ in taken], [said for _, said in taken], folder)
     return found

@@ -3,10 +3,10 @@
 Each program begins and destroys its process group itself, of all processes or of the first ones. The ranks meet for
 each at a place of its own in a store, where they would find the addresses of the group before.
 
-    python -m tests.process.several FOLDER MODULES
+    python -m tests.process.several FOLDER NAMES MODULES
 
-runs the PROGRAMS of modules, on ranks that are forks of one process: it imports for all of them. See conftest.py. Under
-torchrun, whose environment the forks have too, ``run`` runs programs.
+runs the PROGRAMS of modules that have one of the names, a list in JSON, on ranks that are forks of one process: it
+imports for all of them. See conftest.py. Under torchrun, whose environment the forks have too, ``run`` runs programs.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class Program(NamedTuple):
 
     ranks: int
     run: Callable[[Path], int]
+    at_night: bool = False
 
 
 def perform(name: str, program: Callable[[], Any], ranks: int) -> Any:
@@ -73,16 +74,17 @@ def on_rank(rank: int, port: int, folder: Path, programs: Mapping[str, Program])
     leave()
 
 
-def main(folder: Path, modules: list[str]) -> None:
+def main(folder: Path, names: list[str], modules: list[str]) -> None:
     import torch._inductor.compile_fx  # noqa: F401 - which a program that compiles imports, on every rank
 
     programs: dict[str, Program] = {}
     for module in modules:
-        programs |= importlib.import_module(module).PROGRAMS
+        own = importlib.import_module(module).PROGRAMS
+        programs |= {name: program for name, program in own.items() if name in names}
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     arguments = (store.port, folder, programs)
     multiprocessing.start_processes(on_rank, arguments, nprocs=PROCESSES, start_method="fork")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3:])

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import cp_styles
+from tests.covering import at_night
 from tests.process.several import Program
 
 ROOT = Path(__file__).parents[2]
@@ -93,10 +94,15 @@ TRAININGS = {name: ("", options) for name, options in PARALLEL.items()} | {
     name: (change, ["--cp", 2, "--tp", 2, *(PACKED if "SequenceScope" in change else SHORT)])
     for name, change in SABOTAGE.items()
 }
-PROGRAMS = {f"main job, {name}": Program(4, partial(train, name, *given)) for name, given in TRAININGS.items()}
+# Those that take longest, beside others that have their strategy, or their mistake, on other processes or on threads.
+LONG = ("hybrid", "documents that see each other")
+PROGRAMS = {
+    f"main job, {name}": Program(4, partial(train, name, *given), at_night=name in LONG)
+    for name, given in TRAININGS.items()
+}
 
 
-@pytest.mark.parametrize("name", TRAININGS)
+@pytest.mark.parametrize("name", [name for name in TRAININGS if name not in LONG] + at_night(*LONG))
 def test_the_training_of_one_process_and_what_is_wrong(on_processes, name: str):
     done = on_processes[f"main job, {name}"]
     said = done.said[0]  # whose report ends a run
