@@ -30,12 +30,6 @@ os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
-def pytest_runtest_setup():
-    """A collection that a test asks for looks at what the test has made, not at all that torch and tests before it have
-    left: in a long run that takes a second."""
-    gc.freeze()
-
-
 def pytest_configure(config):
     """In the processes that run tests, since it imports torch: the one that deals them to others begins sooner."""
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
