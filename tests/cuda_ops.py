@@ -26,10 +26,10 @@ from cp_styles.kernels import (
     CUDA_EFFICIENT,
     CUDA_EFFICIENT_FLOAT32,
     CUDA_FLASH,
-    ByTile,
     ReferenceKernel,
     SdpaKernel,
 )
+from cp_styles.kernels.by_tile import ByTile
 from tests.varlen_op import varlen_backward, varlen_forward
 
 NAN = math.nan
