@@ -528,6 +528,12 @@ MISTAKES = [
         "return out",
         "tests/clients/test_transformers.py -k softcap",
     ),
+    Mistake(
+        "generating: a cache may be used for another prompt",
+        "if last != expected:",
+        "if False:",
+        "tests/clients/test_generate.py -k another_prompt",
+    ),
     # -- forwards whose hooks have not run --
     Mistake(
         "forwards: one that is called without the hooks is not looked at",

@@ -323,8 +323,8 @@ def prefill(
 
     Returns:
         A ``Cache`` of transformers, of which each rank holds a part. It is made for this model and this prompt. Its
-        methods for beam search, assisted decoding and a further prompt of the same conversation work too. Of a
-        further prompt every rank computes all tokens.
+        methods for beam search and a further prompt of the same conversation work too. Of a further prompt every rank
+        computes all tokens. Assisted decoding is refused.
 
     Communication: one all-gather of 13 integers, then that of the model's forward.
 

@@ -310,6 +310,7 @@ class InputGuards:
         if isinstance(own, LayerCaches) and own.prefilled:
             if inputs.get("use_cache") is False:
                 raise ValueError(f"{binding.name}: {kind} was given a cache and use_cache=False: leave out one of both")
+            _refuse_another_prompt(binding.name, kind, own, inputs)
             return  # new tokens, the same on all ranks and whole: nothing is cut
         if _generates():
             raise NotImplementedError(
@@ -425,6 +426,24 @@ def _refuse_local(binding: Binding, name: str, positions: torch.Tensor, lengths:
             "a SequenceScope(layout, mask=Documents(...)) around the call"
             f"{see('Positions that count from 0')}"
         )
+
+
+def _refuse_another_prompt(name: str, kind: str, cache: LayerCaches, inputs: Mapping[str, Any]) -> None:
+    """Raise if generate() counts other positions than the cache: then its prompt is not the one that was prefilled."""
+    held, positions, new = next(iter(cache.held), None), inputs.get(POSITIONS), _length(inputs)
+    if held is None or not new or not isinstance(positions, torch.Tensor) or positions.ndim != 2:
+        return
+    # With padding the mask says how many there are. The host need not wait for each token that follows the prompt.
+    if inputs.get("attention_mask") is None and (new > 1 or held.length == cache.prompt.length) and _generates():
+        last, expected = int(positions[0, -1]), held.length + new - 1
+        if last != expected:
+            raise ValueError(
+                f"{name}: generate() gives {kind} tokens up to position {last}, but with this cache of {held.length} "
+                f"positions and {new} new tokens it is {expected}: the cache is of another prompt, or was used by an "
+                "earlier generate(); or this is assisted decoding, which runs the whole prompt once more whatever the "
+                "cache holds. Call prefill for each prompt, go on with the whole conversation from its start, "
+                "and decode without an assistant"
+            )
 
 
 def _is_model(module: nn.Module) -> bool:

@@ -200,13 +200,10 @@ def test_beam_search():
     compare(on_ranks(model, tokens, repeated), on_one(model, tokens, repeated))
 
 
-def test_tokens_that_are_looked_up_in_the_prompt():
-    """Assisted decoding: several tokens at once, of which some are taken back."""
-    model, tokens = model_of("mistral"), tokens_of(6).repeat(1, 4)[:1]
-    generate = greedy(16, prompt_lookup_num_tokens=3)
-    found = on_ranks(model, tokens, generate)
-    assert torch.equal(found[0][0], on_one(model, tokens, generate)[0])
-    assert torch.equal(found[0][0], on_one(model, tokens, greedy(16))[0])
+def test_assisted_decoding_is_refused():
+    """It begins with all tokens of the prompt, although the cache has them: they would be there twice."""
+    with pytest.raises(RankError, match="or this is assisted decoding, which runs the whole prompt once more"):
+        on_ranks(model_of("mistral"), tokens_of(6).repeat(1, 4)[:1], greedy(16, prompt_lookup_num_tokens=3))
 
 
 SIZES = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": VOCABULARY}
@@ -320,6 +317,18 @@ def test_what_is_refused():
     rows = r"new tokens of 4 rows, .* call cache.batch_repeat_interleave\(n\)"
     refused(rows, generate=greedy(4, num_beams=2))
     refused(rows, generate=greedy(4, num_return_sequences=2, do_sample=True))
+
+
+@pytest.mark.parametrize("prompt", ["the same again", "a shorter one"])
+def test_a_cache_of_another_prompt_is_refused(prompt: str):
+    def generate(model: Any, tokens: torch.Tensor, cache: Any) -> torch.Tensor:
+        if prompt == "the same again":
+            greedy(3)(model, tokens, cache)
+        return greedy(3)(model, tokens if prompt == "the same again" else tokens[:, :-3], cache)
+
+    with pytest.raises(RankError, match="the cache is of another prompt, or was used by an earlier") as found:
+        on_ranks(model_of("llama"), tokens_of(), generate)
+    assert found.value.errors.keys() == {0, 1}
 
 
 def test_a_cache_that_is_not_cut_is_refused():
