@@ -20,7 +20,7 @@ gc.set_threshold(20_000, 20, 1000)
 with contextlib.suppress(AttributeError, OSError):  # where there is no such policy, or it may not be chosen
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
-# Before torch is imported, and for the processes that tests start. Two workers with several ranks each share the cores
+# Before torch is imported, and for the processes that tests start. Workers with several ranks each share the cores
 # already: threads of their own for every rank's small operations cost a quarter more time, and gain nothing.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Where inductor's cache is empty, compiling its C++ takes most of a test's time. It takes half of that without vector
