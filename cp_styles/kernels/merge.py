@@ -26,10 +26,17 @@ class OnlineSoftmax:
     With p_t = exp(lse_t): out = sum_t p_t out_t / sum_t p_t and lse = log sum_t p_t. It is computed as an in-place
     interpolation, which does not overflow and does not subtract large numbers (Milakov and Gimelshein, 2018; Rabe and
     Staats, 2021). ``dtype`` is the dtype of the tiles. They are merged in its accumulation dtype. A single tile that
-    covers everything is returned as it is.
+    covers everything is returned as it is. Otherwise ``out`` has the memory order of ``like_BHLD``.
     """
 
-    def __init__(self, out_shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        out_shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        like_BHLD: torch.Tensor | None = None,
+    ) -> None:
+        self._like = like_BHLD
         self._shape = out_shape
         self._dtype = accumulation_dtype(dtype)
         self._device = device
@@ -77,7 +84,7 @@ class OnlineSoftmax:
         return self._out, self._lse
 
     def _empty(self) -> tuple[torch.Tensor, torch.Tensor]:
-        out = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
+        out = _zeros(self._shape, self._dtype, self._device, self._like)
         return out, torch.full(self._shape[:3], EMPTY_LSE, dtype=self._dtype, device=self._device)
 
 
@@ -118,13 +125,13 @@ class RowSum:
         elif self._waiting is not None and self._waiting[0] == place:
             self._waiting[1].add_(tile)
         else:
-            self._sum = self._zeros()
+            self._sum = _zeros(self._shape, self._dtype, self._device)
             self._settle()
             self.add(heads, rows, tile)
 
     def result(self) -> torch.Tensor:
         if self._sum is None:
-            self._sum = self._zeros()
+            self._sum = _zeros(self._shape, self._dtype, self._device)
             self._settle()
         return self._sum
 
@@ -134,8 +141,15 @@ class RowSum:
             (heads, rows), tile = waiting
             self.add(heads, rows, tile)
 
-    def _zeros(self) -> torch.Tensor:
-        return torch.zeros(self._shape, dtype=self._dtype, device=self._device)
+
+def _zeros(
+    shape_BHLD: tuple[int, ...], dtype: torch.dtype, device: torch.device, like_BHLD: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Zeros in the memory order of ``like_BHLD``. None: that of the gradients of torch's kernels, [B, L, H, D]."""
+    strides = (3, 1, 2, 0) if like_BHLD is None else like_BHLD.stride()
+    order = sorted(range(4), key=lambda dim: (-strides[dim], dim))
+    zeros = torch.zeros([shape_BHLD[dim] for dim in order], dtype=dtype, device=device)
+    return zeros.permute([order.index(dim) for dim in range(4)])
 
 
 def beside_sink(

@@ -120,7 +120,7 @@ class MovingKV(Strategy):
             q = q_BHLD.to(walk.dtype)
             if walk.levels is not None:
                 q = walk.levels.quiet(q)
-            merged = OnlineSoftmax((*q.shape[:3], v_BGME.shape[3]), walk.dtype, q.device)
+            merged = OnlineSoftmax((*q.shape[:3], v_BGME.shape[3]), walk.dtype, q.device, q_BHLD)
             for _, arrived in walk.arrivals(walk.forward_steps, kept):
                 walk.forward(arrived, q, merged)
                 del arrived  # free its memory for the next step

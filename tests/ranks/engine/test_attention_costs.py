@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from cp_styles.comm.agreement import WIDTH
@@ -267,3 +268,24 @@ def test_an_output_is_nobody_elses_memory(strategy, ranks: int):
         return all(out.untyped_storage().nbytes() == out.nbytes for out in outs)
 
     assert run_ranks(on, ranks) == [True] * ranks
+
+
+@pytest.mark.parametrize("strategy", [Ring(), Ring(keep=0), AllGather()], ids=plain)
+@pytest.mark.parametrize("rows_first", [True, False])
+def test_results_have_the_memory_order_of_one_device(strategy, rows_first: bool):
+    """That of torch's own op: the output that of the query, gradients [B, L, H, D]. So a view of the output is a view
+    on ranks too, and the projections around an attention copy nothing."""
+    ranks, layout = 4, head_tail(LENGTH, 4)
+    inputs = [torch.randn(1, LENGTH // ranks, 4, 8).transpose(1, 2) for _ in range(4)]
+
+    def strides(attend) -> list[tuple[int, ...]]:
+        *qkv, grad = (x.clone() if rows_first else x.contiguous() for x in inputs)
+        qkv = [x.requires_grad_() for x in qkv]
+        out = attend(*qkv)
+        return [x.stride() for x in (out, *torch.autograd.grad(out, qkv, grad))]
+
+    def on(rank: int) -> list[tuple[int, ...]]:
+        mesh = cp_mesh(ranks)
+        return strides(partial(context_attention, group=mesh, strategy=strategy, layout=layout, mask=Causal()))
+
+    assert run_ranks(on, ranks) == [strides(partial(F.scaled_dot_product_attention, is_causal=True))] * ranks
