@@ -1,7 +1,7 @@
 """Several programs one after another in the same processes, whose start takes longer than most runs.
 
 Each program begins and destroys its process group itself, of all processes or of the first ones. The ranks meet for
-each at a place of its own in a store, where they would find the addresses of the group before.
+each at a place of its own: in one for all they would find the addresses of the group before.
 
     python -m tests.process.several FOLDER NAMES MODULES
 
@@ -35,10 +35,9 @@ class Program(NamedTuple):
     at_night: bool = False
 
 
-def perform(name: str, program: Callable[[], Any], ranks: int) -> Any:
-    """What ``program`` returns, in a world of so many ranks."""
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    place, rank = dist.PrefixStore(name, store), int(os.environ["RANK"])
+def perform(program: Callable[[], Any], ranks: int, place: dist.Store) -> Any:
+    """What ``program`` returns, in a world of so many ranks, which meet at ``place``."""
+    rank = int(os.environ["RANK"])
     dist.init_process_group = lambda *args, **options: begin(*args, **options, store=place, rank=rank, world_size=ranks)
     os.environ["WORLD_SIZE"] = str(ranks)
     return program()
@@ -53,22 +52,24 @@ def leave() -> NoReturn:
 def run(programs: Mapping[str, Callable[[], Any]]) -> NoReturn:
     """Prints the exit statuses of all, on rank 0."""
     ranks = int(os.environ["WORLD_SIZE"])
-    statuses = {name: perform(name, program, ranks) for name, program in programs.items()}
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    statuses = {name: perform(program, ranks, dist.PrefixStore(name, store)) for name, program in programs.items()}
     if int(os.environ["RANK"]) == 0:
         print(statuses)
     leave()
 
 
-def on_rank(rank: int, port: int, folder: Path, programs: Mapping[str, Program]) -> NoReturn:
+def on_rank(rank: int, folder: Path, programs: Mapping[str, Program]) -> NoReturn:
     """A file with what the programs printed and the statuses that they returned."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(PROCESSES)}
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     found = {}
     for name, program in programs.items():
         if rank < program.ranks:
+            # A file, because a store with threads before the fork may leave a fork a lock that nobody opens.
+            place = dist.FileStore(str(folder / f"store of {name}"), program.ranks)
             said = folder / f"said by rank {rank}"
             with said.open("w") as out, contextlib.redirect_stdout(out):
-                status = perform(name, lambda program=program: program.run(folder), program.ranks)
+                status = perform(lambda program=program: program.run(folder), program.ranks, place)
             found[name] = status, said.read_text()
     (folder / f"{rank}.json").write_text(json.dumps(found))
     leave()
@@ -81,9 +82,7 @@ def main(folder: Path, names: list[str], modules: list[str]) -> None:
     for module in modules:
         own = importlib.import_module(module).PROGRAMS
         programs |= {name: program for name, program in own.items() if name in names}
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    arguments = (store.port, folder, programs)
-    multiprocessing.start_processes(on_rank, arguments, nprocs=PROCESSES, start_method="fork")
+    multiprocessing.start_processes(on_rank, (folder, programs), nprocs=PROCESSES, start_method="fork")
 
 
 if __name__ == "__main__":
