@@ -82,6 +82,8 @@ def main(folder: Path, names: list[str], modules: list[str]) -> None:
     for module in modules:
         own = importlib.import_module(module).PROGRAMS
         programs |= {name: program for name, program in own.items() if name in names}
+    threads = Path("/proc/self/task")
+    assert not threads.exists() or len(list(threads.iterdir())) == 1, "a fork may inherit a lock of another thread"
     multiprocessing.start_processes(on_rank, (folder, programs), nprocs=PROCESSES, start_method="fork")
 
 

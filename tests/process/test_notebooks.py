@@ -66,15 +66,8 @@ def test_what_is_committed_is_clean(path):
         assert cell.execution_count is None
 
 
-# Those that take longest, of what other tests show too.
-LONG = ("05_tensor_and_context_parallel", "07_fsdp_checkpoints_compile", "12_a_million_tokens")
-
-
-@pytest.mark.parametrize(
-    "path",
-    [pytest.param(path, marks=[pytest.mark.nightly] * (path.stem in LONG)) for path in NOTEBOOKS],
-    ids=lambda path: path.stem,
-)
+@pytest.mark.notebook
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_it_runs_and_draws_and_does_not_complain(path, kernel):
     import matplotlib.image
 
@@ -108,6 +101,7 @@ def torchrun(script: Path, ranks: int) -> subprocess.CompletedProcess:
     return subprocess.run([*command, script], env=environment(), capture_output=True, text=True, timeout=240)
 
 
+@pytest.mark.notebook
 def test_the_attention_notebook_says_what_it_computed(attention):
     text = printed(attention[0])
     assert "the same training, up to the order in which numbers are added" in text
@@ -134,6 +128,7 @@ def with_mistake(script: Path, name: str, folder: Path) -> Path:
     return changed
 
 
+@pytest.mark.notebook
 @pytest.mark.filterwarnings("default::cp_styles.UnreducedGradientsWarning")
 @pytest.mark.parametrize("name", MISTAKES)
 def test_its_comparison_sees_a_mistake(attention, tmp_path, name):
@@ -145,6 +140,7 @@ def test_its_comparison_sees_a_mistake(attention, tmp_path, name):
         assert max(program["errors"](found, expected, layout, rank).values()) > 1e-3
 
 
+@pytest.mark.notebook
 def test_its_program_under_torchrun(attention, tmp_path):
     """The same loss, and exit codes of mistakes: one after another in the same processes, whose start takes longer."""
     programs = {"as it is": str(attention[1])}
