@@ -72,6 +72,7 @@ class Tally:
         running: whether this forward is under way. (Not known where torch.compile traces it.)
         inputs: arguments of the module's forward, by parameter name; empty outside of a forward.
         on_range: is shown every result of torch.arange in this forward; None for nothing.
+        traced_lengths: numbers of tokens, if torch.compile traces this forward and it must not count its tokens itself.
         made_mask: a mask that says more than causal, made for the layers of this forward by a door of another library.
     """
 
@@ -81,6 +82,7 @@ class Tally:
     running: bool = False
     inputs: dict[str, Any] = field(default_factory=dict)
     on_range: Callable[[torch.Tensor], None] | None = None
+    traced_lengths: list[int] = field(default_factory=list)
     made_mask: Any = None
 
 

@@ -179,9 +179,12 @@ class AttentionCalls(TorchFunctionMode):
             _break_the_graph()
         elif func is FLEX_OPERATOR or name in VARLEN_OPERATORS:
             _break_the_graph()
-        if func is torch.arange and self._tally.on_range is not None and not compiling:
+        if func is torch.arange:
             numbers = func(*args, **kwargs)
-            self._tally.on_range(numbers)
+            if compiling:
+                self._look_at_traced(numbers, args, kwargs)
+            elif self._tally.on_range is not None:
+                self._tally.on_range(numbers)
             return numbers
         if func in _OTHERS or name in _OTHER_OPERATORS:
             raise NotImplementedError(
@@ -258,9 +261,22 @@ class AttentionCalls(TorchFunctionMode):
         """The binding of a call at this moment."""
         return self._scoped.resolve()[0]
 
-    def watch_ranges(self, look: Callable[[torch.Tensor], None]) -> None:
-        """Until the end of this forward, call ``look`` with every result of torch.arange."""
-        self._tally.on_range = look
+    def watch_ranges(self, look: Callable[[torch.Tensor], None] | None, lengths: list[int]) -> None:
+        """Until the end of this forward, call ``look`` with every result of torch.arange.
+
+        A part of it that torch.compile traces is run uncompiled if torch.arange counts from 0 to one of ``lengths``.
+        """
+        self._tally.on_range, self._tally.traced_lengths = look, lengths
+
+    def _look_at_traced(self, numbers: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        lengths = self._tally.traced_lengths
+        start = kwargs.get("start", args[0] if len(args) > 1 else 0)
+        if lengths and numbers.shape[0] in lengths and start == 0 and not numbers.is_floating_point():
+            raise NotImplementedError(
+                f"{self._name}: torch.arange counts this rank's tokens from 0, in a model that takes no positions or "
+                "was given none. Give it positions (layout.positions(rank)), or change it to take them; or apply the "
+                f"style with check_inputs=False if these numbers are not positions{see('Positions that count from 0')}"
+            )
 
     @property
     def made_mask(self) -> Any:
@@ -407,7 +423,7 @@ class AttentionCalls(TorchFunctionMode):
 
     def leave(self, module: nn.Module, args: Any, output: Any, *, attends: bool = True) -> None:
         """Hook at the end of a forward, after an exception too. ``attends``: it must have called attention."""
-        self._tally.inputs, self._tally.on_range = {}, None
+        self._tally.inputs, self._tally.on_range, self._tally.traced_lengths = {}, None, []
         if not torch.compiler.is_dynamo_compiling():
             self._tally.running = False
         if not torch.compiler.is_dynamo_compiling() and output is None and sys.exc_info()[1] is not None:

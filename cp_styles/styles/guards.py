@@ -24,6 +24,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from cp_styles._compat import (
     current_graph_task,
     never_compile_alone,
+    never_compiled,
     tree_leaves,
     tree_map,
     uncompiled,
@@ -279,10 +280,13 @@ class InputGuards:
 
     def __init__(self, module: nn.Module, mask: Mask, calls: AttentionCalls) -> None:
         self._calls, self._forwards = calls, 0
+        binding = calls.binding
+        self._name, self._alone = binding.name, binding.group.size() == 1
         models = [module]  # it may be a wrapper, or a wrapper of a wrapper
         while (inner := wrapped_by(models[-1])) is not None:
             models.append(inner)
         names = [name for each in models for name in inspect.signature(type(each).forward).parameters]
+        self._names = list(inspect.signature(type(module).forward).parameters)[1:]
         self._positions = list(dict.fromkeys(name for name in names if name.endswith(POSITIONS)))
         self._has_loss = any(hasattr(type(each), "loss_function") for each in models)
         self._places = [name for name in names if _is_of_positions(name)]
@@ -299,6 +303,7 @@ class InputGuards:
         these forwards, one all-gather of some integers if there is a ``num_items_in_batch``.
         """
         if torch.compiler.is_dynamo_compiling():
+            self._check_traced(type(module).__name__, dict(zip(self._names, args, strict=False)) | kwargs)
             return
         self._forwards += 1
         binding = self._calls.binding
@@ -323,17 +328,13 @@ class InputGuards:
         look = self._forwards & (self._forwards - 1) == 0
         for name in self._positions:
             if inputs.get(name) is None:
-                raise ValueError(
-                    f"{binding.name}: {kind} takes {name} and was given none: it would count this rank's tokens from "
-                    f"0. Pass {name}=layout.positions(rank).unsqueeze(0); or apply the style with check_inputs=False "
-                    "if the model does not use them"
-                    f"{see('Positions that count from 0')}"
-                )
+                raise ValueError(_no_positions(binding.name, kind, name))
         for name in self._places if look else ():
             if isinstance(inputs.get(name), torch.Tensor):
                 _refuse_local(binding, name, inputs[name], _lengths(inputs))
         if look and not self._may_count and all(inputs.get(name) is None for name in self._places):
-            self._calls.watch_ranges(partial(_refuse_range, binding, kind, _lengths(inputs)))
+            lengths = _lengths(inputs)
+            self._calls.watch_ranges(partial(_refuse_range, binding, kind, lengths), [*lengths])
         cached = getattr(past, "get_seq_length", None)
         if cached is not None and int(cached()) > 0:
             raise NotImplementedError(
@@ -347,6 +348,20 @@ class InputGuards:
                 _compare_counts(binding, kind, inputs["num_items_in_batch"])
         if self._window is not None:
             self._refuse_window(binding, kind, inputs)
+
+    def _check_traced(self, kind: str, inputs: dict[str, Any]) -> None:
+        """Of :meth:`check`, what can be seen while torch.compile traces: positions that are missing.
+
+        The error makes torch.compile run this forward uncompiled, where :meth:`check` raises on every rank. With
+        fullgraph=True torch.compile raises an error that shows this one.
+        """
+        if self._alone or inputs.get("past_key_values") is not None:
+            return
+        for name in self._positions:
+            if inputs.get(name) is None:
+                raise ValueError(_no_positions(self._name, kind, name))
+        if not self._may_count and all(inputs.get(name) is None for name in self._places):
+            self._calls.watch_ranges(None, [x.shape[1] for x in inputs.values() if _has_tokens(x)])
 
     def check_output(self, module: nn.Module, args: Any, output: Any) -> None:
         """A forward hook: raise for results that a model computes from all tokens of this rank together.
@@ -392,6 +407,11 @@ class InputGuards:
                 "cp_styles.integrations.transformers, which makes them for the whole sequence; or apply a style with "
                 f"mask=SlidingWindow({size} - 1) (or Chunked({size})) to the attention modules that have it"
             )
+
+
+# Hooks are traced with the module's call or not compiled at all: alone they would not see that they run uncompiled.
+for _hook in (InputGuards.check, InputGuards.check_output):
+    never_compile_alone(_hook, nor_what_it_calls=True)
 
 
 def _generates() -> bool:
@@ -446,6 +466,14 @@ def _refuse_another_prompt(name: str, kind: str, cache: LayerCaches, inputs: Map
             )
 
 
+def _no_positions(name: str, kind: str, positions: str) -> str:
+    return (
+        f"{name}: {kind} takes {positions} and was given none: it would count this rank's tokens from 0. Pass "
+        f"{positions}=layout.positions(rank).unsqueeze(0); or apply the style with check_inputs=False if the model "
+        f"does not use them{see('Positions that count from 0')}"
+    )
+
+
 def _is_model(module: nn.Module) -> bool:
     """Whether it takes tokens as models of transformers do, and so may count them, or make masks and losses."""
     return "input_ids" in inspect.signature(type(module).forward).parameters
@@ -457,9 +485,14 @@ def _is_of_positions(name: str) -> bool:
 
 def _lengths(inputs: Mapping[str, Any]) -> set[int]:
     """What may be this rank's number of tokens: the second sizes of the model's inputs."""
-    return {x.shape[1] for x in inputs.values() if isinstance(x, torch.Tensor) and x.ndim > 1 and x.shape[1] > 1}
+    return {x.shape[1] for x in inputs.values() if _has_tokens(x)}
 
 
+def _has_tokens(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.ndim > 1 and x.shape[1] > 1
+
+
+@never_compiled
 def _refuse_range(binding: Binding, kind: str, lengths: set[int], numbers: torch.Tensor) -> None:
     if numbers.numel() in lengths and not numbers.is_floating_point() and int(numbers[0]) == 0:
         length = numbers.numel()

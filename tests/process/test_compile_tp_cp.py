@@ -19,6 +19,7 @@ def test_a_layer_on_cp_and_tp(on_processes):
     """fullgraph, with local tensors and with tp's DTensors between projections and attention: one process' output and
     gradients. So are a training step's with FSDP2, checkpoints and compiled layers. And inductor goes on with the
     attention while a gather over tp is under way: it waits before its use.
+    Models that count their tokens, because they are given no positions, are refused where they are traced too.
     Compiled attention holds what eager attention does, by the allocator: no more than 12 query shards in a backward.
     """
     for text in on_processes["a compiled layer"].said:
@@ -27,6 +28,10 @@ def test_a_layer_on_cp_and_tp(on_processes):
         assert said["dtensors"] < EXACT
         assert len(said["refused"]) == 2
         assert all("it is not known which heads" in text for text in said["refused"]), said["refused"]
+        for wrong, graphs, text in said["without positions"]:
+            assert wrong < EXACT
+            assert graphs == 1
+            assert "check_inputs=False if th" in text, text
         assert said["order"] == ["start", "attend", "wait"]
         difference, graphs = said["training"]
         assert difference < 1e-9  # of a loss around 4
