@@ -597,7 +597,10 @@ def never_compile_alone(function: Callable[..., Any], *, nor_what_it_calls: bool
 
 
 def never_compiled(function: F) -> F:
-    """:func:`uncompiled` without its wrapper, which takes longer than a small function, for what is never traced."""
+    """Mark ``function``: torch.compile compiles neither it by itself nor what it calls. For what is never traced.
+
+    :func:`uncompiled` would do, but its wrapper takes longer than a small function.
+    """
     never_compile_alone(function, nor_what_it_calls=True)
     return function
 

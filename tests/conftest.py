@@ -31,6 +31,9 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
 def pytest_configure(config):
-    """In the processes that run tests, since it imports torch: the one that deals them to others begins sooner."""
+    """Set a filter that names a class of the package, and so imports torch, in the processes that run tests.
+
+    The process that only distributes tests to workers starts sooner without it.
+    """
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         config.addinivalue_line("filterwarnings", "error::cp_styles.UnreducedGradientsWarning")

@@ -71,8 +71,7 @@ class Tally:
             ``refuse`` and ``call``. None if the ranks have agreed.
         running: whether this forward is under way. (Not known where torch.compile traces it.)
         inputs: arguments of the module's forward, by parameter name; empty outside of a forward.
-        on_range: is shown every result of torch.arange in this forward; None for nothing.
-        traced_lengths: numbers of tokens, if torch.compile traces this forward and it must not count its tokens itself.
+        on_range: is called with every torch.arange in this forward: its result and its arguments. None for no call.
         made_mask: a mask that says more than causal, made for the layers of this forward by a door of another library.
     """
 
@@ -81,8 +80,7 @@ class Tally:
     deferred_agreement: Callable[..., Any] | None = None
     running: bool = False
     inputs: dict[str, Any] = field(default_factory=dict)
-    on_range: Callable[[torch.Tensor], None] | None = None
-    traced_lengths: list[int] = field(default_factory=list)
+    on_range: Callable[[torch.Tensor, tuple[Any, ...], dict[str, Any]], None] | None = None
     made_mask: Any = None
 
 

@@ -179,12 +179,9 @@ class AttentionCalls(TorchFunctionMode):
             _break_the_graph()
         elif func is FLEX_OPERATOR or name in VARLEN_OPERATORS:
             _break_the_graph()
-        if func is torch.arange:
+        if func is torch.arange and self._tally.on_range is not None:
             numbers = func(*args, **kwargs)
-            if compiling:
-                self._look_at_traced(numbers, args, kwargs)
-            elif self._tally.on_range is not None:
-                self._tally.on_range(numbers)
+            self._tally.on_range(numbers, args, kwargs)
             return numbers
         if func in _OTHERS or name in _OTHER_OPERATORS:
             raise NotImplementedError(
@@ -261,22 +258,9 @@ class AttentionCalls(TorchFunctionMode):
         """The binding of a call at this moment."""
         return self._scoped.resolve()[0]
 
-    def watch_ranges(self, look: Callable[[torch.Tensor], None] | None, lengths: list[int]) -> None:
-        """Until the end of this forward, call ``look`` with every result of torch.arange.
-
-        A part of it that torch.compile traces is run uncompiled if torch.arange counts from 0 to one of ``lengths``.
-        """
-        self._tally.on_range, self._tally.traced_lengths = look, lengths
-
-    def _look_at_traced(self, numbers: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        lengths = self._tally.traced_lengths
-        start = kwargs.get("start", args[0] if len(args) > 1 else 0)
-        if lengths and numbers.shape[0] in lengths and start == 0 and not numbers.is_floating_point():
-            raise NotImplementedError(
-                f"{self._name}: torch.arange counts this rank's tokens from 0, in a model that takes no positions or "
-                "was given none. Give it positions (layout.positions(rank)), or change it to take them; or apply the "
-                f"style with check_inputs=False if these numbers are not positions{see('Positions that count from 0')}"
-            )
+    def watch_ranges(self, look: Callable[[torch.Tensor, tuple[Any, ...], dict[str, Any]], None]) -> None:
+        """Until the end of this forward, call ``look`` with every torch.arange: its result and its arguments."""
+        self._tally.on_range = look
 
     @property
     def made_mask(self) -> Any:
@@ -408,7 +392,7 @@ class AttentionCalls(TorchFunctionMode):
             self._tally.running = True
             self._tally.lengths.clear()
             self._scoped.unscoped.ledger.engaged = False
-            self._tally.inputs = dict(zip(_names_of_inputs(module), args, strict=False)) | kwargs
+            self._tally.inputs = dict(zip(names_of_inputs(module), args, strict=False)) | kwargs
             self._check_cut([*args, *kwargs.values()])
 
     def _check_cut(self, values: list[Any]) -> None:
@@ -423,7 +407,7 @@ class AttentionCalls(TorchFunctionMode):
 
     def leave(self, module: nn.Module, args: Any, output: Any, *, attends: bool = True) -> None:
         """Hook at the end of a forward, after an exception too. ``attends``: it must have called attention."""
-        self._tally.inputs, self._tally.on_range, self._tally.traced_lengths = {}, None, []
+        self._tally.inputs, self._tally.on_range = {}, None
         if not torch.compiler.is_dynamo_compiling():
             self._tally.running = False
         if not torch.compiler.is_dynamo_compiling() and output is None and sys.exc_info()[1] is not None:
@@ -455,7 +439,8 @@ def _parameter_names(cls: type[nn.Module]) -> tuple[str, ...]:
     return tuple(each.name for each in found if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD))
 
 
-def _names_of_inputs(module: nn.Module) -> tuple[str, ...]:
+def names_of_inputs(module: nn.Module) -> tuple[str, ...]:
+    """The positional arguments of a module's forward by name; of a wrapper's those of the module that it wraps."""
     names, inner = _parameter_names(type(module)), module
     while not names and (inner := wrapped_by(inner)) is not None:
         names = _parameter_names(type(inner))

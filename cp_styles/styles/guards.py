@@ -24,7 +24,6 @@ from torch.nn.attention.flex_attention import BlockMask
 from cp_styles._compat import (
     current_graph_task,
     never_compile_alone,
-    never_compiled,
     tree_leaves,
     tree_map,
     uncompiled,
@@ -33,7 +32,7 @@ from cp_styles._compat import (
 from cp_styles.comm.agreement import Meeting, StatusRow, exchange_status, ledger_of
 from cp_styles.engine.binding import Binding
 from cp_styles.functions.decode import LayerCaches
-from cp_styles.intercept.function_mode import AttentionCalls, wrapped_by
+from cp_styles.intercept.function_mode import AttentionCalls, names_of_inputs, wrapped_by
 from cp_styles.layout import SequenceLayout
 from cp_styles.mask import All, Causal, Chunked, Full, Mask, SlidingWindow
 from cp_styles.troubleshooting import see
@@ -286,7 +285,7 @@ class InputGuards:
         while (inner := wrapped_by(models[-1])) is not None:
             models.append(inner)
         names = [name for each in models for name in inspect.signature(type(each).forward).parameters]
-        self._names = list(inspect.signature(type(module).forward).parameters)[1:]
+        self._names = names_of_inputs(module)
         self._positions = list(dict.fromkeys(name for name in names if name.endswith(POSITIONS)))
         self._has_loss = any(hasattr(type(each), "loss_function") for each in models)
         self._places = [name for name in names if _is_of_positions(name)]
@@ -302,14 +301,16 @@ class InputGuards:
         The values of tensors are looked at in the first forward, the second, the fourth and so on. Communication: in
         these forwards, one all-gather of some integers if there is a ``num_items_in_batch``.
         """
+        if self._alone:
+            return
+        kind = type(module).__name__
         if torch.compiler.is_dynamo_compiling():
-            self._check_traced(type(module).__name__, dict(zip(self._names, args, strict=False)) | kwargs)
+            traced = dict(zip(self._names, args, strict=False)) | kwargs
+            if traced.get("past_key_values") is None:
+                self._check_positions(kind, traced)
             return
         self._forwards += 1
-        binding = self._calls.binding
-        if binding.group.size() == 1:
-            return
-        kind, inputs = type(module).__name__, self._calls.inputs
+        binding, inputs = self._calls.binding, self._calls.inputs
         past = inputs.get("past_key_values")
         own = getattr(past, "self_attention_cache", past)  # beside keys of an encoder
         if isinstance(own, LayerCaches) and own.prefilled:
@@ -326,15 +327,10 @@ class InputGuards:
                 f"{see('generate() without a cache that is cut')}"
             )
         look = self._forwards & (self._forwards - 1) == 0
-        for name in self._positions:
-            if inputs.get(name) is None:
-                raise ValueError(_no_positions(binding.name, kind, name))
+        self._check_positions(kind, inputs)
         for name in self._places if look else ():
             if isinstance(inputs.get(name), torch.Tensor):
                 _refuse_local(binding, name, inputs[name], _lengths(inputs))
-        if look and not self._may_count and all(inputs.get(name) is None for name in self._places):
-            lengths = _lengths(inputs)
-            self._calls.watch_ranges(partial(_refuse_range, binding, kind, lengths), [*lengths])
         cached = getattr(past, "get_seq_length", None)
         if cached is not None and int(cached()) > 0:
             raise NotImplementedError(
@@ -349,19 +345,21 @@ class InputGuards:
         if self._window is not None:
             self._refuse_window(binding, kind, inputs)
 
-    def _check_traced(self, kind: str, inputs: dict[str, Any]) -> None:
-        """Of :meth:`check`, what can be seen while torch.compile traces: positions that are missing.
+    def _check_positions(self, kind: str, inputs: Mapping[str, Any]) -> None:
+        """Raise for positions that are missing, and in this forward for torch.arange from 0 in place of them.
 
-        The error makes torch.compile run this forward uncompiled, where :meth:`check` raises on every rank. With
-        fullgraph=True torch.compile raises an error that shows this one.
+        torch.compile can trace it. An error ends the trace, and the forward runs uncompiled, where every rank raises.
+        With fullgraph=True torch.compile raises an error that shows this one.
         """
-        if self._alone or inputs.get("past_key_values") is not None:
-            return
         for name in self._positions:
             if inputs.get(name) is None:
-                raise ValueError(_no_positions(self._name, kind, name))
+                raise ValueError(
+                    f"{self._name}: {kind} takes {name} and was given none: it would count this rank's tokens from 0. "
+                    f"Pass {name}=layout.positions(rank).unsqueeze(0); or apply the style with check_inputs=False if "
+                    f"the model does not use them{see('Positions that count from 0')}"
+                )
         if not self._may_count and all(inputs.get(name) is None for name in self._places):
-            self._calls.watch_ranges(None, [x.shape[1] for x in inputs.values() if _has_tokens(x)])
+            self._calls.watch_ranges(partial(_refuse_range, self._name, kind, _lengths(inputs)))
 
     def check_output(self, module: nn.Module, args: Any, output: Any) -> None:
         """A forward hook: raise for results that a model computes from all tokens of this rank together.
@@ -426,7 +424,7 @@ def _generates() -> bool:
     return False
 
 
-def _refuse_local(binding: Binding, name: str, positions: torch.Tensor, lengths: set[int]) -> None:
+def _refuse_local(binding: Binding, name: str, positions: torch.Tensor, lengths: list[int]) -> None:
     length = positions.shape[-1] if positions.ndim else 0
     if positions.is_floating_point() or (length not in lengths and not name.endswith(POSITIONS)):
         return  # a table, or of something else than this rank's tokens
@@ -466,14 +464,6 @@ def _refuse_another_prompt(name: str, kind: str, cache: LayerCaches, inputs: Map
             )
 
 
-def _no_positions(name: str, kind: str, positions: str) -> str:
-    return (
-        f"{name}: {kind} takes {positions} and was given none: it would count this rank's tokens from 0. Pass "
-        f"{positions}=layout.positions(rank).unsqueeze(0); or apply the style with check_inputs=False if the model "
-        f"does not use them{see('Positions that count from 0')}"
-    )
-
-
 def _is_model(module: nn.Module) -> bool:
     """Whether it takes tokens as models of transformers do, and so may count them, or make masks and losses."""
     return "input_ids" in inspect.signature(type(module).forward).parameters
@@ -483,27 +473,27 @@ def _is_of_positions(name: str) -> bool:
     return any(part in name for part in ("pos", "freqs", "rotary", "cos"))
 
 
-def _lengths(inputs: Mapping[str, Any]) -> set[int]:
+def _lengths(inputs: Mapping[str, Any]) -> list[int]:
     """What may be this rank's number of tokens: the second sizes of the model's inputs."""
-    return {x.shape[1] for x in inputs.values() if _has_tokens(x)}
+    return [x.shape[1] for x in inputs.values() if isinstance(x, torch.Tensor) and x.ndim > 1 and x.shape[1] > 1]
 
 
-def _has_tokens(x: Any) -> bool:
-    return isinstance(x, torch.Tensor) and x.ndim > 1 and x.shape[1] > 1
+def _refuse_range(
+    name: str, kind: str, lengths: list[int], numbers: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Raise if a torch.arange with these arguments counts as many tokens as this rank may have, from 0."""
+    start = kwargs.get("start", args[0] if len(args) > 1 else 0)
+    step = kwargs.get("step", args[2] if len(args) > 2 else 1)
+    if numbers.shape[0] in lengths and start == 0 and step == 1 and not numbers.is_floating_point():
+        raise NotImplementedError(
+            f"{name}: {kind} makes the numbers 0 to {numbers.shape[0] - 1} inside, as many as this rank has tokens, "
+            "and takes no positions or was given none: it counts this rank's tokens as if they were the first "
+            "ones. Give it positions (layout.positions(rank)), or change it to take them; or apply the style with "
+            f"check_inputs=False if these numbers are not positions{see('Positions that count from 0')}"
+        )
 
 
-@never_compiled
-def _refuse_range(binding: Binding, kind: str, lengths: set[int], numbers: torch.Tensor) -> None:
-    if numbers.numel() in lengths and not numbers.is_floating_point() and int(numbers[0]) == 0:
-        length = numbers.numel()
-        if int(numbers[-1]) == length - 1:
-            raise NotImplementedError(
-                f"{binding.name}: {kind} makes the numbers 0 to {length - 1} inside, as many as this rank has tokens, "
-                "and takes no positions or was given none: it counts this rank's tokens as if they were the first "
-                "ones. Give it positions (layout.positions(rank)), or change it to take them; or apply the style with "
-                "check_inputs=False if these numbers are not positions"
-                f"{see('Positions that count from 0')}"
-            )
+never_compile_alone(_refuse_range, nor_what_it_calls=True)
 
 
 def _refuse_labels(name: str, kind: str, inputs: Mapping[str, Any]) -> None:
