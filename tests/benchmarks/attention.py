@@ -15,6 +15,7 @@ forward and backward, in rounds interleaved with the ideal's, one process a rank
     ms        median time of the slowest rank
 
 --peers adds torch's own ring, and ring-flash-attention and yunchang where they can be imported; see peers.py.
+--bare adds the schedule of Ring() with nothing around it; see bare.py.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from bare import BareRing
 from peers import Attend, peers
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -146,6 +148,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--door", choices=DOORS, default="style", help="how ours is called")
     parser.add_argument("--mask", choices=("causal", "window", "documents"), default="causal")
     parser.add_argument("--peers", action="store_true", help="other implementations in the same run; causal only")
+    parser.add_argument("--bare", action="store_true", help="a ring without doors and agreement; causal only")
     parser.add_argument("--plot", metavar="PNG", help="draw the table")
     parser.add_argument(
         "--only", choices=STRATEGIES, action="append", help="this one beside the ideal; may be repeated"
@@ -158,8 +161,8 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), default="float32")
     args = parser.parse_args()
-    if args.peers and (args.mask != "causal" or args.heads != args.kv_heads):
-        parser.error("--peers are compared under --mask causal and with as many --kv-heads as --heads")
+    if (args.peers or args.bare) and (args.mask != "causal" or args.heads != args.kv_heads):
+        parser.error("--peers and --bare are compared under --mask causal and with as many --kv-heads as --heads")
     if args.door == "varlen" and args.mask == "window":
         parser.error("--door varlen takes --mask causal or documents")
     if args.plot:
@@ -195,6 +198,9 @@ def work(rank: int, args: argparse.Namespace, port: int) -> None:
         attend = ours(args, mesh, strategy, balancer(args.seq_len, args.ranks), kernel)
         contenders.append(Contender(Row(name), attend, shard, kernel))
     missing: dict[str, str] = {}
+    if args.bare:
+        kernel = TimedKernel()
+        contenders.append(Contender(Row("a bare ring"), partial(bare_ring, kernel), shard, kernel))
     if args.peers:
         kernel = TimedKernel()
         found, missing = peers(kernel, args.ranks)
@@ -243,6 +249,10 @@ def ideal(args: argparse.Namespace) -> Attend:
     alone = dist.new_subgroups(1)[0]
     mask, layout = mask_of(args) & Causal(), contiguous(args.seq_len, 1)
     return partial(context_attention, group=alone, mask=mask, layout=layout)
+
+
+def bare_ring(kernel: Kernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return BareRing.apply(q, k, v, kernel)  # pyright: ignore[reportReturnType]
 
 
 def ours(
