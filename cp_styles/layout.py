@@ -186,8 +186,7 @@ class SequenceLayout:
         if isinstance(self.held, Stripes):
             part = tensor.index_select(dim, self.positions(rank, tensor.device))
         else:
-            parts = [tensor.narrow(dim, start, stop - start) for start, stop in self.held[rank]]
-            part = parts[0] if len(parts) == 1 else torch.cat(parts, dim) if parts else tensor.narrow(dim, 0, 0)
+            part = rows_in(tensor, dim, self.held[rank])
         mark_cut(part, self)
         return part
 
@@ -304,7 +303,7 @@ def contiguous(length: int, ranks: int) -> SequenceLayout:
         ranks: number of ranks. It need not divide ``length``.
     """
     _check(length, ranks)
-    return SequenceLayout.from_chunks([chunk] for chunk in _even(0, length, ranks))
+    return SequenceLayout.from_chunks([chunk] for chunk in ranges_of(even_sizes(length, ranks)))
 
 
 def head_tail(length: int, ranks: int) -> SequenceLayout:
@@ -384,16 +383,12 @@ def _uncut(documents: Sequence[int]) -> list[_Cut]:
     return [_Cut(end - size, size) for end, size in zip(accumulate(documents), documents, strict=True) if size]
 
 
-def _room(length: int, ranks: int) -> list[int]:
-    return [length // ranks + (rank < length % ranks) for rank in range(ranks)]
-
-
 def _all_over_all(documents: Sequence[int], ranks: int) -> tuple[int, list[list[Chunk]]]:
     """(Twice the work of the busiest rank, chunks of all ranks) for documents that are all cut over all ranks.
 
     The remainder of a document goes to the ranks with the most room.
     """
-    room, work = _room(sum(documents), ranks), [0] * ranks
+    room, work = list(even_sizes(sum(documents), ranks)), [0] * ranks
     own: list[list[Chunk]] = [[] for _ in range(ranks)]
     for document in sorted(_uncut(documents), key=lambda document: -document.size):
         each, more = divmod(document.size, ranks)
@@ -416,7 +411,7 @@ def _long_with_short(documents: Sequence[int], ranks: int) -> tuple[int, list[li
         deque(document for document in whole if (document.size + 1) * length >= undone),
         deque(document for document in whole if (document.size + 1) * length < undone),
     ]
-    for rank, room in enumerate(_room(length, ranks)):
+    for rank, room in enumerate(even_sizes(length, ranks)):
         planned: dict[_Cut, int] = {}
         due = undone // (ranks - rank)
         while room:
@@ -632,14 +627,36 @@ def _check(length: int, ranks: int) -> None:
         raise ValueError(f"a layout needs length >= 0 and ranks >= 1, got length={length}, ranks={ranks}")
 
 
-def _even(start: int, stop: int, parts: int) -> list[Chunk]:
-    base, extra = divmod(stop - start, parts)
-    chunks = []
-    for index in range(parts):
-        end = start + base + (index < extra)
-        chunks.append((start, end))
-        start = end
-    return chunks
+def even_sizes(length: int, parts: int) -> tuple[int, ...]:
+    """``length`` cut into ``parts`` sizes that differ by at most one. The larger ones come first."""
+    base, extra = divmod(length, parts)
+    return tuple(base + (index < extra) for index in range(parts))
+
+
+def ranges_of(sizes: Iterable[int]) -> tuple[Chunk, ...]:
+    """Consecutive half-open ranges of these sizes."""
+    return tuple(pairwise(accumulate(sizes, initial=0)))
+
+
+def joined_ranges(ranges: Iterable[Chunk]) -> list[Chunk]:
+    """The same positions in the same order. A range that begins where the one before it ends is joined to that one."""
+    joined: list[Chunk] = []
+    for start, stop in ranges:
+        if start == stop:
+            continue
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], stop)
+        else:
+            joined.append((start, stop))
+    return joined
+
+
+def rows_in(tensor: torch.Tensor, dim: int, ranges: Sequence[Chunk]) -> torch.Tensor:
+    """The rows of ``tensor`` along ``dim`` that are in ``ranges``. A view if there is one range, else one copy."""
+    parts = [tensor.narrow(dim, start, stop - start) for start, stop in ranges]
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(parts, dim) if parts else tensor.narrow(dim, 0, 0)
 
 
 def _checked_lengths(chunks: tuple[tuple[Chunk, ...], ...]) -> tuple[int, ...]:
@@ -677,10 +694,4 @@ def _edges(chunks: Iterable[Chunk]) -> tuple[list[int], list[int]]:
 
 
 def _normalized(chunks: Iterable[Chunk]) -> tuple[Chunk, ...]:
-    joined: list[Chunk] = []
-    for start, stop in sorted((start, stop) for start, stop in chunks if stop > start):
-        if joined and joined[-1][1] == start:
-            joined[-1] = (joined[-1][0], stop)
-        else:
-            joined.append((start, stop))
-    return tuple(joined)
+    return tuple(joined_ranges(sorted((start, stop) for start, stop in chunks if stop > start)))

@@ -14,15 +14,13 @@ from torch.distributed.tensor import DTensor
 
 from cp_styles._compat import is_traced, resolve_group
 from cp_styles.comm.agreement import Meeting, StatusRow, exchange_status
-from cp_styles.comm.groups import group_in_order
+from cp_styles.comm.groups import axis_and_group
 from cp_styles.comm.point_to_point import gather_numbers
 from cp_styles.comm.rehearsal import Rehearsal
 from cp_styles.layout import SequenceLayout
 
 Group: TypeAlias = dist.ProcessGroup | DeviceMesh | tuple[DeviceMesh, str] | None
 """A process group, a mesh of one axis, a mesh with the name of one of its axes, or None for no communication."""
-
-GROUP_REMEDY = "pass a ProcessGroup, a DeviceMesh of one axis, a pair (mesh, axis name), or None for no communication"
 
 
 class Peers(NamedTuple):
@@ -36,6 +34,8 @@ class Peers(NamedTuple):
 def peers_of(group: Group | Peers) -> Peers:
     """The peers of ``group``, which may be peers already. For None and a group of one, no process group is used.
 
+    Groups and meshes are resolved by :func:`~cp_styles.comm.groups.axis_and_group`.
+
     Raises:
         TypeError: for anything that is not a group.
         ValueError: for a mesh of several axes without an axis name, an unknown axis, or a group this rank is not in.
@@ -48,24 +48,13 @@ def peers_of(group: Group | Peers) -> Peers:
         return Peers("rehearsal", group.rank(), group.size())
     if isinstance(group, tuple):
         if len(group) != 2 or not isinstance(group[0], DeviceMesh) or not isinstance(group[1], str):
-            raise TypeError(f"{group!r} is not a group: {GROUP_REMEDY}")
+            raise TypeError(f"{group!r} is not a group: pass a process group, a mesh, (mesh, axis name), or None")
         mesh, axis = group
         if axis not in (mesh.mesh_dim_names or ()):
             raise ValueError(f"the mesh has the axes {mesh.mesh_dim_names}, not {axis!r}: pass the name of one of them")
-        group = mesh.get_group(axis) if is_traced() else group_in_order(mesh[axis])
-    elif isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            raise ValueError(
-                f"the mesh has {group.ndim} axes {group.mesh_dim_names}: say which one carries the sequence, for "
-                "example (mesh, 'cp')"
-            )
-        group = group_in_order(group)
-    elif not isinstance(group, dist.ProcessGroup):
-        raise TypeError(f"{type(group).__name__} is not a group: {GROUP_REMEDY}")
-    rank = dist.get_rank(group)
-    if rank < 0:
-        raise ValueError("this rank is not in the group: call only on the group's own ranks")
-    return Peers(group.group_name, rank, dist.get_world_size(group))
+        group = mesh.get_group(axis) if is_traced() else mesh[axis]  # torch.compile cannot slice a mesh
+    _, group = axis_and_group("this function of cp_styles.collectives", group)
+    return Peers(group.group_name, dist.get_rank(group), dist.get_world_size(group))
 
 
 class Facts(NamedTuple):

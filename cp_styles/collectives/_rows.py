@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from cp_styles.collectives._group import Peers
-from cp_styles.layout import Chunk, SequenceLayout
+from cp_styles.layout import Chunk, SequenceLayout, even_sizes, joined_ranges, ranges_of, rows_in
 
 
 @dataclass(frozen=True)
@@ -66,13 +66,7 @@ class Rows(NamedTuple):
 
     def in_rank_order(self) -> list[Chunk]:
         """The global ranges of all shards, rank by rank. Adjacent ranges are joined: a contiguous cut has one range."""
-        joined: list[Chunk] = []
-        for start, stop in (chunk for own in self.chunks for chunk in own if chunk[0] < chunk[1]):
-            if joined and joined[-1][1] == start:
-                joined[-1] = (joined[-1][0], stop)
-            else:
-                joined.append((start, stop))
-        return joined
+        return joined_ranges(chunk for own in self.chunks for chunk in own)
 
     def to_global(self, shards: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Reorder dim 0 from rank order (the shards one after another) to global order.
@@ -88,10 +82,7 @@ class Rows(NamedTuple):
 
     def own(self, whole: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
         """The part of ``rank`` of a ``whole`` tensor, without padding. A view if it is one range."""
-        parts = [whole.narrow(dim, start, stop - start) for start, stop in self.chunks[rank]]
-        if len(parts) == 1:
-            return parts[0]
-        return torch.cat(parts, dim) if parts else whole.narrow(dim, 0, 0)
+        return rows_in(whole, dim, self.chunks[rank])
 
     def trim(self, x: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
         """A shard without its padding (a view)."""
@@ -104,12 +95,6 @@ class Rows(NamedTuple):
         widths = [0, 0] * (x.ndim - dim)
         widths[-1] = self.shard - x.shape[dim]
         return torch.nn.functional.pad(x, widths, value=value)
-
-
-def even_sizes(length: int, parts: int) -> tuple[int, ...]:
-    """``length`` cut into ``parts`` sizes that differ by at most one. The larger ones come first."""
-    base, extra = divmod(length, parts)
-    return tuple(base + (index < extra) for index in range(parts))
 
 
 def sizes_of(sizes: Sequence[int], peers: Peers, what: str) -> tuple[int, ...]:
@@ -150,11 +135,6 @@ def rows_of(layout: Layout, peers: Peers) -> Rows | None:
 def contiguous_rows(sizes: Sequence[int]) -> Rows:
     """One contiguous range for each rank, in rank order."""
     return Rows(tuple((chunk,) for chunk in ranges_of(sizes)))
-
-
-def ranges_of(sizes: Sequence[int]) -> tuple[Chunk, ...]:
-    """Consecutive half-open ranges of these sizes."""
-    return tuple(pairwise(accumulate(sizes, initial=0)))
 
 
 def check_local(rows: Rows | None, x: torch.Tensor, dim: int, peers: Peers) -> None:

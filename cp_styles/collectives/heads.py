@@ -15,13 +15,11 @@ from cp_styles.collectives._rows import (
     Rows,
     check_local,
     contiguous_rows,
-    even_sizes,
-    ranges_of,
     rows_of,
     rows_of_whole,
 )
 from cp_styles.device import tensor_on
-from cp_styles.layout import Chunk
+from cp_styles.layout import Chunk, even_sizes, ranges_of
 
 TensorOrTensors = TypeVar("TensorOrTensors", torch.Tensor, Sequence[torch.Tensor])
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-from cp_styles.collectives._rows import even_sizes, ranges_of
-from cp_styles.layout import Chunk, SequenceLayout
+from cp_styles.layout import Chunk, SequenceLayout, even_sizes, ranges_of
 
 
 def nested_layout(outer: SequenceLayout, inner_ranks: int) -> SequenceLayout:

@@ -22,7 +22,8 @@ def axis_and_group(
 
     Raises:
         TypeError: ``group`` is neither.
-        ValueError: a mesh of several axes, or one whose ranks are in another order than its group's.
+        ValueError: a mesh of several axes, or one whose ranks are in another order than its group's; a group that this
+            rank is not in.
     """
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
@@ -30,6 +31,8 @@ def axis_and_group(
         return (group.mesh_dim_names or ("cp",))[0], group_in_order(group) if ordered else group.get_group()
     if isinstance(group, dist.ProcessGroup):
         return "group", group
+    if group is dist.GroupMember.NON_GROUP_MEMBER:  # what dist.new_group returns on the other ranks
+        raise ValueError(f"{name}: this rank is not in the group: call it on the group's own ranks only")
     raise TypeError(f"{name} needs a process group or a 1-D DeviceMesh, got {type(group).__name__}")
 
 

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
-from cp_styles.comm.checksum import checksum
+from cp_styles.comm.checksum import checksum, version_of
 from cp_styles.device import tensor_on
 from cp_styles.mask import UNBOUNDED, BlockGrid, Mask, PerRow
 from cp_styles.mask.introspect import captured_tensors
@@ -240,7 +240,7 @@ class _Facts:
 
     def check_unchanged(self) -> None:
         for tensor, version in self.read:
-            if _version(tensor) != version:
+            if version_of(tensor) != version:
                 raise RuntimeError(
                     f"a tensor of shape {tuple(tensor.shape)} that the BlockMask's mask_mod reads was changed in place "
                     "after the BlockMask was first used: make a new BlockMask for the new values"
@@ -301,7 +301,7 @@ def _look(mask: BlockMask) -> _Facts:
     whole = pattern(slice(0, many))
     each = [pattern(slice(b * heads, (b + 1) * heads)) for b in range(batch)] if whole.grid and batch > 1 else []
     bands = tuple(each) if each and all(row.grid is None for row in each) else None
-    read = tuple((tensor, _version(tensor)) for tensor in captured_tensors(mask.mask_mod, (0, 0, 0, 0), device))
+    read = tuple((tensor, version_of(tensor)) for tensor in captured_tensors(mask.mask_mod, (0, 0, 0, 0), device))
     needed = torch.cat(kept) if whole.grid and kept else torch.zeros(1, rows, columns, dtype=torch.bool, device=device)
     content = checksum(needed) ^ checksum(states)  # places follow from states
     return _Facts(whole, bands, states, places.view(states.shape), needed, read, content)
@@ -355,7 +355,3 @@ def _partial_bits(
 
 def _over_queries_and_keys(mod: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     return torch.vmap(torch.vmap(mod, in_dims=(None, None, None, 0)), in_dims=(None, None, 0, None))
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version

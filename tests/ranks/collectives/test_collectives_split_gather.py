@@ -20,8 +20,8 @@ from cp_styles.collectives import (
     slice_inputs,
     split,
 )
-from cp_styles.collectives._rows import Rows, even_sizes, rows_of
-from cp_styles.layout import SequenceLayout, head_tail, striped
+from cp_styles.collectives._rows import Rows, rows_of
+from cp_styles.layout import SequenceLayout, even_sizes, head_tail, striped
 from cp_styles.testing import CommunicationTrace, run_ranks
 from tests.ranks.collectives.collectives_reference import adjoint_gap, randn, world
 
