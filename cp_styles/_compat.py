@@ -6,9 +6,9 @@ import contextlib
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -35,9 +35,25 @@ F = TypeVar("F", bound=Callable[..., Any])
 DETACH_IN_PLACE_HAS_NO_RULE = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13)
 
 
-def sdpa_handlers() -> dict[Any, Callable[..., Any]]:
-    """The dict of handlers for ops that DTensor reads at each dispatch. Seen: 2.11 to 2.15."""
-    return DTensor._op_dispatcher._custom_op_handlers  # pyright: ignore[reportAttributeAccessIssue]
+# What every call asks torch is read without a Python function in between: each of these is one in C.
+#
+# sdpa_handlers() is the dict of handlers for ops that DTensor reads at each dispatch. Seen: 2.11 to 2.15.
+sdpa_handlers: Callable[[], dict[Any, Callable[..., Any]]] = partial(
+    getattr,
+    DTensor._op_dispatcher,  # pyright: ignore[reportAttributeAccessIssue]
+    "_custom_op_handlers",
+)
+# Whether a profiler of torch runs in this process. Seen: 2.11 to 2.15 (a variable of the profiler's module).
+is_profiling: Callable[[], bool] = partial(getattr, torch.autograd.profiler, "_is_profiler_enabled")
+# The level of forward-mode differentiation that some thread is in; below 0 no tensor has a tangent. Seen: 2.11 to 2.15
+# (a variable of the module; ``unpack_dual`` asks it first).
+forward_mode_level: Callable[[], int] = partial(getattr, forward_ad, "_current_level")
+# The id of the backward that is running in this thread; below 0 there is none. Seen: 2.11 to 2.15.
+graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
+# The number of TorchDispatchModes that are entered in this thread. Seen: 2.11 to 2.15.
+dispatch_modes_entered: Callable[[], int] = torch._C._len_torch_dispatch_stack  # pyright: ignore
+# The autograd node whose backward is running in this thread, or None. A compiled graph is one node. Seen: 2.11 to 2.15.
+current_autograd_node: Callable[[], Any] = torch._C._current_autograd_node  # pyright: ignore
 
 
 def default_dispatch(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -49,17 +65,22 @@ def default_dispatch(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: d
     return dispatcher.wrap(results, info.output_sharding.output_spec)  # pyright: ignore[reportOptionalMemberAccess]
 
 
-def dtensor_without_grad(
-    local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Any, ...], shape: torch.Size, stride: tuple[int, ...]
-) -> DTensor:
-    """``DTensor.from_local`` for a tensor that needs no autograd and no checks: a tenth of the time. Seen: 2.11 to
-    2.15 (the constructor, DTensorSpec and TensorMeta)."""
-    local = local.detach() if local.requires_grad else local
-    spec = _dtensor_spec(mesh, placements, shape, stride, local.dtype)
-    if spec.mesh is not mesh:  # an equal mesh, possibly of process groups that were destroyed
-        spec = _dtensor_spec.__wrapped__(mesh, placements, shape, stride, local.dtype)
-    # Without __init__, which is for torch.export, and takes longer than the rest.
-    return DTensor.__new__(DTensor, local, spec, requires_grad=False)
+def dtensors_without_grad(
+    parts: Sequence[torch.Tensor],
+    mesh: DeviceMesh,
+    specs: Sequence[tuple[tuple[Any, ...], torch.Size, tuple[int, ...]]],
+) -> tuple[DTensor, ...]:
+    """``DTensor.from_local`` for tensors that need no autograd and no checks: a tenth of the time. ``specs`` are their
+    placements, global shapes and strides. Seen: 2.11 to 2.15 (the constructor, DTensorSpec and TensorMeta)."""
+    made = []
+    for local, (placements, shape, stride) in zip(parts, specs, strict=True):
+        spec = _dtensor_spec(mesh, placements, shape, stride, local.dtype)
+        if spec.mesh is not mesh:  # an equal mesh, possibly of process groups that were destroyed
+            spec = _dtensor_spec.__wrapped__(mesh, placements, shape, stride, local.dtype)
+        # Without __init__, which is for torch.export, and takes longer than the rest.
+        local = local.detach() if local.requires_grad else local
+        made.append(DTensor.__new__(DTensor, local, spec, requires_grad=False))
+    return tuple(made)
 
 
 @lru_cache(maxsize=256)  # many tensors may share a spec: DTensor's own sharding rules return shared ones too
@@ -195,25 +216,6 @@ def wait_tensor(started: torch.Tensor) -> torch.Tensor:
 def in_process_store() -> Any:
     """A store for ranks that are threads of one process. Seen: 2.11 to 2.15 (not exported, though documented)."""
     return dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-
-
-def is_profiling() -> bool:
-    """Whether a profiler of torch runs in this process. Seen: 2.11 to 2.15 (a variable of the profiler's module)."""
-    return torch.autograd.profiler._is_profiler_enabled  # pyright: ignore[reportPrivateUsage]
-
-
-def current_graph_task() -> int | None:
-    """The id of the backward that is running in this thread, or None. Seen: 2.11 to 2.15."""
-    task = torch._C._current_graph_task_id()
-    return None if task < 0 else task
-
-
-def current_autograd_node() -> Any:
-    """The autograd node whose backward is running in this thread, or None. A compiled graph is one node.
-
-    Seen: 2.11 to 2.15.
-    """
-    return torch._C._current_autograd_node()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def first_node() -> int:
@@ -364,12 +366,6 @@ def without_groups(mesh: DeviceMesh) -> DeviceMesh:
 
 # The op that torch.autograd.detect_anomaly calls for each gradient, after isnan. Seen: 2.11 to 2.15.
 IS_ANY_TRUE = torch.ops.aten._is_any_true.default
-
-
-def in_forward_mode() -> bool:
-    """Whether some thread is in forward-mode differentiation. Outside of it no tensor has a tangent. Seen: 2.11 to 2.15
-    (the level, a variable of the module; ``unpack_dual`` asks it first)."""
-    return forward_ad._current_level >= 0
 
 
 def has_tangent(tensor: torch.Tensor) -> bool:
@@ -610,10 +606,15 @@ def function_modes() -> list[Any]:
     return overrides._get_current_function_mode_stack()  # pyright: ignore
 
 
-@contextlib.contextmanager
-def without_function_modes() -> Iterator[None]:
+def without_function_modes() -> contextlib.AbstractContextManager[Any]:
     """A context without the TorchFunctionModes that were entered before it. Seen: 2.11 to 2.15."""
-    taken = [overrides._pop_mode() for _ in range(overrides._len_torch_function_stack())]  # pyright: ignore
+    entered = overrides._len_torch_function_stack()  # pyright: ignore
+    return _without_function_modes(entered) if entered else _NOTHING
+
+
+@contextlib.contextmanager
+def _without_function_modes(entered: int) -> Iterator[None]:
+    taken = [overrides._pop_mode() for _ in range(entered)]
     try:
         yield
     finally:
@@ -627,12 +628,15 @@ def without_dispatch_modes() -> contextlib.AbstractContextManager[Any]:
     For code whose ops may differ between a forward and its recomputation, because results are cached or computed only
     sometimes. A selective checkpoint requires both to run the same ops.
     """
-    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else contextlib.nullcontext()  # pyright: ignore
+    return _disable_current_modes() if dispatch_modes_entered() else _NOTHING
+
+
+_NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
 
 def dispatch_modes() -> list[TorchDispatchMode]:
     """The TorchDispatchModes that are entered in this thread, innermost last. Seen: 2.11 to 2.15."""
-    return _get_current_dispatch_mode_stack() if torch._C._len_torch_dispatch_stack() else []  # pyright: ignore
+    return _get_current_dispatch_mode_stack() if dispatch_modes_entered() else []
 
 
 def with_vmap() -> contextlib.AbstractContextManager[Any]:

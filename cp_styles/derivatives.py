@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from cp_styles._compat import has_tangent, in_forward_mode
+from cp_styles._compat import forward_mode_level, has_tangent
 from cp_styles.troubleshooting import see
 
 
 def refuse_tangents(name: str, tensors: Sequence[torch.Tensor | None]) -> None:
     """Raise NotImplementedError if a tensor has a tangent of forward-mode differentiation."""
-    if torch.compiler.is_compiling() or not in_forward_mode():
+    if torch.compiler.is_compiling() or forward_mode_level() < 0:
         return
     for tensor in tensors:
         if tensor is not None and has_tangent(tensor):

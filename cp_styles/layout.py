@@ -229,6 +229,16 @@ def cut_with(tensor: torch.Tensor) -> SequenceLayout | None:
     return getattr(tensor, "_cp_styles_layout", None)
 
 
+def cuts_of(values: Iterable[Any]) -> list[tuple[torch.Tensor, SequenceLayout]]:
+    """The tensors among ``values`` that a layout has cut, each with :func:`cut_with`."""
+    found = []
+    for each in values:
+        cut = getattr(each, "_cp_styles_layout", None)
+        if cut is not None:
+            found.append((each, cut))
+    return found
+
+
 def mark_cut(tensor: torch.Tensor, layout: SequenceLayout | None) -> None:
     """Make :func:`cut_with` return ``layout`` for this tensor object."""
     key = id(tensor)

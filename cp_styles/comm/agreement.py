@@ -29,7 +29,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from cp_styles._compat import current_graph_task, resolve_group, without_dispatch_modes
+from cp_styles._compat import graph_task_id, resolve_group, without_dispatch_modes
 from cp_styles.comm.point_to_point import check_later, drop_check, note_user, offer_numbers, start_numbers
 from cp_styles.profiler_ranges import named_range
 from cp_styles.troubleshooting import see
@@ -382,7 +382,7 @@ def offer_refusal(name: str, axis: str, group: dist.ProcessGroup) -> None:
     It waits for the others for at most half a minute, because they may be waiting for this rank somewhere else.
     """
     ledger = ledger_of(group)
-    if group.size() > 1 and current_graph_task() is None and not ledger.engaged:
+    if group.size() > 1 and graph_task_id() < 0 and not ledger.engaged:
         ledger.engaged = True
         said = _of_meeting(StatusRow(status=RankStatus.NO_CALL), Meeting.ATTENTION, name)
         offer_numbers(said, group, _PATIENCE_SECONDS)
@@ -392,7 +392,7 @@ _PATIENCE_SECONDS = 30.0
 
 
 def _of_meeting(said: StatusRow, meeting: Meeting, name: str) -> StatusRow:
-    again = _AGAIN if meeting != Meeting.BACKWARD and current_graph_task() is not None else 0
+    again = _AGAIN if meeting != Meeting.BACKWARD and graph_task_id() >= 0 else 0
     return said._replace(meeting=meeting + again, who=zlib.crc32(name.encode()))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -45,7 +45,7 @@ def group_in_order(mesh: DeviceMesh) -> dist.ProcessGroup:
     """
     group = mesh.get_group()
     # torch.compile does not know the contents of a mesh.
-    if is_traced() or ((known := _in_order.get(mesh)) is not None and known() is group):
+    if is_traced() or mesh in _in_order.get(group, ()):
         return group
     with without_dispatch_modes():  # a recomputation does not look again
         ranks, known = mesh.mesh.tolist(), dist.get_process_group_ranks(group)
@@ -54,12 +54,12 @@ def group_in_order(mesh: DeviceMesh) -> dist.ProcessGroup:
             f"mesh axis {mesh.mesh_dim_names} has the ranks {ranks}, in another order than its process group, {known}: "
             f"make a mesh whose ranks ascend along the axis of the sequence"
         )
-    _in_order[mesh] = ref(group)
+    _in_order.setdefault(group, WeakSet()).add(mesh)
     return group
 
 
-# Meshes that were found in order, with their groups: looking at the ranks takes as long as a small tile.
-_in_order: WeakKeyDictionary[DeviceMesh, ref[dist.ProcessGroup]] = WeakKeyDictionary()
+# Meshes that were found in order, by group: looking at the ranks takes as long as a small tile.
+_in_order: WeakKeyDictionary[dist.ProcessGroup, WeakSet[DeviceMesh]] = WeakKeyDictionary()
 
 
 def shares_ranks(mesh: DeviceMesh, group: dist.ProcessGroup) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -92,7 +92,7 @@ _unchecked: WeakKeyDictionary[dist.ProcessGroup, Check] = WeakKeyDictionary()
 
 
 def check_later(group: dist.ProcessGroup, check: Callable[[], object]) -> None:
-    """Call ``check`` before the next message over ``group`` or a part of it, or at the end of :func:`checked`.
+    """Call ``check`` before the next message over ``group`` or a part of it, or at the next :func:`settle`.
 
     So the ranks agree while each of them prepares, or computes what needs nothing of the others. If ``check`` raises,
     no message was sent that another rank would have to receive.
@@ -109,26 +109,22 @@ def drop_check(group: dist.ProcessGroup) -> None:
         found.drop()
 
 
-@contextlib.contextmanager
-def checked(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """A context at whose end the check of :func:`check_later` runs, if there is one; after an error too."""
-    try:
-        yield
-    except Exception:
-        settle(group)  # what the ranks disagree on may be the cause
-        raise
-    except BaseException:
-        if group is not None:
-            drop_check(group)  # it holds the group, whose connections end with it
-        raise
-    settle(group)
-
-
 def settle(group: dist.ProcessGroup | None) -> None:
     """Run the check of :func:`check_later` now, if there is one."""
     found = None if group is None else _unchecked.pop(group, None)
     if found is not None:
         found.settle()
+
+
+def settle_after(error: BaseException, group: dist.ProcessGroup | None) -> None:
+    """:func:`settle` after an error of the attention: what the ranks disagree on may be the cause.
+
+    If the program is interrupted, the check is dropped: it holds the group, whose connections end with it.
+    """
+    if isinstance(error, Exception):
+        settle(group)
+    elif group is not None:
+        drop_check(group)
 
 
 class Transfers:

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from cp_styles._compat import current_graph_task
+from cp_styles._compat import graph_task_id
 from cp_styles.comm.agreement import (
     BACKWARD_MAY_COME,
     EVERY_CALL,
@@ -44,7 +44,7 @@ from cp_styles.layout import (
     Balancer,
     SequenceLayout,
     SeveralLayouts,
-    cut_with,
+    cuts_of,
     is_deterministic,
     layout_made_by,
     other_cuts_around,
@@ -355,7 +355,7 @@ class Binding:
         """Note that an attention starts. It ends with :meth:`finished`."""
         ledger = self.ledger
         ledger.engaged, ledger.backward_began = engaged, False
-        ledger.forward_open = ledger.forward_open or current_graph_task() is None
+        ledger.forward_open = ledger.forward_open or graph_task_id() < 0
         ledger.agreement = self.agreement
 
     def finished(self) -> None:
@@ -374,14 +374,15 @@ class Binding:
 
     def known_for(self, lengths: tuple[int, int]) -> Binding | None:
         """:meth:`settled` for these lengths, if the balancer is known to depend on nothing else. None if it raises."""
-        found = self._by_lengths.get(lengths)
-        if found is None and not isinstance(self.layout, SequenceLayout) and is_deterministic(self.layout):
-            with contextlib.suppress(Exception):
-                cuts = self.layout_for(lengths[0]), self.layout_for(lengths[1])
-                if len(self._by_lengths) >= _MOST_ATTENTIONS:
-                    self._by_lengths.clear()
-                found = self._by_lengths[lengths] = self.settled(lengths, cuts)
-        return found
+        if isinstance(self.layout, SequenceLayout) or not is_deterministic(self.layout):
+            return None
+        with contextlib.suppress(Exception):
+            cuts = self.layout_for(lengths[0]), self.layout_for(lengths[1])
+            if len(self._by_lengths) >= _MOST_ATTENTIONS:
+                self._by_lengths.clear()
+            found = self._by_lengths[lengths] = self.settled(lengths, cuts)
+            return found
+        return None
 
     @cached_property
     def as_given(self) -> Binding:
@@ -473,9 +474,8 @@ class Binding:
 
     def refuse_other_cut(self, tensors: Sequence[torch.Tensor]) -> None:
         """Raise for tensors that another layout cut. Lengths do not show this, because most layouts give equal ones."""
-        for tensor in tensors:
-            cut = cut_with(tensor)
-            if cut is None or cut.ranks != self.group.size():
+        for tensor, cut in cuts_of(tensors):
+            if cut.ranks != self.group.size():
                 continue
             if isinstance(self.layout, SequenceLayout) and self.layout.length != cut.length:
                 continue  # a tensor of another sequence; lengths of inputs are compared elsewhere
@@ -615,7 +615,7 @@ class _Call:
             return binding.as_given
         ranks = binding.group.size()
         guess = binding.ledger.lengths.get(own, (own[0] * ranks, own[1] * ranks))
-        return binding.known_for(guess) or self._made_for(guess)
+        return binding._by_lengths.get(guess) or binding.known_for(guess) or self._made_for(guess)
 
     def _made_for(self, guess: tuple[int, int]) -> Binding | None:
         try:
@@ -722,18 +722,20 @@ def binding_of_call(
     known = _of_calls.get()
     if known is None:
         _of_calls.set(known := OrderedDict())
+    key = *said, gradient_check, agreement
     try:
+        found = known.get(key)
+        if found is not None:
+            known.move_to_end(key)
+            return found
         kept = mask.pattern == mask and isinstance(kernel, SdpaKernel | None) and not gradient_check.local
-        key = (*said, gradient_check, agreement) if kept else None
-        found = None if key is None else known.pop(key, None)
     except (AttributeError, TypeError):  # an argument of a wrong type, about which a Binding raises
         return Binding(*said, **checks)
-    if found is None:
-        found = Binding(*said, **checks)
-        for old, binding in list(known.items()):
-            if not is_of_this_world(binding.group):
-                del known[old]
-    if key is not None:
+    found = Binding(*said, **checks)
+    for old, binding in list(known.items()):
+        if not is_of_this_world(binding.group):
+            del known[old]
+    if kept:
         known[key] = found
         while len(known) > _MOST_OF_CALLS:
             known.popitem(last=False)

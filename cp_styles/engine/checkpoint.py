@@ -10,7 +10,7 @@ from weakref import WeakSet
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from cp_styles._compat import dispatch_modes
+from cp_styles._compat import dispatch_modes, dispatch_modes_entered
 from cp_styles.engine.binding import Binding
 from cp_styles.engine.scope import ScopedBinding
 from cp_styles.kernels import SDPA_KERNELS
@@ -63,8 +63,9 @@ def as_kept(source: _Source) -> _Source:
 
     Inside a checkpoint of :func:`save_attention`, results outlive the layer, so the binding keeps no received keys.
     """
-    modes = dispatch_modes()
-    return source.keeping_nothing() if modes and any(mode in _saving for mode in modes) else source
+    if not dispatch_modes_entered() or _saving.isdisjoint(dispatch_modes()):
+        return source
+    return source.keeping_nothing()
 
 
 @cache

@@ -141,14 +141,18 @@ class _Route:
         self._previous = previous
 
     def __call__(self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tensors, binding = [], None
+        tensors, binding, mesh = [], None, None
         for value in (*args, *kwargs.values()):
             if isinstance(value, DTensor):
                 tensors.append(value)
-                binding = binding or binding_of(value.device_mesh)
+                if binding is None and value.device_mesh is not mesh:
+                    mesh = value.device_mesh
+                    binding = binding_of(mesh)
         if binding is not None:
             values = {**self._defaults, **dict(zip(self._names.values(), args, strict=False))}
-            values.update({self._names[name]: value for name, value in kwargs.items()})
+            for name, value in kwargs.items():
+                values[self._names[name]] = value
+            values["mesh"] = mesh
             values["keep"] = torch.is_grad_enabled() and any(map(_REQUIRES_GRAD, tensors))
             with torch.no_grad():
                 return self._ours(op, binding, values)
@@ -293,7 +297,7 @@ def _attention(
         binding.agree_on_call(refuse, values["is_causal"], values["scale"], values.get("attn_mask"), keep)
     q, k, v = tensors
     local = q.to_local(), k.to_local(), v.to_local()
-    share, whole = _share(name, tensors)
+    share, whole = (None, None) if q.device_mesh.ndim == 1 else _share(name, tensors)
     if share is not None:
         local = (local[0], *(share.of_keys(x) for x in local[1:]))
     assert binding.lengths is not None  # agreed on before there was a bound mesh
@@ -319,7 +323,7 @@ def _refuse(binding: Binding, values: dict[str, Any], tensors: list[DTensor]) ->
             f"{name}: attn_mask is a DTensor; pass the mask of the whole sequence as a plain tensor, the same on all "
             "ranks"
         )
-    mesh = None
+    mesh = values["mesh"]
     for label, tensor in zip(_LABELS, tensors, strict=True):
         bound = isinstance(tensor, DTensor) and (
             tensor.device_mesh is mesh or binding_of(tensor.device_mesh) is binding
@@ -333,11 +337,9 @@ def _refuse(binding: Binding, values: dict[str, Any], tensors: list[DTensor]) ->
     refuse_moved(name, _LABELS, tensors, _SEQ_DIM)
 
 
-def _share(name: str, tensors: list[DTensor]) -> tuple[HeadShare | None, tuple[int, int] | None]:
-    """This rank's heads, and the numbers of rows of the batch and of heads that a mask must fit. None on 1-D meshes."""
+def _share(name: str, tensors: list[DTensor]) -> tuple[HeadShare, tuple[int, int]]:
+    """This rank's heads, and the numbers of rows of the batch and of heads that a mask must fit."""
     query, key, _ = tensors
-    if query.device_mesh.ndim == 1:
-        return None, None
     others = [tensor.placements[1:] for tensor in tensors]
     try:
         names = (query.device_mesh.mesh_dim_names or ())[1:]

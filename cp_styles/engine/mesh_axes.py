@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from cp_styles._compat import dtensor_without_grad
+from cp_styles._compat import dtensors_without_grad
 from cp_styles.device import tensor_on
 from cp_styles.layout import SequenceLayout
 from cp_styles.troubleshooting import see
@@ -301,7 +301,7 @@ def placed_together(
         specs.append((placement, size, _strides(part.shape, part.stride(), size)))
     compiling = torch.compiler.is_compiling()
     if not (torch.is_grad_enabled() or torch.is_inference_mode_enabled() or compiling):
-        return [dtensor_without_grad(part, mesh, *spec) for part, spec in zip(parts, specs, strict=True)]
+        return dtensors_without_grad(parts, mesh, specs)
     if mesh.ndim == 1 and all(map(_REQUIRES_GRAD, parts)) and not compiling:
         return _Placed.apply(mesh, placements, specs, *parts)
     return [
@@ -320,7 +320,7 @@ class _Placed(torch.autograd.Function):
     def forward(ctx, mesh, placements, specs, *parts):
         ctx.set_materialize_grads(False)
         ctx.placements = placements
-        return tuple([dtensor_without_grad(part, mesh, *spec) for part, spec in zip(parts, specs, strict=True)])
+        return dtensors_without_grad(parts, mesh, specs)
 
     @staticmethod
     def backward(ctx, *grads):
@@ -358,7 +358,8 @@ class _Local(torch.autograd.Function):
             return None, None
         ctx.on_gradient()
         mesh, placements, shape = ctx.like
-        return dtensor_without_grad(grad, mesh, placements, shape, _strides(grad.shape, grad.stride(), shape)), None
+        spec = placements, shape, _strides(grad.shape, grad.stride(), shape)
+        return *dtensors_without_grad((grad,), mesh, (spec,)), None
 
 
 def like_part(local: torch.Tensor, part: DTensor, placements: Placements | None = None) -> DTensor:

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from cp_styles._compat import never_compiled, new_size, resolve_group
+from cp_styles._compat import forward_mode_level, never_compiled, new_size, resolve_group
 from cp_styles.comm.agreement import EVERY_CALL, Agreement
 from cp_styles.comm.checksum import delayed_digest
 from cp_styles.derivatives import first_derivatives_only, refuse_tangents
@@ -49,6 +49,7 @@ Source: TypeAlias = Binding | ScopedBinding
 
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides, torch.Tag.cudagraph_unsafe)
 _LIVE, _UNSPELLED = "live:", "unspelled:"
+_LABELS = ("query", "key", "value")
 
 # Handles in use: an op takes strings, but no objects. The table is weak, so a handle keeps nothing alive.
 _live: WeakValueDictionary[str, Source] = WeakValueDictionary()
@@ -181,14 +182,17 @@ def _scope_text(scope: SequenceScope, name: str) -> str:
 
 def check_local(name: str, tensors: tuple[torch.Tensor, ...]) -> None:
     """Raise unless the inputs are plain 4-D tensors of one floating-point dtype on one device."""
-    check_plain(name, tensors)
-    for label, tensor in zip(("query", "key", "value"), tensors, strict=True):
+    q, k, v = tensors
+    if not type(q) is type(k) is type(v) is torch.Tensor or forward_mode_level() >= 0:
+        check_plain(name, tensors)
+    for label, tensor in zip(_LABELS, tensors, strict=True):
         if tensor.ndim != 4:
             raise ValueError(
                 f"{name}: {label} must have 4 dims (batch, heads, sequence, head dim), got {tuple(tensor.shape)}"
             )
-    q, k, v = tensors
-    alike = q.device == k.device == v.device and len(set(attended_dtypes(tensors))) == 1
+    alike = q.device == k.device == v.device and (
+        q.dtype == k.dtype == v.dtype or len(set(attended_dtypes(tensors))) == 1
+    )
     if not (alike and q.is_floating_point()):
         raise ValueError(
             f"{name}: query, key and value must share one floating-point dtype and one device, got "
@@ -198,7 +202,7 @@ def check_local(name: str, tensors: tuple[torch.Tensor, ...]) -> None:
 
 def check_plain(name: str, tensors: tuple[torch.Tensor, ...]) -> None:
     """Raise for objects that are not tensors, for DTensors, and for tensors in forward-mode differentiation."""
-    for label, tensor in zip(("query", "key", "value"), tensors, strict=True):
+    for label, tensor in zip(_LABELS, tensors, strict=True):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name}: {label} must be a tensor, got {type(tensor).__name__}")
         if isinstance(tensor, DTensor):

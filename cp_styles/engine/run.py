@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from cp_styles.comm.agreement import begin_backward
-from cp_styles.comm.point_to_point import checked
+from cp_styles.comm.point_to_point import settle, settle_after
 from cp_styles.engine.binding import Binding
 from cp_styles.kernels import FlexKernel
 from cp_styles.kernels.lse import LseGradient
@@ -44,12 +44,17 @@ def run_forward(
     listens = listener.get()
     if listens is not None:
         listens(strategy, attention, q_BHLD, k_BGMD, v_BGME, sink_H)
-    with named_range("attention forward:", binding.name), checked(binding.group):
-        specs = partial(strategy.residual_specs, attention, q_BHLD, k_BGMD, v_BGME)
-        key = residual_spec, strategy, q_BHLD.shape, k_BGMD.shape, v_BGME.shape, q_BHLD.dtype
-        shape, dtype = attention.once(key, lambda: residual_spec(specs())) if keep else residual_spec(())
-        residual = torch.empty(shape, dtype=dtype, device=q_BHLD.device)
-        out = strategy.forward(attention, q_BHLD, k_BGMD, v_BGME, sink_H, residual if keep else None)
+    with named_range("attention forward:", binding.name):
+        try:
+            specs = partial(strategy.residual_specs, attention, q_BHLD, k_BGMD, v_BGME)
+            key = residual_spec, strategy, q_BHLD.shape, k_BGMD.shape, v_BGME.shape, q_BHLD.dtype
+            shape, dtype = attention.once(key, lambda: residual_spec(specs())) if keep else residual_spec(())
+            residual = torch.empty(shape, dtype=dtype, device=q_BHLD.device)
+            out = strategy.forward(attention, q_BHLD, k_BGMD, v_BGME, sink_H, residual if keep else None)
+        except BaseException as error:
+            settle_after(error, binding.group)
+            raise
+        settle(binding.group)
     binding.finished()
     return out, residual
 
@@ -74,7 +79,7 @@ def run_backward(
     dsink and ``shares`` are this rank's share of a sum over the group. Communication: that of
     :func:`~cp_styles.comm.agreement.begin_backward`, then that of the strategy.
     """
-    shares = [torch.zeros_like(tensor) for tensor in learned]
+    shares = list(map(torch.zeros_like, learned))
     if isinstance(attention.kernel, FlexKernel):
         attention.kernel.check_unchanged()
         kernel = replace(attention.kernel, values=tuple(learned), shares=tuple(shares))
@@ -84,6 +89,11 @@ def run_backward(
         grad_BHLE = torch.cat((grad_BHLE, grad_lse_BHL.unsqueeze(-1).to(grad_BHLE.dtype)), -1)
     begin_backward(attention.group)
     strategy = binding.strategy
-    with named_range("attention backward:", binding.name), checked(attention.group):
-        found = strategy.backward(attention, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, residual, sink_H)
+    with named_range("attention backward:", binding.name):
+        try:
+            found = strategy.backward(attention, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, residual, sink_H)
+        except BaseException as error:
+            settle_after(error, attention.group)
+            raise
+        settle(attention.group)
     return *found, shares

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from cp_styles._compat import current_graph_task
+from cp_styles._compat import graph_task_id
 from cp_styles.comm.groups import world
 from cp_styles.engine.binding import Binding
 from cp_styles.engine.config_text import to_text
@@ -31,8 +31,8 @@ class Lease:
     between meshes.
     """
 
-    def __init__(self, mesh: DeviceMesh, returns: list[DeviceMesh]) -> None:
-        self.mesh = mesh
+    def __init__(self, mesh: DeviceMesh, binding: Binding, returns: list[DeviceMesh]) -> None:
+        self.mesh, self.binding = mesh, binding
         self._returns = returns
 
     def __del__(self) -> None:
@@ -101,7 +101,7 @@ class SequenceScope:
     def __enter__(self) -> SequenceScope:
         key = _Entry()
         _open_anywhere[key] = self.mesh_axis, world()
-        _open.set((*_open.get(), (self, current_graph_task(), key)))
+        _open.set((*_open.get(), (self, graph_task_id(), key)))
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -181,9 +181,9 @@ class _Both(contextlib.AbstractContextManager[None]):
             self._outer.__exit__(*exception)
 
 
-# The scopes that are open in this thread or task. Innermost last. Each with the backward in which it was opened (None
+# The scopes that are open in this thread or task. Innermost last. Each with the backward in which it was opened (< 0
 # outside of a backward), and its key in the next table.
-_open: ContextVar[tuple[tuple[SequenceScope, int | None, _Entry], ...]] = ContextVar("sequence_scopes", default=())
+_open: ContextVar[tuple[tuple[SequenceScope, int, _Entry], ...]] = ContextVar("sequence_scopes", default=())
 # The mesh axis of each scope that is open in any thread or task, and the rank that opened it.
 _open_anywhere: dict[object, tuple[str, Any]] = {}
 
@@ -237,7 +237,7 @@ class ScopedBinding:
     def _take(self, binding: Binding, device_type: str) -> Lease:
         free = self._free.setdefault(binding.other_axes, [])
         mesh = rebind(free.pop(), binding) if free else bound_mesh(binding, device_type)
-        return Lease(mesh, free)
+        return Lease(mesh, binding, free)
 
     def now(self) -> Binding:
         """The binding for a call at this moment.
@@ -267,8 +267,8 @@ class ScopedBinding:
         else:
             for _, _, other in _open.get():
                 other.passed_by.add(axis)
-        task = current_graph_task()
-        if task is not None and opened_in != task and (scope is not None or self.history.was_scoped):
+        task = graph_task_id()
+        if task >= 0 and opened_in != task and (scope is not None or self.history.was_scoped):
             raise RuntimeError(
                 f"{name}: attention is being recomputed inside a backward, where the SequenceScope of its batch is not "
                 "known: pass context_fn=scope.for_checkpoint to checkpoint (use_reentrant=False), or open the scope "
@@ -276,7 +276,7 @@ class ScopedBinding:
                 f"{see('A checkpoint under a SequenceScope')}"
             )
         if scope is None:
-            if _open_anywhere and task is None and (axis, world()) in list(_open_anywhere.values()):
+            if _open_anywhere and task < 0 and (axis, world()) in list(_open_anywhere.values()):
                 raise RuntimeError(
                     f"{name}: a SequenceScope over mesh axis {axis!r} is open in another thread or asyncio task, and a "
                     "scope holds where it was opened: open it in the thread that runs the model, or run the model in a "

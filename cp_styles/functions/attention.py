@@ -138,9 +138,10 @@ def attend(
         problem = error.args[0]  # the op raises it, on all ranks. torch.compile cannot trace str(error)
     if not isinstance(source, ConfigText):
         source = as_kept(source)
-    wanted = [x.requires_grad for x in (*tensors, sink_H) if x is not None]
+    q, k, v = tensors
+    trained = q.requires_grad or k.requires_grad or v.requires_grad or (sink_H is not None and sink_H.requires_grad)
     config, dense = (source.config, source.dense) if isinstance(source, ConfigText) else (handle(source), None)
     out, _, _ = torch.ops.cp_styles.attention.default(
-        *tensors, sink_H, attn_mask, dense, config, is_causal, scale, torch.is_grad_enabled() and any(wanted), problem
+        *tensors, sink_H, attn_mask, dense, config, is_causal, scale, torch.is_grad_enabled() and trained, problem
     )
     return out

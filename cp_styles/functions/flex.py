@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -36,6 +37,8 @@ from cp_styles.mask import Full, Mask, PerRow
 from cp_styles.mask.block_mask import FlexMask
 from cp_styles.mask.introspect import captured_tensors
 from cp_styles.strategies import Attention, Ring, Strategy
+
+_REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 @dataclass(frozen=True)
@@ -192,7 +195,7 @@ def attend_with_lse(
         if problem is not None:
             raise problem
 
-    keep = torch.is_grad_enabled() and any(x.requires_grad for x in (*tensors, *learned))
+    keep = torch.is_grad_enabled() and any(map(_REQUIRES_GRAD, (*tensors, *learned)))
     bound = as_kept(bound).agree(check, tensors, 2, None, {"scale": scale, "logsumexp": wants_lse}, keep)
     out, lse = _FlexAttention.apply(*tensors, bound, scale, wants_lse, *learned)
     bound.finished()  # in a recomputation a selective checkpoint may have had the op's results ready
@@ -251,26 +254,26 @@ class _FlexAttention(torch.autograd.Function):
     """``(out, lse)``. lse is empty unless ``wants_lse``."""
 
     @staticmethod
-    @without_function_modes()
     def forward(ctx, q, k, v, bound: Binding, scale: float | None, wants_lse: bool, *learned):
-        keep = any(ctx.needs_input_grad)
-        out, lse, residual = torch.ops.cp_styles.flex_attention.default(q, k, v, handle(bound), scale, keep, wants_lse)
-        if not wants_lse:
-            ctx.mark_non_differentiable(lse)
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, out, residual, *learned)
-        ctx.attention, ctx.binding = _attention_of(bound, (q, k, v), scale), bound
-        return out, lse
+        keep, config = any(ctx.needs_input_grad), handle(bound)
+        with without_function_modes():
+            out, lse, residual = torch.ops.cp_styles.flex_attention.default(q, k, v, config, scale, keep, wants_lse)
+            if not wants_lse:
+                ctx.mark_non_differentiable(lse)
+            ctx.set_materialize_grads(False)
+            ctx.save_for_backward(q, k, v, out, residual, *learned)
+            ctx.attention, ctx.binding = _attention_of(bound, (q, k, v), scale), bound
+            return out, lse
 
     @staticmethod
     @first_derivatives_only
-    @without_function_modes()
     def backward(ctx, grad, grad_lse):
-        q, k, v, out, residual, *learned = ctx.saved_tensors
-        if grad is None and grad_lse is None:
-            return None, None, None, None, None, None, *(None for _ in learned)
-        grad = torch.zeros_like(out) if grad is None else grad
-        dq, dk, dv, _, shares = run_backward(
-            ctx.binding, ctx.attention, grad, q, k, v, out, residual, grad_lse_BHL=grad_lse, learned=learned
-        )
-        return dq, dk, dv, None, None, None, *shares
+        with without_function_modes():
+            q, k, v, out, residual, *learned = ctx.saved_tensors
+            if grad is None and grad_lse is None:
+                return None, None, None, None, None, None, *(None for _ in learned)
+            grad = torch.zeros_like(out) if grad is None else grad
+            dq, dk, dv, _, shares = run_backward(
+                ctx.binding, ctx.attention, grad, q, k, v, out, residual, grad_lse_BHL=grad_lse, learned=learned
+            )
+            return dq, dk, dv, None, None, None, *shares

@@ -21,10 +21,10 @@ from cp_styles._compat import (
     FLEX_OPERATOR,
     FLEX_RENAMED,
     FlexAsWritten,
-    current_graph_task,
     fast_path_attention,
     first_node,
     function_modes,
+    graph_task_id,
     local_attention_since,
     never_compile_alone,
     never_compiled,
@@ -46,7 +46,7 @@ from cp_styles.intercept.multi_head import multi_head_attention
 from cp_styles.kernels.flex import ScoreMod
 from cp_styles.kernels.merge import beside_sink
 from cp_styles.kernels.sdpa import SDPA_CALLS
-from cp_styles.layout import cut_with
+from cp_styles.layout import cuts_of
 from cp_styles.mask import Dense, Mask, PerRow
 from cp_styles.troubleshooting import see
 
@@ -393,17 +393,18 @@ class AttentionCalls(TorchFunctionMode):
             self._tally.lengths.clear()
             self._scoped.unscoped.ledger.engaged = False
             self._tally.inputs = dict(zip(names_of_inputs(module), args, strict=False)) | kwargs
-            self._check_cut([*args, *kwargs.values()])
+            # The layout of the model's inputs. It is not known any more for the inputs of its attention.
+            given = [tensor for tensor, _ in cuts_of((*args, *kwargs.values()))]
+            if given and graph_task_id() < 0 and self._joint is None:
+                self._check_cut(given)
 
-    def _check_cut(self, values: list[Any]) -> None:
-        """Check the layout of the model's inputs. It is not known any more for the inputs of its attention."""
-        given = list(filter(cut_with, values))
-        if given and current_graph_task() is None and self._joint is None:
-            binding = self._scoped.now()
-            try:
-                binding.refuse_other_cut(given)
-            except Exception as error:  # of any kind: the other ranks must raise too
-                binding.refuse(error)
+    def _check_cut(self, given: list[torch.Tensor]) -> None:
+        """Raise, on every rank, if another layout has cut an input of the model."""
+        binding = self._scoped.now()
+        try:
+            binding.refuse_other_cut(given)
+        except Exception as error:  # of any kind: the other ranks must raise too
+            binding.refuse(error)
 
     def leave(self, module: nn.Module, args: Any, output: Any, *, attends: bool = True) -> None:
         """Hook at the end of a forward, after an exception too. ``attends``: it must have called attention."""
@@ -459,7 +460,7 @@ def looks_now(times: int) -> bool:
 
     The search visits the whole autograd graph. There is none under no_grad, and it is not complete in a recomputation.
     """
-    return times & (times - 1) == 0 and torch.is_grad_enabled() and current_graph_task() is None
+    return times & (times - 1) == 0 and torch.is_grad_enabled() and graph_task_id() < 0
 
 
 never_compile_alone(AttentionCalls.__torch_function__)

@@ -64,7 +64,7 @@ def _attend(
         "return_debug_mask": False,
         "scale": scale,
     }
-    results = op(**{name: said[common] for name, common in names.arguments.items()})
+    results = op(**dict(zip(names.arguments, map(said.__getitem__, names.arguments.values()), strict=True)))
     out = results[names.returns.index("out")]
     watch_values(out, tensors)
     return out

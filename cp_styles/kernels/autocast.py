@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from operator import attrgetter
 
 import torch
+
+_DTYPE = attrgetter("dtype")
 
 
 def _lower(device: torch.device) -> torch.dtype | None:
@@ -22,17 +25,19 @@ def attended_dtypes(tensors: Sequence[torch.Tensor]) -> tuple[torch.dtype, ...]:
 
     Autocast does not change float64 and non-floating dtypes.
     """
-    dtypes = tuple([x.dtype for x in tensors])
+    dtypes = tuple(map(_DTYPE, tensors))
     lower = _lower(tensors[0].device)
-    if lower is None:
-        return dtypes
-    return tuple([lower if x.is_floating_point and x != torch.float64 else x for x in dtypes])
+    return dtypes if lower is None else tuple([_lowered(dtype, lower) for dtype in dtypes])
+
+
+def _lowered(dtype: torch.dtype, lower: torch.dtype) -> torch.dtype:
+    return lower if dtype.is_floating_point and dtype != torch.float64 else dtype
 
 
 def as_attended(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """``tensors`` of one device as scaled_dot_product_attention would take them here. Differentiable."""
-    dtypes = attended_dtypes(tensors)
-    return tuple([x.to(dtype) for x, dtype in zip(tensors, dtypes, strict=True)])
+    lower = _lower(tensors[0].device)
+    return tuple(tensors) if lower is None else tuple([x.to(_lowered(x.dtype, lower)) for x in tensors])
 
 
 def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:

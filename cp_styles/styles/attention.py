@@ -15,13 +15,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from cp_styles._compat import current_graph_task, hooks_in_order, never_compile_alone, tree_map_only
+from cp_styles._compat import graph_task_id, hooks_in_order, never_compile_alone, tree_map_only
 from cp_styles.comm.agreement import EVERY_CALL, Agreement
 from cp_styles.engine.binding import Binding, refuse_dropout
 from cp_styles.engine.checkpoint import as_kept
 from cp_styles.engine.dtensor_handlers import NO_COMMUNICATION, binding_of, install
 from cp_styles.engine.gradient_watch import RAISE, GradientCheck
-from cp_styles.engine.mesh_axes import chunk_sizes
+from cp_styles.engine.mesh_axes import OtherAxes, chunk_sizes
 from cp_styles.engine.op import check_local
 from cp_styles.engine.scope import Lease, ScopedBinding
 from cp_styles.intercept.fused_operators import FusedCalls
@@ -165,6 +165,7 @@ class ContextParallelState:
         self.binding = self._unscoped = binding
         self._scoped = ScopedBinding(self.binding, style.layout)
         self._lease: Lease | None = None
+        self._other_axes: OtherAxes | None = None  # of the inputs of this forward, set by _refuse
         self._signature = inspect.signature(module.forward)
         if {each.kind for each in self._signature.parameters.values()} == _OPEN:
             self._signature = inspect.signature(_three_by_place)
@@ -225,7 +226,7 @@ class ContextParallelState:
         agreed = known or asked.agree(refuse, local, dim, attn_mask)
         lengths = agreed.lengths
         assert lengths is not None
-        other_axes = self.dtensor_io.other_axes(self._names, inputs)
+        other_axes = self._other_axes
         if self.dtensor_io.makes_sequence_dtensors(other_axes):
             self._refuse_uneven(lengths[0])
         self.binding = agreed if other_axes is None else replace(agreed, other_axes=other_axes)
@@ -234,7 +235,7 @@ class ContextParallelState:
             arguments["attn_mask"] = None
         self._lease = lease = scoped.lease(self.binding, scope, self.axis.device_type)
         # The mesh may have an equal binding, for example that of another module. Then its tally is used.
-        self.binding = binding_of(lease.mesh) or self.binding
+        self.binding = lease.binding
         sizes = self.binding.declared_sizes
         shared = self.dtensor_io.to_bound_mesh(inputs, local, lease.mesh, (sizes[0], sizes[1], sizes[1]))
         lease.hold_in_graph(*shared)
@@ -317,7 +318,7 @@ class ContextParallelState:
 
         (In a recomputation, a selective checkpoint may have the output of the attention, on all ranks.)
         """
-        return not self.binding.tally.calls and current_graph_task() is None
+        return not self.binding.tally.calls and graph_task_id() < 0
 
     def _lower(self, lease: Lease, output: DTensor) -> torch.Tensor:
         if output.device_mesh is not lease.mesh:
@@ -338,11 +339,11 @@ class ContextParallelState:
         """Raise for errors that only this rank may see."""
         name = self.binding.name
         try:
-            self.dtensor_io.other_axes(self._names, inputs)
+            self._other_axes = self.dtensor_io.other_axes(self._names, inputs)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
         check_local(name, local)
-        for label, value in _flat_arguments(self._signature, arguments, self._names):
+        for label, value in _flat_arguments(self._signature, arguments, self._names) if len(arguments) > 3 else ():
             if label == "dropout_p":
                 refuse_dropout(name, value)
             if label == "attn_mask" and value is not None:

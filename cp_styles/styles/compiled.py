@@ -265,7 +265,7 @@ class _Traced(BoundToThisRun):
 
 def _traced_members(cls: type[nn.Module]) -> dict[str, Any]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return traced_of(self).forward(functools.partial(cls.forward, self), args, kwargs)
+        return getattr(self, _STATE).forward(functools.partial(cls.forward, self), args, kwargs)
 
     forward.__signature__ = inspect.signature(cls.forward)  # pyright: ignore[reportFunctionMemberAccess]
     return {"forward": forward}

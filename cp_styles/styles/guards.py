@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from cp_styles._compat import (
-    current_graph_task,
+    graph_task_id,
     never_compile_alone,
     tree_leaves,
     tree_map,
@@ -106,7 +106,7 @@ class MixingProbe:
     @staticmethod
     def _can_run_again(module: nn.Module) -> bool:
         """Whether a second run would neither communicate nor change anything."""
-        if torch.compiler.is_compiling() or current_graph_task() is not None:
+        if torch.compiler.is_compiling() or graph_task_id() >= 0:
             return False
         return not any(
             isinstance(each, FSDPModule) or any(isinstance(x, DTensor) for x in each.parameters(recurse=False))

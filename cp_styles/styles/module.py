@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from cp_styles._compat import current_graph_task, hooks_in_order, scripted_attention
+from cp_styles._compat import graph_task_id, hooks_in_order, scripted_attention
 from cp_styles.comm.agreement import EVERY_CALL, Agreement
 from cp_styles.engine.binding import Binding
 from cp_styles.engine.gradient_watch import RAISE, GradientCheck
@@ -204,7 +204,7 @@ class _Entered(BoundToThisRun):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         calls, inlined, probe, forwards = getattr(self, _STATE)
         compiling = torch.compiler.is_dynamo_compiling()
-        if not compiling and not calls.running and current_graph_task() is None:
+        if not compiling and not calls.running and graph_task_id() < 0:
             return forwards.run(self, super().forward, calls, probe, args, kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         if compiling or probe is None or probe.asked(self):
             with inlined if compiling else calls:

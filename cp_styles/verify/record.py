@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from cp_styles._compat import current_graph_task, tree_leaves, tree_map
+from cp_styles._compat import graph_task_id, tree_leaves, tree_map
 
 Key = tuple[str, int]
 """A module's name, and the number of the call."""
@@ -96,7 +96,7 @@ class AttentionsSeen(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if current_graph_task() is None:
+        if graph_task_id() < 0:
             if func is F.scaled_dot_product_attention:
                 given = sdpa_arguments(args, kwargs)
                 self.masks.append(AttentionMask(_kept(given["attn_mask"]), given["is_causal"]))
@@ -139,7 +139,7 @@ class Recording:
         return {call.key: call for call in self.calls}
 
     def _begin(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if current_graph_task() is not None:
+        if graph_task_id() >= 0:
             return
         key = name, self._numbers[name]
         self._numbers[name] += 1
@@ -151,7 +151,7 @@ class Recording:
         self.open.append(Call(key, type(module).__name__, parent, *kept, names, seen))
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
-        if current_graph_task() is not None or not self.open:
+        if graph_task_id() >= 0 or not self.open:
             return
         call = self.open.pop()
         call.attended = call.attended[0], len(self.masks)
