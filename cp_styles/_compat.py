@@ -48,6 +48,10 @@ is_profiling: Callable[[], bool] = partial(getattr, torch.autograd.profiler, "_i
 # The level of forward-mode differentiation that some thread is in; below 0 no tensor has a tangent. Seen: 2.11 to 2.15
 # (a variable of the module; ``unpack_dual`` asks it first).
 forward_mode_level: Callable[[], int] = partial(getattr, forward_ad, "_current_level")
+# The transform of torch.func (grad, vjp, jvp, vmap, ...) that runs in this thread, or None. Seen: 2.11 to 2.15.
+torch_func_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack  # pyright: ignore
+# Whether a tensor was computed from an argument of a function that torch.func transforms. Seen: 2.11 to 2.15.
+is_in_torch_func: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor  # pyright: ignore
 # The id of the backward that is running in this thread; below 0 there is none. Seen: 2.11 to 2.15.
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 # The number of TorchDispatchModes that are entered in this thread. Seen: 2.11 to 2.15.

@@ -1,4 +1,4 @@
-"""Refusal of derivatives that are not supported: second derivatives and forward-mode differentiation."""
+"""Refusal of derivatives that are not supported: second derivatives, forward-mode differentiation, torch.func."""
 
 from __future__ import annotations
 
@@ -8,19 +8,25 @@ from typing import Any
 
 import torch
 
-from cp_styles._compat import forward_mode_level, has_tangent
+from cp_styles._compat import forward_mode_level, has_tangent, is_in_torch_func, torch_func_transform
 from cp_styles.troubleshooting import see
 
 
-def refuse_tangents(name: str, tensors: Sequence[torch.Tensor | None]) -> None:
-    """Raise NotImplementedError if a tensor has a tangent of forward-mode differentiation."""
-    if torch.compiler.is_compiling() or forward_mode_level() < 0:
+def refuse_transforms(name: str, tensors: Sequence[torch.Tensor | None]) -> None:
+    """Raise NotImplementedError if a tensor is in forward-mode differentiation, or in a transform of torch.func."""
+    if torch.compiler.is_compiling():
         return
-    for tensor in tensors:
+    for tensor in tensors if forward_mode_level() >= 0 else ():
         if tensor is not None and has_tangent(tensor):
             raise NotImplementedError(
                 f"{name}: forward-mode differentiation (torch.func.jvp, jacfwd, dual tensors) is not supported under "
                 "context parallelism, nor by torch's fused attention: use reverse mode (backward, autograd.grad)"
+            )
+    for tensor in tensors if torch_func_transform() is not None else ():
+        if tensor is not None and is_in_torch_func(tensor):
+            raise NotImplementedError(
+                f"{name}: transforms of torch.func are not supported under context parallelism. In place of grad, vjp "
+                "or jacrev call backward() or torch.autograd.grad; in place of vmap give the batch as the first dim"
             )
 
 

@@ -720,8 +720,8 @@ MISTAKES = [
     ),
     Mistake(
         "derivatives: tangents are not looked for",
-        "torch.compiler.is_compiling() or forward_mode_level() < 0",
-        "torch.compiler.is_compiling() or forward_mode_level() <= 0",
+        "tensors if forward_mode_level() >= 0",
+        "tensors if forward_mode_level() > 0",
         "tests/ranks/doors/test_derivatives.py",
     ),
     Mistake(

@@ -28,10 +28,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from cp_styles._compat import forward_mode_level, never_compiled, new_size, resolve_group
+from cp_styles._compat import forward_mode_level, never_compiled, new_size, resolve_group, torch_func_transform
 from cp_styles.comm.agreement import EVERY_CALL, Agreement
 from cp_styles.comm.checksum import delayed_digest
-from cp_styles.derivatives import first_derivatives_only, refuse_tangents
+from cp_styles.derivatives import first_derivatives_only, refuse_transforms
 from cp_styles.engine.binding import Binding
 from cp_styles.engine.config_text import from_text, to_text
 from cp_styles.engine.gradient_watch import GradientCheck, watch_of
@@ -183,7 +183,8 @@ def _scope_text(scope: SequenceScope, name: str) -> str:
 def check_local(name: str, tensors: tuple[torch.Tensor, ...]) -> None:
     """Raise unless the inputs are plain 4-D tensors of one floating-point dtype on one device."""
     q, k, v = tensors
-    if not type(q) is type(k) is type(v) is torch.Tensor or forward_mode_level() >= 0:
+    plain = type(q) is type(k) is type(v) is torch.Tensor
+    if not plain or forward_mode_level() >= 0 or torch_func_transform() is not None:
         check_plain(name, tensors)
     for label, tensor in zip(_LABELS, tensors, strict=True):
         if tensor.ndim != 4:
@@ -201,13 +202,13 @@ def check_local(name: str, tensors: tuple[torch.Tensor, ...]) -> None:
 
 
 def check_plain(name: str, tensors: tuple[torch.Tensor, ...]) -> None:
-    """Raise for objects that are not tensors, for DTensors, and for tensors in forward-mode differentiation."""
+    """Raise for objects that are not tensors, for DTensors, and for tensors in forward mode or in torch.func."""
     for label, tensor in zip(_LABELS, tensors, strict=True):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name}: {label} must be a tensor, got {type(tensor).__name__}")
         if isinstance(tensor, DTensor):
             raise TypeError(f"{name}: {label} is a DTensor; pass this rank's part, tensor.to_local()")
-    refuse_tangents(name, tensors)
+    refuse_transforms(name, tensors)
 
 
 # -- forward --

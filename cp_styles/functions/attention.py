@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from cp_styles._compat import is_traced
 from cp_styles.comm.agreement import EVERY_CALL, Agreement
 from cp_styles.comm.groups import axis_and_group
-from cp_styles.derivatives import refuse_tangents
+from cp_styles.derivatives import refuse_transforms
 from cp_styles.engine.binding import binding_of_call
 from cp_styles.engine.checkpoint import as_kept
 from cp_styles.engine.gradient_watch import RAISE, GradientCheck
@@ -128,7 +128,7 @@ def attend(
         # In compiled code the op checks shapes, because there all ranks can learn of an error.
         (check_plain if isinstance(source, ConfigText) else check_local)(source.name, tensors)
         if sink_H is not None:
-            refuse_tangents(source.name, (sink_H,))
+            refuse_transforms(source.name, (sink_H,))
         tensors = as_attended(tensors)
         if attn_mask is not None and attn_mask.requires_grad:
             Dense(attn_mask)  # raises. Checked here, because the compiled op does not know requires_grad any more

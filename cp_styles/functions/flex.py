@@ -23,7 +23,7 @@ from cp_styles._compat import never_compiled, without_dispatch_modes, without_fu
 from cp_styles.comm.agreement import EVERY_CALL, Agreement
 from cp_styles.comm.checksum import version_of
 from cp_styles.comm.groups import axis_and_group
-from cp_styles.derivatives import first_derivatives_only, refuse_tangents
+from cp_styles.derivatives import first_derivatives_only, refuse_transforms
 from cp_styles.engine.binding import Binding, binding_of_call, refuse_grouped
 from cp_styles.engine.checkpoint import as_kept
 from cp_styles.engine.gradient_watch import RAISE, GradientCheck
@@ -216,7 +216,7 @@ def _bound(
             "the masks of the rows into the block_mask"
         )
     read = captured_tensors(call.score_mod, (0.0, 0, 0, 0, 0), tensors[0].device)
-    refuse_tangents(binding.name, read)
+    refuse_transforms(binding.name, read)
     learned = tuple(tensor for tensor in read if tensor.requires_grad)
     read = tuple((tensor, version_of(tensor)) for tensor in read)
     compiled = call.compiled and compiled_takes(tensors[0], tensors[2])

@@ -30,6 +30,16 @@ class FusedCalls(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def _refuse_sequence_of_other_dims(name: str, query: DTensor) -> None:
+    """Raise ValueError if a query that is not [B, H, S, D] has the sequence where torch's op expects it."""
+    if query.placements[0].is_shard(query.ndim - 2):
+        raise ValueError(
+            f"{name}: scaled_dot_product_attention was called with a query of {query.ndim} dims, {tuple(query.shape)}. "
+            "The attention over all ranks needs 4 (batch, heads, sequence, head dim): give query, key and value the "
+            "missing ones, such as query.unsqueeze(0)"
+        )
+
+
 def _attend(
     func: Any,
     query: torch.Tensor,
@@ -43,7 +53,10 @@ def _attend(
 ) -> torch.Tensor:
     binding = None
     if isinstance(query, DTensor) and isinstance(key, DTensor) and isinstance(value, DTensor):
-        binding = binding_of(query.device_mesh) if query.ndim == key.ndim == value.ndim == 4 else None
+        binding = binding_of(query.device_mesh)
+        if binding is not None and not query.ndim == key.ndim == value.ndim == 4:
+            _refuse_sequence_of_other_dims(binding.name, query)
+            binding = None
     if binding is None:
         options = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
         return func(query, key, value, **options, enable_gqa=enable_gqa)

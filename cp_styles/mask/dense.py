@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from cp_styles.comm.checksum import digest, version_of
-from cp_styles.derivatives import refuse_tangents
+from cp_styles.derivatives import refuse_transforms
 from cp_styles.mask.algebra import Full, Mask
 from cp_styles.troubleshooting import see
 
@@ -46,7 +46,7 @@ class Dense(Mask):
             raise ValueError(f"a dense mask must broadcast to [B, H, S_q, S_kv], got shape {tuple(self.tensor.shape)}")
         if self.tensor.dtype != torch.bool and not self.tensor.is_floating_point():
             raise TypeError(f"a dense mask must be bool (True: attend) or float (added), got {self.tensor.dtype}")
-        refuse_tangents("a dense mask", (self.tensor,))
+        refuse_transforms("a dense mask", (self.tensor,))
         object.__setattr__(self, "_version", version_of(self.tensor))
         if self.tensor.requires_grad:
             raise NotImplementedError(

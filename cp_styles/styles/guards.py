@@ -315,7 +315,10 @@ class InputGuards:
         own = getattr(past, "self_attention_cache", past)  # beside keys of an encoder
         if isinstance(own, LayerCaches) and own.prefilled:
             if inputs.get("use_cache") is False:
-                raise ValueError(f"{binding.name}: {kind} was given a cache and use_cache=False: leave out one of both")
+                raise ValueError(
+                    f"{binding.name}: {kind} was given a cache and use_cache=False, which generate() also takes from "
+                    "model.generation_config or model.config: pass use_cache=True, or leave out the cache"
+                )
             _refuse_another_prompt(binding.name, kind, own, inputs)
             return  # new tokens, the same on all ranks and whole: nothing is cut
         if _generates():

@@ -307,7 +307,7 @@ def test_what_is_refused():
     refused("scaled_dot_product_attention was called on the keys of a cache", implementation="sdpa")
     refused("changes the keys or values of its cache", "diffllama")
     refused(
-        "use_cache=False: leave out one",
+        "use_cache=False, .*model.config: pass use_cache=True",
         generate=lambda model, tokens, cache: model(
             tokens[:, -1:], position_ids=torch.full((2, 1), LENGTH - 1), past_key_values=cache, use_cache=False
         ),

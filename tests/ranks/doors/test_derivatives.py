@@ -103,6 +103,21 @@ def test_forward_mode(door: str, how: str):
     assert text.count("forward-mode differentiation") == ranks, text
 
 
+TRANSFORMS: dict[str, Callable[..., object]] = {
+    "grad": lambda run, q, k, v: torch.func.grad(lambda key: run(q, key, v).sum())(k),
+    "vjp": lambda run, q, k, v: torch.func.vjp(run, q, k, v),
+    "vmap": lambda run, q, k, v: torch.func.vmap(run)(q[None], k[None], v[None]),
+    "vmap of the query": lambda run, q, k, v: torch.func.vmap(run, in_dims=(0, None, None))(q[None], k, v),
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_transforms_of_torch_func(door: str):
+    for transform in TRANSFORMS.values():
+        text = on_ranks(1, lambda mesh, *tensors, of=transform: of(lambda *x: DOORS[door](mesh, *x), *tensors))
+        assert text.count("transforms of torch.func are not supported") == 1, text
+
+
 @pytest.mark.parametrize("which", ["sink", "mask"])
 def test_forward_mode_of_what_stands_beside(which: str):
     def attend(mesh, *tensors):

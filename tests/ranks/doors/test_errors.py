@@ -343,8 +343,9 @@ def gathered(query, key, value):
         (lambda q, k, v: attention_of(q, k, v).redistribute(placements=[Replicate()]), "nothing may gather"),
         (lambda q, k, v: v * 2, "no fused attention op was reached inside the module"),
         (lambda q, k, v: attention_of(q, k.full_tensor(), v.full_tensor()), "nothing may gather the sequence inside"),
+        (lambda q, k, v: attention_of(q[0], k[0], v[0])[None], "called with a query of 3 dims, "),
     ],
-    ids=["gathered", "transposed", "summed", "averaged", "gathered after", "no attention", "own gather"],
+    ids=["gathered", "transposed", "summed", "averaged", "gathered after", "no attention", "own gather", "three dims"],
 )
 def test_modules_that_do_something_else(attend, message: str):
     assert message in refusals(call(attend))
