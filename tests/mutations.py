@@ -287,13 +287,13 @@ MISTAKES = [
     # -- strategies --
     Mistake(
         "strategy: few rows travel in groups of heads too",
-        "small = rows * key * len(groups) <= query * min(lengths[rank], lengths[peer])",
-        "small = rows == 0",
+        "small = _count(rows) * key * len(groups) <= query * min(lengths[rank], lengths[other])",
+        "small = not rows",
         "tests/ranks/engine/test_attention_costs.py -k few_rows",
     ),
     Mistake(
         "strategy: two ranks group the heads of a message by their own queries",
-        "query * min(lengths[rank], lengths[peer])",
+        "query * min(lengths[rank], lengths[other])",
         "query * lengths[rank]",
         "tests/ranks/engine/test_parity_grid.py",
     ),
@@ -311,14 +311,14 @@ MISTAKES = [
     ),
     Mistake(
         "strategy: a tile's band is not masked",
-        'bias.to(device, self.dtype).masked_fill(outside, float("-inf"))',
-        "bias.to(device, self.dtype)",
+        'bias.to(device, setup.dtype).masked_fill(outside, float("-inf"))',
+        "bias.to(device, setup.dtype)",
         "tests/ranks/engine/test_attention_masks.py",
     ),
     Mistake(
         "strategy: nothing is kept for the backward",
-        "for distances in rounds for distance in distances][: strategy.keep]",
-        "for distances in rounds for distance in distances][:0]",
+        "kept = distances[:keep]",
+        "kept = distances[:0]",
         "tests/ranks/engine/test_attention_costs.py",
     ),
     Mistake(
@@ -391,14 +391,14 @@ MISTAKES = [
     ),
     Mistake(
         "CUDA: rows may start anywhere",
-        "if tensor.stride(-1) == 1 and (step == 1 or not any(place % step for place in places)):",
+        "if tensor.stride(-1) == 1 and (self.row_bytes == 1 or self._is_aligned(tensor)):",
         "if tensor.stride(-1) == 1:",
         "tests/unit/test_cuda_kernels.py",
     ),
     Mistake(
         "CUDA: padded columns of a gradient are not cut off",
-        "dq[..., : dims[0]], dk[..., : dims[0]], dv[..., : dims[1]]\n        return dq if sign == 1.0",
-        "dq, dk, dv\n        return dq if sign == 1.0",
+        "if dims != (dim, padded_v):",
+        "if False:",
         "tests/unit/test_cuda_kernels.py",
     ),
     Mistake(
@@ -775,8 +775,8 @@ MISTAKES = [
     ),
     Mistake(
         "kernel: numbers that stand apart in memory",
-        "if tensor.stride(-1) == 1 and (step == 1 or not any(place % step for place in places)):",
-        "if step == 1 or not any(place % step for place in places):",
+        "if tensor.stride(-1) == 1 and (self.row_bytes == 1 or self._is_aligned(tensor)):",
+        "if self.row_bytes == 1 or self._is_aligned(tensor):",
         "tests/ranks/doors/test_strides.py",
     ),
     # -- batch: labels, losses, gradients --

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Self
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -144,7 +144,7 @@ class Transfers:
         self._running.append(pending)
         return pending
 
-    def __enter__(self) -> Transfers:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:

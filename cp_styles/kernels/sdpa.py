@@ -122,20 +122,20 @@ class SdpaKernel(Kernel):
     def forward(self, q_BHLD, k_BGMD, v_BGME, *, causal, bias, scale):
         assert bias is None or self.takes_bias  # the op would be called without it
         q_BHLD, scale, _ = _positive_scale(q_BHLD, scale)
-        dim_v, (dim, padded_v) = v_BGME.shape[-1], self._dims(q_BHLD, v_BGME)
+        op, dim_v, (dim, padded_v) = self.forward_op, v_BGME.shape[-1], self._dims(q_BHLD, v_BGME)
         values = self._call(
-            self.forward_op,
-            query=_padded(q_BHLD, dim),
-            key=self._widen(_padded(k_BGMD, dim), q_BHLD.shape[1]),
-            value=self._widen(_padded(v_BGME, padded_v), q_BHLD.shape[1]),
-            attn_mask=self._fitted(bias, q_BHLD, k_BGMD),
+            op,
+            query=self._taken(q_BHLD, dim),
+            key=self._widen(self._taken(k_BGMD, dim), q_BHLD),
+            value=self._widen(self._taken(v_BGME, padded_v), q_BHLD),
+            attn_mask=None if bias is None else self._fitted(bias, q_BHLD, k_BGMD),
             dropout_p=0.0,
             is_causal=causal,
             compute_log_sumexp=True,
             return_debug_mask=False,
             scale=scale,
         )
-        results = dict(zip(names_of(self.forward_op).returns, values, strict=True))
+        results = dict(zip(names_of(op).returns, values, strict=True))
         out, lse = results["out"][..., :dim_v], results["logsumexp"]
         lse = lse.flatten(2)[:, :, : q_BHLD.shape[2]]
         if bias is not None:
@@ -153,21 +153,24 @@ class SdpaKernel(Kernel):
             # For queries without keys. With a finite number far below all logits, keys that the kernel pads a block
             # with would have an infinite probability. With infinity all probabilities are 0.
             lse_BHL = lse_BHL.masked_fill(lse_BHL <= EMPTY_LSE / 2, float("inf"))
-        # CUDA kernels read the logsumexp as contiguous and do not check it.
-        lse = F.pad(lse_BHL, (0, -queries % self.lse_multiple), value=float("inf")).contiguous()
-        query, grad, out = _padded(q_BHLD, dim), _padded(grad_BHLE, padded_v), _padded(out_BHLE, padded_v)
+        if self.lse_multiple > 1:
+            lse_BHL = F.pad(lse_BHL, (0, -queries % self.lse_multiple), value=float("inf"))
+        lse = lse_BHL.contiguous()  # CUDA kernels read it as contiguous and do not check it
+        query, grad, out = self._taken(q_BHLD, dim), self._taken(grad_BHLE, padded_v), self._taken(out_BHLE, padded_v)
         if self.out_by_rows:
             out = out.transpose(1, 2).contiguous().transpose(1, 2)
         if self.out_like_query:
             grad, out = (_in_order_of(query, x) for x in (grad, out))
-        seed = torch.zeros(2, dtype=torch.int64, device=q_BHLD.device)  # never read: there is no dropout
+        op, seed = self.backward_op, (None, None)
+        if "philox_seed" in names_of(op).arguments.values():  # never read: there is no dropout
+            seed = torch.zeros(2, dtype=torch.int64, device=query.device)
         dq, dk, dv, *_ = self._call(
-            self.backward_op,
+            op,
             grad_out=grad,
             query=query,
-            key=self._widen(_padded(k_BGMD, dim), q_BHLD.shape[1]),
-            value=self._widen(_padded(v_BGME, padded_v), q_BHLD.shape[1]),
-            attn_mask=self._fitted(bias, q_BHLD, k_BGMD),
+            key=self._widen(self._taken(k_BGMD, dim), query),
+            value=self._widen(self._taken(v_BGME, padded_v), query),
+            attn_mask=None if bias is None else self._fitted(bias, q_BHLD, k_BGMD),
             out=out,
             logsumexp=lse.unsqueeze(-1) if self.lse_column else lse,
             cum_seq_q=None,
@@ -181,7 +184,8 @@ class SdpaKernel(Kernel):
             grad_input_mask=[True, True, True, False],
             scale=scale,
         )
-        dq, dk, dv = dq[..., : dims[0]], dk[..., : dims[0]], dv[..., : dims[1]]
+        if dims != (dim, padded_v):
+            dq, dk, dv = dq[..., : dims[0]], dk[..., : dims[0]], dv[..., : dims[1]]
         return dq if sign == 1.0 else dq * sign, self._narrow(dk, k_BGMD), self._narrow(dv, v_BGME)
 
     def check(self, q_BHLD, k_BGMD, v_BGME, *, biased):
@@ -232,42 +236,45 @@ class SdpaKernel(Kernel):
 
         Columns of zeros in query and key do not change the logits. Additional columns of the output are removed.
         """
-        step = max(self.row_bytes // q.dtype.itemsize, 1)
-        dim, dim_v = (-(-x.shape[-1] // step) * step for x in (q, v))
+        dim, dim_v, step = q.shape[-1], v.shape[-1], max(self.row_bytes // q.dtype.itemsize, 1)
+        if step > 1:
+            dim, dim_v = -(-dim // step) * step, -(-dim_v // step) * step
         return (max(dim, dim_v), max(dim, dim_v)) if self.one_dim else (dim, dim_v)
 
-    def _fitted(self, bias: torch.Tensor | None, q_BHLD: torch.Tensor, k_BGMD: torch.Tensor) -> torch.Tensor | None:
+    def _taken(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """``tensor`` as the ops take it: padded with columns of zeros to a head dim, and copied if rows need it.
+
+        The ops assume that each row is contiguous, and CUDA ops load rows in aligned pieces of 16 bytes. They do not
+        check this; scaled_dot_product_attention checks it before it chooses an op.
+        """
+        if tensor.shape[-1] != dim:
+            tensor = F.pad(tensor, (0, dim - tensor.shape[-1]))
+        if tensor.stride(-1) == 1 and (self.row_bytes == 1 or self._is_aligned(tensor)):
+            return tensor
+        return tensor.clone(memory_format=torch.contiguous_format)
+
+    def _is_aligned(self, tensor: torch.Tensor) -> bool:
+        step = max(self.row_bytes // tensor.element_size(), 1)
+        return not any(place % step for place in (tensor.storage_offset(), *tensor.stride()[:-1]))
+
+    def _fitted(self, bias: torch.Tensor, q_BHLD: torch.Tensor, k_BGMD: torch.Tensor) -> torch.Tensor:
         """The bias expanded to [B, H, L, M], as the ops need it. Expanded dims need no memory."""
-        if bias is None:
-            return None
         shape = (*q_BHLD.shape[:3], k_BGMD.shape[2])
         bias = bias.to(q_BHLD.dtype).expand(*bias.shape[:-1], shape[3])
         bias = bias if bias.stride(-1) == 1 else bias.contiguous()
         padding = -shape[3] % max(self.row_bytes // bias.element_size(), 1)
         return F.pad(bias, (0, padding))[..., : shape[3]].expand(shape)
 
-    def _widen(self, kv: torch.Tensor, heads: int) -> torch.Tensor:
-        return kv if self.grouped else kv.repeat_interleave(heads // kv.shape[1], dim=1)
+    def _call(self, op: torch._ops.OpOverload, **values: Any) -> tuple[Any, ...]:
+        """Call an op with the values that its schema names."""
+        return op(**{name: values[alias] for name, alias in names_of(op).arguments.items()})
+
+    def _widen(self, kv: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+        return kv if self.grouped else kv.repeat_interleave(query.shape[1] // kv.shape[1], dim=1)
 
     @staticmethod
     def _narrow(grad: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         return grad if grad.shape[1] == kv.shape[1] else grad.unflatten(1, (kv.shape[1], -1)).sum(2)
-
-    def _call(self, op: torch._ops.OpOverload, **values: Any) -> tuple[Any, ...]:
-        """Call an op with the values that its schema names.
-
-        The ops assume that each row is contiguous, and CUDA ops load rows in aligned pieces of 16 bytes. They do not
-        check this; scaled_dot_product_attention checks it before it chooses an op. So tensors are copied if needed.
-        """
-        values |= {name: self._in_rows(values[name]) for name in _READ_IN_ROWS if name in values}
-        return op(**{name: values[alias] for name, alias in names_of(op).arguments.items()})
-
-    def _in_rows(self, tensor: torch.Tensor) -> torch.Tensor:
-        step = max(self.row_bytes // tensor.element_size(), 1)
-        places = (tensor.storage_offset(), *tensor.stride()[:-1])
-        if tensor.stride(-1) == 1 and (step == 1 or not any(place % step for place in places)):
-            return tensor
-        return tensor.clone(memory_format=torch.contiguous_format)
 
 
 # Optional arguments of the packed ops in some versions of torch, which are not used.
@@ -313,9 +320,9 @@ class VarlenKernel(SdpaKernel):
         dim_v, (dim, padded_v) = v[0].shape[-1], self._dims(q[0], v[0])
         out_THD, lse_HT, *_ = self._call(
             self.packed_forward_op,
-            query=_padded(q_THD, dim),
-            key=_padded(columns.join(k), dim),
-            value=_padded(columns.join(v), padded_v),
+            query=self._taken(q_THD, dim),
+            key=self._taken(columns.join(k), dim),
+            value=self._taken(columns.join(v), padded_v),
             scale=scale,
             return_debug_mask=False,
             **_documents(rows, columns, calls),
@@ -329,11 +336,11 @@ class VarlenKernel(SdpaKernel):
         dims, (dim, padded_v) = (q[0].shape[-1], v[0].shape[-1]), self._dims(q[0], v[0])
         dq, dk, dv = self._call(
             self.packed_backward_op,
-            grad_out=_padded(rows.join(grad), padded_v),
-            query=_padded(q_THD, dim),
-            key=_padded(columns.join(k), dim),
-            value=_padded(columns.join(v), padded_v),
-            out=_padded(rows.join(out), padded_v),
+            grad_out=self._taken(rows.join(grad), padded_v),
+            query=self._taken(q_THD, dim),
+            key=self._taken(columns.join(k), dim),
+            value=self._taken(columns.join(v), padded_v),
+            out=self._taken(rows.join(out), padded_v),
             logsumexp=rows.join_lse(lse),
             scale=scale,
             # Never read: there is no dropout.
@@ -405,14 +412,6 @@ def _positive_scale(q_BHLD: torch.Tensor, scale: float) -> tuple[torch.Tensor, f
         return q_BHLD, scale, 1.0
     sign = -1.0 if scale < 0 else 0.0
     return q_BHLD * sign, abs(scale) or 1.0, sign
-
-
-_READ_IN_ROWS = ("query", "key", "value", "grad_out", "out")
-
-
-def _padded(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-    """``tensor`` padded with columns of zeros to a head dim."""
-    return tensor if tensor.shape[-1] == dim else F.pad(tensor, (0, dim - tensor.shape[-1]))
 
 
 def _in_order_of(query: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

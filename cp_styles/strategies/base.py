@@ -172,20 +172,33 @@ class Strategy(ABC):
 _ALIGNMENT = 64
 
 
-def residual_views(specs: Sequence[Spec], residual: torch.Tensor) -> list[torch.Tensor]:
-    """Views of the tensors in a residual, in the order of ``specs``."""
-    views, offset = [], 0
-    for shape, dtype in specs:
-        size = prod(shape) * dtype.itemsize
-        views.append(residual[offset : offset + size].view(dtype).view(shape))
-        offset += -(-size // _ALIGNMENT) * _ALIGNMENT
-    return views
+class ResidualPlaces:
+    """Where the tensors of a residual are in it: see [Note: residual].
+
+    Attributes:
+        specs: shapes and dtypes of the tensors, in order.
+        spec: shape and dtype of the residual: uint8 ``[bytes]``.
+    """
+
+    def __init__(self, specs: Sequence[Spec]) -> None:
+        self.specs = list(specs)
+        self._places: list[tuple[int, int]] = []
+        end = 0
+        for shape, dtype in specs:
+            start, size = end, prod(shape) * dtype.itemsize
+            self._places.append((start, start + size))
+            end += -(-size // _ALIGNMENT) * _ALIGNMENT
+        self.spec: Spec = (end,), torch.uint8
+
+    def views(self, residual: torch.Tensor) -> list[torch.Tensor]:
+        """Views of the tensors in a residual, in the order of the specs."""
+        places = zip(self._places, self.specs, strict=True)
+        return [residual[start:stop].view(dtype).view(shape) for (start, stop), (shape, dtype) in places]
 
 
 def residual_spec(specs: Sequence[Spec]) -> Spec:
     """Shape and dtype of a residual with room for ``specs``: uint8 ``[bytes]``."""
-    size = sum(-(-prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for shape, dtype in specs)
-    return (size,), torch.uint8
+    return ResidualPlaces(specs).spec
 
 
 def new_residual(specs: Sequence[Spec], device: torch.device) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from cp_styles.mask import PerRow
-from cp_styles.strategies.base import Attention, Strategy, residual_spec, residual_views
+from cp_styles.strategies.base import Attention, ResidualPlaces, Strategy, residual_spec
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class PerRowStrategy(Strategy):
     def _kept(self, attention, residual, q, k, v) -> list[Any]:
         if residual is None:
             return [None] * q.shape[0]
-        return list(residual_views(self.residual_specs(attention, q, k, v), residual))
+        return [*ResidualPlaces(self.residual_specs(attention, q, k, v)).views(residual)]
 
 
 def _rows(attention: Attention, *tensors: torch.Tensor) -> list[tuple[Attention, Any]]:

@@ -24,7 +24,7 @@ from cp_styles.comm.point_to_point import Transfers, split_group
 from cp_styles.device import tensor_on
 from cp_styles.layout import Chunk, SequenceLayout, Stripes, striped
 from cp_styles.profiler_ranges import named_range
-from cp_styles.strategies.base import Attention, Spec, Strategy, residual_spec, residual_views
+from cp_styles.strategies.base import Attention, ResidualPlaces, Spec, Strategy, residual_spec
 from cp_styles.strategies.ring import Ring
 
 
@@ -291,6 +291,7 @@ class _Levels:
         groups = None if group is None else ref(group), inner_group
         self.chunks = [_Chunk(strategy.inner, attention, each, groups, q, k, v) for each in geometries]
         self.specs = [spec for chunk in self.chunks for spec in chunk.specs]
+        self._places = ResidualPlaces(self.specs)
         ways = zip(*(chunk.ways for chunk in self.chunks), strict=True)
         self.joined = [] if group is None else [Joined(way) for way in ways]
         self._like_queries: dict[int, Joined] = {}
@@ -309,7 +310,7 @@ class _Levels:
         """For each chunk views of ``residual``. Without one there are none."""
         if residual is None:
             return [(None, None, None)] * len(self.chunks)
-        found, views = [], iter(residual_views(self.specs, residual))
+        found, views = [], iter(self._places.views(residual))
         for chunk in self.chunks:
             *places, out, inner = islice(views, len(chunk.specs))
             found.append((places, out.transpose(1, 2), inner))

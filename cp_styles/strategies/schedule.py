@@ -1,0 +1,272 @@
+"""The steps of one rank that sends keys and values to the queries of other ranks. Derived; without tensors.
+
+A schedule follows from the plan, the shapes of a call, and the rounds and ``keep`` of the strategy. So it is made once,
+and a call only walks over it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from cp_styles.cache import remembered
+from cp_styles.layout import SequenceLayout
+from cp_styles.mask import Mask
+from cp_styles.plan import Cover, Rows, Tile, make_plan
+
+Span: TypeAlias = tuple[int, int]
+"""A half-open range, of heads or of rows."""
+
+Rounds: TypeAlias = tuple[tuple[int, ...], ...]
+"""Distances in groups that arrive together. The source of rank r at a distance is the rank r - distance."""
+
+Shape: TypeAlias = tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """Some key heads and rows of one rank's keys and values. They travel as one message: k as [B, g, rows, D], then v
+    as [B, g, rows, E], both contiguous.
+
+    Attributes:
+        heads: the key heads.
+        rows: the rows, as the rank that holds them counts them.
+        shapes: of k and of v.
+        sizes: numbers of elements of k and of v.
+    """
+
+    heads: Span
+    rows: Rows
+    shapes: tuple[Shape, Shape]
+    sizes: tuple[int, int]
+
+    @property
+    def size(self) -> int:
+        """Number of elements of the message."""
+        return self.sizes[0] + self.sizes[1]
+
+    def in_message(self, message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of k and v in a message."""
+        k, v = message.split(self.sizes)
+        return k.view(self.shapes[0]), v.view(self.shapes[1])
+
+    def packed(self, k_BGMD: torch.Tensor, v_BGME: torch.Tensor) -> torch.Tensor:
+        """The message, from the keys and values of the rank that holds them: one copy."""
+        message = k_BGMD.new_empty(self.size)
+        heads = slice(*self.heads)
+        for target, tensor in zip(self.in_message(message), (k_BGMD, v_BGME), strict=True):
+            at = 0
+            for start, stop in self.rows:
+                target[:, :, at : at + stop - start] = tensor[:, heads, start:stop]
+                at += stop - start
+        return message
+
+    def unpacked(self, k_BGMD: torch.Tensor, v_BGME: torch.Tensor) -> list[torch.Tensor]:
+        """k and v of the rank that holds them: views if the rows are one range, otherwise one copy."""
+        heads = slice(*self.heads)
+        if len(self.rows) == 1:
+            rows = slice(*self.rows[0])
+            return [k_BGMD[:, heads, rows], v_BGME[:, heads, rows]]
+        return [torch.cat([x[:, heads, start:stop] for start, stop in self.rows], 2) for x in (k_BGMD, v_BGME)]
+
+
+class Keys(NamedTuple):
+    """Some key heads of one source, with which this rank computes.
+
+    Attributes:
+        source: the rank that holds them.
+        block: which heads and rows of the source these are.
+        q_heads: the query heads that attend to them.
+        tiles: of the plan; those with an explicit mask last.
+        kept: if the message is kept in the residual, which of the kept messages it is part of, and its elements there.
+    """
+
+    source: int
+    block: Block
+    q_heads: Span
+    tiles: tuple[Tile, ...]
+    kept: tuple[int, slice] | None
+
+
+class GradientMessages(NamedTuple):
+    """In a backward: where the gradients of keys go, and which gradients come in exchange.
+
+    Attributes:
+        source: the rank that holds the keys, and gets their gradients. It may be this rank.
+        keys: the keys. None: this rank has computed with none.
+        peer: the rank from which gradients of this rank's keys come.
+        block: these keys. None: no gradients come.
+    """
+
+    source: int
+    keys: Keys | None
+    peer: int
+    block: Block | None
+
+
+class Step(NamedTuple):
+    """What is computed together.
+
+    Attributes:
+        number: its number, from 0.
+        travels: whether its keys must be sent. Otherwise they are there already.
+        keys: the keys with which this rank computes.
+        sources: the rank of each of ``keys``.
+        tiles: (index in ``keys``, tile); tiles with an explicit mask last, because a kernel may compute the others in
+            one call, and another kernel these.
+        sends: (rank, block): what this rank sends in the same step.
+        gradients: the messages of a backward, in an order that is the same on all ranks.
+    """
+
+    number: int
+    travels: bool
+    keys: tuple[Keys, ...]
+    sources: tuple[int, ...]
+    tiles: tuple[tuple[int, Tile], ...]
+    sends: tuple[tuple[int, Block], ...]
+    gradients: tuple[GradientMessages, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """The schedule of one rank.
+
+    Attributes:
+        rank: the rank.
+        forward, backward: the steps in order. Every rank takes every step, also one in which it has nothing to do: the
+            messages of two ranks match by order.
+        kept: numbers of elements of the messages that are kept in the residual.
+        tiles: number of tiles of a forward.
+        nbytes: approximate size in memory.
+    """
+
+    rank: int
+    forward: tuple[Step, ...]
+    backward: tuple[Step, ...]
+    kept: tuple[int, ...]
+    tiles: int
+    nbytes: int
+
+
+def _size(arguments: tuple[Any, ...], schedule: Schedule) -> int:
+    return sum(x.nbytes for x in arguments[:3]) + schedule.nbytes
+
+
+@remembered(_size)
+def make_schedule(
+    q_layout: SequenceLayout,
+    kv_layout: SequenceLayout,
+    pattern: Mask,
+    rank: int,
+    small_tiles: bool,
+    rounds: Rounds,
+    keep: int,
+    q_shape: Shape,
+    k_shape: Shape,
+    v_shape: Shape,
+) -> Schedule:
+    """The schedule of ``rank``. See :func:`~cp_styles.plan.make_plan` for the first arguments; ``pattern`` is that of
+    the mask.
+
+    Args:
+        rounds: every distance from 1 to the number of ranks - 1 once.
+        keep: number of sources whose messages are kept for the backward.
+        q_shape: shape of the local query [B, H, L, D].
+        k_shape: shape of the local key [B, G, M, D].
+        v_shape: shape of the local value [B, G, M, E].
+    """
+    plan = make_plan(q_layout, kv_layout, pattern, rank, small_tiles=small_tiles)
+    ranks, lengths, key_heads = q_layout.ranks, q_layout.lengths, k_shape[1]
+    share = q_shape[1] // max(key_heads, 1)
+    distances = [distance for each in rounds for distance in each]
+    kept = distances[:keep]
+    whole, (query, key) = [(0, key_heads)], _row_sizes(q_shape, k_shape, v_shape)
+    groups = _groups(key_heads, query, key) if len(rounds) > 1 else whole
+    made: dict[tuple[Span, Rows], Block] = {}
+
+    def source(distance: int) -> int:
+        return (rank - distance) % ranks
+
+    def peer(distance: int) -> int:
+        return (rank + distance) % ranks
+
+    def blocks(rows: Rows, spans: Sequence[Span]) -> list[Block]:
+        """One for each range of heads; the same object for the same rows, so that they are packed once."""
+        return [made.setdefault((heads, rows), _block(heads, rows, k_shape, v_shape)) for heads in spans if rows]
+
+    def travelling(other: int, rows: Rows) -> list[Block]:
+        """Few rows travel with all heads. This rank and the ``other`` both know how."""
+        small = _count(rows) * key * len(groups) <= query * min(lengths[rank], lengths[other])
+        return blocks(rows, whole if small else groups)
+
+    def keys_of(distance: int, found: Sequence[Block]) -> list[Keys]:
+        tiles = plan.parts[source(distance)].tiles if prod(q_shape) else ()
+        tiles = tuple(sorted(tiles, key=lambda tile: tile.cover is Cover.PARTIAL))
+        keys, at = [], 0
+        for block in found:
+            place = (kept.index(distance), slice(at, at + block.size)) if distance in kept else None
+            q_heads = block.heads[0] * share, block.heads[1] * share
+            keys.append(Keys(source(distance), block, q_heads, tiles, place))
+            at += block.size
+        return keys
+
+    coming = {d: travelling(source(d), plan.parts[source(d)].rows) for d in distances}
+    going = {d: travelling(peer(d), plan.sends[peer(d)]) for d in distances}
+    in_groups = any(len(found) > 1 for found in (*coming.values(), *going.values()))
+    coming[0], going[0] = blocks(plan.parts[rank].rows, groups if in_groups else whole), []
+    keys = {distance: keys_of(distance, found) for distance, found in coming.items()}
+
+    def step(number: int, group: int, distances: Sequence[int], travels: bool) -> Step:
+        here = {d: keys[d][group] for d in distances if group < len(keys[d])}
+        there = {d: going[d][group] for d in distances if group < len(going[d])}
+        tiles = [(index, tile) for index, each in enumerate(here.values()) for tile in each.tiles]
+        tiles.sort(key=lambda entry: entry[1].cover is Cover.PARTIAL)
+        sends = [(peer(d), block) for d, block in there.items()]
+        used = [d for d in distances if d in here or d in there]
+        gradients = [GradientMessages(source(d), here.get(d), peer(d), there.get(d)) for d in used]
+        sources = [each.source for each in here.values()]
+        parts = (here.values(), sources, tiles, sends, gradients)
+        return Step(number, travels, *map(tuple, parts))  # pyright: ignore[reportArgumentType]
+
+    def steps(made: Sequence[tuple[int, Sequence[int], bool]]) -> tuple[Step, ...]:
+        return tuple(step(number, *each) for number, each in enumerate(made))
+
+    forward, backward = [], []
+    for group in range(len(groups)):
+        own = [(group, (0,), False)]
+        forward += own
+        forward += [(group, each, True) for each in rounds]
+        # Steps with kept messages come first: they need not wait, and the other messages are sent meanwhile.
+        for others in (False, True):
+            backward += own if others else []
+            chosen = [[d for d in each if (d not in kept) == others] for each in rounds]
+            backward += [(group, each, others) for each in chosen if each]
+    sizes = tuple(sum(block.size for block in coming[distance]) for distance in kept)
+    tiles = sum(len(each.tiles) for found in keys.values() for each in found)
+    nbytes = plan.nbytes + 1500 * (len(forward) + len(backward)) + 200 * tiles
+    return Schedule(rank, steps(forward), steps(backward), sizes, tiles, nbytes)
+
+
+def _groups(key_heads: int, query: int, key: int) -> list[Span]:
+    """Key heads in as few groups as possible, such that a row of k and v of a group is at most a row of queries."""
+    parts = min(key_heads, -(-key // max(query, 1))) or 1
+    return list(pairwise(key_heads * index // parts for index in range(parts + 1)))
+
+
+def _row_sizes(q_shape: Shape, k_shape: Shape, v_shape: Shape) -> tuple[int, int]:
+    """Elements of a row of queries, and of a row of k and v."""
+    return q_shape[1] * q_shape[3], k_shape[1] * (k_shape[3] + v_shape[3])
+
+
+def _block(heads: Span, rows: Rows, k_shape: Shape, v_shape: Shape) -> Block:
+    k, v = ((shape[0], heads[1] - heads[0], _count(rows), shape[3]) for shape in (k_shape, v_shape))
+    return Block(heads, rows, (k, v), (prod(k), prod(v)))
+
+
+def _count(rows: Rows) -> int:
+    return sum(stop - start for start, stop in rows)
