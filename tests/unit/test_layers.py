@@ -86,6 +86,7 @@ _TABLES = {
 }
 _TABLES |= {"count", "dict", "set", "list", "Counter", "defaultdict", "deque"}
 _CACHES = {"cache", "lru_cache", "remembered"}
+_CHANGES = {"append", "add", "update", "setdefault", "pop", "popitem", "clear", "extend", "remove", "move_to_end"}
 # What the package writes on tensors, modules, classes and meshes.
 _ATTRIBUTE = re.compile(r"_(?:cp_styles|context_parallel)_\w+")
 
@@ -96,28 +97,82 @@ def called(node: ast.expr) -> str:
 
 
 def state_of(source: str) -> Iterator[str]:
-    """Names of what outlives a call: tables at the top level that begin empty, caches, attributes on other objects."""
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.FunctionDef) and any(called(each) in _CACHES for each in node.decorator_list):
-            yield node.name
+    """Names of what outlives a call: tables of modules and classes, caches, ``global``, attributes on other objects."""
+    tree = ast.parse(source)
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    changed = {name for function in functions for name in changed_in(function)}
+    for node in [*tree.body, *(each for one in classes for each in one.body)]:
         if not isinstance(node, ast.Assign | ast.AnnAssign):
             continue
-        value, target = node.value, node.targets[0] if isinstance(node, ast.Assign) else node.target
+        value, target = node.value, ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)
         empty = (isinstance(value, ast.Dict) and not value.keys) or (isinstance(value, ast.List) and not value.elts)
-        if empty or (isinstance(value, ast.Call) and called(value) in _TABLES):
-            yield ast.unparse(target)
-    for node in ast.walk(ast.parse(source)):
+        filled = isinstance(value, ast.Dict | ast.List | ast.Set | ast.DictComp | ast.ListComp) and target in changed
+        if empty or filled or (isinstance(value, ast.Call) and called(value) in _TABLES):
+            yield target
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and any(called(each) in _CACHES for each in node.decorator_list):
+            yield node.name
+        if isinstance(node, ast.Global):
+            yield from node.names
         name = node.attr if isinstance(node, ast.Attribute) else node.value if isinstance(node, ast.Constant) else None
         if isinstance(name, str) and _ATTRIBUTE.fullmatch(name):
             yield name
 
 
+def changed_in(function: ast.FunctionDef) -> Iterator[str]:
+    """Names of the tables whose entries a function changes. (Attributes of objects are not tables of a module.)"""
+    for node in ast.walk(function):
+        is_set = isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del)
+        if is_set or (isinstance(node, ast.Attribute) and node.attr in _CHANGES):
+            yield ast.unparse(node.value)
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("seen = {}", ["seen"]),
+        ("seen: WeakSet[int] = WeakSet()", ["seen"]),
+        ("known = {1: 2}\ndef f(x):\n    known[x] = 3", ["known"]),
+        ("known = {1: 2}\ndef f(x):\n    known.update(x)", ["known"]),
+        ("known = {1: 2}\ndef f(x):\n    return known[x]", []),
+        ("class A:\n    seen = []", ["seen"]),
+        ("class A:\n    @lru_cache(maxsize=3)\n    def f(self): ...", ["f"]),
+        ("def f():\n    global n\n    n = 1", ["n"]),
+        ("def f(x):\n    x._cp_styles_y = 1", ["_cp_styles_y"]),
+        ("def f():\n    seen = {}\n    seen[1] = 2", []),
+    ],
+)
+def test_the_reader_of_state(source: str, expected: list[str]):
+    assert list(state_of(source)) == expected
+
+
 def test_contributing_names_all_state():
     (text,) = re.findall(r"### State that outlives a call\n(.*?)\n## ", CONTRIBUTING.read_text(), re.DOTALL)
-    rows = re.findall(r"`([\w/]+\.py)`: ((?:`\w+`(?:, )?)+)", text.partition("DTensor's own table")[0])
+    rows = re.findall(
+        r"`([\w/]+\.py)`: ((?:`\w+`(?:, )?)+)", text.partition("What the package registers with others")[0]
+    )
     told = {(file, name) for file, names in rows for name in re.findall(r"\w+", names)}
     assert told == {
         (path.relative_to(PACKAGE).as_posix(), name) for path in package_files() for name in state_of(path.read_text())
+    }
+
+
+# What registers functions of the package with torch or with transformers.
+_REGISTERS = re.compile(
+    r'torch\.library\.define\(\s*"cp_styles::(\w+)"|\b(register_optimizer_step_post_hook|\w+Interface)\b[\w.]*\('
+    r"|\b(sdpa_handlers)\(\)"
+)
+
+
+def test_contributing_names_all_that_is_registered():
+    (text,) = re.findall(r"### State that outlives a call\n(.*?)\n## ", CONTRIBUTING.read_text(), re.DOTALL)
+    rows = re.findall(r"^\| `([\w/]+\.py)` \| ((?:`\w+`(?:, )?)+) \|", text, re.MULTILINE)
+    told = {(file, name) for file, names in rows for name in re.findall(r"\w+", names)}
+    assert told == {
+        (path.relative_to(PACKAGE).as_posix(), next(filter(None, found)))
+        for path in package_files()
+        for found in _REGISTERS.findall(code_of(path))
     }
 
 
@@ -180,8 +235,12 @@ def test_rules_are_written_in_one_place(pattern: str, places: set[str]):
 
 def code_has(pattern: str, path: Path) -> bool:
     """Whether a line of a file's code, not of its docstrings and comments, has the pattern."""
-    text = re.sub(r'"""(?:.|\n)*?"""|#.*', "", path.read_text())
-    return re.search(pattern, text) is not None
+    return re.search(pattern, code_of(path)) is not None
+
+
+def code_of(path: Path) -> str:
+    """A file without its docstrings and comments."""
+    return re.sub(r'"""(?:.|\n)*?"""|#.*', "", path.read_text())
 
 
 def test_only_compat_names_what_torch_keeps_private():

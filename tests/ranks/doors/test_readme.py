@@ -13,6 +13,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
+import cp_styles
 from cp_styles import (
     AttentionContextParallel,
     Ring,
@@ -388,6 +389,16 @@ def test_each_supported_feature_names_its_test():
             text = (ROOT / path).read_text()
             assert path.endswith(name)
             assert not test or f"def {test}(" in text, f"{feature}: {path} has no {test}"
+
+
+def test_the_support_page_leaves_nothing_out():
+    """Every name that the package exports, and every test file that runs on ranks."""
+    section = PAGES[ROOT / "tutorials/support.md"].split("\n## Versions of torch")[0]
+    words = set(re.findall(r"\w+", " ".join(re.findall(r"`([^`]+)`", section))))
+    assert [name for name in cp_styles.__all__ if name not in words] == []
+    linked = set(re.findall(r"\]\(\.\./(tests/[\w/]+\.py)", section))
+    files = {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests/ranks").rglob("test_*.py")}
+    assert files - linked == set()
 
 
 def anchors(text: str) -> set[str]:
