@@ -35,7 +35,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 DETACH_IN_PLACE_HAS_NO_RULE = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13)
 
 
-# What every call asks torch is read without a Python function in between: each of these is one in C.
+# What every call asks torch is read without a function of ours in between.
 #
 # sdpa_handlers() is the dict of handlers for ops that DTensor reads at each dispatch. Seen: 2.11 to 2.15.
 sdpa_handlers: Callable[[], dict[Any, Callable[..., Any]]] = partial(
@@ -52,10 +52,19 @@ forward_mode_level: Callable[[], int] = partial(getattr, forward_ad, "_current_l
 torch_func_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack  # pyright: ignore
 # Whether a tensor was computed from an argument of a function that torch.func transforms. Seen: 2.11 to 2.15.
 is_in_torch_func: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor  # pyright: ignore
+# Whether autocast is on for some device. Seen: 2.11 to 2.15.
+any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 # The id of the backward that is running in this thread; below 0 there is none. Seen: 2.11 to 2.15.
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
+# The TorchFunctionModes that are entered in this thread, outermost first. Seen: 2.11 to 2.15.
+function_modes: Callable[[], list[Any]] = overrides._get_current_function_mode_stack  # pyright: ignore
 # The number of TorchDispatchModes that are entered in this thread. Seen: 2.11 to 2.15.
 dispatch_modes_entered: Callable[[], int] = torch._C._len_torch_dispatch_stack  # pyright: ignore
+# The innermost (pack, unpack) of ``torch.autograd.graph.saved_tensors_hooks`` in this thread, or None. Seen: 2.11 to
+# 2.15.
+saved_tensors_hooks_on_top: Callable[[], tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None] = (
+    partial(torch._C._autograd._top_saved_tensors_default_hooks, False)  # pyright: ignore
+)
 # The autograd node whose backward is running in this thread, or None. A compiled graph is one node. Seen: 2.11 to 2.15.
 current_autograd_node: Callable[[], Any] = torch._C._current_autograd_node  # pyright: ignore
 
@@ -383,12 +392,6 @@ def has_tangent(tensor: torch.Tensor) -> bool:
     return True
 
 
-def saved_tensors_hooks_on_top() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
-    """The innermost (pack, unpack) of ``torch.autograd.graph.saved_tensors_hooks`` in this thread, or None. Seen: 2.11
-    to 2.15."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore
-
-
 # Other autograd.Functions of torch, including compiled graphs, do not run a user's function again.
 _TORCH_FILES = torch.__path__[0]
 
@@ -603,11 +606,6 @@ def never_compiled(function: F) -> F:
     """
     never_compile_alone(function, nor_what_it_calls=True)
     return function
-
-
-def function_modes() -> list[Any]:
-    """The TorchFunctionModes that are entered in this thread, outermost first. Seen: 2.11 to 2.15."""
-    return overrides._get_current_function_mode_stack()  # pyright: ignore
 
 
 def without_function_modes() -> contextlib.AbstractContextManager[Any]:

@@ -317,7 +317,8 @@ def _attention(
 def _refuse(binding: Binding, values: dict[str, Any], tensors: list[DTensor]) -> None:
     """Raise for a call that is not an attention over this module's sequence."""
     name = binding.name
-    refuse_dropout(name, values["dropout_p"])
+    if values["dropout_p"]:
+        refuse_dropout(name, values["dropout_p"])
     if isinstance(values.get("attn_mask"), DTensor):
         raise NotImplementedError(
             f"{name}: attn_mask is a DTensor; pass the mask of the whole sequence as a plain tensor, the same on all "

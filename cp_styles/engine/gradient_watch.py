@@ -40,7 +40,7 @@ from torch.distributed.fsdp import FlatParameter
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from cp_styles._compat import current_autograd_node, graph_task_id, is_traced, without_dispatch_modes
+from cp_styles._compat import current_autograd_node, graph_task_id, without_dispatch_modes
 from cp_styles.comm.checksum import device_checksum
 from cp_styles.comm.groups import shares_ranks, world
 from cp_styles.comm.point_to_point import gather_numbers, largest_over
@@ -132,7 +132,7 @@ class ParameterWatch:
         """A checksum of the parameters behind ``tensors``; 0 if they are not compared now. No communication."""
         self._looked_at = []
         trained = any(map(_REQUIRES_GRAD, tensors)) or bool(self._known)
-        self._counts = trained and group.size() > 1 and not is_traced() and graph_task_id() < 0
+        self._counts = trained and group.size() > 1 and graph_task_id() < 0 and not torch.compiler.is_exporting()
         # A power of two has no bit in common with the number below it.
         if not self._counts or self._attentions & (self._attentions + 1) or self._warned:
             return 0

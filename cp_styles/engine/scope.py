@@ -239,17 +239,13 @@ class ScopedBinding:
         mesh = rebind(free.pop(), binding) if free else bound_mesh(binding, device_type)
         return Lease(mesh, binding, free)
 
-    def now(self) -> Binding:
-        """The binding for a call at this moment.
+    def resolve(self) -> tuple[Binding, SequenceScope | None]:
+        """The binding for a call at this moment, and the scope that applies.
 
         Raises:
-            RuntimeError: in a recomputation without its scope.
-            ValueError: the module names another layout than the scope.
+            RuntimeError: on every rank, in a recomputation without its scope.
+            ValueError: on every rank, if the module names another layout than the scope.
         """
-        return self.resolve()[0]
-
-    def resolve(self) -> tuple[Binding, SequenceScope | None]:
-        """The result of :meth:`now`, and the scope that applies."""
         if not (_open.get() or _open_anywhere or self.history.was_scoped):
             return self.unscoped, None
         try:

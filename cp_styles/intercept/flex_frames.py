@@ -15,6 +15,7 @@ another way are refused.
 from __future__ import annotations
 
 import math
+import re
 import sys
 from types import FrameType
 from typing import Any
@@ -65,7 +66,13 @@ class FlexCalls:
             return None
         asked_in = frame.f_code.co_name
         if func is _SIZE:
-            return _whole_length(frame, args[0]) if _is_part(asked_in) else None
+            if not _IS_PART(asked_in):
+                return None
+            said = flex_locals(frame)
+            if said.block_mask is None or min(said.block_mask.BLOCK_SIZE) >= FLEX_UNBLOCKED:
+                return None
+            queries, keys = said.block_mask.seq_lengths
+            return queries if args[0] is said.query else keys if args[0] is said.key else None
         if func is _NUMEL:  # flex_attention takes an empty logsumexp for one that was not requested
             return 1 if self._empty_lse is not None and args[0] is self._empty_lse else None
         if func == _REQUIRES_GRAD:
@@ -76,7 +83,7 @@ class FlexCalls:
 
     def _expect(self, frame: FrameType | None) -> None:
         """Note the call. This is the last query before the operator."""
-        if frame is None or frame.f_globals is not FLEX_GLOBALS or not _is_part(frame.f_code.co_name):
+        if frame is None or frame.f_globals is not FLEX_GLOBALS or not _IS_PART(frame.f_code.co_name):
             return
         said = flex_locals(frame)
         call = FlexCall(
@@ -125,22 +132,10 @@ def traced_part() -> str:
 
     "whole": the function. "rest": what follows after a graph break at its beginning. "": another function.
     """
-    names = [name for file, name in traced_functions() if file == _FILE and _is_part(name)]
+    names = [name for file, name in traced_functions() if file == _FILE and _IS_PART(name)]
     return "" if not names else "whole" if names[0] == FLEX_FUNCTION.__name__ else "rest"
 
 
-def _is_part(name: str) -> bool:
-    """Whether a function of torch's module is flex_attention, or its rest after a graph break."""
-    return name == FLEX_FUNCTION.__name__ or name.startswith(f"{RESUMED}_{FLEX_FUNCTION.__name__}_")
-
-
+# Whether a function of torch's module is flex_attention, or its rest after a graph break; by its name.
+_IS_PART = re.compile(rf"({RESUMED}_{FLEX_FUNCTION.__name__}_.*)|{FLEX_FUNCTION.__name__}", re.DOTALL).fullmatch
 _FILE = FLEX_FUNCTION.__code__.co_filename
-
-
-def _whole_length(frame: FrameType, tensor: torch.Tensor) -> int | None:
-    said = flex_locals(frame)
-    if said.block_mask is None or min(said.block_mask.BLOCK_SIZE) >= FLEX_UNBLOCKED:
-        return None
-    if tensor is said.query:
-        return said.block_mask.seq_lengths[0]
-    return said.block_mask.seq_lengths[1] if tensor is said.key else None

@@ -250,7 +250,7 @@ class AttentionCalls(TorchFunctionMode):
         call = self._flex.take()
         if call is None:
             raise NotImplementedError(f"{self._name}: {FLEX_RENAMED or _FLEX_UNSEEN}")
-        found = flex_attend(self._scoped.now(), (query, key, value), call, self._check_plain)
+        found = flex_attend(self._scoped.resolve()[0], (query, key, value), call, self._check_plain)
         return self._flex.results(*found)
 
     @property
@@ -307,7 +307,7 @@ class AttentionCalls(TorchFunctionMode):
             self._check_cut_everywhere()
             self.check_reruns()
 
-        binding = self._scoped.now()
+        binding = self._scoped.resolve()[0]
         if score_mod is None:
             return attend(
                 binding.with_mask(mask), tensors, attn_mask=attn_mask, scale=scale, sink_H=sink_H, refuse=check
@@ -333,7 +333,7 @@ class AttentionCalls(TorchFunctionMode):
         The mask of ``call`` holds in addition to the module's and the scope's. Kernel and agreement are the module's.
         """
         self._tally.calls += 1
-        binding = self._scoped.now()
+        binding = self._scoped.resolve()[0]
         mask = binding.mask & call.mask
         call = replace(call, mask=mask, kernel=binding.kernel, agreement=binding.agreement)
         return decode(binding.name, q_BHLD, cache, call)
@@ -341,7 +341,7 @@ class AttentionCalls(TorchFunctionMode):
     @never_compiled
     def _attend_varlen(self, *args: Any, **kwargs: Any) -> Any:
         self._tally.calls += 1
-        return varlen_operator(self._scoped.now(), self._check_plain, *args, **kwargs)
+        return varlen_operator(self._scoped.resolve()[0], self._check_plain, *args, **kwargs)
 
     def _check_plain(self) -> None:
         self.check_reruns()
@@ -400,7 +400,7 @@ class AttentionCalls(TorchFunctionMode):
 
     def _check_cut(self, given: list[torch.Tensor]) -> None:
         """Raise, on every rank, if another layout has cut an input of the model."""
-        binding = self._scoped.now()
+        binding = self._scoped.resolve()[0]
         try:
             binding.refuse_other_cut(given)
         except Exception as error:  # of any kind: the other ranks must raise too

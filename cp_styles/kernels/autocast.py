@@ -8,6 +8,8 @@ from operator import attrgetter
 
 import torch
 
+from cp_styles._compat import any_autocast
+
 _DTYPE = attrgetter("dtype")
 
 
@@ -26,7 +28,7 @@ def attended_dtypes(tensors: Sequence[torch.Tensor]) -> tuple[torch.dtype, ...]:
     Autocast does not change float64 and non-floating dtypes.
     """
     dtypes = tuple(map(_DTYPE, tensors))
-    lower = _lower(tensors[0].device)
+    lower = _lower(tensors[0].device) if any_autocast() else None
     return dtypes if lower is None else tuple([_lowered(dtype, lower) for dtype in dtypes])
 
 
@@ -36,6 +38,8 @@ def _lowered(dtype: torch.dtype, lower: torch.dtype) -> torch.dtype:
 
 def as_attended(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """``tensors`` of one device as scaled_dot_product_attention would take them here. Differentiable."""
+    if not torch.compiler.is_compiling() and not any_autocast():
+        return tuple(tensors)
     lower = _lower(tensors[0].device)
     return tuple(tensors) if lower is None else tuple([x.to(_lowered(x.dtype, lower)) for x in tensors])
 

@@ -190,7 +190,7 @@ class ContextParallelState:
         options = {"seq_dim": self.style.seq_dim, "use_local_output": self.style.use_local_output}
         Traced(self._scoped, self.dtensor_io, self.axis, self._places, self.run, **options).attach(self.module)
         # Last to change the inputs and first to change the outputs, so that hooks of other styles see the same as ever.
-        before = self.module.register_forward_pre_hook(self._pre_forward, with_kwargs=True)
+        before = self.module.register_forward_pre_hook(self._enter, with_kwargs=True)
         after = self.module.register_forward_hook(self._post_forward, prepend=True, always_call=True)
         hooks_in_order(self.module, before, after)
         for parameter in self.module.parameters():
@@ -203,13 +203,11 @@ class ContextParallelState:
             self.style, copy.deepcopy(self.module, memo), self.dtensor_io, self.axis, self._unscoped
         )
 
-    def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Hook before the forward: the inputs become DTensors on a bound mesh."""
         if torch.compiler.is_dynamo_compiling():
             traced_of(module).ran = False
             return args, kwargs
-        return self._enter(args, kwargs)
-
-    def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         install()
         scoped = as_kept(self._scoped)
         self.binding, scope = scoped.resolve()
@@ -218,7 +216,9 @@ class ContextParallelState:
         arguments = dict(zip(self._names, args, strict=True)) if bound is None else bound.arguments
         inputs: tuple[Any, ...] = tuple(map(arguments.get, self._names))
         dim = self.style.seq_dim
-        local = tuple([value.to_local() if isinstance(value, DTensor) else value for value in inputs])
+        q, k, v = local = inputs
+        if isinstance(q, DTensor) or isinstance(k, DTensor) or isinstance(v, DTensor):
+            local = tuple([value.to_local() if isinstance(value, DTensor) else value for value in inputs])
         attn_mask = arguments.get("attn_mask")
         asked = self.binding
         refuse = partial(self._refuse, arguments, inputs, local)
@@ -278,7 +278,7 @@ class ContextParallelState:
         if self._entered:
             with FusedCalls():
                 return forward(*args, **kwargs)
-        args, kwargs = self._enter(args, kwargs)
+        args, kwargs = self._enter(self.module, args, kwargs)
         try:
             with FusedCalls():
                 output = forward(*args, **kwargs)
@@ -339,7 +339,7 @@ class ContextParallelState:
         """Raise for errors that only this rank may see."""
         name = self.binding.name
         try:
-            self._other_axes = self.dtensor_io.other_axes(self._names, inputs)
+            self._other_axes = None if local is inputs else self.dtensor_io.other_axes(self._names, inputs)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
         check_local(name, local)
