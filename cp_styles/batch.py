@@ -200,6 +200,8 @@ def global_token_count(labels: torch.Tensor, group: Group, *, ignore_index: int 
 
     Communication: one all-reduce of one integer. If attention ran since the last exchange between the ranks, one
     all-gather of some integers over the group of the attention before that, as at the first backward.
+
+    Example: see :func:`global_loss`.
     """
     _, group = axis_and_group("global_token_count", group, ordered=False)
     end_forwards()
@@ -244,6 +246,11 @@ def chunked_token_losses(
 
     Raises:
         ValueError: labels or weights whose shape is not that of the tokens.
+
+    Example::
+
+        losses = chunked_token_losses(hidden, head.weight, labels)  # in place of cross_entropy(head(hidden), ...)
+        loss = global_loss(losses, global_token_count(labels, mesh), mesh)
     """
     tokens = hidden_BLD.shape[:-1]
     for name, given in (("labels_BL", labels_BL), ("token_weights_BL", token_weights_BL)):
@@ -300,6 +307,13 @@ def global_loss(
 
     Raises:
         ValueError: for a DTensor that is not replicated, or ``averaged_over`` below 1.
+
+    Example::
+
+        losses = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+        loss = global_loss(losses, global_token_count(labels, mesh), mesh)
+        loss.backward()
+        sum_gradients(model, mesh)
     """
     if averaged_over < 1:
         raise ValueError(f"averaged_over must be a number of ranks (1 where gradients are summed), got {averaged_over}")
@@ -368,6 +382,8 @@ def sum_gradients(
             ranks of ``group``: by a DDP module, as DTensors on a mesh over these ranks, or, if they have not changed
             since, by this function or in the backward of :func:`~cp_styles.collectives.split`. (Gradients that a later
             backward was added to are not recognized. So sum once in a step, after its last backward.)
+
+    Example: see :func:`global_loss`.
     """
     _, group = axis_and_group("sum_gradients", group, ordered=False)
 

@@ -311,6 +311,10 @@ def contiguous(length: int, ranks: int) -> SequenceLayout:
     Args:
         length: number of positions.
         ranks: number of ranks. It need not divide ``length``.
+
+    Example::
+
+        assert contiguous(10, 3).chunks == (((0, 4),), ((4, 7),), ((7, 10),))
     """
     _check(length, ranks)
     return SequenceLayout.from_chunks([chunk] for chunk in ranges_of(even_sizes(length, ranks)))
@@ -324,6 +328,10 @@ def head_tail(length: int, ranks: int) -> SequenceLayout:
         ranks: number of ranks, P. It need not divide ``length``.
 
     Source: Brandon et al., Striped Attention (2023), and the causal balance of Megatron-LM's context parallelism.
+
+    Example::
+
+        assert head_tail(8, 2).chunks == (((0, 2), (6, 8)), ((2, 6),))
     """
     return per_document_head_tail(length, ranks, documents=[length], cut_all=True)
 
@@ -351,6 +359,11 @@ def per_document_head_tail(
 
     Raises:
         ValueError: ``documents`` do not add up to ``length``.
+
+    Example::
+
+        layout = per_document_head_tail(1000, 4, documents=[600, 300, 100])
+        assert layout.lengths == (250, 250, 250, 250)
     """
     _check(length, ranks)
     if sum(documents) != length or any(size < 0 for size in documents):
@@ -468,6 +481,10 @@ def striped(length: int, ranks: int, *, block: int = 1) -> SequenceLayout:
 
     Raises:
         ValueError: ``block`` is below 1.
+
+    Example::
+
+        assert striped(8, 2, block=2).chunks == (((0, 2), (4, 6)), ((2, 4), (6, 8)))
     """
     _check(length, ranks)
     if block < 1:
@@ -493,6 +510,11 @@ def by_work(length: int, ranks: int, *, mask: Mask, block: int | None = None) ->
 
     Raises:
         ValueError: ``block`` is below 1, or the mask is for another length.
+
+    Example::
+
+        layout = by_work(1024, 4, mask=SlidingWindow(99))
+        assert imbalance(layout, SlidingWindow(99)) < 1.01
     """
     _check(length, ranks)
     if block is not None and block < 1:

@@ -159,6 +159,10 @@ class EveryCall(Agreement):
     Communication: an all-gather of 13 integers an attention, on the host (two for an ``AttentionContextParallel`` with
     a balancer, which does not know the global length before), and one before the first backward. With a SequenceLayout
     a rank does not wait for it at once: see [Note: agreement without waiting] in comm/agreement.py.
+
+    Example::
+
+        style = ModuleContextParallel(agreement=EveryCall())
     """
 
     def known(self, ledger: Ledger, said: StatusRow, assumed: Callable[[], Sequence[StatusRow]] | None) -> Rows | None:
@@ -181,6 +185,10 @@ class NewCalls(Agreement):
 
     Communication: that of :class:`EveryCall`, for new calls only; and its all-gather before the first backward.
     Attention sinks are compared by their values, so a sink that is trained makes every call a new one.
+
+    Example::
+
+        style = ModuleContextParallel(layout=head_tail(8192, 4), agreement=NewCalls())
     """
 
     def known(self, ledger: Ledger, said: StatusRow, assumed: Callable[[], Sequence[StatusRow]] | None) -> Rows | None:
@@ -203,6 +211,10 @@ class NoAgreement(Agreement):
     silently wrong. Unreduced gradients are not found. For jobs that ran with :class:`EveryCall` before.
 
     Communication: none.
+
+    Example::
+
+        style = ModuleContextParallel(layout=head_tail(8192, 4), agreement=NoAgreement())
     """
 
     def known(self, ledger: Ledger, said: StatusRow, assumed: Callable[[], Sequence[StatusRow]] | None) -> Rows | None:

@@ -27,7 +27,7 @@ _Source = TypeVar("_Source", Binding, ScopedBinding, Binding | ScopedBinding)
 def save_attention(others: Policy | None = None) -> Contexts:
     """A ``context_fn`` that keeps the results of attention, so that the recomputation does not communicate.
 
-    ::
+    Example::
 
         x = checkpoint(layer, x, use_reentrant=False, context_fn=save_attention())
 

@@ -80,6 +80,11 @@ class GradientCheck:
 
     Raises:
         TypeError: ``local`` has something else than modules and parameters.
+
+    Example::
+
+        experts = torch.nn.Linear(8, 8)  # other ones on each rank
+        style = ModuleContextParallel(gradient_check=GradientCheck(local=[experts]))
     """
 
     only_warn: bool = False

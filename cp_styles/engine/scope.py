@@ -48,13 +48,13 @@ class Lease:
 class SequenceScope:
     """Binds one batch's layout and mask to the context-parallel attention under it.
 
-    ::
+    Example::
 
-        documents = Documents.from_cu_seqlens(cu_seqlens)
-        scope = SequenceScope(per_document_layout, mask=documents)
-        with scope:
-            loss = model(scope.layout.shard(tokens, 1, rank), ...)
-        loss.backward()  # the forward has bound the scope: the backward may run after its end or in another scope
+        documents = Documents.from_cu_seqlens([0, 300, 1000])
+        layout = per_document_head_tail(1000, 2, documents=documents.lengths)
+        with SequenceScope(layout, mask=documents):
+            out = core(*(layout.shard(whole, 2, mesh.get_local_rank()) for whole in qkv))
+        out.sum().backward()  # the forward has bound the scope: the backward may run after its end or in another scope
 
     A query attends to the keys that *both* the module's own mask and the scope's mask allow. If the style of a module
     names another layout than the scope, the call is refused.

@@ -69,6 +69,8 @@ class KVCache:
 
     Raises:
         ValueError, TypeError: on this rank, and at the next call over the group on the others.
+
+    Example: see :func:`context_decode`.
     """
 
     def __init__(

@@ -47,6 +47,10 @@ class JointLayout:
         ValueError: no token is whole on every rank, or a number is negative; at a call, on every rank, if the text is
             not the same on all ranks.
         TypeError: ``rest`` is neither a layout nor a balancer.
+
+    Example::
+
+        style = ModuleContextParallel(layout=JointLayout(prefix=77))  # 77 tokens of text, then this rank's part
     """
 
     prefix: int = 0

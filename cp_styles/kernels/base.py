@@ -34,7 +34,12 @@ class TileCall(NamedTuple):
 
 
 class Kernel(ABC):
-    """Attention of one tile on one device. Stateless; L and M are never 0."""
+    """Base of kernels: the attention of one tile on one device, forward and backward. No communication.
+
+    A kernel has no state, is immutable and compares by value. L and M of a tile are never 0. Subclasses define
+    :meth:`forward`, :meth:`backward` and :meth:`check`; CONTRIBUTING.md has an example. :meth:`check` raises
+    NotImplementedError for tensors that the kernel does not take.
+    """
 
     # Whether forward and backward take one more keyword, ``where`` (a Where).
     positional: ClassVar[bool] = False

@@ -24,7 +24,12 @@ def _says_its_dtypes(method):
 
 
 class ReferenceKernel(Kernel):
-    """Materializes the logits of a tile in the accumulation dtype (float32, or float64 for float64)."""
+    """Materializes the logits of a tile in the accumulation dtype (float32, or float64 for float64).
+
+    Example::
+
+        style = AttentionContextParallel(kernel=ReferenceKernel())
+    """
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"

@@ -28,7 +28,11 @@ class BlockGrid:
 
 
 class Mask:
-    """Base of all masks: immutable, hashable, combined with ``&``. Subclasses define :meth:`bounds`."""
+    """Base of all masks: which keys each query attends to, in positions of the whole sequence. No communication.
+
+    Masks are immutable and hashable, and are combined with ``&``. Subclasses are frozen dataclasses that define
+    :meth:`bounds`, the interval of keys of each query; CONTRIBUTING.md has an example.
+    """
 
     def bounds(self, q_positions_L: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """First and one-past-last key position that each of ``q_positions_L`` may attend to: two int64 ``[L]``."""
@@ -250,6 +254,10 @@ class PerRow(Mask):
     Raises:
         TypeError: ``masks`` is empty, or has something else than masks.
         ValueError: the masks are for different lengths.
+
+    Example::
+
+        mask = Causal() & PerRow((Documents((4, 6)), Documents((10,))))  # for a batch of two rows
     """
 
     masks: tuple[Mask, ...]

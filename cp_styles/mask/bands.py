@@ -13,7 +13,13 @@ from cp_styles.mask.algebra import UNBOUNDED, Mask, PerRow
 
 @dataclass(frozen=True)
 class Causal(Mask):
-    """Position p attends to 0 .. p."""
+    """Position p attends to 0 .. p.
+
+    Example::
+
+        first, stop = Causal().bounds(torch.tensor([0, 5]))
+        assert (first.tolist(), stop.tolist()) == ([0, 0], [1, 6])  # key 0, and the keys 0 to 5
+    """
 
     def bounds(self, q_positions_L: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.zeros_like(q_positions_L), q_positions_L + 1
@@ -31,6 +37,11 @@ class SlidingWindow(Mask):
 
     Raises:
         ValueError: ``left`` or ``right`` is negative.
+
+    Example::
+
+        first, stop = SlidingWindow(2, 1).bounds(torch.tensor([7]))
+        assert (int(first), int(stop)) == (5, 9)  # the keys 5 to 8
     """
 
     left: int | None
@@ -57,6 +68,11 @@ class Chunked(Mask):
 
     Raises:
         ValueError: ``size`` is below 1.
+
+    Example::
+
+        first, stop = (Chunked(4) & Causal()).bounds(torch.tensor([6]))
+        assert (int(first), int(stop)) == (4, 7)  # the keys 4 to 6
     """
 
     size: int
@@ -79,6 +95,11 @@ class PrefixLM(Mask):
 
     Raises:
         ValueError: ``prefix`` is negative.
+
+    Example::
+
+        first, stop = PrefixLM(3).bounds(torch.tensor([0, 5]))
+        assert stop.tolist() == [3, 6]  # position 0 attends to the whole prefix
     """
 
     prefix: int

@@ -46,6 +46,11 @@ class FlexMask(Mask):
     Raises:
         TypeError: ``block_mask`` is not a BlockMask.
         RuntimeError: a tensor that ``mask_mod`` reads was changed in place after the analysis.
+
+    Example::
+
+        by_frame = create_block_mask(lambda b, h, q, k: q // 100 >= k // 100, None, None, 1000, 1000, device="cpu")
+        mask = FlexMask(by_frame) & SlidingWindow(300)
     """
 
     def __init__(self, block_mask: BlockMask) -> None:

@@ -26,6 +26,10 @@ class Dense(Mask):
         ValueError: the shape does not broadcast to 4 dims, or, at a call, to those of the attention.
         TypeError: the dtype is neither bool nor floating point.
         NotImplementedError: the tensor requires grad.
+
+    Example::
+
+        mask = Dense(torch.rand(1000, 1000) > 0.5) & Causal()
     """
 
     tensor: torch.Tensor

@@ -27,6 +27,10 @@ class AllGather(MovingKV):
 
     Raises:
         ValueError: ``keep`` is not an integer, or negative.
+
+    Example::
+
+        style = AttentionContextParallel(strategy=AllGather())
     """
 
     keep: int = 1

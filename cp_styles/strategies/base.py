@@ -75,7 +75,12 @@ Spec: TypeAlias = tuple[tuple[int, ...], torch.dtype]
 
 
 class Strategy(ABC):
-    """Base of strategies. They are immutable and compare by value, so they can be shared and used as cache keys."""
+    """Base of strategies: how keys and values, or heads, get to the queries of other ranks.
+
+    Strategies are immutable and compare by value, so they can be shared and used as cache keys. A subclass defines the
+    forward and the backward of local tensors; one that moves keys derives from ``MovingKV``, and CONTRIBUTING.md has an
+    example. Its docstring states communication and memory.
+    """
 
     def check_ranks(self, ranks: int) -> None:  # noqa: B027 - most strategies take any number
         """Raise ValueError if the strategy cannot run on this number of ranks."""

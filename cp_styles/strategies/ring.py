@@ -31,6 +31,10 @@ class Ring(MovingKV):
 
     Raises:
         ValueError: ``keep`` is not an integer, or negative.
+
+    Example::
+
+        style = AttentionContextParallel(strategy=Ring(keep=0))  # the least memory
     """
 
     keep: int = 1

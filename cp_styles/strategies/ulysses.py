@@ -57,6 +57,10 @@ class Ulysses(Strategy):
     Raises:
         TypeError: ``inner`` is not a Strategy.
         ValueError: ``size`` or ``chunks`` is below 1; when the strategy is bound, ``size`` does not divide the ranks.
+
+    Example::
+
+        style = AttentionContextParallel(strategy=Ulysses(inner=Ring(), size=8))  # 8 ranks of a machine exchange heads
     """
 
     inner: Strategy = field(default_factory=Ring)

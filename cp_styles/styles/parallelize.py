@@ -37,6 +37,11 @@ def parallelize_module(
 
     Raises:
         ValueError: a path of the plan matches no module. The message lists similar names.
+
+    Example::
+
+        plan = {"layers.*.attention": ModuleContextParallel(layout=head_tail)}
+        parallelize_module(model, mesh, plan)
     """
     if isinstance(parallelize_plan, Mapping):
         unmatched = [path for path in parallelize_plan if not _matches(module, path)]

@@ -195,7 +195,7 @@ class PrepareModuleInputOutput(OnMeshAxis, torch_parallel.PrepareModuleInputOutp
         use_local_output: return plain tensors. False returns DTensors.
         input_layouts, desired_input_layouts, input_kwarg_layouts, desired_input_kwarg_layouts: see PrepareModuleInput.
         output_layouts, desired_output_layouts: see PrepareModuleOutput.
-        mesh_axis: see either class, as for shapes, communication, errors and examples.
+        mesh_axis: see either class, as for shapes, communication, errors and the example.
     """
 
     def __init__(

@@ -95,6 +95,13 @@ def context_parallel(
     differ; for a buffer that is already cut, that is the result of a computation which requires grad, or whose
     ``.grad`` does not have the shape of the part. TypeError for parameters and for objects that are not plain tensors.
     For the errors of attention calls see :class:`~cp_styles.styles.ModuleContextParallel`.
+
+    Example::
+
+        with context_parallel(mesh, buffers=[tokens], buffer_seq_dims=[1]):
+            assert tokens.shape[1] == 500  # of 1000
+            out = attend(*qkv_of(tokens))
+        assert tokens.shape[1] == 1000
     """
     return ContextParallelBlock(
         mesh,
@@ -115,10 +122,7 @@ def set_rotate_method(rotate_method: str) -> RotateMethod:
 
     It applies to the current context (contextvars): the thread or asyncio task that calls it, and tasks that copy its
     context. Other threads start with "allgather". ``context_parallel(strategy=...)`` overrides it. As a ``with``
-    statement it applies until the end of the block::
-
-        with set_rotate_method("alltoall"):
-            ...
+    statement it applies until the end of the block.
 
     Args:
         rotate_method: "allgather" (the default) is ``AllGather()``: all keys at once. "alltoall" is ``Ring()``: the
@@ -126,6 +130,13 @@ def set_rotate_method(rotate_method: str) -> RotateMethod:
 
     Raises:
         NotImplementedError: for another name, as in torch. Give ``context_parallel`` a ``strategy`` object instead.
+
+    No communication.
+
+    Example::
+
+        with set_rotate_method("alltoall"), context_parallel(mesh, buffers=[tokens], buffer_seq_dims=[1]):
+            out = attend(*qkv_of(tokens))
     """
     strategies: dict[str, Strategy] = {"allgather": AllGather(), "alltoall": Ring()}
     if rotate_method not in strategies:
@@ -171,6 +182,10 @@ def context_parallel_shard(
     Raises:
         ValueError: no layout, or a layout for another length or number of ranks; numbers or names that differ.
         TypeError: for DTensors and for objects that are not tensors.
+
+    Example::
+
+        (part,) = context_parallel_shard(mesh, [tokens], [1], HeadTailLoadBalancer(1000, mesh.size()))
     """
     _, group = axis_and_group("context_parallel_shard", mesh)
     block = open_on(group)
@@ -225,6 +240,12 @@ def context_parallel_unshard(
         ValueError: on every rank, if the lengths of the parts do not fit the layout; or, outside of a block and without
             ``load_balancer``, if the last block on this mesh did not have the default layout.
         TypeError: for DTensors and for objects that are not tensors.
+
+    Example::
+
+        (part,) = context_parallel_shard(mesh, [tokens], [1], head_tail)
+        (whole,) = context_parallel_unshard(mesh, [part], [1], head_tail)
+        assert torch.equal(whole, tokens)
     """
     axis, group = axis_and_group("context_parallel_unshard", mesh)
     block = open_on(group)

@@ -59,6 +59,8 @@ class HeadTailLoadBalancer(LoadBalancer):
         seq_length: any number of positions. (torch needs a multiple of twice the ranks.)
         world_size: number of ranks.
         device: device of the index tensors.
+
+    Example: see :func:`~cp_styles.context_parallel_shard`.
     """
 
     def __init__(self, seq_length: int, world_size: int, device: str | torch.device = "cpu") -> None:
@@ -87,6 +89,11 @@ class PerDocumentHeadTailLoadBalancer(LoadBalancer):
     Raises:
         TypeError: for a flat list of lengths.
         NotImplementedError: for rows with different documents. Each row would need its own layout.
+
+    Example::
+
+        balancer = PerDocumentHeadTailLoadBalancer([[600, 400]], mesh.size())
+        (part,) = context_parallel_shard(mesh, [tokens], [1], balancer)
     """
 
     def __init__(
@@ -131,6 +138,11 @@ class PTRRLoadBalancer(LoadBalancer):
     Raises:
         TypeError: ``block_mask`` is not a BlockMask.
         ValueError: for a mask of cross-attention.
+
+    Example::
+
+        block_mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 1000, 1000, device="cpu")
+        (part,) = context_parallel_shard(mesh, [tokens], [1], PTRRLoadBalancer(block_mask, mesh.size()))
     """
 
     def __init__(self, block_mask: BlockMask, world_size: int) -> None:

@@ -5,25 +5,31 @@ from __future__ import annotations
 import inspect
 import re
 import textwrap
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention.flex_attention import create_block_mask
+from torch.utils.checkpoint import checkpoint
 
 import cp_styles
+from cp_styles import AttentionContextParallel
 from cp_styles.explain import explain
 from cp_styles.testing import run_ranks
 from tests.oracle import randn
+from tests.ranks.attention_case import Core
 from tutorials.llama import Llama, LlamaConfig
 
-OTHERS = {"explain": explain, "run_ranks": run_ranks, "create_block_mask": create_block_mask}
+OTHERS = {"explain": explain, "run_ranks": run_ranks}
 KNOWN: dict[str, Any] = {name: getattr(cp_styles, name) for name in cp_styles.__all__} | OTHERS
-ALONE = ("SequenceLayout", "next_token_labels", "document_positions", "shard_batch", "Documents", "imbalance")
-ALONE += ("explain", "run_ranks")
-ON_RANKS = ("context_attention", "context_flex_attention", "context_varlen_attention", "context_decode")
-ON_RANKS += ("AttentionContextParallel",)
+TORCHS = {"torch": torch, "checkpoint": checkpoint, "create_block_mask": create_block_mask}
+TORCHS |= {"Shard": Shard, "Replicate": Replicate}
+# Errors, and a mask without arguments.
+WITHOUT = {"UnreducedGradientsError", "UnreducedGradientsWarning", "LayoutMismatchWarning", "Full"}
 
 
 def example_of(name: str) -> str:
@@ -32,22 +38,45 @@ def example_of(name: str) -> str:
     return textwrap.dedent(block)
 
 
+EXAMPLES = {name: example_of(name) for name, value in KNOWN.items() if "Example::" in (inspect.getdoc(value) or "")}
+HERE = [name for name, code in EXAMPLES.items() if '"cuda"' not in code]
+ON_RANKS = [name for name in HERE if re.search(r"\b(mesh|model|layer)\b", EXAMPLES[name])]
+ALONE = [name for name in HERE if name not in ON_RANKS]
+
+
+def test_each_name_has_an_example():
+    """Its own, or one that it points at."""
+    lacking = [name for name, value in KNOWN.items() if "xample" not in (inspect.getdoc(value) or "")]
+    assert set(lacking) == WITHOUT
+    assert len(ALONE) > 25
+    assert len(ON_RANKS) > 12
+
+
 @pytest.mark.parametrize("name", ALONE)
 def test_examples_without_ranks(name: str):
-    exec(example_of(name), {**KNOWN, "torch": torch})
+    exec(EXAMPLES[name], {**KNOWN, **TORCHS})
 
 
 @pytest.mark.parametrize("name", ON_RANKS)
 def test_examples_on_ranks(name: str):
-    qkv = [randn(seed, 1, 8, 1000, 64).float() for seed in range(3)]
-    q_new, k_new, v_new = (randn(seed, 1, 8, 1, 64).float() for seed in range(3))
-    given = {"qkv": qkv, "q_new": q_new, "k_new": k_new, "v_new": v_new, "init_device_mesh": init_device_mesh}
+    wholes = [randn(seed, 1, 8, 1000, 64).float() for seed in range(3)]
+    given = {f"{each}_new": randn(seed, 1, 8, 1, 64).float() for seed, each in enumerate("qkv")}
+    given |= {"hidden": randn(3, 500, 16), "labels": torch.arange(500) % 16, "x": randn(4, 2, 16).float()}
 
     def on(rank: int) -> Any:
-        found: dict[str, Any] = {**KNOWN, **given, "torch": torch}
-        found["mesh"] = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        found: dict[str, Any] = {**KNOWN, **TORCHS, **given}
+        found["mesh"] = mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        found["init_device_mesh"] = init_device_mesh
         found["model"] = Llama(LlamaConfig(vocabulary=16, width=16, heads=2, kv_heads=2, hidden=16))
-        exec(example_of(name), found)
+        found["core"] = parallelize_module(Core(), mesh, AttentionContextParallel())
+        found["head"] = torch.nn.Linear(16, 16).double()
+        found["layer"] = torch.nn.Linear(16, 16)
+        found["logits"] = found["head"](found["hidden"])
+        found["qkv"] = [whole.clone().requires_grad_() for whole in wholes]
+        found["tokens"] = torch.arange(1000)[None]
+        found["attend"] = partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True)
+        found["qkv_of"] = lambda tokens: [tokens[:, None, :, None].float().expand(1, 8, -1, 64)] * 3
+        exec(EXAMPLES[name], found)
         return None if "out" not in found else tuple(found["out"].shape)
 
     shapes = {"context_varlen_attention": (8, 64), "context_decode": (1, 8, 1, 64)}
