@@ -32,24 +32,20 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from cp_styles.comm.agreement import Meeting, StatusRow, end_forwards, exchange_status, fingerprint
-from cp_styles.comm.groups import axis_and_group, shares_ranks
+from cp_styles.comm.groups import GroupOrMesh, axis_and_group, shares_ranks
 from cp_styles.layout import SequenceLayout
 from cp_styles.troubleshooting import see
-
-Group: TypeAlias = dist.ProcessGroup | DeviceMesh
-"""The ranks that share a sequence: a process group or a 1-D mesh, ``mesh["cp"]``."""
 
 IGNORE_INDEX = -100
 """The label of a token without a target: the default ``ignore_index`` of ``torch.nn.functional.cross_entropy``."""
@@ -188,7 +184,7 @@ def shard_batch(
     return mine
 
 
-def global_token_count(labels: torch.Tensor, group: Group, *, ignore_index: int = IGNORE_INDEX) -> torch.Tensor:
+def global_token_count(labels: torch.Tensor, group: GroupOrMesh, *, ignore_index: int = IGNORE_INDEX) -> torch.Tensor:
     """Number of tokens of all ranks that have a label: int64, 0-dim, the same on every rank.
 
     With several micro-batches, add their counts and give the sum to each :func:`global_loss`.
@@ -283,7 +279,7 @@ def chunked_token_losses(
 
 
 def global_loss(
-    token_losses: torch.Tensor, token_count: torch.Tensor | int, group: Group, *, averaged_over: int = 1
+    token_losses: torch.Tensor, token_count: torch.Tensor | int, group: GroupOrMesh, *, averaged_over: int = 1
 ) -> torch.Tensor:
     """The mean loss over all tokens of all ranks, as on one device. Ranks may hold different numbers of tokens.
 
@@ -351,7 +347,7 @@ class _SumOverGroup(torch.autograd.Function):
 @torch.no_grad()
 def sum_gradients(
     parameters: nn.Module | Iterable[torch.Tensor],
-    group: Group,
+    group: GroupOrMesh,
     *,
     bucket_bytes: int = 25 * 2**20,
     reduce_dtype: torch.dtype | None = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch.distributed as dist
@@ -9,10 +10,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cp_styles._compat import is_traced, without_dispatch_modes
 
+GroupOrMesh: TypeAlias = dist.ProcessGroup | DeviceMesh
+"""The ranks that share a sequence: a process group or a 1-D mesh, ``mesh["cp"]``."""
 
-def axis_and_group(
-    name: str, group: dist.ProcessGroup | DeviceMesh, *, ordered: bool = True
-) -> tuple[str, dist.ProcessGroup]:
+
+def axis_and_group(name: str, group: GroupOrMesh, *, ordered: bool = True) -> tuple[str, dist.ProcessGroup]:
     """The ranks that share the sequence, and the name of their axis for messages. No communication.
 
     Args:

@@ -51,7 +51,7 @@ def sequences(values: Sequence[int]) -> str:
     return " ".join(shown[:6]) + (" ..." if len(shown) > 6 else "")
 
 
-class Step(NamedTuple):
+class RankStep(NamedTuple):
     """What a rank does from one start of messages to the next.
 
     Attributes:
@@ -66,13 +66,13 @@ class Step(NamedTuple):
     pairs: int
 
 
-def steps_of(phase: Phase) -> list[Step]:
+def steps_of(phase: Phase) -> list[RankStep]:
     """The steps of a forward or backward, in order."""
-    steps, computed = [Step(Counter(), Counter(), 0, 0)], False
+    steps, computed = [RankStep(Counter(), Counter(), 0, 0)], False
     for event in phase.events:
         if isinstance(event, Transfer):
             if computed:
-                steps.append(Step(Counter(), Counter(), 0, 0))
+                steps.append(RankStep(Counter(), Counter(), 0, 0))
                 computed = False
             (steps[-1].sent if event.outgoing else steps[-1].received)[event.peer] += event.nbytes
         elif isinstance(event, KernelCall):

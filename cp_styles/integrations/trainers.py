@@ -27,11 +27,11 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import get_worker_info
 
-from cp_styles.batch import IGNORE_INDEX, Group, next_token_labels, shard_batch
+from cp_styles.batch import IGNORE_INDEX, next_token_labels, shard_batch
 from cp_styles.collectives import gather_outputs
 from cp_styles.comm.agreement import Meeting, StatusRow, exchange_status, fingerprint
 from cp_styles.comm.checksum import checksum
-from cp_styles.comm.groups import axis_and_group
+from cp_styles.comm.groups import GroupOrMesh, axis_and_group
 from cp_styles.layout import Balancer, SequenceLayout, head_tail, layout_made_by
 from cp_styles.styles.module import binding_of
 from cp_styles.troubleshooting import see
@@ -97,7 +97,7 @@ class ContextParallelCollator:
 
     def __init__(
         self,
-        mesh: Group,
+        mesh: GroupOrMesh,
         collate: Callable[[Any], Batch] | None = None,
         *,
         layout: SequenceLayout | Balancer = head_tail,

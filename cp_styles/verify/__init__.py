@@ -26,7 +26,7 @@ from cp_styles.styles import parallelize_module
 from cp_styles.styles.base import ContextParallelStyle
 from cp_styles.testing import CommunicationTrace
 from cp_styles.verify.compare import Places
-from cp_styles.verify.diagnose import Comparison, Gather, Step
+from cp_styles.verify.diagnose import Comparison, Gather, StepResult
 from cp_styles.verify.record import AttentionsSeen, Recording
 from cp_styles.verify.report import ModuleErrors, Report, VerificationError
 from cp_styles.verify.step import (
@@ -114,7 +114,9 @@ def verify(
     return _report(title, single, one, many, plan, mesh, layouts, trace, gather, tolerance)
 
 
-def _on_one(model: nn.Module, batch: Any, mesh: DeviceMesh, step: StepFunction, title: str, gather: Gather) -> Step:
+def _on_one(
+    model: nn.Module, batch: Any, mesh: DeviceMesh, step: StepFunction, title: str, gather: Gather
+) -> StepResult:
     made = error = None
     try:
         with AttentionsSeen() as seen:
@@ -134,7 +136,7 @@ def _on_one(model: nn.Module, batch: Any, mesh: DeviceMesh, step: StepFunction, 
 
 def _on_ranks(
     model: nn.Module, plan: Plan, mesh: DeviceMesh, batch: Any, step: StepFunction
-) -> tuple[Step | None, dict[int, SequenceLayout], CommunicationTrace, str | None]:
+) -> tuple[StepResult | None, dict[int, SequenceLayout], CommunicationTrace, str | None]:
     """The step; the layouts with which attention ran; its communication; and what it raised, with the module."""
     layouts: dict[int, SequenceLayout] = {}
     trace = CommunicationTrace()
@@ -180,7 +182,7 @@ def _differences(ranks: list[dict[str, int]]) -> list[str]:
     return found
 
 
-def _random(one: Step, again: Step, gather: Gather, tolerance: float) -> list[str]:
+def _random(one: StepResult, again: StepResult, gather: Gather, tolerance: float) -> list[str]:
     """A text for the first module in which two runs on one process differ, or for different losses of the ranks."""
     nowhere = Places({}, 0)
     found = None
@@ -209,8 +211,8 @@ def _random(one: Step, again: Step, gather: Gather, tolerance: float) -> list[st
 def _report(
     title: str,
     single: nn.Module,
-    one: Step,
-    many: Step,
+    one: StepResult,
+    many: StepResult,
     plan: Plan,
     mesh: DeviceMesh,
     layouts: dict[int, SequenceLayout],

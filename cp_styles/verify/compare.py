@@ -31,7 +31,7 @@ class Squares:
 
 
 @dataclass(frozen=True)
-class Part:
+class ExpectedPart:
     """A rank's part of a tensor of one process, ``expected``. ``dim`` is its sequence dim. None: the whole tensor."""
 
     expected: torch.Tensor
@@ -45,10 +45,10 @@ class Places:
     layouts: Mapping[int, SequenceLayout]
     rank: int
 
-    def parts(self, whole: torch.Tensor, shape: Sequence[int]) -> Iterator[Part]:
+    def parts(self, whole: torch.Tensor, shape: Sequence[int]) -> Iterator[ExpectedPart]:
         """The parts of ``whole`` that a tensor of ``shape`` may be. Tokens and batch may be flattened, in two ways."""
         if tuple(whole.shape) == tuple(shape):
-            yield Part(whole, None)
+            yield ExpectedPart(whole, None)
             return
         if whole.ndim != len(shape):
             return
@@ -62,14 +62,14 @@ class Places:
             if rest or shape[dim] != times * own.numel():
                 continue
             if times == 1:
-                yield Part(whole.index_select(dim, own), dim)
+                yield ExpectedPart(whole.index_select(dim, own), dim)
                 continue
             for inner in (dim + 1, dim):
                 sizes = (times, layout.length) if inner > dim else (layout.length, times)
                 cut = whole.unflatten(dim, sizes).index_select(inner, own)
-                yield Part(cut.flatten(dim, dim + 1), None)
+                yield ExpectedPart(cut.flatten(dim, dim + 1), None)
 
-    def part(self, whole: torch.Tensor, local: torch.Tensor) -> Part | None:
+    def part(self, whole: torch.Tensor, local: torch.Tensor) -> ExpectedPart | None:
         """The part, of those of :meth:`parts`, that is nearest to ``local``. None if there is none."""
         found = list(self.parts(whole, local.shape))
         return min(found, key=lambda part: squares(local, part.expected).difference) if found else None

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from cp_styles.layout import contiguous, head_tail, striped
 from cp_styles.styles.guards import mixes
 from cp_styles.troubleshooting import see
-from cp_styles.verify.compare import Part, Places, Squares, all_squares, factor, squares
+from cp_styles.verify.compare import ExpectedPart, Places, Squares, all_squares, factor, squares
 from cp_styles.verify.record import AttentionMask, Call, Key, OtherMasks, Recording, plain_name, tensors_of
 
 Gather = Callable[[Any], list[Any]]
@@ -31,7 +31,7 @@ FLOOR = 1e-2
 
 
 @dataclass(frozen=True)
-class Step:
+class StepResult:
     """The results of a step. ``gradients`` by parameter, whole; None for parameters without a gradient."""
 
     recording: Recording
@@ -62,8 +62,8 @@ class Comparison:
     def __init__(
         self,
         model: nn.Module,
-        one: Step,
-        many: Step,
+        one: StepResult,
+        many: StepResult,
         places: Places,
         ranks: int,
         over_sequence: Callable[[torch.Tensor], torch.Tensor],
@@ -446,7 +446,7 @@ class Comparison:
         return f": the first wrong gradient of a backward is that of {inner[0]}'s output" if inner else ""
 
 
-def _select(tensor: torch.Tensor, part: Part, rows: torch.Tensor) -> torch.Tensor:
+def _select(tensor: torch.Tensor, part: ExpectedPart, rows: torch.Tensor) -> torch.Tensor:
     assert part.dim is not None
     return tensor.movedim(part.dim, 0)[rows]
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from cp_styles.comm.checksum import checksum
-from cp_styles.verify.diagnose import Gather, Step
+from cp_styles.verify.diagnose import Gather, StepResult
 from cp_styles.verify.record import AttentionsSeen, Recording, plain_name, tensors_of
 
 StepFunction: TypeAlias = Callable[[nn.Module, Any, DeviceMesh], torch.Tensor | None]
@@ -51,7 +51,9 @@ def mesh_of_one(mesh: DeviceMesh) -> DeviceMesh:
     return DeviceMesh.from_group([group] * mesh.ndim, mesh.device_type, mesh=own, mesh_dim_names=mesh.mesh_dim_names)
 
 
-def run_step(model: nn.Module, batch: Any, mesh: DeviceMesh, step: StepFunction, seen: AttentionsSeen | None) -> Step:
+def run_step(
+    model: nn.Module, batch: Any, mesh: DeviceMesh, step: StepFunction, seen: AttentionsSeen | None
+) -> StepResult:
     recording = Recording(model, seen)
     return finish(recording, model, run_recorded(recording, batch, mesh, step, model))
 
@@ -64,10 +66,10 @@ def run_recorded(
         return step(model, copy.deepcopy(batch), mesh)
 
 
-def finish(recording: Recording, model: nn.Module, loss: torch.Tensor | None) -> Step:
+def finish(recording: Recording, model: nn.Module, loss: torch.Tensor | None) -> StepResult:
     """Communication: that of DTensor, for gradients that are DTensors."""
     gradients = {plain_name(name): None if x.grad is None else _whole(x.grad) for name, x in model.named_parameters()}
-    return Step(recording, gradients, None if loss is None else _whole(loss.detach()))
+    return StepResult(recording, gradients, None if loss is None else _whole(loss.detach()))
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
