@@ -188,17 +188,19 @@ class _Values:
     versions: tuple[tuple[str, StorageWeakRef, int], ...]
 
 
-def watch_values(out: torch.Tensor, inputs: Sequence[torch.Tensor]) -> None:
-    """Make the backward of the attention op that made ``out`` raise if ``out`` or an input was changed in place.
+def watch_values(out: Any, inputs: Sequence[Any]) -> None:
+    """Make the backward of the attention op that made ``out``, a DTensor, raise if it or an input was changed in place.
 
     Autograd checks the versions of the DTensors, which do not change when a local tensor is changed. Tensors that the
     backward reads from other storages, after save_on_cpu or in a recomputation, are not checked.
     """
     if out.grad_fn is None:
         return
+    found = []
     with torch.no_grad():
-        local = dict(zip((*_LABELS, "out"), map(_to_local, (*inputs, out)), strict=True))
-    found = [(label, StorageWeakRef(x.untyped_storage()), x._version) for label, x in local.items()]
+        for label, tensor in zip((*_LABELS, "out"), (*inputs, out), strict=True):
+            local = tensor.to_local()
+            found.append((label, StorageWeakRef(local.untyped_storage()), local._version))
     out.grad_fn.metadata[_Values] = _Values(tuple(found))  # pyright: ignore[reportIndexIssue]
 
 

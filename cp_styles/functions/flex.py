@@ -75,7 +75,8 @@ class FlexCall:
                 f"{name}: kernel_options BACKEND={backend!r} asks for a kernel that is not supported under context "
                 "parallelism; leave it out"
             )
-        refuse_grouped(name, q_BHLD.shape[1], k_BGMD.shape[1], self.enable_gqa)
+        if q_BHLD.shape[1] != k_BGMD.shape[1]:
+            refuse_grouped(name, q_BHLD.shape[1], k_BGMD.shape[1], self.enable_gqa)
 
     def result(self, out_BHLE: torch.Tensor, lse_BHL: torch.Tensor | None) -> Any:
         """The result in the form in which torch's function returns it."""

@@ -215,8 +215,10 @@ class AttentionCalls(TorchFunctionMode):
                     "the ranks: call context_decode; a model of transformers does so with "
                     "attn_implementation=register_attention()"
                 )
-            refuse_dropout(self._name, dropout_p)
-            refuse_grouped(self._name, query.shape[1], key.shape[1], enable_gqa)
+            if dropout_p:
+                refuse_dropout(self._name, dropout_p)
+            if query.shape[1] != key.shape[1]:
+                refuse_grouped(self._name, query.shape[1], key.shape[1], enable_gqa)
             self.check_reruns()
 
         options: dict[str, Any] = {"is_causal": is_causal, "attn_mask": attn_mask, "scale": scale}

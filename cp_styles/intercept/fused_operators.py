@@ -60,7 +60,8 @@ def _attend(
     if binding is None:
         options = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
         return func(query, key, value, **options, enable_gqa=enable_gqa)
-    refuse_grouped(binding.name, query.shape[1], key.shape[1], enable_gqa)
+    if query.shape[1] != key.shape[1]:
+        refuse_grouped(binding.name, query.shape[1], key.shape[1], enable_gqa)
     if attn_mask is not None and not isinstance(attn_mask, DTensor):
         Dense(attn_mask)  # raises for a tensor that is not a mask, and for one that requires grad
     query, key, value = tensors = as_attended((query, key, value))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -104,12 +104,12 @@ class SdpaKernel(Kernel):
     def takes_all(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.most_dim is None and self.whole_rows == 1
 
-    @property
+    @cached_property
     def forward_op(self) -> torch._ops.OpOverload:
         """The op of the forward."""
         return getattr(torch.ops.aten, self.name).default
 
-    @property
+    @cached_property
     def backward_op(self) -> torch._ops.OpOverload:
         """The op of the backward."""
         return getattr(torch.ops.aten, f"{self.name}_backward").default

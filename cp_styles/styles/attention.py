@@ -258,7 +258,7 @@ class ContextParallelState:
 
     def _post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if self._lease is not None and not torch.compiler.is_dynamo_compiling():
-            return self._left(output)
+            return self._leave(output)
         # The forward was traced, and this hook with it or not: see never_compile_alone below.
         if output is None and not torch.compiler.is_dynamo_compiling() and isinstance(sys.exc_info()[1], Exception):
             self.binding.refuse_call()
@@ -283,21 +283,16 @@ class ContextParallelState:
             with FusedCalls():
                 output = forward(*args, **kwargs)
         except BaseException:
-            self._left(None)
+            self._leave(None)
             raise
-        return self._left(output)
-
-    def _left(self, output: Any) -> Any:
-        try:
-            return self._leave(output)
-        finally:
-            self.binding.tally.deferred_agreement = (
-                None  # it holds the inputs; a recomputation may stop before using it
-            )
+        return self._leave(output)
 
     def _leave(self, output: Any) -> Any:
+        """The outputs as the caller gets them. ``output`` is None after an error in the forward, which is under way."""
         entered, self._entered = self._entered, False
         lease, self._lease = self._lease, None
+        # It holds the inputs, and a recomputation may have stopped before using it.
+        self.binding.tally.deferred_agreement = None
         failure = sys.exc_info()[1]
         if output is None and failure is not None:
             if entered:  # it failed inside the forward, not before
