@@ -131,8 +131,8 @@ def shard_batch(
         batch: whole tensors by name.
         layout: the cut. The attention must use the same layout. If it is longer than the entries, they are padded.
         rank: the rank within the cp group.
-        seq_dims: for each entry of ``batch`` the dim that is the sequence, or None for an entry that stays whole, as
-            cu_seqlens or a mask of the whole sequence do. Dims are not guessed: position ids of shape [3, B, S] have
+        seq_dims: for each entry of ``batch`` the dim that is the sequence. None is for an entry that stays whole, such
+            as cu_seqlens or a mask of the whole sequence. Dims are not guessed: position ids of shape [3, B, S] have
             the sequence at dim 2, and a batch may be as large as its sequence is long. Names that ``batch`` does not
             have are ignored.
         fill: for entries that may be shorter than the layout, what they are padded with at the end:
@@ -375,9 +375,10 @@ def sum_gradients(
 
     Raises:
         ValueError: on every rank, if ranks do not have the same parameters, or if gradients are already reduced over
-            ranks of ``group``: by a DDP module, as DTensors on a mesh over these ranks, or, if they have not changed
-            since, by this function or in the backward of :func:`~cp_styles.collectives.split`. (Gradients that a later
-            backward was added to are not recognized. So sum once in a step, after its last backward.)
+            ranks of ``group``. The reducer may be a DDP module, DTensor (parameters on a mesh over these ranks), this
+            function, or the backward of :func:`~cp_styles.collectives.split`. The last two are known only as long as
+            the gradient has not changed: sum once in a step, after its last backward.
+        NotImplementedError: on every rank, for sparse gradients.
 
     Example: see :func:`global_loss`.
     """

@@ -86,9 +86,12 @@ class AttentionContextParallel(ContextParallelStyle):
     Or they may be DTensors on the composed mesh itself, with ``Shard(seq_dim)`` on this axis. Outputs are on the same
     mesh as inputs. See [Note: lifting] in dtensor_io.py.
 
-    Raises (at the call, on every rank, with the module's name): ValueError, TypeError or NotImplementedError for inputs
-    that do not fit the layout, for dropout, for masks that are not those of the whole sequence, and for modules whose
-    attention was not reached.
+    Raises:
+        ValueError, TypeError: when applied, for a mesh without the axis, a module that has the style already, or one
+            whose forward does not take the three. At a call, on every rank, with the module's name, for inputs that do
+            not fit the layout, masks that are not those of the whole sequence, and calls that differ between ranks.
+        NotImplementedError: at a call, on every rank, for dropout and other arguments that are not supported, and for a
+            module whose attention was not reached.
 
     Example::
 

@@ -71,15 +71,26 @@ class ModuleContextParallel(ContextParallelStyle):
         trusted: names of modules (patterns as in a plan, "layers.*.conv") that may carry values from token to token by
             other means than attention calls, because what they mix is whole on each rank. Other modules that do so
             are refused, see :class:`~cp_styles.styles.guards.MixingProbe`.
-        check_inputs: True refuses mistakes in the arguments of the model: no ``position_ids`` for a forward that takes
-            them; positions, under any name, that count from 0 on each rank, or that the model would count so; labels
-            that a model of transformers would shift after the cut; and windows for which it would make masks from this
-            rank's lengths. False is for models that handle context parallelism themselves.
+        check_inputs: True refuses mistakes in the arguments of the model. These are: no ``position_ids`` for a forward
+            that takes them; positions, under any name, that count from 0 on each rank, or that the model would count
+            so; labels that a model of transformers would shift after the cut; windows for which it would make masks
+            from this rank's lengths. False is for models that handle context parallelism themselves.
 
-    Raises (at the call, on every rank): NotImplementedError for dropout; for attention by other functions, and for the
-    weights that nn.MultiheadAttention returns unless need_weights=False; for attention under no_grad inside a forward
-    that was entered with gradients (a function under reentrant checkpointing, whose recomputation would be local); and
-    if no attention was reached.
+    Query, key and value of a call are plain tensors [B, H, S, D] of one floating-point dtype on one device, CPU or
+    CUDA. H may be a multiple of the number of key heads, with ``enable_gqa``.
+
+    Communication of one call: one all-gather of 13 integers, so that all ranks learn of an error on one; then that of
+    the strategy. If the layout is a balancer, and the ranks hold numbers of tokens that they have not had before, one
+    more all-gather. Applying the style sends nothing.
+
+    Raises:
+        ValueError, TypeError: when applied, for a mesh without the axis or a module that has the style already. At a
+            call, on every rank, for inputs that do not fit the layout, masks that are not those of the whole sequence,
+            and calls that differ between ranks.
+        NotImplementedError: at a call, on every rank, for dropout, for attention by other functions, and for the
+            weights that nn.MultiheadAttention returns unless need_weights=False. Also if no attention was reached. Also
+            for attention under no_grad inside a forward that was entered with gradients: a function under reentrant
+            checkpointing, whose recomputation would be local.
 
     Example::
 

@@ -62,10 +62,13 @@ def context_parallel(
     """A block in which ``buffers`` are this rank's parts, and attention runs over the whole sequence.
 
     The first four arguments are those of torch's ``context_parallel``, with the same effect on the buffers. More is
-    supported than by torch: any length and number of ranks (parts may then differ by one token), one-dimensional
-    buffers, buffers that require grad (``.grad`` is that of the part), views, no buffers, causal and full attention,
-    any float dtype, nested blocks (the innermost counts), exceptions, and a backward inside the block, after it, or
-    while other blocks are open.
+    supported than by torch:
+
+    - any length and number of ranks; parts may then differ by one token;
+    - buffers of one dim, buffers that require grad (``.grad`` is that of the part), views, no buffers;
+    - causal and full attention, any float dtype;
+    - nested blocks, of which the innermost counts, and exceptions;
+    - a backward inside the block, after it, or while other blocks are open.
 
     Args:
         mesh: the ranks that share the sequence: 1-D, such as ``mesh["cp"]`` of a composed mesh.
@@ -91,9 +94,12 @@ def context_parallel(
     Communication: at entry one all-gather of 13 integers, so that all ranks learn of an error on one rank. Cutting and
     restoring send nothing.
 
-    Raises (at entry, on every rank): ValueError for a composed mesh; for numbers of dims and buffers, or lengths, that
-    differ; for a buffer that is already cut, that is the result of a computation which requires grad, or whose
-    ``.grad`` does not have the shape of the part. TypeError for parameters and for objects that are not plain tensors.
+    Raises:
+        ValueError: at entry, on every rank, for a composed mesh; for numbers of dims and of buffers that differ; for
+            buffers of different lengths; for a buffer that is already cut, that is the result of a computation which
+            requires grad, or whose ``.grad`` does not have the shape of the part.
+        TypeError: at entry, on every rank, for parameters, and for objects that are not plain tensors.
+
     For the errors of attention calls see :class:`~cp_styles.styles.ModuleContextParallel`.
 
     Example::

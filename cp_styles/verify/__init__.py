@@ -62,18 +62,21 @@ def verify(
     one rank with the axes of ``mesh``. Then all ranks run it together, with a copy to which ``plan`` is applied. So the
     step is the same code in all runs, and cuts the batch for as many ranks as its mesh has.
 
-    These are compared: the outputs of every module (this rank's rows, by the layout with which attention ran), the loss
-    that the step returns, the gradients of the modules' outputs, and the gradients of the parameters after the step.
+    These are compared:
+
+    - the outputs of every module, of which a rank has the rows that the layout of the attention gives it;
+    - the loss that the step returns;
+    - the gradients of the modules' outputs, and those of the parameters after the step.
 
     Args:
         model: a model in float32 or float64, on the device of the mesh, without dropout. It is not changed.
         plan: see :data:`Plan`.
         mesh: the ranks; the axis of the sequence, and others if the plan has them.
         batch: what the step is given: one whole, small batch, the same on every rank. Mostly a dict of tensors.
-        step: ``step(model, batch, mesh)`` cuts the batch, runs the forward, the loss, the backward and what reduces the
-            gradients, as the training loop does; it returns the loss of the whole batch, or None.
-        reference: the model for one process, where that is not ``model`` as it is (a model of transformers that has
-            its attention from ``register_attention``, for example). It gets the weights of ``model``.
+        step: ``step(model, batch, mesh)`` does what the training loop does. It cuts the batch, and runs the forward,
+            the loss, the backward and what reduces the gradients. It returns the loss of the whole batch, or None.
+        reference: the model for one process, if ``model`` itself cannot run there. An example is a model of
+            transformers that has its attention from ``register_attention``. It gets the weights of ``model``.
         tolerance: the largest error, relative to the norm. Rounding in float32 gives 1e-5 at most, and one key too many
             or too few 1e-2 in a small batch. Choose 1e-10 for a model that computes in float64 throughout.
 
@@ -84,10 +87,10 @@ def verify(
     that are wrong.
 
     Raises:
-        VerificationError: on every rank, if the steps differ, or that on the ranks raises. It names the first wrong
-            module and the cause, where it is one of those: positions, labels, layout, a dropped mask or window, a layer
-            that carries a state, attention on a part, gradients that are not reduced once, dropout, and samples or
-            weights that differ between ranks.
+        VerificationError: on every rank, if the steps differ, or if the step on the ranks raises. It names the first
+            wrong module. It names the cause too, if that is one of these: positions, labels, layout, a dropped mask or
+            window, a layer that carries a state, attention on a part, gradients that are not reduced once, dropout, or
+            samples or weights that differ between ranks.
         ValueError: parameters in lower precision, whose rounding would hide what is wrong.
     """
     low = {x.dtype for x in model.parameters() if x.is_floating_point() and torch.finfo(x.dtype).bits < 32}
