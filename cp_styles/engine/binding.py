@@ -294,7 +294,7 @@ class Binding:
             return None
         try:
             refuse()
-            self.refuse_other_cut(tensors)
+            self.refuse_other_cut(cuts_of(tensors))
         except Exception:  # of any kind: agree() reports it to the other ranks
             return None
         own = self.layout.lengths[self.group.rank()]
@@ -472,9 +472,9 @@ class Binding:
         """Tell the ranks that have called their attention, or will call it, that this rank will not."""
         offer_refusal(self.name, self.axis, self.group)
 
-    def refuse_other_cut(self, tensors: Sequence[torch.Tensor]) -> None:
+    def refuse_other_cut(self, cut_tensors: Sequence[tuple[torch.Tensor, SequenceLayout]]) -> None:
         """Raise for tensors that another layout cut. Lengths do not show this, because most layouts give equal ones."""
-        for tensor, cut in cuts_of(tensors):
+        for tensor, cut in cut_tensors:
             if cut.ranks != self.group.size():
                 continue
             if isinstance(self.layout, SequenceLayout) and self.layout.length != cut.length:
@@ -582,7 +582,8 @@ class _Call:
         """This rank's row. Raises if this rank refuses the call."""
         self.refuse()
         binding, call, dim, (q, k, v) = self.binding, self.call, self.seq_dim, self.tensors
-        binding.refuse_other_cut(self.tensors)
+        if cut_tensors := cuts_of(self.tensors):
+            binding.refuse_other_cut(cut_tensors)
         own, group = (q.shape[dim], k.shape[dim]), binding.group
         if v.shape[dim] != own[1]:
             raise ValueError(f"{binding.name}: key and value have different lengths: {own[1]} and {v.shape[dim]}")

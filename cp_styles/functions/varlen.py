@@ -168,13 +168,13 @@ def _attend(
     scale: float | None,
     wants_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    q, k, v = (x.transpose(0, 1).unsqueeze(0) if _is_pack(x) else x for x in tensors)
-    batched = q, k, v
+    q, k, v = tensors
+    batched = _batch_of_one(q), _batch_of_one(k), _batch_of_one(v)
 
     def bind() -> tuple[Binding, tuple[torch.Tensor, ...]]:
-        check_plain(binding.name, tensors)
         for label, tensor in zip(("query", "key", "value"), tensors, strict=True):
-            if tensor.ndim != 3:
+            if isinstance(tensor, torch.Tensor) and tensor.ndim != 3:
+                check_plain(binding.name, tensors)
                 raise ValueError(
                     f"{binding.name}: {label} must have 3 dims (tokens, heads, head dim), got {tuple(tensor.shape)}"
                 )
@@ -185,5 +185,8 @@ def _attend(
     return out.squeeze(0).transpose(0, 1), None if lse is None else lse.squeeze(0)
 
 
-def _is_pack(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.ndim == 3
+def _batch_of_one(pack_THD: Any) -> Any:
+    """[1, H, T, D], and what is no pack as it is: it is refused where all ranks learn of it."""
+    if not isinstance(pack_THD, torch.Tensor) or pack_THD.ndim != 3:
+        return pack_THD
+    return pack_THD.transpose(0, 1).unsqueeze(0)

@@ -46,7 +46,7 @@ from cp_styles.intercept.multi_head import multi_head_attention
 from cp_styles.kernels.flex import ScoreMod
 from cp_styles.kernels.merge import beside_sink
 from cp_styles.kernels.sdpa import SDPA_CALLS
-from cp_styles.layout import cuts_of
+from cp_styles.layout import SequenceLayout, cuts_of
 from cp_styles.mask import Dense, Mask, PerRow
 from cp_styles.troubleshooting import see
 
@@ -396,11 +396,11 @@ class AttentionCalls(TorchFunctionMode):
             self._scoped.unscoped.ledger.engaged = False
             self._tally.inputs = dict(zip(names_of_inputs(module), args, strict=False)) | kwargs
             # The layout of the model's inputs. It is not known any more for the inputs of its attention.
-            given = [tensor for tensor, _ in cuts_of((*args, *kwargs.values()))]
+            given = cuts_of((*args, *kwargs.values()))
             if given and graph_task_id() < 0 and self._joint is None:
                 self._check_cut(given)
 
-    def _check_cut(self, given: list[torch.Tensor]) -> None:
+    def _check_cut(self, given: list[tuple[torch.Tensor, SequenceLayout]]) -> None:
         """Raise, on every rank, if another layout has cut an input of the model."""
         binding = self._scoped.resolve()[0]
         try:
