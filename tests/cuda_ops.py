@@ -29,7 +29,7 @@ from cp_styles.kernels import (
     ReferenceKernel,
     SdpaKernel,
 )
-from cp_styles.kernels.by_tile import ByTile
+from cp_styles.kernels.choice_by_tile import ByTile
 from tests.varlen_op import varlen_backward, varlen_forward
 
 NAN = math.nan

@@ -17,7 +17,7 @@ from cp_styles.comm.agreement import begin_backward
 from cp_styles.comm.point_to_point import settle, settle_after
 from cp_styles.engine.binding import Binding
 from cp_styles.kernels import FlexKernel
-from cp_styles.kernels.lse import LseGradient
+from cp_styles.kernels.lse_gradient import LseGradient
 from cp_styles.profiler_ranges import named_range
 from cp_styles.strategies import Attention
 from cp_styles.strategies.base import residual_spec

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cp_styles.comm.rehearsal import Log, Rehearsal, Transfer, Waited
 from cp_styles.kernels import Kernel, ReferenceKernel, SdpaKernel, TileCall, VarlenKernel, kernel_for_tiles
-from cp_styles.kernels.by_tile import ByTile
+from cp_styles.kernels.choice_by_tile import ByTile
 from cp_styles.kernels.merge import accumulation_dtype
 from cp_styles.kernels.sdpa import names_of
 from cp_styles.layout import SequenceLayout

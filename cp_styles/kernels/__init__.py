@@ -1,7 +1,7 @@
 """Kernels: the attention of one tile on one device, forward and backward."""
 
 from cp_styles.kernels.base import Kernel, TileCall, Where
-from cp_styles.kernels.by_tile import kernel_for_tiles
+from cp_styles.kernels.choice_by_tile import kernel_for_tiles
 from cp_styles.kernels.flex import FlexKernel
 from cp_styles.kernels.flex_compiled import CompiledFlexKernel
 from cp_styles.kernels.reference import ReferenceKernel

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -140,3 +141,34 @@ class Kernel(ABC):
         avoid that.
         """
         return dtype
+
+
+@dataclass(frozen=True)
+class OtherBackward(Kernel):
+    """Base of kernels that are ``inner`` but for their backward."""
+
+    inner: Kernel
+
+    @property
+    def positional(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.inner.positional
+
+    @property
+    def small_tiles(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.inner.small_tiles
+
+    @property
+    def content(self):
+        return self.inner.content
+
+    def forward(self, q_BHLD, k_BGMD, v_BGME, **options):
+        return self.inner.forward(q_BHLD, k_BGMD, v_BGME, **options)
+
+    def forward_tiles(self, tiles):
+        return self.inner.forward_tiles(tiles)
+
+    def check(self, q_BHLD: torch.Tensor, k_BGMD: torch.Tensor, v_BGME: torch.Tensor, *, biased: bool) -> None:
+        self.inner.check(q_BHLD, k_BGMD, v_BGME, biased=biased)
+
+    def tile_dtype(self, dtype):
+        return self.inner.tile_dtype(dtype)

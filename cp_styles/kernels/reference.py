@@ -8,8 +8,8 @@ import torch
 
 from cp_styles.kernels.autocast import without_autocast
 from cp_styles.kernels.base import Kernel
+from cp_styles.kernels.full_precision_product import product
 from cp_styles.kernels.merge import EMPTY_LSE, accumulation_dtype
-from cp_styles.kernels.products import product
 
 
 def _says_its_dtypes(method):

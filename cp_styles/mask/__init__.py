@@ -9,7 +9,7 @@ additive mask is :class:`Dense`, which adds a bias to the logits.
 from cp_styles.mask.algebra import UNBOUNDED, All, BlockGrid, Full, Mask, PerRow
 from cp_styles.mask.bands import Causal, Chunked, Documents, PrefixLM, SlidingWindow
 from cp_styles.mask.dense import Dense, SomeBias, digest
-from cp_styles.mask.pieces import Pieces, counts_by_itself, pieces_of, work_from
+from cp_styles.mask.linear_pieces import Pieces, counts_by_itself, pieces_of, work_from
 
 __all__ = [
     "UNBOUNDED",

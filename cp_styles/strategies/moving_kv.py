@@ -28,7 +28,7 @@ import torch
 
 from cp_styles.comm.point_to_point import Pending, Transfers, exchange, open_group
 from cp_styles.kernels import Kernel, TileCall, Where
-from cp_styles.kernels.levels import BesideDrowned, RowLevels, of_heads
+from cp_styles.kernels.bias_levels import BesideDrowned, RowLevels, of_heads
 from cp_styles.kernels.merge import EMPTY_LSE, OnlineSoftmax, RowSum, accumulation_dtype, sink_gradient
 from cp_styles.plan import Cover, Tile, make_plan
 from cp_styles.profiler_ranges import named_range

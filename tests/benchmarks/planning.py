@@ -20,7 +20,7 @@ import torch
 
 from cp_styles import Causal, Documents, SequenceLayout, by_work, contiguous, head_tail, per_document_head_tail, striped
 from cp_styles.mask import Mask
-from cp_styles.mask.pieces import _uncut
+from cp_styles.mask.linear_pieces import _uncut
 from cp_styles.plan import imbalance, make_plan
 from cp_styles.plan.holders import chunks_of
 from cp_styles.plan.plan import _make_plan

@@ -22,7 +22,7 @@ from cp_styles.kernels import (
     kernel_for_tiles,
     sdpa,
 )
-from cp_styles.kernels.by_tile import ByTile
+from cp_styles.kernels.choice_by_tile import ByTile
 from cp_styles.kernels.merge import EMPTY_LSE
 from cp_styles.kernels.sdpa import names_of
 from tests.oracle import attention_inputs, dense_attention, error, expected_attention, randn

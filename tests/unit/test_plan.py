@@ -22,7 +22,7 @@ from cp_styles.layout import (
     striped,
 )
 from cp_styles.mask import Causal, Dense, Documents, Full, Mask, SlidingWindow
-from cp_styles.mask.pieces import _uncut
+from cp_styles.mask.linear_pieces import _uncut
 from cp_styles.plan import Cover, Part, Plan, Rows, Tile, attended_pairs, imbalance, make_plan
 from cp_styles.plan.holders import chunks_of
 from cp_styles.plan.plan import _make_plan

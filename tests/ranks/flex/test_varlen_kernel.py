@@ -176,7 +176,7 @@ def test_other_masks(name: str):
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (4, 0)])
 def test_the_function_with_gradients_of_its_logsumexp(window: tuple[int, int], monkeypatch):
     """By the kernel that a call finds for itself, as on CUDA it finds flash."""
-    monkeypatch.setattr("cp_styles.kernels.by_tile.SDPA_KERNELS", (STAND_IN,))
+    monkeypatch.setattr("cp_styles.kernels.choice_by_tile.SDPA_KERNELS", (STAND_IN,))
     same = of_documents(LENGTHS)
 
     def mask_mod(b, h, q, kv):

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from cp_styles.kernels.base import Kernel
+from cp_styles.kernels.base import OtherBackward
 from cp_styles.mask import Mask
 
 # Levels closer to 0 than this are not subtracted. A bias this far below another has no weight (e^-128).
@@ -98,25 +98,12 @@ def of_heads(bias: torch.Tensor | None, heads: tuple[int, int] | None) -> torch.
 
 
 @dataclass(frozen=True)
-class BesideDrowned(Kernel):
+class BesideDrowned(OtherBackward):
     """``inner`` for a backward whose queries are twice as wide: first the quiet ones, then the drowned ones.
 
     Keys are padded with 0 in the second half, so drowned queries do not change the logits. But the gradient of the keys
     is d logits times queries. The part of the drowned queries appears in its second half and is added.
     """
-
-    inner: Kernel
-
-    @property
-    def positional(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.inner.positional
-
-    @property
-    def small_tiles(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.inner.small_tiles
-
-    def forward(self, q_BHLD, k_BGMD, v_BGME, **options):
-        return self.inner.forward(q_BHLD, k_BGMD, v_BGME, **options)
 
     def backward(self, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, lse_BHL, **options):
         dim = k_BGMD.shape[-1]
@@ -124,9 +111,3 @@ class BesideDrowned(Kernel):
         grad, v, out = (F.pad(x, (dim, 0)) for x in (grad_BHLE, v_BGME, out_BHLE))
         dq, dk, dv = self.inner.backward(grad, q_BHLD, F.pad(k_BGMD, (0, dim)), v, out, lse_BHL, **options)
         return dq, dk[..., :dim] + dk[..., dim:], dv[..., dim:]
-
-    def check(self, q_BHLD: torch.Tensor, k_BGMD: torch.Tensor, v_BGME: torch.Tensor, *, biased: bool) -> None:
-        self.inner.check(q_BHLD, k_BGMD, v_BGME, biased=biased)
-
-    def tile_dtype(self, dtype):
-        return self.inner.tile_dtype(dtype)
