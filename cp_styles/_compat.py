@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple, TypeVar
@@ -470,8 +470,9 @@ def run_kernel(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[st
 FLEX_FUNCTION: Any = flex_module.flex_attention
 FLEX_GLOBALS: Any = vars(flex_module)
 FLEX_OPERATOR: Any = torch.ops.higher_order.flex_attention
-FLEX_IDENTITY: Any = flex_module._identity
-FLEX_UNBLOCKED: int = flex_module._LARGE_SPARSE_BLOCK_SIZE  # pyright: ignore
+_FLEX_IDENTITY, _FLEX_UNBLOCKED = "_identity", "_LARGE_SPARSE_BLOCK_SIZE"
+FLEX_IDENTITY: Any = FLEX_GLOBALS.get(_FLEX_IDENTITY)
+FLEX_UNBLOCKED: int = FLEX_GLOBALS.get(_FLEX_UNBLOCKED, 0)
 
 
 # The names that are read from a running flex_attention: its local variables, and functions that it calls. Seen: 2.11 to
@@ -498,20 +499,39 @@ FLEX_CHECKS_DEVICE = "_validate_device"
 FLEX_BEFORE_OPERATOR = "_apply_kernel_options"
 
 
-def flex_renamed(function: Any, module: Mapping[str, Any]) -> str:
-    """An error text that lists the names above that ``function`` and its ``module`` lack. Empty if they have all."""
+# torch.compile's wrapper around a function, and its variable that holds the function. Seen: 2.11 to 2.15.
+_WRAPPER, _WRAPPED = "compile_wrapper", "fn"
+
+
+def _variables_of_wrapper() -> set[str]:
+    """The variables of torch.compile's wrapper. Empty if there is none of this name."""
+    made = vars(getattr(eval_frame, "_TorchDynamoContext", object)).get("__call__")
+    constants = () if made is None else made.__code__.co_consts
+    wrappers = (each for each in constants if isinstance(each, types.CodeType) and each.co_name == _WRAPPER)
+    return {name for each in wrappers for name in (*each.co_varnames, *each.co_freevars)}
+
+
+def flex_renamed(function: Any, module: Mapping[str, Any], wrapper: Collection[str]) -> str:
+    """An error text that lists the names above that are absent. Empty if there are all.
+
+    ``function`` is flex_attention, ``module`` its globals, ``wrapper`` the variables of torch.compile's wrapper.
+    """
     code = function.__code__
     absent = sorted(set(FlexLocals._fields) - {*code.co_varnames, *code.co_cellvars})
-    absent += [name for name in (FLEX_CHECKS_DEVICE, FLEX_BEFORE_OPERATOR) if not callable(module.get(name))]
+    names = (FLEX_CHECKS_DEVICE, FLEX_BEFORE_OPERATOR, _FLEX_IDENTITY, _FLEX_UNBLOCKED)
+    absent += [name for name in names if module.get(name) is None]
+    absent += [f"{_WRAPPER} with {_WRAPPED}"] * (_WRAPPED not in wrapper)
     return (
-        f"flex_attention of torch {torch.__version__} has no {', '.join(absent)}, which this package reads to see its "
-        "calls: call cp_styles.context_flex_attention instead, or use a torch version that this package supports"
+        f"flex_attention of torch {torch.__version__}, or torch.compile around it, has no {', '.join(absent)}, which "
+        "this package reads to see its calls: call cp_styles.context_flex_attention instead, or use a torch version "
+        "that this package supports"
         if absent
         else ""
     )
 
 
-FLEX_RENAMED = flex_renamed(FLEX_FUNCTION, FLEX_GLOBALS)
+FLEX_WRAPPER = _variables_of_wrapper()
+FLEX_RENAMED = flex_renamed(FLEX_FUNCTION, FLEX_GLOBALS, FLEX_WRAPPER)
 
 
 class FlexAsWritten:
@@ -541,7 +561,7 @@ class _AskedByWrapper(TracingContext):
     @property
     def fake_mode(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
         frame = sys._getframe(1)
-        asked_for = frame.f_locals.get("fn") if frame.f_code.co_name == _WRAPPER else None
+        asked_for = frame.f_locals.get(_WRAPPED) if frame.f_code.co_name == _WRAPPER else None
         return _IN_KERNEL if asked_for is not None and _is_flex(inspect.unwrap(asked_for)) else None
 
     @fake_mode.setter
@@ -561,9 +581,6 @@ def within_compiled(frame: types.FrameType | None) -> bool:
     while frame is not None and frame.f_code.co_filename != eval_frame.__file__:
         frame = frame.f_back
     return frame is not None and frame.f_code.co_name == _WRAPPER
-
-
-_WRAPPER = "compile_wrapper"
 
 
 def _is_flex(function: Any) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention.flex_attention import flex_attention
 
@@ -18,6 +19,8 @@ from cp_styles._compat import (
     FLEX_FUNCTION,
     FLEX_GLOBALS,
     FLEX_RENAMED,
+    FLEX_WRAPPER,
+    RESUMED,
     FlexLocals,
     flex_renamed,
 )
@@ -39,12 +42,18 @@ def test_a_local_variable_of_another_name(name: str):
     text = f"def renamed({', '.join(each for each in FlexLocals._fields if each != name)}): pass"
     made: dict[str, Any] = {}
     exec(text, made)
-    assert f"has no {name}, which this package reads" in flex_renamed(made["renamed"], FLEX_GLOBALS)
+    assert f"has no {name}, which this package reads" in flex_renamed(made["renamed"], FLEX_GLOBALS, FLEX_WRAPPER)
 
 
-@pytest.mark.parametrize("name", [FLEX_CHECKS_DEVICE, FLEX_BEFORE_OPERATOR])
-def test_a_function_of_another_name(name: str):
-    assert f"has no {name}, which" in flex_renamed(FLEX_FUNCTION, {**FLEX_GLOBALS, name: None})
+@pytest.mark.parametrize("name", [FLEX_CHECKS_DEVICE, FLEX_BEFORE_OPERATOR, "_identity", "_LARGE_SPARSE_BLOCK_SIZE"])
+def test_a_name_of_the_module_that_is_another_one(name: str):
+    assert f"has no {name}, which" in flex_renamed(FLEX_FUNCTION, {**FLEX_GLOBALS, name: None}, FLEX_WRAPPER)
+
+
+def test_a_wrapper_of_torch_compile_with_other_names():
+    """And the name of what follows a graph break: torch has it as a constant."""
+    assert "has no compile_wrapper with fn, which" in flex_renamed(FLEX_FUNCTION, FLEX_GLOBALS, ())
+    assert TORCH_DYNAMO_RESUME_IN_PREFIX == RESUMED
 
 
 class Flex(nn.Module):
@@ -54,7 +63,7 @@ class Flex(nn.Module):
 
 def test_then_its_calls_are_refused(monkeypatch):
     """Not guessed: context_flex_attention, which reads no frames, is what remains."""
-    sentence = flex_renamed(FLEX_FUNCTION, {**FLEX_GLOBALS, FLEX_BEFORE_OPERATOR: None})
+    sentence = flex_renamed(FLEX_FUNCTION, {**FLEX_GLOBALS, FLEX_BEFORE_OPERATOR: None}, FLEX_WRAPPER)
     for module in (flex_frames, function_mode):
         monkeypatch.setattr(module, "FLEX_RENAMED", sentence)
 
