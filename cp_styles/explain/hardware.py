@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from cp_styles.comm.point_to_point import exchange, open_group
 from cp_styles.comm.rehearsal import Transfer, Waited
 from cp_styles.explain.rehearse import Copied, KernelCall, Phase, Shapes, kernel_of
 from cp_styles.functions.attention import context_attention
@@ -104,6 +105,7 @@ class Hardware:
         Kernels and copies are timed on the accelerator, or on the CPU with the threads that torch has, on all ranks at
         once, which share the machine. Messages are timed between the first two ranks of ``group``, and ``call_floor``
         by calls with one query a rank. Without a group, those figures are the ones of ``CPU`` or ``H100``.
+
         Communication: messages between two ranks, one broadcast of the figures of rank 0, and small attentions.
         """
         device = torch.accelerator.current_accelerator() if torch.cuda.is_available() else None
@@ -113,6 +115,7 @@ class Hardware:
         if group is None or group.size() == 1:
             return found
         numbers = torch.tensor([getattr(found, name) for name in _MEASURED], dtype=torch.float64)
+        open_group(group, device)
         if group.rank() < 2:
             numbers[-2:] = torch.tensor(_measured_link(group, device), dtype=torch.float64)
         numbers = numbers if device.type == "cpu" else numbers.to(device)
@@ -186,15 +189,13 @@ def _measured(known: Hardware, device: torch.device, dtype: torch.dtype) -> Hard
 
 def _measured_link(group: dist.ProcessGroup, device: torch.device) -> tuple[float, float]:
     """Latency and bandwidth between the first two ranks of the group."""
-    peer = dist.get_global_rank(group, 1 - group.rank())
+    peer = 1 - group.rank()
 
     def swap(size: int) -> float:
         mine, theirs = torch.zeros(size, device=device), torch.zeros(size, device=device)
 
         def run() -> None:
-            ops = [dist.P2POp(dist.isend, mine, peer, group), dist.P2POp(dist.irecv, theirs, peer, group)]
-            for work in dist.batch_isend_irecv(ops):
-                work.wait()
+            exchange([(peer, mine)], [(peer, theirs)], group).wait()
 
         return _seconds(run, device, 7)
 

@@ -219,8 +219,11 @@ WRITTEN_ONCE = {
     r"\.__class__ = ": {"intercept/subclassing.py"},
     r"\bsigmoid\(": {"kernels/merge.py"},
     r"\.as_strided\(": {"collectives/_direct.py"},
-    r"\b(?:P2POp|batch_isend_irecv|isend|irecv)\(": {"comm/point_to_point.py", "explain/hardware.py"},
+    r"\b(?:P2POp|batch_isend_irecv|isend|irecv)\(": {"comm/point_to_point.py"},
     r"\b_resolve_process_group\(": {"_compat.py"},
+    r"isinstance\(group, DeviceMesh\)": {"comm/groups.py"},
+    r"base, extra = divmod\(|joined\[-1\]\[1\] ==": {"layout.py"},
+    r"is_inference\(\) else \w+\._version": {"comm/checksum.py"},
 }
 INSIDE = ("strategies/", "kernels/", "explain/auto.py")  # of a strategy or a kernel around another one
 
