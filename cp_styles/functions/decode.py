@@ -247,12 +247,14 @@ class LayerCaches:
         layers: the caches.
         prompt: the layout of the prompt that is, or was, cut over the ranks.
         prefilled: whether the forward of the prompt is over.
+        tokens_BS: the tokens of the prompt, the same on all ranks, if they are known.
     """
 
     def __init__(self, group: dist.ProcessGroup, prompt: SequenceLayout) -> None:
         self.group = group
         self.prompt = prompt
         self.prefilled = False
+        self.tokens_BS: torch.Tensor | None = None
         self.layers: list[KVCache | None] = []
 
     def add(self, k_BGLD: torch.Tensor, v_BGLE: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -93,6 +93,8 @@ class TransformersCache(LayerCaches):
     def batch_repeat_interleave(self, repeats: int) -> None:
         for each in self.held:
             each.select_rows(torch.arange(each.keys.shape[0]).repeat_interleave(repeats))
+        if self.tokens_BS is not None:
+            self.tokens_BS = self.tokens_BS.repeat_interleave(repeats, 0)
         if self._padding_BS is not None:
             self._padding_BS = self._padding_BS.repeat_interleave(repeats, 0)
 

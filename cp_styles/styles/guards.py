@@ -13,6 +13,7 @@ import sys
 import zlib
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -417,14 +418,19 @@ for _hook in (InputGuards.check, InputGuards.check_output):
 
 def _generates() -> bool:
     """Whether generate() of transformers is running in this thread. Its calls look like those of any other caller."""
+    return _generating() is not None
+
+
+def _generating() -> FrameType | None:
+    """The frame of generate() of transformers that is running in this thread."""
     if torch.is_grad_enabled():
-        return False
+        return None
     frame = sys._getframe(2)
     while frame is not None:
         if frame.f_code.co_name == "generate" and frame.f_globals.get("__name__", "").startswith("transformers."):
-            return True
+            return frame
         frame = frame.f_back
-    return False
+    return None
 
 
 def _refuse_local(binding: Binding, name: str, positions: torch.Tensor, lengths: list[int]) -> None:
@@ -450,9 +456,13 @@ def _refuse_local(binding: Binding, name: str, positions: torch.Tensor, lengths:
 
 
 def _refuse_another_prompt(name: str, kind: str, cache: LayerCaches, inputs: Mapping[str, Any]) -> None:
-    """Raise if generate() counts other positions than the cache: then its prompt is not the one that was prefilled."""
+    """Raise if the prompt of generate() is not the one that was prefilled: other tokens, or other positions."""
     held, positions, new = next(iter(cache.held), None), inputs.get(POSITIONS), _length(inputs)
-    if held is None or not new or not isinstance(positions, torch.Tensor) or positions.ndim != 2:
+    if held is None:
+        return
+    if held.length == cache.prompt.length:
+        _refuse_other_tokens(name, cache)
+    if not new or not isinstance(positions, torch.Tensor) or positions.ndim != 2:
         return
     # With padding the mask says how many there are. The host need not wait for each token that follows the prompt.
     if inputs.get("attention_mask") is None and (new > 1 or held.length == cache.prompt.length) and _generates():
@@ -465,6 +475,20 @@ def _refuse_another_prompt(name: str, kind: str, cache: LayerCaches, inputs: Map
                 "cache holds. Call prefill for each prompt, go on with the whole conversation from its start, "
                 "and decode without an assistant"
             )
+
+
+def _refuse_other_tokens(name: str, cache: LayerCaches) -> None:
+    """Raise if generate() was given another prompt. It gives the model only the last token of it."""
+    known, frame = cache.tokens_BS, _generating()
+    given = None if frame is None else frame.f_locals.get("input_ids")
+    if known is None or not isinstance(given, torch.Tensor) or given.ndim != 2 or given.shape[0] != known.shape[0]:
+        return
+    length = known.shape[1]
+    if given.shape[1] >= length and not torch.equal(given[:, :length].to(known.device), known):
+        raise ValueError(
+            f"{name}: generate() is given other tokens than the {length} of the prompt that was prefilled: the cache "
+            "is of another prompt. Call prefill for each prompt"
+        )
 
 
 def _is_model(module: nn.Module) -> bool:
