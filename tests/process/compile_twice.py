@@ -1,30 +1,24 @@
-"""The processes of test_compile_cache.py: attention by inductor, and whether a cache on disk had it.
+"""The programs of test_compile_cache.py: attention by inductor, and whether a cache on disk had it.
 
-    python -m tests.process.compile_twice FOLDER JOBS JOBS
-
-Each job is ``what/layout``: a door, or the trap. For each list of jobs there are processes of their own, forks of one
-that has compiled nothing.
+Each job is ``what/layout``: a door, or the trap.
 """
 
 from __future__ import annotations
 
 import json
-import sys
+from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn
 
 import torch
-import torch._inductor.compile_fx  # which each process imports where it compiles
 import torch.distributed as dist
-from torch import multiprocessing
+from torch import nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from cp_styles import Causal, Ring, contiguous, head_tail
 from cp_styles.engine.op import config_text
-from tests.process.several import leave
 from tests.ranks.attention_case import Problem, run_attention
-from tests.ranks.compiling import Block, door
+from tests.ranks.compiling import door
 
 LAYOUTS = {"contiguous": contiguous, "head_tail": head_tail}
 RANKS = 2
@@ -51,16 +45,34 @@ def hide(mesh: DeviceMesh, layout):
     return lambda *qkv: torch.ops.cp_styles_tests.hidden(*qkv)[0]
 
 
-def main(rank: int, folder: Path, jobs: str) -> NoReturn:
+class Turned(nn.Module):
+    """An attention and something to compile after it: the dim of each head is turned, and turned back.
+
+    By matrix products, for which inductor generates no kernel: the C++ compiler would take seconds for each.
+    """
+
+    def __init__(self, attend, dim: int) -> None:
+        super().__init__()
+        self.attend = attend
+        self.turn = torch.eye(dim, dtype=torch.float64).roll(1, 0)
+
+    def forward(self, query, key, value):
+        return self.attend(query, key, value) @ self.turn @ self.turn.T
+
+
+def main(folder: Path, *, jobs: str, after: str = "") -> int:
+    """Prints, by job, [error, hits, misses]. It begins when the processes of the jobs ``after`` have ended theirs."""
     torch.set_num_threads(1)
-    place = dist.FileStore(str(folder / f"store of {jobs}".replace("/", " ")), RANKS)
-    dist.init_process_group("gloo", store=place, rank=rank, world_size=RANKS)
+    ended = dist.FileStore(str(folder / "ended jobs"), 2 * RANKS)
+    if after:
+        ended.wait([f"{after} on {rank}" for rank in range(RANKS)], timedelta(seconds=300))
+    dist.init_process_group("gloo")
     mesh, said = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",)), {}
-    problems = [Problem(length=length, kv_heads=2) for length in LENGTHS]
+    rank, problems = dist.get_rank(), [Problem(length=length, kv_heads=2) for length in LENGTHS]
     for job in jobs.split():
         what, name = job.split("/")
         layout = LAYOUTS[name]
-        block = Block(hide(mesh, layout) if what == "trap" else door(what, mesh, layout=layout))
+        block = Turned(hide(mesh, layout) if what == "trap" else door(what, mesh, layout=layout), dim=8)
         counters.clear()
         # The first length is a graph with static shapes, and the second then one with dynamic ones.
         several = problems if what == "function" else problems[:1]
@@ -69,16 +81,8 @@ def main(rank: int, folder: Path, jobs: str) -> NoReturn:
         found = counters["aot_autograd"]
         said[job] = [max(errors), found["autograd_cache_hit"], found["autograd_cache_miss"]]
         torch.compiler.reset()
-    said_by(folder, rank, jobs).write_text(json.dumps(said))
+    print(json.dumps(said), flush=True)
     dist.barrier()
     dist.destroy_process_group()
-    leave()
-
-
-def said_by(folder: Path, rank: int, jobs: str) -> Path:
-    return folder / f"{rank} of {jobs}".replace("/", " ")
-
-
-if __name__ == "__main__":
-    for jobs in sys.argv[2:]:
-        multiprocessing.start_processes(main, (Path(sys.argv[1]), jobs), nprocs=RANKS, start_method="fork")
+    ended.set(f"{jobs} on {rank}", "")
+    return 0

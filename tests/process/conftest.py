@@ -52,11 +52,11 @@ def on_processes(request, tmp_path_factory) -> dict[str, Finished]:
                     stderr=file,
                     timeout=400,
                 )
-    files = [folder / f"{rank}.json" for rank in range(PROCESSES)]
+    files = [folder / f"{number}.json" for number in range(PROCESSES)]
     assert all(file.exists() for file in files), errors.read_text()
-    by_rank = [json.loads(file.read_text()) for file in files]
+    by_process = [json.loads(file.read_text()) for file in files]
     found = {}
     for name, program in programs.items():
-        taken = [of_rank[name] for of_rank in by_rank[: program.ranks]]
+        taken = [by_process[number][name] for number in program.processes]
         found[name] = Finished([status for status, _ in taken], [said for _, said in taken], folder)
     return found

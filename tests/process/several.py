@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+import torch
 import torch.distributed as dist
 from torch import multiprocessing
 
@@ -28,11 +29,16 @@ begin = dist.init_process_group
 
 
 class Program(NamedTuple):
-    """``run`` is given a folder for files, and returns an exit status."""
+    """``run`` is given a folder for files, and returns an exit status. Its rank 0 is the process ``first``."""
 
     ranks: int
     run: Callable[[Path], int]
     at_night: bool = False
+    first: int = 0
+
+    @property
+    def processes(self) -> range:
+        return range(self.first, self.first + self.ranks)
 
 
 def perform(program: Callable[[], Any], ranks: int, place: dist.Store) -> Any:
@@ -59,32 +65,43 @@ def run(programs: Mapping[str, Callable[[], Any]]) -> NoReturn:
     leave()
 
 
-def on_rank(rank: int, folder: Path, programs: Mapping[str, Program]) -> NoReturn:
+def on_process(number: int, folder: Path, programs: Mapping[str, Program]) -> NoReturn:
     """A file with what the programs printed and the statuses that they returned."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(PROCESSES)}
     found = {}
     for name, program in programs.items():
-        if rank < program.ranks:
+        if number in program.processes:
+            rank = str(number - program.first)
+            os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": str(PROCESSES)}
             # A file, because a store with threads before the fork may leave a fork a lock that nobody opens.
             place = dist.FileStore(str(folder / f"store of {name}"), program.ranks)
-            said = folder / f"said by rank {rank}"
+            said = folder / f"said by {number}"
             with said.open("w") as out, contextlib.redirect_stdout(out):
                 status = perform(lambda program=program: program.run(folder), program.ranks, place)
             found[name] = status, said.read_text()
-    (folder / f"{rank}.json").write_text(json.dumps(found))
+    (folder / f"{number}.json").write_text(json.dumps(found))
     leave()
 
 
-def main(folder: Path, names: list[str], modules: list[str]) -> None:
-    import torch._inductor.compile_fx  # noqa: F401 - which a program that compiles imports, on every rank
+def compile_once() -> None:
+    """The first compilation of a process prepares for a second what all others use: its forks need not."""
+    with contextlib.suppress(ImportError):
+        from tqdm import tqdm
 
+        tqdm.monitor_interval = 0  # torch's progress bars start no thread, whose locks a fork may inherit
+    two = torch.ones(2, 2)
+    torch.compile(torch.mm)(two, two)
+    torch.compiler.reset()
+
+
+def main(folder: Path, names: list[str], modules: list[str]) -> None:
     programs: dict[str, Program] = {}
     for module in modules:
         own = importlib.import_module(module).PROGRAMS
         programs |= {name: program for name, program in own.items() if name in names}
+    compile_once()
     threads = Path("/proc/self/task")
     assert not threads.exists() or len(list(threads.iterdir())) == 1, "a fork may inherit a lock of another thread"
-    multiprocessing.start_processes(on_rank, (folder, programs), nprocs=PROCESSES, start_method="fork")
+    multiprocessing.start_processes(on_process, (folder, programs), nprocs=PROCESSES, start_method="fork")
 
 
 if __name__ == "__main__":

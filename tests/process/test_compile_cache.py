@@ -9,44 +9,32 @@ it a graph of contiguous parts, and the second ones, whose parts are others, att
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+from functools import partial
 
 import pytest
 
-from tests.process.compile_twice import RANKS, said_by
+from tests.process.compile_twice import RANKS, main
+from tests.process.several import Program
 from tests.ranks.attention_case import EXACT
 
-ROOT = Path(__file__).parents[2]
+FIRST = "function/contiguous style/contiguous trap/contiguous"
+SECOND = "function/head_tail function/contiguous module/head_tail style/contiguous style/head_tail trap/head_tail"
+PROGRAMS = {
+    "compiled": Program(RANKS, partial(main, jobs=FIRST)),
+    "found in the cache": Program(RANKS, partial(main, jobs=SECOND, after=FIRST), first=RANKS),
+}
 
 pytestmark = pytest.mark.process
 
 
-def test_every_door_and_the_cache(tmp_path):
-    first = "function/contiguous style/contiguous trap/contiguous"
-    second = "function/head_tail function/contiguous module/head_tail style/contiguous style/head_tail trap/head_tail"
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",
-    }
-    command = [sys.executable, "-m", "tests.process.compile_twice", tmp_path, first, second]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stderr
-
-    def said(jobs: str) -> list[dict[str, list[float]]]:
-        """Of each rank, by job, [error, hits, misses]."""
-        return [json.loads(said_by(tmp_path, rank, jobs).read_text()) for rank in range(RANKS)]
-
-    for of_rank in said(first):
+def test_every_door_and_the_cache(on_processes):
+    for of_rank in map(json.loads, on_processes["compiled"].said):
         for job, (error, hits, misses) in of_rank.items():
             assert error < EXACT, job
             assert hits == 0, job
             assert misses > 0, job
-    for of_rank in said(second):
-        for job in second.split()[:-1]:
+    for of_rank in map(json.loads, on_processes["found in the cache"].said):
+        for job in SECOND.split()[:-1]:
             assert of_rank[job][0] < EXACT, job
         # What the processes before compiled is found by these, where it is the same attention.
         for job in ("function/contiguous", "style/contiguous"):

@@ -22,8 +22,9 @@ def test_a_layer_on_cp_and_tp(on_processes):
     Models that count their tokens, because they are given no positions, are refused where they are traced too.
     Compiled attention holds what eager attention does, by the allocator: no more than 12 query shards in a backward.
     """
-    for text in on_processes["a compiled layer"].said:
-        said = json.loads(text)
+    by_rank = [json.loads(text) for text in on_processes["a compiled layer"].said]
+    assert [len(said["without positions"]) for said in by_rank] == [4, 0, 4, 0]
+    for said in by_rank:
         assert said["local"] < EXACT
         assert said["dtensors"] < EXACT
         assert len(said["refused"]) == 2
