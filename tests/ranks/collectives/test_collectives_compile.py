@@ -77,10 +77,11 @@ def test_aot_eager(name):
 
 def test_inductor():
     """Little before and after one exchange of equal parts: each kernel is compiled for seconds, here once for both
-    ranks."""
+    ranks, and none for a matrix product."""
+    square = randn((3, 3), 9)
 
     def block(x):
-        return all_to_all(x.sin(), 0, 1, world()).cos()
+        return all_to_all(x.sin(), 1, 0, world()) @ square
 
     compare_with_eager(block, lambda rank: [randn((4, 6), rank)], backend="inductor")
 

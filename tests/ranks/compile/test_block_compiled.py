@@ -75,7 +75,7 @@ def test_checkpointed_compiled_layers(reentrant: bool):
     def on(rank: int):
         mesh = cp_mesh(RANKS)
 
-        @torch.compile(fullgraph=True)
+        @torch.compile(fullgraph=True, dynamic=True)
         def layer(query, key, value):
             return F.scaled_dot_product_attention(query * 1.0, key, value, is_causal=True)
 
