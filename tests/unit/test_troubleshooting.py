@@ -1,6 +1,7 @@
 """tutorials/troubleshooting.md and the errors of the package lead to each other: texts and titles, word for word."""
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -38,15 +39,17 @@ def strings_of(node: ast.AST):
         yield from strings_of(child)
 
 
-TEXTS = [
-    text for path in sorted((ROOT / "cp_styles").rglob("*.py")) for text in strings_of(ast.parse(path.read_text()))
-]
+@functools.cache
+def texts() -> list[str]:
+    """All of the package. Not when this file is imported: every worker of a run imports it."""
+    paths = sorted((ROOT / "cp_styles").rglob("*.py"))
+    return [text for path in paths for text in strings_of(ast.parse(path.read_text()))]
 
 
 def texts_like(quoted: str) -> list[str]:
     """ "..." on the page stands for one value, or for words that are left out, of the same text."""
     words = re.compile(r".+?".join(re.escape(part) for part in re.split(r"\s*\.\.\.\s*", quoted) if part), re.DOTALL)
-    return [text for text in TEXTS if words.search(text)]
+    return [text for text in texts() if words.search(text)]
 
 
 def test_there_are_entries():
@@ -65,7 +68,7 @@ def test_each_quoted_text_is_in_the_package_and_names_its_entry(title: str, quot
 
 
 def test_each_entry_that_an_error_names_is_on_the_page():
-    named = set(re.findall(r'\. See "([^"\0]+)" in', "\n".join(TEXTS)))
+    named = set(re.findall(r'\. See "([^"\0]+)" in', "\n".join(texts())))
     assert named == TITLES
     calls = sum(len(re.findall(r"\bsee\(", path.read_text())) for path in (ROOT / "cp_styles").rglob("*.py"))
-    assert calls - 1 == len(re.findall(r'\. See "([^"\0]+)" in', "\n".join(TEXTS)))  # all but its definition
+    assert calls - 1 == len(re.findall(r'\. See "([^"\0]+)" in', "\n".join(texts())))  # all but its definition
