@@ -330,8 +330,9 @@ def start_status(
     except Exception as error:
         problem = error
     ledger = ledger_of(group)
-    ledger.name, ledger.axis = name, axis
-    note_user(group, f"{name} (mesh axis {axis!r})")
+    if (ledger.name, ledger.axis) != (name, axis):
+        ledger.name, ledger.axis = name, axis
+        note_user(group, f"{name} (mesh axis {axis!r})")
     mine = _of_meeting(said, meeting, name)
     if problem is None:
         try:

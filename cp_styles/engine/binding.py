@@ -285,13 +285,12 @@ class Binding:
         return self.layout_for(kv_length)
 
     def known(self, refuse: Callable[[], None], tensors: Sequence[torch.Tensor], seq_dim: int) -> Binding | None:
-        """What :meth:`agree` would return, if it is certain without communication. Else None.
+        """What :meth:`agree` would return, for a SequenceLayout, if it is certain without communication. Else None.
 
-        If it is known, the agreement can be deferred to the call. It is not known with a balancer, which needs the
-        global length, or if this rank sees an error, which must be reported now. No communication.
+        If it is known, the agreement can be deferred to the call. It is not known if this rank sees an error, which
+        must be reported now. No communication.
         """
-        if not isinstance(self.layout, SequenceLayout):
-            return None
+        assert isinstance(self.layout, SequenceLayout)
         try:
             refuse()
             self.refuse_other_cut(cuts_of(tensors))

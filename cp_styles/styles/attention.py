@@ -225,7 +225,8 @@ class ContextParallelState:
         attn_mask = arguments.get("attn_mask")
         asked = self.binding
         refuse = partial(self._refuse, arguments, inputs, local)
-        known = asked.known(refuse, local, dim)
+        # A balancer needs the global length first.
+        known = asked.known(refuse, local, dim) if isinstance(asked.layout, SequenceLayout) else None
         agreed = known or asked.agree(refuse, local, dim, attn_mask)
         lengths = agreed.lengths
         assert lengths is not None
