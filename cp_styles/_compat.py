@@ -52,6 +52,8 @@ forward_mode_level: Callable[[], int] = partial(getattr, forward_ad, "_current_l
 torch_func_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack  # pyright: ignore
 # Whether a tensor was computed from an argument of a function that torch.func transforms. Seen: 2.11 to 2.15.
 is_in_torch_func: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor  # pyright: ignore
+# The process group of this (thread's) world with the name ``ProcessGroup.group_name``. Seen: 2.11 to 2.15.
+resolve_group: Callable[[str], dist.ProcessGroup] = dist.distributed_c10d._resolve_process_group  # pyright: ignore
 # Whether autocast is on for some device. Seen: 2.11 to 2.15.
 any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 # The id of the backward that is running in this thread; below 0 there is none. Seen: 2.11 to 2.15.
@@ -167,11 +169,6 @@ def process_group_of(op_argument: Any) -> dist.ProcessGroup | None:
         with contextlib.suppress(RuntimeError):
             return dist.ProcessGroup.unbox(op_argument)
     return None
-
-
-def resolve_group(name: str) -> dist.ProcessGroup:
-    """The process group of this (thread's) world with the name ``ProcessGroup.group_name``. Seen: 2.11 to 2.15."""
-    return dist.distributed_c10d._resolve_process_group(name)  # pyright: ignore
 
 
 def gloo_beside(group: dist.ProcessGroup, name: str, timeout: timedelta | None = None) -> Any:

@@ -231,8 +231,8 @@ class ContextParallelState:
         lengths = agreed.lengths
         assert lengths is not None
         other_axes = self._other_axes
-        if self.dtensor_io.makes_sequence_dtensors(other_axes):
-            self._refuse_uneven(lengths[0])
+        if (not self.style.use_local_output) if other_axes is None else other_axes.seq_axis is not None:
+            self._refuse_uneven(lengths[0])  # outputs will be DTensors that are sharded over the sequence axis
         self.binding = agreed if other_axes is None else replace(agreed, other_axes=other_axes)
         if attn_mask is not None:
             self.binding = replace(self.binding, mask=self.binding.mask & Dense(attn_mask))

@@ -141,10 +141,6 @@ class DTensorIO:
             shape[placement.dim] = local.shape[placement.dim]
         return placed(local, came.mesh, came.joined(placement, others), shape)
 
-    def makes_sequence_dtensors(self, came: OtherAxes | None) -> bool:
-        """Whether outputs will be DTensors that are sharded over the sequence axis."""
-        return not self._use_local_output if came is None else came.seq_axis is not None
-
     def of(self, mesh: DeviceMesh) -> OtherAxes | str:
         """The axes of ``mesh`` other than the sequence's; or a text that says why it is not supported."""
         if mesh not in self._known:

@@ -220,7 +220,7 @@ WRITTEN_ONCE = {
     r"\bsigmoid\(": {"kernels/merge.py"},
     r"\.as_strided\(": {"collectives/_direct.py"},
     r"\b(?:P2POp|batch_isend_irecv|isend|irecv)\(": {"comm/point_to_point.py"},
-    r"\b_resolve_process_group\(": {"_compat.py"},
+    r"\b_resolve_process_group\b": {"_compat.py"},
     r"isinstance\(group, DeviceMesh\)": {"comm/groups.py"},
     r"base, extra = divmod\(|joined\[-1\]\[1\] ==": {"layout.py"},
     r"is_inference\(\) else \w+\._version": {"comm/checksum.py"},
