@@ -182,6 +182,13 @@ def gloo_beside(group: dist.ProcessGroup, name: str, timeout: timedelta | None =
     return made(prefixed, group.rank(), group.size(), timeout or _timeout_of(group))
 
 
+def cpu_backend_of(group: dist.ProcessGroup, name: str) -> Any:
+    """The backend of a group for host tensors, if it is the one of this name, else None. Seen: 2.11 to 2.15."""
+    if f"cpu:{name}" not in dist.get_backend_config(group):
+        return None
+    return group._get_backend(torch.device("cpu"))  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def part_of_group(group: dist.ProcessGroup, ranks: list[int], name: str) -> dist.ProcessGroup:
     """A new group of some ranks of a group, with the group's backends and timeout. All of ``ranks`` must call it.
 

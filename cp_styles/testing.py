@@ -214,6 +214,10 @@ class CommunicationTrace(TorchDispatchMode):
         ranks = tuple(axis.mesh.tolist())
         return Counter(name for (name, _), group in zip(self.events, self._groups, strict=True) if group == ranks)
 
+    def _note(self, name: str, size: int, group: dist.ProcessGroup) -> None:
+        self.events.append((name, size))
+        self._groups.append(tuple(dist.get_process_group_ranks(group)))
+
     @property
     def calls(self) -> Counter[str]:
         """The calls so far, by short name."""
@@ -231,8 +235,11 @@ class CommunicationTrace(TorchDispatchMode):
             group = _group_of(args)
             event = None if group is None else _event_of(func, args, group)
             if event is not None and group is not None:
-                self.events.append(event)
-                self._groups.append(tuple(dist.get_process_group_ranks(group)))
+                self._note(*event, group)
+        if func is torch.ops.cp_styles.gather_numbers.default:  # an all-gather, by whichever messages
+            group = resolve_group(args[1])
+            self._note("all_gather", _nbytes(args[0]) * (group.size() - 1), group)
+            return func(*args, **(kwargs or {}))
         if func.namespace == "cp_styles":  # run our opaque op under this mode, to see what it sends
             with self:
                 return run_kernel(func, args, kwargs or {})

@@ -30,7 +30,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from cp_styles._compat import graph_task_id, resolve_group, without_dispatch_modes
-from cp_styles.comm.point_to_point import check_later, drop_check, note_user, offer_numbers, start_numbers
+from cp_styles.comm.point_to_point import ROW, check_later, drop_check, note_user, offer_numbers, start_numbers
 from cp_styles.profiler_ranges import named_range
 from cp_styles.troubleshooting import see
 
@@ -116,6 +116,7 @@ class StatusRow(NamedTuple):
 
 
 WIDTH = len(StatusRow._fields)
+assert WIDTH == ROW  # such rows travel directly
 BACKWARD_MAY_COME, MAY_WARN = 1, 2
 
 

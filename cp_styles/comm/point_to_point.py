@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Self
-from weakref import WeakKeyDictionary, WeakSet
+from typing import Any, NamedTuple, Self
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 import torch.distributed as dist
 
-from cp_styles._compat import gloo_beside, part_of_group, resolve_group
+from cp_styles._compat import cpu_backend_of, gloo_beside, part_of_group, resolve_group
+from cp_styles.comm.mailbox import Mailbox
 from cp_styles.comm.rehearsal import Rehearsal
 from cp_styles.troubleshooting import see
 
@@ -228,22 +230,27 @@ def gather_numbers(numbers: Sequence[int], group: dist.ProcessGroup) -> Sequence
 
     By such rows all ranks learn of an error on one of them. Communication: one all-gather of ``len(numbers)`` int64
     from each rank. It runs on the host: over the CPU backend of the group, or over an additional gloo group, which the
-    first call sets up between the ranks of the group. Without gloo it runs on the device, and the host waits.
+    first call sets up between the ranks of the group. Over gloo, rows of :data:`ROW` numbers are direct messages, see
+    [Note: direct messages] in comm/mailbox.py. Without gloo it runs on the device, and the host waits.
     """
     return start_numbers(numbers, group)()
 
 
 def start_numbers(numbers: Sequence[int], group: dist.ProcessGroup) -> Callable[[], Sequence[Sequence[int]]]:
-    """Start :func:`gather_numbers`. The result waits for the other ranks, and returns the rows."""
+    """Start :func:`gather_numbers`. The result waits for the other ranks, and returns the rows.
+
+    Raises:
+        TransferError: by the result, if a direct message fails. Other all-gathers raise a RuntimeError of torch's.
+    """
     refuse_destroyed(group)
     if group.size() == 1:
         return lambda: [numbers]
     rows = torch.ops.cp_styles.gather_numbers(_row(numbers, group), group.group_name)
 
     def finish() -> Sequence[Sequence[int]]:
-        work = vars(rows).pop(_WORK, None)  # what a checkpoint has kept is there
-        if work is not None:
-            work.wait()
+        started = vars(rows).pop(_STARTED, None)  # what a checkpoint has kept is there
+        if started is not None:
+            started.wait()
         return rows.tolist()
 
     return finish
@@ -252,10 +259,10 @@ def start_numbers(numbers: Sequence[int], group: dist.ProcessGroup) -> Callable[
 def offer_numbers(numbers: Sequence[int], group: dist.ProcessGroup, seconds: float) -> None:
     """:func:`gather_numbers` for a rank that has failed. It reads nothing, and waits at most ``seconds``."""
     with contextlib.suppress(RuntimeError):  # the first error is more useful
-        mine, patience = _row(numbers, group), timedelta(seconds=seconds)
-        work = _gather(list(mine.new_empty(group.size(), mine.numel())), mine, group, patience)
-        if work is not None:
-            work.wait(patience)
+        patience = timedelta(seconds=seconds)
+        _, started = _gather(_row(numbers, group), group, patience)
+        if started is not None:
+            started.wait(patience)
 
 
 def largest_over(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> list[torch.Tensor]:
@@ -279,18 +286,71 @@ def _row(numbers: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
 # The additional gloo groups of groups without a CPU backend, for agreement.
 _hosts: WeakKeyDictionary[dist.ProcessGroup, Any] = WeakKeyDictionary()
 
+# How many numbers are in the rows that are direct messages: in those of the agreement.
+ROW = 13
+# The mailboxes of such rows; None for a group with a CPU backend other than gloo.
+_mailboxes: WeakKeyDictionary[dist.ProcessGroup, Mailbox | None] = WeakKeyDictionary()
+
+
+class _Letters(NamedTuple):
+    """A gather of a mailbox that has started. It waits as a ``dist.Work`` does.
+
+    The rows have it as an attribute, and the mailbox has the rows. So it must not keep the group alive.
+    """
+
+    number: int
+    group: ref[dist.ProcessGroup]
+
+    def wait(self, patience: timedelta | None = None) -> None:
+        """Wait for the rows. With ``patience`` no longer than that, and without a word if they do not come."""
+        group = self.group()
+        mailbox = None if group is None else _mailboxes[group]
+        assert mailbox is not None  # who waits for rows has the group
+        if patience is not None:
+            # In a thread, because a message of gloo whose wait has timed out ends all connections of its group.
+            waiting = threading.Thread(target=mailbox.wait, args=(self.number,), daemon=True)
+            waiting.start()
+            waiting.join(patience.total_seconds())
+            return
+        missing = mailbox.wait(self.number)
+        del mailbox  # the traceback of the error would keep it, and so the connections
+        if missing is not None:
+            peer, error = missing
+            raise _failed(error, (peer,), group) from error
+
 
 def _gather(
-    rows: list[torch.Tensor], mine: torch.Tensor, group: dist.ProcessGroup, patience: timedelta | None = None
-) -> dist.Work | None:
-    """Start an all-gather of a :func:`_row`. ``patience`` limits the time to open connections."""
-    if mine.device.type != "cpu":
-        return dist.all_gather(rows, mine, group=group, async_op=True)
-    if has_cpu_backend(group):
-        return group.allgather([rows], [mine])  # without the checks of dist.all_gather, which take as long as a copy
+    mine: torch.Tensor, group: dist.ProcessGroup, patience: timedelta | None = None
+) -> tuple[torch.Tensor, dist.Work | _Letters | None]:
+    """Start an all-gather of a :func:`_row`: the rows, and what to wait for before they are read.
+
+    ``patience`` limits the time to open connections.
+    """
+    on_host = mine.device.type == "cpu"
+    mailbox = _mailbox_of(group, patience) if on_host and mine.numel() == ROW else None
+    if mailbox is not None:
+        number, rows = mailbox.start(mine)
+        return rows, _Letters(number, ref(group))
+    rows = mine.new_empty(group.size(), mine.numel())
+    parts = list(rows.unbind())
+    if not on_host:
+        return rows, dist.all_gather(parts, mine, group=group, async_op=True)
+    # Not dist.all_gather, whose checks take as long as a copy.
+    return rows, (group if has_cpu_backend(group) else _host_of(group, patience)).allgather([parts], [mine])
+
+
+def _host_of(group: dist.ProcessGroup, patience: timedelta | None) -> Any:
     if group not in _hosts:
         _hosts[group] = gloo_beside(group, "cp_styles", patience)
-    return _hosts[group].allgather([rows], [mine])
+    return _hosts[group]
+
+
+def _mailbox_of(group: dist.ProcessGroup, patience: timedelta | None) -> Mailbox | None:
+    found = _mailboxes.get(group)
+    if found is None and group not in _mailboxes:
+        gloo = cpu_backend_of(group, "gloo") if has_cpu_backend(group) else _host_of(group, patience)
+        found = _mailboxes[group] = None if gloo is None else Mailbox(gloo, ROW)
+    return found
 
 
 def refuse_destroyed(group: dist.ProcessGroup) -> None:
@@ -306,8 +366,8 @@ def refuse_destroyed(group: dist.ProcessGroup) -> None:
 
 
 # An op, so that a selective checkpoint can keep its result, and the recomputation does not communicate again. While the
-# result is received, this attribute of it holds the transfer.
-_WORK = "_cp_styles_work"
+# result is received, this attribute of it holds what to wait for.
+_STARTED = "_cp_styles_started"
 torch.library.define(
     "cp_styles::gather_numbers", "(Tensor mine, str group_name) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
 )
@@ -316,8 +376,8 @@ torch.library.define(
 @torch.library.impl("cp_styles::gather_numbers", "CompositeExplicitAutograd")
 def _gather_numbers(mine: torch.Tensor, group_name: str) -> torch.Tensor:
     group = resolve_group(group_name)
-    rows = mine.new_empty(group.size(), mine.numel())
-    setattr(rows, _WORK, _gather(list(rows.unbind()), mine, group))
+    rows, started = _gather(mine, group)
+    setattr(rows, _STARTED, started)
     return rows
 
 
