@@ -348,6 +348,42 @@ MISTAKES = [
     ),
     # -- CUDA, on stand-ins --
     Mistake(
+        "doors: tensors that another layout cut pass",
+        "if cut_tensors := cuts_of(self.tensors):",
+        "if False:",
+        "tests/ranks/doors/test_cut.py",
+    ),
+    Mistake(
+        "doors: DTensors pass as plain tensors",
+        "plain = type(q) is type(k) is type(v) is torch.Tensor",
+        "plain = True",
+        "tests/ranks/doors/test_errors.py",
+    ),
+    Mistake(
+        "doors: in float32, autocast is forgotten",
+        "if not torch.compiler.is_compiling() and not any_autocast():",
+        "if not torch.compiler.is_compiling():",
+        "tests/ranks/engine/test_precision.py",
+    ),
+    Mistake(
+        "style: other tensors beside the three pass",
+        "if len(arguments) > 3 else ()",
+        "if len(arguments) > 4 else ()",
+        "tests/ranks/doors/test_errors.py tests/ranks/doors/test_attn_mask.py",
+    ),
+    Mistake(
+        "style: a change of the attention's value is not noticed",
+        'zip((*_LABELS, "out"), (*inputs, out), strict=True)',
+        "zip(_LABELS[:2], inputs[:2], strict=True)",
+        "tests/ranks/doors/test_fused_calls.py",
+    ),
+    Mistake(
+        "run: after an error the ranks do not compare what they called",
+        "if isinstance(error, Exception):\n        settle(group)",
+        "if isinstance(error, Exception):\n        drop_check(group)",
+        "tests/ranks/engine/test_agreement.py",
+    ),
+    Mistake(
         "functions: a call has the mask of an earlier one",
         "key = *said, gradient_check, agreement",
         "key = *said[:5], gradient_check, agreement",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
+from types import NoneType
 from typing import Any
 
 import pytest
@@ -206,6 +208,31 @@ def test_ranks_that_send_each_other_nothing_agree_too():
         out = attend(x, x, x)
         with pytest.raises(ValueError, match="are not at the same place"):
             attend(x, x, x) if rank else out.sum().backward()
+
+    run_ranks(on, RANKS, timeout_seconds=20)
+
+
+@dataclass(frozen=True)
+class Failing(Ring):
+    """Fails before its first message."""
+
+    def rounds(self, ranks):
+        raise OSError("mine")
+
+
+def test_an_error_that_a_disagreement_may_have_caused():
+    """A rank that fails before its first message reads what the others say; its own error is the context."""
+    layout = contiguous(8, RANKS)
+
+    def on(rank: int) -> None:
+        attend = partial(context_attention, group=cp_mesh(RANKS), layout=layout)
+        x = torch.randn(1, 4, 4, 8, dtype=torch.float64)
+        with pytest.raises(ValueError, match="disagree on strategy") as caught:
+            attend(x, x, x, strategy=Failing() if rank else Ring())
+        assert isinstance(caught.value.__context__, OSError if rank else NoneType)
+        with pytest.raises(OSError, match="mine"):
+            attend(x, x, x, strategy=Failing())
+        attend(x, x, x)
 
     run_ranks(on, RANKS, timeout_seconds=20)
 
