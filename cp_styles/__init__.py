@@ -16,7 +16,7 @@ from cp_styles.engine.scope import SequenceScope
 from cp_styles.functions.attention import context_attention
 from cp_styles.functions.decode import KVCache, context_decode
 from cp_styles.functions.flex import context_flex_attention
-from cp_styles.functions.joint import JointLayout
+from cp_styles.functions.joint_layout import JointLayout
 from cp_styles.functions.varlen import context_varlen_attention
 from cp_styles.kernels import Kernel, ReferenceKernel
 from cp_styles.layout import (

@@ -208,8 +208,8 @@ class Exchange(NamedTuple):
 def columns_in_block(block: torch.Tensor, seen: Sequence[torch.Tensor], c: int, columns: Sequence[Chunk]) -> Tensors:
     """Views of the columns of each tensor in a block ``[R, *lead, width]``.
 
-    This is the definition of a block, for packing and unpacking, here and in _direct.py. Copies that need no views of a
-    block (of a single tensor, or of columns that are cut evenly) make the same order.
+    This is the definition of a block, for packing and unpacking, here and in _p2p_exchange.py. Copies that need no
+    views of a block (of a single tensor, or of columns that are cut evenly) make the same order.
 
     Args:
         block: the block, of any number of rows.

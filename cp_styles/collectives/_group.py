@@ -16,7 +16,7 @@ from cp_styles._compat import is_traced, resolve_group
 from cp_styles.comm.agreement import Meeting, StatusRow, exchange_status
 from cp_styles.comm.groups import axis_and_group
 from cp_styles.comm.point_to_point import gather_numbers
-from cp_styles.comm.rehearsal import Rehearsal
+from cp_styles.comm.rehearsal_group import Rehearsal
 from cp_styles.layout import SequenceLayout
 
 Group: TypeAlias = dist.ProcessGroup | DeviceMesh | tuple[DeviceMesh, str] | None

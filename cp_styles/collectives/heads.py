@@ -18,7 +18,7 @@ from cp_styles.collectives._rows import (
     rows_of,
     rows_of_whole,
 )
-from cp_styles.device import tensor_on
+from cp_styles.device_copies import tensor_on
 from cp_styles.layout import Chunk, even_sizes, ranges_of
 
 TensorOrTensors = TypeVar("TensorOrTensors", torch.Tensor, Sequence[torch.Tensor])

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from cp_styles.device import read_later
+from cp_styles.device_copies import read_later
 
 _PIECE = 2**23  # bytes at a time, so that a large tensor needs little more memory
 

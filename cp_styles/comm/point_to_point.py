@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from cp_styles._compat import cpu_backend_of, gloo_beside, part_of_group, resolve_group
 from cp_styles.comm.mailbox import Mailbox
-from cp_styles.comm.rehearsal import Rehearsal
+from cp_styles.comm.rehearsal_group import Rehearsal
 from cp_styles.troubleshooting import see
 
 

@@ -104,7 +104,7 @@ class Binding:
         agreement: how often the ranks agree on attention.
         asked: properties of the calls so far that plans depend on: (is_causal, the kernel's small_tiles). Bindings made
             from this one by ``replace`` share it.
-        texts: what :func:`~cp_styles.engine.op.config_text_of` wrote of it, without and with a named layout.
+        texts: what :func:`~cp_styles.engine.custom_ops.config_text_of` wrote of it, without and with a named layout.
     """
 
     name: str

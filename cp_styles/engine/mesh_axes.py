@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from cp_styles._compat import dtensors_without_grad
-from cp_styles.device import tensor_on
+from cp_styles.device_copies import tensor_on
 from cp_styles.layout import SequenceLayout
 from cp_styles.troubleshooting import see
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from cp_styles.cache import remembered
+from cp_styles.bounded_cache import remembered
 from cp_styles.explain.candidates import layouts_for, problem_of, replace_device, strategies_for
 from cp_styles.explain.hardware import H100, Hardware
 from cp_styles.explain.rehearse import Shapes, kernel_of

@@ -12,17 +12,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from cp_styles._compat import is_traced
 from cp_styles.comm.agreement import EVERY_CALL, Agreement
 from cp_styles.comm.groups import axis_and_group
-from cp_styles.derivatives import refuse_transforms
 from cp_styles.engine.binding import binding_of_call
 from cp_styles.engine.checkpoint import as_kept
+from cp_styles.engine.custom_ops import ConfigText, Source, check_local, check_plain, config_text, handle, refuse_on_all
 from cp_styles.engine.gradient_watch import RAISE, GradientCheck
-from cp_styles.engine.op import ConfigText, Source, check_local, check_plain, config_text, handle, refuse_on_all
-from cp_styles.functions.joint import JointLayout, attend_jointly
+from cp_styles.functions.joint_layout import JointLayout, attend_jointly
 from cp_styles.kernels import Kernel
 from cp_styles.kernels.autocast import as_attended
 from cp_styles.layout import Balancer, SequenceLayout, head_tail
 from cp_styles.mask import Dense, Full, Mask
 from cp_styles.strategies import Ring, Strategy
+from cp_styles.unsupported_derivatives import refuse_transforms
 
 # Created once, because torch.compile cannot create objects of these classes while it traces.
 _RING, _FULL = Ring(), Full()

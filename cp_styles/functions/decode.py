@@ -41,7 +41,7 @@ from cp_styles.comm.agreement import (
 )
 from cp_styles.comm.checksum import device_checksum, digest
 from cp_styles.comm.groups import axis_and_group
-from cp_styles.device import read_later, tensor_on
+from cp_styles.device_copies import read_later, tensor_on
 from cp_styles.kernels import FlexKernel, Kernel, Where, kernel_for_tiles
 from cp_styles.kernels.autocast import as_attended
 from cp_styles.kernels.flex import ScoreMod

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from cp_styles.comm.agreement import EVERY_CALL, Agreement
 from cp_styles.comm.groups import axis_and_group
 from cp_styles.engine.binding import Binding, binding_of_call
+from cp_styles.engine.custom_ops import check_local, check_plain
 from cp_styles.engine.gradient_watch import RAISE, GradientCheck
-from cp_styles.engine.op import check_local, check_plain
 from cp_styles.functions.flex import attend_with_lse
 from cp_styles.layout import Balancer, SequenceLayout, head_tail
 from cp_styles.mask import Documents, Full, Mask, SlidingWindow

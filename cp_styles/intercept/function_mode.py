@@ -34,15 +34,15 @@ from cp_styles._compat import (
 )
 from cp_styles.comm.agreement import offer_refusal
 from cp_styles.engine.binding import Binding, Tally, refuse_dropout, refuse_grouped
-from cp_styles.engine.op import config_text_of
+from cp_styles.engine.custom_ops import config_text_of
 from cp_styles.engine.scope import ScopedBinding
 from cp_styles.functions.attention import attend
 from cp_styles.functions.decode import DecodeCall, KVCache, cache_of, decode
 from cp_styles.functions.flex import FlexCall, flex_attend
-from cp_styles.functions.joint import JointLayout, attend_jointly
+from cp_styles.functions.joint_layout import JointLayout, attend_jointly
 from cp_styles.functions.varlen import VARLEN_OPERATOR, VARLEN_OPERATORS, varlen_operator
 from cp_styles.intercept.flex_frames import FIRST_QUESTION, QUESTIONS, FlexCalls, traced_part
-from cp_styles.intercept.multi_head import multi_head_attention
+from cp_styles.intercept.multi_head_attention import multi_head_attention
 from cp_styles.kernels.flex import ScoreMod
 from cp_styles.kernels.merge import beside_sink
 from cp_styles.kernels.sdpa import SDPA_CALLS

@@ -17,7 +17,7 @@ import torch
 from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
 from cp_styles._compat import RecompileLimitHit
-from cp_styles.device import tensor_on
+from cp_styles.device_copies import tensor_on
 from cp_styles.kernels.autocast import without_autocast
 from cp_styles.kernels.base import Where
 from cp_styles.kernels.flex import FlexKernel, ScoreMod

@@ -12,7 +12,7 @@ from itertools import accumulate
 
 import torch
 
-from cp_styles.device import tensor_on
+from cp_styles.device_copies import tensor_on
 
 
 @dataclass(frozen=True)

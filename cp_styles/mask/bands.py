@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from cp_styles.device import tensor_on
+from cp_styles.device_copies import tensor_on
 from cp_styles.mask.algebra import UNBOUNDED, Mask, PerRow
 
 

@@ -18,7 +18,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask
 
 from cp_styles.comm.checksum import checksum, version_of
-from cp_styles.device import tensor_on
+from cp_styles.device_copies import tensor_on
 from cp_styles.mask import UNBOUNDED, BlockGrid, Mask, PerRow
 from cp_styles.mask.introspect import captured_tensors
 from cp_styles.troubleshooting import see

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 import torch
 
 from cp_styles.comm.checksum import digest, version_of
-from cp_styles.derivatives import refuse_transforms
 from cp_styles.mask.algebra import Full, Mask
 from cp_styles.troubleshooting import see
+from cp_styles.unsupported_derivatives import refuse_transforms
 
 
 @dataclass(frozen=True, eq=False, repr=False)

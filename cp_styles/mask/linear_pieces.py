@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cp_styles.cache import remembered
+from cp_styles.bounded_cache import remembered
 from cp_styles.mask.algebra import All, Full, Mask, PerRow, stretches
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from cp_styles.cache import remembered
+from cp_styles.bounded_cache import remembered
 from cp_styles.layout import SequenceLayout, Stripes
 from cp_styles.mask import Pieces
 

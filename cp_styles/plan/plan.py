@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cp_styles.cache import remembered
+from cp_styles.bounded_cache import remembered
 from cp_styles.layout import SequenceLayout
 from cp_styles.mask import Mask, PerRow, counts_by_itself, pieces_of
 from cp_styles.plan.cells import cells

@@ -15,13 +15,13 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 
-from cp_styles.cache import remembered
-from cp_styles.collectives._direct import Arriving, Direct, Joined, Leaving
+from cp_styles.bounded_cache import remembered
 from cp_styles.collectives._exchange import Exchange
 from cp_styles.collectives._group import Peers, peers_of
+from cp_styles.collectives._p2p_exchange import Arriving, Direct, Joined, Leaving
 from cp_styles.collectives.heads import head_exchange
 from cp_styles.comm.point_to_point import Transfers, split_group
-from cp_styles.device import tensor_on
+from cp_styles.device_copies import tensor_on
 from cp_styles.layout import Chunk, SequenceLayout, Stripes, striped
 from cp_styles.profiler_ranges import named_range
 from cp_styles.strategies.base import Attention, ResidualPlaces, Spec, Strategy, residual_spec

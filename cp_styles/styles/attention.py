@@ -19,10 +19,10 @@ from cp_styles._compat import graph_task_id, hooks_in_order, never_compile_alone
 from cp_styles.comm.agreement import EVERY_CALL, Agreement
 from cp_styles.engine.binding import Binding, refuse_dropout
 from cp_styles.engine.checkpoint import as_kept
+from cp_styles.engine.custom_ops import check_local
 from cp_styles.engine.dtensor_handlers import NO_COMMUNICATION, binding_of, install
 from cp_styles.engine.gradient_watch import RAISE, GradientCheck
 from cp_styles.engine.mesh_axes import OtherAxes, chunk_sizes
-from cp_styles.engine.op import check_local
 from cp_styles.engine.scope import Lease, ScopedBinding
 from cp_styles.intercept.fused_operators import FusedCalls
 from cp_styles.kernels import Kernel

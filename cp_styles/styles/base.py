@@ -15,7 +15,7 @@ from cp_styles.kernels import Kernel
 from cp_styles.layout import Balancer, SequenceLayout, head_tail
 from cp_styles.mask import Full, Mask
 from cp_styles.strategies import Ring, Strategy
-from cp_styles.styles.mesh_axis import take_axis
+from cp_styles.styles.on_mesh_axis import take_axis
 
 
 class ContextParallelStyle(ParallelStyle):

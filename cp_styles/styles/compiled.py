@@ -3,9 +3,10 @@
 [Note: traced] A compiled module cannot use the eager path, for two reasons. Its ranks would have to agree while it is
 traced. And the residual of an attention has a size that is known only at run time, which no output of torch's own
 attention op can have. So the call is intercepted before it reaches DTensor (see function_mode.py) and passed to the op
-of op.py. When that op runs, the ranks agree, and it looks up the SequenceScope. All other ops are DTensor ops on a
-bound mesh, so an op that would gather the sequence fails as in eager mode. On the bound mesh, each rank declares that
-all ranks hold as many tokens as it does, because the true numbers are not known yet. No local result depends on this.
+of custom_ops.py. When that op runs, the ranks agree, and it looks up the SequenceScope. All other ops are DTensor ops
+on a bound mesh, so an op that would gather the sequence fails as in eager mode. On the bound mesh, each rank declares
+that all ranks hold as many tokens as it does, because the true numbers are not known yet. No local result depends on
+this.
 """
 
 from __future__ import annotations

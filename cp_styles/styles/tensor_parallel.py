@@ -7,7 +7,7 @@ from typing import TypeAlias
 from torch.distributed.tensor import parallel as torch_parallel
 from torch.distributed.tensor.placement_types import Placement
 
-from cp_styles.styles.mesh_axis import OnMeshAxis
+from cp_styles.styles.on_mesh_axis import OnMeshAxis
 
 Inputs: TypeAlias = Placement | tuple[Placement | None, ...] | None
 """Placements of a module's positional inputs: one for all, or one for each input. None leaves an input as it is."""

@@ -32,8 +32,8 @@ from cp_styles.comm.agreement import (
 )
 from cp_styles.comm.groups import axis_and_group
 from cp_styles.engine.binding import Binding, Tally, binding_of_call
+from cp_styles.engine.custom_ops import watcher
 from cp_styles.engine.gradient_watch import GradientCheck
-from cp_styles.engine.op import watcher
 from cp_styles.engine.scope import ScopedBinding
 from cp_styles.intercept.function_mode import AttentionCalls, looks_now
 from cp_styles.kernels import Kernel

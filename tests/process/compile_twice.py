@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from cp_styles import Causal, Ring, contiguous, head_tail
-from cp_styles.engine.op import config_text
+from cp_styles.engine.custom_ops import config_text
 from tests.ranks.attention_case import Problem, run_attention
 from tests.ranks.compiling import door
 

@@ -7,7 +7,7 @@ import tracemalloc
 
 import pytest
 
-from cp_styles.cache import remembered
+from cp_styles.bounded_cache import remembered
 from cp_styles.layout import SequenceLayout, by_work, head_tail, per_document_head_tail, striped
 from cp_styles.mask import Causal, Documents
 from cp_styles.plan import make_plan

@@ -22,7 +22,7 @@ from cp_styles.comm import agreement
 from cp_styles.comm.agreement import NewCalls
 from cp_styles.comm.point_to_point import start_numbers
 from cp_styles.engine.checkpoint import save_attention
-from cp_styles.engine.op import config_text
+from cp_styles.engine.custom_ops import config_text
 from cp_styles.engine.scope import SequenceScope
 from cp_styles.functions.attention import context_attention
 from cp_styles.kernels import ReferenceKernel

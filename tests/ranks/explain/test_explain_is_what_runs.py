@@ -29,7 +29,7 @@ from cp_styles import (
     striped,
 )
 from cp_styles.comm.agreement import WIDTH
-from cp_styles.comm.rehearsal import Transfer
+from cp_styles.comm.rehearsal_group import Transfer
 from cp_styles.explain import explain, explain_calls
 from cp_styles.explain.rehearse import Phase
 from cp_styles.testing import CommunicationTrace, MemoryTrace, run_ranks

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cp_styles import Causal, Documents, Ulysses, contiguous, head_tail, imbalance
-from cp_styles.comm.rehearsal import Transfer, Waited
+from cp_styles.comm.rehearsal_group import Transfer, Waited
 from cp_styles.explain import CPU, Hardware, explain
 from cp_styles.explain.hardware import Seconds, seconds_of
 from cp_styles.explain.rehearse import Copied, KernelCall, Phase

@@ -31,7 +31,6 @@ from torch.distributed.tensor import DTensor
 from cp_styles._compat import forward_mode_level, never_compiled, new_size, resolve_group, torch_func_transform
 from cp_styles.comm.agreement import EVERY_CALL, Agreement
 from cp_styles.comm.checksum import delayed_digest
-from cp_styles.derivatives import first_derivatives_only, refuse_transforms
 from cp_styles.engine.binding import Binding
 from cp_styles.engine.config_text import from_text, to_text
 from cp_styles.engine.gradient_watch import GradientCheck, watch_of
@@ -43,6 +42,7 @@ from cp_styles.layout import Balancer, SequenceLayout, is_deterministic
 from cp_styles.mask import Dense, Full, Mask
 from cp_styles.strategies import Strategy
 from cp_styles.troubleshooting import see
+from cp_styles.unsupported_derivatives import first_derivatives_only, refuse_transforms
 
 Source: TypeAlias = Binding | ScopedBinding
 """The binding of an attention. A ScopedBinding is resolved for each call."""
