@@ -50,6 +50,8 @@ is_profiling: Callable[[], bool] = partial(getattr, torch.autograd.profiler, "_i
 forward_mode_level: Callable[[], int] = partial(getattr, forward_ad, "_current_level")
 # The transform of torch.func (grad, vjp, jvp, vmap, ...) that runs in this thread, or None. Seen: 2.11 to 2.15.
 torch_func_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack  # pyright: ignore
+# A context in which ops do not take part in transforms of torch.func. Seen: 2.11 to 2.15.
+without_torch_func: Callable[[], contextlib.AbstractContextManager[None]] = torch._C._DisableFuncTorch  # pyright: ignore
 # Whether a tensor was computed from an argument of a function that torch.func transforms. Seen: 2.11 to 2.15.
 is_in_torch_func: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor  # pyright: ignore
 # The process group of this (thread's) world with the name ``ProcessGroup.group_name``. Seen: 2.11 to 2.15.

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from cp_styles._compat import without_dispatch_modes
 from cp_styles.collectives._exchange import Exchange, Tensors, columns_in_block, merged_columns
-from cp_styles.comm.point_to_point import Pending, exchange, open_group
+from cp_styles.comm.point_to_point import PendingTransfers, exchange, open_group
 
 Sizes = tuple[int, ...]
 Messages = list[tuple[int, torch.Tensor]]
@@ -73,14 +73,14 @@ class Direct:
         ]
         self._joined = Joined([self])
 
-    def start(self, wire: torch.Tensor, *tensors: torch.Tensor) -> Pending:
+    def start(self, wire: torch.Tensor, *tensors: torch.Tensor) -> PendingTransfers:
         """Start to send each rank the columns that it needs.
 
         ``wire`` is flat, has :attr:`arriving` elements, and receives the result. Communication: one message to every
         other rank. The adjoint is :meth:`home`.
         """
         if self.trivial:
-            return Pending((), ())
+            return PendingTransfers((), ())
         rank, own = self.way.peers.rank, self._received[self.way.peers.rank]
         # All ranks get here at the same time. If two ranks that share processors post messages at once, the gloo
         # thread of one can interrupt a post of the other that holds a lock which it then polls for. So every second
@@ -94,7 +94,7 @@ class Direct:
             self._pack(rank, wire.narrow(0, *own), tensors)
         return pending
 
-    def _exchange(self, sends: Messages, receives: Messages) -> Pending:
+    def _exchange(self, sends: Messages, receives: Messages) -> PendingTransfers:
         group = None if self._group is None else self._group()
         assert group is not None, "its attention holds the group of an exchange that runs"
         if sends:
@@ -184,14 +184,14 @@ class Arriving(NamedTuple):
 
     wire: torch.Tensor
     place: torch.Tensor | None
-    pending: Pending
+    pending: PendingTransfers
 
 
 class Leaving(NamedTuple):
     """A tensor that is being sent back (:meth:`Direct.home`): each rank's part, to be read after ``pending.wait()``."""
 
     parts: list[torch.Tensor]
-    pending: Pending
+    pending: PendingTransfers
 
 
 class Joined:

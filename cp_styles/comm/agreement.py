@@ -120,7 +120,7 @@ assert WIDTH == ROW  # such rows travel directly
 BACKWARD_MAY_COME, MAY_WARN = 1, 2
 
 
-class Rows(list[StatusRow]):
+class StatusRows(list[StatusRow]):
     """The rows of all ranks, in group order.
 
     Attributes:
@@ -142,7 +142,9 @@ class Agreement(ABC):
     """How often ranks agree on attention: :class:`EveryCall`, :class:`NewCalls` or :class:`NoAgreement`."""
 
     @abstractmethod
-    def known(self, ledger: Ledger, said: StatusRow, assumed: Callable[[], Sequence[StatusRow]] | None) -> Rows | None:
+    def known(
+        self, ledger: Ledger, said: StatusRow, assumed: Callable[[], Sequence[StatusRow]] | None
+    ) -> StatusRows | None:
         """The rows of all ranks without communication. None if the ranks must meet.
 
         ``said`` is this rank's row. ``assumed`` gives the rows of ranks that all call alike; None if they are not
@@ -166,7 +168,9 @@ class EveryCall(Agreement):
         style = ModuleContextParallel(agreement=EveryCall())
     """
 
-    def known(self, ledger: Ledger, said: StatusRow, assumed: Callable[[], Sequence[StatusRow]] | None) -> Rows | None:
+    def known(
+        self, ledger: Ledger, said: StatusRow, assumed: Callable[[], Sequence[StatusRow]] | None
+    ) -> StatusRows | None:
         return None
 
 
@@ -192,7 +196,9 @@ class NewCalls(Agreement):
         style = ModuleContextParallel(layout=head_tail(8192, 4), agreement=NewCalls())
     """
 
-    def known(self, ledger: Ledger, said: StatusRow, assumed: Callable[[], Sequence[StatusRow]] | None) -> Rows | None:
+    def known(
+        self, ledger: Ledger, said: StatusRow, assumed: Callable[[], Sequence[StatusRow]] | None
+    ) -> StatusRows | None:
         # Whether a parameter is to be compared (watch) is the same on all ranks, and its checksum need not be.
         said = said._replace(meeting=said.meeting % _AGAIN)  # a recomputation is known if its call is
         found = None if assumed is None or said.watch else ledger.agreed.get(said)
@@ -218,13 +224,15 @@ class NoAgreement(Agreement):
         style = ModuleContextParallel(layout=head_tail(8192, 4), agreement=NoAgreement())
     """
 
-    def known(self, ledger: Ledger, said: StatusRow, assumed: Callable[[], Sequence[StatusRow]] | None) -> Rows | None:
+    def known(
+        self, ledger: Ledger, said: StatusRow, assumed: Callable[[], Sequence[StatusRow]] | None
+    ) -> StatusRows | None:
         if assumed is None:
             raise ValueError(
                 "NoAgreement() needs the lengths of all ranks: give the attention a SequenceLayout such as "
                 "head_tail(length, ranks) instead of a balancer, or open a SequenceScope"
             )
-        return Rows(assumed())
+        return StatusRows(assumed())
 
 
 EVERY_CALL = EveryCall()
@@ -256,7 +264,7 @@ class Ledger:
     backward_began: bool = False
     lengths: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
     sinks: deque[Callable[[], int]] = field(default_factory=deque)
-    agreed: dict[StatusRow, Rows] = field(default_factory=dict)
+    agreed: dict[StatusRow, StatusRows] = field(default_factory=dict)
     agreement: Agreement = EVERY_CALL
     unmet: int = 0
 
@@ -265,7 +273,7 @@ class Ledger:
             self.lengths.clear()
         self.lengths[own] = whole
 
-    def note_agreed(self, said: StatusRow, rows: Rows) -> None:
+    def note_agreed(self, said: StatusRow, rows: StatusRows) -> None:
         if len(self.agreed) >= _MOST_AGREED:  # the rows of 1,024 ranks take some 200 KB
             self.agreed.clear()
         said = said._replace(meeting=said.meeting % _AGAIN)
@@ -292,7 +300,7 @@ def exchange_status(
     *,
     agreement: Agreement = EVERY_CALL,
     assumed: Callable[[StatusRow], Sequence[StatusRow]] | None = None,
-) -> Rows:
+) -> StatusRows:
     """:func:`start_status`, and its result at once."""
     return start_status(build, meeting, name, axis, group, refused, agreement=agreement, assumed=assumed)()
 
@@ -307,7 +315,7 @@ def start_status(
     *,
     agreement: Agreement = EVERY_CALL,
     assumed: Callable[[StatusRow], Sequence[StatusRow]] | None = None,
-) -> Callable[[], Rows]:
+) -> Callable[[], StatusRows]:
     """Start a meeting. The result returns the rows of all ranks; ``build()`` makes that of this rank, now. See
     [Note: meetings].
 
@@ -345,7 +353,7 @@ def start_status(
     elif agreement != EVERY_CALL:  # the others need not be at this meeting
         offer_numbers(mine, group, _PATIENCE_SECONDS)
         raise problem
-    started = _Started(mine, problem, meeting, name, axis, group, agreement)
+    started = _StartedMeeting(mine, problem, meeting, name, axis, group, agreement)
     if problem is not None:
         started()
     started.gathered = start_numbers(mine, group)
@@ -353,7 +361,7 @@ def start_status(
 
 
 @dataclass
-class _Started:
+class _StartedMeeting:
     """A meeting that has started. Calling it waits for the other ranks, and returns the rows.
 
     Not a function inside of :func:`start_status`: an error's traceback would keep that and the group in it, whose
@@ -369,10 +377,10 @@ class _Started:
     agreement: Agreement
     gathered: Callable[[], Sequence[Sequence[int]]] | None = None
 
-    def __call__(self) -> Rows:
+    def __call__(self) -> StatusRows:
         try:
             with named_range("agreement:", self.name):
-                rows = Rows((self.gathered or start_numbers(self.mine, self.group))())
+                rows = StatusRows((self.gathered or start_numbers(self.mine, self.group))())
         except RuntimeError as error:
             error.add_note(
                 f"{self.name}: this happened while this rank, {self.meeting.words}, waited for the other ranks of mesh "
@@ -410,7 +418,7 @@ def _of_meeting(said: StatusRow, meeting: Meeting, name: str) -> StatusRow:
     return said._replace(meeting=meeting + again, who=zlib.crc32(name.encode()))
 
 
-def _raise_if_refused(rows: Rows, name: str, axis: str) -> None:
+def _raise_if_refused(rows: StatusRows, name: str, axis: str) -> None:
     for status, what in (
         (RankStatus.BAD_INPUTS, "their inputs"),
         (RankStatus.NO_CALL, "the attention inside"),
@@ -423,7 +431,7 @@ def _raise_if_refused(rows: Rows, name: str, axis: str) -> None:
             )
 
 
-def _raise_if_apart(rows: Rows, name: str, axis: str) -> None:
+def _raise_if_apart(rows: StatusRows, name: str, axis: str) -> None:
     places = {row.place for row in rows if row.place}
     if len({(row.meeting, row.who) for row in rows}) == 1 and len(places) < 2:
         return
@@ -440,7 +448,7 @@ def _raise_if_apart(rows: Rows, name: str, axis: str) -> None:
 _MOST_SHOWN = 16
 
 
-def _where(row: StatusRow, rows: Rows) -> str:
+def _where(row: StatusRow, rows: StatusRows) -> str:
     again, meeting = divmod(row.meeting, _AGAIN)
     text = Meeting(meeting).words
     if row.place:
@@ -489,7 +497,7 @@ def _close(ledger: Ledger, group: dist.ProcessGroup) -> Callable[[], object]:
     return partial(_compare_unmet, meeting, ledger.name, ledger.axis)
 
 
-def _compare_unmet(meeting: Callable[[], Rows], name: str, axis: str) -> None:
+def _compare_unmet(meeting: Callable[[], StatusRows], name: str, axis: str) -> None:
     """The end of the meeting for a backward: see :attr:`Ledger.unmet`."""
     calls = meeting().columns.call
     odd = [rank for rank, number in enumerate(calls) if number != calls[0]]
@@ -510,7 +518,7 @@ def is_of_this_world(group: dist.ProcessGroup) -> bool:
         return False
 
 
-def compare(rows: Rows, column: str, name: str, axis: str, what: str, mine: Callable[[], Any]) -> None:
+def compare(rows: StatusRows, column: str, name: str, axis: str, what: str, mine: Callable[[], Any]) -> None:
     """Raise ValueError unless all ranks have the same number in ``column``. ``mine()`` describes this rank's value."""
     numbers = getattr(rows.columns, column)
     odd = [rank for rank, number in enumerate(numbers) if number != numbers[0]]

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 import torch
 import torch.distributed as dist
 
-from cp_styles._compat import cpu_backend_of, gloo_beside, part_of_group, resolve_group
+from cp_styles._compat import cpu_backend_of, gloo_beside, part_of_group, resolve_group, without_torch_func
 from cp_styles.comm.mailbox import Mailbox
 from cp_styles.comm.rehearsal_group import Rehearsal
 from cp_styles.troubleshooting import see
@@ -35,7 +35,7 @@ def note_user(group: dist.ProcessGroup, user: str) -> None:
         _users[part] = user
 
 
-class Pending:
+class PendingTransfers:
     """Transfers that are running. It keeps their tensors alive. Call :meth:`wait` before you read what was received.
 
     ``peers`` are the ranks of ``group`` at the other end: one for each work, or all if the works are joined.
@@ -138,9 +138,9 @@ class Transfers:
     """
 
     def __init__(self) -> None:
-        self._running: list[Pending] = []
+        self._running: list[PendingTransfers] = []
 
-    def note(self, pending: Pending) -> Pending:
+    def note(self, pending: PendingTransfers) -> PendingTransfers:
         """``pending``, for which the end of the context waits after an error."""
         self._running = [each for each in self._running if not each.done]
         self._running.append(pending)
@@ -172,7 +172,7 @@ def exchange(
     sends: Sequence[tuple[int, torch.Tensor]],
     receives: Sequence[tuple[int, torch.Tensor]],
     group: dist.ProcessGroup | None,
-) -> Pending:
+) -> PendingTransfers:
     """Start to send and receive contiguous tensors, all at once. The numbers in the pairs are ranks *of the group*.
 
     Communication: one send for each pair in ``sends``, one receive for each pair in ``receives``. Between two ranks,
@@ -192,7 +192,7 @@ def exchange(
                     works.append(call([tensor], peer, 0))
                 except RuntimeError as error:
                     raise _failed(error, (peer,), group) from error
-        return Pending(works, [tensor for _, tensor in (*receives, *sends)], peers, group)
+        return PendingTransfers(works, [tensor for _, tensor in (*receives, *sends)], peers, group)
     ops = [
         dist.P2POp(call, tensor, group=group, group_peer=peer)
         for call, pairs in ((dist.irecv, receives), (dist.isend, sends))
@@ -204,7 +204,7 @@ def exchange(
         works = dist.batch_isend_irecv(ops) if ops else []
     except RuntimeError as error:
         raise _failed(error, peers, group) from error
-    return Pending(works, [op.tensor for op in ops], peers, group)
+    return PendingTransfers(works, [op.tensor for op in ops], peers, group)
 
 
 # Groups over which there was a collective on a device.
@@ -245,7 +245,8 @@ def start_numbers(numbers: Sequence[int], group: dist.ProcessGroup) -> Callable[
     refuse_destroyed(group)
     if group.size() == 1:
         return lambda: [numbers]
-    rows = torch.ops.cp_styles.gather_numbers(_row(numbers, group), group.group_name)
+    with without_torch_func():  # it would wrap the result, and its transfer would be lost
+        rows = torch.ops.cp_styles.gather_numbers(_row(numbers, group), group.group_name)
 
     def finish() -> Sequence[Sequence[int]]:
         started = vars(rows).pop(_STARTED, None)  # what a checkpoint has kept is there
@@ -258,7 +259,7 @@ def start_numbers(numbers: Sequence[int], group: dist.ProcessGroup) -> Callable[
 
 def offer_numbers(numbers: Sequence[int], group: dist.ProcessGroup, seconds: float) -> None:
     """:func:`gather_numbers` for a rank that has failed. It reads nothing, and waits at most ``seconds``."""
-    with contextlib.suppress(RuntimeError):  # the first error is more useful
+    with contextlib.suppress(RuntimeError), without_torch_func():  # the first error is more useful
         patience = timedelta(seconds=seconds)
         _, started = _gather(_row(numbers, group), group, patience)
         if started is not None:

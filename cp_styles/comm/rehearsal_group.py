@@ -58,18 +58,18 @@ class Rehearsal(dist.ProcessGroup):
         self.members = tuple(members)
         self._parts: list[Rehearsal] = []  # alive as long as the whole, as those of a real group are
 
-    def send(self, tensors: Sequence[torch.Tensor], peer: int, tag: int) -> _Started:  # pyright: ignore
+    def send(self, tensors: Sequence[torch.Tensor], peer: int, tag: int) -> _StartedTransfer:  # pyright: ignore
         return self._start(tensors, peer, True)
 
-    def recv(self, tensors: Sequence[torch.Tensor], peer: int, tag: int) -> _Started:  # pyright: ignore
+    def recv(self, tensors: Sequence[torch.Tensor], peer: int, tag: int) -> _StartedTransfer:  # pyright: ignore
         return self._start(tensors, peer, False)
 
-    def _start(self, tensors: Sequence[torch.Tensor], peer: int, outgoing: bool) -> _Started:
+    def _start(self, tensors: Sequence[torch.Tensor], peer: int, outgoing: bool) -> _StartedTransfer:
         (tensor,) = tensors
         self.log.travels(tensor)
         self.log.events.append(Transfer(self.members[peer], tensor.nbytes, outgoing))
         self.log.transfers += 1
-        return _Started(self.log, self.log.transfers - 1)
+        return _StartedTransfer(self.log, self.log.transfers - 1)
 
     def part(self, members: Sequence[int]) -> Rehearsal | None:
         """The group of some of the members, this rank among them. None for a group of one."""
@@ -79,7 +79,7 @@ class Rehearsal(dist.ProcessGroup):
         return self._parts[-1]
 
 
-class _Started:
+class _StartedTransfer:
     """What a group returns for a transfer that it has started."""
 
     def __init__(self, log: Log, number: int) -> None:

@@ -23,8 +23,8 @@ from cp_styles.comm.agreement import (
     Ledger,
     Meeting,
     RankStatus,
-    Rows,
     StatusRow,
+    StatusRows,
     compare,
     exchange_status,
     fingerprint,
@@ -441,7 +441,7 @@ class Binding:
 
     def _finish_call(
         self,
-        meeting: Callable[[], Rows],
+        meeting: Callable[[], StatusRows],
         is_causal: bool,
         scale: float | None,
         attn_mask: torch.Tensor | None,
@@ -487,7 +487,7 @@ class Binding:
                 )
 
     def compare_inputs(
-        self, rows: Rows, tensors: Sequence[torch.Tensor], call: Mapping[str, Any], attn_mask: torch.Tensor | None
+        self, rows: StatusRows, tensors: Sequence[torch.Tensor], call: Mapping[str, Any], attn_mask: torch.Tensor | None
     ) -> None:
         """Raise unless the inputs of the ranks fit together."""
 
@@ -633,7 +633,7 @@ class _Call:
         first = self.layout_for(whole[0])
         return first, first if whole[1] == whole[0] else self.layout_for(whole[1])
 
-    def finish(self, meeting: Callable[[], Rows]) -> Binding:
+    def finish(self, meeting: Callable[[], StatusRows]) -> Binding:
         """Wait for the others' rows of ``meeting``, and compare. The binding of the call."""
         binding, found, dim = self.binding, self.expected, self.seq_dim
         rows = meeting()
@@ -653,7 +653,7 @@ class _Call:
         binding.begun(self.call is not None)
         return found
 
-    def _compared(self, rows: Rows) -> Binding:
+    def _compared(self, rows: StatusRows) -> Binding:
         """The binding of the call, from rows that may differ. Raises unless they fit together."""
         binding, attn_mask = self.binding, self.attn_mask
         where = binding.name, binding.axis
@@ -756,7 +756,7 @@ def _number_of(cuts: tuple[SequenceLayout, SequenceLayout]) -> int:
     return hash(tuple(map(hash, cuts)))
 
 
-def _of_a_part(attn_mask: torch.Tensor, rows: Rows) -> str:
+def _of_a_part(attn_mask: torch.Tensor, rows: StatusRows) -> str:
     """What is wrong with a mask that is as long as some rank's part; empty if it is not."""
     size, lengths = attn_mask.shape[-1] if attn_mask.ndim else 1, [row.kv_length for row in rows]
     if size < 2 or size == sum(lengths) or size not in lengths:
@@ -773,7 +773,7 @@ def _packed(lengths: tuple[int, int]) -> int:
     return lengths[0] << 31 | lengths[1]
 
 
-def _compare_keep(rows: Rows, keep: bool, name: str, axis: str) -> None:
+def _compare_keep(rows: StatusRows, keep: bool, name: str, axis: str) -> None:
     """Raise unless a backward may follow on all ranks or on none. Otherwise a backward would wait for the others."""
     keeps = [row.flags & BACKWARD_MAY_COME for row in rows if row.status == RankStatus.GOOD_CALL]
     if len(set(keeps)) > 1:

@@ -99,7 +99,7 @@ class SequenceScope:
         self._leases: dict[Binding, Lease] = {}
 
     def __enter__(self) -> SequenceScope:
-        key = _Entry()
+        key = _ScopeEntry()
         _open_anywhere[key] = self.mesh_axis, world()
         _open.set((*_open.get(), (self, graph_task_id(), key)))
         return self
@@ -156,7 +156,7 @@ class SequenceScope:
         return f"SequenceScope({self.layout.length} positions on {self.layout.ranks} ranks, mask={self.mask})"
 
 
-class _Entry:
+class _ScopeEntry:
     """One ``with`` of a scope: whether it applied to some attention, and over which axes attention had no scope."""
 
     def __init__(self) -> None:
@@ -183,7 +183,7 @@ class _Both(contextlib.AbstractContextManager[None]):
 
 # The scopes that are open in this thread or task. Innermost last. Each with the backward in which it was opened (< 0
 # outside of a backward), and its key in the next table.
-_open: ContextVar[tuple[tuple[SequenceScope, int, _Entry], ...]] = ContextVar("sequence_scopes", default=())
+_open: ContextVar[tuple[tuple[SequenceScope, int, _ScopeEntry], ...]] = ContextVar("sequence_scopes", default=())
 # The mesh axis of each scope that is open in any thread or task, and the rank that opened it.
 _open_anywhere: dict[object, tuple[str, Any]] = {}
 

@@ -166,7 +166,7 @@ def flex_attend(
             refuse()
         check_local(binding.name, tensors)
         call.check(binding.name, *tensors[:2])
-        return _bound(binding, call, tensors)
+        return _bind_call(binding, call, tensors)
 
     return attend_with_lse(binding, tensors, bind, scale=call.scale, wants_lse=call.wants_lse)
 
@@ -203,7 +203,7 @@ def attend_with_lse(
     return out, lse if wants_lse else None
 
 
-def _bound(
+def _bind_call(
     binding: Binding, call: FlexCall, tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 ) -> tuple[Binding, tuple[torch.Tensor, ...]]:
     """The binding of one call, and the tensors that its score_mod learns."""

@@ -35,14 +35,24 @@ from cp_styles.plan.holders import Holders, Segments, expanded, first_alike, hol
 from cp_styles.plan.rectangles import rectangles
 from cp_styles.plan.tiles import Cover, Runs, Tile, tiles_of
 
-__all__ = ["Cover", "Part", "Plan", "Rows", "Tile", "attended_pairs", "imbalance", "make_plan", "planning_seconds"]
+__all__ = [
+    "Cover",
+    "Plan",
+    "RowRanges",
+    "SourcePart",
+    "Tile",
+    "attended_pairs",
+    "imbalance",
+    "make_plan",
+    "planning_seconds",
+]
 
-Rows = tuple[tuple[int, int], ...]
+RowRanges = tuple[tuple[int, int], ...]
 """Ascending half-open ranges of a rank's local rows."""
 
 
 @dataclass(frozen=True)
-class Part:
+class SourcePart:
     """The part of a plan for the keys and values of one source.
 
     ``rows`` are the local rows of the source that the rank needs (exactly those some query attends to); ``tiles``
@@ -50,7 +60,7 @@ class Part:
     """
 
     source: int
-    rows: Rows
+    rows: RowRanges
     tiles: tuple[Tile, ...]
 
     @cached_property
@@ -70,8 +80,8 @@ class Plan:
     """
 
     rank: int
-    parts: tuple[Part, ...]
-    sends: tuple[Rows, ...]
+    parts: tuple[SourcePart, ...]
+    sends: tuple[RowRanges, ...]
 
     @property
     def nbytes(self) -> int:
@@ -224,7 +234,7 @@ def _courses(own: Segments, own_rows: torch.Tensor, keys: Holders, firsts: torch
 
 def _parts(
     courses: _Courses, keys: Holders, firsts: torch.Tensor, *, biased: bool, small_tiles: bool
-) -> tuple[Part, ...]:
+) -> tuple[SourcePart, ...]:
     starts, stops = _union(courses.source, courses.first[0], courses.last[1], keys.length)
     # The offset from the source's local rows to their index among the rows that are sent.
     line = courses.source * (keys.length + 1)
@@ -239,7 +249,9 @@ def _parts(
     tiles = list(tiles_of(runs, sizes, biased=biased, small_tiles=small_tiles))
     planned = pairwise((*firsts.tolist(), keys.ranks))
     return tuple(
-        Part(source, needed.get(first, ()), tiles[first]) for first, end in planned for source in range(first, end)
+        SourcePart(source, needed.get(first, ()), tiles[first])
+        for first, end in planned
+        for source in range(first, end)
     )
 
 
@@ -281,7 +293,7 @@ def _runs(courses: _Courses, ranks: int) -> tuple[Runs, list[int]]:
     return Runs(*table[1:].tolist()), table[0].bincount(minlength=ranks).tolist()
 
 
-def _sends(segments: Segments, keys: Holders, rank: int) -> dict[int, Rows]:
+def _sends(segments: Segments, keys: Holders, rank: int) -> dict[int, RowRanges]:
     """For each destination, the rows of ``rank`` that its queries attend to."""
     first, last = keys.attended(rank, segments)
     there = torch.nonzero((last > first) & (segments.holder != rank)).flatten()
@@ -302,14 +314,14 @@ def _union(
     return starts[torch.cat((some, apart))], reach[torch.cat((apart, some))]
 
 
-def _by_rank(starts: torch.Tensor, stops: torch.Tensor, length: int) -> dict[int, Rows]:
+def _by_rank(starts: torch.Tensor, stops: torch.Tensor, length: int) -> dict[int, RowRanges]:
     """The result of :func:`_union`, split by rank."""
     ranks = starts // (length + 1)
     ranges = map(tuple, (torch.stack((starts, stops), 1) - (ranks * (length + 1))[:, None]).tolist())
     return {rank: tuple(islice(ranges, size)) for rank, size in enumerate(ranks.bincount().tolist()) if size}
 
 
-def _ranges(inside: torch.Tensor) -> Rows:
+def _ranges(inside: torch.Tensor) -> RowRanges:
     """Where ``inside`` is true, as ascending ranges."""
     inside = inside.to(torch.int8)
     edges = torch.diff(inside, prepend=inside.new_zeros(1), append=inside.new_zeros(1))
@@ -317,7 +329,7 @@ def _ranges(inside: torch.Tensor) -> Rows:
     return tuple(zip(starts.tolist(), stops.tolist(), strict=True))
 
 
-def _block_part(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, rank: int, source: int) -> Part:
+def _block_part(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, rank: int, source: int) -> SourcePart:
     found = cells(q_layout, kv_layout, mask, rank, source)
     # Received rows are contiguous: rows that are not sent leave no gap.
     arriving = torch.cat((torch.zeros(1, dtype=torch.int64), found.needed.cumsum(0)))[found.kv_edges]
@@ -325,4 +337,4 @@ def _block_part(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask,
     kv_edges = [0, *arriving[1:][kept].tolist()]
     regions = rectangles(found.cover[:, kept], found.q_edges.tolist(), kv_edges)
     tiles = (Tile(q, kv, Cover.FULL if full else Cover.PARTIAL) for q, kv, full in regions)
-    return Part(source, _ranges(found.needed), tuple(tiles))
+    return SourcePart(source, _ranges(found.needed), tuple(tiles))

@@ -26,7 +26,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from cp_styles.comm.point_to_point import Pending, Transfers, exchange, open_group
+from cp_styles.comm.point_to_point import PendingTransfers, Transfers, exchange, open_group
 from cp_styles.kernels import Kernel, TileCall, Where
 from cp_styles.kernels.bias_levels import BesideDrowned, RowLevels, of_heads
 from cp_styles.kernels.merge import EMPTY_LSE, OnlineSoftmax, RowSum, accumulation_dtype, sink_gradient
@@ -186,7 +186,7 @@ class _PlanRun(Transfers):
         self.lse, *self._kept = setup.residual.views(residual) if residual is not None else [q.new_empty(0)]
         self.number = 0  # of the present step
         self._to_start: Iterator[Step] = iter(())
-        self._under_way: tuple[list[torch.Tensor], Pending] = [], Pending((), ())
+        self._under_way: tuple[list[torch.Tensor], PendingTransfers] = [], PendingTransfers((), ())
         self._packed: dict[Block, torch.Tensor] = {}
         open_group(attention.group, q.device)
 
@@ -251,7 +251,7 @@ class _PlanRun(Transfers):
                 dv.add(heads, tile.kv, tile_dv)
         return [dk.result(), dv.result()]
 
-    def exchange(self, sends: Messages, receives: Messages) -> Pending:
+    def exchange(self, sends: Messages, receives: Messages) -> PendingTransfers:
         """:func:`~cp_styles.comm.point_to_point.exchange`. Leaving the context waits for it, after an error too."""
         return self.note(exchange(sends, receives, self.attention.group))
 
@@ -346,7 +346,7 @@ class _GradientReturn:
     def __init__(self, run: _PlanRun) -> None:
         self._run = run
         self._sums = [RowSum(x.shape, run.setup.wide, x.device) for x in (run.k, run.v)]
-        self._under_way: tuple[GradientMessages, list[torch.Tensor], Pending] | None = None
+        self._under_way: tuple[GradientMessages, list[torch.Tensor], PendingTransfers] | None = None
 
     def bring(self, messages: GradientMessages, gradients: list[torch.Tensor]) -> None:
         """Take the gradients of ``messages.keys``: add them if they are this rank's, else send them.

@@ -17,7 +17,7 @@ import torch
 from cp_styles.bounded_cache import remembered
 from cp_styles.layout import SequenceLayout
 from cp_styles.mask import Mask
-from cp_styles.plan import Cover, Rows, Tile, make_plan
+from cp_styles.plan import Cover, RowRanges, Tile, make_plan
 
 Span: TypeAlias = tuple[int, int]
 """A half-open range, of heads or of rows."""
@@ -41,7 +41,7 @@ class Block:
     """
 
     heads: Span
-    rows: Rows
+    rows: RowRanges
     shapes: tuple[Shape, Shape]
     sizes: tuple[int, int]
 
@@ -187,7 +187,7 @@ def make_schedule(
     kept = distances[:keep]
     whole, (query, key) = [(0, key_heads)], _row_sizes(q_shape, k_shape, v_shape)
     groups = _groups(key_heads, query, key) if len(rounds) > 1 else whole
-    made: dict[tuple[Span, Rows], Block] = {}
+    made: dict[tuple[Span, RowRanges], Block] = {}
 
     def source(distance: int) -> int:
         return (rank - distance) % ranks
@@ -195,11 +195,11 @@ def make_schedule(
     def peer(distance: int) -> int:
         return (rank + distance) % ranks
 
-    def blocks(rows: Rows, spans: Sequence[Span]) -> list[Block]:
+    def blocks(rows: RowRanges, spans: Sequence[Span]) -> list[Block]:
         """One for each range of heads; the same object for the same rows, so that they are packed once."""
         return [made.setdefault((heads, rows), _block(heads, rows, k_shape, v_shape)) for heads in spans if rows]
 
-    def travelling(other: int, rows: Rows) -> list[Block]:
+    def travelling(other: int, rows: RowRanges) -> list[Block]:
         """Few rows travel with all heads. This rank and the ``other`` both know how."""
         small = _count(rows) * key * len(groups) <= query * min(lengths[rank], lengths[other])
         return blocks(rows, whole if small else groups)
@@ -263,10 +263,10 @@ def _row_sizes(q_shape: Shape, k_shape: Shape, v_shape: Shape) -> tuple[int, int
     return q_shape[1] * q_shape[3], k_shape[1] * (k_shape[3] + v_shape[3])
 
 
-def _block(heads: Span, rows: Rows, k_shape: Shape, v_shape: Shape) -> Block:
+def _block(heads: Span, rows: RowRanges, k_shape: Shape, v_shape: Shape) -> Block:
     k, v = ((shape[0], heads[1] - heads[0], _count(rows), shape[3]) for shape in (k_shape, v_shape))
     return Block(heads, rows, (k, v), (prod(k), prod(v)))
 
 
-def _count(rows: Rows) -> int:
+def _count(rows: RowRanges) -> int:
     return sum(stop - start for start, stop in rows)

@@ -163,7 +163,7 @@ class Traced:
             )
         inputs = [kwargs[name] if name in kwargs else args[place] for name, place in self._inputs]
         came = self._came(inputs)
-        bound = _bound(self._handle, came)
+        bound = _mesh_of(self._handle, came)
         if isinstance(bound, str):
             raise ValueError(f"{self._name}: {bound}")
         others = () if came is None else inputs[0].placements
@@ -248,7 +248,7 @@ def traced_of(module: nn.Module) -> Traced:
 
 
 @constant_under_compile  # of a module and of a mesh, which are guarded
-def _bound(handle: str, came: DeviceMesh | None) -> DeviceMesh | str:
+def _mesh_of(handle: str, came: DeviceMesh | None) -> DeviceMesh | str:
     return _alive[handle].of(came)
 
 

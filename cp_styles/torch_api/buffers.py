@@ -7,7 +7,7 @@ A graph that is made inside the block may save the tensor object. Its backward m
 So tensors saved inside a block are saved as aliases (:class:`Aliases`).
 
 The gradient of a leaf has the shape of the part, also if the backward runs after the block. While it is accumulated,
-the leaf gets the data of the part again (:meth:`Part.follow_gradient`).
+the leaf gets the data of the part again (:meth:`CutBuffer.follow_gradient`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from cp_styles.layout import SequenceLayout, cut_with, mark_cut
 from cp_styles.troubleshooting import see
 
 
-class Part:
+class CutBuffer:
     """A buffer of a block, and this rank's part of it. See [Note: cut buffers]."""
 
     def __init__(self, buffer: torch.Tensor, dim: int, layout: SequenceLayout, restored: bool) -> None:

@@ -41,7 +41,7 @@ from cp_styles.layout import Balancer, SequenceLayout, cut_with, head_tail, layo
 from cp_styles.mask import Full, Mask
 from cp_styles.strategies import AllGather, Strategy
 from cp_styles.torch_api.balancers import Cut, LoadBalancer, layout_of
-from cp_styles.torch_api.buffers import Aliases, Part, check_buffer, dim_of
+from cp_styles.torch_api.buffers import Aliases, CutBuffer, check_buffer, dim_of
 from cp_styles.troubleshooting import see
 
 _uncompiled = partial(
@@ -74,7 +74,7 @@ class ContextParallelBlock(contextlib.ContextDecorator):
         self._no_restore = [] if no_restore is None else list(no_restore)
         self._strategy, self._layout, self._mask, self._kernel = strategy, layout, mask, kernel
         self._checks = {"gradient_check": gradient_check, "agreement": agreement}
-        self._entered: list[tuple[_Entry, contextlib.ExitStack]] = []
+        self._entered: list[tuple[_BlockEntry, contextlib.ExitStack]] = []
 
     @_uncompiled
     def __enter__(self) -> ContextParallelBlock:
@@ -117,7 +117,7 @@ class ContextParallelBlock(contextlib.ContextDecorator):
         return self._now.strategy
 
     @property
-    def _now(self) -> _Entry:
+    def _now(self) -> _BlockEntry:
         if not self._entered:
             raise RuntimeError("a context_parallel block has a layout and a strategy only while it is entered")
         return self._entered[-1][0]
@@ -125,7 +125,7 @@ class ContextParallelBlock(contextlib.ContextDecorator):
     def _note_cut(self) -> None:
         last_cut.set(None if self._layout is None else ranks_of(self._group))
 
-    def _entry(self) -> _Entry:
+    def _entry(self) -> _BlockEntry:
         """Check everything, before anything is changed."""
         pairs = pairs_of(self._buffers, self._seq_dims)
         for buffer in self._no_restore:
@@ -145,17 +145,17 @@ class ContextParallelBlock(contextlib.ContextDecorator):
         binding = binding_of_call(*where, strategy, layout, mask, self._kernel, **self._checks)
         strategy.check_ranks(self._group.size())
         named = None if self._layout is None and not pairs else layout
-        parts: dict[int, Part] = {}
+        parts: dict[int, CutBuffer] = {}
         for buffer, dim in pairs:
             restored = all(buffer is not other for other in self._no_restore)
-            part = Part(buffer, dim, layout_of(layout, buffer.shape[dim], self._group.size()), restored)
+            part = CutBuffer(buffer, dim, layout_of(layout, buffer.shape[dim], self._group.size()), restored)
             if parts.setdefault(id(buffer), part).dim != dim:
                 raise ValueError(f"a buffer is given twice, with sequence dims {parts[id(buffer)].dim} and {dim}")
         for part in parts.values():
             part.cut(self._group.rank())
         facts = [(dim, tuple(buffer.shape), buffer.dtype) for buffer, dim in pairs]
         outer = _open.get()[-1] if _open.get() else None
-        return _Entry(binding, named, list(parts.values()), facts, outer)
+        return _BlockEntry(binding, named, list(parts.values()), facts, outer)
 
     def _refuse_part(self, buffer: torch.Tensor, dim: int) -> None:
         layout, rank = cut_with(buffer), self._group.rank()
@@ -179,16 +179,16 @@ class ContextParallelBlock(contextlib.ContextDecorator):
         return layout_made_by(head_tail, lengths[0], self._group.size()) if lengths else head_tail
 
 
-class _Entry:
+class _BlockEntry:
     """One entry of a block, with everything that is needed to enter it again. See [Note: reruns]."""
 
     def __init__(
         self,
         binding: Binding,
         named: SequenceLayout | Balancer | None,
-        parts: list[Part],
+        parts: list[CutBuffer],
         facts: list[Any],
-        outer: _Entry | None,
+        outer: _BlockEntry | None,
     ) -> None:
         self.name, self.group = binding.name, binding.group
         self.layout, self.strategy = binding.layout, binding.strategy
@@ -198,7 +198,7 @@ class _Entry:
         self._around = {id(owner) for owner, _ in running_reruns()}
 
     @contextlib.contextmanager
-    def inside(self, put_back: list[Part]) -> Iterator[None]:
+    def inside(self, put_back: list[CutBuffer]) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             for part in self.parts:
                 undo = part.put()
@@ -243,9 +243,9 @@ class _Entry:
                 fn = fn.fn  # the wrapper of an enclosing block, which this entry enters too
             setattr(owner, attribute, _Rerun(fn, entry))
 
-    def lineage(self) -> Iterator[_Entry]:
+    def lineage(self) -> Iterator[_BlockEntry]:
         """This entry and the entries of the blocks around it, innermost first."""
-        entry: _Entry | None = self
+        entry: _BlockEntry | None = self
         while entry is not None:
             yield entry
             entry = entry.outer
@@ -256,7 +256,7 @@ class _Rerun:
     """A function that a checkpoint runs again in a backward, and the block that it enters then."""
 
     fn: Callable[..., Any]
-    entry: _Entry
+    entry: _BlockEntry
 
     def __call__(self, *args: Any) -> Any:
         with self.entry.again():
@@ -268,7 +268,7 @@ class _BlockCalls(AttentionCalls):
 
     _notes = True
 
-    def __init__(self, entry: _Entry) -> None:
+    def __init__(self, entry: _BlockEntry) -> None:
         super().__init__(entry.scoped, entry.name)
         self._entry = entry
         self._last: Any = None  # the autograd node of the latest tensor that a call got
@@ -326,7 +326,7 @@ def pairs_of(buffers: Sequence[Any], seq_dims: Sequence[int]) -> list[tuple[Any,
     return list(zip(buffers, seq_dims, strict=True))
 
 
-def open_on(group: dist.ProcessGroup) -> _Entry | None:
+def open_on(group: dist.ProcessGroup) -> _BlockEntry | None:
     """The innermost open block over these ranks in this context."""
     return next((entry for entry in reversed(_open.get()) if ranks_of(entry.group) == ranks_of(group)), None)
 
@@ -339,6 +339,6 @@ rotation: ContextVar[Strategy] = ContextVar("rotate_method", default=AllGather()
 # The number of blocks that were entered, by group.
 _entries: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 # The blocks that are open in this context, innermost last.
-_open: ContextVar[tuple[_Entry, ...]] = ContextVar("context_parallel_blocks", default=())
+_open: ContextVar[tuple[_BlockEntry, ...]] = ContextVar("context_parallel_blocks", default=())
 # The ranks of the last block that ended, if its cut was not the default.
 last_cut: ContextVar[tuple[int, ...] | None] = ContextVar("context_parallel_last_cut", default=None)

@@ -296,3 +296,13 @@ def test_only_compat_names_what_torch_keeps_private():
 )
 def test_the_reader_of_imports(line: str, package: list[str], expected: list[str]):
     assert list(imports_of(line, package)) == expected
+
+
+def test_no_two_classes_have_one_name():
+    names = [
+        node.name
+        for path in package_files()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    ]
+    assert sorted(name for name in set(names) if names.count(name) > 1) == []

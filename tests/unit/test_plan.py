@@ -23,7 +23,7 @@ from cp_styles.layout import (
 )
 from cp_styles.mask import Causal, Dense, Documents, Full, Mask, SlidingWindow
 from cp_styles.mask.linear_pieces import _uncut
-from cp_styles.plan import Cover, Part, Plan, Rows, Tile, attended_pairs, imbalance, make_plan
+from cp_styles.plan import Cover, Plan, RowRanges, SourcePart, Tile, attended_pairs, imbalance, make_plan
 from cp_styles.plan.holders import chunks_of
 from cp_styles.plan.plan import _make_plan
 from cp_styles.strategies import AllGather, Ring
@@ -33,11 +33,11 @@ from tests.oracle import allowed, mask_cases
 MASK_NAMES = sorted(mask_cases(8))
 
 
-def row_numbers(rows: Rows) -> list[int]:
+def row_numbers(rows: RowRanges) -> list[int]:
     return [row for start, stop in rows for row in range(start, stop)]
 
 
-def pairs_of(tile: Tile, part: Part, visible: torch.Tensor) -> torch.Tensor:
+def pairs_of(tile: Tile, part: SourcePart, visible: torch.Tensor) -> torch.Tensor:
     """How often a tile computes each pair of (local query row, local row of the source): ``visible``'s shape."""
     rows = torch.tensor(row_numbers(part.rows))[tile.kv[0] : tile.kv[1]]
     queries = torch.arange(*tile.q)

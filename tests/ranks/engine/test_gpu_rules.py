@@ -232,7 +232,7 @@ def test_reading_before_waiting_is_noticed():
 
     problem = Problem(length=24, kv_heads=2, heads=4)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cp_styles.comm.point_to_point.Pending.wait", finish)
+        patch.setattr("cp_styles.comm.point_to_point.PendingTransfers.wait", finish)
         worst, _ = on_gpus(problem, 2, mask=Causal(), kernel=ON_GPU)
     assert not worst < EXACT
 
