@@ -105,8 +105,8 @@ MISTAKES = [
     # -- layouts and plans --
     Mistake(
         "layout: chunks of a rank in reverse",
-        "parts[0] if len(parts) == 1 else torch.cat(parts, dim)",
-        "parts[0] if len(parts) == 1 else torch.cat(parts[::-1], dim)",
+        "torch.cat(parts, dim) if parts else tensor.narrow(dim, 0, 0)",
+        "torch.cat(parts[::-1], dim) if parts else tensor.narrow(dim, 0, 0)",
         "tests/unit/test_layout.py",
     ),
     Mistake(

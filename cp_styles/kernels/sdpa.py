@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -48,6 +48,12 @@ class Names(NamedTuple):
 
     arguments: dict[str, str]
     returns: tuple[str, ...]
+
+
+@cache
+def _op(name: str) -> torch._ops.OpOverload:
+    """The op of this name in aten. Not an attribute of a kernel: kernels are pickled, and ops cannot be."""
+    return getattr(torch.ops.aten, name).default
 
 
 @cache
@@ -104,15 +110,15 @@ class SdpaKernel(Kernel):
     def takes_all(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.most_dim is None and self.whole_rows == 1
 
-    @cached_property
+    @property
     def forward_op(self) -> torch._ops.OpOverload:
         """The op of the forward."""
-        return getattr(torch.ops.aten, self.name).default
+        return _op(self.name)
 
-    @cached_property
+    @property
     def backward_op(self) -> torch._ops.OpOverload:
         """The op of the backward."""
-        return getattr(torch.ops.aten, f"{self.name}_backward").default
+        return _op(f"{self.name}_backward")
 
     @property
     def takes_bias(self) -> bool:
@@ -300,12 +306,12 @@ class VarlenKernel(SdpaKernel):
     @property
     def packed_forward_op(self) -> torch._ops.OpOverload:
         """The op of the forward of a pack."""
-        return getattr(torch.ops.aten, f"{self.packed_name}_forward").default
+        return _op(f"{self.packed_name}_forward")
 
     @property
     def packed_backward_op(self) -> torch._ops.OpOverload:
         """The op of the backward of a pack."""
-        return getattr(torch.ops.aten, f"{self.packed_name}_backward").default
+        return _op(f"{self.packed_name}_backward")
 
     def forward_tiles(self, tiles):
         return _packed(tiles, 0, self.forward, self._forward_pack)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from cp_styles.bounded_cache import remembered
-from cp_styles.layout import SequenceLayout
+from cp_styles.layout import SequenceLayout, rows_in
 from cp_styles.mask import Mask
 from cp_styles.plan import Cover, RowRanges, Tile, make_plan
 
@@ -69,10 +69,7 @@ class Block:
     def unpacked(self, k_BGMD: torch.Tensor, v_BGME: torch.Tensor) -> list[torch.Tensor]:
         """k and v of the rank that holds them: views if the rows are one range, otherwise one copy."""
         heads = slice(*self.heads)
-        if len(self.rows) == 1:
-            rows = slice(*self.rows[0])
-            return [k_BGMD[:, heads, rows], v_BGME[:, heads, rows]]
-        return [torch.cat([x[:, heads, start:stop] for start, stop in self.rows], 2) for x in (k_BGMD, v_BGME)]
+        return [rows_in(x[:, heads], 2, self.rows) for x in (k_BGMD, v_BGME)]
 
 
 class Keys(NamedTuple):

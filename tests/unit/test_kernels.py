@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -153,6 +154,12 @@ def test_a_value_head_dim_of_its_own(kernel: Kernel, dims: tuple[int, int]):
     kernel.check(q, k, v, biased=True)
     for found, wanted in zip(run(kernel, [q, k, v], cotangent), expected_attention([q, k, v], cotangent), strict=True):
         assert error(found, wanted) < EXACT
+
+
+def test_a_kernel_that_has_run_is_pickled():
+    """For processes that are spawned with it."""
+    assert CPU_FLASH.forward_op != CPU_FLASH.backward_op
+    assert pickle.loads(pickle.dumps(CPU_FLASH)) == CPU_FLASH
 
 
 def test_kernels_say_what_they_cannot_do():

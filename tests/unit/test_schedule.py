@@ -1,0 +1,112 @@
+"""The schedules of all ranks together: what one sends is what another expects, in the same order."""
+
+import random
+
+import pytest
+
+from cp_styles import Causal, Documents, Full, SlidingWindow, contiguous, head_tail, striped
+from cp_styles.mask import Mask
+from cp_styles.plan import make_plan
+from cp_styles.strategies.schedule import Schedule, make_schedule
+
+LENGTH = 48
+MASKS = (Causal(), Full(), SlidingWindow(5, 0), Documents((7, 20, 21)) & Causal())
+LAYOUTS = {"contiguous": contiguous, "head_tail": head_tail, "striped": striped}
+
+
+def rounds_of(ranks: int, width: int) -> tuple[tuple[int, ...], ...]:
+    distances = tuple(range(1, ranks))
+    return tuple(distances[first : first + width] for first in range(0, len(distances), width))
+
+
+def schedules(layout, mask: Mask, ranks: int, width: int, keep: int, heads: tuple[int, int]) -> list[Schedule]:
+    cut, made = layout(LENGTH, ranks), []
+    for rank in range(ranks):
+        q_shape, k_shape = ((2, count, cut.lengths[rank], 4) for count in heads)
+        rounds = rounds_of(ranks, width)
+        made.append(make_schedule(cut, cut, mask.pattern, rank, False, rounds, keep, q_shape, k_shape, k_shape))
+    return made
+
+
+CASES = [
+    (layout, mask, ranks, width, keep, heads)
+    for layout in LAYOUTS
+    for mask in MASKS
+    for ranks in (2, 3, 5)
+    for width in (1, 2, 4)
+    for keep in (0, 1, 2, 9)
+    for heads in ((4, 4), (4, 2), (6, 1))
+]
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_messages_of_two_ranks_match_by_order(part: int):
+    for layout, mask, ranks, width, keep, heads in random.Random(part).sample(CASES, 40):
+        made = schedules(LAYOUTS[layout], mask, ranks, width, keep, heads)
+        for way in ("forward", "backward"):
+            steps = [getattr(each, way) for each in made]
+            assert len({len(each) for each in steps}) == 1  # every rank takes every step
+            for number, together in enumerate(zip(*steps, strict=True)):
+                assert {(step.number, step.travels) for step in together} == {(number, together[0].travels)}
+                coming = {
+                    (keys.source, rank): (keys.block.heads, keys.block.rows)
+                    for rank, step in enumerate(together)
+                    for keys in step.keys
+                    if keys.source != rank
+                }
+                going = {
+                    (rank, peer): (block.heads, block.rows)
+                    for rank, step in enumerate(together)
+                    for peer, block in step.sends
+                }
+                assert coming == going
+                # Gradients go home in the same step, in one order on all ranks.
+                home, back = {}, {}
+                orders = []
+                for rank, step in enumerate(together):
+                    assert [each.keys for each in step.gradients if each.keys is not None] == list(step.keys)
+                    for each in step.gradients:
+                        if each.keys is not None and each.source != rank:
+                            home[each.source, rank] = each.keys.block.heads, each.keys.block.rows
+                        if each.block is not None:
+                            back[rank, each.peer] = each.block.heads, each.block.rows
+                    orders.append([(rank - each.source) % ranks for each in step.gradients])
+                assert home == coming
+                assert back == coming
+                merged = sorted({distance for order in orders for distance in order})
+                assert all(order == [distance for distance in merged if distance in order] for order in orders)
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_every_head_of_every_needed_row_once(part: int):
+    for layout, mask, ranks, width, keep, heads in random.Random(part).sample(CASES, 40):
+        cut = LAYOUTS[layout](LENGTH, ranks)
+        for rank, schedule in enumerate(schedules(LAYOUTS[layout], mask, ranks, width, keep, heads)):
+            plan = make_plan(cut, cut, mask, rank)
+            for steps in (schedule.forward, schedule.backward):
+                used = [
+                    (keys.source, row, head)
+                    for step in steps
+                    for keys in step.keys
+                    for start, stop in keys.block.rows
+                    for row in range(start, stop)
+                    for head in range(*keys.block.heads)
+                ]
+                needed = [
+                    (part.source, row, head)
+                    for part in plan.parts
+                    for start, stop in part.rows
+                    for row in range(start, stop)
+                    for head in range(heads[1])
+                ]
+                assert sorted(used) == sorted(needed)
+            tiles = [tile for step in schedule.forward for _, tile in step.tiles]
+            assert len(tiles) == schedule.tiles
+            kept = [keys for step in schedule.backward if not step.travels for keys in step.keys if keys.source != rank]
+            # Their messages fill the residual's, without gaps.
+            places = sorted((keys.kept[0], keys.kept[1].start, keys.kept[1].stop) for keys in kept)
+            ends = [0] * len(schedule.kept)
+            for message, start, stop in places:
+                assert start == ends[message]
+                ends[message] = stop
+            assert tuple(ends) == schedule.kept
