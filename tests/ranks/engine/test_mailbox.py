@@ -21,6 +21,11 @@ def row(*numbers: int) -> list[int]:
     return [*numbers, *[0] * (ROW - len(numbers))]
 
 
+def everybody() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
 def rows_of(gather: int) -> list[list[int]]:
     return [row(rank, gather) for rank in range(RANKS)]
 
@@ -55,7 +60,7 @@ def test_a_row_that_was_left_unread_is_not_taken_for_a_later_one():
     """Each rank leaves others; nothing waits for a rank that has left, and what it got is forgotten."""
 
     def on(rank: int) -> None:
-        group = dist.group.WORLD
+        group = everybody()
         for gather in range(30):
             finish = start_numbers(row(rank, gather), group)
             if gather % RANKS != rank:
@@ -68,7 +73,7 @@ def test_a_row_that_was_left_unread_is_not_taken_for_a_later_one():
 
 def test_nothing_is_kept_of_gathers_that_were_left_unread():
     def on(rank: int) -> int:
-        mailbox = Mailbox(cpu_backend_of(dist.group.WORLD, "gloo"), ROW)
+        mailbox = Mailbox(cpu_backend_of(everybody(), "gloo"), ROW)
         for gather in range(30):
             number, rows = mailbox.start(torch.tensor(row(rank, gather)))
             if rank or gather == 29:
@@ -84,7 +89,7 @@ def test_a_rank_that_was_interrupted_and_goes_on(at: int):
     """In the middle of its messages. The rest of them are sent first, and each rank reads the rows of one gather."""
 
     def on(rank: int) -> None:
-        gloo = cpu_backend_of(dist.group.WORLD, "gloo")
+        gloo = cpu_backend_of(everybody(), "gloo")
         mailbox = Mailbox(Interruptible(gloo, at) if rank == 1 else gloo, ROW)
         for gather in range(4):
             mine = torch.tensor(row(rank, gather))
@@ -105,7 +110,7 @@ def test_a_row_that_is_offered_waits_for_ranks_that_come_late():
     """The patience of the rank that offers it is over by then. The connections are not."""
 
     def on(rank: int) -> None:
-        group = dist.group.WORLD
+        group = everybody()
         for gather in (0, 2):
             if rank == 1:
                 start = time.monotonic()
@@ -124,7 +129,7 @@ def test_a_row_is_read_after_its_rank_has_ended():
     store = in_process_store()
 
     def on(rank: int) -> None:
-        group = dist.group.WORLD
+        group = everybody()
         assert gather_numbers(row(rank, 0), group) == rows_of(0)
         if rank == 1:
             start_numbers(row(rank, 1), group)
@@ -145,7 +150,7 @@ def test_a_gather_waits_as_long_as_the_group_says(others: str):
     """Rows of another gather are not what it waits for."""
 
     def on(rank: int) -> None:
-        group = dist.group.WORLD
+        group = everybody()
         if rank == 0:
             with pytest.raises(TransferError, match=r"a transfer with rank [12] .* Timed out waiting 500ms"):
                 gather_numbers(row(0), group)
@@ -163,7 +168,7 @@ def test_rows_belong_to_no_mode():
     """The receives of a gather are posted with the one before. A checkpoint asks for the version of what it keeps."""
 
     def on(rank: int) -> None:
-        group = dist.group.WORLD
+        group = everybody()
         with torch.inference_mode():
             assert gather_numbers(row(rank, 0), group) == rows_of(0)
         rows = torch.ops.cp_styles.gather_numbers(torch.tensor(row(rank, 1)), group.group_name)
@@ -180,6 +185,6 @@ def test_other_backends_gather_as_they_can():
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     try:
-        assert list(map(list, gather_numbers(row(7), dist.group.WORLD))) == [row(7)] * 4
+        assert list(map(list, gather_numbers(row(7), everybody()))) == [row(7)] * 4
     finally:
         dist.destroy_process_group()
