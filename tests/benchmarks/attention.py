@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import random
 import statistics
 import time
 from dataclasses import dataclass, field
@@ -209,9 +210,9 @@ def work(rank: int, args: argparse.Namespace, port: int) -> None:
             timed = None if name.startswith("torch") else kernel
             contenders.append(Contender(Row(name), peer.attend, shard, timed))
     for index in range(args.rounds + 2):
-        # Each round begins with another one, so that none always meets the memory that the same one has left.
-        turn = index % len(contenders)
-        for contender in contenders[turn:] + contenders[:turn]:
+        # In another order each round, the same on all ranks: one that always follows its like finds its code and its
+        # memory warm.
+        for contender in random.Random(index).sample(contenders, len(contenders)):
             measure(contender, first=index == 0)
             if index < 2:  # warm-up
                 row = contender.row
