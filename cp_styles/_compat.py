@@ -62,6 +62,9 @@ any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 # The TorchFunctionModes that are entered in this thread, outermost first. Seen: 2.11 to 2.15.
 function_modes: Callable[[], list[Any]] = overrides._get_current_function_mode_stack  # pyright: ignore
+# Whether profilers hear of what this thread starts from now on. They do by default. A transfer of which a profiler has
+# heard must end before the profiler does, or the process ends with a segmentation fault. Seen: 2.11 to 2.15.
+let_profilers_record: Callable[[bool], None] = torch.autograd._enable_record_function  # pyright: ignore
 # The number of TorchDispatchModes that are entered in this thread. Seen: 2.11 to 2.15.
 dispatch_modes_entered: Callable[[], int] = torch._C._len_torch_dispatch_stack  # pyright: ignore
 # The innermost (pack, unpack) of ``torch.autograd.graph.saved_tensors_hooks`` in this thread, or None. Seen: 2.11 to

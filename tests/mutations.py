@@ -598,8 +598,8 @@ MISTAKES = [
     # -- agreement --
     Mistake(
         "agreement: messages leave before the rows of the others are read",
-        "settle(group) if group is not None and all(tensor.is_cpu",
-        "if group is not None and all(tensor.is_cpu",
+        "settle(group) pairs = [",
+        "pairs = [",
         "tests/ranks/engine/test_agreement.py -k no_message_is_left",
     ),
     Mistake(
@@ -610,7 +610,7 @@ MISTAKES = [
     ),
     Mistake(
         "agreement: an interrupted rank leaves messages out",
-        "self._post(number - 1)",
+        "self._post(number - 1, before)",
         "pass",
         "tests/ranks/engine/test_mailbox.py",
     ),

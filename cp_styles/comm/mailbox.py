@@ -14,10 +14,12 @@ their buffers are kept here: gloo stops reading from a rank whose message has lo
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
+
+from cp_styles._compat import let_profilers_record
 
 # Tags from here on belong to these messages. Those of keys, values and gradients have tag 0, and users count from 0.
 _FIRST_TAG, _TAGS = 2**30, 2**30
@@ -26,13 +28,13 @@ Posted: TypeAlias = dist.Work | RuntimeError
 """A message that is under way, or the error of posting it. It concerns one rank, and the others get their messages."""
 
 
-class _Gather:
+class _Gather(NamedTuple):
     """The messages of one gather. ``receives`` are by rank, and may be posted before the gather starts."""
 
-    def __init__(self, rows: torch.Tensor) -> None:
-        self.rows, self.parts = rows, rows.unbind()
-        self.sends: list[Posted] = []
-        self.receives: dict[int, Posted] = {}
+    rows: torch.Tensor
+    parts: tuple[torch.Tensor, ...]
+    sends: list[Posted]
+    receives: dict[int, Posted]
 
 
 class Mailbox:
@@ -52,12 +54,17 @@ class Mailbox:
         It never fails: :meth:`wait` says which rank cannot be reached.
         """
         number = self._started
-        if number:
-            self._post(number - 1)  # the rest, if that was interrupted: the others wait for it
-        now = self._gather(number)
+        before = self._gathers.get(number - 1)
+        now = self._gathers.get(number) or self._made(number)
         now.parts[self._rank].copy_(mine)
         self._started = number + 1
-        self._post(number)
+        let_profilers_record(False)  # requests for the next row may outlive a profiler
+        try:
+            if before is not None and len(before.sends) < len(self._peers):
+                self._post(number - 1, before)  # the rest, because that was interrupted: the others wait for it
+            self._post(number, now)
+        finally:
+            let_profilers_record(True)
         return number, now.rows
 
     def wait(self, number: int) -> tuple[int, RuntimeError] | None:
@@ -69,9 +76,13 @@ class Mailbox:
         if gather is None:  # a later one is complete
             return None
         for peer in reversed(self._peers):
-            error = _waited(gather.receives[peer])
-            if error is not None:
-                return peer, error
+            posted = gather.receives[peer]
+            if isinstance(posted, RuntimeError):
+                return peer, posted
+            try:
+                posted.wait()
+            except RuntimeError as error:
+                return peer, error.with_traceback(None)
         # A rank that has sent its row had asked for this one's before: it is written, or will be. The sends are kept
         # and not waited for, because such a wait of gloo may not end if the rank has ended since.
         for old in list(self._gathers):
@@ -79,41 +90,25 @@ class Mailbox:
                 self._gathers.pop(old, None)
         return None
 
-    def _gather(self, number: int) -> _Gather:
-        found = self._gathers.get(number)
-        if found is None:
-            with torch.inference_mode(False):  # a result for a checkpoint, which needs its version
-                found = self._gathers[number] = _Gather(torch.empty(self._shape, dtype=torch.int64, device="cpu"))
-        return found
+    def _made(self, number: int) -> _Gather:
+        with torch.inference_mode(False):  # a result for a checkpoint, which needs its version
+            rows = torch.empty(self._shape, dtype=torch.int64, device="cpu")
+        made = self._gathers[number] = _Gather(rows, rows.unbind(), [], {})
+        return made
 
-    def _post(self, number: int) -> None:
+    def _post(self, number: int, now: _Gather) -> None:
         """Post what is not posted yet: the messages of a gather that has started, and the receives of the next one."""
-        now = self._gathers.get(number)
-        if now is None or len(now.sends) == len(self._peers):
-            return
-        mine, then = now.parts[self._rank], self._gather(number + 1)
+        mine, gloo = now.parts[self._rank], self._gloo
+        then = self._gathers.get(number + 1) or self._made(number + 1)
         # Message and request for the next one go to a rank together: it is woken once for both.
         for peer in self._peers[len(now.sends) :]:
-            self._receive(number, now, peer)
-            self._receive(number + 1, then, peer)
-            now.sends.append(self._posted(self._gloo.send, mine, peer, number))
-
-    def _receive(self, number: int, gather: _Gather, peer: int) -> None:
-        if peer not in gather.receives:
-            gather.receives[peer] = self._posted(self._gloo.recv, gather.parts[peer], peer, number)
-
-    def _posted(self, call: Any, row: torch.Tensor, peer: int, number: int) -> Posted:
-        try:
-            return call([row], peer, _FIRST_TAG + number % _TAGS)
-        except RuntimeError as error:
-            return error.with_traceback(None)
-
-
-def _waited(posted: Posted) -> RuntimeError | None:
-    if isinstance(posted, RuntimeError):
-        return posted
-    try:
-        posted.wait()
-    except RuntimeError as error:
-        return error.with_traceback(None)
-    return None
+            for gather, its_number in ((now, number), (then, number + 1)):
+                if peer not in gather.receives:
+                    try:
+                        gather.receives[peer] = gloo.recv([gather.parts[peer]], peer, _FIRST_TAG + its_number % _TAGS)
+                    except RuntimeError as error:
+                        gather.receives[peer] = error.with_traceback(None)
+            try:
+                now.sends.append(gloo.send([mine], peer, _FIRST_TAG + number % _TAGS))
+            except RuntimeError as error:
+                now.sends.append(error.with_traceback(None))

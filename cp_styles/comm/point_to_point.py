@@ -180,19 +180,22 @@ def exchange(
     them. What :func:`check_later` was given is checked first.
     """
     settle(group)
-    if group is not None and all(tensor.is_cpu or tensor.is_meta for _, tensor in (*receives, *sends)):
+    pairs = [*sends, *receives]
+    if group is not None and (not pairs or pairs[0][1].device.type in ("cpu", "meta")):
         # The same without a list of P2POps, which costs more than sending small messages. CPU backends have nothing to
         # batch. Sends come first, so that gloo's own thread moves the data when it gets the receive. In the other order
         # this thread would move it, and hold a lock for which gloo's thread polls. A Rehearsal takes the same way.
-        receives, sends = ([(peer, x) for peer, x in pairs if x.numel()] for pairs in (receives, sends))
-        works, peers = [], [peer for peer, _ in (*sends, *receives)]
-        for call, pairs in ((group.send, sends), (group.recv, receives)):
-            for peer, tensor in pairs:
+        works, peers, tensors = [], [], []
+        for index, (peer, tensor) in enumerate(pairs):
+            if tensor.numel():
+                call = group.send if index < len(sends) else group.recv
                 try:
                     works.append(call([tensor], peer, 0))
                 except RuntimeError as error:
                     raise _failed(error, (peer,), group) from error
-        return PendingTransfers(works, [tensor for _, tensor in (*receives, *sends)], peers, group)
+                peers.append(peer)
+                tensors.append(tensor)
+        return PendingTransfers(works, tensors, peers, group)
     ops = [
         dist.P2POp(call, tensor, group=group, group_peer=peer)
         for call, pairs in ((dist.irecv, receives), (dist.isend, sends))
@@ -279,7 +282,7 @@ def largest_over(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> l
 
 
 def _row(numbers: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
-    on_host = has_cpu_backend(group) or dist.is_gloo_available()
+    on_host = _mailboxes.get(group) is not None or has_cpu_backend(group) or dist.is_gloo_available()
     device = torch.device("cpu") if on_host else torch.device("cuda", torch.cuda.current_device())
     return torch.tensor(numbers, dtype=torch.int64, device=device)
 
@@ -328,10 +331,11 @@ def _gather(
     ``patience`` limits the time to open connections.
     """
     on_host = mine.device.type == "cpu"
-    mailbox = _mailbox_of(group, patience) if on_host and mine.numel() == ROW else None
-    if mailbox is not None:
-        number, rows = mailbox.start(mine)
-        return rows, _Letters(number, ref(group))
+    if on_host and mine.numel() == ROW:
+        mailbox = _mailboxes.get(group) or _mailbox_of(group, patience)
+        if mailbox is not None:
+            number, rows = mailbox.start(mine)
+            return rows, _Letters(number, ref(group))
     rows = mine.new_empty(group.size(), mine.numel())
     parts = list(rows.unbind())
     if not on_host:
@@ -347,11 +351,10 @@ def _host_of(group: dist.ProcessGroup, patience: timedelta | None) -> Any:
 
 
 def _mailbox_of(group: dist.ProcessGroup, patience: timedelta | None) -> Mailbox | None:
-    found = _mailboxes.get(group)
-    if found is None and group not in _mailboxes:
+    if group not in _mailboxes:
         gloo = cpu_backend_of(group, "gloo") if has_cpu_backend(group) else _host_of(group, patience)
-        found = _mailboxes[group] = None if gloo is None else Mailbox(gloo, ROW)
-    return found
+        _mailboxes[group] = None if gloo is None else Mailbox(gloo, ROW)
+    return _mailboxes[group]
 
 
 def refuse_destroyed(group: dist.ProcessGroup) -> None:

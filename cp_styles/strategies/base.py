@@ -197,8 +197,10 @@ class ResidualPlaces:
 
     def views(self, residual: torch.Tensor) -> list[torch.Tensor]:
         """Views of the tensors in a residual, in the order of the specs."""
-        places = zip(self._places, self.specs, strict=True)
-        return [residual[start:stop].view(dtype).view(shape) for (start, stop), (shape, dtype) in places]
+        views = []
+        for (start, stop), (shape, dtype) in zip(self._places, self.specs, strict=True):
+            views.append(residual[start:stop].view(dtype).view(shape))
+        return views
 
 
 def residual_spec(specs: Sequence[Spec]) -> Spec:

@@ -186,7 +186,7 @@ class _PlanRun(Transfers):
         self.lse, *self._kept = setup.residual.views(residual) if residual is not None else [q.new_empty(0)]
         self.number = 0  # of the present step
         self._to_start: Iterator[Step] = iter(())
-        self._under_way: tuple[list[torch.Tensor], PendingTransfers] = [], PendingTransfers((), ())
+        self._under_way: tuple[list[torch.Tensor], PendingTransfers] | None = None
         self._packed: dict[Block, torch.Tensor] = {}
         open_group(attention.group, q.device)
 
@@ -201,6 +201,7 @@ class _PlanRun(Transfers):
         self.number = step.number
         received: list[torch.Tensor] = []
         if step.travels:
+            assert self._under_way is not None
             received, pending = self._under_way
             self._start_next()
             with named_range("step", step.number, "wait for keys of", *step.sources):
@@ -261,14 +262,14 @@ class _PlanRun(Transfers):
             if not step.travels:
                 continue
             with named_range("step", step.number, "start keys of", *step.sources):
-                places = [self._place(keys) for keys in step.keys]
+                places = list(map(self._place, step.keys))
                 # Equal rows are packed once for all ranks of a step, and for the next step if it sends them too.
                 before, self._packed = self._packed, {}
-                for _, block in step.sends:
-                    if block not in self._packed:
-                        packed = before.get(block)
-                        self._packed[block] = block.packed(self.k, self.v) if packed is None else packed
-                sends = [(rank, self._packed[block]) for rank, block in step.sends]
+                sends = []
+                for rank, block in step.sends:
+                    packed = self._packed.get(block, before.get(block))
+                    self._packed[block] = packed = block.packed(self.k, self.v) if packed is None else packed
+                    sends.append((rank, packed))
                 self._under_way = places, self.exchange(sends, list(zip(step.sources, places, strict=True)))
             return
         self._packed = {}

@@ -57,7 +57,7 @@ class Block:
 
     def packed(self, k_BGMD: torch.Tensor, v_BGME: torch.Tensor) -> torch.Tensor:
         """The message, from the keys and values of the rank that holds them: one copy."""
-        message = k_BGMD.new_empty(self.size)
+        message = k_BGMD.new_empty(sum(self.sizes))
         heads = slice(*self.heads)
         for target, tensor in zip(self.in_message(message), (k_BGMD, v_BGME), strict=True):
             at = 0

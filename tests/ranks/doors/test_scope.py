@@ -20,6 +20,7 @@ from cp_styles.layout import SequenceLayout, by_work, contiguous, head_tail, per
 from cp_styles.mask import Causal, Dense, Documents, Full, PerRow, SlidingWindow
 from cp_styles.plan.plan import _make_plan, make_plan
 from cp_styles.strategies import AllGather, Ring, Ulysses
+from cp_styles.strategies.schedule import make_schedule
 from cp_styles.strategies.ulysses import joined
 from cp_styles.styles import AttentionContextParallel, ModuleContextParallel
 from cp_styles.testing import run_ranks
@@ -108,6 +109,7 @@ def test_a_prepared_batch_makes_no_plan_in_its_step(door: str, strategy, per_row
 
         if rank == 0:
             _make_plan.clear()
+            make_schedule.clear()
         first, scope = made_in_step(FIRST, None)
         second, scope = made_in_step(SECOND, scope)
         third, _ = made_in_step(SHORT, scope)

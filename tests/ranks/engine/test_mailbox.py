@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -177,6 +178,27 @@ def test_rows_belong_to_no_mode():
         assert rows.tolist() == rows_of(1)
 
     run_ranks(on, RANKS, timeout_seconds=10)
+
+
+def test_no_profiler_hears_of_messages_that_may_outlive_it():
+    """torch ends the process with a segmentation fault if a transfer that a profiler has heard of ends after it."""
+
+    def on(rank: int) -> set[str]:
+        group = everybody()
+        gather_numbers(row(rank), group)
+        with (
+            torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+            if rank == 0
+            else nullcontext() as p
+        ):
+            gather_numbers(row(rank), group)
+            dist.barrier()
+        gather_numbers(row(rank), group)
+        return set() if p is None else {event.name for event in p.events()}
+
+    heard = run_ranks(on, 2)[0]
+    assert "gloo:barrier" in heard  # it does hear of transfers
+    assert not {"gloo:send", "gloo:recv"} & heard
 
 
 def test_other_backends_gather_as_they_can():
