@@ -713,3 +713,16 @@ def hooks_in_order(module: torch.nn.Module, *ours: Any) -> None:
         ordered = [(numbers.get(number, number), hook) for number, hook in table.items()]
         table.clear()
         table.update(ordered)
+
+
+def resolve_operators() -> None:
+    """Make the Python objects of torch's ops now, which torch makes when an op is first used under a dispatch mode.
+
+    If two threads use an op for the first time, torch 2.13 makes two objects, keeps one, and calls the other one after
+    it was freed: a segmentation fault. Seen: 2.11 to 2.15 (the list of names).
+    """
+    for qualified in torch._C._dispatch_get_all_op_names():  # pyright: ignore[reportAttributeAccessIssue]
+        namespace, _, name = qualified.partition("::")
+        if namespace in ("aten", "prim", "prims", "c10d", "_c10d_functional", "_c10d_functional_autograd"):
+            packet, _, overload = name.partition(".")
+            getattr(getattr(getattr(torch.ops, namespace), packet, None), overload or "default", None)

@@ -28,6 +28,7 @@ from cp_styles._compat import (
     in_process_store,
     process_group_of,
     resolve_group,
+    resolve_operators,
     run_kernel,
     thread_local_world,
     without_groups,
@@ -47,6 +48,9 @@ class RankError(RuntimeError):
 
 class RankTimeout(AssertionError):
     """Raised by :func:`run_ranks` if a rank waited for others until the timeout, even if that error was caught."""
+
+
+resolve_operators()  # before ranks are threads
 
 
 def run_ranks(
