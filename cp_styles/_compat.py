@@ -723,6 +723,5 @@ def resolve_operators() -> None:
     """
     for qualified in torch._C._dispatch_get_all_op_names():  # pyright: ignore[reportAttributeAccessIssue]
         namespace, _, name = qualified.partition("::")
-        if namespace in ("aten", "prim", "prims", "c10d", "_c10d_functional", "_c10d_functional_autograd"):
-            packet, _, overload = name.partition(".")
-            getattr(getattr(getattr(torch.ops, namespace), packet, None), overload or "default", None)
+        packet, _, overload = name.partition(".")
+        getattr(getattr(getattr(torch.ops, namespace), packet, None), overload or "default", None)

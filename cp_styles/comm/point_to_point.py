@@ -296,7 +296,7 @@ ROW = 13
 _mailboxes: WeakKeyDictionary[dist.ProcessGroup, Mailbox | None] = WeakKeyDictionary()
 
 
-class _Letters(NamedTuple):
+class _StartedGather(NamedTuple):
     """A gather of a mailbox that has started. It waits as a ``dist.Work`` does.
 
     The rows have it as an attribute, and the mailbox has the rows. So it must not keep the group alive.
@@ -325,7 +325,7 @@ class _Letters(NamedTuple):
 
 def _gather(
     mine: torch.Tensor, group: dist.ProcessGroup, patience: timedelta | None = None
-) -> tuple[torch.Tensor, dist.Work | _Letters | None]:
+) -> tuple[torch.Tensor, dist.Work | _StartedGather | None]:
     """Start an all-gather of a :func:`_row`: the rows, and what to wait for before they are read.
 
     ``patience`` limits the time to open connections.
@@ -335,7 +335,7 @@ def _gather(
         mailbox = _mailboxes.get(group) or _mailbox_of(group, patience)
         if mailbox is not None:
             number, rows = mailbox.start(mine)
-            return rows, _Letters(number, ref(group))
+            return rows, _StartedGather(number, ref(group))
     rows = mine.new_empty(group.size(), mine.numel())
     parts = list(rows.unbind())
     if not on_host:

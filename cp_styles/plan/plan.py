@@ -35,18 +35,6 @@ from cp_styles.plan.holders import Holders, Segments, expanded, first_alike, hol
 from cp_styles.plan.rectangles import rectangles
 from cp_styles.plan.tiles import Cover, Runs, Tile, tiles_of
 
-__all__ = [
-    "Cover",
-    "Plan",
-    "RowRanges",
-    "SourcePart",
-    "Tile",
-    "attended_pairs",
-    "imbalance",
-    "make_plan",
-    "planning_seconds",
-]
-
 RowRanges = tuple[tuple[int, int], ...]
 """Ascending half-open ranges of a rank's local rows."""
 

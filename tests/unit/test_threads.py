@@ -9,8 +9,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
+import torch
 import torch.distributed as dist
 
+import cp_styles.testing  # noqa: F401 - makes the ops
 from cp_styles.comm import agreement
 from cp_styles.engine import gradient_watch
 
@@ -64,3 +66,9 @@ def test_a_table_that_grows_meanwhile(walk: Callable[[], object], make: Callable
         until = time.monotonic() + SECONDS
         while time.monotonic() < until:
             walk()
+
+
+def test_ops_are_made_before_ranks_are_threads() -> None:
+    """Two threads that make the object of an op at once ended the process. See ``resolve_operators``."""
+    for packet in (torch.ops.c10d.allgather_, torch.ops.aten.slice_backward, torch.ops.cp_styles.gather_numbers):
+        assert "default" in vars(packet), packet
