@@ -287,9 +287,27 @@ MISTAKES = [
     # -- strategies --
     Mistake(
         "strategy: few rows travel in groups of heads too",
-        "small = _count(rows) * key * len(groups) <= query * min(lengths[rank], lengths[other])",
-        "small = not rows",
+        "if size > shard:",
+        "if size:",
         "tests/ranks/engine/test_attention_costs.py -k few_rows",
+    ),
+    Mistake(
+        "strategy: what travels with all heads is computed at once",
+        "whole if size * len(groups) <= shard else groups",
+        "whole",
+        "tests/ranks/engine/test_memory.py",
+    ),
+    Mistake(
+        "strategy: tiles of different numbers of heads in one kernel call",
+        "by_heads.setdefault(each.q_heads, [])",
+        "by_heads.setdefault(each.block.heads[:0], [])",
+        "tests/ranks/engine/test_parity_grid.py",
+    ),
+    Mistake(
+        "strategy: what was sent is kept beside what is sent next",
+        "if block in self._packed}",
+        "if block in self._packed} | self._packed",
+        "tests/ranks/engine/test_memory.py",
     ),
     Mistake(
         "strategy: two ranks group the heads of a message by their own queries",

@@ -9,12 +9,12 @@ message    1-D: a block of k and v, see schedule.py. Packing it is the only copy
 residual   lse [B, H, L] in the accumulation dtype, then the messages of the sources that are kept
 gradients  one message of dk and one of dv, [B, rows, g, D] in the accumulation dtype, from user to owner
 
-[Note: memory] While one message is used, the next one and the gradients of the previous one are being sent. So at most
-two messages of keys and two of gradients are alive at any time, forward and backward, for any number of ranks. If there
-are several rounds, and the keys and values of a source are larger than a query shard (as without grouped heads), the
-key heads are sent in groups, one after the other. So a message is never larger than a query shard. What is no larger
-than that divided by the number of groups, as a document's or a window's few rows, is sent with all heads in the first
-group. Both ranks know the number of rows, and so how they are sent.
+[Note: memory] A step waits for its own message first. Then it starts the next one, and computes meanwhile. So at most
+three messages of keys are alive at any time, forward and backward, for any number of ranks: the one at hand, the one to
+come, and the one that is being sent. If there are several rounds, and a message would be larger than a query shard (as
+without grouped heads), the key heads are sent in groups, one after the other. What is no larger travels with all heads.
+It is computed in the same groups, unless it is even smaller than one of them, as a document's or a window's few rows
+are. So the result of a tile has the heads of one group. Both ranks know the number of rows, and so how they are sent.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from cp_styles.kernels.merge import EMPTY_LSE, OnlineSoftmax, RowSum, accumulati
 from cp_styles.plan import Cover, Tile, make_plan
 from cp_styles.profiler_ranges import named_range
 from cp_styles.strategies.base import Attention, ResidualPlaces, Spec, Strategy
-from cp_styles.strategies.schedule import Block, GradientMessages, Keys, Schedule, Step, make_schedule
+from cp_styles.strategies.schedule import Arrival, Block, GradientMessages, Keys, Schedule, Step, make_schedule
 
 KV: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """k and v."""
@@ -197,36 +197,42 @@ class _PlanRun(Transfers):
         return steps
 
     def arrived(self, step: Step) -> list[KV]:
-        """k and v of each of the keys of a step. The next messages are received while the caller computes."""
+        """k and v of each of the keys of a step. The next messages are received while the caller computes.
+
+        See [Note: memory].
+        """
         self.number = step.number
         received: list[torch.Tensor] = []
         if step.travels:
             assert self._under_way is not None
             received, pending = self._under_way
-            self._start_next()
             with named_range("step", step.number, "wait for keys of", *step.sources):
-                pending.wait()
+                pending.wait()  # first, so that what this rank has sent can be freed
+            self._start_next()
         found, dtype = [], self.setup.dtype
-        for keys in step.keys:
+        for arrival in step.arrivals:
             if step.travels:
                 message = received.pop(0)
-            elif keys.kept is not None:
-                message = self._place(keys)
+            elif arrival.kept is not None:
+                message = self._place(arrival)
             else:  # own keys, which may be packed for other ranks: contiguous, which is good for kernels
-                message = self._packed.get(keys.block)
-            block = keys.block
+                message = self._packed.get(arrival.block)
+            block = arrival.block
             k, v = block.unpacked(self.k, self.v) if message is None else block.in_message(message)
             found.append((k.to(dtype), v.to(dtype)))
-        return found
+        parts = ((found[keys.arrival], slice(*keys.heads)) for keys in step.keys)
+        return [(k[:, heads], v[:, heads]) for (k, v), heads in parts]
 
     def attend(self, step: Step, q: torch.Tensor, merged: OnlineSoftmax) -> None:
         """Attend to the keys of a step and add the results to ``merged``."""
         arrived = self.arrived(step)
         with named_range("step", step.number, "attend to keys of", *step.sources):
-            calls = (self._call(step.keys[index], tile, *arrived[index], (q,)) for index, tile in step.tiles)
-            for number, (out, lse) in self.attention.kernel.forward_tiles(calls):
-                index, tile = step.tiles[number]
-                merged.add(step.keys[index].q_heads, tile.q, out, lse)
+            for tiles in step.tiles:
+                calls = (self._call(step.keys[index], tile, *arrived[index], (q,)) for index, tile in tiles)
+                for number, (out, lse) in self.attention.kernel.forward_tiles(calls):
+                    index, tile = tiles[number]
+                    merged.add(step.keys[index].q_heads, tile.q, out, lse)
+                    del out, lse  # before the next tile's result is made
 
     def gradients(
         self,
@@ -250,6 +256,7 @@ class _PlanRun(Transfers):
                 dq.add(keys.q_heads, tile.q, tile_dq)
                 dk.add(heads, tile.kv, tile_dk)
                 dv.add(heads, tile.kv, tile_dv)
+                del tile_dq, tile_dk, tile_dv
         return [dk.result(), dv.result()]
 
     def exchange(self, sends: Messages, receives: Messages) -> PendingTransfers:
@@ -262,24 +269,24 @@ class _PlanRun(Transfers):
             if not step.travels:
                 continue
             with named_range("step", step.number, "start keys of", *step.sources):
-                places = list(map(self._place, step.keys))
+                places = list(map(self._place, step.arrivals))
                 # Equal rows are packed once for all ranks of a step, and for the next step if it sends them too.
-                before, self._packed = self._packed, {}
+                self._packed = {block: self._packed[block] for _, block in step.sends if block in self._packed}
                 sends = []
                 for rank, block in step.sends:
-                    packed = self._packed.get(block, before.get(block))
-                    self._packed[block] = packed = block.packed(self.k, self.v) if packed is None else packed
-                    sends.append((rank, packed))
+                    if block not in self._packed:
+                        self._packed[block] = block.packed(self.k, self.v)
+                    sends.append((rank, self._packed[block]))
                 self._under_way = places, self.exchange(sends, list(zip(step.sources, places, strict=True)))
             return
         self._packed = {}
 
-    def _place(self, keys: Keys) -> torch.Tensor:
+    def _place(self, arrival: Arrival) -> torch.Tensor:
         """The buffer of a message: in the residual if it is kept, else new memory."""
-        if keys.kept is not None and self._kept:
-            message, elements = keys.kept
+        if arrival.kept is not None and self._kept:
+            message, elements = arrival.kept
             return self._kept[message][elements]
-        return self.k.new_empty(keys.block.size)
+        return self.k.new_empty(arrival.block.size)
 
     def _call(
         self,

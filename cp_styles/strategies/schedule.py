@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
 
@@ -72,22 +72,42 @@ class Block:
         return [rows_in(x[:, heads], 2, self.rows) for x in (k_BGMD, v_BGME)]
 
 
-class Keys(NamedTuple):
-    """Some key heads of one source, with which this rank computes.
+Parted: TypeAlias = tuple[Block, Sequence[Block]]
+"""A message, and its parts that are computed at once: all of it, or groups of its heads."""
+
+
+class Arrival(NamedTuple):
+    """Keys of one source: those of a message, or this rank's own.
 
     Attributes:
-        source: the rank that holds them.
+        source: the rank that holds it.
         block: which heads and rows of the source these are.
-        q_heads: the query heads that attend to them.
-        tiles: of the plan; those with an explicit mask last.
         kept: if the message is kept in the residual, which of the kept messages it is part of, and its elements there.
     """
 
     source: int
     block: Block
+    kept: tuple[int, slice] | None
+
+
+class Keys(NamedTuple):
+    """Some key heads of one source, with which this rank computes at once, and whose gradients travel together.
+
+    Attributes:
+        source: the rank that holds them.
+        arrival: which of the step's arrivals has them.
+        heads: which heads of that arrival.
+        block: which heads and rows of the source these are.
+        q_heads: the query heads that attend to them.
+        tiles: of the plan; those with an explicit mask last.
+    """
+
+    source: int
+    arrival: int
+    heads: Span
+    block: Block
     q_heads: Span
     tiles: tuple[Tile, ...]
-    kept: tuple[int, slice] | None
 
 
 class GradientMessages(NamedTuple):
@@ -112,19 +132,21 @@ class Step(NamedTuple):
     Attributes:
         number: its number, from 0.
         travels: whether its keys must be sent. Otherwise they are there already.
-        keys: the keys with which this rank computes.
-        sources: the rank of each of ``keys``.
-        tiles: (index in ``keys``, tile); tiles with an explicit mask last, because a kernel may compute the others in
-            one call, and another kernel these.
+        arrivals: the messages with which this rank computes, or its own keys.
+        sources: the rank of each of ``arrivals``.
+        keys: what is computed at once: each of ``arrivals``, or groups of its heads.
+        tiles: (index in ``keys``, tile), for each range of heads: a kernel may compute those of the same heads in one
+            call. Tiles with an explicit mask come last, because another kernel may compute them.
         sends: (rank, block): what this rank sends in the same step.
         gradients: the messages of a backward, in an order that is the same on all ranks.
     """
 
     number: int
     travels: bool
-    keys: tuple[Keys, ...]
+    arrivals: tuple[Arrival, ...]
     sources: tuple[int, ...]
-    tiles: tuple[tuple[int, Tile], ...]
+    keys: tuple[Keys, ...]
+    tiles: tuple[tuple[tuple[int, Tile], ...], ...]
     sends: tuple[tuple[int, Block], ...]
     gradients: tuple[GradientMessages, ...]
 
@@ -196,46 +218,50 @@ def make_schedule(
         """One for each range of heads; the same object for the same rows, so that they are packed once."""
         return [made.setdefault((heads, rows), _block(heads, rows, k_shape, v_shape)) for heads in spans if rows]
 
-    def travelling(other: int, rows: RowRanges) -> list[Block]:
-        """Few rows travel with all heads. This rank and the ``other`` both know how."""
-        small = _count(rows) * key * len(groups) <= query * min(lengths[rank], lengths[other])
-        return blocks(rows, whole if small else groups)
-
-    def keys_of(distance: int, found: Sequence[Block]) -> list[Keys]:
-        tiles = plan.parts[source(distance)].tiles if prod(q_shape) else ()
-        tiles = tuple(sorted(tiles, key=lambda tile: tile.cover is Cover.PARTIAL))
-        keys, at = [], 0
-        for block in found:
-            place = (kept.index(distance), slice(at, at + block.size)) if distance in kept else None
-            q_heads = block.heads[0] * share, block.heads[1] * share
-            keys.append(Keys(source(distance), block, q_heads, tiles, place))
-            at += block.size
-        return keys
+    def travelling(other: int, rows: RowRanges) -> list[Parted]:
+        """What is no larger than a query shard travels with all heads. This rank and the ``other`` both know how."""
+        shard, size = query * min(lengths[rank], lengths[other]), key * _count(rows)
+        if size > shard:
+            return [(block, [block]) for block in blocks(rows, groups)]
+        parts = blocks(rows, whole if size * len(groups) <= shard else groups)
+        return [(block, parts) for block in blocks(rows, whole)]
 
     coming = {d: travelling(source(d), plan.parts[source(d)].rows) for d in distances}
     going = {d: travelling(peer(d), plan.sends[peer(d)]) for d in distances}
-    in_groups = any(len(found) > 1 for found in (*coming.values(), *going.values()))
-    coming[0], going[0] = blocks(plan.parts[rank].rows, groups if in_groups else whole), []
-    keys = {distance: keys_of(distance, found) for distance, found in coming.items()}
+    coming[0] = [(block, [block]) for block in blocks(plan.parts[rank].rows, whole)]
+    going[0] = []
 
     def step(number: int, group: int, distances: Sequence[int], travels: bool) -> Step:
-        here = {d: keys[d][group] for d in distances if group < len(keys[d])}
+        here = {d: coming[d][group] for d in distances if group < len(coming[d])}
         there = {d: going[d][group] for d in distances if group < len(going[d])}
-        tiles = [(index, tile) for index, each in enumerate(here.values()) for tile in each.tiles]
-        tiles.sort(key=lambda entry: entry[1].cover is Cover.PARTIAL)
-        sends = [(peer(d), block) for d, block in there.items()]
-        used = [d for d in distances if d in here or d in there]
-        gradients = [GradientMessages(source(d), here.get(d), peer(d), there.get(d)) for d in used]
-        sources = [each.source for each in here.values()]
-        parts = (here.values(), sources, tiles, sends, gradients)
-        return Step(number, travels, *map(tuple, parts))  # pyright: ignore[reportArgumentType]
-
-    def steps(made: Sequence[tuple[int, Sequence[int], bool]]) -> tuple[Step, ...]:
-        return tuple(step(number, *each) for number, each in enumerate(made))
+        arrivals, keys, gradients = [], [], []
+        for d in distances:
+            own, its = [], there[d][1] if d in there else []
+            if d in here:
+                block, parts = here[d]
+                tiles = plan.parts[source(d)].tiles if prod(q_shape) else ()
+                tiles = tuple(sorted(tiles, key=lambda tile: tile.cover is Cover.PARTIAL))
+                for part in parts:
+                    heads = part.heads[0] - block.heads[0], part.heads[1] - block.heads[0]
+                    q_heads = part.heads[0] * share, part.heads[1] * share
+                    own.append(Keys(source(d), len(arrivals), heads, part, q_heads, tiles))
+                before = sum(each.size for each, _ in coming[d][:group])
+                place = (kept.index(d), slice(before, before + block.size)) if d in kept else None
+                arrivals.append(Arrival(source(d), block, place))
+            keys += own
+            gradients += [GradientMessages(source(d), one, peer(d), other) for one, other in zip_longest(own, its)]
+        by_heads: dict[Span, list[tuple[int, Tile]]] = {}
+        for index, each in enumerate(keys):
+            by_heads.setdefault(each.q_heads, []).extend((index, tile) for tile in each.tiles)
+        tiles = [tuple(sorted(x, key=lambda entry: entry[1].cover is Cover.PARTIAL)) for x in by_heads.values()]
+        sends = [(peer(d), block) for d, (block, _) in there.items()]
+        fields = (arrivals, [each.source for each in arrivals], keys, tiles, sends, gradients)
+        return Step(number, travels, *map(tuple, fields))  # pyright: ignore[reportArgumentType]
 
     forward, backward = [], []
     for group in range(len(groups)):
-        own = [(group, (0,), False)]
+        # The results for own keys become the sums to which the others are added. So all heads at once cost no memory.
+        own = [(group, (0,), False)] if group == 0 else []
         forward += own
         forward += [(group, each, True) for each in rounds]
         # Steps with kept messages come first: they need not wait, and the other messages are sent meanwhile.
@@ -243,10 +269,11 @@ def make_schedule(
             backward += own if others else []
             chosen = [[d for d in each if (d not in kept) == others] for each in rounds]
             backward += [(group, each, others) for each in chosen if each]
-    sizes = tuple(sum(block.size for block in coming[distance]) for distance in kept)
-    tiles = sum(len(each.tiles) for found in keys.values() for each in found)
-    nbytes = plan.nbytes + 1500 * (len(forward) + len(backward)) + 200 * tiles
-    return Schedule(rank, steps(forward), steps(backward), sizes, tiles, nbytes)
+    sizes = tuple(sum(block.size for block, _ in coming[distance]) for distance in kept)
+    nbytes = plan.nbytes + 1500 * (len(forward) + len(backward))
+    forward, backward = (tuple(step(number, *each) for number, each in enumerate(way)) for way in (forward, backward))
+    tiles = sum(len(together) for each in forward for together in each.tiles)
+    return Schedule(rank, forward, backward, sizes, tiles, nbytes + 200 * tiles)
 
 
 def _groups(key_heads: int, query: int, key: int) -> list[Span]:

@@ -49,10 +49,10 @@ def test_messages_of_two_ranks_match_by_order(part: int):
             for number, together in enumerate(zip(*steps, strict=True)):
                 assert {(step.number, step.travels) for step in together} == {(number, together[0].travels)}
                 coming = {
-                    (keys.source, rank): (keys.block.heads, keys.block.rows)
+                    (arrival.source, rank): (arrival.block.heads, arrival.block.rows)
                     for rank, step in enumerate(together)
-                    for keys in step.keys
-                    if keys.source != rank
+                    for arrival in step.arrivals
+                    if arrival.source != rank
                 }
                 going = {
                     (rank, peer): (block.heads, block.rows)
@@ -60,21 +60,40 @@ def test_messages_of_two_ranks_match_by_order(part: int):
                     for peer, block in step.sends
                 }
                 assert coming == going
-                # Gradients go home in the same step, in one order on all ranks.
+                # Each arrival is computed at once, or in groups of its heads.
+                for step in together:
+                    for index, arrival in enumerate(step.arrivals):
+                        parts = [keys for keys in step.keys if keys.arrival == index]
+                        assert {(keys.source, keys.block.rows) for keys in parts} == {
+                            (arrival.source, arrival.block.rows)
+                        }
+                        first = arrival.block.heads[0]
+                        assert [(first + a, first + b) for a, b in (k.heads for k in parts)] == [
+                            k.block.heads for k in parts
+                        ]
+                        edges = [keys.heads for keys in parts]
+                        assert [0, *(stop for _, stop in edges)] == [
+                            *(start for start, _ in edges),
+                            arrival.block.heads[1] - first,
+                        ]
+                # Their gradients go home in the same step, in one order on all ranks.
                 home, back = {}, {}
                 orders = []
                 for rank, step in enumerate(together):
                     assert [each.keys for each in step.gradients if each.keys is not None] == list(step.keys)
                     for each in step.gradients:
                         if each.keys is not None and each.source != rank:
-                            home[each.source, rank] = each.keys.block.heads, each.keys.block.rows
+                            home.setdefault((each.source, rank), []).append(
+                                (each.keys.block.heads, each.keys.block.rows)
+                            )
                         if each.block is not None:
-                            back[rank, each.peer] = each.block.heads, each.block.rows
+                            back.setdefault((rank, each.peer), []).append((each.block.heads, each.block.rows))
                     orders.append([(rank - each.source) % ranks for each in step.gradients])
-                assert home == coming
-                assert back == coming
+                assert home == back
+                assert home.keys() == coming.keys()
                 merged = sorted({distance for order in orders for distance in order})
-                assert all(order == [distance for distance in merged if distance in order] for order in orders)
+                assert all(list(dict.fromkeys(order)) == [d for d in merged if d in order] for order in orders)
+                assert all(order == sorted(order, key=merged.index) for order in orders)
 
 
 @pytest.mark.parametrize("part", range(4))
@@ -100,11 +119,11 @@ def test_every_head_of_every_needed_row_once(part: int):
                     for head in range(heads[1])
                 ]
                 assert sorted(used) == sorted(needed)
-            tiles = [tile for step in schedule.forward for _, tile in step.tiles]
+            tiles = [tile for step in schedule.forward for together in step.tiles for _, tile in together]
             assert len(tiles) == schedule.tiles
-            kept = [keys for step in schedule.backward if not step.travels for keys in step.keys if keys.source != rank]
+            kept = [each for step in schedule.backward if not step.travels for each in step.arrivals]
             # Their messages fill the residual's, without gaps.
-            places = sorted((keys.kept[0], keys.kept[1].start, keys.kept[1].stop) for keys in kept)
+            places = sorted((each.kept[0], each.kept[1].start, each.kept[1].stop) for each in kept if each.kept)
             ends = [0] * len(schedule.kept)
             for message, start, stop in places:
                 assert start == ends[message]

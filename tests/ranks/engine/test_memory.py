@@ -105,16 +105,16 @@ def test_what_strategies_hold():
         """\
 Ring(keep=0)    1     1.02   1.02   4.02
 Ring(keep=0)    2     4.02   1.02   8.52
-Ring(keep=0)    4     4.52   1.02   9.27
-Ring(keep=0)    8     4.52   1.02  10.27
+Ring(keep=0)    4     4.54   1.02  10.27
+Ring(keep=0)    8     4.54   1.02  10.27
 Ring()          1     1.02   1.02   4.02
 Ring()          2     4.02   3.02   9.52
-Ring()          4     4.52   3.02  11.27
-Ring()          8     4.52   3.02  11.27
+Ring()          4     4.54   3.02  11.27
+Ring()          8     4.54   3.02  11.27
 Ring(keep=64)   1     1.02   1.02   4.02
 Ring(keep=64)   2     4.02   3.02   9.52
-Ring(keep=64)   4     4.52   7.02  13.02
-Ring(keep=64)   8     4.52  15.02  21.02
+Ring(keep=64)   4     4.54   7.02  14.02
+Ring(keep=64)   8     4.54  15.02  22.02
 AllGather()     1     1.02   1.02   4.02
 AllGather()     2     4.02   3.02   9.52
 AllGather()     4     9.02   3.02  15.52
@@ -125,7 +125,7 @@ Ulysses()       4     6.00   5.02   9.77
 Ulysses()       8     6.00   5.02   9.89
 Ulysses(size=2) 2     6.00   5.02   9.52
 Ulysses(size=2) 4     7.02   7.02  14.52
-Ulysses(size=2) 8     7.52   7.02  16.27
+Ulysses(size=2) 8     7.54   7.02  16.27
 chunks=2        1     1.02   2.02   5.02
 chunks=2        2     5.25   5.02  10.52
 chunks=2        4     5.62   5.02  11.27

@@ -25,8 +25,8 @@ attention forward: context_attention
 step 1 start keys of 2
 agreement: context_attention
 step 0 attend to keys of 0
-step 2 start keys of 1
 step 1 wait for keys of 2
+step 2 start keys of 1
 step 1 attend to keys of 2
 step 2 wait for keys of 1
 step 2 attend to keys of 1
