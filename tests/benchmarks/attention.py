@@ -46,10 +46,13 @@ from cp_styles import (
     AttentionContextParallel,
     Causal,
     Documents,
+    EveryCall,
     Full,
     Kernel,
     Mask,
     ModuleContextParallel,
+    NewCalls,
+    NoAgreement,
     Ring,
     SequenceLayout,
     SlidingWindow,
@@ -62,6 +65,7 @@ from cp_styles import (
     head_tail,
     per_document_head_tail,
 )
+from cp_styles.comm.agreement import Agreement
 from cp_styles.kernels import CPU_FLASH
 from cp_styles.layout import Balancer
 from cp_styles.testing import CommunicationTrace
@@ -74,6 +78,8 @@ STRATEGIES: dict[str, tuple[Strategy, Balancer]] = {
     "AllGather()": (AllGather(), head_tail),
     "Ulysses()": (Ulysses(), contiguous),
 }
+
+AGREEMENTS: dict[str, Agreement] = {"every-call": EveryCall(), "new-calls": NewCalls(), "none": NoAgreement()}
 
 
 @dataclass(frozen=True)
@@ -147,6 +153,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--door", choices=DOORS, default="style", help="how ours is called")
+    parser.add_argument(
+        "--agreement",
+        choices=AGREEMENTS,
+        default="every-call",
+        help="how often ours compares the ranks; peers never do",
+    )
     parser.add_argument("--mask", choices=("causal", "window", "documents"), default="causal")
     parser.add_argument("--peers", action="store_true", help="other implementations in the same run; causal only")
     parser.add_argument("--bare", action="store_true", help="a ring without doors and agreement; causal only")
@@ -260,7 +272,8 @@ def ours(
     args: argparse.Namespace, mesh: DeviceMesh, strategy: Strategy, layout: SequenceLayout, kernel: Kernel | None
 ) -> Attend:
     """The attention through one of the doors."""
-    mask, options = mask_of(args), {"strategy": strategy, "layout": layout}
+    mask = mask_of(args)
+    options: dict[str, Any] = {"strategy": strategy, "layout": layout, "agreement": AGREEMENTS[args.agreement]}
     if args.mask == "documents" and layout != contiguous(args.seq_len, args.ranks):
         layout = options["layout"] = per_document_head_tail(args.seq_len, args.ranks, documents=document_lengths(args))
     if args.door == "style":
@@ -353,7 +366,7 @@ def report(
     print(
         f"\rtorch {torch.__version__}, {args.ranks} ranks x 1 thread, gloo, B=1 H={args.heads}:{args.kv_heads} "
         f"D={args.head_dim} S={args.seq_len} {args.mask} {args.dtype}, forward + backward, {len(rounds)} rounds, ours "
-        f"through the door {args.door}"
+        f"through the door {args.door}, agreement {args.agreement}"
     )
     print(f"{'':<34}{'wall':>7}{'CPU':>7}{'overhead':>10}{'system':>8}{'wire':>8}{'kept':>8}{'ms':>9}")
     walls = []
