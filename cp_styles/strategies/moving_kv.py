@@ -13,8 +13,9 @@ gradients  one message of dk and one of dv, [B, rows, g, D] in the accumulation 
 three messages of keys are alive at any time, forward and backward, for any number of ranks: the one at hand, the one to
 come, and the one that is being sent. If there are several rounds, and a message would be larger than a query shard (as
 without grouped heads), the key heads are sent in groups, one after the other. What is no larger travels with all heads.
-It is computed in the same groups, unless it is even smaller than one of them, as a document's or a window's few rows
-are. So the result of a tile has the heads of one group. Both ranks know the number of rows, and so how they are sent.
+It is computed in the same groups, and its gradients travel by them. Few rows, as those of a document or a window, are
+computed with all heads too, if that is no more than a group of many rows. Both ranks know the number of rows, and so
+how they are sent. Own keys are computed with all heads at once: their results are the sums to which others are added.
 """
 
 from __future__ import annotations

@@ -19,9 +19,9 @@ class Ring(MovingKV):
 
     Memory of one attention on one rank, for any number of ranks. Q is the bytes of its queries (or of the output).
     Between forward and backward: the inputs, the output, its logsumexp, and at most ``keep`` K. In the forward: Q for
-    the output, three messages, and the result of a tile. In the backward: the gradients, three messages, and the
-    gradients of two, which are computed or sent. With more than two ranks a message is at most the smaller of K and Q:
-    see [Note: memory] in moving_kv.py. ``tests/ranks/engine/test_memory.py`` pins these numbers.
+    the output, three messages, and the result of a tile. In the backward: the gradients, three messages, and gradients
+    of three messages: one is computed, one is sent, and one arrives. With more than two ranks a message is at most the
+    smaller of K and Q: see [Note: memory] in moving_kv.py. ``tests/ranks/engine/test_memory.py`` pins these numbers.
 
     Source: Liu, Zaharia and Abbeel, Ring Attention with Blockwise Transformers (2023).
 

@@ -38,17 +38,14 @@ class Block:
         rows: the rows, as the rank that holds them counts them.
         shapes: of k and of v.
         sizes: numbers of elements of k and of v.
+        size: number of elements of the message.
     """
 
     heads: Span
     rows: RowRanges
     shapes: tuple[Shape, Shape]
     sizes: tuple[int, int]
-
-    @property
-    def size(self) -> int:
-        """Number of elements of the message."""
-        return self.sizes[0] + self.sizes[1]
+    size: int
 
     def in_message(self, message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of k and v in a message."""
@@ -57,7 +54,7 @@ class Block:
 
     def packed(self, k_BGMD: torch.Tensor, v_BGME: torch.Tensor) -> torch.Tensor:
         """The message, from the keys and values of the rank that holds them: one copy."""
-        message = k_BGMD.new_empty(sum(self.sizes))
+        message = k_BGMD.new_empty(self.size)
         heads = slice(*self.heads)
         for target, tensor in zip(self.in_message(message), (k_BGMD, v_BGME), strict=True):
             at = 0
@@ -80,7 +77,7 @@ class Arrival(NamedTuple):
     """Keys of one source: those of a message, or this rank's own.
 
     Attributes:
-        source: the rank that holds it.
+        source: the rank that holds them.
         block: which heads and rows of the source these are.
         kept: if the message is kept in the residual, which of the kept messages it is part of, and its elements there.
     """
@@ -289,7 +286,7 @@ def _row_sizes(q_shape: Shape, k_shape: Shape, v_shape: Shape) -> tuple[int, int
 
 def _block(heads: Span, rows: RowRanges, k_shape: Shape, v_shape: Shape) -> Block:
     k, v = ((shape[0], heads[1] - heads[0], _count(rows), shape[3]) for shape in (k_shape, v_shape))
-    return Block(heads, rows, (k, v), (prod(k), prod(v)))
+    return Block(heads, rows, (k, v), (prod(k), prod(v)), prod(k) + prod(v))
 
 
 def _count(rows: RowRanges) -> int:
