@@ -305,8 +305,8 @@ MISTAKES = [
     ),
     Mistake(
         "strategy: what was sent is kept beside what is sent next",
-        "if block in self._packed}",
-        "if block in self._packed} | self._packed",
+        "del self._packed[block]",
+        "pass",
         "tests/ranks/engine/test_memory.py",
     ),
     Mistake(

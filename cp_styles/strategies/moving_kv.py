@@ -221,8 +221,11 @@ class _PlanRun(Transfers):
             block = arrival.block
             k, v = block.unpacked(self.k, self.v) if message is None else block.in_message(message)
             found.append((k.to(dtype), v.to(dtype)))
-        parts = ((found[keys.arrival], slice(*keys.heads)) for keys in step.keys)
-        return [(k[:, heads], v[:, heads]) for (k, v), heads in parts]
+        parts = []
+        for keys in step.keys:
+            (k, v), heads = found[keys.arrival], slice(*keys.heads)
+            parts.append((k[:, heads], v[:, heads]))
+        return parts
 
     def attend(self, step: Step, q: torch.Tensor, merged: OnlineSoftmax) -> None:
         """Attend to the keys of a step and add the results to ``merged``."""
@@ -272,7 +275,8 @@ class _PlanRun(Transfers):
             with named_range("step", step.number, "start keys of", *step.sources):
                 places = list(map(self._place, step.arrivals))
                 # Equal rows are packed once for all ranks of a step, and for the next step if it sends them too.
-                self._packed = {block: self._packed[block] for _, block in step.sends if block in self._packed}
+                for block in self._packed.keys() - dict(step.sends).values():
+                    del self._packed[block]
                 sends = []
                 for rank, block in step.sends:
                     if block not in self._packed:
