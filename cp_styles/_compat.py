@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
 import sys
 import types
@@ -10,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from datetime import timedelta
 from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple, TypeVar
+from weakref import finalize
 
 import torch
 import torch.distributed as dist
@@ -22,6 +24,8 @@ from torch._library.fake_impl import allocate_size
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef  # seen: 2.11 to 2.15
 from torch.nn.attention import flex_attention as flex_module
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
@@ -209,6 +213,15 @@ def part_of_group(group: dist.ProcessGroup, ranks: list[int], name: str) -> dist
     return made
 
 
+def when_destroyed(group: dist.ProcessGroup, act: Callable[[], object]) -> None:
+    """Call ``act`` when ``destroy_process_group`` has ended the group.
+
+    torch's table of the world alone holds the Python object of the group's store, and drops it then. Seen: 2.11 to 2.15
+    (``_world.pg_map``)."""
+    world: Any = dist.distributed_c10d._world  # pyright: ignore[reportAttributeAccessIssue]
+    finalize(world.pg_map[group][1], act).atexit = False
+
+
 def _timeout_of(group: dist.ProcessGroup) -> timedelta:
     """Seen: 2.11 to 2.15 (the options of a backend)."""
     backend = group._get_backend(group._device_types[0])  # pyright: ignore[reportAttributeAccessIssue]
@@ -243,7 +256,7 @@ def in_process_store() -> Any:
 def first_node() -> int:
     """A lower bound of the numbers of autograd nodes that this thread will create. Seen: 2.11 to 2.15."""
     with torch.enable_grad():
-        return torch.ones((), requires_grad=True).neg().grad_fn._sequence_nr() + 1  # pyright: ignore
+        return torch.ones((), requires_grad=True, device="cpu").neg().grad_fn._sequence_nr() + 1  # pyright: ignore
 
 
 def local_attention_since(first: int, nodes: Iterable[Any]) -> bool:
@@ -343,6 +356,19 @@ def _from_the_same(left: Any, right: Any) -> bool:
     return any(not hasattr(node, "variable") for node in behind[0] & behind[1])
 
 
+def running_modules() -> list[tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]]:
+    """The modules whose calls are running in this thread, innermost first, with the arguments of each.
+
+    Seen: 2.11 to 2.15 (``Module._call_impl`` and its variables)."""
+    found, code = [], torch.nn.Module._call_impl.__code__
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is code:
+            found.append(tuple(map(frame.f_locals.get, ("self", "args", "kwargs"))))
+        frame = frame.f_back
+    return found
+
+
 def scripted_attention(function: Any) -> bool:
     """Whether a function or module is TorchScript with attention in it. Seen: 2.11 to 2.15."""
     if not isinstance(function, (torch.jit.ScriptFunction, torch.jit.ScriptModule)):
@@ -361,9 +387,56 @@ def fast_path_attention() -> tuple[Any, ...]:
 ASKS_FOR_NESTED_TENSORS = torch._nested_tensor_from_mask_left_aligned  # pyright: ignore
 
 
+def applied_by_plan(style: ParallelStyle) -> tuple[torch.nn.Module | None, list[str]]:
+    """The module that the running ``parallelize_module`` was given, and the paths of its plan that have ``style``.
+
+    A style is told only the module that it is for. Seen: 2.11 to 2.15 (a function that calls itself for each part of a
+    path, and the names of its arguments)."""
+    root, plan = None, None
+    frame = sys._getframe(1)
+    while frame is not None and not (root is not None and frame.f_code is not parallelize_module.__code__):
+        if frame.f_code is parallelize_module.__code__:
+            root, plan = frame.f_locals.get("module"), frame.f_locals.get("parallelize_plan")
+        frame = frame.f_back
+    return root, [path for path, each in plan.items() if each is style] if isinstance(plan, Mapping) else []
+
+
+def torch_balances_load() -> bool:
+    """Whether torch's ``context_parallel`` would cut head-tail: its switch ``_cp_options.enable_load_balance``.
+
+    Who has set it has imported its module. Seen: 2.11 to 2.15."""
+    options = getattr(sys.modules.get(f"{_TORCH_CONTEXT_PARALLEL}._attention"), "_cp_options", None)
+    return getattr(options, "enable_load_balance", True)
+
+
+def torch_order_of_documents(lengths: Sequence[int], ranks: int) -> list[int] | None:
+    """The order in which torch's balancer of documents puts positions, before it cuts them into equal pieces. None
+    where it refuses these lengths, or torch has none. Seen: 2.11 to 2.15 (the class; its orders differ)."""
+    try:
+        module = importlib.import_module(f"{_TORCH_CONTEXT_PARALLEL}._load_balancer")
+        return module._PerDocumentHeadTailLoadBalancer([list(lengths)], ranks, "cpu")._generate_indices()[0].tolist()
+    except (ImportError, AttributeError, AssertionError, ValueError):
+        return None
+
+
+_TORCH_CONTEXT_PARALLEL = "torch.distributed.tensor.experimental._context_parallel"
+
+
 def flattened(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     """The 1-D mesh of several axes of a mesh, the last one varying fastest. Cached by torch. Seen: 2.11 to 2.15."""
     return mesh[names]._flatten("_".join(names))
+
+
+def ranks_along(mesh: DeviceMesh) -> list[list[int]]:
+    """The ranks of each line along the axis of a 1-D mesh in the mesh that it was taken from: the same on all ranks.
+
+    Of a mesh that was not taken from another, or of several axes in one, its own ranks. Seen: 2.11 to 2.15.
+    """
+    root, (name,) = mesh._get_root_mesh(), mesh.mesh_dim_names or ("",)
+    names = root.mesh_dim_names or ()
+    if root is mesh or name not in names:
+        return [mesh.mesh.tolist()]
+    return root.mesh.movedim(names.index(name), -1).flatten(0, -2).tolist()
 
 
 def without_communication(mesh: DeviceMesh, reason: str) -> DeviceMesh:
@@ -632,6 +705,15 @@ def never_compiled(function: F) -> F:
     """
     never_compile_alone(function, nor_what_it_calls=True)
     return function
+
+
+def leave_function_mode(mode: Any) -> None:
+    """End a TorchFunctionMode of this thread, also if others were entered after it. Seen: 2.11 to 2.15."""
+    above = []
+    while overrides._len_torch_function_stack() and (last := overrides._pop_mode()) is not mode:  # pyright: ignore
+        above.append(last)
+    for each in reversed(above):
+        overrides._push_mode(each)
 
 
 def without_function_modes() -> contextlib.AbstractContextManager[Any]:

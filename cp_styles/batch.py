@@ -30,6 +30,7 @@ effect if the backend supports it; gloo does not in float32.) With accumulation 
 
 from __future__ import annotations
 
+import gc
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
@@ -42,9 +43,19 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from cp_styles.comm.agreement import Meeting, StatusRow, end_forwards, exchange_status, fingerprint
+from cp_styles.comm.agreement import (
+    Meeting,
+    StatusRow,
+    compare,
+    end_forwards,
+    exchange_status,
+    fingerprint,
+    ledger_of,
+)
+from cp_styles.comm.checksum import device_checksum
 from cp_styles.comm.groups import GroupOrMesh, axis_and_group, shares_ranks
-from cp_styles.layout import SequenceLayout
+from cp_styles.device_copies import read_later
+from cp_styles.layout import SequenceLayout, holds
 from cp_styles.troubleshooting import see
 
 IGNORE_INDEX = -100
@@ -64,7 +75,7 @@ def next_token_labels(
     Labels that are shifted after the cut are wrong at every shard boundary: the next token is on another rank.
 
     Args:
-        tokens: integers, with the whole sequence along ``seq_dim``.
+        tokens: integers of any dtype, with the whole sequence along ``seq_dim``.
         document_ids: integers that broadcast to ``tokens``; a run of equal ids along ``seq_dim`` is a document. None:
             the sequence is one document. From lengths:
             ``torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))``.
@@ -73,10 +84,13 @@ def next_token_labels(
         ignore_index: the label where the document or the sequence ends before the target.
 
     Returns:
-        Labels in the shape of ``tokens``. No communication.
+        Labels in the shape of ``tokens``, and in their dtype; in int64 if that cannot hold ``ignore_index``, as uint8
+        cannot. No communication.
 
     Raises:
-        ValueError: ``shift`` below 1, or ``document_ids`` that do not broadcast to ``tokens``.
+        TypeError: tokens that are no integers.
+        ValueError: ``shift`` below 1, a ``seq_dim`` that ``tokens`` do not have, or ``document_ids`` that do not
+            broadcast to ``tokens``.
 
     Example::
 
@@ -85,6 +99,13 @@ def next_token_labels(
     """
     if shift < 1:
         raise ValueError(f"shift is the number of tokens that the label is ahead; it must be at least 1, got {shift}")
+    if tokens.dtype.is_floating_point or tokens.dtype.is_complex:
+        raise TypeError(f"next_token_labels: tokens must be integers, got {tokens.dtype}")
+    if not -tokens.ndim <= seq_dim < tokens.ndim:
+        raise ValueError(
+            f"next_token_labels: tokens of shape {tuple(tokens.shape)} have no dim {seq_dim}: give seq_dim="
+        )
+    tokens = tokens if holds(tokens.dtype, ignore_index) else tokens.long()
     labels = torch.full_like(tokens, ignore_index)
     kept = tokens.shape[seq_dim] - shift
     if kept <= 0:
@@ -146,8 +167,10 @@ def shard_batch(
         puts results together again, with the padding at the end.
 
     Raises:
+        TypeError: an entry with a dim that is no tensor.
         ValueError: an entry without a dim in ``seq_dims``; one that is longer at its dim than the layout, or shorter
-            and without a ``fill``; a ``fill`` for an entry that stays whole.
+            and without a ``fill``; a ``fill`` for an entry that stays whole, or one that its dtype cannot hold; a
+            ``rank`` that the layout does not have.
 
     Example::
 
@@ -169,11 +192,14 @@ def shard_batch(
                 raise ValueError(f'fill["{name}"] is given, and seq_dims["{name}"] is None: it stays whole as it is')
             mine[name] = whole
             continue
+        if not isinstance(whole, torch.Tensor):
+            raise TypeError(
+                f'"{name}" is a {type(whole).__name__}, and only tensors can be cut: make one of it (torch.tensor), or '
+                f'say seq_dims["{name}"]=None if every rank needs it whole'
+            )
         fits = -whole.ndim <= dim < whole.ndim
         if fits and whole.shape[dim] < layout.length and name in fill:
-            shape = list(whole.shape)
-            shape[dim] = layout.length - whole.shape[dim]
-            whole = torch.cat((whole, whole.new_full(shape, fill[name])), dim)
+            whole = pad_at_end(name, whole, dim, layout.length - whole.shape[dim], fill[name])
         if not fits or whole.shape[dim] != layout.length:
             raise ValueError(
                 f'"{name}" of shape {tuple(whole.shape)} is not {layout.length} long at dim {dim}, where the layout '
@@ -182,6 +208,18 @@ def shard_batch(
             )
         mine[name] = layout.shard(whole, dim, rank)
     return mine
+
+
+def pad_at_end(name: str, x: torch.Tensor, dim: int, padding: int, fill: float) -> torch.Tensor:
+    """``x`` with ``padding`` more positions at the end of ``dim``. A copy."""
+    if not holds(x.dtype, fill):
+        raise ValueError(
+            f'"{name}" of dtype {x.dtype} is padded with {fill}, which it cannot hold: give it another dtype, such as '
+            f'batch["{name}"].long(), or another value'
+        )
+    shape = list(x.shape)
+    shape[dim] = padding
+    return torch.cat((x, x.new_full(shape, fill)), dim)
 
 
 def global_token_count(labels: torch.Tensor, group: GroupOrMesh, *, ignore_index: int = IGNORE_INDEX) -> torch.Tensor:
@@ -194,16 +232,31 @@ def global_token_count(labels: torch.Tensor, group: GroupOrMesh, *, ignore_index
         group: the ranks that share the tokens. It may be a flattened mesh of data and context parallel ranks.
         ignore_index: the label of a token without a target, which does not count.
 
-    Communication: one all-reduce of one integer. If attention ran since the last exchange between the ranks, one
-    all-gather of some integers over the group of the attention before that, as at the first backward.
+    Raises:
+        ValueError: on every rank, if a label of one is below 0 and not ``ignore_index``, as with labels whose
+            ``ignore_index`` is -1. On a GPU the count is 0 then, so that the loss is not finite, and a later call
+            raises the error, because the host does not wait.
+
+    Communication: one all-reduce of two integers. If attention ran since the last exchange between the ranks, one
+    all-gather of some integers over the group of the attention before that.
 
     Example: see :func:`global_loss`.
     """
     _, group = axis_and_group("global_token_count", group, ordered=False)
     end_forwards()
-    count = (labels != ignore_index).sum()
-    dist.all_reduce(count, group=group)
-    return count
+    _raise_unread(group)
+    counted = labels != ignore_index if holds(labels.dtype, ignore_index) else torch.ones_like(labels, dtype=torch.bool)
+    numbers = torch.stack((counted.sum(), (counted & (labels < 0)).sum()))
+    dist.all_reduce(numbers, group=group)
+    count, negative = numbers
+    _refuse(
+        negative,
+        group,
+        f"global_token_count: there are labels below 0 that are not ignore_index={ignore_index}, and they would count "
+        "as classes: give global_token_count the ignore_index of the labels, or replace them "
+        f"(labels.masked_fill(labels < 0, {ignore_index}))",
+    )
+    return count * (negative == 0)
 
 
 def chunked_token_losses(
@@ -289,7 +342,7 @@ def global_loss(
     Args:
         token_losses: this rank's losses, as a sum or one for each token (``reduction="sum"`` or ``"none"``), with zeros
             for ignored tokens; any shape. A DTensor must be replicated.
-        token_count: from :func:`global_token_count`. 0 gives nan, as on one device.
+        token_count: from :func:`global_token_count`, one number, the same on all ranks. 0 gives nan, as on one device.
         group: the ranks that share the tokens. It may be a flattened mesh of data and context parallel ranks.
         averaged_over: the number by which the reducer of gradients divides. The gradient (not the value) is multiplied
             by it, so that averaging gives the sum. 1 for :func:`sum_gradients`, which does not divide; the number of
@@ -298,11 +351,13 @@ def global_loss(
     Returns:
         0-dim, in the dtype of ``token_losses``, in float32 or wider.
 
-    Communication: forward one all-reduce of one number; and the all-gather of :func:`global_token_count`, unless that
-    function or a backward ran since the last forward. Backward none.
+    Communication: forward one all-reduce of 2 P + 1 numbers in float64, with P ranks; and the all-gather of
+    :func:`global_token_count`, unless that function or a backward ran since the last forward. Backward none.
 
     Raises:
-        ValueError: for a DTensor that is not replicated, or ``averaged_over`` below 1.
+        ValueError: on every rank, if ranks differ in ``token_count`` or ``averaged_over``; on a GPU the loss and its
+            gradient are nan then, and a later call raises the error, because the host does not wait. For a DTensor
+            that is not replicated, a ``token_count`` of several numbers, or ``averaged_over`` below 1.
 
     Example::
 
@@ -321,9 +376,15 @@ def global_loss(
             )
         token_losses = token_losses.to_local()
     _, group = axis_and_group("global_loss", group, ordered=False)
+    if isinstance(token_count, torch.Tensor) and token_count.numel() != 1:
+        raise ValueError(
+            f"global_loss: token_count of shape {tuple(token_count.shape)} is not one number: it is the number of "
+            "tokens of all ranks together, from global_token_count"
+        )
     end_forwards()
+    _raise_unread(group)
     total = token_losses.sum(dtype=torch.promote_types(token_losses.dtype, torch.float32))
-    return _SumOverGroup.apply(total, group, averaged_over) / token_count
+    return _SumOverGroup.apply(total, token_count, group, averaged_over) / token_count
 
 
 class _SumOverGroup(torch.autograd.Function):
@@ -333,15 +394,54 @@ class _SumOverGroup(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, share: torch.Tensor, group: dist.ProcessGroup, averaged_over: int) -> torch.Tensor:
-        total = share.clone()
-        dist.all_reduce(total, group=group)
-        ctx.averaged_over = averaged_over
-        return total
+    def forward(ctx, share, token_count, group: dist.ProcessGroup, averaged_over: int) -> torch.Tensor:
+        # In float64 on all ranks, whatever dtype their losses have: a rank without tokens may make its zero itself.
+        # Each rank has two places of its own for what must be the same on all.
+        numbers = share.new_zeros(1 + 2 * group.size(), dtype=torch.float64)
+        numbers[0] = share
+        same = numbers[1:].view(2, -1)
+        for own, value in zip(same[:, group.rank()], (token_count, averaged_over), strict=True):
+            if isinstance(value, torch.Tensor):
+                own.copy_(value.detach().reshape(()), non_blocking=True)
+            else:
+                own.fill_(value)
+        dist.all_reduce(numbers, group=group)
+        apart = (same != same[:, :1]).any()
+        _refuse(
+            apart.long(),
+            group,
+            f"global_loss: the ranks of {sorted(dist.get_process_group_ranks(group))} divide by different numbers: "
+            f"token_count or averaged_over differs (here averaged_over={averaged_over}). The count is that of all "
+            "ranks together, global_token_count(labels, group), over the same group",
+        )
+        ctx.factor = torch.where(apart, torch.nan, float(averaged_over))
+        return numbers[0].where(~apart, torch.nan).to(share.dtype)
 
     @staticmethod
-    def backward(ctx, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return grads[0] * ctx.averaged_over, None, None
+    def backward(ctx, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return grads[0] * ctx.factor.to(grads[0].dtype), None, None, None
+
+
+def _refuse(problem: torch.Tensor, group: dist.ProcessGroup, text: str) -> None:
+    """Raise ValueError if ``problem``, the same on all ranks, is not 0. On a GPU a later call does."""
+    if problem.device.type == "cpu":
+        if problem.item():
+            raise ValueError(text)
+    elif not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):  # a CUDA graph is not read
+        ledger_of(group).unread.append((read_later(problem), text))
+
+
+def _raise_unread(group: dist.ProcessGroup) -> None:
+    """Raise for what :func:`_refuse` was given _DELAY calls before: the host does not wait for that any more."""
+    unread = ledger_of(group).unread
+    while len(unread) > _DELAY:
+        problem, text = unread.popleft()
+        if problem():
+            unread.clear()
+            raise ValueError(f"{text} (found {_DELAY} calls later, because the host does not wait for the GPU)")
+
+
+_DELAY = 8
 
 
 @torch.no_grad()
@@ -365,8 +465,8 @@ def sum_gradients(
     Args:
         parameters: a module, or its parameters; the same ones in the same order on every rank. Frozen ones are skipped.
         group: the cp ranks.
-        bucket_bytes: gradients of one dtype are sent together in flat buckets of about this size, which is also the
-            extra memory.
+        bucket_bytes: gradients of one dtype are sent together, as many as take at most this, or one that is larger.
+            The extra memory is one such bucket in ``reduce_dtype``: twice the bytes for bfloat16 summed in float32.
         reduce_dtype: the dtype in which gradients are sent and summed. None: float32 or wider, for gradients of any
             dtype; those of bfloat16 parameters are then rounded once. ``torch.bfloat16`` halves the bytes.
 
@@ -374,10 +474,12 @@ def sum_gradients(
     and one of a byte for each parameter if ranks differ in which gradients they have.
 
     Raises:
-        ValueError: on every rank, if ranks do not have the same parameters, or if gradients are already reduced over
-            ranks of ``group``. The reducer may be a DDP module, DTensor (parameters on a mesh over these ranks), this
-            function, or the backward of :func:`~cp_styles.collectives.split`. The last two are known only as long as
-            the gradient has not changed: sum once in a step, after its last backward.
+        ValueError: on every rank, if ranks do not have the same parameters, differ in ``bucket_bytes`` or
+            ``reduce_dtype``, or if gradients are already reduced over ranks of ``group``. The reducer may be DDP,
+            DTensor (parameters on a mesh over these ranks), this function, or the backward of
+            :func:`~cp_styles.collectives.split`. The last two are known only as long as the gradient has not changed:
+            sum once in a step, after its last backward. For DDP some gradients are compared between the ranks, in the
+            calls number 1, 2, 4, 8, ..., for which the host waits.
         NotImplementedError: on every rank, for sparse gradients.
 
     Example: see :func:`global_loss`.
@@ -385,8 +487,6 @@ def sum_gradients(
     _, group = axis_and_group("sum_gradients", group, ordered=False)
 
     def check() -> list[torch.Tensor]:
-        if isinstance(parameters, nn.Module):
-            _refuse_ddp(parameters, group)
         given = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
         trained = [parameter for parameter in dict.fromkeys(given) if parameter.requires_grad]
         _refuse_spread(trained, group)
@@ -394,31 +494,48 @@ def sum_gradients(
         _refuse_sparse(trained)
         return trained
 
-    summed = _with_gradient_anywhere(check, group)
+    summed = _with_gradient_anywhere(check, group, (bucket_bytes, str(reduce_dtype)))
     known = [summed_over(parameter) for parameter in summed]
     gradients = [_local_gradient(parameter) for parameter in summed]
     for bucket in _buckets(gradients, bucket_bytes):
-        flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
-        flat = flat.to(reduce_dtype or torch.promote_types(flat.dtype, torch.float32))
-        dist.all_reduce(flat, group=group)
-        for gradient, piece in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
-            gradient.copy_(piece.view_as(gradient))
+        _sum_bucket(bucket, group, reduce_dtype or torch.promote_types(bucket[0].dtype, torch.float32))
     for parameter, before in zip(summed, known, strict=True):
         note_summed(parameter, *before, Summed(tuple(dist.get_process_group_ranks(group)), "this function"))
 
 
-def _refuse_ddp(module: nn.Module, group: dist.ProcessGroup) -> None:
-    ranks = set(dist.get_process_group_ranks(group))
-    for name, child in module.named_modules():
-        if isinstance(child, DistributedDataParallel):
-            reduced = dist.get_process_group_ranks(child.process_group)
+def _refuse_ddp(parameters: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Raise if a DDP module has reduced gradients of these parameters. It is searched for among all objects."""
+    ranks, known = set(dist.get_process_group_ranks(group)), set(map(id, parameters))
+    for module in gc.get_objects():
+        if issubclass(type(module), DistributedDataParallel) and "_modules" in vars(module):
+            if known.isdisjoint(map(id, module.parameters())):  # that of another rank too, if ranks are threads
+                continue
+            reduced = dist.get_process_group_ranks(module.process_group)
             both = sorted(ranks.intersection(reduced))
             if len(both) > 1:
                 raise ValueError(
-                    f"sum_gradients over ranks {sorted(ranks)}: {name or 'the module'} is DistributedDataParallel over "
-                    f"{both} and has reduced its gradients there. Do not call sum_gradients, and call global_loss with "
-                    f"averaged_over={len(reduced)}"
+                    f"sum_gradients over ranks {sorted(ranks)}: they are parameters of DistributedDataParallel over "
+                    f"{both}, which has reduced their gradients there. Do not call sum_gradients, and call global_loss "
+                    f"with averaged_over={len(reduced)}{see('Gradients that are summed twice')}"
                 )
+
+
+def _sample_of_gradients(parameters: list[torch.Tensor], group: dist.ProcessGroup) -> int:
+    """A checksum of elements of some gradients: DDP makes them equal on all ranks. 0 if they say nothing, or are not
+    compared now."""
+    ledger = ledger_of(group)
+    ledger.sums += 1
+    gradients = [x.grad.to_local() if isinstance(x.grad, DTensor) else x.grad for x in parameters if x.grad is not None]
+    if ledger.sums & (ledger.sums - 1) or not gradients:
+        return 0
+    few = [x.reshape(-1) for x in gradients[:: -(-len(gradients) // _MOST_SAMPLED)]]
+    few = [x[:: max(1, x.numel() // _MOST_ELEMENTS)] for x in few]
+    numbers = [torch.stack((device_checksum(x), (x != 0).any(), x.isfinite().all())) for x in few]
+    sums, nonzero, finite = zip(*(x.tolist() for x in numbers), strict=True)
+    return fingerprint(sums) + 1 if any(nonzero) and all(finite) else 0
+
+
+_MOST_SAMPLED, _MOST_ELEMENTS = 8, 1024
 
 
 def _refuse_summed(parameters: list[torch.Tensor], group: dist.ProcessGroup) -> None:
@@ -477,8 +594,13 @@ def _refuse_spread(parameters: list[torch.Tensor], group: dist.ProcessGroup) -> 
             )
 
 
-def _with_gradient_anywhere(check: Callable[[], list[torch.Tensor]], group: dist.ProcessGroup) -> list[torch.Tensor]:
-    """The parameters returned by ``check`` that have a gradient on at least one rank. The same on every rank."""
+def _with_gradient_anywhere(
+    check: Callable[[], list[torch.Tensor]], group: dist.ProcessGroup, options: tuple[int, str]
+) -> list[torch.Tensor]:
+    """The parameters returned by ``check`` that have a gradient on at least one rank. The same on every rank.
+
+    ``options`` are bucket_bytes and reduce_dtype.
+    """
     parameters: list[torch.Tensor] = []
     present = b""
 
@@ -486,15 +608,32 @@ def _with_gradient_anywhere(check: Callable[[], list[torch.Tensor]], group: dist
         nonlocal parameters, present
         parameters = check()
         present = bytes(parameter.grad is not None for parameter in parameters)
-        kinds = [(tuple(p.to_local().shape if isinstance(p, DTensor) else p.shape), str(p.dtype)) for p in parameters]
-        return StatusRow(inputs=fingerprint(kinds), call=zlib.crc32(present))
+        kinds = [
+            (
+                tuple(p.to_local().shape if isinstance(p, DTensor) else p.shape),
+                str((p if p.grad is None else p.grad).dtype),
+            )
+            for p in parameters
+        ]
+        return StatusRow(
+            inputs=fingerprint(kinds),
+            call=zlib.crc32(present),
+            config=fingerprint(options),
+            watch=_sample_of_gradients(parameters, group),
+        )
 
     rows = exchange_status(build, Meeting.GRADIENTS, "sum_gradients", "group", group)
     if len({row.inputs for row in rows}) > 1:
         raise ValueError(
             f"sum_gradients: the ranks of the group do not have the same parameters (this rank has {len(parameters)} "
-            "that require grad): pass the same ones, in the same order, with equal shapes and dtypes, on every rank"
+            "that require grad): pass the same ones, in the same order, with equal shapes, and gradients of equal "
+            "dtypes, on every rank"
         )
+    compare(
+        rows, "config", "sum_gradients", "group", "bucket_bytes or reduce_dtype", lambda: f"{options[0]}, {options[1]}"
+    )
+    if len(set(rows.columns.watch)) == 1 and rows[0].watch and group.size() > 1:
+        _refuse_ddp(parameters, group)
     if len({row.call for row in rows}) > 1:
         device = parameters[0].device if parameters else torch.device("cpu")
         anywhere = torch.tensor(list(present), dtype=torch.uint8, device=device)
@@ -529,6 +668,16 @@ def _buckets(gradients: list[torch.Tensor], most_bytes: int) -> Iterator[list[to
             bucket.append(gradient)
             size += gradient.nbytes
         yield bucket
+
+
+def _sum_bucket(gradients: list[torch.Tensor], group: dist.ProcessGroup, dtype: torch.dtype) -> None:
+    flat = gradients[0].new_empty(sum(gradient.numel() for gradient in gradients), dtype=dtype)
+    pieces = flat.split([gradient.numel() for gradient in gradients])
+    for gradient, piece in zip(gradients, pieces, strict=True):
+        piece.view(gradient.shape).copy_(gradient)
+    dist.all_reduce(flat, group=group)
+    for gradient, piece in zip(gradients, pieces, strict=True):
+        gradient.copy_(piece.view(gradient.shape))
 
 
 def _broadcast(document_ids: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

@@ -1,71 +1,157 @@
-"""A cache of function results that is bounded by bytes."""
+"""One cache for the results of all functions that are decorated with :func:`remembered`, bounded by bytes."""
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import update_wrapper
 from typing import Any, Generic, TypeVar
 
+import torch
+
 T = TypeVar("T")
+
+LIMIT = 2**26
+"""Bytes of all results together: 64 MiB."""
+
+# What is taken beside the payload: by an object, a tensor of torch, an entry of the cache with its key.
+_OBJECT, _TENSOR, _ENTRY = 150, 450, 400
+
+
+class BoundedCache:
+    """Results of functions, by function and arguments: those that were used last, in at most ``limit`` bytes together.
+
+    Threads may share it. What several entries have in common, such as a layout, counts once. At least the latest result
+    is kept.
+
+    Attributes:
+        held: bytes of the entries: arguments and results.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.clear()
+        self.renew_lock()
+
+    def renew_lock(self) -> None:
+        """In a forked process, whose parent may have been forked while another thread had the lock."""
+        self.lock = threading.Lock()
+
+    def clear(self) -> None:
+        self.held = 0
+        self.entries: OrderedDict[tuple[Any, tuple[Any, ...]], tuple[Any, int, tuple[int, ...]]] = OrderedDict()
+        # By id: an object, its bytes, and how many entries it is part of. An entry keeps its objects alive.
+        self._objects: dict[int, tuple[Any, int, int]] = {}
+
+    def put(self, key: tuple[Any, tuple[Any, ...]], value: T) -> T:
+        """The value that another thread has put meanwhile, or else ``value``."""
+        objects: dict[int, tuple[Any, int]] = {}
+        own = _ENTRY + _measure((key[1], value), objects)
+        with self.lock:
+            if key in self.entries:
+                return self.entries[key][0]
+            self.entries[key] = value, own, tuple(objects)
+            self.held += own
+            for name, (each, size) in objects.items():
+                _, size, users = self._objects.get(name, (each, size, 0))
+                self._objects[name] = each, size, users + 1
+                self.held += 0 if users else size
+            while self.held > self.limit and len(self.entries) > 1:
+                _, own, names = self.entries.popitem(last=False)[1]
+                self.held -= own
+                for name in names:
+                    each, size, users = self._objects.pop(name)
+                    if users > 1:
+                        self._objects[name] = each, size, users - 1
+                    else:
+                        self.held -= size
+        return value
+
+
+def _measure(value: Any, objects: dict[int, tuple[Any, int]]) -> int:
+    """The bytes of numbers, texts and tuples. Adds the objects in them to ``objects``, with their bytes, by id.
+
+    An object that has ``nbytes`` counts these, and the attributes that have ``nbytes`` themselves. Otherwise, all of
+    its attributes count. Types, functions and other things that belong to the program take nothing.
+    """
+    if isinstance(value, (int, float, str, bytes)):
+        return sys.getsizeof(value) if value is not True and value is not False else 0
+    if isinstance(value, (tuple, list, frozenset)):
+        return sys.getsizeof(value) + sum(_measure(each, objects) for each in value)
+    if isinstance(value, dict):
+        return sys.getsizeof(value) + sum(_measure(each, objects) for each in (*value, *value.values()))
+    if isinstance(value, torch.Tensor):
+        storage = value.untyped_storage()  # views may share it
+        objects[storage.data_ptr()] = value, storage.nbytes()
+        return _TENSOR
+    attributes = getattr(value, "__dict__", None)
+    if isinstance(value, type) or not attributes or id(value) in objects:
+        return 0
+    objects[id(value)] = value, 0
+    size = getattr(value, "nbytes", None)
+    if size is None:
+        size = sum(_measure(each, objects) for each in attributes.values())
+    else:
+        for each in attributes.values():
+            if hasattr(each, "nbytes"):
+                _measure(each, objects)
+    objects[id(value)] = value, _OBJECT + size
+    return 0
+
+
+shared = BoundedCache(LIMIT)
+"""The results of all functions in this process."""
+
+os.register_at_fork(after_in_child=shared.renew_lock)
+
+_current: ContextVar[BoundedCache] = ContextVar("bounded_cache", default=shared)
 
 
 class Remembered(Generic[T]):
-    """A pure function of hashable arguments, with a cache of its latest results of at most ``limit`` bytes.
+    """A pure function of hashable arguments, whose results are in the cache of all such functions.
 
-    Threads may share it. Two threads that need the same result at the same time may both compute it.
+    Two threads that need the same result at the same time may both compute it. They get the same object.
 
     Attributes:
         made: number of results that were computed, not found in the cache.
-        held: bytes of the cached results, measured by ``size``.
     """
 
-    def __init__(self, function: Callable[..., T], size: Callable[[tuple[Any, ...], T], int], limit: int) -> None:
-        self._function, self._size, self._limit = function, size, limit
-        self._found: OrderedDict[tuple[Hashable, ...], tuple[T, int]] = OrderedDict()
-        self._lock = threading.Lock()
-        self.made = self.held = 0
+    def __init__(self, function: Callable[..., T]) -> None:
+        self._function, self.made = function, 0
         update_wrapper(self, function)
 
     def __call__(self, *arguments: Hashable) -> T:
-        with self._lock:
-            if arguments in self._found:
-                self._found.move_to_end(arguments)
-                return self._found[arguments][0]
+        cache, key = _current.get(), (self, arguments)
+        with cache.lock:
+            entry = cache.entries.get(key)
+            if entry is not None:
+                cache.entries.move_to_end(key)
+                return entry[0]
         value = self._function(*arguments)
-        size = self._size(arguments, value)
-        with self._lock:
-            self.made += 1
-            if arguments not in self._found:
-                self._found[arguments] = value, size
-                self.held += size
-            while self.held > self._limit and len(self._found) > 1:  # keep at least the latest result
-                self.held -= self._found.popitem(last=False)[1][1]
-        return value
-
-    @contextmanager
-    def forgotten(self) -> Iterator[None]:
-        """Inside, every result is computed anew. Afterwards the cache is as it was before."""
-        with self._lock:
-            kept = self._found, self.held
-            self._found, self.held = OrderedDict(), 0
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._found, self.held = kept
-
-    def clear(self) -> None:
-        """Empty the cache."""
-        with self._lock:
-            self._found.clear()
-            self.held = 0
+        self.made += 1
+        return cache.put(key, value)
 
 
-def remembered(
-    size: Callable[[tuple[Any, ...], Any], int], limit: int = 2**26
-) -> Callable[[Callable[..., T]], Remembered[T]]:
-    """Decorator that makes a function :class:`Remembered`. ``size(arguments, value)`` is the bytes of a result."""
-    return lambda function: Remembered(function, size, limit)
+def remembered(function: Callable[..., T]) -> Remembered[T]:
+    """Decorator that makes a function :class:`Remembered`.
+
+    Arguments and results may hold numbers, texts and tables of positions on the host. They hold no process group,
+    because a group belongs to one rank and ranks may be threads, and no tensor of a caller.
+    """
+    return Remembered(function)
+
+
+@contextmanager
+def another_cache(limit: int = LIMIT) -> Iterator[BoundedCache]:
+    """Inside, this thread's results go into a cache that is empty at first, and ends with the block."""
+    cache = BoundedCache(limit)
+    token = _current.set(cache)
+    try:
+        yield cache
+    finally:
+        _current.reset(token)

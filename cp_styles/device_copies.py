@@ -15,7 +15,7 @@ def tensor_on(
     ``torch.tensor(values, device=device)`` waits until the GPU has finished its queue. This copy does not wait. The
     source is read before the call returns.
     """
-    made = values if isinstance(values, torch.Tensor) else torch.tensor(values, dtype=dtype)
+    made = values if isinstance(values, torch.Tensor) else torch.tensor(values, dtype=dtype, device="cpu")
     return made.to(device, non_blocking=True)
 
 
@@ -27,7 +27,7 @@ def read_later(number: torch.Tensor) -> Callable[[], int]:
     if number.device.type == "cpu":
         value = int(number)
         return lambda: value
-    host = torch.empty((), dtype=number.dtype, pin_memory=True)
+    host = torch.empty((), dtype=number.dtype, pin_memory=True, device="cpu")
     host.copy_(number, non_blocking=True)
     copied = torch.Event(number.device)
     copied.record()

@@ -9,18 +9,20 @@ from __future__ import annotations
 import contextlib
 import functools
 import heapq
+import math
 import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import accumulate, chain, pairwise
 from operator import ge, itemgetter
 from typing import Any, TypeAlias
 
 import torch
 
+from cp_styles.bounded_cache import remembered
 from cp_styles.mask import Mask, work_from
 from cp_styles.troubleshooting import see
 
@@ -224,6 +226,14 @@ class SequenceLayout:
         return "\n".join(lines)
 
 
+def holds(dtype: torch.dtype, value: float) -> bool:
+    """Whether tensors of ``dtype`` can hold ``value``. torch wraps -100 to 156 in uint8, and cuts 0.5 to 0."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return not math.isfinite(value) or abs(value) <= torch.finfo(dtype).max
+    bounds = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    return bounds[0] <= value <= bounds[1] and value == int(value)
+
+
 def cut_with(tensor: torch.Tensor) -> SequenceLayout | None:
     """The layout with which :meth:`SequenceLayout.shard` made this tensor object. None for tensors computed from it."""
     return getattr(tensor, "_cp_styles_layout", None)
@@ -260,7 +270,7 @@ class LayoutMismatchWarning(UserWarning):
 
 
 def warn_of_other_cuts(layout: SequenceLayout, name: str) -> None:
-    """Warn if tensors of this length and number of ranks are alive, cut by other layouts, and none cut by ``layout``.
+    """Warn if tensors of this length are alive, cut by other layouts, and none cut by ``layout``.
 
     A tensor that was computed from a cut tensor does not remember its layout (see :func:`cut_with`). But the tokens of
     a model are usually still alive when its layers attend.
@@ -269,7 +279,8 @@ def warn_of_other_cuts(layout: SequenceLayout, name: str) -> None:
     if around and layout not in around:
         warnings.warn(
             f"{name}: attends to {layout.length} positions on {layout.ranks} ranks with a layout that cut no tensor "
-            f"here, but there are tensors of this length that {len(around)} other layout(s) cut. If they are the "
+            f"here, but there are tensors of this length that {len(around)} other layout(s) cut, for "
+            f"{sorted({cut.ranks for cut in around})} ranks. If they are the "
             "tokens, the result is wrong: cut and attend with the same SequenceLayout. If they are unrelated, delete "
             "them, or filter this warning"
             f"{see('A layout that cut no tensor')}",
@@ -285,7 +296,7 @@ def other_cuts_around(layout_for: Callable[[int], SequenceLayout], ranks: int, r
     """
     if not _cut:
         return False
-    for length in {cut.length for _, cut in list(_cut.values()) if cut.ranks == ranks}:
+    for length in {_held_by(cut, ranks) for _, cut in list(_cut.values())}:
         with contextlib.suppress(Exception):
             layout = layout_for(length)
             if layout.lengths[rank] in own and layout not in (_cut_around(length, ranks) or {layout}):
@@ -296,7 +307,12 @@ def other_cuts_around(layout_for: Callable[[int], SequenceLayout], ranks: int, r
 def _cut_around(length: int, ranks: int) -> set[SequenceLayout]:
     if ranks == 1:
         return set()
-    return {cut for _, cut in list(_cut.values()) if (cut.ranks, cut.length) == (ranks, length)}
+    return {cut for _, cut in list(_cut.values()) if _held_by(cut, ranks) == length}
+
+
+def _held_by(cut: SequenceLayout, ranks: int) -> int:
+    """How many positions the first ``ranks`` ranks hold: not all, if the layout was made for more, as for the world."""
+    return cut.length if cut.ranks == ranks else sum(cut.lengths[:ranks])
 
 
 Balancer: TypeAlias = Callable[[int, int], SequenceLayout]
@@ -509,7 +525,7 @@ def by_work(length: int, ranks: int, *, mask: Mask, block: int | None = None) ->
             rank holds about 16 blocks.
 
     Raises:
-        ValueError: ``block`` is below 1, or the mask is for another length.
+        ValueError: ``block`` is below 1, or the mask is for a shorter sequence.
 
     Example::
 
@@ -520,7 +536,7 @@ def by_work(length: int, ranks: int, *, mask: Mask, block: int | None = None) ->
     if block is not None and block < 1:
         raise ValueError(f"block must be at least 1, got {block}")
     block = block or max(1, -(-length // (16 * ranks)))
-    work = work_from(mask, torch.arange(0, length, block), length, length)
+    work = work_from(mask, torch.arange(0, length, block, device="cpu"), length, length)
     return by_block_work(length, ranks, work=work.tolist(), block=block)
 
 
@@ -612,10 +628,15 @@ def is_deterministic(balancer: Balancer) -> bool:
 
 
 def _by_value(balancer: Balancer) -> tuple[Any, tuple[Any, ...], tuple[str, ...]]:
-    """The function, its bound values, and the names of the last ones. (A partial object compares by identity.)"""
+    """The function, its bound values, and the names of the last ones. (A partial object compares by identity.)
+
+    Masks are replaced by their patterns. No more is needed for a layout, and a pattern holds no tensor of a caller.
+    """
     if not isinstance(balancer, functools.partial):
         return balancer, (), ()
-    return balancer.func, (*balancer.args, *balancer.keywords.values()), tuple(balancer.keywords)
+    values = (*balancer.args, *balancer.keywords.values())
+    values = tuple(value.pattern if isinstance(value, Mask) else value for value in values)
+    return balancer.func, values, tuple(balancer.keywords)
 
 
 def _is_constant(value: Any) -> bool:
@@ -624,7 +645,7 @@ def _is_constant(value: Any) -> bool:
     return value is None or isinstance(value, (int, Mask))
 
 
-@lru_cache(maxsize=512)
+@remembered
 def _remembered(parts: tuple[Any, tuple[Any, ...], tuple[str, ...]], length: int, ranks: int) -> SequenceLayout:
     function, constants, names = parts
     first = len(constants) - len(names)
@@ -646,7 +667,7 @@ def _made_by(balancer: Balancer, length: int, ranks: int) -> SequenceLayout:
     return layout
 
 
-@lru_cache(maxsize=512)
+@remembered
 def _interned(layout: SequenceLayout) -> SequenceLayout:
     return layout
 

@@ -1,7 +1,7 @@
 """Run ranks as threads, and count their communication and memory: for tests, notebooks and debugging.
 
 The ranks are threads of this process, but they really communicate, with gloo over the loopback interface. So
-point-to-point messages, collectives, sub-groups and DTensor behave as between processes. A run takes about 0.1 s.
+point-to-point messages, collectives, sub-groups and DTensor behave as between processes, and no process is started.
 """
 
 from __future__ import annotations
@@ -207,6 +207,8 @@ class CommunicationTrace(TorchDispatchMode):
     The trace runs the ops of this package itself. So modes that were entered before it do not see these ops: enter it
     outside of a selective checkpoint, not inside.
     """
+
+    supports_higher_order_operators = True  # FlexAttention that runs on one device: a mode is asked, as for other ops
 
     def __init__(self) -> None:
         super().__init__()

@@ -41,6 +41,61 @@ class Mistake(NamedTuple):
 
 
 MISTAKES = [
+    # -- what ranks compare, and the loss --
+    Mistake(
+        "checksum: words and places are added, not mixed",
+        "total += _mixed(keys).sum()",
+        "total += keys.sum()",
+        "tests/unit/test_checksum.py",
+    ),
+    Mistake(
+        "score_mod: names in methods are not followed",
+        "waiting += sorted(_names_in(function).difference(waiting))",
+        "_names_in(function)",
+        "tests/unit/test_introspect.py",
+    ),
+    Mistake(
+        "gradient watch: the parameters of all optimizers",
+        "if not among.isdisjoint(map(id, parameters))]",
+        "if parameters]",
+        "tests/ranks/engine/test_unreduced.py",
+    ),
+    Mistake(
+        "gradient watch: another FSDP model counts as this one",
+        "return own is None or own in others or not any(others)",
+        "return True",
+        "tests/ranks/engine/test_unreduced.py",
+    ),
+    Mistake(
+        "loss: one of two numbers is compared",
+        "apart = (same != same[:, :1]).any()",
+        "apart = (same[1] != same[1, :1]).any()",
+        "tests/ranks/engine/test_batch.py",
+    ),
+    Mistake(
+        "loss: labels below 0 count",
+        "(counted & (labels < 0)).sum()",
+        "(counted & (labels < ignore_index)).sum()",
+        "tests/ranks/engine/test_batch.py",
+    ),
+    Mistake(
+        "padding: negative numbers in unsigned dtypes",
+        "return bounds[0] <= value <= bounds[1] and value == int(value)",
+        "return value <= bounds[1] and value == int(value)",
+        "tests/unit/test_batch.py",
+    ),
+    Mistake(
+        "cut: a layout for other ranks passes in the model's inputs",
+        "if of_model := cuts_of(binding.tally.inputs.values()):",
+        "if of_model := cuts_of(()):",
+        "tests/ranks/doors/test_cut.py",
+    ),
+    Mistake(
+        "sum_gradients: infinite gradients are taken for DDP's",
+        "if any(nonzero) and all(finite) else 0",
+        "if any(nonzero) else 0",
+        "tests/ranks/engine/test_batch.py",
+    ),
     # -- masks --
     Mistake(
         "mask: causal without the diagonal",
@@ -103,6 +158,24 @@ MISTAKES = [
         "tests/unit/test_flex_mask.py",
     ),
     # -- layouts and plans --
+    Mistake(
+        "cache: what entries share counts for each of them",
+        "self.held += 0 if users else size",
+        "self.held += size",
+        "tests/unit/test_cache.py",
+    ),
+    Mistake(
+        "cache: nothing leaves it",
+        "while self.held > self.limit and len(self.entries) > 1:",
+        "while False:",
+        "tests/unit/test_cache.py",
+    ),
+    Mistake(
+        "cache: keeps the tensor of a mask by which a layout is made",
+        "value.pattern if isinstance(value, Mask) else value",
+        "value",
+        "tests/unit/test_cache.py",
+    ),
     Mistake(
         "layout: chunks of a rank in reverse",
         "torch.cat(parts, dim) if parts else tensor.narrow(dim, 0, 0)",
@@ -397,8 +470,8 @@ MISTAKES = [
     ),
     Mistake(
         "run: after an error the ranks do not compare what they called",
-        "if isinstance(error, Exception):\n        settle(group)",
-        "if isinstance(error, Exception):\n        drop_check(group)",
+        "settle(self._group)  # what the ranks disagree on may be the cause",
+        "drop_check(self._group)",
         "tests/ranks/engine/test_agreement.py",
     ),
     Mistake(
@@ -475,27 +548,63 @@ MISTAKES = [
     ),
     # -- around the attention calls --
     Mistake(
-        "guards: no token's gradient is looked at",
-        "per_token[token] = 0",
-        "per_token[:] = 0",
-        "tests/ranks/doors/test_guards.py",
+        "flow: tokens that meet in one value are not noticed",
+        "if not bool(meet.any()): return one, False",
+        "return one, False",
+        "tests/unit/test_token_flow.py",
     ),
     Mistake(
-        "guards: a module in a checkpoint is asked with the checkpoint's hooks",
-        "torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x),",
-        "",
-        "tests/ranks/doors/test_guards.py",
+        "flow: a sum over tokens is by token",
+        "if not bool(meet.any()): return last, False",
+        "return last, False",
+        "tests/unit/test_token_flow.py",
+    ),
+    Mistake(
+        "flow: what is written into a part of a tensor is forgotten",
+        "self._flat = replace(flat, **tracks)",
+        "self._flat = None",
+        "tests/unit/test_token_flow.py",
+    ),
+    Mistake(
+        "flow: the first rows of a table are any rows",
+        "taken != length or start != 0",
+        "True or start != 0",
+        "tests/unit/test_token_flow.py",
+    ),
+    Mistake(
+        "flow: a module that ran in evaluation is not followed in training",
+        "return (id(module), module.training) in self._done",
+        "return any(id(module) == each for each, _ in self._done)",
+        "tests/ranks/doors/test_first_forward.py -k evaluation",
     ),
     Mistake(
         "guards: positions of a part are taken",
-        "if mine.numel() and int(mine[0]) != 0:",
+        "if from_0 and mine.numel() and int(mine[0]) != 0:",
         "if False:",
         "tests/ranks/doors/test_guards.py",
     ),
     Mistake(
+        "windows: those of a config are not seen",
+        "yield from _window(option, _of_layers(module, config, option, named), config)",
+        "yield from ()",
+        "tests/clients/test_transformers.py -k window",
+    ),
+    Mistake(
+        "positions: padding is counted",
+        "present = (tokens_BS != padding).long()",
+        "present = torch.ones_like(tokens_BS)",
+        "tests/clients/test_transformers.py -k positions_after",
+    ),
+    Mistake(
+        "mask: a tensor changed in place is not noticed at the call",
+        "binding.mask.check_unchanged()",
+        "pass",
+        "tests/ranks/flex/test_changed_in_place.py",
+    ),
+    Mistake(
         "guards: windows are never too small",
-        "if length is not None and size < length * binding.group.size():",
-        "if length is not None and size < length:",
+        "if window is None or window.size >= whole or given",
+        "if window is None or window.size >= length or given",
         "tests/ranks/doors/test_guards.py",
     ),
     Mistake(
@@ -524,8 +633,8 @@ MISTAKES = [
     ),
     Mistake(
         "trainers: samples are not compared",
-        "(row.inputs, row.call) != (rows[0].inputs, rows[0].call)",
-        "row.call != rows[0].call",
+        "if row.inputs != rows[0].inputs]\n        if odd:\n            shapes",
+        "if row.who != rows[0].who]\n        if odd:\n            shapes",
         "tests/ranks/doors/test_collator.py",
     ),
     Mistake(
@@ -616,8 +725,8 @@ MISTAKES = [
     # -- agreement --
     Mistake(
         "agreement: messages leave before the rows of the others are read",
-        "settle(group) pairs = [",
-        "pairs = [",
+        "settle(group) tag = 0",
+        "tag = 0",
         "tests/ranks/engine/test_agreement.py -k no_message_is_left",
     ),
     Mistake(
@@ -725,7 +834,7 @@ MISTAKES = [
     ),
     Mistake(
         "explain: planning is read from the cache",
-        "with _make_plan.forgotten():",
+        "with another_cache():",
         "if True:",
         "tests/ranks/explain/test_hardware.py",
     ),
@@ -872,26 +981,26 @@ MISTAKES = [
     ),
     Mistake(
         "batch: tokens without a label are counted",
-        "count = (labels != ignore_index).sum()",
-        "count = torch.tensor(labels.numel())",
+        "torch.stack((counted.sum(),",
+        "torch.stack((torch.tensor(labels.numel()),",
         "tests/ranks/engine/test_batch.py",
     ),
     Mistake(
         "batch: a reducer's division stays",
-        "grads[0] * ctx.averaged_over",
+        "grads[0] * ctx.factor.to(grads[0].dtype)",
         "grads[0]",
         "tests/ranks/engine/test_gradients_over_cp.py -k fsdp",
     ),
     Mistake(
         "batch: sums of gradients are added to the gradients",
-        "gradient.copy_(piece.view_as(gradient))",
-        "gradient.add_(piece.view_as(gradient))",
+        "gradient.copy_(piece.view(gradient.shape))",
+        "gradient.add_(piece.view(gradient.shape))",
         "tests/ranks/engine/test_batch.py",
     ),
     Mistake(
         "batch: bfloat16 gradients are summed in bfloat16",
-        "reduce_dtype or torch.promote_types(flat.dtype, torch.float32)",
-        "reduce_dtype or flat.dtype",
+        "reduce_dtype or torch.promote_types(bucket[0].dtype, torch.float32)",
+        "reduce_dtype or bucket[0].dtype",
         "tests/ranks/engine/test_batch.py tests/ranks/engine/test_precision.py",
     ),
     Mistake(
@@ -915,9 +1024,45 @@ MISTAKES = [
     ),
     Mistake(
         "engine: backwards begin without the other ranks",
-        "begin_backward(attention.group)",
+        "begin_backward(binding.group, forward, binding.agreement)",
         "pass",
         "tests/ranks/engine/test_disagreement.py",
+    ),
+    Mistake(
+        "agreement: layers of one class are alike",
+        'zlib.crc32(f"{self.site} {self.tally.path}".encode())',
+        "1",
+        "tests/ranks/engine/test_disagreement.py -k leave_out",
+    ),
+    Mistake(
+        "agreement: the dtype of the call inside a module is that of before",
+        "refused=RankStatus.NO_CALL, dtypes=dtypes)",
+        "refused=RankStatus.NO_CALL)",
+        "tests/ranks/engine/test_disagreement.py -k autocast",
+    ),
+    Mistake(
+        "engine: backwards of all forwards are alike",
+        "said = StatusRow(place=place_of(forward, 0), call=unmet)",
+        "said = StatusRow(call=unmet)",
+        "tests/ranks/engine/test_half_way.py -k backwards_in_another_order",
+    ),
+    Mistake(
+        "engine: a rank leaves an operation, and nobody hears of it",
+        "            end_connections(gloo)",
+        "            pass",
+        "tests/ranks/engine/test_half_way.py -k 'stand_still or goes_on'",
+    ),
+    Mistake(
+        "engine: a rank that has left half way goes on",
+        "state.broken = f",
+        "_ = f",
+        "tests/ranks/engine/test_half_way.py -k goes_on",
+    ),
+    Mistake(
+        "collectives: a backward begins without the other ranks",
+        "if ctx.check and not torch.compiler.is_compiling()",
+        "if False and not torch.compiler.is_compiling()",
+        "tests/ranks/engine/test_half_way.py -k collectives",
     ),
     # -- agreement and warnings --
     Mistake(
@@ -946,8 +1091,8 @@ MISTAKES = [
     ),
     Mistake(
         "unreduced: what an optimizer steps beside is not compared",
-        "for optimizer in _optimizers_here():",
-        "for optimizer in []:",
+        "stepped = [(each, _trained(each)) for each in _optimizers_here()]",
+        "stepped = []",
         "tests/ranks/engine/test_unreduced.py",
     ),
     Mistake(
@@ -976,8 +1121,8 @@ MISTAKES = [
     ),
     Mistake(
         "scope: another thread's is ignored",
-        "if _open_anywhere and",
-        "if not _open_anywhere and",
+        "if task < 0 and any(",
+        "if task > 0 and any(",
         "tests/ranks/doors/test_scope.py",
     ),
     Mistake(
@@ -986,12 +1131,54 @@ MISTAKES = [
         "pass",
         "tests/ranks/engine/test_unreduced.py",
     ),
+    Mistake(
+        "plan: further modules of a class with a style are not counted",
+        "if len(paths) > self._plain[cls]:",
+        "if False:",
+        "tests/ranks/doors/test_put_in_later.py",
+    ),
+    Mistake(
+        "block: the arguments of the models in it are not checked",
+        "if module not in self._guards and (",
+        "if False and (",
+        "tests/clients/test_transformers.py",
+    ),
+    Mistake(
+        "block: attention in plain ops without gradients is local",
+        "if computed and len(factors) == 2 and",
+        "if False and",
+        "tests/ranks/doors/test_unseen.py",
+    ),
     # -- scopes and collectives --
     Mistake(
         "scope: stays open",
-        "_open.set(tuple(others))",
+        "self._variable.set(others)",
         "pass",
         "tests/ranks/doors/test_scope.py",
+    ),
+    Mistake(
+        "scope: a generator that goes on has that of another",
+        "if last._stopped:",
+        "if False:",
+        "tests/ranks/doors/test_scope.py",
+    ),
+    Mistake(
+        "scope: one that ends in another context stays open",
+        "self.ended = True",
+        "pass",
+        "tests/ranks/doors/test_scope.py",
+    ),
+    Mistake(
+        "block: the innermost mode ends and not its own",
+        "leave_function_mode(self)",
+        "super().__exit__(*exception)",
+        "tests/ranks/doors/test_torch_api_life.py",
+    ),
+    Mistake(
+        "reruns: the modes are entered in the reverse order",
+        "key=lambda each: each[0]",
+        "key=lambda each: -each[0]",
+        "tests/ranks/doors/test_module_door.py",
     ),
     Mistake(
         "scope: not there in a recomputation",
@@ -1065,6 +1252,49 @@ MISTAKES = [
         "> 0.05 * parts_P8.abs().amax()",
         "> 50 * parts_P8.abs().amax()",
         "tests/ranks/doors/test_joint.py",
+    ),
+    # -- verify --
+    Mistake(
+        "verify: NaN is no error",
+        "return math.inf if math.isnan(found) else found",
+        "return found if found > 0 else 0.0",
+        "tests/ranks/verify/test_judgement.py",
+    ),
+    Mistake(
+        "verify: the groups of a failed step go on",
+        "for group in groups: dist.destroy_process_group(group)",
+        "for group in (): dist.destroy_process_group(group)",
+        "tests/ranks/verify/test_judgement.py",
+    ),
+    Mistake(
+        "verify: a part alone is always one that mixes tokens",
+        "mixes = self._holds(lambda: self._differs_here(run(self._others_changed), right, mine), every=False)",
+        "mixes = True",
+        "tests/ranks/verify/test_judgement.py",
+    ),
+    Mistake(
+        "verify: gradients that were removed count as none",
+        "removed = [name for name in had if",
+        "removed = [name for name in () if",
+        "tests/ranks/verify/test_judgement.py",
+    ),
+    Mistake(
+        "tp: rows that it does not divide leave as plain tensors",
+        "if dim == len(shape) - 1 or shape[dim] % axis.size() == 0:",
+        "if dim == len(shape) - 1 or shape[dim] > 0:",
+        "tests/ranks/tensor_parallel/test_tp_refusals.py",
+    ),
+    Mistake(
+        "tp: other ranks of the sequence do not hear of uneven rows",
+        "for name, group in self._others:",
+        "for name, group in ():",
+        "tests/ranks/tensor_parallel/test_tp_refusals.py",
+    ),
+    Mistake(
+        "default device: document lengths on it",
+        'lengths = torch.tensor(self.lengths, dtype=torch.int64, device="cpu")',
+        "lengths = torch.tensor(self.lengths, dtype=torch.int64)",
+        "tests/ranks/doors/test_default_device.py",
     ),
 ]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import random
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -79,27 +80,34 @@ def longest(name: str, ranks: int) -> int:
     return int((LIMIT - fixed) / (inputs + layer) * ranks)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plot", metavar="FILE", help="draw both")
-    args = parser.parse_args()
-    print("| sequence | ranks | mask, layout | strategy | imbalance | sent, MiB | peak, MiB |")
-    print("|---|---|---|---|---|---|---|")
-    drawn: dict[str, list[tuple[int, float]]] = {}
-    for length, ranks in ((128 * K, 8), (1024 * K, 64), (4096 * K, 256), (10240 * K, 1024)):
+SIZES = ((128 * K, 8), (1024 * K, 64), (4096 * K, 256), (10240 * K, 1024))
+
+
+def rows(sizes: Iterable[tuple[int, int]] = SIZES) -> Iterator[tuple[str, ...]]:
+    """The first table."""
+    yield "sequence", "ranks", "mask, layout", "strategy", "imbalance", "sent, MiB", "peak, MiB"
+    for length, ranks in sizes:
         for what, (mask, layout) in cases(length, ranks).items():
             balance = imbalance(layout, mask)
             for name, strategy in strategies(ranks).items():
                 if ranks > 256 and what.startswith("causal") and name.startswith("All"):
                     continue  # the keys of all ranks take 30 GiB
                 found = made(strategy, layout, mask)
-                sent = (found.sent("forward") + found.sent("backward")) / 2**20
-                peak = found.peak_memory / 2**20
-                drawn.setdefault(f"{what}, {name}", []).append((ranks, sent))
-                print(
-                    f"| {length // K:,}K | {ranks:,} | {what} | `{name}` | {balance:.3f} | {sent:,.0f} | {peak:,.0f} |",
-                    flush=True,
-                )
+                sizes_MiB = (x / 2**20 for x in (found.sent("forward") + found.sent("backward"), found.peak_memory))
+                known = f"{length // K:,}K", f"{ranks:,}", what, f"`{name}`", f"{balance:.3f}"
+                yield *known, *(f"{size:,.0f}" for size in sizes_MiB)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--plot", metavar="FILE", help="draw both")
+    args = parser.parse_args()
+    drawn: dict[str, list[tuple[int, float]]] = {}
+    for index, row in enumerate(rows()):
+        print("| " + " | ".join(row) + " |" + "\n|---|---|---|---|---|---|---|" * (index == 0), flush=True)
+        if index:
+            _, ranks, what, name, _, sent, _ = (cell.strip("`").replace(",", "") for cell in row)
+            drawn.setdefault(f"{what}, {name}", []).append((int(ranks), float(sent)))
     print("\n| ranks | " + " | ".join(f"`{name}`" for name in strategies(8)) + " |\n|---|---|---|---|")
     lengths: dict[str, list[tuple[int, int]]] = {}
     for ranks in (8, 16, 32, 64):

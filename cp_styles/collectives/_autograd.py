@@ -13,6 +13,9 @@ from cp_styles.batch import Summed, note_summed
 from cp_styles.collectives._exchange import Exchange, Started, Tensors
 from cp_styles.collectives._group import Peers
 from cp_styles.collectives._rows import Rows
+from cp_styles.comm.agreement import Meeting, StatusRow, exchange_status, place_of
+from cp_styles.comm.group_state import state_of
+from cp_styles.comm.point_to_point import Operation
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -29,11 +32,14 @@ class LinearMap(Protocol):
     def adjoint(self) -> LinearMap: ...
 
 
-def differentiable(op: LinearMap, *tensors: torch.Tensor) -> Tensors:
-    """``op(*tensors)``. Its backward is ``op.adjoint()``; higher derivatives work the same way."""
+def differentiable(op: LinearMap, *tensors: torch.Tensor, check: bool) -> Tensors:
+    """``op(*tensors)``. Its backward is ``op.adjoint()``; higher derivatives work the same way.
+
+    ``check``: the ranks compare, before a backward that communicates, of which forward it is. See :func:`all_to_all`.
+    """
     if op.peers.size == 1:
         return tensors
-    return _Apply.apply(op, *tensors)
+    return _Apply.apply(op, check, *tensors)
 
 
 class _Apply(torch.autograd.Function):
@@ -42,14 +48,42 @@ class _Apply(torch.autograd.Function):
     # The signature is not (ctx, op, *tensors). Where no gradient is needed, torch.compile (seen: 2.11, 2.13) takes a
     # call with one argument more than the signature has parameters for a forward without ctx, and drops ctx.
     @staticmethod
-    def forward(*ctx_op_tensors: Any) -> Tensors:
-        ctx, op, *tensors = ctx_op_tensors
-        ctx.op = op
-        return op(*tensors)
+    def forward(*ctx_op_check_tensors: Any) -> Tensors:
+        ctx, op, check, *tensors = ctx_op_check_tensors
+        ctx.op, ctx.check = op, check
+        if torch.compiler.is_compiling():
+            return op(*tensors)
+        ctx.number = _number_of_forward(op.peers)
+        return _whole(op, op, *tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        return None, *_Apply.apply(ctx.op.adjoint(), *grads)
+        adjoint = ctx.op.adjoint()
+        if ctx.check and not torch.compiler.is_compiling() and not isinstance(adjoint, Own):
+            _begin_backward(adjoint.peers, ctx.number)
+        return None, None, *_Apply.apply(adjoint, ctx.check, *grads)
+
+
+def _number_of_forward(peers: Peers) -> int:
+    state = state_of(resolve_group(peers.name))
+    state.collectives += 1
+    return state.collectives
+
+
+def _begin_backward(peers: Peers, number: int) -> None:
+    """The meeting at the start of the backward of forward ``number``. Communication: one all-gather of some integers.
+
+    Raises:
+        ValueError: on every rank, if the ranks are not all at this backward.
+    """
+    where = Meeting.COLLECTIVE_BACKWARD, "cp_styles.collectives", "group", resolve_group(peers.name)
+    exchange_status(lambda: StatusRow(place=place_of(number, 0)), *where)
+
+
+def _whole(op: LinearMap, part: Callable[..., T], *arguments: Any) -> T:
+    """``part(*arguments)``, the communication of ``op`` or a half of it. See [Note: operations] in group_state.py."""
+    with Operation(resolve_group(op.peers.name)):
+        return part(*arguments)
 
 
 def note_whole_gradients(part: torch.Tensor, x: torch.Tensor, peers: Peers) -> None:
@@ -114,16 +148,16 @@ class Pending(Generic[T]):
         return Pending(lambda: last(self.wait()))
 
 
-def start(op: Exchange, *tensors: torch.Tensor) -> Pending[Tensors]:
+def start(op: Exchange, *tensors: torch.Tensor, check: bool) -> Pending[Tensors]:
     """``differentiable(op, *tensors)`` in two halves: this call sends, ``wait()`` receives.
 
     In the backward, the node of ``wait()`` sends the gradients and the node of this call receives them. Meanwhile
     autograd runs the nodes that were created between the two calls. First derivatives only.
     """
     if op.peers.size == 1 or torch.compiler.is_compiling():  # the compiler schedules the waits itself
-        result = differentiable(op, *tensors)
+        result = differentiable(op, *tensors, check=check)
         return Pending(lambda: result)
-    journey = _Journey(op)
+    journey = _Journey(op, check)
     token = _Send.apply(journey, *tensors)
     return Pending(lambda: _Receive.apply(journey, token))
 
@@ -131,8 +165,9 @@ def start(op: Exchange, *tensors: torch.Tensor) -> Pending[Tensors]:
 class _Journey:
     """State that the two halves share. A token tensor without elements connects their nodes in the autograd graph."""
 
-    def __init__(self, op: Exchange) -> None:
-        self.op = op
+    def __init__(self, op: Exchange, check: bool) -> None:
+        self.op, self.check = op, check
+        self.number = _number_of_forward(op.peers)
         self.forward: Started | None = None
         self.backward: Started | None = None
 
@@ -141,14 +176,15 @@ class _Send(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, journey: _Journey, *tensors: torch.Tensor) -> torch.Tensor:
         ctx.journey = journey
-        journey.forward = journey.op.start(*tensors)
+        journey.forward = _whole(journey.op, journey.op.start, *tensors)
         return tensors[0].new_empty(0)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, _token: torch.Tensor) -> tuple[Any, ...]:
         started, ctx.journey.backward = ctx.journey.backward, None
-        return None, *ctx.journey.op.adjoint().finish(started)
+        adjoint = ctx.journey.op.adjoint()
+        return None, *_whole(adjoint, adjoint.finish, started)
 
 
 class _Receive(torch.autograd.Function):
@@ -157,12 +193,15 @@ class _Receive(torch.autograd.Function):
         ctx.journey = journey
         started, journey.forward = journey.forward, None
         assert started is not None
-        return journey.op.finish(started)
+        return _whole(journey.op, journey.op.finish, started)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        ctx.journey.backward = ctx.journey.op.adjoint().start(*grads)
+        journey, adjoint = ctx.journey, ctx.journey.op.adjoint()
+        if journey.check:
+            _begin_backward(adjoint.peers, journey.number)
+        journey.backward = _whole(adjoint, adjoint.start, *grads)
         return None, grads[0].new_empty(0)
 
 

@@ -28,9 +28,10 @@ from typing import NamedTuple
 
 import torch
 
-from cp_styles._compat import start_all_gather, start_all_to_all, wait_tensor
+from cp_styles._compat import resolve_group, start_all_gather, start_all_to_all, wait_tensor
 from cp_styles.collectives._group import Peers
 from cp_styles.collectives._rows import Rows
+from cp_styles.comm.point_to_point import transfer_error
 from cp_styles.layout import Chunk
 
 Tensors = tuple[torch.Tensor, ...]
@@ -95,7 +96,7 @@ class Exchange(NamedTuple):
         """
         if started.wire is None:
             return started.tensors
-        wire = wait_tensor(started.wire).view(started.tensors[0].dtype)
+        wire = _arrived(started.wire, self.peers).view(started.tensors[0].dtype)
         seen = [self.rows_first(x) for x in started.tensors]
         return self._unpack_columns(wire, seen) if self.to_columns else self._unpack_rows(wire, seen)
 
@@ -205,6 +206,15 @@ class Exchange(NamedTuple):
         return all(len(set(columns)) == 1 for columns in self.columns)
 
 
+def _arrived(wire: torch.Tensor, peers: Peers) -> torch.Tensor:
+    if torch.compiler.is_compiling():
+        return wait_tensor(wire)
+    try:
+        return wait_tensor(wire)
+    except RuntimeError as error:
+        raise transfer_error(error, range(peers.size), resolve_group(peers.name)) from error
+
+
 def columns_in_block(block: torch.Tensor, seen: Sequence[torch.Tensor], c: int, columns: Sequence[Chunk]) -> Tensors:
     """Views of the columns of each tensor in a block ``[R, *lead, width]``.
 
@@ -270,8 +280,12 @@ def _copy_side_by_side(block: torch.Tensor, seen: list[torch.Tensor], c: int, co
         part.copy_(x.narrow(c, start, stop - start))
 
 
+_UNKNOWN_TO_GLOO = (torch.int16, torch.uint16, torch.uint32, torch.uint64)
+
+
 def _sendable(packed: torch.Tensor) -> torch.Tensor:
-    """Complex and float8 tensors viewed as bytes: gloo has no all-to-all for them. Nothing is computed on the wire."""
-    if packed.dtype.is_complex or (packed.dtype.is_floating_point and packed.element_size() == 1):
+    """Tensors of dtypes that gloo does not know, viewed as bytes. Nothing is computed on the wire."""
+    is_float8 = packed.dtype.is_floating_point and packed.element_size() == 1
+    if packed.dtype.is_complex or is_float8 or packed.dtype in _UNKNOWN_TO_GLOO:
         return packed.view(torch.uint8)
     return packed

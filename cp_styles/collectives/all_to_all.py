@@ -55,7 +55,8 @@ def all_to_all(
     Communication: one all-to-all. A rank sends ``x`` without its own part. It makes at most one contiguous copy before
     (none if ``scatter_dim`` is the outermost dim of a contiguous ``x``) and one after (none if ``gather_dim`` comes
     before ``scatter_dim``, and only dims of size one come before it). ``check`` adds one all-gather of
-    :data:`~cp_styles.comm.agreement.WIDTH` integers. The backward sends the same, and every rank must run it.
+    :data:`~cp_styles.comm.agreement.WIDTH` integers. The backward sends the same, and every rank must run it, in the
+    same order.
 
     Raises:
         ValueError: bad or equal dims, sizes with a wrong sum, ranks that disagree; on every rank, with ``check``.
@@ -100,5 +101,5 @@ def all_to_all(
     else:
         op = Exchange(peers, scatter, gather, contiguous_rows(cut), (ranges_of(whole),), to_columns=False)
     if not async_op:
-        return differentiable(op, x)[0].contiguous()
-    return start(op, x).then(lambda results: results[0].contiguous())
+        return differentiable(op, x, check=check)[0].contiguous()
+    return start(op, x, check=check).then(lambda results: results[0].contiguous())

@@ -175,7 +175,9 @@ def seq_to_heads(
         return paired[0] if single else paired
 
     trimmed = [rows.trim(x, seq, peers.rank) for x in listed]
-    return start(op, *trimmed).then(paired) if async_op else paired(differentiable(op, *trimmed))
+    if async_op:
+        return start(op, *trimmed, check=check).then(paired)
+    return paired(differentiable(op, *trimmed, check=check))
 
 
 def heads_to_seq(
@@ -241,8 +243,8 @@ def heads_to_seq(
     sizes = found if heads is None else even_sizes(heads, peers.size)
     op = Exchange(peers, seq, head, rows, (ranges_of(sizes),), to_columns=False)
     if async_op:
-        return start(op, x).then(lambda results: rows.fill(results[0], seq))
-    return rows.fill(differentiable(op, x)[0], seq)
+        return start(op, x, check=check).then(lambda results: rows.fill(results[0], seq))
+    return rows.fill(differentiable(op, x, check=check)[0], seq)
 
 
 def _head_facts(x: torch.Tensor, seq_dim: int, head_dim: int, own: str = "seq") -> Facts:

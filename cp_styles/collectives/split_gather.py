@@ -24,6 +24,7 @@ from cp_styles.collectives._rows import (
     rows_of,
     rows_of_whole,
 )
+from cp_styles.layout import holds
 
 
 class GradScale(Enum):
@@ -84,12 +85,12 @@ def split(
     uneven sizes): a rank sends the gradient of its part, without padding, to the P - 1 others.
 
     Raises:
-        ValueError: a bad dim, a layout for another length or number of ranks, ranks that disagree; on every rank, with
-            ``check``.
+        ValueError: a bad dim, a layout for another length or number of ranks, ``fill`` that the dtype cannot hold,
+            ranks that disagree; on every rank, with ``check``.
         TypeError: for a DTensor (pass its ``to_local()``), or if ``layout`` or ``group`` has a wrong type.
     """
-    peers, at, rows = _resolve_whole("split", x, dim, group, layout, grad_scale, check)
-    part = _apply(Own(gather_exchange(peers, at, x.ndim, rows)), x)
+    peers, at, rows = _resolve_whole("split", x, dim, group, layout, grad_scale, check, fill)
+    part = _apply(Own(gather_exchange(peers, at, x.ndim, rows)), x, check)
     if grad_scale is not GradScale.DOWN:
         note_whole_gradients(part, x, peers)
     return rows.fill(scale_gradient(part, grad_scale.factor(peers.size)), at, fill)
@@ -148,7 +149,7 @@ def gather(
     rows = rows_of(layout, peers) or contiguous_rows(found)
     exchange = gather_exchange(peers, at, x.ndim, rows)
     part = scale_gradient(rows.trim(x, at, peers.rank), grad_scale.factor(peers.size))
-    return _apply(exchange if reduce_gradients else Replicated(exchange), part)
+    return _apply(exchange if reduce_gradients else Replicated(exchange), part, check)
 
 
 def reduce_scatter(
@@ -179,11 +180,18 @@ def reduce_scatter(
         ValueError, TypeError: as :func:`split`.
     """
     peers, at, rows = _resolve_whole("reduce_scatter", x, dim, group, layout, GradScale.NONE, check)
-    return rows.fill(_apply(gather_exchange(peers, at, x.ndim, rows).adjoint(), x), at)
+    return rows.fill(_apply(gather_exchange(peers, at, x.ndim, rows).adjoint(), x, check), at)
 
 
 def _resolve_whole(
-    call: str, x: torch.Tensor, dim: int, group: Group, layout: Layout, grad_scale: GradScale, check: bool
+    call: str,
+    x: torch.Tensor,
+    dim: int,
+    group: Group,
+    layout: Layout,
+    grad_scale: GradScale,
+    check: bool,
+    fill: float = 0,
 ) -> tuple[Peers, int, Rows]:
     """The group, the dim counted from the front, and how ``x``, which is whole on every rank, is cut."""
     peers = peers_of(group)
@@ -191,6 +199,8 @@ def _resolve_whole(
     def describe() -> Facts:
         at = dim_of(x, dim, "dim")
         rows_of_whole(layout, x, at, peers)
+        if not holds(x.dtype, fill):
+            raise ValueError(f"a tensor of dtype {x.dtype} cannot hold fill={fill}: give it another dtype, x.long()")
         return _facts(x, -1, at, layout, grad_scale)
 
     consult(peers, call, describe, check)
@@ -204,6 +214,6 @@ def _facts(x: torch.Tensor, own_dim: int, dim: int, layout: Layout, grad_scale: 
     return facts_of(x, own_dim, dim=dim, layout=layout, grad_scale=grad_scale.name, **same)
 
 
-def _apply(op: LinearMap, x: torch.Tensor) -> torch.Tensor:
+def _apply(op: LinearMap, x: torch.Tensor, check: bool) -> torch.Tensor:
     """``op(x)`` with a last dim of one column added for the exchange: see :func:`gather_exchange`."""
-    return differentiable(op, x.unsqueeze(-1))[0].squeeze(-1)
+    return differentiable(op, x.unsqueeze(-1), check=check)[0].squeeze(-1)

@@ -3,9 +3,9 @@
 [Note: meetings] Before each operation, the ranks of a group exchange one row of numbers each (:class:`StatusRow`). All
 rows have the same width, and each says for which operation (meeting) it is. So ranks at different operations (for
 example because a loop is longer on one rank) read each other's rows, instead of waiting or mixing up messages. Ranks
-meet before every attention, and before the first backward after it. A different number of calls is therefore noticed at
-the next attention over the group, at the backward, or at a function of :mod:`cp_styles.batch`. If a rank does none of
-these any more, the others wait for the timeout of the group.
+meet before every attention, and before its backward, where they say of which forward it is. A different number or order
+of calls is therefore noticed at the next attention over the group, forward or backward, or at a function of
+:mod:`cp_styles.batch`. If a rank does none of these any more, the others wait for the timeout of the group.
 
 [Note: agreement without waiting] A rank that knows its lengths starts the meeting and goes on: it makes its plan, packs
 what it will send, or computes what needs nothing of the others. It reads the rows before its first message, and at the
@@ -30,7 +30,8 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from cp_styles._compat import graph_task_id, resolve_group, without_dispatch_modes
-from cp_styles.comm.point_to_point import ROW, check_later, drop_check, note_user, offer_numbers, start_numbers
+from cp_styles.comm.group_state import check_later, drop_check, state_of
+from cp_styles.comm.point_to_point import ROW, offer_numbers, start_numbers
 from cp_styles.profiler_ranges import named_range
 from cp_styles.troubleshooting import see
 
@@ -58,6 +59,8 @@ class Meeting(enum.IntEnum):
     MASK = 9
     DECODE = 10
     BATCH = 11
+    FORWARDS = 12
+    COLLECTIVE_BACKWARD = 13
 
     @property
     def words(self) -> str:
@@ -69,7 +72,9 @@ _WORDS = {
     Meeting.CALL: "about to attend",
     Meeting.LAYOUT: "comparing layouts",
     Meeting.WARNING: "about to warn",
-    Meeting.BACKWARD: "through with the forward",
+    Meeting.BACKWARD: "in a backward",
+    Meeting.FORWARDS: "through with the forward",
+    Meeting.COLLECTIVE_BACKWARD: "in the backward of a function of cp_styles.collectives",
     Meeting.BLOCK: "at a function of torch's context-parallel API",
     Meeting.GRADIENTS: "about to sum gradients",
     Meeting.COLLECTIVE: "at a function of cp_styles.collectives",
@@ -77,6 +82,7 @@ _WORDS = {
     Meeting.DECODE: "about to decode",
     Meeting.BATCH: "cutting a batch",
 }
+_OF_BACKWARDS = (Meeting.BACKWARD, Meeting.COLLECTIVE_BACKWARD)
 # Added to a meeting inside a backward: a recomputed attention must not meet one that runs for the first time.
 _AGAIN = 64
 
@@ -90,7 +96,8 @@ class StatusRow(NamedTuple):
         status: a :class:`RankStatus`.
         meeting: the :class:`Meeting` of this rank.
         who: a hash of the name of the module or function.
-        place: the index of the call in its module's forward; 0 if unknown.
+        place: which module calls and the index of the call in its forward, see :func:`place_of`; in a backward, the
+            number of its forward.
         guessed: the global lengths for which ``layout`` was computed.
         layout: a hash of the layouts.
         inputs: a hash of shapes, dtypes and masks.
@@ -120,6 +127,15 @@ assert WIDTH == ROW  # such rows travel directly
 BACKWARD_MAY_COME, MAY_WARN = 1, 2
 
 
+def place_of(which: int, index: int) -> int:
+    """``which`` of several alike, and an index below _INDICES; 0 if they are not known. The ranks compare those that
+    are known."""
+    return which * _INDICES + index % _INDICES
+
+
+_INDICES = 2**16
+
+
 class StatusRows(list[StatusRow]):
     """The rows of all ranks, in group order.
 
@@ -135,6 +151,11 @@ class StatusRows(list[StatusRow]):
 
 
 _but_lengths = itemgetter(slice(2, None))
+
+
+def _as_known(said: StatusRow) -> StatusRow:
+    """A row as the key of a known call: a recomputation is known if its call is, and one of a layer if another's is."""
+    return said._replace(meeting=said.meeting % _AGAIN, place=said.place % _INDICES)
 
 
 @dataclass(frozen=True)
@@ -154,13 +175,14 @@ class Agreement(ABC):
 
 @dataclass(frozen=True)
 class EveryCall(Agreement):
-    """The ranks agree before every attention, and before the first backward after it. The default.
+    """The ranks agree before every attention, and before every backward of one. The default.
 
-    Promise: if one rank refuses its inputs, or the ranks' calls differ, or one calls attention more often than the
-    others, then every rank raises, and nothing waits for a timeout.
+    Promise: if one rank refuses its inputs, or the ranks' calls differ, or one calls attention or a backward more often
+    than the others or in another order, then every rank raises, and nothing waits for a timeout. If one rank fails in
+    the middle of an attention, every rank raises, and the process groups are of no use any more.
 
     Communication: an all-gather of 13 integers an attention, on the host (two for an ``AttentionContextParallel`` with
-    a balancer, which does not know the global length before), and one before the first backward. With a SequenceLayout
+    a balancer, which does not know the global length before), and one before each backward. With a SequenceLayout
     a rank does not wait for it at once: see [Note: agreement without waiting] in comm/agreement.py.
 
     Example::
@@ -185,10 +207,12 @@ class NewCalls(Agreement):
     otherwise or more often than the others, where they repeat a known call, then the others wait for it until the
     timeout of the process group. Ranks that repeat different known calls, which send the same rows (for example two
     modules whose scales differ, called in another order on one rank), raise at the first backward after them, before
-    any gradient. Without a backward, and without ``global_token_count`` or ``global_loss``, that is silent.
+    any gradient. Without a backward, and without ``global_token_count`` or ``global_loss``, that is silent. Backwards
+    after the first one in another order: over gloo the ranks wait for each other until the timeout; over other
+    transports gradients are wrong, and the ranks raise at the first backward of the next step.
     Unreduced gradients are found as by :class:`EveryCall`.
 
-    Communication: that of :class:`EveryCall`, for new calls only; and its all-gather before the first backward.
+    Communication: that of :class:`EveryCall`, for new calls only; and one all-gather before the first backward.
     Attention sinks are compared by their values, so a sink that is trained makes every call a new one.
 
     Example::
@@ -200,9 +224,9 @@ class NewCalls(Agreement):
         self, ledger: Ledger, said: StatusRow, assumed: Callable[[], Sequence[StatusRow]] | None
     ) -> StatusRows | None:
         # Whether a parameter is to be compared (watch) is the same on all ranks, and its checksum need not be.
-        said = said._replace(meeting=said.meeting % _AGAIN)  # a recomputation is known if its call is
-        found = None if assumed is None or said.watch else ledger.agreed.get(said)
+        found = None if assumed is None or said.watch else ledger.agreed.get(_as_known(said))
         if found is not None:
+            said = said._replace(meeting=said.meeting % _AGAIN)
             ledger.unmet = hash((ledger.unmet, _but_lengths(said)))  # of numbers: the same in every process
         return found
 
@@ -253,6 +277,8 @@ class Ledger:
         agreement: that of the last attention.
         sinks: digests of attention sinks that the ranks have still to compare; see
             :func:`~cp_styles.comm.checksum.delayed_digest`.
+        unread: what is known on the GPU only so far: a number that must be 0, and the error if it is not.
+        sums: number of calls of sum_gradients.
         unmet: a hash of the known calls, in their order, for which the ranks did not meet since the last meeting for a
             backward; 0 for none.
     """
@@ -266,6 +292,8 @@ class Ledger:
     sinks: deque[Callable[[], int]] = field(default_factory=deque)
     agreed: dict[StatusRow, StatusRows] = field(default_factory=dict)
     agreement: Agreement = EVERY_CALL
+    unread: deque[tuple[Callable[[], int], str]] = field(default_factory=deque)
+    sums: int = 0
     unmet: int = 0
 
     def remember(self, own: tuple[int, int], whole: tuple[int, int]) -> None:
@@ -276,8 +304,7 @@ class Ledger:
     def note_agreed(self, said: StatusRow, rows: StatusRows) -> None:
         if len(self.agreed) >= _MOST_AGREED:  # the rows of 1,024 ranks take some 200 KB
             self.agreed.clear()
-        said = said._replace(meeting=said.meeting % _AGAIN)
-        self.agreed[said] = rows
+        self.agreed[_as_known(said)] = rows
 
 
 _MOST_LENGTHS = 256
@@ -315,12 +342,13 @@ def start_status(
     *,
     agreement: Agreement = EVERY_CALL,
     assumed: Callable[[StatusRow], Sequence[StatusRow]] | None = None,
+    path: str = "",
 ) -> Callable[[], StatusRows]:
     """Start a meeting. The result returns the rows of all ranks; ``build()`` makes that of this rank, now. See
     [Note: meetings].
 
     ``agreement`` may know them without communication. ``assumed`` gives the rows of ranks that all call alike, from
-    that of this rank; None if it is not known.
+    that of this rank; None if it is not known. ``path`` is the module that calls, for messages.
 
     If ``build`` raises an Exception, this rank raises it when all know, and the others get the status ``refused`` and
     raise too.
@@ -341,7 +369,7 @@ def start_status(
     ledger = ledger_of(group)
     if (ledger.name, ledger.axis) != (name, axis):
         ledger.name, ledger.axis = name, axis
-        note_user(group, f"{name} (mesh axis {axis!r})")
+        state_of(group).user = f"{name} (mesh axis {axis!r})"
     mine = _of_meeting(said, meeting, name)
     if problem is None:
         try:
@@ -353,7 +381,7 @@ def start_status(
     elif agreement != EVERY_CALL:  # the others need not be at this meeting
         offer_numbers(mine, group, _PATIENCE_SECONDS)
         raise problem
-    started = _StartedMeeting(mine, problem, meeting, name, axis, group, agreement)
+    started = _StartedMeeting(mine, problem, meeting, name, axis, group, agreement, path)
     if problem is not None:
         started()
     started.gathered = start_numbers(mine, group)
@@ -375,6 +403,7 @@ class _StartedMeeting:
     axis: str
     group: dist.ProcessGroup
     agreement: Agreement
+    path: str
     gathered: Callable[[], Sequence[Sequence[int]]] | None = None
 
     def __call__(self) -> StatusRows:
@@ -391,7 +420,7 @@ class _StartedMeeting:
             raise self.problem
         if not rows.alike:
             _raise_if_refused(rows, self.name, self.axis)
-            _raise_if_apart(rows, self.name, self.axis)
+            _raise_if_apart(rows, self.name, self.axis, self.path)
         elif self.agreement != EVERY_CALL and not self.mine.watch:
             ledger_of(self.group).note_agreed(self.mine, rows)
         return rows
@@ -414,7 +443,7 @@ _PATIENCE_SECONDS = 30.0
 
 
 def _of_meeting(said: StatusRow, meeting: Meeting, name: str) -> StatusRow:
-    again = _AGAIN if meeting != Meeting.BACKWARD and graph_task_id() >= 0 else 0
+    again = _AGAIN if meeting not in _OF_BACKWARDS and graph_task_id() >= 0 else 0
     return said._replace(meeting=meeting + again, who=zlib.crc32(name.encode()))
 
 
@@ -431,11 +460,12 @@ def _raise_if_refused(rows: StatusRows, name: str, axis: str) -> None:
             )
 
 
-def _raise_if_apart(rows: StatusRows, name: str, axis: str) -> None:
-    places = {row.place for row in rows if row.place}
-    if len({(row.meeting, row.who) for row in rows}) == 1 and len(places) < 2:
+def _raise_if_apart(rows: StatusRows, name: str, axis: str, path: str) -> None:
+    which, index = {row.place // _INDICES for row in rows}, {row.place % _INDICES for row in rows}
+    if len({(row.meeting, row.who) for row in rows}) == 1 and len(which - {0}) < 2 and len(index - {0}) < 2:
         return
     here = ", ".join(f"rank {rank} is {_where(row, rows)}" for rank, row in enumerate(rows[:_MOST_SHOWN]))
+    here += f" (this rank: in {path!r})" if path else ""
     more = ", ..." if len(rows) > _MOST_SHOWN else ""
     raise ValueError(
         f"{name}: the ranks of mesh axis {axis!r} are not at the same place: {here}{more}. They call attention, or "
@@ -451,8 +481,13 @@ _MOST_SHOWN = 16
 def _where(row: StatusRow, rows: StatusRows) -> str:
     again, meeting = divmod(row.meeting, _AGAIN)
     text = Meeting(meeting).words
-    if row.place:
-        text += f" (call {row.place} of its module's forward)"
+    which, index = divmod(row.place, _INDICES)
+    if index:
+        text += f" (call {index} of its module's forward)"
+    if which and meeting in _OF_BACKWARDS:
+        text += f" (call {which} over these ranks)"
+    elif len({other.place // _INDICES for other in rows}) > 1:
+        text += f" in module {which:08x}"
     if again:
         text += " again, in a backward"
     if len({other.who for other in rows}) > 1:
@@ -460,17 +495,20 @@ def _where(row: StatusRow, rows: StatusRows) -> str:
     return text
 
 
-def begin_backward(group: dist.ProcessGroup | None) -> None:
-    """The meeting at the start of every backward of an attention over ``group``. It ends before the first message.
+def begin_backward(group: dist.ProcessGroup | None, forward: int, agreement: Agreement) -> None:
+    """The meeting at the start of the backward of forward number ``forward``. It ends before the first message.
 
-    Communication: one all-gather of WIDTH integers, if there were forwards since the last such meeting.
+    Communication: one all-gather of WIDTH integers with :class:`EveryCall`. Otherwise one if there were forwards since
+    the last such meeting that were not compared.
     """
     if group is None or group.size() == 1:
         return
     ledger = ledger_of(group)
     ledger.backward_began = True
-    if ledger.forward_open:
-        check_later(group, _close(ledger, group))
+    if agreement == EVERY_CALL or ledger.forward_open:
+        check_later(group, _close(ledger, group, Meeting.BACKWARD, forward, agreement))
+    elif agreement == NewCalls():
+        ledger.unmet = hash((ledger.unmet, forward))
 
 
 def end_forwards() -> None:
@@ -483,18 +521,24 @@ def end_forwards() -> None:
         group = reference()
         ledger = None if group is None else _ledgers.get(group)
         if group is not None and ledger is not None and ledger.forward_open and is_of_this_world(group):
-            _close(ledger, group)()
+            _close(ledger, group, Meeting.FORWARDS, 0, ledger.agreement)()
 
 
-def _close(ledger: Ledger, group: dist.ProcessGroup) -> Callable[[], object]:
+def _close(
+    ledger: Ledger, group: dist.ProcessGroup, meeting: Meeting, forward: int, agreement: Agreement
+) -> Callable[[], object]:
     ledger.forward_open = False
-    said, ledger.unmet = StatusRow(call=ledger.unmet), 0
+    unmet, ledger.unmet = ledger.unmet, 0
+    said = StatusRow(place=place_of(forward, 0), call=unmet)
+    if unmet:
+        agreement = EVERY_CALL
+    elif agreement != EVERY_CALL:
+        said = StatusRow()  # known, whichever forward it is
+        if agreement == NewCalls() and forward:
+            ledger.unmet = hash((0, forward))  # compared with the next calls
     where, ranks = (ledger.name, ledger.axis, group), group.size()
-    agreement = EVERY_CALL if said.call else ledger.agreement
-    meeting = start_status(
-        lambda: said, Meeting.BACKWARD, *where, agreement=agreement, assumed=lambda mine: [mine] * ranks
-    )
-    return partial(_compare_unmet, meeting, ledger.name, ledger.axis)
+    started = start_status(lambda: said, meeting, *where, agreement=agreement, assumed=lambda mine: [mine] * ranks)
+    return partial(_compare_unmet, started, ledger.name, ledger.axis)
 
 
 def _compare_unmet(meeting: Callable[[], StatusRows], name: str, axis: str) -> None:

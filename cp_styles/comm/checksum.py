@@ -11,6 +11,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from cp_styles.device_copies import read_later
 
 _PIECE = 2**23  # bytes at a time, so that a large tensor needs little more memory
+_GOLDEN = -0x61C8864680B583EB  # 2**64 divided by the golden ratio, as a signed integer: places become far apart
 
 
 def checksum(tensor: torch.Tensor) -> int:
@@ -30,16 +31,37 @@ def device_checksum(tensor: torch.Tensor) -> torch.Tensor:
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for index, piece in enumerate(tensor.contiguous().view(-1).view(torch.uint8).split(_PIECE)):
         words = torch.nn.functional.pad(piece, (0, -piece.numel() % 8)).view(torch.int64)
-        # The factors are odd and differ by place, otherwise opposite changes would cancel. Integers, unlike floats,
-        # give the same sum in any order.
-        places = torch.arange(index * _PIECE, index * _PIECE + words.numel(), device=words.device)
-        total += (words * (places * 0x9E3779B97F4A7C1 * 2 + 1)).sum()
+        # Each word is mixed with its place, not linearly: in a linear checksum, words a b b a and b a a b are equal, as
+        # any changes are that cancel. Integers, unlike floats, give the same sum in any order.
+        start = index * _PIECE // 8
+        keys = torch.arange(start, start + words.numel(), device=words.device).mul_(_GOLDEN).add_(words)
+        total += _mixed(keys).sum()
     return total
+
+
+def _mixed(keys: torch.Tensor) -> torch.Tensor:
+    """A permutation of the 64-bit integers, in place, after which one bit changes half of them: Stafford's mix 13."""
+    _xor_shifted(keys, 30).mul_(-0x40A7B892E31B1A47)
+    _xor_shifted(keys, 27).mul_(-0x6B2FB644ECCEEE15)
+    return _xor_shifted(keys, 31)
+
+
+def _xor_shifted(keys: torch.Tensor, places: int) -> torch.Tensor:
+    # The mask makes it a logical shift. The shift of signed integers copies the sign.
+    return keys.bitwise_xor_((keys >> places).bitwise_and_((1 << 64 - places) - 1))
 
 
 def version_of(tensor: torch.Tensor) -> int:
     """The version counter of a tensor, which grows with each change in place."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def state_of(tensor: torch.Tensor) -> int:
+    """A number that changes when a tensor is changed in place. Tensors of inference mode have no version: a checksum.
+
+    Changes that torch does not count, through ``tensor.data`` or NumPy, are seen for the latter only.
+    """
+    return checksum(tensor) if tensor.is_inference() else version_of(tensor)
 
 
 def digest(tensor: torch.Tensor) -> int:

@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from cp_styles._compat import is_traced, without_dispatch_modes
+from cp_styles._compat import is_traced, ranks_along, without_dispatch_modes
 
 GroupOrMesh: TypeAlias = dist.ProcessGroup | DeviceMesh
 """The ranks that share a sequence: a process group or a 1-D mesh, ``mesh["cp"]``."""
@@ -50,11 +50,14 @@ def group_in_order(mesh: DeviceMesh) -> dist.ProcessGroup:
     if is_traced() or mesh in _in_order.get(group, ()):
         return group
     with without_dispatch_modes():  # a recomputation does not look again
-        ranks, known = mesh.mesh.tolist(), dist.get_process_group_ranks(group)
-    if ranks != known:
+        lines, ranks, known = ranks_along(mesh), mesh.mesh.tolist(), dist.get_process_group_ranks(group)
+    # Groups have their ranks in ascending order. So all ranks of a mesh of several axes can look at all lines of it.
+    ascending = known == sorted(known)
+    apart = [ranks] if ranks != known else [line for line in lines if ascending and line != sorted(line)]
+    if apart:
         raise ValueError(
-            f"mesh axis {mesh.mesh_dim_names} has the ranks {ranks}, in another order than its process group, {known}: "
-            f"make a mesh whose ranks ascend along the axis of the sequence"
+            f"mesh axis {mesh.mesh_dim_names} has the ranks {apart[0]}, in another order than its process group, "
+            f"{sorted(apart[0])}: make a mesh whose ranks ascend along the axis of the sequence"
         )
     _in_order.setdefault(group, WeakSet()).add(mesh)
     return group

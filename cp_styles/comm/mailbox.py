@@ -14,6 +14,8 @@ their buffers are kept here: gloo stops reading from a rank whose message has lo
 
 from __future__ import annotations
 
+import contextlib
+from datetime import timedelta
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -21,8 +23,20 @@ import torch.distributed as dist
 
 from cp_styles._compat import let_profilers_record
 
-# Tags from here on belong to these messages. Those of keys, values and gradients have tag 0, and users count from 0.
+# Tags from here on belong to these messages. Those of keys, values and gradients have tags from 2**29 on. Users count
+# from 0.
 _FIRST_TAG, _TAGS = 2**30, 2**30
+
+
+def end_connections(gloo: Any) -> None:
+    """End all connections of a gloo backend. What other ranks wait for raises on them at once.
+
+    Gloo does so when a wait has timed out: see unbound_buffer.cc, ``signalException``.
+    """
+    never, peer = torch.empty(1, device="cpu"), (gloo.rank() + 1) % gloo.size()
+    with contextlib.suppress(RuntimeError):
+        gloo.recv([never], peer, _FIRST_TAG + _TAGS - 1).wait(timedelta(milliseconds=1))
+
 
 Posted: TypeAlias = dist.Work | RuntimeError
 """A message that is under way, or the error of posting it. It concerns one rank, and the others get their messages."""

@@ -6,33 +6,21 @@ import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 import torch.distributed as dist
 
 from cp_styles._compat import cpu_backend_of, gloo_beside, part_of_group, resolve_group, without_torch_func
-from cp_styles.comm.mailbox import Mailbox
+from cp_styles.comm.group_state import drop_check, settle, share_state, state_of
+from cp_styles.comm.mailbox import Mailbox, end_connections
 from cp_styles.comm.rehearsal_group import Rehearsal
 from cp_styles.troubleshooting import see
 
 
 class TransferError(RuntimeError):
     """A transfer with another rank failed: that rank has ended, or did not take part within the group's timeout."""
-
-
-# The module or function that uses a group, for messages. A part of a group has the user of the whole group.
-_users: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
-
-
-def note_user(group: dist.ProcessGroup, user: str) -> None:
-    """Note that ``user`` uses ``group`` and its parts. Errors of transfers then name it."""
-    if _users.get(group) == user:
-        return  # for its parts too, which get the user of the group when they are made
-    _users[group] = user
-    for part in _parts.get(group, {}).values():
-        _users[part] = user
 
 
 class PendingTransfers:
@@ -70,101 +58,69 @@ class PendingTransfers:
                     work.wait()
                 except RuntimeError as error:
                     peers = self._peers[index : index + 1] if len(self._works) == len(self._peers) else self._peers
-                    raise _failed(error, peers, self._group) from error
+                    raise transfer_error(error, peers, self._group) from error
         self._works, self._tensors = (), ()
 
 
-class Check:
-    """Something that is checked once, at the latest before the next message over a group: see :func:`check_later`."""
+class Operation:
+    """The messages of one operation over a group, as a context: see [Note: operations] in group_state.py.
 
-    def __init__(self, check: Callable[[], object]) -> None:
-        self._check: Callable[[], object] | None = check
-
-    def settle(self) -> None:
-        check, self._check = self._check, None
-        if check is not None:
-            check()
-
-    def drop(self) -> None:
-        self._check = None
-
-
-# The check that is to run before the next message, by the group and its parts.
-_unchecked: WeakKeyDictionary[dist.ProcessGroup, Check] = WeakKeyDictionary()
-
-
-def check_later(group: dist.ProcessGroup, check: Callable[[], object]) -> None:
-    """Call ``check`` before the next message over ``group`` or a part of it, or at the next :func:`settle`.
-
-    So the ranks agree while each of them prepares, or computes what needs nothing of the others. If ``check`` raises,
-    no message was sent that another rank would have to receive.
-    """
-    _unchecked[group] = found = Check(check)
-    for part in _parts.get(group, {}).values():
-        _unchecked[part] = found
-
-
-def drop_check(group: dist.ProcessGroup) -> None:
-    """Drop the check of :func:`check_later`: an attention has failed on this rank."""
-    found = _unchecked.pop(group, None)
-    if found is not None:
-        found.drop()
-
-
-def settle(group: dist.ProcessGroup | None) -> None:
-    """Run the check of :func:`check_later` now, if there is one."""
-    found = None if group is None else _unchecked.pop(group, None)
-    if found is not None:
-        found.settle()
-
-
-def settle_after(error: BaseException, group: dist.ProcessGroup | None) -> None:
-    """:func:`settle` after an error of the attention: what the ranks disagree on may be the cause.
-
-    If the program is interrupted, the check is dropped: it holds the group, whose connections end with it.
-    """
-    if isinstance(error, Exception):
-        settle(group)
-    elif group is not None:
-        drop_check(group)
-
-
-class Transfers:
-    """The transfers of one attention on this rank, as a context.
-
-    After an error it waits for those that were started: they would match those of the next attention. If a transfer
-    itself failed, there is no next attention, and the other ranks may be gone, so it does not wait. Nor does it when
-    the program is interrupted.
+    ``backward_of``: the number of the forward of a backward; 0 for a forward.
     """
 
-    def __init__(self) -> None:
-        self._running: list[PendingTransfers] = []
+    def __init__(self, group: dist.ProcessGroup, backward_of: int = 0) -> None:
+        self._group, self._backward_of = group, backward_of
 
-    def note(self, pending: PendingTransfers) -> PendingTransfers:
-        """``pending``, for which the end of the context waits after an error."""
-        self._running = [each for each in self._running if not each.done]
-        self._running.append(pending)
-        return pending
+    def __enter__(self) -> None:
+        refuse_broken(self._group)
+        state = state_of(self._group)
+        state.backward_of, state.agreed = self._backward_of, state.check is None
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
-        if kind is None or issubclass(kind, TransferError) or not issubclass(kind, Exception):
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
+        if error is None:
+            settle(self._group)
             return
-        with contextlib.suppress(TransferError):  # the first error is more useful
-            for pending in self._running:
-                pending.wait()
+        interrupted = not isinstance(error, Exception)
+        if interrupted:
+            drop_check(self._group)  # it holds the group, whose connections end with it
+        settle(self._group)  # what the ranks disagree on may be the cause
+        if interrupted or state_of(self._group).agreed:
+            _break_off(self._group, error)
 
 
-def _failed(error: RuntimeError, peers: Sequence[int], group: dist.ProcessGroup | None) -> TransferError:
+def refuse_broken(group: dist.ProcessGroup) -> None:
+    """Raise TransferError if this rank has left an operation over the group half way."""
+    state = state_of(group)
+    if state.broken:
+        raise TransferError(
+            f"{state.user}: this rank has left an operation of the ranks half way, by {state.broken}. The others were "
+            "not given what it owed them, so the ranks of this group cannot go on together: end the job, or destroy "
+            f"the process groups on all ranks and make new ones{see('A rank that has left half way')}"
+        )
+
+
+def _break_off(group: dist.ProcessGroup, error: BaseException) -> None:
+    """End the connections of a group and its parts: all ranks that wait for this one get an error at once."""
+    state = state_of(group)
+    if state.broken or group.size() == 1:
+        return
+    state.broken = f"{type(error).__name__}: {error}"[:200]
+    for each in (group, *_parts.get(group, {}).values()):
+        gloo = _hosts.get(each)
+        with contextlib.suppress(RuntimeError):  # the group was destroyed
+            gloo = gloo or cpu_backend_of(each, "gloo")
+        if gloo is not None:
+            end_connections(gloo)
+
+
+def transfer_error(error: RuntimeError, peers: Sequence[int], group: dist.ProcessGroup | None) -> TransferError:
     """A TransferError for an error of the transport. It names the other ranks and the user of the group."""
-    user = "attention" if group is None else _users.get(group, "attention")
+    user = "attention" if group is None else state_of(group).user
     ranks = list(peers) if group is None else [dist.get_global_rank(group, peer) for peer in peers]
     return TransferError(
         f"{user}: a transfer with rank {', '.join(map(str, ranks))} (of all processes) failed: that rank has ended, "
-        f"or did not take part in time; its log has the reason{see('A rank that has ended')}. The transport says: "
-        f"{error}"
+        f"or left an operation by an error, or did not take part in time; its log has the reason"
+        f"{see('A rank that has ended')}. The transport says: {error}"
     )
 
 
@@ -177,9 +133,10 @@ def exchange(
 
     Communication: one send for each pair in ``sends``, one receive for each pair in ``receives``. Between two ranks,
     messages arrive in the order in which they were sent. Empty tensors are not sent: both sides know the plan and skip
-    them. What :func:`check_later` was given is checked first.
+    them. What :func:`~cp_styles.comm.group_state.check_later` was given is checked first.
     """
     settle(group)
+    tag = 0 if group is None else state_of(group).tag
     pairs = [*sends, *receives]
     if group is not None and (not pairs or pairs[0][1].device.type in ("cpu", "meta")):
         # The same without a list of P2POps, which costs more than sending small messages. CPU backends have nothing to
@@ -190,14 +147,14 @@ def exchange(
             if tensor.numel():
                 call = group.send if index < len(sends) else group.recv
                 try:
-                    works.append(call([tensor], peer, 0))
+                    works.append(call([tensor], peer, tag))
                 except RuntimeError as error:
-                    raise _failed(error, (peer,), group) from error
+                    raise transfer_error(error, (peer,), group) from error
                 peers.append(peer)
                 tensors.append(tensor)
         return PendingTransfers(works, tensors, peers, group)
     ops = [
-        dist.P2POp(call, tensor, group=group, group_peer=peer)
+        dist.P2POp(call, tensor, group=group, group_peer=peer, tag=tag)
         for call, pairs in ((dist.irecv, receives), (dist.isend, sends))
         for peer, tensor in pairs
         if tensor.numel()
@@ -206,7 +163,7 @@ def exchange(
     try:
         works = dist.batch_isend_irecv(ops) if ops else []
     except RuntimeError as error:
-        raise _failed(error, peers, group) from error
+        raise transfer_error(error, peers, group) from error
     return PendingTransfers(works, [op.tensor for op in ops], peers, group)
 
 
@@ -246,6 +203,7 @@ def start_numbers(numbers: Sequence[int], group: dist.ProcessGroup) -> Callable[
         TransferError: by the result, if a direct message fails. Other all-gathers raise a RuntimeError of torch's.
     """
     refuse_destroyed(group)
+    refuse_broken(group)
     if group.size() == 1:
         return lambda: [numbers]
     with without_torch_func():  # it would wrap the result, and its transfer would be lost
@@ -262,6 +220,8 @@ def start_numbers(numbers: Sequence[int], group: dist.ProcessGroup) -> Callable[
 
 def offer_numbers(numbers: Sequence[int], group: dist.ProcessGroup, seconds: float) -> None:
     """:func:`gather_numbers` for a rank that has failed. It reads nothing, and waits at most ``seconds``."""
+    if state_of(group).broken:  # the others know
+        return
     with contextlib.suppress(RuntimeError), without_torch_func():  # the first error is more useful
         patience = timedelta(seconds=seconds)
         _, started = _gather(_row(numbers, group), group, patience)
@@ -320,7 +280,7 @@ class _StartedGather(NamedTuple):
         del mailbox  # the traceback of the error would keep it, and so the connections
         if missing is not None:
             peer, error = missing
-            raise _failed(error, (peer,), group) from error
+            raise transfer_error(error, (peer,), group) from error
 
 
 def _gather(
@@ -362,11 +322,23 @@ def refuse_destroyed(group: dist.ProcessGroup) -> None:
     try:
         dist.get_backend(group)
     except (KeyError, TypeError, ValueError, RuntimeError, AssertionError):  # torch's errors for an unknown group
-        raise RuntimeError(
-            "the process group over which this attention is context parallel was destroyed (destroy_process_group): "
-            "apply the style to a new module, or call the attention, with a mesh of the new process groups"
-            f"{see('A process group that was destroyed')}"
-        ) from None
+        raise destroyed_error() from None
+
+
+def destroyed_error() -> RuntimeError:
+    return RuntimeError(
+        "the process group over which this attention is context parallel was destroyed (destroy_process_group): "
+        "apply the style to a new module, or call the attention, with a mesh of the new process groups"
+        f"{see('A process group that was destroyed')}"
+    )
+
+
+def group_of_name(name: str) -> dist.ProcessGroup:
+    """The group of this name. Raises RuntimeError if it was destroyed."""
+    try:
+        return resolve_group(name)
+    except RuntimeError:
+        raise destroyed_error() from None
 
 
 # An op, so that a selective checkpoint can keep its result, and the recomputation does not communicate again. While the
@@ -427,5 +399,5 @@ def _part_of(ranks: list[int], group: dist.ProcessGroup, members: list[int], nam
     parts = _parts.setdefault(group, {})
     if tuple(ranks) not in parts:
         parts[tuple(ranks)] = made = part_of_group(group, ranks, name)
-        _users[made] = _users.get(group, "attention")
+        share_state(made, group)
     return parts[tuple(ranks)]

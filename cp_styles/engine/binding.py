@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import math
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
-from cp_styles._compat import graph_task_id
+from cp_styles._compat import graph_task_id, when_destroyed
 from cp_styles.comm.agreement import (
     BACKWARD_MAY_COME,
     EVERY_CALL,
@@ -29,13 +30,13 @@ from cp_styles.comm.agreement import (
     exchange_status,
     fingerprint,
     fingerprint_of,
-    is_of_this_world,
     ledger_of,
     offer_refusal,
+    place_of,
     plain,
     start_status,
 )
-from cp_styles.comm.point_to_point import check_later, settle
+from cp_styles.comm.group_state import check_later, settle, state_of
 from cp_styles.engine.gradient_watch import RAISE, Finding, GradientCheck, ParameterWatch, watch_of
 from cp_styles.engine.mesh_axes import OtherAxes, chunk_sizes, declared_size
 from cp_styles.kernels import Kernel, SdpaKernel, kernel_for_tiles
@@ -71,17 +72,20 @@ class Tally:
             ``refuse`` and ``call``. None if the ranks have agreed.
         running: whether this forward is under way. (Not known where torch.compile traces it.)
         inputs: arguments of the module's forward, by parameter name; empty outside of a forward.
-        on_range: is called with every torch.arange in this forward: its result and its arguments. None for no call.
         made_mask: a mask that says more than causal, made for the layers of this forward by a door of another library.
+        path: of the innermost module that runs, below the one that has the style.
+        on_range: is called with the result and the arguments of each torch.arange that torch.compile traces in this
+            forward. None for no call.
     """
 
     calls: int = 0
     lengths: set[int] = field(default_factory=set)
-    deferred_agreement: Callable[..., Any] | None = None
+    deferred_agreement: partial[Any] | None = None
     running: bool = False
     inputs: dict[str, Any] = field(default_factory=dict)
-    on_range: Callable[[torch.Tensor, tuple[Any, ...], dict[str, Any]], None] | None = None
     made_mask: Any = None
+    path: str = ""
+    on_range: Callable[[torch.Tensor, tuple[Any, ...], dict[str, Any]], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -104,6 +108,7 @@ class Binding:
         agreement: how often the ranks agree on attention.
         asked: properties of the calls so far that plans depend on: (is_causal, the kernel's small_tiles). Bindings made
             from this one by ``replace`` share it.
+        site: the number of the module among those of its style, whose names may be equal; 0 for functions.
         texts: what :func:`~cp_styles.engine.custom_ops.config_text_of` wrote of it, without and with a named layout.
     """
 
@@ -120,6 +125,7 @@ class Binding:
     gradient_check: GradientCheck = field(default=RAISE, compare=False, repr=False)
     agreement: Agreement = field(default=EVERY_CALL, compare=False, repr=False)
     asked: set[tuple[bool, bool]] = field(default_factory=set, compare=False, repr=False)
+    site: int = field(default=0, compare=False, repr=False)
     texts: dict[bool, Any] = field(init=False, default_factory=dict, compare=False, repr=False)
     _attentions: dict[tuple[Any, ...], Attention] = field(init=False, default_factory=dict, compare=False, repr=False)
     _by_lengths: dict[tuple[int, int], Binding] = field(init=False, default_factory=dict, compare=False, repr=False)
@@ -293,7 +299,7 @@ class Binding:
         assert isinstance(self.layout, SequenceLayout)
         try:
             refuse()
-            self.refuse_other_cut(cuts_of(tensors))
+            self.refuse_other_cut(cuts_of(tensors), tensors[0].shape[seq_dim])
         except Exception:  # of any kind: agree() reports it to the other ranks
             return None
         own = self.layout.lengths[self.group.rank()]
@@ -309,6 +315,7 @@ class Binding:
         call: Mapping[str, Any] | None = None,
         keep: bool = False,
         refused: RankStatus = RankStatus.BAD_INPUTS,
+        dtypes: Sequence[torch.dtype] | None = None,
     ) -> Binding:
         """The binding of one call, with its ``lengths``, once all ranks know that their inputs fit together.
 
@@ -325,13 +332,14 @@ class Binding:
             call: the other arguments of the call by name (``is_causal``, ``scale``), if they are known already.
             keep: whether a backward of the call may follow, if the call is known.
             refused: the status that the other ranks get if ``refuse`` raises.
+            dtypes: in which the tensors are attended to. None: those of now, under autocast or not.
 
         Raises :class:`~cp_styles.engine.gradient_watch.UnreducedGradientsError` if the ranks' parameters differ, and
         warns :class:`~cp_styles.layout.LayoutMismatchWarning` if tokens seem to be cut with another layout.
         """
         layout, rank = self.layout, self.group.rank()
         given = layout if isinstance(layout, SequenceLayout) else None
-        asked = _Call(self, refuse, tensors, seq_dim, attn_mask, call, keep)
+        asked = _Call(self, refuse, tensors, seq_dim, attn_mask, call, keep, dtypes)
         self.ledger.engaged = True
         meeting = start_status(
             asked.row,
@@ -342,6 +350,7 @@ class Binding:
             refused,
             agreement=self.agreement,
             assumed=None if given is None else partial(_as_cut_by, given, rank),
+            path=self.tally.path,
         )
         q, k, v = tensors
         own = None if given is None else given.lengths[rank]
@@ -351,11 +360,16 @@ class Binding:
         return self.as_given
 
     def begun(self, engaged: bool) -> None:
-        """Note that an attention starts. It ends with :meth:`finished`."""
+        """Note that an attention starts, on which the ranks have agreed. It ends with :meth:`finished`.
+
+        ``engaged``: its call is known.
+        """
         ledger = self.ledger
         ledger.engaged, ledger.backward_began = engaged, False
         ledger.forward_open = ledger.forward_open or graph_task_id() < 0
         ledger.agreement = self.agreement
+        if self.group.size() > 1:
+            state_of(self.group).forwards += engaged
 
     def finished(self) -> None:
         """Note that the forward of the attention has ended. Later errors are not errors of the attention."""
@@ -396,6 +410,7 @@ class Binding:
         scale: float | None,
         attn_mask: torch.Tensor | None,
         keep: bool,
+        dtypes: Sequence[torch.dtype],
     ) -> None:
         """Raise on every rank unless all ranks call their attention in the same way: for a call inside a module.
 
@@ -404,10 +419,13 @@ class Binding:
         of :meth:`agree` if it was deferred, otherwise one all-gather.
         """
         deferred_agreement, self.tally.deferred_agreement = self.tally.deferred_agreement, None
-        if deferred_agreement is not None:
-            contents = None if attn_mask is None else _contents(attn_mask)
-            call = {"is_causal": is_causal, "scale": scale, "attn_mask": contents}
-            deferred_agreement(refuse, call=call, keep=keep, refused=RankStatus.NO_CALL)
+        if deferred_agreement is not None:  # the same row as that of a compiled call: the others' may be
+            call: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "sink": None}
+            if deferred_agreement.keywords["attn_mask"] is None:
+                deferred_agreement = partial(deferred_agreement, attn_mask=attn_mask)
+            elif attn_mask is not None:  # beside that of the module's call
+                call["attn_mask"] = _contents(attn_mask)
+            deferred_agreement(refuse, call=call, keep=keep, refused=RankStatus.NO_CALL, dtypes=dtypes)
             return
 
         def build() -> StatusRow:
@@ -415,8 +433,8 @@ class Binding:
             contents = None if attn_mask is None else _contents(attn_mask)
             return StatusRow(
                 status=RankStatus.GOOD_CALL,
-                place=self.tally.calls,
-                call=fingerprint_of(is_causal, scale, contents),
+                place=self.place,
+                call=fingerprint_of(is_causal, scale, contents, *dtypes),
                 flags=BACKWARD_MAY_COME * keep,
             )
 
@@ -431,9 +449,10 @@ class Binding:
             RankStatus.NO_CALL,
             agreement=self.agreement,
             assumed=lambda mine: [mine] * ranks,
+            path=self.tally.path,
         )
 
-        check = partial(self._finish_call, meeting, is_causal, scale, attn_mask, keep)
+        check = partial(self._finish_call, meeting, is_causal, scale, attn_mask, keep, dtypes)
         if attn_mask is None:
             check_later(self.group, check)
         else:
@@ -446,13 +465,15 @@ class Binding:
         scale: float | None,
         attn_mask: torch.Tensor | None,
         keep: bool,
+        dtypes: Sequence[torch.dtype],
     ) -> None:
         """The end of :meth:`agree_on_call`: wait for the others' rows of ``meeting``, and compare."""
 
         def mine() -> str:
             mask = "none" if attn_mask is None else f"one of shape {tuple(attn_mask.shape)}"
             return (
-                f"is_causal={is_causal}, scale={scale}, attn_mask {mask}. The module must not decide by the length of "
+                f"is_causal={is_causal}, scale={scale}, dtype={dtypes[0]}, attn_mask {mask}. Autocast must be on for "
+                "the attention on all ranks or on none. The module must not decide by the length of "
                 "its local input, and attn_mask must be the mask of the whole sequence, the same on all ranks"
             )
 
@@ -471,10 +492,24 @@ class Binding:
         """Tell the ranks that have called their attention, or will call it, that this rank will not."""
         offer_refusal(self.name, self.axis, self.group)
 
-    def refuse_other_cut(self, cut_tensors: Sequence[tuple[torch.Tensor, SequenceLayout]]) -> None:
-        """Raise for tensors that another layout cut. Lengths do not show this, because most layouts give equal ones."""
+    def refuse_other_cut(
+        self, cut_tensors: Sequence[tuple[torch.Tensor, SequenceLayout]], q_length: int | None = None
+    ) -> None:
+        """Raise for tensors that another layout cut. Lengths do not show this, because most layouts give equal ones.
+
+        With ``q_length``, the number of local queries, also for parts of so many positions from a layout for another
+        number of ranks. (They may be longer by now: a rank's tokens may be cut once more over another axis.)
+        """
         for tensor, cut in cut_tensors:
             if cut.ranks != self.group.size():
+                if q_length in tensor.shape and q_length in cut.lengths:
+                    raise ValueError(
+                        f"{self.name}: an input of shape {tuple(tensor.shape)} was cut with a layout for {cut.ranks} "
+                        f"ranks, mesh axis {self.axis!r} has {self.group.size()}, so positions of other ranks would be "
+                        "missing or there twice: make the layout for the ranks that share the sequence, such as "
+                        f"head_tail(length, mesh[{self.axis!r}].size())"
+                        f"{see('A tensor that was cut with another layout')}"
+                    )
                 continue
             if isinstance(self.layout, SequenceLayout) and self.layout.length != cut.length:
                 continue  # a tensor of another sequence; lengths of inputs are compared elsewhere
@@ -487,12 +522,17 @@ class Binding:
                 )
 
     def compare_inputs(
-        self, rows: StatusRows, tensors: Sequence[torch.Tensor], call: Mapping[str, Any], attn_mask: torch.Tensor | None
+        self,
+        rows: StatusRows,
+        tensors: Sequence[torch.Tensor],
+        dtypes: Sequence[torch.dtype],
+        call: Mapping[str, Any],
+        attn_mask: torch.Tensor | None,
     ) -> None:
         """Raise unless the inputs of the ranks fit together."""
 
         def shapes() -> list[Any]:
-            given = [(tuple(x.shape), str(dtype)) for x, dtype in zip(tensors, attended_dtypes(tensors), strict=True)]
+            given = [(tuple(x.shape), str(dtype)) for x, dtype in zip(tensors, dtypes, strict=True)]
             if attn_mask is None:
                 return given
             return [*given, ("attn_mask", tuple(attn_mask.shape), str(attn_mask.dtype)), _of_a_part(attn_mask, rows)]
@@ -506,6 +546,13 @@ class Binding:
             named = _NAMED + (f" (or {', '.join(call)} of the call)" if call else "")
             compare(rows, "config", *where, named, settings)
             compare(rows, "call", *where, named, settings)
+
+    @property
+    def place(self) -> int:
+        """Which module calls, and the number of the call, for a :class:`~cp_styles.comm.agreement.StatusRow`."""
+        if not self.site:
+            return self.tally.calls
+        return place_of(zlib.crc32(f"{self.site} {self.tally.path}".encode()), self.tally.calls)
 
     def config_words(self) -> str:
         return ", ".join(plain(part) for part in (self.strategy, self.layout, self.mask, self.kernel))
@@ -574,6 +621,7 @@ class _Call:
     attn_mask: torch.Tensor | None
     call: Mapping[str, Any] | None
     keep: bool
+    dtypes: Sequence[torch.dtype] | None = None
     expected: Binding | None = None
     made: dict[int, SequenceLayout] = field(default_factory=dict)  # a balancer may be slow, and its next result differ
 
@@ -581,8 +629,11 @@ class _Call:
         """This rank's row. Raises if this rank refuses the call."""
         self.refuse()
         binding, call, dim, (q, k, v) = self.binding, self.call, self.seq_dim, self.tensors
+        binding.mask.check_unchanged()
         if cut_tensors := cuts_of(self.tensors):
-            binding.refuse_other_cut(cut_tensors)
+            binding.refuse_other_cut(cut_tensors, q.shape[dim])
+        if of_model := cuts_of(binding.tally.inputs.values()):
+            binding.refuse_other_cut([each for each in of_model if each[1].ranks != binding.group.size()], q.shape[dim])
         own, group = (q.shape[dim], k.shape[dim]), binding.group
         if v.shape[dim] != own[1]:
             raise ValueError(f"{binding.name}: key and value have different lengths: {own[1]} and {v.shape[dim]}")
@@ -593,15 +644,17 @@ class _Call:
         )
         contents = None if self.attn_mask is None else _contents(self.attn_mask)
         rest = slice(dim % q.ndim + 1, None)
-        sizes = (q.shape[:dim], q.shape[rest]), (k.shape[:dim], k.shape[rest]), (v.shape[:dim], v.shape[rest])
+        sizes = q.shape[:dim] + q.shape[rest], k.shape[:dim] + k.shape[rest], v.shape[:dim] + v.shape[rest]
+        if self.dtypes is None:
+            self.dtypes = attended_dtypes(self.tensors)
         return StatusRow(
             own[0],
             own[1],
             status=RankStatus.GOOD_INPUTS if call is None else RankStatus.GOOD_CALL,
-            place=binding.tally.calls,
+            place=binding.place,
             guessed=0 if expected is None else expected.packed,
             layout=0 if expected is None else expected.number,
-            inputs=fingerprint_of(*sizes, *attended_dtypes(self.tensors), contents),
+            inputs=fingerprint_of(*sizes, *self.dtypes, contents),
             config=binding._print,
             call=fingerprint_of(*call, *call.values()) if call else 0,
             watch=binding._watch.look(self.tensors, group),
@@ -650,7 +703,12 @@ class _Call:
             # On all ranks. A user may turn warnings into errors, and then all of them must raise.
             warn = partial(self._warn, apart, found.cuts[0])
             exchange_status(warn, Meeting.WARNING, binding.name, binding.axis, binding.group)
-        binding.begun(self.call is not None)
+        if self.call is not None and RankStatus.GOOD_INPUTS in columns.status:
+            # Others, which are not compiled, have a module around the call, and meet once more there.
+            assert self.dtypes is not None
+            found.agree_on_call(_nothing, self.call["is_causal"], self.call["scale"], None, self.keep, self.dtypes)
+        else:
+            binding.begun(self.call is not None)
         return found
 
     def _compared(self, rows: StatusRows) -> Binding:
@@ -658,7 +716,8 @@ class _Call:
         binding, attn_mask = self.binding, self.attn_mask
         where = binding.name, binding.axis
         if not rows.alike:
-            binding.compare_inputs(rows, self.tensors, self.call or {}, attn_mask)
+            assert self.dtypes is not None  # set when the row was made
+            binding.compare_inputs(rows, self.tensors, self.dtypes, self.call or {}, attn_mask)
         if attn_mask is not None and (problem := _of_a_part(attn_mask, rows)):
             raise ValueError(f"{binding.name}: {problem}")  # on every rank, because their masks are equal
         columns, layout_rows = rows.columns, rows
@@ -693,11 +752,27 @@ class _Call:
         return StatusRow()
 
 
-# The latest bindings of calls of functions in this thread. A binding keeps its group alive, and an idle group has
-# threads that poll. So there are few of them; those of groups that were destroyed leave with the next new one; and
-# ranks that are threads take theirs with them.
-_of_calls: ContextVar[OrderedDict[tuple[Any, ...], Binding] | None] = ContextVar("bindings_of_calls", default=None)
-_MOST_OF_CALLS = 16
+_bindings: WeakKeyDictionary[dist.ProcessGroup, OrderedDict[Any, Any]] = WeakKeyDictionary()
+_MOST_BINDINGS = 64
+
+
+def bindings_of(group: dist.ProcessGroup) -> OrderedDict[Any, Any]:
+    """The latest bindings of functions' calls and of compiled graphs over a group.
+
+    They hold the group, with its connections and the threads that poll them, until it is destroyed.
+    """
+    known = _bindings.get(group)
+    if known is None:
+        known = _bindings[group] = OrderedDict()
+        when_destroyed(group, partial(_bindings.pop, group, None))
+    return known
+
+
+def keep_binding(known: OrderedDict[Any, Any], key: Any, source: Any) -> None:
+    """Add the latest one to the table of :func:`bindings_of`."""
+    known[key] = source
+    while len(known) > _MOST_BINDINGS:
+        known.popitem(last=False)
 
 
 def binding_of_call(
@@ -719,26 +794,16 @@ def binding_of_call(
     """
     said = name, axis, group, strategy, layout, mask, kernel
     checks = {"gradient_check": gradient_check, "agreement": agreement}
-    known = _of_calls.get()
-    if known is None:
-        _of_calls.set(known := OrderedDict())
     key = *said, gradient_check, agreement
     try:
-        found = known.get(key)
-        if found is not None:
-            known.move_to_end(key)
-            return found
+        known = bindings_of(group)
+        found = known.pop(key, None)
         kept = mask.pattern == mask and isinstance(kernel, SdpaKernel | None) and not gradient_check.local
     except (AttributeError, TypeError):  # an argument of a wrong type, about which a Binding raises
         return Binding(*said, **checks)
-    found = Binding(*said, **checks)
-    for old, binding in list(known.items()):
-        if not is_of_this_world(binding.group):
-            del known[old]
+    found = found or Binding(*said, **checks)
     if kept:
-        known[key] = found
-        while len(known) > _MOST_OF_CALLS:
-            known.popitem(last=False)
+        keep_binding(known, key, found)
     return found
 
 
@@ -784,6 +849,10 @@ def _compare_keep(rows: StatusRows, keep: bool, name: str, axis: str) -> None:
             "follow. Every rank has a share of every gradient: run the forward with gradients on all ranks, or on none"
             f"{see('A backward on some ranks only')}"
         )
+
+
+def _nothing() -> None:
+    """Refuses nothing."""
 
 
 def _raise(problem: Exception) -> NoReturn:

@@ -20,12 +20,12 @@ import dataclasses
 import functools
 import sys
 import types
-from functools import lru_cache
 from typing import Any
 
 import torch
 
 from cp_styles._compat import constant_under_compile
+from cp_styles.bounded_cache import remembered
 from cp_styles.mask import Dense
 from cp_styles.troubleshooting import see
 
@@ -83,12 +83,12 @@ def from_text(text: str, tensors: tuple[torch.Tensor, ...] = ()) -> Any:
     return _build(_literal(text), tensors) if tensors else _parsed(text)
 
 
-@lru_cache(maxsize=512)
+@remembered
 def _parsed(text: str) -> Any:
-    return _build(_literal(text), ())
+    return _build(ast.literal_eval(text), ())
 
 
-@lru_cache(maxsize=512)
+@remembered
 def _literal(text: str) -> Any:
     return ast.literal_eval(text)
 

@@ -16,11 +16,7 @@ from __future__ import annotations
 import ast
 import ctypes
 import itertools
-from collections import OrderedDict
-from collections.abc import Callable
-from contextvars import ContextVar
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakValueDictionary
 
@@ -28,14 +24,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from cp_styles._compat import forward_mode_level, never_compiled, new_size, resolve_group, torch_func_transform
+from cp_styles._compat import forward_mode_level, never_compiled, new_size, torch_func_transform
+from cp_styles.bounded_cache import remembered
 from cp_styles.comm.agreement import EVERY_CALL, Agreement
 from cp_styles.comm.checksum import delayed_digest
-from cp_styles.engine.binding import Binding
+from cp_styles.comm.group_state import state_of
+from cp_styles.comm.point_to_point import destroyed_error, group_of_name
+from cp_styles.engine.binding import Binding, Tally, bindings_of, keep_binding
 from cp_styles.engine.config_text import from_text, to_text
 from cp_styles.engine.gradient_watch import GradientCheck, watch_of
+from cp_styles.engine.reruns import remember_in_all
 from cp_styles.engine.run import run_backward, run_forward
-from cp_styles.engine.scope import ScopedBinding, ScopeHistory, SequenceScope
+from cp_styles.engine.scope import ScopedBinding, SequenceScope
 from cp_styles.kernels import Kernel
 from cp_styles.kernels.autocast import attended_dtypes
 from cp_styles.layout import Balancer, SequenceLayout, is_deterministic
@@ -55,13 +55,9 @@ _LABELS = ("query", "key", "value")
 _live: WeakValueDictionary[str, Source] = WeakValueDictionary()
 _serial = itertools.count()
 
-watcher: ContextVar[Callable[[], None] | None] = ContextVar("attention_watcher", default=None)
-"""Called by every attention that runs inside a compiled graph in this context. Modes do not see those."""
-
-# Bindings of compiled graphs, by group: ranks may be threads that share the graphs. The table is bounded, because a
-# binding keeps its group alive.
-_bound: OrderedDict[tuple[dist.ProcessGroup, str], Source] = OrderedDict()
-_MOST_BOUND = 128
+# What compiled graphs run with, by their configuration and the group's id, while a style or block has such a
+# configuration. So a graph never takes another group that has the name of a destroyed one.
+_styled: WeakValueDictionary[tuple[str, int], ScopedBinding] = WeakValueDictionary()
 
 
 def handle(source: Source) -> str:
@@ -130,6 +126,10 @@ def config_text_of(scoped: ScopedBinding) -> ConfigText:
         except TypeError as error:
             found = ConfigText(binding.name, f"{_UNSPELLED}under torch.compile {error}", None)
         binding.texts[named] = found
+    if scoped.compiled is None:
+        # Equal ones share it, such as the layers of a model. Graphs count no calls.
+        own = ScopedBinding(replace(binding, tally=Tally(), site=0), scoped.named, scoped.history)
+        scoped.compiled = _styled.setdefault((found.config, id(binding.group)), own)
     return found
 
 
@@ -146,20 +146,21 @@ def source_of(config: str, dense: torch.Tensor | None = None) -> Source:
             )
         return found
     said = from_text(config, () if dense is None else (dense,))
-    name, axis, group_name, *parts, only_warn, agreement, scoped, named = said
-    group = resolve_group(group_name)
-    found = _bound.pop((group, config), None)
-    if found is None or dense is not None:
-        strategy, layout, mask, kernel = parts
+    name, axis, group_name, strategy, layout, mask, kernel, only_warn, agreement, scoped, _ = said
+    group = group_of_name(group_name)
+    known = bindings_of(group)
+    found = known.pop(config, None)
+    if scoped:
+        found = found or _styled.get((config, id(group)))
+        if found is None:
+            raise destroyed_error()
+        if dense is not None:  # a text does not tell Dense masks apart: there is a new binding at every call
+            known[config] = found
+            return ScopedBinding(replace(found.unscoped, mask=mask), found.named, found.history)
+    elif found is None or dense is not None:
         check = GradientCheck(only_warn)
-        where = name, axis, group
-        binding = Binding(*where, strategy, layout, mask, kernel, gradient_check=check, agreement=agreement)
-        # With a Dense mask there is a new binding at every call, with the same history of scopes.
-        history = found.history if isinstance(found, ScopedBinding) else ScopeHistory()
-        found = ScopedBinding(binding, layout if named else None, history) if scoped else binding
-    _bound[group, config] = found
-    while len(_bound) > _MOST_BOUND:
-        _bound.popitem(last=False)
+        found = Binding(name, axis, group, strategy, layout, mask, kernel, gradient_check=check, agreement=agreement)
+    keep_binding(known, config, found)
     return found
 
 
@@ -226,9 +227,8 @@ torch.library.define(
 def _attention(q, k, v, sink, attn_mask, dense, config, is_causal, scale, keep, problem):
     """``keep``: a backward may follow. ``problem``: the error that this rank found while tracing, or empty."""
     live = config.startswith(_LIVE)
-    watch = watcher.get()
-    if watch is not None and not live:
-        watch()
+    if not live:
+        remember_in_all()
     binding, scope = source_of(config, dense).resolve()
     name = binding.name
     said = ""
@@ -266,7 +266,7 @@ def _attention(q, k, v, sink, attn_mask, dense, config, is_causal, scale, keep, 
             said = to_text((binding.layout, Full()), [])  # the balancer may return another layout in the backward
         out = _laid_out(out, _like_query(q.to("meta"), v.shape[3]))
     said = handle(binding) if live else said
-    return out, residual, _tensor_of(f"({lengths[0]},{lengths[1]},{said!r})" if keep else "")
+    return out, residual, _tensor_of(binding.group, f"({lengths[0]},{lengths[1]},{said!r})" if keep else "")
 
 
 @torch.library.register_fake("cp_styles::attention")
@@ -284,6 +284,7 @@ def _save(ctx, inputs, output) -> None:
     ctx.save_for_backward(q, k, v, out, residual, sink, attn_mask, dense, call)
     ctx.config, ctx.is_causal, ctx.scale, ctx.keep = config, is_causal, scale, keep
     if config.startswith(_LIVE) and keep:
+        ctx.call = call
         ctx.binding = source_of(_read(_text_of(call))[2])  # alive for as long as its backward may come
 
 
@@ -296,8 +297,11 @@ def _differentiate(ctx, grad, *_):
         return None, None, None, None, *none
     if not ctx.keep:
         raise RuntimeError("cp_styles::attention was called with keep=False, so it has no backward")
-    # Use the binding of this forward. ``call`` may be from a recomputation, whose equal binding may be dead already.
-    config = handle(ctx.binding) if ctx.config.startswith(_LIVE) else ctx.config
+    config = ctx.config
+    if config.startswith(_LIVE):
+        # Those of this forward. The saved ones may be of a recomputation, which has another number, and whose equal
+        # binding may be dead already.
+        config, call = handle(ctx.binding), ctx.call
     dq, dk, dv, dsink = torch.ops.cp_styles.attention_backward.default(
         grad, q, k, v, out, residual, sink, attn_mask, dense, call, config, ctx.is_causal, ctx.scale
     )
@@ -328,7 +332,8 @@ def _attention_backward(grad, q, k, v, out, residual, sink, attn_mask, dense, ca
     if not config.startswith(_LIVE):
         watch_of(source.group).remember(source.group)
     attention = source.attention(q_length, kv_length, (q, k, v), is_causal=is_causal, attn_mask=attn_mask, scale=scale)
-    *grads, dsink, _ = run_backward(source, attention, grad, q, k, v, out, residual, sink)
+    number = int.from_bytes(_bytes_of(call)[:_NUMBER], "little")
+    *grads, dsink, _ = run_backward(source, attention, grad, q, k, v, out, residual, sink, forward=number)
     if not config.startswith(_LIVE):
         grads = [_laid_out(x, _rows_first(like.to("meta"))) for x, like in zip(grads, (q, k, v), strict=True)]
     return *grads, q.new_empty(0) if dsink is None else dsink
@@ -365,18 +370,26 @@ def _laid_out(result: torch.Tensor, promised: torch.Tensor) -> torch.Tensor:
 
 # -- the tensor with what is known only in the forward --
 
+_NUMBER = 8  # bytes: the number of the forward; then comes a text
 
-def _tensor_of(text: str) -> torch.Tensor:
-    # frombuffer takes nothing that is empty.
-    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
+
+def _tensor_of(group: dist.ProcessGroup, text: str) -> torch.Tensor:
+    if not text:  # frombuffer takes nothing that is empty
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    number = state_of(group).forwards.to_bytes(_NUMBER, "little")
+    return torch.frombuffer(bytearray(number + text.encode()), dtype=torch.uint8)
+
+
+def _bytes_of(call: torch.Tensor) -> bytes:
+    call = call.contiguous()
+    return ctypes.string_at(call.data_ptr(), call.numel())
 
 
 def _text_of(call: torch.Tensor) -> str:
-    call = call.contiguous()
-    return ctypes.string_at(call.data_ptr(), call.numel()).decode()
+    return _bytes_of(call)[_NUMBER:].decode()
 
 
-@lru_cache(maxsize=512)
+@remembered
 def _read(text: str) -> tuple[int, int, str]:
     """Global query and key lengths; and a live binding's handle, or the scope's layout and mask, or nothing."""
     return ast.literal_eval(text)

@@ -33,6 +33,7 @@ from cp_styles._compat import (
     sdpa_handlers,
     without_communication,
 )
+from cp_styles.comm.group_state import state_of
 from cp_styles.comm.point_to_point import refuse_destroyed
 from cp_styles.engine.binding import Binding, refuse_dropout, refuse_grouped
 from cp_styles.engine.mesh_axes import (
@@ -183,12 +184,13 @@ def _carrier(device_type: str, masked: bool, flash: bool, efficient: bool, cudnn
 
 @dataclass(frozen=True)
 class _Values:
-    """The storages that a backward will read, with their version counters at the end of the forward."""
+    """The storages that a backward will read, with their version counters at the end of the forward; and its number."""
 
     versions: tuple[tuple[str, StorageWeakRef, int], ...]
+    forward: int
 
 
-def watch_values(out: Any, inputs: Sequence[Any]) -> None:
+def watch_values(binding: Binding, out: Any, inputs: Sequence[Any]) -> None:
     """Make the backward of the attention op that made ``out``, a DTensor, raise if it or an input was changed in place.
 
     Autograd checks the versions of the DTensors, which do not change when a local tensor is changed. Tensors that the
@@ -201,13 +203,17 @@ def watch_values(out: Any, inputs: Sequence[Any]) -> None:
         for label, tensor in zip((*_LABELS, "out"), (*inputs, out), strict=True):
             local = tensor.to_local()
             found.append((label, StorageWeakRef(local.untyped_storage()), local._version))
-    out.grad_fn.metadata[_Values] = _Values(tuple(found))  # pyright: ignore[reportIndexIssue]
+    number = state_of(binding.group).forwards
+    out.grad_fn.metadata[_Values] = _Values(tuple(found), number)  # pyright: ignore[reportIndexIssue]
 
 
-def _refuse_changed(name: str, values: dict[str, Any]) -> None:
+def _forward_of(name: str, values: dict[str, Any]) -> int:
+    """The number of the forward of the backward that runs. Raises if the forward's tensors were changed since."""
     node = current_autograd_node()
     then = None if node is None else node.metadata.get(_Values)
-    for label, storage, version in () if then is None else then.versions:
+    if then is None:
+        return 0
+    for label, storage, version in then.versions:
         local = values[label].to_local()
         if local._version != version and StorageWeakRef(local.untyped_storage()) == storage:
             raise RuntimeError(
@@ -215,6 +221,7 @@ def _refuse_changed(name: str, values: dict[str, Any]) -> None:
                 f"operation: the attention's {label}, of shape {tuple(local.shape)} here, is at version "
                 f"{local._version}; expected version {version} instead. Change a clone of it"
             )
+    return then.forward
 
 
 def _forward(op: torch._ops.OpOverload, binding: Binding, values: dict[str, Any]) -> Any:
@@ -250,11 +257,11 @@ def _forward_composite(op: torch._ops.OpOverload, binding: Binding, values: dict
 
 
 def _backward(op: torch._ops.OpOverload, binding: Binding, values: dict[str, Any]) -> tuple[Any, ...]:
-    _refuse_changed(binding.name, values)
+    forward = _forward_of(binding.name, values)
     attention, (q, k, v), share = _attention(op, binding, values)
     grad = _local_grad(values["grad_out"], values["query"].placements, attention)
     out, residual = values["out"].to_local(), values["logsumexp"].to_local()
-    *grads, _, _ = run_backward(binding, attention, grad, q, k, v, out, residual)
+    *grads, _, _ = run_backward(binding, attention, grad, q, k, v, out, residual, forward=forward)
     parts = values["query"], values["key"], values["value"]
     if share is not None:
         grads[1:] = [share.to_keys(x, part.to_local().shape[1]) for x, part in zip(grads[1:], parts[1:], strict=True)]
@@ -296,7 +303,8 @@ def _attention(
         refuse()
     else:
         keep = values.get("keep", False)
-        binding.agree_on_call(refuse, values["is_causal"], values["scale"], values.get("attn_mask"), keep)
+        dtypes = [tensor.dtype for tensor in tensors]  # autocast has changed them already
+        binding.agree_on_call(refuse, values["is_causal"], values["scale"], values.get("attn_mask"), keep, dtypes)
     q, k, v = tensors
     local = q.to_local(), k.to_local(), v.to_local()
     share, whole = (None, None) if q.device_mesh.ndim == 1 else _share(name, tensors)

@@ -9,14 +9,19 @@ the backward, a sum after several backwards, clipping before or after it, a Grad
 the parameters must be equal after the step.
 
 [Note: which parameters] The autograd graph behind an attention's inputs contains parameters. It contains only those in
-front of the attention, and with FSDP2 only those that are gathered now. The other ones are found in the optimizer: if
-it has stepped one of these parameters, or DTensors, all its parameters are compared. (Other optimizers are ignored.
-Some wrappers give an optimizer flat parts, of equal size on each rank, whose meaning only the wrapper knows.)
-Parameters that are DTensors over the sequence axis are meant to differ, and DTensor reduces their gradients.
+front of the attention. The other ones are found in the optimizer: if it has stepped one of these parameters, all its
+parameters are compared. So a model is not asked about the parameters of another one, which may be wrong, or which an
+error keeps alive. (Other optimizers are ignored. Some wrappers give an optimizer flat parts, of equal size on each
+rank, whose meaning only the wrapper knows.) Parameters that are DTensors over the sequence axis are meant to differ,
+and DTensor reduces their gradients. With FSDP2 the graph contains tensors that it has gathered, which no optimizer
+knows. Then the optimizers of DTensors are asked, and what differs must be in one model with the tensor in the graph.
 
 [Note: compiled] Inside a compiled graph, the autograd graph does not lead from an attention's inputs to parameters.
 When the backward of the graph runs, the running node is that of the whole graph, and leads to the inputs of the graph.
-So a backward notes these parameters, and later forwards compare them.
+So a backward notes these parameters, and later forwards compare them, until an error has named them.
+
+[Note: ZeRO] ZeroRedundancyOptimizer steps each parameter on one rank, and gives it to the others. So the ranks have
+equal parameters even if nobody summed the gradients. Of its steps number 1, 2, 4, ... the gradients are compared too.
 """
 
 from __future__ import annotations
@@ -24,6 +29,7 @@ from __future__ import annotations
 import functools
 import gc
 import math
+import sys
 import warnings
 import zlib
 from collections import deque
@@ -48,6 +54,7 @@ from cp_styles.troubleshooting import see
 
 _MOST_NODES = 5000  # of a graph that are asked for their parameter
 _MOST_ELEMENTS = 2**16  # of a parameter that are compared, spread over it
+_MOST_OF_GRADIENT = 2**10  # elements of a gradient that are kept, see [Note: ZeRO]
 _MOST_COMPARED = 32  # parameters whose values travel once they are known to differ
 _MOST_NAMED = 4
 _REQUIRES_GRAD = attrgetter("requires_grad")
@@ -143,13 +150,13 @@ class ParameterWatch:
             return 0
         with torch.no_grad():
             behind = list(_parameters_behind(tensors))
-            self._remember(behind)
-            chosen = self._nearest(behind, group) if self._nearest_only else self._all(behind, group)
-            sums = _on_host([device_checksum(_sampled(part)) for _, part in chosen])
-        self._looked_at = [(*pair, number) for pair, number in zip(chosen, sums, strict=True)]
+            local = self._ids_of_local()
+            chosen = list(_comparable(behind, group, local))[:1] if self._nearest_only else self._all(behind, group)
+            sums = _on_host([device_checksum(_sampled(each.part)) for each in chosen])
+        self._looked_at = list(zip(chosen, sums, strict=True))
         if not chosen:
             return 0
-        which = zlib.crc32(repr([(tuple(part.shape), part.dtype) for _, part in chosen]).encode())
+        which = zlib.crc32(repr([(tuple(each.part.shape), each.part.dtype) for each in chosen]).encode())
         return (which % 2**30 + 1) << 32 | zlib.crc32(repr(sums).encode())
 
     def remember(self, group: dist.ProcessGroup) -> None:
@@ -160,7 +167,8 @@ class ParameterWatch:
         self._backwards += 1
         node = current_autograd_node()
         if node is not None and group.size() > 1 and not self._backwards & (self._backwards - 1):
-            self._remember(_leaves_behind([node]))
+            self._known = {key: each for key, each in self._known.items() if each() is not None}
+            self._known.update((id(parameter), ref(parameter)) for parameter in _leaves_behind([node]))
 
     def compare(self, numbers: Sequence[int], name: str, axis: str, group: dist.ProcessGroup) -> Finding | None:
         """The result for the checksums of all ranks, the same on every rank. Communication: see the class."""
@@ -176,6 +184,7 @@ class ParameterWatch:
             finding = self._examine(looked_at, name, axis, group)
         if finding is not None and finding.apart:
             self._attentions -= self._counts  # whoever goes on is told again
+            self._known, self._backwards = {}, 0  # and the program that is corrected is not
         return finding
 
     def tell(self, finding: Finding, check: GradientCheck) -> None:
@@ -187,26 +196,25 @@ class ParameterWatch:
         self._warned, self._warned_of_rounding = finding.apart, True
         warnings.warn(finding.text, UnreducedGradientsWarning, stacklevel=2)
 
-    def _remember(self, found: Iterable[torch.Tensor]) -> None:
-        self._known = {key: each for key, each in self._known.items() if each() is not None}
-        self._known.update((id(parameter), ref(parameter)) for parameter in found)
-
-    def _nearest(self, behind: Sequence[torch.Tensor], group: dist.ProcessGroup) -> list[_Pair]:
-        return list(_comparable(behind, group, self._ids_of_local()))[:1]
-
-    def _all(self, behind: Sequence[torch.Tensor], group: dist.ProcessGroup) -> list[_Pair]:
-        """All known parameters. Those of optimizers come first, in an order that is the same on all ranks."""
-        known = [parameter for each in self._known.values() if (parameter := each()) is not None]
-        among = {id(parameter) for parameter in known}
-        found: list[torch.Tensor] = []
-        for optimizer in _optimizers_here():
-            parameters = [parameter for each in optimizer.param_groups for parameter in each["params"]]
-            if any(id(x) in among or isinstance(x, DTensor) for x in parameters):
-                found += [x for x in parameters if x.requires_grad]
+    def _all(self, behind: Sequence[torch.Tensor], group: dist.ProcessGroup) -> list[_Compared]:
+        """The parameters behind an attention, and those of their optimizers. These come first, in an order that is the
+        same on all ranks."""
+        known = [*behind, *(parameter for each in self._known.values() if (parameter := each()) is not None)]
+        among, left_out = {id(parameter) for parameter in known}, self._ids_of_local()
+        stepped = [(each, _trained(each)) for each in _optimizers_here()]
+        own = [(each, parameters) for each, parameters in stepped if not among.isdisjoint(map(id, parameters))]
+        found = [x for _, parameters in own for x in parameters]
+        gathered = not among.issubset(map(id, found))
         # FSDP1 cuts its flat parameters by itself; the nearest one is whole.
         nearest = behind[0] if behind else None
         found += [x for x in known if x is nearest or not isinstance(x, FlatParameter)]
-        return list(_comparable({id(x): x for x in found}.values(), group, self._ids_of_local()))
+        chosen = list(_comparable(found, group, left_out))
+        for optimizer, parameters in stepped:
+            if any(optimizer is each for each, _ in own):
+                chosen += _gradients_of(optimizer, left_out)
+            elif gathered and any(isinstance(x, DTensor) for x in parameters):
+                chosen += _comparable(parameters, group, left_out, beside=(known[0], *parameters))
+        return chosen
 
     def _ids_of_local(self) -> set[int]:
         return {
@@ -217,48 +225,74 @@ class ParameterWatch:
         }
 
     def _examine(self, looked_at: list[_LookedAt], name: str, axis: str, group: dist.ProcessGroup) -> Finding | None:
-        rows = gather_numbers([number for _, _, number in looked_at], group)
-        differing = [
-            each for each, column in zip(looked_at, zip(*rows, strict=True), strict=True) if len(set(column)) > 1
-        ]
+        columns = zip(*gather_numbers([number for _, number in looked_at], group), strict=True)
+        differing = [each for (each, _), column in zip(looked_at, columns, strict=True) if len(set(column)) > 1]
+        optimizers = {id(each.beside): each.beside for each in differing if each.beside}
+        of_others = {key for key, beside in optimizers.items() if not _of_one_model(beside)}
+        differing = [each for each in differing if id(each.beside) not in of_others]
         if not differing:
-            return None  # cannot be: equal numbers have equal checksums
+            return None
         few = differing[:: -(-len(differing) // _MOST_COMPARED)]
-        values = [_sampled(part).double() for _, part, _ in few]
+        values = [_sampled(each.part).double() for each in few]
         spread = largest_over([x for value in values for x in (value, -value)], group)
         tolerance = _ROUNDING * math.sqrt(self._attentions)
-        apart = False
+        beyond = False
         for most, least in zip(spread[::2], spread[1::2], strict=True):
             difference, norm = (most + least).norm().item(), torch.maximum(most.abs(), least.abs()).norm().item()
-            apart = apart or not difference <= tolerance * norm  # not a number is apart
-        names = names_of([parameter for parameter, _, _ in differing[:_MOST_NAMED]])
-        shown = ", ".join(f"{each} {tuple(part.shape)}" for each, (_, part, _) in zip(names, differing, strict=False))
+            beyond = beyond or not difference <= tolerance * norm  # not a number is apart
+        named = differing[:_MOST_NAMED]
+        names = [path for _, path in places_of([each.parameter for each in named])]
+        shown = ", ".join(f"{path} {tuple(each.shape)}" for path, each in zip(names, named, strict=True))
         shown += ", ..." if len(differing) > _MOST_NAMED else ""
-        rest = (_APART if apart else _ROUNDED).format(axis=axis)
+        but, so = _GRADIENTS if all(each.is_gradient for each in differing) else _PARAMETERS
+        rest = so + _REMEDY.format(axis=axis) if beyond else _ROUNDED
         text = (
-            f"{name}: the ranks of mesh axis {axis!r} hold different parameters: {len(differing)} of the "
+            f"{name}: the ranks of mesh axis {axis!r} {but}hold different parameters: {len(differing)} of the "
             f"{len(looked_at)} that were compared, {shown}. {rest}{see('Parameters that differ')}"
         )
-        return Finding(text, apart)
+        return Finding(text, beyond)
 
 
-_APART = (
-    "From here on the ranks train different models. Context parallelism leaves each rank its own share of every "
-    "gradient. Sum the shares of all parameters: sum_gradients(model, mesh[{axis!r}]) between backward() and the "
-    "optimizer's step, or FSDP2 (fully_shard) or DDP over a mesh that contains this axis; cp_styles/batch.py has the "
-    "line for each. Ranks that began with different weights also raise this: seed them alike. If parameters are meant "
-    "to differ, such as experts that exist on one rank only, give the style or call "
-    "gradient_check=GradientCheck(local=[experts]). GradientCheck(only_warn=True) makes this a warning"
+_PARAMETERS = ("", "From here on the ranks train different models. ")
+_GRADIENTS = ("would, without ZeroRedundancyOptimizer, ", "They made a step with different gradients. ")
+_REMEDY = (
+    "Context parallelism leaves each rank its own share of every gradient. Sum the shares of all parameters: "
+    "sum_gradients(model, mesh[{axis!r}]) between backward() and the optimizer's step, or FSDP2 (fully_shard) or DDP "
+    "over a mesh that contains this axis; cp_styles/batch.py has the line for each. Ranks that began with different "
+    "weights also raise this: seed them alike. If parameters are meant to differ, such as experts that exist on one "
+    "rank only, give the style or call gradient_check=GradientCheck(local=[experts]). GradientCheck(only_warn=True) "
+    "makes this a warning"
 )
 _ROUNDED = (
     "They differ by no more than sums in another order do. Reduce over this axis last, or over all axes at once, to "
     "keep the ranks equal"
 )
 
-_Pair = tuple[torch.Tensor, torch.Tensor]
-"""A parameter, and the part of it that this rank holds."""
-_LookedAt = tuple[torch.Tensor, torch.Tensor, int]
-"""A parameter, this rank's part of it, and the checksum of the part."""
+
+@dataclass(frozen=True, eq=False)
+class _Compared:
+    """What is compared of a parameter.
+
+    Attributes:
+        parameter: the parameter.
+        part: this rank's part of it, or elements of its gradient.
+        is_gradient: see [Note: ZeRO].
+        beside: a tensor behind the attention, and the parameters of the optimizer, which must be in one model with it;
+            empty if that is known.
+    """
+
+    parameter: torch.Tensor
+    part: torch.Tensor
+    is_gradient: bool = False
+    beside: tuple[torch.Tensor, ...] = ()
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.parameter.shape if self.is_gradient else self.part.shape
+
+
+_LookedAt = tuple[_Compared, int]
+"""What is compared, and its checksum."""
 
 _watches: WeakKeyDictionary[dist.ProcessGroup, ParameterWatch] = WeakKeyDictionary()
 
@@ -269,8 +303,23 @@ def watch_of(group: dist.ProcessGroup) -> ParameterWatch:
     return _watches.setdefault(group, ParameterWatch()) if found is None else found
 
 
-# The optimizers that have made a step, in order, each with the world in which it did. (Ranks may be threads.)
-_stepped: WeakKeyDictionary[Optimizer, ref[dist.ProcessGroup] | None] = WeakKeyDictionary()
+@dataclass(eq=False)
+class _Steps:
+    """What is known about an optimizer that has made a step.
+
+    Attributes:
+        world: where it did. (Ranks may be threads.)
+        number: of steps.
+        gradients: the parameters and elements of their gradients, see [Note: ZeRO].
+    """
+
+    world: ref[dist.ProcessGroup] | None
+    number: int = 0
+    gradients: Sequence[tuple[ref[torch.Tensor], torch.Tensor]] = ()
+
+
+# The optimizers that have made a step, in order.
+_stepped: WeakKeyDictionary[Optimizer, _Steps] = WeakKeyDictionary()
 
 
 @functools.cache
@@ -280,8 +329,36 @@ def follow_optimizers() -> None:
 
 
 def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if not torch.compiler.is_dynamo_compiling():
-        _stepped[optimizer] = world()
+    if torch.compiler.is_dynamo_compiling():
+        return
+    steps, here = _stepped.get(optimizer), world()
+    if steps is None or steps.world != here:
+        steps = _stepped[optimizer] = _Steps(here)
+    steps.number += 1
+    if not steps.number & (steps.number - 1) and _is_zero_redundancy(optimizer):
+        with torch.no_grad(), without_dispatch_modes():
+            steps.gradients = [
+                (ref(x), _sampled(x.grad, _MOST_OF_GRADIENT).clone())
+                for x in _trained(optimizer)
+                if x.grad is not None and x.grad.layout == torch.strided and not isinstance(x.grad, DTensor)
+            ]
+
+
+def _is_zero_redundancy(optimizer: Optimizer) -> bool:
+    # Its package is slow to import. Who has such an optimizer has imported it.
+    package = sys.modules.get("torch.distributed.optim")
+    return package is not None and isinstance(optimizer, package.ZeroRedundancyOptimizer)
+
+
+def _trained(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [x for part in optimizer.param_groups for x in part["params"] if x.requires_grad]
+
+
+def _gradients_of(optimizer: Optimizer, left_out: set[int]) -> Iterator[_Compared]:
+    for reference, elements in _stepped[optimizer].gradients:
+        parameter = reference()
+        if parameter is not None and id(parameter) not in left_out:
+            yield _Compared(parameter, elements, is_gradient=True)
 
 
 def _optimizers_here() -> list[Optimizer]:
@@ -289,7 +366,7 @@ def _optimizers_here() -> list[Optimizer]:
     # keyrefs() is a list: ranks that are threads add optimizers of their own meanwhile.
     known = [optimizer for each in _stepped.keyrefs() if (optimizer := each()) is not None]
     own = world()
-    here = [optimizer for optimizer in known if own is not None and _stepped.get(optimizer) == own]
+    here = [each for each in known if own is not None and (steps := _stepped.get(each)) and steps.world == own]
     return sorted(here, key=lambda each: -sum(len(group["params"]) for group in each.param_groups))
 
 
@@ -318,10 +395,15 @@ def _leaves_behind(nodes: Sequence[Any]) -> Iterator[torch.Tensor]:
         waiting.extend(following)
 
 
-def _comparable(parameters: Iterable[torch.Tensor], group: dist.ProcessGroup, left_out: set[int]) -> Iterator[_Pair]:
+def _comparable(
+    parameters: Iterable[torch.Tensor],
+    group: dist.ProcessGroup,
+    left_out: set[int],
+    beside: tuple[torch.Tensor, ...] = (),
+) -> Iterator[_Compared]:
     """The parameters that should be equal on all ranks of ``group``, each with the part that this rank holds."""
     spread: dict[Any, bool] = {}
-    for parameter in parameters:
+    for parameter in {id(x): x for x in parameters}.values():
         part = parameter.detach()
         if isinstance(parameter, DTensor):
             mesh = parameter.device_mesh
@@ -332,13 +414,13 @@ def _comparable(parameters: Iterable[torch.Tensor], group: dist.ProcessGroup, le
             part = parameter.to_local().detach()
         # FSDP frees what it gathered.
         if id(parameter) not in left_out and part.numel() and part.untyped_storage().nbytes():
-            yield parameter, part
+            yield _Compared(parameter, part, beside=beside)
 
 
-def _sampled(part: torch.Tensor) -> torch.Tensor:
-    """At most _MOST_ELEMENTS elements of a parameter, at equal distances."""
+def _sampled(part: torch.Tensor, most: int = _MOST_ELEMENTS) -> torch.Tensor:
+    """At most so many elements of a parameter, at equal distances."""
     flat = part.reshape(-1)
-    return flat[:: -(-flat.numel() // _MOST_ELEMENTS)]
+    return flat[:: max(1, -(-flat.numel() // most))]
 
 
 def _on_host(numbers: Sequence[torch.Tensor]) -> list[int]:
@@ -350,8 +432,17 @@ def _on_host(numbers: Sequence[torch.Tensor]) -> list[int]:
     return [next(iterators[number.device]) for number in numbers]
 
 
-def names_of(parameters: Sequence[torch.Tensor]) -> list[str]:
-    """The names of parameters in the modules that are alive, for messages. "one of shape" if no module has it."""
+def _of_one_model(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether the first tensor may be in one model with some of the others."""
+    own, *others = [model for model, _ in places_of(tensors)] or [None]
+    return own is None or own in others or not any(others)
+
+
+def places_of(parameters: Sequence[torch.Tensor]) -> list[tuple[int | None, str]]:
+    """The models, and the names in them, of parameters of the modules that are alive.
+
+    A model is the id of the module around all others. A parameter that no module has is (None, "one of shape").
+    """
     wanted = {id(parameter) for parameter in parameters}
     names: dict[int, tuple[nn.Module, str]] = {}
     parents: dict[int, tuple[nn.Module, str]] = {}
@@ -364,13 +455,13 @@ def names_of(parameters: Sequence[torch.Tensor]) -> list[str]:
         for key, child in each._modules.items():
             parents.setdefault(id(child), (each, key))
 
-    def path(parameter: torch.Tensor) -> str:
+    def place(parameter: torch.Tensor) -> tuple[int | None, str]:
         if id(parameter) not in names:
-            return "one of shape"
+            return None, "one of shape"
         module, name = names[id(parameter)]
         while id(module) in parents:
             module, key = parents[id(module)]
             name = f"{key}.{name}"
-        return name
+        return id(module), name
 
-    return [path(parameter) for parameter in parameters]
+    return [place(parameter) for parameter in parameters]

@@ -57,7 +57,7 @@ class OtherAxes:
         """The mesh [``group`` under ``name``, *the other axes]. No communication."""
         groups = [group, *(self.mesh.get_group(axis) for axis in self.axes)]
         shape = (group.size(), *(self.mesh.size(axis) for axis in self.axes))
-        grid = torch.tensor(self.grid).view(shape)
+        grid = torch.tensor(self.grid, device="cpu").view(shape)
         return DeviceMesh.from_group(groups, device_type, grid, mesh_dim_names=(name, *self.names))
 
     def others(self, placements: Placements) -> Placements:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from cp_styles.comm.agreement import begin_backward
-from cp_styles.comm.point_to_point import settle, settle_after
+from cp_styles.comm.point_to_point import Operation
 from cp_styles.engine.binding import Binding
 from cp_styles.kernels import FlexKernel
 from cp_styles.kernels.lse_gradient import LseGradient
@@ -44,19 +44,27 @@ def run_forward(
     listens = listener.get()
     if listens is not None:
         listens(strategy, attention, q_BHLD, k_BGMD, v_BGME, sink_H)
-    with named_range("attention forward:", binding.name):
-        try:
-            specs = partial(strategy.residual_specs, attention, q_BHLD, k_BGMD, v_BGME)
-            key = residual_spec, strategy, q_BHLD.shape, k_BGMD.shape, v_BGME.shape, q_BHLD.dtype
-            shape, dtype = attention.once(key, lambda: residual_spec(specs())) if keep else residual_spec(())
-            residual = torch.empty(shape, dtype=dtype, device=q_BHLD.device)
-            out = strategy.forward(attention, q_BHLD, k_BGMD, v_BGME, sink_H, residual if keep else None)
-        except BaseException as error:
-            settle_after(error, binding.group)
-            raise
-        settle(binding.group)
+    with named_range("attention forward:", binding.name), Operation(binding.group):
+        specs = partial(strategy.residual_specs, attention, q_BHLD, k_BGMD, v_BGME)
+        key = residual_spec, strategy, q_BHLD.shape, k_BGMD.shape, v_BGME.shape, q_BHLD.dtype
+        shape, dtype = attention.once(key, lambda: residual_spec(specs())) if keep else residual_spec(())
+        residual = torch.empty(shape, dtype=dtype, device=q_BHLD.device)
+        out = strategy.forward(attention, q_BHLD, k_BGMD, v_BGME, sink_H, residual if keep else None)
     binding.finished()
     return out, residual
+
+
+def run_logsumexp(
+    binding: Binding,
+    attention: Attention,
+    q_BHLD: torch.Tensor,
+    k_BGMD: torch.Tensor,
+    v_BGME: torch.Tensor,
+    residual: torch.Tensor,
+) -> torch.Tensor:
+    """``lse_BHL`` of the forward that has just filled ``residual``. Communication: that of the strategy."""
+    with Operation(binding.group):
+        return binding.strategy.logsumexp(attention, q_BHLD, k_BGMD, v_BGME, residual)
 
 
 def run_backward(
@@ -70,11 +78,12 @@ def run_backward(
     residual: torch.Tensor,
     sink_H: torch.Tensor | None = None,
     *,
+    forward: int,
     grad_lse_BHL: torch.Tensor | None = None,
     learned: Sequence[torch.Tensor] = (),
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, list[torch.Tensor]]:
     """``(dq, dk, dv, dsink, shares)``. ``shares`` are the gradients of ``learned``, the tensors that a score_mod
-    learns.
+    learns. ``forward`` is the number of the forward: see :class:`~cp_styles.comm.group_state.GroupState`.
 
     dsink and ``shares`` are this rank's share of a sum over the group. Communication: that of
     :func:`~cp_styles.comm.agreement.begin_backward`, then that of the strategy.
@@ -87,13 +96,8 @@ def run_backward(
     if grad_lse_BHL is not None:
         attention = replace(attention, kernel=LseGradient(attention.kernel))
         grad_BHLE = torch.cat((grad_BHLE, grad_lse_BHL.unsqueeze(-1).to(grad_BHLE.dtype)), -1)
-    begin_backward(attention.group)
+    begin_backward(binding.group, forward, binding.agreement)
     strategy = binding.strategy
-    with named_range("attention backward:", binding.name):
-        try:
-            found = strategy.backward(attention, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, residual, sink_H)
-        except BaseException as error:
-            settle_after(error, attention.group)
-            raise
-        settle(attention.group)
+    with named_range("attention backward:", binding.name), Operation(binding.group, forward):
+        found = strategy.backward(attention, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, residual, sink_H)
     return *found, shares

@@ -18,6 +18,7 @@ from cp_styles.engine.binding import Binding
 from cp_styles.engine.config_text import to_text
 from cp_styles.engine.dtensor_handlers import bound_mesh, rebind
 from cp_styles.engine.mesh_axes import OtherAxes
+from cp_styles.engine.openings import Opening, innermost
 from cp_styles.layout import Balancer, SequenceLayout
 from cp_styles.mask import Full, Mask
 from cp_styles.troubleshooting import see
@@ -70,7 +71,8 @@ class SequenceScope:
             other axes only, without a scope of theirs, the end of the ``with`` raises ValueError.
 
     A scope holds in the thread, or asyncio task, that opens it, and where its context is copied to. While it is open,
-    attention over this axis in another thread, without a scope of its own, is refused.
+    attention over this axis in another thread, without a scope of its own, is refused. Scopes may end in any order, and
+    in another thread or task. In a generator, the scope of its own ``with`` counts, whatever else is open.
 
     No communication.
 
@@ -99,14 +101,18 @@ class SequenceScope:
         self._leases: dict[Binding, Lease] = {}
 
     def __enter__(self) -> SequenceScope:
-        key = _ScopeEntry()
-        _open_anywhere[key] = self.mesh_axis, world()
-        _open.set((*_open.get(), (self, graph_task_id(), key)))
+        entry = _ScopeEntry(self)
+        entry.open_in(_open)
+        _open_anywhere[entry] = world()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        *others, (_, _, entry) = _open.get()  # none is kept in self, because several threads may have it open
-        _open.set(tuple(others))
+        # No entry is kept in self, because several threads may have it open.
+        entries = [*_opened_by_this_rank(), *_open.get()]
+        entry = next((each for each in reversed(entries) if each.scope is self and each in _open_anywhere), None)
+        if entry is None:
+            return  # the context in which it was open is gone
+        entry.end()
         del _open_anywhere[entry]
         if exception[0] is None and entry.passed_by and not entry.applied:
             raise ValueError(
@@ -156,10 +162,12 @@ class SequenceScope:
         return f"SequenceScope({self.layout.length} positions on {self.layout.ranks} ranks, mask={self.mask})"
 
 
-class _ScopeEntry:
+class _ScopeEntry(Opening):
     """One ``with`` of a scope: whether it applied to some attention, and over which axes attention had no scope."""
 
-    def __init__(self) -> None:
+    def __init__(self, scope: SequenceScope) -> None:
+        self.scope = scope
+        self.task = graph_task_id()  # the backward in which it was opened; < 0 outside of one
         self.applied = False
         self.passed_by: set[str] = set()
 
@@ -181,15 +189,27 @@ class _Both(contextlib.AbstractContextManager[None]):
             self._outer.__exit__(*exception)
 
 
-# The scopes that are open in this thread or task. Innermost last. Each with the backward in which it was opened (< 0
-# outside of a backward), and its key in the next table.
-_open: ContextVar[tuple[tuple[SequenceScope, int, _ScopeEntry], ...]] = ContextVar("sequence_scopes", default=())
-# The mesh axis of each scope that is open in any thread or task, and the rank that opened it.
-_open_anywhere: dict[object, tuple[str, Any]] = {}
+# The scopes that are open in this thread or task, in the order in which they were opened.
+_open: ContextVar[tuple[_ScopeEntry, ...]] = ContextVar("sequence_scopes", default=())
+# The scopes that are open in any thread or task, and the rank that opened each.
+_open_anywhere: WeakKeyDictionary[_ScopeEntry, Any] = WeakKeyDictionary()
+
+
+def _opened_by_this_rank() -> list[_ScopeEntry]:
+    rank = world()
+    entries = [reference() for reference in _open_anywhere.keyrefs()]
+    return [each for each in entries if each is not None and _open_anywhere.get(each) == rank]
+
 
 # The leases that are still held, for example by a graph. A recomputation with a new, equal scope must use the mesh of
 # its forward, because the gradients are on that mesh.
 _alive: WeakValueDictionary[Binding, Lease] = WeakValueDictionary()
+
+
+def open_scope(axis: str) -> SequenceScope | None:
+    """The innermost scope over the mesh axis ``axis`` that is open in this thread or task."""
+    entry = innermost([each for each in _open.get() if each.scope.mesh_axis == axis])
+    return None if entry is None else entry.scope
 
 
 class ScopeHistory:
@@ -213,6 +233,7 @@ class ScopedBinding:
         self._under: WeakKeyDictionary[SequenceScope, Binding] = WeakKeyDictionary()
         self._free: dict[OtherAxes | None, list[DeviceMesh]] = {}
         self._lean: ScopedBinding | None = None
+        self.compiled: ScopedBinding | None = None  # what compiled graphs run with in its place
         self._latest: tuple[Binding, Lease] | None = None  # keeps the mesh for further calls of the same length
 
     def keeping_nothing(self) -> ScopedBinding:
@@ -255,16 +276,16 @@ class ScopedBinding:
 
     def _resolve(self) -> tuple[Binding, SequenceScope | None]:
         name, axis = self.unscoped.name, self.unscoped.axis
-        scope, opened_in, entry = next(
-            (each for each in reversed(_open.get()) if each[0].mesh_axis == axis), (None, None, None)
-        )
+        here = _open.get()
+        entry = innermost([each for each in here if each.scope.mesh_axis == axis])
+        scope = None if entry is None else entry.scope
         if entry is not None:
             entry.applied = True
         else:
-            for _, _, other in _open.get():
+            for other in here:
                 other.passed_by.add(axis)
         task = graph_task_id()
-        if task >= 0 and opened_in != task and (scope is not None or self.history.was_scoped):
+        if task >= 0 and (entry.task != task if entry is not None else self.history.was_scoped):
             raise RuntimeError(
                 f"{name}: attention is being recomputed inside a backward, where the SequenceScope of its batch is not "
                 "known: pass context_fn=scope.for_checkpoint to checkpoint (use_reentrant=False), or open the scope "
@@ -272,7 +293,7 @@ class ScopedBinding:
                 f"{see('A checkpoint under a SequenceScope')}"
             )
         if scope is None:
-            if _open_anywhere and task < 0 and (axis, world()) in list(_open_anywhere.values()):
+            if task < 0 and any(each.scope.mesh_axis == axis for each in _opened_by_this_rank()):
                 raise RuntimeError(
                     f"{name}: a SequenceScope over mesh axis {axis!r} is open in another thread or asyncio task, and a "
                     "scope holds where it was opened: open it in the thread that runs the model, or run the model in a "

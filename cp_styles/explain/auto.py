@@ -85,8 +85,8 @@ class Auto(Strategy):
     """Runs the strategy that is predicted to be the fastest for the layout, the mask and the shapes of a call.
 
     Every rank makes the same choice, because it depends on nothing that differs between ranks. It is made once for each
-    layout, mask and shape, and takes about as long as rehearsing one rank for each candidate: tens of milliseconds on 8
-    ranks, seconds on hundreds. :meth:`choice` explains it. With :meth:`layout` the layout is chosen too.
+    layout, mask and shape, and takes about as long as rehearsing one rank for each candidate. :meth:`choice` explains
+    it. With :meth:`layout` the layout is chosen too.
 
     All ranks must have equal ``hardware``: ``Hardware.measure(group)`` gives them the same figures. If one rank has
     other figures, every rank raises.
@@ -132,7 +132,10 @@ class Auto(Strategy):
         Raises:
             ValueError: no candidate can run.
         """
-        return _choice(self.hardware, self.candidates, *layouts, mask.pattern, replace_device(shapes, self.hardware))
+        shapes = replace_device(shapes, self.hardware)
+        strategy = _choice(self.hardware, self.candidates, *layouts, mask.pattern, shapes)
+        options = {"hardware": self.hardware, "memory": False, "most": 1}
+        return explained(strategy, layouts, mask.pattern, kernel_of(shapes, None), shapes, **options)
 
     def layout(self, length: int, ranks: int, *, mask: Mask, shapes: Shapes) -> SequenceLayout:
         """The layout with which the fastest strategy is fastest, for example for a SequenceScope. No communication.
@@ -170,11 +173,12 @@ class Auto(Strategy):
     def _chosen(self, attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Strategy:
         # Not what differs between forward and backward, such as a kernel that is wrapped.
         shapes = Shapes(q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.dtype, q.device, q.shape[0])
-        chosen = self.choice((attention.q_layout, attention.kv_layout), attention.mask, shapes).strategy
+        call = attention.q_layout, attention.kv_layout, attention.mask.pattern, replace_device(shapes, self.hardware)
+        chosen = _choice(self.hardware, self.candidates, *call)
         return chosen.keeping_nothing() if self.lean else chosen
 
 
-@remembered(lambda arguments, value: sum(x.nbytes for x in arguments[2:5]) + 2000)
+@remembered
 def _choice(
     hardware: Hardware,
     candidates: tuple[Strategy, ...] | None,
@@ -182,10 +186,10 @@ def _choice(
     kv_layout: SequenceLayout,
     mask: Mask,
     shapes: Shapes,
-) -> Explanation:
+) -> Strategy:
     strategies = candidates or strategies_for(q_layout.ranks, hardware)
     found = choices(strategies, "", (q_layout, kv_layout), mask, shapes, hardware, memory=False, most=1)
     best = min(found, key=lambda choice: (bool(choice.problem), choice.seconds))
     if best.explanation is None:
         raise ValueError(f"Auto: none of its candidates can run: { ({x.strategy: x.problem for x in found}) }")
-    return best.explanation
+    return best.strategy

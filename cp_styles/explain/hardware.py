@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from cp_styles.comm.groups import GroupOrMesh, axis_and_group
 from cp_styles.comm.point_to_point import exchange, open_group
 from cp_styles.comm.rehearsal_group import Transfer, Waited
 from cp_styles.explain.rehearse import Copied, KernelCall, Phase, Shapes, kernel_of
@@ -99,25 +100,28 @@ class Hardware:
         return "far", self.far_bandwidth, self.far_latency
 
     @staticmethod
-    def measure(group: dist.ProcessGroup | None = None, *, dtype: torch.dtype = torch.float32) -> Hardware:
+    def measure(group: GroupOrMesh | None = None, *, dtype: torch.dtype = torch.float32) -> Hardware:
         """The figures of this machine, measured in some seconds, for ``dtype``. The same on all ranks of ``group``.
 
         Kernels and copies are timed on the accelerator, or on the CPU with the threads that torch has, on all ranks at
         once, which share the machine. Messages are timed between the first two ranks of ``group``, and ``call_floor``
-        by calls with one query a rank. Without a group, those figures are the ones of ``CPU`` or ``H100``.
+        by calls with one query a rank. Without a group, those figures are the ones of ``CPU`` or ``H100``. A 1-D mesh
+        is as good as its group.
 
         Communication: messages between two ranks, one broadcast of the figures of rank 0, and small attentions.
         """
+        if group is not None:
+            _, group = axis_and_group("Hardware.measure", group)
         device = torch.accelerator.current_accelerator() if torch.cuda.is_available() else None
         device = device or torch.device("cpu")
         known = H100 if device.type == "cuda" else CPU
         found = _measured(known, device, dtype)
         if group is None or group.size() == 1:
             return found
-        numbers = torch.tensor([getattr(found, name) for name in _MEASURED], dtype=torch.float64)
+        numbers = torch.tensor([getattr(found, name) for name in _MEASURED], dtype=torch.float64, device="cpu")
         open_group(group, device)
         if group.rank() < 2:
-            numbers[-2:] = torch.tensor(_measured_link(group, device), dtype=torch.float64)
+            numbers[-2:] = torch.tensor(_measured_link(group, device), dtype=torch.float64, device="cpu")
         numbers = numbers if device.type == "cpu" else numbers.to(device)
         dist.broadcast(numbers, src=dist.get_global_rank(group, 0), group=group)
         found = replace(found, **dict(zip(_MEASURED, numbers.tolist(), strict=True)), call_floor=0.0)

@@ -130,8 +130,8 @@ def attend(
         if sink_H is not None:
             refuse_transforms(source.name, (sink_H,))
         tensors = as_attended(tensors)
-        if attn_mask is not None and attn_mask.requires_grad:
-            Dense(attn_mask)  # raises. Checked here, because the compiled op does not know requires_grad any more
+        if attn_mask is not None and (attn_mask.requires_grad or type(attn_mask) is not torch.Tensor):
+            Dense(attn_mask)  # raises. Checked here, because the op does not know requires_grad and subclasses any more
     except Exception as error:  # of any kind: the other ranks must raise too
         if not isinstance(source, ConfigText):
             refuse_on_all(error, source)

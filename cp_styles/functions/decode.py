@@ -47,7 +47,7 @@ from cp_styles.kernels.autocast import as_attended
 from cp_styles.kernels.flex import ScoreMod
 from cp_styles.kernels.merge import EMPTY_LSE, accumulation_dtype, beside_sink, merged
 from cp_styles.layout import SequenceLayout
-from cp_styles.mask import Causal, Full, Mask, PerRow
+from cp_styles.mask import Causal, Full, Mask, PerRow, check_plain_mask
 from cp_styles.troubleshooting import see
 
 
@@ -95,7 +95,7 @@ class KVCache:
                 )
             )
         self._prompt = layout
-        self._own = layout.positions(self._rank)
+        self._own = layout.positions(self._rank, "cpu")
         self._length = layout.length
         self._keys, self._values = (x.detach().clone(memory_format=torch.contiguous_format) for x in (k_BGMD, v_BGME))
         self._first = 0  # keys of positions before are not needed any more
@@ -130,7 +130,7 @@ class KVCache:
     def positions(self) -> torch.Tensor:
         """The global positions of :attr:`keys`: int64 [M] on the host."""
         first = self._next_own(self._prompt.length)
-        new = torch.arange(first, max(first, self._length), self._ranks)
+        new = torch.arange(first, max(first, self._length), self._ranks, device="cpu")
         return torch.cat((self._own, new))[self._freed + self._unused() :]
 
     def append(self, k_BGLD: torch.Tensor, v_BGLE: torch.Tensor) -> None:
@@ -216,7 +216,7 @@ class KVCache:
     def _below(self, position: Any) -> Any:
         """How many positions before this one (or these) this rank was given."""
         if isinstance(position, int):
-            return int(self._below(torch.tensor(position)))
+            return int(self._below(torch.tensor(position, device="cpu")))
         new = position - self._next_own(self._prompt.length) + self._ranks - 1
         return torch.searchsorted(self._own, position) + (new // self._ranks).clamp(min=0)
 
@@ -437,10 +437,12 @@ def _check(name: str, q: torch.Tensor, keys: torch.Tensor, cache: KVCache, call:
         raise NotImplementedError(
             f"{name}: {mask!r} is not a mask of bands, and decoding takes no other: pass a boolean attn_mask"
         )
+    mask.check_unchanged()
     shape = q.shape[0], q.shape[1], q.shape[2], cache.length
     try:
         mask.check(shape)
         if attn_mask is not None:
+            check_plain_mask(attn_mask)
             if attn_mask.dtype != torch.bool or attn_mask.ndim != 4 or attn_mask.shape[3] != cache.length:
                 raise ValueError("it must be boolean, with one column for each position")
             torch.broadcast_shapes(attn_mask.shape, shape)
@@ -455,7 +457,7 @@ def _visible(
     name: str, cache: KVCache, mask: Mask, attn_mask: torch.Tensor | None, q: torch.Tensor
 ) -> tuple[slice, torch.Tensor | None]:
     """Which of this rank's keys some query attends to, and the bias [B, H, L, M] (with 1s) that hides the others."""
-    queries = torch.arange(cache.length - q.shape[2], cache.length)
+    queries = torch.arange(cache.length - q.shape[2], cache.length, device="cpu")
     rows = mask.masks if isinstance(mask, PerRow) else (mask,)
     lo, hi = (torch.stack(side) for side in zip(*(row.bounds(queries) for row in rows), strict=True))
     some = lo < hi.clamp(max=cache.length)

@@ -22,12 +22,13 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 from cp_styles._compat import never_compiled, without_dispatch_modes, without_function_modes
 from cp_styles.comm.agreement import EVERY_CALL, Agreement
 from cp_styles.comm.checksum import version_of
+from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import axis_and_group
 from cp_styles.engine.binding import Binding, binding_of_call, refuse_grouped
 from cp_styles.engine.checkpoint import as_kept
 from cp_styles.engine.custom_ops import check_local, handle, source_of
 from cp_styles.engine.gradient_watch import RAISE, GradientCheck
-from cp_styles.engine.run import run_backward, run_forward
+from cp_styles.engine.run import run_backward, run_forward, run_logsumexp
 from cp_styles.kernels import CompiledFlexKernel, FlexKernel
 from cp_styles.kernels.flex import ScoreMod
 from cp_styles.kernels.flex_compiled import compiled_takes
@@ -171,6 +172,7 @@ def flex_attend(
     return attend_with_lse(binding, tensors, bind, scale=call.scale, wants_lse=call.wants_lse)
 
 
+@never_compiled
 def attend_with_lse(
     binding: Binding,
     tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
@@ -241,7 +243,7 @@ def _flex_attention(q, k, v, config, scale, keep, wants_lse):
     assert isinstance(bound, Binding)
     attention, keep = _attention_of(bound, (q, k, v), scale), keep or wants_lse
     out, residual = run_forward(bound, attention, q, k, v, keep=keep)
-    lse = bound.strategy.logsumexp(attention, q, k, v, residual) if wants_lse else q.new_empty(0)
+    lse = run_logsumexp(bound, attention, q, k, v, residual) if wants_lse else q.new_empty(0)
     return out, lse, residual
 
 
@@ -264,6 +266,7 @@ class _FlexAttention(torch.autograd.Function):
             ctx.set_materialize_grads(False)
             ctx.save_for_backward(q, k, v, out, residual, *learned)
             ctx.attention, ctx.binding = _attention_of(bound, (q, k, v), scale), bound
+            ctx.number = state_of(bound.group).forwards
             return out, lse
 
     @staticmethod
@@ -274,7 +277,6 @@ class _FlexAttention(torch.autograd.Function):
             if grad is None and grad_lse is None:
                 return None, None, None, None, None, None, *(None for _ in learned)
             grad = torch.zeros_like(out) if grad is None else grad
-            dq, dk, dv, _, shares = run_backward(
-                ctx.binding, ctx.attention, grad, q, k, v, out, residual, grad_lse_BHL=grad_lse, learned=learned
-            )
+            options = {"forward": ctx.number, "grad_lse_BHL": grad_lse, "learned": learned}
+            dq, dk, dv, _, shares = run_backward(ctx.binding, ctx.attention, grad, q, k, v, out, residual, **options)
             return dq, dk, dv, None, None, None, *shares

@@ -168,7 +168,7 @@ def _refuse_other_text(joint: JointLayout, name: str, k_BHLD: torch.Tensor, grou
 
     Ranks may round differently, so differences up to 5 % are allowed. Keys of different tokens differ by more.
     """
-    at = torch.tensor([0, joint.prefix - 1] if joint.prefix else [-joint.suffix, -1]) % k_BHLD.shape[2]
+    at = torch.tensor([0, joint.prefix - 1] if joint.prefix else [-joint.suffix, -1], device="cpu") % k_BHLD.shape[2]
     own = torch.zeros(8, dtype=torch.float64, device=k_BHLD.device)
     found = k_BHLD[:1, 0, at.to(k_BHLD.device), :4].flatten()
     own[: found.numel()] = found

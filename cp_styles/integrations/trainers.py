@@ -19,21 +19,25 @@ This file imports no other library. Shapes: B batch, L tokens of this rank, S to
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
-from functools import cached_property
+from functools import cached_property, partial
+from operator import itemgetter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils.data import get_worker_info
 
-from cp_styles.batch import IGNORE_INDEX, next_token_labels, shard_batch
+from cp_styles.batch import IGNORE_INDEX, next_token_labels, pad_at_end, shard_batch
 from cp_styles.collectives import gather_outputs
 from cp_styles.comm.agreement import Meeting, StatusRow, exchange_status, fingerprint
 from cp_styles.comm.checksum import checksum
 from cp_styles.comm.groups import GroupOrMesh, axis_and_group
+from cp_styles.integrations.transformers import position_ids_of
 from cp_styles.layout import Balancer, SequenceLayout, head_tail, layout_made_by
 from cp_styles.styles.module import binding_of
+from cp_styles.styles.positions import padding_position
 from cp_styles.troubleshooting import see
 
 Batch = Mapping[str, Any]
@@ -69,11 +73,12 @@ class ContextParallelCollator:
     The part has these entries beside those of the batch:
 
     - ``shift_labels``, from ``labels`` [B, S], before the cut: for each token the label of the next one;
-    - ``position_ids``, if the batch has none: 0 to S - 1. Positions of packed documents, which restart at 0, are cut as
-      they are.
+    - ``position_ids``, if the batch has none: 0 to S - 1, or those of ``positions``. Positions of packed documents,
+      which restart at 0, are cut as they are.
 
-    ``attention_mask`` stays whole, as :func:`~cp_styles.integrations.transformers.register_attention` needs it. One
-    without a zero is left out, unless the batch has positions of its own.
+    ``attention_mask`` stays whole, as :func:`~cp_styles.integrations.transformers.register_attention` needs it: [B, S],
+    [B, 1, S, S], or a dict of such masks by kind of layer. One [B, S] without a zero is left out, unless the batch has
+    positions of its own.
 
     Args:
         mesh: the ranks that share the sequence: a process group or a 1-D mesh, ``mesh["cp"]``.
@@ -81,17 +86,22 @@ class ContextParallelCollator:
             called with the batch.
         layout: how the sequence is cut. Use the layout of the style, whose default is ``head_tail`` too.
         seq_dims: for entries that are not named above, the dim that is the sequence, or None for those that every rank
-            needs whole. (Entries that are no tensors, or have no dims, are passed on.)
+            needs whole. (Entries that are no tensors, or have no dims, are passed on, whole. Those that are cut must be
+            tensors.)
         shift: False for labels that are not the next token, as in masked language models. They are cut unchanged.
         pad_to_multiple_of: pad the sequence at its end to a multiple. No layout needs this; compiled graphs may.
         pad_token_id: the token to pad with. Padded tokens have no labels, and no token attends to them.
+        positions: makes the positions [B, S] of ``input_ids`` [B, S], for models that do not count from 0 (RoBERTa's
+            family, ESM): ``partial(position_ids_of, model)``, with
+            :func:`~cp_styles.integrations.transformers.position_ids_of`.
 
     Communication: one all-gather of some integers. The ranks compare a checksum of the whole batch, for which the host
-    waits if the batch is on a device.
+    waits if the batch is on a device: tensors, numbers and texts, also inside of dicts and lists.
 
     Raises:
         ValueError: on every rank, if the ranks have other samples, or one cannot cut its batch: an entry of unknown
-            name, or of another length; ``labels`` of whole sequences (classification).
+            name, of another length, or a list where a tensor is needed; ``labels`` of whole sequences (classification),
+            or below 0 and not -100. A ``layout`` for another number of ranks than ``mesh`` has.
         RuntimeError: in a worker process of a DataLoader, which cannot communicate.
     """
 
@@ -105,14 +115,21 @@ class ContextParallelCollator:
         shift: bool = True,
         pad_to_multiple_of: int = 1,
         pad_token_id: int = 0,
+        positions: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         self._name = type(self).__name__
         self._axis, self._group = axis_and_group(self._name, mesh)
+        if isinstance(layout, SequenceLayout) and layout.ranks != self._group.size():
+            raise ValueError(
+                f"{self._name}: the layout cuts the sequence for {layout.ranks} ranks, mesh axis {self._axis!r} has "
+                f"{self._group.size()}: make it for the ranks that share the sequence"
+            )
         self._collate = collate
         self._layout = layout
         self._seq_dims = _SEQ_DIMS | dict(seq_dims or {})
         self._shift = shift
         self._multiple, self._pad = pad_to_multiple_of, pad_token_id
+        self._positions = positions
 
     def __call__(self, samples: Any) -> dict[str, Any]:
         if get_worker_info() is not None:
@@ -137,14 +154,14 @@ class ContextParallelCollator:
                     f"{see('An entry whose sequence dim is not known')}"
                 )
             layouts.append(self._layout_for(whole))
-            shapes = [(name, tuple(x.shape), str(x.dtype)) for name, x in sorted(cut.items())]
-            total = sum(checksum(cut[name]) * (2 * at + 1) for at, name in enumerate(sorted(cut)))
-            return StatusRow(inputs=total % 2**63, call=fingerprint(shapes))
+            return StatusRow(inputs=fingerprint(_content(whole)))
 
         rows = exchange_status(build, Meeting.BATCH, self._name, self._axis, self._group)
-        odd = [rank for rank, row in enumerate(rows) if (row.inputs, row.call) != (rows[0].inputs, rows[0].call)]
+        odd = [rank for rank, row in enumerate(rows) if row.inputs != rows[0].inputs]
         if odd:
-            shapes = {name: tuple(x.shape) for name, x in cut.items()}
+            shapes = {
+                name: tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__ for name, x in whole.items()
+            }
             raise ValueError(
                 f"{self._name}: ranks {odd} of mesh axis {self._axis!r} have other samples than rank 0 (here {shapes})"
                 ", and the ranks of one sequence must be given the same whole batch, of which each gets its part: "
@@ -160,6 +177,15 @@ class ContextParallelCollator:
     def _whole(self, samples: Any) -> dict[str, Any]:
         """The whole batch with what it has to have, padded."""
         batch: dict[str, Any] = dict(samples if self._collate is None else self._collate(samples))
+        for name, x in batch.items():
+            wanted = "a tensor or a dict of tensors" if name == "attention_mask" else "a tensor"
+            known = self._seq_dims.get(name) is not None or name == "attention_mask"
+            kinds = (torch.Tensor, Mapping) if name == "attention_mask" else torch.Tensor
+            if known and x is not None and not isinstance(x, kinds):
+                raise ValueError(
+                    f'{self._name}: batch["{name}"] is a {type(x).__name__}, and must be {wanted}: torch.tensor(...), '
+                    "in the function that makes the batch"
+                )
         tokens = batch.get("input_ids", batch.get("inputs_embeds"))
         if not isinstance(tokens, torch.Tensor) or tokens.ndim < 2:
             raise ValueError(f"{self._name}: the batch has no input_ids [B, S] and no inputs_embeds, but {list(batch)}")
@@ -174,15 +200,26 @@ class ContextParallelCollator:
         padding, positions = self._padding(length), batch.get("position_ids")
         if positions is None and mask is None and padding:
             mask = torch.ones(rows, length, dtype=torch.int64, device=tokens.device)
-        elif positions is None and mask is not None and mask.ndim == 2 and not padding and bool(mask.all()):
+        elif positions is None and isinstance(mask, torch.Tensor) and mask.ndim == 2 and not padding and mask.all():
             mask = None
         batch.pop("attention_mask", None)
         if mask is not None:
             batch["attention_mask"] = mask
         if labels is not None and self._shift and batch.get("shift_labels") is None:
             batch["shift_labels"] = next_token_labels(labels)
-        if positions is None:
+        for name in ("labels", "shift_labels"):
+            x = batch.get(name)
+            if x is not None and not x.dtype.is_floating_point and bool(((x < 0) & (x != IGNORE_INDEX)).any()):
+                raise ValueError(
+                    f"{self._name}: {name} has values below 0 that are not {IGNORE_INDEX}, and they would count as "
+                    f"classes: labels.masked_fill(labels < 0, {IGNORE_INDEX}) if they mean that there is no label"
+                )
+        if positions is None and self._positions is None:
             batch["position_ids"] = torch.arange(length, device=tokens.device).expand(rows, -1)
+        elif positions is None and batch.get("input_ids") is None:
+            raise ValueError(f"{self._name}: positions= needs input_ids, and the batch has none: give it position_ids")
+        elif positions is None and self._positions is not None:
+            batch["position_ids"] = self._positions(tokens)
         return self._padded(batch, padding) if padding else batch
 
     def _padding(self, length: int) -> int:
@@ -193,21 +230,21 @@ class ContextParallelCollator:
     def _padded(self, batch: dict[str, Any], padding: int) -> dict[str, Any]:
         fill = {"input_ids": self._pad, "labels": IGNORE_INDEX, "shift_labels": IGNORE_INDEX}
         for name, x in batch.items():
-            if not isinstance(x, torch.Tensor) or not x.ndim:
-                continue
             dim = self._seq_dims.get(name)
             if name == "attention_mask":
-                if x.ndim != 2:
-                    raise ValueError(f"{self._name}: an attention_mask of shape {tuple(x.shape)} cannot be padded")
+                if not isinstance(x, torch.Tensor) or x.ndim != 2:
+                    kind = f"of shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else "that is a dict"
+                    raise ValueError(
+                        f"{self._name}: an attention_mask {kind} cannot be padded: make it for the padded length, and "
+                        "pad the other entries too; or leave out pad_to_multiple_of"
+                    )
                 dim = 1
-            if dim is None:
+            if not isinstance(x, torch.Tensor) or not x.ndim or dim is None:
                 continue
-            shape = list(x.shape)
-            shape[dim] = padding
-            tail = x.new_full(shape, fill.get(name, 0))
+            batch[name] = pad_at_end(name, x, dim, padding, fill.get(name, 0))
             if name == "position_ids":  # a document of its own
-                tail = tail + torch.arange(padding, device=x.device)
-            batch[name] = torch.cat((x, tail), dim)
+                tail = batch[name].narrow(dim, -padding, padding)
+                tail.copy_(torch.arange(padding, device=x.device).expand_as(tail))
         return batch
 
     def _layout_for(self, whole: Batch) -> SequenceLayout:
@@ -226,6 +263,22 @@ class ContextParallelCollator:
             layout = layout_made_by(layout, length + self._padding(length), self._group.size())
         whole = gather_outputs(part.detach(), 1, self._group, reduce_gradients=False, layout=layout)
         return whole.narrow(1, 0, length)
+
+
+def _content(value: Any) -> Any:
+    """What ranks compare of an entry: tensors, numbers and texts, also inside of others; of anything else the type."""
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), str(value.dtype), checksum(value)
+    if isinstance(value, Mapping):
+        return sorted(((str(key), _content(item)) for key, item in value.items()), key=itemgetter(0))
+    if isinstance(value, (list, tuple)):
+        return [_content(item) for item in value]
+    if isinstance(value, (bool, int, float, complex, str, bytes, type(None))):
+        return value
+    if hasattr(value, "__array_interface__"):  # numpy
+        with contextlib.suppress(TypeError, ValueError):  # an array of objects
+            return _content(torch.as_tensor(value, device="cpu"))
+    return type(value).__qualname__
 
 
 def _tokens(batch: Batch) -> torch.Tensor:
@@ -286,7 +339,8 @@ class ContextParallelTrainer:
       once for each sample.
 
     Not supported, and refused: ``label_smoothing_factor`` and ``compute_loss_func``, which would shift this rank's
-    part of the labels; predictions for batches without labels.
+    part of the labels; ``neftune_noise_alpha``, whose noise depends on the length of a part; predictions for batches
+    without labels.
     """
 
     def context_parallel_collator(self) -> ContextParallelCollator:
@@ -309,7 +363,8 @@ class ContextParallelTrainer:
                 "the trainer is made, parallelize_module(model, mesh, ModuleContextParallel()); or override "
                 "context_parallel_collator()"
             )
-        return ContextParallelCollator(binding.group, layout=binding.layout)
+        positions = None if padding_position(model) is None else partial(position_ids_of, model)
+        return ContextParallelCollator(binding.group, layout=binding.layout, positions=positions)
 
     @cached_property
     def _cut(self) -> ContextParallelCollator:
@@ -362,9 +417,14 @@ class ContextParallelTrainer:
         collator and of the model.
 
         Raises:
-            NotImplementedError: for ``label_smoothing_factor`` and ``compute_loss_func``.
+            NotImplementedError: for ``label_smoothing_factor``, ``compute_loss_func`` and ``neftune_noise_alpha``.
         """
         trainer = self._trainer
+        if getattr(trainer, "neftune_noise_alpha", None) and self._cut._group.size() > 1:
+            raise NotImplementedError(
+                f"{type(self).__name__}: neftune_noise_alpha adds noise to the embeddings, with random numbers of each "
+                "rank's own, and of a size that follows from this rank's number of tokens: leave it out"
+            )
         smoothed = getattr(trainer, "label_smoother", None) is not None
         if smoothed or getattr(trainer, "compute_loss_func", None) is not None:
             raise NotImplementedError(

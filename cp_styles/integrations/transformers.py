@@ -62,6 +62,7 @@ from cp_styles.mask import Causal, Chunked, Documents, Full, Mask, PerRow, Slidi
 from cp_styles.mask.algebra import UNBOUNDED
 from cp_styles.mask.block_mask import FlexMask
 from cp_styles.styles.module import calls_in
+from cp_styles.styles.positions import padding_position, positions_after_padding
 from cp_styles.troubleshooting import see
 
 
@@ -296,10 +297,33 @@ def context_parallel_mask(
     with without_function_modes():
         if past is not None and past.prefilled:
             return _mask_of_new_tokens(calls, past, encoder, batch_size, q_length, mask_function, attention_mask)
-        made = _whole_mask(calls, batch_size, q_length, q_offset, mask_function, attention_mask)
+        made = _whole_mask(calls, batch_size, q_length, q_offset, mask_function, attention_mask, kwargs.get("config"))
     if made.padding is not None or not isinstance(made.mask, Full | Causal):
         calls.note_mask(made)
     return made
+
+
+def position_ids_of(model: nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
+    """The positions that ``model`` gives to the tokens of whole sequences on one device: cut them as the tokens are.
+
+    ::
+
+        position_ids = layout.shard(position_ids_of(model, tokens), 1, rank)
+
+    Most models count from 0. RoBERTa's family, ESM and MPNet count from the position after that of padding, and do not
+    count padding. No communication.
+
+    Args:
+        model: a model of transformers.
+        input_ids: [B, S], the tokens of whole sequences.
+
+    Returns:
+        Positions, [B, S].
+    """
+    padding = padding_position(model)
+    if padding is not None:
+        return positions_after_padding(input_ids, padding)
+    return torch.arange(input_ids.shape[1], device=input_ids.device).expand(input_ids.shape)
 
 
 @torch.no_grad()
@@ -375,7 +399,7 @@ def encode(model: nn.Module, input_ids: torch.Tensor, *, attention_mask: torch.T
         attention_mask: [B, S] of the whole input if there is padding. Give it to ``generate()`` too.
 
     Returns:
-        The arguments ``encoder_outputs`` and ``past_key_values`` of ``generate()``, for this rank.
+        The arguments ``encoder_outputs`` and ``past_key_values`` of one ``generate()``, for this rank.
 
     Communication: one all-gather of 13 integers, then that of the encoder's forward.
 
@@ -516,7 +540,7 @@ class KeyRange(Mask):
         return torch.full_like(q_positions_L, self.first), torch.full_like(q_positions_L, self.stop)
 
     def breaks(self, length: int) -> torch.Tensor:
-        return torch.empty(0, dtype=torch.int64)
+        return torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 @dataclass
@@ -550,7 +574,20 @@ def _entered(what: str) -> AttentionCalls:
     return calls
 
 
-def _read(mask_function: Callable[..., Any], name: str) -> _Pieces:
+def _ready_masks(config: Any) -> str:
+    """Masks of the user's own as models of transformers take them: one for all layers, or one for each kind."""
+    kinds, window = sorted(set(getattr(config, "layer_types", None) or ())), getattr(config, "sliding_window", None)
+    tensor = "boolean tensor [B, 1, S, S] of the whole sequence"
+    within = f", the mask & (query - key < {window}) for layers with a window" if window else ""
+    if len(kinds) < 2:
+        return f"attention_mask as a {tensor}{within}"
+    return (
+        f"attention_mask as a dict with a {tensor} for each kind of its layers, {kinds}{within} (a tensor alone would "
+        "be that of all layers, without their windows)"
+    )
+
+
+def _read(mask_function: Callable[..., Any], name: str, config: Any = None) -> _Pieces:
     """The parts of a mask function of transformers.masking_utils, by the names of its functions and their closures."""
     pieces = _Pieces([])
     for function in _conjuncts(mask_function):
@@ -575,7 +612,7 @@ def _read(mask_function: Callable[..., Any], name: str) -> _Pieces:
             raise NotImplementedError(
                 f"{name}: the mask of this model has a piece {function.__module__}.{function.__qualname__} that is not "
                 "known, and it cannot be evaluated on this rank's part alone. Give the model its masks ready, "
-                "attention_mask as a tensor [B, 1, S, S] of the whole sequence"
+                f"{_ready_masks(config)}"
             )
     return pieces
 
@@ -603,6 +640,7 @@ def _whole_mask(
     offset: int | torch.Tensor,
     mask_function: Callable[..., Any] | None,
     attention_mask: torch.Tensor | None,
+    config: Any,
 ) -> WholeMask:
     binding = calls.binding
     name, group, rank = binding.name, binding.group, binding.group.rank()
@@ -618,7 +656,7 @@ def _whole_mask(
                 "cp_styles.integrations.transformers returns"
             )
         assert mask_function is not None
-        pieces = _read(mask_function, name)
+        pieces = _read(mask_function, name, config)
         flags = _MASKED * (attention_mask is not None and not bool(attention_mask.all()))
         if attention_mask is None and pieces.causal:
             given = (calls.inputs.get(name) for name in ("decoder_position_ids", "position_ids"))
@@ -632,7 +670,7 @@ def _whole_mask(
         if positions_BL is not None:
             own = torch.arange(length, device=positions_BL.device)
             laid_out = _guessed(binding, length)
-            flags |= _AS_LAID_OUT * (laid_out is not None and _all_equal(positions_BL, laid_out.positions(rank)))
+            flags |= _AS_LAID_OUT * (laid_out is not None and _all_equal(positions_BL, laid_out.positions(rank, "cpu")))
             flags |= _FROM_ZERO * _all_equal(positions_BL, own)
             flags |= _JUMPS * bool((positions_BL.diff(dim=1) != 1).any())
         flags |= _PACKED * pieces.packed
@@ -739,9 +777,9 @@ def _gathered(
     padded = padded.cpu() if has_cpu_backend(group) else padded.cuda()
     parts = [torch.empty_like(padded) for _ in lengths]
     dist.all_gather(parts, padded, group=group)
-    whole = torch.empty(positions_BL.shape[0], layout.length, dtype=padded.dtype)
+    whole = torch.empty(positions_BL.shape[0], layout.length, dtype=padded.dtype, device="cpu")
     for rank, part in enumerate(parts):
-        whole[:, layout.positions(rank).cpu()] = part[:, : lengths[rank]].cpu()
+        whole[:, layout.positions(rank, "cpu")] = part[:, : lengths[rank]].cpu()
     return whole
 
 
@@ -773,7 +811,9 @@ def _documents(
         )
     found = []
     for row in begins:
-        edges = torch.cat((torch.tensor([-1]), torch.nonzero(row).flatten(), torch.tensor([row.numel()])))
+        edges = torch.cat(
+            (torch.tensor([-1], device="cpu"), torch.nonzero(row).flatten(), torch.tensor([row.numel()], device="cpu"))
+        )
         found.append(tuple(edges.diff().tolist()))
     return found
 

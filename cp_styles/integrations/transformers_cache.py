@@ -92,7 +92,7 @@ class TransformersCache(LayerCaches):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         for each in self.held:
-            each.select_rows(torch.arange(each.keys.shape[0]).repeat_interleave(repeats))
+            each.select_rows(torch.arange(each.keys.shape[0], device="cpu").repeat_interleave(repeats))
         if self.tokens_BS is not None:
             self.tokens_BS = self.tokens_BS.repeat_interleave(repeats, 0)
         if self._padding_BS is not None:
@@ -115,7 +115,7 @@ class TransformersCache(LayerCaches):
         held = None if layer is None or layer >= len(self.layers) else self.layers[layer]
         if held is None or self.keeps_all or not held.length:
             return
-        last = torch.tensor([held.length - 1])
+        last = torch.tensor([held.length - 1], device="cpu")
         rows = mask.masks if isinstance(mask, PerRow) else (mask,)
         if not mask.has_bias:
             held.forget(min(int(row.bounds(last)[0]) for row in rows))

@@ -7,20 +7,20 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
 
 from cp_styles._compat import (
     ASKS_FOR_NESTED_TENSORS,
     FLEX_OPERATOR,
     FLEX_RENAMED,
     FlexAsWritten,
+    dispatch_modes_entered,
     fast_path_attention,
     first_node,
     function_modes,
@@ -35,6 +35,8 @@ from cp_styles._compat import (
 from cp_styles.comm.agreement import offer_refusal
 from cp_styles.engine.binding import Binding, Tally, refuse_dropout, refuse_grouped
 from cp_styles.engine.custom_ops import config_text_of
+from cp_styles.engine.dtensor_handlers import binding_of
+from cp_styles.engine.reruns import RerunMode
 from cp_styles.engine.scope import ScopedBinding
 from cp_styles.functions.attention import attend
 from cp_styles.functions.decode import DecodeCall, KVCache, cache_of, decode
@@ -43,15 +45,16 @@ from cp_styles.functions.joint_layout import JointLayout, attend_jointly
 from cp_styles.functions.varlen import VARLEN_OPERATOR, VARLEN_OPERATORS, varlen_operator
 from cp_styles.intercept.flex_frames import FIRST_QUESTION, QUESTIONS, FlexCalls, traced_part
 from cp_styles.intercept.multi_head_attention import multi_head_attention
+from cp_styles.intercept.token_flow import TokenFlow
 from cp_styles.kernels.flex import ScoreMod
 from cp_styles.kernels.merge import beside_sink
 from cp_styles.kernels.sdpa import SDPA_CALLS
 from cp_styles.layout import SequenceLayout, cuts_of
-from cp_styles.mask import Dense, Mask, PerRow
+from cp_styles.mask import Dense, Mask, PerRow, causal_bias
 from cp_styles.troubleshooting import see
 
 
-class AttentionCalls(TorchFunctionMode):
+class AttentionCalls(RerunMode):
     """While it is entered, runs the attention calls of this thread on the engine.
 
     It sees calls however the function was imported. It does not affect other threads.
@@ -71,19 +74,20 @@ class AttentionCalls(TorchFunctionMode):
         counts the calls. ``inlined``: the mode is entered inside a compiled graph, so a recomputation enters it again.
         ``joint``: some tokens are whole on every rank; the binding's layout is then that of their shares.
         """
-        super().__init__()
+        super().__init__(name)
         self._joint, self._joint_calls = joint, 0
         self._scoped = scoped
         self._sink = sink
         # The tally of the binding, so that ranks can compare the number of their calls.
         self._tally = scoped.unscoped.tally if tally is None else tally
         self._config_text = config_text_of(scoped)
-        self._name = name
         self._inlined = inlined
         self._grad_at_entry: list[bool] = []
         self._as_written: list[FlexAsWritten | None] = []  # None if it was entered already
         self._flex = FlexCalls()
         self._entries, self._first_node = 0, -1
+        self._paths: list[str] = []
+        self._entering: str | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AttentionCalls:
         tally = copy.deepcopy(self._tally, memo)
@@ -112,6 +116,9 @@ class AttentionCalls(TorchFunctionMode):
         # Nested modules enter the same mode again. Push it once, otherwise each call would pass it several times.
         entered = self.entered()
         self._grad_at_entry.append(torch.is_grad_enabled())
+        self._paths.append(self._tally.path)
+        if self._entering is not None:
+            self._tally.path, self._entering = self._entering, None
         if len(self._grad_at_entry) == 1:
             self._first_node = first_node() if self._looks() else -1
         self._as_written.append(None if entered is self else FlexAsWritten())
@@ -119,11 +126,16 @@ class AttentionCalls(TorchFunctionMode):
 
     def __exit__(self, *exception: Any) -> None:
         self._grad_at_entry.pop()
+        self._tally.path = self._paths.pop()
         self._flex.forget()
         as_written = self._as_written.pop()
         if as_written is not None:
             as_written.end()
             super().__exit__(*exception)
+
+    def entering(self, path: str) -> None:
+        """Note the module whose forward enters this mode next: the ranks compare which one calls."""
+        self._entering = path
 
     def _looks(self) -> bool:
         """Whether to search for attention that was not intercepted."""
@@ -143,11 +155,15 @@ class AttentionCalls(TorchFunctionMode):
         length = self._first_node >= 0 and plain_attention_since(self._first_node, nodes, self._tally.lengths)
         if length:
             self._offer_refusal()  # with another number of tokens, other ranks may not see it
-            raise NotImplementedError(
-                f"{self._name}: attention in plain ops ran inside, on this rank's {length} tokens alone: two products "
-                f"with a softmax over [{length}, {length}] between them. Call scaled_dot_product_attention instead"
-                f"{see('Attention in plain ops')}"
-            )
+            self.refuse_plain(length)
+
+    def refuse_plain(self, length: int) -> NoReturn:
+        raise NotImplementedError(
+            f"{self._name}: attention in plain ops ran inside, on this rank's {length} tokens alone: two products "
+            f"with a softmax over [{length}, {length}] between them. Call scaled_dot_product_attention instead. Models "
+            'of transformers do with attn_implementation="sdpa" or register_attention()'
+            f"{see('Attention in plain ops')}"
+        )
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -179,11 +195,17 @@ class AttentionCalls(TorchFunctionMode):
             _break_the_graph()
         elif func is FLEX_OPERATOR or name in VARLEN_OPERATORS:
             _break_the_graph()
-        if func is torch.arange and self._tally.on_range is not None:
+        elif func is torch.arange and self._tally.on_range is not None:
             numbers = func(*args, **kwargs)
             self._tally.on_range(numbers, args, kwargs)
             return numbers
         if func in _OTHERS or name in _OTHER_OPERATORS:
+            given = (*args, *(kwargs or {}).values())
+            if any(isinstance(x, DTensor) and binding_of(x.device_mesh) is not None for x in given):
+                raise ValueError(
+                    f"{self._name}: a module inside has AttentionContextParallel, and this style takes all attention "
+                    "inside: apply one of the two"
+                )
             raise NotImplementedError(
                 f"{self._name}: {func.__name__} is not one of the attention calls that run context parallel; use "
                 "scaled_dot_product_attention"
@@ -204,11 +226,17 @@ class AttentionCalls(TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> torch.Tensor:
         self._tally.calls += 1
+        attn_mask, is_causal = causal_bias(attn_mask, is_causal)
 
         def refuse() -> None:
             for tensor in (query, key, value):
                 if isinstance(tensor, DTensor):
                     raise ValueError(f"{self._name}: query, key and value are DTensors here; pass local tensors")
+                if tensor.is_nested:
+                    raise NotImplementedError(
+                        f"{self._name}: query, key and value are nested tensors here: pack the documents into one "
+                        "sequence, tensors [1, H, S, D] under a SequenceScope(layout, mask=Documents(lengths))"
+                    )
             if cache_of(key) is not None:
                 raise NotImplementedError(
                     f"{self._name}: scaled_dot_product_attention was called on the keys of a cache that is cut over "
@@ -220,6 +248,7 @@ class AttentionCalls(TorchFunctionMode):
             if query.shape[1] != key.shape[1]:
                 refuse_grouped(self._name, query.shape[1], key.shape[1], enable_gqa)
             self.check_reruns()
+            self._refuse_mixed(query, key, value)
 
         options: dict[str, Any] = {"is_causal": is_causal, "attn_mask": attn_mask, "scale": scale}
         options["sink_H"] = None if self._sink is None else self._sink_now(*self._sink)
@@ -242,8 +271,24 @@ class AttentionCalls(TorchFunctionMode):
     @never_compiled
     def _attend_uncompiled(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Keeps torch.compile from compiling the engine when it runs between graphs."""
-        self._tally.lengths.add((args[0] if args else kwargs["query"]).shape[2])
-        return self._attend(*args, **kwargs)
+        query = args[0] if args else kwargs["query"]
+        if not query.is_nested:
+            self._tally.lengths.update(query.shape[2:3])
+        return self._followed(self._attend(*args, **kwargs), query)
+
+    def _refuse_mixed(self, *tensors: torch.Tensor, dim: int = -2) -> None:
+        """Raise for a query, key or value in which tokens were mixed before; see [Note: token flow]."""
+        if not torch.compiler.is_dynamo_compiling() and dispatch_modes_entered():
+            flow = TokenFlow.entered()
+            problem = None if flow is None else flow.problem_of_attention(tensors, dim)
+            if flow is not None and problem is not None:
+                raise NotImplementedError(f"{self._name}: {flow.words(problem)}")
+
+    @staticmethod
+    def _followed(out: torch.Tensor, query: torch.Tensor, dim: int = -2) -> torch.Tensor:
+        if dispatch_modes_entered() and (flow := TokenFlow.entered()) is not None:
+            flow.attended(out, query, dim)
+        return out
 
     @never_compiled
     def _attend_flex(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
@@ -252,16 +297,17 @@ class AttentionCalls(TorchFunctionMode):
         call = self._flex.take()
         if call is None:
             raise NotImplementedError(f"{self._name}: {FLEX_RENAMED or _FLEX_UNSEEN}")
-        found = flex_attend(self._scoped.resolve()[0], (query, key, value), call, self._check_plain)
-        return self._flex.results(*found)
+        check = partial(self._check_plain, query, key, value)
+        out, *rest = flex_attend(self._scoped.resolve()[0], (query, key, value), call, check)
+        return self._flex.results(self._followed(out, query), *rest)
 
     @property
     def binding(self) -> Binding:
         """The binding of a call at this moment."""
         return self._scoped.resolve()[0]
 
-    def watch_ranges(self, look: Callable[[torch.Tensor, tuple[Any, ...], dict[str, Any]], None]) -> None:
-        """Until the end of this forward, call ``look`` with every torch.arange: its result and its arguments."""
+    def watch_traced_ranges(self, look: Callable[[torch.Tensor, tuple[Any, ...], dict[str, Any]], None]) -> None:
+        """Until the end of this forward, call ``look`` with each torch.arange that torch.compile traces."""
         self._tally.on_range = look
 
     @property
@@ -276,6 +322,11 @@ class AttentionCalls(TorchFunctionMode):
     def attentions(self) -> int:
         """How many attention calls there were in this forward of the context-parallel module."""
         return self._tally.calls
+
+    @property
+    def lengths(self) -> set[int]:
+        """The numbers of local queries in the calls of scaled_dot_product_attention and flex_attention among them."""
+        return self._tally.lengths
 
     @property
     def inputs(self) -> Mapping[str, Any]:
@@ -306,14 +357,13 @@ class AttentionCalls(TorchFunctionMode):
         def check() -> None:
             if refuse is not None:
                 refuse()
-            self._check_cut_everywhere()
-            self.check_reruns()
+            self._check_plain(*tensors, sink=True)
 
         binding = self._scoped.resolve()[0]
         if score_mod is None:
-            return attend(
-                binding.with_mask(mask), tensors, attn_mask=attn_mask, scale=scale, sink_H=sink_H, refuse=check
-            )
+            bound = binding.with_mask(mask)
+            out = attend(bound, tensors, attn_mask=attn_mask, scale=scale, sink_H=sink_H, refuse=check)
+            return self._followed(out, tensors[0])
         mask = mask if attn_mask is None else mask & Dense(attn_mask)
         bound = binding.with_mask(mask)
         call = FlexCall(score_mod, scale=scale, enable_gqa=True, return_lse=sink_H is not None)
@@ -325,9 +375,9 @@ class AttentionCalls(TorchFunctionMode):
             calls = [(bound, tensors)]
         found = [flex_attend(each, parts, call, check) for each, parts in calls]
         out = torch.cat([each for each, _ in found])
-        if sink_H is None:
-            return out
-        return beside_sink(out, torch.cat([lse for _, lse in found if lse is not None]), sink_H)
+        if sink_H is not None:
+            out = beside_sink(out, torch.cat([lse for _, lse in found if lse is not None]), sink_H)
+        return self._followed(out, tensors[0])
 
     def decode_with(self, q_BHLD: torch.Tensor, cache: KVCache, call: DecodeCall) -> torch.Tensor:
         """``out_BHLE`` of new tokens, for integrations of other libraries: :func:`~cp_styles.functions.decode.decode`.
@@ -343,12 +393,17 @@ class AttentionCalls(TorchFunctionMode):
     @never_compiled
     def _attend_varlen(self, *args: Any, **kwargs: Any) -> Any:
         self._tally.calls += 1
-        return varlen_operator(self._scoped.resolve()[0], self._check_plain, *args, **kwargs)
+        tensors = args[:3]
+        out = varlen_operator(self._scoped.resolve()[0], partial(self._check_plain, *tensors, dim=0), *args, **kwargs)
+        self._followed(out[0] if isinstance(out, tuple | list) else out, tensors[0], 0)
+        return out
 
-    def _check_plain(self) -> None:
+    def _check_plain(self, *tensors: torch.Tensor, dim: int = -2, sink: bool = False) -> None:
+        """``sink``: the call may have attention sinks."""
         self.check_reruns()
         self._check_cut_everywhere()
-        if self._sink is not None:
+        self._refuse_mixed(*tensors, dim=dim)
+        if self._sink is not None and not sink:
             raise NotImplementedError(
                 f"{self._name}: attention sinks are for scaled_dot_product_attention; with flex_attention use its "
                 "logsumexp, or leave sink= out"
@@ -372,15 +427,13 @@ class AttentionCalls(TorchFunctionMode):
         """Called with the arguments of each torch call, in subclasses that set ``_notes``."""
 
     def check_reruns(self) -> None:
-        """Raise for a call that a backward would repeat without this mode."""
-        if self._inlined:
-            return
-        if self._grad_at_entry[-1] and not torch.is_grad_enabled():
-            raise NotImplementedError(
-                f"{self._name}: attention under no_grad inside a module that was entered with gradients. If this "
-                "is reentrant checkpointing of a function, its recomputation would not be context parallel: "
-                "checkpoint a module that makes the call, a layer for example"
-            )
+        """Make a backward that repeats the call enter this mode. Compiled code enters it by itself."""
+        if not self._inlined and not torch.compiler.is_dynamo_compiling():
+            self.remember()
+
+    def _refuse_unknown(self, owner: Any) -> None:
+        if self._grad_at_entry[-1]:  # else it is around the innermost module, which it would call again
+            super()._refuse_unknown(owner)
 
     @property
     def running(self) -> bool:
@@ -410,7 +463,7 @@ class AttentionCalls(TorchFunctionMode):
 
     def leave(self, module: nn.Module, args: Any, output: Any, *, attends: bool = True) -> None:
         """Hook at the end of a forward, after an exception too. ``attends``: it must have called attention."""
-        self._tally.inputs, self._tally.on_range = {}, None
+        self._tally.inputs, self._tally.on_range, self._entering = {}, None, None
         if not torch.compiler.is_dynamo_compiling():
             self._tally.running = False
         if not torch.compiler.is_dynamo_compiling() and output is None and sys.exc_info()[1] is not None:

@@ -18,7 +18,7 @@ from cp_styles.engine.binding import refuse_grouped
 from cp_styles.engine.dtensor_handlers import binding_of, carrier, watch_values
 from cp_styles.kernels.autocast import as_attended
 from cp_styles.kernels.sdpa import SDPA_CALLS, names_of
-from cp_styles.mask import Dense
+from cp_styles.mask import Dense, causal_bias
 
 
 class FusedCalls(TorchFunctionMode):
@@ -62,6 +62,7 @@ def _attend(
         return func(query, key, value, **options, enable_gqa=enable_gqa)
     if query.shape[1] != key.shape[1]:
         refuse_grouped(binding.name, query.shape[1], key.shape[1], enable_gqa)
+    attn_mask, is_causal = causal_bias(attn_mask, is_causal)
     if attn_mask is not None and not isinstance(attn_mask, DTensor):
         Dense(attn_mask)  # raises for a tensor that is not a mask, and for one that requires grad
     query, key, value = tensors = as_attended((query, key, value))
@@ -80,5 +81,5 @@ def _attend(
     }
     results = op(**dict(zip(names.arguments, map(said.__getitem__, names.arguments.values()), strict=True)))
     out = results[names.returns.index("out")]
-    watch_values(out, tensors)
+    watch_values(binding, out, tensors)
     return out

@@ -13,6 +13,8 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from cp_styles.mask import check_plain_mask
+
 
 def multi_head_attention(
     attend: Callable[..., torch.Tensor],
@@ -89,4 +91,5 @@ def multi_head_attention(
 
 def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A boolean mask (True: hidden) as the bias that is added to the logits."""
+    check_plain_mask(mask)
     return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, float("-inf")) if mask.dtype == torch.bool else mask

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 
@@ -28,11 +28,15 @@ class BoundToThisRun:
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(
-            f"{type(self).__name__} is context parallel, bound to the process groups of this run, and cannot be "
-            "pickled: save its state_dict(), load that into a new one and apply the style to it"
-            f"{see('A module that cannot be pickled')}"
-        )
+        refuse_pickling(type(self).__name__)
+
+
+def refuse_pickling(name: str) -> NoReturn:
+    raise TypeError(
+        f"{name} is context parallel, bound to the process groups of this run, and cannot be pickled: save its "
+        "state_dict(), load that into a new one and apply the style to it"
+        f"{see('A module that cannot be pickled')}"
+    )
 
 
 # The subclasses that were made, by (mixin, class). All modules of a class share one, because torch.compile guards the

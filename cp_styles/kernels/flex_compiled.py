@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
-from cp_styles._compat import RecompileLimitHit
+from cp_styles._compat import RecompileLimitHit, with_vmap
 from cp_styles.device_copies import tensor_on
 from cp_styles.kernels.autocast import without_autocast
 from cp_styles.kernels.base import Where
@@ -121,7 +121,8 @@ class _Fused:
         head = tensor_on(q.device, where.head)
         mod, place = kernel.score_mod, (where.q_L, where.kv_M, head, self._bias)
         variant = getattr(mod, "__code__", type(mod)), self._causal, self._bias is None, torch.is_grad_enabled()
-        return _compiled(*variant)(q, k, v, mod, *place, self._causal, self._scale)
+        with with_vmap():
+            return _compiled(*variant)(q, k, v, mod, *place, self._causal, self._scale)
 
 
 def _of_tile(

@@ -8,8 +8,8 @@ additive mask is :class:`Dense`, which adds a bias to the logits.
 
 from cp_styles.mask.algebra import UNBOUNDED, All, BlockGrid, Full, Mask, PerRow
 from cp_styles.mask.bands import Causal, Chunked, Documents, PrefixLM, SlidingWindow
-from cp_styles.mask.dense import Dense, SomeBias, digest
-from cp_styles.mask.linear_pieces import Pieces, counts_by_itself, pieces_of, work_from
+from cp_styles.mask.dense import Dense, SomeBias, causal_bias, check_plain_mask, digest
+from cp_styles.mask.linear_pieces import Pieces, counts_by_itself, pieces_of, refuse_shorter, work_from
 
 __all__ = [
     "UNBOUNDED",
@@ -26,8 +26,11 @@ __all__ = [
     "PrefixLM",
     "SlidingWindow",
     "SomeBias",
+    "causal_bias",
+    "check_plain_mask",
     "counts_by_itself",
     "digest",
     "pieces_of",
+    "refuse_shorter",
     "work_from",
 ]

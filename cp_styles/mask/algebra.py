@@ -49,7 +49,7 @@ class Mask:
         Between two of them each bound is constant, or grows by one with each position. This default looks at the bounds
         of all positions. Subclasses that can compute their breaks override it.
         """
-        steps = torch.stack([bound.diff() for bound in self.bounds(torch.arange(length))])
+        steps = torch.stack([bound.diff() for bound in self.bounds(torch.arange(length, device="cpu"))])
         jumps = ((steps < 0) | (steps > 1)).any(0)
         turns = (steps[:, 1:] != steps[:, :-1]).any(0) & ~jumps[1:] & ~jumps[:-1]
         return torch.cat([torch.nonzero(where).flatten() + 1 for where in (jumps, turns)])
@@ -101,12 +101,8 @@ class Mask:
         """The sequence length that this mask is for. None if it fits any length."""
         return None
 
-    @property
-    def nbytes(self) -> int:
-        """Approximate size in memory: tensors, and numbers in tuples."""
-        values = vars(self).values()
-        tensors = sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
-        return tensors + sum(40 * len(value) for value in values if isinstance(value, tuple)) + 100
+    def check_unchanged(self) -> None:
+        """Raise RuntimeError if a tensor that the mask was made from has been changed in place. Asked at each call."""
 
     def check(self, shape: tuple[int, int, int, int]) -> None:
         """Raise ValueError unless the mask fits an attention of the global ``shape`` [B, H, S_q, S_kv]."""
@@ -147,7 +143,7 @@ class Full(Mask):
         return torch.zeros_like(q_positions_L), torch.full_like(q_positions_L, UNBOUNDED)
 
     def breaks(self, length: int) -> torch.Tensor:
-        return torch.empty(0, dtype=torch.int64)
+        return torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 @dataclass(frozen=True)
@@ -167,10 +163,6 @@ class All(Mask):
     @property
     def content(self) -> int:
         return hash(tuple(part.content for part in self.parts))
-
-    @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.parts)
 
     @property
     def varies_by_head_or_row(self) -> bool:
@@ -202,6 +194,10 @@ class All(Mask):
 
     def row(self, index: int) -> Mask:
         return reduce(Mask.__and__, (part.row(index) for part in self.parts))
+
+    def check_unchanged(self) -> None:
+        for part in self.parts:
+            part.check_unchanged()
 
     def check(self, shape: tuple[int, int, int, int]) -> None:
         for part in self.parts:
@@ -288,6 +284,10 @@ class PerRow(Mask):
     @property
     def length(self) -> int | None:
         return next((mask.length for mask in self.masks if mask.length is not None), None)
+
+    def check_unchanged(self) -> None:
+        for mask in self.masks:
+            mask.check_unchanged()
 
     def check(self, shape: tuple[int, int, int, int]) -> None:
         if shape[0] != len(self.masks):

@@ -25,7 +25,7 @@ class Causal(Mask):
         return torch.zeros_like(q_positions_L), q_positions_L + 1
 
     def breaks(self, length: int) -> torch.Tensor:
-        return torch.empty(0, dtype=torch.int64)
+        return torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class SlidingWindow(Mask):
         return (q_positions_L - left).clamp(min=0), q_positions_L + right + 1
 
     def breaks(self, length: int) -> torch.Tensor:
-        return torch.tensor([self.left or 0])
+        return torch.tensor([self.left or 0], device="cpu")
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Chunked(Mask):
         return start, start + self.size
 
     def breaks(self, length: int) -> torch.Tensor:
-        return torch.arange(0, length, self.size)
+        return torch.arange(0, length, self.size, device="cpu")
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class PrefixLM(Mask):
         return torch.zeros_like(q_positions_L), (q_positions_L + 1).clamp(min=self.prefix)
 
     def breaks(self, length: int) -> torch.Tensor:
-        return torch.tensor([self.prefix])
+        return torch.tensor([self.prefix], device="cpu")
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class Documents(Mask):
                 not 0 <= p <= n for p, n in zip(self.prefixes, self.lengths, strict=True)
             ):
                 raise ValueError("prefixes must give one length a document, between 0 and that document's length")
-        lengths = torch.tensor(self.lengths, dtype=torch.int64)
+        lengths = torch.tensor(self.lengths, dtype=torch.int64, device="cpu")
         object.__setattr__(self, "_ends", lengths.cumsum(0))
         object.__setattr__(self, "_starts", self._ends - lengths)
         object.__setattr__(self, "_hash", hash((self.lengths, self.prefixes)))
@@ -164,7 +164,7 @@ class Documents(Mask):
         Raises:
             ValueError: they do not begin with 0, or decrease.
         """
-        ends = torch.as_tensor(cu_seqlens, dtype=torch.int64).cpu()
+        ends = torch.as_tensor(cu_seqlens, dtype=torch.int64, device="cpu").cpu()
         if ends.ndim != 1 or ends.numel() < 2 or int(ends[0]) != 0:
             raise ValueError(f"cu_seqlens must be 1-D and start with 0, got shape {tuple(ends.shape)}")
         lengths = (ends[1:] - ends[:-1]).tolist()
@@ -205,8 +205,8 @@ class Documents(Mask):
             raise ValueError(f"positions must be [S] or [B, S] and start with 0, got shape {tuple(positions_S.shape)}")
         positions = positions_S.cpu().long()
         starts = torch.nonzero(positions == 0).flatten()
-        lengths = torch.diff(starts, append=torch.tensor([positions.numel()]))
-        expected = torch.arange(positions.numel()) - torch.repeat_interleave(starts, lengths)
+        lengths = torch.diff(starts, append=torch.tensor([positions.numel()], device="cpu"))
+        expected = torch.arange(positions.numel(), device="cpu") - torch.repeat_interleave(starts, lengths)
         if not torch.equal(positions, expected):
             raise ValueError("positions must count up by one inside a document and restart at 0")
         return cls(tuple(lengths.tolist()))
@@ -227,4 +227,4 @@ class Documents(Mask):
     def breaks(self, length: int) -> torch.Tensor:
         if self.prefixes is None:
             return self._ends
-        return torch.cat((self._ends, self._starts + torch.tensor(self.prefixes, dtype=torch.int64)))
+        return torch.cat((self._ends, self._starts + torch.tensor(self.prefixes, dtype=torch.int64, device="cpu")))

@@ -7,6 +7,7 @@ of a band. A mask that is not a band is planned block by block. The values of ``
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import hashlib
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
-from cp_styles.comm.checksum import checksum, version_of
+from cp_styles.comm.checksum import checksum, state_of
 from cp_styles.device_copies import tensor_on
 from cp_styles.mask import UNBOUNDED, BlockGrid, Mask, PerRow
 from cp_styles.mask.introspect import captured_tensors
@@ -45,7 +46,8 @@ class FlexMask(Mask):
 
     Raises:
         TypeError: ``block_mask`` is not a BlockMask.
-        RuntimeError: a tensor that ``mask_mod`` reads was changed in place after the analysis.
+        RuntimeError: here, or on every rank at an attention with the mask: a tensor that ``mask_mod`` reads was changed
+            in place after the analysis. A backward uses what its forward used.
 
     Example::
 
@@ -60,6 +62,7 @@ class FlexMask(Mask):
             )
         self.block_mask = block_mask
         self._facts = _facts_of(block_mask)
+        self._row: int | None = None  # of the batch, if this is the mask of one row
 
     @classmethod
     def per_row(cls, block_mask: BlockMask) -> Mask:
@@ -69,17 +72,17 @@ class FlexMask(Mask):
         """
         mask = cls(block_mask)
         rows = mask._facts.bands
-        return mask if mask._facts.pattern.grid is None or rows is None else PerRow(rows)
+        return mask if not mask.grids or rows is None else PerRow(tuple(map(mask.row, range(len(rows)))))
 
     @property
     def varies_by_head_or_row(self) -> bool:
-        return _four(self.block_mask)[:2] != (1, 1)
+        return self._row is None and _four(self.block_mask)[:2] != (1, 1)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, FlexMask) and other.block_mask is self.block_mask
+        return isinstance(other, FlexMask) and other.block_mask is self.block_mask and other._row == self._row
 
     def __hash__(self) -> int:
-        return id(self.block_mask)
+        return hash((id(self.block_mask), self._row))
 
     def __repr__(self) -> str:
         # Ranks compare this text. The pattern's digest represents the result of the analysis.
@@ -91,17 +94,17 @@ class FlexMask(Mask):
 
     @property
     def length(self) -> int:
-        return self._facts.pattern.keys
+        return self.pattern.keys
 
     def bounds(self, q_positions_L: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._facts.pattern.bounds(q_positions_L)
+        return self.pattern.bounds(q_positions_L)
 
     def work(self, q_positions_L: torch.Tensor, keys: int) -> torch.Tensor:
-        return self._facts.pattern.work(q_positions_L, keys)
+        return self.pattern.work(q_positions_L, keys)
 
     @property
     def has_bias(self) -> bool:
-        return self._facts.pattern.has_bias
+        return self.pattern.has_bias
 
     @property
     def additive(self) -> bool:
@@ -113,14 +116,19 @@ class FlexMask(Mask):
 
     @property
     def grids(self) -> tuple[BlockGrid, ...]:
-        return self._facts.pattern.grids
+        return self.pattern.grids
 
     @property
-    def pattern(self) -> Mask:
-        return self._facts.pattern
+    def pattern(self) -> BlockPattern:
+        bands = self._facts.bands
+        return self._facts.pattern if self._row is None or bands is None else bands[self._row]
+
+    def check_unchanged(self) -> None:
+        self._facts.check_unchanged()
 
     def check(self, shape: tuple[int, int, int, int]) -> None:
         batch, heads, *lengths = _four(self.block_mask)
+        batch = batch if self._row is None else 1
         if tuple(lengths) != shape[2:]:
             raise ValueError(
                 f"the BlockMask was made for {lengths[0]} queries and {lengths[1]} keys, the whole sequence has "
@@ -132,10 +140,12 @@ class FlexMask(Mask):
                 raise ValueError(f"the BlockMask was made for {size} {what}, the attention has {found}")
 
     def row(self, index: int) -> Mask:
-        if _four(self.block_mask)[0] == 1:
+        if _four(self.block_mask)[0] == 1 or self._row is not None:
             return self
         if self._facts.bands is not None:
-            return self._facts.bands[index]
+            mask = copy.copy(self)
+            mask._row = index
+            return mask
         raise NotImplementedError(
             "a BlockMask that differs between rows of the batch cannot be combined with a mask for each row (PerRow): "
             "express both in mask_mod"
@@ -145,7 +155,6 @@ class FlexMask(Mask):
         if not self.has_bias:
             return None
         facts, mask = self._facts, self.block_mask
-        facts.check_unchanged()
         device = facts.states.device
         q, kv = q_positions_L.to(device), kv_positions_M.to(device)
         rows, columns = mask.BLOCK_SIZE
@@ -178,6 +187,10 @@ class BlockPattern(Mask):
             part = part.contiguous()
             text.update(ctypes.string_at(part.data_ptr(), part.numel() * part.element_size()))
         object.__setattr__(self, "_digest", text.digest())
+
+    @property
+    def length(self) -> int:
+        return self.keys
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, BlockPattern) and other._digest == self._digest
@@ -231,7 +244,7 @@ class _Facts:
         states: ``[B, H, q blocks, kv blocks]``: 0 absent, 1 partial, 2 full; on the mask's device.
         places: the index into ``bits`` of each partial block, in the shape of ``states``.
         bits: bool ``[partial blocks, queries, keys]``: the values of mask_mod. Empty for bands.
-        read: the tensors that mask_mod reads, with their versions.
+        read: the tensors that mask_mod reads, with their states (:func:`~cp_styles.comm.checksum.state_of`).
         content: a checksum of ``states`` and ``bits``, which ranks compare.
     """
 
@@ -244,8 +257,8 @@ class _Facts:
     content: int
 
     def check_unchanged(self) -> None:
-        for tensor, version in self.read:
-            if version_of(tensor) != version:
+        for tensor, state in self.read:
+            if state_of(tensor) != state:
                 raise RuntimeError(
                     f"a tensor of shape {tuple(tensor.shape)} that the BlockMask's mask_mod reads was changed in place "
                     "after the BlockMask was first used: make a new BlockMask for the new values"
@@ -306,9 +319,9 @@ def _look(mask: BlockMask) -> _Facts:
     whole = pattern(slice(0, many))
     each = [pattern(slice(b * heads, (b + 1) * heads)) for b in range(batch)] if whole.grid and batch > 1 else []
     bands = tuple(each) if each and all(row.grid is None for row in each) else None
-    read = tuple((tensor, version_of(tensor)) for tensor in captured_tensors(mask.mask_mod, (0, 0, 0, 0), device))
+    read = tuple((tensor, state_of(tensor)) for tensor in captured_tensors(mask.mask_mod, (0, 0, 0, 0), device))
     needed = torch.cat(kept) if whole.grid and kept else torch.zeros(1, rows, columns, dtype=torch.bool, device=device)
-    content = checksum(needed) ^ checksum(states)  # places follow from states
+    content = hash((checksum(needed), checksum(states)))  # places follow from states
     return _Facts(whole, bands, states, places.view(states.shape), needed, read, content)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
+from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from cp_styles.comm.checksum import digest, version_of
 from cp_styles.mask.algebra import Full, Mask
@@ -24,7 +26,7 @@ class Dense(Mask):
 
     Raises:
         ValueError: the shape does not broadcast to 4 dims, or, at a call, to those of the attention.
-        TypeError: the dtype is neither bool nor floating point.
+        TypeError: the dtype is neither bool nor floating point, or the tensor is of a subclass of torch.Tensor.
         NotImplementedError: the tensor requires grad.
 
     Example::
@@ -46,6 +48,7 @@ class Dense(Mask):
         return id(self.tensor)
 
     def __post_init__(self) -> None:
+        check_plain_mask(self.tensor)
         if self.tensor.ndim < 2 or self.tensor.ndim > 4:
             raise ValueError(f"a dense mask must broadcast to [B, H, S_q, S_kv], got shape {tuple(self.tensor.shape)}")
         if self.tensor.dtype != torch.bool and not self.tensor.is_floating_point():
@@ -102,9 +105,12 @@ class Dense(Mask):
     def bounds(self, q_positions_L: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return Full().bounds(q_positions_L)
 
-    def bias(self, q_positions_L: torch.Tensor, kv_positions_M: torch.Tensor) -> torch.Tensor:
+    def check_unchanged(self) -> None:
         if version_of(self.tensor) != self._version:
             raise RuntimeError(f"{self!r} was changed in place after it was given as a mask; give a copy")
+
+    def bias(self, q_positions_L: torch.Tensor, kv_positions_M: torch.Tensor) -> torch.Tensor:
+        self.check_unchanged()
         bias = self.tensor
         rows, columns = q_positions_L.to(bias.device), kv_positions_M.to(bias.device)
         # Select rows and columns in one step: rows with all columns would be much larger than a tile.
@@ -117,6 +123,34 @@ class Dense(Mask):
         if bias.dtype == torch.bool:
             return torch.zeros(bias.shape, device=bias.device).masked_fill_(~bias, float("-inf"))
         return bias
+
+
+def causal_bias(attn_mask: torch.Tensor | None, is_causal: bool) -> tuple[torch.Tensor | None, bool]:
+    """``(attn_mask, is_causal)``, where torch's ``causal_upper_left(...)`` and ``causal_lower_right(...)`` are causal.
+
+    torch reads them so too, whatever lengths they were made for: this rank's or those of the whole sequence. A lower
+    right one for more keys than queries stays, and :func:`check_plain_mask` refuses it.
+    """
+    if isinstance(attn_mask, CausalBias) and not is_causal:
+        square = attn_mask.seq_len_q == attn_mask.seq_len_kv
+        if square or attn_mask.variant == CausalVariant.UPPER_LEFT:
+            return None, True
+    return attn_mask, is_causal
+
+
+def check_plain_mask(tensor: torch.Tensor) -> None:
+    """Raise for subclasses of torch.Tensor: their values need not be those that torch's operators read from them."""
+    if isinstance(tensor, CausalBias):
+        raise TypeError(
+            f"an attn_mask {tensor.variant.name} for {tensor.seq_len_q} queries and {tensor.seq_len_kv} keys is not a "
+            "tensor of values: for a causal mask pass is_causal=True, or Causal() where a mask object is asked for; "
+            "for another one the boolean mask of the whole sequence"
+        )
+    if type(tensor) not in (torch.Tensor, nn.Parameter):
+        raise TypeError(
+            f"a mask must be a plain torch.Tensor, got {type(tensor).__module__}.{type(tensor).__qualname__}: pass the "
+            "values of the whole sequence's mask as a plain tensor"
+        )
 
 
 @dataclass(frozen=True)

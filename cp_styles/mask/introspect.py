@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from types import CellType, CodeType, ModuleType
+from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 
@@ -83,22 +86,23 @@ class Replacing(TorchFunctionMode):
 
 
 def code_of(function: Any) -> str:
-    """A text that describes a Python function, the same in all processes that have the same function.
+    """A text that describes a Python function or callable, the same in all processes that have the same one.
 
     It has the code, the constants, and the plain values that the function reads from closures, globals and attributes
-    of objects. For tensors it has the shapes, for objects without Python code the type. It has only attributes that the
-    code names, because other attributes may differ between ranks.
+    of objects, also where methods, properties and helpers of the program read them. For tensors it has the shapes, for
+    objects without Python code the type. It has only attributes that the code names, because other attributes may
+    differ between ranks.
     """
-    return repr(_described(function, (), set()))
+    return repr(_described(function, frozenset(), frozenset()))
 
 
-def _described(value: Any, names: Iterable[str], above: set[int]) -> Any:
+def _described(value: Any, names: frozenset[str], above: frozenset[int]) -> Any:
     """The description of ``value`` for :func:`code_of`. ``names`` are the attributes that the code around may read."""
+    if isinstance(value, _PLAIN):
+        return value
     if id(value) in above:  # a recursive function
         return "..."
-    above = above | {id(value)}
-    if isinstance(value, (bool, int, float, complex, str, bytes, type(None))):
-        return value
+    above |= {id(value)}
     if isinstance(value, (tuple, list)):
         return [_described(item, names, above) for item in value]
     if isinstance(value, dict):
@@ -108,35 +112,80 @@ def _described(value: Any, names: Iterable[str], above: set[int]) -> Any:
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), value.dtype
     if isinstance(value, CodeType):
-        return value.co_code, value.co_names, _described(value.co_consts, (), above)
+        return value.co_code, value.co_names, _described(value.co_consts, frozenset(), above)
     if isinstance(value, (ModuleType, type)):
         return value.__name__
     if isinstance(value, partial):
         return [_described(part, names, above) for part in (value.func, value.args, value.keywords)]
-    code = getattr(value, "__code__", None)
-    if code is None:
-        held = getattr(value, "__dict__", {})
-        used = {*names, *(_names_in(type(value).__call__.__code__) if _is_python(value) else ())}
-        found = sorted(used & held.keys())
-        return type(value).__qualname__, [(name, _described(held[name], used, above)) for name in found]
-    used = {*names, *_names_in(code)}
+    if isinstance(value, MethodType):
+        of_self = _described_object(value.__self__, names | _names_in(value.__func__), above, called=False)
+        return [_described(value.__func__, names, above), of_self]
+    if not isinstance(value, FunctionType):
+        inside = inspect.getattr_static(value, "__wrapped__", None)  # of functools.lru_cache
+        return _described_object(value, names, above) if inside is None else _described(inside, names, above)
+    read = _names_in(value)
+    used = names | read
     around = [cell.cell_contents for cell in value.__closure__ or () if cell != _EMPTY_CELL]
-    around += [value.__defaults__, value.__kwdefaults__, getattr(value, "__self__", None)]
-    # Only plain values of globals: functions and modules have the same code on all ranks.
-    known = [(name, value.__globals__[name]) for name in sorted(_names_in(code)) if name in value.__globals__]
-    plain = [(name, _described(item, used, above)) for name, item in known if isinstance(item, _PLAIN)]
-    return [*(_described(part, used, above) for part in (code, *around)), plain]
+    around += [value.__defaults__, value.__kwdefaults__]
+    known = [(name, value.__globals__[name]) for name in sorted(read & value.__globals__.keys())]
+    known = [(name, _described(item, used, above)) for name, item in known if _of_the_program(item, value)]
+    return [*(_described(part, used, above) for part in (value.__code__, *around)), known]
 
 
-def _is_python(value: Any) -> bool:
-    return callable(value) and hasattr(type(value).__call__, "__code__")
+def _described_object(value: Any, names: frozenset[str], above: frozenset[int], called: bool = True) -> Any:
+    code: dict[str, Any] = {}  # of the methods and properties that the code around reaches
+    values: dict[str, Any] = {}  # of the attributes that all of these name
+    held, waiting = [getattr(value, "__dict__", {})], sorted(names)
+    if not isinstance(value, nn.Module):
+        waiting += ["__call__"] * called
+    else:
+        held += [value._modules, value._parameters, value._buffers]
+        # Of a module whose attributes are read, the forward is not what is meant.
+        waiting += ["forward"] * (called and not any(name in attributes for name in names for attributes in held))
+    for name in waiting:
+        for attributes in held:
+            if name in attributes:
+                values[name] = attributes[name]
+        found = inspect.getattr_static(type(value), name, None)
+        if isinstance(found, MemberDescriptorType):  # of __slots__
+            values[name] = getattr(value, name, None)
+        if found is not None and isinstance(found, (*_PLAIN, tuple)):
+            values.setdefault(name, found)
+        # Inside of a static or class method, a property, a cached one, functools.lru_cache.
+        inside = (getattr(found, key, None) for key in ("__func__", "fget", "func", "__wrapped__"))
+        function = next((x for x in inside if x is not None), found)
+        if isinstance(function, FunctionType) and _root(function) not in _LIBRARIES:
+            code[name] = function
+            waiting += sorted(_names_in(function).difference(waiting))
+    used = frozenset(waiting)
+    return type(value).__qualname__, [(x, _described(y, used, above)) for x, y in sorted((code | values).items())]
 
 
-def _names_in(code: Any) -> set[str]:
+def _of_the_program(value: Any, function: FunctionType) -> bool:
+    """Whether a global of ``function`` may differ between ranks: modules, and functions of others, have the same code
+    on all ranks."""
+    if isinstance(value, FunctionType):
+        return _root(value) == _root(function)
+    if isinstance(value, (ModuleType, type)):
+        return False
+    return isinstance(value, _CONTAINERS) or _root(value) not in _LIBRARIES
+
+
+def _root(value: Any) -> str:
+    """The package of a function, or of an object's type."""
+    return str(getattr(value if isinstance(value, FunctionType) else type(value), "__module__", "")).partition(".")[0]
+
+
+def _names_in(code: Any) -> frozenset[str]:
+    """Names that a function, or its code, may read as globals or attributes."""
+    code = getattr(code, "__code__", code)
     if not isinstance(code, CodeType):
-        return set()
-    return {*code.co_names}.union(*(_names_in(constant) for constant in code.co_consts))
+        return frozenset()
+    texts = {constant for constant in code.co_consts if isinstance(constant, str)}  # getattr(self, "slope")
+    return frozenset(texts).union(code.co_names, *map(_names_in, code.co_consts))
 
 
-_PLAIN = (bool, int, float, complex, str, bytes, tuple, list, dict, set, frozenset)
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_CONTAINERS = (*_PLAIN, tuple, list, dict, set, frozenset)
+_LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy"}
 _EMPTY_CELL = CellType()

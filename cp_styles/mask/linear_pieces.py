@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from cp_styles.bounded_cache import remembered
 from cp_styles.mask.algebra import All, Full, Mask, PerRow, stretches
+from cp_styles.troubleshooting import see
 
 
 class Pieces(NamedTuple):
@@ -61,11 +62,7 @@ def pieces_of(mask: Mask, queries: int, keys: int, cuts: torch.Tensor) -> Pieces
     return _uncut(mask.pattern, queries, keys).cut(cuts)
 
 
-def _size(arguments: tuple[Any, ...], pieces: Pieces) -> int:
-    return arguments[0].nbytes + sum(column.nbytes for column in pieces)
-
-
-@remembered(_size)  # asked by layouts that balance work, and by every plan
+@remembered  # asked by layouts that balance work, and by every plan
 def _uncut(mask: Mask, queries: int, keys: int) -> Pieces:
     within = All((*(mask.parts if isinstance(mask, All) else (mask,)), _Within(keys)))
     first, last = stretches(within.breaks(queries), queries)
@@ -93,15 +90,25 @@ def counts_by_itself(mask: Mask) -> bool:
     return any(type(part).work is not Mask.work for part in parts)
 
 
+def refuse_shorter(mask: Mask, queries: int) -> None:
+    """Raise ValueError if the mask is for fewer positions. (For more: the keys of a cross-attention may be more.)"""
+    if mask.length is not None and mask.length < queries:
+        raise ValueError(
+            f"the mask is for {mask.length} positions, the layout for {queries}: both are for the whole sequence"
+            f"{see('A mask of another length')}"
+        )
+
+
 def work_from(mask: Mask, starts: torch.Tensor, queries: int, keys: int) -> torch.Tensor:
     """Number of (query, key) pairs in each range of queries: int64, in the shape of ``starts``.
 
     Ranges go from each position of ``starts`` to the next one; the last goes to ``queries``. ``starts`` ascend from 0.
     """
+    refuse_shorter(mask, queries)
     if isinstance(mask, PerRow):
         return torch.stack([work_from(row, starts, queries, keys) for row in mask.masks]).sum(0)
     if counts_by_itself(mask):
-        positions = torch.arange(queries)
+        positions = torch.arange(queries, device="cpu")
         work = mask.work(positions, keys)
     else:
         pieces = pieces_of(mask, queries, keys, starts)
@@ -119,4 +126,4 @@ class _Within(Full):
         return torch.zeros_like(q_positions_L), torch.full_like(q_positions_L, self.keys)
 
     def breaks(self, length: int) -> torch.Tensor:
-        return torch.empty(0, dtype=torch.int64)
+        return torch.empty(0, dtype=torch.int64, device="cpu")

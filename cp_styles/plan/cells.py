@@ -27,10 +27,10 @@ class Cells:
 
 
 def cells(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, rank: int, source: int) -> Cells:
-    q, kv = q_layout.positions(rank), kv_layout.positions(source)
+    q, kv = q_layout.positions(rank, "cpu"), kv_layout.positions(source, "cpu")
     blocks = [(q // grid.block[0], kv // grid.block[1]) for grid in mask.grids]
     q_edges, kv_edges = (_edges(list(side)) for side in zip(*blocks, strict=True))
-    cover = torch.full((len(q_edges) - 1, len(kv_edges) - 1), 2)
+    cover = torch.full((len(q_edges) - 1, len(kv_edges) - 1), 2, device="cpu")
     for grid, (q_block, kv_block) in zip(mask.grids, blocks, strict=True):
         found = grid.cover[q_block[q_edges[:-1]]][:, kv_block[kv_edges[:-1]]]
         cover = torch.minimum(cover, found.long())
@@ -40,7 +40,7 @@ def cells(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, rank:
     empty, size = b <= a, len(kv)
 
     def over_cells(values: torch.Tensor, how: str) -> torch.Tensor:
-        return torch.zeros(cover.shape[0], 1, dtype=torch.int64).scatter_reduce(
+        return torch.zeros(cover.shape[0], 1, dtype=torch.int64, device="cpu").scatter_reduce(
             0, cell[:, None], values[:, None], how, include_self=False
         )
 
@@ -48,7 +48,7 @@ def cells(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, rank:
         kv_edges[1:] <= over_cells(a.masked_fill(empty, size), "amin")
     )
     within = (kv_edges[:-1] >= over_cells(a.masked_fill(empty, size), "amax")) & (kv_edges[1:] <= over_cells(b, "amin"))
-    some = torch.minimum(cover, torch.tensor(1))
+    some = torch.minimum(cover, torch.tensor(1, device="cpu"))
     cover = torch.where(outside, 0, some if mask.biased_everywhere else torch.where(within, cover, some))
     needed = (cover > 0).any(0).repeat_interleave(kv_edges.diff()) & _inside(a, b, size)
     return Cells(cover, q_edges, kv_edges, needed)
@@ -57,7 +57,7 @@ def cells(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, rank:
 def _edges(blocks: list[torch.Tensor]) -> torch.Tensor:
     """Rows at which some block number changes, and both ends."""
     rows = blocks[0].numel()
-    changed = torch.zeros(rows + 1, dtype=torch.bool)
+    changed = torch.zeros(rows + 1, dtype=torch.bool, device="cpu")
     changed[[0, rows]] = True
     for block in blocks:
         changed[1:-1] |= block.diff() != 0
@@ -68,8 +68,8 @@ def _intervals(
     q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, rank: int, source: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """For each local query row, the half-open range of the source's local rows it attends to (empty: a == b == 0)."""
-    lo, hi = mask.bounds(q_layout.positions(rank))
-    kv_positions = kv_layout.positions(source)
+    lo, hi = mask.bounds(q_layout.positions(rank, "cpu"))
+    kv_positions = kv_layout.positions(source, "cpu")
     # Local rows are sorted by position, so a range of positions is a range of local rows.
     a = torch.searchsorted(kv_positions, lo)
     b = torch.searchsorted(kv_positions, hi)
@@ -80,7 +80,7 @@ def _intervals(
 def _inside(a: torch.Tensor, b: torch.Tensor, size: int) -> torch.Tensor:
     """The union of the intervals: a boolean for each of ``size`` rows."""
     some = b > a
-    depth = torch.zeros(size + 1, dtype=torch.int64)
+    depth = torch.zeros(size + 1, dtype=torch.int64, device="cpu")
     ones = torch.ones_like(a[some])
     depth.index_add_(0, a[some], ones)
     depth.index_add_(0, b[some], -ones)

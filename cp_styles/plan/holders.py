@@ -84,19 +84,15 @@ class Chunks:
         self.block = layout.held.block if isinstance(layout.held, Stripes) else 0
         ranks, starts, stops = _table(layout)
         # The local row at which each chunk ends, and the offset from a position in it to its local row.
-        lengths = torch.tensor(layout.lengths)
+        lengths = torch.tensor(layout.lengths, device="cpu")
         sizes = stops - starts
         self._stop_row = sizes.cumsum(0) - (lengths.cumsum(0) - lengths)[ranks]
         self._to_row = self._stop_row - stops
         self._line = ranks * (self.length + 1) + starts
         self.bounds, order = starts[sizes > 0].sort()
-        self.bounds = torch.cat((self.bounds, torch.tensor([self.length])))
+        self.bounds = torch.cat((self.bounds, torch.tensor([self.length], device="cpu")))
         holder = ranks[sizes > 0][order]
         self._holder = torch.cat((holder, holder[-1:]))  # the last one is repeated for the end
-
-    @property
-    def nbytes(self) -> int:
-        return sum(value.nbytes for value in vars(self).values() if isinstance(value, torch.Tensor))
 
     def segments(self, pieces: Pieces) -> Segments:
         """The rows of all ranks that attend to some key. The pieces are cut at :attr:`bounds`."""
@@ -136,11 +132,11 @@ class SinglePositions:
 
     def __init__(self, layout: SequenceLayout) -> None:
         self.length, self.ranks, self.block = layout.length, layout.ranks, 1
-        self.bounds = torch.empty(0, dtype=torch.int64)
+        self.bounds = torch.empty(0, dtype=torch.int64, device="cpu")
 
     def segments(self, pieces: Pieces) -> Segments:
         start, stop, lo, hi, lo_step, hi_step = (column[:, None] for column in pieces)
-        skipped = (torch.arange(self.ranks) - start) % self.ranks
+        skipped = (torch.arange(self.ranks, device="cpu") - start) % self.ranks
         count = (stop - start - skipped + self.ranks - 1) // self.ranks
         first = start + skipped
         table = torch.broadcast_tensors(
@@ -190,13 +186,13 @@ def first_alike(queries: Holders, keys: Holders, segments: Segments) -> torch.Te
     bound than the ranks after it. In other layouts, each rank is a group.
     """
     if not queries.block == keys.block > 0:
-        return torch.arange(keys.ranks)
+        return torch.arange(keys.ranks, device="cpu")
     ends = torch.cat(segments.ends).flatten()
     ends = torch.cat((ends.new_zeros(1), ends, ends + keys.block - 1))
     return (ends // keys.block % keys.ranks).unique()
 
 
-@remembered(lambda arguments, chunks: arguments[0].nbytes + chunks.nbytes)  # layers with other masks share it
+@remembered  # layers with other masks share it
 def chunks_of(layout: SequenceLayout) -> Chunks:
     """The tables of a layout; cached."""
     return Chunks(layout)
@@ -207,22 +203,22 @@ def _table(layout: SequenceLayout) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     held = layout.held
     if isinstance(held, Stripes):
         periods = -(-held.length // held.period)
-        first = torch.arange(0, held.period, held.block)[:, None]
-        starts = first + torch.arange(-1, periods) * held.period
+        first = torch.arange(0, held.period, held.block, device="cpu")[:, None]
+        starts = first + torch.arange(-1, periods, device="cpu") * held.period
         starts[:, 0] = 0
         stops = (starts + held.block).clamp(max=held.length)
         stops[:, 0] = 0
-        ranks = torch.arange(held.ranks)[:, None].expand_as(starts)
+        ranks = torch.arange(held.ranks, device="cpu")[:, None].expand_as(starts)
         some = starts < held.length
         return ranks[some], starts[some], stops[some]
     edges = chain.from_iterable(chain.from_iterable(((0, 0), *own) for own in held))
     starts, stops = torch.frombuffer(array("q", edges), dtype=torch.int64).view(-1, 2).unbind(1)
-    sizes = torch.tensor([len(own) + 1 for own in held])
-    return torch.arange(layout.ranks).repeat_interleave(sizes), starts, stops
+    sizes = torch.tensor([len(own) + 1 for own in held], device="cpu")
+    return torch.arange(layout.ranks, device="cpu").repeat_interleave(sizes), starts, stops
 
 
 def expanded(first: torch.Tensor, last: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The numbers ``first[i] .. last[i] - 1`` for all i, concatenated: (the i of each number, the numbers)."""
     counts = last - first
     which = torch.repeat_interleave(counts)
-    return which, torch.arange(len(which)) - (counts.cumsum(0) - counts - first)[which]
+    return which, torch.arange(len(which), device="cpu") - (counts.cumsum(0) - counts - first)[which]

@@ -23,13 +23,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice, pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from cp_styles.bounded_cache import remembered
+from cp_styles.bounded_cache import another_cache, remembered
 from cp_styles.layout import SequenceLayout
-from cp_styles.mask import Mask, PerRow, counts_by_itself, pieces_of
+from cp_styles.mask import Mask, PerRow, counts_by_itself, pieces_of, refuse_shorter
 from cp_styles.plan.cells import cells
 from cp_styles.plan.holders import Holders, Segments, expanded, first_alike, holders_of
 from cp_styles.plan.rectangles import rectangles
@@ -77,7 +77,7 @@ class Plan:
         tiles = {id(part.tiles): len(part.tiles) for part in self.parts}  # sources may share them, and rows
         rows = {id(part.rows): len(part.rows) for part in self.parts}
         ranges = sum(rows.values()) + sum(map(len, self.sends))
-        return 400 * sum(tiles.values()) + 120 * ranges + 300 * len(self.parts)
+        return 260 * sum(tiles.values()) + 110 * ranges + 100 * len(self.parts) + 600
 
     @property
     def received_rows(self) -> int:
@@ -96,12 +96,7 @@ def make_plan(
     return _make_plan(q_layout, kv_layout, mask.pattern, rank, small_tiles)
 
 
-def _size(arguments: tuple[Any, ...], plan: Plan) -> int:
-    q_layout, kv_layout, mask, *_ = arguments
-    return q_layout.nbytes + kv_layout.nbytes + mask.nbytes + plan.nbytes
-
-
-@remembered(_size)
+@remembered
 def _make_plan(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, rank: int, small_tiles: bool) -> Plan:
     if mask.grids:
         others = [peer for peer in range(q_layout.ranks) if peer != rank]
@@ -120,7 +115,7 @@ def _make_plan(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, 
 
 def planning_seconds(prepare: Callable[[], None]) -> float:
     """Seconds in which ``prepare`` makes its plans on this machine's CPU, as if none were cached."""
-    with _make_plan.forgotten():
+    with another_cache():
         start = time.perf_counter()
         prepare()
         return time.perf_counter() - start
@@ -141,6 +136,9 @@ def imbalance(layout: SequenceLayout, mask: Mask) -> float:
         layout: the layout of queries and keys.
         mask: which keys each query attends to. A :class:`~cp_styles.PerRow` counts the work of all rows together.
 
+    Raises:
+        ValueError: the mask is for a shorter sequence.
+
     Example::
 
         assert imbalance(head_tail(1024, 4), Causal()) == 1.0
@@ -153,16 +151,17 @@ def imbalance(layout: SequenceLayout, mask: Mask) -> float:
 
 def _work(layout: SequenceLayout, keys: int, mask: Mask) -> torch.Tensor:
     """The pairs of each rank."""
+    refuse_shorter(mask, layout.length)
     if isinstance(mask, PerRow):
         return torch.stack([_work(layout, keys, row) for row in mask.masks]).sum(0)
     queries, _ = holders_of(layout, layout)
     if counts_by_itself(mask):
-        positions = torch.arange(layout.length)
+        positions = torch.arange(layout.length, device="cpu")
         holder, work = queries.holder(queries.chunk(positions)), mask.work(positions, keys)
     else:
         segments = queries.segments(pieces_of(mask, layout.length, keys, queries.bounds))
         holder, work = segments.holder, segments.work
-    return torch.zeros(layout.ranks, dtype=torch.int64).index_add_(0, holder, work)
+    return torch.zeros(layout.ranks, dtype=torch.int64, device="cpu").index_add_(0, holder, work)
 
 
 class _Courses(NamedTuple):
@@ -268,7 +267,7 @@ def _runs(courses: _Courses, ranks: int) -> tuple[Runs, list[int]]:
     _, row, source, a, b, da, db = moves[:, begin]
     # In a sequence of single steps, every second one belongs to a run, and the others lead to the next run. Count from
     # the last step that is not single. A row is not in a run yet if the step before it is not linear.
-    index = torch.arange(len(steps))
+    index = torch.arange(len(steps), device="cpu")
     other = da < 0
     single = (steps == 1) & ~other
     before = torch.cat((-ones[:1], torch.where(single, -1, index).cummax(0).values[:-1])) if len(steps) else index
@@ -320,7 +319,7 @@ def _ranges(inside: torch.Tensor) -> RowRanges:
 def _block_part(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, rank: int, source: int) -> SourcePart:
     found = cells(q_layout, kv_layout, mask, rank, source)
     # Received rows are contiguous: rows that are not sent leave no gap.
-    arriving = torch.cat((torch.zeros(1, dtype=torch.int64), found.needed.cumsum(0)))[found.kv_edges]
+    arriving = torch.cat((torch.zeros(1, dtype=torch.int64, device="cpu"), found.needed.cumsum(0)))[found.kv_edges]
     kept = arriving.diff() > 0
     kv_edges = [0, *arriving[1:][kept].tolist()]
     regions = rectangles(found.cover[:, kept], found.q_edges.tolist(), kv_edges)

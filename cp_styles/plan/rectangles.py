@@ -61,12 +61,12 @@ def _coarser(cover: torch.Tensor, edges: Edges) -> tuple[torch.Tensor, Edges]:
             kept.append(index)
     if len(kept) == cover.shape[0] or not cover.numel():
         return cover, edges
-    group = torch.zeros(cover.shape[0], dtype=torch.int64)
+    group = torch.zeros(cover.shape[0], dtype=torch.int64, device="cpu")
     group[kept[1:]] = 1
     index = group.cumsum(0)[:, None].expand(cover.shape)
     shape = (len(kept), cover.shape[1])
     least, most = (
-        torch.full(shape, value).scatter_reduce(0, index, cover.long(), how)
+        torch.full(shape, value, device="cpu").scatter_reduce(0, index, cover.long(), how)
         for value, how in ((2, "amin"), (0, "amax"))
     )
     return torch.where(least == most, least, 1), [*(edges[start] for start in kept), edges[-1]]

@@ -27,7 +27,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from cp_styles.comm.point_to_point import PendingTransfers, Transfers, exchange, open_group
+from cp_styles.comm.point_to_point import PendingTransfers, exchange, open_group
 from cp_styles.kernels import Kernel, TileCall, Where
 from cp_styles.kernels.bias_levels import BesideDrowned, RowLevels, of_heads
 from cp_styles.kernels.merge import EMPTY_LSE, OnlineSoftmax, RowSum, accumulation_dtype, sink_gradient
@@ -77,44 +77,44 @@ class MovingKV(Strategy):
 
     def forward(self, attention, q_BHLD, k_BGMD, v_BGME, sink_H=None, residual=None):
         setup = self._setup(attention, q_BHLD, k_BGMD, v_BGME)
-        with _PlanRun(setup, attention, q_BHLD, k_BGMD, v_BGME, residual) as run:
-            steps = run.begin(setup.schedule.forward)
-            q = q_BHLD.to(setup.dtype)
-            if setup.levels is not None:
-                q = setup.levels.quiet(q)
-            merged = OnlineSoftmax((*q.shape[:3], v_BGME.shape[3]), setup.dtype, q.device, q_BHLD)
-            for step in steps:
-                run.attend(step, q, merged)
-            if sink_H is not None:
-                merged.add_sink(sink_H, setup.level)
-            out, lse = merged.result()
-            if residual is not None:
-                run.lse.copy_(lse)
-            return out.to(q_BHLD.dtype)
+        run = _PlanRun(setup, attention, q_BHLD, k_BGMD, v_BGME, residual)
+        steps = run.begin(setup.schedule.forward)
+        q = q_BHLD.to(setup.dtype)
+        if setup.levels is not None:
+            q = setup.levels.quiet(q)
+        merged = OnlineSoftmax((*q.shape[:3], v_BGME.shape[3]), setup.dtype, q.device, q_BHLD)
+        for step in steps:
+            run.attend(step, q, merged)
+        if sink_H is not None:
+            merged.add_sink(sink_H, setup.level)
+        out, lse = merged.result()
+        if residual is not None:
+            run.lse.copy_(lse)
+        return out.to(q_BHLD.dtype)
 
     def backward(self, attention, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, residual, sink_H=None):
         setup = self._setup(attention, q_BHLD, k_BGMD, v_BGME)
-        with _PlanRun(setup, attention, q_BHLD, k_BGMD, v_BGME, residual) as run:
-            steps = run.begin(setup.schedule.backward)
-            q, grad, out = q_BHLD.to(setup.dtype), grad_BHLE.to(setup.dtype), out_BHLE.to(setup.dtype)
-            kernel, levels = attention.kernel, setup.levels
-            if levels is not None and levels.drowned is not None:
-                kernel, q = BesideDrowned(kernel), levels.split(q)
-            dq_sum = RowSum(q.shape, setup.wide, q.device)
-            home = _GradientReturn(run)
-            for step in steps:
-                arrived = run.arrived(step)
-                # One source after the other, so that the gradients of at most one source wait to be sent.
-                for messages in step.gradients:
-                    found, keys = [], messages.keys
-                    if keys is not None:
-                        found = run.gradients(kernel, keys, arrived.pop(0), (grad, q), (out, run.lse), dq_sum)
-                    home.bring(messages, found)
-            dq, dk, dv = dq_sum.result(), *home.result()
-            if q.shape != q_BHLD.shape:
-                dq = dq[..., : q_BHLD.shape[3]]
-            dsink = None if sink_H is None else sink_gradient(sink_H, grad, out, run.lse, setup.level)
-            return dq.to(q_BHLD.dtype), dk.to(k_BGMD.dtype), dv.to(v_BGME.dtype), dsink
+        run = _PlanRun(setup, attention, q_BHLD, k_BGMD, v_BGME, residual)
+        steps = run.begin(setup.schedule.backward)
+        q, grad, out = q_BHLD.to(setup.dtype), grad_BHLE.to(setup.dtype), out_BHLE.to(setup.dtype)
+        kernel, levels = attention.kernel, setup.levels
+        if levels is not None and levels.drowned is not None:
+            kernel, q = BesideDrowned(kernel), levels.split(q)
+        dq_sum = RowSum(q.shape, setup.wide, q.device)
+        home = _GradientReturn(run)
+        for step in steps:
+            arrived = run.arrived(step)
+            # One source after the other, so that the gradients of at most one source wait to be sent.
+            for messages in step.gradients:
+                found, keys = [], messages.keys
+                if keys is not None:
+                    found = run.gradients(kernel, keys, arrived.pop(0), (grad, q), (out, run.lse), dq_sum)
+                home.bring(messages, found)
+        dq, dk, dv = dq_sum.result(), *home.result()
+        if q.shape != q_BHLD.shape:
+            dq = dq[..., : q_BHLD.shape[3]]
+        dsink = None if sink_H is None else sink_gradient(sink_H, grad, out, run.lse, setup.level)
+        return dq.to(q_BHLD.dtype), dk.to(k_BGMD.dtype), dv.to(v_BGME.dtype), dsink
 
     def _setup(self, attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> _Setup:
         key = self, q.shape, k.shape, v.shape, q.dtype, q.device
@@ -164,11 +164,8 @@ def _setup(strategy: MovingKV, attention: Attention, q: torch.Tensor, k: torch.T
     return _Setup(schedule, levels, wide, kernel.tile_dtype(q.dtype) if sums else q.dtype, residual)
 
 
-class _PlanRun(Transfers):
-    """One rank's run of its schedule: sends messages in order, and computes with what has arrived.
-
-    Leaving the context waits for what was started, after an error too.
-    """
+class _PlanRun:
+    """One rank's run of its schedule: sends messages in order, and computes with what has arrived."""
 
     def __init__(
         self,
@@ -179,7 +176,6 @@ class _PlanRun(Transfers):
         v: torch.Tensor,
         residual: torch.Tensor | None,
     ) -> None:
-        super().__init__()
         self.setup, self.attention = setup, attention
         self.q, self.k, self.v = q, k, v
         self._all_queries = (0, q.shape[1]), (0, q.shape[2])
@@ -264,8 +260,7 @@ class _PlanRun(Transfers):
         return [dk.result(), dv.result()]
 
     def exchange(self, sends: Messages, receives: Messages) -> PendingTransfers:
-        """:func:`~cp_styles.comm.point_to_point.exchange`. Leaving the context waits for it, after an error too."""
-        return self.note(exchange(sends, receives, self.attention.group))
+        return exchange(sends, receives, self.attention.group)
 
     def _start_next(self) -> None:
         """Start the transfers of the next step that has some."""

@@ -21,7 +21,8 @@ class Ring(MovingKV):
     Between forward and backward: the inputs, the output, its logsumexp, and at most ``keep`` K. In the forward: Q for
     the output, three messages, and the result of a tile. In the backward: the gradients, three messages, and gradients
     of three messages: one is computed, one is sent, and one arrives. With more than two ranks a message is at most the
-    smaller of K and Q: see [Note: memory] in moving_kv.py. ``tests/ranks/engine/test_memory.py`` pins these numbers.
+    smaller of K and Q: see [Note: memory] in moving_kv.py. In 16 bits gradients are summed in float32, and on CPU tiles
+    are computed in float32, from copies of query, output and its gradient. tutorials/costs.md has the bytes.
 
     Source: Liu, Zaharia and Abbeel, Ring Attention with Blockwise Transformers (2023).
 

@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise, zip_longest
 from math import prod
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 
 from cp_styles.bounded_cache import remembered
 from cp_styles.layout import SequenceLayout, rows_in
 from cp_styles.mask import Mask
-from cp_styles.plan import Cover, RowRanges, Tile, make_plan
+from cp_styles.plan import Cover, Plan, RowRanges, Tile, make_plan
 
 Span: TypeAlias = tuple[int, int]
 """A half-open range, of heads or of rows."""
@@ -158,7 +158,7 @@ class Schedule:
             messages of two ranks match by order.
         kept: numbers of elements of the messages that are kept in the residual.
         tiles: number of tiles of a forward.
-        nbytes: approximate size in memory.
+        plan: whose rows and tiles the steps hold.
     """
 
     rank: int
@@ -166,14 +166,16 @@ class Schedule:
     backward: tuple[Step, ...]
     kept: tuple[int, ...]
     tiles: int
-    nbytes: int
+    plan: Plan
+
+    @property
+    def nbytes(self) -> int:
+        """Approximate size in memory, without the plan."""
+        steps = self.forward + self.backward
+        return 150 * len(steps) + 1100 * sum(len(step.arrivals) for step in steps) + 150 * self.tiles
 
 
-def _size(arguments: tuple[Any, ...], schedule: Schedule) -> int:
-    return sum(x.nbytes for x in arguments[:3]) + schedule.nbytes
-
-
-@remembered(_size)
+@remembered
 def make_schedule(
     q_layout: SequenceLayout,
     kv_layout: SequenceLayout,
@@ -267,10 +269,9 @@ def make_schedule(
             chosen = [[d for d in each if (d not in kept) == others] for each in rounds]
             backward += [(group, each, others) for each in chosen if each]
     sizes = tuple(sum(block.size for block, _ in coming[distance]) for distance in kept)
-    nbytes = plan.nbytes + 1500 * (len(forward) + len(backward))
     forward, backward = (tuple(step(number, *each) for number, each in enumerate(way)) for way in (forward, backward))
     tiles = sum(len(together) for each in forward for together in each.tiles)
-    return Schedule(rank, forward, backward, sizes, tiles, nbytes + 200 * tiles)
+    return Schedule(rank, forward, backward, sizes, tiles, plan)
 
 
 def _groups(key_heads: int, query: int, key: int) -> list[Span]:

@@ -20,7 +20,7 @@ from cp_styles.collectives._exchange import Exchange
 from cp_styles.collectives._group import Peers, peers_of
 from cp_styles.collectives._p2p_exchange import Arriving, Direct, Joined, Leaving
 from cp_styles.collectives.heads import head_exchange
-from cp_styles.comm.point_to_point import Transfers, split_group
+from cp_styles.comm.point_to_point import split_group
 from cp_styles.device_copies import tensor_on
 from cp_styles.layout import Chunk, SequenceLayout, Stripes, striped
 from cp_styles.profiler_ranges import named_range
@@ -35,7 +35,7 @@ class Ulysses(Strategy):
     Communication of one attention. Q is the bytes of one rank's query, K' those of its key and value. (A KV head is
     sent to each rank that has a query head of its group, and to no other.) Forward: (U - 1)/U (2 Q + K'), in two
     all-to-alls. Backward: the same. The inner strategy adds its own. There may be fewer KV heads than ranks, and head
-    counts need not divide.
+    counts need not divide: then ranks with a head more than others send more than that.
 
     Memory of one attention on one rank. Between forward and backward: the inputs, the output, its logsumexp, Q + K' for
     the inputs of its heads, Q for their output, and what ``inner`` keeps. In the forward: that, and messages of Q + K'
@@ -100,33 +100,32 @@ class Ulysses(Strategy):
         levels = self._levels(attention, q_BHLD, k_BGMD, v_BGME)
         kept = levels.kept_in(residual)
         leaving: list[Leaving] = []
-        with Transfers() as transfers:
 
-            def start(index: int) -> list[Arriving]:
-                with named_range("chunk", index, "start heads"):
-                    return levels.chunks[index].start(transfers, kept[index][0], q_BHLD, k_BGMD, v_BGME)
+        def start(index: int) -> list[Arriving]:
+            with named_range("chunk", index, "start heads"):
+                return levels.chunks[index].start(kept[index][0], q_BHLD, k_BGMD, v_BGME)
 
-            under_way = [start(0)]
-            for index, (chunk, (_, kept_out, inner_residual)) in enumerate(zip(levels.chunks, kept, strict=True)):
-                under_way += [start(index + 1)] if index + 1 < len(kept) else []
-                with named_range("chunk", index, "wait for heads"):
-                    q, k, v = chunk.arrived(under_way.pop(0), q_BHLD, k_BGMD, v_BGME)
-                with named_range("chunk", index, "attend"):
-                    k, v = chunk.paired(k, v)
-                    out = self.inner.forward(chunk.inner, q, k, v, chunk.of_heads(sink_H), inner_residual)
-                del q, k, v
-                heads = [out]
-                if kept_out is not None:
-                    kept_out.copy_(out)
-                    if not chunk.alone:  # send from the residual, so that the memory of ``out`` is free for the result
-                        heads = [kept_out]
-                del out
-                if chunk.alone:
-                    return heads[0]
-                with named_range("chunk", index, "start output"):
-                    leaving.append(chunk.leave(transfers, chunk.like_queries(v_BGME.shape[3]), heads))
-            with named_range("wait for output"):
-                return levels.like_queries(v_BGME.shape[3]).of(leaving, 0)
+        under_way = [start(0)]
+        for index, (chunk, (_, kept_out, inner_residual)) in enumerate(zip(levels.chunks, kept, strict=True)):
+            under_way += [start(index + 1)] if index + 1 < len(kept) else []
+            with named_range("chunk", index, "wait for heads"):
+                q, k, v = chunk.arrived(under_way.pop(0), q_BHLD, k_BGMD, v_BGME)
+            with named_range("chunk", index, "attend"):
+                k, v = chunk.paired(k, v)
+                out = self.inner.forward(chunk.inner, q, k, v, chunk.of_heads(sink_H), inner_residual)
+            del q, k, v
+            heads = [out]
+            if kept_out is not None:
+                kept_out.copy_(out)
+                if not chunk.alone:  # send from the residual, so that the memory of ``out`` is free for the result
+                    heads = [kept_out]
+            del out
+            if chunk.alone:
+                return heads[0]
+            with named_range("chunk", index, "start output"):
+                leaving.append(chunk.like_queries(v_BGME.shape[3]).leave(heads))
+        with named_range("wait for output"):
+            return levels.like_queries(v_BGME.shape[3]).of(leaving, 0)
 
     def backward(self, attention, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, residual, sink_H=None):
         levels = self._levels(attention, q_BHLD, k_BGMD, v_BGME)
@@ -134,55 +133,51 @@ class Ulysses(Strategy):
         dsink = None if sink_H is None else torch.zeros_like(sink_H)
         leaving: tuple[list[Leaving], ...] = ([], [], [])  # of dq, dk, dv
         results = []
-        with Transfers() as transfers:
 
-            def start(index: int) -> Arriving:
-                with named_range("chunk", index, "start gradient of output"):
-                    arriving = levels.chunks[index].like_queries(grad_BHLE.shape[3]).begin(None, grad_BHLE)
-                transfers.note(arriving.pending)
-                return arriving
+        def start(index: int) -> Arriving:
+            with named_range("chunk", index, "start gradient of output"):
+                return levels.chunks[index].like_queries(grad_BHLE.shape[3]).begin(None, grad_BHLE)
 
-            under_way = [start(0)]
-            for index, (chunk, (places, out, inner_residual)) in enumerate(zip(levels.chunks, kept, strict=True)):
-                under_way += [start(index + 1)] if index + 1 < len(kept) else []
-                with named_range("chunk", index, "wait for gradient of output"):
-                    (grad,) = chunk.like_queries(grad_BHLE.shape[3]).arrived(under_way.pop(0), grad_BHLE)
-                q, k, v = chunk.in_heads(places, q_BHLD, k_BGMD, v_BGME)
-                sink = chunk.of_heads(sink_H)
-                assert out is not None  # a backward has a residual
-                assert inner_residual is not None
-                with named_range("chunk", index, "gradients"):
-                    k, v = chunk.paired(k, v)
-                    *grads, own = self.inner.backward(chunk.inner, grad, q, k, v, out, inner_residual, sink)
-                    grads[1:] = chunk.unpaired(*grads[1:])
-                del grad, q, k, v  # free the memory for what follows
-                if own is not None:
-                    chunk.of_heads(dsink).copy_(own)
-                if chunk.alone:
-                    return *grads, dsink
-                for number in range(3):
-                    way, place = levels.way_of(number)
-                    with named_range("chunk", index, "start gradient of", _INPUTS[number]):
-                        leaving[number].append(chunk.leave(transfers, chunk.ways[way], grads, place))
-                    if index + 1 == len(kept):
-                        with named_range("wait for gradient of", _INPUTS[number]):
-                            results.append(levels.joined[way].of(leaving[number], place))
-                        leaving[number].clear()
-            dq, dk, dv = results
-            return dq, dk, dv, dsink
+        under_way = [start(0)]
+        for index, (chunk, (places, out, inner_residual)) in enumerate(zip(levels.chunks, kept, strict=True)):
+            under_way += [start(index + 1)] if index + 1 < len(kept) else []
+            with named_range("chunk", index, "wait for gradient of output"):
+                (grad,) = chunk.like_queries(grad_BHLE.shape[3]).arrived(under_way.pop(0), grad_BHLE)
+            q, k, v = chunk.in_heads(places, q_BHLD, k_BGMD, v_BGME)
+            sink = chunk.of_heads(sink_H)
+            assert out is not None  # a backward has a residual
+            assert inner_residual is not None
+            with named_range("chunk", index, "gradients"):
+                k, v = chunk.paired(k, v)
+                *grads, own = self.inner.backward(chunk.inner, grad, q, k, v, out, inner_residual, sink)
+                grads[1:] = chunk.unpaired(*grads[1:])
+            del grad, q, k, v  # free the memory for what follows
+            if own is not None:
+                chunk.of_heads(dsink).copy_(own)
+            if chunk.alone:
+                return *grads, dsink
+            for number in range(3):
+                way, place = levels.way_of(number)
+                with named_range("chunk", index, "start gradient of", _INPUTS[number]):
+                    leaving[number].append(chunk.ways[way].leave(grads, place))
+                if index + 1 == len(kept):
+                    with named_range("wait for gradient of", _INPUTS[number]):
+                        results.append(levels.joined[way].of(leaving[number], place))
+                    leaving[number].clear()
+        dq, dk, dv = results
+        return dq, dk, dv, dsink
 
     def logsumexp(self, attention, q_BHLD, k_BGMD, v_BGME, residual):
         levels = self._levels(attention, q_BHLD, k_BGMD, v_BGME)
         leaving = []
-        with Transfers() as transfers:
-            for chunk, (places, _, inner_residual) in zip(levels.chunks, levels.kept_in(residual), strict=True):
-                q, k, v = chunk.in_heads(places, q_BHLD, k_BGMD, v_BGME)
-                assert inner_residual is not None
-                lse = self.inner.logsumexp(chunk.inner, q, *chunk.paired(k, v), inner_residual)
-                if chunk.alone:
-                    return lse
-                leaving.append(chunk.leave(transfers, chunk.like_queries(1), [lse.unsqueeze(-1)]))
-            return levels.like_queries(1).of(leaving, 0).squeeze(-1)
+        for chunk, (places, _, inner_residual) in zip(levels.chunks, levels.kept_in(residual), strict=True):
+            q, k, v = chunk.in_heads(places, q_BHLD, k_BGMD, v_BGME)
+            assert inner_residual is not None
+            lse = self.inner.logsumexp(chunk.inner, q, *chunk.paired(k, v), inner_residual)
+            if chunk.alone:
+                return lse
+            leaving.append(chunk.like_queries(1).leave([lse.unsqueeze(-1)]))
+        return levels.like_queries(1).of(leaving, 0).squeeze(-1)
 
     def _levels(self, attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> _Levels:
         return attention.once(
@@ -224,7 +219,7 @@ class _Geometry(NamedTuple):
     pairs: tuple[int, ...] | None
 
 
-@remembered(lambda arguments, value: sum(x.nbytes for x in (*arguments[2:4], *value[0].layouts)))
+@remembered
 def _geometry(
     peers: Peers,
     first: int,
@@ -388,16 +383,13 @@ class _Chunk:
         out: Spec = ((batch, queries, self._heads, dim_v), dtype)  # in the memory order of kernel outputs
         return [*(((way.arriving,), dtype) for way in self.ways), out, kept]
 
-    def start(self, transfers: Transfers, places: list[torch.Tensor] | None, *tensors: torch.Tensor) -> list[Arriving]:
+    def start(self, places: list[torch.Tensor] | None, *tensors: torch.Tensor) -> list[Arriving]:
         """Query, key and value start from sequence shards to head shards: one all-to-all, or two in cross-attention.
 
         ``places`` get them. None: temporary memory does.
         """
         ways = zip(self.ways, places or [None] * len(self.ways), self._messages, strict=True)
-        started = [way.begin(place, *tensors[which]) for way, place, which in ways]
-        for arriving in started:
-            transfers.note(arriving.pending)
-        return started
+        return [way.begin(place, *tensors[which]) for way, place, which in ways]
 
     def arrived(self, started: list[Arriving], *tensors: torch.Tensor) -> list[torch.Tensor]:
         """Query, key and value of this rank's heads, when they have come. The list is emptied."""
@@ -409,12 +401,6 @@ class _Chunk:
         assert places is not None  # a backward has a residual
         ways = zip(self.ways, places, self._messages, strict=True)
         return [x for way, place, which in ways for x in way.views(place, *tensors[which])]
-
-    def leave(self, transfers: Transfers, way: Direct, tensors: list[torch.Tensor], place: int = 0) -> Leaving:
-        """The first of ``tensors`` starts back to sequence shards. It is removed from the list."""
-        leaving = way.leave(tensors, place)
-        transfers.note(leaving.pending)
-        return leaving
 
     def paired(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values arranged so that kernels pair them correctly with the query heads."""
@@ -432,7 +418,7 @@ class _Chunk:
         return None if per_head_H is None else per_head_H[self._own]
 
 
-@remembered(lambda arguments, value: arguments[0].nbytes + value.nbytes)
+@remembered
 def joined(layout: SequenceLayout, size: int) -> SequenceLayout:
     """The layout of the inner level: each group of ``size`` neighbouring ranks counts as one."""
     if isinstance(held := layout.held, Stripes):
@@ -443,7 +429,6 @@ def joined(layout: SequenceLayout, size: int) -> SequenceLayout:
     )
 
 
-@remembered(lambda arguments, value: arguments[0].nbytes + value.nbytes)
 def _among(layout: SequenceLayout, first: int, size: int) -> SequenceLayout:
     """How the positions of ``size`` neighbouring ranks are cut among them, renumbered from 0 without gaps."""
     if isinstance(held := layout.held, Stripes):

@@ -27,7 +27,7 @@ from cp_styles.engine.scope import Lease, ScopedBinding
 from cp_styles.intercept.fused_operators import FusedCalls
 from cp_styles.kernels import Kernel
 from cp_styles.layout import Balancer, SequenceLayout
-from cp_styles.mask import Dense, Mask
+from cp_styles.mask import Causal, Dense, Mask, causal_bias
 from cp_styles.strategies import Strategy
 from cp_styles.styles.base import ContextParallelStyle
 from cp_styles.styles.compiled import Traced, traced_of
@@ -222,8 +222,10 @@ class ContextParallelState:
         q, k, v = local = inputs
         if isinstance(q, DTensor) or isinstance(k, DTensor) or isinstance(v, DTensor):
             local = tuple([value.to_local() if isinstance(value, DTensor) else value for value in inputs])
-        attn_mask = arguments.get("attn_mask")
+        attn_mask, causal = causal_bias(arguments.get("attn_mask"), False)
         asked = self.binding
+        if causal:
+            arguments["attn_mask"], asked = None, asked.with_mask(Causal())
         refuse = partial(self._refuse, arguments, inputs, local)
         # A balancer needs the global length first.
         known = asked.known(refuse, local, dim) if isinstance(asked.layout, SequenceLayout) else None

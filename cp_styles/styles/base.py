@@ -8,6 +8,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from cp_styles._compat import flattened
 from cp_styles.comm.agreement import EVERY_CALL, Agreement
+from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import group_in_order
 from cp_styles.engine.binding import Binding
 from cp_styles.engine.gradient_watch import RAISE, GradientCheck
@@ -15,6 +16,7 @@ from cp_styles.kernels import Kernel
 from cp_styles.layout import Balancer, SequenceLayout, head_tail
 from cp_styles.mask import Full, Mask
 from cp_styles.strategies import Ring, Strategy
+from cp_styles.styles.applied_plan import AppliedPlan
 from cp_styles.styles.on_mesh_axis import take_axis
 
 
@@ -48,8 +50,13 @@ class ContextParallelStyle(ParallelStyle):
         who = f"{type(module).__name__} ({type(self).__name__} over mesh axis {name!r})"
         layout = head_tail if self.layout is None else self.layout
         options = {"gradient_check": self.gradient_check, "agreement": self.agreement}
-        binding = Binding(who, name, group_in_order(axis), strategy, layout, self.mask, self.kernel, **options)
+        group = group_in_order(axis)
+        # By group, because ranks may be threads that share the style.
+        numbers = state_of(group).modules
+        options["site"] = numbers[self] = numbers.get(self, 0) + 1
+        binding = Binding(who, name, group, strategy, layout, self.mask, self.kernel, **options)
         strategy.check_ranks(axis.size())
+        AppliedPlan.note(self, module, binding)
         return axis, binding
 
     def _axis(self, module: nn.Module, device_mesh: DeviceMesh) -> tuple[DeviceMesh, Strategy]:
@@ -65,6 +72,13 @@ class ContextParallelStyle(ParallelStyle):
                 raise ValueError(
                     f"{type(self).__name__}: mesh_axis={names} needs a mesh with both axes, got a 1-D mesh"
                 )
+        held = device_mesh.mesh_dim_names or ()
+        if held.index(names[0]) >= held.index(names[1]):
+            raise ValueError(
+                f"{type(self).__name__}: mesh_axis={names} is not in the order of the mesh, whose axes are {held}: the "
+                f"first of them cuts first. Give mesh_axis={tuple(sorted(names, key=held.index))}, or make a mesh with "
+                "the axes in the other order"
+            )
         inner = device_mesh[names[1]].size()
         return flattened(device_mesh, names), self.strategy.over_two_axes(inner)
 

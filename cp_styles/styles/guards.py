@@ -7,201 +7,210 @@ arguments of a model, or by its layers, is refused here, on every rank.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import sys
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
-from torch.nn.attention.flex_attention import BlockMask
 
 from cp_styles._compat import (
     graph_task_id,
     never_compile_alone,
+    never_compiled,
     tree_leaves,
-    tree_map,
     uncompiled,
-    without_dispatch_modes,
 )
 from cp_styles.comm.agreement import Meeting, StatusRow, exchange_status, ledger_of
 from cp_styles.engine.binding import Binding
 from cp_styles.functions.decode import LayerCaches
 from cp_styles.intercept.function_mode import AttentionCalls, names_of_inputs, wrapped_by
-from cp_styles.layout import SequenceLayout
+from cp_styles.intercept.token_flow import TokenFlow
+from cp_styles.layout import SequenceLayout, cut_with
 from cp_styles.mask import All, Causal, Chunked, Full, Mask, SlidingWindow
+from cp_styles.styles.positions import padding_position
+from cp_styles.styles.windows import smallest_of_a_part, windows_of
 from cp_styles.troubleshooting import see
 
 POSITIONS = "position_ids"
 
 
-class MixingProbe:
-    """Finds modules that carry values from token to token by other means than attention calls.
+class TokenGuard:
+    """Refuses modules that carry values from token to token by other means than attention calls, or that count tokens.
 
-    Such are recurrent layers, state-space models, linear attention, convolutions along the sequence, and batch norms.
-    In all of them a token's output depends on other tokens' inputs. Under context parallelism these would be the tokens
-    of this rank's part only.
+    Such are recurrent layers, state-space models, linear attention, convolutions along the sequence, batch norms, and
+    attention in plain operations: under context parallelism they would see the tokens of this rank's part only. And
+    such are positions that a model counts from 0, or takes from the first rows of a table.
 
-    Each module under a ModuleContextParallel is tested once, in its first forward, if no attention is called in it. It
-    is run again on detached inputs, and one token's output is differentiated. A module is not tested if one with the
-    same classes of submodules, in the same order, has passed: only their shapes can differ.
+    The first forward of a module in training, and the first in evaluation, are followed: see [Note: token flow].
+    Modules that run first in a later forward, because of a layer drop for example, are followed then.
     """
 
-    def __init__(self, name: str, names: Mapping[nn.Module, str]) -> None:
-        self._name = name
+    def __init__(
+        self, name: str, names: Mapping[nn.Module, str], calls: AttentionCalls, trusted: set[nn.Module], *, counts: bool
+    ) -> None:
+        """``counts``: whether to look for positions that are counted."""
+        self._name, self._calls, self._counts = name, calls, counts
         self._names = {id(module): path for module, path in names.items()}
-        self._done: set[int] = set()
-        self._cleared: set[tuple[Any, ...]] = set()
+        self._trusted = {id(module) for module in trusted}
+        self._done: set[tuple[int, bool]] = set()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> MixingProbe:
-        made = memo[id(self)] = MixingProbe(self._name, {})
+    def __deepcopy__(self, memo: dict[int, Any]) -> TokenGuard:
+        made = memo[id(self)] = TokenGuard(self._name, {}, copy.deepcopy(self._calls, memo), set(), counts=self._counts)
+        made._trusted = {id(memo[each]) for each in self._trusted if each in memo}
         return made
 
-    def asked(self, module: nn.Module) -> bool:
-        return id(module) in self._done
+    def followed(self, module: nn.Module) -> bool:
+        """Whether a forward of this module need not be followed any more."""
+        return (id(module), module.training) in self._done
 
-    def ask(
+    def run(
         self, module: nn.Module, forward: Callable[..., Any], calls: AttentionCalls, args: tuple[Any, ...], kwargs: Any
     ) -> Any:
         """What ``forward(*args, **kwargs)`` returns with ``calls`` entered. No communication.
 
         Raises:
-            NotImplementedError: no attention was called in it, and an output depends on another token's input.
+            NotImplementedError: values that tokens of this part were mixed into, or that depend on their places in it,
+                reached an attention or the results.
         """
         with calls:
-            before = calls.attentions
-            output = forward(*args, **kwargs)
-            self._ask(module, forward, calls, calls.attentions != before, args, kwargs)
+            flow = TokenFlow.entered()
+            if id(module) in self._trusted:
+                if flow is None:
+                    return forward(*args, **kwargs)
+                with flow.paused():
+                    output = forward(*args, **kwargs)
+                flow.seed(_dims_of_tokens(tree_leaves(output), flow.length))
+                return output
+            if flow is not None:
+                with flow.inside(self._describe(module)):
+                    output = forward(*args, **kwargs)
+                self._done.add((id(module), module.training))
+                return output
+            flow = self._flow(module, calls, args, kwargs)
+            if flow is None:
+                return forward(*args, **kwargs)
+            with flow, flow.inside(self._describe(module)):
+                try:
+                    output = forward(*args, **kwargs)
+                except RuntimeError as error:
+                    if "already associated to a python object" in str(error):
+                        error.add_note(_NO_SUBCLASS.format(self._name))
+                    raise
+                problem = flow.problem_of_outputs(output, surely_tokens=not calls.attentions)
+                if problem is not None:
+                    raise NotImplementedError(f"{self._name}: {flow.words(problem)}")
+            self._done.add((id(module), module.training))
             return output
 
-    @uncompiled
-    def _ask(
-        self,
-        module: nn.Module,
-        forward: Callable[..., Any],
-        calls: AttentionCalls,
-        attended: bool,
-        args: tuple[Any, ...],
-        kwargs: Any,
-    ) -> None:
-        if attended:
-            self._done.add(id(module))
-        elif self._can_run_again(module):
-            structure = tuple(type(each) for each in module.modules())
-            if structure in self._cleared:
-                self._done.add(id(module))
-            elif (length := _length(calls.inputs)) is None or length > 1:
-                found = mixes(forward, args, kwargs, length)
-                if found:
-                    raise NotImplementedError(self._words(module, *found))
-                if found is not None:
-                    self._cleared.add(structure)
-                self._done.add(id(module))
+    def _describe(self, module: nn.Module) -> str:
+        return f"{self._names.get(id(module)) or 'the model itself'} ({type(module).__name__})"
 
-    @staticmethod
-    def _can_run_again(module: nn.Module) -> bool:
-        """Whether a second run would neither communicate nor change anything."""
-        if torch.compiler.is_compiling() or graph_task_id() >= 0:
-            return False
-        return not any(
-            isinstance(each, FSDPModule) or any(isinstance(x, DTensor) for x in each.parameters(recurse=False))
-            for each in module.modules()
-        )
-
-    def _words(self, module: nn.Module, token: int, other: int) -> str:
-        path = self._names.get(id(module)) or "a module inside"
-        return (
-            f"{self._name}: {path} ({type(module).__name__}) carries values from token to token without an attention "
-            f"call: on this rank, the output of token {token} depends on the input of token {other}. A recurrence, a "
-            "convolution along the sequence, linear attention, or a norm over tokens would end at this rank's part. "
-            "It is not context parallel: keep such layers out of the model, or name the module in trusted= of the "
-            "style if what it mixes is whole on each rank"
-            f"{see('A layer that mixes tokens')}"
-        )
+    @never_compiled
+    def _flow(self, module: nn.Module, calls: AttentionCalls, args: tuple[Any, ...], kwargs: Any) -> TokenFlow | None:
+        """None if there are no tokens of a part, or if it is not a first run."""
+        binding = calls.binding
+        if binding.group.size() == 1 or graph_task_id() >= 0 or _captures():
+            return None
+        inputs = dict(zip(names_of_inputs(module), args, strict=False)) | kwargs
+        past = inputs.get("past_key_values")
+        past = getattr(past, "self_attention_cache", past)
+        if isinstance(past, LayerCaches) and past.prefilled:
+            return None  # new tokens, the same on all ranks
+        length = _part_of(binding, inputs)
+        whole = _part_of(binding, calls.inputs)
+        length = length if whole is None else whole
+        if length == 1:
+            return None
+        positions = partial(_possible_positions, binding) if self._counts else None
+        flow = TokenFlow(length, positions if _counting_is_wrong(binding, length) else None)
+        flow.seed(_dims_of_tokens([*inputs.values(), *args[len(inputs) :]], length, inputs))
+        return flow
 
 
-never_compile_alone(MixingProbe.ask)
+never_compile_alone(TokenGuard.run)
+
+_NO_SUBCLASS = (
+    "{}: the first forward runs under a TorchDispatchMode, which follows its tokens. Under any such mode torch cannot "
+    "make an object of a subclass of Tensor by its constructor, as causal_upper_left does: make it before the forward; "
+    "or pass is_causal=True to the attention"
+)
 
 
-def mixes(
-    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], length: int | None
-) -> tuple[int, int] | tuple[()] | None:
-    """(a token, another token that its output depends on). Empty if there is none. None if it is not known.
-
-    ``length`` is the number of tokens, if it is known. The result is None if ``forward`` raises.
-    """
-    try:
-        return _mixed(forward, args, kwargs, length)
-    except Exception:  # what it was called with cannot be copied, or it runs once only
-        return None
+def _captures() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-def _mixed(
-    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], length: int | None
-) -> tuple[int, int] | tuple[()] | None:
-    leaves: list[torch.Tensor] = []
-
-    def detached(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            known = value is None or isinstance(value, int | float | str | torch.dtype | nn.Module | BlockMask)
-            return value if known else _copied(value)
-        value = value.detach()
-        value = value.clone() if value.is_inference() else value
-        if value.is_floating_point() and value.ndim > 1:
-            leaves.append(value.requires_grad_())
-        return value
-
-    with (
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x),
-        without_dispatch_modes(),
-        torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()),
-    ):
-        outputs = tree_leaves(forward(*tree_map(detached, args), **tree_map(detached, dict(kwargs))))
-        asked = None
-        for out in outputs:
-            if not isinstance(out, torch.Tensor) or not out.requires_grad or out.ndim < 2:
-                continue
-            for x in leaves:
-                dim = _token_dim(x, out, length)
-                if dim is None:
-                    continue
-                asked = ()
-                token = x.shape[dim] // 2
-                weights = torch.linspace(1.0, 2.0, out.select(dim, token).numel(), dtype=out.dtype, device=out.device)
-                total = (out.select(dim, token).flatten() * weights).sum()
-                (grad,) = torch.autograd.grad(total, x, retain_graph=True, allow_unused=True)
-                if grad is not None:
-                    per_token = grad.movedim(dim, 0).flatten(1).abs().amax(1)
-                    per_token[token] = 0
-                    if bool((per_token > 0).any()):
-                        return token, int(per_token.argmax())
-    return asked
-
-
-def _copied(value: Any) -> Any:
-    """A copy of an object that the forward may change, such as a cache. None if it cannot be copied."""
-    try:
-        return copy.deepcopy(value)
-    except Exception:
-        return None
-
-
-def _token_dim(x: torch.Tensor, out: torch.Tensor, length: int | None) -> int | None:
-    """The dim of both along which tokens are; None if there is none."""
-    dims = [d for d in range(min(x.ndim, out.ndim) - 1) if x.shape[d] == out.shape[d] > 1]
+def _part_of(binding: Binding, inputs: Mapping[str, Any]) -> int | None:
+    """This rank's number of tokens, as the inputs of a model show it. None if they do not."""
+    tensors = [x for x in tree_leaves(list(inputs.values())) if isinstance(x, torch.Tensor)]
+    rank = binding.group.rank()
+    for cut in (cut_with(x) for x in tensors):
+        if cut is not None and cut.ranks == binding.group.size():
+            return cut.lengths[rank]
+    length = _length(inputs)
     if length is not None:
-        dims = [d for d in dims if x.shape[d] % length == 0]
-    elif x.ndim > 2:
-        dims = [d for d in dims if d > 0]
-    return dims[-1] if dims else None
+        return length
+    for name, x in inputs.items():
+        if isinstance(x, torch.Tensor) and x.ndim == 4 and name in _HEADS:
+            return x.shape[2]
+    sizes = [x.shape[1] for x in tensors if x.ndim == 3 or (x.ndim == 2 and not x.is_floating_point())]
+    return sizes[0] if sizes else None
+
+
+_HEADS = ("query", "key", "value", "q", "k", "v")
+
+
+def _dims_of_tokens(
+    values: Sequence[Any], length: int | None, inputs: Mapping[str, Any] | None = None
+) -> Iterator[tuple[torch.Tensor, int | None]]:
+    """Tensors among ``values``, each with the dim along which it has this rank's tokens, by its shape.
+
+    None if that is not clear. Tensors of four dims may be images, in which one token is many elements.
+    """
+    heads = {id(x) for name, x in (inputs or {}).items() if name in _HEADS}
+    for x in tree_leaves(list(values)):
+        if not isinstance(x, torch.Tensor) or length is None:
+            continue
+        if x.ndim == 4:
+            yield x, 2 if id(x) in heads and x.shape[2] == length else None
+        elif x.ndim == 3 or (x.ndim == 2 and not x.is_floating_point()):
+            dims = (1, 2) if x.is_floating_point() else (x.ndim - 1, 1)
+            yield x, next((dim for dim in dims[:1] if x.shape[dim] == length), None)
+        else:
+            yield x, next((dim for dim in range(x.ndim) if x.shape[dim] == length), None)
+
+
+def _possible_positions(binding: Binding, length: int) -> Iterator[torch.Tensor]:
+    """Those that this rank's tokens may have, in sequences of some length of which it has as many."""
+    ranks, rank = binding.group.size(), binding.group.rank()
+    if isinstance(binding.layout, SequenceLayout):
+        if binding.layout.lengths[rank] == length:
+            yield binding.layout.positions(rank, "cpu")
+        return
+    for whole in sorted(
+        range(max(length * ranks - ranks + 1, 0), length * ranks + ranks), key=lambda n: abs(n - length * ranks)
+    ):
+        with contextlib.suppress(Exception):  # of a length that is not the call's
+            layout = binding.layout_for(whole)
+            if layout.lengths[rank] == length:
+                yield layout.positions(rank, "cpu")
+
+
+def _counting_is_wrong(binding: Binding, length: int | None) -> bool:
+    """Whether this rank's tokens are not the first ones. Documents count from 0 too."""
+    if not isinstance(binding.mask, Full | Causal | SlidingWindow):
+        return False
+    if length is None:
+        return True
+    first = torch.arange(length, device="cpu")
+    return not any(torch.equal(each, first) for each in _possible_positions(binding, length))
 
 
 class Forwards:
@@ -224,7 +233,7 @@ class Forwards:
 
     def guards(self, module: nn.Module) -> InputGuards | None:
         """What looks at the arguments of this module: of the context-parallel one, and of models in it."""
-        if not self._checks or (module is not self._top and not _is_model(module)):
+        if not self._checks or (module is not self._top and not is_model(module)):
             return None
         found = self._guards.get(id(module))
         if found is None:
@@ -236,7 +245,7 @@ class Forwards:
         module: nn.Module,
         forward: Callable[..., Any],
         calls: AttentionCalls,
-        probe: MixingProbe | None,
+        guard: TokenGuard,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
@@ -244,11 +253,11 @@ class Forwards:
         output = None
         try:
             self._begin(module, args, kwargs)
-            if probe is None or probe.asked(module):
+            if guard.followed(module):
                 with calls:
                     output = forward(*args, **kwargs)
             else:
-                output = probe.ask(module, forward, calls, args, kwargs)
+                output = guard.run(module, forward, calls, args, kwargs)
         finally:
             self._end(module, args, output)
         return output
@@ -281,7 +290,7 @@ class InputGuards:
     def __init__(self, module: nn.Module, mask: Mask, calls: AttentionCalls) -> None:
         self._calls, self._forwards = calls, 0
         binding = calls.binding
-        self._name, self._alone = binding.name, binding.group.size() == 1
+        self._name, self._ranks = binding.name, binding.group.size()
         models = [module]  # it may be a wrapper, or a wrapper of a wrapper
         while (inner := wrapped_by(models[-1])) is not None:
             models.append(inner)
@@ -290,11 +299,11 @@ class InputGuards:
         self._positions = list(dict.fromkeys(name for name in names if name.endswith(POSITIONS)))
         self._has_loss = any(hasattr(type(each), "loss_function") for each in models)
         self._places = [name for name in names if _is_of_positions(name)]
-        # transformers' attention interface counts distances itself, for tables of biases by distance.
-        by_distance = any(hasattr(each, "_relative_position_bucket") for each in module.modules())
-        self._may_count = by_distance and not any(_makes_masks(each) for each in models)
-        makes_masks = any(_makes_masks(each) for each in models) and not _covers(mask)
-        self._window = _smallest_window(models[-1]) if makes_masks else None
+        self._windows = windows_of(module)
+        self._padding = padding_position(module)
+        scaled = scaled_by_masks(module)
+        self._mask_tokens: list[Any] = [each.mask_token_id for each in scaled]  # of which the share scales embeddings
+        self._embeddings = [each for each in module.modules() if isinstance(each, nn.Embedding)]
 
     def check(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """A forward pre-hook: raise for arguments that are not this rank's part of a whole sequence.
@@ -302,13 +311,23 @@ class InputGuards:
         The values of tensors are looked at in the first forward, the second, the fourth and so on. Communication: in
         these forwards, one all-gather of some integers if there is a ``num_items_in_batch``.
         """
-        if self._alone:
+        if self._ranks == 1:
             return
         kind = type(module).__name__
+        for embedding in self._embeddings:
+            if getattr(embedding, "neftune_noise_alpha", None) and embedding.training:
+                raise NotImplementedError(
+                    f"{self._name}: NEFTune (neftune_noise_alpha) adds noise to the embeddings of {kind}, with random "
+                    "numbers of each rank's own, and of a size that follows from this rank's number of tokens: leave "
+                    "it out"
+                )
         if torch.compiler.is_dynamo_compiling():
             traced = dict(zip(self._names, args, strict=False)) | kwargs
             if traced.get("past_key_values") is None:
                 self._check_positions(kind, traced)
+                if self._windows and (length := _length(traced)) is not None:
+                    # It may be too many. The error ends the trace, and the forward runs uncompiled.
+                    self._refuse_window(kind, traced, length, length * self._ranks)
             return
         self._forwards += 1
         binding, inputs = self._calls.binding, self._calls.inputs
@@ -319,6 +338,11 @@ class InputGuards:
                 raise ValueError(
                     f"{binding.name}: {kind} was given a cache and use_cache=False, which generate() also takes from "
                     "model.generation_config or model.config: pass use_cache=True, or leave out the cache"
+                )
+            if own is not past and any(each.length for each in own.held) and _generating("_prefill") is not None:
+                raise ValueError(
+                    f"{binding.name}: {kind} is given a cache that an earlier generate() has used: call encode for "
+                    "each generate()"
                 )
             _refuse_another_prompt(binding.name, kind, own, inputs)
             return  # new tokens, the same on all ranks and whole: nothing is cut
@@ -332,9 +356,19 @@ class InputGuards:
             )
         look = self._forwards & (self._forwards - 1) == 0
         self._check_positions(kind, inputs)
+        tokens, masks = inputs.get("input_ids"), self._mask_tokens
+        if masks and isinstance(tokens, torch.Tensor) and bool(torch.isin(tokens, tokens.new_tensor(masks)).any()):
+            raise NotImplementedError(
+                f"{binding.name}: {kind} has token_dropout, and scales its embeddings by the share of mask tokens "
+                "among this rank's tokens, which is another one on each rank: give it no mask tokens, or set "
+                "token_dropout=False in its config, and train it so"
+            )
         for name in self._places if look else ():
             if isinstance(inputs.get(name), torch.Tensor):
-                _refuse_local(binding, name, inputs[name], _lengths(inputs))
+                first = 0 if self._padding is None else self._padding + 1
+                _refuse_local(binding, name, inputs[name], _lengths(inputs), first)
+        if look and not isinstance(own, LayerCaches):  # generate() itself counts from 0
+            self._refuse_positions_of_padding(kind, inputs)
         cached = getattr(past, "get_seq_length", None)
         if cached is not None and int(cached()) > 0:
             raise NotImplementedError(
@@ -346,37 +380,60 @@ class InputGuards:
             _refuse_labels(binding.name, kind, inputs)
             if look and inputs.get("num_items_in_batch") is not None:
                 _compare_counts(binding, kind, inputs["num_items_in_batch"])
-        if self._window is not None:
-            self._refuse_window(binding, kind, inputs)
+        layout, length = binding.layout, _length(inputs)
+        if self._windows and length is not None:
+            # A balancer's whole length is known after the forward.
+            whole = layout.length if isinstance(layout, SequenceLayout) else length
+            self._refuse_window(kind, inputs, length, whole)
 
     def _check_positions(self, kind: str, inputs: Mapping[str, Any]) -> None:
-        """Raise for positions that are missing, and in this forward for torch.arange from 0 in place of them.
+        """Raise for positions that are missing, and while torch.compile traces for torch.arange in place of them.
 
         torch.compile can trace it. An error ends the trace, and the forward runs uncompiled, where every rank raises.
         With fullgraph=True torch.compile raises an error that shows this one.
         """
         for name in self._positions:
             if inputs.get(name) is None:
+                first = 0 if self._padding is None else self._padding + 1
+                advice = "layout.positions(rank).unsqueeze(0)" if self._padding is None else _POSITIONS_OF_TOKENS
                 raise ValueError(
-                    f"{self._name}: {kind} takes {name} and was given none: it would count this rank's tokens from 0. "
-                    f"Pass {name}=layout.positions(rank).unsqueeze(0); or apply the style with check_inputs=False if "
-                    f"the model does not use them{see('Positions that count from 0')}"
+                    f"{self._name}: {kind} takes {name} and was given none: it would count this rank's tokens from "
+                    f"{first}. Pass {name}={advice}; or apply the style with check_inputs=False if the model does not "
+                    f"use them{see('Positions that count from 0')}"
                 )
-        if not self._may_count and all(inputs.get(name) is None for name in self._places):
-            self._calls.watch_ranges(partial(_refuse_range, self._name, kind, _lengths(inputs)))
+        if all(inputs.get(name) is None for name in self._places):
+            self._calls.watch_traced_ranges(partial(_refuse_range, self._name, kind, _lengths(inputs)))
+
+    def _refuse_positions_of_padding(self, kind: str, inputs: Mapping[str, Any]) -> None:
+        """Raise for tokens at positions of padding, and before, as if the model's first position were 0."""
+        positions, tokens = inputs.get(POSITIONS), inputs.get("input_ids")
+        if self._padding is None or not isinstance(positions, torch.Tensor) or not isinstance(tokens, torch.Tensor):
+            return
+        if positions.shape[-1] == tokens.shape[-1] and bool(
+            ((positions <= self._padding) & (tokens != self._padding)).any()
+        ):
+            raise ValueError(
+                f"{self._name}: {kind} counts tokens from position {self._padding + 1}, because {self._padding} is the "
+                f"position of padding, but {POSITIONS} give that or a smaller one to a token. Pass "
+                f"{POSITIONS}={_POSITIONS_OF_TOKENS}; or apply the style with check_inputs=False if the model was "
+                f"trained with positions from 0{see('Positions after that of padding')}"
+            )
 
     def check_output(self, module: nn.Module, args: Any, output: Any) -> None:
         """A forward hook: raise for results that a model computes from all tokens of this rank together.
 
         No communication, unless it raises.
         """
-        if torch.compiler.is_dynamo_compiling() or not isinstance(output, Mapping):
+        if torch.compiler.is_dynamo_compiling() or self._ranks == 1:
             return
-        binding = self._calls.binding
-        if binding.group.size() == 1:
-            return
-        length, logits, kind = _length(self._calls.inputs), output.get("logits"), type(module).__name__
+        binding, inputs = self._calls.binding, self._calls.inputs
+        length, kind = _length(inputs), type(module).__name__
         problem = None
+        for local in self._calls.lengths if self._windows else ():
+            whole, _ = binding.ledger.lengths.get((local, local), (local, local))
+            problem = problem or self._lost_window(kind, inputs, local, whole)
+        output = output if isinstance(output, Mapping) else {}
+        logits = output.get("logits")
         if output.get("aux_loss") is not None:
             problem = NotImplementedError(
                 f"{binding.name}: {kind} returns an aux_loss, the balance of experts on this rank's tokens alone, and "
@@ -395,20 +452,28 @@ class InputGuards:
             binding.refuse_call()
             raise problem
 
-    def _refuse_window(self, binding: Binding, kind: str, inputs: Mapping[str, Any]) -> None:
-        assert self._window is not None
-        name, size = self._window
-        mask = inputs.get("attention_mask")
-        if isinstance(mask, Mapping) or (mask is not None and getattr(mask, "ndim", 4) == 4):
-            return  # the caller's own masks
-        length = _length(inputs)
-        if length is not None and size < length * binding.group.size():
-            raise NotImplementedError(
-                f"{binding.name}: layers of {kind} have {name}={size}, and the model would make their masks from this "
-                f"rank's {length} tokens. Choose attn_implementation=register_attention() of "
-                "cp_styles.integrations.transformers, which makes them for the whole sequence; or apply a style with "
-                f"mask=SlidingWindow({size} - 1) (or Chunked({size})) to the attention modules that have it"
-            )
+    def _refuse_window(self, kind: str, inputs: Mapping[str, Any], length: int, whole: int) -> None:
+        if (problem := self._lost_window(kind, inputs, length, whole)) is not None:
+            raise problem
+
+    def _lost_window(self, kind: str, inputs: Mapping[str, Any], length: int, whole: int) -> Exception | None:
+        """An error if the masks of a window were made from this rank's ``length`` of ``whole`` positions."""
+        mask, window = inputs.get("attention_mask"), smallest_of_a_part(self._windows)
+        given = isinstance(mask, Mapping) or (mask is not None and getattr(mask, "ndim", 4) == 4)
+        if window is None or window.size >= whole or given or _covers(self._calls.binding.mask):
+            return None
+        return NotImplementedError(
+            f"{self._name}: layers of {kind} have {window.option}={window.size}, and the model would make their "
+            f"masks from this rank's {length} tokens. Choose attn_implementation=register_attention() of "
+            "cp_styles.integrations.transformers, which makes them for the whole sequence; or apply a style with "
+            f"mask=SlidingWindow({window.size} - 1) (or Chunked({window.size})) to the attention modules that have it"
+            f"{see('A window that a part does not show')}"
+        )
+
+
+def scaled_by_masks(module: nn.Module) -> list[Any]:
+    """The modules in a model that scale embeddings by the share of mask tokens (ESM); by 1 where there are none."""
+    return [each for each in module.modules() if getattr(each, "token_dropout", False)]
 
 
 # Hooks are traced with the module's call or not compiled at all: alone they would not see that they run uncompiled.
@@ -421,37 +486,55 @@ def _generates() -> bool:
     return _generating() is not None
 
 
-def _generating() -> FrameType | None:
-    """The frame of generate() of transformers that is running in this thread."""
+def _generating(function: str = "generate") -> FrameType | None:
+    """The frame of generate() of transformers that is running in this thread, or of its part for the first forward."""
     if torch.is_grad_enabled():
         return None
     frame = sys._getframe(2)
     while frame is not None:
-        if frame.f_code.co_name == "generate" and frame.f_globals.get("__name__", "").startswith("transformers."):
+        if frame.f_code.co_name == function and frame.f_globals.get("__name__", "").startswith("transformers."):
             return frame
         frame = frame.f_back
     return None
 
 
-def _refuse_local(binding: Binding, name: str, positions: torch.Tensor, lengths: list[int]) -> None:
+_POSITIONS = "layout.positions(rank)"
+_POSITIONS_OF_TOKENS = (
+    "layout.shard(position_ids_of(model, tokens), 1, rank), with the tokens of the whole sequence and position_ids_of "
+    "of cp_styles.integrations.transformers"
+)
+
+
+def _refuse_local(binding: Binding, name: str, positions: torch.Tensor, lengths: list[int], first: int) -> None:
     length = positions.shape[-1] if positions.ndim else 0
     if positions.is_floating_point() or (length not in lengths and not name.endswith(POSITIONS)):
         return  # a table, or of something else than this rank's tokens
-    own = torch.arange(length, device=positions.device)
-    if not isinstance(binding.mask, Full | Causal | SlidingWindow) or not bool((positions == own).all()):
+    own, in_order = torch.arange(first, first + length, device=positions.device), binding.group.rank() * length
+    from_0 = bool((positions == own).all())
+    if not isinstance(binding.mask, Full | Causal | SlidingWindow) or not (
+        from_0 or bool((positions == own + in_order).all())
+    ):
         return  # documents count from 0 too
     try:
         whole = length * binding.group.size()
         layout = binding.layout if isinstance(binding.layout, SequenceLayout) else binding.layout_for(whole)
-        mine = layout.positions(binding.group.rank())
+        mine = layout.positions(binding.group.rank(), "cpu")
     except Exception:  # of a length that may not be the call's
         return
-    if mine.numel() and int(mine[0]) != 0:
+    if from_0 and mine.numel() and int(mine[0]) != 0:
         raise ValueError(
-            f"{binding.name}: {name} count from 0 to {length - 1} on this rank, whose part of the sequence begins "
-            f"at {int(mine[0])}: pass layout.positions(rank). If these are documents that each begin at 0, say so with "
+            f"{binding.name}: {name} count from {first} to {first + length - 1} on this rank, whose part of the "
+            f"sequence begins at {first + int(mine[0])}: pass {_POSITIONS_OF_TOKENS if first else _POSITIONS}. "
+            "If these are documents that each begin at 0, say so with "
             "a SequenceScope(layout, mask=Documents(...)) around the call"
             f"{see('Positions that count from 0')}"
+        )
+    if not from_0 and not torch.equal(mine + first, own.cpu() + in_order):
+        raise ValueError(
+            f"{binding.name}: {name} are {in_order} to {in_order + length - 1} on this rank, as torch.chunk cuts, but "
+            f"its part of the layout begins at {int(mine[0])}: cut tokens and positions with layout.shard and "
+            "layout.positions of the layout of the attention, or give the attention layout=contiguous"
+            f"{see('Inputs that were cut in another way')}"
         )
 
 
@@ -462,11 +545,12 @@ def _refuse_another_prompt(name: str, kind: str, cache: LayerCaches, inputs: Map
         return
     if held.length == cache.prompt.length:
         _refuse_other_tokens(name, cache)
-    if not new or not isinstance(positions, torch.Tensor) or positions.ndim != 2:
+    if new is None or not isinstance(positions, torch.Tensor) or positions.ndim != 2:
         return
-    # With padding the mask says how many there are. The host need not wait for each token that follows the prompt.
-    if inputs.get("attention_mask") is None and (new > 1 or held.length == cache.prompt.length) and _generates():
-        last, expected = int(positions[0, -1]), held.length + new - 1
+    # With padding the mask says how many there are. The host need not wait for each token that follows the first.
+    first = not new or new > 1 or held.length == cache.prompt.length or _generating("_prefill") is not None
+    if inputs.get("attention_mask") is None and first and _generates():
+        last, expected = int(positions[0, -1]) if positions.numel() else -1, held.length + new - 1
         if last != expected:
             raise ValueError(
                 f"{name}: generate() gives {kind} tokens up to position {last}, but with this cache of {held.length} "
@@ -491,7 +575,7 @@ def _refuse_other_tokens(name: str, cache: LayerCaches) -> None:
         )
 
 
-def _is_model(module: nn.Module) -> bool:
+def is_model(module: nn.Module) -> bool:
     """Whether it takes tokens as models of transformers do, and so may count them, or make masks and losses."""
     return "input_ids" in inspect.signature(type(module).forward).parameters
 
@@ -508,7 +592,10 @@ def _lengths(inputs: Mapping[str, Any]) -> list[int]:
 def _refuse_range(
     name: str, kind: str, lengths: list[int], numbers: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Raise if a torch.arange with these arguments counts as many tokens as this rank may have, from 0."""
+    """Raise if a traced torch.arange counts as many tokens as this rank may have, from 0.
+
+    The error ends the trace, and the forward runs uncompiled, where the token flow decides.
+    """
     start = kwargs.get("start", args[0] if len(args) > 1 else 0)
     step = kwargs.get("step", args[2] if len(args) > 2 else 1)
     if numbers.shape[0] in lengths and start == 0 and step == 1 and not numbers.is_floating_point():
@@ -565,26 +652,6 @@ def _compare_counts(binding: Binding, kind: str, count: Any) -> None:
             f"{see('A number of labels for each rank')}"
         )
     ledger.engaged = False
-
-
-def _makes_masks(module: nn.Module) -> bool:
-    """Whether a model of transformers chooses its masks by an implementation that sees this rank's part alone."""
-    implementation = getattr(getattr(module, "config", None), "_attn_implementation", None)
-    return implementation in ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flash_attention_4")
-
-
-def _smallest_window(module: nn.Module) -> tuple[str, int] | None:
-    found = [
-        (getattr(child, name), name)
-        for child in module.modules()
-        for name in ("sliding_window", "attention_chunk_size")
-        if isinstance(getattr(child, name, None), int)
-    ]
-    config = getattr(module, "config", None)
-    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
-        found.append((getattr(config, "attention_chunk_size", 0), "attention_chunk_size"))
-    sizes = [(size, name) for size, name in found if size]
-    return None if not sizes else (min(sizes)[1], min(sizes)[0])
 
 
 def _covers(mask: Mask) -> bool:

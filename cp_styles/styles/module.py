@@ -26,14 +26,14 @@ from cp_styles.layout import Balancer, SequenceLayout
 from cp_styles.mask import Mask
 from cp_styles.strategies import Strategy
 from cp_styles.styles.base import ContextParallelStyle
-from cp_styles.styles.guards import Forwards, MixingProbe
+from cp_styles.styles.guards import Forwards, TokenGuard, scaled_by_masks
 
 _STATE = "_context_parallel_calls"
-_State: TypeAlias = tuple[AttentionCalls, AttentionCalls, MixingProbe | None, Forwards]
-"""The calls of an eager forward, and those of a traced one; the test of modules for mixing tokens; and what does the
-work of the hooks where they have not run."""
+_State: TypeAlias = tuple[AttentionCalls, AttentionCalls, TokenGuard, Forwards, str]
+"""The calls of an eager forward, and those of a traced one; what follows tokens in first forwards; what does the work
+of the hooks where they have not run; and the path of the module below the one that has the style."""
 
-# Leaves of torch's own that may carry values from token to token.
+# Leaves of torch's own that may carry values from token to token in training only, or that models leave out at times.
 _MIXING = (nn.RNNBase, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -69,12 +69,14 @@ class ModuleContextParallel(ContextParallelStyle):
             logit for each query head, which takes part in every softmax and adds nothing to the output. Calls under
             such a module use it (scaled_dot_product_attention has no argument for it). Other calls have no sink.
         trusted: names of modules (patterns as in a plan, "layers.*.conv") that may carry values from token to token by
-            other means than attention calls, because what they mix is whole on each rank. Other modules that do so
-            are refused, see :class:`~cp_styles.styles.guards.MixingProbe`.
+            other means than attention calls, because what they mix is whole on each rank. What runs in them is not
+            looked at. Where others do so, it is refused when the values reach an attention or the results: see
+            :class:`~cp_styles.styles.guards.TokenGuard`.
         check_inputs: True refuses mistakes in the arguments of the model. These are: no ``position_ids`` for a forward
-            that takes them; positions, under any name, that count from 0 on each rank, or that the model would count
-            so; labels that a model of transformers would shift after the cut; windows for which it would make masks
-            from this rank's lengths. False is for models that handle context parallelism themselves.
+            that takes them; positions, under any name, that count from 0 on each rank, or that the model counts so or
+            takes from the first rows of a table; labels that a model of transformers would shift after the cut;
+            windows for which it would make masks from this rank's lengths. False is for models that handle context
+            parallelism themselves.
 
     Query, key and value of a call are plain tensors [B, H, S, D] of one floating-point dtype on one device, CPU or
     CUDA. H may be a multiple of the number of key heads, with ``enable_gqa``.
@@ -89,8 +91,7 @@ class ModuleContextParallel(ContextParallelStyle):
             and calls that differ between ranks.
         NotImplementedError: at a call, on every rank, for dropout, for attention by other functions, and for the
             weights that nn.MultiheadAttention returns unless need_weights=False. Also if no attention was reached. Also
-            for attention under no_grad inside a forward that was entered with gradients: a function under reentrant
-            checkpointing, whose recomputation would be local.
+            for attention in an autograd.Function inside, whose backward might run it again as local attention.
 
     Example::
 
@@ -157,8 +158,11 @@ class ModuleContextParallel(ContextParallelStyle):
         unmatched = [each for each in self.trusted if not any(fnmatchcase(path, each) for path in names.values())]
         if unmatched:
             raise ValueError(f"{type(module).__name__}: trusted={unmatched} names no module of it")
+        if self.check_inputs:  # which refuses mask tokens, so what these mix is 0
+            trusted.update(scaled_by_masks(module))
         forwards = Forwards(module, self.mask, calls, check_inputs=self.check_inputs)
-        self._enter(module, (calls, calls.inlined(), MixingProbe(binding.name, names), forwards), trusted, at_top=True)
+        guard = TokenGuard(binding.name, names, calls, trusted, counts=self.check_inputs and self.joint is None)
+        self._enter(module, (calls, calls.inlined(), guard, forwards, ""), at_top=True)
         before = module.register_forward_pre_hook(calls.start, with_kwargs=True)
         ours = [before]
         if (guards := forwards.guards(module)) is not None:
@@ -167,23 +171,21 @@ class ModuleContextParallel(ContextParallelStyle):
         hooks_in_order(module, *ours, module.register_forward_hook(calls.leave, always_call=True))
         return module
 
-    def _enter(self, child: nn.Module, state: _State, trusted: set[nn.Module], *, at_top: bool = False) -> None:
+    def _enter(self, child: nn.Module, state: _State, *, at_top: bool = False) -> None:
         """Change the class of ``child`` and its descendants, so that their attention calls run on the engine."""
         if hasattr(child, _STATE):
             return  # the module occurs twice
-        calls, _, probe, forwards = state
+        calls, _, guard, forwards, path = state
         if self.sink is not None and getattr(child, self.sink, None) is not None:
             with_sink = calls.with_sink(child, self.sink)
-            state = with_sink, with_sink.inlined(), probe, forwards
-        if child in trusted:
-            state = *state[:2], None, forwards
-        children = list(child.children())
+            state = with_sink, with_sink.inlined(), guard, forwards, path
+        children = dict(child.named_children())
         # Leaf modules of torch call no attention, and there are many of them.
         if at_top or children or not type(child).__module__.startswith("torch.") or isinstance(child, _MIXING):
             setattr(child, _STATE, state)
             put_before_class(child, _Entered, _entered_members)
-        for grandchild in children:
-            self._enter(grandchild, state, trusted)
+        for name, grandchild in children.items():
+            self._enter(grandchild, (state[0], state[1], state[2], state[3], f"{path}.{name}" if path else name))
 
 
 def calls_in(model: nn.Module) -> AttentionCalls | None:
@@ -213,14 +215,16 @@ class _Entered(BoundToThisRun):
     """Mixin before a module's class: its forward runs with the calls sent through the engine."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        calls, inlined, probe, forwards = getattr(self, _STATE)
+        calls, inlined, guard, forwards, path = getattr(self, _STATE)
         compiling = torch.compiler.is_dynamo_compiling()
+        if not compiling:
+            calls.entering(path)
         if not compiling and not calls.running and graph_task_id() < 0:
-            return forwards.run(self, super().forward, calls, probe, args, kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-        if compiling or probe is None or probe.asked(self):
+            return forwards.run(self, super().forward, calls, guard, args, kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        if compiling or guard.followed(self):
             with inlined if compiling else calls:
                 return super().forward(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-        return probe.ask(self, super().forward, calls, args, kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        return guard.run(self, super().forward, calls, args, kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _entered_members(cls: type[nn.Module]) -> dict[str, Any]:

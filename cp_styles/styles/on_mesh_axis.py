@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.placement_types import Placement, Shard
 
+from cp_styles.comm.agreement import offer_refusal
 from cp_styles.styles.axis_adapter import AxisAdapter
 from cp_styles.troubleshooting import see
 
@@ -51,17 +57,45 @@ class OnMeshAxis(ParallelStyle):
     _keeps_rows = False  # whether all dims but the last have the same size in the output as in the input
 
     mesh_axis: str
+    _others: tuple[tuple[str, dist.ProcessGroup], ...] = ()  # the other axes of the mesh that it was given
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         # parallelize_module passes a composed mesh as it is, so take the axis here.
         axis = take_axis(device_mesh, self.mesh_axis, self, module)
         self._refuse_again(module)
+        names = device_mesh.mesh_dim_names or ()
+        self._others = tuple(
+            (name, device_mesh.get_group(name)) for name in names if device_mesh.ndim > 1 and name != self.mesh_axis
+        )
         applied = super()._apply(module, axis)  # pyright: ignore[reportAbstractUsage]
         applied.__dict__.setdefault(_APPLIED, set()).add(self._as_applied())
         if device_mesh.ndim > 1:
             who = f"{type(self).__name__} on {type(module).__name__}"
             AxisAdapter(who, axis, device_mesh, self._keeps_rows).register(applied)
         return applied
+
+    def _refuse_uneven(self, where: str, shape: Sequence[int], placement: Placement, axis: DeviceMesh) -> None:
+        """Raise if rows of ``shape`` cannot be cut evenly over the axis: plain parts do not tell how many there are.
+
+        The next style would take this rank's part for one of an even cut, and the ranks' messages would not fit. All
+        ranks of the axis see that alike. Those of other axes, which may hold another number of rows, are told.
+        """
+        if not isinstance(placement, Shard):
+            return
+        dim = placement.dim % len(shape)
+        if dim == len(shape) - 1 or shape[dim] % axis.size() == 0:
+            return
+        problem = ValueError(
+            f"{type(self).__name__} on {where}: the size {axis.size()} of mesh axis {self.mesh_axis!r} "
+            f"does not divide the {shape[dim]} rows that this rank has of the sequence (dim {dim} of {tuple(shape)}), "
+            "and as plain tensors the parts do not tell how many there are: choose a length whose part on each rank "
+            f"{axis.size()} divides, pad the sequence before it is cut, or leave out sequence parallelism, Shard({dim})"
+            f"{see('A part that tensor parallelism does not divide')}"
+        )
+        if not torch.compiler.is_compiling():
+            for name, group in self._others:
+                offer_refusal(f"{type(self).__name__} on {where}", name, group)
+        raise problem
 
     def _refuse_again(self, module: nn.Module) -> None:
         """Raise if this style was applied to the module before: inputs would be sharded or gathered twice."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import parallel as torch_parallel
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Placement, Shard
 
 from cp_styles.styles.on_mesh_axis import OnMeshAxis
 
@@ -13,7 +17,18 @@ Inputs: TypeAlias = Placement | tuple[Placement | None, ...] | None
 """Placements of a module's positional inputs: one for all, or one for each input. None leaves an input as it is."""
 
 
-class ColwiseParallel(OnMeshAxis, torch_parallel.ColwiseParallel):
+class _EvenOutputs(OnMeshAxis):
+    """Refuses outputs whose rows the axis does not divide, where they leave as plain tensors."""
+
+    def _prepare_output_fn(  # torch's is a static method
+        self, output_layouts: Any, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
+    ) -> Any:
+        if use_local_output:
+            self._refuse_uneven(type(mod).__name__, outputs.shape, output_layouts[0], device_mesh)
+        return super()._prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh)  # pyright: ignore
+
+
+class ColwiseParallel(_EvenOutputs, torch_parallel.ColwiseParallel):
     """Shard a Linear or an Embedding by its output features over the mesh axis ``mesh_axis``.
 
     Arguments and behaviour are those of :class:`torch.distributed.tensor.parallel.ColwiseParallel`. Other axes of a
@@ -32,7 +47,8 @@ class ColwiseParallel(OnMeshAxis, torch_parallel.ColwiseParallel):
 
     Raises:
         TypeError, ValueError: when applied, if the mesh is not a DeviceMesh or lacks the axis, or if the module has the
-            style already; at a call, for DTensors whose other axes do not cut rows.
+            style already; at a call, for DTensors whose other axes do not cut rows, and, on every rank, for outputs
+            that leave as plain tensors and are cut by rows (``Shard(1)``) whose number the axis does not divide.
 
     Example::
 
@@ -54,7 +70,7 @@ class ColwiseParallel(OnMeshAxis, torch_parallel.ColwiseParallel):
         self.mesh_axis = mesh_axis
 
 
-class RowwiseParallel(OnMeshAxis, torch_parallel.RowwiseParallel):
+class RowwiseParallel(_EvenOutputs, torch_parallel.RowwiseParallel):
     """Shard a Linear or an Embedding by its input features over the mesh axis ``mesh_axis``.
 
     Like :class:`ColwiseParallel` of this module, for :class:`torch.distributed.tensor.parallel.RowwiseParallel`. A
@@ -109,6 +125,11 @@ class SequenceParallel(OnMeshAxis, torch_parallel.SequenceParallel):
     def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False, mesh_axis: str = "tp") -> None:
         super().__init__(sequence_dim=sequence_dim, use_local_output=use_local_output)
         self.mesh_axis = mesh_axis
+
+    def _prepare_output_fn(self, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh) -> Any:
+        if use_local_output:
+            self._refuse_uneven(type(mod).__name__, outputs.shape, outputs.placements[0], device_mesh)
+        return super()._prepare_output_fn(use_local_output, mod, outputs, device_mesh)  # pyright: ignore
 
 
 class PrepareModuleInput(OnMeshAxis, torch_parallel.PrepareModuleInput):
@@ -185,6 +206,17 @@ class PrepareModuleOutput(OnMeshAxis, torch_parallel.PrepareModuleOutput):
             use_local_output=use_local_output,
         )
         self.mesh_axis = mesh_axis
+
+    def _prepare_out_fn(self, outputs: Any, device_mesh: DeviceMesh) -> Any:
+        if self.use_local_output:
+            given = outputs if isinstance(outputs, tuple) else (outputs,)
+            for out, came, leaves in zip(given, self.output_layouts, self.desired_output_layouts, strict=False):
+                if isinstance(out, torch.Tensor) and came is not None and (isinstance(out, DTensor) or came != leaves):
+                    shape = list(out.shape)
+                    if isinstance(came, Shard) and not isinstance(out, DTensor):
+                        shape[came.dim] *= device_mesh.size()
+                    self._refuse_uneven("a module", shape, leaves, device_mesh)
+        return super()._prepare_out_fn(outputs, device_mesh)
 
 
 class PrepareModuleInputOutput(OnMeshAxis, torch_parallel.PrepareModuleInputOutput):

@@ -58,6 +58,7 @@ def context_parallel(
     kernel: Kernel | None = None,
     gradient_check: GradientCheck = RAISE,
     agreement: Agreement = EVERY_CALL,
+    check_inputs: bool = True,
 ) -> ContextParallelBlock:
     """A block in which ``buffers`` are this rank's parts, and attention runs over the whole sequence.
 
@@ -78,15 +79,20 @@ def context_parallel(
         buffer_seq_dims: the sequence dim of each buffer.
         no_restore_buffers: buffers that may stay cut after the block.
         strategy: how keys and values get to the queries. Default: see :func:`set_rotate_method`.
-        layout: how the sequence is cut. Default: ``head_tail`` for the length of the buffers; attention over another
-            length is then refused. A function takes any length. Without buffers, the parts that you cut yourself must
-            be those of this layout, which cannot be checked.
+        layout: how the sequence is cut. Default: ``head_tail`` for the length of the buffers, or ``contiguous`` where
+            torch's ``_cp_options.enable_load_balance`` is False; attention over another length is then refused. A
+            function takes any length. Without buffers, the parts that you cut yourself must be those of this layout,
+            which cannot be checked.
         mask: which keys each query attends to, in addition to ``is_causal`` of the calls; in global positions.
         kernel: computes the tiles.
         gradient_check: what to do when gradients were not reduced over the ranks of the sequence, so that their
             parameters differ: :class:`~cp_styles.engine.gradient_watch.GradientCheck`; by default an error.
         agreement: how often the ranks agree on their calls: :class:`~cp_styles.EveryCall` (the default),
             :class:`~cp_styles.NewCalls` or :class:`~cp_styles.NoAgreement`, and what each promises.
+        check_inputs: True refuses mistakes in the arguments of the models that call attention inside, as
+            :class:`~cp_styles.styles.ModuleContextParallel` does: missing positions, labels that a model would shift
+            after the cut, windows that it would lose. They are looked at when a model first calls attention in a block.
+            And, in the first block over these ranks, what mixes tokens of the buffers before an attention.
 
     Returns:
         A context manager. It may be entered any number of times, one after the other.
@@ -99,6 +105,7 @@ def context_parallel(
             buffers of different lengths; for a buffer that is already cut, that is the result of a computation which
             requires grad, or whose ``.grad`` does not have the shape of the part.
         TypeError: at entry, on every rank, for parameters, and for objects that are not plain tensors.
+        NotImplementedError: inside, for attention in plain ops, such as that of an eager model of transformers.
 
     For the errors of attention calls see :class:`~cp_styles.styles.ModuleContextParallel`.
 
@@ -120,6 +127,7 @@ def context_parallel(
         kernel=kernel,
         gradient_check=gradient_check,
         agreement=agreement,
+        check_inputs=check_inputs,
     )
 
 
@@ -237,7 +245,7 @@ def context_parallel_unshard(
         buffers: this rank's parts.
         seq_dims: the sequence dim of each part.
         load_balancer: how the sequence was cut. Inside a :func:`context_parallel` block, None is the layout of that
-            block. Outside, None is ``head_tail``, the default of the blocks.
+            block. Outside, None is the default of the blocks: that of the last one over this mesh, or ``head_tail``.
 
     Communication: two all-gathers of a few integers. Then, for each buffer, one all-gather (an all-to-all if parts
     differ in length): a rank sends its part to the P - 1 others.
@@ -255,12 +263,14 @@ def context_parallel_unshard(
     """
     axis, group = axis_and_group("context_parallel_unshard", mesh)
     block = open_on(group)
+    ranks, default = last_cut.get()
+    default = default if ranks == ranks_of(group) else head_tail
 
     def check() -> list[tuple[torch.Tensor, int]]:
         pairs = pairs_of(buffers, seq_dims)
         for buffer, _ in pairs:
             check_plain(buffer)
-        if load_balancer is None and block is None and last_cut.get() == ranks_of(group):
+        if load_balancer is None and block is None and default is None:
             raise ValueError(
                 "context_parallel_unshard after a context_parallel block with a layout= of its own: pass the same "
                 "layout as load_balancer="
@@ -270,7 +280,8 @@ def context_parallel_unshard(
     pairs = agree_on(
         "context_parallel_unshard", axis, group, check, lambda pairs: [(dim, x.ndim, x.dtype) for x, dim in pairs]
     )
-    cut = load_balancer if load_balancer is not None else block.layout if block is not None else head_tail
+    cut = load_balancer if load_balancer is not None else block.layout if block is not None else default
+    assert cut is not None
     rows = gather_numbers([buffer.shape[dim] for buffer, dim in pairs] or [0], group)
     layouts = []
     for index in range(len(pairs)):

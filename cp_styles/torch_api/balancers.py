@@ -10,11 +10,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import pairwise
 from typing import TypeAlias
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
+from cp_styles._compat import torch_order_of_documents
 from cp_styles.layout import Balancer, SequenceLayout, by_block_work, head_tail, layout_made_by, per_document_head_tail
 
 
@@ -75,8 +77,12 @@ class HeadTailLoadBalancer(LoadBalancer):
 
 
 class PerDocumentHeadTailLoadBalancer(LoadBalancer):
-    """:func:`~cp_styles.layout.per_document_head_tail` with ``cut_all``, as torch cuts: every rank holds a part of
-    every document, also of the shortest. The arguments are those of torch's balancer of the same name.
+    """Each rank holds what the installed torch's balancer of the same name and arguments gives it, in ascending order.
+
+    torch takes lengths that are multiples of twice the ranks. For others it is
+    :func:`~cp_styles.layout.per_document_head_tail` with ``cut_all``: every rank holds a part of every document. So
+    does torch, but for versions up to 2.14: there the first documents go to the first ranks, which is not balanced.
+    Where the cut need not be torch's, use ``per_document_head_tail``.
 
     A balancer is not a mask. Give the attention the documents too (``mask=Documents(lengths)``).
 
@@ -120,7 +126,14 @@ class PerDocumentHeadTailLoadBalancer(LoadBalancer):
 
     def _make(self) -> SequenceLayout:
         (lengths,) = self.seq_length_per_doc[:1]
-        return per_document_head_tail(sum(lengths), self.world_size, documents=lengths, cut_all=True)
+        order = torch_order_of_documents(lengths, self.world_size)
+        if order is None:
+            return per_document_head_tail(sum(lengths), self.world_size, documents=lengths, cut_all=True)
+        size, chunks = len(order) // self.world_size, [[] for _ in range(self.world_size)]
+        begins = [at for at in range(len(order)) if at % size == 0 or order[at] != order[at - 1] + 1]
+        for begin, end in pairwise([*begins, len(order)]):
+            chunks[begin // size].append((order[begin], order[end - 1] + 1))
+        return SequenceLayout.from_chunks(chunks)
 
 
 class PTRRLoadBalancer(LoadBalancer):

@@ -1,26 +1,28 @@
 """The context_parallel block: it cuts buffers in place and runs this thread's attention calls on the engine.
 
-[Note: reruns] Activation checkpointing runs a function again in the middle of a backward, possibly after the block. So
-an attention call inside a checkpoint, or one that gets a cut buffer, wraps the function of that checkpoint: when it
-runs again, it first enters the block again (:class:`_Rerun`).
+A checkpoint that runs a function again, possibly after the block, enters the block again: see reruns.py. Here a call
+that gets a cut buffer has this effect, beside attention.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import partial
+from math import prod
 from operator import attrgetter
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from cp_styles._compat import running_reruns, uncompiled
+from cp_styles._compat import dispatch_modes, never_compile_alone, running_modules, torch_balances_load, uncompiled
 from cp_styles.comm.agreement import (
     Agreement,
     Meeting,
@@ -32,14 +34,16 @@ from cp_styles.comm.agreement import (
 )
 from cp_styles.comm.groups import axis_and_group
 from cp_styles.engine.binding import Binding, Tally, binding_of_call
-from cp_styles.engine.custom_ops import watcher
 from cp_styles.engine.gradient_watch import GradientCheck
+from cp_styles.engine.openings import Opening, innermost
 from cp_styles.engine.scope import ScopedBinding
-from cp_styles.intercept.function_mode import AttentionCalls, looks_now
+from cp_styles.intercept.function_mode import AttentionCalls, looks_now, names_of_inputs
+from cp_styles.intercept.token_flow import TokenFlow
 from cp_styles.kernels import Kernel
-from cp_styles.layout import Balancer, SequenceLayout, cut_with, head_tail, layout_made_by
+from cp_styles.layout import Balancer, SequenceLayout, contiguous, cut_with, cuts_of, head_tail, layout_made_by
 from cp_styles.mask import Full, Mask
 from cp_styles.strategies import AllGather, Strategy
+from cp_styles.styles.guards import InputGuards, is_model
 from cp_styles.torch_api.balancers import Cut, LoadBalancer, layout_of
 from cp_styles.torch_api.buffers import Aliases, CutBuffer, check_buffer, dim_of
 from cp_styles.troubleshooting import see
@@ -67,13 +71,16 @@ class ContextParallelBlock(contextlib.ContextDecorator):
         kernel: Kernel | None,
         gradient_check: GradientCheck,
         agreement: Agreement,
+        check_inputs: bool,
     ) -> None:
+        self._check_inputs = check_inputs
         self._axis, self._group = axis_and_group("context_parallel", mesh)
         self._buffers = [] if buffers is None else buffers
         self._seq_dims = [] if seq_dims is None else seq_dims
         self._no_restore = [] if no_restore is None else list(no_restore)
         self._strategy, self._layout, self._mask, self._kernel = strategy, layout, mask, kernel
         self._checks = {"gradient_check": gradient_check, "agreement": agreement}
+        self._default = head_tail
         self._entered: list[tuple[_BlockEntry, contextlib.ExitStack]] = []
 
     @_uncompiled
@@ -83,10 +90,10 @@ class ContextParallelBlock(contextlib.ContextDecorator):
         with contextlib.ExitStack() as stack:
             stack.callback(self._note_cut)
             stack.enter_context(entry.inside([part for part in entry.parts if part.restored]))
-            stack.callback(_open.set, _open.get())
             ledger = entry.scoped.unscoped.ledger
             ledger.engaged = ledger.backward_began = False
-            _open.set((*_open.get(), entry))
+            entry.open_in(_open)
+            stack.callback(entry.end)
             self._entered.append((entry, stack.pop_all()))
         return self
 
@@ -123,7 +130,7 @@ class ContextParallelBlock(contextlib.ContextDecorator):
         return self._entered[-1][0]
 
     def _note_cut(self) -> None:
-        last_cut.set(None if self._layout is None else ranks_of(self._group))
+        last_cut.set((ranks_of(self._group), self._default if self._layout is None else None))
 
     def _entry(self) -> _BlockEntry:
         """Check everything, before anything is changed."""
@@ -138,6 +145,7 @@ class ContextParallelBlock(contextlib.ContextDecorator):
             self._refuse_part(buffer, dim)
         layout = self._layout.layout if isinstance(self._layout, LoadBalancer) else self._layout
         if layout is None:
+            self._default = head_tail if torch_balances_load() else contiguous
             layout = self._default_layout(pairs)
         strategy = rotation.get() if self._strategy is None else self._strategy
         name = f"context_parallel (over mesh axis {self._axis!r})"
@@ -153,9 +161,11 @@ class ContextParallelBlock(contextlib.ContextDecorator):
                 raise ValueError(f"a buffer is given twice, with sequence dims {parts[id(buffer)].dim} and {dim}")
         for part in parts.values():
             part.cut(self._group.rank())
-        facts = [(dim, tuple(buffer.shape), buffer.dtype) for buffer, dim in pairs]
-        outer = _open.get()[-1] if _open.get() else None
-        return _BlockEntry(binding, named, list(parts.values()), facts, outer)
+        facts: list[Any] = [(dim, tuple(buffer.shape), buffer.dtype) for buffer, dim in pairs]
+        if self._layout is None:
+            facts.append(self._default.__name__)
+        outer = innermost(_open.get())
+        return _BlockEntry(binding, named, list(parts.values()), facts, outer, check_inputs=self._check_inputs)
 
     def _refuse_part(self, buffer: torch.Tensor, dim: int) -> None:
         layout, rank = cut_with(buffer), self._group.rank()
@@ -176,11 +186,11 @@ class ContextParallelBlock(contextlib.ContextDecorator):
                 "several sequences (cross-attention), give a function that cuts each of them: layout=head_tail"
                 f"{see('Buffers of different lengths')}"
             )
-        return layout_made_by(head_tail, lengths[0], self._group.size()) if lengths else head_tail
+        return layout_made_by(self._default, lengths[0], self._group.size()) if lengths else self._default
 
 
-class _BlockEntry:
-    """One entry of a block, with everything that is needed to enter it again. See [Note: reruns]."""
+class _BlockEntry(Opening):
+    """One entry of a block, with everything that is needed to enter it again."""
 
     def __init__(
         self,
@@ -189,16 +199,18 @@ class _BlockEntry:
         parts: list[CutBuffer],
         facts: list[Any],
         outer: _BlockEntry | None,
+        *,
+        check_inputs: bool,
     ) -> None:
+        self.check_inputs = check_inputs and binding.group.size() > 1
         self.name, self.group = binding.name, binding.group
         self.layout, self.strategy = binding.layout, binding.strategy
         self.scoped = ScopedBinding(binding, named)
         self.parts, self.facts, self.outer = parts, facts, outer
         self.buffers = {id(part.buffer) for part in parts}
-        self._around = {id(owner) for owner, _ in running_reruns()}
 
     @contextlib.contextmanager
-    def inside(self, put_back: list[CutBuffer]) -> Iterator[None]:
+    def inside(self, put_back: list[CutBuffer], *, again: bool = False) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             for part in self.parts:
                 undo = part.put()
@@ -211,37 +223,20 @@ class _BlockEntry:
             tally = vars(self.scoped.unscoped.tally)
             stack.callback(tally.update, dict(tally))
             tally.update(vars(Tally()))
-            stack.callback(watcher.set, watcher.get())
-            watcher.set(self.remember)
-            stack.enter_context(_BlockCalls(self))
+            calls = _BlockCalls(self, again=again)
+            stack.enter_context(calls)
+            if self.parts and self.check_inputs and not again and calls.is_first:
+                flow = self._flow()
+                flow.__enter__()
+                stack.callback(_end_flow, flow)
             yield
 
-    @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
-        """Enter the block again for a recomputation. Afterwards all buffers are restored to their present data."""
-        with self.outer.again() if self.outer is not None else contextlib.nullcontext(), self.inside(self.parts):
-            yield
-
-    def remember(self) -> None:
-        """Make the checkpoints around the present call enter this block, and the blocks around it, when they rerun."""
-        for owner, attribute in running_reruns():
-            entry = next((entry for entry in self.lineage() if id(owner) not in entry._around), None)
-            if entry is None:
-                continue
-            if attribute is None:
-                if not torch.is_grad_enabled():
-                    raise NotImplementedError(
-                        f"{self.name}: attention inside {type(owner).__name__}, an autograd.Function. If its backward "
-                        "runs the attention again, this may happen outside of the block: use torch.utils.checkpoint, "
-                        "or open the block inside the function that is run again"
-                    )
-                continue
-            fn = getattr(owner, attribute)
-            if isinstance(fn, _Rerun):
-                if entry in fn.entry.lineage():
-                    continue
-                fn = fn.fn  # the wrapper of an enclosing block, which this entry enters too
-            setattr(owner, attribute, _Rerun(fn, entry))
+    def _flow(self) -> TokenFlow:
+        """Finds what mixes tokens of the cut buffers before an attention; see [Note: token flow]."""
+        lengths = {part.data.shape[part.dim] for part in self.parts}
+        flow = TokenFlow(lengths.pop() if len(lengths) == 1 else None)
+        flow.seed((part.buffer, part.dim) for part in self.parts)
+        return flow
 
     def lineage(self) -> Iterator[_BlockEntry]:
         """This entry and the entries of the blocks around it, innermost first."""
@@ -251,27 +246,26 @@ class _BlockEntry:
             entry = entry.outer
 
 
-@dataclass(frozen=True)
-class _Rerun:
-    """A function that a checkpoint runs again in a backward, and the block that it enters then."""
-
-    fn: Callable[..., Any]
-    entry: _BlockEntry
-
-    def __call__(self, *args: Any) -> Any:
-        with self.entry.again():
-            return self.fn(*args)
-
-
 class _BlockCalls(AttentionCalls):
     """The attention calls of a block."""
 
     _notes = True
 
-    def __init__(self, entry: _BlockEntry) -> None:
+    def __init__(self, entry: _BlockEntry, *, again: bool) -> None:
         super().__init__(entry.scoped, entry.name)
-        self._entry = entry
+        self._entry, self._again = entry, again
         self._last: Any = None  # the autograd node of the latest tensor that a call got
+        self._problem: Exception | None = None  # of the arguments of the model that makes the present call
+        # Of each model in it: what checks its arguments, and those that a check at the end needs.
+        self._guards: dict[nn.Module, tuple[InputGuards, dict[str, Any]]] = {}
+        # The shapes of softmaxes over [L, L], where L is this rank's number of tokens.
+        self._softmaxes: set[tuple[int, ...]] = set()
+        self._lengths = {part.data.shape[part.dim] for part in entry.parts}
+
+    @property
+    def is_first(self) -> bool:
+        """Whether there was no block over these ranks before."""
+        return self._entries == 1
 
     def _looks(self) -> bool:
         self._entries = _entries[self._entry.group] = _entries.get(self._entry.group, 0) + 1
@@ -280,20 +274,118 @@ class _BlockCalls(AttentionCalls):
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
         last, self._last = self._last, None
-        if exception[0] is None and last is not None:
+        guards, self._guards = self._guards, {}
+        if exception[0] is not None:
+            return
+        for module, (guard, self._tally.inputs) in guards.items():
+            guard.check_output(module, (), None)  # by lengths that were not known before
+        if last is not None:
             self.refuse_unseen([last])
+        if self._entry.parts and not self._again and not self._tally.calls and not self._scoped.unscoped.ledger.lengths:
+            warnings.warn(
+                f"{self._name}: no attention was called inside, nor before over these ranks: each rank computed on its "
+                "part of the buffers alone. Attention by another library's kernels, or in TorchScript, would have been "
+                "local: call one of torch's attention functions in the block"
+                f"{see('A block without attention')}",
+                stacklevel=4,
+            )
+
+    def _attend(self, query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if not torch.compiler.is_dynamo_compiling():
+            self._look_at_models()
+        return super()._attend(query, *args, **kwargs)
+
+    def attend_with(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self._look_at_models()
+        return super().attend_with(*args, **kwargs)
+
+    def _look_at_models(self) -> None:
+        """Check the arguments of the models that make this call, once in each entry."""
+        running = running_modules() if self._entry.check_inputs and not self._again else []
+        for module, args, kwargs in running:
+            if module not in self._guards and (module is running[-1][0] or is_model(module)):
+                guard = InputGuards(module, self.binding.mask, self)
+                self._tally.inputs = inputs = dict(zip(names_of_inputs(module), args, strict=False)) | kwargs
+                self._guards[module] = guard, {"attention_mask": inputs.get("attention_mask")}
+                try:
+                    guard.check(module, args, kwargs)
+                except Exception as problem:  # of any kind: the call tells all ranks
+                    self._problem = problem
+                finally:
+                    self._tally.inputs = {}
+
+    @property
+    def inputs(self) -> Mapping[str, Any]:
+        """Those of the outermost model that runs: a block has no hook on it."""
+        if self._tally.inputs:
+            return self._tally.inputs
+        models = [each for each in running_modules() if is_model(each[0])]
+        module, args, kwargs = models[-1] if models else (None, (), {})
+        return {} if module is None else dict(zip(names_of_inputs(module), args, strict=False)) | kwargs
+
+    def check_reruns(self) -> None:
+        problem, self._problem = self._problem, None
+        if problem is not None:
+            raise problem
+        super().check_reruns()
+
+    def _look_for_plain_attention(self, func: Any, args: tuple[Any, ...], kwargs: Any, out: Any) -> None:
+        """Raise for a product with a softmax over [L, L], where L is this rank's number of tokens, as in
+        :func:`~cp_styles._compat.plain_attention_since`, also without gradients. No communication, unless it raises."""
+        shape = tuple(out.shape) if isinstance(out, torch.Tensor) else ()
+        if func in _SOFTMAXES:
+            last = ((kwargs or {}).get("dim", args[1] if len(args) > 1 else None)) in (-1, len(shape) - 1)
+            length = shape[-1] if last and len(shape) > 2 and shape[-1] == shape[-2] else 0
+            if length > 1 and length in self._lengths and prod(shape[:-2]) % length:
+                self._softmaxes.add(shape)
+        elif self._softmaxes:
+            factors = [x for x in args if isinstance(x, torch.Tensor)]
+            computed = all(x.ndim > 2 and not isinstance(x, nn.Parameter) for x in factors)
+            if computed and len(factors) == 2 and tuple(factors[0].shape) in self._softmaxes:
+                self._offer_refusal()
+                self.refuse_plain(factors[0].shape[-1])
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not torch.compiler.is_dynamo_compiling() and not self._again and not self._is_around():
+            return func(*args, **(kwargs or {}))
+        out = super().__torch_function__(func, types, args, kwargs)
+        if (func in _SOFTMAXES or func in _PRODUCTS) and not torch.compiler.is_dynamo_compiling():
+            self._look_for_plain_attention(func, args, kwargs, out)
+        return out
+
+    def _is_around(self) -> bool:
+        """Whether the running code is inside the block. (torch's stack of modes belongs to a thread: it does not know
+        which of several generators or tasks runs.)"""
+        open_here = _open.get()
+        if open_here == (self._entry,):
+            return True
+        nearest = innermost(open_here)
+        return nearest is not None and self._entry in nearest.lineage()
 
     def note(self, args: tuple[Any, ...]) -> None:
+        if not self._lengths and (cuts := cuts_of(args)):
+            self._lengths = {layout.lengths[self._entry.group.rank()] for _, layout in cuts}
         if self._first_node >= 0:
             for value in args:
                 if isinstance(value, torch.Tensor) and value.grad_fn is not None:
                     self._last = value.grad_fn
         if not self._entry.buffers.isdisjoint(map(id, args)):
-            self._entry.remember()
+            self.remember()
 
-    def check_reruns(self) -> None:
-        if not torch.compiler.is_dynamo_compiling():
-            self._entry.remember()
+    def remember(self) -> None:
+        if self._again or self._is_around():
+            super().remember()
+
+    def again(self) -> contextlib.AbstractContextManager[Any]:
+        # Afterwards all buffers are restored to their present data.
+        return self._entry.inside(self._entry.parts, again=True)
+
+
+_SOFTMAXES = {torch.softmax, torch.Tensor.softmax, F.softmax}
+_PRODUCTS = {torch.einsum, torch.matmul, torch.bmm, torch.Tensor.matmul, torch.Tensor.bmm, torch.Tensor.__matmul__}
+
+# Compiled alone, it would be guarded by the identity of each function that it gets.
+never_compile_alone(_BlockCalls.__torch_function__)
 
 
 def agree_on(
@@ -326,9 +418,14 @@ def pairs_of(buffers: Sequence[Any], seq_dims: Sequence[int]) -> list[tuple[Any,
     return list(zip(buffers, seq_dims, strict=True))
 
 
+def _end_flow(flow: TokenFlow) -> None:
+    if dispatch_modes()[-1:] == [flow]:  # else the block ends in another thread
+        flow.__exit__(None, None, None)
+
+
 def open_on(group: dist.ProcessGroup) -> _BlockEntry | None:
     """The innermost open block over these ranks in this context."""
-    return next((entry for entry in reversed(_open.get()) if ranks_of(entry.group) == ranks_of(group)), None)
+    return innermost([entry for entry in _open.get() if ranks_of(entry.group) == ranks_of(group)])
 
 
 def ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
@@ -338,7 +435,9 @@ def ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
 rotation: ContextVar[Strategy] = ContextVar("rotate_method", default=AllGather())  # noqa: B039 - it is frozen
 # The number of blocks that were entered, by group.
 _entries: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
-# The blocks that are open in this context, innermost last.
+# The blocks that are open in this context, in the order in which they were opened.
 _open: ContextVar[tuple[_BlockEntry, ...]] = ContextVar("context_parallel_blocks", default=())
-# The ranks of the last block that ended, if its cut was not the default.
-last_cut: ContextVar[tuple[int, ...] | None] = ContextVar("context_parallel_last_cut", default=None)
+# The ranks of the last block that ended, and how it cut; None if that was a layout of its own.
+last_cut: ContextVar[tuple[tuple[int, ...], Balancer | None]] = ContextVar(
+    "context_parallel_last_cut", default=((), head_tail)
+)

@@ -10,7 +10,9 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -20,24 +22,24 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from cp_styles._compat import flattened
-from cp_styles.engine.run import listener
-from cp_styles.layout import SequenceLayout
 from cp_styles.styles import parallelize_module
 from cp_styles.styles.base import ContextParallelStyle
 from cp_styles.testing import CommunicationTrace
-from cp_styles.verify.compare import Places
-from cp_styles.verify.diagnose import Comparison, Gather, StepResult
-from cp_styles.verify.record import AttentionsSeen, Recording
+from cp_styles.verify.compare import Places, squares
+from cp_styles.verify.diagnose import Comparison, Gather, StepResult, some
 from cp_styles.verify.report import ModuleErrors, Report, VerificationError
 from cp_styles.verify.step import (
     WEIGHTS,
+    Alone,
+    Failure,
     StepFunction,
     checksums,
-    finish,
     gather_over,
+    mesh_of_its_own,
     mesh_of_one,
-    run_recorded,
-    run_step,
+    run_alone,
+    run_together,
+    telling_others,
 )
 
 __all__ = ["ModuleErrors", "Report", "VerificationError", "verify"]
@@ -74,7 +76,9 @@ def verify(
         mesh: the ranks; the axis of the sequence, and others if the plan has them.
         batch: what the step is given: one whole, small batch, the same on every rank. Mostly a dict of tensors.
         step: ``step(model, batch, mesh)`` does what the training loop does. It cuts the batch, and runs the forward,
-            the loss, the backward and what reduces the gradients. It returns the loss of the whole batch, or None.
+            the loss, the backward and what reduces the gradients. It returns the loss of the whole batch, or None. Its
+            ``mesh`` has the ranks and axes of ``mesh`` over groups of its own, which end with verify: so ranks that
+            wait for one that has failed learn of it at once.
         reference: the model for one process, if ``model`` itself cannot run there. An example is a model of
             transformers that has its attention from ``register_attention``. It gets the weights of ``model``.
         tolerance: the largest error, relative to the norm. Rounding in float32 gives 1e-5 at most, and one key too many
@@ -87,11 +91,12 @@ def verify(
     that are wrong.
 
     Raises:
-        VerificationError: on every rank, if the steps differ, or if the step on the ranks raises. It names the first
-            wrong module. It names the cause too, if that is one of these: positions, labels, layout, a dropped mask or
-            window, a layer that carries a state, attention on a part, gradients that are not reduced once, dropout, or
-            samples or weights that differ between ranks.
-        ValueError: parameters in lower precision, whose rounding would hide what is wrong.
+        VerificationError: on every rank, if the steps differ, if the step raises on some rank, or if nothing can be
+            compared. It names the first wrong module. It names the cause too, if a test shows that it is one of these:
+            positions, labels, layout, a mask or window that only one side has, a layer that mixes tokens, attention on
+            a part, gradients that are not reduced once, dropout, or samples or weights that differ between ranks.
+        ValueError: parameters in lower precision, whose rounding would hide what is wrong; a bad ``tolerance``.
+        TypeError: the step returns something else than one number or None.
     """
     low = {x.dtype for x in model.parameters() if x.is_floating_point() and torch.finfo(x.dtype).bits < 32}
     if low:
@@ -99,31 +104,55 @@ def verify(
             f"verify: the model has parameters of {', '.join(map(str, low))}, whose rounding hides mistakes: give it "
             "model.float() or model.double()"
         )
+    if not 0 < tolerance < 1:
+        raise ValueError(
+            f"verify: tolerance={tolerance!r} is no error relative to a norm: choose 1e-4, or 1e-10 in float64"
+        )
     gather = gather_over(mesh)
     title = f"{type(model).__name__} on {mesh.size()} ranks, mesh axes {mesh.mesh_dim_names}"
-    _refuse(title, _differences(gather(checksums(batch, model))))
+    axis = _sequence_axis(plan, mesh)
+    with telling_others(gather, VerificationError):
+        _refuse(title, _differences(gather(checksums(batch, model))))
+        single = copy.deepcopy(model if reference is None else reference)
+        if reference is not None:
+            single.load_state_dict(model.state_dict())
+    scopes_over = None if reference is not None else _name_of(axis)
+    with mesh_of_one(mesh) as alone:
+        one, again = (_on_one(copy.deepcopy(single), batch, alone, step, title, gather, scopes_over) for _ in range(2))
+    with telling_others(gather, VerificationError):
+        _refuse(title, _unusable(one, gather) or _random(one, again, gather, tolerance))
 
-    single = copy.deepcopy(model if reference is None else reference)
-    if reference is not None:
-        single.load_state_dict(model.state_dict())
-    alone = mesh_of_one(mesh)
-    one, again = (_on_one(copy.deepcopy(single), batch, alone, step, title, gather) for _ in range(2))
-    _refuse(title, _random(one, again, gather, tolerance))
+    trace = CommunicationTrace()
+    with mesh_of_its_own(mesh, gather) as own:
+        many = run_together(copy.deepcopy(model), partial(_parallel, plan), own, batch, step, trace)
+        if isinstance(many, StepResult):
+            failures = gather(None)  # the others have finished too, or failed: no message is under way
+    if isinstance(many, Failure):
+        failures = gather(many)
+    _refuse(title, _failed(failures))
+    assert isinstance(many, StepResult)
+    with telling_others(gather, VerificationError):
+        return _report(title, single, one, many, axis, trace, gather, tolerance)
 
-    many, layouts, trace, error = _on_ranks(copy.deepcopy(model), plan, mesh, batch, step)
-    raised = list(dict.fromkeys(each for each in gather(error) if each is not None))
-    _refuse(title, raised[:3])
-    assert many is not None
-    return _report(title, single, one, many, plan, mesh, layouts, trace, gather, tolerance)
+
+def _parallel(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    if isinstance(plan, ParallelStyle | Mapping):
+        return parallelize_module(model, mesh, plan)
+    return plan(model, mesh)
 
 
 def _on_one(
-    model: nn.Module, batch: Any, mesh: DeviceMesh, step: StepFunction, title: str, gather: Gather
-) -> StepResult:
-    made = error = None
+    model: nn.Module,
+    batch: Any,
+    mesh: DeviceMesh,
+    step: StepFunction,
+    title: str,
+    gather: Gather,
+    scopes_over: str | None,
+) -> Alone:
+    found = error = None
     try:
-        with AttentionsSeen() as seen:
-            made = run_step(model, batch, mesh, step, seen)
+        found = run_alone(model, batch, mesh, step, scopes_over)
     except Exception as raised:
         error = raised
     texts = [each for each in gather(None if error is None else f"{type(error).__name__}: {error}") if each is not None]
@@ -133,37 +162,21 @@ def _on_one(
         )
         raise error
     _refuse(title, [f"on one process, without the plan, on another rank: {text}" for text in texts[:1]])
-    assert made is not None
-    return made
+    assert found is not None
+    return found
 
 
-def _on_ranks(
-    model: nn.Module, plan: Plan, mesh: DeviceMesh, batch: Any, step: StepFunction
-) -> tuple[StepResult | None, dict[int, SequenceLayout], CommunicationTrace, str | None]:
-    """The step; the layouts with which attention ran; its communication; and what it raised, with the module."""
-    layouts: dict[int, SequenceLayout] = {}
-    trace = CommunicationTrace()
-
-    def listen(strategy: Any, attention: Any, *tensors: Any) -> None:
-        for layout in (attention.kv_layout, attention.q_layout):
-            layouts[layout.length] = layout
-
-    token = listener.set(listen)
-    recording = None
-    try:
-        if isinstance(plan, ParallelStyle | Mapping):
-            parallel = parallelize_module(model, mesh, plan)
-        else:
-            parallel = plan(model, mesh)
-        recording = Recording(parallel)
-        with trace:
-            loss = run_recorded(recording, batch, mesh, step, parallel)
-        return finish(recording, parallel, loss), layouts, trace, None
-    except Exception as error:
-        where = f"in {recording.open[-1]}: " if recording is not None and recording.open else ""
-        return None, layouts, trace, f"{where}{type(error).__name__}: {error}"
-    finally:
-        listener.reset(token)
+def _failed(failures: list[Failure | None]) -> list[str]:
+    """Texts for what the step has raised on ranks. Those that lost the connection to another one are not the cause."""
+    raised = [(rank, each) for rank, each in enumerate(failures) if each is not None]
+    causes = [(rank, each) for rank, each in raised if not each.of_transfer] or raised
+    ranks: dict[str, list[int]] = {}
+    for rank, each in causes:
+        ranks.setdefault(each.text, []).append(rank)
+    return [
+        text if len(where) == len(failures) else f"on rank {', '.join(map(str, where))}: {text}"
+        for text, where in list(ranks.items())[:3]
+    ]
 
 
 def _differences(ranks: list[dict[str, int]]) -> list[str]:
@@ -172,7 +185,7 @@ def _differences(ranks: list[dict[str, int]]) -> list[str]:
     found = []
     weights = [name for name in apart if name.startswith(WEIGHTS)]
     entries = [name for name in apart if not name.startswith(WEIGHTS)]
-    if entries or any(each.keys() != ranks[0].keys() for each in ranks):
+    if entries or len({tuple(name for name in each if not name.startswith(WEIGHTS)) for each in ranks}) > 1:
         found.append(
             f"the sample differs between ranks ({', '.join(entries) or 'its entries'}): all ranks of one sequence take "
             "part in one batch. Give them the same one, and let the step cut it"
@@ -185,27 +198,72 @@ def _differences(ranks: list[dict[str, int]]) -> list[str]:
     return found
 
 
-def _random(one: StepResult, again: StepResult, gather: Gather, tolerance: float) -> list[str]:
-    """A text for the first module in which two runs on one process differ, or for different losses of the ranks."""
-    nowhere = Places({}, 0)
+def _unusable(one: Alone, gather: Gather) -> list[str]:
+    """A text for a step of one process with which nothing can be compared."""
     found = None
-    for call, other in zip(one.recording.calls, again.recording.calls, strict=False):
-        pairs = zip(call.outputs, other.outputs, strict=False)
-        errors = [each.error() for each in (nowhere.compare(*pair) for pair in pairs) if each is not None]
-        if any(not error <= tolerance for error in errors):
+    bad = [name for name, x in one.result.gradients.items() if x is not None and not bool(x.isfinite().all())]
+    if not one.result.recording.calls:
+        found = "the step does not call the model that it is given"
+    elif one.result.loss is not None and not math.isfinite(one.result.loss):
+        found = (
+            f"on one process, without the plan, the loss is {one.result.loss}: choose a batch and weights for which it "
+            "is finite"
+        )
+    elif bad:
+        found = (
+            f"on one process, without the plan, gradients are not finite ({some(bad)}): choose a batch and weights for "
+            "which they are"
+        )
+    elif one.removed:
+        found = (
+            f"the step removes gradients before it ends ({some(one.removed)}), so they cannot be compared: leave "
+            "zero_grad() out of it, and optimizers that set gradients to None"
+        )
+    return [each for each in gather(found) if each is not None][:1]
+
+
+def _random(one: Alone, again: Alone, gather: Gather, tolerance: float) -> list[str]:
+    """A text for the first module in which two runs on one process differ, or for different losses of the ranks."""
+    nowhere = Places((), 0)
+
+    def differ(found: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+        compared = nowhere.compare(found, other)
+        return (found is None) != (other is None) or (compared is not None and not compared.error() <= tolerance)
+
+    first, second = one.result, again.result
+    found = None
+    for call, other in zip(first.recording.calls, second.recording.calls, strict=False):
+        if any(differ(*pair) for pair in zip(call.outputs, other.outputs, strict=False)):
             found = (
                 f"two runs on one process differ, first in {call}: dropout is on, or something else is drawn at "
                 "random. Call model.eval() (it trains all the same), or set dropout to 0"
             )
             break
+    floor = max((float(x.norm()) for x in first.gradients.values() if x is not None), default=0.0)
+    if found is None:
+        pairs = [(name, x, second.gradients.get(name)) for name, x in first.gradients.items()]
+        named = [
+            name
+            for name, x, y in pairs
+            if (x is None) != (y is None)
+            or (x is not None and y is not None and squares(x, y).error(floor) > tolerance)
+        ]
+        losses = [each.loss for each in (first, second)]
+        if named or (None not in losses and not math.isclose(*losses, rel_tol=tolerance)):  # pyright: ignore
+            found = (
+                "two runs of the step on one process differ in "
+                f"{f'gradients ({some(named)})' if named else 'the loss'}: the step draws something at random, "
+                "or goes on from where it was (an iterator, a counter)"
+            )
     named = [each for each in gather(found) if each is not None]
     if named:
         return named[:1]
-    losses = gather(None if one.loss is None else float(one.loss))
-    first = losses[0]
-    if first is not None and any(abs(each - first) > tolerance * abs(first) for each in losses):
+    losses = gather(first.loss)
+    if len({each is None for each in losses}) > 1 or (
+        losses[0] is not None and not all(math.isclose(each, losses[0], rel_tol=tolerance) for each in losses)
+    ):
         return [
-            f"the step of one process has another loss on each rank ({', '.join(f'{each:.6g}' for each in losses)}): "
+            f"the step of one process has another loss on each rank ({', '.join(map(_number, losses))}): "
             "the sample differs between ranks. The step must not choose it by the rank of the process"
         ]
     return []
@@ -214,34 +272,46 @@ def _random(one: StepResult, again: StepResult, gather: Gather, tolerance: float
 def _report(
     title: str,
     single: nn.Module,
-    one: StepResult,
+    alone: Alone,
     many: StepResult,
-    plan: Plan,
-    mesh: DeviceMesh,
-    layouts: dict[int, SequenceLayout],
+    axis: DeviceMesh,
     trace: CommunicationTrace,
     gather: Gather,
     tolerance: float,
 ) -> Report:
-    axis = _sequence_axis(plan, mesh)
-    group, rank = axis.get_group(), axis.get_local_rank()
+    one, group, rank = alone.result, axis.get_group(), axis.get_local_rank()
 
     def over_sequence(tensor: torch.Tensor) -> torch.Tensor:
+        gather(None)  # no rank has failed
         total = tensor.clone()
         dist.all_reduce(total, group=group)
         return total
 
+    ran = many.recording.attentions
+    layouts = tuple(dict.fromkeys(layout for each in ran for layout in each.layouts))
     found = Comparison(single, one, many, Places(layouts, rank), axis.size(), over_sequence, gather, tolerance)
-    findings = found.findings() if any(gather(bool(layouts))) else [_NO_ATTENTION]
-    losses = gather(None if many.loss is None else float(many.loss))
+    findings = found.findings() if any(gather(bool(ran))) else [_NO_ATTENTION]
+    losses = gather(many.loss)
     loss: tuple[float, ...] = ()
     if one.loss is not None and all(each is not None for each in losses):
-        loss = float(one.loss), *losses
-        if not findings and any(abs(each - loss[0]) > tolerance * abs(loss[0]) for each in losses):
-            findings = [
-                "the loss that the step returns is another number than on one process, and all gradients are right: "
-                "return the mean over the tokens of all ranks, as global_loss does"
-            ]
+        loss = float(one.loss), *map(float, losses)
+    if not findings:
+        findings = _of_loss(one.loss, losses, tolerance)
+    if (
+        not findings
+        and not loss
+        and not found.parameters
+        and not any(error is not None for error in found.errors.outputs.values())
+    ):
+        findings = [
+            "nothing could be compared: the step returns no loss and leaves no gradients, and no output of a module "
+            "has the shape of a rank's tokens. Let it return the loss"
+        ]
+    if findings and alone.unapplied:
+        findings.append(
+            f"on one process the mask of the SequenceScope ({', '.join(alone.unapplied)}) was not applied: verify can "
+            "do that for bands in scaled_dot_product_attention alone. Give it reference=, a model that makes it itself"
+        )
     traces = gather((dict(trace.calls), trace.sent_bytes))
     kinds = sorted({name for calls, _ in traces for name in calls})
     report = Report(
@@ -262,9 +332,31 @@ def _report(
     return report
 
 
+def _of_loss(one: float | None, ranks: list[float | None], tolerance: float) -> list[str]:
+    """What is wrong with the loss that a step returns whose gradients are right."""
+    known = [each for each in ranks if each is not None]
+    if (one is None or len(known) < len(ranks)) and not (one is None and not known):
+        shown = ", ".join(map(_number, ranks))
+        return [f"the step returns {_number(one)} as its loss on one process, and {shown} on the ranks"]
+    if one is None or all(math.isclose(each, one, rel_tol=tolerance) for each in known):
+        return []
+    why = "return the mean over the tokens of all ranks, as global_loss does"
+    if not all(map(math.isfinite, known)):
+        why = f"it is {', '.join(map(_number, known))}. The cause is not known"
+    return [f"the loss that the step returns is another number than on one process, and all gradients are right: {why}"]
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:.6g}"
+
+
 _NO_ATTENTION = (
     "no attention ran context parallel: the plan covers none that the model calls, or the step does not call the model"
 )
+
+
+def _name_of(axis: DeviceMesh) -> str:
+    return (axis.mesh_dim_names or ("cp",))[0]
 
 
 def _refuse(title: str, findings: list[str]) -> None:

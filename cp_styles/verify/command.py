@@ -73,7 +73,12 @@ def main(arguments: Sequence[str]) -> None:
     """Run the command; the first of the arguments is its name."""
     made = parser()
     args = made.parse_args(arguments[1:])
-    case = function(*args.case)
+    try:
+        case = function(*args.case)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{args.case[0]}.".startswith(f"{error.name}."):
+            raise  # of what the case imports
+        made.error(f"argument case: there is no module {error.name}; a file is given with .py, tests/cp_case.py:case")
     if case is None:
         made.error(f"argument case: {args.case[0]} has no function {args.case[1]}")
     given = case()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -23,32 +24,44 @@ class Squares:
         return Squares(self.difference + other.difference, self.norm + other.norm)
 
     def error(self, floor: float = 0.0) -> float:
-        """The norm of the difference, relative to the norm of the tensor, or to ``floor`` if that is larger."""
+        """The norm of the difference, relative to the norm of the tensor, or to ``floor`` if that is larger.
+
+        Infinite where it is NaN: each comparison with NaN is false, so an error of NaN would pass for none.
+        """
         if self.difference == 0:
             return 0.0
         norm = max(math.sqrt(self.norm), floor)
-        return math.sqrt(self.difference) / norm if norm else math.inf
+        found = math.sqrt(self.difference) / norm if norm else math.inf
+        return math.inf if math.isnan(found) else found
 
 
 @dataclass(frozen=True)
 class ExpectedPart:
-    """A rank's part of a tensor of one process, ``expected``. ``dim`` is its sequence dim. None: the whole tensor."""
+    """A rank's part of a tensor of one process, ``expected``.
+
+    Attributes:
+        take: the same part of another tensor of the whole one's shape.
+        dim: the sequence dim. None: tokens are flattened with the batch, or this is the whole tensor.
+        layout: the layout that cuts it. None: this is the whole tensor.
+    """
 
     expected: torch.Tensor
-    dim: int | None
+    take: Callable[[torch.Tensor], torch.Tensor]
+    dim: int | None = None
+    layout: SequenceLayout | None = None
 
 
 @dataclass(frozen=True)
 class Places:
-    """Which positions a rank holds, of sequences of one length or several."""
+    """Which positions a rank holds, by the layouts with which attention ran: of several lengths, or batches."""
 
-    layouts: Mapping[int, SequenceLayout]
+    layouts: Sequence[SequenceLayout]
     rank: int
 
     def parts(self, whole: torch.Tensor, shape: Sequence[int]) -> Iterator[ExpectedPart]:
         """The parts of ``whole`` that a tensor of ``shape`` may be. Tokens and batch may be flattened, in two ways."""
         if tuple(whole.shape) == tuple(shape):
-            yield ExpectedPart(whole, None)
+            yield ExpectedPart(whole, lambda x: x)
             return
         if whole.ndim != len(shape):
             return
@@ -56,23 +69,24 @@ class Places:
         if len(dims) != 1:
             return
         dim = dims[0]
-        for layout in self.layouts.values():
+        for layout in self.layouts:
             own = layout.positions(self.rank, whole.device)
             times, rest = divmod(whole.shape[dim], layout.length)
             if rest or shape[dim] != times * own.numel():
                 continue
             if times == 1:
-                yield ExpectedPart(whole.index_select(dim, own), dim)
+                take = partial(_rows, dim=dim, own=own)
+                yield ExpectedPart(take(whole), take, dim, layout)
                 continue
             for inner in (dim + 1, dim):
                 sizes = (times, layout.length) if inner > dim else (layout.length, times)
-                cut = whole.unflatten(dim, sizes).index_select(inner, own)
-                yield ExpectedPart(cut.flatten(dim, dim + 1), None)
+                take = partial(_flattened_rows, dim=dim, sizes=sizes, inner=inner, own=own)
+                yield ExpectedPart(take(whole), take, None, layout)
 
     def part(self, whole: torch.Tensor, local: torch.Tensor) -> ExpectedPart | None:
         """The part, of those of :meth:`parts`, that is nearest to ``local``. None if there is none."""
         found = list(self.parts(whole, local.shape))
-        return min(found, key=lambda part: squares(local, part.expected).difference) if found else None
+        return min(found, key=lambda part: squares(local, part.expected).error()) if found else None
 
     def compare(self, whole: torch.Tensor | None, local: torch.Tensor | None) -> Squares | None:
         """The comparison of ``local`` with its part of ``whole``. None if its shape is not that of a part."""
@@ -80,6 +94,16 @@ class Places:
             return None
         part = self.part(whole, local)
         return None if part is None else squares(local, part.expected)
+
+
+def _rows(tensor: torch.Tensor, dim: int, own: torch.Tensor) -> torch.Tensor:
+    return tensor.index_select(dim, own)
+
+
+def _flattened_rows(
+    tensor: torch.Tensor, dim: int, sizes: tuple[int, int], inner: int, own: torch.Tensor
+) -> torch.Tensor:
+    return tensor.unflatten(dim, sizes).index_select(inner, own).flatten(dim, dim + 1)
 
 
 def squares(found: torch.Tensor, expected: torch.Tensor) -> Squares:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -14,7 +14,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from cp_styles._compat import graph_task_id, tree_leaves, tree_map
+from cp_styles._compat import FlexAsWritten, graph_task_id, tree_leaves, tree_map
+from cp_styles.engine.scope import SequenceScope, open_scope
+from cp_styles.mask import Full, PerRow
 
 Key = tuple[str, int]
 """A module's name, and the number of the call."""
@@ -35,9 +37,9 @@ class Call:
     Attributes:
         parent: the call inside which it was made.
         args, kwargs: what it was given, detached.
-        outputs: the tensors that it returned, detached, in order.
-        gradients: of each output; None for those that have none.
-        attended: how many attention functions had been called when it began, and when it ended.
+        output: what it returned, detached.
+        gradients: of each tensor in the output, in order; None for those that have none.
+        attended: how many attentions there had been when it began, and when it ended.
     """
 
     key: Key
@@ -47,7 +49,7 @@ class Call:
     kwargs: dict[str, Any]
     names: tuple[str, ...]
     attended: tuple[int, int]
-    outputs: list[torch.Tensor] = field(default_factory=list)
+    output: Any = None
     gradients: list[torch.Tensor | None] = field(default_factory=list)
 
     @property
@@ -56,6 +58,10 @@ class Call:
 
     def __str__(self) -> str:
         return f"{self.name} ({self.kind})" if self.name else f"the model ({self.kind})"
+
+    @property
+    def outputs(self) -> list[torch.Tensor]:
+        return tensors_of(self.output)
 
     @property
     def inputs(self) -> dict[str, torch.Tensor]:
@@ -88,21 +94,66 @@ class AttentionsSeen(TorchFunctionMode):
     """While it is entered, notes the attention calls of this thread that no other mode handles first.
 
     ``masks`` has one entry for each call: the mask of a scaled_dot_product_attention, None for other functions.
+
+    On one process no style applies the mask of a SequenceScope. With ``axis``, this does so for the open scope over
+    that mesh axis. ``unapplied`` are the scopes whose masks it could not apply to a call.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, axis: str | None = None) -> None:
         super().__init__()
+        self._axis = axis
         self.masks: list[AttentionMask | None] = []
+        self.unapplied: set[str] = set()
+        self._as_written: FlexAsWritten | None = None
+
+    def __enter__(self) -> AttentionsSeen:
+        self._as_written = FlexAsWritten()  # torch.compile would trace this mode
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        if self._as_written is not None:
+            self._as_written.end()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is not F.scaled_dot_product_attention and getattr(func, "__name__", "") not in _ATTENTIONS:
+            return func(*args, **kwargs)
+        scope = None if self._axis is None else open_scope(self._axis)
+        if func is F.scaled_dot_product_attention:
+            given = sdpa_arguments(args, kwargs)
+            note = AttentionMask(_kept(given["attn_mask"]), given["is_causal"])
+            if scope is not None:
+                args, kwargs = (), self._within(scope, given)
+        else:
+            note = None
+            if scope is not None and not isinstance(scope.mask, Full):
+                self.unapplied.add(repr(scope.mask))
         if graph_task_id() < 0:
-            if func is F.scaled_dot_product_attention:
-                given = sdpa_arguments(args, kwargs)
-                self.masks.append(AttentionMask(_kept(given["attn_mask"]), given["is_causal"]))
-            elif getattr(func, "__name__", "") in _ATTENTIONS:
-                self.masks.append(None)
+            self.masks.append(note)
         return func(*args, **kwargs)
+
+    def _within(self, scope: SequenceScope, given: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of scaled_dot_product_attention with the mask of ``scope`` too."""
+        query, key, mask = given["query"], given["key"], scope.mask
+        if isinstance(mask, Full):
+            return given
+        rows = mask.masks if isinstance(mask, PerRow) else (mask,)
+        positions = scope.layout.positions(0, query.device)
+        whole = query.shape[-2] == key.shape[-2] == positions.numel() == scope.layout.length
+        if not whole or any(row.has_bias or row.grids for row in rows):
+            self.unapplied.add(repr(mask))
+            return given
+        allowed = torch.stack([row.allowed(positions, positions) for row in rows])[:, None]
+        allowed = allowed if len(rows) > 1 else allowed[0, 0]
+        if given["is_causal"]:
+            allowed = allowed & torch.ones_like(allowed).tril()
+        before = given["attn_mask"]
+        if before is not None and before.dtype != torch.bool:
+            allowed = torch.zeros_like(allowed, dtype=before.dtype).masked_fill(~allowed, float("-inf")) + before
+        elif before is not None:
+            allowed = allowed & before
+        return given | {"attn_mask": allowed, "is_causal": False}
 
 
 class Recording:
@@ -111,16 +162,16 @@ class Recording:
     Attributes:
         calls: those that have ended, in the order in which they did, so children before their parents.
         open: those that have not, the innermost last. After an exception, where it was raised.
-        masks: of an :class:`AttentionsSeen` that is entered with it, if there is one.
+        attentions: an entry for each attention so far: ``masks`` of an :class:`AttentionsSeen` that is entered with it,
+            or what the strategies were given.
     """
 
-    def __init__(self, model: nn.Module, seen: AttentionsSeen | None = None) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, attentions: Sequence[Any]) -> None:
+        self._model, self.attentions = model, attentions
         self._numbers: Counter[str] = Counter()
         self._handles: list[Any] = []
         self.calls: list[Call] = []
         self.open: list[Call] = []
-        self.masks = [] if seen is None else seen.masks
 
     def __enter__(self) -> Recording:
         for name, module in self._model.named_modules():
@@ -146,7 +197,7 @@ class Recording:
         parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
         names = tuple(each.name for each in parameters if each.kind in _POSITIONAL)
         parent = self.open[-1] if self.open else None
-        seen = len(self.masks), 0
+        seen = len(self.attentions), 0
         kept = tree_map(_kept, args), tree_map(_kept, kwargs)
         self.open.append(Call(key, type(module).__name__, parent, *kept, names, seen))
 
@@ -154,12 +205,12 @@ class Recording:
         if graph_task_id() >= 0 or not self.open:
             return
         call = self.open.pop()
-        call.attended = call.attended[0], len(self.masks)
-        for leaf in tensors_of(output):
-            call.outputs.append(_kept(leaf))
+        call.attended = call.attended[0], len(self.attentions)
+        call.output = tree_map(_kept, output)
+        for at, leaf in enumerate(tensors_of(output)):
             call.gradients.append(None)
             if leaf.requires_grad:
-                leaf.register_hook(partial(_add_gradient, call, len(call.outputs) - 1))
+                leaf.register_hook(partial(_add_gradient, call, at))
         self.calls.append(call)
 
 
@@ -190,14 +241,13 @@ def sdpa_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str
 
 
 class OtherMasks(TorchFunctionMode):
-    """While it is entered, scaled_dot_product_attention has no attn_mask, and is causal if ``is_causal`` says so."""
+    """While it is entered, scaled_dot_product_attention is given what ``change`` makes of its arguments by name."""
 
-    def __init__(self, is_causal: Callable[[bool], bool]) -> None:
+    def __init__(self, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         super().__init__()
-        self._is_causal = is_causal
+        self._change = change
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not F.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
-        given = sdpa_arguments(args, kwargs or {})
-        return func(**given | {"attn_mask": None, "is_causal": self._is_causal(given["is_causal"])})
+        return func(**self._change(sdpa_arguments(args, kwargs or {})))

@@ -56,7 +56,8 @@ class Report:
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
-        yield f"{self.title}: {'WRONG' if self.findings else 'exact'}"
+        forward_alone = "" if self.parameters or not self.modules else " in the forward; the step has made no gradients"
+        yield f"{self.title}: {'WRONG' if self.findings else 'exact' + forward_alone}"
         for finding in self.findings:
             yield textwrap.fill(finding, 99, initial_indent="  * ", subsequent_indent="    ", break_long_words=False)
         if self.modules:

@@ -80,16 +80,31 @@ def fit() -> Hardware:
     return replace(best, bandwidth=bandwidth, latency=latency)
 
 
-class Errors:
-    """Prints rows, and remembers their errors."""
+TABLES = {
+    "V1": "kernels (fitted)",
+    "V2": "collectives (fitted)",
+    "V3": "four strategies on 8 to 64 GPUs",
+    "V4": "rings on three layouts, H100 and A100",
+    "V5": "a model of experts, Ulysses and ring",
+    "V6": "a 7B model, 128K to 1M tokens, scaled to 64K",
+    "V7": "an 8B model in float8, scaled to 32K",
+    "V8": "three strategies on 64 TPUs",
+}
 
-    def __init__(self) -> None:
+
+class Errors:
+    """Remembers the errors of rows, and prints the rows if they are ``shown``."""
+
+    def __init__(self, *, shown: bool = True) -> None:
+        self.shown = shown
         self.found: dict[str, list[float]] = {}
         self.pairs = [0, 0]
 
     def row(self, name: str, what: str, predicted: float, published: float, unit: str) -> None:
         error = predicted / published - 1
         self.found.setdefault(name, []).append(abs(error))
+        if not self.shown:
+            return
         print(f"  {name:<4}{what:<46}{predicted:>10.2f}{published:>10.2f} {unit:<10}{error:>+7.0%}", flush=True)
 
     def order(self, predicted: list[float], published: list[float]) -> None:

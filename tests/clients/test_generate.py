@@ -319,6 +319,35 @@ def test_what_is_refused():
     refused(rows, generate=greedy(4, num_return_sequences=2, do_sample=True))
 
 
+@pytest.mark.parametrize("first", [LENGTH, LENGTH + 1])
+def test_a_second_generate_with_a_used_cache_is_refused(first: int):
+    """After as many new tokens as the prompt has, transformers gives the last token of the prompt again; after more,
+    none at all."""
+
+    def generate(model: Any, tokens: torch.Tensor, cache: Any) -> torch.Tensor:
+        greedy(first)(model, tokens, cache)
+        return greedy(3)(model, tokens, cache)
+
+    refused("used by an earlier generate", generate=generate)
+
+
+def test_a_second_generate_with_used_encoder_keys_is_refused():
+    model, tokens = with_encoder("t5gemma"), tokens_of()
+
+    def on(rank: int) -> torch.Tensor:
+        mesh, mine = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), copy.deepcopy(model)
+        mine.set_attn_implementation(NAME)
+        parallelize_module(mine, mesh, ModuleContextParallel())
+        options = {"max_new_tokens": 3, "do_sample": False, "use_cache": True}
+        encoded = encode(mine, tokens)
+        mine.generate(tokens, **encoded, **options)
+        return mine.generate(tokens, **encoded, **options)
+
+    with pytest.raises(RankError, match=r"call encode for each generate\(\)") as found:
+        run_ranks(on, 2)
+    assert found.value.errors.keys() == {0, 1}
+
+
 @pytest.mark.parametrize("prompt", ["the same again", "a shorter one", "another of its length"])
 def test_a_cache_of_another_prompt_is_refused(prompt: str):
     def generate(model: Any, tokens: torch.Tensor, cache: Any) -> torch.Tensor:

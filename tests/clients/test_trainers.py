@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 JOB = Path(__file__).with_name("trainer_job.py")
 
 REFUSED = ["a plain Trainer", "a plain Trainer that cuts", "label smoothing"]
-MORE = ["the page's Trainer", "a plain Trainer, packed", "workers", "a loss function", "dispatched batches"]
+MORE = ["the page's Trainer", "a plain Trainer, packed", "workers", "a loss function", "neftune", "dispatched batches"]
 
 TORCHTITAN = ["accelerate", "torchtitan", "torchdata", "tensorboard", "tyro", "datasets", "einops"]
 

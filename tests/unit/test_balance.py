@@ -9,9 +9,12 @@ from itertools import accumulate, combinations
 from pathlib import Path
 
 import pytest
+import torch
+from torch.nn.attention.flex_attention import create_block_mask
 
-from cp_styles.layout import SequenceLayout, by_work, contiguous, head_tail, per_document_head_tail
-from cp_styles.mask import Causal, Chunked, Documents, Full, Mask, PrefixLM, SlidingWindow
+from cp_styles.layout import SequenceLayout, by_work, contiguous, head_tail, layout_made_by, per_document_head_tail
+from cp_styles.mask import Causal, Chunked, Dense, Documents, Full, Mask, PerRow, PrefixLM, SlidingWindow
+from cp_styles.mask.block_mask import FlexMask
 from cp_styles.plan import attended_pairs, imbalance, make_plan
 
 RANKS, LENGTH = 64, 131072
@@ -162,6 +165,29 @@ def test_documents_that_are_cut_lie_on_few_ranks(number: int, ranks: int, tiles:
         plans = [make_plan(layout, layout, mask, rank, small_tiles=small_tiles) for rank in range(ranks)]
         assert max(sum(len(part.tiles) for part in plan.parts) for plan in plans) <= tiles
         assert max(sum(part.count > 0 for part in plan.parts if part.source != plan.rank) for plan in plans) <= sources
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        Documents((30, 34)),
+        Causal() & Documents((30, 34)),
+        PerRow((Documents((64,)), Documents((30, 34)))),
+        FlexMask(create_block_mask(lambda b, h, q, k: q >= k, None, None, 64, 64, device="cpu", BLOCK_SIZE=16)),
+        Dense(torch.ones(64, 64, dtype=torch.bool)),
+    ],
+    ids=lambda mask: type(mask).__name__,
+)
+def test_a_mask_for_a_shorter_sequence(mask: Mask):
+    """A longer one may be right: the keys of a cross-attention."""
+    balancer = partial(by_work, mask=mask)
+    for act in (lambda: balancer(100, 2), lambda: imbalance(head_tail(100, 2), mask)):
+        with pytest.raises(ValueError, match=r"mask is for 64 positions, the layout for 100.*A mask of another length"):
+            act()
+    assert by_work(50, 2, mask=mask).length == 50
+    if not isinstance(mask, Dense):  # of which a layout needs nothing
+        with pytest.raises(ValueError, match="mask is for 64 positions"):
+            layout_made_by(balancer, 100, 2)
 
 
 @pytest.mark.parametrize("number", [28, 200, 1000])

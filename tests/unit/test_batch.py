@@ -115,6 +115,8 @@ def test_entries_are_padded_where_a_fill_is_given():
         assert torch.equal(joined.narrow(dim, 0, whole[name].shape[dim]), whole[name])
         padding = joined.narrow(dim, whole[name].shape[dim], 10 - whole[name].shape[dim])
         assert (padding == fill[name]).all()
+    with pytest.raises(TypeError, match=r'"tokens" is a list, and only tensors can be cut'):
+        shard_batch(whole | {"tokens": [1] * 10}, layout, 0, seq_dims=seq_dims, fill=fill)
     with pytest.raises(ValueError, match=r'fill\["cu_seqlens"\] is given, and .* stays whole'):
         shard_batch(whole, layout, 0, seq_dims=seq_dims, fill=fill | {"cu_seqlens": 10})
     for fill in (None, {"labels": -100}):
@@ -184,3 +186,38 @@ def test_the_logits_of_all_tokens_never_exist_at_once():
     assert trace.peak < 8 * (4 * tokens * width + 6 * chunk * vocabulary) < 8 * tokens * vocabulary / 2
     with pytest.raises(ValueError, match=r"labels_BL of shape \(511,\)"):
         chunked_token_losses(hidden, weight, labels[1:])
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.uint16, torch.bool, torch.int32, torch.int64])
+@pytest.mark.parametrize("ids", [None, torch.tensor([0, 0, 1, 1])])
+def test_labels_of_any_dtype_hold_ignore_index(dtype, ids):
+    tokens = torch.tensor([[1, 0, 1, 1]])
+    expected = next_token_labels(tokens, document_ids=ids)
+    labels = next_token_labels(tokens.to(dtype), document_ids=ids)
+    assert torch.equal(labels.long(), expected)
+    assert labels.dtype == (dtype if dtype in (torch.int8, torch.int32) else torch.int64)
+
+
+def test_tokens_that_cannot_be_shifted():
+    with pytest.raises(TypeError, match=r"tokens must be integers, got torch\.float32"):
+        next_token_labels(torch.ones(3))
+    for tokens, dim in ((torch.arange(3), 3), (torch.tensor(3), -1)):
+        with pytest.raises(ValueError, match=f"have no dim {dim}"):
+            next_token_labels(tokens, seq_dim=dim)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fill"),
+    [(torch.uint8, -100), (torch.int8, -129), (torch.bool, 2), (torch.int64, 0.5), (torch.float16, 1e6)],
+)
+def test_padding_that_the_dtype_cannot_hold_is_refused(dtype, fill):
+    entry = {"labels": torch.zeros(3, dtype=dtype)}
+    with pytest.raises(ValueError, match=rf'"labels" of dtype {dtype} is padded with {fill}, which it cannot hold'):
+        shard_batch(entry, head_tail(4, 2), 0, seq_dims={"labels": 0}, fill={"labels": fill})
+
+
+@pytest.mark.parametrize(("dtype", "fill"), [(torch.bool, True), (torch.uint8, 255), (torch.float16, float("-inf"))])
+def test_padding_that_it_can_hold(dtype, fill):
+    entry = {"mask": torch.zeros(3, dtype=dtype)}
+    part = shard_batch(entry, head_tail(4, 2), 0, seq_dims={"mask": 0}, fill={"mask": fill})["mask"]
+    assert part.tolist() == [0, fill]

@@ -177,7 +177,7 @@ def test_contributing_names_all_state():
 
 # What registers functions of the package with torch or with transformers.
 _REGISTERS = re.compile(
-    r'torch\.library\.define\(\s*"cp_styles::(\w+)"|\b(register_optimizer_step_post_hook|\w+Interface)\b[\w.]*\('
+    r'torch\.library\.define\(\s*"cp_styles::(\w+)"|\b(register_optimizer_step_post_hook|register_at_fork|\w+Interface)\b[\w.]*\('
     r"|\b(sdpa_handlers)\(\)"
 )
 
@@ -235,7 +235,7 @@ WRITTEN_ONCE = {
     r"DTensor\.from_local\(": {"engine/mesh_axes.py", "engine/dtensor_handlers.py", "styles/compiled.py"},
     r"\.__class__ = ": {"intercept/subclassing.py"},
     r"\bsigmoid\(": {"kernels/merge.py"},
-    r"\.as_strided\(": {"collectives/_p2p_exchange.py"},
+    r"\.as_strided\(": {"collectives/_p2p_exchange.py", "intercept/token_flow.py"},
     r"\b(?:P2POp|batch_isend_irecv|isend|irecv)\(": {"comm/point_to_point.py"},
     r"\b_resolve_process_group\b": {"_compat.py"},
     r"isinstance\(group, DeviceMesh\)": {"comm/groups.py"},

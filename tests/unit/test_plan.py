@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from cp_styles.bounded_cache import another_cache
 from cp_styles.explain import explain
 from cp_styles.layout import (
     SequenceLayout,
@@ -22,10 +23,8 @@ from cp_styles.layout import (
     striped,
 )
 from cp_styles.mask import Causal, Dense, Documents, Full, Mask, SlidingWindow
-from cp_styles.mask.linear_pieces import _uncut
 from cp_styles.plan import Cover, Plan, RowRanges, SourcePart, Tile, attended_pairs, imbalance, make_plan
 from cp_styles.plan.holders import chunks_of
-from cp_styles.plan.plan import _make_plan
 from cp_styles.strategies import AllGather, Ring
 from tests.layouts import layouts
 from tests.oracle import allowed, mask_cases
@@ -292,12 +291,11 @@ def test_a_plan_is_as_many_operations_whatever_its_size():
         (head_tail(2**20, 64), Documents((2**16,) * 16) & Causal()),
         (by_work(2**15, 64, mask=Causal()), Documents((2**10,) * 32) & Causal()),
     ):
-        for known in (_make_plan, chunks_of, _uncut):
-            known.clear()
-        for rank in range(2):
-            with Operations() as operations:
-                make_plan(layout, layout, mask, rank)
-            counts.append(operations.count)
+        with another_cache():
+            for rank in range(2):
+                with Operations() as operations:
+                    make_plan(layout, layout, mask, rank)
+                counts.append(operations.count)
     assert len(set(counts[::2])) == len(set(counts[1::2])) == 1
     assert counts[0] <= 520
     assert counts[1] <= 360  # the mask's pieces and the layout's tables are there
@@ -324,10 +322,8 @@ def test_stripes_at_64_ranks_list_neither_positions_nor_chunks(
     """A layout and a plan, in exact numbers: the entries of the largest tensor, the kernel calls, the sources that were
     planned. Others are attended to like one of them, and share its tiles."""
     monkeypatch.setattr(Stripes, "chunks", None)
-    for known in (_make_plan, chunks_of, _uncut):
-        known.clear()
     tables = chunks_of.made
-    with Operations() as operations:
+    with another_cache(), Operations() as operations:
         layout = striped(length, 64)
         plan = make_plan(layout, layout, mask, 40)
     assert operations.largest == largest

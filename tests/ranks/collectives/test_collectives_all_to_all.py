@@ -78,7 +78,9 @@ def test_remainders_go_to_the_first_ranks(ranks, scatter, gather):
         assert torch.equal(y, expected[rank])
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.complex64, torch.float8_e4m3fn, torch.int8], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.complex64, torch.float8_e4m3fn, torch.int8, torch.int16, torch.uint16], ids=str
+)
 def test_dtypes_that_gloo_does_not_know_travel_as_bytes(dtype):
     whole = randn((3, 5), 0).mul(8).to(dtype)
     mine, expected = whole.tensor_split(2, 1), whole.tensor_split(2, 0)

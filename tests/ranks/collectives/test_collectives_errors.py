@@ -181,6 +181,12 @@ ON_RANK_1 = {
         r"dim names the keys \['z'\], but there are only \['x'\]",
         "rank 1: ValueError: dim names",
     ),
+    "filling that the dtype cannot hold": (
+        lambda g: slice_inputs({"x": X.byte()}, {"x": 2}, g, layout=Padded(8), fill={"x": -100}),
+        lambda g: slice_inputs({"x": X.byte()}, {"x": 2}, g, layout=Padded(8), fill={"x": 0}),
+        r"dtype torch\.uint8 cannot hold fill=-100",
+        "rank 1: ValueError: a tensor of dtype torch.uint8",
+    ),
     "dims by key without keys": (
         lambda g: slice_inputs([X], {"x": 0}, g),
         lambda g: slice_inputs({"x": X}, {"x": 0}, g),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections import Counter
 from functools import partial
 
@@ -30,6 +32,7 @@ from cp_styles.layout import by_work, contiguous, head_tail
 from cp_styles.mask import Causal, Dense, Documents, SlidingWindow
 from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.styles import ModuleContextParallel
+from cp_styles.testing import RankError
 from tests.covering import at_night, sampled
 from tests.oracle import allowed, document_of, error, randn
 from tests.ranks.attention_case import EXACT, Problem, Projected, cp_mesh, run_attention
@@ -430,3 +433,53 @@ def test_a_module_that_unflattens():
         assert max(map(error, *found)) < EXACT  # as eager, which is held to the oracle elsewhere
 
     run_ranks(on, RANKS)
+
+
+@pytest.mark.parametrize("layout", ["layout", "balancer"])
+@pytest.mark.parametrize("which", DOORS)
+def test_one_rank_is_compiled_and_the_others_are_not(which: str, layout: str):
+    """As after torch.compile's limit of recompilations, which ranks may reach at other times."""
+
+    def on(rank: int) -> float:
+        cut = head_tail(16, RANKS) if layout == "layout" else head_tail
+        attend = door(which, cp_mesh(RANKS), layout=cut)
+        fast = torch.compile(attend, backend="aot_eager")
+        run_attention(fast, PROBLEMS[16], rank, RANKS)
+        dist.barrier()  # is_compiling() is the process'
+        return max(run_attention(fast if rank == 0 else attend, PROBLEMS[16], rank, RANKS))
+
+    assert max(run_ranks(on, RANKS)) < EXACT
+
+
+@pytest.mark.skipif(ranks_here() != RANKS, reason="one world in a process of its own")
+@pytest.mark.parametrize("which", DOORS)
+def test_a_graph_holds_no_group_that_was_destroyed(which: str):
+    """Its connections and threads would stay, for each restart of the groups."""
+
+    def on(rank: int) -> weakref.ref[dist.ProcessGroup]:
+        mesh = cp_mesh(RANKS)
+        run_attention(compiled(door(which, mesh)), PROBLEMS[16], rank, RANKS)
+        return weakref.ref(mesh.get_group())
+
+    groups = run_ranks(on, RANKS)
+    torch.compiler.reset()
+    gc.collect()
+    assert [group() for group in groups] == [None] * RANKS
+
+
+@pytest.mark.skipif(ranks_here() != RANKS, reason="one world in a process of its own")
+@pytest.mark.parametrize("which", ["style", "module"])
+def test_a_graph_takes_no_group_that_has_the_name_of_its_own(which: str):
+    """After the groups were made again, it may be that of another mesh axis."""
+    attends = {}
+
+    def on(rank: int) -> None:
+        if rank not in attends:
+            attends[rank] = compiled(door(which, cp_mesh(RANKS)))
+        run_attention(attends[rank], PROBLEMS[16], rank, RANKS)
+
+    run_ranks(on, RANKS)
+    with pytest.raises(RankError) as caught:
+        run_ranks(on, RANKS)
+    for error_of_rank in caught.value.errors.values():
+        assert "was destroyed (destroy_process_group): apply the style to a new module" in str(error_of_rank)

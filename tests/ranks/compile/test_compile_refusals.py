@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -166,15 +168,14 @@ class Recomputed(nn.Module):
 
 
 def test_a_compiled_function_that_runs_again_outside_of_its_module():
-    """Its recomputation would be local. A compiled layer is recomputed as it ran."""
+    """Its recomputation enters the module's mode again, and so does that of a compiled layer."""
 
     def on(rank: int):
-        function = torch.compile(attention, backend="aot_eager")
-        refused = door("module", cp_mesh(RANKS), Recomputed(function))
-        with pytest.raises(Exception, match="its recomputation would not be context parallel"):
-            refused(*PROBLEMS[16].shard(head_tail, rank, RANKS)[0])
-        right = door("module", cp_mesh(RANKS), Recomputed(Grouped()))
-        right.attend.compile(backend="aot_eager", fullgraph=True)
-        assert max(run_attention(right, PROBLEMS[16], rank, RANKS)) < EXACT
+        function = torch.compile(partial(attention, is_causal=True), backend="aot_eager")
+        layer = Grouped()
+        layer.compile(backend="aot_eager", fullgraph=True)
+        for attend in (function, layer):
+            right = door("module", cp_mesh(RANKS), Recomputed(attend))
+            assert max(run_attention(right, PROBLEMS[16], rank, RANKS)) < EXACT
 
     run_ranks(on, RANKS)

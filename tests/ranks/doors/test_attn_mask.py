@@ -1,21 +1,28 @@
 """The attn_mask of scaled_dot_product_attention: for the whole sequence, in the order of positions, all doors."""
 
+import re
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.utils.checkpoint import checkpoint
 
 from cp_styles import (
     AttentionContextParallel,
     Causal,
     Dense,
+    KVCache,
     ModuleContextParallel,
     PerRow,
     Ring,
     Ulysses,
     context_attention,
+    context_decode,
+    context_parallel,
     head_tail,
 )
 from cp_styles.mask import digest
@@ -203,3 +210,113 @@ def test_a_mask_inside_the_module_fits_parts_of_any_size():
     assert all(torch.equal(*pair) for pair in results)
     expected = SDPA(*whole, is_causal=True)
     assert error(layout.unshard([given for given, _ in results], 2), expected) < EXACT
+
+
+class MadeInside(nn.Module):
+    def __init__(self, make):
+        super().__init__()
+        self.make = make
+
+    def forward(self, q, k, v):
+        return SDPA(q, k, v, attn_mask=self.make(q.shape[2], k.shape[2]))
+
+
+class HeldAsItIs(nn.Module):
+    def __init__(self, mask):
+        super().__init__()
+        self.mask = mask
+
+    def forward(self, q, k, v):
+        return SDPA(q, k, v, attn_mask=self.mask)
+
+
+def with_block(mesh, module, *tensors):
+    with context_parallel(mesh, layout=LAYOUT):
+        return module(*tensors)
+
+
+def with_style(style, mesh, module, *tensors):
+    return parallelize_module(module, mesh, style(layout=LAYOUT))(*tensors)
+
+
+STYLES = {
+    "block": with_block,
+    "module": partial(with_style, ModuleContextParallel),
+    "style": partial(with_style, AttentionContextParallel),
+}
+
+
+@pytest.mark.parametrize("make", [causal_upper_left, causal_lower_right])
+@pytest.mark.parametrize("door", STYLES.values(), ids=STYLES)
+def test_torchs_causal_bias_is_causal(door, make):
+    """Made for the call's lengths or for the whole sequence, it is is_causal=True, as on one device."""
+    q, k, v, grad = tensors()
+    wanted = one_device(torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril())
+    ways = [lambda: (HeldAsItIs(make(LENGTH, LENGTH)),)]
+    if door is not STYLES["module"]:  # see the next test
+        ways.append(lambda: (MadeInside(make),))
+    if door is not with_block:
+        ways.append(lambda: (Passed(), make(LENGTH, LENGTH)))
+
+    def on(rank: int):
+        mesh, found = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",)), []
+        for way in ways:
+            module, *mask = way()
+            leaves = [LAYOUT.shard(x, 2, rank).requires_grad_() for x in (q, k, v)]
+            out = door(mesh, module, *leaves, *mask)
+            found.append([out.detach(), *torch.autograd.grad(out, leaves, LAYOUT.shard(grad, 2, rank))])
+        return found
+
+    for each in zip(*run_ranks(on, RANKS), strict=True):
+        for parts, whole in zip(zip(*each, strict=True), wanted, strict=True):
+            assert error(LAYOUT.unshard(parts, 2), whole) < EXACT
+
+
+def test_a_mask_made_in_the_first_forward_of_a_module():
+    """torch makes no object of a subclass by its constructor under a dispatch mode. The error says what to do."""
+    q, k, v, _ = tensors()
+
+    def on(rank: int):
+        mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",))
+        with pytest.raises(RuntimeError, match="already associated to a python object") as caught:
+            STYLES["module"](mesh, MadeInside(causal_upper_left), *(LAYOUT.shard(x, 2, rank) for x in (q, k, v)))
+        assert "make it before the forward" in caught.value.__notes__[0]
+
+    run_ranks(on, RANKS)
+
+
+class Masks(torch.Tensor):
+    """A subclass that is no more than its values, as torchvision has one."""
+
+
+@pytest.mark.parametrize(
+    "mask", [causal_lower_right(3, LENGTH), torch.ones(LENGTH, LENGTH).as_subclass(Masks)], ids=type
+)
+def test_other_subclasses_of_tensor_are_refused(mask):
+    """Everywhere, on every rank: what they are need not be what torch's operators read from them."""
+    words = "LOWER_RIGHT for 3 queries and 17 keys|must be a plain torch.Tensor, got .*Masks"
+
+    def one_key(mesh, *tensors):
+        cache = KVCache(mesh, LAYOUT, *tensors[1:])
+        return context_decode(torch.zeros(BATCH, HEADS, 1, 4, dtype=torch.float64), cache, attn_mask=mask)
+
+    def in_a_block_of_heads(mesh, *tensors):
+        attend = nn.MultiheadAttention(4, 1).double()
+        module = parallelize_module(attend, mesh, ModuleContextParallel(layout=LAYOUT))
+        x = tensors[0][:, 0].transpose(0, 1)
+        return module(x, x, x, attn_mask=mask, need_weights=False)
+
+    held = [lambda mesh, *tensors, door=door: door(mesh, HeldAsItIs(mask), *tensors) for door in STYLES.values()]
+    passed = [
+        lambda mesh, *tensors, door=door: door(mesh, Passed(), *tensors, mask) for door in list(STYLES.values())[1:]
+    ]
+
+    def on(rank: int, way):
+        mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",))
+        return way(mesh, *(LAYOUT.shard(x, 2, rank) for x in tensors()[:3]))
+
+    for way in (*held, *passed, one_key, in_a_block_of_heads):
+        errors = run_ranks(on, RANKS, way, return_errors=True)
+        assert all(isinstance(each, TypeError) and re.search(words, str(each)) for each in errors), (way, errors)
+    with pytest.raises(TypeError, match=words):
+        Dense(mask)

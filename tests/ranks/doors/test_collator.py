@@ -107,6 +107,83 @@ def test_batches_that_cannot_be_cut():
     assert found.value.errors.keys() == {0, 1}
 
 
+def refusal_of(batch_of: Any, **options: Any) -> str:
+    """What rank 0 says of batches that ``batch_of(rank)`` makes; all ranks must refuse."""
+
+    def on(rank: int) -> None:
+        ContextParallelCollator(cp_mesh(2), **options)(batch_of(rank))
+
+    errors = run_ranks(on, 2, return_errors=True, timeout_seconds=20)
+    assert all(isinstance(error, ValueError) for error in errors), errors
+    return str(errors[0])
+
+
+NESTED = {
+    "a dict": lambda rank: {"pixels": torch.full((2, 3), float(rank))},
+    "a list": lambda rank: [torch.zeros(2), torch.full((2,), rank)],
+    "numbers": lambda rank: [1, 2.5, (rank, "a")],
+    "text": lambda rank: f"image {rank}",
+    "numpy": lambda rank: torch.full((2,), rank).numpy(),
+    "types": lambda rank: [1, "1"][rank],
+    "order": lambda rank: [(1, 2), (2, 1)][rank],
+}
+
+
+@pytest.mark.parametrize("kind", NESTED)
+def test_entries_that_are_no_tensors_are_compared(kind: str):
+    entry = NESTED[kind]
+    assert "ranks [1]" in refusal_of(lambda rank: {"input_ids": TOKENS, "images": entry(rank)})
+    for rank, part in enumerate(cut({"input_ids": TOKENS, "images": (same := entry(0))}, 2)):
+        assert part["images"] is same, rank
+
+
+def test_objects_are_not_compared_by_where_they_are():
+    run_ranks(lambda _: ContextParallelCollator(cp_mesh(2))({"input_ids": TOKENS, "tag": [object()]}), 2)
+
+
+def test_lists_and_masks_by_kind_of_layer():
+    lists = {"input_ids": TOKENS, "labels": LABELS.tolist()}
+    assert 'batch["labels"] is a list, and must be a tensor: torch.tensor(...)' in refusal_of(lambda _: lists)
+    assert 'batch["attention_mask"] is a list' in refusal_of(lambda _: {"input_ids": TOKENS, "attention_mask": [1]})
+    assert refusal_of(lambda _: {"input_ids": TOKENS.tolist()}).count('batch["input_ids"] is a list') == 1
+    cut({"input_ids": TOKENS, "labels": torch.tensor(LABELS.tolist())}, 2)  # as the error says
+    masks = {"full_attention": torch.ones(ROWS, 1, LENGTH, LENGTH).tril()}
+    assert all(part["attention_mask"] is masks for part in cut({"input_ids": TOKENS, "attention_mask": masks}, 2))
+    padded = refusal_of(lambda _: {"input_ids": TOKENS, "attention_mask": masks}, pad_to_multiple_of=8)
+    assert "attention_mask that is a dict cannot be padded" in padded
+    other = {"full_attention": torch.ones(ROWS, 1, LENGTH, LENGTH)}
+    assert "ranks [1]" in refusal_of(lambda rank: {"input_ids": TOKENS, "attention_mask": other if rank else masks})
+
+
+def test_rows_in_another_order_are_other_samples():
+    rows = TOKENS[[0, 1, 1, 0]]
+    assert "ranks [1]" in refusal_of(lambda rank: {"input_ids": rows[[1, 0, 0, 1]] if rank else rows[:]})
+
+
+def test_a_layout_for_another_number_of_ranks():
+    text = refusal_of(lambda _: {"input_ids": TOKENS}, layout=head_tail(LENGTH, 4))
+    assert "the layout cuts the sequence for 4 ranks, mesh axis 'cp' has 2" in text
+
+
+@pytest.mark.parametrize("options", [{}, {"shift": False}])
+def test_labels_below_zero_are_no_classes(options: dict[str, Any]):
+    labels = LABELS.masked_fill(LABELS < 0, -1)
+    text = refusal_of(lambda _: {"input_ids": TOKENS, "labels": labels}, **options)
+    assert "labels has values below 0 that are not -100" in text
+    cut({"input_ids": TOKENS, "labels": labels.masked_fill(labels < 0, -100)}, 2, **options)
+    cut({"input_ids": TOKENS, "labels": -TOKENS.double()}, 2, shift=False)  # targets of a regression
+
+
+def test_tokens_of_small_dtypes():
+    tokens, labels = TOKENS.to(torch.uint8), LABELS.to(torch.int8)
+    parts = cut({"input_ids": tokens, "labels": tokens}, 2)
+    assert whole(parts, "shift_labels")[:, -1].tolist() == [-100] * ROWS
+    padded = cut({"input_ids": tokens, "labels": labels}, 2, pad_to_multiple_of=8)
+    assert (whole(padded, "labels")[:, LENGTH:] == -100).all()
+    text = refusal_of(lambda _: {"input_ids": tokens, "labels": tokens}, pad_to_multiple_of=8)
+    assert '"labels" of dtype torch.uint8 is padded with -100' in text
+
+
 def test_a_worker_process_cannot_compare(monkeypatch):
     monkeypatch.setattr(trainers, "get_worker_info", object)
     with pytest.raises(RankError, match="in a worker process of a DataLoader"):

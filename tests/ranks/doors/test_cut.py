@@ -105,3 +105,50 @@ def test_tokens_of_another_cut_are_warned_of(style, right):
     assert all(
         "Core" in str(warning.message) and "15 positions on 3 ranks" in str(warning.message) for warning in found
     )
+
+
+class Doubled(Model):
+    """Gathers what was cut once more over another axis, as sequence parallelism does, before it attends."""
+
+    def forward(self, tokens):
+        return super().forward(torch.cat((tokens, tokens), 1))
+
+
+@pytest.mark.parametrize("style", [AttentionContextParallel, ModuleContextParallel, "function", "gathered"])
+def test_a_layout_for_the_ranks_of_the_world(style):
+    """dp 2 x cp 2, and tokens that were cut for 4 ranks: half of them are nowhere."""
+    layout, length = head_tail(20, 4), 20
+
+    def body(rank):
+        cp = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))["cp"]
+        own = cp.get_local_rank()
+        tokens = layout.shard(torch.arange(length)[None] % 11, 1, own)
+        if style == "function":
+            return context_attention(*(layout.shard(torch.ones(1, 2, length, 4), 2, own) for _ in range(3)), cp)
+        model = Doubled() if style == "gathered" else Model()
+        if style is AttentionContextParallel:
+            parallelize_module(model.core, cp, AttentionContextParallel())
+        else:
+            parallelize_module(model, cp, ModuleContextParallel())
+        return model(tokens)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = run_ranks(body, 4, return_errors=True)
+    if style in (ModuleContextParallel, "function"):
+        assert all("with a layout for 4 ranks, mesh axis 'cp' has 2" in str(error) for error in found), found
+    else:  # what reaches the attention was computed from the tokens
+        said = [str(each.message) for each in caught if each.category is LayoutMismatchWarning]
+        assert len(said) == (4 if style is AttentionContextParallel else 0)
+        assert all("other layout(s) cut, for [4] ranks" in text for text in said)
+
+
+def test_a_batch_that_a_layout_cut_is_no_sequence():
+    """Rows for data parallel ranks, after the sequence was cut."""
+
+    def body(rank):
+        mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp", "cp"))
+        model = parallelize_module(Model(), mesh["cp"], ModuleContextParallel())
+        return model(contiguous(8, 4).shard(torch.arange(24).view(8, 3) % 11, 0, rank))
+
+    assert all(out.shape == (2, 2, 3, 4) for out in run_ranks(body, 4))

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from functools import partial
 
@@ -22,7 +23,8 @@ from cp_styles.functions.attention import context_attention
 from cp_styles.layout import contiguous, head_tail
 from cp_styles.mask import Causal, Dense, Documents, SlidingWindow
 from cp_styles.strategies import Ring
-from cp_styles.styles import AttentionContextParallel
+from cp_styles.styles import AttentionContextParallel, ModuleContextParallel, parallelize_module
+from cp_styles.testing import run_ranks
 from tests.oracle import randn
 from tests.ranks.attention_case import Core, parallel
 from tests.ranks.leak_scene import RANKS, Scene, attention_of, refusals
@@ -349,3 +351,45 @@ def gathered(query, key, value):
 )
 def test_modules_that_do_something_else(attend, message: str):
     assert message in refusals(call(attend))
+
+
+class _Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.core = Core()
+
+    def forward(self, q, k, v):
+        return self.core(q, k, v)
+
+
+def _both_styles(mesh):
+    module = _Inner()
+    parallelize_module(module, mesh, {"core": AttentionContextParallel()})
+    return parallelize_module(module, mesh, ModuleContextParallel())
+
+
+@pytest.mark.parametrize(
+    ("make", "change", "words"),
+    [
+        (_both_styles, lambda x: x, "a module inside has AttentionContextParallel, .*: apply one of the two"),
+        (
+            lambda mesh: parallelize_module(_Inner(), mesh, ModuleContextParallel()),
+            lambda x: x[0, 0],
+            r"query must have 4 dims .*, got \(4, 8\)",
+        ),
+        (
+            lambda mesh: parallelize_module(_Inner(), mesh, ModuleContextParallel()),
+            lambda x: torch.nested.nested_tensor([x[0]], layout=torch.jagged),
+            r"nested tensors here: pack the documents .*SequenceScope",
+        ),
+    ],
+    ids=["both styles", "2 dims", "nested"],
+)
+def test_inputs_and_styles_that_name_the_remedy(make, change, words: str):
+    def on(rank: int):
+        return make(init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)))(
+            *(change(torch.zeros(1, 2, 4, 8)) for _ in range(3))
+        )
+
+    errors = run_ranks(on, 2, return_errors=True, timeout_seconds=20)
+    assert all(re.search(words, str(error)) for error in errors), errors

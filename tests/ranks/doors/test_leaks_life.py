@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils.checkpoint import checkpoint
 
 from cp_styles import GradientCheck, context_attention
-from cp_styles.engine.binding import _of_calls
+from cp_styles.engine.binding import bindings_of
 from cp_styles.kernels import CPU_FLASH, ReferenceKernel
 from cp_styles.layout import head_tail
 from cp_styles.mask import Causal, Dense, Full
@@ -268,9 +268,9 @@ def test_calls_of_a_function_share_a_binding_that_keeps_nothing_of_theirs_alive(
         x = torch.randn(1, 2, 8, 8)
 
         def made(call) -> int:
-            known = set(_of_calls.get() or ())
+            known = set(bindings_of(group))
             call()
-            return len(set(_of_calls.get() or ()) - known)
+            return len(set(bindings_of(group)) - known)
 
         attend = partial(context_attention, x, x, x, group, layout=layout)
         assert [made(partial(attend, mask=mask)) for mask in (Causal(), Causal(), Full(), None)] == [1, 0, 1, 0]
@@ -281,6 +281,6 @@ def test_calls_of_a_function_share_a_binding_that_keeps_nothing_of_theirs_alive(
         del mask, kernel, local, held
         gc.collect()
         assert [each() for each in gone] == [None] * 3
-        assert len(_of_calls.get() or ()) == 2
+        assert len(bindings_of(group)) == 2
 
     run_ranks(on, 1)

@@ -13,17 +13,18 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.functional import scaled_dot_product_attention as imported_by_name
-from torch.utils.checkpoint import CheckpointError, checkpoint
+from torch.utils.checkpoint import checkpoint
 
 from cp_styles._compat import function_modes
 from cp_styles.batch import sum_gradients
 from cp_styles.engine.scope import SequenceScope
 from cp_styles.intercept.function_mode import AttentionCalls
 from cp_styles.layout import SequenceLayout, contiguous, head_tail
-from cp_styles.mask import Full, SlidingWindow
+from cp_styles.mask import Documents, Full, SlidingWindow
 from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.styles import ModuleContextParallel
 from cp_styles.testing import run_ranks
+from cp_styles.torch_api import context_parallel
 from tests.oracle import dense_attention, error, randn
 from tests.ranks.attention_case import EXACT, cp_mesh
 from tests.ranks.leak_scene import RANKS, Oops, Scene, Stop, refusals
@@ -173,18 +174,95 @@ def test_a_model_as_it_is(strategy, ckpt):
     run_ranks(on, RANKS)
 
 
+@pytest.mark.parametrize("ckpt", [REENTRANT, NOT_REENTRANT], ids=["reentrant", "not reentrant"])
+def test_the_function_checkpointed(ckpt):
+    """Its recomputation is outside of every module: it enters the style again."""
+
+    def on(rank: int) -> None:
+        mesh = cp_mesh(RANKS)
+        model = styled(Model(ckpt=ckpt, level="function"), mesh)
+        for _ in range(2):
+            check(model, mesh, rank)
+        with torch.no_grad():  # where nothing is recomputed
+            leaf = head_tail(LENGTH, RANKS).shard(TOKENS, 1, rank).clone().requires_grad_()
+            assert error(model(leaf), head_tail(LENGTH, RANKS).shard(expected()[0], 1, rank)) < EXACT
+        outside_is_untouched()
+
+    expected()
+    run_ranks(on, RANKS, timeout_seconds=20.0)
+
+
+class AgainByItself(torch.autograd.Function):
+    """A checkpoint that is not torch's: it is not known what its backward runs."""
+
+    @staticmethod
+    def forward(ctx, function, x):
+        ctx.function = function
+        ctx.save_for_backward(x)
+        return function(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            out = ctx.function(x)
+        out.backward(grad)
+        return None, x.grad
+
+
 @on_ranks
-def test_the_function_checkpointed(mesh, rank):
-    """Its recomputation is outside of every module, so it would be local: loud in both flavours, and never wrong."""
-    with pytest.raises(CheckpointError, match=r"during the (original )?forward"):  # torch notices
-        check(styled(Model(ckpt=NOT_REENTRANT, level="function"), mesh), mesh, rank)
-    outside_is_untouched()
-    model = styled(Model(ckpt=REENTRANT, level="function"), mesh)
-    leaf = head_tail(LENGTH, RANKS).shard(TOKENS, 1, rank).clone().requires_grad_()
-    with pytest.raises(NotImplementedError, match="checkpoint a module that makes the call"):
-        model(leaf)
-    with torch.no_grad():  # where nothing is recomputed
-        assert error(model(leaf), head_tail(LENGTH, RANKS).shard(expected()[0], 1, rank)) < EXACT
+def test_a_checkpoint_that_is_not_torchs(mesh, rank):
+    """Around a layer, which it calls again, it is right. Inside of a layer it is refused. So is not what is only
+    without gradients."""
+    check(styled(Model(ckpt=lambda layer, x: AgainByItself.apply(layer, x)), mesh), mesh, rank)
+    x = head_tail(LENGTH, RANKS).shard(TOKENS, 1, rank).clone().requires_grad_()
+
+    class Inside(nn.Module):
+        def forward(self, x):
+            return AgainByItself.apply(lambda x: imported_by_name(*[x[:, None]] * 3), x)
+
+    with pytest.raises(NotImplementedError, match=r"AgainByItselfBackward, an autograd\.Function"):
+        styled(Inside(), mesh)(x)
+
+    class Frozen(nn.Module):
+        def forward(self, x):
+            with torch.no_grad():
+                frozen = imported_by_name(*[x[:, None]] * 3)[:, 0]
+            return x * frozen
+
+    wanted = TOKENS.clone() * imported_by_name(*[TOKENS[:, None]] * 3)[:, 0]
+    assert error(styled(Frozen(), mesh)(x), head_tail(LENGTH, RANKS).shard(wanted, 1, rank)) < EXACT
+
+
+@on_ranks
+def test_a_function_checkpointed_in_a_module_in_a_block(mesh, rank):
+    """The recomputation enters the block, which cuts a table, and the module in it, in the order of the forward."""
+    layout, table, factor = head_tail(LENGTH, RANKS), randn(70, LENGTH, WIDTH), randn(71, WIDTH)
+
+    class Inside(nn.Module):
+        def forward(self, x, table, factor):
+            def function(x):
+                y = (x * table * factor)[:, None]
+                return imported_by_name(y, y, y, is_causal=True)[:, 0]
+
+            return checkpoint(function, x, use_reentrant=False)
+
+    def step(module, x, table):
+        x, learned = x.clone().requires_grad_(), factor.clone().requires_grad_()
+        return module(x, table, learned), x, learned
+
+    wanted = step(Inside(), TOKENS, table)
+    wanted[0].backward(COTANGENT)
+    module, part = styled(Inside(), mesh), layout.shard(TOKENS, 1, rank)
+    buffer = table.clone()
+    with context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[0], mask=Documents([3, LENGTH - 3])):
+        out, x, learned = step(module, part, buffer)
+    out.backward(layout.shard(COTANGENT, 1, rank))
+    assert torch.equal(buffer, table)
+    assert error(out, layout.shard(wanted[0], 1, rank)) < EXACT
+    assert error(x.grad, layout.shard(wanted[1].grad, 1, rank)) < EXACT
+    torch.distributed.all_reduce(learned.grad, group=mesh.get_group())
+    assert error(learned.grad, wanted[2].grad) < EXACT
 
 
 @on_ranks

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 from contextlib import nullcontext
 from contextvars import Context, copy_context
 from functools import partial
@@ -13,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
+from cp_styles.bounded_cache import another_cache, shared
 from cp_styles.engine import custom_ops as attention_op
 from cp_styles.engine.scope import SequenceScope
 from cp_styles.functions.attention import context_attention
@@ -20,7 +23,6 @@ from cp_styles.layout import SequenceLayout, by_work, contiguous, head_tail, per
 from cp_styles.mask import Causal, Dense, Documents, Full, PerRow, SlidingWindow
 from cp_styles.plan.plan import _make_plan, make_plan
 from cp_styles.strategies import AllGather, Ring, Ulysses
-from cp_styles.strategies.schedule import make_schedule
 from cp_styles.strategies.ulysses import joined
 from cp_styles.styles import AttentionContextParallel, ModuleContextParallel
 from cp_styles.testing import run_ranks
@@ -108,8 +110,7 @@ def test_a_prepared_batch_makes_no_plan_in_its_step(door: str, strategy, per_row
             return made, scope
 
         if rank == 0:
-            _make_plan.clear()
-            make_schedule.clear()
+            shared.clear()
         first, scope = made_in_step(FIRST, None)
         second, scope = made_in_step(SECOND, scope)
         third, _ = made_in_step(SHORT, scope)
@@ -122,11 +123,11 @@ def test_a_hybrid_prepares_the_plan_of_its_inner_rank():
     layout, mask = head_tail(40, 4), Documents((30, 10)) & Causal()
     inner = joined(layout, 2)
     for rank in range(4):
-        _make_plan.clear()
-        Ulysses(size=2).prepare(layout, layout, mask, rank, small_tiles=False)
-        made = _make_plan.made
-        make_plan(inner, inner, mask, rank // 2)
-        assert _make_plan.made == made
+        with another_cache():
+            Ulysses(size=2).prepare(layout, layout, mask, rank, small_tiles=False)
+            made = _make_plan.made
+            make_plan(inner, inner, mask, rank // 2)
+            assert _make_plan.made == made
 
 
 @pytest.mark.parametrize("door", DOORS)
@@ -459,6 +460,92 @@ def test_a_scope_that_another_thread_has_opened(door: str):
 def within(scope, act, *args):
     with scope:
         return act(*args)
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_scopes_that_do_not_end_in_the_reverse_order(door: str):
+    """Each removes itself. In a generator that goes on, its own scope counts."""
+    first, second = Batch(0, (5, 9), contiguous), Batch(1, (11, 3), contiguous)
+
+    def on(rank: int):
+        attend = styled(door, cp_mesh(RANKS))
+
+        def step(batch: Batch):
+            leaves, cotangent = batch.leaves(rank)
+            out = attend(*leaves)
+            out.backward(cotangent)
+            batch.check(rank, out, leaves)
+
+        def steps(batch: Batch):
+            with batch.scope():
+                while True:
+                    yield step(batch)
+
+        @contextlib.contextmanager
+        def helper(batch: Batch):
+            with batch.scope():
+                yield
+
+        outer, inner = first.scope(), second.scope()
+        outer.__enter__()
+        inner.__enter__()
+        outer.__exit__(None, None, None)
+        step(second)
+        inner.__exit__(None, None, None)
+
+        one, other = steps(first), steps(second)
+        for generator in (one, other, one, other, other, one):
+            next(generator)
+        with helper(second):  # a generator that stops in its scope too, which is for what follows
+            step(second)
+            next(one)
+            step(second)
+        one.close()
+        next(other)
+        del other
+        with first.scope():
+            step(first)
+        everything_is_closed(attend, rank)
+
+    run_ranks(on, RANKS, timeout_seconds=20)
+
+
+def everything_is_closed(attend, rank: int) -> None:
+    """A module without a scope has its own layout and mask again."""
+    problem = Even.problem
+    leaves, cotangent = problem.shard(head_tail, rank, RANKS)
+    out = attend(*leaves)
+    out.backward(cotangent)
+    assert max(problem.errors([out.detach(), *(x.grad for x in leaves)], head_tail, rank, RANKS)) < EXACT
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_scope_that_ends_in_another_context(door: str):
+    """As a generator does that another task or thread collects: it is closed where it was open, and stays open for the
+    tasks to which its context was copied before it ended."""
+    batch = Batch(0, (5, 9))
+
+    def on(rank: int):
+        attend = styled(door, cp_mesh(RANKS))
+        scope, task = batch.scope(), Context()
+        task.run(scope.__enter__)
+        leaves, cotangent = batch.leaves(rank)
+        with pytest.raises((RuntimeError, ValueError), match=r"is open in another thread|refused their inputs"):
+            attend(*leaves)
+        scope.__exit__(None, None, None)
+        for context in (copy_context(), task):
+            context.run(everything_is_closed, attend, rank)
+        scope.__exit__(None, None, None)  # once more has no effect
+        with batch.scope():
+            later = copy_context()
+        out = later.run(attend, *leaves)
+        out.backward(cotangent)
+        batch.check(rank, out, leaves)
+        Context().run(batch.scope().__enter__)  # as in a thread that ends without closing its scope
+        gc.collect()
+        everything_is_closed(attend, rank)
+
+    run_ranks(on, RANKS, timeout_seconds=20)
 
 
 def test_one_rank_whose_scope_is_open_in_another_thread():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -334,6 +335,28 @@ def test_the_cut_belongs_to_the_call():
             pass
         context_parallel_unshard(mesh, [out], [2])
         return max(errors)
+
+    assert max(run_ranks(rank_main, RANKS)) < EXACT
+
+
+def test_torchs_switch_of_the_balance(monkeypatch):
+    """A program that has switched it off counts on contiguous parts. What a block has cut is put together by that."""
+    theirs = pytest.importorskip("torch.distributed.tensor.experimental._context_parallel._attention")
+    problem = Problem(length=11)
+
+    def rank_main(rank):
+        mesh, q = cp_mesh(RANKS), problem.inputs[0].clone()
+        dist.barrier()
+        monkeypatch.setattr(theirs._cp_options, "enable_load_balance", False)
+        dist.barrier()
+        with context_parallel(mesh, buffers=[q], buffer_seq_dims=[2]):
+            assert torch.equal(q, contiguous(11, RANKS).shard(problem.inputs[0], 2, rank))
+            out = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+        dist.barrier()
+        monkeypatch.setattr(theirs._cp_options, "enable_load_balance", True)
+        (whole,) = context_parallel_unshard(mesh, [out], [2])
+        mask = torch.ones(11, 11, dtype=torch.bool).tril()
+        return error(whole, dense_attention(q, q, q, mask))
 
     assert max(run_ranks(rank_main, RANKS)) < EXACT
 

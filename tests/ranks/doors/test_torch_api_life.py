@@ -15,6 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from cp_styles import (
     AllGather,
     Causal,
+    Documents,
     Ring,
     context_parallel,
     context_parallel_shard,
@@ -23,10 +24,11 @@ from cp_styles import (
     head_tail,
     set_rotate_method,
 )
+from cp_styles._compat import function_modes
 from cp_styles.testing import run_ranks
 from cp_styles.torch_api.context_block import rotation
 from tests.covering import sampled
-from tests.oracle import error, randn
+from tests.oracle import dense_attention, error, randn
 from tests.ranks.attention_case import EXACT, cp_mesh
 from tests.ranks.doors.torch_api_scene import LENGTH, Batch, gradients, run
 
@@ -213,6 +215,78 @@ def test_the_users_own_exception_comes_through(error):
         assert torch.equal(F.scaled_dot_product_attention(q, q, q), F.scaled_dot_product_attention(q, q, q))
 
     run_ranks(rank_main, 2)
+
+
+def test_blocks_that_do_not_end_in_the_reverse_order():
+    """Each removes itself. In a generator or a task that goes on, its own block counts, or none."""
+    x = randn(0, 1, 2, LENGTH, 4)
+    position = torch.arange(LENGTH)
+
+    def dense(first: int) -> torch.Tensor:
+        return dense_attention(x, x, x, (position[:, None] < first) == (position < first))
+
+    def rank_main(rank):
+        mesh, errors = cp_mesh(2), []
+
+        def step(layout, first: int) -> None:
+            cut = layout(LENGTH, 2)
+            part = cut.shard(x, 2, rank).requires_grad_()
+            out = checkpoint(lambda part: F.scaled_dot_product_attention(part, part, part), part, use_reentrant=False)
+            out.sum().backward()
+            errors.append(error(out, cut.shard(dense(first), 2, rank)))
+
+        def block(layout, first: int):
+            return context_parallel(mesh, layout=layout, mask=Documents([first, LENGTH - first]))
+
+        def steps(layout, first: int):
+            with block(layout, first):
+                while True:
+                    yield step(layout, first)
+
+        outer, inner = block(contiguous, 3), block(head_tail, 7)
+        outer.__enter__()
+        inner.__enter__()
+        outer.__exit__(None, None, None)
+        step(head_tail, 7)
+        inner.__exit__(None, None, None)
+        one, other = steps(contiguous, 3), steps(head_tail, 7)
+        for generator in (one, other, one, other, other, one):
+            next(generator)
+        one.close()
+        next(other)
+        other.close()
+
+        async def task(layout, first: int, turn: asyncio.Event, others: asyncio.Event) -> None:
+            with block(layout, first):
+                for _ in range(2):
+                    await turn.wait()
+                    turn.clear()
+                    step(layout, first)
+                    others.set()
+
+        async def tasks() -> None:
+            turns = asyncio.Event(), asyncio.Event()
+            turns[0].set()
+            both = [
+                asyncio.create_task(task(contiguous, 3, *turns)),
+                asyncio.create_task(task(head_tail, 7, *turns[::-1])),
+            ]
+            await asyncio.sleep(0)
+            errors.append(error(F.scaled_dot_product_attention(x, x, x), dense(LENGTH)))  # this task is in no block
+            await asyncio.gather(*both)
+
+        asyncio.run(tasks())
+        there = contextvars.Context()
+        there.run(inner.__enter__)
+        inner.__exit__(None, None, None)
+        for context in (contextvars.copy_context(), there):
+            errors.append(error(context.run(F.scaled_dot_product_attention, x, x, x), dense(LENGTH)))
+        with block(contiguous, 3):
+            step(contiguous, 3)
+        assert not function_modes()
+        return max(errors)
+
+    assert max(run_ranks(rank_main, 2, timeout_seconds=30)) < EXACT
 
 
 def test_other_threads_attend_by_themselves():

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
 
-from cp_styles import ModuleContextParallel, SequenceLayout, context_parallel, contiguous
+from cp_styles import ModuleContextParallel, SequenceLayout, context_parallel, contiguous, head_tail
 from cp_styles.testing import RankError, run_ranks
-from tests.oracle import attention_inputs, randn
-from tests.ranks.attention_case import cp_mesh
+from tests.oracle import attention_inputs, error, randn
+from tests.ranks.attention_case import EXACT, cp_mesh
 
 LENGTH = 12
 
@@ -186,3 +186,75 @@ FINE = {
 def test_what_is_no_attention(door, how: str):
     """By shapes alone it might be."""
     results(lambda *args: door(Beside(FINE[how]), *args))
+
+
+def plainly(q, k, v):
+    return torch.softmax(q @ k.mT / 2, -1) @ v
+
+
+def by_functions(q, k, v):
+    weights = F.softmax(torch.matmul(q, k.mT), dim=-1, dtype=torch.float32).to(q.dtype)
+    return torch.matmul(F.dropout(weights, 0.0), v)
+
+
+@pytest.mark.parametrize("attend", [plainly, by_functions])
+@pytest.mark.parametrize("cut", ["buffers", "shard"])
+def test_a_block_in_which_all_attention_is_in_plain_ops(attend, cut: str):
+    """Without gradients too, and in any block, not only in some."""
+    layout, whole = head_tail(9, 2), randn(0, 1, 2, 9, 4)
+
+    def on(rank: int) -> None:
+        for _ in range(3):
+            x = whole.clone() if cut == "buffers" else layout.shard(whole, 2, rank)
+            given = {"buffers": [x], "buffer_seq_dims": [2]} if cut == "buffers" else {}
+            with (
+                torch.no_grad(),
+                pytest.raises(NotImplementedError, match="attention in plain ops ran inside, on this rank's"),
+                context_parallel(cp_mesh(2), **given),
+            ):
+                attend(x, x, x)
+
+    run_ranks(on, 2, timeout_seconds=20)
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["never any", "after attention"])
+def test_blocks_without_attention(before: bool, recwarn):
+    """A loss, a router, attention over heads: right. If there never was attention, there is a warning."""
+    logits, labels = randn(0, 1, 8, 5), torch.arange(8)[None] % 5
+
+    def on(rank: int) -> None:
+        mesh, given, wanted = cp_mesh(2), logits.clone(), labels.clone()
+        if before:
+            with context_parallel(mesh):
+                F.scaled_dot_product_attention(*[randn(3, 1, 2, 4, 4)] * 3)
+        with context_parallel(mesh, buffers=[given, wanted], buffer_seq_dims=[1, 1]), torch.no_grad():
+            F.cross_entropy(given.flatten(0, 1), wanted.flatten())
+            torch.softmax(given[0] @ randn(1, 5, 4), -1) @ randn(2, 4, 3)  # as many experts as tokens
+            heads = given[:, :, None, :].expand(-1, -1, 4, -1)
+            torch.softmax(heads @ heads.mT, -1) @ heads
+
+    run_ranks(on, 2, timeout_seconds=20)
+    texts = [str(each.message) for each in recwarn if "no attention was called inside" in str(each.message)]
+    assert bool(texts) is not before
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("mixes", [False, True])
+def test_a_layer_that_mixes_tokens_in_a_block(mixes: bool, gradients: bool):
+    whole = randn(0, 1, 8, 4)
+
+    def model(x):
+        if mixes:
+            x = F.conv1d(x.mT, randn(1, 4, 4, 3), padding=1).mT
+        return F.scaled_dot_product_attention(*[F.layer_norm(x, [4])[:, None]] * 3)
+
+    def on(rank: int) -> torch.Tensor:
+        x = whole.clone()
+        with torch.set_grad_enabled(gradients), context_parallel(cp_mesh(2), buffers=[x], buffer_seq_dims=[1]):
+            return model(x)
+
+    if mixes:
+        with pytest.raises(RankError, match=r"(?s)rank 0: NotImpl.* convolution at .*rank 1: NotImplementedError"):
+            run_ranks(on, 2, timeout_seconds=20)
+    else:
+        assert error(head_tail(8, 2).unshard(run_ranks(on, 2, timeout_seconds=20), 2), model(whole)) < EXACT

@@ -4,6 +4,8 @@ float64 throughout: sums over ranks differ from one device's by rounding order o
 room for the tens of terms here and none for a wrong weight.
 """
 
+import contextlib
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,7 +18,8 @@ from cp_styles.batch import global_loss, global_token_count, next_token_labels, 
 from cp_styles.collectives import GradScale, gather, split
 from cp_styles.comm.agreement import WIDTH
 from cp_styles.layout import SequenceLayout, contiguous, head_tail
-from cp_styles.testing import CommunicationTrace, RankError, run_ranks
+from cp_styles.testing import CommunicationTrace, MemoryTrace, RankError, run_ranks
+from tests.gpu_tensors import gpus
 from tests.oracle import error
 
 VOCABULARY, LENGTH = 11, 14
@@ -134,6 +137,22 @@ def test_gradients_travel_in_buckets_of_one_dtype():
     # Four integers; then float32: 256 + 256, 256 + a scalar, 256 + 256; then float64: 256.
     sums = [("all_reduce", size) for size in (2048, 1028, 2048, 2048)]
     assert ranks[0][2] == [("all_gather", 8 * WIDTH), *sums]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_extra_memory_is_one_bucket_in_the_dtype_of_the_sum(dtype: torch.dtype):
+    """One bucket here, because a thread of the backend may hold the one before for a moment longer."""
+
+    def peak(rank: int) -> int:
+        parameters = [nn.Parameter(torch.zeros(2**15, dtype=dtype)) for _ in range(2)]
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        with MemoryTrace() as trace:
+            sum_gradients(parameters, dist.group.WORLD, bucket_bytes=2**16 * dtype.itemsize)
+        return trace.peak
+
+    for size in run_ranks(peak, 2):
+        assert 2**16 * 4 <= size < 1.05 * 2**16 * 4  # and the numbers by which ranks agree
 
 
 @pytest.mark.parametrize(("reduce_dtype", "wire"), [(None, 4), (torch.bfloat16, 2), (torch.float64, 8)])
@@ -293,3 +312,149 @@ def test_gradients_between_a_gather_and_a_split_are_shares():
         sum_gradients(layer, group)
 
     run_ranks(on, 2)
+
+
+def test_a_count_of_this_rank_alone_is_refused():
+    """The mean of each rank's own tokens; or averaged_over on one rank only. The others must hear of it."""
+    wrong = {
+        "count": lambda rank: {"token_count": torch.tensor(3 + rank)},
+        "host": lambda rank: {"token_count": 3 + rank},
+        "averaged": lambda rank: {"token_count": 6, "averaged_over": 1 + rank},
+    }
+    for options in wrong.values():
+        for text in failures(
+            lambda rank, of=options: global_loss(torch.ones(3), group=dist.group.WORLD, **of(rank)), 2
+        ):
+            assert "divide by different numbers" in text
+    for text in failures(lambda rank: global_loss(torch.ones(3), torch.ones(2), dist.group.WORLD), 2):
+        assert "token_count of shape (2,) is not one number" in text
+
+
+def test_losses_of_other_dtypes_on_some_ranks():
+    """A rank without tokens makes a zero of its own, in a model of float64."""
+
+    def on(rank):
+        losses = torch.full((3,), 0.1, dtype=torch.float64, requires_grad=True) if rank else torch.zeros(())
+        loss = global_loss(losses, 3, dist.group.WORLD)
+        if rank:
+            loss.backward()
+            assert torch.equal(losses.grad, torch.full((3,), 1 / 3, dtype=torch.float64))
+        return loss
+
+    first, second = run_ranks(on, 2)
+    assert (first.dtype, second.dtype) == (torch.float32, torch.float64)
+    assert error(second, torch.tensor(0.1, dtype=torch.float64)) < 1e-15  # the rounding of three additions
+    assert first == second.float()
+
+
+def test_a_label_below_zero_is_no_class():
+    def on(rank):
+        labels = torch.tensor([3, -1 if rank else 2, -100])
+        return global_token_count(labels, dist.group.WORLD)
+
+    for text in failures(on, 2):
+        assert "labels below 0 that are not ignore_index=-100" in text
+
+    def remedies(rank):
+        labels = torch.tensor([3, -1 if rank else 2, -1])
+        counts = [global_token_count(labels, dist.group.WORLD, ignore_index=-1)]
+        counts.append(global_token_count(labels.masked_fill(labels < 0, -100), dist.group.WORLD))
+        return [count.item() for count in counts]
+
+    assert run_ranks(remedies, 2) == [[3, 3]] * 2
+
+
+def test_labels_of_unsigned_dtypes_are_counted():
+    """uint8 compares 156 and -100 as equal."""
+    labels = torch.tensor([156, 3], dtype=torch.uint8)
+    assert [int(x) for x in run_ranks(lambda rank: global_token_count(labels, dist.group.WORLD), 2)] == [4, 4]
+
+
+def until_it_raises(call):
+    results = []
+    while True:
+        try:
+            results.append(call())
+        except ValueError as refused:
+            return results, str(refused)
+
+
+def test_errors_on_a_gpu_come_later():
+    """The host does not wait for the GPU. The loss is not finite at once, and a later call raises the error."""
+
+    def on(rank):
+        group, losses = dist.group.WORLD, []
+        labels = torch.tensor([3, -1, -100]).to("cuda", non_blocking=True)
+        right = torch.tensor([3, 5, -100]).to("cuda", non_blocking=True)
+        weight = torch.ones(3).to("cuda", non_blocking=True).requires_grad_()
+        losses.append(global_loss(weight * 1.0, 3 + rank, group))
+        losses[0].backward()
+        counts, text = until_it_raises(lambda: global_token_count(right, group))
+        assert "divide by different numbers" in text
+        assert "8 calls later" in text
+        counts.append(global_token_count(labels, group))
+        more, text = until_it_raises(lambda: global_loss(weight * 1.0, 3, group))
+        assert "labels below 0" in text
+        losses += more
+        return [x.inner for x in (*counts, *losses, weight.grad)]
+
+    with gpus(waits=["cp_styles.batch._raise_unread"]):
+        for *found, grad in run_ranks(on, 2):
+            assert [x.item() for x in found[:9]] == [4] * 8 + [0]
+            assert found[9].isnan()
+            assert [x.item() for x in found[10:]] == [2.0] * 8
+            assert grad.isnan().all()
+
+
+def test_ranks_that_reduce_otherwise():
+    def on(rank, **options):
+        parameter = nn.Parameter(torch.zeros(4))
+        parameter.grad = torch.full((4,), 1.0 + rank)
+        sum_gradients([parameter], dist.group.WORLD, **(options if rank else {}))
+
+    for options in ({"bucket_bytes": 8}, {"reduce_dtype": torch.float64}):
+        for text in failures(lambda rank, options=options: on(rank, **options), 2):
+            assert "disagree on bucket_bytes or reduce_dtype" in text
+
+
+@pytest.mark.parametrize("given", ["ddp", "parameters", "inside", "one of them"])
+@pytest.mark.parametrize("over", ["cp", "dp_cp"])
+def test_gradients_that_ddp_has_reduced(given: str, over: str):
+    def on(rank):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+        group = mesh["cp"] if over == "cp" else mesh["dp", "cp"]._flatten("dp_cp")
+        model = nn.Linear(3, 2)
+        ddp = nn.parallel.DistributedDataParallel(model, process_group=group.get_group())
+        ddp(torch.full((1, 3), 1.0 + rank)).square().sum().backward()
+        kinds = {"ddp": ddp, "parameters": ddp.parameters(), "inside": model, "one of them": [model.weight]}
+        sum_gradients(kinds[given], mesh["cp"])
+
+    for text in failures(on, 4):
+        assert "DistributedDataParallel" in text
+        assert "has reduced their gradients there" in text
+
+
+@pytest.mark.parametrize("case", ["no_sync", "over dp", "of others", "zero", "infinite", "equal shares"])
+def test_gradients_that_ddp_has_not_reduced(case: str):
+    """Or that are equal on all ranks for another reason, without DDP."""
+
+    def on(rank):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+        model, x = nn.Linear(3, 2), torch.full((1, 3), 1.0 + rank)
+        own = nn.Linear(3, 2) if case == "of others" else model
+        if case == "equal shares":
+            model(torch.ones(1, 3)).sum().backward()
+        else:
+            over = mesh["dp"].get_group() if case == "over dp" else mesh["cp"].get_group()
+            ddp = nn.parallel.DistributedDataParallel(model, process_group=over)
+            with ddp.no_sync() if case == "no_sync" else contextlib.nullcontext():
+                (ddp(x).square().sum() * {"zero": 0.0, "infinite": torch.inf}.get(case, 1.0)).backward()
+            own(torch.ones(1, 3)).sum().backward() if own is not model else None
+        before = own.weight.grad.clone()
+        sum_gradients(own, mesh["cp"])
+        return before, own.weight.grad
+
+    ranks = run_ranks(on, 4)
+    for rank, (_, after) in enumerate(ranks):
+        expected = ranks[rank][0] + ranks[rank ^ 1][0]
+        assert torch.allclose(after, expected, equal_nan=True)

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from cp_styles.batch import global_loss
 from cp_styles.collectives import all_to_all
+from cp_styles.comm.agreement import EveryCall, NewCalls
 from cp_styles.comm.point_to_point import TransferError
 from cp_styles.functions.attention import context_attention
 from cp_styles.functions.flex import context_flex_attention
@@ -32,6 +34,7 @@ from cp_styles.styles import AttentionContextParallel, ModuleContextParallel
 from cp_styles.testing import run_ranks
 from cp_styles.torch_api import context_parallel
 from tests.covering import sampled
+from tests.oracle import randn
 from tests.ranks.attention_case import EXACT, Core, Problem, cp_mesh, parallel, plain, run_attention
 from tests.ranks.leak_scene import RANKS, Even, Scene, refusals
 
@@ -123,6 +126,76 @@ def test_ranks_that_disagree_in_the_call(said: str, door: str, layout: str, no_g
     assert "ranks [1, 2] differ from rank 0" in first
     assert said in first
     assert all("is_causal=False, scale=None" in line for line in others)
+
+
+class InContext(nn.Module):
+    context: Callable[[], Any] = nullcontext
+
+    def forward(self, query, key, value):
+        with self.context():
+            return F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
+
+
+class Layers(nn.Module):
+    """Layers of one class, of which a forward leaves one out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Core() for _ in range(3))
+
+    def forward(self, x, without: int):
+        for index, layer in enumerate(self.layers):
+            if index != without:
+                x = layer(x, x, x)
+        return x
+
+
+OF_LAYERS = {
+    "model": (ModuleContextParallel, ""),
+    "module": (ModuleContextParallel, "layers.*"),
+    "style": (AttentionContextParallel, "layers.*"),
+}
+
+
+@sampled(1, which=list(OF_LAYERS), agreement=[EveryCall(), NewCalls()], steps=[0, 3])
+def test_ranks_that_leave_out_different_layers(which: str, agreement, steps: int):
+    """As many calls, of equal shapes. The ranks say which module calls: its path, and its number under its style."""
+    layout = contiguous(6, 2)
+
+    def on(rank: int) -> None:
+        style, path = OF_LAYERS[which]
+        model = Layers()
+        options = {"layout": layout, "agreement": agreement}
+        model = parallelize_module(model, cp_mesh(2), style(**options) if not path else {path: style(**options)})
+        x = torch.randn(1, 2, 3, 4, dtype=torch.float64, requires_grad=True)
+        for _ in range(steps):
+            model(x, -1).sum().backward()
+        model(x, rank).sum().backward()
+
+    for error in run_ranks(on, 2, timeout_seconds=20, return_errors=True):
+        assert isinstance(error, ValueError)
+        assert re.search(
+            r"are not at the same place: .* in module|have called other attentions than rank 0", str(error)
+        )
+
+
+@sampled(1, door=list(STYLES), layout=list(LAYOUTS), place=["inside", "around"])
+def test_one_rank_under_autocast(door: str, layout: str, place: str):
+    """Its keys are half as large, which only the call shows."""
+
+    def act(s: Scene):
+        module = parallelize_module(InContext(), s.mesh, STYLES[door](layout=LAYOUTS[layout]))
+        leaves = [x.detach().float() for x in s.leaves(contiguous)[0]]
+        context = partial(torch.autocast, "cpu", torch.bfloat16) if s.rank == 1 else nullcontext
+        if place == "inside":
+            module.context, context = context, nullcontext
+        with context():
+            module(*leaves)
+
+    first, second, third = refusals(act).splitlines()
+    for line in (first, third):
+        assert re.search(r"disagree on .*: ranks \[1\] differ from rank 0; .*torch.float32", line)
+    assert "torch.bfloat16" in second
 
 
 class Failing(nn.Module):
@@ -443,6 +516,12 @@ class Scaled:
     def __call__(self, score, b, h, q_idx, kv_idx):
         return score * self.factor
 
+    def scaled(self, score, b, h, q_idx, kv_idx):
+        return self.times(score)
+
+    def times(self, score):
+        return score * self.factor
+
 
 def score_mods(kind: str, rank: int):
     """The same code, which reads other values on rank 1."""
@@ -453,10 +532,12 @@ def score_mods(kind: str, rank: int):
     if kind == "object":
         return Scaled(value)
     held = Scaled(value)
-    return held.__call__ if kind == "method" else lambda score, *_: score * held.factor
+    if kind == "method":
+        return held.__call__
+    return held.scaled if kind == "its method" else lambda score, *_: score * held.factor
 
 
-@pytest.mark.parametrize("kind", ["mask_mod", "tensor", "object", "method", "attribute"])
+@pytest.mark.parametrize("kind", ["mask_mod", "tensor", "object", "method", "its method", "attribute"])
 def test_ranks_whose_flex_functions_read_other_values(kind: str):
     def act(s: Scene):
         leaves = s.leaves()[0]
@@ -504,6 +585,22 @@ def test_a_mesh_in_another_order_than_its_group(door: str):
             s.mesh = mesh
 
     assert "has the ranks [1, 0, 2], in another order than its process group, [0, 1, 2]" in refusals(act)
+
+
+@pytest.mark.parametrize("door", [*STYLES, "function"])
+def test_a_composed_mesh_in_another_order_on_some_ranks(door: str):
+    """Ranks 0 and 2 are in order, 3 and 1 are not: all refuse."""
+
+    def on(rank: int):
+        mesh = DeviceMesh("cpu", [[0, 3], [2, 1]], mesh_dim_names=("cp", "tp"))
+        q, k, v = (randn(seed, 1, 2, 4, 8) for seed in range(3))
+        if door == "function":
+            return context_attention(q, k, v, mesh["cp"])
+        return parallelize_module(Core(), mesh, STYLES[door]())(q, k, v)
+
+    errors = run_ranks(on, 4, return_errors=True, timeout_seconds=20)
+    words = "has the ranks [3, 1], in another order than its process group, [1, 3]"
+    assert all(isinstance(error, ValueError) and words in str(error) for error in errors), errors
 
 
 DOCUMENTS = ([4, 8], [6, 6], [8, 4])

@@ -31,7 +31,7 @@ def test_one_forward_one_backward():
     assert_expected_inline(
         assert_same_training(by_pipeline, 3),
         """\
-all_gather: 8 calls, 832 bytes
+all_gather: 9 calls, 936 bytes
 all_reduce: 2 calls, 72200 bytes
 send: 57344 bytes""",
     )

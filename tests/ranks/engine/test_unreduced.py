@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor.parallel import parallelize_module
 
 from cp_styles import context_parallel
@@ -171,6 +172,55 @@ def test_what_is_no_gradient_check():
             GradientCheck(local=("experts",))
 
     run_ranks(on, 2)
+
+
+ENDS = ["kept", "in a cycle"]
+
+
+@sampled(1, attended=[*DOORS, "fsdp"], end=ENDS)
+def test_a_wrong_model_does_not_make_a_right_one_fail(attended, end: str):
+    """In a notebook: the error, the program corrected, a new model. Or the wrong one was tried once, and is kept."""
+
+    def on(rank: int) -> None:
+        if attended == "fsdp":  # over another axis, where optimizers have DTensors that graphs do not
+            mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
+            model_of, cp = lambda: shard(attended_by_module(mesh["cp"]), mesh["dp"]), mesh["cp"]
+        else:
+            cp = cp_mesh(2)
+            model_of = partial(attended, cp)
+        model, cycle = model_of(), []
+        if end == "kept":
+            steps_of(model, model, steps=1)
+        else:
+            with pytest.raises(UnreducedGradientsError) as caught:
+                steps_of(model, model)
+            cycle += [cycle, caught.value]
+            del model, caught
+        again = model_of()
+        steps_of(again, again, steps=5, reduce=lambda: sum_gradients(again, cp))
+        wrong = model_of()
+        with pytest.raises(UnreducedGradientsError):
+            steps_of(wrong, wrong, steps=20)
+
+    run_ranks(on, 2, timeout_seconds=20)
+
+
+@sampled(1, attended=DOORS, by=["sum_gradients", "DDP", "nobody"])
+def test_zero_gives_ranks_equal_parameters_from_different_gradients(attended, by: str):
+    def on(rank: int) -> None:
+        mesh = cp_mesh(2)
+        model = attended(mesh)
+        act = nn.parallel.DistributedDataParallel(model, process_group=mesh.get_group()) if by == "DDP" else model
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+        reduce = partial(sum_gradients, model, mesh) if by == "sum_gradients" else lambda: None
+        steps_of(model, act, steps=5, reduce=reduce, optimizer=optimizer)
+
+    if by == "nobody":
+        text = raised(on)
+        assert "would, without ZeroRedundancyOptimizer, hold different parameters: 16 of the 32 that were" in text
+        assert "layers.0.q.weight (24, 10)" in text
+    else:
+        assert warned(on) == []
 
 
 def test_who_goes_on_after_the_error_is_told_again():

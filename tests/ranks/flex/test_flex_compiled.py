@@ -16,6 +16,7 @@ from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, fle
 from torch.nn.attention.varlen import AuxRequest as LogsumexpToo
 from torch.nn.attention.varlen import varlen_attn
 
+from cp_styles.functions.varlen import context_varlen_attention
 from cp_styles.layout import SequenceLayout, head_tail
 from cp_styles.styles import ModuleContextParallel
 from cp_styles.torch_api import context_parallel
@@ -220,6 +221,24 @@ def test_varlen_in_a_compiled_model(door: str):
         check(PACKED, partial(packed, model), LAYOUT, rank)
         assert counter.op_count >= 4
         dist.barrier()
+
+    run_ranks(on, RANKS)
+
+
+@pytest.mark.parametrize("documents", [[0, 20, 21, 30, LENGTH], CU], ids=["a list", "a tensor"])
+def test_the_functions_in_a_compiled_caller(documents):
+    """Twice, because the second call finds what the first has made, and torch.compile would look into that."""
+
+    def on(rank: int):
+        mesh = cp_mesh(RANKS)
+
+        def attend(q, k, v):
+            given = {"window_size": (-1, 0), "return_lse": True, "layout": LAYOUT}
+            return context_varlen_attention(q * 1.0, k * 1.0, v * 1.0, mesh, documents, **given)
+
+        compiled = torch.compile(attend, backend="eager")
+        for _ in range(2):
+            check(PACKED, partial(packed, compiled), LAYOUT, rank)
 
     run_ranks(on, RANKS)
 

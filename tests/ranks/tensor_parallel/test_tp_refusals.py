@@ -4,16 +4,31 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from cp_styles import (
+    AttentionContextParallel,
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    global_loss,
+    global_token_count,
+    next_token_labels,
+    parallelize_module,
+    sum_gradients,
+)
 from cp_styles.layout import SequenceLayout, head_tail
 from cp_styles.mask import Dense
-from cp_styles.testing import run_ranks
-from tests.oracle import randn
+from cp_styles.testing import RankError, run_ranks
+from tests.covering import at_night
+from tests.oracle import error, randn
 from tests.ranks.attention_case import EXACT, Core, Problem, parallel
 from tests.ranks.tensor_parallel.tp_cp_case import HEADS, WHOLE, Cut, composed_mesh, exact
+from tutorials.llama import Llama, LlamaConfig, parallel_plan
 
 
 def refused(act, *sizes: int, names=("cp", "tp")) -> str:
@@ -154,3 +169,99 @@ def test_gathering_the_sequence_inside_is_refused_beside_tp_too():
     for text in run_ranks(on, 4, timeout_seconds=20):
         assert "nothing may gather the sequence inside a context-parallel module" in text
         assert "no fused attention op was reached inside the module" in text
+
+
+def test_two_axes_in_another_order_than_the_mesh():
+    def on(rank: int) -> None:
+        mesh = composed_mesh(names=("outer", "inner"))
+        torch.distributed.barrier()  # a rank that ends at once must not leave while others make the mesh's groups
+        parallel(Core(), mesh, mesh_axis=("inner", "outer"))
+
+    with pytest.raises(RankError, match=r"is not in the order of the mesh, .* Give mesh_axis=\('outer', 'inner'\)"):
+        run_ranks(on, 4)
+
+
+def llama_step(length: int, mesh: DeviceMesh, *plans) -> list[torch.Tensor]:
+    """Loss and gradients of the tutorial's model on a mesh with the axes cp and tp."""
+    generator = torch.Generator().manual_seed(0)
+    model = Llama(LlamaConfig(vocabulary=16, width=16, layers=1, heads=8, kv_heads=2, hidden=24)).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.3)
+    tokens = torch.randint(16, (2, length), generator=generator)
+    cp, layout = mesh["cp"], head_tail(length, mesh["cp"].size())
+    rank = cp.get_local_rank()
+    for each in plans:
+        parallelize_module(model, mesh, each)
+    labels = layout.shard(next_token_labels(tokens), 1, rank)
+    logits = model(layout.shard(tokens, 1, rank), layout.positions(rank))
+    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    loss = global_loss(losses, global_token_count(labels, cp), cp)
+    loss.backward()
+    sum_gradients(model, cp)
+    return [whole(loss.detach()), *(whole(parameter.grad) for parameter in model.parameters())]
+
+
+def whole(x) -> torch.Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def step_error(length: int, plans, *sizes: int) -> float:
+    expected = run_ranks(lambda rank: llama_step(length, composed_mesh(1, 1)), 1)[0]
+    found = run_ranks(lambda rank: llama_step(length, composed_mesh(*sizes), *plans()), sizes[0] * sizes[1])
+    return max(error(a, b) for each in found for a, b in zip(each, expected, strict=True))
+
+
+def with_attention():
+    return parallel_plan(AttentionContextParallel(layout=head_tail))
+
+
+def test_a_part_that_tp_does_not_divide():
+    """22 tokens: every rank has 11. 23: those of one cp rank have 12, which would go on."""
+    words = "RowwiseParallel on Embedding: the size 2 of mesh axis 'tp' does not divide the 11 rows"
+    for length in (22, 23):
+        errors = run_ranks(
+            lambda rank, length=length: llama_step(length, composed_mesh(2, 2), with_attention()),
+            4,
+            timeout_seconds=20,
+            return_errors=True,
+        )
+        assert all(isinstance(error, ValueError) for error in errors), errors
+        own = [words in str(error) for error in errors]
+        assert own == ([True] * 4 if length == 22 else [False, False, True, True])
+        assert all(its or "refused the attention inside" in str(error) for its, error in zip(own, errors, strict=True))
+
+
+def test_lengths_that_tp_divides_and_plans_without_sequence_parallelism():
+    """What the error advises."""
+
+    def without():
+        plan = with_attention()
+        plan = {path: style for path, style in plan.items() if not isinstance(style, SequenceParallel)}
+        plan |= {
+            "embed": RowwiseParallel(input_layouts=Replicate()),
+            "layers.*.attention.wo": RowwiseParallel(),
+            "layers.*.feed_forward.w2": RowwiseParallel(),
+            "out": ColwiseParallel(output_layouts=Replicate()),
+        }
+        return {path: style for path, style in plan.items() if not isinstance(style, PrepareModuleInput)}
+
+    assert step_error(24, lambda: [with_attention()], 2, 2) < EXACT
+    assert step_error(22, lambda: [without()], 2, 2) < EXACT
+
+
+@pytest.mark.parametrize("sizes", [(1, 4), *at_night((2, 4))], ids=str)
+def test_key_heads_that_tp_does_not_divide_are_replicated(sizes: tuple[int, int]):
+    """What the page advises: 8 query heads and 2 key heads on a tp of 4."""
+
+    def plan():
+        heads = (Shard(1), Replicate(), Replicate())
+        core = PrepareModuleInput(input_layouts=heads, desired_input_layouts=heads)
+        return {
+            path.replace("w[qkv]", "wq"): style for path, style in with_attention().items() if "core" not in path
+        } | {"layers.*.attention.w[kv]": ColwiseParallel(output_layouts=Replicate()), "layers.*.attention.core": core}
+
+    def both():
+        return [plan(), {"layers.*.attention.core": AttentionContextParallel(layout=head_tail)}]
+
+    assert step_error(16, both, *sizes) < EXACT

@@ -231,9 +231,9 @@ def without_positions(model: nn.Module, batch: Any, mesh: Any) -> torch.Tensor:
 def test_a_model_that_counts_its_tokens():
     model = Counts(CONFIG).double()
     model.load_state_dict(llama().state_dict())
-    words = r"the model \(Counts\): its output on each rank is that of the first positions: positions are forgotten"
+    words = r"the model \(Counts\): what it gives to layers.0 on each rank is that of the first positions: positions"
     wrong(model, act=without_positions, words=words)
-    guarded = r"in the model \(Counts\): NotImplementedError: .*Counts makes the numbers 0 to"
+    guarded = r"NotImplementedError: .*the model itself \(Counts\) makes the numbers 0 to"
     wrong(model, ModuleContextParallel(), without_positions, words=guarded)
 
 
@@ -410,9 +410,9 @@ class WithState(nn.Module):
 def test_a_layer_with_a_state():
     model = llama()
     model.layers[1].feed_forward = WithState(model.layers[1].feed_forward)
-    words = r"layers.1.feed_forward \(WithState\): it carries values from token to token without"
+    words = r"layers.1.feed_forward \(WithState\): it carries values from token to token"
     wrong(model, words=words.replace("layers", "^layers"))
-    guarded = r"^in layers.1.feed_forward \(WithState\): NotImplementedError: .*carries values from token to token"
+    guarded = r"NotImplementedError: .*layers.1.feed_forward \(WithState\) carries values from token to token"
     wrong(model, ModuleContextParallel(), words=guarded)
 
 
@@ -497,11 +497,12 @@ def test_the_command_reports_and_fails(capsys):
     [
         (f"{__file__}", "argument FILE.py:FUNCTION: .*give a file or module and a function"),
         ("nowhere.py:case", "there is no file nowhere.py"),
+        ("nowhere.at_all:case", "there is no module nowhere; a file is given with .py"),
         (f"{__file__}:nothing", "has no function nothing"),
         (f"{__file__}:broken", "its dict has no plan, batch, step"),
         (f"{__file__}:case --mesh cp", "argument --mesh: 'cp': give axes and their sizes"),
     ],
-    ids=["no function", "no file", "nothing", "broken", "mesh"],
+    ids=["no function", "no file", "no module", "nothing", "broken", "mesh"],
 )
 def test_bad_input_names_the_option(arguments: str, words: str, capsys):
     with pytest.raises(SystemExit) as found:

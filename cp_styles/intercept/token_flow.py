@@ -1,0 +1,497 @@
+"""Follows which token each value belongs to, beside the first run of a model: finds what mixes and counts tokens.
+
+Under context parallelism a rank has a part of the tokens. What combines tokens by other means than attention calls
+(a recurrence, a convolution, a norm over tokens, attention in plain operations) would combine those of this part only.
+And what depends on the place of a token in this part (positions that count from 0) is that of another token.
+
+[Note: token flow] A TorchDispatchMode sees each operator below autograd, hooks and modules. Beside the one run of the
+model, it keeps for each tensor which tokens its elements were computed from (``token_rules.py``). It runs nothing of
+the model again, and changes nothing that a model could notice. Values in which tokens were mixed are no mistake by
+themselves: sums for a loss, statistics of a router. They are one where they reach the query, key or value of an
+attention, or an output that still has tokens. What it does not know is never an error.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
+from functools import cached_property
+from math import prod
+from os.path import dirname, join
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cp_styles._compat import (
+    StorageWeakRef,
+    dispatch_modes,
+    tree_leaves,
+    without_dispatch_modes,
+    without_function_modes,
+)
+from cp_styles.intercept.token_rules import (
+    CLEAN,
+    MOST,
+    UNKNOWN,
+    Label,
+    OpCall,
+    Track,
+    by_values,
+    over,
+    plain_name,
+)
+from cp_styles.layout import cut_with
+from cp_styles.troubleshooting import see
+
+
+class Origin(NamedTuple):
+    """A call of an operator: what it does, the user's line that made it, and the module that was running."""
+
+    words: str
+    line: str
+    module: str
+
+
+class TokenProblem(NamedTuple):
+    """What is wrong with a value: ``kind`` is "mixed", "counted" or "moved"."""
+
+    kind: str
+    where: Origin
+
+
+class TokenFlow(TorchDispatchMode):
+    """While it is entered, follows this rank's tokens from the tensors that were given to :meth:`seed`.
+
+    See [Note: token flow].
+
+    Args:
+        length: the number of tokens of this rank's part; None for that of the first attention.
+        positions: returns, for this number of tokens, the positions that this rank's may have; the likely ones first.
+            None: values that depend on places are not looked for, because each place is its own position.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, length: int | None, positions: Callable[[int], Iterable[torch.Tensor]] | None = None) -> None:
+        super().__init__()
+        self.length, self._positions = length, positions
+        self._storages: dict[StorageWeakRef, _Storage] = {}
+        self._modules: list[str] = []
+        self._paused = 0
+        self._attended = False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # torch.compile compiles inside as it does without this mode
+
+    @staticmethod
+    def entered() -> TokenFlow | None:
+        """The one that follows what this thread runs."""
+        return next((mode for mode in reversed(dispatch_modes()) if isinstance(mode, TokenFlow)), None)
+
+    @contextmanager
+    def inside(self, module: str) -> Iterator[None]:
+        """While a module runs, for messages."""
+        self._modules.append(module)
+        try:
+            yield
+        finally:
+            self._modules.pop()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Nothing that runs is followed."""
+        self._paused += 1
+        try:
+            yield
+        finally:
+            self._paused -= 1
+
+    # What tensors hold.
+
+    def seed(self, tensors: Iterable[tuple[torch.Tensor, int | None]]) -> None:
+        """Say that tensors hold this rank's tokens along a dim; None if it is not known what they hold."""
+        with _unnoticed(), suppress(Exception):
+            for tensor, dim in tensors:
+                tokens = None if dim is None else _count(tensor.shape[dim], tensor.ndim, dim % tensor.ndim)
+                self._write(tensor, UNKNOWN if tokens is None else Label(tokens))
+
+    def label_of(self, tensor: torch.Tensor) -> Label:
+        """What is known of a tensor's elements."""
+        if not _is_plain(tensor):
+            return UNKNOWN
+        if not tensor.numel():
+            return CLEAN
+        storage = self._storages.get(_key(tensor))
+        label = None if storage is None else storage.get(tensor)
+        if (label is None or label.blank) and cut_with(tensor) is not None:
+            dims = [dim for dim, size in enumerate(tensor.shape) if size == self.length]
+            return Label(_count(tensor.shape[dims[0]], tensor.ndim, dims[0])) if len(dims) == 1 else UNKNOWN
+        if label is not None:
+            return label
+        # Parameters, buffers and constants are clean. What a compiled graph has computed was not seen.
+        return CLEAN if tensor.grad_fn is None else UNKNOWN
+
+    def _write(self, tensor: torch.Tensor, label: Label) -> None:
+        """Of a tensor whose elements have changed."""
+        if _is_plain(tensor) and tensor.numel():
+            self._storages.setdefault(_key(tensor), _Storage()).write(tensor, _fitted(label, tensor))
+
+    def _note(self, tensor: torch.Tensor, label: Label) -> None:
+        """Of a new tensor, or a new view."""
+        if _is_plain(tensor) and tensor.numel():
+            self._storages.setdefault(_key(tensor), _Storage()).put(tensor, _fitted(label, tensor))
+
+    # Operators.
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(each not in _PLAIN for each in types):
+            # Subclasses, such as DTensor, run operators on what is inside of them. The fake tensors of a trace leave
+            # that to their own mode, which has called this one.
+            return func(*args, **kwargs) if torch.compiler.is_compiling() else NotImplemented
+        if self._paused or not isinstance(func, torch._ops.OpOverload):
+            return func(*args, **kwargs)
+        frame = _user_frame()
+        followed = frame is not None and not _is_engine(frame)
+        if followed and torch.is_inference_mode_enabled():  # torch has not taken apart what consists of other operators
+            with self:
+                out = func.decompose(*args, **kwargs)
+            if out is not NotImplemented:
+                return out
+        # What calls operators without Python, such as TorchScript, passes no function modes, and shall not do so here.
+        with without_function_modes() if func.namespace == "aten" else nullcontext():
+            out = func(*args, **kwargs)
+        with _unnoticed():
+            try:
+                if followed:
+                    self._follow(func, args, kwargs, out, frame)
+                else:
+                    self._lose(func, args, kwargs, out)
+            except Exception:  # of any kind: the model must not notice
+                self._lose(func, args, kwargs, out)
+        return out
+
+    def _lose(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Say that it is not known what an operator has made."""
+        for tensor in _written(func, args, kwargs):
+            self._write(tensor, UNKNOWN)
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and _is_plain(tensor) and _key(tensor) not in self._storages:
+                self._note(tensor, UNKNOWN)
+
+    def _follow(self, func: Any, args: Any, kwargs: Any, out: Any, frame: FrameType | None) -> None:
+        def where(words: str) -> Origin:
+            assert frame is not None
+            line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            return Origin(words, line, self._modules[-1] if self._modules else "")
+
+        name = plain_name(func)
+        if name in _METADATA and func._schema.is_mutable:
+            return None  # the same elements, and what they are is kept by element
+        length = None if self._positions is None else self.length
+        call = OpCall(func, args, kwargs, out, self.label_of, where, length, self._likely_positions)
+        if func.namespace == "_c10d_functional" and name in ("all_reduce", "wait_tensor", "broadcast"):
+            labels: Any = call.given[0]  # ranks of other axes hold the same tokens
+        elif func.namespace == "aten":
+            labels = call.labels()
+        else:
+            return self._lose(func, args, kwargs, out)
+        written = list(_written(func, args, kwargs))
+        made = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor) and all(x is not y for y in written)]
+        set_label = self._note if made else self._write
+        if made:
+            for tensor in written:  # statistics beside the results
+                self._write(tensor, UNKNOWN)
+        made = made or written
+        for tensor, label in zip(made, labels if isinstance(labels, list) else [labels] * len(made), strict=False):
+            set_label(tensor, self._without_positions(tensor, label))
+        if len(self._storages) > _MOST_STORAGES:
+            for ref in [ref for ref in self._storages if ref.expired()]:
+                del self._storages[ref]
+        return None
+
+    def _without_positions(self, tensor: torch.Tensor, label: Label) -> Label:
+        """The label, without places if they have become this rank's positions: of a model that adds where it begins."""
+        if label.places is None or tensor.numel() != self.length or tensor.is_floating_point() or tensor.is_complex():
+            return label
+        numbers = tensor.flatten().cpu().long()
+        return CLEAN if any(torch.equal(numbers, each) for each in self._possible_positions()) else label
+
+    @cached_property
+    def _likely_positions(self) -> torch.Tensor | None:
+        return next(self._possible_positions(), None)
+
+    def _possible_positions(self) -> Iterator[torch.Tensor]:
+        return iter(()) if self._positions is None or self.length is None else iter(self._positions(self.length))
+
+    # Attention and outputs.
+
+    def problem_of_attention(self, tensors: Iterable[torch.Tensor], dim: int = -2) -> TokenProblem | None:
+        """What is wrong with the query, key or value of an attention, whose tokens are along ``dim``."""
+        if self._paused:
+            return None
+        q, k, v = tensors
+        self.length = q.shape[dim] if self.length is None else self.length
+        with _unnoticed():
+            return next((problem for x in (q, k, v) if (problem := self._problem(x, dim % x.ndim)) is not None), None)
+
+    def attended(self, out: torch.Tensor, q: torch.Tensor, dim: int = -2) -> None:
+        """Say what an attention has returned: elements of the tokens of its query."""
+        if self._paused:
+            return
+        with _unnoticed(), suppress(Exception):
+            tokens, lost = over(self.label_of(q).tokens, [-1])
+            if tokens is None and out.shape[dim] == self.length:
+                tokens = _count(out.shape[dim], out.ndim, dim % out.ndim)
+            self._attended |= tokens is not None
+            self._write(out, UNKNOWN if tokens is None or lost else Label(tokens))
+
+    def problem_of_outputs(self, outputs: Any, *, surely_tokens: bool) -> TokenProblem | None:
+        """What is wrong with the tensors that a module returns.
+
+        Without an attention over the tokens that were given to :meth:`seed`, it is not sure that they are tokens, and
+        None is returned unless the caller is sure.
+        """
+        if not self._attended and not surely_tokens:
+            return None
+        tensors = (x for x in tree_leaves(outputs) if isinstance(x, torch.Tensor))
+        tensors = (x for x in tensors if x.is_floating_point() or x.is_complex())
+        with _unnoticed():
+            return next((problem for x in tensors if (problem := self._problem(x, None)) is not None), None)
+
+    def _problem(self, x: torch.Tensor, dim: int | None) -> TokenProblem | None:
+        """``dim``: that of the tokens in an attention. None: for an output, the dim that the label has."""
+        with suppress(Exception):  # of any kind: what is not known is no error
+            return self._problem_of(self.label_of(x), x, dim)
+        return None
+
+    def _problem_of(self, label: Label, x: torch.Tensor, dim: int | None) -> TokenProblem | None:
+        tokens = label.tokens
+        if dim is None:
+            along = any(self._is_along(tokens, x, each) for each in range(x.ndim))
+            along |= label.mixed is not None and x.ndim > 2 and x.shape[1] == self.length
+        else:
+            along = x.shape[dim] == self.length or (tokens is not None and tokens.shape[dim] > 1)
+        if not along:
+            return None
+        if label.mixed is not None:
+            return TokenProblem("mixed", label.mixed)
+        if label.counted is not None:
+            return TokenProblem("counted", label.counted)
+        if dim is not None and label.places is not None and self._is_in_order(label.places, dim):
+            right = label.right is not None and torch.equal(x, label.right)
+            return None if right else TokenProblem("counted", label.source)
+        dims = [] if tokens is None else [each for each, size in enumerate(tokens.shape) if size > 1]
+        if tokens is not None and len(dims) == 1 and dim in (None, dims[0]) and x.shape[dims[0]] == self.length:
+            problem = TokenProblem("moved", Origin("", "", self._modules[-1] if self._modules else ""))
+            return None if self._is_in_order(tokens, dims[0]) else problem
+        return None
+
+    def _is_along(self, tokens: Track, x: torch.Tensor, dim: int) -> bool:
+        """Whether a dim of a result may be that of the tokens, flattened with others perhaps."""
+        if tokens is None or tokens.shape[dim] < 2 or not self.length or x.shape[dim] % self.length:
+            return False
+        return bool((tokens != tokens.narrow(dim, 0, 1)).any())
+
+    def _is_in_order(self, track: torch.Tensor, dim: int) -> bool:
+        """Whether each element along ``dim`` is its own token, or none."""
+        length = track.shape[dim]
+        return length == self.length and bool(((track == _count(length, track.ndim, dim)) | (track < 0)).all())
+
+    def words(self, problem: TokenProblem) -> str:
+        """What is wrong, and what to do."""
+        words, line, module = problem.where
+        module, at = module or "the model", f" at {line}" if line else ""
+        if problem.kind == "counted":
+            return (
+                f"{module} {words}{at}, and takes no positions there: it counts this rank's tokens as if "
+                "they were the first ones. Give it positions (layout.positions(rank)) and use them in this line, "
+                "table[:, positions] for example; or, for a model that takes positions, pass them; or apply the style "
+                f"with check_inputs=False if these are not positions{see('Positions that count from 0')}"
+            )
+        if problem.kind == "moved":
+            how = "what it gives to an attention, or returns, is not in the order of the tokens"
+        elif "attention" in words:
+            how = (
+                f"the attention {words}{at} was not intercepted, and saw this rank's part alone: TorchScript calls "
+                "operators without Python. Do not use torch.jit.script and torch.jit.trace, or use torch.compile. Or"
+            )
+        else:
+            how = f"{words}{at} computes values from several of this rank's {self.length} tokens"
+        return (
+            f"{module} carries values from token to token without an attention call: {how}. A recurrence, a "
+            "convolution along the sequence, linear attention, attention in plain operations, or a norm over tokens "
+            "would end at this rank's part. It is not context parallel: call scaled_dot_product_attention for "
+            "attention, keep other such layers out of the model, or name the module in trusted= of the style if what "
+            f"it mixes is whole on each rank{see('A layer that mixes tokens')}"
+        )
+
+
+@contextmanager
+def _unnoticed() -> Iterator[None]:
+    """What runs inside is seen by no mode that was entered before."""
+    with without_dispatch_modes(), without_function_modes():
+        yield
+
+
+class _Storage:
+    """What is known of the elements of a tensor's memory, by the views of it."""
+
+    def __init__(self) -> None:
+        self._labels: dict[Any, Label] = {}
+        self._flat: Label | None = None  # of all elements, after some of them were changed
+        self._flat_itemsize = 0
+
+    def get(self, tensor: torch.Tensor) -> Label | None:
+        place = _place(tensor)
+        label = self._labels.get(place)
+        if label is None and (self._labels or self._flat is not None):
+            flat = self._laid_out(tensor)
+            label = flat.moved(lambda track: by_values(track.as_strided(*place[:3]).clone()))
+            self._labels[place] = label
+        return label
+
+    def put(self, tensor: torch.Tensor, label: Label) -> None:
+        self._labels[_place(tensor)] = label
+
+    def write(self, tensor: torch.Tensor, label: Label) -> None:
+        place = _place(tensor)
+        if tensor.numel() * tensor.element_size() < tensor.untyped_storage().nbytes():
+            old = list(self._labels.values())
+            if label is CLEAN and self._flat is None and all(each is CLEAN for each in old):
+                return
+            flat = self._laid_out(tensor, label)
+            tracks: dict[str, Track] = {}
+            for name in ("tokens", "places"):
+                new, whole = getattr(label, name), getattr(flat, name)
+                if (new is None and whole is None) or flat.unknown:
+                    continue
+                if whole is None:
+                    whole = torch.full([_elements(tensor)], -1, dtype=torch.int32, device="cpu")
+                part = whole.as_strided(*place[:3])
+                part.copy_(torch.full([], -1, device="cpu") if new is None else new.expand(tensor.shape))
+                tracks[name] = whole
+            self._flat = replace(flat, **tracks)
+            self._labels = {}
+        else:
+            self._flat, self._labels = None, {place: label}
+
+    def _laid_out(self, tensor: torch.Tensor, also: Label = CLEAN) -> Label:
+        """The label of all elements; its tracks belong to this object."""
+        given = [*self._labels.values(), also] + ([] if self._flat is None else [self._flat])
+        flags = {
+            name: next((x for each in given if (x := getattr(each, name)) is not None), None)
+            for name in ("source", "mixed", "counted")
+        }
+        if self._flat is not None and self._flat_itemsize == tensor.element_size():
+            return replace(self._flat, **flags, unknown=self._flat.unknown or also.unknown)
+        sizes = {place: label for place, label in self._labels.items() if place[3] == tensor.element_size()}
+        if (self._labels and not sizes) or _elements(tensor) > MOST or self._flat is not None:
+            return Label(**flags, unknown=True)
+        self._flat_itemsize = tensor.element_size()
+        if not sizes:
+            return Label(**flags, unknown=also.unknown)
+        place, label = max(sizes.items(), key=lambda each: prod(each[0][0]))
+
+        def lay(track: Track) -> Track:
+            if track is None:
+                return None
+            whole = torch.full([_elements(tensor)], -1, dtype=torch.int32, device="cpu")
+            shape, strides, offset, _ = place
+            once = [size if stride else 1 for size, stride in zip(shape, strides, strict=True)]  # of what is expanded
+            part = track.expand(shape)[tuple(slice(size) for size in once)]
+            whole.as_strided(once, strides, offset).copy_(part)
+            return whole
+
+        unknown = label.unknown or also.unknown
+        return Label(tokens=lay(label.tokens), places=lay(label.places), **flags, unknown=unknown)
+
+
+def _place(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], int, int]:
+    """Where a tensor's elements are in its storage."""
+    return tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.element_size()
+
+
+def _elements(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().nbytes() // tensor.element_size()
+
+
+def _key(tensor: torch.Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_nested
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def _fitted(label: Label, tensor: torch.Tensor) -> Label:
+    """With tracks of as many dims as the tensor has; not known if they do not fit."""
+
+    def fit(track: torch.Tensor) -> torch.Tensor:
+        track = track.reshape([1] * (tensor.ndim - track.ndim) + list(track.shape))
+        if any(size not in (1, whole) for size, whole in zip(track.shape, tensor.shape, strict=True)):
+            raise ValueError
+        return track
+
+    if label.tokens is None and label.places is None:
+        return label
+    try:
+        return replace(label.moved(fit), right=label.right)
+    except (ValueError, RuntimeError):
+        return Label(mixed=label.mixed, counted=label.counted, unknown=True)
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
+    """The arguments that an operator changes."""
+    if not func._schema.is_mutable:
+        return
+    for index, each in enumerate(func._schema.arguments):
+        if each.alias_info is not None and each.alias_info.is_write:
+            value = args[index] if index < len(args) else kwargs.get(each.name)
+            yield from (x for x in tree_leaves(value) if isinstance(x, torch.Tensor))
+
+
+def _count(length: int, dims: int, dim: int) -> torch.Tensor:
+    return torch.arange(length, dtype=torch.int32, device="cpu").view(
+        [length if each == dim else 1 for each in range(dims)]
+    )
+
+
+# Change where a tensor's elements are, and not what they are.
+_METADATA = frozenset(
+    ("transpose", "t", "squeeze", "unsqueeze", "swapaxes", "swapdims", "as_strided", "detach", "requires_grad")
+)
+_MODES = ("__torch_function__", "__torch_dispatch__")
+_MOST_STORAGES = 1 << 14
+_TORCH = dirname(torch.__file__)
+_PACKAGE = dirname(dirname(__file__))
+# This package's own computations. Other code of it passes on what a user's code does.
+_ENGINE = tuple(
+    join(_PACKAGE, name)
+    for name in ("engine", "functions", "strategies", "kernels", "collectives", "comm", "plan", "mask", "layout.py")
+)
+
+
+def _user_frame() -> FrameType | None:
+    """The nearest frame that is neither torch's nor this package's way from a user's code to torch."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        ours = file.startswith(_PACKAGE) and not file.startswith(_ENGINE)
+        if not (file.startswith(_TORCH) or ours or frame.f_code.co_name in _MODES):
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def _is_engine(frame: FrameType) -> bool:
+    """Whether what runs is this package's engine, or the code of a compiled graph, which shares memory as it likes."""
+    return frame.f_code.co_filename.startswith(_ENGINE) or "async_compile" in frame.f_globals

@@ -1,0 +1,965 @@
+"""Which token each element of an op's result belongs to, from those of its arguments: rules for torch's operators.
+
+A track is an int32 tensor on the host with the dims of a tensor. Each dim has the tensor's size, or 1 where all
+elements along it are alike. An element is the index of a token, or -1 for none. None is a track without any token. So a
+track is as small as [1, L, 1], whatever is beside the tokens.
+
+Rules are chosen by the name of the operator, or by what torch says of it (pointwise). What has no rule is run once more
+with one token changed, if it is small; else its result is not known. Neither is ever an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+
+from cp_styles._compat import tree_leaves, tree_map
+
+Track = torch.Tensor | None
+MOST = 1 << 22
+"""Elements of the largest track, and of the largest arguments with which an op is run once more."""
+_MIXTURES = 1 << 25
+"""From here on, numbers are those of elements of several tokens."""
+
+
+@dataclass(frozen=True)
+class Label:
+    """What is known of the elements of a tensor.
+
+    Attributes:
+        tokens: the token from which each was computed; for one that was computed from several, one of them or none.
+        places: the place in this rank's part that each holds without being computed from tokens, as positions do that
+            were counted from 0, or taken from the first rows of a table.
+        source: the call that made ``places``.
+        right: with places, the values that the tensor would have with this rank's positions in their stead. None if
+            these are not known.
+        mixed: the call that computed elements from several tokens. None: there was none.
+        counted: the call that made places, where tokens and their places have come together. None: they have not.
+        unknown: it was made by something that has no rule.
+    """
+
+    tokens: Track = None
+    places: Track = None
+    source: Any = None
+    right: torch.Tensor | None = None
+    mixed: Any = None
+    counted: Any = None
+    unknown: bool = False
+
+    def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> Label:
+        """Of data that was moved: ``move`` is applied to both tracks."""
+        tokens = None if self.tokens is None else move(self.tokens)
+        places = None if self.places is None else move(self.places)
+        return replace(self, tokens=tokens, places=places, right=None)
+
+    @property
+    def blank(self) -> bool:
+        """Whether nothing of it comes from tokens or places."""
+        return self.tokens is None and self.places is None and self.mixed is None and self.counted is None
+
+
+CLEAN, UNKNOWN = Label(), Label(unknown=True)
+
+
+class NoRuleError(Exception):
+    """The label of a result is not known."""
+
+
+def compressed(track: torch.Tensor) -> torch.Tensor:
+    """With size 1 in the dims along which its elements share memory."""
+    for dim, (size, stride) in enumerate(zip(track.shape, track.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            track = track.narrow(dim, 0, 1)
+    return track
+
+
+def by_values(track: torch.Tensor) -> torch.Tensor:
+    """With size 1 in the dims along which its elements are equal."""
+    for dim, size in enumerate(track.shape):
+        if size > 1 and bool((track == track.narrow(dim, 0, 1)).all()):
+            track = track.narrow(dim, 0, 1)
+    return track
+
+
+def varies(track: Track) -> bool:
+    """Whether there are two tokens in it."""
+    return track is not None and int(track.max()) > int(torch.where(track < 0, track.max(), track).min())
+
+
+def together(a: Track, b: Track) -> tuple[Track, bool]:
+    """The track of elements that are computed from those of ``a`` and ``b``; and whether two tokens meet in one."""
+    if a is None or b is None or a is b:
+        return (b if a is None else a), False
+    dims = max(a.ndim, b.ndim)
+    a, b = (x.reshape([1] * (dims - x.ndim) + list(x.shape)) for x in (a, b))
+    if a.shape == b.shape and torch.equal(a, b):
+        return a, False
+    if prod(torch.broadcast_shapes(a.shape, b.shape)) > MOST:
+        corner = tuple(slice(64) for _ in range(dims))
+        if together(a[corner], b[corner])[1]:
+            return a, True
+        raise NoRuleError
+    one = torch.where(a < 0, b, a)
+    meet = (a >= 0) & (b >= 0) & (a != b)
+    if not bool(meet.any()):
+        return one, False
+    return torch.where(meet, _mixture(a, b), one), True
+
+
+def _mixture(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """A number for elements of several tokens, most often another one for other tokens."""
+    return (a * 31 + b * 17) % _MIXTURES + _MIXTURES
+
+
+def over(track: Track, dims: Sequence[int]) -> tuple[Track, bool]:
+    """The track of elements that are computed from all along ``dims``, which get size 1; and whether tokens meet."""
+    if track is None:
+        return None, False
+    dims = sorted({dim % track.ndim for dim in dims if track.ndim and track.shape[dim % track.ndim] > 1})
+    if not dims:
+        return track, False
+    last = track.amax(dims, keepdim=True)
+    first = torch.where(track < 0, last, track).amin(dims, keepdim=True)
+    meet = last != first
+    if not bool(meet.any()):
+        return last, False
+    return torch.where(meet, _mixture(first, last), last), True
+
+
+def _along(track: torch.Tensor, shape: Sequence[int], dims: Sequence[int]) -> torch.Tensor:
+    """The track with the whole size of a tensor of ``shape`` in ``dims``."""
+    return track.expand([shape[dim] if dim in dims else size for dim, size in enumerate(track.shape)])
+
+
+def _small(*shape: int) -> None:
+    if prod(shape) > MOST:
+        raise NoRuleError
+
+
+def plain_name(func: Any) -> str:
+    """The name of an operator, the same for its variants in place, with ``out=``, and that copy."""
+    name = func._schema.name.rpartition("::")[2]
+    if name.endswith("_") and not name.endswith("__"):
+        name = name[:-1]
+    return name if name == "index_copy" else name.removesuffix("_copy")
+
+
+class OpCall:
+    """One call of an operator, with what its rule needs.
+
+    ``label_of`` gives the label of a tensor. ``where(words)`` describes the call. ``length``: this rank's number of
+    tokens, if places in its part are to be found; else None. ``positions``: those of its tokens, if they are known.
+    """
+
+    def __init__(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        out: Any,
+        label_of: Callable[[torch.Tensor], Label],
+        where: Callable[[str], Any],
+        length: int | None,
+        positions: torch.Tensor | None,
+    ) -> None:
+        self.func, self.args, self.kwargs, self.out = func, args, kwargs, out
+        self.label_of, self.where, self.length, self.positions = label_of, where, length, positions
+        self.name = plain_name(func)
+        self.tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        self.given = [label_of(x) for x in self.tensors]
+
+    def labels(self) -> Label | list[Label]:
+        """The label of the results, or of each of them."""
+        name, given = self.name, self.given
+        if name in _MADE:
+            return UNKNOWN if "empty" in name or name == "resize" else CLEAN
+        if name not in _COUNTING and all(each.blank for each in given):
+            return UNKNOWN if any(each.unknown for each in given) else CLEAN
+        try:
+            rule = _RULES.get(name)
+            if rule is None and torch.Tag.pointwise in self.func.tags:
+                rule = _pointwise
+            if rule is None and ("scaled_dot_product" in name or name.endswith("_attention_forward")):
+                rule = _attention
+            label = (rule or _tried)(self)
+            return label if isinstance(label, list) else self.with_right_values(label)
+        except (NoRuleError, IndexError, RuntimeError, TypeError, ValueError):
+            return self.join(None, None, False, unknown=True)
+
+    def argument(self, name: str, default: Any = None) -> Any:
+        """An argument of the call by its name in the operator's schema."""
+        for index, each in enumerate(self.func._schema.arguments):
+            if each.name == name:
+                if index < len(self.args):
+                    return self.args[index]
+                return self.kwargs.get(name, each.default_value if each.has_default_value() else default)
+        return default
+
+    def join(
+        self,
+        tokens: Track,
+        places: Track,
+        meet: bool,
+        *,
+        unknown: bool = False,
+        given: Sequence[Label] | None = None,
+    ) -> Label:
+        """The label of a result with these tracks, in which tokens ``meet``; the rest is that of the arguments."""
+        given = self.given if given is None else given
+        mixed = next((each.mixed for each in given if each.mixed is not None), None)
+        counted = next((each.counted for each in given if each.counted is not None), None)
+        source = next((each.source for each in given if each.places is not None), None)
+        if meet and mixed is None:
+            mixed = self.where(self.name)
+        if tokens is not None and (not tokens.numel() or int(tokens.max()) < 0):
+            tokens = None
+        if tokens is not None and places is not None:
+            if counted is None and _aligned(tokens, places) and not self.is_right():
+                counted = source
+            places = None
+        if tokens is None and places is None and mixed is None and counted is None:
+            return UNKNOWN if unknown or any(each.unknown for each in given) else CLEAN
+        source = None if places is None else source
+        return Label(tokens, places, source, mixed=mixed, counted=counted, unknown=unknown)
+
+    def is_right(self) -> bool:
+        """Whether the arguments that hold places have the values that they would have with positions."""
+        pairs = zip(self.tensors, self.given, strict=True)
+        return all(
+            each.right is not None and torch.equal(x, each.right) for x, each in pairs if each.places is not None
+        )
+
+    def with_right_values(self, label: Label) -> Label:
+        """The label of a result that holds places, with the values that it would have with positions."""
+        func, out = self.func, self.out
+        if label.places is None or label.right is not None or not isinstance(out, torch.Tensor):
+            return label
+        right = {id(x): each.right for x, each in zip(self.tensors, self.given, strict=True) if each.places is not None}
+        if func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags or None in right.values():
+            return label
+        if not right:
+            return label
+        args, kwargs = tree_map(lambda x: right.get(id(x), x), (self.args, self.kwargs))
+        return replace(label, right=func(*args, **kwargs))
+
+    def merged(self, labels: Sequence[Label]) -> Label:
+        """Of elements that are computed from those of several tensors that broadcast."""
+        tokens = places = None
+        meet = lost = False
+        for each in labels:
+            tokens, differ = together(tokens, each.tokens)
+            meet |= differ
+            places, differ = together(places, each.places)
+            lost |= differ
+        return self.join(tokens, None if lost else places, meet, given=labels)
+
+    def reduced(self, label: Label, shape: Sequence[int], dims: Sequence[int], *, keep: bool) -> Label:
+        """Of elements that are computed from all along ``dims``. ``keep``: the result has the size of the argument."""
+        tokens, meet = over(label.tokens, dims)
+        places, lost = over(label.places, dims)
+        if keep and meet:
+            tokens = label.tokens
+        return self.join(tokens, None if lost else places, meet, given=[label])
+
+
+def _aligned(tokens: torch.Tensor, places: torch.Tensor) -> bool:
+    """Whether each element's token is at its place."""
+    dims = max(tokens.ndim, places.ndim)
+    tokens, places = (x.reshape([1] * (dims - x.ndim) + list(x.shape)) for x in (tokens, places))
+    if prod(torch.broadcast_shapes(tokens.shape, places.shape)) > MOST:
+        return False
+    tokens, places = torch.broadcast_tensors(tokens, places)
+    both = (tokens >= 0) & (places >= 0)
+    return bool(both.any()) and varies(torch.where(both, places, -1)) and bool((tokens == places)[both].all())
+
+
+# Rules. Each gets a call and returns the label of its results, or a list of them.
+
+
+def _pointwise(call: OpCall) -> Label:
+    return call.merged(call.given)
+
+
+def _view(call: OpCall) -> Label | list[Label]:
+    """What torch makes without a copy is made of the track in the same way."""
+    x = call.args[0]
+    shape, rest = x.shape, call.args[1:]
+
+    def moved(track: torch.Tensor) -> list[torch.Tensor]:
+        made = call.func(track.expand(shape), *rest, **call.kwargs)
+        return [compressed(each) for each in (made if isinstance(made, list | tuple) else [made])]
+
+    label = call.label_of(x)
+    count = len(call.out) if isinstance(call.out, list | tuple) else 1
+    tokens = [None] * count if label.tokens is None else moved(label.tokens)
+    places = [None] * count if label.places is None else moved(label.places)
+    made = [call.join(token, place, False, given=[label]) for token, place in zip(tokens, places, strict=True)]
+    return made if isinstance(call.out, list | tuple) else made[0]
+
+
+def _slice(call: OpCall) -> Label | list[Label]:
+    """Also finds the first rows of a table that was not made from tokens: as many as this rank has tokens."""
+    x, length = call.args[0], call.length
+    label = call.label_of(x)
+    dim = call.argument("dim", 0) % x.ndim
+    if not label.blank:
+        return _view(call)
+    start, step = call.argument("start") or 0, call.argument("step") or 1
+    taken = call.out.shape[dim]
+    if label.unknown or length is None or taken != length or start != 0 or step != 1 or x.shape[dim] <= length:
+        return label
+    right, positions = None, call.positions
+    if positions is not None and int(positions.max()) < x.shape[dim] and not x.requires_grad:  # or it will be trained
+        right = x.index_select(dim, positions.to(x.device))
+    words = f"takes the first {length} rows of a table of {x.shape[dim]}"
+    return Label(places=_count(length, call.out.ndim, dim), source=call.where(words), right=right)
+
+
+def _count(length: int, dims: int = 1, dim: int = 0) -> torch.Tensor:
+    shape = [1] * dims
+    shape[dim] = length
+    return torch.arange(length, dtype=torch.int32, device="cpu").view(shape)
+
+
+def _range(call: OpCall) -> Label:
+    start, step = call.argument("start", 0), call.argument("step", 1)
+    out, length = call.out, call.length
+    if length is None or out.shape[0] != length or start != 0 or step != 1:
+        return CLEAN
+    right = None if call.positions is None else call.positions.to(out.device, out.dtype)
+    return Label(places=_count(length), source=call.where(f"makes the numbers 0 to {length - 1} inside"), right=right)
+
+
+def _view_of_shape(call: OpCall) -> Label:
+    """Of reshapes: dims that are alike stay so, and only blocks of dims with tokens are laid out."""
+    x, out = call.args[0], call.out
+    if x.dtype != out.dtype:  # view(dtype): the last dim is cut otherwise
+        return call.label_of(x).moved(lambda track: _last_alike(track))
+    old, new = list(x.shape), list(out.shape)
+    blocks = _blocks(old, new)
+
+    def reshaped(track: torch.Tensor) -> torch.Tensor:
+        sizes, result = list(track.shape), []
+        for a, b in blocks:
+            if any(track.shape[dim] > 1 for dim in a):
+                for dim in a:
+                    sizes[dim] = old[dim]
+                result += [new[dim] for dim in b]
+            else:
+                result += [1] * len(b)
+        _small(*sizes)
+        return track.expand(sizes).reshape(result)
+
+    return call.label_of(x).moved(lambda track: by_values(reshaped(track)))
+
+
+def _blocks(old: list[int], new: list[int]) -> list[tuple[list[int], list[int]]]:
+    """Runs of dims of two shapes that have equally many elements."""
+    found, i, j = [], 0, 0
+    while i < len(old) or j < len(new):
+        a, b = [], []
+        left = right = 1
+        if i < len(old):
+            a, left, i = [i], old[i], i + 1
+        if j < len(new):
+            b, right, j = [j], new[j], j + 1
+        while left != right:
+            if (left < right and i < len(old)) or j >= len(new):
+                a.append(i)
+                left, i = left * old[i], i + 1
+            else:
+                b.append(j)
+                right, j = right * new[j], j + 1
+        found.append((a, b))
+    return found
+
+
+def _last_alike(track: torch.Tensor) -> torch.Tensor:
+    if track.shape[-1] > 1:
+        raise NoRuleError
+    return track
+
+
+def _complex_to_real(call: OpCall) -> Label:
+    return call.label_of(call.args[0]).moved(lambda track: track.unsqueeze(-1))
+
+
+def _real_to_complex(call: OpCall) -> Label:
+    return call.label_of(call.args[0]).moved(lambda track: _last_alike(track).squeeze(-1))
+
+
+def _flip(call: OpCall) -> Label:
+    dims = call.args[1]
+    return call.label_of(call.args[0]).moved(lambda track: track.flip(dims))
+
+
+def _roll(call: OpCall) -> Label:
+    shifts, dims = call.args[1], call.argument("dims", ())
+    if not dims:
+        raise NoRuleError
+    return call.label_of(call.args[0]).moved(lambda track: track.roll(shifts, dims))
+
+
+def _repeat(call: OpCall) -> Label:
+    times = list(call.args[1])
+
+    def move(track: torch.Tensor) -> torch.Tensor:
+        whole = track.reshape([1] * (len(times) - track.ndim) + list(track.shape))
+        return whole.repeat([time if size > 1 else 1 for time, size in zip(times, whole.shape, strict=True)])
+
+    return call.label_of(call.args[0]).moved(move)
+
+
+def _join(tensors: Sequence[torch.Tensor], tracks: Sequence[Track], dim: int) -> Track:
+    """The track of tensors that are joined along ``dim``."""
+    if all(track is None for track in tracks):
+        return None
+    known = [
+        torch.full([1] * x.ndim, -1, dtype=torch.int32, device="cpu") if t is None else t
+        for x, t in zip(tensors, tracks, strict=True)
+    ]
+    if all(track.shape[dim] == 1 for track in known):
+        first = known[0]
+        if all(track.shape == first.shape and torch.equal(track, first) for track in known[1:]):
+            return first
+    sizes = [max(track.shape[d] for track in known) for d in range(known[0].ndim)]
+    parts = [
+        track.expand([x.shape[d] if d == dim else size for d, size in enumerate(sizes)])
+        for x, track in zip(tensors, known, strict=True)
+    ]
+    _small(sum(part.numel() for part in parts))
+    return torch.cat(parts, dim)
+
+
+def _cat(call: OpCall) -> Label:
+    tensors = [x for x in call.args[0] if x.ndim > 1 or x.numel()]
+    dim = call.argument("dim", 0) % tensors[0].ndim
+    labels = [call.label_of(x) for x in tensors]
+    tokens = _join(tensors, [each.tokens for each in labels], dim)
+    return call.join(tokens, _join(tensors, [each.places for each in labels], dim), False)
+
+
+def _stack(call: OpCall) -> Label:
+    tensors = [x.unsqueeze(0) for x in call.args[0]]
+    labels = [call.label_of(x).moved(lambda track: track.unsqueeze(0)) for x in call.args[0]]
+    dim = call.argument("dim", 0) % tensors[0].ndim
+    made = call.join(
+        _join(tensors, [each.tokens for each in labels], 0), _join(tensors, [each.places for each in labels], 0), False
+    )
+    return made.moved(lambda track: track.movedim(0, dim))
+
+
+def _pad(call: OpCall) -> Label:
+    x, pads = call.args[0], list(call.args[1])
+    padded = [x.ndim - 1 - index for index in range(len(pads) // 2) if pads[2 * index] or pads[2 * index + 1]]
+
+    def move(track: torch.Tensor) -> torch.Tensor:
+        whole = _along(track, x.shape, padded)
+        _small(*whole.shape)
+        return torch.constant_pad_nd(whole, pads, -1)
+
+    return call.label_of(x).moved(move)
+
+
+def _tokens_of_index(call: OpCall, index: torch.Tensor, before: int, after: int) -> Label:
+    """Of what is taken out of a table by an index that was made from tokens, or from places."""
+    if call.label_of(call.args[0]).unknown:
+        return UNKNOWN
+    label = call.label_of(index)
+    return label.moved(lambda track: track.reshape([1] * before + list(track.shape) + [1] * after))
+
+
+def _index_select(call: OpCall) -> Label:
+    x, dim, index = call.args[0], call.args[1] % max(call.args[0].ndim, 1), call.args[2]
+    label = call.label_of(x)
+    if label.blank:
+        return _tokens_of_index(call, index, dim, x.ndim - 1 - dim)
+    rows = index.cpu()
+    return label.moved(lambda track: track if track.shape[dim] == 1 else by_values(track.index_select(dim, rows)))
+
+
+def _embedding(call: OpCall) -> Label:
+    if not call.label_of(call.args[0]).blank:
+        raise NoRuleError
+    return _tokens_of_index(call, call.args[1], 0, 1)
+
+
+def _gather(call: OpCall) -> Label:
+    x, dim, index = call.args[0], call.args[1], call.args[2]
+    label = call.label_of(x)
+    if label.blank:
+        return UNKNOWN if label.unknown else call.label_of(index)
+    dim %= x.ndim
+
+    def move(track: torch.Tensor) -> torch.Tensor:
+        if track.shape[dim] == 1:
+            return _narrowed(track, index.shape)
+        _small(*index.shape)
+        return by_values(track.expand(x.shape).gather(dim, index.cpu()))
+
+    return label.moved(move)
+
+
+def _narrowed(track: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    return track[tuple(slice(size) for size in shape)]
+
+
+def _places_in(x: torch.Tensor, indices: Sequence[Any]) -> tuple[list[Any], list[int], int]:
+    """The indices on the host, one for each dim of ``x`` that they take; these dims; and how many dims come before."""
+    taken, dims, dim = [], [], 0
+    for index in indices:
+        if index is None:
+            taken.append(slice(None))
+            dim += 1
+        else:
+            wide = index.ndim if index.dtype in (torch.bool, torch.uint8) else 1
+            taken.append(index.cpu())
+            dims += range(dim, dim + wide)
+            dim += wide
+    return taken, dims, dims[0] if dims and dims == list(range(dims[0], dims[-1] + 1)) else 0
+
+
+def _index(call: OpCall) -> Label:
+    x, indices = call.args[0], call.args[1]
+    label = call.label_of(x)
+    taken, dims, before = _places_in(x, indices)
+    if label.blank:
+        given = [each for each in indices if each is not None]
+        if label.unknown or any(each.dtype == torch.bool for each in given):
+            return UNKNOWN
+        made = call.merged([call.label_of(each) for each in given])
+        after = call.out.ndim - before - max(each.ndim for each in given)
+        return made.moved(lambda track: track.reshape([1] * before + list(track.shape) + [1] * after))
+
+    def move(track: torch.Tensor) -> torch.Tensor:
+        whole = _along(track, x.shape, dims)
+        found = whole[tuple(taken)]
+        _small(*found.shape)
+        return by_values(found)
+
+    return label.moved(move)
+
+
+def _index_put(call: OpCall) -> Label:
+    x, indices, values = call.args[0], call.args[1], call.args[2]
+    adds = bool(call.argument("accumulate", False))
+    base, new = call.label_of(x), call.label_of(values)
+    if base.blank and new.blank:
+        return UNKNOWN  # where they are put may depend on tokens
+    taken, dims, _ = _places_in(x, indices)
+    tokens, meet = _put(x.shape, base.tokens, new.tokens, lambda whole: _Cells(whole, tuple(taken)), dims, adds)
+    return call.join(tokens, None, meet, given=[base, new])
+
+
+class _Cells:
+    """Elements of a track, to be read and written."""
+
+    def __init__(self, whole: torch.Tensor, index: Any) -> None:
+        self._whole, self._index = whole, index
+
+    def read(self) -> torch.Tensor:
+        return self._whole[self._index]
+
+    def write(self, values: torch.Tensor) -> None:
+        self._whole[self._index] = values
+
+
+class _Rows(_Cells):
+    """The same along one dim: ``index`` is (dim, rows)."""
+
+    def read(self) -> torch.Tensor:
+        return self._whole.index_select(*self._index)
+
+    def write(self, values: torch.Tensor) -> None:
+        dim, rows = self._index
+        self._whole.index_copy_(dim, rows, values)
+
+
+class _Scattered(_Cells):
+    """The same, by the index of torch.scatter: ``index`` is (dim, index)."""
+
+    def read(self) -> torch.Tensor:
+        return self._whole.gather(*self._index)
+
+    def write(self, values: torch.Tensor) -> None:
+        dim, index = self._index
+        self._whole.scatter_(dim, index, values)
+
+
+def _put(
+    shape: Sequence[int],
+    base: Track,
+    new: Track,
+    cells_of: Callable[[torch.Tensor], _Cells],
+    dims: Sequence[int],
+    adds: bool,
+) -> tuple[Track, bool]:
+    """The track of a tensor of ``shape`` into which another one is put, along ``dims``; and whether tokens meet."""
+    base = torch.full([1] * len(shape), -1, dtype=torch.int32, device="cpu") if base is None else base
+    new = torch.full([], -1, dtype=torch.int32, device="cpu") if new is None else new
+    sizes = [shape[dim] if dim in dims else size for dim, size in enumerate(base.shape)]
+    cells = cells_of(base.expand(sizes))
+    try:
+        torch.broadcast_shapes(cells.read().shape, new.shape)
+        wide = new.ndim and any(
+            n > 1 and n > o for n, o in zip(new.shape[::-1], cells.read().shape[::-1], strict=False)
+        )
+    except RuntimeError:
+        wide = True
+    if wide:  # the new one has tokens along dims in which the old one has none
+        sizes = list(shape)
+    _small(*sizes)
+    whole = base.expand(sizes).clone()
+    cells = cells_of(whole)
+    old = cells.read()
+    new = new.expand_as(old) if new.numel() == 1 or new.shape != old.shape else new
+    written = torch.where(new < 0, old, new) if adds else new.clone()
+    meet = adds and bool(((old >= 0) & (new >= 0) & (old != new)).any())
+    cells.write(written)
+    meet |= adds and bool((cells.read() != written).any())
+    return by_values(whole), meet
+
+
+def _index_add(call: OpCall) -> Label:
+    x, dim, index, source = call.args[:4]
+    dim %= max(x.ndim, 1)
+    base, new = call.label_of(x), call.label_of(source)
+    if base.blank and new.blank:
+        return UNKNOWN
+    rows = index.cpu().long()
+    tokens, meet = _put(
+        x.shape,
+        base.tokens,
+        _known(new.tokens, source, (dim,)),
+        lambda whole: _Rows(whole, (dim, rows)),
+        (dim,),
+        call.name == "index_add",
+    )
+    return call.join(tokens, None, meet, given=[base, new])
+
+
+def _known(track: Track, x: torch.Tensor, dims: Sequence[int]) -> Track:
+    return None if track is None else _along(track, x.shape, dims)
+
+
+def _scatter(call: OpCall) -> Label:
+    x, dim, index = call.args[:3]
+    dim %= max(x.ndim, 1)
+    source = call.argument("src")
+    labels = [call.label_of(y) for y in (x, index, source) if isinstance(y, torch.Tensor)]
+    if all(track is None or track.shape[dim] == 1 for each in labels for track in (each.tokens, each.places)):
+        return call.merged(labels)
+    _small(*x.shape)
+    _small(*index.shape)
+    base, new = labels[0], labels[2] if len(labels) > 2 else CLEAN
+    if base.blank and new.blank:
+        return UNKNOWN
+    cells = index.cpu()
+    adds = "add" in call.name or "reduce" in call.name
+    known = None if new.tokens is None else _narrowed(new.tokens.expand(source.shape), index.shape).contiguous()
+    base_track = None if base.tokens is None else base.tokens.expand(x.shape)
+    tokens, meet = _put(x.shape, base_track, known, lambda whole: _Scattered(whole, (dim, cells)), range(x.ndim), adds)
+    return call.join(tokens, None, meet, given=[base, new])
+
+
+def _reduce(call: OpCall) -> Label:
+    x = call.args[0]
+    dims = call.argument("dim")
+    names = [each.name for each in call.func._schema.arguments]
+    if "dim" not in names or dims is None or dims == []:
+        dims = list(range(x.ndim))
+    dims = [dims] if isinstance(dims, int) else list(dims)
+    label = call.reduced(call.label_of(x), x.shape, dims, keep=False)
+    if not x.ndim or bool(call.argument("keepdim", False)) or "dim" not in names:
+        return label if "dim" in names else label.moved(lambda track: track.reshape([]))
+    gone = {dim % x.ndim for dim in dims}
+    return label.moved(lambda track: track.reshape([size for dim, size in enumerate(track.shape) if dim not in gone]))
+
+
+def _along_dim(call: OpCall) -> Label:
+    """Each element is computed from all along a dim: softmax, cumulative sums, sorting."""
+    x = call.args[0]
+    dims = call.argument("dim", -1)
+    dims = [dims] if isinstance(dims, int) else list(dims)
+    label = call.label_of(x)
+    if label.blank:
+        return _cumulative(call, x, dims)
+    made = call.reduced(label, x.shape, dims, keep=True)
+    out = next(y for y in tree_leaves(call.out) if isinstance(y, torch.Tensor))
+    return made.moved(lambda track: _narrowed(track, out.shape))  # topk, and transforms of real numbers, are shorter
+
+
+def _cumulative(call: OpCall, x: torch.Tensor, dims: Sequence[int]) -> Label:
+    """A sum along as many numbers as this rank has tokens, which were not made from tokens, counts."""
+    dim, label = dims[0], call.label_of(x)
+    if label.unknown or call.length is None or not x.ndim or x.shape[dim] != call.length:
+        return label
+    where = call.where(f"counts {call.length} places")
+    return Label(places=_count(call.length, x.ndim, dim % x.ndim), source=where)
+
+
+def _product(call: OpCall) -> Label:
+    """Matrix products, after what is added to them."""
+    name = call.name
+    operands = [x for x in call.args if isinstance(x, torch.Tensor)]
+    a, b = operands[1:3] if name in ("addmm", "baddbmm", "addmv") else operands[:2]
+    left, right = call.label_of(a), call.label_of(b)
+    vector = b.ndim == 1
+    tokens, meet = _times(left.tokens, right.tokens, vector)
+    places, lost = _times(left.places, right.places, vector)
+    made = call.join(tokens, None if lost else places, meet, given=[left, right])
+    if name.startswith(("add", "baddbmm")):
+        return call.merged([made, call.label_of(operands[0])])
+    return made
+
+
+def _times(left: Track, right: Track, vector: bool) -> tuple[Track, bool]:
+    left, meet = over(left, [-1])
+    right, meet_right = over(right, [-1] if vector else [-2])
+    if vector:
+        left, right = (None if x is None else x.squeeze(-1) for x in (left, right))
+    if left is not None and int(left.max()) < 0:
+        left = None
+    if right is not None and int(right.max()) < 0:
+        right = None
+    track, differ = together(left, right)
+    return (left if differ else track), meet or meet_right or differ
+
+
+def _distances(call: OpCall) -> Label:
+    left, right = call.label_of(call.args[0]), call.label_of(call.args[1])
+    tokens, meet = _times(left.tokens, None if right.tokens is None else right.tokens.mT, False)
+    return call.join(tokens, None, meet, given=[left, right])
+
+
+def _grouped_product(call: OpCall) -> Label:
+    a = call.args[0]
+    if a.ndim != 2:
+        return _product(call)
+    return call.reduced(call.label_of(a), a.shape, [-1], keep=False)
+
+
+def _attention(call: OpCall) -> Label:
+    """An attention that was not intercepted."""
+    q, k, v = (call.label_of(x) for x in call.args[:3])
+    rows, _ = over(q.tokens, [-1])
+    meet = any(over(each.tokens, [-2])[1] for each in (k, v))
+    return call.join(rows, None, meet, given=[q, k, v])
+
+
+def _layer_norm(call: OpCall) -> list[Label]:
+    x, count = call.args[0], len(call.args[1])
+    dims = range(x.ndim - count, x.ndim)
+    made = call.reduced(call.label_of(x), x.shape, dims, keep=True)
+    return [made, UNKNOWN, UNKNOWN]
+
+
+def _group_norm(call: OpCall) -> list[Label]:
+    x = call.args[0]
+    return [call.reduced(call.label_of(x), x.shape, range(1, x.ndim), keep=True), UNKNOWN, UNKNOWN]
+
+
+def _batch_norm(call: OpCall) -> list[Label]:
+    """Over all but the channels, unless it takes the statistics that it has kept."""
+    x = call.args[0]
+    training = call.argument("training", call.argument("train", "no_training" not in call.name))
+    dims = [dim for dim in range(x.ndim) if dim != 1] if training or "with_update" in call.name else []
+    made = call.reduced(call.label_of(x), x.shape, dims, keep=True)
+    return [made, *[UNKNOWN] * 4]
+
+
+def _convolution(call: OpCall) -> Label:
+    """A kernel of width 1 works by element; a wider one mixes what lies along its dim."""
+    x, weight = call.args[:2]
+    label, out = call.label_of(x), call.out
+    spatial = range(weight.ndim - 2)
+    whole = x if x.ndim == weight.ndim else x.unsqueeze(0)
+    track = label.tokens if x.ndim == weight.ndim or label.tokens is None else label.tokens.unsqueeze(0)
+    track, meet = over(track, [1])
+    if track is None:
+        return call.join(None, None, meet, given=[label])
+    strides = call.argument("stride", [1])
+    for index in spatial:
+        dim = index + 2
+        if track.shape[dim] == 1:
+            continue
+        width, stride = weight.shape[dim], strides[index % len(strides)]
+        meet |= width > 1 and varies(track)
+        rows = torch.arange(out.shape[dim - whole.ndim], device="cpu") * (
+            stride if not call.argument("transposed", False) else 1
+        )
+        track = track.index_select(dim, rows.clamp(max=track.shape[dim] - 1))
+    return call.join(track if x.ndim == weight.ndim else track.squeeze(0), None, meet, given=[label])
+
+
+def _recurrence(call: OpCall) -> list[Label]:
+    """Layers that torch runs as one op."""
+    x = call.args[0]
+    label = call.label_of(x)
+    outs = [y for y in tree_leaves(call.out) if isinstance(y, torch.Tensor)]
+    tokens, _ = over(label.tokens, [-1])
+    return [call.join(tokens if not index else None, None, varies(tokens), given=[label]) for index in range(len(outs))]
+
+
+def _tried(call: OpCall) -> Label:
+    """The op alone, once more, on arguments with one token changed: which elements change?
+
+    It is below autograd and modules, so nothing notices it. Only operators of torch's own are run, which change
+    nothing, draw no random numbers and communicate with nobody; and only if they are small.
+    """
+    func, schema = call.func, call.func._schema
+    if (
+        not schema.name.startswith("aten::")
+        or schema.is_mutable
+        or torch.Tag.nondeterministic_seeded in func.tags
+        or not isinstance(call.out, torch.Tensor | list | tuple)
+        or sum(x.numel() for x in call.tensors) > MOST
+    ):
+        raise NoRuleError
+    changed = [
+        x for x, each in zip(call.tensors, call.given, strict=True) if each.tokens is not None and x.is_floating_point()
+    ]
+    outs = [y for y in tree_leaves(call.out) if isinstance(y, torch.Tensor)]
+    if len(changed) != 1 or not outs or not outs[0].is_floating_point():
+        raise NoRuleError
+    x, out = changed[0], outs[0]
+    tokens = call.label_of(x).tokens
+    assert tokens is not None
+    token = int(tokens.max()) // 2
+    other = torch.where((tokens == token).to(x.device), x + x.abs() + 1, x)
+    args, kwargs = (
+        [other if y is x else y for y in call.args],
+        {k: other if y is x else y for k, y in call.kwargs.items()},
+    )
+    again = next(y for y in tree_leaves(func(*args, **kwargs)) if isinstance(y, torch.Tensor))
+    differ = ((again != out) & ~(again.isnan() & out.isnan())).cpu()
+    if out.ndim != x.ndim:
+        raise NoRuleError
+    if out.shape == x.shape:
+        return call.join(tokens, None, bool((differ & (tokens != token)).any()))
+    track = tokens
+    for dim in range(out.ndim):
+        size = out.shape[dim]
+        if track.shape[dim] > 1 and size != x.shape[dim]:
+            rows = torch.arange(size, device="cpu") * x.shape[dim] // size
+            track = track.index_select(dim, rows)
+    lines = differ.sum(tuple(d for d in range(out.ndim) if track.shape[d] == 1)) if track.numel() > 1 else differ
+    return call.join(track, None, int((lines > 0).sum()) > 1)
+
+
+def _names(text: str) -> list[str]:
+    return text.split()
+
+
+_MADE = frozenset(
+    _names(
+        "zeros ones full empty empty_strided rand randn randint randperm normal eye scalar_tensor zeros_like "
+        "ones_like full_like empty_like rand_like randn_like randint_like new_zeros new_ones new_full "
+        "new_empty new_empty_strided zero uniform exponential random log_normal cauchy geometric "
+        "_efficientzerotensor resize tril_indices triu_indices logspace hann_window"
+    )
+)
+"""Made from no tensor's values."""
+
+_COUNTING = frozenset(_names("arange linspace slice cumsum cumprod logcumsumexp"))
+
+_RULES: dict[str, Callable[[OpCall], Any]] = {
+    **dict.fromkeys(
+        _names(
+            "clone _to contiguous lift lift_fresh native_dropout dropout tril triu masked_fill bernoulli "
+            "nan_to_num real imag _conj conj resolve_conj resolve_neg _neg_view where to"
+        ),
+        _pointwise,
+    ),
+    **dict.fromkeys(
+        _names(
+            "transpose t permute unsqueeze squeeze expand select diagonal unfold split split_with_sizes unbind "
+            "chunk alias detach movedim swapaxes swapdims narrow unsafe_split unsafe_chunk "
+            "unsafe_split_with_sizes"
+        ),
+        _view,
+    ),
+    **dict.fromkeys(_names("view _unsafe_view reshape flatten unflatten _reshape_alias view_as"), _view_of_shape),
+    "copy": lambda call: call.label_of(call.args[1]),
+    "fill": lambda call: call.label_of(call.args[1]) if isinstance(call.args[1], torch.Tensor) else CLEAN,
+    "masked_scatter": lambda call: call.merged([call.label_of(x) for x in call.args[:2]]),
+    "masked_select": lambda call: _masked_select(call),
+    "linear": lambda call: call.reduced(call.label_of(call.args[0]), call.args[0].shape, [-1], keep=False),
+    "slice": _slice,
+    "arange": _range,
+    "linspace": lambda call: _range_of_numbers(call),
+    "view_as_real": _complex_to_real,
+    "view_as_complex": _real_to_complex,
+    "flip": _flip,
+    "roll": _roll,
+    "repeat": _repeat,
+    "cat": _cat,
+    "concat": _cat,
+    "stack": _stack,
+    "constant_pad_nd": _pad,
+    "index_select": _index_select,
+    "embedding": _embedding,
+    "gather": _gather,
+    "index": _index,
+    "_unsafe_index": _index,
+    "index_put": _index_put,
+    "_index_put_impl": _index_put,
+    "index_add": _index_add,
+    "index_copy": _index_add,
+    **dict.fromkeys(_names("scatter scatter_add scatter_reduce"), _scatter),
+    **dict.fromkeys(
+        _names(
+            "sum mean amax amin max min prod any all argmax argmin logsumexp norm linalg_vector_norm var std "
+            "var_mean std_mean median nanmedian nansum nanmean kthvalue mode count_nonzero"
+        ),
+        _reduce,
+    ),
+    **dict.fromkeys(
+        _names(
+            "_softmax _log_softmax softmax log_softmax _safe_softmax cumsum cumprod cummax cummin logcumsumexp "
+            "sort topk argsort glu _fft_r2c _fft_c2c _fft_c2r"
+        ),
+        _along_dim,
+    ),
+    **dict.fromkeys(_names("mm bmm addmm baddbmm mv addmv dot vdot matmul _int_mm _scaled_mm"), _product),
+    "_cdist_forward": _distances,
+    "_euclidean_dist": _distances,
+    "_grouped_mm": _grouped_product,
+    "_scaled_grouped_mm": _grouped_product,
+    "native_layer_norm": _layer_norm,
+    "_fused_rms_norm": _layer_norm,
+    "native_group_norm": _group_norm,
+    **dict.fromkeys(
+        _names(
+            "native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training "
+            "_batch_norm_with_update cudnn_batch_norm miopen_batch_norm batch_norm"
+        ),
+        _batch_norm,
+    ),
+    **dict.fromkeys(
+        _names("convolution _convolution convolution_overrideable cudnn_convolution mkldnn_convolution"),
+        _convolution,
+    ),
+    **dict.fromkeys(_names("mkldnn_rnn_layer _cudnn_rnn miopen_rnn"), _recurrence),
+    **dict.fromkeys(_names("nonzero unique _unique2 bincount histc _local_scalar_dense"), lambda call: UNKNOWN),
+}
+
+
+def _masked_select(call: OpCall) -> Label:
+    x, mask = call.args
+
+    def move(track: torch.Tensor) -> torch.Tensor:
+        _small(*x.shape)
+        return by_values(track.expand(x.shape)[mask.expand(x.shape).cpu()])
+
+    return call.label_of(x).moved(move)
+
+
+def _range_of_numbers(call: OpCall) -> Label:
+    if call.length is None or call.out.shape[0] != call.length:
+        return CLEAN
+    return Label(places=_count(call.length), source=call.where(f"makes {call.length} numbers inside"))

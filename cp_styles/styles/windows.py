@@ -1,0 +1,109 @@
+"""Windows and chunks of models of transformers, which make their masks for the tokens that they are given.
+
+With "sdpa", a model makes no mask at all for a sequence that is no longer than its window. Under context parallelism it
+sees this rank's part alone. So the window is lost if the part fits in it, and the whole sequence does not.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any
+
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Window:
+    """A window of attention layers. Queries attend to no more than ``size`` keys up to their own.
+
+    Attributes:
+        option: its name in the model's config, or in an attention module.
+        size: number of positions.
+        config: the config by which its mask is made. A user may change the attention implementation in it.
+    """
+
+    option: str
+    size: int
+    config: Any
+
+
+def windows_of(module: nn.Module) -> tuple[Window, ...]:
+    """The windows of the attention layers in a model, or of one attention module; each size once, the smallest first.
+
+    They come from attributes of modules, and from configs. As in transformers, ``layer_types`` of a config says which
+    of its layers have a window or chunks. Without it all have the window, if the model's code names it, and none has
+    chunks. (A config may have options of another model's.)
+    """
+    forwards = {inspect.unwrap(type(each).forward) for each in module.modules()}
+    named = any(_WINDOW in _names_in(getattr(forward, "__code__", None)) for forward in forwards)
+    found = {(each.option, each.size, id(each.config)): each for each in _windows(module, None, named)}
+    return tuple(sorted(found.values(), key=lambda each: each.size))
+
+
+def smallest_of_a_part(windows: tuple[Window, ...]) -> Window | None:
+    """The smallest of ``windows`` whose masks would be made from this rank's part."""
+    return next((each for each in windows if makes_local_masks(each.config)), None)
+
+
+def makes_local_masks(config: Any) -> bool:
+    """Whether a model with this config makes its masks by functions of transformers, which see this rank's part alone.
+
+    :func:`~cp_styles.integrations.transformers.register_attention` and users may register others.
+    """
+    implementation = getattr(config, "_attn_implementation", None)
+    masking = sys.modules.get("transformers.masking_utils")
+    if masking is None:  # a model that is written like those of transformers
+        return implementation in ("sdpa", "eager")
+    function = None if implementation is None else masking.ALL_MASK_ATTENTION_FUNCTIONS.get(implementation)
+    return getattr(function, "__module__", None) == masking.__name__
+
+
+_WINDOW, _CHUNK = _OPTIONS = "sliding_window", "attention_chunk_size"
+_SLIDING = "sliding_attention"
+# Kinds of layers without a window. One that is not known has the config's window, if there is one.
+_WITHOUT = {
+    *("full_attention", "indexed_attention", "minimax_m3_sparse"),
+    *("linear_attention", "conv", "hybrid", "mamba", "moe", "mlp"),
+}
+
+
+def _windows(module: nn.Module, config: Any, named: bool) -> Iterator[Window]:
+    given = getattr(module, "config", None)
+    # Some parts, such as rotary embeddings, have a copy of the model's.
+    if given is not None and type(given) is not type(config):
+        config = given
+        for option in _OPTIONS:
+            yield from _window(option, _of_layers(module, config, option, named), config)
+    for option in _OPTIONS:
+        yield from _window(option, getattr(module, option, None), config)
+    for child in module.children():
+        yield from _windows(child, config, named)
+
+
+def _window(option: str, size: Any, config: Any) -> Iterator[Window]:
+    if isinstance(size, int) and size > 0:
+        yield Window(option, size, config)
+
+
+def _of_layers(module: nn.Module, config: Any, option: str, named: bool) -> Any:
+    """The window in ``config`` that some layers of ``module`` have; of an attention module that of its own layer."""
+    kinds = getattr(config, "layer_types", None)
+    index = getattr(module, "layer_idx", None)
+    if kinds is None:
+        kinds, index = [_SLIDING] * named, None
+    mine = {kinds[index]} if isinstance(index, int) else set(kinds)
+    chunked = {kind for kind in mine if "chunk" in kind}
+    some = chunked if option == _CHUNK else mine - chunked - _WITHOUT
+    return getattr(config, option, None) if some else None
+
+
+def _names_in(code: Any) -> set[str]:
+    """Names of attributes in a function's code, also those in getattr(config, "name")."""
+    if not isinstance(code, CodeType):
+        return set()
+    texts = {constant for constant in code.co_consts if isinstance(constant, str)}
+    return texts.union(code.co_names, *map(_names_in, code.co_consts))

@@ -1,0 +1,682 @@
+"""Random attentions against the oracle: each is exact, or every rank refuses it.
+
+    python tests/fuzz.py --cases 10000 --odd       seeds 0 to 9999; in every second case one rank differs in one thing
+    python tests/fuzz.py --seconds 30              as many as fit
+    python tests/fuzz.py --case "Case(seed=7)"     one, as a failure prints it
+    python tests/fuzz.py --record runs/fuzz.jsonl  a line a case; seeds that stand there are not run again
+
+A seed draws a :class:`Case`: door, strategy, layout, mask and so on. Its ranks are threads. Where they return results,
+output and gradients are compared with dense attention in float64. Where they raise, all must raise, and each an error
+of this package. A failure is reduced to a case with as many defaults as it still fails with.
+
+What one rank does otherwise (``odd``) may change nothing that counts, such as strides. Then the result must be exact.
+Otherwise the ranks do not do one attention, and all must raise.
+
+Cases run in a process of their own, because a wrong message between ranks can end it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from functools import cache, partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.utils.checkpoint import checkpoint
+
+import cp_styles
+from cp_styles import (
+    AttentionContextParallel,
+    EveryCall,
+    ModuleContextParallel,
+    NewCalls,
+    NoAgreement,
+    SequenceScope,
+    context_attention,
+    context_flex_attention,
+    context_parallel,
+    context_varlen_attention,
+    parallelize_module,
+    sum_gradients,
+)
+from cp_styles.comm.point_to_point import TransferError
+from cp_styles.layout import SequenceLayout, by_work, contiguous, head_tail, striped
+from cp_styles.mask import Mask
+from cp_styles.strategies import AllGather, Ring, Ulysses
+from cp_styles.testing import RankTimeout, run_ranks
+from tests.oracle import allowed, dense_attention, error, mask_cases, randn
+
+ROOT = Path(__file__).parents[1]
+WAIT = 8.0  # seconds until a rank that waits for another counts as a failure: many times what a case takes
+PLANTED = "planted by the fuzzer"
+
+STRATEGIES = {
+    "ring": Ring(),
+    "ring, sent again": Ring(keep=0),
+    "all-gather": AllGather(),
+    "all-gather, sent again": AllGather(keep=0),
+    "Ulysses": Ulysses(),
+    "Ulysses in chunks": Ulysses(chunks=2),
+    "Ulysses x ring": Ulysses(size=2),
+}
+AGREEMENTS = {"every call": EveryCall(), "new calls": NewCalls(), "none": NoAgreement()}
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+DOORS = ("function", "module", "style", "style, [B, S, H, D]", "block", "flex", "flex in module", "varlen")
+# What an odd rank may do, beside having another value of a field: see Case.odd.
+ACTS = ("a token less", "no call", "a call more", "an error before", "an error after")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention. The defaults are the simplest values; ``odd`` is (rank, field or act, its value)."""
+
+    seed: int = 0
+    door: str = "function"
+    ranks: int = 2
+    strategy: str = "ring"
+    layout: str = "contiguous"
+    balancer: bool = False
+    mask: str = "full"
+    masked_by: str = "style"
+    length: int = 8
+    batch: int = 1
+    heads: tuple[int, int] = (1, 1)
+    dim: int = 4
+    dtype: str = "float64"
+    scale: float | None = None
+    gradients: str = "qkv"
+    strides: str = "plain"
+    autocast: bool = False
+    checkpoint: str = "no"
+    scope: bool = False
+    compiled: str = "no"
+    agreement: str = "every call"
+    calls: int = 1
+    backward: str = "once"
+    odd: tuple[int, str, Any] | None = None
+
+    def of_rank(self, rank: int) -> Case:
+        """The case as this rank runs it."""
+        if self.odd is None or self.odd[0] != rank or self.odd[1] in ACTS:
+            return self
+        return replace(self, **{self.odd[1]: self.odd[2]})
+
+    def act_of(self, rank: int) -> str:
+        return self.odd[1] if self.odd is not None and self.odd[0] == rank and self.odd[1] in ACTS else ""
+
+
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "door": DOORS,
+    "ranks": (2, 2, 3, 4, 4, 5),
+    "strategy": tuple(STRATEGIES),
+    "layout": ("contiguous", "head_tail", "striped", "by_work", "dealt"),
+    "balancer": (False, True),
+    "mask": ("full", "causal", "is_causal", *(name for name in mask_cases(5) if name not in ("full", "causal")),
+             "bool", "bool of heads", "float", "float of rows"),
+    "masked_by": ("style", "call", "scope"),
+    "length": (5, 6, 8, 9, 13, 16, 23, 24, 40),
+    "batch": (1, 2, 3),
+    "heads": ((1, 1), (2, 2), (4, 2), (6, 1), (3, 3), (6, 3), (4, 4)),
+    "dim": (4, 2, 7, 8, 16),
+    "dtype": ("float64", "float64", "float64", "float32", "bfloat16"),
+    "scale": (None, None, None, 0.3, -0.5, 0.0),
+    "gradients": ("qkv", "qkv", "qkv", "q", "k", "v", "qk", "kv", "qv"),
+    "strides": ("plain", "plain", "heads inside", "padded rows"),
+    "autocast": (False, False, False, True),
+    "checkpoint": ("no", "no", "no", "around", "around, reentrant"),
+    "scope": (False, False, True),
+    "compiled": ("no",) * 30 + ("eager",),
+    "agreement": ("every call", "every call", "every call", "new calls", "none"),
+    "calls": (1, 1, 1, 2),
+    "backward": ("once", "once", "once", "twice", "grad", "never", "no_grad"),
+}  # fmt: skip
+# The fields in which one rank can differ from the others while each alone makes sense.
+ODD_FIELDS = ("strategy", "layout", "mask", "batch", "heads", "dim", "dtype", "scale", "gradients", "strides",
+              "autocast", "checkpoint", "calls", "backward", "compiled")  # fmt: skip
+
+
+def draw(seed: int, *, odd: bool) -> Case:
+    """The case of a seed. What makes no sense together is drawn again, field by field."""
+    dice = random.Random(seed)
+    values = {name: dice.choice(choices) for name, choices in CHOICES.items()}
+    case = sensible(Case(seed=seed, **values))
+    while odd and seed % 2 and case.odd is None:
+        rank, name = dice.randrange(case.ranks), dice.choice(ACTS if dice.random() < 0.3 else ODD_FIELDS)
+        if name in ACTS:
+            tokens = layout_of(case).lengths[rank]
+            # A balancer may deal one token less in just this way, and then the sequence is one token shorter.
+            if name != "a token less" or (tokens > 0 and not case.balancer and case.door != "block"):
+                case = replace(case, agreement="every call", odd=(rank, name, None))
+            continue
+        value = dice.choice(CHOICES[name])
+        other = replace(case, **{name: value})
+        if other not in (case, sensible(case)) and sensible(other) == other:
+            case = replace(case, agreement="every call", odd=(rank, name, value))
+    return case
+
+
+def sensible(case: Case) -> Case:
+    """``case`` with other values where its values contradict each other, or what the pages say."""
+    explicit = case.mask.startswith(("bool", "float"))
+    takes_scope = case.door in ("module", "style", "style, [B, S, H, D]")
+    calls_sdpa = takes_scope or case.door == "block"
+    if case.door.startswith("flex"):
+        # torch's flex_attention takes no part in autocast.
+        case = replace(case, autocast=False, mask="bool" if case.mask.startswith("float") else case.mask)
+    if case.door == "varlen":
+        known = not explicit and case.mask not in ("prefix", "prefix documents")
+        case = replace(case, batch=1, mask=case.mask if known else "causal documents")
+    if case.mask == "is_causal" and not calls_sdpa:
+        case = replace(case, mask="causal")
+    by_call = case.mask == "is_causal" or explicit
+    if case.door == "flex in module" or (calls_sdpa and by_call):
+        case = replace(case, masked_by="call")
+    elif case.masked_by == "call" or (case.masked_by == "scope" and not (takes_scope and case.scope)):
+        case = replace(case, masked_by="style")
+    case = replace(case, scope=case.scope and takes_scope)
+    if case.strategy == "Ulysses x ring" and case.ranks % 2:
+        case = replace(case, strategy="ring")
+    if case.layout == "dealt" or case.scope or case.agreement != "every call":
+        case = replace(case, balancer=False)
+    if case.autocast:
+        case = replace(case, dtype="float32")
+    if case.backward == "no_grad":
+        case = replace(case, checkpoint="no")
+    if case.checkpoint == "around, reentrant":  # torch refuses autograd.grad and a second backward there
+        case = replace(case, compiled="no", backward="never" if case.backward == "never" else "once")
+    if case.compiled != "no":
+        case = replace(case, checkpoint="no", backward="once" if case.backward == "twice" else case.backward)
+    return case
+
+
+class Attend(nn.Module):
+    """The user's attention: called with what a door leaves to the call."""
+
+    def __init__(self, case: Case, attn_mask: Any) -> None:
+        super().__init__()
+        self.case, self.attn_mask = case, attn_mask
+
+    def forward(self, query, key, value):
+        case = self.case
+        transposed = case.door == "style, [B, S, H, D]"
+        if transposed:
+            query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        grouped = query.shape[1] != key.shape[1]
+        if case.door == "flex in module":
+            out = flex_attention(
+                query, key, value, block_mask=self.attn_mask, scale=case.scale, enable_gqa=grouped
+            )  # fmt: skip
+        else:
+            causal = case.mask == "is_causal"
+            out = F.scaled_dot_product_attention(
+                query, key, value, attn_mask=self.attn_mask, is_causal=causal, scale=case.scale, enable_gqa=grouped
+            )
+        return out.transpose(1, 2) if transposed else out
+
+
+@dataclass(frozen=True)
+class MaskOfCase:
+    """A mask of the package beside what the oracle is told."""
+
+    mask: Mask | None = None
+    tensor: torch.Tensor | None = None
+    sees: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+
+
+def mask_of(case: Case) -> MaskOfCase:
+    length, seed = case.length, 1000 + case.seed
+    if case.mask.startswith("bool"):
+        heads = case.heads[0] if case.mask == "bool of heads" else 1
+        sees = randn(seed, 1, heads, length, length) > -0.5
+        return MaskOfCase(cp_styles.Dense(sees), sees, sees=sees)
+    if case.mask.startswith("float"):
+        rows = case.batch if case.mask == "float of rows" else 1
+        bias, other = (randn(seed + i, rows, 1, length, length) for i in range(2))
+        bias = bias.masked_fill(other > 1, -torch.inf)
+        bias = bias.to(torch.bfloat16 if case.autocast else DTYPES[case.dtype])
+        return MaskOfCase(cp_styles.Dense(bias), bias, bias=bias.double())
+    pairs = mask_cases(length)["causal" if case.mask == "is_causal" else case.mask]
+    sees = allowed(pairs.sees, length, length)
+    return MaskOfCase(None if case.mask == "is_causal" else pairs.mask, sees=sees)
+
+
+def dealt(length: int, ranks: int, seed: int) -> SequenceLayout:
+    """Chunks at random places for random ranks; some ranks may have none."""
+    dice = random.Random(seed)
+    cuts = sorted({0, length, *(dice.randrange(length + 1) for _ in range(2 * ranks))})
+    chunks: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
+    for start, stop in pairwise(cuts):
+        chunks[dice.randrange(ranks)].append((start, stop))
+    return SequenceLayout.from_chunks(chunks)
+
+
+def balancer_of(case: Case, mask: Mask | None) -> Callable[[int, int], SequenceLayout]:
+    return {
+        "contiguous": contiguous,
+        "head_tail": head_tail,
+        "striped": partial(striped, block=2),
+        "by_work": partial(by_work, mask=mask or cp_styles.Causal()),
+        "dealt": partial(dealt, seed=case.seed),
+    }[case.layout]
+
+
+def layout_of(case: Case) -> SequenceLayout:
+    return balancer_of(case, mask_of(case).mask)(case.length, case.ranks)
+
+
+@cache
+def whole_tensors(case: Case) -> tuple[torch.Tensor, ...]:
+    """Query, key, value and cotangent."""
+    (heads, kv_heads), size = case.heads, (case.length, case.dim)
+    shapes = ((heads, *size), (kv_heads, *size), (kv_heads, *size), (heads, *size))
+    dtype = DTYPES[case.dtype]
+    return tuple(randn(10 * case.seed + i, case.batch, *shape, dtype=dtype) for i, shape in enumerate(shapes))
+
+
+def with_strides(x: torch.Tensor, strides: str) -> torch.Tensor:
+    """The values of ``x`` [B, H, S, D] in another order of memory."""
+    if strides == "heads inside":
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    return F.pad(x, (0, 3))[..., : x.shape[-1]] if strides == "padded rows" else x
+
+
+def attention_of(case: Case, mesh: Any) -> Callable[..., torch.Tensor]:
+    """The case's door, as a function of this rank's query, key and value [B, H, S, D]."""
+    mask = mask_of(case)
+    cut: Any = balancer_of(case, mask.mask)
+    layout = cut(case.length, case.ranks)
+    given: Any = cut if case.balancer else layout
+    options: dict[str, Any] = {"strategy": STRATEGIES[case.strategy], "agreement": AGREEMENTS[case.agreement]}
+    style = options | {"layout": None if case.scope else given}
+    if case.masked_by == "style":
+        style["mask"] = mask.mask
+    if case.door == "function":
+        return lambda *qkv: context_attention(
+            *qkv, mesh, mask=mask.mask, layout=given, scale=case.scale, **options
+        )  # fmt: skip
+    if case.door == "varlen":
+        return partial(varlen, case, mask, mesh, given, options)
+    if case.door == "flex":
+        options |= {"layout": given, "scale": case.scale, "enable_gqa": case.heads[0] != case.heads[1]}
+        blocks = block_mask_of(case, mask) if mask.tensor is not None else None
+        return lambda *qkv: context_flex_attention(
+            *qkv, mesh, block_mask=blocks, mask=None if blocks is not None else mask.mask, **options
+        )
+    tensor = block_mask_of(case, mask) if case.door == "flex in module" else mask.tensor
+    core = Attend(case, tensor if case.masked_by == "call" else None)
+    if case.door == "block":
+        options |= {"layout": cut, "mask": style.get("mask")}
+        return partial(in_block, core, mesh, options)
+    transposed = case.door == "style, [B, S, H, D]"
+    plan = AttentionContextParallel(**style, seq_dim=1 if transposed else 2) if case.door.startswith("style") else None
+    styled = parallelize_module(core, mesh, plan or ModuleContextParallel(**style))
+    call = styled if not transposed else lambda *qkv: styled(*(x.transpose(1, 2) for x in qkv)).transpose(1, 2)
+    if not case.scope:
+        return call
+    scope = SequenceScope(layout, mask=mask.mask if case.masked_by == "scope" else None)
+    return partial(in_scope, scope, call)
+
+
+def in_scope(scope: SequenceScope, call: Callable[..., torch.Tensor], *qkv: torch.Tensor) -> torch.Tensor:
+    with scope:
+        return call(*qkv)
+
+
+def in_block(core: nn.Module, mesh: Any, options: dict[str, Any], *qkv: torch.Tensor) -> torch.Tensor:
+    with context_parallel(mesh, **options):
+        return core(*qkv)
+
+
+def block_mask_of(case: Case, mask: MaskOfCase) -> Any:
+    """The mask as a BlockMask of the whole sequence, whose mask_mod reads a table."""
+    if mask.sees is None or case.mask == "full":
+        return None
+    sees = mask.sees.reshape(-1, *mask.sees.shape[-2:])  # heads, or one for all
+    several = len(sees) > 1
+
+    def mod(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        return sees[h if several else torch.zeros_like(h), q, kv]
+
+    sizes = (None, len(sees) if several else None, case.length, case.length)
+    return create_block_mask(mod, *sizes, device="cpu", BLOCK_SIZE=16)
+
+
+def varlen(case: Case, mask: MaskOfCase, mesh: Any, layout: Any, options: Any, *qkv: torch.Tensor) -> torch.Tensor:
+    """A pack of one document; the case's mask beside it."""
+    packs = (x[0].transpose(0, 1) for x in qkv)
+    out = context_varlen_attention(
+        *packs, mesh, [0, case.length], mask=mask.mask, layout=layout, scale=case.scale, **options
+    )  # fmt: skip
+    return out.transpose(0, 1)[None]
+
+
+def run_rank(rank: int, case: Case) -> list[torch.Tensor | None]:
+    """:func:`results_of_rank`. A rank that fails closes its connections, as a process does that ends."""
+    try:
+        return results_of_rank(rank, case)
+    except ValueError as problem:
+        if PLANTED not in str(problem):
+            raise
+        traceback.clear_frames(problem.__traceback__)
+    gc.collect()
+    raise ValueError(PLANTED)
+
+
+def results_of_rank(rank: int, whole_case: Case) -> list[torch.Tensor | None]:
+    """This rank's output and the gradients of its query, key and value, of the last call."""
+    case, act = whole_case.of_rank(rank), whole_case.act_of(rank)
+    mesh = torch.distributed.init_device_mesh("cpu", (case.ranks,), mesh_dim_names=("cp",))
+    layout = layout_of(case)
+    call = attention_of(case, mesh)
+    if case.compiled != "no":
+        call = torch.compile(call, backend=case.compiled)
+    if case.checkpoint != "no":
+        call = partial(checkpoint, call, use_reentrant=case.checkpoint == "around, reentrant")
+    result: list[torch.Tensor | None] = [None] * 4
+    for _ in range(case.calls + (act == "a call more") - (act == "no call")):
+        if act == "an error before":
+            raise ValueError(PLANTED)
+        result = one_call(rank, case, act, layout, call)
+        if act == "an error after":
+            raise ValueError(PLANTED)
+    # The end of a step, where ranks that called another number of times meet.
+    weight = nn.Parameter(torch.zeros(1))
+    weight.grad = torch.zeros(1)
+    sum_gradients([weight], mesh)
+    return result
+
+
+def one_call(rank: int, case: Case, act: str, layout: SequenceLayout, call: Any) -> list[torch.Tensor | None]:
+    *whole, cotangent = (layout.shard(x, 2, rank).clone() for x in whole_tensors(replace(case, odd=None)))
+    if act == "a token less":
+        whole, cotangent = [x[:, :, 1:].clone() for x in whole], cotangent[:, :, 1:]
+    without = case.backward == "no_grad"
+    leaves = [x.requires_grad_(not without and name in case.gradients) for name, x in zip("qkv", whole, strict=True)]
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    cast = torch.autocast("cpu", torch.bfloat16) if case.autocast else contextlib.nullcontext()
+    with torch.no_grad() if without else contextlib.nullcontext(), cast:
+        out = call(*(with_strides(x, case.strides) for x in leaves))
+    gradients: list[torch.Tensor | None] = [None] * 3
+    cotangent = with_strides(cotangent.to(out.dtype), case.strides)
+    if case.backward in ("once", "twice"):
+        out.backward(cotangent, retain_graph=case.backward == "twice")
+        if case.backward == "twice":
+            for leaf in wanted:
+                leaf.grad = None
+            out.backward(cotangent)
+        gradients = [leaf.grad for leaf in leaves]
+    elif case.backward == "grad":
+        grads = dict(zip(map(id, wanted), torch.autograd.grad(out, wanted, cotangent), strict=True))
+        gradients = [grads.get(id(leaf)) for leaf in leaves]
+    return [out.detach(), *gradients]
+
+
+def expected_of(case: Case) -> tuple[list[torch.Tensor], list[float]]:
+    """Output and gradients on one process, and how far from them each may be.
+
+    float64 rounds to 1e-15 here, and a key too many or too few shows at 1e-2. In low precision, one device's own
+    attention is the measure. Small results vary, so the measure is twice its error and four roundings of the norm.
+    """
+    mask = mask_of(case)
+    *inputs, cotangent = whole_tensors(case)
+
+    def differentiate(attend: Callable[..., torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+        leaves = [x.to(dtype).requires_grad_() for x in inputs]
+        out = attend(*leaves)
+        return [out.detach(), *torch.autograd.grad(out, leaves, cotangent.to(out.dtype))]
+
+    wide = differentiate(
+        partial(dense_attention, mask=mask.sees, bias=mask.bias, scale=case.scale), torch.float64
+    )  # fmt: skip
+    computed = torch.bfloat16 if case.autocast else DTYPES[case.dtype]
+    if computed == torch.float64:
+        return wide, [1e-12] * 4
+    attn_mask = mask.sees if mask.bias is None else mask.bias.to(computed)
+    narrow = partial(
+        F.scaled_dot_product_attention, attn_mask=attn_mask, scale=case.scale, enable_gqa=case.heads[0] != case.heads[1]
+    )
+    alone = differentiate(narrow, computed)
+    rounding = 4 * torch.finfo(computed).eps
+    return wide, [2 * error(torch.nan_to_num(a), w) + rounding for a, w in zip(alone, wide, strict=True)]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """``kind`` is exact, refused, or what is wrong; ``words`` say more."""
+
+    kind: str
+    words: str = ""
+
+    @property
+    def good(self) -> bool:
+        return self.kind in ("exact", "refused")
+
+    @property
+    def signature(self) -> str:
+        return f"{self.kind}: {shortened(self.words)}"
+
+
+def judge(case: Case) -> Verdict:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            results = run_ranks(run_rank, case.ranks, case, timeout_seconds=WAIT, return_errors=True)
+        except RankTimeout as waited:
+            return Verdict("waited", str(waited))
+        finally:
+            if case.compiled != "no":
+                torch._dynamo.reset()
+        errors = {rank: result for rank, result in enumerate(results) if isinstance(result, BaseException)}
+        if not errors:
+            return compared(case, results)
+    raw = {rank: e for rank, e in errors.items() if not of_the_package(e) and PLANTED not in str(e)}
+    if raw:
+        rank, problem = next(iter(raw.items()))
+        return Verdict("a raw error", f"rank {rank}: {type(problem).__name__}: {problem}")
+    if len(errors) < case.ranks:
+        rank, problem = next(iter(errors.items()))
+        return Verdict("not all ranks raised", f"rank {rank}: {type(problem).__name__}: {problem}")
+    return Verdict("refused", kind_of(next((e for e in errors.values() if PLANTED not in str(e)), errors[0])))
+
+
+def of_the_package(problem: BaseException) -> bool:
+    frames = traceback.extract_tb(problem.__traceback__)
+    if isinstance(problem, TransferError):  # a rank that has ended
+        return True
+    return isinstance(problem, ValueError | TypeError | NotImplementedError) and "cp_styles" in frames[-1].filename
+
+
+def kind_of(problem: BaseException) -> str:
+    """The first words of a refusal, without the name in front."""
+    return shortened(str(problem).partition(": ")[2])
+
+
+def shortened(text: str) -> str:
+    """The first words, without numbers, quoted text and brackets."""
+    plain = re.sub(r"'[^']*'|\[[^]]*\]|\([^)]*\)|-?\d+(\.\d+)?(e-?\d+)?", "_", text.split("\n")[0])
+    return " ".join(plain.split()[:9])
+
+
+def compared(case: Case, results: list[Any]) -> Verdict:
+    whole, tolerances = expected_of(replace(case, odd=None))
+    names = ("output", "query's gradient", "key's gradient", "value's gradient")
+    for rank, result in enumerate(results):
+        own = case.of_rank(rank)
+        if own.act_of(rank) or case.act_of(rank) == "no call":
+            continue
+        layout = layout_of(own)
+        for name, mine, expected, tolerance in zip(names, result, whole, tolerances, strict=True):
+            if mine is None:
+                continue
+            part = layout.shard(expected, 2, rank)
+            if mine.shape != part.shape:
+                return Verdict("wrong", f"rank {rank}: {name} is {tuple(mine.shape)} instead of {tuple(part.shape)}")
+            if (off := error(mine, part, whole=expected)) > tolerance:
+                return Verdict("wrong", f"rank {rank}: {name} off by {off:.1e}, at most {tolerance:.1e}")
+    if case.act_of(case.odd[0] if case.odd else 0):
+        return Verdict("wrong", f"no rank heard of: {case.odd}")
+    return Verdict("exact")
+
+
+def simpler(case: Case) -> Iterator[Case]:
+    """The cases with one more default value."""
+    for field in fields(Case):
+        if field.name not in ("seed", "odd") and getattr(case, field.name) != field.default:
+            yield sensible(replace(case, **{field.name: field.default}))
+    if case.odd is not None:
+        yield replace(case, odd=None)
+
+
+def reduced(case: Case, kind: str, judges: Judges, end: float) -> Case:
+    """A case that fails in the same way, from which no field can go back to its default."""
+    for other in simpler(case):
+        if time.monotonic() < end and other != case and judges.judge(other).kind == kind:
+            return reduced(other, kind, judges, end)
+    return case
+
+
+class Judges:
+    """A process that judges cases, and its successors. One that dies fails the case that it was at."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+        self._count = 0
+
+    def judge(self, case: Case) -> Verdict:
+        if self._count >= _IN_ONE_PROCESS:
+            self.end()
+        if self._process is None:
+            command = [sys.executable, __file__, "--judge"]
+            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+            self._process, self._count = subprocess.Popen(command, **pipes, text=True, cwd=ROOT), 0
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        self._count += 1
+        with contextlib.suppress(BrokenPipeError):
+            print(repr(case), file=stdin, flush=True)
+        for line in stdout:
+            if line.startswith(_ANSWER):
+                return Verdict(**json.loads(line.removeprefix(_ANSWER)))
+        status = self._process.wait()
+        self._process = None
+        return Verdict("a crash", f"status {status}")
+
+    def end(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        self._process = None
+
+
+_IN_ONE_PROCESS = 300  # cases; a failed one may leave threads and sockets behind
+_ANSWER = "verdict: "
+
+
+def judge_lines() -> None:
+    """The process of :class:`Judges`: a case a line, and its verdict."""
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        verdict = judge(case_of(line))
+        print(_ANSWER + json.dumps(vars(verdict)), flush=True)
+
+
+def case_of(text: str) -> Case:
+    return eval(text, {"Case": Case})
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", type=int, default=1000, help="number of cases")
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this time")
+    parser.add_argument("--odd", action="store_true", help="in every second case one rank differs in one thing")
+    parser.add_argument("--record", type=Path, help="a file of results: continues where an earlier run has stopped")
+    parser.add_argument("--case", help="one case, as a failure prints it")
+    parser.add_argument("--judge", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.judge:
+        judge_lines()
+        return 0
+    if options.case:
+        torch.set_num_threads(1)
+        verdict = judge(case_of(options.case))
+        print(f"{verdict.kind}: {verdict.words}")
+        return int(not verdict.good)
+    return run_all(options)
+
+
+def run_all(options: argparse.Namespace) -> int:
+    verdicts: dict[int, Verdict] = {}
+    if options.record and options.record.exists():
+        for line in options.record.read_text().splitlines():
+            entry = json.loads(line)
+            verdicts[entry.pop("seed")] = Verdict(**entry)
+    judges, start = Judges(), time.monotonic()
+    shown = start
+    alike: Counter[str] = Counter()  # failures with the same words, of which the first is shown and reduced
+    for seed in range(options.first, options.first + options.cases):
+        if seed in verdicts:
+            continue
+        if time.monotonic() > start + options.seconds:
+            break
+        case = draw(seed, odd=options.odd)
+        verdict = verdicts[seed] = judges.judge(case)
+        if options.record:
+            options.record.parent.mkdir(exist_ok=True)
+            with options.record.open("a") as file:
+                file.write(json.dumps({"seed": seed, **vars(verdict)}) + "\n")
+        if not verdict.good and alike[verdict.signature] == 0:
+            print(f"seed {seed}: {verdict.kind}: {verdict.words}\n  {shown_case(case)}", flush=True)
+            smaller = reduced(case, verdict.kind, judges, time.monotonic() + 40)
+            print(f"  reduced: {shown_case(smaller)}", flush=True)
+        alike[verdict.signature] += not verdict.good
+        if time.monotonic() - shown > 30:
+            shown = time.monotonic()
+            print(f"... {len(verdicts)} cases, {shown - start:.0f} s", file=sys.stderr, flush=True)
+    judges.end()
+    kinds = Counter(verdict.kind for verdict in verdicts.values())
+    refusals = Counter(verdict.words for verdict in verdicts.values() if verdict.kind == "refused")
+    bad = sum(not verdict.good for verdict in verdicts.values())
+    print(f"{len(verdicts)} cases: {kinds['exact']} exact, {kinds['refused']} refused on every rank, {bad} others")
+    for signature, count in alike.most_common():
+        if count > 1:
+            print(f"  {count:6} times {signature}")
+    for words, count in refusals.most_common():
+        print(f"  {count:6} {words}")
+    return int(bad > 0)
+
+
+def shown_case(case: Case) -> str:
+    """The case as Python, without its defaults."""
+    values = ((field.name, getattr(case, field.name), field.default) for field in fields(Case))
+    return f"Case({', '.join(f'{name}={value!r}' for name, value, default in values if value != default)})"
+
+
+if __name__ == "__main__":
+    # Threads of a failed case may still hold sockets; the process need not wait for them.
+    status = main()
+    sys.stdout.flush()
+    os._exit(status)

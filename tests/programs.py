@@ -1,0 +1,524 @@
+"""Random training programs, on one process and on ranks: equal in every number and side effect, or refused.
+
+    python tests/programs.py --programs 200          seeds 0 to 199; in every fourth, one rank differs in one thing
+    python tests/programs.py --program "Program(seed=7)"    one, as a failure prints it
+
+A seed draws a :class:`Program`: a small language model of one to three attentions, and a training as people write it.
+It has hooks, attributes, counters, changes in place, shared layers, checkpoints, accumulation, clipping, two losses
+whose backwards run in either order, an evaluation, a caught exception, layers that are left out. The same code runs on
+one process, and on ranks that are threads. Compared are losses, gradients, parameters, what hooks and attributes hold,
+and the state of the random generator. Failures are reduced to a program with as many defaults as it still fails with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import os
+import random
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.utils.checkpoint import checkpoint
+
+from cp_styles import (
+    AttentionContextParallel,
+    Causal,
+    ModuleContextParallel,
+    SequenceScope,
+    context_attention,
+    context_parallel,
+    global_loss,
+    global_token_count,
+    next_token_labels,
+    parallelize_module,
+    sum_gradients,
+)
+from cp_styles.layout import SequenceLayout, contiguous, head_tail, striped
+from cp_styles.strategies import AllGather, Ring, Strategy, Ulysses
+from cp_styles.testing import RankTimeout, run_ranks
+from tests.fuzz import of_the_package
+from tests.oracle import error, randn
+
+WORDS, WIDTH, HEADS, LENGTHS = 17, 12, 2, (12, 9)
+# float64; sums of some hundred terms in another order, through three layers and two steps of an optimizer.
+EXACT = 1e-10
+WAIT = 10.0
+
+
+class Planted(Exception):
+    """An error of the program itself, which it catches."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A training. The defaults are the simplest; ``odd`` is (rank, what only this rank does)."""
+
+    seed: int = 0
+    door: str = "module"
+    ranks: int = 2
+    strategy: str = "ring"
+    layout: str = "contiguous"
+    attentions: tuple[str, ...] = ("sdpa",)
+    effects: tuple[str, ...] = ()
+    shared: bool = False
+    parallel: bool = False
+    checkpoint: str = "no"
+    accumulation: int = 1
+    losses: str = "one"
+    clip: bool = False
+    evaluate: bool = False
+    caught: str = "no"
+    dropped: bool = False
+    changing_lengths: bool = False
+    odd: tuple[int, str] | None = None
+
+    def act_of(self, rank: int) -> str:
+        return self.odd[1] if self.odd is not None and self.odd[0] == rank else ""
+
+
+STRATEGIES: dict[str, Strategy] = {"ring": Ring(), "all-gather": AllGather(), "Ulysses": Ulysses()}
+LAYOUTS = {"contiguous": contiguous, "head_tail": head_tail, "striped": striped}
+# The attentions that each door takes.
+DOORS = {
+    "module": ("sdpa", "flex", "core"),
+    "scope": ("sdpa", "flex", "core"),
+    "style": ("core", "function"),
+    "block": ("sdpa", "flex", "core"),
+    "function": ("function",),
+}
+EFFECTS = ("hook", "backward hook", "attribute", "counter", "list", "in place", "tensor hook")
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "ranks": (2, 2, 3, 4),
+    "strategy": tuple(STRATEGIES),
+    "layout": tuple(LAYOUTS),
+    "shared": (False, False, True),
+    "parallel": (False, False, True),
+    "checkpoint": ("no", "no", "layers", "layers, reentrant", "function"),
+    "accumulation": (1, 1, 2),
+    "losses": ("one", "one", "sum", "two", "two, last first"),
+    "clip": (False, True),
+    "evaluate": (False, False, True),
+    "caught": ("no", "no", "before", "in a layer", "in the backward"),
+    "dropped": (False, False, True),
+    "changing_lengths": (False, True),
+}
+# Not another batch, cut by hand: that nobody notices (tutorials/hazards.md).
+ODD = ("a layer less", "a backward more", "losses in another order", "its own error", "a step more")
+
+
+def draw(seed: int) -> Program:
+    dice = random.Random(seed)
+    door = dice.choice(tuple(DOORS))
+    attentions = tuple(dice.choice(DOORS[door]) for _ in range(dice.randint(1, 3)))
+    effects = tuple(effect for effect in EFFECTS if dice.random() < 0.3)
+    values = {name: dice.choice(choices) for name, choices in CHOICES.items()}
+    program = sensible(Program(seed=seed, door=door, attentions=attentions, effects=effects, **values))
+    if seed % 4 == 3:
+        act = dice.choice(ODD)
+        if act == "losses in another order" and not program.losses.startswith("two"):
+            act = "its own error"
+        if act == "a layer less" and len(program.attentions) == 1:
+            act = "a backward more"
+        program = replace(program, odd=(dice.randrange(program.ranks), act))
+    return program
+
+
+def sensible(program: Program) -> Program:
+    if program.checkpoint == "layers, reentrant" and program.losses.startswith("two"):
+        program = replace(program, losses="sum")  # torch refuses a second backward through it
+    if program.checkpoint == "layers, reentrant" and program.door == "scope":
+        program = replace(program, checkpoint="layers")  # refused: its recomputation does not know the scope
+    return program
+
+
+class Core(nn.Module):
+    def forward(self, query, key, value):
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+class Layer(nn.Module):
+    """An attention with its projections, and the program's side effects."""
+
+    def __init__(self, index: int, program: Program, attend: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.kind, self.effects, self.parallel = program.attentions[index], program.effects, program.parallel
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.core = Core()
+        self.attend = attend
+        self.raises = False
+        self.last: torch.Tensor | None = None
+        self.calls, self.norms = 0, []
+        self.register_buffer("count", torch.zeros(()))
+
+    def attention(self, x: torch.Tensor, blocks: Any) -> torch.Tensor:
+        query, key, value = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        if self.kind == "sdpa" or (self.kind == "flex" and blocks is None):  # torch's has no backward on CPU
+            out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        elif self.kind == "flex":
+            out = flex_attention(query, key, value, block_mask=blocks)
+        else:
+            out = (self.core if self.kind == "core" else self.attend)(query, key, value)
+        return self.out(out.transpose(1, 2).flatten(2))
+
+    def forward(self, x: torch.Tensor, blocks: Any) -> torch.Tensor:
+        self.calls += "counter" in self.effects
+        if "counter" in self.effects:
+            self.count += 1
+        y = self.attention(x, blocks)
+        if self.raises:
+            raise Planted
+        if self.parallel:
+            y = y + self.attention(x * 0.5, blocks)
+        if "in place" in self.effects:
+            y.mul_(0.5).add_(x)
+        else:
+            y = x + 0.5 * y
+        if "attribute" in self.effects:
+            self.last = y
+        if "list" in self.effects:
+            self.norms.append(y.detach())
+        return y
+
+
+class Model(nn.Module):
+    """``forward(tokens, positions)`` returns two heads' logits."""
+
+    def __init__(self, program: Program, attend: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.checkpoint = program.checkpoint
+        self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(max(LENGTHS), WIDTH)
+        layers = [Layer(index, program, attend) for index in range(len(program.attentions))]
+        if program.shared:
+            layers.append(layers[0])
+        self.layers = nn.ModuleList(layers)
+        self.heads = nn.ModuleList([nn.Linear(WIDTH, WORDS), nn.Linear(WIDTH, WORDS)])
+        self.dropped: int | None = None
+        self.kept: dict[str, Any] = {}  # arguments of checkpoints
+
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, blocks: Any) -> list[torch.Tensor]:
+        x = self.words(tokens) + self.places(positions)
+        for index, layer in enumerate(self.layers):
+            if index == self.dropped:
+                continue
+            if self.checkpoint == "no" or not torch.is_grad_enabled():
+                x = layer(x, blocks)
+            elif self.checkpoint == "function":
+                x = x + checkpoint(layer.attention, x, blocks, use_reentrant=False, **self.kept)
+            else:
+                x = checkpoint(layer, x, blocks, use_reentrant="reentrant" in self.checkpoint, **self.kept)
+        return [head(x) for head in self.heads]
+
+
+@dataclass
+class Record:
+    """What a training leaves, by name. Tensors with a sequence dim hold this rank's tokens."""
+
+    numbers: dict[str, torch.Tensor] = field(default_factory=dict)
+    per_token: dict[str, tuple[torch.Tensor, SequenceLayout]] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+
+
+class Ranks:
+    """How this rank of a mesh runs the program; ``mesh`` None is one process."""
+
+    def __init__(self, program: Program, mesh: DeviceMesh | None) -> None:
+        self.program, self.mesh = program, mesh
+        self.size, self.rank = (1, 0) if mesh is None else (mesh.size(), mesh.get_local_rank())
+        self.options = {"strategy": STRATEGIES[program.strategy]}
+
+    def layout(self, length: int) -> SequenceLayout:
+        return LAYOUTS[self.program.layout](length, self.size)
+
+    def attend(self, *qkv: torch.Tensor) -> torch.Tensor:
+        if self.mesh is None:
+            return F.scaled_dot_product_attention(*qkv, is_causal=True)
+        layout = LAYOUTS[self.program.layout]
+        return context_attention(*qkv, self.mesh, mask=Causal(), layout=layout, **self.options)
+
+    def apply(self, model: Model) -> None:
+        if self.mesh is None or self.program.door in ("function", "block"):
+            return
+        balancer = LAYOUTS[self.program.layout]
+        if self.program.door == "style":
+            style = AttentionContextParallel(layout=balancer, **self.options)
+            parallelize_module(
+                model, self.mesh, {f"layers.{i}.core": style for i in range(len(self.program.attentions))}
+            )
+            return
+        layout = None if self.program.door == "scope" else balancer
+        parallelize_module(model, self.mesh, ModuleContextParallel(layout=layout, **self.options))
+
+    def around(self, model: Model, layout: SequenceLayout) -> contextlib.AbstractContextManager[Any]:
+        if self.mesh is not None and self.program.door == "scope":
+            scope = SequenceScope(layout)
+            model.kept = {"context_fn": scope.for_checkpoint}
+            return scope
+        if self.mesh is not None and self.program.door == "block":
+            return context_parallel(self.mesh, layout=LAYOUTS[self.program.layout], **self.options)
+        return contextlib.nullcontext()
+
+    def mean(self, losses: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        if self.mesh is None:
+            return losses.sum() / (labels != -100).sum()
+        return global_loss(losses, global_token_count(labels, self.mesh), self.mesh)
+
+    def sum(self, model: Model) -> None:
+        if self.mesh is not None:
+            sum_gradients(model.parameters(), self.mesh)
+
+
+def train(program: Program, mesh: DeviceMesh | None) -> Record:
+    ranks = Ranks(program, mesh)
+    act = program.act_of(ranks.rank) if mesh is not None else ""
+    with torch.device("meta"):  # draws nothing from the generator, which ranks that are threads share
+        model = Model(program, ranks.attend)
+    model.to_empty(device="cpu")
+    for index, parameter in enumerate(model.parameters()):
+        parameter.data = randn(50 + index, *parameter.shape) * 0.3
+    for buffer in model.buffers():
+        buffer.zero_()
+    record = Record()
+    _add_hooks(model, program, record)
+    ranks.apply(model)
+    # Not Adam: it makes steps of full size of the gradients of key biases, which are zero but for rounding.
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(2 + (act == "a step more")):
+        model.dropped = 0 if program.dropped and step == 1 and len(model.layers) > 1 else None
+        if act == "a layer less":
+            model.dropped = 1 if model.dropped == 0 else 0
+        length = LENGTHS[step % 2] if program.changing_lengths else LENGTHS[0]
+        for part in range(program.accumulation):
+            seed = 1000 * program.seed + 10 * step + part
+            one_batch(program, ranks, model, length, seed, act, record, f"step {step}, part {part}")
+        ranks.sum(model)
+        if program.clip:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                record.numbers[f"step {step}, gradient of {name}"] = parameter.grad.clone()
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, parameter in model.named_parameters():
+        record.numbers[f"{name} at the end"] = parameter.detach().clone()
+    for index, layer in enumerate(model.layers):
+        record.counts[f"counter of layer {index}"] = layer.calls
+        record.counts[f"buffer of layer {index}"] = int(layer.count)
+        record.counts[f"list of layer {index}"] = len(layer.norms)
+        last = ranks.layout(length)
+        if layer.last is not None and layer.last.shape[1] == last.lengths[ranks.rank]:
+            record.per_token[f"attribute of layer {index}"] = layer.last.detach(), last
+    return record
+
+
+def one_batch(
+    program: Program, ranks: Ranks, model: Model, length: int, seed: int, act: str, record: Record, where: str
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(WORDS, (2, length), generator=generator)
+    labels, layout = next_token_labels(tokens), ranks.layout(length)
+    tokens, labels = layout.shard(tokens, 1, ranks.rank), layout.shard(labels, 1, ranks.rank)
+    positions = layout.positions(ranks.rank)[None].expand(2, -1)
+    blocks = None
+    if "flex" in program.attentions and ranks.mesh is not None:
+        blocks = create_block_mask(lambda b, h, q, k: q >= k, None, None, length, length, device="cpu", BLOCK_SIZE=16)
+    if program.caught != "no":
+        with contextlib.suppress(Planted):
+            fail(program.caught, model, ranks, layout, (tokens, positions, blocks))
+        for parameter in model.parameters():
+            parameter.grad = None if where.endswith("part 0") else parameter.grad
+    if act == "its own error":
+        with contextlib.suppress(Planted):
+            fail("in a layer", model, ranks, layout, (tokens, positions, blocks))
+    if program.evaluate:
+        with torch.no_grad(), ranks.around(model, layout):
+            record.per_token[f"{where}, evaluation"] = model(tokens, positions, blocks)[0], layout
+    with ranks.around(model, layout):
+        outputs = model(tokens, positions, blocks)
+    each = [F.cross_entropy(x.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels) for x in outputs]
+    means = [ranks.mean(losses, labels) for losses in each]
+    for index, loss in enumerate(means):
+        record.numbers[f"{where}, loss {index}"] = loss.detach()
+    order = means[::-1] if program.losses == "two, last first" else means
+    if act == "losses in another order":
+        order = order[::-1]
+    if program.losses == "one":
+        order = means[:1]
+    elif program.losses == "sum":
+        order = [means[0] + means[1]]
+    for index, loss in enumerate(order):
+        loss.backward(retain_graph=index < len(order) - 1 or act == "a backward more")
+    if act == "a backward more":
+        order[-1].backward()
+
+
+def fail(where: str, model: Model, ranks: Ranks, layout: SequenceLayout, inputs: tuple[Any, ...]) -> None:
+    """The same failure on every rank."""
+    if where == "before":
+        raise Planted
+    if where == "in a layer":
+        model.layers[-1].raises = True
+    try:
+        with ranks.around(model, layout):
+            outputs = model(*inputs)
+    finally:
+        model.layers[-1].raises = False
+    if where == "in the backward":
+
+        def hook(grad: torch.Tensor) -> None:
+            raise Planted
+
+        outputs[0].register_hook(hook)
+        outputs[0].sum().backward()
+
+
+def _add_hooks(model: Model, program: Program, record: Record) -> None:
+    counts = record.counts
+
+    def count(name: str, *_: Any) -> None:
+        counts[name] = counts.get(name, 0) + 1
+
+    def on_output(name: str, module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        count(f"forward hook of {name}")
+        if "tensor hook" in program.effects and output.requires_grad:
+            output.register_hook(partial(_counted, counts, f"tensor hook of {name}"))
+
+    for index, layer in enumerate(dict.fromkeys(model.layers)):
+        if "hook" in program.effects or "tensor hook" in program.effects:
+            layer.register_forward_hook(partial(on_output, f"layer {index}"))
+        if "backward hook" in program.effects and "in place" not in program.effects:
+            layer.register_full_backward_hook(partial(count, f"backward hook of layer {index}"))
+
+
+def _counted(counts: dict[str, int], name: str, grad: torch.Tensor) -> None:
+    counts[name] = counts.get(name, 0) + 1
+
+
+def judge(program: Program) -> str:
+    """What is wrong; empty if nothing is."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        state = torch.get_rng_state()
+        expected = train(replace(program, odd=None), None)
+
+        def on(rank: int) -> Record:
+            try:
+                mesh = torch.distributed.init_device_mesh("cpu", (program.ranks,), mesh_dim_names=("cp",))
+                return train(program, mesh)
+            except Exception as problem:
+                traceback.clear_frames(problem.__traceback__)
+                raise
+            finally:
+                gc.collect()  # cycles keep a group; its connections must close with the rank, as with a process
+
+        try:
+            results = run_ranks(on, program.ranks, timeout_seconds=WAIT, return_errors=True)
+        except RankTimeout as waited:
+            errors = getattr(waited.__cause__, "errors", {})
+            others = [errors.get(rank) for rank in range(program.ranks) if not program.act_of(rank)]
+            # A rank that went on after its own error waits for the others, which have refused and ended. Processes
+            # that end close their connections; threads may not.
+            if program.odd and all(isinstance(other, ValueError) and of_the_package(other) for other in others):
+                return ""
+            return f"waited: {waited}"
+    if not torch.equal(state, torch.get_rng_state()):
+        return "the state of the random generator has changed"
+    errors = {rank: result for rank, result in enumerate(results) if isinstance(result, BaseException)}
+    for rank, problem in errors.items():
+        if not of_the_package(problem):
+            frame = traceback.extract_tb(problem.__traceback__)[-1]
+            words = f"{type(problem).__name__}: {problem} ({Path(frame.filename).name}:{frame.lineno})"
+            return f"a raw error on rank {rank}: {words}"
+    if errors:
+        rank, problem = next(iter(errors.items()))
+        if len(errors) == program.ranks or (program.act_of(rank) == "a step more" and len(errors) == 1):
+            return "" if program.odd is not None else f"refused: {problem}"
+        return f"only ranks {list(errors)} raised: {problem}"
+    return differences(program, expected, results)
+
+
+def differences(program: Program, expected: Record, results: list[Record]) -> str:
+    for rank, record in enumerate(results):
+        for name, value in expected.numbers.items():
+            if name not in record.numbers:
+                return f"rank {rank}: {name} is not there"
+            if (off := error(record.numbers[name], value)) > EXACT:
+                return f"rank {rank}: {name} is off by {off:.1e}"
+        for name, (value, _) in expected.per_token.items():
+            mine, layout = record.per_token[name]
+            if (off := error(mine, layout.shard(value, 1, rank), whole=value)) > EXACT:
+                return f"rank {rank}: {name} is off by {off:.1e}"
+        if record.counts != expected.counts:
+            names = [name for name in expected.counts | record.counts
+                     if expected.counts.get(name) != record.counts.get(name)]  # fmt: skip
+            return f"rank {rank}: {names[0]} is {record.counts.get(names[0])}, not {expected.counts.get(names[0])}"
+    return ""
+
+
+def simpler(program: Program) -> Iterator[Program]:
+    for each in fields(Program):
+        if each.name not in ("seed", "odd", "door", "attentions") and getattr(program, each.name) != each.default:
+            yield sensible(replace(program, **{each.name: each.default}))
+    for index in range(len(program.attentions)):
+        if len(program.attentions) > 1:
+            yield replace(program, attentions=program.attentions[:index] + program.attentions[index + 1 :])
+    for effect in program.effects:
+        yield replace(program, effects=tuple(other for other in program.effects if other != effect))
+
+
+def reduced(program: Program, end: float) -> Program:
+    for other in simpler(program):
+        if time.monotonic() < end and other != program and judge(other):
+            return reduced(other, end)
+    return program
+
+
+def shown(program: Program) -> str:
+    """The program as Python, without its defaults."""
+    values = ((each.name, getattr(program, each.name), each.default) for each in fields(Program))
+    return f"Program({', '.join(f'{name}={value!r}' for name, value, default in values if value != default)})"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--programs", type=int, default=200, help="number of programs")
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--program", help="one program, as a failure prints it")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.program:
+        print(judge(eval(options.program, {"Program": Program})) or "right")
+        return 0
+    wrong = 0
+    for seed in range(options.first, options.first + options.programs):
+        program = draw(seed)
+        problem = judge(program)
+        if problem:
+            wrong += 1
+            print(f"seed {seed}: {problem}\n  {shown(program)}", flush=True)
+            print(f"  reduced: {shown(reduced(program, time.monotonic() + 30))}", flush=True)
+        elif seed % 20 == 19:
+            print(f"... seed {seed}", file=sys.stderr, flush=True)
+    print(f"{options.programs - wrong} of {options.programs} programs are equal to one process or refused as they must")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stdout.flush()
+    os._exit(status)  # threads of a failed program may still hold sockets

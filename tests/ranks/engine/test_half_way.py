@@ -1,0 +1,334 @@
+"""A rank leaves a forward, a backward or a collective by an error and goes on; backwards in another order on one rank.
+
+All ranks raise soon, whatever the transport: over gloo the others stand still for this rank, over NCCL they run ahead.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+from cp_styles import (
+    AllGather,
+    AttentionContextParallel,
+    Causal,
+    EveryCall,
+    ModuleContextParallel,
+    NewCalls,
+    NoAgreement,
+    Ring,
+    Ulysses,
+    context_attention,
+    context_flex_attention,
+    head_tail,
+    save_attention,
+)
+from cp_styles.collectives import all_to_all, gather, heads_to_seq, reduce_scatter, seq_to_heads, split
+from cp_styles.collectives._exchange import Exchange
+from cp_styles.comm.point_to_point import TransferError
+from cp_styles.kernels import CPU_FLASH, Kernel
+from cp_styles.testing import CommunicationTrace, run_ranks
+from tests.covering import sampled
+from tests.cuda_ops import ON_GPU
+from tests.gpu_tensors import BreaksRule, gpus, put
+from tests.ranks.attention_case import EXACT, Core, Problem, cp_mesh
+
+RANKS, LENGTH = 3, 24
+SOON = 5.0  # seconds, on a busy machine; the groups' timeout is 20
+
+
+class OutOfMemory(RuntimeError):
+    """What a program catches, to skip a batch."""
+
+
+@dataclass(frozen=True)
+class Failing(Kernel):
+    """Raises at one of the calls of ``inner``."""
+
+    where: str = field(repr=False)
+    inner: Kernel = CPU_FLASH
+    left: list[int] = field(default_factory=lambda: [2], compare=False, repr=False)
+
+    def forward(self, *args, **options):
+        self._count("forward")
+        return self.inner.forward(*args, **options)
+
+    def backward(self, *args, **options):
+        self._count("backward")
+        return self.inner.backward(*args, **options)
+
+    def _count(self, where: str) -> None:
+        if where == self.where:
+            self.left[0] -= 1
+            if self.left[0] == 0:
+                raise OutOfMemory
+
+    def check(self, q, k, v, *, biased):
+        self.inner.check(q, k, v, biased=biased)
+
+    def tile_dtype(self, dtype):
+        return self.inner.tile_dtype(dtype)
+
+
+def caught(act: Callable[[], Any]) -> BaseException | None:
+    try:
+        act()
+    except Exception as error:
+        return error
+    return None
+
+
+STRATEGIES = [Ring(), Ring(keep=0), AllGather(), Ulysses(chunks=2)]
+
+
+@sampled(
+    1,
+    strategy=STRATEGIES,
+    way=["forward", "backward"],
+    agreement=[EveryCall(), NewCalls(), NoAgreement()],
+)
+def test_one_rank_leaves_half_way_and_goes_on(strategy, way: str, agreement):
+    """Ulysses(chunks=2) of six heads calls the kernel twice."""
+    layout = head_tail(LENGTH, RANKS)
+    problem = Problem(length=LENGTH, heads=6, kv_heads=6)
+
+    def on(rank: int) -> tuple[BaseException | None, BaseException | None, float]:
+        options = {"mask": Causal(), "layout": layout, "strategy": strategy, "agreement": agreement}
+        attend = partial(context_attention, group=cp_mesh(RANKS), **options)
+        leaves, cotangent = problem.shard(layout, rank, RANKS)
+        kernel = Failing(way if rank == 1 else "nowhere")
+        began = time.monotonic()
+        first = caught(lambda: attend(*leaves, kernel=kernel).backward(cotangent))
+        second = caught(lambda: attend(*leaves))
+        return first, second, time.monotonic() - began
+
+    found = run_ranks(on, RANKS, timeout_seconds=20)
+    assert isinstance(found[1][0], OutOfMemory)
+    for rank, (first, second, seconds) in enumerate(found):
+        assert isinstance(first, OutOfMemory if rank == 1 else TransferError)
+        assert isinstance(second, TransferError)
+        assert seconds < SOON
+    assert "this rank has left an operation of the ranks half way, by OutOfMemory" in str(found[1][1])
+
+
+@sampled(1, strategy=[Ring(), AllGather(), Ulysses(chunks=2)], way=["forward", "backward"])
+def test_ranks_that_do_not_stand_still_for_one_that_has_left(strategy, way: str):
+    """As over NCCL: a wait does not hold the host, and messages match by order. The others compute with what has not
+    come, and read at their next meeting that a rank has left."""
+    layout = head_tail(LENGTH, RANKS)
+    problem = Problem(length=LENGTH, heads=6, kv_heads=6)
+
+    def on(rank: int) -> list[BaseException | None]:
+        attend = partial(context_attention, group=dist.group.WORLD, mask=Causal(), layout=layout, strategy=strategy)
+        given = [put(x) for x in problem.shard(layout, rank, RANKS)[0]]
+        cotangent = put(problem.shard(layout, rank, RANKS)[1])
+        kernel = Failing(way if rank == 1 else "nowhere", ON_GPU)
+        return [
+            caught(lambda: attend(*given, kernel=kernel).backward(cotangent)),
+            caught(lambda: attend(*given, kernel=ON_GPU)),
+            caught(lambda: attend(*given, kernel=ON_GPU)),
+        ]
+
+    with pytest.raises(BreaksRule, match="wait for each other"), gpus(nccl_only=True, runs_ahead=True):
+        found = run_ranks(on, RANKS, timeout_seconds=20)
+    assert isinstance(found[1][0], OutOfMemory)
+    for rank, errors in enumerate(found):
+        # A rank that had still to come to the meeting before the backward hears of it there.
+        assert rank == 1 or isinstance(errors[0], TransferError | None)
+        assert all(isinstance(error, TransferError) for error in errors[1:])
+
+
+def test_an_error_between_two_backwards():
+    """The rank that has left comes to its next attention while the others are in the backward of the first."""
+    layout = head_tail(LENGTH, RANKS)
+    problem = Problem(length=LENGTH)
+
+    def on(rank: int) -> tuple[BaseException | None, BaseException | None, float]:
+        attend = partial(context_attention, group=cp_mesh(RANKS), mask=Causal(), layout=layout)
+        leaves, cotangent = problem.shard(layout, rank, RANKS)
+        between = attend(*leaves) * 1.0
+
+        def fail(grad: torch.Tensor) -> None:
+            raise OutOfMemory
+
+        if rank == 1:
+            between.register_hook(fail)
+        began = time.monotonic()
+        first = caught(lambda: attend(between, between, between).backward(cotangent))
+        second = caught(lambda: attend(*leaves)) if rank == 1 else None
+        return first, second, time.monotonic() - began
+
+    (first, _, _), (own, second, _), (third, _, _) = found = run_ranks(on, RANKS, timeout_seconds=20)
+    assert isinstance(own, OutOfMemory)
+    for each in (first, second, third):
+        assert "rank 0 is in a backward (call 1 over these ranks), rank 1 is about to attend" in str(each)
+    assert max(seconds for *_, seconds in found) < SOON
+
+
+COLLECTIVES = {
+    "all_to_all": lambda x, group: all_to_all(x, 0, 1, group),
+    "all_to_all, async": lambda x, group: all_to_all(x, 0, 1, group, async_op=True).wait(),
+    "split": lambda x, group: split(x, 0, group),
+    "gather": lambda x, group: gather(x, 0, group, reduce_gradients=True),
+    "reduce_scatter": lambda x, group: reduce_scatter(x, 0, group),
+    "seq_to_heads": lambda x, group: seq_to_heads(x, group, seq_dim=0, head_dim=1),
+    "heads_to_seq": lambda x, group: heads_to_seq(x, group, heads=6, seq_dim=0, head_dim=1),
+}
+
+
+@pytest.mark.parametrize("which", COLLECTIVES)
+def test_collectives_whose_backwards_run_in_another_order(which: str):
+    def on(rank: int) -> None:
+        x, y = (torch.randn(6, 2 if which == "heads_to_seq" else 6, requires_grad=True) for _ in range(2))
+        results = [(COLLECTIVES[which](each, dist.group.WORLD), each) for each in (x, y)]
+        for out, each in results if rank else reversed(results):
+            torch.autograd.grad(out.sum(), each)
+
+    errors = run_ranks(on, RANKS, timeout_seconds=20, return_errors=True)
+    for error in errors:
+        assert isinstance(error, ValueError)
+        assert "in the backward of a function of cp_styles.collectives (call 2 over these ranks), rank 1" in str(error)
+
+
+@pytest.mark.parametrize("way", ["forward", "backward"])
+@pytest.mark.parametrize("which", ["all_to_all", "all_to_all, async"])
+def test_one_rank_leaves_a_collective(which: str, way: str, monkeypatch):
+    fails, packed = threading.local(), Exchange._message
+
+    def message(self, tensors):
+        if getattr(fails, "now", False):
+            raise OutOfMemory
+        return packed(self, tensors)
+
+    def on(rank: int) -> tuple[BaseException | None, BaseException | None, float]:
+        x = torch.randn(6, 6, requires_grad=True)
+        call = partial(COLLECTIVES[which], x, dist.group.WORLD)
+        out = call()
+        began = time.monotonic()
+        fails.now = rank == 1
+        first = caught(call if way == "forward" else lambda: out.sum().backward())
+        fails.now = False
+        return first, caught(call), time.monotonic() - began
+
+    monkeypatch.setattr(Exchange, "_message", message)
+    found = run_ranks(on, RANKS, timeout_seconds=20)
+    for rank, (first, second, seconds) in enumerate(found):
+        assert isinstance(first, OutOfMemory if rank == 1 else TransferError)
+        assert isinstance(second, TransferError)
+        assert seconds < SOON
+
+
+def door(which: str, mesh: Any, layout: Any, agreement: Any = None, **options: Any) -> Callable[..., torch.Tensor]:
+    """Two ways to call attention without a module, and two with one."""
+    said = {"layout": layout, "agreement": agreement or EveryCall(), **options}
+    if which == "function":
+        return partial(context_attention, group=mesh, mask=Causal(), **said)
+    if which == "flex":
+        return partial(context_flex_attention, group=mesh, mask=Causal(), enable_gqa=True, **said)
+    style = {"style": AttentionContextParallel, "module": ModuleContextParallel}[which]
+    return parallelize_module(Core(), mesh, style(**said))
+
+
+DOORS = ["style", "module", "function", "flex"]
+
+
+@sampled(1, which=DOORS, strategy=STRATEGIES, how=["plain", "checkpoint", "selective"])
+def test_backwards_in_another_order_on_one_rank(which: str, strategy, how: str):
+    """Of two attentions of equal shapes: all ranks raise, before the first gradient."""
+    layout = head_tail(LENGTH, RANKS)
+    problem = Problem(length=LENGTH, heads=6, kv_heads=6)
+
+    def on(rank: int) -> None:
+        attend = door(which, cp_mesh(RANKS), layout, strategy=strategy)
+        if how != "plain":
+            options = {"context_fn": save_attention()} if how == "selective" else {}
+            attend = partial(checkpoint, attend, use_reentrant=False, **options)
+        calls = []
+        for _ in range(2):
+            leaves, cotangent = problem.shard(layout, rank, RANKS)
+            calls.append((attend(*leaves), leaves, cotangent))
+        for out, leaves, cotangent in calls if rank else reversed(calls):
+            torch.autograd.grad(out, leaves, cotangent)
+
+    errors = run_ranks(on, RANKS, timeout_seconds=20, return_errors=True)
+    for error in errors:
+        assert isinstance(error, ValueError)
+        assert "rank 0 is in a backward (call 2 over these ranks), rank 1 is in a backward (call 1 over" in str(error)
+
+
+@sampled(1, which=DOORS, strategy=[Ring(), Ulysses()])
+def test_one_rank_calls_backward_once_more(which: str, strategy):
+    layout = head_tail(LENGTH, RANKS)
+    problem = Problem(length=LENGTH, heads=6, kv_heads=6)
+
+    def on(rank: int) -> None:
+        attend = door(which, cp_mesh(RANKS), layout, strategy=strategy)
+        leaves, cotangent = problem.shard(layout, rank, RANKS)
+        out = attend(*leaves)
+        for _ in range(2 if rank == 1 else 1):
+            torch.autograd.grad(out, leaves, cotangent, retain_graph=True)
+        attend(*leaves)
+
+    errors = run_ranks(on, RANKS, timeout_seconds=20, return_errors=True)
+    for error in errors:
+        assert "rank 0 is about to attend" in str(error)
+        assert "rank 1 is in a backward (call 1 over these ranks)" in str(error)
+
+
+@pytest.mark.parametrize("which", DOORS)
+@pytest.mark.parametrize("how", ["plain", "checkpoint", "selective"])
+def test_backwards_in_any_order_that_all_ranks_have(which: str, how: str):
+    """Exact, twice with retain_graph; a meeting each, and one for each recomputation."""
+    layout = head_tail(LENGTH, RANKS)
+    problem = Problem(length=LENGTH, kv_heads=2)
+
+    def on(rank: int) -> float:
+        attend = door(which, cp_mesh(RANKS), layout)
+        if how != "plain":
+            options = {"context_fn": save_attention()} if how == "selective" else {}
+            attend = partial(checkpoint, attend, use_reentrant=False, **options)
+        calls, errors = [], []
+        for _ in range(3):
+            leaves, cotangent = problem.shard(layout, rank, RANKS)
+            calls.append((attend(*leaves), leaves, cotangent))
+        for index in (1, 0, 2, *((1, 1) if how == "plain" else ())):
+            out, leaves, cotangent = calls[index]
+            with CommunicationTrace() as trace:
+                grads = torch.autograd.grad(out, leaves, cotangent, retain_graph=how == "plain")
+            assert trace.calls["all_gather"] == (2 if how == "checkpoint" else 1)
+            errors += problem.errors([out.detach(), *grads], layout, rank, RANKS)
+        return max(errors)
+
+    assert max(run_ranks(on, RANKS, timeout_seconds=20)) < EXACT
+
+
+def test_known_calls_whose_backwards_run_in_another_order():
+    """NewCalls() compares at the first backward only. Gloo tells the messages of two backwards apart, so the ranks wait
+    for each other, and no gradient is wrong."""
+    layout, ranks = head_tail(LENGTH, 2), 2
+    problem = Problem(length=LENGTH)
+
+    def on(rank: int) -> None:
+        attend = door("function", cp_mesh(ranks), layout, NewCalls())
+        for step in range(3):
+            calls = []
+            for _ in range(3):
+                leaves, cotangent = problem.shard(layout, rank, ranks)
+                calls.append((attend(*leaves), leaves, cotangent))
+            order = (0, 2, 1) if rank and step == 2 else (0, 1, 2)
+            for index in order:
+                out, leaves, cotangent = calls[index]
+                torch.autograd.grad(out, leaves, cotangent)
+
+    errors = run_ranks(on, ranks, timeout_seconds=1.0, return_errors=True, may_time_out=True)
+    assert all(isinstance(error, TransferError) for error in errors)

@@ -1,0 +1,72 @@
+"""The tables of the pages against the command that prints them: tests/benchmarks/figures.py."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from cp_styles.comm.agreement import WIDTH
+from tests.benchmarks import figures
+from tests.covering import at_night, sampled
+from tutorials import scale
+
+ROOT = Path(__file__).parents[3]
+Row = tuple[str, ...]
+
+
+@cache
+def on_page(name: str) -> tuple[Row, ...]:
+    """The rows of the table of the pages that has this name, its head first."""
+    pattern = rf"<!-- figures: {name} -->\n\n(\|.*?)\n(?!\|)"
+    (table,) = (
+        found
+        for page in (ROOT / "tutorials").glob("*.md")
+        for found in re.findall(pattern, page.read_text(), re.DOTALL)
+    )
+    head, _, *rows = (tuple(cell.strip() for cell in line.strip("|").split("|")) for line in table.splitlines())
+    return head, *rows
+
+
+def test_each_table_has_a_page():
+    for name in figures.TABLES:
+        assert len(on_page(name)) > 3
+
+
+@sampled(1, name=list(figures.MEMORY_STRATEGIES), shape=list(figures.MEMORY_SHAPES), ranks=list(figures.MEMORY_RANKS))
+def test_memory(name: str, shape: tuple[str, int], ranks: int):
+    rows = {row[0].strip("`"): row[1:] for row in on_page("memory")[1:]}
+    cell = rows[name][figures.MEMORY_SHAPES.index(shape)].split(" / ")[figures.MEMORY_RANKS.index(ranks)]
+    assert cell == figures.peak(name, *shape, ranks)
+
+
+def test_plans():
+    """But for the times."""
+    rows = {row[:3]: row[3:5] for row in on_page("plans")[1:]}
+    for sequence, name, make_layout, mask in figures.planning.cases():
+        layout = make_layout()
+        told = rows.pop((sequence, name, f"{layout.ranks:,}"), None)
+        if told is not None:
+            made = figures.planning.exact(layout, mask)
+            assert told == (f"{made.tiles:,}", f"{made.imbalance:.3f}")
+    assert not rows
+
+
+def test_scale():
+    """The first rows: causal attention, and a ring under a window, on 8 ranks."""
+    rows = tuple(islice(scale.rows(), 5))
+    assert on_page("scale")[: len(rows)] == rows
+
+
+@pytest.mark.parametrize("name", at_night("scale", "longest", "published"))
+def test_all_rows(name: str):
+    assert [tuple(cell.replace("%", " %") for cell in row) for row in figures.TABLES[name]()] == list(on_page(name))
+
+
+def test_the_agreement_is_as_many_integers_as_docstrings_say():
+    for path in (ROOT / "cp_styles").rglob("*.py"):
+        for number in re.findall(r"all-gather of (\d+)\s+integers", path.read_text()):
+            assert int(number) == WIDTH, path

@@ -1,0 +1,32 @@
+"""A part of the random attentions and programs of tests/fuzz.py and tests/programs.py: the same ones every time."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests import fuzz, programs
+
+AT_ONCE = 10
+
+
+def rows(count: int, whole: int) -> list:
+    """The first seeds of each test: ``count`` cases by default, and ``whole`` at night."""
+    by_day = range(0, count, AT_ONCE)
+    return [*by_day, *(pytest.param(first, marks=pytest.mark.nightly) for first in range(count, whole, AT_ONCE))]
+
+
+@pytest.mark.parametrize("first", rows(150, 2000))
+def test_attentions(first: int):
+    for seed in range(first, first + AT_ONCE):
+        case = fuzz.draw(seed, odd=True)
+        if case.compiled != "no" or (case.odd is not None and case.odd[1] == "compiled"):
+            continue  # compiled attentions take a hundred times as long; they have tests of their own
+        verdict = fuzz.judge(case)
+        assert verdict.good, f"{verdict.kind}: {verdict.words}: {fuzz.shown_case(case)}"
+
+
+@pytest.mark.parametrize("first", rows(10, 200))
+def test_programs(first: int):
+    for seed in range(first, first + AT_ONCE):
+        program = programs.draw(seed)
+        assert not (problem := programs.judge(program)), f"{problem}: {programs.shown(program)}"

@@ -1,0 +1,347 @@
+"""What TokenFlow says of a computation is what changing one token at a time shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from cp_styles.intercept.token_flow import TokenFlow
+from tests.oracle import randn
+
+BATCH, LENGTH, WIDTH = 2, 6, 8
+TOKEN = torch.arange(LENGTH)
+X = randn(0, BATCH, LENGTH, WIDTH)
+W = randn(1, WIDTH, WIDTH)
+TABLE = randn(2, 64, WIDTH)
+ZEROS = nn.Parameter(torch.zeros(64, WIDTH, dtype=torch.float64))
+
+
+def layer(module: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    return module.double()
+
+
+def heads(x):
+    return x.unflatten(-1, (2, 4)).transpose(1, 2)
+
+
+def joined(x):
+    return x.transpose(1, 2).flatten(2)
+
+
+def plain_attention(q, k, v):
+    return torch.softmax(q @ k.mT, -1) @ v
+
+
+def by_loop(x):
+    state, out = torch.zeros_like(x[:, 0]), []
+    for token in x.unbind(1):
+        state = 0.5 * state + token
+        out.append(state)
+    return torch.stack(out, 1)
+
+
+def backwards(x):
+    return by_loop(x.flip(1)).flip(1)
+
+
+def into_a_buffer(x):
+    out, state = torch.empty_like(x), x.new_zeros(BATCH, WIDTH)
+    for token in range(LENGTH):
+        state = 0.5 * state + x[:, token]
+        out[:, token] = state
+    return out
+
+
+def by_row_into_a_buffer(x):
+    out = torch.empty_like(x)
+    for token in range(LENGTH):
+        out[:, token] = x[:, token] @ W
+    return out
+
+
+def top_one(flat):
+    return (flat @ W[:, :3]).argmax(-1)
+
+
+def experts_by_index(x):
+    flat, out = x.flatten(0, 1), torch.zeros(BATCH * LENGTH, WIDTH, dtype=x.dtype)
+    chosen = top_one(flat)
+    for expert in range(3):
+        (rows,) = torch.where(chosen == expert)
+        out.index_add_(0, rows, flat[rows] @ W * (1 + expert))
+    return out.view_as(x)
+
+
+def experts_sorted(x):
+    flat = x.flatten(0, 1)
+    order = top_one(flat).argsort(stable=True)
+    sorted_rows = flat[order] @ W
+    return torch.empty_like(sorted_rows).index_copy_(0, order, sorted_rows).view_as(x)
+
+
+def experts_by_mask(x):
+    flat = x.flatten(0, 1)
+    chosen, out = top_one(flat), torch.zeros_like(flat)
+    for expert in range(3):
+        mask = chosen == expert
+        out[mask] = flat[mask] @ W * (1 + expert)
+    return out.view_as(x)
+
+
+def experts_two_each(x):
+    flat = x.flatten(0, 1)
+    weights, chosen = (flat @ W[:, :3]).softmax(-1).topk(2, -1)
+    rows = torch.arange(len(flat)).repeat_interleave(2)
+    order = chosen.flatten().argsort(stable=True)
+    out = (flat[rows[order]] @ W) * weights.flatten()[order, None]
+    back = torch.empty_like(out)
+    back[order] = out
+    return back.view(-1, 2, WIDTH).sum(1).view_as(x)
+
+
+def experts_scattered(x):
+    flat = x.flatten(0, 1)
+    weights, chosen = (flat @ W[:, :3]).topk(2, -1)
+    full = torch.full((len(flat), 3), -torch.inf, dtype=x.dtype).scatter_(1, chosen, weights).softmax(-1)
+    out = torch.einsum("te,tde->td", full, torch.stack([flat @ W, flat, flat.sin()], -1))
+    return out.view_as(x)
+
+
+def experts_of_all(x):
+    """Every token through every expert, weighted: no routing at all."""
+    flat = x.flatten(0, 1)
+    each = torch.bmm(flat.expand(3, -1, -1), W.expand(3, -1, -1)).view(3, BATCH, LENGTH, WIDTH)
+    weights = (flat @ W[:, :3]).softmax(-1).T.reshape(3, BATCH, LENGTH, 1)
+    return (each * weights).sum(0)
+
+
+def rotary(x):
+    angles = torch.arange(BATCH * LENGTH).view(BATCH, LENGTH, 1) * 0.1
+    cut = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+    return torch.view_as_real(cut * torch.polar(torch.ones_like(angles, dtype=x.dtype), angles.double())).flatten(-2)
+
+
+def centred_then_shifted(x):
+    return F.pad(x, (0, 0, 1, -1)) + x
+
+
+def with_statistics_in_place(x):
+    x = x.clone()
+    x[:, :, 0].sub_(x[:, :, 0].mean(1, keepdim=True))
+    return x
+
+
+def a_slot_in_place(x):
+    x = x.clone()
+    x[:, :, 0] = x[:, :, 1].sin()
+    x[..., 2:4].mul_(2)
+    return x
+
+
+def by_vmap(x):
+    return torch.vmap(lambda row: row @ W - row.mean())(x.flatten(0, 1)).view_as(x)
+
+
+CONVOLUTION = {size: layer(nn.Conv1d(WIDTH, WIDTH, size, padding=size // 2)) for size in (1, 3)}
+FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    # By token.
+    "linear": layer(nn.Linear(WIDTH, WIDTH)),
+    "layer norm": layer(nn.LayerNorm(WIDTH)),
+    "root mean square norm": layer(nn.RMSNorm(WIDTH)),
+    "group norm of flattened tokens": lambda x: layer(nn.GroupNorm(2, WIDTH))(x.flatten(0, 1)).view_as(x),
+    "convolution of width 1": lambda x: CONVOLUTION[1](x.mT).mT,
+    "convolution over features": lambda x: layer(nn.Conv1d(1, 1, 3, padding=1))(x.reshape(-1, 1, WIDTH)).view_as(x),
+    "softmax of features": lambda x: x.softmax(-1),
+    "sorted features": lambda x: x.sort(-1).values,
+    "cumulative features": lambda x: x.cumsum(-1),
+    "gated": lambda x: F.glu(torch.cat((x, x @ W), -1), -1),
+    "heads and back": lambda x: joined(heads(x) * 2),
+    "experts by index": experts_by_index,
+    "experts sorted": experts_sorted,
+    "experts by mask": experts_by_mask,
+    "two experts each": experts_two_each,
+    "experts scattered": experts_scattered,
+    "all experts": experts_of_all,
+    "rotary": rotary,
+    "learned slots": lambda x: plain_attention(x, TABLE[:LENGTH], TABLE[:LENGTH]),
+    "attention among the heads of a token": lambda x: joined(
+        plain_attention(*[heads(x).transpose(1, 2)] * 3).transpose(1, 2)
+    ),
+    "into a buffer, by token": by_row_into_a_buffer,
+    "a slot in place": a_slot_in_place,
+    "by vmap": by_vmap,
+    "flipped twice": lambda x: (x.flip(1) @ W).flip(1),
+    "padded and cut": lambda x: F.pad(x, (0, 0, 2, 1))[:, 2:-1],
+    "joined and split": lambda x: torch.cat((x.new_ones(BATCH, 1, WIDTH), x), 1).split((1, LENGTH), 1)[1] * 2,
+    "one hot": lambda x: F.one_hot(x.argmax(-1), WIDTH).double() + x,
+    "dropout of none": lambda x: F.dropout(x, 0.0),
+    "checkpointed": lambda x: checkpoint(layer(nn.Linear(WIDTH, WIDTH)), x, use_reentrant=False),
+    "fourier of features": lambda x: torch.fft.rfft(x, dim=-1).abs(),
+    "a norm in eval": lambda x: layer(nn.BatchNorm1d(WIDTH)).eval()(x.mT).mT,
+    # From token to token.
+    "centred": lambda x: x - x.mean(1, keepdim=True),
+    "softmax of tokens": lambda x: x.softmax(1),
+    "cumulative tokens": lambda x: x.cumsum(1),
+    "sorted tokens": lambda x: x.sort(1).values,
+    "convolution of width 3": lambda x: CONVOLUTION[3](x.mT).mT,
+    "causal convolution": lambda x: layer(nn.Conv1d(WIDTH, WIDTH, 3, padding=2, groups=WIDTH))(x.mT)[..., :-2].mT,
+    "group norm": lambda x: layer(nn.GroupNorm(2, WIDTH))(x.mT).mT,
+    "instance norm": lambda x: layer(nn.InstanceNorm1d(WIDTH))(x.mT).mT,
+    "batch norm": lambda x: layer(nn.BatchNorm1d(WIDTH))(x.mT).mT,
+    "norm of tokens and features": layer(nn.LayerNorm((LENGTH, WIDTH))),
+    "pooling": lambda x: F.avg_pool1d(x.mT, 3, 1, 1).mT,
+    "pooling of maxima": lambda x: F.max_pool1d(x.mT, 3, 1, 1).mT,
+    "fourier of tokens": lambda x: torch.fft.fft(x, dim=1).real,
+    "recurrence": by_loop,
+    "recurrence backwards": backwards,
+    "recurrence into a buffer": into_a_buffer,
+    "gated recurrence": lambda x: layer(nn.GRU(WIDTH, WIDTH, batch_first=True))(x)[0],
+    "memory": lambda x: layer(nn.LSTM(WIDTH, WIDTH, batch_first=True)).float()(x.float())[0].double(),
+    "attention": lambda x: plain_attention(x, x @ W, x),
+    "linear attention": lambda x: (x.unsqueeze(-1) * x.unsqueeze(-2)).cumsum(1).sum(-1),
+    "linear attention by product": lambda x: x @ (x.mT @ x),
+    "einsum": lambda x: torch.einsum("blm,bmd->bld", torch.einsum("bld,bmd->blm", x, x), x),
+    "mixer": lambda x: (x.mT @ randn(5, LENGTH, LENGTH)).mT,
+    "shifted": lambda x: torch.cat((x[:, 1:], x[:, :1]), 1),
+    "shifted and padded": lambda x: F.pad(x, (0, 0, 1, -1)),
+    "shifted and added": centred_then_shifted,
+    "rolled": lambda x: x + x.roll(1, 1),
+    "differences": lambda x: torch.diff(x, dim=1, prepend=x[:, :1]),
+    "distances": lambda x: torch.cdist(x, x) @ x,
+    "its last token": lambda x: x + x[:, -1:],
+    "its largest token": lambda x: x * x.amax(1, keepdim=True),
+    "statistics in place": with_statistics_in_place,
+    "in a window": lambda x: F.pad(x, (0, 0, 2, 0)).unfold(1, 3, 1).sum(-1),
+    "interpolated": lambda x: F.interpolate(x.mT, scale_factor=2, mode="linear")[..., :LENGTH].mT,
+}
+
+
+def changes(function: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+    """Whether some token's output depends on another token's input."""
+    with torch.no_grad():
+        before = function(X.clone())
+        for token in range(LENGTH):
+            other = X.clone()
+            other[:, token] *= -1.3
+            differ = (function(other) != before).movedim(1, 0).flatten(1).any(1)
+            if bool(differ[token != TOKEN].any()):
+                return True
+    return False
+
+
+def follow(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, mode=nullcontext):
+    flow = TokenFlow(LENGTH)
+    with mode():
+        x = x.clone()
+        with flow:
+            flow.seed([(x, 1)])
+            out = function(x)
+            return flow.problem_of_outputs(out, surely_tokens=True), flow, out
+
+
+@pytest.mark.parametrize("mode", [nullcontext, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_mixes_tokens_or_does_not(name: str, mode):
+    problem, _, _ = follow(FUNCTIONS[name], X, mode)
+    assert (problem is not None) == changes(FUNCTIONS[name]), problem
+
+
+@pytest.mark.parametrize("name", ["linear", "experts by index", "recurrence", "convolution of width 3"])
+def test_with_gradients_nothing_changes(name: str):
+    function, x = FUNCTIONS[name], X.clone().requires_grad_()
+    found = []
+    for way in (function, lambda x: follow(function, x)[2]):
+        out = way(x)
+        (gradient,) = torch.autograd.grad(out.square().sum(), x)
+        found.append((out, gradient))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_other_modes_do_not_notice():
+    """Operators are counted as often, and random numbers are those without it."""
+    found = []
+    for flow in (nullcontext(), TokenFlow(LENGTH)):
+        torch.manual_seed(0)
+        with FlopCounterMode(display=False) as counter, flow:
+            if isinstance(flow, TokenFlow):
+                flow.seed([(X, 1)])
+            out = F.dropout(experts_by_index(X) @ W, 0.5)
+        found.append((counter.get_flop_counts(), out, torch.get_rng_state()))
+    assert found[0][0] == found[1][0]
+    assert torch.equal(found[0][1], found[1][1])
+    assert torch.equal(found[0][2], found[1][2])
+
+
+PLACED: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], bool]] = {
+    "first rows of a table": (lambda x: x + TABLE[: x.shape[1]], True),
+    "of a batch of tables": (lambda x: x + TABLE[None, : x.shape[1], :] * 0.5, True),
+    "looked up by a range": (lambda x: x + F.embedding(torch.arange(x.shape[1]), TABLE), True),
+    "with an offset, as some models have it": (lambda x: x + TABLE[torch.arange(x.shape[1]) + 2], True),
+    "angles": (lambda x: x * torch.outer(torch.arange(x.shape[1]).double(), TABLE[0]).cos(), True),
+    "sums of ones": (lambda x: x + TABLE[torch.ones(x.shape[:2], dtype=torch.int64).cumsum(1)], True),
+    "parts of a line": (lambda x: x * torch.linspace(0, 1, x.shape[1])[:, None], True),
+    "a table that is trained": (lambda x: x + ZEROS[: x.shape[1]], True),
+    "of which all rows are alike so far": (lambda x: x * (torch.arange(x.shape[1]) / 64).floor()[:, None], False),
+    "positions of its own": (lambda x: x + TABLE[torch.arange(x.shape[1]) + LENGTH], False),
+    "a range that begins elsewhere": (lambda x: x + TABLE[torch.arange(LENGTH, 2 * LENGTH)], False),
+    "rows further on": (lambda x: x + TABLE[LENGTH : 2 * LENGTH], False),
+    "a table of features": (lambda x: x + TABLE[:, :LENGTH].sum(1)[:WIDTH], False),
+    "as many features": (lambda x: x[..., :LENGTH] * TABLE[0, :LENGTH], False),
+    "ones": (lambda x: x * torch.ones(64)[: x.shape[1], None], False),
+    "rows that take part in nothing": (lambda x: x + 0 * len(TABLE[: x.shape[1]]), False),
+    "a mask of distances": (lambda x: x + (TOKEN[:, None] > torch.arange(x.shape[1])).sum() * 0, False),
+}
+
+
+@pytest.mark.parametrize("name", PLACED)
+def test_what_depends_on_the_place_in_a_part(name: str):
+    function, counts = PLACED[name]
+    flow = TokenFlow(LENGTH, lambda length: [TOKEN + length])
+    with flow:
+        flow.seed([(X, 1)])
+        problem = flow.problem_of_outputs(function(X), surely_tokens=True)
+    assert (problem is not None) == counts, problem
+    assert problem is None or problem.kind == "counted"
+    # Where the part is the first one, nothing is wrong.
+    flow = TokenFlow(LENGTH)
+    with flow:
+        flow.seed([(X, 1)])
+        assert flow.problem_of_outputs(function(X), surely_tokens=True) is None
+
+
+def test_what_is_not_known_is_no_error():
+    @torch.library.custom_op("cp_styles_test::own", mutates_args=())
+    def own(x: torch.Tensor) -> torch.Tensor:
+        return x.cumsum(1)
+
+    problem, flow, out = follow(lambda x: own(x) * 2, X)
+    assert problem is None
+    assert flow.label_of(out).unknown
+
+
+def test_sums_for_a_loss_and_statistics_are_no_error():
+    """They have no tokens any more."""
+
+    def function(x):
+        load = (x @ W[:, :3]).softmax(-1).mean((0, 1))
+        return {"out": x @ W, "loss": x.square().mean(), "load": load, "pooled": x.mean(1) @ W}
+
+    assert follow(function, X)[0] is None
+
+
+def test_a_large_result_takes_no_memory():
+    """Of logits, what is kept is as small as the tokens are many."""
+    x, head = randn(3, BATCH, LENGTH, WIDTH).float(), torch.zeros(50_000, WIDTH)
+    _, flow, logits = follow(lambda x: F.linear(x, head) * 2, x)
+    tokens = flow.label_of(logits).tokens
+    assert logits.shape == (BATCH, LENGTH, 50_000)
+    assert tokens is not None
+    assert tokens.shape == (1, LENGTH, 1)
