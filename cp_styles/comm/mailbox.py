@@ -31,11 +31,14 @@ _FIRST_TAG, _TAGS = 2**30, 2**30
 def end_connections(gloo: Any) -> None:
     """End all connections of a gloo backend. What other ranks wait for raises on them at once.
 
-    Gloo does so when a wait has timed out: see unbound_buffer.cc, ``signalException``.
+    Gloo does so when a wait has timed out: see unbound_buffer.cc, ``signalException``. Such a wait needs a connection
+    that still stands. A peer that has ended its own leaves none to it, but others may wait for this rank: so every peer
+    is tried.
     """
-    never, peer = torch.empty(1, device="cpu"), (gloo.rank() + 1) % gloo.size()
-    with contextlib.suppress(RuntimeError):
-        gloo.recv([never], peer, _FIRST_TAG + _TAGS - 1).wait(timedelta(milliseconds=1))
+    never, rank = torch.empty(1, device="cpu"), gloo.rank()
+    for distance in range(1, gloo.size()):
+        with contextlib.suppress(RuntimeError):
+            gloo.recv([never], (rank + distance) % gloo.size(), _FIRST_TAG + _TAGS - 1).wait(timedelta(milliseconds=1))
 
 
 Posted: TypeAlias = dist.Work | RuntimeError

@@ -33,8 +33,10 @@ from cp_styles import (
     head_tail,
     save_attention,
 )
+from cp_styles._compat import cpu_backend_of
 from cp_styles.collectives import all_to_all, gather, heads_to_seq, reduce_scatter, seq_to_heads, split
 from cp_styles.collectives._exchange import Exchange
+from cp_styles.comm.mailbox import end_connections
 from cp_styles.comm.point_to_point import TransferError
 from cp_styles.kernels import CPU_FLASH, Kernel
 from cp_styles.testing import CommunicationTrace, run_ranks
@@ -119,6 +121,30 @@ def test_one_rank_leaves_half_way_and_goes_on(strategy, way: str, agreement):
         assert isinstance(second, TransferError)
         assert seconds < SOON
     assert "this rank has left an operation of the ranks half way, by OutOfMemory" in str(found[1][1])
+
+
+def test_a_rank_that_hears_of_the_end_passes_it_on():
+    """Rank 1 ends its connections. Rank 0 hears of it and ends its own, though its next peer is rank 1. Rank 2 waits
+    for rank 0 alone."""
+    last = threading.Event()
+
+    def on(rank: int) -> float:
+        group, message = dist.group.WORLD, torch.zeros(1)
+        gloo = cpu_backend_of(group, "gloo")
+        peer = {0: 1, 1: 0, 2: 0}[rank]
+        receive = group.recv([message], peer, 7)
+        dist.barrier()
+        began = time.monotonic()
+        if rank != 1:
+            with pytest.raises(RuntimeError):
+                receive.wait()
+        end_connections(gloo)
+        if rank == 2:
+            last.set()
+        last.wait(SOON)  # a rank that returns ends its connections in any case
+        return time.monotonic() - began
+
+    assert max(run_ranks(on, 3, timeout_seconds=20)) < SOON
 
 
 @sampled(1, strategy=[Ring(), AllGather(), Ulysses(chunks=2)], way=["forward", "backward"])
