@@ -1,5 +1,7 @@
 """Context parallelism as ParallelStyles for parallelize_module: exact or loud."""
 
+from typing import NoReturn
+
 from cp_styles.batch import (
     chunked_token_losses,
     document_positions,
@@ -9,7 +11,7 @@ from cp_styles.batch import (
     shard_batch,
     sum_gradients,
 )
-from cp_styles.comm.agreement import EveryCall, NewCalls, NoAgreement
+from cp_styles.comm.agreement import EveryCall, NoAgreement
 from cp_styles.engine.checkpoint import save_attention
 from cp_styles.engine.gradient_watch import GradientCheck, UnreducedGradientsError, UnreducedGradientsWarning
 from cp_styles.engine.scope import SequenceScope
@@ -70,7 +72,6 @@ __all__ = [
     "LayoutMismatchWarning",
     "Mask",
     "ModuleContextParallel",
-    "NewCalls",
     "NoAgreement",
     "PTRRLoadBalancer",
     "PerDocumentHeadTailLoadBalancer",
@@ -114,3 +115,14 @@ __all__ = [
     "striped",
     "sum_gradients",
 ]
+
+# What a release before this one had, and what to write instead. For one release.
+_REMOVED = {
+    "NewCalls": "leave agreement= out, which compares every call in some 0.4 ms, or give NoAgreement()",
+}
+
+
+def __getattr__(name: str) -> NoReturn:
+    if name in _REMOVED:  # an AttributeError would lose its text in "from cp_styles import ..."
+        raise ImportError(f"cp_styles.{name} was removed: {_REMOVED[name]}. See the page Migration")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

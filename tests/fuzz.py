@@ -50,7 +50,6 @@ from cp_styles import (
     AttentionContextParallel,
     EveryCall,
     ModuleContextParallel,
-    NewCalls,
     NoAgreement,
     SequenceScope,
     context_attention,
@@ -80,7 +79,7 @@ STRATEGIES = {
     "Ulysses in chunks": Ulysses(chunks=2),
     "Ulysses x ring": Ulysses(size=2),
 }
-AGREEMENTS = {"every call": EveryCall(), "new calls": NewCalls(), "none": NoAgreement()}
+AGREEMENTS = {"every call": EveryCall(), "none": NoAgreement()}
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 DOORS = ("function", "module", "style", "style, [B, S, H, D]", "block", "flex", "flex in module", "varlen")
 # What an odd rank may do, beside having another value of a field: see Case.odd.
@@ -147,7 +146,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "checkpoint": ("no", "no", "no", "around", "around, reentrant"),
     "scope": (False, False, True),
     "compiled": ("no",) * 30 + ("eager",),
-    "agreement": ("every call", "every call", "every call", "new calls", "none"),
+    "agreement": ("every call", "every call", "every call", "none"),
     "calls": (1, 1, 1, 2),
     "backward": ("once", "once", "once", "twice", "grad", "never", "no_grad"),
 }  # fmt: skip

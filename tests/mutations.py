@@ -772,30 +772,6 @@ MISTAKES = [
         "tests/ranks/engine/test_wire.py",
     ),
     Mistake(
-        "agreement: with a balancer a known row is taken",
-        "found = None if assumed is None or said.watch else ledger.agreed.get(said)",
-        "found = ledger.agreed.get(said)",
-        "tests/ranks/engine/test_agreement.py -k balancer",
-    ),
-    Mistake(
-        "agreement: the order of known calls is not compared",
-        "ledger.unmet = hash((ledger.unmet, _but_lengths(said)))",
-        "ledger.unmet += hash(_but_lengths(said))",
-        "tests/ranks/engine/test_agreement.py -k another_order",
-    ),
-    Mistake(
-        "agreement: no known call is compared before the backward",
-        "ledger.unmet = hash((ledger.unmet, _but_lengths(said)))",
-        "pass",
-        "tests/ranks/engine/test_agreement.py -k another_order",
-    ),
-    Mistake(
-        "agreement: no call is ever known",
-        "self.agreed[said] = rows",
-        "pass",
-        "tests/ranks/engine/test_agreement.py -k known",
-    ),
-    Mistake(
         "agreement: what is assumed of the others is this rank's length",
         "rows = [mine._replace(q_length=length, kv_length=length) for length in layout.lengths]",
         "rows = [mine for length in layout.lengths]",
@@ -1042,8 +1018,8 @@ MISTAKES = [
     ),
     Mistake(
         "engine: backwards of all forwards are alike",
-        "said = StatusRow(place=place_of(forward, 0), call=unmet)",
-        "said = StatusRow(call=unmet)",
+        "row = StatusRow(place=place_of(forward, 0))",
+        "row = StatusRow()",
         "tests/ranks/engine/test_half_way.py -k backwards_in_another_order",
     ),
     Mistake(

@@ -18,7 +18,6 @@ from __future__ import annotations
 import enum
 import re
 import zlib
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -153,24 +152,9 @@ class StatusRows(list[StatusRow]):
 _but_lengths = itemgetter(slice(2, None))
 
 
-def _as_known(said: StatusRow) -> StatusRow:
-    """A row as the key of a known call: a recomputation is known if its call is, and one of a layer if another's is."""
-    return said._replace(meeting=said.meeting % _AGAIN, place=said.place % _INDICES)
-
-
 @dataclass(frozen=True)
-class Agreement(ABC):
-    """How often ranks agree on attention: :class:`EveryCall`, :class:`NewCalls` or :class:`NoAgreement`."""
-
-    @abstractmethod
-    def known(
-        self, ledger: Ledger, said: StatusRow, assumed: Callable[[], Sequence[StatusRow]] | None
-    ) -> StatusRows | None:
-        """The rows of all ranks without communication. None if the ranks must meet.
-
-        ``said`` is this rank's row. ``assumed`` gives the rows of ranks that all call alike; None if they are not
-        known, because the global length is not.
-        """
+class Agreement:
+    """How often ranks agree on attention: :class:`EveryCall` or :class:`NoAgreement`."""
 
 
 @dataclass(frozen=True)
@@ -190,46 +174,6 @@ class EveryCall(Agreement):
         style = ModuleContextParallel(agreement=EveryCall())
     """
 
-    def known(
-        self, ledger: Ledger, said: StatusRow, assumed: Callable[[], Sequence[StatusRow]] | None
-    ) -> StatusRows | None:
-        return None
-
-
-@dataclass(frozen=True)
-class NewCalls(Agreement):
-    """The ranks agree on calls that are new: in shapes, dtypes, mask, layout, strategy, scale or gradient mode.
-
-    The layout of the attention must be a ``SequenceLayout``, that of the style or call, or of a ``SequenceScope``. With
-    a balancer the ranks agree at every call, because a rank does not know the lengths of the others.
-
-    Promise: a call that is new on all ranks is checked as by :class:`EveryCall`. If a rank fails, or calls attention
-    otherwise or more often than the others, where they repeat a known call, then the others wait for it until the
-    timeout of the process group. Ranks that repeat different known calls, which send the same rows (for example two
-    modules whose scales differ, called in another order on one rank), raise at the first backward after them, before
-    any gradient. Without a backward, and without ``global_token_count`` or ``global_loss``, that is silent. Backwards
-    after the first one in another order: over gloo the ranks wait for each other until the timeout; over other
-    transports gradients are wrong, and the ranks raise at the first backward of the next step.
-    Unreduced gradients are found as by :class:`EveryCall`.
-
-    Communication: that of :class:`EveryCall`, for new calls only; and one all-gather before the first backward.
-    Attention sinks are compared by their values, so a sink that is trained makes every call a new one.
-
-    Example::
-
-        style = ModuleContextParallel(layout=head_tail(8192, 4), agreement=NewCalls())
-    """
-
-    def known(
-        self, ledger: Ledger, said: StatusRow, assumed: Callable[[], Sequence[StatusRow]] | None
-    ) -> StatusRows | None:
-        # Whether a parameter is to be compared (watch) is the same on all ranks, and its checksum need not be.
-        found = None if assumed is None or said.watch else ledger.agreed.get(_as_known(said))
-        if found is not None:
-            said = said._replace(meeting=said.meeting % _AGAIN)
-            ledger.unmet = hash((ledger.unmet, _but_lengths(said)))  # of numbers: the same in every process
-        return found
-
 
 @dataclass(frozen=True)
 class NoAgreement(Agreement):
@@ -237,9 +181,9 @@ class NoAgreement(Agreement):
 
     The layout of the attention must be a ``SequenceLayout``, that of the style or call, or of a ``SequenceScope``.
 
-    Promise: none where ranks differ. If their lengths or plans differ, a rank waits until the timeout of the process
-    group or the transport raises. If only values differ (a scale, a mask with the same shape of plan), the result is
-    silently wrong. Unreduced gradients are not found. For jobs that ran with :class:`EveryCall` before.
+    Promise: none where ranks differ. If their lengths, plans or order of calls differ, a rank waits until the timeout
+    of the process group or the transport raises. If only values differ (a scale, a mask with the same shape of plan),
+    the result is silently wrong. Unreduced gradients are not found. For jobs that ran with :class:`EveryCall` before.
 
     Communication: none.
 
@@ -247,16 +191,6 @@ class NoAgreement(Agreement):
 
         style = ModuleContextParallel(layout=head_tail(8192, 4), agreement=NoAgreement())
     """
-
-    def known(
-        self, ledger: Ledger, said: StatusRow, assumed: Callable[[], Sequence[StatusRow]] | None
-    ) -> StatusRows | None:
-        if assumed is None:
-            raise ValueError(
-                "NoAgreement() needs the lengths of all ranks: give the attention a SequenceLayout such as "
-                "head_tail(length, ranks) instead of a balancer, or open a SequenceScope"
-            )
-        return StatusRows(assumed())
 
 
 EVERY_CALL = EveryCall()
@@ -270,17 +204,13 @@ class Ledger:
         name, axis: name and mesh axis of the last meeting, for messages.
         engaged: ranks are agreeing on an attention, or its forward is running. The other ranks already know of an error
             here, or they wait for keys and cannot learn of it.
-        forward_open: there were forwards since the last meeting for a backward.
+        forward_open: the ranks have agreed on forwards since the last meeting for a backward.
         backward_began: there was a backward after the last forward.
         lengths: global numbers of queries and keys, by the local numbers, as seen the last time.
-        agreed: the rows of all ranks where nothing differed, by the row of this rank.
-        agreement: that of the last attention.
         sinks: digests of attention sinks that the ranks have still to compare; see
             :func:`~cp_styles.comm.checksum.delayed_digest`.
         unread: what is known on the GPU only so far: a number that must be 0, and the error if it is not.
         sums: number of calls of sum_gradients.
-        unmet: a hash of the known calls, in their order, for which the ranks did not meet since the last meeting for a
-            backward; 0 for none.
     """
 
     name: str = "attention"
@@ -290,25 +220,16 @@ class Ledger:
     backward_began: bool = False
     lengths: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
     sinks: deque[Callable[[], int]] = field(default_factory=deque)
-    agreed: dict[StatusRow, StatusRows] = field(default_factory=dict)
-    agreement: Agreement = EVERY_CALL
     unread: deque[tuple[Callable[[], int], str]] = field(default_factory=deque)
     sums: int = 0
-    unmet: int = 0
 
     def remember(self, own: tuple[int, int], whole: tuple[int, int]) -> None:
         if len(self.lengths) >= _MOST_LENGTHS:
             self.lengths.clear()
         self.lengths[own] = whole
 
-    def note_agreed(self, said: StatusRow, rows: StatusRows) -> None:
-        if len(self.agreed) >= _MOST_AGREED:  # the rows of 1,024 ranks take some 200 KB
-            self.agreed.clear()
-        self.agreed[_as_known(said)] = rows
-
 
 _MOST_LENGTHS = 256
-_MOST_AGREED = 64
 _ledgers: WeakKeyDictionary[dist.ProcessGroup, Ledger] = WeakKeyDictionary()
 
 
@@ -347,13 +268,13 @@ def start_status(
     """Start a meeting. The result returns the rows of all ranks; ``build()`` makes that of this rank, now. See
     [Note: meetings].
 
-    ``agreement`` may know them without communication. ``assumed`` gives the rows of ranks that all call alike, from
-    that of this rank; None if it is not known. ``path`` is the module that calls, for messages.
+    With :class:`NoAgreement` they are those that ``assumed`` gives for ranks that all call alike, from that of this
+    rank; None if it is not known. ``path`` is the module that calls, for messages.
 
     If ``build`` raises an Exception, this rank raises it when all know, and the others get the status ``refused`` and
     raise too.
     (Other BaseExceptions, such as KeyboardInterrupt, end this process and are not reported to the others.)
-    Communication: one all-gather of WIDTH integers, unless ``agreement`` knows the rows.
+    Communication: one all-gather of WIDTH integers; with :class:`NoAgreement` none.
 
     Raises:
         ValueError: on every rank, if one has refused, or if the ranks are not at the same meeting.
@@ -371,17 +292,17 @@ def start_status(
         ledger.name, ledger.axis = name, axis
         state_of(group).user = f"{name} (mesh axis {axis!r})"
     mine = _of_meeting(said, meeting, name)
-    if problem is None:
-        try:
-            known = agreement.known(ledger, mine, None if assumed is None else partial(assumed, mine))
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
-        if known is not None:
-            return lambda: known
-    elif agreement != EVERY_CALL:  # the others need not be at this meeting
-        offer_numbers(mine, group, _PATIENCE_SECONDS)
-        raise problem
-    started = _StartedMeeting(mine, problem, meeting, name, axis, group, agreement, path)
+    if isinstance(agreement, NoAgreement):
+        if problem is not None:
+            offer_numbers(mine, group, _PATIENCE_SECONDS)  # the others may be at another meeting
+            raise problem
+        if assumed is None:
+            raise ValueError(
+                f"{name}: NoAgreement() needs the lengths of all ranks: give the attention a SequenceLayout such as "
+                "head_tail(length, ranks) instead of a balancer, or open a SequenceScope"
+            )
+        return partial(StatusRows, assumed(mine))
+    started = _StartedMeeting(mine, problem, meeting, name, axis, group, path)
     if problem is not None:
         started()
     started.gathered = start_numbers(mine, group)
@@ -402,7 +323,6 @@ class _StartedMeeting:
     name: str
     axis: str
     group: dist.ProcessGroup
-    agreement: Agreement
     path: str
     gathered: Callable[[], Sequence[Sequence[int]]] | None = None
 
@@ -421,8 +341,6 @@ class _StartedMeeting:
         if not rows.alike:
             _raise_if_refused(rows, self.name, self.axis)
             _raise_if_apart(rows, self.name, self.axis, self.path)
-        elif self.agreement != EVERY_CALL and not self.mine.watch:
-            ledger_of(self.group).note_agreed(self.mine, rows)
         return rows
 
 
@@ -498,17 +416,16 @@ def _where(row: StatusRow, rows: StatusRows) -> str:
 def begin_backward(group: dist.ProcessGroup | None, forward: int, agreement: Agreement) -> None:
     """The meeting at the start of the backward of forward number ``forward``. It ends before the first message.
 
-    Communication: one all-gather of WIDTH integers with :class:`EveryCall`. Otherwise one if there were forwards since
-    the last such meeting that were not compared.
+    Communication: one all-gather of WIDTH integers; with :class:`NoAgreement` none.
     """
     if group is None or group.size() == 1:
         return
     ledger = ledger_of(group)
     ledger.backward_began = True
-    if agreement == EVERY_CALL or ledger.forward_open:
-        check_later(group, _close(ledger, group, Meeting.BACKWARD, forward, agreement))
-    elif agreement == NewCalls():
-        ledger.unmet = hash((ledger.unmet, forward))
+    if agreement == EVERY_CALL:
+        ledger.forward_open = False
+        row = StatusRow(place=place_of(forward, 0))
+        check_later(group, start_status(lambda: row, Meeting.BACKWARD, ledger.name, ledger.axis, group))
 
 
 def end_forwards() -> None:
@@ -521,37 +438,8 @@ def end_forwards() -> None:
         group = reference()
         ledger = None if group is None else _ledgers.get(group)
         if group is not None and ledger is not None and ledger.forward_open and is_of_this_world(group):
-            _close(ledger, group, Meeting.FORWARDS, 0, ledger.agreement)()
-
-
-def _close(
-    ledger: Ledger, group: dist.ProcessGroup, meeting: Meeting, forward: int, agreement: Agreement
-) -> Callable[[], object]:
-    ledger.forward_open = False
-    unmet, ledger.unmet = ledger.unmet, 0
-    said = StatusRow(place=place_of(forward, 0), call=unmet)
-    if unmet:
-        agreement = EVERY_CALL
-    elif agreement != EVERY_CALL:
-        said = StatusRow()  # known, whichever forward it is
-        if agreement == NewCalls() and forward:
-            ledger.unmet = hash((0, forward))  # compared with the next calls
-    where, ranks = (ledger.name, ledger.axis, group), group.size()
-    started = start_status(lambda: said, meeting, *where, agreement=agreement, assumed=lambda mine: [mine] * ranks)
-    return partial(_compare_unmet, started, ledger.name, ledger.axis)
-
-
-def _compare_unmet(meeting: Callable[[], StatusRows], name: str, axis: str) -> None:
-    """The end of the meeting for a backward: see :attr:`Ledger.unmet`."""
-    calls = meeting().columns.call
-    odd = [rank for rank, number in enumerate(calls) if number != calls[0]]
-    if odd:
-        raise ValueError(
-            f"{name}: since the last backward, ranks {odd} of mesh axis {axis!r} have called other attentions than "
-            "rank 0, or in another order, so results since then are wrong. These calls were known, and NewCalls() does "
-            "not compare them one by one: agreement=EveryCall() names the call. Loops and conditions must depend on "
-            f"values that are the same on all ranks{see('Ranks that disagree')}"
-        )
+            ledger.forward_open = False
+            exchange_status(StatusRow, Meeting.FORWARDS, ledger.name, ledger.axis, group)
 
 
 def is_of_this_world(group: dist.ProcessGroup) -> bool:

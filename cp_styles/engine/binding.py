@@ -150,9 +150,7 @@ class Binding:
         if not isinstance(self.gradient_check, GradientCheck):
             raise TypeError(f"{self.name}: gradient_check must be a GradientCheck object, got {self.gradient_check!r}")
         if not isinstance(self.agreement, Agreement):
-            raise TypeError(
-                f"{self.name}: agreement must be EveryCall(), NewCalls() or NoAgreement(), got {self.agreement!r}"
-            )
+            raise TypeError(f"{self.name}: agreement must be EveryCall() or NoAgreement(), got {self.agreement!r}")
         if self.gradient_check.local:
             self._watch.leave_out(self.gradient_check.local)
         if self.kernel is not None and not isinstance(self.kernel, Kernel):
@@ -366,8 +364,7 @@ class Binding:
         """
         ledger = self.ledger
         ledger.engaged, ledger.backward_began = engaged, False
-        ledger.forward_open = ledger.forward_open or graph_task_id() < 0
-        ledger.agreement = self.agreement
+        ledger.forward_open |= self.agreement == EVERY_CALL and graph_task_id() < 0
         if self.group.size() > 1:
             state_of(self.group).forwards += engaged
 

@@ -65,8 +65,8 @@ def context_attention(
             that of any parameter.
         gradient_check: what to do if gradients were not reduced over the ranks of the sequence, so that their
             parameters differ: :class:`~cp_styles.engine.gradient_watch.GradientCheck`. Default: an error.
-        agreement: how often the ranks agree on their calls: :class:`~cp_styles.EveryCall` (the default),
-            :class:`~cp_styles.NewCalls` or :class:`~cp_styles.NoAgreement`, and what each promises.
+        agreement: how often the ranks agree on their calls: :class:`~cp_styles.EveryCall` (the default) or
+            :class:`~cp_styles.NoAgreement`, and what each promises.
 
     Returns:
         ``out_BHLE`` of the local queries, in their dtype.

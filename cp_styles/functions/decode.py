@@ -304,8 +304,8 @@ def context_decode(
         scale: factor of the logits; default 1/sqrt(D).
         sink_H: attention sinks: one logit for each query head, the same on all ranks.
         kernel: computes a rank's part; default the fastest of torch's kernels that can.
-        agreement: how often the ranks agree on their calls. With :class:`~cp_styles.NewCalls` the length of the cache
-            is not compared before the call, but with the queries.
+        agreement: how often the ranks agree on their calls. With :class:`~cp_styles.NoAgreement` only the queries and
+            the length of the cache are compared, with the results.
 
     Returns:
         ``out_BHLE``, the same bits on all ranks: they merge the same parts in the same order.
@@ -393,7 +393,7 @@ def _agree(
         texts = [plain(each) for each in (call.mask, call.kernel, call.score_mod)]
         return StatusRow(
             status=RankStatus.GOOD_CALL,
-            guessed=cache.length << 31 | cache._first if call.agreement == EVERY_CALL else 0,
+            guessed=cache.length << 31 | cache._first,
             inputs=fingerprint([given, contents, sizes]),
             call=fingerprint([call.scale, *texts, call.mask.content]),
         )

@@ -127,8 +127,8 @@ def context_flex_attention(
         strategy: how keys and values get to the queries; default ``Ring()``.
         gradient_check: what to do if gradients were not reduced over the ranks of the sequence, so that their
             parameters differ: :class:`~cp_styles.engine.gradient_watch.GradientCheck`. Default: an error.
-        agreement: how often the ranks agree on their calls: :class:`~cp_styles.EveryCall` (the default),
-            :class:`~cp_styles.NewCalls` or :class:`~cp_styles.NoAgreement`, and what each promises.
+        agreement: how often the ranks agree on their calls: :class:`~cp_styles.EveryCall` (the default) or
+            :class:`~cp_styles.NoAgreement`, and what each promises.
 
     Returns:
         ``out_BHLE``, or ``(out_BHLE, AuxOutput)`` with ``return_aux``.

@@ -64,8 +64,8 @@ def context_varlen_attention(
         strategy: how keys and values get to the queries; default ``Ring()``.
         gradient_check: what to do if gradients were not reduced over the ranks of the sequence, so that their
             parameters differ: :class:`~cp_styles.engine.gradient_watch.GradientCheck`. Default: an error.
-        agreement: how often the ranks agree on their calls: :class:`~cp_styles.EveryCall` (the default),
-            :class:`~cp_styles.NewCalls` or :class:`~cp_styles.NoAgreement`, and what each promises.
+        agreement: how often the ranks agree on their calls: :class:`~cp_styles.EveryCall` (the default) or
+            :class:`~cp_styles.NoAgreement`, and what each promises.
 
     Returns:
         ``out_THE``, or with ``return_lse`` ``(out_THE, lse_HT)``, which is differentiable.

@@ -63,8 +63,8 @@ class ModuleContextParallel(ContextParallelStyle):
             tiles with an explicit mask go to another kernel: see :func:`~cp_styles.kernels.kernel_for_tiles`.
         gradient_check: what to do if gradients were not reduced over the axis, so that the ranks' parameters differ:
             :class:`~cp_styles.GradientCheck`. Default: an error.
-        agreement: how often the ranks agree on their calls: :class:`~cp_styles.EveryCall` (the default),
-            :class:`~cp_styles.NewCalls` or :class:`~cp_styles.NoAgreement`, and what each promises.
+        agreement: how often the ranks agree on their calls: :class:`~cp_styles.EveryCall` (the default) or
+            :class:`~cp_styles.NoAgreement`, and what each promises.
         sink: name of a parameter of attention modules, such as "sinks", that holds their attention sinks: one learned
             logit for each query head, which takes part in every softmax and adds nothing to the output. Calls under
             such a module use it (scaled_dot_product_attention has no argument for it). Other calls have no sink.

@@ -87,8 +87,8 @@ def context_parallel(
         kernel: computes the tiles.
         gradient_check: what to do when gradients were not reduced over the ranks of the sequence, so that their
             parameters differ: :class:`~cp_styles.engine.gradient_watch.GradientCheck`; by default an error.
-        agreement: how often the ranks agree on their calls: :class:`~cp_styles.EveryCall` (the default),
-            :class:`~cp_styles.NewCalls` or :class:`~cp_styles.NoAgreement`, and what each promises.
+        agreement: how often the ranks agree on their calls: :class:`~cp_styles.EveryCall` (the default) or
+            :class:`~cp_styles.NoAgreement`, and what each promises.
         check_inputs: True refuses mistakes in the arguments of the models that call attention inside, as
             :class:`~cp_styles.styles.ModuleContextParallel` does: missing positions, labels that a model would shift
             after the cut, windows that it would lose. They are looked at when a model first calls attention in a block.

@@ -4,7 +4,7 @@ One process a rank, one thread each, gloo over loopback. For each number of rank
 
     meeting   ms of one meeting, an all-gather of 13 integers on the host (median over all repeats, slowest rank)
     call      ms of a forward and backward of a small attention (128 positions, 8 heads of 64, causal, Ring) through the
-              style with a SequenceLayout, by how often the ranks agree; the three take turns
+              style with a SequenceLayout, by how often the ranks agree; the two take turns
 
 More ranks than processors wait for each other's turns as well, so figures of 8 and 64 ranks on few processors are upper
 bounds. Only up to 8 ranks attend.
@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
-from cp_styles import AttentionContextParallel, EveryCall, NewCalls, NoAgreement, head_tail
+from cp_styles import AttentionContextParallel, EveryCall, NoAgreement, head_tail
 from cp_styles.comm.agreement import WIDTH
 from cp_styles.comm.point_to_point import gather_numbers
 
@@ -62,7 +62,7 @@ def work(rank: int, ranks: int, rounds: int, port: int) -> None:
         layout = head_tail(LENGTH, ranks)
         calls = {
             agreement: parallelize_module(Core(), mesh, AttentionContextParallel(layout=layout, agreement=agreement))
-            for agreement in (EveryCall(), NewCalls(), NoAgreement())
+            for agreement in (EveryCall(), NoAgreement())
         }
         times: dict[object, list[float]] = {agreement: [] for agreement in calls}
         x = [torch.randn(1, HEADS, LENGTH // ranks, DIM, requires_grad=True) for _ in range(3)]

@@ -51,7 +51,6 @@ from cp_styles import (
     Kernel,
     Mask,
     ModuleContextParallel,
-    NewCalls,
     NoAgreement,
     Ring,
     SequenceLayout,
@@ -79,7 +78,7 @@ STRATEGIES: dict[str, tuple[Strategy, Balancer]] = {
     "Ulysses()": (Ulysses(), contiguous),
 }
 
-AGREEMENTS: dict[str, Agreement] = {"every-call": EveryCall(), "new-calls": NewCalls(), "none": NoAgreement()}
+AGREEMENTS: dict[str, Agreement] = {"every-call": EveryCall(), "none": NoAgreement()}
 
 
 @dataclass(frozen=True)

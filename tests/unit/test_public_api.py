@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
+
 import cp_styles
 
 ROOT = Path(__file__).parents[2]
@@ -200,3 +202,10 @@ def test_examples_call_what_there_is():
 def test_the_package_exports_what_it_says():
     assert cp_styles.__all__ == sorted(cp_styles.__all__)
     assert all(hasattr(cp_styles, name) for name in cp_styles.__all__)
+
+
+@pytest.mark.parametrize("name", cp_styles._REMOVED)
+def test_a_removed_name_says_what_to_write(name: str):
+    with pytest.raises(ImportError, match=r"was removed: .* See the page Migration"):
+        exec(f"from cp_styles import {name}", {})
+    assert name in (ROOT / "tutorials/migration.md").read_text()
