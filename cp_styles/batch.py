@@ -43,6 +43,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from cp_styles.checksum import device_checksum
 from cp_styles.comm.agreement import (
     Meeting,
     StatusRow,
@@ -52,7 +53,6 @@ from cp_styles.comm.agreement import (
     fingerprint,
     ledger_of,
 )
-from cp_styles.comm.checksum import device_checksum
 from cp_styles.comm.groups import GroupOrMesh, axis_and_group, shares_ranks
 from cp_styles.device_copies import read_later
 from cp_styles.layout import SequenceLayout, holds

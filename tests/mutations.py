@@ -402,8 +402,8 @@ MISTAKES = [
     ),
     Mistake(
         "strategy: a tile's band is not masked",
-        'bias.to(device, setup.dtype).masked_fill(outside, float("-inf"))',
-        "bias.to(device, setup.dtype)",
+        'bias.to(outside.device).masked_fill(outside, float("-inf"))',
+        "bias.to(outside.device)",
         "tests/ranks/engine/test_attention_masks.py",
     ),
     Mistake(

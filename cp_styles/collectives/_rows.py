@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from cp_styles.collectives._group import Peers
+from cp_styles.collectives.peers import Peers
 from cp_styles.layout import Chunk, SequenceLayout, even_sizes, joined_ranges, ranges_of, rows_in
 
 

@@ -15,7 +15,6 @@ from cp_styles.collectives._autograd import (
     note_whole_gradients,
     scale_gradient,
 )
-from cp_styles.collectives._group import Facts, Group, Peers, consult, dim_of, facts_of, peers_of
 from cp_styles.collectives._rows import (
     Layout,
     Rows,
@@ -24,6 +23,7 @@ from cp_styles.collectives._rows import (
     rows_of,
     rows_of_whole,
 )
+from cp_styles.collectives.peers import Facts, Group, Peers, consult, dim_of, facts_of, peers_of
 from cp_styles.layout import holds
 
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from cp_styles._compat import resolve_group
-from cp_styles.collectives._group import Group, Peers, peers_of
 from cp_styles.collectives._tree import leaves, map_leaves
+from cp_styles.collectives.peers import Group, Peers, peers_of
 
 T = TypeVar("T")
 

@@ -29,6 +29,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from cp_styles._compat import graph_task_id, resolve_group, without_dispatch_modes
+from cp_styles.checksum import fingerprint
 from cp_styles.comm.group_state import check_later, drop_check, state_of
 from cp_styles.comm.point_to_point import ROW, offer_numbers, start_numbers
 from cp_styles.profiler_ranges import named_range
@@ -208,7 +209,7 @@ class Ledger:
         backward_began: there was a backward after the last forward.
         lengths: global numbers of queries and keys, by the local numbers, as seen the last time.
         sinks: digests of attention sinks that the ranks have still to compare; see
-            :func:`~cp_styles.comm.checksum.delayed_digest`.
+            :func:`~cp_styles.checksum.delayed_digest`.
         unread: what is known on the GPU only so far: a number that must be 0, and the error if it is not.
         sums: number of calls of sum_gradients.
     """
@@ -471,8 +472,3 @@ def plain(value: Any) -> str:
 def fingerprint_of(*values: Any) -> int:
     """:func:`fingerprint` of hashable values. Numbers inside of a value have one type, because 1 and 1.0 are equal."""
     return fingerprint(values)
-
-
-def fingerprint(values: Sequence[Any]) -> int:
-    # Not hash(): Python salts the hash of strings differently in every process.
-    return zlib.crc32(repr(values).encode())

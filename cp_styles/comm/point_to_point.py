@@ -15,7 +15,6 @@ import torch.distributed as dist
 from cp_styles._compat import cpu_backend_of, gloo_beside, part_of_group, resolve_group, without_torch_func
 from cp_styles.comm.group_state import drop_check, settle, share_state, state_of
 from cp_styles.comm.mailbox import Mailbox, end_connections
-from cp_styles.comm.rehearsal_group import Rehearsal
 from cp_styles.troubleshooting import see
 
 
@@ -141,7 +140,7 @@ def exchange(
     if group is not None and (not pairs or pairs[0][1].device.type in ("cpu", "meta")):
         # The same without a list of P2POps, which costs more than sending small messages. CPU backends have nothing to
         # batch. Sends come first, so that gloo's own thread moves the data when it gets the receive. In the other order
-        # this thread would move it, and hold a lock for which gloo's thread polls. A Rehearsal takes the same way.
+        # this thread would move it, and hold a lock for which gloo's thread polls.
         works, peers, tensors = [], [], []
         for index, (peer, tensor) in enumerate(pairs):
             if tensor.numel():
@@ -380,14 +379,11 @@ def split_group(
     rank = group.rank()
     first = rank - rank % size
     settle(group)  # before the ranks set up parts
-    if isinstance(group, Rehearsal):
-        return group.part(group.members[first : first + size]), group.part(group.members[rank % size :: size])
     members = dist.get_process_group_ranks(group)
-    neighbours, strangers = members[first : first + size], members[rank % size :: size]
     name = f"{group.group_name}.cp_styles.{size}"
     return (
-        _part_of(neighbours, group, members, f"{name}.neighbours{rank // size}"),
-        _part_of(strangers, group, members, f"{name}.strangers{rank % size}"),
+        _part_of(members[first : first + size], group, members, f"{name}.neighbours{rank // size}"),
+        _part_of(members[rank % size :: size], group, members, f"{name}.across{rank % size}"),
     )
 
 

@@ -26,8 +26,8 @@ from torch.distributed.tensor import DTensor
 
 from cp_styles._compat import forward_mode_level, never_compiled, new_size, torch_func_transform
 from cp_styles.bounded_cache import remembered
+from cp_styles.checksum import delayed_digest
 from cp_styles.comm.agreement import EVERY_CALL, Agreement
-from cp_styles.comm.checksum import delayed_digest
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.point_to_point import destroyed_error, group_of_name
 from cp_styles.engine.binding import Binding, Tally, bindings_of, keep_binding

@@ -47,7 +47,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from cp_styles._compat import current_autograd_node, graph_task_id, without_dispatch_modes
-from cp_styles.comm.checksum import device_checksum
+from cp_styles.checksum import device_checksum
 from cp_styles.comm.groups import shares_ranks, world
 from cp_styles.comm.point_to_point import gather_numbers, largest_over
 from cp_styles.troubleshooting import see

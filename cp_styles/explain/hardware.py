@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from cp_styles.comm.groups import GroupOrMesh, axis_and_group
 from cp_styles.comm.point_to_point import exchange, open_group
-from cp_styles.comm.rehearsal_group import Transfer, Waited
+from cp_styles.explain.rehearsal_group import Transfer, Waited
 from cp_styles.explain.rehearse import Copied, KernelCall, Phase, Shapes, kernel_of
 from cp_styles.functions.attention import context_attention
 from cp_styles.layout import contiguous

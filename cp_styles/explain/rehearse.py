@@ -1,9 +1,9 @@
 """One rank's share of an attention, run without data: what it sends, computes and holds, in order.
 
 The strategy itself runs, forward and backward, with meta tensors and a
-:class:`~cp_styles.comm.rehearsal_group.Rehearsal` in place of the process group. So the figures are those of the plan
-that a real run executes. No process group is needed, nothing is sent, and no memory is used. Kernels are replaced by
-*outlined* ones, which record their calls and return results of the right shapes.
+:class:`~cp_styles.explain.rehearsal_group.Rehearsal` in place of the process group. So the figures are those of the
+plan that a real run executes. No process group is needed, nothing is sent, and no memory is used. Kernels are replaced
+by *outlined* ones, which record their calls and return results of the right shapes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cp_styles.comm.rehearsal_group import Log, Rehearsal, Transfer, Waited
+from cp_styles.explain.rehearsal_group import Log, Rehearsal, Transfer, Waited, split_rehearsal
 from cp_styles.kernels import Kernel, ReferenceKernel, SdpaKernel, TileCall, VarlenKernel, kernel_for_tiles
 from cp_styles.kernels.choice_by_tile import ByTile
 from cp_styles.kernels.merge import accumulation_dtype
@@ -224,7 +224,8 @@ def rehearse(
     group = Rehearsal(notes, rank, range(q_layout.ranks)) if q_layout.ranks > 1 else None
     scale = 1.0 / math.sqrt(shapes.dim)
     outlined = _outlined(kernel, notes, shapes.device)
-    attention = Attention(group, q_layout, kv_layout, _Outlined(mask, shapes.dtype), outlined, scale)
+    options = {"scale": scale, "split": split_rehearsal}
+    attention = Attention(group, q_layout, kv_layout, _Outlined(mask, shapes.dtype), outlined, **options)
     q, k, v = shapes.tensors(q_layout.lengths[rank], kv_layout.lengths[rank])
     sink_H = torch.empty(shapes.heads, dtype=torch.float32, device="meta") if sink else None
     specs = strategy.residual_specs(attention, q, k, v)

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from cp_styles.comm.rehearsal_group import Transfer
+from cp_styles.explain.rehearsal_group import Transfer
 from cp_styles.explain.rehearse import KernelCall, Phase
 
 _WIDTH = 99

@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from cp_styles._compat import uncompiled, without_dispatch_modes, without_function_modes
+from cp_styles.checksum import device_checksum, digest
 from cp_styles.comm.agreement import (
     EVERY_CALL,
     Agreement,
@@ -39,7 +40,6 @@ from cp_styles.comm.agreement import (
     offer_refusal,
     plain,
 )
-from cp_styles.comm.checksum import device_checksum, digest
 from cp_styles.comm.groups import axis_and_group
 from cp_styles.device_copies import read_later, tensor_on
 from cp_styles.kernels import FlexKernel, Kernel, Where, kernel_for_tiles

@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from cp_styles._compat import never_compiled, without_dispatch_modes, without_function_modes
+from cp_styles.checksum import version_of
 from cp_styles.comm.agreement import EVERY_CALL, Agreement
-from cp_styles.comm.checksum import version_of
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import axis_and_group
 from cp_styles.engine.binding import Binding, binding_of_call, refuse_grouped
@@ -29,13 +29,13 @@ from cp_styles.engine.checkpoint import as_kept
 from cp_styles.engine.custom_ops import check_local, handle, source_of
 from cp_styles.engine.gradient_watch import RAISE, GradientCheck
 from cp_styles.engine.run import run_backward, run_forward, run_logsumexp
+from cp_styles.introspect import captured_tensors
 from cp_styles.kernels import CompiledFlexKernel, FlexKernel
 from cp_styles.kernels.flex import ScoreMod
 from cp_styles.kernels.flex_compiled import compiled_takes
 from cp_styles.layout import Balancer, SequenceLayout, head_tail
 from cp_styles.mask import Full, Mask, PerRow
 from cp_styles.mask.block_mask import FlexMask
-from cp_styles.mask.introspect import captured_tensors
 from cp_styles.strategies import Attention, Ring, Strategy
 from cp_styles.unsupported_derivatives import first_derivatives_only, refuse_transforms
 

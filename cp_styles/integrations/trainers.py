@@ -30,9 +30,9 @@ import torch.distributed as dist
 from torch.utils.data import get_worker_info
 
 from cp_styles.batch import IGNORE_INDEX, next_token_labels, pad_at_end, shard_batch
+from cp_styles.checksum import checksum, fingerprint
 from cp_styles.collectives import gather_outputs
-from cp_styles.comm.agreement import Meeting, StatusRow, exchange_status, fingerprint
-from cp_styles.comm.checksum import checksum
+from cp_styles.comm.agreement import Meeting, StatusRow, exchange_status
 from cp_styles.comm.groups import GroupOrMesh, axis_and_group
 from cp_styles.integrations.transformers import position_ids_of
 from cp_styles.layout import Balancer, SequenceLayout, head_tail, layout_made_by

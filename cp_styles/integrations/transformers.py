@@ -42,6 +42,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from cp_styles._compat import uncompiled, without_function_modes
+from cp_styles.checksum import checksum, digest
 from cp_styles.comm.agreement import (
     Meeting,
     StatusRow,
@@ -51,7 +52,6 @@ from cp_styles.comm.agreement import (
     ledger_of,
     offer_refusal,
 )
-from cp_styles.comm.checksum import checksum, digest
 from cp_styles.comm.point_to_point import has_cpu_backend
 from cp_styles.engine.binding import Binding, refuse_dropout
 from cp_styles.functions.decode import DecodeCall, cache_of

@@ -13,13 +13,13 @@ Shapes: B batch, H query heads, L local queries, D head dim, E value head dim.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 from cp_styles.kernels.base import OtherBackward
-from cp_styles.mask import Mask
 
 # Levels closer to 0 than this are not subtracted. A bias this far below another has no weight (e^-128).
 _LEAST = 128.0
@@ -44,29 +44,23 @@ class RowLevels:
     @classmethod
     def of(
         cls,
-        mask: Mask,
+        biases: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
         q_positions_L: torch.Tensor,
         keys: int,
-        heads: tuple[int, int] | None,
         dtype: torch.dtype,
         *,
         drowns: bool,
     ) -> RowLevels | None:
-        """The levels of some queries under ``mask``, over all ``keys`` keys. None if no row has a level.
+        """The levels of some queries over all ``keys`` keys. None if no row has a level.
 
-        ``dtype`` is the dtype of the logits. ``drowns`` says whether rows can be drowned. No communication. The host
-        waits for the device of the mask.
+        ``biases`` are those of queries and keys at given positions, -inf where there is no attention. ``dtype`` is the
+        dtype of the logits. ``drowns`` says whether rows can be drowned. No communication. The host waits for the
+        device.
         """
         kv_positions = torch.arange(keys, device=q_positions_L.device)
-
-        def biases(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-            bias = of_heads(mask.bias(rows, columns), heads)
-            assert bias is not None  # the mask is additive
-            return bias.masked_fill(~mask.allowed(rows, columns).to(bias.device), float("-inf"))
-
         one_row = keys * biases(q_positions_L[:1], kv_positions[:1]).numel()
-        best = [biases(rows, kv_positions).amax(-1) for rows in q_positions_L.split(max(1, _BIASES // one_row))]
-        level = torch.cat(best, -1).to(q_positions_L.device)
+        largest = [biases(rows, kv_positions).amax(-1) for rows in q_positions_L.split(max(1, _BIASES // one_row))]
+        level = torch.cat(largest, -1)
         level = level.to(torch.promote_types(level.dtype, dtype))[(None,) * (3 - level.ndim)]
         level = level.masked_fill(~level.isfinite() | (level.abs() < _LEAST), 0.0)
         drowned = level.abs() * torch.finfo(dtype).eps >= _ORDINARY
@@ -74,39 +68,30 @@ class RowLevels:
         some, some_drowned = torch.stack([level.any(), drowned.any()]).tolist()
         return cls(level, drowned.unsqueeze(-1) if some_drowned else None) if some else None
 
-    def off(self, bias: torch.Tensor, heads: tuple[int, int], rows: tuple[int, int]) -> torch.Tensor:
+    def subtracted(self, bias: torch.Tensor, heads: tuple[int, int], rows: tuple[int, int]) -> torch.Tensor:
         """The biases of some heads and rows, with their levels subtracted."""
         level = self.level[:, :, rows[0] : rows[1]]
         level = level if level.shape[1] == 1 else level[:, heads[0] : heads[1]]
         return bias - level.unsqueeze(-1)
 
-    def quiet(self, q_BHLD: torch.Tensor) -> torch.Tensor:
+    def zeroed(self, q_BHLD: torch.Tensor) -> torch.Tensor:
         """The queries, with 0 for drowned ones."""
         return q_BHLD if self.drowned is None else q_BHLD.masked_fill(self.drowned, 0.0)
 
     def split(self, q_BHLD: torch.Tensor) -> torch.Tensor:
-        """The queries as :class:`BesideDrowned` takes them: twice as wide."""
+        """The queries as :class:`SplitQueries` takes them: twice as wide."""
         assert self.drowned is not None
-        return torch.cat((self.quiet(q_BHLD), q_BHLD.masked_fill(~self.drowned, 0.0)), -1)
-
-
-def of_heads(bias: torch.Tensor | None, heads: tuple[int, int] | None) -> torch.Tensor | None:
-    """The biases of a range of query heads, if biases differ between heads."""
-    if bias is None or heads is None or bias.ndim < 3 or bias.shape[-3] == 1:
-        return bias
-    return bias.narrow(-3, heads[0], heads[1] - heads[0])
+        return torch.cat((self.zeroed(q_BHLD), q_BHLD.masked_fill(~self.drowned, 0.0)), -1)
 
 
 @dataclass(frozen=True)
-class BesideDrowned(OtherBackward):
-    """``inner`` for a backward whose queries are twice as wide: first the quiet ones, then the drowned ones.
-
-    Keys are padded with 0 in the second half, so drowned queries do not change the logits. But the gradient of the keys
-    is d logits times queries. The part of the drowned queries appears in its second half and is added.
-    """
+class SplitQueries(OtherBackward):
+    """``inner`` for a backward whose queries are twice as wide: those of ordinary rows, then those of drowned rows."""
 
     def backward(self, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, lse_BHL, **options):
         dim = k_BGMD.shape[-1]
+        # Keys are 0 in the second half, so drowned queries do not change the logits. But the gradient of the keys is
+        # d logits times queries: the part of the drowned queries is in its second half, and is added.
         # Pad at the front: LseGradient adds its columns at the end.
         grad, v, out = (F.pad(x, (dim, 0)) for x in (grad_BHLE, v_BGME, out_BHLE))
         dq, dk, dv = self.inner.backward(grad, q_BHLD, F.pad(k_BGMD, (0, dim)), v, out, lse_BHL, **options)

@@ -10,13 +10,12 @@ from typing import ClassVar
 import torch
 
 from cp_styles._compat import with_vmap
-from cp_styles.comm.agreement import fingerprint
-from cp_styles.comm.checksum import digest, version_of
+from cp_styles.checksum import digest, fingerprint, version_of
+from cp_styles.introspect import Replacing, code_of
 from cp_styles.kernels.autocast import without_autocast
 from cp_styles.kernels.base import Kernel, Where
 from cp_styles.kernels.full_precision_product import product
 from cp_styles.kernels.merge import EMPTY_LSE, accumulation_dtype
-from cp_styles.mask.introspect import Replacing, code_of
 
 ScoreMod = Callable[..., torch.Tensor]
 

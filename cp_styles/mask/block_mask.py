@@ -18,10 +18,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
-from cp_styles.comm.checksum import checksum, state_of
+from cp_styles.checksum import checksum, state_of
 from cp_styles.device_copies import tensor_on
+from cp_styles.introspect import captured_tensors
 from cp_styles.mask import UNBOUNDED, BlockGrid, Mask, PerRow
-from cp_styles.mask.introspect import captured_tensors
 from cp_styles.troubleshooting import see
 
 MaskMod: TypeAlias = Callable[..., torch.Tensor]
@@ -244,7 +244,7 @@ class _Facts:
         states: ``[B, H, q blocks, kv blocks]``: 0 absent, 1 partial, 2 full; on the mask's device.
         places: the index into ``bits`` of each partial block, in the shape of ``states``.
         bits: bool ``[partial blocks, queries, keys]``: the values of mask_mod. Empty for bands.
-        read: the tensors that mask_mod reads, with their states (:func:`~cp_styles.comm.checksum.state_of`).
+        read: the tensors that mask_mod reads, with their states (:func:`~cp_styles.checksum.state_of`).
         content: a checksum of ``states`` and ``bits``, which ranks compare.
     """
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
-from cp_styles.comm.checksum import digest, version_of
+from cp_styles.checksum import digest, version_of
 from cp_styles.mask.algebra import Full, Mask
 from cp_styles.troubleshooting import see
 from cp_styles.unsupported_derivatives import refuse_transforms

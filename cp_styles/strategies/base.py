@@ -21,11 +21,15 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 import torch.distributed as dist
 
+from cp_styles.comm.point_to_point import split_group
 from cp_styles.kernels import Kernel
 from cp_styles.layout import SequenceLayout
 from cp_styles.mask import Mask
 
 T = TypeVar("T")
+
+Split: TypeAlias = Callable[[Any, int], tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]]
+"""From a group and the size of its subgroups to those of this rank: see [Note: two levels] in ulysses.py."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,8 @@ class Attention:
         kernel: computes a tile.
         scale: factor of the logits.
         heads: if the mask has heads, the range of its heads that these query heads are. None: all.
+        split: makes the subgroups of ``group`` for two levels, as
+            :func:`~cp_styles.comm.point_to_point.split_group` does.
     """
 
     group: dist.ProcessGroup | None
@@ -49,6 +55,7 @@ class Attention:
     kernel: Kernel
     scale: float
     heads: tuple[int, int] | None = None
+    split: Split = field(default=split_group, compare=False, repr=False)
     _known: dict[Hashable, Any] = field(init=False, default_factory=dict, compare=False, repr=False)
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:

@@ -23,18 +23,20 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import torch
 
 from cp_styles.comm.point_to_point import PendingTransfers, exchange, open_group
 from cp_styles.kernels import Kernel, TileCall, Where
-from cp_styles.kernels.bias_levels import BesideDrowned, RowLevels, of_heads
+from cp_styles.kernels.bias_levels import RowLevels, SplitQueries
 from cp_styles.kernels.merge import EMPTY_LSE, OnlineSoftmax, RowSum, accumulation_dtype, sink_gradient
+from cp_styles.mask import Mask
 from cp_styles.plan import Cover, Tile, make_plan
 from cp_styles.profiler_ranges import named_range
 from cp_styles.strategies.base import Attention, ResidualPlaces, Spec, Strategy
-from cp_styles.strategies.schedule import Arrival, Block, GradientMessages, Keys, Schedule, Step, make_schedule
+from cp_styles.strategies.schedule import Arrival, Block, GradientMessages, Keys, Schedule, Span, Step, make_schedule
 
 KV: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """k and v."""
@@ -81,7 +83,7 @@ class MovingKV(Strategy):
         steps = run.begin(setup.schedule.forward)
         q = q_BHLD.to(setup.dtype)
         if setup.levels is not None:
-            q = setup.levels.quiet(q)
+            q = setup.levels.zeroed(q)
         merged = OnlineSoftmax((*q.shape[:3], v_BGME.shape[3]), setup.dtype, q.device, q_BHLD)
         for step in steps:
             run.attend(step, q, merged)
@@ -99,7 +101,7 @@ class MovingKV(Strategy):
         q, grad, out = q_BHLD.to(setup.dtype), grad_BHLE.to(setup.dtype), out_BHLE.to(setup.dtype)
         kernel, levels = attention.kernel, setup.levels
         if levels is not None and levels.drowned is not None:
-            kernel, q = BesideDrowned(kernel), levels.split(q)
+            kernel, q = SplitQueries(kernel), levels.split(q)
         dq_sum = RowSum(q.shape, setup.wide, q.device)
         home = _GradientReturn(run)
         for step in steps:
@@ -154,9 +156,9 @@ def _setup(strategy: MovingKV, attention: Attention, q: torch.Tensor, k: torch.T
     # On the meta device only shapes are computed.
     if mask.additive and q.numel() and attention.kv_layout.length and q.device.type != "meta":
         positions = attention.q_layout.positions(attention.rank, q.device)
+        biases = partial(_masked_bias, mask, attention.heads, wide)
         # With a score_mod the logit of a query of zeros is not known.
-        options = {"drowns": not kernel.positional}
-        levels = RowLevels.of(mask, positions, attention.kv_layout.length, attention.heads, wide, **options)
+        levels = RowLevels.of(biases, positions, attention.kv_layout.length, wide, drowns=not kernel.positional)
     # Results of tiles are summed if there are several, or if drowned rows are computed separately.
     sums = schedule.tiles > 1 or (levels is not None and levels.drowned is not None)
     lse: Spec = (tuple(q.shape[:3]), wide)
@@ -331,17 +333,24 @@ class _PlanRun:
         return q_positions, pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def _bias(self, keys: Keys, tile: Tile) -> torch.Tensor:
-        attention, device, setup = self.attention, self.q.device, self.setup
-        q_positions, kv_positions = self._positions(keys, tile)
-        outside = ~attention.mask.allowed(q_positions, kv_positions)
+        attention, levels, dtype = self.attention, self.setup.levels, self.setup.dtype
         first = 0 if attention.heads is None else attention.heads[0]
         heads = first + keys.q_heads[0], first + keys.q_heads[1]
-        bias = of_heads(attention.mask.bias(q_positions, kv_positions), heads)
-        if bias is None:
-            bias = torch.zeros(outside.shape, dtype=setup.dtype, device=device)
-        if setup.levels is not None:
-            bias = setup.levels.off(bias.to(device), keys.q_heads, tile.q)
-        return bias.to(device, setup.dtype).masked_fill(outside, float("-inf"))
+        bias = _masked_bias(attention.mask, heads, dtype, *self._positions(keys, tile))
+        return (bias if levels is None else levels.subtracted(bias, keys.q_heads, tile.q)).to(dtype)
+
+
+def _masked_bias(
+    mask: Mask, heads: Span | None, dtype: torch.dtype, q_positions_L: torch.Tensor, kv_positions_M: torch.Tensor
+) -> torch.Tensor:
+    """The bias of some heads, -inf outside of the band. In ``dtype`` for masks without a bias of their own."""
+    outside = ~mask.allowed(q_positions_L, kv_positions_M)
+    bias = mask.bias(q_positions_L, kv_positions_M)
+    if bias is None:
+        return torch.zeros(outside.shape, dtype=dtype, device=outside.device).masked_fill_(outside, float("-inf"))
+    if heads is not None and bias.ndim > 2 and bias.shape[-3] > 1:
+        bias = bias.narrow(-3, heads[0], heads[1] - heads[0])
+    return bias.to(outside.device).masked_fill(outside, float("-inf"))
 
 
 class _GradientReturn:

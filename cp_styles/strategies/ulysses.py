@@ -16,14 +16,13 @@ import torch
 import torch.distributed as dist
 
 from cp_styles.bounded_cache import remembered
-from cp_styles.collectives._exchange import Exchange
-from cp_styles.collectives._group import Peers, peers_of
-from cp_styles.collectives._p2p_exchange import Arriving, Direct, Joined, Leaving
+from cp_styles.collectives.exchange import Exchange
 from cp_styles.collectives.heads import head_exchange
-from cp_styles.comm.point_to_point import split_group
+from cp_styles.collectives.peers import Peers
 from cp_styles.device_copies import tensor_on
 from cp_styles.layout import Chunk, SequenceLayout, Stripes, striped
 from cp_styles.profiler_ranges import named_range
+from cp_styles.strategies.all_to_all import Arriving, Direct, Joined, Leaving
 from cp_styles.strategies.base import Attention, ResidualPlaces, Spec, Strategy, residual_spec
 from cp_styles.strategies.ring import Ring
 
@@ -283,10 +282,12 @@ class _Levels:
 
     def __init__(self, strategy: Ulysses, attention: Attention, q, k, v) -> None:
         size = strategy.size_on(attention.ranks)
-        group, inner_group = split_group(attention.group, size)
+        group, inner_group = attention.split(attention.group, size)
         first = attention.rank - attention.rank % size
         layouts = (attention.q_layout, attention.kv_layout)
-        geometries = _geometry(peers_of(group), first, *layouts, q.shape[1], k.shape[1], strategy.chunks)
+        # Without the name of the group: all groups of equal sizes have the same geometry.
+        peers = Peers("", 0, 1) if group is None else Peers("", group.rank(), group.size())
+        geometries = _geometry(peers, first, *layouts, q.shape[1], k.shape[1], strategy.chunks)
         groups = None if group is None else ref(group), inner_group
         self.chunks = [_Chunk(strategy.inner, attention, each, groups, q, k, v) for each in geometries]
         self.specs = [spec for chunk in self.chunks for spec in chunk.specs]

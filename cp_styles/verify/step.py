@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from cp_styles._compat import FlexAsWritten, part_of_group, without_groups
-from cp_styles.comm.checksum import checksum
+from cp_styles.checksum import checksum
 from cp_styles.comm.point_to_point import TransferError
 from cp_styles.engine.run import listener
 from cp_styles.layout import SequenceLayout

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cp_styles.kernels import Kernel
-from cp_styles.kernels.bias_levels import BesideDrowned
+from cp_styles.kernels.bias_levels import SplitQueries
 from cp_styles.kernels.lse_gradient import LseGradient
 from cp_styles.kernels.merge import EMPTY_LSE
 from tests.cuda_ops import CUDNN, DEFAULT, EFFICIENT, FLASH, NAMED_CUDNN, KernelError, cuda_ops_on_cpu
@@ -126,7 +126,7 @@ def test_tiles_with_drowned_rows_are_twice_as_wide(ops):
     bias = torch.zeros(128, 128, dtype=torch.float64)
     options = {"causal": False, "bias": bias, "scale": 0.1}
     out, lse = NAMED_CUDNN.forward(q, k, v, **options)
-    found = BesideDrowned(NAMED_CUDNN).backward(cotangent, torch.cat((q, none), -1), k, v, out, lse, **options)
+    found = SplitQueries(NAMED_CUDNN).backward(cotangent, torch.cat((q, none), -1), k, v, out, lse, **options)
     for mine, wanted in zip(found, expected_attention([q, k, v], cotangent, scale=0.1)[1:], strict=True):
         assert error(mine[..., :128], wanted) < EXACT
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from cp_styles.mask.introspect import code_of
+from cp_styles.introspect import code_of
 
 
 class Slopes:

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cp_styles.collectives import Pending, all_to_all
-from cp_styles.collectives._exchange import Exchange
+from cp_styles.collectives.exchange import Exchange
 from cp_styles.testing import CommunicationTrace, run_ranks
 from tests.ranks.collectives.collectives_reference import RANKS, SIZE, adjoint_gap, cut, parts, randn, world
 

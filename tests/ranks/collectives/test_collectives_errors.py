@@ -19,8 +19,8 @@ from cp_styles.collectives import (
     slice_inputs,
     split,
 )
-from cp_styles.collectives._group import Facts, consult, dim_of, peers_of
 from cp_styles.collectives.heads import head_exchange
+from cp_styles.collectives.peers import Facts, consult, dim_of, peers_of
 from cp_styles.comm.agreement import WIDTH
 from cp_styles.layout import head_tail
 from cp_styles.testing import CommunicationTrace, RankError, run_ranks

@@ -62,7 +62,7 @@ def expected_part(whole: torch.Tensor, dim: int, layout, ranks: int, rank: int) 
 
 
 def rows(layout, ranks: int) -> Rows:
-    from cp_styles.collectives._group import Peers
+    from cp_styles.collectives.peers import Peers
 
     return rows_of(layout, Peers("", 0, ranks)) or rows_of(even_sizes(LENGTH, ranks), Peers("", 0, ranks))
 

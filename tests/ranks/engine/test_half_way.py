@@ -34,7 +34,7 @@ from cp_styles import (
 )
 from cp_styles._compat import cpu_backend_of
 from cp_styles.collectives import all_to_all, gather, heads_to_seq, reduce_scatter, seq_to_heads, split
-from cp_styles.collectives._exchange import Exchange
+from cp_styles.collectives.exchange import Exchange
 from cp_styles.comm.mailbox import end_connections
 from cp_styles.comm.point_to_point import TransferError
 from cp_styles.kernels import CPU_FLASH, Kernel

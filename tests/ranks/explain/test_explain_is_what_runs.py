@@ -29,8 +29,8 @@ from cp_styles import (
     striped,
 )
 from cp_styles.comm.agreement import WIDTH
-from cp_styles.comm.rehearsal_group import Transfer
 from cp_styles.explain import explain, explain_calls
+from cp_styles.explain.rehearsal_group import Transfer
 from cp_styles.explain.rehearse import Phase
 from cp_styles.testing import CommunicationTrace, MemoryTrace, run_ranks
 from tests.covering import in_parts

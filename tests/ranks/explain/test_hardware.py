@@ -9,9 +9,9 @@ import torch
 
 from cp_styles import Causal, Documents, Ulysses, contiguous, head_tail, imbalance
 from cp_styles.bounded_cache import shared
-from cp_styles.comm.rehearsal_group import Transfer, Waited
 from cp_styles.explain import CPU, Hardware, explain
 from cp_styles.explain.hardware import Seconds, seconds_of
+from cp_styles.explain.rehearsal_group import Transfer, Waited
 from cp_styles.explain.rehearse import Copied, KernelCall, Phase
 from cp_styles.plan.plan import _make_plan
 from cp_styles.testing import run_ranks

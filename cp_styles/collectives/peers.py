@@ -16,7 +16,6 @@ from cp_styles._compat import is_traced, resolve_group
 from cp_styles.comm.agreement import Meeting, StatusRow, exchange_status
 from cp_styles.comm.groups import axis_and_group
 from cp_styles.comm.point_to_point import gather_numbers
-from cp_styles.comm.rehearsal_group import Rehearsal
 from cp_styles.layout import SequenceLayout
 
 Group: TypeAlias = dist.ProcessGroup | DeviceMesh | tuple[DeviceMesh, str] | None
@@ -44,8 +43,6 @@ def peers_of(group: Group | Peers) -> Peers:
         return Peers("", 0, 1)
     if isinstance(group, Peers):
         return group
-    if isinstance(group, Rehearsal):
-        return Peers("rehearsal", group.rank(), group.size())
     if isinstance(group, tuple):
         if len(group) != 2 or not isinstance(group[0], DeviceMesh) or not isinstance(group[1], str):
             raise TypeError(f"{group!r} is not a group: pass a process group, a mesh, (mesh, axis name), or None")

@@ -1,9 +1,11 @@
-"""Checksums of tensors, by which ranks compare whether they hold the same values."""
+"""Checksums of tensors and values, by which ranks compare whether they hold the same."""
 
 from __future__ import annotations
 
+import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -49,6 +51,12 @@ def _mixed(keys: torch.Tensor) -> torch.Tensor:
 def _xor_shifted(keys: torch.Tensor, places: int) -> torch.Tensor:
     # The mask makes it a logical shift. The shift of signed integers copies the sign.
     return keys.bitwise_xor_((keys >> places).bitwise_and_((1 << 64 - places) - 1))
+
+
+def fingerprint(values: Sequence[Any]) -> int:
+    """A 32-bit checksum of the repr of some values, the same in all processes."""
+    # Not hash(): Python salts the hash of strings differently in every process.
+    return zlib.crc32(repr(values).encode())
 
 
 def version_of(tensor: torch.Tensor) -> int:

@@ -29,8 +29,8 @@ from typing import NamedTuple
 import torch
 
 from cp_styles._compat import resolve_group, start_all_gather, start_all_to_all, wait_tensor
-from cp_styles.collectives._group import Peers
 from cp_styles.collectives._rows import Rows
+from cp_styles.collectives.peers import Peers
 from cp_styles.comm.point_to_point import transfer_error
 from cp_styles.layout import Chunk
 
@@ -218,8 +218,8 @@ def _arrived(wire: torch.Tensor, peers: Peers) -> torch.Tensor:
 def columns_in_block(block: torch.Tensor, seen: Sequence[torch.Tensor], c: int, columns: Sequence[Chunk]) -> Tensors:
     """Views of the columns of each tensor in a block ``[R, *lead, width]``.
 
-    This is the definition of a block, for packing and unpacking, here and in _p2p_exchange.py. Copies that need no
-    views of a block (of a single tensor, or of columns that are cut evenly) make the same order.
+    This is the definition of a block, for packing and unpacking, here and in strategies/all_to_all.py. Copies that need
+    no views of a block (of a single tensor, or of columns that are cut evenly) make the same order.
 
     Args:
         block: the block, of any number of rows.

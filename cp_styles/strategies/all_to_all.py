@@ -1,6 +1,6 @@
 """The eager exchange of Ulysses, by point-to-point messages. Shapes and strides are computed once, not at each call.
 
-Blocks have the form of :mod:`cp_styles.collectives._exchange`: ``[rows, *lead, columns of all tensors side by side]``.
+Blocks have the form of :mod:`cp_styles.collectives.exchange`: ``[rows, *lead, columns of all tensors side by side]``.
 Point-to-point messages have two advantages over an all-to-all: gloo copies less, and the block that stays on its rank
 is not sent.
 """
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from cp_styles._compat import without_dispatch_modes
-from cp_styles.collectives._exchange import Exchange, Tensors, columns_in_block, merged_columns
+from cp_styles.collectives.exchange import Exchange, Tensors, columns_in_block, merged_columns
 from cp_styles.comm.point_to_point import PendingTransfers, exchange, open_group
 
 Sizes = tuple[int, ...]
@@ -37,7 +37,7 @@ class _Place(NamedTuple):
 
 
 class Direct:
-    """An ``Exchange`` (see _exchange.py) for tensors of given shapes, in both directions. No autograd.
+    """An ``Exchange`` (see collectives/exchange.py) for tensors of given shapes, in both directions. No autograd.
 
     Attributes:
         trivial: the group has one rank; tensors are returned as they are.

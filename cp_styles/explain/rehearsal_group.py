@@ -71,12 +71,21 @@ class Rehearsal(dist.ProcessGroup):
         self.log.transfers += 1
         return _StartedTransfer(self.log, self.log.transfers - 1)
 
-    def part(self, members: Sequence[int]) -> Rehearsal | None:
+    def subgroup(self, members: Sequence[int]) -> Rehearsal | None:
         """The group of some of the members, this rank among them. None for a group of one."""
         if len(members) == 1:
             return None
         self._parts.append(Rehearsal(self.log, members.index(self.members[self.rank()]), members))
         return self._parts[-1]
+
+
+def split_rehearsal(group: Rehearsal | None, size: int) -> tuple[Rehearsal | None, Rehearsal | None]:
+    """What :func:`~cp_styles.comm.point_to_point.split_group` returns for a real group."""
+    if group is None:
+        return None, None
+    first = group.rank() - group.rank() % size
+    across = group.members[group.rank() % size :: size]
+    return group.subgroup(group.members[first : first + size]), group.subgroup(across)
 
 
 class _StartedTransfer:
