@@ -6,15 +6,6 @@ from enum import Enum
 
 import torch
 
-from cp_styles.collectives._autograd import (
-    LinearMap,
-    Own,
-    Replicated,
-    differentiable,
-    gather_exchange,
-    note_whole_gradients,
-    scale_gradient,
-)
 from cp_styles.collectives._rows import (
     Layout,
     Rows,
@@ -22,6 +13,15 @@ from cp_styles.collectives._rows import (
     contiguous_rows,
     rows_of,
     rows_of_whole,
+)
+from cp_styles.collectives.autograd import (
+    LinearMap,
+    Own,
+    Replicated,
+    differentiable,
+    gather_exchange,
+    note_whole_gradients,
+    scale_gradient,
 )
 from cp_styles.collectives.peers import Facts, Group, Peers, consult, dim_of, facts_of, peers_of
 from cp_styles.layout import holds

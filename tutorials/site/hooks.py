@@ -30,7 +30,7 @@ TUTORIALS = ROOT / "tutorials"
 # Pages from elsewhere in the repository, by their path in it.
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md"}
 # The modules whose names are not all exported from cp_styles, with a page for each.
-MODULES = ("torch_api", "collectives", "explain", "verify", "testing", "kernels", "plan")
+MODULES = ("torch_api", "collectives", "explain", "verify", "testing", "kernels", "plan", "mixers")
 MODULES += ("integrations.transformers", "integrations.trainers")
 TITLES = {
     "batch": "Batches, loss, gradients",
@@ -38,6 +38,7 @@ TITLES = {
     "engine": "Scopes and checks",
     "layout": "Layouts",
     "mask": "Masks",
+    "mixers": "Linear attention, state spaces, convolutions",
     "plan": "Plans",
     "torch_api": "torch's context_parallel",
     "integrations.transformers": "transformers",

@@ -1,0 +1,15 @@
+"""Token mixers that are no attention, over a sequence that is cut: recurrences, state-space models, convolutions.
+
+Each function takes the user's own kernel, and gives it what it needs of other ranks. What is sent is derived from
+(layout, documents), for any layout:
+
+::
+
+    context_causal_conv1d    the W - 1 rows before each fragment, from the ranks that hold them
+    context_recurrence       the affine map of the state over each fragment, folded in the order of positions
+    context_by_channels      all tokens of a part of the channels, for kernels without an initial state
+"""
+
+from cp_styles.mixers.convolution import context_causal_conv1d
+
+__all__ = ["context_causal_conv1d"]

@@ -1,0 +1,130 @@
+"""Causal convolutions over a sequence that is cut: the rows before each fragment come from the ranks that hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import NamedTuple
+
+import torch
+
+from cp_styles._compat import start_all_to_all, uncompiled, wait_tensor
+from cp_styles.collectives.autograd import differentiable
+from cp_styles.collectives.exchange import Tensors
+from cp_styles.collectives.peers import Peers, dim_of
+from cp_styles.comm.agreement import EVERY_CALL, Agreement, NoAgreement
+from cp_styles.comm.groups import GroupOrMesh
+from cp_styles.device_copies import tensor_on
+from cp_styles.layout import Balancer, SequenceLayout
+from cp_styles.mixers.fragments import Cut, Packed, RowsBefore, agreed_cut, rows_before
+
+
+@uncompiled
+def context_causal_conv1d(
+    conv: Callable[[torch.Tensor], torch.Tensor],
+    x: torch.Tensor,
+    group: GroupOrMesh,
+    *,
+    width: int,
+    dim: int = -1,
+    layout: SequenceLayout | Balancer | None = None,
+    documents: Packed = None,
+    agreement: Agreement = EVERY_CALL,
+) -> torch.Tensor:
+    """A causal convolution over a sequence of which this rank holds a part. The result equals that of one device.
+
+    ``y_t = f(x_{t-W+1}, ..., x_t)``, with zeros before the first token of a document. ``conv`` computes this for a
+    whole sequence, with bias, activation and what else it has. It is called once, with the W - 1 rows before each
+    fragment in front of the fragment. A token shift (RWKV) is W = 2.
+
+    Args:
+        conv: maps a tensor like ``x`` of any number of tokens to as many outputs. It takes what is before the first
+            token as zeros, as causal convolutions do.
+        x: this rank's tokens, of any floating-point dtype.
+        group: the ranks that share the sequence: a process group or a 1-D mesh.
+        width: W, the number of taps.
+        dim: the dim of the sequence in ``x`` and in the output.
+        layout: the layout, or the balancer that makes it. Default: that of the :class:`~cp_styles.SequenceScope`
+            around the call; without one ``head_tail``.
+        documents: lengths of the packed documents of the whole sequence, which do not see each other. Default: those
+            of the scope's mask; without one, one document.
+        agreement: how often the ranks agree on their calls, see :class:`~cp_styles.EveryCall`.
+
+    Returns:
+        The outputs of this rank's tokens. Gradients of the weights are this rank's share: sum them over the group.
+
+    Communication: one all-gather of some integers; one all-to-all of the rows before each fragment that other ranks
+    hold, W - 1 of them at most; nothing if no document crosses ranks. The backward sends their gradients back.
+
+    Raises:
+        ValueError, TypeError: on every rank, if the input of one is bad or the ranks differ.
+
+    Example::
+
+        conv = lambda x_BCL: causal_conv1d_fn(x_BCL, weight_CW, bias_C, activation="silu")
+        out_BCL = context_causal_conv1d(conv, x_BCL, mesh, width=4, layout=layout)
+    """
+    name = "context_causal_conv1d"
+
+    def describe() -> tuple[list[torch.Tensor], int]:
+        dim_of(x, dim, "dim")
+        if not isinstance(width, int) or width < 1:
+            raise ValueError(f"{name}: width={width} must be a number of taps, at least 1")
+        return [x], dim
+
+    cut = agreed_cut(name, group, layout, documents, describe, agreement, width=width, dim=dim)
+    return convolved(conv, x, dim % x.ndim, width, cut, check=not isinstance(agreement, NoAgreement))
+
+
+def convolved(
+    conv: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, dim: int, width: int, cut: Cut, *, check: bool
+) -> torch.Tensor:
+    """:func:`context_causal_conv1d` after the ranks have agreed."""
+    plan = rows_before(cut.layout, cut.documents, width - 1, cut.peers.rank)
+    before = RowsOfOthers(cut.peers, dim, plan, x.shape[dim])
+    (slots,) = differentiable(before, x, check=check) if plan.crosses else before(x)
+    one = plan.slots < width  # one fragment
+    given = torch.cat((slots, x), dim)
+    if not one:
+        given = given.index_select(dim, tensor_on(x.device, plan.order))
+    out = conv(given)
+    if out.shape[dim] != given.shape[dim]:
+        raise ValueError(
+            f"context_causal_conv1d: conv returned {out.shape[dim]} tokens for {given.shape[dim]}: it must return an "
+            "output for each token, without those of its padding"
+        )
+    if one:
+        return out.narrow(dim, plan.slots, x.shape[dim])
+    return out.index_select(dim, tensor_on(x.device, plan.kept))
+
+
+class RowsOfOthers(NamedTuple):
+    """The linear map from the local rows of all ranks to the slots before their fragments; its adjoint if ``home``."""
+
+    peers: Peers
+    dim: int
+    plan: RowsBefore
+    length: int
+    home: bool = False
+
+    def adjoint(self) -> RowsOfOthers:
+        return self._replace(home=not self.home)
+
+    def __call__(self, *tensors: torch.Tensor) -> Tensors:
+        (x,) = tensors
+        plan, rows = self.plan, x.movedim(self.dim, 0)
+        sent, received = (plan.received, plan.sent) if self.home else (plan.sent, plan.received)
+        leaving, arriving = (tensor_on(x.device, torch.cat(each)) for each in (sent, received))
+        packed = rows.index_select(0, leaving)
+        if plan.crosses:
+            each = prod(rows.shape[1:])
+            come, go = ([each * len(part) for part in parts] for parts in (received, sent))
+            wire = wait_tensor(start_all_to_all(packed.reshape(-1), come, go, self.peers.name))
+            packed = wire.view(len(arriving), *rows.shape[1:])
+        size = self.length if self.home else plan.slots
+        if not self.home:
+            made = rows.new_zeros(size, *rows.shape[1:]).index_copy(0, arriving, packed)
+        else:  # several slots may have the same row
+            wide = torch.promote_types(x.dtype, torch.float32)
+            made = rows.new_zeros(size, *rows.shape[1:], dtype=wide).index_add(0, arriving, packed.to(wide)).to(x.dtype)
+        return (made.movedim(0, self.dim),)

@@ -1,0 +1,240 @@
+"""What each rank holds of a sequence of documents: its fragments, and which rows they need of other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from cp_styles.bounded_cache import remembered
+from cp_styles.collectives.peers import Facts, Peers, consult, peers_of
+from cp_styles.comm.agreement import Agreement, NoAgreement
+from cp_styles.comm.groups import GroupOrMesh, axis_and_group
+from cp_styles.engine.scope import open_scope
+from cp_styles.layout import Balancer, Chunk, SequenceLayout, head_tail, layout_made_by
+from cp_styles.mask import All, Documents, Mask, PerRow
+from cp_styles.troubleshooting import see
+
+Packed: TypeAlias = Documents | Sequence[int] | None
+"""The lengths of the documents of the whole sequence. None: those of the SequenceScope around the call, or one."""
+
+
+class Fragment(NamedTuple):
+    """Consecutive positions of one document that one rank holds.
+
+    Attributes:
+        rank: the rank that holds it.
+        rows: its local rows, half-open.
+        start: its first position.
+        first, last: whether its document begins, or ends, with it.
+    """
+
+    rank: int
+    rows: Chunk
+    start: int
+    first: bool
+    last: bool
+
+
+class Cut(NamedTuple):
+    """How the sequence of one call is cut.
+
+    Attributes:
+        peers: the ranks that share it.
+        layout: which positions each of them holds.
+        documents: the lengths of its documents.
+    """
+
+    peers: Peers
+    layout: SequenceLayout
+    documents: tuple[int, ...]
+
+    def fragments(self) -> tuple[Fragment, ...]:
+        """Those of all ranks, in the order of positions."""
+        return fragments_of(self.layout, self.documents)
+
+
+@remembered
+def fragments_of(layout: SequenceLayout, documents: tuple[int, ...]) -> tuple[Fragment, ...]:
+    """See :meth:`Cut.fragments`; cached."""
+    edges = list(accumulate(documents, initial=0))
+    chunks = []
+    for rank, own in enumerate(layout.chunks):
+        row = 0
+        for start, stop in own:
+            chunks.append((start, stop, rank, row))
+            row += stop - start
+    found, document = [], 0
+    for start, stop, rank, row in sorted(chunks):
+        low = start
+        while low < stop:
+            while edges[document + 1] <= low:
+                document += 1
+            high = min(stop, edges[document + 1])
+            rows = row + low - start, row + high - start
+            found.append(Fragment(rank, rows, low, low == edges[document], high == edges[document + 1]))
+            low = high
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class RowsBefore:
+    """The rows before each fragment of a rank: ``width`` slots for each, in its local order.
+
+    A slot is empty where the document begins later. A rank without tokens has one fragment without rows.
+
+    Attributes:
+        slots: number of slots.
+        sent: for each peer, the local rows that it needs.
+        received: for each peer, the slots that its rows go to.
+        order: where each row of the local sequence with its slots is: in [slots, rows], one after the other.
+        kept: which rows of that are this rank's own.
+        crosses: whether any rank needs a row of another one.
+    """
+
+    slots: int
+    sent: tuple[torch.Tensor, ...]
+    received: tuple[torch.Tensor, ...]
+    order: torch.Tensor
+    kept: torch.Tensor
+    crosses: bool
+
+
+@remembered
+def rows_before(layout: SequenceLayout, documents: tuple[int, ...], width: int, rank: int) -> RowsBefore:
+    """What ``rank`` sends and receives if each position needs the ``width`` positions of its document before it."""
+    with torch.device("cpu"):
+        holder, row = (torch.empty(layout.length, dtype=torch.int64) for _ in range(2))
+        for peer in range(layout.ranks):
+            positions = layout.positions(peer, "cpu")
+            holder[positions], row[positions] = peer, torch.arange(len(positions))
+        edges = torch.tensor((0, *accumulate(documents)))
+        needs = [_needs(layout, documents, edges, width, peer) for peer in range(layout.ranks)]
+        sent = tuple(row[needed[holder[needed] == rank]] for needed, _ in needs)
+        needed, into = needs[rank]
+        received = tuple(into[holder[needed] == peer] for peer in range(layout.ranks))
+        crosses = any(bool((holder[needed] != peer).any()) for peer, (needed, _) in enumerate(needs))
+        parts, kept, at, held = [], [], 0, _rows_of(layout, documents, rank)
+        slots = len(held) * width
+        for index, (low, high) in enumerate(held):
+            parts += [torch.arange(index * width, (index + 1) * width), torch.arange(slots + low, slots + high)]
+            kept.append(torch.arange(at + width, at + width + high - low))
+            at += width + high - low
+        return RowsBefore(slots, sent, received, torch.cat(parts), torch.cat(kept), crosses)
+
+
+def _rows_of(layout: SequenceLayout, documents: tuple[int, ...], rank: int) -> list[Chunk]:
+    """The rows of the fragments of a rank, in its local order."""
+    return sorted(each.rows for each in fragments_of(layout, documents) if each.rank == rank) or [(0, 0)]
+
+
+def _needs(
+    layout: SequenceLayout, documents: tuple[int, ...], edges: torch.Tensor, width: int, rank: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The positions that ``rank`` needs before its fragments, and the slots that they go to."""
+    own = [each for each in fragments_of(layout, documents) if each.rank == rank]
+    starts = torch.tensor([each.start for each in own], dtype=torch.int64)[:, None]
+    positions = starts + torch.arange(-width, 0)
+    begins = edges[torch.searchsorted(edges, starts, right=True) - 1]
+    there = (positions >= begins).flatten()
+    return positions.flatten()[there], torch.nonzero(there).flatten()
+
+
+def documents_in(mask: Mask) -> Documents | PerRow | None:
+    """The documents that a mask separates; None for one."""
+    parts = mask.parts if isinstance(mask, All) else (mask,)
+    found: Any = [each for each in parts if isinstance(each, Documents)]
+    if isinstance(mask, PerRow):
+        rows = [documents_in(each) for each in mask.masks]
+        known = [each for each in rows if isinstance(each, Documents)]
+        if known:
+            length = sum(known[0].lengths)
+            return PerRow(tuple(each if isinstance(each, Documents) else Documents((length,)) for each in rows))
+    if len(found) > 1:
+        edges = sorted({edge for each in found for edge in accumulate(each.lengths)})
+        return Documents(tuple(high - low for low, high in zip((0, *edges), edges, strict=False)))
+    return found[0] if found else None
+
+
+def agreed_cut(
+    name: str,
+    group: GroupOrMesh,
+    layout: SequenceLayout | Balancer | None,
+    documents: Packed,
+    describe: Callable[[], tuple[Sequence[torch.Tensor], int]],
+    agreement: Agreement,
+    **same: Any,
+) -> Cut:
+    """How the sequence of a call is cut, once all ranks know that their calls fit together.
+
+    Args:
+        name: name of the function, for messages.
+        group: the ranks that share the sequence.
+        layout: the layout, or the balancer that makes it; None for that of the SequenceScope around the call.
+        documents: see :data:`Packed`.
+        describe: checks this rank's arguments. Returns its tensors, and the dim of the sequence in them.
+        agreement: NoAgreement for no comparison.
+        same: what else must be the same on all ranks.
+
+    Communication: one all-gather of some integers; none with NoAgreement.
+    """
+    axis, process_group = axis_and_group(name, group)
+    peers = peers_of(process_group)
+    scope = open_scope(axis) if layout is None else None
+    if scope is not None:
+        layout = scope.layout
+        documents = documents_in(scope.mask) if documents is None else documents  # pyright: ignore[reportAssignmentType]
+    layout = head_tail if layout is None else layout
+    fixed = layout if isinstance(layout, SequenceLayout) else None
+    compares = not isinstance(agreement, NoAgreement)
+
+    def facts() -> Facts:
+        tensors, dim = describe()
+        if isinstance(documents, PerRow):
+            raise NotImplementedError(f"{name}: each row of the batch has documents of its own: call it row by row")
+        if not compares and fixed is None:
+            raise ValueError(f"{name}: NoAgreement() needs the lengths of all ranks: give it a SequenceLayout")
+        length = tensors[0].shape[dim]
+        if any(x.shape[dim] != length for x in tensors):
+            raise ValueError(f"{name}: tensors of {[x.shape[dim] for x in tensors]} tokens in one call")
+        if fixed is not None and (fixed.ranks, fixed.lengths[peers.rank : peers.rank + 1]) != (peers.size, (length,)):
+            raise ValueError(
+                f"{name}: the layout cuts {fixed.length} positions for {fixed.ranks} ranks, {list(fixed.lengths)}, but "
+                f"rank {peers.rank} of the {peers.size} of mesh axis {axis!r} has {length}: cut the inputs with the "
+                "layout of the call (layout.shard), or open a SequenceScope with it around the call"
+                f"{see('A layout of another length')}"
+            )
+        shapes = [[size for at, size in enumerate(x.shape) if at != dim % x.ndim] for x in tensors]
+        said: dict[str, Any] = {
+            "shape": shapes,
+            "dtype": [str(x.dtype).removeprefix("torch.") for x in tensors],
+            "requires_grad": torch.is_grad_enabled() and any(x.requires_grad for x in tensors),
+            "layout": fixed if fixed is not None else getattr(layout, "__qualname__", "a balancer"),
+            "documents": None if documents is None else lengths_of(documents),
+        }
+        return Facts(said | same, length)
+
+    held = consult(peers, name, facts, compares)
+    lengths = fixed.lengths if fixed is not None else held
+    whole = sum(lengths)
+    made = layout_made_by(layout, whole, peers.size) if fixed is None else fixed  # pyright: ignore[reportArgumentType]
+    if made.lengths != lengths:
+        raise ValueError(
+            f"{name}: the ranks of mesh axis {axis!r} hold {list(lengths)} positions, but the layout gives them "
+            f"{list(made.lengths)}: cut the inputs with the layout of the call (layout.shard), or pass layout="
+            f"{see('Inputs that were cut in another way')}"
+        )
+    sizes = (whole,) if documents is None else lengths_of(documents)
+    if sum(sizes) != whole:
+        raise ValueError(
+            f"{name}: documents of {sum(sizes)} positions in a sequence of {whole}: pass the lengths of the documents "
+            "of the whole sequence, the same on all ranks"
+        )
+    return Cut(peers, made, sizes)
+
+
+def lengths_of(documents: Documents | Sequence[int]) -> tuple[int, ...]:
+    return documents.lengths if isinstance(documents, Documents) else tuple(int(size) for size in documents)

@@ -1,0 +1,152 @@
+"""Causal convolutions over any cut: against one process in float64, and the bytes that travel."""
+
+from __future__ import annotations
+
+import re
+from itertools import accumulate, pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+
+from cp_styles import Causal, Documents, SequenceScope, by_work, contiguous, head_tail
+from cp_styles.layout import SequenceLayout, striped
+from cp_styles.mixers import context_causal_conv1d
+from cp_styles.testing import CommunicationTrace, run_ranks
+from tests.layouts import layouts
+from tests.oracle import error, randn
+
+CHANNELS = 3
+# Sums of W products in float64; one row too many or too few gives 1e-1.
+EXACT = 1e-14
+
+
+def conv(weight_CW: torch.Tensor, bias_C: torch.Tensor):
+    """A depthwise causal convolution with bias and activation, as models have them."""
+
+    def run(x_BCL: torch.Tensor) -> torch.Tensor:
+        padding = weight_CW.shape[1] - 1
+        out = torch.conv1d(x_BCL, weight_CW[:, None], bias_C, padding=padding, groups=CHANNELS)
+        return torch.nn.functional.silu(out[..., : x_BCL.shape[-1]])
+
+    return run
+
+
+def on_one(inputs, cotangent_BCS, documents):
+    """[out, gradients] of one process, document by document."""
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    x, *parameters = leaves
+    spans = pairwise(accumulate(documents, initial=0))
+    out = torch.cat([conv(*parameters)(x[..., low:high]) for low, high in spans], -1)
+    return [out.detach(), *torch.autograd.grad(out, leaves, cotangent_BCS)]
+
+
+def on_ranks(layout: SequenceLayout, documents, inputs, cotangent_BCS, given=None):
+    """The same on ranks: parts put together, gradients of parameters summed; and the bytes that each rank sent."""
+    width = inputs[1].shape[1]
+
+    def main(rank: int):
+        mesh = init_device_mesh("cpu", (layout.ranks,), mesh_dim_names=("cp",))
+        x = layout.shard(inputs[0], 2, rank).clone().requires_grad_()
+        leaves = [x, *(each.clone().requires_grad_() for each in inputs[1:])]
+        with CommunicationTrace() as trace:
+            out = context_causal_conv1d(
+                conv(*leaves[1:]), x, mesh, width=width, documents=documents, layout=given or layout
+            )
+        sent = sum(size for name, size in trace.events if name.startswith("all_to_all"))
+        return [out.detach(), *torch.autograd.grad(out, leaves, layout.shard(cotangent_BCS, 2, rank))], sent
+
+    found = run_ranks(main, layout.ranks)
+    parts = list(zip(*(each for each, _ in found), strict=True))
+    whole = [layout.unshard(each, 2) for each in parts[:2]] + [torch.stack(each).sum(0) for each in parts[2:]]
+    return whole, [sent for _, sent in found]
+
+
+def drawn(width: int, length: int):
+    inputs = randn(0, 2, CHANNELS, length), randn(1, CHANNELS, width), randn(2, CHANNELS)
+    return inputs, randn(3, 2, CHANNELS, length)
+
+
+def rows_sent(layout: SequenceLayout, documents, width: int) -> list[int]:
+    """Pair by pair: the rows of each rank that others need before a position of theirs that is not beside one."""
+    owner = {p: rank for rank in range(layout.ranks) for p in layout.positions(rank).tolist()}
+    begins = [low for low, high in pairwise(accumulate(documents, initial=0)) for _ in range(low, high)]
+    count = [0] * layout.ranks
+    for position, rank in owner.items():
+        follows = position > begins[position] and owner[position - 1] == rank
+        for before in () if follows else range(max(position - width + 1, begins[position]), position):
+            count[owner[before]] += owner[before] != rank
+    return count
+
+
+@st.composite
+def cases(draw: st.DrawFn):
+    layout = draw(layouts(length=draw(st.integers(1, 24))))
+    cuts = sorted(draw(st.sets(st.integers(1, layout.length), max_size=4)) | {0, layout.length})
+    return layout, tuple(high - low for low, high in pairwise(cuts)), draw(st.integers(2, 6))
+
+
+@settings(max_examples=25, deadline=None)
+@given(case=cases())
+def test_equals_one_process_and_sends_the_rows_before(case):
+    layout, documents, width = case
+    inputs, cotangent = drawn(width, layout.length)
+    found, sent = on_ranks(layout, documents, inputs, cotangent)
+    for one, expected in zip(found, on_one(inputs, cotangent, documents), strict=True):
+        assert error(one, expected) < EXACT
+    assert sent == [rows * 2 * CHANNELS * 8 for rows in rows_sent(layout, documents, width)]
+
+
+@pytest.mark.parametrize("balancer", [contiguous, head_tail, None])
+def test_balancers_and_scopes(balancer):
+    """A balancer's length is that of all ranks together; without a layout, that of the scope, with its documents."""
+    inputs, cotangent = drawn(4, 21)
+    if balancer is not None:
+        found, _ = on_ranks(balancer(21, 3), (21,), inputs, cotangent, balancer)
+        expected = on_one(inputs, cotangent, (21,))
+    else:
+        mask = Documents((2, 1, 18)) & Causal()
+        layout = by_work(21, 3, mask=mask, block=2)
+
+        def main(rank: int):
+            mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("cp",))
+            with SequenceScope(layout, mask=mask), torch.no_grad():
+                return context_causal_conv1d(conv(*inputs[1:]), layout.shard(inputs[0], 2, rank), mesh, width=4)
+
+        found, expected = [layout.unshard(run_ranks(main, 3), 2)], on_one(inputs, cotangent, (2, 1, 18))[:1]
+    for one, each in zip(found, expected, strict=True):
+        assert error(one, each) < EXACT
+
+
+def test_a_document_on_one_rank_sends_nothing():
+    layout = contiguous(20, 2)
+    inputs, cotangent = drawn(4, 20)
+    _, sent = on_ranks(layout, (10, 3, 7), inputs, cotangent)
+    assert sent == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"layout": contiguous(9, 2)}, "cuts 9 positions for 2 ranks"),
+        ({"layout": striped}, "hold .* but the layout gives them"),
+        ({"documents": (3, 4)}, "documents of 7 positions in a sequence of 8"),
+        ({"width": 0}, "width=0 must be"),
+        ({"dim": 5}, "dim=5 is not a dim"),
+    ],
+)
+@pytest.mark.parametrize("wrong", [(0, 1), (1,)])
+def test_errors_reach_every_rank(options, message, wrong):
+    lengths = (5, 3) if options.get("layout") is striped else (4, 4)
+
+    def main(rank: int):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        said = {"width": 4, "layout": contiguous if lengths == (4, 4) else striped} | (options if rank in wrong else {})
+        context_causal_conv1d(lambda x: x, torch.ones(1, 1, lengths[rank]), mesh, **said)
+
+    errors = run_ranks(main, 2, return_errors=True)
+    assert all(isinstance(each, ValueError) for each in errors)
+    apart = "" if len(wrong) == 2 else "|needs the same"  # one rank alone may only differ from the other
+    assert any(re.search(message + apart, str(errors[rank])) for rank in wrong)
