@@ -54,6 +54,7 @@ from cp_styles.comm.agreement import (
     ledger_of,
 )
 from cp_styles.comm.groups import GroupOrMesh, axis_and_group, shares_ranks
+from cp_styles.comm.point_to_point import Operation, collective
 from cp_styles.device_copies import read_later
 from cp_styles.layout import SequenceLayout, holds
 from cp_styles.troubleshooting import see
@@ -247,7 +248,8 @@ def global_token_count(labels: torch.Tensor, group: GroupOrMesh, *, ignore_index
     _raise_unread(group)
     counted = labels != ignore_index if holds(labels.dtype, ignore_index) else torch.ones_like(labels, dtype=torch.bool)
     numbers = torch.stack((counted.sum(), (counted & (labels < 0)).sum()))
-    dist.all_reduce(numbers, group=group)
+    with collective(group, "global_token_count"):
+        dist.all_reduce(numbers, group=group)
     count, negative = numbers
     _refuse(
         negative,
@@ -405,7 +407,8 @@ class _SumOverGroup(torch.autograd.Function):
                 own.copy_(value.detach().reshape(()), non_blocking=True)
             else:
                 own.fill_(value)
-        dist.all_reduce(numbers, group=group)
+        with collective(group, "global_loss"):
+            dist.all_reduce(numbers, group=group)
         apart = (same != same[:, :1]).any()
         _refuse(
             apart.long(),
@@ -496,9 +499,10 @@ def sum_gradients(
 
     summed = _with_gradient_anywhere(check, group, (bucket_bytes, str(reduce_dtype)))
     known = [summed_over(parameter) for parameter in summed]
-    gradients = [_local_gradient(parameter) for parameter in summed]
-    for bucket in _buckets(gradients, bucket_bytes):
-        _sum_bucket(bucket, group, reduce_dtype or torch.promote_types(bucket[0].dtype, torch.float32))
+    with Operation(group):
+        gradients = [_local_gradient(parameter) for parameter in summed]
+        for bucket in _buckets(gradients, bucket_bytes):
+            _sum_bucket(bucket, group, reduce_dtype or torch.promote_types(bucket[0].dtype, torch.float32))
     for parameter, before in zip(summed, known, strict=True):
         note_summed(parameter, *before, Summed(tuple(dist.get_process_group_ranks(group)), "this function"))
 
@@ -637,7 +641,8 @@ def _with_gradient_anywhere(
     if len({row.call for row in rows}) > 1:
         device = parameters[0].device if parameters else torch.device("cpu")
         anywhere = torch.tensor(list(present), dtype=torch.uint8, device=device)
-        dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=group)
+        with collective(group, "sum_gradients"):
+            dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=group)
         present = bytes(anywhere.tolist())
     return [parameter for parameter, has in zip(parameters, present, strict=True) if has]
 
@@ -675,7 +680,8 @@ def _sum_bucket(gradients: list[torch.Tensor], group: dist.ProcessGroup, dtype: 
     pieces = flat.split([gradient.numel() for gradient in gradients])
     for gradient, piece in zip(gradients, pieces, strict=True):
         piece.view(gradient.shape).copy_(gradient)
-    dist.all_reduce(flat, group=group)
+    with collective(group, "sum_gradients"):
+        dist.all_reduce(flat, group=group)
     for gradient, piece in zip(gradients, pieces, strict=True):
         gradient.copy_(piece.view(gradient.shape))
 

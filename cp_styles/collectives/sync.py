@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from cp_styles._compat import resolve_group
 from cp_styles.collectives._tree import leaves, map_leaves
 from cp_styles.collectives.peers import Group, Peers, peers_of
+from cp_styles.comm.point_to_point import collective
 
 T = TypeVar("T")
 
@@ -83,7 +84,8 @@ def sync_object(value: T, group: Group, *, src: int = 0) -> T:
 
     def broadcast(shared: Any) -> list[Any]:
         box = [shared]
-        dist.broadcast_object_list(box, group=resolve_group(peers.name), group_src=src)
+        with collective(resolve_group(peers.name), "sync_object"):
+            dist.broadcast_object_list(box, group=resolve_group(peers.name), group_src=src)
         return box
 
     return _share(broadcast, lambda: value if peers.rank == src else None, f"the object of rank {src}")[0]
@@ -139,7 +141,8 @@ def _share(communicate: Callable[[Any], list[Any]], pack: Callable[[], Any], wha
 
 def _all_gather_object(value: Any, peers: Peers) -> list[Any]:
     gathered: list[Any] = [None] * peers.size
-    dist.all_gather_object(gathered, value, group=resolve_group(peers.name))
+    with collective(resolve_group(peers.name), "cp_styles.collectives"):
+        dist.all_gather_object(gathered, value, group=resolve_group(peers.name))
     return gathered
 
 

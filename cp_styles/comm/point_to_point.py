@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet, ref
@@ -112,15 +112,39 @@ def _break_off(group: dist.ProcessGroup, error: BaseException) -> None:
             end_connections(gloo)
 
 
-def transfer_error(error: RuntimeError, peers: Sequence[int], group: dist.ProcessGroup | None) -> TransferError:
+def transfer_error(
+    error: RuntimeError, peers: Sequence[int], group: dist.ProcessGroup | None, user: str = ""
+) -> TransferError:
     """A TransferError for an error of the transport. It names the other ranks and the user of the group."""
-    user = "attention" if group is None else state_of(group).user
+    user = user or ("attention" if group is None else state_of(group).user)
     ranks = list(peers) if group is None else [dist.get_global_rank(group, peer) for peer in peers]
     return TransferError(
         f"{user}: a transfer with rank {', '.join(map(str, ranks))} (of all processes) failed: that rank has ended, "
         f"or left an operation by an error, or did not take part in time; its log has the reason"
         f"{see('A rank that has ended')}. The transport says: {error}"
     )
+
+
+@contextlib.contextmanager
+def collective(group: dist.ProcessGroup, user: str) -> Iterator[None]:
+    """A context for a collective of torch over a group. ``user`` is the function that calls it, for messages.
+
+    Raises:
+        TransferError: for an error of the transport. The ranks that wait for this one get one too.
+    """
+    refuse_broken(group)
+    settle(group)
+    try:
+        yield
+    except RuntimeError as error:
+        _break_off(group, error)
+        others = [rank for rank in range(group.size()) if rank != group.rank()]
+        raise transfer_error(error, others, group, user) from error
+    except Exception:  # torch has refused the arguments, and nothing was sent
+        raise
+    except BaseException as error:
+        _break_off(group, error)
+        raise
 
 
 def exchange(
@@ -179,8 +203,8 @@ def open_group(group: dist.ProcessGroup | None, device: torch.device) -> None:
     """
     if group is None or device.type in ("cpu", "meta") or group.size() == 1 or group in _opened:
         return
-    settle(group)
-    dist.all_reduce(torch.zeros(1, device=device), group=group)
+    with collective(group, state_of(group).user):
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
     _opened.add(group)
 
 
@@ -236,7 +260,8 @@ def largest_over(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> l
     on_host = has_cpu_backend(group)
     device = torch.device("cpu") if on_host else torch.device("cuda", torch.cuda.current_device())
     flat = torch.cat([tensor.detach().reshape(-1).to(device) for tensor in tensors])
-    dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=group)
+    with collective(group, "the check of gradients"):
+        dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=group)
     return list(flat.split([tensor.numel() for tensor in tensors]))
 
 

@@ -41,6 +41,7 @@ from cp_styles.comm.agreement import (
     plain,
 )
 from cp_styles.comm.groups import axis_and_group
+from cp_styles.comm.point_to_point import Operation, collective
 from cp_styles.device_copies import read_later, tensor_on
 from cp_styles.kernels import FlexKernel, Kernel, Where, kernel_for_tiles
 from cp_styles.kernels.autocast import as_attended
@@ -369,8 +370,16 @@ def decode(name: str, q_BHLD: torch.Tensor, cache: KVCache, call: DecodeCall) ->
         tile = kernel_for_tiles((q, k, v), named=kernel)
         with without_dispatch_modes():
             columns, bias = _visible(name, cache, call.mask, call.attn_mask, q)
-        out, lse = _part(tile, q, k, v, cache, columns, bias, scale)
-        out, lse = _merged_over_ranks(name, out, lse, cache, q_BHLD, call.alike)
+        with Operation(cache.group):
+            out, lse = _part(tile, q, k, v, cache, columns, bias, scale)
+            alone = cache.group.size() == 1
+            parts = None if alone else _of_all_ranks(name, out, lse, cache, q_BHLD, call.alike)
+        if parts is not None:
+            outs, lses, numbers = parts
+            cache._unread = read_later((numbers != numbers[:1]).any().long())
+            if q.device.type == "cpu":
+                _check_alike(name, cache, cache._unread())
+            out, lse = merged(outs, lses)
         if call.sink_H is not None:
             out = beside_sink(out, lse, call.sink_H)
         ledger_of(cache.group).engaged = False
@@ -507,22 +516,17 @@ def _part(
     return out.to(wide), lse.to(wide)
 
 
-def _merged_over_ranks(
+def _of_all_ranks(
     name: str, out: torch.Tensor, lse: torch.Tensor, cache: KVCache, q: torch.Tensor, alike: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    ranks = cache.group.size()
-    if ranks == 1:
-        return out, lse
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``(out_PBHLE, lse_PBHL)`` of all ranks, and a number of each of them that tells whether they decode alike."""
     said = (device_checksum(q) + (cache.length * 0x9E3779B97F4A7C1 + alike) % 2**62).reshape(1)
     mine = torch.cat((out.flatten(), lse.flatten(), said.view(out.dtype)))
-    parts_PN = mine.new_empty(ranks, mine.numel())
-    dist.all_gather(list(parts_PN.unbind()), mine, group=cache.group)
+    parts_PN = mine.new_empty(cache.group.size(), mine.numel())
+    with collective(cache.group, name):
+        dist.all_gather(list(parts_PN.unbind()), mine, group=cache.group)
     outs, lses, words = parts_PN.split([out.numel(), lse.numel(), mine.numel() - out.numel() - lse.numel()], 1)
-    numbers = words.contiguous().view(torch.int64)
-    cache._unread = read_later((numbers != numbers[:1]).any().long())
-    if q.device.type == "cpu":
-        _check_alike(name, cache, cache._unread())
-    return merged(outs.view(ranks, *out.shape), lses.view(ranks, *lse.shape))
+    return outs.view(-1, *out.shape), lses.view(-1, *lse.shape), words.contiguous().view(torch.int64)
 
 
 def _check_alike(name: str, cache: KVCache, different: int) -> None:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from cp_styles.collectives import gather
+from cp_styles.comm.point_to_point import collective
 from cp_styles.layout import Balancer, SequenceLayout, contiguous, head_tail
 from cp_styles.troubleshooting import see
 
@@ -173,7 +174,8 @@ def _refuse_other_text(joint: JointLayout, name: str, k_BHLD: torch.Tensor, grou
     found = k_BHLD[:1, 0, at.to(k_BHLD.device), :4].flatten()
     own[: found.numel()] = found
     parts_P8 = own.new_empty(group.size(), 8)
-    dist.all_gather(list(parts_P8.unbind()), own, group=group)
+    with collective(group, name):
+        dist.all_gather(list(parts_P8.unbind()), own, group=group)
     if bool((parts_P8 - parts_P8[:1]).abs().amax() > 0.05 * parts_P8.abs().amax()):
         raise ValueError(
             f"{name}: the first {joint.prefix} and the last {joint.suffix} tokens differ between the ranks, and "

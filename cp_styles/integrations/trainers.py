@@ -34,6 +34,7 @@ from cp_styles.checksum import checksum, fingerprint
 from cp_styles.collectives import gather_outputs
 from cp_styles.comm.agreement import Meeting, StatusRow, exchange_status
 from cp_styles.comm.groups import GroupOrMesh, axis_and_group
+from cp_styles.comm.point_to_point import collective
 from cp_styles.integrations.transformers import position_ids_of
 from cp_styles.layout import Balancer, SequenceLayout, head_tail, layout_made_by
 from cp_styles.styles.module import binding_of
@@ -475,7 +476,8 @@ class ContextParallelTrainer:
             )
         loss, logits, labels = self._parent.prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         if loss is not None:
-            dist.all_reduce(loss, group=self._cut._group)
+            with collective(self._cut._group, type(self).__name__):
+                dist.all_reduce(loss, group=self._cut._group)
             loss = loss / self._cut._group.size()
         if logits is not None:
             logits = self._whole_logits(logits, inputs)

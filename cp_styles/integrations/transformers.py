@@ -52,7 +52,7 @@ from cp_styles.comm.agreement import (
     ledger_of,
     offer_refusal,
 )
-from cp_styles.comm.point_to_point import has_cpu_backend
+from cp_styles.comm.point_to_point import collective, has_cpu_backend
 from cp_styles.engine.binding import Binding, refuse_dropout
 from cp_styles.functions.decode import DecodeCall, cache_of
 from cp_styles.integrations.transformers_cache import EncoderKeys, TransformersCache, cache_class, encoder_keys, past_of
@@ -693,7 +693,7 @@ def _whole_mask(
         if not laid_out:
             assert positions_BL is not None
             layout = binding.layout_for(whole)
-            positions_BS = _gathered(positions_BL, [row.q_length for row in rows], layout, group)
+            positions_BS = _gathered(name, positions_BL, [row.q_length for row in rows], layout, group)
             alone = len(rows) > 1 and all(row.flags & _FROM_ZERO for row in rows)
             packed, jumps = (any(row.flags & flag for row in rows) for flag in (_PACKED, _JUMPS))
             documents = _documents(name, positions_BS, alone, packed, jumps)
@@ -763,7 +763,7 @@ def _all_equal(positions_BL: torch.Tensor, row_L: torch.Tensor) -> bool:
 
 
 def _gathered(
-    positions_BL: torch.Tensor, lengths: list[int], layout: SequenceLayout, group: dist.ProcessGroup
+    name: str, positions_BL: torch.Tensor, lengths: list[int], layout: SequenceLayout, group: dist.ProcessGroup
 ) -> torch.Tensor:
     """The position ids of the whole sequence, [B, S] on the host, in the order of the layout's positions."""
     if tuple(lengths) != layout.lengths:
@@ -776,7 +776,8 @@ def _gathered(
     padded[:, : positions_BL.shape[1]] = positions_BL
     padded = padded.cpu() if has_cpu_backend(group) else padded.cuda()
     parts = [torch.empty_like(padded) for _ in lengths]
-    dist.all_gather(parts, padded, group=group)
+    with collective(group, name):
+        dist.all_gather(parts, padded, group=group)
     whole = torch.empty(positions_BL.shape[0], layout.length, dtype=padded.dtype, device="cpu")
     for rank, part in enumerate(parts):
         whole[:, layout.positions(rank, "cpu")] = part[:, : lengths[rank]].cpu()

@@ -23,17 +23,32 @@ from cp_styles import (
     AttentionContextParallel,
     Causal,
     EveryCall,
+    KVCache,
     ModuleContextParallel,
     NoAgreement,
     Ring,
     Ulysses,
+    batch,
     context_attention,
+    context_decode,
     context_flex_attention,
+    global_loss,
+    global_token_count,
     head_tail,
     save_attention,
+    sum_gradients,
 )
 from cp_styles._compat import cpu_backend_of
-from cp_styles.collectives import all_to_all, gather, heads_to_seq, reduce_scatter, seq_to_heads, split
+from cp_styles.collectives import (
+    all_to_all,
+    gather,
+    heads_to_seq,
+    reduce_scatter,
+    seq_to_heads,
+    split,
+    sync_inputs,
+    sync_object,
+)
 from cp_styles.collectives.exchange import Exchange
 from cp_styles.comm.mailbox import end_connections
 from cp_styles.comm.point_to_point import TransferError
@@ -356,3 +371,68 @@ def test_without_agreement_backwards_may_not_run_in_another_order():
 
     errors = run_ranks(on, ranks, timeout_seconds=1.0, return_errors=True, may_time_out=True)
     assert all(isinstance(error, TransferError) for error in errors)
+
+
+def summed(group: Any) -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    weight.grad = torch.ones(3)
+    sum_gradients([weight], group)
+
+
+def decoded(group: Any, kernel: Kernel | None = None) -> None:
+    layout, x = head_tail(0, RANKS), torch.ones(1, 2, 1, 4)
+    cache = KVCache(group, layout, x[:, :, :0], x[:, :, :0])
+    for _ in range(RANKS):  # so that each rank has a key
+        cache.append(x, x)
+    context_decode(x, cache, kernel=kernel)
+
+
+WITHOUT_ATTENTION = {
+    "global_token_count": lambda group: global_token_count(torch.ones(3, dtype=torch.long), group),
+    "global_loss": lambda group: global_loss(torch.ones(3), 9, group),
+    "sum_gradients": summed,
+    "context_decode": decoded,
+    "sync_object": lambda group: sync_object("text", group),
+    "cp_styles.collectives": lambda group: list(sync_inputs({"text": 1}, group)),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_ATTENTION)
+def test_a_peer_has_ended_before_a_function_without_attention(name: str):
+    def on(rank: int) -> tuple[BaseException | None, BaseException | None, float]:
+        group, began = cp_mesh(RANKS).get_group(), time.monotonic()
+        if rank == 1:
+            return None, None, 0.0
+        first = caught(lambda: WITHOUT_ATTENTION[name](group))
+        return first, caught(lambda: WITHOUT_ATTENTION[name](group)), time.monotonic() - began
+
+    for rank, (first, second, seconds) in enumerate(run_ranks(on, RANKS, timeout_seconds=20)):
+        if rank != 1:
+            assert isinstance(first, TransferError), first
+            assert name in str(first)
+            assert "that rank has ended, or left an operation" in str(first)
+            assert isinstance(second, TransferError)
+        assert seconds < SOON
+
+
+@pytest.mark.parametrize("name", ["sum_gradients", "context_decode"])
+def test_one_rank_leaves_a_function_without_attention(name: str, monkeypatch):
+    fails, sum_bucket = threading.local(), batch._sum_bucket
+
+    def sum_or_fail(*args: Any) -> None:
+        if getattr(fails, "now", False):
+            raise OutOfMemory
+        sum_bucket(*args)
+
+    def on(rank: int) -> tuple[BaseException | None, BaseException | None, float]:
+        group, began = cp_mesh(RANKS).get_group(), time.monotonic()
+        fails.now = rank == 1
+        kernel = Failing("forward" if rank == 1 else "nowhere", left=[1])
+        first = caught(lambda: summed(group) if name == "sum_gradients" else decoded(group, kernel))
+        return first, caught(lambda: WITHOUT_ATTENTION[name](group)), time.monotonic() - began
+
+    monkeypatch.setattr(batch, "_sum_bucket", sum_or_fail)
+    for rank, (first, second, seconds) in enumerate(run_ranks(on, RANKS, timeout_seconds=20)):
+        assert isinstance(first, OutOfMemory if rank == 1 else TransferError)
+        assert isinstance(second, TransferError)
+        assert seconds < SOON
