@@ -22,7 +22,6 @@ from cp_styles.functions.joint_layout import JointLayout
 from cp_styles.functions.varlen import context_varlen_attention
 from cp_styles.kernels import Kernel, ReferenceKernel
 from cp_styles.layout import (
-    LayoutMismatchWarning,
     SequenceLayout,
     by_work,
     contiguous,
@@ -69,7 +68,6 @@ __all__ = [
     "JointLayout",
     "KVCache",
     "Kernel",
-    "LayoutMismatchWarning",
     "Mask",
     "ModuleContextParallel",
     "NoAgreement",
@@ -118,6 +116,8 @@ __all__ = [
 
 # What a release before this one had, and what to write instead. For one release.
 _REMOVED = {
+    "LayoutMismatchWarning": "there is nothing to filter. Tensors that another layout cut are refused where they are "
+    "inputs of the attention, or of a model with ModuleContextParallel",
     "NewCalls": "leave agreement= out, which compares every call in some 0.4 ms, or give NoAgreement()",
 }
 

@@ -6,12 +6,9 @@ A load balancer is a function that returns one.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import heapq
 import math
-import warnings
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +21,6 @@ import torch
 
 from cp_styles.bounded_cache import remembered
 from cp_styles.mask import Mask, work_from
-from cp_styles.troubleshooting import see
 
 Chunk: TypeAlias = tuple[int, int]
 """A half-open range ``(start, stop)`` of global positions."""
@@ -251,68 +247,10 @@ def cuts_of(values: Iterable[Any]) -> list[tuple[torch.Tensor, SequenceLayout]]:
 
 def mark_cut(tensor: torch.Tensor, layout: SequenceLayout | None) -> None:
     """Make :func:`cut_with` return ``layout`` for this tensor object."""
-    key = id(tensor)
-    if layout is None:
-        if cut_with(tensor) is not None:
-            del tensor._cp_styles_layout  # pyright: ignore[reportAttributeAccessIssue]
-            _cut.pop(key, None)
-    else:
+    if layout is not None:
         tensor._cp_styles_layout = layout  # pyright: ignore[reportAttributeAccessIssue]
-        _cut[key] = weakref.ref(tensor, lambda _: _cut.pop(key, None)), layout
-
-
-# Tensors that were cut and are still alive, by id. Only a warning depends on this table.
-_cut: dict[int, tuple[weakref.ref[torch.Tensor], SequenceLayout]] = {}
-
-
-class LayoutMismatchWarning(UserWarning):
-    """A sequence was probably cut with one layout and attended with another."""
-
-
-def warn_of_other_cuts(layout: SequenceLayout, name: str) -> None:
-    """Warn if tensors of this length are alive, cut by other layouts, and none cut by ``layout``.
-
-    A tensor that was computed from a cut tensor does not remember its layout (see :func:`cut_with`). But the tokens of
-    a model are usually still alive when its layers attend.
-    """
-    around = _cut_around(layout.length, layout.ranks)
-    if around and layout not in around:
-        warnings.warn(
-            f"{name}: attends to {layout.length} positions on {layout.ranks} ranks with a layout that cut no tensor "
-            f"here, but there are tensors of this length that {len(around)} other layout(s) cut, for "
-            f"{sorted({cut.ranks for cut in around})} ranks. If they are the "
-            "tokens, the result is wrong: cut and attend with the same SequenceLayout. If they are unrelated, delete "
-            "them, or filter this warning"
-            f"{see('A layout that cut no tensor')}",
-            LayoutMismatchWarning,
-            stacklevel=2,
-        )
-
-
-def other_cuts_around(layout_for: Callable[[int], SequenceLayout], ranks: int, rank: int, own: Sequence[int]) -> bool:
-    """Whether :func:`warn_of_other_cuts` may warn for a sequence of which this rank holds one of ``own`` lengths.
-
-    ``layout_for`` gives the layout of a whole length. It may raise.
-    """
-    if not _cut:
-        return False
-    for length in {_held_by(cut, ranks) for _, cut in list(_cut.values())}:
-        with contextlib.suppress(Exception):
-            layout = layout_for(length)
-            if layout.lengths[rank] in own and layout not in (_cut_around(length, ranks) or {layout}):
-                return True
-    return False
-
-
-def _cut_around(length: int, ranks: int) -> set[SequenceLayout]:
-    if ranks == 1:
-        return set()
-    return {cut for _, cut in list(_cut.values()) if _held_by(cut, ranks) == length}
-
-
-def _held_by(cut: SequenceLayout, ranks: int) -> int:
-    """How many positions the first ``ranks`` ranks hold: not all, if the layout was made for more, as for the world."""
-    return cut.length if cut.ranks == ranks else sum(cut.lengths[:ranks])
+    elif cut_with(tensor) is not None:
+        del tensor._cp_styles_layout  # pyright: ignore[reportAttributeAccessIssue]
 
 
 Balancer: TypeAlias = Callable[[int, int], SequenceLayout]

@@ -766,12 +766,6 @@ MISTAKES = [
         "tests/ranks/engine/test_unreduced.py -k error",
     ),
     Mistake(
-        "agreement: tensors of any length cost a meeting",
-        "if layout.lengths[rank] in own and layout not in",
-        "if layout not in",
-        "tests/ranks/engine/test_wire.py",
-    ),
-    Mistake(
         "agreement: what is assumed of the others is this rank's length",
         "rows = [mine._replace(q_length=length, kv_length=length) for length in layout.lengths]",
         "rows = [mine for length in layout.lengths]",

@@ -104,7 +104,7 @@ class StatusRow(NamedTuple):
         config: a hash of strategy, layout, mask and kernel.
         call: a hash of the other arguments of the call.
         watch: a checksum of a parameter, see :mod:`cp_styles.engine.gradient_watch`.
-        flags: :data:`BACKWARD_MAY_COME` and :data:`MAY_WARN`.
+        flags: :data:`BACKWARD_MAY_COME`.
     """
 
     q_length: int = 0
@@ -124,7 +124,7 @@ class StatusRow(NamedTuple):
 
 WIDTH = len(StatusRow._fields)
 assert WIDTH == ROW  # such rows travel directly
-BACKWARD_MAY_COME, MAY_WARN = 1, 2
+BACKWARD_MAY_COME = 1
 
 
 def place_of(which: int, index: int) -> int:

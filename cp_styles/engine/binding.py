@@ -19,7 +19,6 @@ from cp_styles._compat import graph_task_id, when_destroyed
 from cp_styles.comm.agreement import (
     BACKWARD_MAY_COME,
     EVERY_CALL,
-    MAY_WARN,
     Agreement,
     Ledger,
     Meeting,
@@ -48,8 +47,6 @@ from cp_styles.layout import (
     cuts_of,
     is_deterministic,
     layout_made_by,
-    other_cuts_around,
-    warn_of_other_cuts,
 )
 from cp_styles.mask import Causal, Dense, Full, Mask, PerRow, digest
 from cp_styles.strategies import Attention, PerRowStrategy, Strategy
@@ -320,7 +317,7 @@ class Binding:
         A balancer is called here only, and not again in the backward of the call. ``refuse`` raises for errors that
         only this rank may see. One all-gather (see :func:`~cp_styles.comm.agreement.exchange_status`) makes every rank
         raise then, instead of hanging. A second all-gather follows if some rank could not guess the global lengths.
-        (The guess is right if parts are equal, or had these lengths before.) Another one follows if a rank may warn.
+        (The guess is right if parts are equal, or had these lengths before.) Another one follows if parameters differ.
 
         Args:
             refuse: raises on bad local input.
@@ -332,8 +329,7 @@ class Binding:
             refused: the status that the other ranks get if ``refuse`` raises.
             dtypes: in which the tensors are attended to. None: those of now, under autocast or not.
 
-        Raises :class:`~cp_styles.engine.gradient_watch.UnreducedGradientsError` if the ranks' parameters differ, and
-        warns :class:`~cp_styles.layout.LayoutMismatchWarning` if tokens seem to be cut with another layout.
+        Raises :class:`~cp_styles.engine.gradient_watch.UnreducedGradientsError` if the ranks' parameters differ.
         """
         layout, rank = self.layout, self.group.rank()
         given = layout if isinstance(layout, SequenceLayout) else None
@@ -635,10 +631,6 @@ class _Call:
         if v.shape[dim] != own[1]:
             raise ValueError(f"{binding.name}: key and value have different lengths: {own[1]} and {v.shape[dim]}")
         self.expected = expected = self._expect(own)
-        # What is alive may differ between ranks, so it must not make a call a new one.
-        may_warn = binding.agreement == EVERY_CALL and other_cuts_around(
-            self.layout_for, group.size(), group.rank(), own
-        )
         contents = None if self.attn_mask is None else _contents(self.attn_mask)
         rest = slice(dim % q.ndim + 1, None)
         sizes = q.shape[:dim] + q.shape[rest], k.shape[:dim] + k.shape[rest], v.shape[:dim] + v.shape[rest]
@@ -655,7 +647,7 @@ class _Call:
             config=binding._print,
             call=fingerprint_of(*call, *call.values()) if call else 0,
             watch=binding._watch.look(self.tensors, group),
-            flags=BACKWARD_MAY_COME * self.keep + MAY_WARN * may_warn,
+            flags=BACKWARD_MAY_COME * self.keep,
         )
 
     def _expect(self, own: tuple[int, int]) -> Binding | None:
@@ -696,9 +688,9 @@ class _Call:
         if binding.ledger.lengths.get(own) != whole:
             binding.ledger.remember(own, whole)
         apart = binding._watch.compare(columns.watch, binding.name, binding.axis, binding.group)
-        if apart is not None or any(map(MAY_WARN.__and__, columns.flags)):
+        if apart is not None:
             # On all ranks. A user may turn warnings into errors, and then all of them must raise.
-            warn = partial(self._warn, apart, found.cuts[0])
+            warn = partial(self._warn, apart)
             exchange_status(warn, Meeting.WARNING, binding.name, binding.axis, binding.group)
         if self.call is not None and RankStatus.GOOD_INPUTS in columns.status:
             # Others, which are not compiled, have a module around the call, and meet once more there.
@@ -741,11 +733,8 @@ class _Call:
     def _layout_row(self, whole: tuple[int, int]) -> StatusRow:
         return StatusRow(layout=_number_of(self.cuts(whole)))
 
-    def _warn(self, found: Finding | None, layout: SequenceLayout) -> StatusRow:
-        binding = self.binding
-        if found is not None:
-            binding._watch.tell(found, binding.gradient_check)
-        warn_of_other_cuts(layout, binding.name)
+    def _warn(self, finding: Finding) -> StatusRow:
+        self.binding._watch.tell(finding, self.binding.gradient_check)
         return StatusRow()
 
 

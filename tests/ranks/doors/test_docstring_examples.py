@@ -29,7 +29,7 @@ KNOWN: dict[str, Any] = {name: getattr(cp_styles, name) for name in cp_styles.__
 TORCHS = {"torch": torch, "checkpoint": checkpoint, "create_block_mask": create_block_mask}
 TORCHS |= {"Shard": Shard, "Replicate": Replicate}
 # Errors, and a mask without arguments.
-WITHOUT = {"UnreducedGradientsError", "UnreducedGradientsWarning", "LayoutMismatchWarning", "Full"}
+WITHOUT = {"UnreducedGradientsError", "UnreducedGradientsWarning", "Full"}
 
 
 def example_of(name: str) -> str:

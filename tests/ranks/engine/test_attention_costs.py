@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from cp_styles import layout
 from cp_styles.comm.agreement import WIDTH
 from cp_styles.functions.attention import context_attention
 from cp_styles.kernels import CPU_FLASH, Kernel
@@ -20,13 +19,6 @@ from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.testing import CommunicationTrace, run_ranks
 from tests.ranks.attention_case import Core, Problem, cp_mesh, parallel, plain, run_attention
 from tests.varlen_op import Ops
-
-
-@pytest.fixture(autouse=True)
-def _no_tensors_of_other_tests(monkeypatch):
-    """Where tensors of a length that another layout cut are alive, the ranks meet once more before they warn."""
-    monkeypatch.setattr(layout, "_cut", type(layout._cut)())
-
 
 LENGTH = 16
 

@@ -45,8 +45,6 @@ def traced(calls, strategy: Strategy, ranks: int, *, forward_only: bool = False)
     What ranks tell each other, an all-gather of WIDTH integers, is held to be one before the forward and one before the
     backward, and taken out.
     """
-    # Alive meanwhile, as those of another batch may be. They are of another length, so nobody asks whether to warn.
-    unrelated = [striped(100 * ranks, ranks).shard(torch.arange(100 * ranks), 0, rank) for rank in range(ranks)]
 
     def on(rank: int):
         mesh, traces = cp_mesh(ranks), []
@@ -65,7 +63,6 @@ def traced(calls, strategy: Strategy, ranks: int, *, forward_only: bool = False)
         return traces
 
     results = run_ranks(on, ranks)
-    assert len(unrelated) == ranks
     return [[event for events in by_rank for event in events] for by_rank in zip(*results, strict=True)]
 
 
