@@ -103,8 +103,6 @@ class Binding:
         tally: state of the module's forward. An error is raised if its attention was not reached.
         gradient_check: what to do if gradients were not reduced over the group.
         agreement: how often the ranks agree on attention.
-        asked: properties of the calls so far that plans depend on: (is_causal, the kernel's small_tiles). Bindings made
-            from this one by ``replace`` share it.
         site: the number of the module among those of its style, whose names may be equal; 0 for functions.
         texts: what :func:`~cp_styles.engine.custom_ops.config_text_of` wrote of it, without and with a named layout.
     """
@@ -121,7 +119,6 @@ class Binding:
     tally: Tally = field(default_factory=Tally, compare=False, repr=False)
     gradient_check: GradientCheck = field(default=RAISE, compare=False, repr=False)
     agreement: Agreement = field(default=EVERY_CALL, compare=False, repr=False)
-    asked: set[tuple[bool, bool]] = field(default_factory=set, compare=False, repr=False)
     site: int = field(default=0, compare=False, repr=False)
     texts: dict[bool, Any] = field(init=False, default_factory=dict, compare=False, repr=False)
     _attentions: dict[tuple[Any, ...], Attention] = field(init=False, default_factory=dict, compare=False, repr=False)
@@ -238,7 +235,6 @@ class Binding:
             kernel = kernel_for_tiles(tensors, named=self.kernel, preferred=preferred)
         except NotImplementedError as error:
             raise NotImplementedError(f"{self.name}: {error}") from None
-        self.asked.add((is_causal, kernel.small_tiles))
         return Attention(self.group, q_layout, kv_layout, mask, kernel, scale, heads)
 
     def resolve(self) -> tuple[Binding, None]:
@@ -263,13 +259,6 @@ class Binding:
                 del self._masked[next(iter(self._masked))]
         self._masked[mask] = found
         return found
-
-    def prepare(self) -> None:
-        """Make the plans for calls like those so far, so that later calls find them. No communication."""
-        assert isinstance(self.layout, SequenceLayout)  # a scope's
-        for is_causal, small_tiles in self.asked:
-            mask = self.mask & Causal() if is_causal else self.mask
-            self.strategy.prepare(self.layout, self.layout, mask, self.group.rank(), small_tiles=small_tiles)
 
     def _layout_of_keys(self, q_length: int, kv_length: int, is_causal: bool) -> SequenceLayout:
         if is_causal or not isinstance(self.mask, Full | Dense):

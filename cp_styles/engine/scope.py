@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -95,8 +95,6 @@ class SequenceScope:
         self.mask = mask
         self.mesh_axis = mesh_axis
         self._text: tuple[str, list[torch.Tensor]] | None = None
-        # The bindings of modules that ran under this scope. The scope of the next batch prepares plans for them.
-        self._users: WeakSet[ScopedBinding] = WeakSet()
         # One bound mesh for each configuration. The modules of a model usually share one.
         self._leases: dict[Binding, Lease] = {}
 
@@ -122,21 +120,11 @@ class SequenceScope:
             )
 
     def prepare(self, like: SequenceScope) -> SequenceScope:
-        """Make the plans of this batch before its step, for the modules that ran under the scope ``like``.
-
-        Returns this scope. A plan is made on the host at the first call that needs it, so the first layers of a new
-        batch would wait for it. Make it ahead, while the device works on the previous batch::
-
-            loss.backward()  # of the batch under ``scope``; the host is free again
-            following = SequenceScope(next_layout, mask=next_documents).prepare(scope)
-
-        This assumes that each module's calls are causal, or not, as before. Masks that are given to a call
-        (``attn_mask``, a BlockMask) are not known ahead. Plans that are missing are made at their call. No
-        communication.
-        """
-        for user in list(like._users):
-            user.bound_to(self.layout, self.mask).prepare()
-        return self
+        """Removed: it raises NotImplementedError. ``like`` was the scope of the batch before."""
+        raise NotImplementedError(
+            "SequenceScope.prepare was removed: a plan takes milliseconds on the host. Leave the call out: the plan is "
+            "made at the first call that needs it, and cached. See the page Migration"
+        )
 
     def for_checkpoint(
         self, context_fn: Callable[[], tuple[Any, Any]] | None = None
@@ -310,7 +298,6 @@ class ScopedBinding:
             )
         if scope not in self._under:
             self._under[scope] = self.bound_to(scope.layout, scope.mask)
-            scope._users.add(self)
         return self._under[scope], scope
 
     def bound_to(self, layout: SequenceLayout, mask: Mask) -> Binding:

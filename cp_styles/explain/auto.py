@@ -15,7 +15,6 @@ from cp_styles.explain.rehearse import Shapes, kernel_of
 from cp_styles.explain.report import Explanation, explained
 from cp_styles.layout import SequenceLayout, layout_made_by
 from cp_styles.mask import Mask
-from cp_styles.plan import make_plan
 from cp_styles.strategies import Attention, Strategy
 
 
@@ -117,9 +116,6 @@ class Auto(Strategy):
 
     def keeping_nothing(self):
         return replace(self, lean=True)
-
-    def prepare(self, q_layout, kv_layout, mask, rank, *, small_tiles):
-        make_plan(q_layout, kv_layout, mask, rank, small_tiles=small_tiles)
 
     def choice(self, layouts: tuple[SequenceLayout, SequenceLayout], mask: Mask, shapes: Shapes) -> Explanation:
         """The explanation of the strategy that is chosen for a call, for one rank: the busiest of some.

@@ -9,6 +9,7 @@ by *outlined* ones, which record their calls and return results of the right sha
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -18,6 +19,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from cp_styles.bounded_cache import another_cache
 from cp_styles.explain.rehearsal_group import Log, Rehearsal, Transfer, Waited, split_rehearsal
 from cp_styles.kernels import Kernel, ReferenceKernel, SdpaKernel, TileCall, VarlenKernel, kernel_for_tiles
 from cp_styles.kernels.choice_by_tile import ByTile
@@ -219,19 +221,11 @@ def rehearse(
     """
     if isinstance(mask, PerRow) and not isinstance(strategy, PerRowStrategy):
         strategy = PerRowStrategy(strategy)
-    q_layout, kv_layout = layouts
     notes = _Notes(memory, most_calls)
-    group = Rehearsal(notes, rank, range(q_layout.ranks)) if q_layout.ranks > 1 else None
-    scale = 1.0 / math.sqrt(shapes.dim)
-    outlined = _outlined(kernel, notes, shapes.device)
-    options = {"scale": scale, "split": split_rehearsal}
-    attention = Attention(group, q_layout, kv_layout, _Outlined(mask, shapes.dtype), outlined, **options)
-    q, k, v = shapes.tensors(q_layout.lengths[rank], kv_layout.lengths[rank])
+    attention, (q, k, v) = _call(layouts, mask, kernel, shapes, rank, notes)
     sink_H = torch.empty(shapes.heads, dtype=torch.float32, device="meta") if sink else None
     specs = strategy.residual_specs(attention, q, k, v)
-    grad = shapes.tensors(q_layout.lengths[rank], 0)[0].new_empty(
-        shapes.batch, q_layout.lengths[rank], shapes.heads, shapes.value_dim
-    )
+    grad = q.new_empty(shapes.batch, q.shape[2], shapes.heads, shapes.value_dim)
     grad = grad.transpose(1, 2)
 
     with notes.ledger:
@@ -250,6 +244,40 @@ def rehearse(
         notes.label("gradients", *(x for x in grads if x is not None))
         backward = notes.phase()
     return RankRun(rank, alone, forward, backward)
+
+
+def planning_seconds(
+    strategy: Strategy,
+    layouts: tuple[SequenceLayout, SequenceLayout],
+    mask: Mask,
+    kernel: Kernel,
+    shapes: Shapes,
+    rank: int,
+) -> float:
+    """Seconds in which this machine's CPU makes the plan of ``rank`` for one attention, as if none were cached.
+
+    The arguments are those of :func:`rehearse`.
+    """
+    if isinstance(mask, PerRow) and not isinstance(strategy, PerRowStrategy):
+        strategy = PerRowStrategy(strategy)
+    attention, tensors = _call(layouts, mask, kernel, shapes, rank, _Notes(False, None))
+    with another_cache():
+        start = time.perf_counter()
+        strategy.residual_specs(attention, *tensors)  # what a strategy keeps follows from its plan
+        return time.perf_counter() - start
+
+
+def _call(
+    layouts: tuple[SequenceLayout, SequenceLayout], mask: Mask, kernel: Kernel, shapes: Shapes, rank: int, notes: _Notes
+) -> tuple[Attention, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """The attention of ``rank``, which writes into ``notes``, and its query, key and value without data."""
+    q_layout, kv_layout = layouts
+    group = Rehearsal(notes, rank, range(q_layout.ranks)) if q_layout.ranks > 1 else None
+    outlined = _outlined(kernel, notes, shapes.device)
+    scale = 1.0 / math.sqrt(shapes.dim)
+    options = {"scale": scale, "split": split_rehearsal}
+    attention = Attention(group, q_layout, kv_layout, _Outlined(mask, shapes.dtype), outlined, **options)
+    return attention, shapes.tensors(q_layout.lengths[rank], kv_layout.lengths[rank])
 
 
 class _Notes(Log):

@@ -15,12 +15,12 @@ from cp_styles.engine.run import listener
 from cp_styles.explain.candidates import layouts_for, problem_of, strategies_for
 from cp_styles.explain.hardware import Hardware, Seconds, seconds_of
 from cp_styles.explain.picture import plot
-from cp_styles.explain.rehearse import RankRun, Shapes, TooManyCalls, kernel_of, rehearse
+from cp_styles.explain.rehearse import RankRun, Shapes, TooManyCalls, kernel_of, planning_seconds, rehearse
 from cp_styles.explain.text import text_of
 from cp_styles.kernels import SDPA_KERNELS, Kernel, ReferenceKernel
 from cp_styles.layout import Balancer, SequenceLayout, head_tail, layout_made_by
 from cp_styles.mask import Causal, Mask, PerRow
-from cp_styles.plan import Cover, Tile, attended_pairs, imbalance, make_plan, planning_seconds
+from cp_styles.plan import Cover, Tile, attended_pairs, imbalance, make_plan
 from cp_styles.strategies import Attention, Ring, Strategy, Ulysses
 from cp_styles.strategies.ulysses import joined
 
@@ -87,12 +87,10 @@ class Explanation:
     def planning(self) -> float:
         """Seconds in which this machine's CPU makes the plan of one rank, for a new mask or layout (timed).
 
-        They are not in :attr:`seconds`, because plans are cached. With packed documents every batch is new;
-        ``SequenceScope.prepare`` plans ahead.
+        They are not in :attr:`seconds`, because plans are cached. With packed documents every batch is new.
         """
-        rank, small = max(self.work, key=self.work.__getitem__), self.kernel.small_tiles
-        layouts = self.layout, self.kv_layout
-        return planning_seconds(lambda: self.strategy.prepare(*layouts, self.mask, rank, small_tiles=small))
+        rank = max(self.work, key=self.work.__getitem__)
+        return planning_seconds(self.strategy, (self.layout, self.kv_layout), self.mask, self.kernel, self.shapes, rank)
 
     @cached_property
     def peak_memory(self) -> int:

@@ -1,6 +1,6 @@
 """The plan of an attention: what each rank computes and sends, derived from the layouts and the mask."""
 
-from cp_styles.plan.plan import Plan, RowRanges, SourcePart, attended_pairs, imbalance, make_plan, planning_seconds
+from cp_styles.plan.plan import Plan, RowRanges, SourcePart, attended_pairs, imbalance, make_plan
 from cp_styles.plan.tiles import Cover, Tile
 
 __all__ = [
@@ -12,5 +12,4 @@ __all__ = [
     "attended_pairs",
     "imbalance",
     "make_plan",
-    "planning_seconds",
 ]

@@ -18,8 +18,6 @@ backward use the same tiles. The functions are pure: no process group, no device
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice, pairwise
@@ -27,7 +25,7 @@ from typing import NamedTuple
 
 import torch
 
-from cp_styles.bounded_cache import another_cache, remembered
+from cp_styles.bounded_cache import remembered
 from cp_styles.layout import SequenceLayout
 from cp_styles.mask import Mask, PerRow, counts_by_itself, pieces_of, refuse_shorter
 from cp_styles.plan.cells import cells
@@ -111,14 +109,6 @@ def _make_plan(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, 
         parts = _parts(courses, keys, firsts, biased=mask.has_bias, small_tiles=small_tiles)
         sends = _sends(segments, keys, rank)
     return Plan(rank, parts, tuple(sends.get(peer, ()) for peer in range(q_layout.ranks)))
-
-
-def planning_seconds(prepare: Callable[[], None]) -> float:
-    """Seconds in which ``prepare`` makes its plans on this machine's CPU, as if none were cached."""
-    with another_cache():
-        start = time.perf_counter()
-        prepare()
-        return time.perf_counter() - start
 
 
 def attended_pairs(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, rank: int) -> int:

@@ -104,15 +104,6 @@ class Strategy(ABC):
         """This strategy, without received keys that are kept: for a forward whose results outlive its layer."""
         return self
 
-    def prepare(  # noqa: B027 - a strategy without plans has nothing to prepare
-        self, q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, rank: int, *, small_tiles: bool
-    ) -> None:
-        """Make the plans of ``rank`` for a call now, so that the call finds them. No communication.
-
-        ``q_layout``, ``kv_layout`` and ``mask`` are those of the call. ``small_tiles``: see
-        :func:`~cp_styles.plan.make_plan`.
-        """
-
     @abstractmethod
     def residual_specs(
         self, attention: Attention, q_BHLD: torch.Tensor, k_BGMD: torch.Tensor, v_BGME: torch.Tensor

@@ -33,7 +33,7 @@ from cp_styles.kernels import Kernel, TileCall, Where
 from cp_styles.kernels.bias_levels import RowLevels, SplitQueries
 from cp_styles.kernels.merge import EMPTY_LSE, OnlineSoftmax, RowSum, accumulation_dtype, sink_gradient
 from cp_styles.mask import Mask
-from cp_styles.plan import Cover, Tile, make_plan
+from cp_styles.plan import Cover, Tile
 from cp_styles.profiler_ranges import named_range
 from cp_styles.strategies.base import Attention, ResidualPlaces, Spec, Strategy
 from cp_styles.strategies.schedule import Arrival, Block, GradientMessages, Keys, Schedule, Span, Step, make_schedule
@@ -64,9 +64,6 @@ class MovingKV(Strategy):
 
     def keeping_nothing(self):
         return replace(self, keep=0)  # pyright: ignore[reportArgumentType] - subclasses are dataclasses
-
-    def prepare(self, q_layout, kv_layout, mask, rank, *, small_tiles):
-        make_plan(q_layout, kv_layout, mask, rank, small_tiles=small_tiles)
 
     def residual_specs(self, attention, q_BHLD, k_BGMD, v_BGME):
         return self._setup(attention, q_BHLD, k_BGMD, v_BGME).residual.specs

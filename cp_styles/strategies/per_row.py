@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from cp_styles.mask import PerRow
 from cp_styles.strategies.base import Attention, ResidualPlaces, Strategy, residual_spec
 
 
@@ -23,10 +22,6 @@ class PerRowStrategy(Strategy):
 
     def keeping_nothing(self):
         return replace(self, inner=self.inner.keeping_nothing())
-
-    def prepare(self, q_layout, kv_layout, mask, rank, *, small_tiles):
-        for row in mask.masks if isinstance(mask, PerRow) else (mask,):
-            self.inner.prepare(q_layout, kv_layout, row, rank, small_tiles=small_tiles)
 
     def residual_specs(self, attention, q_BHLD, k_BGMD, v_BGME):
         rows = _rows(attention, q_BHLD, k_BGMD, v_BGME)

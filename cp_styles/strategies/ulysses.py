@@ -87,11 +87,6 @@ class Ulysses(Strategy):
     def check_ranks(self, ranks):
         self.inner.check_ranks(ranks // self.size_on(ranks))
 
-    def prepare(self, q_layout, kv_layout, mask, rank, *, small_tiles):
-        size = self.size_on(q_layout.ranks)
-        layouts = joined(q_layout, size), joined(kv_layout, size)
-        self.inner.prepare(*layouts, mask, rank // size, small_tiles=small_tiles)
-
     def residual_specs(self, attention, q_BHLD, k_BGMD, v_BGME):
         return self._levels(attention, q_BHLD, k_BGMD, v_BGME).specs
 

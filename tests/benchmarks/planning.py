@@ -2,7 +2,7 @@
 
 Its layout, which every rank makes alike, and then a rank's own plan, as CPU time of one thread, with nothing
 remembered: of three ranks the one that takes longest, of some runs the one that takes least. ``found`` is what the plan
-costs once it is there, as it is at every layer but the first, and at the first where SequenceScope.prepare has made it.
+costs once it is there, as it is at every layer but the first.
 ``tiles`` are kernel calls of one forward, ``from`` is from how many other ranks keys come. --plot draws how both grow
 with documents and ranks.
 """

@@ -22,7 +22,6 @@ from cp_styles import (
     Documents,
     SequenceLayout,
     SlidingWindow,
-    Ulysses,
     by_work,
     head_tail,
     per_document_head_tail,
@@ -32,6 +31,7 @@ from cp_styles.bounded_cache import LIMIT, BoundedCache, Remembered, another_cac
 from cp_styles.layout import layout_made_by
 from cp_styles.plan import make_plan
 from cp_styles.strategies.schedule import make_schedule
+from cp_styles.strategies.ulysses import joined
 
 
 @remembered
@@ -107,7 +107,7 @@ def plan_layers(layout: SequenceLayout, mask: Documents, rank: int = 0) -> None:
     rounds = tuple((distance,) for distance in range(1, layout.ranks))
     for layer in (mask & Causal(), mask & SlidingWindow(500)):
         make_schedule(layout, layout, layer.pattern, rank, False, rounds, 1, shape, shape, shape)
-        Ulysses(size=2).prepare(layout, layout, layer, rank, small_tiles=False)
+        make_plan(joined(layout, 2), joined(layout, 2), layer, rank // 2)
 
 
 @pytest.mark.parametrize(("ranks", "documents"), [(2, 28), (8, 40)])

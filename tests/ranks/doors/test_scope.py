@@ -15,15 +15,12 @@ import torch.distributed as dist
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from cp_styles.bounded_cache import another_cache, shared
 from cp_styles.engine import custom_ops as attention_op
 from cp_styles.engine.scope import SequenceScope
 from cp_styles.functions.attention import context_attention
 from cp_styles.layout import SequenceLayout, by_work, contiguous, head_tail, per_document_head_tail, striped
-from cp_styles.mask import Causal, Dense, Documents, Full, PerRow, SlidingWindow
-from cp_styles.plan.plan import _make_plan, make_plan
+from cp_styles.mask import Causal, Dense, Documents, Full, SlidingWindow
 from cp_styles.strategies import AllGather, Ring, Ulysses
-from cp_styles.strategies.ulysses import joined
 from cp_styles.styles import AttentionContextParallel, ModuleContextParallel
 from cp_styles.testing import run_ranks
 from tests.oracle import allowed, dense_attention, document_of, error, expected_attention
@@ -82,52 +79,10 @@ def test_backward_after_the_scope_has_ended(door: str, strategy):
     run_ranks(on, RANKS)
 
 
-@pytest.mark.parametrize("door", DOORS)
-@pytest.mark.parametrize("strategy", [Ring(), AllGather(), Ulysses()], ids=str)
-@pytest.mark.parametrize("per_row", [False, True], ids=["one mask", "a mask a row"])
-def test_a_prepared_batch_makes_no_plan_in_its_step(door: str, strategy, per_row: bool):
-    """Forward and backward; and with nothing prepared it does. The plans are those of this mask, causal as the call."""
-
-    def on(rank: int):
-        core = styled(door, cp_mesh(RANKS), strategy=strategy)
-
-        def made_in_step(batch: Batch, before: SequenceScope | None) -> tuple[int, SequenceScope]:
-            mask = PerRow((batch.mask,) * 2) if per_row else batch.mask
-            scope = SequenceScope(batch.layout, mask=mask)
-            if before is not None:
-                assert scope.prepare(before) is scope
-            leaves, cotangent = batch.leaves(rank)
-            dist.barrier()  # ranks are threads, and share what is remembered
-            made = _make_plan.made
-            dist.barrier()
-            with scope:
-                out = core(*leaves)
-            out.backward(cotangent)
-            dist.barrier()
-            made = _make_plan.made - made
-            dist.barrier()
-            batch.check(rank, out, leaves)
-            return made, scope
-
-        if rank == 0:
-            shared.clear()
-        first, scope = made_in_step(FIRST, None)
-        second, scope = made_in_step(SECOND, scope)
-        third, _ = made_in_step(SHORT, scope)
-        return first > 0, second, third
-
-    assert run_ranks(on, RANKS) == [(True, 0, 0)] * RANKS
-
-
-def test_a_hybrid_prepares_the_plan_of_its_inner_rank():
-    layout, mask = head_tail(40, 4), Documents((30, 10)) & Causal()
-    inner = joined(layout, 2)
-    for rank in range(4):
-        with another_cache():
-            Ulysses(size=2).prepare(layout, layout, mask, rank, small_tiles=False)
-            made = _make_plan.made
-            make_plan(inner, inner, mask, rank // 2)
-            assert _make_plan.made == made
+def test_plans_are_not_made_ahead_any_more():
+    scope = FIRST.scope()
+    with pytest.raises(NotImplementedError, match=r"was removed: .* Leave the call out"):
+        SECOND.scope().prepare(scope)
 
 
 @pytest.mark.parametrize("door", DOORS)
