@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from torch import nn
+from torch.nn.utils import parametrize
 
 from cp_styles.troubleshooting import see
 
@@ -24,7 +25,10 @@ class BoundToThisRun:
         if inherited is not None:
             return inherited(memo)
         made = memo[id(self)] = type(self).__new__(type(self))
-        made.__setstate__(copy.deepcopy(self.__getstate__(), memo))  # pyright: ignore[reportAttributeAccessIssue]
+        # torch's classes of parametrized modules refuse __getstate__, which pickling would use too.
+        parametrized = parametrize.is_parametrized(self)  # pyright: ignore[reportArgumentType]
+        state = self.__dict__ if parametrized else self.__getstate__()
+        made.__setstate__(copy.deepcopy(state, memo))  # pyright: ignore[reportAttributeAccessIssue]
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -51,8 +55,15 @@ def put_before_class(
     """Change the class of ``module`` to a subclass of ``mixin`` and its class, with the same name and signature.
 
     ``members(cls)`` returns further members of the subclass. A module that has such a class already keeps it.
+
+    A parametrized module (``torch.nn.utils.parametrize``) has a class of its own, before that of the user. It stays the
+    first: ``remove_parametrizations`` takes the properties out of it, and puts its first base in its place.
     """
-    cls = type(module)
+    cls = outermost = type(module)
+    properties = module.parametrizations if parametrize.is_parametrized(module) else ()
+    parametrized = any(name in vars(cls) for name in properties)
+    if parametrized:
+        cls = cls.__bases__[0]
     if vars(cls).get(_MIXIN) is mixin:
         return
     made = _subclasses.get((mixin, cls))
@@ -61,4 +72,7 @@ def put_before_class(
         names["__signature__"] = inspect.signature(cls)
         made = type(cls.__name__, (mixin, cls), {**names, **({} if members is None else members(cls))})
         _subclasses[mixin, cls] = made
+    if parametrized:
+        inner, members_of = made, dict(vars(outermost))
+        made = type(outermost.__name__, (inner,), members_of)
     module.__class__ = made

@@ -7,6 +7,8 @@ import io
 import json
 import pickle
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.utils import parametrize
 
 from cp_styles.batch import sum_gradients
 from cp_styles.layout import SequenceLayout, by_work, contiguous, head_tail, striped
@@ -254,3 +257,49 @@ def test_a_plan_applied_twice():
         parallelize_module(model, mesh, parallel_plan(AttentionContextParallel()))
 
     assert "RowwiseParallel over mesh axis 'tp' is on Embedding already" in refusals(act)
+
+
+class Tempered(Core):
+    """An attention module with a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor([0.7], dtype=torch.float64))
+
+    def forward(self, query, key, value):
+        return super().forward(query * self.temperature.squeeze(0), key, value)
+
+
+class Doubled(nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+
+@pytest.mark.parametrize("order", ["parametrized first", "style first"])
+@pytest.mark.parametrize("style", [ModuleContextParallel, AttentionContextParallel])
+def test_parametrizations_come_and_go(style: Callable[..., Any], order: str):
+    x, layout = randn(3, 1, 12, 10), head_tail(12, 2)
+    wanted = Projected(Tempered())
+    with torch.no_grad():
+        wanted.q.weight.mul_(2), wanted.core.temperature.mul_(2)
+        out = wanted(x)
+
+    def on(rank: int) -> None:
+        model = Projected(Tempered())
+        classes = [type(module).__name__ for module in model.modules()]
+        changes = [
+            lambda: parametrize.register_parametrization(model.q, "weight", Doubled()),
+            lambda: parametrize.register_parametrization(model.core, "temperature", Doubled()),
+        ]
+        applied = model if style is ModuleContextParallel else model.core
+        apply = partial(parallelize_module, applied, cp_mesh(2), style(layout=layout))
+        for change in (*changes, apply) if order == "parametrized first" else (apply, *changes):
+            change()
+        for each in (model, copy.deepcopy(model)):
+            assert error(each(layout.shard(x, 1, rank)), layout.shard(out, 1, rank)) < EXACT
+        parametrize.remove_parametrizations(model.q, "weight")  # of the copy too, which shares torch's class
+        parametrize.remove_parametrizations(model.core, "temperature")
+        assert error(model(layout.shard(x, 1, rank)), layout.shard(out, 1, rank)) < EXACT
+        assert [type(module).__name__ for module in model.modules()] == classes
+
+    run_ranks(on, 2)
