@@ -53,13 +53,13 @@ The same functions under the names that other projects use:
 | SeedVR ``sync_data``, Open-Sora ``broadcast`` of inputs | ``sync_inputs``, ``sync_object`` |
 """
 
-from cp_styles.collectives._rows import Layout, Padded
 from cp_styles.collectives.all_to_all import all_to_all
 from cp_styles.collectives.autograd import Pending
 from cp_styles.collectives.heads import head_ranges, heads_to_seq, seq_to_heads
 from cp_styles.collectives.inputs import gather_outputs, slice_inputs
 from cp_styles.collectives.layouts import nested_layout, per_document_layout
 from cp_styles.collectives.peers import Group
+from cp_styles.collectives.rows import Layout, Padded
 from cp_styles.collectives.split_gather import GradScale, gather, reduce_scatter, split
 from cp_styles.collectives.sync import sync_inputs, sync_object
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from cp_styles.collectives._rows import contiguous_rows, sizes_of
 from cp_styles.collectives.autograd import differentiable, start
 from cp_styles.collectives.exchange import Exchange
 from cp_styles.collectives.peers import Facts, Group, consult, dim_of, facts_of, peers_of
+from cp_styles.collectives.rows import contiguous_rows, sizes_of
 from cp_styles.layout import even_sizes, ranges_of
 
 

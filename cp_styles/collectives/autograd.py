@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from cp_styles._compat import resolve_group
 from cp_styles.batch import Summed, note_summed
-from cp_styles.collectives._rows import Rows
 from cp_styles.collectives.exchange import Exchange, Started, Tensors
 from cp_styles.collectives.peers import Peers
+from cp_styles.collectives.rows import Rows
 from cp_styles.comm.agreement import Meeting, StatusRow, exchange_status, place_of
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.point_to_point import Operation

@@ -29,8 +29,8 @@ from typing import NamedTuple
 import torch
 
 from cp_styles._compat import resolve_group, start_all_gather, start_all_to_all, wait_tensor
-from cp_styles.collectives._rows import Rows
 from cp_styles.collectives.peers import Peers
+from cp_styles.collectives.rows import Rows
 from cp_styles.comm.point_to_point import transfer_error
 from cp_styles.layout import Chunk
 

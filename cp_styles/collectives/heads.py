@@ -7,7 +7,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from cp_styles.collectives._rows import (
+from cp_styles.collectives.autograd import differentiable, start
+from cp_styles.collectives.exchange import Exchange
+from cp_styles.collectives.peers import Facts, Group, Peers, consult, dim_of, facts_of, peers_of
+from cp_styles.collectives.rows import (
     Layout,
     Rows,
     check_local,
@@ -15,9 +18,6 @@ from cp_styles.collectives._rows import (
     rows_of,
     rows_of_whole,
 )
-from cp_styles.collectives.autograd import differentiable, start
-from cp_styles.collectives.exchange import Exchange
-from cp_styles.collectives.peers import Facts, Group, Peers, consult, dim_of, facts_of, peers_of
 from cp_styles.device_copies import tensor_on
 from cp_styles.layout import Chunk, even_sizes, ranges_of
 

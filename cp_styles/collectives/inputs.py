@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from cp_styles.collectives._rows import Layout
 from cp_styles.collectives._tree import leaves, map_leaves
 from cp_styles.collectives.peers import Facts, Group, consult, peers_of
+from cp_styles.collectives.rows import Layout
 from cp_styles.collectives.split_gather import GradScale, gather, split
 
 

@@ -11,5 +11,6 @@ Each function takes the user's own kernel, and gives it what it needs of other r
 """
 
 from cp_styles.mixers.convolution import context_causal_conv1d
+from cp_styles.mixers.recurrence import Recurrence, context_recurrence
 
-__all__ = ["context_causal_conv1d"]
+__all__ = ["Recurrence", "context_causal_conv1d", "context_recurrence"]

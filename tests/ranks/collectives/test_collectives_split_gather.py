@@ -20,7 +20,7 @@ from cp_styles.collectives import (
     slice_inputs,
     split,
 )
-from cp_styles.collectives._rows import Rows, rows_of
+from cp_styles.collectives.rows import Rows, rows_of
 from cp_styles.layout import SequenceLayout, even_sizes, head_tail, striped
 from cp_styles.testing import CommunicationTrace, run_ranks
 from tests.ranks.collectives.collectives_reference import adjoint_gap, randn, world

@@ -1,0 +1,306 @@
+"""Recurrences with a matrix as their state, over a sequence that is cut: the state of each fragment's end is passed on.
+
+[Note: affine maps] Over a fragment the state changes by an affine map, ``S_out = M S_in + S_ext``. It does not depend
+on the values of other fragments. The kernel itself gives it: from a zero state it ends with ``S_ext``, and with zero
+values it ends with M times the state that it began with. The ranks exchange the maps. Each rank folds those before its
+fragments in the order of positions, from the start of the document, and runs its kernel from the state that comes in.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from cp_styles._compat import uncompiled
+from cp_styles.collectives.autograd import differentiable, gather_exchange
+from cp_styles.collectives.rows import Rows
+from cp_styles.comm.agreement import EVERY_CALL, Agreement, NoAgreement
+from cp_styles.comm.groups import GroupOrMesh
+from cp_styles.layout import Balancer, Chunk, SequenceLayout
+from cp_styles.mask import Documents
+from cp_styles.mixers.fragments import Cut, Fragment, Packed, agreed_cut
+
+_CU_SEQLENS = ("cu_seqlens", "cu_seqlens_cpu")
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """How a kernel takes its arguments: tensors [B, L, ...] of L tokens, and a state [B, H, K, V] for each head.
+
+    The kernel computes ``S_t = A_t S_{t-1} + k_t v_t``, where ``A_t`` does not depend on the values, and outputs that
+    are linear in ``S_t``. It returns the outputs, and with ``wants`` the state after the last token too.
+
+    Attributes:
+        value: names that its argument v [B, L, H, V] may have.
+        key: names of an argument whose last dim is K.
+        state: name of its initial state; None is zeros.
+        wants: name of the flag with which it also returns the final state.
+        transposed: its states are [B, H, V, K].
+        diagonal: ``A_t`` is diagonal, or a number for each head. K numbers are sent of it, not K K.
+        left_out: arguments that add to the outputs only.
+    """
+
+    value: tuple[str, ...] = ("v", "value")
+    key: tuple[str, ...] = ("k", "key")
+    state: str = "initial_state"
+    wants: str = "output_final_state"
+    transposed: bool = False
+    diagonal: bool = False
+    left_out: tuple[str, ...] = ()
+
+
+_DELTA_RULE, _DECAY = Recurrence(), Recurrence(diagonal=True)
+_SSD = Recurrence(
+    ("x", "hidden_states"), ("B",), "initial_states", "return_final_states", True, True, left_out=("D", "z")
+)
+KNOWN = {
+    # Of flash-linear-attention, and the plain functions of transformers in their place.
+    **dict.fromkeys(
+        (
+            "chunk_gated_delta_rule",
+            "fused_recurrent_gated_delta_rule",
+            "torch_chunk_gated_delta_rule",
+            "torch_recurrent_gated_delta_rule",
+            "chunk_delta_rule",
+            "fused_recurrent_delta_rule",
+            "chunk_kda",
+            "fused_recurrent_kda",
+            "chunk_kimi_delta_attention",
+            "recurrent_kimi_delta_attention",
+        ),
+        _DELTA_RULE,
+    ),
+    **dict.fromkeys(
+        ("chunk_gla", "fused_recurrent_gla", "chunk_simple_gla", "chunk_retention", "chunk_lightning_attn"), _DECAY
+    ),
+    # Of mamba-ssm, and of transformers.
+    **dict.fromkeys(("mamba_chunk_scan_combined", "mamba2_chunk_scan"), _SSD),
+}
+"""The kernels whose arguments are known, by name."""
+
+
+def context_recurrence(
+    kernel: Callable[..., Any],
+    group: GroupOrMesh,
+    *,
+    recurrence: Recurrence | None = None,
+    layout: SequenceLayout | Balancer | None = None,
+    documents: Packed = None,
+    agreement: Agreement = EVERY_CALL,
+) -> Callable[..., Any]:
+    """``kernel`` for a sequence of which this rank holds a part. Its results equal those of one device.
+
+    For gated delta rules, KDA, gated linear attention, Mamba-2 (SSD): ``S_t = A_t S_{t-1} + k_t v_t``,
+    ``out_t = q_t S_t``. The result is called like ``kernel``, with this rank's tokens. An initial state is that of the
+    whole sequence, and the same on all ranks. A final state is the one after its last token, on every rank.
+    ``cu_seqlens`` and ``seq_idx`` are those of the whole sequence; the kernel is called for each document.
+
+    A fragment in the middle of a document is run twice, first for its map of the state, with values of K columns more
+    (or K times one column if the recurrence is diagonal). See [Note: affine maps] in mixers/recurrence.py.
+
+    Args:
+        kernel: the function, such as FLA's ``chunk_gated_delta_rule``. It must be differentiable in its initial state.
+        group: the ranks that share the sequence: a process group or a 1-D mesh.
+        recurrence: how it takes its arguments. Default: that of its name, if it is known.
+        layout: the layout, or the balancer that makes it. Default: that of the :class:`~cp_styles.SequenceScope`
+            around the call; without one ``head_tail``. Contiguous parts have the fewest fragments.
+        documents: lengths of the packed documents of the whole sequence. Default: those of ``cu_seqlens``, of
+            ``seq_idx``, or of the scope's mask; without any, one document.
+        agreement: how often the ranks agree on their calls, see :class:`~cp_styles.EveryCall`.
+
+    Returns:
+        A function with the arguments and results of ``kernel``. Gradients of parameters and initial states are this
+        rank's share: sum them over the group.
+
+    Communication of a call: one all-gather of some integers; one all-gather of ``B H K (V + K)`` numbers for each
+    fragment after which its document goes on (``B H K (V + 1)`` if the recurrence is diagonal), in float32 or wider,
+    whatever its length. Nothing of this if no document crosses ranks. The backward sums as many.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: on every rank, if the input of one is bad or the ranks differ.
+
+    Example::
+
+        scan = context_recurrence(chunk_gated_delta_rule, mesh, layout=layout)
+        out_BLHV, _ = scan(q_BLHK, k_BLHK, v_BLHV, g=g_BLH, beta=beta_BLH)
+    """
+    name = getattr(kernel, "__name__", type(kernel).__name__)
+    how = KNOWN.get(name) if recurrence is None else recurrence
+    if how is None:
+        raise ValueError(
+            f"context_recurrence: it is not known how {name} takes its arguments: pass recurrence=Recurrence(...), or "
+            "for kernels without an initial state use context_by_channels"
+        )
+    return partial(_run, kernel, f"context_recurrence({name})", how, group, layout, documents, agreement)
+
+
+@uncompiled
+def _run(
+    kernel: Callable[..., Any],
+    name: str,
+    how: Recurrence,
+    group: GroupOrMesh,
+    layout: SequenceLayout | Balancer | None,
+    documents: Packed,
+    agreement: Agreement,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    call: Any = None
+
+    def describe() -> tuple[Sequence[torch.Tensor], int]:
+        nonlocal call
+        call = _KernelCall(kernel, name, how, args, kwargs)
+        return list(call.cut.values()), 1
+
+    state = kwargs.get(how.state)
+    said = {
+        "wants": bool(kwargs.get(how.wants)),
+        "state": state is not None and (list(state.shape), state.requires_grad),
+    }
+    packed = documents if documents is not None else packed_in(kwargs)
+    cut = agreed_cut(name, group, layout, packed, describe, agreement, **said)
+    out, final = _recur(call, cut, check=not isinstance(agreement, NoAgreement))
+    # Kernels of FLA always return two, those of mamba-ssm if they are asked for it.
+    return (out, final) if call.wants or not how.transposed else out
+
+
+def packed_in(kwargs: dict[str, Any]) -> Packed:
+    """The documents that the arguments of a kernel say, taken out of them."""
+    found = [kwargs.pop(name, None) for name in (*_CU_SEQLENS, "cu_seq_lens_q")]
+    ids = kwargs.pop("seq_idx", None)
+    for each in found:
+        if each is not None:
+            return Documents.from_cu_seqlens(each)
+    return None if ids is None else Documents.from_ids(ids)  # pyright: ignore[reportReturnType]
+
+
+class _KernelCall:
+    """The arguments of a kernel by name, those of tokens apart; and runs of it on some of the tokens."""
+
+    def __init__(
+        self, kernel: Callable[..., Any], name: str, how: Recurrence, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        bound = inspect.signature(kernel).bind(*args, **kwargs)
+        named = {key: value for key, value in bound.arguments.items() if key != "kwargs"} | bound.kwargs
+        self.kernel, self.how = kernel, how
+        self.initial = named.pop(how.state, None)
+        self.wants = bool(named.pop(how.wants, False))
+        value, key = (next((each for each in names if each in named), None) for names in (how.value, how.key))
+        if value is None or key is None:
+            raise TypeError(f"{name}: it has no arguments {how.value} and {how.key}: pass them by name")
+        self._value = value
+        self.cut = {at: x for at, x in named.items() if isinstance(x, torch.Tensor) and x.ndim > 2}
+        self.others = {at: x for at, x in named.items() if at not in self.cut}
+        for at, x in self.cut.items():
+            if x.shape[1] != self.value.shape[1]:
+                raise ValueError(f"{name}: {at} {tuple(x.shape)} must have the tokens of {value} along dim 1")
+        batch, _, heads, width = self.value.shape
+        self.shape = batch, heads, named[key].shape[-1], width
+        self.wide = torch.promote_types(self.value.dtype, torch.float32)
+
+    @property
+    def value(self) -> torch.Tensor:
+        return self.cut[self._value]
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All that gradients may flow to."""
+        given = (*self.cut.values(), self.initial, *self.others.values())
+        return [x for x in given if isinstance(x, torch.Tensor) and x.is_floating_point()]
+
+    def run(self, rows: Chunk, state: torch.Tensor | None, **changed: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Outputs and final state of some rows, from a state, both [B, H, K, V]. ``changed``: other arguments."""
+        own = {at: x.narrow(1, rows[0], rows[1] - rows[0]) for at, x in (self.cut | changed).items() if x is not None}
+        others = {at: x for at, x in self.others.items() if at not in changed}
+        given = state.mT.contiguous() if state is not None and self.how.transposed else state
+        out, final = self.kernel(**own, **others, **{self.how.state: given, self.how.wants: True})
+        return out, (final.mT if self.how.transposed else final).to(self.wide)
+
+    def map_of(self, rows: Chunk) -> torch.Tensor:
+        """``[S_ext | M]`` of some rows, with one column for M if it is diagonal: [B, H, K, V + K or 1]."""
+        batch, heads, keys, _ = self.shape
+        like, zeros = {"dtype": self.wide, "device": self.value.device}, self.value.new_zeros(())
+        tokens = self.value.shape[:3]
+        if self.how.diagonal:
+            left_out = dict.fromkeys(self.how.left_out)
+            ones = torch.ones(batch, heads, keys, 1, **like)
+            _, factor = self.run(rows, ones, **left_out, **{self._value: zeros.expand(*tokens, 1)})
+            return torch.cat((self.run(rows, None)[1], factor), -1)
+        both = torch.cat((self.value, zeros.expand(*tokens, keys)), -1)
+        begin = torch.eye(keys, **like).expand(batch, heads, keys, keys)
+        begin = torch.cat((torch.zeros(*self.shape, **like), begin), -1)
+        return self.run(rows, begin, **{self._value: both})[1]
+
+    def after(self, state: torch.Tensor | None, map_BHKC: torch.Tensor) -> torch.Tensor:
+        """The state after a fragment: ``M S + S_ext``. None for the map of a document's first, which has no M."""
+        width = self.shape[3]
+        outside, factor = map_BHKC[..., :width], map_BHKC[..., width:]
+        if state is None:
+            return outside
+        return (factor * state if self.how.diagonal else factor @ state) + outside
+
+
+def _recur(call: _KernelCall, cut: Cut, *, check: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    fragments = cut.fragments()
+    mine = sorted((each for each in fragments if each.rank == cut.peers.rank), key=lambda each: each.rows)
+    # Those whose state others need, in the order of positions.
+    published = [each for each in fragments if not each.last or (call.wants and each is fragments[-1])]
+    numbers = {each: number for number, each in enumerate(published)}
+    outs: dict[Fragment, torch.Tensor] = {}
+    maps: list[torch.Tensor] = []
+    batch, heads, keys, width = call.shape
+    columns = width + (1 if call.how.diagonal else keys)
+    for each in mine:
+        if each.first:
+            initial = call.initial if each.start == 0 else None
+            outs[each], final = call.run(
+                each.rows, initial.mT if initial is not None and call.how.transposed else initial
+            )
+            if each in numbers:
+                maps.append(torch.nn.functional.pad(final, (0, columns - width)))
+        elif each in numbers:
+            maps.append(call.map_of(each.rows))
+    if not published:
+        return _joined(call, mine, outs), None
+    given = torch.stack(maps) if maps else call.value.new_zeros(0, batch, heads, keys, columns, dtype=call.wide)
+    own: list[list[Chunk]] = [[] for _ in range(cut.peers.size)]
+    for each, number in numbers.items():
+        own[each.rank].append((number, number + 1))
+    # Every rank takes part in the backward, whether it gives maps or uses them.
+    given = _Tied.apply(given, *call.tensors())
+    gathers = gather_exchange(cut.peers, 0, given.ndim, Rows(tuple(map(tuple, own))))
+    whole = differentiable(gathers, given.unsqueeze(-1), check=check)[0].squeeze(-1)
+    state = None
+    for each in fragments:
+        state = None if each.first else state
+        if each.rank == cut.peers.rank and not each.first:
+            outs[each] = call.run(each.rows, state)[0]
+        if each in numbers:
+            state = call.after(state, whole[numbers[each]])
+    final = state.mT if state is not None and call.how.transposed else state
+    return _Tied.apply(_joined(call, mine, outs), whole), final if call.wants else None
+
+
+def _joined(call: _KernelCall, mine: list[Fragment], outs: dict[Fragment, torch.Tensor]) -> torch.Tensor:
+    if not mine:  # no tokens
+        return _Tied.apply(call.value, *call.tensors())
+    return torch.cat([outs[each] for each in mine], 1) if len(mine) > 1 else outs[mine[0]]
+
+
+class _Tied(torch.autograd.Function):
+    """forward: the first tensor; its backward runs the others' backwards too, with zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        ctx.others = [(each.shape, each.dtype, each.device) for each in others]
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        zeros = [torch.zeros((), dtype=dtype, device=device).expand(shape) for shape, dtype, device in ctx.others]
+        return grad, *(each if needed else None for each, needed in zip(zeros, ctx.needs_input_grad[1:], strict=True))

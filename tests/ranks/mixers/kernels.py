@@ -1,0 +1,63 @@
+"""Kernels with the signatures of flash-linear-attention and mamba-ssm, token by token, in the dtype of their inputs."""
+
+from __future__ import annotations
+
+import torch
+
+
+def chunk_gated_delta_rule(q, k, v, g=None, beta=None, initial_state=None, output_final_state=False, **kwargs):
+    """S_t = (1 - beta k k') exp(g) S_{t-1} + beta k v', out_t = S_t' q. g [B, L, H], or [B, L, H, K] as in KDA."""
+    heads = v.shape[2] // k.shape[2]
+    q, k = (x.repeat_interleave(heads, 2) for x in (q, k))
+    state = k.new_zeros(*v.shape[:1], v.shape[2], k.shape[3], v.shape[3]) if initial_state is None else initial_state
+    outs = []
+    for t in range(v.shape[1]):
+        decay = g[:, t, ..., None] if g.ndim == 4 else g[:, t, :, None, None]
+        state = decay.exp() * state
+        delta = (v[:, t] - torch.einsum("bhkv,bhk->bhv", state, k[:, t])) * beta[:, t, :, None]
+        state = state + k[:, t, ..., None] * delta[..., None, :]
+        outs.append(torch.einsum("bhkv,bhk->bhv", state, q[:, t]))
+    return torch.stack(outs, 1), state if output_final_state else None
+
+
+def chunk_gla(q, k, v, g, initial_state=None, output_final_state=False):
+    """S_t = diag(exp(g)) S_{t-1} + k v', out_t = S_t' q."""
+    state = k.new_zeros(*v.shape[:1], v.shape[2], k.shape[3], v.shape[3]) if initial_state is None else initial_state
+    outs = []
+    for t in range(v.shape[1]):
+        state = g[:, t, ..., None].exp() * state + k[:, t, ..., None] * v[:, t, :, None]
+        outs.append(torch.einsum("bhkv,bhk->bhv", state, q[:, t]))
+    return torch.stack(outs, 1), state if output_final_state else None
+
+
+def mamba_chunk_scan_combined(
+    x, dt, A, B, C, chunk_size, D=None, z=None, dt_bias=None, initial_states=None, dt_softplus=False,
+    return_final_states=False, **kwargs,
+):  # fmt: skip
+    """S_t = exp(dt A) S_{t-1} + dt x B', out_t = S_t C + D x, times silu(z)."""
+    dt = dt if dt_bias is None else dt + dt_bias
+    dt = torch.nn.functional.softplus(dt) if dt_softplus else dt
+    B, C = (y.repeat_interleave(x.shape[2] // y.shape[2], 2) for y in (B, C))
+    state = x.new_zeros(*x.shape[:1], *x.shape[2:], B.shape[3]) if initial_states is None else initial_states
+    outs = []
+    for t in range(x.shape[1]):
+        decay = (dt[:, t] * A).exp()[..., None, None]
+        state = decay * state + (dt[:, t, :, None] * x[:, t])[..., None] * B[:, t, :, None]
+        outs.append(torch.einsum("bhpn,bhn->bhp", state, C[:, t]))
+    out = torch.stack(outs, 1)
+    out = out if D is None else out + D[:, None] * x
+    out = out if z is None else out * torch.nn.functional.silu(z)
+    return (out, state) if return_final_states else out
+
+
+def selective_scan_fn(u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False):
+    """Mamba-1, for each channel: S_t = exp(dt A) S_{t-1} + dt B u, out_t = S_t C + D u, times silu(z). No states."""
+    delta = delta if delta_bias is None else delta + delta_bias[:, None]
+    delta = torch.nn.functional.softplus(delta) if delta_softplus else delta
+    state, outs = u.new_zeros(*u.shape[:2], A.shape[1]), []
+    for t in range(u.shape[2]):
+        state = (delta[..., t, None] * A).exp() * state + (delta[..., t] * u[..., t])[..., None] * B[:, None, :, t]
+        outs.append((state * C[:, None, :, t]).sum(-1))
+    out = torch.stack(outs, 2)
+    out = out if D is None else out + D[:, None] * u
+    return out if z is None else out * torch.nn.functional.silu(z)

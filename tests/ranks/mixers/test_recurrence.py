@@ -1,0 +1,187 @@
+"""Recurrences over any cut: against one process in float64, document by document, and the bytes that travel."""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+
+from cp_styles import contiguous, head_tail
+from cp_styles.mixers import context_recurrence
+from cp_styles.testing import CommunicationTrace, run_ranks
+from tests.layouts import layouts
+from tests.oracle import error, randn
+from tests.ranks.mixers import kernels
+
+# Sums in float64, in another order: 1e-15 a step of the state. A state that is not passed on gives 1e-1.
+EXACT = 1e-12
+BATCH, HEADS, KEYS, VALUES = 2, 2, 3, 4
+
+
+def unit(x):
+    return torch.nn.functional.normalize(x, dim=-1)
+
+
+def delta_rule(length, per_key=False):
+    """Grouped: one key head, two value heads. With ``per_key`` it is KDA."""
+    heads = HEADS if per_key else 1
+    gates = (BATCH, length, HEADS, KEYS) if per_key else (BATCH, length, HEADS)
+    q, k = (unit(randn(i, BATCH, length, heads, KEYS)) for i in range(2))
+    v, g = randn(2, BATCH, length, HEADS, VALUES), -torch.nn.functional.softplus(randn(3, *gates))
+    return kernels.chunk_gated_delta_rule, {"q": q, "k": k, "v": v, "g": g, "beta": randn(4, *gates[:3]).sigmoid()}, {}
+
+
+def gla(length):
+    q, k = (randn(i, BATCH, length, HEADS, KEYS) for i in range(2))
+    v, g = randn(2, BATCH, length, HEADS, VALUES), -torch.nn.functional.softplus(randn(3, *k.shape))
+    return kernels.chunk_gla, {"q": q, "k": k, "v": v, "g": g}, {}
+
+
+def ssd(length):
+    x, z = (randn(i, BATCH, length, HEADS, VALUES) for i in range(2))
+    B, C = (randn(i, BATCH, length, 1, KEYS) for i in (2, 3))
+    weights = {"A": -randn(5, HEADS).exp(), "D": randn(6, HEADS), "dt_bias": randn(7, HEADS)}
+    tokens = {"x": x, "dt": randn(4, BATCH, length, HEADS), "B": B, "C": C, "z": z}
+    return kernels.mamba_chunk_scan_combined, tokens, weights
+
+
+FAMILIES = {"delta": delta_rule, "kda": lambda length: delta_rule(length, True), "gla": gla, "ssd": ssd}
+OPTIONS = {"ssd": {"chunk_size": 4, "dt_softplus": True}}
+
+
+def on_one(family, documents, cotangent):
+    """[out, gradients] of one process."""
+    kernel, tokens, weights = FAMILIES[family](sum(documents))
+    leaves = {name: x.clone().requires_grad_() for name, x in (tokens | weights).items()}
+    outs = []
+    for low, high in pairwise(accumulate(documents, initial=0)):
+        cut = {name: leaves[name][:, low:high] for name in tokens}
+        out = kernel(**cut, **{name: leaves[name] for name in weights}, **OPTIONS.get(family, {}))
+        outs.append(out[0] if isinstance(out, tuple) else out)
+    out = torch.cat(outs, 1)
+    return [out.detach(), *torch.autograd.grad(out, list(leaves.values()), cotangent)]
+
+
+def on_ranks(family, layout, documents, cotangent, given=None):
+    kernel, tokens, weights = FAMILIES[family](layout.length)
+
+    def main(rank: int):
+        mesh = init_device_mesh("cpu", (layout.ranks,), mesh_dim_names=("cp",))
+        leaves = {name: layout.shard(x, 1, rank).clone().requires_grad_() for name, x in tokens.items()}
+        leaves |= {name: x.clone().requires_grad_() for name, x in weights.items()}
+        scan = context_recurrence(kernel, mesh, layout=given or layout, documents=documents)
+        with CommunicationTrace() as trace:
+            out = scan(**leaves, **OPTIONS.get(family, {}))
+        sent = sum(size for _, size in trace.events[1:])  # after the agreement
+        out = out[0] if isinstance(out, tuple) else out
+        grads = torch.autograd.grad(out, list(leaves.values()), layout.shard(cotangent, 1, rank))
+        return [out.detach(), *grads], sent
+
+    found = run_ranks(main, layout.ranks)
+    parts = list(zip(*(each for each, _ in found), strict=True))
+    whole = [layout.unshard(each, 1) for each in parts[: 1 + len(tokens)]]
+    return whole + [torch.stack(each).sum(0) for each in parts[1 + len(tokens) :]], [sent for _, sent in found]
+
+
+def cotangent_of(length):
+    return randn(9, BATCH, length, HEADS, VALUES)
+
+
+@st.composite
+def cases(draw: st.DrawFn):
+    layout = draw(layouts(length=draw(st.integers(1, 14))))
+    cuts = sorted(draw(st.sets(st.integers(1, layout.length), max_size=3)) | {0, layout.length})
+    return layout, tuple(high - low for low, high in pairwise(cuts)), draw(st.sampled_from(list(FAMILIES)))
+
+
+def maps_sent(layout, documents) -> list[int]:
+    """Token by token: how many of a rank's fragments are followed by a token of their document elsewhere."""
+    owner = {p: rank for rank in range(layout.ranks) for p in layout.positions(rank).tolist()}
+    ends = set(accumulate(documents))
+    count = [0] * layout.ranks
+    for position, rank in owner.items():
+        count[rank] += position + 1 not in ends and owner[position + 1] != rank
+    return count
+
+
+@settings(max_examples=25, deadline=None)
+@given(case=cases())
+def test_equals_one_process_and_sends_the_maps(case):
+    layout, documents, family = case
+    cotangent = cotangent_of(layout.length)
+    found, sent = on_ranks(family, layout, documents, cotangent)
+    for one, expected in zip(found, on_one(family, documents, cotangent), strict=True):
+        assert error(one, expected) < EXACT
+    numbers = BATCH * HEADS * KEYS * (VALUES + (KEYS if family in ("delta", "kda") else 1))
+    assert sent == [maps * numbers * 8 * (layout.ranks - 1) for maps in maps_sent(layout, documents)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("balancer", [contiguous, head_tail])
+def test_families(family, balancer):
+    layout, documents = balancer(13, 3), (4, 9)
+    found, _ = on_ranks(family, layout, documents, cotangent_of(13), balancer)
+    for one, expected in zip(found, on_one(family, documents, cotangent_of(13)), strict=True):
+        assert error(one, expected) < EXACT
+
+
+@pytest.mark.parametrize("family", ["delta", "ssd"])
+def test_initial_and_final_states(family):
+    """Both are the whole sequence's. Gradients of the initial state are shares."""
+    kernel, tokens, weights = FAMILIES[family](9)
+    layout, said = head_tail(9, 2), OPTIONS.get(family, {})
+    shape = (BATCH, HEADS, VALUES, KEYS) if family == "ssd" else (BATCH, HEADS, KEYS, VALUES)
+    begin, on_state, on_out = randn(20, *shape), randn(21, *shape), cotangent_of(9)
+    flags = {"initial_states": begin, "return_final_states": True}
+    names = (
+        dict(zip(("initial_state", "output_final_state"), flags.values(), strict=True)) if family != "ssd" else flags
+    )
+    first = next(iter(names))
+
+    def run(function, given, share):
+        state = begin.clone().requires_grad_()
+        out, final = function(**given, **weights, **said, **(names | {first: state}))
+        loss = (out * share).sum() + (final * on_state).sum() * share.shape[1] / 9
+        (grad,) = torch.autograd.grad(loss, state)
+        return out.detach(), final.detach(), grad
+
+    def main(rank: int):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        cut = {name: layout.shard(x, 1, rank) for name, x in tokens.items()}
+        return run(context_recurrence(kernel, mesh, layout=layout), cut, layout.shard(on_out, 1, rank))
+
+    expected, found = run(kernel, tokens, on_out), list(zip(*run_ranks(main, 2), strict=True))
+    assert error(layout.unshard(found[0], 1), expected[0]) < EXACT
+    assert all(error(each, expected[1]) < EXACT for each in found[1])
+    assert error(sum(found[2]), expected[2]) < EXACT
+
+
+def test_cu_seqlens_are_the_documents():
+    layout, documents = contiguous(12, 2), (5, 4, 3)
+    kernel, tokens, _ = gla(12)
+
+    def main(rank: int):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        cut = {name: layout.shard(x, 1, rank) for name, x in tokens.items()}
+        return context_recurrence(kernel, mesh, layout=layout)(**cut, cu_seqlens=torch.tensor([0, 5, 9, 12]))[0]
+
+    assert error(layout.unshard(run_ranks(main, 2), 1), on_one("gla", documents, cotangent_of(12))[0]) < EXACT
+
+
+def test_errors_reach_every_rank():
+    kernel, tokens, _ = gla(8)
+
+    def main(rank: int):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        with pytest.raises(ValueError, match="it is not known how dict takes its arguments"):
+            context_recurrence(dict, mesh)
+        cut = {name: x[:, : 4 - (rank and name == "k")] for name, x in tokens.items()}
+        context_recurrence(kernel, mesh)(**cut)
+
+    errors = run_ranks(main, 2, return_errors=True)
+    assert "must have the tokens of v along dim 1" in str(errors[1])
+    assert "must have the tokens of v along dim 1" in str(errors[0])
