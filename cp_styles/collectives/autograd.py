@@ -257,3 +257,22 @@ class _ScaleGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return scale_gradient(grad * ctx.factor, 1.0), None
+
+
+def tied(x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+    """forward: x; its backward runs those of the others too, with zeros. For exchanges that a rank uses nothing of."""
+    return _Tied.apply(x, *others)
+
+
+class _Tied(torch.autograd.Function):
+    """forward: the first tensor; its backward runs the others' backwards too, with zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        ctx.others = [(each.shape, each.dtype, each.device) for each in others]
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        zeros = [torch.zeros((), dtype=dtype, device=device).expand(shape) for shape, dtype, device in ctx.others]
+        return grad, *(each if needed else None for each, needed in zip(zeros, ctx.needs_input_grad[1:], strict=True))

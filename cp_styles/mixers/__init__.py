@@ -10,7 +10,8 @@ Each function takes the user's own kernel, and gives it what it needs of other r
     context_by_channels      all tokens of a part of the channels, for kernels without an initial state
 """
 
+from cp_styles.mixers.by_channels import Channels, context_by_channels
 from cp_styles.mixers.convolution import context_causal_conv1d
 from cp_styles.mixers.recurrence import Recurrence, context_recurrence
 
-__all__ = ["Recurrence", "context_causal_conv1d", "context_recurrence"]
+__all__ = ["Channels", "Recurrence", "context_by_channels", "context_causal_conv1d", "context_recurrence"]

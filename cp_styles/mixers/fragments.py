@@ -238,3 +238,13 @@ def agreed_cut(
 
 def lengths_of(documents: Documents | Sequence[int]) -> tuple[int, ...]:
     return documents.lengths if isinstance(documents, Documents) else tuple(int(size) for size in documents)
+
+
+def packed_in(kwargs: dict[str, Any]) -> Packed:
+    """The documents that the arguments of a kernel say, taken out of them."""
+    found = [kwargs.pop(name, None) for name in ("cu_seqlens", "cu_seqlens_cpu", "cu_seq_lens_q")]
+    ids = kwargs.pop("seq_idx", None)
+    for each in found:
+        if each is not None:
+            return Documents.from_cu_seqlens(each)
+    return None if ids is None else Documents.from_ids(ids)  # pyright: ignore[reportReturnType]

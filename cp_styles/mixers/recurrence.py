@@ -17,15 +17,12 @@ from typing import Any
 import torch
 
 from cp_styles._compat import uncompiled
-from cp_styles.collectives.autograd import differentiable, gather_exchange
+from cp_styles.collectives.autograd import differentiable, gather_exchange, tied
 from cp_styles.collectives.rows import Rows
 from cp_styles.comm.agreement import EVERY_CALL, Agreement, NoAgreement
 from cp_styles.comm.groups import GroupOrMesh
 from cp_styles.layout import Balancer, Chunk, SequenceLayout
-from cp_styles.mask import Documents
-from cp_styles.mixers.fragments import Cut, Fragment, Packed, agreed_cut
-
-_CU_SEQLENS = ("cu_seqlens", "cu_seqlens_cpu")
+from cp_styles.mixers.fragments import Cut, Fragment, Packed, agreed_cut, packed_in
 
 
 @dataclass(frozen=True)
@@ -58,7 +55,7 @@ _DELTA_RULE, _DECAY = Recurrence(), Recurrence(diagonal=True)
 _SSD = Recurrence(
     ("x", "hidden_states"), ("B",), "initial_states", "return_final_states", True, True, left_out=("D", "z")
 )
-KNOWN = {
+KNOWN: dict[str, Recurrence] = {
     # Of flash-linear-attention, and the plain functions of transformers in their place.
     **dict.fromkeys(
         (
@@ -170,16 +167,6 @@ def _run(
     return (out, final) if call.wants or not how.transposed else out
 
 
-def packed_in(kwargs: dict[str, Any]) -> Packed:
-    """The documents that the arguments of a kernel say, taken out of them."""
-    found = [kwargs.pop(name, None) for name in (*_CU_SEQLENS, "cu_seq_lens_q")]
-    ids = kwargs.pop("seq_idx", None)
-    for each in found:
-        if each is not None:
-            return Documents.from_cu_seqlens(each)
-    return None if ids is None else Documents.from_ids(ids)  # pyright: ignore[reportReturnType]
-
-
 class _KernelCall:
     """The arguments of a kernel by name, those of tokens apart; and runs of it on some of the tokens."""
 
@@ -272,7 +259,7 @@ def _recur(call: _KernelCall, cut: Cut, *, check: bool) -> tuple[torch.Tensor, t
     for each, number in numbers.items():
         own[each.rank].append((number, number + 1))
     # Every rank takes part in the backward, whether it gives maps or uses them.
-    given = _Tied.apply(given, *call.tensors())
+    given = tied(given, *call.tensors())
     gathers = gather_exchange(cut.peers, 0, given.ndim, Rows(tuple(map(tuple, own))))
     whole = differentiable(gathers, given.unsqueeze(-1), check=check)[0].squeeze(-1)
     state = None
@@ -283,24 +270,10 @@ def _recur(call: _KernelCall, cut: Cut, *, check: bool) -> tuple[torch.Tensor, t
         if each in numbers:
             state = call.after(state, whole[numbers[each]])
     final = state.mT if state is not None and call.how.transposed else state
-    return _Tied.apply(_joined(call, mine, outs), whole), final if call.wants else None
+    return tied(_joined(call, mine, outs), whole), final if call.wants else None
 
 
 def _joined(call: _KernelCall, mine: list[Fragment], outs: dict[Fragment, torch.Tensor]) -> torch.Tensor:
     if not mine:  # no tokens
-        return _Tied.apply(call.value, *call.tensors())
+        return tied(call.value, *call.tensors())
     return torch.cat([outs[each] for each in mine], 1) if len(mine) > 1 else outs[mine[0]]
-
-
-class _Tied(torch.autograd.Function):
-    """forward: the first tensor; its backward runs the others' backwards too, with zeros."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-        ctx.others = [(each.shape, each.dtype, each.device) for each in others]
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        zeros = [torch.zeros((), dtype=dtype, device=device).expand(shape) for shape, dtype, device in ctx.others]
-        return grad, *(each if needed else None for each, needed in zip(zeros, ctx.needs_input_grad[1:], strict=True))

@@ -1,0 +1,84 @@
+"""Kernels without an initial state, by channels: against one process in float64."""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from cp_styles import contiguous, head_tail
+from cp_styles.layout import SequenceLayout, striped
+from cp_styles.mixers import context_by_channels
+from cp_styles.mixers.by_channels import KNOWN
+from cp_styles.testing import CommunicationTrace, run_ranks
+from tests.oracle import error, randn
+from tests.ranks.mixers.kernels import selective_scan_fn
+
+EXACT = 1e-13  # float64 sums over ranks in another order
+BATCH, STATES = 2, 3
+
+
+def inputs(channels, length):
+    tokens = {at: randn(i, BATCH, channels, length) for i, at in enumerate(("u", "delta", "z"))}
+    tokens |= {at: randn(i, BATCH, STATES, length) for i, at in enumerate("BC", 3)}
+    weights = {"A": -randn(5, channels, STATES).exp(), "D": randn(6, channels), "delta_bias": randn(7, channels)}
+    return tokens, weights
+
+
+@pytest.mark.parametrize(
+    ("layout", "channels", "documents"),
+    [
+        (contiguous(9, 2), 4, (9,)),
+        (head_tail(11, 3), 5, (4, 7)),  # channels do not divide
+        (striped(7, 4), 2, (7,)),  # fewer channels than ranks
+        (SequenceLayout.from_chunks([[(0, 5)], [], [(5, 6)]]), 4, (2, 4)),  # a rank without tokens
+    ],
+)
+def test_equals_one_process(layout, channels, documents):
+    tokens, weights = inputs(channels, layout.length)
+    cotangent = randn(8, BATCH, channels, layout.length)
+
+    def main(rank: int):
+        mesh = init_device_mesh("cpu", (layout.ranks,), mesh_dim_names=("cp",))
+        leaves = {at: layout.shard(x, 2, rank).clone().requires_grad_() for at, x in tokens.items()}
+        leaves |= {at: x.clone().requires_grad_() for at, x in weights.items()}
+        scan = context_by_channels(selective_scan_fn, mesh, layout=layout, documents=documents)
+        with CommunicationTrace() as trace:
+            out = scan(**leaves, delta_softplus=True)
+        sent = sum(size for _, size in trace.events[1:])  # after the agreement
+        grads = torch.autograd.grad(out, list(leaves.values()), layout.shard(cotangent, 2, rank))
+        return [out.detach(), *grads], sent
+
+    found = run_ranks(main, layout.ranks)
+    leaves = {at: x.clone().requires_grad_() for at, x in (tokens | weights).items()}
+    spans, whole = pairwise(accumulate(documents, initial=0)), {at: leaves[at] for at in weights}
+    runs = [{at: leaves[at][..., low:high] for at in tokens} for low, high in spans]
+    out = torch.cat([selective_scan_fn(**run, **whole, delta_softplus=True) for run in runs], 2)
+    expected = [out.detach(), *torch.autograd.grad(out, list(leaves.values()), cotangent)]
+    for number, (each, one) in enumerate(zip(zip(*(out for out, _ in found), strict=True), expected, strict=True)):
+        assert error(layout.unshard(each, 2) if number <= len(tokens) else sum(each), one) < EXACT
+
+    def part(rank):
+        return len(range(channels)[rank :: layout.ranks])  # as many as of an even cut
+
+    for rank, (_, sent) in enumerate(found):
+        mine, others = layout.lengths[rank], [peer for peer in range(layout.ranks) if peer != rank]
+        shared = sum(2 * STATES * mine for peer in others if part(peer))
+        back = sum(part(rank) * layout.lengths[peer] for peer in others)
+        assert sent == 8 * BATCH * (3 * mine * sum(map(part, others)) + shared + back)
+
+
+def test_final_states_are_refused_on_every_rank():
+    tokens, weights = inputs(4, 6)
+
+    def main(rank: int):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        flag = {"return_last_state": True} if rank else {}
+        context_by_channels(
+            lambda u, A, B, C, return_last_state=False, **kwargs: u, mesh, channels=KNOWN["selective_scan_fn"]
+        )(tokens["u"], weights["A"], tokens["B"], tokens["C"], **flag)
+
+    errors = run_ranks(main, 2, return_errors=True)
+    assert all("final states are not supported" in str(each) for each in errors)
