@@ -11,6 +11,7 @@ from cp_styles.batch import (
     shard_batch,
     sum_gradients,
 )
+from cp_styles.batch_sharder import BatchSharder
 from cp_styles.comm.agreement import EveryCall, NoAgreement
 from cp_styles.engine.checkpoint import save_attention
 from cp_styles.engine.gradient_watch import GradientCheck, UnreducedGradientsError, UnreducedGradientsWarning
@@ -55,6 +56,7 @@ from cp_styles.torch_api.balancers import HeadTailLoadBalancer, PerDocumentHeadT
 __all__ = [
     "AllGather",
     "AttentionContextParallel",
+    "BatchSharder",
     "Causal",
     "Chunked",
     "ColwiseParallel",

@@ -1,7 +1,7 @@
 """Batches under context parallelism for trainers of other libraries: transformers, TRL, accelerate, Lightning.
 
 Trainers give every rank its own samples. They make labels and count tokens as if each rank had whole sequences. Two
-classes correct this. :class:`ContextParallelCollator` takes a whole batch, the same on all ranks of a sequence, and
+classes correct this. :class:`~cp_styles.BatchSharder` takes a whole batch, the same on all ranks of a sequence, and
 returns this rank's part, with labels that were shifted before the cut. :class:`ContextParallelTrainer` is a mixin for a
 Trainer of transformers or TRL::
 
@@ -19,271 +19,31 @@ This file imports no other library. Shapes: B batch, L tokens of this rank, S to
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Mapping
+import warnings
 from functools import cached_property, partial
-from operator import itemgetter
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch.utils.data import get_worker_info
 
-from cp_styles.batch import IGNORE_INDEX, next_token_labels, pad_at_end, shard_batch
-from cp_styles.checksum import checksum, fingerprint
-from cp_styles.collectives import gather_outputs
-from cp_styles.comm.agreement import Meeting, StatusRow, exchange_status
-from cp_styles.comm.groups import GroupOrMesh, axis_and_group
+from cp_styles.batch import IGNORE_INDEX
+from cp_styles.batch_sharder import BatchSharder
 from cp_styles.comm.point_to_point import collective
 from cp_styles.integrations.transformers import position_ids_of
-from cp_styles.layout import Balancer, SequenceLayout, head_tail, layout_made_by
 from cp_styles.styles.module import binding_of
 from cp_styles.styles.positions import padding_position
 from cp_styles.troubleshooting import see
 
-Batch = Mapping[str, Any]
 
-# The dims of the entries that models of transformers take; None for what every rank needs whole. The sequence is the
-# last dim of position_ids, which may be [S], [B, S] or [3, B, S].
-_SEQ_DIMS: dict[str, int | None] = {
-    "input_ids": 1,
-    "inputs_embeds": 1,
-    "token_type_ids": 1,
-    "labels": 1,
-    "shift_labels": 1,
-    "position_ids": -1,
-    "attention_mask": None,
-    "seq_idx": 1,
-    "cu_seq_lens_q": None,
-    "cu_seq_lens_k": None,
-    "num_items_in_batch": None,
-}
-
-
-class ContextParallelCollator:
-    """Cuts a batch: from the whole batch, the same on all ranks of a sequence, this rank's part.
-
-    ::
-
-        cut = ContextParallelCollator(mesh["cp"])
-        part = cut({"input_ids": tokens, "labels": tokens})
-        loss = model(**part, num_items_in_batch=global_token_count(part["shift_labels"], mesh["cp"])).loss
-
-    Or as the ``collate_fn`` of a DataLoader without workers: ``ContextParallelCollator(mesh["cp"], collate)``.
-
-    The part has these entries beside those of the batch:
-
-    - ``shift_labels``, from ``labels`` [B, S], before the cut: for each token the label of the next one;
-    - ``position_ids``, if the batch has none: 0 to S - 1, or those of ``positions``. Positions of packed documents,
-      which restart at 0, are cut as they are.
-
-    ``attention_mask`` stays whole, as :func:`~cp_styles.integrations.transformers.register_attention` needs it: [B, S],
-    [B, 1, S, S], or a dict of such masks by kind of layer. One [B, S] without a zero is left out, unless the batch has
-    positions of its own.
-
-    Args:
-        mesh: the ranks that share the sequence: a process group or a 1-D mesh, ``mesh["cp"]``.
-        collate: makes the batch, a mapping of tensors, from the samples that the collator is called with. None: it is
-            called with the batch.
-        layout: how the sequence is cut. Use the layout of the style, whose default is ``head_tail`` too.
-        seq_dims: for entries that are not named above, the dim that is the sequence, or None for those that every rank
-            needs whole. (Entries that are no tensors, or have no dims, are passed on, whole. Those that are cut must be
-            tensors.)
-        shift: False for labels that are not the next token, as in masked language models. They are cut unchanged.
-        pad_to_multiple_of: pad the sequence at its end to a multiple. No layout needs this; compiled graphs may.
-        pad_token_id: the token to pad with. Padded tokens have no labels, and no token attends to them.
-        positions: makes the positions [B, S] of ``input_ids`` [B, S], for models that do not count from 0 (RoBERTa's
-            family, ESM): ``partial(position_ids_of, model)``, with
-            :func:`~cp_styles.integrations.transformers.position_ids_of`.
-
-    Communication: one all-gather of some integers. The ranks compare a checksum of the whole batch, for which the host
-    waits if the batch is on a device: tensors, numbers and texts, also inside of dicts and lists.
-
-    Raises:
-        ValueError: on every rank, if the ranks have other samples, or one cannot cut its batch: an entry of unknown
-            name, of another length, or a list where a tensor is needed; ``labels`` of whole sequences (classification),
-            or below 0 and not -100. A ``layout`` for another number of ranks than ``mesh`` has.
-        RuntimeError: in a worker process of a DataLoader, which cannot communicate.
-    """
-
-    def __init__(
-        self,
-        mesh: GroupOrMesh,
-        collate: Callable[[Any], Batch] | None = None,
-        *,
-        layout: SequenceLayout | Balancer = head_tail,
-        seq_dims: Mapping[str, int | None] | None = None,
-        shift: bool = True,
-        pad_to_multiple_of: int = 1,
-        pad_token_id: int = 0,
-        positions: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    ) -> None:
-        self._name = type(self).__name__
-        self._axis, self._group = axis_and_group(self._name, mesh)
-        if isinstance(layout, SequenceLayout) and layout.ranks != self._group.size():
-            raise ValueError(
-                f"{self._name}: the layout cuts the sequence for {layout.ranks} ranks, mesh axis {self._axis!r} has "
-                f"{self._group.size()}: make it for the ranks that share the sequence"
-            )
-        self._collate = collate
-        self._layout = layout
-        self._seq_dims = _SEQ_DIMS | dict(seq_dims or {})
-        self._shift = shift
-        self._multiple, self._pad = pad_to_multiple_of, pad_token_id
-        self._positions = positions
-
-    def __call__(self, samples: Any) -> dict[str, Any]:
-        if get_worker_info() is not None:
-            raise RuntimeError(
-                f"{self._name} compares the ranks' batches, and was called in a worker process of a DataLoader, which "
-                "cannot communicate: let the workers make whole batches, and cut them in the training loop, "
-                "cut = ContextParallelCollator(mesh); part = cut(batch)"
-                f"{see('A collator in a worker process')}"
-            )
-        whole: dict[str, Any] = {}
-        cut: dict[str, torch.Tensor] = {}
-        layouts: list[SequenceLayout] = []
-
-        def build() -> StatusRow:
-            whole.update(self._whole(samples))
-            cut.update({name: x for name, x in whole.items() if isinstance(x, torch.Tensor) and x.ndim})
-            unknown = [name for name in cut if name not in self._seq_dims]
-            if unknown:
-                raise ValueError(
-                    f"{self._name}: it is not known which dim of {unknown} is the sequence: name it in seq_dims, or "
-                    "None for an entry that every rank needs whole"
-                    f"{see('An entry whose sequence dim is not known')}"
-                )
-            layouts.append(self._layout_for(whole))
-            return StatusRow(inputs=fingerprint(_content(whole)))
-
-        rows = exchange_status(build, Meeting.BATCH, self._name, self._axis, self._group)
-        odd = [rank for rank, row in enumerate(rows) if row.inputs != rows[0].inputs]
-        if odd:
-            shapes = {
-                name: tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__ for name, x in whole.items()
-            }
-            raise ValueError(
-                f"{self._name}: ranks {odd} of mesh axis {self._axis!r} have other samples than rank 0 (here {shapes})"
-                ", and the ranks of one sequence must be given the same whole batch, of which each gets its part: "
-                "share the data set among the data-parallel ranks alone (share_batches, or a DistributedSampler with "
-                'num_replicas=mesh["dp"].size()), with the same seed on all ranks; for a Trainer of transformers use '
-                "ContextParallelTrainer"
-                f"{see('Ranks with other samples')}"
-            )
-        part = shard_batch(cut, layouts[0], self._group.rank(), seq_dims=self._seq_dims)
-        # Models view them: contiguous.
-        return whole | {name: x.contiguous() for name, x in part.items()}
-
-    def _whole(self, samples: Any) -> dict[str, Any]:
-        """The whole batch with what it has to have, padded."""
-        batch: dict[str, Any] = dict(samples if self._collate is None else self._collate(samples))
-        for name, x in batch.items():
-            wanted = "a tensor or a dict of tensors" if name == "attention_mask" else "a tensor"
-            known = self._seq_dims.get(name) is not None or name == "attention_mask"
-            kinds = (torch.Tensor, Mapping) if name == "attention_mask" else torch.Tensor
-            if known and x is not None and not isinstance(x, kinds):
-                raise ValueError(
-                    f'{self._name}: batch["{name}"] is a {type(x).__name__}, and must be {wanted}: torch.tensor(...), '
-                    "in the function that makes the batch"
-                )
-        tokens = batch.get("input_ids", batch.get("inputs_embeds"))
-        if not isinstance(tokens, torch.Tensor) or tokens.ndim < 2:
-            raise ValueError(f"{self._name}: the batch has no input_ids [B, S] and no inputs_embeds, but {list(batch)}")
-        rows, length = tokens.shape[:2]
-        mask, labels = batch.get("attention_mask"), batch.get("labels")
-        if labels is not None and (labels.ndim < 2 or labels.shape[1] != length):
-            raise ValueError(
-                f"{self._name}: labels of shape {tuple(labels.shape)} are not one for each of {length} tokens. A model "
-                "that pools a sequence into one prediction would pool this rank's tokens: take its hidden states, and "
-                "pool them over all ranks (cp_styles.collectives.gather)"
-            )
-        padding, positions = self._padding(length), batch.get("position_ids")
-        if positions is None and mask is None and padding:
-            mask = torch.ones(rows, length, dtype=torch.int64, device=tokens.device)
-        elif positions is None and isinstance(mask, torch.Tensor) and mask.ndim == 2 and not padding and mask.all():
-            mask = None
-        batch.pop("attention_mask", None)
-        if mask is not None:
-            batch["attention_mask"] = mask
-        if labels is not None and self._shift and batch.get("shift_labels") is None:
-            batch["shift_labels"] = next_token_labels(labels)
-        for name in ("labels", "shift_labels"):
-            x = batch.get(name)
-            if x is not None and not x.dtype.is_floating_point and bool(((x < 0) & (x != IGNORE_INDEX)).any()):
-                raise ValueError(
-                    f"{self._name}: {name} has values below 0 that are not {IGNORE_INDEX}, and they would count as "
-                    f"classes: labels.masked_fill(labels < 0, {IGNORE_INDEX}) if they mean that there is no label"
-                )
-        if positions is None and self._positions is None:
-            batch["position_ids"] = torch.arange(length, device=tokens.device).expand(rows, -1)
-        elif positions is None and batch.get("input_ids") is None:
-            raise ValueError(f"{self._name}: positions= needs input_ids, and the batch has none: give it position_ids")
-        elif positions is None and self._positions is not None:
-            batch["position_ids"] = self._positions(tokens)
-        return self._padded(batch, padding) if padding else batch
-
-    def _padding(self, length: int) -> int:
-        if isinstance(self._layout, SequenceLayout):
-            return max(0, self._layout.length - length)
-        return -length % self._multiple
-
-    def _padded(self, batch: dict[str, Any], padding: int) -> dict[str, Any]:
-        fill = {"input_ids": self._pad, "labels": IGNORE_INDEX, "shift_labels": IGNORE_INDEX}
-        for name, x in batch.items():
-            dim = self._seq_dims.get(name)
-            if name == "attention_mask":
-                if not isinstance(x, torch.Tensor) or x.ndim != 2:
-                    kind = f"of shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else "that is a dict"
-                    raise ValueError(
-                        f"{self._name}: an attention_mask {kind} cannot be padded: make it for the padded length, and "
-                        "pad the other entries too; or leave out pad_to_multiple_of"
-                    )
-                dim = 1
-            if not isinstance(x, torch.Tensor) or not x.ndim or dim is None:
-                continue
-            batch[name] = pad_at_end(name, x, dim, padding, fill.get(name, 0))
-            if name == "position_ids":  # a document of its own
-                tail = batch[name].narrow(dim, -padding, padding)
-                tail.copy_(torch.arange(padding, device=x.device).expand_as(tail))
-        return batch
-
-    def _layout_for(self, whole: Batch) -> SequenceLayout:
-        if isinstance(self._layout, SequenceLayout):
-            return self._layout
-        return layout_made_by(self._layout, _tokens(whole).shape[1], self._group.size())
-
-    def whole_of(self, part: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """The whole result [B, S, ...] from each rank's ``part`` [B, L, ...]. ``batch`` is the whole batch.
-
-        Communication: an all-gather of the parts. No gradient.
-        """
-        length = _tokens(batch).shape[1]
-        layout = self._layout
-        if not isinstance(layout, SequenceLayout):
-            layout = layout_made_by(layout, length + self._padding(length), self._group.size())
-        whole = gather_outputs(part.detach(), 1, self._group, reduce_gradients=False, layout=layout)
-        return whole.narrow(1, 0, length)
-
-
-def _content(value: Any) -> Any:
-    """What ranks compare of an entry: tensors, numbers and texts, also inside of others; of anything else the type."""
-    if isinstance(value, torch.Tensor):
-        return tuple(value.shape), str(value.dtype), checksum(value)
-    if isinstance(value, Mapping):
-        return sorted(((str(key), _content(item)) for key, item in value.items()), key=itemgetter(0))
-    if isinstance(value, (list, tuple)):
-        return [_content(item) for item in value]
-    if isinstance(value, (bool, int, float, complex, str, bytes, type(None))):
-        return value
-    if hasattr(value, "__array_interface__"):  # numpy
-        with contextlib.suppress(TypeError, ValueError):  # an array of objects
-            return _content(torch.as_tensor(value, device="cpu"))
-    return type(value).__qualname__
-
-
-def _tokens(batch: Batch) -> torch.Tensor:
-    return batch["inputs_embeds"] if batch.get("input_ids") is None else batch["input_ids"]
+def __getattr__(name: str) -> Any:
+    if name == "ContextParallelCollator":
+        warnings.warn(
+            "ContextParallelCollator is cp_styles.BatchSharder now. Instead of its argument collate write "
+            "sharder(collate(samples))",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return BatchSharder
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def share_batches(dataloader: Any, *, num_replicas: int, rank: int) -> Any:
@@ -344,8 +104,8 @@ class ContextParallelTrainer:
     without labels.
     """
 
-    def context_parallel_collator(self) -> ContextParallelCollator:
-        """The collator that cuts the batches. Override this method for other entries, or for padding.
+    def context_parallel_collator(self) -> BatchSharder:
+        """The sharder that cuts the batches. Override this method for other entries, or for padding.
 
         Raises:
             ValueError: the model has no ModuleContextParallel, or accelerate cuts the batches too (``cp_size``).
@@ -365,10 +125,10 @@ class ContextParallelTrainer:
                 "context_parallel_collator()"
             )
         positions = None if padding_position(model) is None else partial(position_ids_of, model)
-        return ContextParallelCollator(binding.group, layout=binding.layout, positions=positions)
+        return BatchSharder(binding.group, layout=binding.layout, positions=positions)
 
     @cached_property
-    def _cut(self) -> ContextParallelCollator:
+    def _cut(self) -> BatchSharder:
         return self.context_parallel_collator()
 
     @property

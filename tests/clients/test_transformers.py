@@ -22,6 +22,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import cp_styles
 from cp_styles import (
+    BatchSharder,
     Documents,
     Full,
     Mask,
@@ -34,7 +35,6 @@ from cp_styles import (
     next_token_labels,
     sum_gradients,
 )
-from cp_styles.integrations.trainers import ContextParallelCollator
 from cp_styles.integrations.transformers import context_parallel_attention_forward, position_ids_of
 from cp_styles.styles.windows import windows_of
 from cp_styles.testing import RankError, run_ranks
@@ -122,9 +122,9 @@ def test_refused(model_type: str):
         on_ranks(model, {"input_ids": tokens, "position_ids": positions_of()}, labels_of(tokens))
 
 
-def test_the_example_of_the_readme():
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    (code,) = re.findall(r"<!-- example: transformers -->\n```python\n(.*?)```", readme, re.DOTALL)
+def test_the_example_of_the_page():
+    page = (Path(__file__).parents[2] / "tutorials/transformers.md").read_text()
+    (code,) = re.findall(r"<!-- example: transformers -->\n```python\n(.*?)```", page, re.DOTALL)
     made, step = code.split("parallelize_module(", 1)
     model, tokens = tiny(causal_lm, config_of("mistral")), tokens_of()
 
@@ -695,7 +695,7 @@ def test_positions_after_that_of_padding(model_type: str, way: str):
             mesh, mine = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), copy.deepcopy(model)
             mine.set_attn_implementation(NAME)
             parallelize_module(mine, mesh, ModuleContextParallel())
-            cut = ContextParallelCollator(mesh, shift=False, positions=partial(position_ids_of, mine))
+            cut = BatchSharder(mesh, shift=False, positions=partial(position_ids_of, mine))
             part = cut({"input_ids": tokens, "labels": labels} | whole)
             loss = step(mine, part, part.pop("labels"))
             sum_gradients(mine, mesh)

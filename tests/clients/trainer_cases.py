@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments, default_data_collator
 
 from cp_styles import (
+    BatchSharder,
     ModuleContextParallel,
     contiguous,
     global_loss,
@@ -31,7 +32,7 @@ from cp_styles import (
     next_token_labels,
     sum_gradients,
 )
-from cp_styles.integrations.trainers import ContextParallelCollator, ContextParallelTrainer
+from cp_styles.integrations.trainers import ContextParallelTrainer
 from tests.clients.hugging_face import NAME, VOCABULARY, StayDouble, causal_lm, config_of, tiny
 from tests.clients.trainer_job import Training, mean_over_ranks
 
@@ -281,7 +282,11 @@ def plain_trainer(*, collate: Any = None, cut: bool = False, classify: bool = Fa
     parallelize_module(model, mesh, ModuleContextParallel())
     collate = collate or default_data_collator
     if cut:
-        collate = ContextParallelCollator(mesh, collate)
+        whole, sharder = collate, BatchSharder(mesh)
+
+        def collate(samples: Any) -> Any:
+            return sharder(whole(samples))
+
     args = arguments(**options)
     return train(Trainer(model, args, train_dataset=samples(8), data_collator=collate))
 

@@ -29,7 +29,7 @@ LAYERS = (
     ("plan",),
     ("strategies",),
     ("engine",),
-    ("functions", "explain", "mixers"),
+    ("batch_sharder", "functions", "explain", "mixers"),
     ("intercept",),
     ("styles", "torch_api", "integrations"),
     ("verify",),

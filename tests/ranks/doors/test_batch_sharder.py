@@ -1,4 +1,4 @@
-"""ContextParallelCollator and share_batches, without the libraries whose batches they are for."""
+"""BatchSharder and share_batches, without the libraries whose batches they are for."""
 
 import contextlib
 import copy
@@ -9,13 +9,26 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from cp_styles import ModuleContextParallel, contiguous, head_tail, parallelize_module
+from cp_styles import (
+    BatchSharder,
+    Documents,
+    ModuleContextParallel,
+    batch_sharder,
+    contiguous,
+    document_positions,
+    head_tail,
+    next_token_labels,
+    parallelize_module,
+)
 from cp_styles.integrations import trainers
-from cp_styles.integrations.trainers import ContextParallelCollator, share_batches
+from cp_styles.integrations.trainers import share_batches
 from cp_styles.testing import RankError, run_ranks
-from tests.ranks.attention_case import cp_mesh
+from tests.oracle import error
+from tests.ranks.attention_case import EXACT, cp_mesh
 
 LENGTH, ROWS = 13, 2
 TOKENS = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) + 5
@@ -24,7 +37,7 @@ ONES = torch.ones_like(TOKENS)
 
 
 def cut(batch: Any, ranks: int = 3, **options: Any) -> list[dict[str, Any]]:
-    return run_ranks(lambda rank: ContextParallelCollator(cp_mesh(ranks), **options)(copy.copy(batch)), ranks)
+    return run_ranks(lambda rank: BatchSharder(cp_mesh(ranks), **options)(copy.copy(batch)), ranks)
 
 
 def whole(parts: list[dict[str, Any]], name: str, layout: Any = None) -> torch.Tensor:
@@ -71,11 +84,135 @@ def test_padding_on_request(fixed: bool):
     assert all("attention_mask" not in part for part in parts)
 
 
+class Words(nn.Module):
+    """A language model of one causal attention. Its mask, if it is given one, is that of documents."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(40, 16), nn.Embedding(LENGTH, 16)
+        self.qkv, self.head = nn.Linear(16, 48), nn.Linear(16, 40)
+
+    def forward(self, tokens, positions, mask=None):
+        qkv = self.qkv(self.tokens(tokens) + self.places(positions)).unflatten(-1, (3, 2, 8))
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        x = nn.functional.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None)
+        return self.head(x.transpose(1, 2).flatten(2))
+
+
+def words() -> Words:
+    torch.manual_seed(0)  # before there are threads, which would share the generator
+    return Words().double()
+
+
+def gradients(model: nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+
+IDS = torch.tensor([[0] * 4 + [1] * 9, [3] * 11 + [5] * 2])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("has_labels", [False, True])
+def test_a_step_is_that_of_one_process(packed: bool, has_labels: bool):
+    model = words()
+    alone, labels = copy.deepcopy(model), LABELS if has_labels else TOKENS
+    same = IDS[:, :, None] == IDS[:, None]
+    mask = (same if packed else torch.ones_like(same)).tril()[:, None]
+    positions = document_positions(IDS) if packed else torch.arange(LENGTH)
+    shifted = next_token_labels(labels, document_ids=IDS if packed else None)
+    expected = nn.functional.cross_entropy(alone(TOKENS, positions, mask).flatten(0, 1), shifted.flatten())
+    expected.backward()
+
+    def on(rank: int) -> float:
+        mine, mesh = copy.deepcopy(model), cp_mesh(3)
+        parallelize_module(mine, mesh, ModuleContextParallel())
+        sharder = BatchSharder(mesh)
+        whole = {"input_ids": TOKENS, "labels": labels} | ({"document_ids": IDS} if packed else {})
+        batch = sharder(whole if packed or has_labels else TOKENS)
+        with batch.scope():
+            logits = mine(batch.tokens, batch["position_ids"] if packed else batch.positions)
+        loss = batch.loss(logits)
+        loss.backward()
+        sharder.sum_gradients(mine)
+        assert "document_ids" not in batch
+        return max(error(loss.detach(), expected.detach()), error(gradients(mine), gradients(alone)))
+
+    assert max(run_ranks(on, 3)) < EXACT
+
+
+def test_batches_that_are_accumulated_over_two_axes():
+    """Two micro-batches with other numbers of labels, rows over dp, and a reducer that averages over all ranks."""
+    model, batches = words(), [(TOKENS, TOKENS), (TOKENS.flip(1), LABELS)]
+    alone = copy.deepcopy(model)
+    losses = [
+        nn.functional.cross_entropy(
+            alone(tokens, torch.arange(LENGTH)).flatten(0, 1), next_token_labels(labels).flatten(), reduction="sum"
+        )
+        for tokens, labels in batches
+    ]
+    count = sum((next_token_labels(labels) != -100).sum() for _, labels in batches)
+    (sum(losses) / count).backward()
+
+    def on(rank: int) -> float:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+        row = slice(mesh["dp"].get_local_rank(), mesh["dp"].get_local_rank() + 1)
+        mine, both = copy.deepcopy(model), mesh["dp", "cp"]._flatten("dp_cp")
+        parallelize_module(mine, mesh["cp"], ModuleContextParallel())
+        sharder = BatchSharder(mesh["cp"], loss_group=both, averaged_over=4)
+        parts = [sharder({"input_ids": tokens[row], "labels": labels[row]}) for tokens, labels in batches]
+        count = sum(part.token_count() for part in parts)
+        for part in parts:
+            part.loss(mine(part.tokens, part.positions), token_count=count).backward()
+        with pytest.raises(ValueError, match="averaged_over=4 says that DDP or FSDP2 reduces"):
+            sharder.sum_gradients(mine)
+        found = gradients(mine)
+        dist.all_reduce(found, group=both.get_group())
+        return error(found / 4, gradients(alone))
+
+    assert max(run_ranks(on, 4)) < EXACT
+
+
+def test_a_loss_of_16_bit_logits_is_taken_in_float32():
+    def on(rank: int) -> tuple[torch.Tensor, Any]:
+        batch = BatchSharder(cp_mesh(2))(TOKENS)
+        logits = torch.randn(ROWS, batch.tokens.shape[1], 40, generator=torch.Generator().manual_seed(rank))
+        for odd in (logits[:, 1:], logits[0]):
+            with pytest.raises(ValueError, match=r"not one row for each of this rank's tokens \(2, "):
+                batch.loss(odd)
+        half = logits.bfloat16()
+        assert batch.inputs.keys() == {"input_ids", "position_ids"}
+        return batch.loss(half), batch.loss(half.float())
+
+    assert all(torch.equal(*pair) and pair[0].dtype == torch.float32 for pair in run_ranks(on, 2))
+
+
+def test_documents_and_padding():
+    """The padding is a document of its own, so that no mask of padding is needed."""
+
+    def on(rank: int) -> Any:
+        batch = BatchSharder(cp_mesh(2), pad_to_multiple_of=8)({"input_ids": TOKENS, "document_ids": IDS[:1]})
+        with pytest.raises(ValueError, match="the batch has no labels"):
+            batch.token_count()
+        return batch, batch.scope().mask
+
+    parts, masks = zip(*run_ranks(on, 2), strict=True)
+    assert masks == (Documents((4, 9, 3)),) * 2
+    assert whole(parts, "position_ids")[1].tolist() == [*range(4), *range(9), *range(3)]
+    assert "attention_mask" not in parts[0]
+    assert "document_ids of (2, 12)" in refusal_of(lambda _: {"input_ids": TOKENS, "document_ids": IDS[:, 1:]})
+    assert "ranks [1]" in refusal_of(lambda rank: {"input_ids": TOKENS, "document_ids": IDS + (rank == IDS)})
+
+
+def test_the_former_name():
+    with pytest.warns(DeprecationWarning, match="ContextParallelCollator is cp_styles.BatchSharder now"):
+        assert trainers.ContextParallelCollator is BatchSharder
+
+
 def refused(words: str, batches: list[Any], **options: Any) -> None:
     """An error on every rank; one of them says why."""
     ranks = len(batches)
     with pytest.raises(RankError, match=words) as found:
-        run_ranks(lambda rank: ContextParallelCollator(cp_mesh(ranks), **options)(batches[rank]), ranks)
+        run_ranks(lambda rank: BatchSharder(cp_mesh(ranks), **options)(batches[rank]), ranks)
     assert found.value.errors.keys() == set(range(ranks))
     assert all(isinstance(error, ValueError) for error in found.value.errors.values())
 
@@ -103,7 +240,7 @@ def test_batches_that_cannot_be_cut():
         raise KeyError("text")
 
     with pytest.raises(RankError, match="text") as found:
-        run_ranks(lambda rank: ContextParallelCollator(cp_mesh(2), fails if rank else dict)(good), 2)
+        run_ranks(lambda rank: BatchSharder(cp_mesh(2), positions=fails if rank else torch.ones_like)(good), 2)
     assert found.value.errors.keys() == {0, 1}
 
 
@@ -111,7 +248,7 @@ def refusal_of(batch_of: Any, **options: Any) -> str:
     """What rank 0 says of batches that ``batch_of(rank)`` makes; all ranks must refuse."""
 
     def on(rank: int) -> None:
-        ContextParallelCollator(cp_mesh(2), **options)(batch_of(rank))
+        BatchSharder(cp_mesh(2), **options)(batch_of(rank))
 
     errors = run_ranks(on, 2, return_errors=True, timeout_seconds=20)
     assert all(isinstance(error, ValueError) for error in errors), errors
@@ -138,7 +275,7 @@ def test_entries_that_are_no_tensors_are_compared(kind: str):
 
 
 def test_objects_are_not_compared_by_where_they_are():
-    run_ranks(lambda _: ContextParallelCollator(cp_mesh(2))({"input_ids": TOKENS, "tag": [object()]}), 2)
+    run_ranks(lambda _: BatchSharder(cp_mesh(2))({"input_ids": TOKENS, "tag": [object()]}), 2)
 
 
 def test_lists_and_masks_by_kind_of_layer():
@@ -185,16 +322,16 @@ def test_tokens_of_small_dtypes():
 
 
 def test_a_worker_process_cannot_compare(monkeypatch):
-    monkeypatch.setattr(trainers, "get_worker_info", object)
+    monkeypatch.setattr(batch_sharder, "get_worker_info", object)
     with pytest.raises(RankError, match="in a worker process of a DataLoader"):
         cut({"input_ids": TOKENS})
 
 
 def test_results_are_put_together_without_the_padding():
     def on(rank: int) -> torch.Tensor:
-        collator = ContextParallelCollator(cp_mesh(3), pad_to_multiple_of=8)
-        part = collator({"input_ids": TOKENS})
-        return collator.whole_of(part["input_ids"].double(), {"input_ids": TOKENS})
+        sharder = BatchSharder(cp_mesh(3), pad_to_multiple_of=8)
+        part = sharder({"input_ids": TOKENS})
+        return sharder.whole_of(part["input_ids"].double(), {"input_ids": TOKENS})
 
     assert all(torch.equal(each, TOKENS.double()) for each in run_ranks(on, 3))
 
@@ -204,7 +341,7 @@ def test_the_function_for_nemo():
     (code,) = re.findall(r"<!-- example: nemo -->\n```python\n(.*?)```", page, re.DOTALL)
 
     def on(rank: int) -> dict[str, Any]:
-        names = {"ContextParallelCollator": ContextParallelCollator, "contextlib": contextlib}
+        names = {"BatchSharder": BatchSharder, "contextlib": contextlib}
         exec(code, names)
         context, part = names["shard_batch"](cp_mesh(2), None, {"input_ids": TOKENS}, loss_mask=ONES.cumsum(1))
         with context():
@@ -252,7 +389,7 @@ def forward(model: nn.Module, **changes: Any) -> Any:
     def on(rank: int) -> None:
         mesh = cp_mesh(2)
         mine = parallelize_module(copy.deepcopy(model), mesh, ModuleContextParallel())
-        part = ContextParallelCollator(mesh)({"input_ids": TOKENS, "labels": LABELS})
+        part = BatchSharder(mesh)({"input_ids": TOKENS, "labels": LABELS})
         mine(**part | {name: value(rank) for name, value in changes.items()})
 
     return run_ranks(on, 2, return_errors=True)

@@ -1,0 +1,412 @@
+"""A batch of a language model under context parallelism: cut, labelled, scoped, and its loss, by one object.
+
+Shapes: B batch, L tokens of this rank, S tokens of the whole sequence, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping
+from operator import itemgetter
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import get_worker_info
+
+from cp_styles.batch import (
+    IGNORE_INDEX,
+    document_positions,
+    global_loss,
+    global_token_count,
+    next_token_labels,
+    pad_at_end,
+    shard_batch,
+    sum_gradients,
+)
+from cp_styles.checksum import checksum, fingerprint
+from cp_styles.collectives import gather_outputs
+from cp_styles.comm.agreement import Meeting, StatusRow, exchange_status
+from cp_styles.comm.groups import GroupOrMesh, axis_and_group
+from cp_styles.engine.scope import SequenceScope
+from cp_styles.layout import Balancer, SequenceLayout, head_tail, layout_made_by
+from cp_styles.mask import Documents
+from cp_styles.troubleshooting import see
+
+Batch = Mapping[str, Any]
+
+# The dims of the entries that models of transformers take; None for what every rank needs whole. The sequence is the
+# last dim of position_ids, which may be [S], [B, S] or [3, B, S].
+_SEQ_DIMS: dict[str, int | None] = {
+    "input_ids": 1,
+    "inputs_embeds": 1,
+    "token_type_ids": 1,
+    "labels": 1,
+    "shift_labels": 1,
+    "position_ids": -1,
+    "attention_mask": None,
+    "seq_idx": 1,
+    "cu_seq_lens_q": None,
+    "cu_seq_lens_k": None,
+    "num_items_in_batch": None,
+}
+
+
+class ShardedBatch(dict[str, Any]):
+    """This rank's part of a batch: its entries by name, and what depends on the whole batch. Of :class:`BatchSharder`.
+
+    Attributes:
+        layout: the cut of this batch.
+    """
+
+    def __init__(
+        self, part: Mapping[str, Any], sharder: BatchSharder, layout: SequenceLayout, document_ids: torch.Tensor | None
+    ) -> None:
+        super().__init__(part)
+        self.layout = layout
+        self._sharder, self._rank, self._document_ids = sharder, sharder._group.rank(), document_ids
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """This rank's tokens [B, L]: the entry ``input_ids``."""
+        return self["input_ids"]
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """The positions [L] of this rank's tokens in the whole sequence. Those in documents are in ``position_ids``."""
+        return self.layout.positions(self._rank, device=self.tokens.device)
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """The entries but labels, for ``model(**batch.inputs)``: a model that is given labels makes its own loss."""
+        return {name: x for name, x in self.items() if name not in ("labels", "shift_labels")}
+
+    def scope(self) -> SequenceScope:
+        """The :class:`~cp_styles.SequenceScope` of this batch: its layout, and its documents if it has document_ids.
+
+        ::
+
+            with batch.scope():
+                logits = model(batch.tokens, batch["position_ids"])
+        """
+        ids, mask = self._document_ids, None
+        if ids is not None:
+            mask = Documents.from_ids(ids[0] if (ids == ids[:1]).all() else ids)
+        return SequenceScope(self.layout, mask=mask, mesh_axis=self._sharder.mesh_axis)
+
+    def token_count(self) -> torch.Tensor:
+        """The number of tokens of all ranks that have a label, see :func:`~cp_styles.global_token_count`."""
+        return global_token_count(self._labels(), self._sharder.loss_group)
+
+    def loss(self, logits_BLV: torch.Tensor, *, token_count: torch.Tensor | int | None = None) -> torch.Tensor:
+        """The mean cross entropy over all tokens of all ranks that have a label, as on one device.
+
+        Every rank gets the value for all ranks. Its gradient is this rank's share, see
+        :func:`~cp_styles.global_loss`.
+
+        Args:
+            logits_BLV: this rank's logits, in any floating dtype. Those of 16 bits are converted to float32 first.
+            token_count: the divisor. None: :meth:`token_count`. For accumulation over several batches, the sum of
+                theirs.
+
+        Communication: that of global_loss, and of global_token_count if ``token_count`` is None.
+
+        Raises:
+            ValueError: the batch has no labels, or the logits are not one row for each of this rank's tokens.
+        """
+        labels_BL = self._labels()
+        if logits_BLV.shape[:-1] != labels_BL.shape:
+            raise ValueError(
+                f"{type(self).__name__}.loss: logits of shape {tuple(logits_BLV.shape)} are not one row for each of "
+                f"this rank's tokens {tuple(labels_BL.shape)}: give the model this batch's input_ids, and its logits "
+                "as they are, neither shifted nor gathered (the labels are shifted already)"
+            )
+        if logits_BLV.dtype.itemsize < 4:
+            logits_BLV = logits_BLV.float()
+        losses = F.cross_entropy(
+            logits_BLV.flatten(0, -2), labels_BL.flatten(), reduction="sum", ignore_index=IGNORE_INDEX
+        )
+        count = self.token_count() if token_count is None else token_count
+        return global_loss(losses, count, self._sharder.loss_group, averaged_over=self._sharder.averaged_over)
+
+    def _labels(self) -> torch.Tensor:
+        labels = self.get("shift_labels", self.get("labels"))
+        if labels is None:
+            raise ValueError(
+                f"{type(self).__name__}: the batch has no labels: give the sharder the tokens alone, or a batch with "
+                '"labels" (for a causal language model: the tokens themselves)'
+            )
+        return labels.long()
+
+
+class BatchSharder:
+    """Cuts the batches of a language model: from a whole batch, the same on all ranks of a sequence, this rank's part.
+
+    A training step on the ranks of ``mesh``::
+
+        parallelize_module(model, mesh, ModuleContextParallel())
+        sharder = BatchSharder(mesh)
+        batch = sharder(tokens)  # whole tokens [B, S], or a dict with input_ids
+        logits = model(batch.tokens, batch.positions)  # of transformers: model(**batch.inputs).logits
+        batch.loss(logits).backward()  # the mean over the tokens of all ranks
+        sharder.sum_gradients(model)  # now every gradient equals that of one device
+
+    Nothing else may shift labels, average losses or cut tokens. The functions in :mod:`cp_styles.batch` are the parts
+    of this class, for steps of another form.
+
+    The part, a :class:`ShardedBatch`, has these entries beside those of the batch:
+
+    - ``shift_labels``, from ``labels`` [B, S], before the cut: for each token the label of the next one. Tokens alone
+      are their own labels;
+    - ``position_ids``, if the batch has none: 0 to S - 1, or those of ``positions``. Positions of packed documents,
+      which restart at 0, are cut as they are.
+
+    Packed documents may be given as ``document_ids`` [B, S], equal for the tokens of one document: labels end and
+    positions restart at their borders, and :meth:`ShardedBatch.scope` separates them in the attention. (Attention of
+    transformers reads them from the positions, and needs no scope.)
+
+    ``attention_mask`` stays whole, as :func:`~cp_styles.integrations.transformers.register_attention` needs it: [B, S],
+    [B, 1, S, S], or a dict of such masks by kind of layer. One [B, S] without a zero is left out, unless the batch has
+    positions of its own.
+
+    Args:
+        mesh: the ranks that share the sequence: a process group or a 1-D mesh, ``mesh["cp"]``.
+        layout: how the sequence is cut. Use the layout of the style, whose default is ``head_tail`` too.
+        seq_dims: for entries that are not named above, the dim that is the sequence, or None for those that every rank
+            needs whole. (Entries that are no tensors, or have no dims, are passed on, whole. Those that are cut must be
+            tensors.)
+        shift: False for labels that are not the next token, as in masked language models. They are cut unchanged.
+        pad_to_multiple_of: pad the sequence at its end to a multiple. No layout needs this; compiled graphs may.
+        pad_token_id: the token to pad with. Padded tokens have no labels, and no token attends to them.
+        positions: makes the positions [B, S] of ``input_ids`` [B, S], for models that do not count from 0 (RoBERTa's
+            family, ESM): ``partial(position_ids_of, model)``, with
+            :func:`~cp_styles.integrations.transformers.position_ids_of`.
+        loss_group: the ranks over whose tokens the loss is the mean, and gradients are summed. None: those of ``mesh``.
+            With data parallelism both axes: ``mesh["dp", "cp"]._flatten("dp_cp")``.
+        averaged_over: the number by which DDP or FSDP2, if one of them reduces the gradients, divides them: the number
+            of ranks that it reduces over. 1 for :meth:`sum_gradients`. See the top of :mod:`cp_styles.batch`.
+
+    Communication of a call: one all-gather of some integers. The ranks compare a checksum of the whole batch, for which
+    the host waits if the batch is on a device: tensors, numbers and texts, also inside of dicts and lists.
+
+    Raises:
+        ValueError: on every rank, if the ranks have other samples, or one cannot cut its batch: an entry of unknown
+            name, of another length, or a list where a tensor is needed; ``labels`` of whole sequences (classification),
+            or below 0 and not -100. A ``layout`` for another number of ranks than ``mesh`` has.
+        RuntimeError: in a worker process of a DataLoader, which cannot communicate.
+    """
+
+    def __init__(
+        self,
+        mesh: GroupOrMesh,
+        *,
+        layout: SequenceLayout | Balancer = head_tail,
+        seq_dims: Mapping[str, int | None] | None = None,
+        shift: bool = True,
+        pad_to_multiple_of: int = 1,
+        pad_token_id: int = 0,
+        positions: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        loss_group: GroupOrMesh | None = None,
+        averaged_over: int = 1,
+    ) -> None:
+        self._name = type(self).__name__
+        self.mesh_axis, self._group = axis_and_group(self._name, mesh)
+        self.loss_group = self._group if loss_group is None else loss_group
+        self.averaged_over = averaged_over
+        if isinstance(layout, SequenceLayout) and layout.ranks != self._group.size():
+            raise ValueError(
+                f"{self._name}: the layout cuts the sequence for {layout.ranks} ranks, mesh axis {self.mesh_axis!r} "
+                f"has {self._group.size()}: make it for the ranks that share the sequence"
+            )
+        self._layout = layout
+        self._seq_dims = _SEQ_DIMS | dict(seq_dims or {})
+        self._shift = shift
+        self._multiple, self._pad = pad_to_multiple_of, pad_token_id
+        self._positions = positions
+
+    def __call__(self, batch: torch.Tensor | Batch) -> ShardedBatch:
+        if get_worker_info() is not None:
+            raise RuntimeError(
+                f"{self._name} compares the ranks' batches, and was called in a worker process of a DataLoader, which "
+                "cannot communicate: let the workers make whole batches, and cut them in the training loop, "
+                f"sharder = {self._name}(mesh); part = sharder(batch)"
+                f"{see('A collator in a worker process')}"
+            )
+        whole: dict[str, Any] = {}
+        cut: dict[str, torch.Tensor] = {}
+        layouts: list[SequenceLayout] = []
+        document_ids: list[torch.Tensor | None] = []
+
+        def build() -> StatusRow:
+            whole.update(self._whole(batch))
+            ids = whole.pop("document_ids", None)  # read from the whole batch alone
+            cut.update({name: x for name, x in whole.items() if isinstance(x, torch.Tensor) and x.ndim})
+            unknown = [name for name in cut if name not in self._seq_dims]
+            if unknown:
+                raise ValueError(
+                    f"{self._name}: it is not known which dim of {unknown} is the sequence: name it in seq_dims, or "
+                    "None for an entry that every rank needs whole"
+                    f"{see('An entry whose sequence dim is not known')}"
+                )
+            layouts.append(self._layout_for(whole))
+            document_ids.append(ids)
+            return StatusRow(inputs=fingerprint(_content([whole, ids])))
+
+        rows = exchange_status(build, Meeting.BATCH, self._name, self.mesh_axis, self._group)
+        odd = [rank for rank, row in enumerate(rows) if row.inputs != rows[0].inputs]
+        if odd:
+            shapes = {
+                name: tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__ for name, x in whole.items()
+            }
+            raise ValueError(
+                f"{self._name}: ranks {odd} of mesh axis {self.mesh_axis!r} have other samples than rank 0 (here "
+                f"{shapes}), and the ranks of one sequence must be given the same whole batch, of which each gets its "
+                "part: "
+                "share the data set among the data-parallel ranks alone (share_batches, or a DistributedSampler with "
+                'num_replicas=mesh["dp"].size()), with the same seed on all ranks; for a Trainer of transformers use '
+                "ContextParallelTrainer"
+                f"{see('Ranks with other samples')}"
+            )
+        part = shard_batch(cut, layouts[0], self._group.rank(), seq_dims=self._seq_dims)
+        # Models view them: contiguous.
+        cut_entries = {name: x.contiguous() for name, x in part.items()}
+        return ShardedBatch(whole | cut_entries, self, layouts[0], document_ids[0])
+
+    def sum_gradients(self, parameters: nn.Module | Iterable[torch.Tensor]) -> None:
+        """Sum ``.grad`` over the ranks, once after the last backward of a step: :func:`~cp_styles.sum_gradients`.
+
+        Args:
+            parameters: a module, or its parameters.
+
+        Raises:
+            ValueError: as sum_gradients; and if ``averaged_over`` says that another reducer divides the gradients.
+        """
+        if self.averaged_over != 1:
+            raise ValueError(
+                f"{self._name}.sum_gradients: averaged_over={self.averaged_over} says that DDP or FSDP2 reduces the "
+                "gradients: leave out sum_gradients, or averaged_over"
+            )
+        sum_gradients(parameters, self.loss_group)
+
+    def _whole(self, given: torch.Tensor | Batch) -> dict[str, Any]:
+        """The whole batch with what it has to have, padded."""
+        batch: dict[str, Any] = {"input_ids": given, "labels": given} if torch.is_tensor(given) else dict(given)
+        for name, x in batch.items():
+            wanted = "a tensor or a dict of tensors" if name == "attention_mask" else "a tensor"
+            known = self._seq_dims.get(name) is not None or name == "attention_mask"
+            kinds = (torch.Tensor, Mapping) if name == "attention_mask" else torch.Tensor
+            if known and x is not None and not isinstance(x, kinds):
+                raise ValueError(
+                    f'{self._name}: batch["{name}"] is a {type(x).__name__}, and must be {wanted}: torch.tensor(...), '
+                    "in the function that makes the batch"
+                )
+        tokens = batch.get("input_ids", batch.get("inputs_embeds"))
+        if not isinstance(tokens, torch.Tensor) or tokens.ndim < 2:
+            raise ValueError(f"{self._name}: the batch has no input_ids [B, S] and no inputs_embeds, but {list(batch)}")
+        rows, length = tokens.shape[:2]
+        mask, labels = batch.get("attention_mask"), batch.get("labels")
+        if labels is not None and (labels.ndim < 2 or labels.shape[1] != length):
+            raise ValueError(
+                f"{self._name}: labels of shape {tuple(labels.shape)} are not one for each of {length} tokens. A model "
+                "that pools a sequence into one prediction would pool this rank's tokens: take its hidden states, and "
+                "pool them over all ranks (cp_styles.collectives.gather)"
+            )
+        padding, positions, ids = self._padding(length), batch.get("position_ids"), batch.get("document_ids")
+        if ids is not None:
+            if not isinstance(ids, torch.Tensor) or ids.shape not in ((length,), (1, length), (rows, length)):
+                shape = tuple(ids.shape) if isinstance(ids, torch.Tensor) else type(ids).__name__
+                raise ValueError(
+                    f"{self._name}: document_ids of {shape} are not one for each token of {tuple(tokens.shape)}: give "
+                    "[S] or [B, S]"
+                )
+            batch["document_ids"] = ids = ids.expand(rows, length)
+        if positions is None and mask is None and padding and ids is None:
+            mask = torch.ones(rows, length, dtype=torch.int64, device=tokens.device)
+        elif positions is None and isinstance(mask, torch.Tensor) and mask.ndim == 2 and not padding and mask.all():
+            mask = None
+        batch.pop("attention_mask", None)
+        if mask is not None:
+            batch["attention_mask"] = mask
+        if labels is not None and self._shift and batch.get("shift_labels") is None:
+            batch["shift_labels"] = next_token_labels(labels, document_ids=ids, seq_dim=1)
+        for name in ("labels", "shift_labels"):
+            x = batch.get(name)
+            if x is not None and not x.dtype.is_floating_point and bool(((x < 0) & (x != IGNORE_INDEX)).any()):
+                raise ValueError(
+                    f"{self._name}: {name} has values below 0 that are not {IGNORE_INDEX}, and they would count as "
+                    f"classes: labels.masked_fill(labels < 0, {IGNORE_INDEX}) if they mean that there is no label"
+                )
+        if positions is None and ids is not None:
+            batch["position_ids"] = document_positions(ids, seq_dim=1)
+        elif positions is None and self._positions is None:
+            batch["position_ids"] = torch.arange(length, device=tokens.device).expand(rows, -1)
+        elif positions is None and batch.get("input_ids") is None:
+            raise ValueError(f"{self._name}: positions= needs input_ids, and the batch has none: give it position_ids")
+        elif positions is None and self._positions is not None:
+            batch["position_ids"] = self._positions(tokens)
+        return self._padded(batch, padding) if padding else batch
+
+    def _padding(self, length: int) -> int:
+        if isinstance(self._layout, SequenceLayout):
+            return max(0, self._layout.length - length)
+        return -length % self._multiple
+
+    def _padded(self, batch: dict[str, Any], padding: int) -> dict[str, Any]:
+        fill = {"input_ids": self._pad, "labels": IGNORE_INDEX, "shift_labels": IGNORE_INDEX}
+        for name, x in batch.items():
+            dim = 1 if name == "document_ids" else self._seq_dims.get(name)
+            if name == "document_ids":
+                fill[name] = int(x.max()) + 1
+            if name == "attention_mask":
+                if not isinstance(x, torch.Tensor) or x.ndim != 2:
+                    kind = f"of shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else "that is a dict"
+                    raise ValueError(
+                        f"{self._name}: an attention_mask {kind} cannot be padded: make it for the padded length, and "
+                        "pad the other entries too; or leave out pad_to_multiple_of"
+                    )
+                dim = 1
+            if not isinstance(x, torch.Tensor) or not x.ndim or dim is None:
+                continue
+            batch[name] = pad_at_end(name, x, dim, padding, fill.get(name, 0))
+            if name == "position_ids":  # a document of its own
+                tail = batch[name].narrow(dim, -padding, padding)
+                tail.copy_(torch.arange(padding, device=x.device).expand_as(tail))
+        return batch
+
+    def _layout_for(self, whole: Batch) -> SequenceLayout:
+        if isinstance(self._layout, SequenceLayout):
+            return self._layout
+        return layout_made_by(self._layout, _tokens(whole).shape[1], self._group.size())
+
+    def whole_of(self, part: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """The whole result [B, S, ...] from each rank's ``part`` [B, L, ...]. ``batch`` is the whole batch.
+
+        Communication: an all-gather of the parts. No gradient.
+        """
+        length = _tokens(batch).shape[1]
+        layout = self._layout
+        if not isinstance(layout, SequenceLayout):
+            layout = layout_made_by(layout, length + self._padding(length), self._group.size())
+        whole = gather_outputs(part.detach(), 1, self._group, reduce_gradients=False, layout=layout)
+        return whole.narrow(1, 0, length)
+
+
+def _content(value: Any) -> Any:
+    """What ranks compare of an entry: tensors, numbers and texts, also inside of others; of anything else the type."""
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), str(value.dtype), checksum(value)
+    if isinstance(value, Mapping):
+        return sorted(((str(key), _content(item)) for key, item in value.items()), key=itemgetter(0))
+    if isinstance(value, (list, tuple)):
+        return [_content(item) for item in value]
+    if isinstance(value, (bool, int, float, complex, str, bytes, type(None))):
+        return value
+    if hasattr(value, "__array_interface__"):  # numpy
+        with contextlib.suppress(TypeError, ValueError):  # an array of objects
+            return _content(torch.as_tensor(value, device="cpu"))
+    return type(value).__qualname__
+
+
+def _tokens(batch: Batch) -> torch.Tensor:
+    return batch["inputs_embeds"] if batch.get("input_ids") is None else batch["input_ids"]
