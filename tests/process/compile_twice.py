@@ -6,6 +6,7 @@ Each job is ``what/layout``: a door, or the trap.
 from __future__ import annotations
 
 import json
+import os
 from datetime import timedelta
 from pathlib import Path
 
@@ -69,6 +70,8 @@ def main(folder: Path, *, jobs: str, after: str = "") -> int:
     dist.init_process_group("gloo")
     mesh, said = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",)), {}
     rank, problems = dist.get_rank(), [Problem(length=length, kv_heads=2) for length in LENGTHS]
+    # Of each rank its own: otherwise a rank that comes later finds what the other one has just compiled.
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] += f"/{rank}"
     for job in jobs.split():
         what, name = job.split("/")
         layout = LAYOUTS[name]
