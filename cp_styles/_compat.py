@@ -422,11 +422,6 @@ def torch_order_of_documents(lengths: Sequence[int], ranks: int) -> list[int] | 
 _TORCH_CONTEXT_PARALLEL = "torch.distributed.tensor.experimental._context_parallel"
 
 
-def flattened(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    """The 1-D mesh of several axes of a mesh, the last one varying fastest. Cached by torch. Seen: 2.11 to 2.15."""
-    return mesh[names]._flatten("_".join(names))
-
-
 def ranks_along(mesh: DeviceMesh) -> list[list[int]]:
     """The ranks of each line along the axis of a 1-D mesh in the mesh that it was taken from: the same on all ranks.
 

@@ -72,8 +72,8 @@ class OtherAxes:
         return tuple(placements)
 
 
-def other_axes_of(mesh: DeviceMesh, composed: DeviceMesh, sequence: tuple[str, ...]) -> OtherAxes | str:
-    """The other axes of ``mesh``, a mesh of axes of ``composed`` whose axes ``sequence`` cut the sequence.
+def other_axes_of(mesh: DeviceMesh, composed: DeviceMesh, sequence: str) -> OtherAxes | str:
+    """The other axes of ``mesh``, a mesh of axes of ``composed`` whose axis ``sequence`` cuts the sequence.
 
     Returns a text that says why, if ``mesh`` is not such a mesh.
     """
@@ -83,12 +83,9 @@ def other_axes_of(mesh: DeviceMesh, composed: DeviceMesh, sequence: tuple[str, .
     own = tuple(known.index(name) for name in names)
     if not torch.equal(mesh.mesh, _grid(composed, own)):
         return f"they are not over the ranks that the axes of these names have in the mesh {known} of the style"
-    cut = [names.index(name) for name in sequence if name in names]
-    if cut and len(sequence) > 1:
-        return f"the sequence is cut over two axes {sequence}: pass tensors that are local to both"
-    others = tuple(axis for axis in own if known[axis] not in sequence)
-    grid = _grid(composed, (*(known.index(name) for name in sequence), *others))
-    return OtherAxes(mesh, cut[0] if cut else None, tuple(grid.flatten().tolist()))
+    others = tuple(axis for axis in own if known[axis] != sequence)
+    grid = _grid(composed, (known.index(sequence), *others))
+    return OtherAxes(mesh, names.index(sequence) if sequence in names else None, tuple(grid.flatten().tolist()))
 
 
 def _grid(mesh: DeviceMesh, axes: tuple[int, ...]) -> torch.Tensor:

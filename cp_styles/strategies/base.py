@@ -92,14 +92,6 @@ class Strategy(ABC):
     def check_ranks(self, ranks: int) -> None:  # noqa: B027 - most strategies take any number
         """Raise ValueError if the strategy cannot run on this number of ranks."""
 
-    def over_two_axes(self, inner: int) -> Strategy:
-        """This strategy for a sequence that is cut over two mesh axes, the second of size ``inner``.
-
-        Raises:
-            ValueError: the strategy works on one axis only.
-        """
-        raise ValueError(f"{self} works on one mesh axis; for two take Ulysses(inner={self}), or flatten them yourself")
-
     def keeping_nothing(self) -> Strategy:
         """This strategy, without received keys that are kept: for a forward whose results outlive its layer."""
         return self

@@ -47,7 +47,7 @@ class Ulysses(Strategy):
     Attributes:
         inner: the strategy among ranks that hold the same heads.
         size: number of neighbouring ranks that exchange heads (U). It must divide the number of ranks. None: all ranks
-            of the axis, or of the second axis if the style has two mesh axes.
+            of the axis.
         chunks: number of parts in which a rank exchanges its heads and attends, one after the other. While one part is
             attended, the next one arrives, and the previous one is sent back. The bytes are the same. The number of
             messages is multiplied by ``chunks``. A part has at least one KV head of every rank, so there may be fewer
@@ -73,13 +73,6 @@ class Ulysses(Strategy):
             raise ValueError(f"Ulysses size must be at least 1, got {self.size}")
         if not isinstance(self.chunks, int) or isinstance(self.chunks, bool) or self.chunks < 1:
             raise ValueError(f"Ulysses chunks must be a number of parts of the heads, 1 or more, got {self.chunks!r}")
-
-    def over_two_axes(self, inner):
-        if self.size not in (None, inner):
-            raise ValueError(
-                f"{self} says size={self.size}, but the second mesh axis has {inner} ranks; leave size out"
-            )
-        return replace(self, size=inner)
 
     def keeping_nothing(self):
         return replace(self, inner=self.inner.keeping_nothing())

@@ -58,7 +58,7 @@ class AxisAdapter:
             return value
         (name,) = self._axis.mesh_dim_names or ("",)
         what = f"{self._who}: got a DTensor on mesh axes {value.device_mesh.mesh_dim_names} with {value.placements}"
-        found = other_axes_of(value.device_mesh, self._composed, (name,))
+        found = other_axes_of(value.device_mesh, self._composed, name)
         if isinstance(found, str) or found.seq_axis is None:
             raise ValueError(
                 f"{what}: {found if isinstance(found, str) else f'it lacks the axis {name!r} of the style'}"

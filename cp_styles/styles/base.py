@@ -6,7 +6,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from cp_styles._compat import flattened
 from cp_styles.comm.agreement import EVERY_CALL, Agreement
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import group_in_order
@@ -26,7 +25,7 @@ class ContextParallelStyle(ParallelStyle):
     def __init__(
         self,
         *,
-        mesh_axis: str | tuple[str, str] = "cp",
+        mesh_axis: str = "cp",
         strategy: Strategy | None = None,
         layout: SequenceLayout | Balancer | None = None,
         mask: Mask | None = None,
@@ -35,6 +34,13 @@ class ContextParallelStyle(ParallelStyle):
         agreement: Agreement = EVERY_CALL,
     ) -> None:
         super().__init__()
+        if not isinstance(mesh_axis, str):
+            raise TypeError(
+                f"{type(self).__name__}: mesh_axis is the name of one axis, got {mesh_axis!r}. For heads over "
+                "neighbours and keys among them, make one axis of both in the mesh and give the size of the inner one: "
+                'init_device_mesh("cuda", (outer * inner,), mesh_dim_names=("cp",)), strategy=Ulysses(size=inner). See '
+                "the page Migration"
+            )
         self.mesh_axis = mesh_axis
         self.strategy = Ring() if strategy is None else strategy
         self.layout = layout
@@ -45,7 +51,7 @@ class ContextParallelStyle(ParallelStyle):
 
     def bind(self, module: nn.Module, device_mesh: DeviceMesh) -> tuple[DeviceMesh, Binding]:
         """The 1-D mesh of the sequence, and the binding of the module's attention on it."""
-        axis, strategy = self._axis(module, device_mesh)
+        axis = take_axis(device_mesh, self.mesh_axis, self, module)
         name = (axis.mesh_dim_names or ("cp",))[0]
         who = f"{type(module).__name__} ({type(self).__name__} over mesh axis {name!r})"
         layout = head_tail if self.layout is None else self.layout
@@ -54,33 +60,10 @@ class ContextParallelStyle(ParallelStyle):
         # By group, because ranks may be threads that share the style.
         numbers = state_of(group).modules
         options["site"] = numbers[self] = numbers.get(self, 0) + 1
-        binding = Binding(who, name, group, strategy, layout, self.mask, self.kernel, **options)
-        strategy.check_ranks(axis.size())
+        binding = Binding(who, name, group, self.strategy, layout, self.mask, self.kernel, **options)
+        self.strategy.check_ranks(axis.size())
         AppliedPlan.note(self, module, binding)
         return axis, binding
-
-    def _axis(self, module: nn.Module, device_mesh: DeviceMesh) -> tuple[DeviceMesh, Strategy]:
-        if isinstance(self.mesh_axis, str):
-            return take_axis(device_mesh, self.mesh_axis, self, module), self.strategy
-        names = tuple(self.mesh_axis)
-        if len(names) != 2:
-            raise ValueError(f"{type(self).__name__}: mesh_axis is one axis or two (outer, inner), got {names}")
-        for name in names:
-            if not isinstance(device_mesh, DeviceMesh) or device_mesh.ndim > 1:
-                take_axis(device_mesh, name, self, module)
-            else:
-                raise ValueError(
-                    f"{type(self).__name__}: mesh_axis={names} needs a mesh with both axes, got a 1-D mesh"
-                )
-        held = device_mesh.mesh_dim_names or ()
-        if held.index(names[0]) >= held.index(names[1]):
-            raise ValueError(
-                f"{type(self).__name__}: mesh_axis={names} is not in the order of the mesh, whose axes are {held}: the "
-                f"first of them cuts first. Give mesh_axis={tuple(sorted(names, key=held.index))}, or make a mesh with "
-                "the axes in the other order"
-            )
-        inner = device_mesh[names[1]].size()
-        return flattened(device_mesh, names), self.strategy.over_two_axes(inner)
 
     def __repr__(self) -> str:
         layout = getattr(self.layout, "__name__", repr(self.layout))

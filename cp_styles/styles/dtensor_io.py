@@ -38,25 +38,25 @@ class DTensorIO:
     Args:
         axis: the 1-D mesh of the sequence.
         composed: the mesh that the style was given.
-        sequence: the names of its axes that cut the sequence.
         seq_dim: the sequence dim of the module's inputs.
         use_local_output: whether outputs are local tensors, if inputs are not DTensors on other axes.
     """
 
-    def __init__(
-        self, axis: DeviceMesh, composed: DeviceMesh, sequence: tuple[str, ...], seq_dim: int, use_local_output: bool
-    ) -> None:
+    def __init__(self, axis: DeviceMesh, composed: DeviceMesh, seq_dim: int, use_local_output: bool) -> None:
         self._axis = axis
         self._composed = composed
-        self._sequence = sequence
         self._seq_dim = seq_dim
         self._use_local_output = use_local_output
         self._known: dict[DeviceMesh, OtherAxes | str] = {}
 
     @property
-    def axes(self) -> tuple[DeviceMesh, DeviceMesh, tuple[str, ...]]:
-        """The 1-D mesh of the sequence, the mesh of the style, and the names of its axes that cut the sequence."""
-        return self._axis, self._composed, self._sequence
+    def axes(self) -> tuple[DeviceMesh, DeviceMesh]:
+        """The 1-D mesh of the sequence, and the mesh of the style."""
+        return self._axis, self._composed
+
+    @property
+    def _sequence(self) -> str:
+        return (self._axis.mesh_dim_names or ("cp",))[0]
 
     def other_axes(self, labels: Sequence[str], inputs: Sequence[Any]) -> OtherAxes | None:
         """The other axes on which query, key and value are DTensors. None if there are none.
@@ -98,7 +98,7 @@ class DTensorIO:
         for label, value in zip(labels, inputs, strict=True):
             if found.seq_axis is not None and value.placements[found.seq_axis] != Shard(dim):
                 raise ValueError(
-                    f"{label} is {value.placements[found.seq_axis]!r} on the sequence axis {self._sequence[0]!r} of "
+                    f"{label} is {value.placements[found.seq_axis]!r} on the sequence axis {self._sequence!r} of "
                     f"{mesh.mesh_dim_names}, not Shard({dim}): cut it with the attention's layout, or check seq_dim"
                 )
         others = [found.others(value.placements) for value in inputs]

@@ -49,9 +49,7 @@ class ModuleContextParallel(ContextParallelStyle):
     model the global positions of its tokens (``layout.positions(rank)``).
 
     Args:
-        mesh_axis: the axis of a composed mesh that cuts the sequence. A 1-D mesh is used whatever its name. Two axes
-            (outer, inner) are for hybrid strategies: the sequence is cut over both. The strategy inside ``Ulysses``
-            runs over the first, and heads are exchanged over the second, whose ranks are neighbours.
+        mesh_axis: the axis of a composed mesh that cuts the sequence. A 1-D mesh is used whatever its name.
         strategy: how keys and values get to the queries: ``Ring()`` (default), ``AllGather()``, ``Ulysses()``. Their
             docstrings give the communication and the memory.
         layout: the layout with which the inputs were cut, or the balancer that makes it. Default: the layout of the
@@ -102,7 +100,7 @@ class ModuleContextParallel(ContextParallelStyle):
     def __init__(
         self,
         *,
-        mesh_axis: str | tuple[str, str] = "cp",
+        mesh_axis: str = "cp",
         strategy: Strategy | None = None,
         layout: SequenceLayout | Balancer | JointLayout | None = None,
         mask: Mask | None = None,

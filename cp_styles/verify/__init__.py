@@ -21,7 +21,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from cp_styles._compat import flattened
 from cp_styles.styles import parallelize_module
 from cp_styles.styles.base import ContextParallelStyle
 from cp_styles.testing import CommunicationTrace
@@ -370,5 +369,4 @@ def _sequence_axis(plan: Plan, mesh: DeviceMesh) -> DeviceMesh:
         return mesh
     styles = plan.values() if isinstance(plan, Mapping) else [plan]
     names = {style.mesh_axis for style in styles if isinstance(style, ContextParallelStyle)} or {"cp"}
-    name = names.pop()
-    return mesh[name] if isinstance(name, str) else flattened(mesh, tuple(name))
+    return mesh[names.pop()]

@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 import cp_styles
 from cp_styles import (
     AttentionContextParallel,
-    Ring,
     Ulysses,
     head_tail,
     next_token_labels,
@@ -279,17 +278,12 @@ def test_dtensors_on_the_axis():
     assert max(run_ranks(on, 3)) < EXACT
 
 
-@pytest.mark.parametrize("size", ["mesh axes", 2])
-def test_a_hybrid_of_two_mesh_axes_or_one(size):
+def test_a_hybrid():
     problem = Problem(length=13, kv_heads=2)
 
     def on(rank):
-        if size == 2:
-            mesh, style = cp_mesh(4), AttentionContextParallel(strategy=Ulysses(inner=Ring(), size=2))
-        else:
-            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
-            style = AttentionContextParallel(mesh_axis=("outer", "inner"), strategy=Ulysses(inner=Ring()))
-        return max(run_attention(parallelize_module(Core(), mesh, style), problem, rank, 4))
+        core = parallelize_module(Core(), cp_mesh(4), AttentionContextParallel(strategy=Ulysses(size=2)))
+        return max(run_attention(core, problem, rank, 4))
 
     assert max(run_ranks(on, 4)) < EXACT
 

@@ -94,20 +94,20 @@ def test_each_door(door, way: tuple[Strategy, int], backend: str):
 
 @pytest.mark.parametrize("nccl_only", BACKENDS.values(), ids=BACKENDS)
 @pytest.mark.parametrize("door", [AttentionContextParallel, ModuleContextParallel])
-def test_two_mesh_axes_and_documents_of_a_scope(door, nccl_only: bool):
-    """Ulysses over the second axis and a ring over the first, in a mesh with an axis more."""
+def test_a_hybrid_and_documents_of_a_scope(door, nccl_only: bool):
+    """In a mesh with an axis more."""
     lengths, layout = (9, 1, 16), striped(LENGTH, 4)
     document = document_of(lengths)
     sees = allowed(lambda p, j: document(p) == document(j) and p - 6 <= j <= p, LENGTH, LENGTH)
     problem = Problem(length=LENGTH, kv_heads=2, heads=4, mask=sees)
 
     def on(rank: int) -> float:
-        mesh = init_device_mesh("cuda", (1, 2, 2), mesh_dim_names=("dp", "ring", "ulysses"))
-        style = door(mesh_axis=("ring", "ulysses"), strategy=Ulysses(), mask=SlidingWindow(6, 0), kernel=ON_GPU)
+        mesh = init_device_mesh("cuda", (1, 4), mesh_dim_names=("dp", "seq"))
+        style = door(mesh_axis="seq", strategy=Ulysses(size=2), mask=SlidingWindow(6, 0), kernel=ON_GPU)
         attend = parallelize_module(Core(), mesh, style)
         leaves, cotangent = problem.shard(layout, rank, 4)
         given = [put(x) for x in leaves]
-        with SequenceScope(layout, mask=Documents(lengths), mesh_axis="ring_ulysses"):
+        with SequenceScope(layout, mask=Documents(lengths), mesh_axis="seq"):
             out = attend(*given)
         out.backward(put(cotangent))
         return max(problem.errors([read(out), *(read(x.grad) for x in given)], layout, rank, 4))

@@ -90,14 +90,13 @@ def test_axes_of_any_name_and_both_at_once():
     assert max(map(max, run_ranks(on, 8))) < EXACT
 
 
-def test_a_sequence_over_two_axes():
-    """The hybrid, with tp inside: cut over outer and inner, which the style flattens."""
+def test_a_hybrid_with_tp_inside():
     problem = Problem(length=16, heads=4, kv_heads=4)
 
     def on(rank: int) -> list[float]:
-        mesh = composed_mesh(2, 2, 2, names=("outer", "inner", "tp"))
-        core = parallel(Core(), mesh, mesh_axis=("outer", "inner"), strategy=Ulysses(inner=Ring()))
-        own = 2 * mesh.get_local_rank("outer") + mesh.get_local_rank("inner")
+        mesh = composed_mesh(4, 2)
+        core = parallel(Core(), mesh, strategy=Ulysses(inner=Ring(), size=2))
+        own = mesh.get_local_rank("cp")
         leaves, cotangent = problem.shard(head_tail, own, 4)
         tp = mesh["tp"]
         inputs = [

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from cp_styles import (
     AttentionContextParallel,
     ColwiseParallel,
+    ModuleContextParallel,
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
@@ -23,7 +24,7 @@ from cp_styles import (
 )
 from cp_styles.layout import SequenceLayout, head_tail
 from cp_styles.mask import Dense
-from cp_styles.testing import RankError, run_ranks
+from cp_styles.testing import run_ranks
 from tests.covering import at_night
 from tests.oracle import error, randn
 from tests.ranks.attention_case import EXACT, Core, Problem, parallel
@@ -171,14 +172,10 @@ def test_gathering_the_sequence_inside_is_refused_beside_tp_too():
         assert "no fused attention op was reached inside the module" in text
 
 
-def test_two_axes_in_another_order_than_the_mesh():
-    def on(rank: int) -> None:
-        mesh = composed_mesh(names=("outer", "inner"))
-        torch.distributed.barrier()  # a rank that ends at once must not leave while others make the mesh's groups
-        parallel(Core(), mesh, mesh_axis=("inner", "outer"))
-
-    with pytest.raises(RankError, match=r"is not in the order of the mesh, .* Give mesh_axis=\('outer', 'inner'\)"):
-        run_ranks(on, 4)
+@pytest.mark.parametrize("style", [AttentionContextParallel, ModuleContextParallel])
+def test_two_axes_are_made_one(style):
+    with pytest.raises(TypeError, match=r"mesh_axis is the name of one axis, got \('a', 'b'\).*Ulysses\(size=inner\)"):
+        style(mesh_axis=("a", "b"))
 
 
 def llama_step(length: int, mesh: DeviceMesh, *plans) -> list[torch.Tensor]:
