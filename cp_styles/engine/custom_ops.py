@@ -50,6 +50,7 @@ Source: TypeAlias = Binding | ScopedBinding
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides, torch.Tag.cudagraph_unsafe)
 _LIVE, _UNSPELLED = "live:", "unspelled:"
 _LABELS = ("query", "key", "value")
+_DENSE = torch.strided
 
 # Handles in use: an op takes strings, but no objects. The table is weak, so a handle keeps nothing alive.
 _live: WeakValueDictionary[str, Source] = WeakValueDictionary()
@@ -184,7 +185,8 @@ def _scope_text(scope: SequenceScope, name: str) -> str:
 def check_local(name: str, tensors: tuple[torch.Tensor, ...]) -> None:
     """Raise unless the inputs are plain 4-D tensors of one floating-point dtype on one device."""
     q, k, v = tensors
-    plain = type(q) is type(k) is type(v) is torch.Tensor
+    plain = type(q) is type(k) is type(v) is torch.Tensor and q.layout is k.layout is v.layout is _DENSE
+    plain = plain and not (q.is_nested or k.is_nested or v.is_nested)
     if not plain or forward_mode_level() >= 0 or torch_func_transform() is not None:
         check_plain(name, tensors)
     for label, tensor in zip(_LABELS, tensors, strict=True):
@@ -203,13 +205,24 @@ def check_local(name: str, tensors: tuple[torch.Tensor, ...]) -> None:
 
 
 def check_plain(name: str, tensors: tuple[torch.Tensor, ...]) -> None:
-    """Raise for objects that are not tensors, for DTensors, and for tensors in forward mode or in torch.func."""
+    """Raise for what is no dense tensor of this rank, and for tensors in forward mode or in torch.func."""
     for label, tensor in zip(_LABELS, tensors, strict=True):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name}: {label} must be a tensor, got {type(tensor).__name__}")
         if isinstance(tensor, DTensor):
             raise TypeError(f"{name}: {label} is a DTensor; pass this rank's part, tensor.to_local()")
+        refuse_nested(name, label, tensor)
+        if tensor.layout is not _DENSE:
+            raise NotImplementedError(f"{name}: {label} has the layout {tensor.layout}: pass {label}.to_dense()")
     refuse_transforms(name, tensors)
+
+
+def refuse_nested(name: str, label: str, tensor: torch.Tensor) -> None:
+    if tensor.is_nested:
+        raise NotImplementedError(
+            f"{name}: {label} is a nested tensor: pack the documents into one sequence, tensors [1, H, S, D] under a "
+            "SequenceScope(layout, mask=Documents(lengths))"
+        )
 
 
 # -- forward --

@@ -34,7 +34,7 @@ from cp_styles._compat import (
 )
 from cp_styles.comm.agreement import offer_refusal
 from cp_styles.engine.binding import Binding, Tally, refuse_dropout, refuse_grouped
-from cp_styles.engine.custom_ops import config_text_of
+from cp_styles.engine.custom_ops import config_text_of, refuse_nested
 from cp_styles.engine.dtensor_handlers import binding_of
 from cp_styles.engine.reruns import RerunMode
 from cp_styles.engine.scope import ScopedBinding
@@ -229,14 +229,10 @@ class AttentionCalls(RerunMode):
         attn_mask, is_causal = causal_bias(attn_mask, is_causal)
 
         def refuse() -> None:
-            for tensor in (query, key, value):
+            for label, tensor in (("query", query), ("key", key), ("value", value)):
                 if isinstance(tensor, DTensor):
                     raise ValueError(f"{self._name}: query, key and value are DTensors here; pass local tensors")
-                if tensor.is_nested:
-                    raise NotImplementedError(
-                        f"{self._name}: query, key and value are nested tensors here: pack the documents into one "
-                        "sequence, tensors [1, H, S, D] under a SequenceScope(layout, mask=Documents(lengths))"
-                    )
+                refuse_nested(self._name, label, tensor)
             if cache_of(key) is not None:
                 raise NotImplementedError(
                     f"{self._name}: scaled_dot_product_attention was called on the keys of a cache that is cut over "

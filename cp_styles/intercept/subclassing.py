@@ -60,7 +60,7 @@ def put_before_class(
     first: ``remove_parametrizations`` takes the properties out of it, and puts its first base in its place.
     """
     cls = outermost = type(module)
-    properties = module.parametrizations if parametrize.is_parametrized(module) else ()
+    properties: Any = module.parametrizations if parametrize.is_parametrized(module) else ()
     parametrized = any(name in vars(cls) for name in properties)
     if parametrized:
         cls = cls.__bases__[0]

@@ -29,6 +29,7 @@ from cp_styles._compat import (
 )
 from cp_styles.comm.agreement import Meeting, StatusRow, exchange_status, ledger_of
 from cp_styles.engine.binding import Binding
+from cp_styles.engine.custom_ops import refuse_nested
 from cp_styles.functions.decode import LayerCaches
 from cp_styles.intercept.function_mode import AttentionCalls, names_of_inputs, wrapped_by
 from cp_styles.intercept.token_flow import TokenFlow
@@ -119,6 +120,9 @@ class TokenGuard:
         if binding.group.size() == 1 or graph_task_id() >= 0 or _captures():
             return None
         inputs = dict(zip(names_of_inputs(module), args, strict=False)) | kwargs
+        for label, value in inputs.items():
+            if isinstance(value, torch.Tensor):
+                refuse_nested(self._name, label, value)
         past = inputs.get("past_key_values")
         past = getattr(past, "self_attention_cache", past)
         if isinstance(past, LayerCaches) and past.prefilled:

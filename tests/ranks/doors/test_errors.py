@@ -25,6 +25,7 @@ from cp_styles.mask import Causal, Dense, Documents, SlidingWindow
 from cp_styles.strategies import Ring
 from cp_styles.styles import AttentionContextParallel, ModuleContextParallel, parallelize_module
 from cp_styles.testing import run_ranks
+from cp_styles.torch_api import context_parallel
 from tests.oracle import randn
 from tests.ranks.attention_case import Core, parallel
 from tests.ranks.leak_scene import RANKS, Scene, attention_of, refusals
@@ -377,13 +378,8 @@ def _both_styles(mesh):
             lambda x: x[0, 0],
             r"query must have 4 dims .*, got \(4, 8\)",
         ),
-        (
-            lambda mesh: parallelize_module(_Inner(), mesh, ModuleContextParallel()),
-            lambda x: torch.nested.nested_tensor([x[0]], layout=torch.jagged),
-            r"nested tensors here: pack the documents .*SequenceScope",
-        ),
     ],
-    ids=["both styles", "2 dims", "nested"],
+    ids=["both styles", "2 dims"],
 )
 def test_inputs_and_styles_that_name_the_remedy(make, change, words: str):
     def on(rank: int):
@@ -393,3 +389,45 @@ def test_inputs_and_styles_that_name_the_remedy(make, change, words: str):
 
     errors = run_ranks(on, 2, return_errors=True, timeout_seconds=20)
     assert all(re.search(words, str(error)) for error in errors), errors
+
+
+def _jagged(x: torch.Tensor) -> torch.Tensor:
+    return torch.nested.nested_tensor_from_jagged(x[0].transpose(0, 1).contiguous(), torch.tensor([0, 4]))
+
+
+def _in_block(mesh):
+    def attend(*tensors: torch.Tensor) -> torch.Tensor:
+        with context_parallel(mesh):
+            return Core()(*tensors)
+
+    return attend
+
+
+DOORS = {
+    "function": lambda mesh: partial(context_attention, group=mesh),
+    "block": _in_block,
+    "module": lambda mesh: parallelize_module(Core(), mesh, ModuleContextParallel(check_inputs=False)),
+    "style": lambda mesh: parallelize_module(Core(), mesh, AttentionContextParallel()),
+}
+ODD = {
+    "2 dims": (lambda x: x[0, 0], r"query must have 4 dims .*, got \(4, 8\)"),
+    "jagged": (_jagged, r"nested tensor: pack the documents .*SequenceScope"),
+    "nested": (lambda x: torch.nested.nested_tensor([x[0]]), r"nested tensor: pack the documents .*SequenceScope"),
+    "sparse": (lambda x: x.to_sparse(), r"has the layout torch.sparse_coo: pass query.to_dense\(\)"),
+    "int16": (lambda x: x.to(torch.int16), "must share one floating-point dtype .*torch.int16"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("odd", ODD)
+def test_one_rank_has_tensors_that_no_attention_takes(door: str, odd: str):
+    change, words = ODD[odd]
+
+    def on(rank: int):
+        attend = DOORS[door](init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)))
+        attend(*(change(x) if rank else x for x in torch.zeros(3, 1, 2, 4, 8)))
+
+    other, own = run_ranks(on, 2, return_errors=True, timeout_seconds=20)
+    assert re.search(words, str(own)), own
+    assert "ranks [1] of mesh axis 'cp' refused" in str(other)
