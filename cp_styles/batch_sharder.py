@@ -143,7 +143,7 @@ class ShardedBatch(dict[str, Any]):
 class BatchSharder:
     """Cuts the batches of a language model: from a whole batch, the same on all ranks of a sequence, this rank's part.
 
-    A training step on the ranks of ``mesh``::
+    Example::
 
         parallelize_module(model, mesh, ModuleContextParallel())
         sharder = BatchSharder(mesh)

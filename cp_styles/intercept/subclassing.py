@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from torch import nn
 from torch.nn.utils import parametrize
@@ -60,7 +60,7 @@ def put_before_class(
     first: ``remove_parametrizations`` takes the properties out of it, and puts its first base in its place.
     """
     cls = outermost = type(module)
-    properties: Any = module.parametrizations if parametrize.is_parametrized(module) else ()
+    properties = cast(nn.ModuleDict, module.parametrizations) if parametrize.is_parametrized(module) else ()
     parametrized = any(name in vars(cls) for name in properties)
     if parametrized:
         cls = cls.__bases__[0]

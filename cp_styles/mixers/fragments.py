@@ -106,24 +106,27 @@ class RowsBefore:
 @remembered
 def rows_before(layout: SequenceLayout, documents: tuple[int, ...], width: int, rank: int) -> RowsBefore:
     """What ``rank`` sends and receives if each position needs the ``width`` positions of its document before it."""
-    with torch.device("cpu"):
-        holder, row = (torch.empty(layout.length, dtype=torch.int64) for _ in range(2))
-        for peer in range(layout.ranks):
-            positions = layout.positions(peer, "cpu")
-            holder[positions], row[positions] = peer, torch.arange(len(positions))
-        edges = torch.tensor((0, *accumulate(documents)))
-        needs = [_needs(layout, documents, edges, width, peer) for peer in range(layout.ranks)]
-        sent = tuple(row[needed[holder[needed] == rank]] for needed, _ in needs)
-        needed, into = needs[rank]
-        received = tuple(into[holder[needed] == peer] for peer in range(layout.ranks))
-        crosses = any(bool((holder[needed] != peer).any()) for peer, (needed, _) in enumerate(needs))
-        parts, kept, at, held = [], [], 0, _rows_of(layout, documents, rank)
-        slots = len(held) * width
-        for index, (low, high) in enumerate(held):
-            parts += [torch.arange(index * width, (index + 1) * width), torch.arange(slots + low, slots + high)]
-            kept.append(torch.arange(at + width, at + width + high - low))
-            at += width + high - low
-        return RowsBefore(slots, sent, received, torch.cat(parts), torch.cat(kept), crosses)
+    holder, row = (torch.empty(layout.length, dtype=torch.int64, device="cpu") for _ in range(2))
+    for peer in range(layout.ranks):
+        positions = layout.positions(peer, "cpu")
+        holder[positions], row[positions] = peer, _range(0, len(positions))
+    edges = torch.tensor((0, *accumulate(documents)), device="cpu")
+    needs = [_needs(layout, documents, edges, width, peer) for peer in range(layout.ranks)]
+    sent = tuple(row[needed[holder[needed] == rank]] for needed, _ in needs)
+    needed, into = needs[rank]
+    received = tuple(into[holder[needed] == peer] for peer in range(layout.ranks))
+    crosses = any(bool((holder[needed] != peer).any()) for peer, (needed, _) in enumerate(needs))
+    parts, kept, at, held = [], [], 0, _rows_of(layout, documents, rank)
+    slots = len(held) * width
+    for index, (low, high) in enumerate(held):
+        parts += [_range(index * width, (index + 1) * width), _range(slots + low, slots + high)]
+        kept.append(_range(at + width, at + width + high - low))
+        at += width + high - low
+    return RowsBefore(slots, sent, received, torch.cat(parts), torch.cat(kept), crosses)
+
+
+def _range(low: int, high: int) -> torch.Tensor:
+    return torch.arange(low, high, device="cpu")
 
 
 def _rows_of(layout: SequenceLayout, documents: tuple[int, ...], rank: int) -> list[Chunk]:
@@ -136,8 +139,8 @@ def _needs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The positions that ``rank`` needs before its fragments, and the slots that they go to."""
     own = [each for each in fragments_of(layout, documents) if each.rank == rank]
-    starts = torch.tensor([each.start for each in own], dtype=torch.int64)[:, None]
-    positions = starts + torch.arange(-width, 0)
+    starts = torch.tensor([each.start for each in own], dtype=torch.int64, device="cpu")[:, None]
+    positions = starts + _range(-width, 0)
     begins = edges[torch.searchsorted(edges, starts, right=True) - 1]
     there = (positions >= begins).flatten()
     return positions.flatten()[there], torch.nonzero(there).flatten()

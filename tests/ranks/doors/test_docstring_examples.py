@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import textwrap
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -60,6 +61,7 @@ def test_examples_without_ranks(name: str):
 @pytest.mark.parametrize("name", ON_RANKS)
 def test_examples_on_ranks(name: str):
     wholes = [randn(seed, 1, 8, 1000, 64).float() for seed in range(3)]
+    model = Llama(LlamaConfig(vocabulary=16, width=16, heads=2, kv_heads=2, hidden=16))
     given = {f"{each}_new": randn(seed, 1, 8, 1, 64).float() for seed, each in enumerate("qkv")}
     given |= {"hidden": randn(3, 500, 16), "labels": torch.arange(500) % 16, "x": randn(4, 2, 16).float()}
 
@@ -67,13 +69,13 @@ def test_examples_on_ranks(name: str):
         found: dict[str, Any] = {**KNOWN, **TORCHS, **given}
         found["mesh"] = mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
         found["init_device_mesh"] = init_device_mesh
-        found["model"] = Llama(LlamaConfig(vocabulary=16, width=16, heads=2, kv_heads=2, hidden=16))
+        found["model"] = deepcopy(model)
         found["core"] = parallelize_module(Core(), mesh, AttentionContextParallel())
         found["head"] = torch.nn.Linear(16, 16).double()
         found["layer"] = torch.nn.Linear(16, 16)
         found["logits"] = found["head"](found["hidden"])
         found["qkv"] = [whole.clone().requires_grad_() for whole in wholes]
-        found["tokens"] = torch.arange(1000)[None]
+        found["tokens"] = torch.arange(1000)[None] % 16
         found["attend"] = partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True)
         found["qkv_of"] = lambda tokens: [tokens[:, None, :, None].float().expand(1, 8, -1, 64)] * 3
         exec(EXAMPLES[name], found)
