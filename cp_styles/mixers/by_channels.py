@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
@@ -14,10 +14,10 @@ import torch
 from cp_styles._compat import uncompiled
 from cp_styles.collectives.autograd import differentiable, tied
 from cp_styles.collectives.heads import head_exchange
-from cp_styles.comm.agreement import EVERY_CALL, Agreement, NoAgreement
+from cp_styles.comm.agreement import EVERY_CALL, Agreement
 from cp_styles.comm.groups import GroupOrMesh
 from cp_styles.layout import Balancer, SequenceLayout
-from cp_styles.mixers.fragments import Cut, Packed, agreed_cut, packed_in
+from cp_styles.mixers.fragments import Cut, CutSequence, Packed
 
 
 @dataclass(frozen=True)
@@ -89,25 +89,18 @@ def context_by_channels(
     how = KNOWN.get(name) if channels is None else channels
     if how is None:
         raise ValueError(f"context_by_channels: it is not known how {name} takes its arguments: pass channels=")
-    return partial(_run, kernel, f"context_by_channels({name})", how, group, layout, documents, agreement)
+    sequence = CutSequence.of_call(f"context_by_channels({name})", group, layout, documents, agreement)
+    return partial(scanned_by_channels, sequence, kernel, how)
 
 
 @uncompiled
-def _run(
-    kernel: Callable[..., Any],
-    name: str,
-    how: Channels,
-    group: GroupOrMesh,
-    layout: SequenceLayout | Balancer | None,
-    documents: Packed,
-    agreement: Agreement,
-    *args: Any,
-    **kwargs: Any,
+def scanned_by_channels(
+    sequence: CutSequence, kernel: Callable[..., Any], how: Channels, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
-    packed = documents if documents is not None else packed_in(kwargs)
-    named: dict[str, Any] = {}
+    """:func:`context_by_channels` of a sequence, called with the arguments of ``kernel``."""
+    sequence, name, named = sequence.packed_by(kwargs), sequence.name, {}
 
-    def describe() -> tuple[Sequence[torch.Tensor], int]:
+    def describe() -> tuple[list[torch.Tensor], int]:
         bound = inspect.signature(kernel).bind(*args, **kwargs)
         named.update({at: value for at, value in bound.arguments.items() if at != "kwargs"} | bound.kwargs)
         if named.pop(how.wants, False):
@@ -117,8 +110,7 @@ def _run(
             raise ValueError(f"{name}: {how.cut} must be [B, C, L] and {how.shared} [B, N, L]")
         return tensors, 2
 
-    cut = agreed_cut(name, group, layout, packed, describe, agreement)
-    return _scanned(kernel, how, named, cut, check=not isinstance(agreement, NoAgreement))
+    return _scanned(kernel, how, named, sequence.agreed(describe), check=sequence.compares)
 
 
 def _scanned(

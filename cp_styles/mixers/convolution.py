@@ -12,11 +12,11 @@ from cp_styles._compat import start_all_to_all, uncompiled, wait_tensor
 from cp_styles.collectives.autograd import differentiable
 from cp_styles.collectives.exchange import Tensors
 from cp_styles.collectives.peers import Peers, dim_of
-from cp_styles.comm.agreement import EVERY_CALL, Agreement, NoAgreement
+from cp_styles.comm.agreement import EVERY_CALL, Agreement
 from cp_styles.comm.groups import GroupOrMesh
 from cp_styles.device_copies import tensor_on
 from cp_styles.layout import Balancer, SequenceLayout
-from cp_styles.mixers.fragments import Cut, Packed, RowsBefore, agreed_cut, rows_before
+from cp_styles.mixers.fragments import CutSequence, Packed, RowsBefore, rows_before
 
 
 @uncompiled
@@ -64,25 +64,25 @@ def context_causal_conv1d(
         conv = lambda x_BCL: causal_conv1d_fn(x_BCL, weight_CW, bias_C, activation="silu")
         out_BCL = context_causal_conv1d(conv, x_BCL, mesh, width=4, layout=layout)
     """
-    name = "context_causal_conv1d"
+    sequence = CutSequence.of_call("context_causal_conv1d", group, layout, documents, agreement)
+    return convolved(sequence, conv, x, dim, width)
+
+
+def convolved(
+    sequence: CutSequence, conv: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, dim: int, width: int
+) -> torch.Tensor:
+    """:func:`context_causal_conv1d` of a sequence."""
 
     def describe() -> tuple[list[torch.Tensor], int]:
         dim_of(x, dim, "dim")
         if not isinstance(width, int) or width < 1:
-            raise ValueError(f"{name}: width={width} must be a number of taps, at least 1")
+            raise ValueError(f"{sequence.name}: width={width} must be a number of taps, at least 1")
         return [x], dim
 
-    cut = agreed_cut(name, group, layout, documents, describe, agreement, width=width, dim=dim)
-    return convolved(conv, x, dim % x.ndim, width, cut, check=not isinstance(agreement, NoAgreement))
-
-
-def convolved(
-    conv: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, dim: int, width: int, cut: Cut, *, check: bool
-) -> torch.Tensor:
-    """:func:`context_causal_conv1d` after the ranks have agreed."""
+    cut, dim = sequence.agreed(describe, width=width, dim=dim), dim % x.ndim
     plan = rows_before(cut.layout, cut.documents, width - 1, cut.peers.rank)
     before = RowsOfOthers(cut.peers, dim, plan, x.shape[dim])
-    (slots,) = differentiable(before, x, check=check) if plan.crosses else before(x)
+    (slots,) = differentiable(before, x, check=sequence.compares) if plan.crosses else before(x)
     one = plan.slots < width  # one fragment
     given = torch.cat((slots, x), dim)
     if not one:
@@ -90,7 +90,7 @@ def convolved(
     out = conv(given)
     if out.shape[dim] != given.shape[dim]:
         raise ValueError(
-            f"context_causal_conv1d: conv returned {out.shape[dim]} tokens for {given.shape[dim]}: it must return an "
+            f"{sequence.name}: conv returned {out.shape[dim]} tokens for {given.shape[dim]}: it must return an "
             "output for each token, without those of its padding"
         )
     if one:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
+import torch.distributed as dist
 
 from cp_styles.bounded_cache import remembered
 from cp_styles.collectives.peers import Facts, Peers, consult, peers_of
@@ -18,7 +19,7 @@ from cp_styles.layout import Balancer, Chunk, SequenceLayout, head_tail, layout_
 from cp_styles.mask import All, Documents, Mask, PerRow
 from cp_styles.troubleshooting import see
 
-Packed: TypeAlias = Documents | Sequence[int] | None
+Packed: TypeAlias = Documents | tuple[int, ...] | list[int] | None
 """The lengths of the documents of the whole sequence. None: those of the SequenceScope around the call, or one."""
 
 
@@ -162,92 +163,119 @@ def documents_in(mask: Mask) -> Documents | PerRow | None:
     return found[0] if found else None
 
 
-def agreed_cut(
-    name: str,
-    group: GroupOrMesh,
-    layout: SequenceLayout | Balancer | None,
-    documents: Packed,
-    describe: Callable[[], tuple[Sequence[torch.Tensor], int]],
-    agreement: Agreement,
-    **same: Any,
-) -> Cut:
-    """How the sequence of a call is cut, once all ranks know that their calls fit together.
+@dataclass(frozen=True)
+class CutSequence:
+    """The sequence of a call, before the ranks have agreed on it.
 
-    Args:
-        name: name of the function, for messages.
-        group: the ranks that share the sequence.
-        layout: the layout, or the balancer that makes it; None for that of the SequenceScope around the call.
-        documents: see :data:`Packed`.
-        describe: checks this rank's arguments. Returns its tensors, and the dim of the sequence in them.
-        agreement: NoAgreement for no comparison.
-        same: what else must be the same on all ranks.
-
-    Communication: one all-gather of some integers; none with NoAgreement.
+    Attributes:
+        name: what is called, for messages.
+        axis: name of the mesh axis, for messages.
+        group: the ranks that share it.
+        layout: the layout, or the balancer that makes it.
+        documents: its documents, or what says so; None for one.
+        compares: whether the ranks compare their calls.
+        refuse: raises for errors that only this rank may see.
     """
-    axis, process_group = axis_and_group(name, group)
-    peers = peers_of(process_group)
-    scope = open_scope(axis) if layout is None else None
-    if scope is not None:
-        layout = scope.layout
-        documents = documents_in(scope.mask) if documents is None else documents  # pyright: ignore[reportAssignmentType]
-    layout = head_tail if layout is None else layout
-    fixed = layout if isinstance(layout, SequenceLayout) else None
-    compares = not isinstance(agreement, NoAgreement)
 
-    def facts() -> Facts:
-        tensors, dim = describe()
-        if isinstance(documents, PerRow):
-            raise NotImplementedError(f"{name}: each row of the batch has documents of its own: call it row by row")
-        if not compares and fixed is None:
-            raise ValueError(f"{name}: NoAgreement() needs the lengths of all ranks: give it a SequenceLayout")
-        length = tensors[0].shape[dim]
-        if any(x.shape[dim] != length for x in tensors):
-            raise ValueError(f"{name}: tensors of {[x.shape[dim] for x in tensors]} tokens in one call")
-        if fixed is not None and (fixed.ranks, fixed.lengths[peers.rank : peers.rank + 1]) != (peers.size, (length,)):
+    name: str
+    axis: str
+    group: dist.ProcessGroup
+    layout: SequenceLayout | Balancer
+    documents: Packed | PerRow
+    compares: bool = True
+    refuse: Callable[[], None] | None = None
+
+    @classmethod
+    def of_call(
+        cls,
+        name: str,
+        group: GroupOrMesh,
+        layout: SequenceLayout | Balancer | None,
+        documents: Packed,
+        agreement: Agreement,
+    ) -> CutSequence:
+        """That of a function's arguments, or of the scope around its call."""
+        axis, process_group = axis_and_group(name, group)
+        scope = open_scope(axis) if layout is None else None
+        found = documents_in(scope.mask) if scope is not None and documents is None else documents
+        layout = (head_tail if scope is None else scope.layout) if layout is None else layout
+        return cls(name, axis, process_group, layout, found, not isinstance(agreement, NoAgreement))
+
+    def packed_by(self, kwargs: dict[str, Any]) -> CutSequence:
+        """This one, with the documents that the arguments of a kernel say. They are taken out of ``kwargs``."""
+        ends = [kwargs.pop(name, None) for name in ("cu_seqlens", "cu_seqlens_cpu")]
+        ids = kwargs.pop("seq_idx", None)
+        given = next((each for each in ends if each is not None), None)
+        if given is None and ids is None:
+            return self
+        if given is not None:
+            found = Documents.from_cu_seqlens(given)
+        else:
+            found = Documents.from_ids(ids[0] if ids.ndim == 2 and bool((ids == ids[:1]).all()) else ids)
+        return replace(self, documents=found)
+
+    def agreed(self, describe: Callable[[], tuple[list[torch.Tensor], int]], **same: Any) -> Cut:
+        """How it is cut, once all ranks know that their calls fit together.
+
+        Args:
+            describe: checks this rank's arguments. Returns its tensors, and the dim of the sequence in them.
+            same: what else must be the same on all ranks.
+
+        Communication: one all-gather of some integers, if they compare.
+        """
+        name, layout, documents, peers = self.name, self.layout, self.documents, peers_of(self.group)
+        fixed = layout if isinstance(layout, SequenceLayout) else None
+
+        def facts() -> Facts:
+            if self.refuse is not None:
+                self.refuse()
+            tensors, dim = describe()
+            if isinstance(documents, PerRow):
+                raise NotImplementedError(
+                    f"{name}: each row of the batch has documents of its own: pass one row in a call, or pack all rows "
+                    "into one"
+                )
+            if not self.compares and fixed is None:
+                raise ValueError(f"{name}: NoAgreement() needs the lengths of all ranks: give it a SequenceLayout")
+            length = tensors[0].shape[dim]
+            if any(x.shape[dim] != length for x in tensors):
+                raise ValueError(f"{name}: tensors of {[x.shape[dim] for x in tensors]} tokens in one call")
+            own = (peers.size, (length,))
+            if fixed is not None and (fixed.ranks, fixed.lengths[peers.rank : peers.rank + 1]) != own:
+                raise ValueError(
+                    f"{name}: the layout cuts {fixed.length} positions for {fixed.ranks} ranks, {list(fixed.lengths)}, "
+                    f"but rank {peers.rank} of the {peers.size} of mesh axis {self.axis!r} has {length}: cut the "
+                    "inputs with the layout of the call (layout.shard), or open a SequenceScope with it around the call"
+                    f"{see('A layout of another length')}"
+                )
+            said: dict[str, Any] = {
+                "shape": [[size for at, size in enumerate(x.shape) if at != dim % x.ndim] for x in tensors],
+                "dtype": [str(x.dtype).removeprefix("torch.") for x in tensors],
+                "requires_grad": torch.is_grad_enabled() and any(x.requires_grad for x in tensors),
+                "layout": fixed if fixed is not None else getattr(layout, "__qualname__", "a balancer"),
+                "documents": None if documents is None else lengths_of(documents),
+            }
+            return Facts(said | same, length)
+
+        held = consult(peers, name, facts, self.compares)
+        lengths = held if fixed is None else fixed.lengths
+        whole = sum(lengths)
+        made = layout if isinstance(layout, SequenceLayout) else layout_made_by(layout, whole, peers.size)
+        if made.lengths != lengths:
             raise ValueError(
-                f"{name}: the layout cuts {fixed.length} positions for {fixed.ranks} ranks, {list(fixed.lengths)}, but "
-                f"rank {peers.rank} of the {peers.size} of mesh axis {axis!r} has {length}: cut the inputs with the "
-                "layout of the call (layout.shard), or open a SequenceScope with it around the call"
-                f"{see('A layout of another length')}"
+                f"{name}: the ranks of mesh axis {self.axis!r} hold {list(lengths)} positions, but the layout gives "
+                f"them {list(made.lengths)}: cut the inputs with the layout of the call (layout.shard), or pass layout="
+                f"{see('Inputs that were cut in another way')}"
             )
-        shapes = [[size for at, size in enumerate(x.shape) if at != dim % x.ndim] for x in tensors]
-        said: dict[str, Any] = {
-            "shape": shapes,
-            "dtype": [str(x.dtype).removeprefix("torch.") for x in tensors],
-            "requires_grad": torch.is_grad_enabled() and any(x.requires_grad for x in tensors),
-            "layout": fixed if fixed is not None else getattr(layout, "__qualname__", "a balancer"),
-            "documents": None if documents is None else lengths_of(documents),
-        }
-        return Facts(said | same, length)
-
-    held = consult(peers, name, facts, compares)
-    lengths = fixed.lengths if fixed is not None else held
-    whole = sum(lengths)
-    made = layout_made_by(layout, whole, peers.size) if fixed is None else fixed  # pyright: ignore[reportArgumentType]
-    if made.lengths != lengths:
-        raise ValueError(
-            f"{name}: the ranks of mesh axis {axis!r} hold {list(lengths)} positions, but the layout gives them "
-            f"{list(made.lengths)}: cut the inputs with the layout of the call (layout.shard), or pass layout="
-            f"{see('Inputs that were cut in another way')}"
-        )
-    sizes = (whole,) if documents is None else lengths_of(documents)
-    if sum(sizes) != whole:
-        raise ValueError(
-            f"{name}: documents of {sum(sizes)} positions in a sequence of {whole}: pass the lengths of the documents "
-            "of the whole sequence, the same on all ranks"
-        )
-    return Cut(peers, made, sizes)
+        assert not isinstance(documents, PerRow)
+        sizes = (whole,) if documents is None else lengths_of(documents)
+        if sum(sizes) != whole:
+            raise ValueError(
+                f"{name}: documents of {sum(sizes)} positions in a sequence of {whole}: pass the lengths of the "
+                "documents of the whole sequence, the same on all ranks"
+            )
+        return Cut(peers, made, sizes)
 
 
-def lengths_of(documents: Documents | Sequence[int]) -> tuple[int, ...]:
+def lengths_of(documents: Documents | Iterable[int]) -> tuple[int, ...]:
     return documents.lengths if isinstance(documents, Documents) else tuple(int(size) for size in documents)
-
-
-def packed_in(kwargs: dict[str, Any]) -> Packed:
-    """The documents that the arguments of a kernel say, taken out of them."""
-    found = [kwargs.pop(name, None) for name in ("cu_seqlens", "cu_seqlens_cpu", "cu_seq_lens_q")]
-    ids = kwargs.pop("seq_idx", None)
-    for each in found:
-        if each is not None:
-            return Documents.from_cu_seqlens(each)
-    return None if ids is None else Documents.from_ids(ids)  # pyright: ignore[reportReturnType]

@@ -9,7 +9,7 @@ fragments in the order of positions, from the start of the document, and runs it
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,10 +19,10 @@ import torch
 from cp_styles._compat import uncompiled
 from cp_styles.collectives.autograd import differentiable, gather_exchange, tied
 from cp_styles.collectives.rows import Rows
-from cp_styles.comm.agreement import EVERY_CALL, Agreement, NoAgreement
+from cp_styles.comm.agreement import EVERY_CALL, Agreement
 from cp_styles.comm.groups import GroupOrMesh
 from cp_styles.layout import Balancer, Chunk, SequenceLayout
-from cp_styles.mixers.fragments import Cut, Fragment, Packed, agreed_cut, packed_in
+from cp_styles.mixers.fragments import Cut, CutSequence, Fragment, Packed
 
 
 @dataclass(frozen=True)
@@ -133,36 +133,24 @@ def context_recurrence(
             f"context_recurrence: it is not known how {name} takes its arguments: pass recurrence=Recurrence(...), or "
             "for kernels without an initial state use context_by_channels"
         )
-    return partial(_run, kernel, f"context_recurrence({name})", how, group, layout, documents, agreement)
+    sequence = CutSequence.of_call(f"context_recurrence({name})", group, layout, documents, agreement)
+    return partial(recurred, sequence, kernel, how)
 
 
 @uncompiled
-def _run(
-    kernel: Callable[..., Any],
-    name: str,
-    how: Recurrence,
-    group: GroupOrMesh,
-    layout: SequenceLayout | Balancer | None,
-    documents: Packed,
-    agreement: Agreement,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
+def recurred(sequence: CutSequence, kernel: Callable[..., Any], how: Recurrence, *args: Any, **kwargs: Any) -> Any:
+    """:func:`context_recurrence` of a sequence, called with the arguments of ``kernel``."""
     call: Any = None
 
-    def describe() -> tuple[Sequence[torch.Tensor], int]:
+    def describe() -> tuple[list[torch.Tensor], int]:
         nonlocal call
-        call = _KernelCall(kernel, name, how, args, kwargs)
+        call = _KernelCall(kernel, sequence.name, how, args, kwargs)
         return list(call.cut.values()), 1
 
     state = kwargs.get(how.state)
-    said = {
-        "wants": bool(kwargs.get(how.wants)),
-        "state": state is not None and (list(state.shape), state.requires_grad),
-    }
-    packed = documents if documents is not None else packed_in(kwargs)
-    cut = agreed_cut(name, group, layout, packed, describe, agreement, **said)
-    out, final = _recur(call, cut, check=not isinstance(agreement, NoAgreement))
+    begins = state is not None and [list(state.shape), state.requires_grad]
+    cut = sequence.packed_by(kwargs).agreed(describe, wants=bool(kwargs.get(how.wants)), state=begins)
+    out, final = _recur(call, cut, check=sequence.compares)
     # Kernels of FLA always return two, those of mamba-ssm if they are asked for it.
     return (out, final) if call.wants or not how.transposed else out
 
