@@ -35,11 +35,11 @@ from cp_styles import (
     ModuleContextParallel,
     context_attention,
     context_flex_attention,
-    context_parallel,
     context_varlen_attention,
     contiguous,
 )
 from cp_styles.testing import run_ranks
+from cp_styles.torch_api import context_parallel
 
 PACKAGE = str(Path(cp_styles.__file__).parent)
 LENGTH, RANKS, WARM = 64, 2, 3

@@ -29,7 +29,7 @@ LAYERS = (
     ("plan",),
     ("strategies",),
     ("engine",),
-    ("batch_sharder", "functions", "explain", "mixers"),
+    ("batch_sharder", "decoding", "explain", "functions", "joint_layout", "mixers"),
     ("intercept",),
     ("styles", "torch_api", "integrations"),
     ("verify",),

@@ -19,11 +19,11 @@ from cp_styles import (
     ModuleContextParallel,
     batch_sharder,
     contiguous,
-    document_positions,
     head_tail,
     next_token_labels,
     parallelize_module,
 )
+from cp_styles.batch import document_positions
 from cp_styles.integrations import trainers
 from cp_styles.integrations.trainers import share_batches
 from cp_styles.testing import RankError, run_ranks
