@@ -7,7 +7,7 @@ import importlib
 import inspect
 import sys
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple, TypeVar
@@ -253,117 +253,18 @@ def in_process_store() -> Any:
     return dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
 
 
-def first_node() -> int:
-    """A lower bound of the numbers of autograd nodes that this thread will create. Seen: 2.11 to 2.15."""
-    with torch.enable_grad():
-        return torch.ones((), requires_grad=True, device="cpu").neg().grad_fn._sequence_nr() + 1  # pyright: ignore
-
-
-def local_attention_since(first: int, nodes: Iterable[Any]) -> bool:
-    """Whether torch's own attention is in the autograd graph of ``nodes``, among nodes with numbers from ``first`` on.
-
-    See :func:`first_node`. Seen: 2.11 to 2.15 (names and numbers of nodes; each thread has its own numbers).
-    """
-    return any(
-        "Attention" in (name := node.name()) and name.startswith(("ScaledDotProduct", "Flash", "Efficient", "Cudnn"))
-        for node in nodes_since(first, nodes)
-    )
-
-
-def nodes_since(first: int, nodes: Iterable[Any]) -> Iterator[Any]:
-    """The autograd graph of ``nodes``, of which only nodes with numbers from ``first`` on. Seen: 2.11 to 2.15."""
-    waiting = list(nodes)
-    met = set(waiting)
-    while waiting:
-        node = waiting.pop()
-        try:
-            if node._sequence_nr() < first:
-                continue
-        except RuntimeError:  # the node of an autograd.Function whose graph was freed has no number: seen in 2.11
-            continue
-        yield node
-        fresh = {each for each, _ in node.next_functions if each is not None} - met
-        met |= fresh
-        waiting += fresh
-
-
-def plain_attention_since(first: int, nodes: Iterable[Any], lengths: set[int]) -> int:
-    """The number of tokens over which attention in plain ops ran among these nodes and what they lead to, or 0.
-
-    Such attention is a product of two tensors that were computed from the tokens, a softmax over its [L, L], and a
-    product with the result, where L is one of ``lengths``. Two things are not taken for attention. A product with
-    parameters alone, as in a router or with learned slots: nothing that its right side was computed from is also behind
-    its left side. And attention along another axis: it has the tokens in its batch, whose size is then a multiple of L.
-
-    Seen: 2.11 to 2.15 (names of nodes, ``_input_metadata``, ``_saved_dim``).
-    """
-    for node in nodes_since(first, nodes):
-        if node.name() not in _PRODUCTS or not node.next_functions:
-            continue
-        softmax = _first_below(node.next_functions[:1], {"SoftmaxBackward0"})
-        if softmax is None:
-            continue
-        shape = tuple(softmax._input_metadata[0].shape)
-        last = softmax._saved_dim in (len(shape) - 1, 2**64 - 1)
-        if not last or len(shape) < 2 or shape[-1] != shape[-2] or shape[-1] not in lengths or shape[-1] < 2:
-            continue
-        length = shape[-1]
-        product = _first_below(softmax.next_functions, _PRODUCTS)
-        if product is None or tuple(product._input_metadata[0].shape)[-2:] != (length, length):
-            continue
-        batch = 1
-        for size in shape[:-2]:
-            batch *= size
-        if batch % length and _from_the_same(*product.next_functions[-2:]):
-            return length
-    return 0
-
-
-_PRODUCTS = {"BmmBackward0", "MmBackward0", "BaddbmmBackward0"}
-_MOST_BETWEEN, _MOST_BEHIND = 24, 4000
-
-
-def _first_below(edges: Any, names: set[str]) -> Any:
-    """The nearest node behind ``edges`` with one of these names and no product in between. None if there is none."""
-    waiting = [node for node, _ in edges if node is not None]
-    for _ in range(_MOST_BETWEEN):
-        if not waiting:
-            return None
-        node = waiting.pop(0)
-        if node.name() in names:
-            return node
-        if node.name() not in _PRODUCTS:
-            waiting += [each for each, _ in node.next_functions if each is not None]
-    return None
-
-
-def _from_the_same(left: Any, right: Any) -> bool:
-    """Whether two edges lead to a common computed tensor, or the right one to a leaf that is no parameter."""
-    if left[0] is None or right[0] is None:
-        return False
-    behind = []
-    for node, _ in (left, right):
-        found: set[Any] = set()
-        waiting = [node]
-        while waiting and len(found) < _MOST_BEHIND:
-            node = waiting.pop(0)
-            found.add(node)
-            waiting += [each for each, _ in node.next_functions if each is not None and each not in found]
-        behind.append(found)
-    leaves = [leaf for node in behind[1] if (leaf := getattr(node, "variable", None)) is not None]
-    if any(not isinstance(leaf, torch.nn.Parameter) for leaf in leaves):
-        return True
-    return any(not hasattr(node, "variable") for node in behind[0] & behind[1])
+MODULE_CALL = torch.nn.Module._call_impl.__code__
+"""Of the frames of modules' calls. Seen: 2.11 to 2.15."""
 
 
 def running_modules() -> list[tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]]:
     """The modules whose calls are running in this thread, innermost first, with the arguments of each.
 
     Seen: 2.11 to 2.15 (``Module._call_impl`` and its variables)."""
-    found, code = [], torch.nn.Module._call_impl.__code__
+    found = []
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code is code:
+        if frame.f_code is MODULE_CALL:
             found.append(tuple(map(frame.f_locals.get, ("self", "args", "kwargs"))))
         frame = frame.f_back
     return found

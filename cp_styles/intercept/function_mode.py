@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,30 +22,26 @@ from cp_styles._compat import (
     FlexAsWritten,
     dispatch_modes_entered,
     fast_path_attention,
-    first_node,
     function_modes,
     graph_task_id,
-    local_attention_since,
     never_compile_alone,
     never_compiled,
-    plain_attention_since,
-    tree_leaves,
     uncompiled,
 )
 from cp_styles.comm.agreement import offer_refusal
-from cp_styles.decoding import DecodeCall, KVCache, cache_of, decode
 from cp_styles.engine.binding import Binding, Tally, refuse_dropout, refuse_grouped
 from cp_styles.engine.custom_ops import config_text_of, refuse_nested
 from cp_styles.engine.dtensor_handlers import binding_of
 from cp_styles.engine.reruns import RerunMode
 from cp_styles.engine.scope import ScopedBinding
 from cp_styles.functions.attention import attend
+from cp_styles.functions.decode import DecodeCall, KVCache, cache_of, decode
 from cp_styles.functions.flex import FlexCall, flex_attend
+from cp_styles.functions.joint_layout import JointLayout, attend_jointly
 from cp_styles.functions.varlen import VARLEN_OPERATOR, VARLEN_OPERATORS, varlen_operator
 from cp_styles.intercept.flex_frames import FIRST_QUESTION, QUESTIONS, FlexCalls, traced_part
 from cp_styles.intercept.multi_head_attention import multi_head_attention
 from cp_styles.intercept.token_flow import TokenFlow
-from cp_styles.joint_layout import JointLayout, attend_jointly
 from cp_styles.kernels.flex import ScoreMod
 from cp_styles.kernels.merge import beside_sink
 from cp_styles.kernels.sdpa import SDPA_CALLS
@@ -85,7 +81,6 @@ class AttentionCalls(RerunMode):
         self._grad_at_entry: list[bool] = []
         self._as_written: list[FlexAsWritten | None] = []  # None if it was entered already
         self._flex = FlexCalls()
-        self._entries, self._first_node = 0, -1
         self._paths: list[str] = []
         self._entering: str | None = None
 
@@ -119,8 +114,6 @@ class AttentionCalls(RerunMode):
         self._paths.append(self._tally.path)
         if self._entering is not None:
             self._tally.path, self._entering = self._entering, None
-        if len(self._grad_at_entry) == 1:
-            self._first_node = first_node() if self._looks() else -1
         self._as_written.append(None if entered is self else FlexAsWritten())
         return self if entered is self else super().__enter__()
 
@@ -136,34 +129,6 @@ class AttentionCalls(RerunMode):
     def entering(self, path: str) -> None:
         """Note the module whose forward enters this mode next: the ranks compare which one calls."""
         self._entering = path
-
-    def _looks(self) -> bool:
-        """Whether to search for attention that was not intercepted."""
-        self._entries += 1
-        return looks_now(self._entries)
-
-    @uncompiled
-    def refuse_unseen(self, nodes: Iterable[Any]) -> None:
-        """Raise if the autograd graph that ends in ``nodes`` has attention that was not intercepted."""
-        nodes = list(nodes)
-        if self._first_node >= 0 and local_attention_since(self._first_node, nodes):
-            raise NotImplementedError(
-                f"{self._name}: attention ran inside that was not intercepted, and saw this rank's part alone: "
-                "TorchScript calls operators without Python. Do not use torch.jit.script and torch.jit.trace, or use "
-                "torch.compile"
-            )
-        length = self._first_node >= 0 and plain_attention_since(self._first_node, nodes, self._tally.lengths)
-        if length:
-            self._offer_refusal()  # with another number of tokens, other ranks may not see it
-            self.refuse_plain(length)
-
-    def refuse_plain(self, length: int) -> NoReturn:
-        raise NotImplementedError(
-            f"{self._name}: attention in plain ops ran inside, on this rank's {length} tokens alone: two products "
-            f"with a softmax over [{length}, {length}] between them. Call scaled_dot_product_attention instead. Models "
-            'of transformers do with attn_implementation="sdpa" or register_attention()'
-            f"{see('Attention in plain ops')}"
-        )
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -267,10 +232,10 @@ class AttentionCalls(RerunMode):
     @never_compiled
     def _attend_uncompiled(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Keeps torch.compile from compiling the engine when it runs between graphs."""
-        query = args[0] if args else kwargs["query"]
-        if not query.is_nested:
-            self._tally.lengths.update(query.shape[2:3])
-        return self._followed(self._attend(*args, **kwargs), query)
+        tensors = (*args[:3], *(kwargs[name] for name in ("query", "key", "value")[len(args) :]))
+        if not tensors[0].is_nested:
+            self._tally.lengths.update(tensors[0].shape[2:3])
+        return self._followed(self._attend(*args, **kwargs), tensors)
 
     def _refuse_mixed(self, *tensors: torch.Tensor, dim: int = -2) -> None:
         """Raise for a query, key or value in which tokens were mixed before; see [Note: token flow]."""
@@ -281,9 +246,9 @@ class AttentionCalls(RerunMode):
                 raise NotImplementedError(f"{self._name}: {flow.words(problem)}")
 
     @staticmethod
-    def _followed(out: torch.Tensor, query: torch.Tensor, dim: int = -2) -> torch.Tensor:
+    def _followed(out: torch.Tensor, tensors: Sequence[torch.Tensor], dim: int = -2) -> torch.Tensor:
         if dispatch_modes_entered() and (flow := TokenFlow.entered()) is not None:
-            flow.attended(out, query, dim)
+            flow.attended(out, tensors, dim)
         return out
 
     @never_compiled
@@ -295,7 +260,7 @@ class AttentionCalls(RerunMode):
             raise NotImplementedError(f"{self._name}: {FLEX_RENAMED or _FLEX_UNSEEN}")
         check = partial(self._check_plain, query, key, value)
         out, *rest = flex_attend(self._scoped.resolve()[0], (query, key, value), call, check)
-        return self._flex.results(self._followed(out, query), *rest)
+        return self._flex.results(self._followed(out, (query, key, value)), *rest)
 
     @property
     def binding(self) -> Binding:
@@ -359,7 +324,7 @@ class AttentionCalls(RerunMode):
         if score_mod is None:
             bound = binding.with_mask(mask)
             out = attend(bound, tensors, attn_mask=attn_mask, scale=scale, sink_H=sink_H, refuse=check)
-            return self._followed(out, tensors[0])
+            return self._followed(out, tensors)
         mask = mask if attn_mask is None else mask & Dense(attn_mask)
         bound = binding.with_mask(mask)
         call = FlexCall(score_mod, scale=scale, enable_gqa=True, return_lse=sink_H is not None)
@@ -373,10 +338,10 @@ class AttentionCalls(RerunMode):
         out = torch.cat([each for each, _ in found])
         if sink_H is not None:
             out = beside_sink(out, torch.cat([lse for _, lse in found if lse is not None]), sink_H)
-        return self._followed(out, tensors[0])
+        return self._followed(out, tensors)
 
     def decode_with(self, q_BHLD: torch.Tensor, cache: KVCache, call: DecodeCall) -> torch.Tensor:
-        """``out_BHLE`` of new tokens, for integrations of other libraries: :func:`~cp_styles.decoding.decode`.
+        """``out_BHLE`` of new tokens, for integrations of other libraries: :func:`~cp_styles.functions.decode.decode`.
 
         The mask of ``call`` holds in addition to the module's and the scope's. Kernel and agreement are the module's.
         """
@@ -391,7 +356,7 @@ class AttentionCalls(RerunMode):
         self._tally.calls += 1
         tensors = args[:3]
         out = varlen_operator(self._scoped.resolve()[0], partial(self._check_plain, *tensors, dim=0), *args, **kwargs)
-        self._followed(out[0] if isinstance(out, tuple | list) else out, tensors[0], 0)
+        self._followed(out[0] if isinstance(out, tuple | list) else out, tensors, 0)
         return out
 
     def _check_plain(self, *tensors: torch.Tensor, dim: int = -2, sink: bool = False) -> None:
@@ -473,9 +438,6 @@ class AttentionCalls(RerunMode):
                 "any other attention was local to each rank. Call one of torch's attention functions in the module"
                 f"{see('No attention was called')}"
             )
-        if not torch.compiler.is_dynamo_compiling() and self._first_node >= 0:
-            tensors = (x for x in tree_leaves(output) if isinstance(x, torch.Tensor))
-            self.refuse_unseen(x.grad_fn for x in tensors if x.grad_fn is not None)
 
     @uncompiled
     def _offer_refusal(self) -> None:
@@ -504,14 +466,6 @@ def wrapped_by(module: nn.Module) -> nn.Module | None:
     kinds = {each.kind for each in inspect.signature(type(module).forward).parameters.values()}
     children = list(module.children())
     return children[0] if len(children) == 1 and inspect.Parameter.VAR_KEYWORD in kinds else None
-
-
-def looks_now(times: int) -> bool:
-    """Whether to search this forward for attention that was not intercepted: the first, second, fourth and so on.
-
-    The search visits the whole autograd graph. There is none under no_grad, and it is not complete in a recomputation.
-    """
-    return times & (times - 1) == 0 and torch.is_grad_enabled() and graph_task_id() < 0
 
 
 never_compile_alone(AttentionCalls.__torch_function__)

@@ -14,9 +14,10 @@ attention, or an output that still has tokens. What it does not know is never an
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
+from enum import Enum
 from functools import cached_property
 from math import prod
 from os.path import dirname, join
@@ -27,14 +28,18 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cp_styles._compat import (
+    MODULE_CALL,
     StorageWeakRef,
     dispatch_modes,
+    graph_task_id,
+    running_modules,
     tree_leaves,
     without_dispatch_modes,
     without_function_modes,
 )
 from cp_styles.intercept.token_rules import (
     CLEAN,
+    MEMORY,
     MOST,
     UNKNOWN,
     Label,
@@ -49,11 +54,24 @@ from cp_styles.troubleshooting import see
 
 
 class Origin(NamedTuple):
-    """A call of an operator: what it does, the user's line that made it, and the module that was running."""
+    """A call of an operator: what it does, the user's line that made it, and the module that was running.
+
+    ``outside``: its result was computed by something that is no operator of torch's own.
+    """
 
     words: str
     line: str
     module: str
+    outside: bool = False
+
+
+class _Caller(NamedTuple):
+    """Who calls an operator: the nearest frame that is neither torch's nor this package's way from a user's code to
+    torch; whether this package's engine does; and how many modules' calls are running."""
+
+    frame: FrameType | None
+    engine: bool
+    modules: int
 
 
 class TokenProblem(NamedTuple):
@@ -69,20 +87,34 @@ class TokenFlow(TorchDispatchMode):
     See [Note: token flow].
 
     Args:
-        length: the number of tokens of this rank's part; None for that of the first attention.
+        length: the number of tokens of this rank's part; None for that of the first attention, or of the first tensor
+            that a layout has cut, of which this is the part of ``rank``.
         positions: returns, for this number of tokens, the positions that this rank's may have; the likely ones first.
             None: values that depend on places are not looked for, because each place is its own position.
+        looks_at_readers: where there is no module whose outputs are given to :meth:`problem_of_outputs`: what code
+            outside of all modules reads is such an output, as logits are that a loss reads.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, length: int | None, positions: Callable[[int], Iterable[torch.Tensor]] | None = None) -> None:
+    def __init__(
+        self,
+        length: int | None,
+        positions: Callable[[int], Iterable[torch.Tensor]] | None = None,
+        *,
+        rank: int | None = None,
+        looks_at_readers: bool = False,
+    ) -> None:
         super().__init__()
-        self.length, self._positions = length, positions
+        self.length, self._positions, self._rank, self._looks_at_readers = length, positions, rank, looks_at_readers
         self._storages: dict[StorageWeakRef, _Storage] = {}
+        self._files: dict[str, _Kind] = {}
         self._modules: list[str] = []
         self._paused = 0
         self._attended = False
+        self._unseen: Origin | None = None  # an attention that was not intercepted
+        self._around = len(running_modules()) if looks_at_readers else 0  # whose calls run already
+        self._problem_of_reader: TokenProblem | None = None
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -128,7 +160,9 @@ class TokenFlow(TorchDispatchMode):
             return CLEAN
         storage = self._storages.get(_key(tensor))
         label = None if storage is None else storage.get(tensor)
-        if (label is None or label.blank) and cut_with(tensor) is not None:
+        if (label is None or label.blank) and (cut := cut_with(tensor)) is not None:
+            if self.length is None and self._rank is not None and self._rank < cut.ranks:
+                self.length = cut.lengths[self._rank]
             dims = [dim for dim, size in enumerate(tensor.shape) if size == self.length]
             return Label(_count(tensor.shape[dims[0]], tensor.ndim, dims[0])) if len(dims) == 1 else UNKNOWN
         if label is not None:
@@ -156,53 +190,99 @@ class TokenFlow(TorchDispatchMode):
             return func(*args, **kwargs) if torch.compiler.is_compiling() else NotImplemented
         if self._paused or not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)
-        frame = _user_frame()
-        followed = frame is not None and not _is_engine(frame)
+        caller = self._caller()
+        followed = caller.frame is not None and not caller.engine and graph_task_id() < 0
         if followed and torch.is_inference_mode_enabled():  # torch has not taken apart what consists of other operators
             with self:
                 out = func.decompose(*args, **kwargs)
             if out is not NotImplemented:
                 return out
+        if self._looks_at_readers and followed and caller.modules <= self._around:
+            self._look_at_reading(func, (args, kwargs))
         # What calls operators without Python, such as TorchScript, passes no function modes, and shall not do so here.
         with without_function_modes() if func.namespace == "aten" else nullcontext():
             out = func(*args, **kwargs)
         with _unnoticed():
             try:
                 if followed:
-                    self._follow(func, args, kwargs, out, frame)
+                    self._follow(func, args, kwargs, out, caller.frame)
                 else:
                     self._lose(func, args, kwargs, out)
             except Exception:  # of any kind: the model must not notice
                 self._lose(func, args, kwargs, out)
         return out
 
-    def _lose(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Say that it is not known what an operator has made."""
+    def _look_at_reading(self, func: Any, given: Any) -> None:
+        """Of an operator that is called by code outside of all modules."""
+        with _unnoticed():
+            problem = self.problem_of_outputs(given, surely_tokens=True)
+            if func.namespace == "c10d":  # a sum that becomes one over ranks, such as a count of labels
+                for x in tree_leaves(given):
+                    if isinstance(x, torch.Tensor) and not self._has_tokens(self.label_of(x), x):
+                        self._write(x, UNKNOWN)
+        if problem is not None and problem.kind != "moved" and self._problem_of_reader is None:
+            self._problem_of_reader = problem  # an error inside of an operator would be TorchScript's, not ours
+
+    def _caller(self) -> _Caller:
+        user, modules, frame = None, 0, sys._getframe(2)
+        while frame is not None:
+            code = frame.f_code
+            kind = self._files.get(code.co_filename)
+            if kind is None:
+                kind = self._files[code.co_filename] = _kind(code.co_filename)
+            if kind is _Kind.ENGINE:  # this package's own computations, and what users' masks and kernels do for it
+                return _Caller(user, True, modules)
+            if kind is _Kind.USER and user is None and code.co_name not in _MODES:
+                user = frame
+                if "async_compile" in frame.f_globals:  # a compiled graph, which shares memory as it likes
+                    return _Caller(user, True, modules)
+            modules += code is MODULE_CALL
+            frame = frame.f_back
+        return _Caller(user, False, modules)
+
+    def _lose(self, func: Any, args: Any, kwargs: Any, out: Any, label: Label = UNKNOWN) -> None:
+        """Say that it is not known what an operator has made: what it gives back, and what it may have written to."""
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         for tensor in _written(func, args, kwargs):
-            self._write(tensor, UNKNOWN)
+            self._write(tensor, label)
+        if func.namespace != "aten":  # schemas of collectives and of other libraries do not always say what they write
+            for tensor in given:
+                self._is_written(tensor, label)
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor) and _is_plain(tensor) and _key(tensor) not in self._storages:
-                self._note(tensor, UNKNOWN)
+                self._note(tensor, label)
 
     def _follow(self, func: Any, args: Any, kwargs: Any, out: Any, frame: FrameType | None) -> None:
-        def where(words: str) -> Origin:
+        def where(words: str, *, outside: bool = False) -> Origin:
             assert frame is not None
             line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-            return Origin(words, line, self._modules[-1] if self._modules else "")
+            return Origin(words, line, self._modules[-1] if self._modules else running_kind(), outside)
 
         name = plain_name(func)
         if name in _METADATA and func._schema.is_mutable:
             return None  # the same elements, and what they are is kept by element
         length = None if self._positions is None else self.length
+        written = list(_written(func, args, kwargs))
+        for tensor in written:
+            self._is_written(tensor)
         call = OpCall(func, args, kwargs, out, self.label_of, where, length, self._likely_positions)
         if func.namespace == "_c10d_functional" and name in ("all_reduce", "wait_tensor", "broadcast"):
             labels: Any = call.given[0]  # ranks of other axes hold the same tokens
-        elif func.namespace == "aten":
+        elif func.namespace == "aten" or call.has_rule:
             labels = call.labels()
         else:
-            return self._lose(func, args, kwargs, out)
-        written = list(_written(func, args, kwargs))
+            foreign = func.namespace not in _NAMESPACES_OF_TORCH
+            takes_tokens = any(each.tokens is not None or each.mixed is not None for each in call.given)
+            made = Label(mixed=where(f"{func._schema.name}", outside=True)) if foreign and takes_tokens else UNKNOWN
+            return self._lose(func, args, kwargs, out, made)
+        if call.is_attention and self._unseen is None:
+            self._unseen = where(name)
         made = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor) and all(x is not y for y in written)]
+        if name in MEMORY and made:
+            for tensor in made:
+                if _is_plain(tensor) and tensor.numel():
+                    self._storages[_key(tensor)] = _Storage(where("", outside=True), zeros="zeros" in name)
+            return None
         set_label = self._note if made else self._write
         if made:
             for tensor in written:  # statistics beside the results
@@ -214,6 +294,12 @@ class TokenFlow(TorchDispatchMode):
             for ref in [ref for ref in self._storages if ref.expired()]:
                 del self._storages[ref]
         return None
+
+    def _is_written(self, tensor: torch.Tensor, label: Label | None = None) -> None:
+        """Note that an operator writes to memory that was empty, or zeros, until now."""
+        storage = self._storages.get(_key(tensor)) if _is_plain(tensor) and tensor.numel() else None
+        if storage is not None and storage.made is not None:
+            storage.write(tensor, label or (CLEAN if storage.zeros else UNKNOWN))
 
     def _without_positions(self, tensor: torch.Tensor, label: Label) -> Label:
         """The label, without places if they have become this rank's positions: of a model that adds where it begins."""
@@ -240,11 +326,15 @@ class TokenFlow(TorchDispatchMode):
         with _unnoticed():
             return next((problem for x in (q, k, v) if (problem := self._problem(x, dim % x.ndim)) is not None), None)
 
-    def attended(self, out: torch.Tensor, q: torch.Tensor, dim: int = -2) -> None:
-        """Say what an attention has returned: elements of the tokens of its query."""
+    def attended(self, out: torch.Tensor, tensors: Sequence[torch.Tensor], dim: int = -2) -> None:
+        """Say what an attention has returned: elements of the tokens of its query. What it was given has tokens too."""
         if self._paused:
             return
         with _unnoticed(), suppress(Exception):
+            for x in tensors:
+                if self.label_of(x).blank and x.shape[dim] == self.length:
+                    self._write(x, Label(_count(x.shape[dim], x.ndim, dim % x.ndim)))
+            q = tensors[0]
             tokens, lost = over(self.label_of(q).tokens, [-1])
             if tokens is None and out.shape[dim] == self.length:
                 tokens = _count(out.shape[dim], out.ndim, dim % out.ndim)
@@ -257,6 +347,10 @@ class TokenFlow(TorchDispatchMode):
         Without an attention over the tokens that were given to :meth:`seed`, it is not sure that they are tokens, and
         None is returned unless the caller is sure.
         """
+        if self._problem_of_reader is not None:
+            return self._problem_of_reader
+        if self._unseen is not None:
+            return TokenProblem("mixed", self._unseen)  # wherever its result is used
         if not self._attended and not surely_tokens:
             return None
         tensors = (x for x in tree_leaves(outputs) if isinstance(x, torch.Tensor))
@@ -273,8 +367,7 @@ class TokenFlow(TorchDispatchMode):
     def _problem_of(self, label: Label, x: torch.Tensor, dim: int | None) -> TokenProblem | None:
         tokens = label.tokens
         if dim is None:
-            along = any(self._is_along(tokens, x, each) for each in range(x.ndim))
-            along |= label.mixed is not None and x.ndim > 2 and x.shape[1] == self.length
+            along = label.spread or self._has_tokens(label, x)
         else:
             along = x.shape[dim] == self.length or (tokens is not None and tokens.shape[dim] > 1)
         if not along:
@@ -292,6 +385,12 @@ class TokenFlow(TorchDispatchMode):
             return None if self._is_in_order(tokens, dims[0]) else problem
         return None
 
+    def _has_tokens(self, label: Label, x: torch.Tensor) -> bool:
+        """Whether a result still has tokens."""
+        if label.mixed is not None and x.ndim > 2 and x.shape[1] == self.length:
+            return True
+        return any(self._is_along(label.tokens, x, each) for each in range(x.ndim))
+
     def _is_along(self, tokens: Track, x: torch.Tensor, dim: int) -> bool:
         """Whether a dim of a result may be that of the tokens, flattened with others perhaps."""
         if tokens is None or tokens.shape[dim] < 2 or not self.length or x.shape[dim] % self.length:
@@ -305,7 +404,7 @@ class TokenFlow(TorchDispatchMode):
 
     def words(self, problem: TokenProblem) -> str:
         """What is wrong, and what to do."""
-        words, line, module = problem.where
+        words, line, module, outside = problem.where
         module, at = module or "the model", f" at {line}" if line else ""
         if problem.kind == "counted":
             return (
@@ -316,6 +415,12 @@ class TokenFlow(TorchDispatchMode):
             )
         if problem.kind == "moved":
             how = "what it gives to an attention, or returns, is not in the order of the tokens"
+        elif outside:
+            how = (
+                f"values{at} were computed by {words or 'a kernel'}, which is no operator of torch's own (Triton, or "
+                "another library's): what it makes of tokens is not known. Name the module in trusted= if it works on "
+                "each token alone, as norms and activations do; or"
+            )
         elif "attention" in words:
             how = (
                 f"the attention {words}{at} was not intercepted, and saw this rank's part alone: TorchScript calls "
@@ -327,7 +432,8 @@ class TokenFlow(TorchDispatchMode):
             f"{module} carries values from token to token without an attention call: {how}. A recurrence, a "
             "convolution along the sequence, linear attention, attention in plain operations, or a norm over tokens "
             "would end at this rank's part. It is not context parallel: call scaled_dot_product_attention for "
-            "attention, keep other such layers out of the model, or name the module in trusted= of the style if what "
+            'attention (models of transformers do with attn_implementation="sdpa" or register_attention()), keep '
+            "other such layers out of the model, or name the module in trusted= of the style if what "
             f"it mixes is whole on each rank{see('A layer that mixes tokens')}"
         )
 
@@ -342,12 +448,15 @@ def _unnoticed() -> Iterator[None]:
 class _Storage:
     """What is known of the elements of a tensor's memory, by the views of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, made: Origin | None = None, *, zeros: bool = False) -> None:
+        self.made, self.zeros = made, zeros  # the call that made it, until an operator writes to it
         self._labels: dict[Any, Label] = {}
         self._flat: Label | None = None  # of all elements, after some of them were changed
         self._flat_itemsize = 0
 
     def get(self, tensor: torch.Tensor) -> Label | None:
+        if self.made is not None:  # then values come from something else than torch's operators
+            return CLEAN if self.zeros and not bool(tensor.any()) else Label(mixed=self.made)
         place = _place(tensor)
         label = self._labels.get(place)
         if label is None and (self._labels or self._flat is not None):
@@ -357,10 +466,13 @@ class _Storage:
         return label
 
     def put(self, tensor: torch.Tensor, label: Label) -> None:
-        self._labels[_place(tensor)] = label
+        if self.made is None:
+            self._labels[_place(tensor)] = label
 
     def write(self, tensor: torch.Tensor, label: Label) -> None:
         place = _place(tensor)
+        if self.made is not None:
+            self._labels, self.made = {} if self.zeros else {place: UNKNOWN}, None
         if tensor.numel() * tensor.element_size() < tensor.untyped_storage().nbytes():
             old = list(self._labels.values())
             if label is CLEAN and self._flat is None and all(each is CLEAN for each in old):
@@ -384,10 +496,11 @@ class _Storage:
     def _laid_out(self, tensor: torch.Tensor, also: Label = CLEAN) -> Label:
         """The label of all elements; its tracks belong to this object."""
         given = [*self._labels.values(), also] + ([] if self._flat is None else [self._flat])
-        flags = {
+        flags: dict[str, Any] = {
             name: next((x for each in given if (x := getattr(each, name)) is not None), None)
             for name in ("source", "mixed", "counted")
         }
+        flags["spread"] = any(each.spread for each in given)
         if self._flat is not None and self._flat_itemsize == tensor.element_size():
             return replace(self._flat, **flags, unknown=self._flat.unknown or also.unknown)
         sizes = {place: label for place, label in self._labels.items() if place[3] == tensor.element_size()}
@@ -446,7 +559,7 @@ def _fitted(label: Label, tensor: torch.Tensor) -> Label:
     try:
         return replace(label.moved(fit), right=label.right)
     except (ValueError, RuntimeError):
-        return Label(mixed=label.mixed, counted=label.counted, unknown=True)
+        return Label(mixed=label.mixed, spread=label.spread, counted=label.counted, unknown=True)
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
@@ -469,6 +582,14 @@ def _count(length: int, dims: int, dim: int) -> torch.Tensor:
 _METADATA = frozenset(
     ("transpose", "t", "squeeze", "unsqueeze", "swapaxes", "swapdims", "as_strided", "detach", "requires_grad")
 )
+# Of operators that other libraries define, it is not known what they make of tokens. Of torch's own, some are lost too.
+_NAMESPACES_OF_TORCH = frozenset(
+    (
+        *("aten", "prim", "prims", "c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "fsdp"),
+        *("symm_mem", "inductor", "profiler", "quantized", "_quantized", "onednn", "mkldnn", "mkl", "sparse"),
+        "cp_styles",
+    )
+)
 _MODES = ("__torch_function__", "__torch_dispatch__")
 _MOST_STORAGES = 1 << 14
 _TORCH = dirname(torch.__file__)
@@ -476,22 +597,36 @@ _PACKAGE = dirname(dirname(__file__))
 # This package's own computations. Other code of it passes on what a user's code does.
 _ENGINE = tuple(
     join(_PACKAGE, name)
-    for name in ("engine", "functions", "strategies", "kernels", "collectives", "comm", "plan", "mask", "layout.py")
+    for name in (
+        "engine",
+        "functions",
+        "strategies",
+        "kernels",
+        "collectives",
+        "comm",
+        "plan",
+        "mask",
+        "layout.py",
+        "batch.py",
+    )
 )
 
 
-def _user_frame() -> FrameType | None:
-    """The nearest frame that is neither torch's nor this package's way from a user's code to torch."""
-    frame = sys._getframe(2)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        ours = file.startswith(_PACKAGE) and not file.startswith(_ENGINE)
-        if not (file.startswith(_TORCH) or ours or frame.f_code.co_name in _MODES):
-            return frame
-        frame = frame.f_back
-    return None
+class _Kind(Enum):
+    """Whose code a file has."""
+
+    TORCH, ENGINE, PACKAGE, USER = range(4)
 
 
-def _is_engine(frame: FrameType) -> bool:
-    """Whether what runs is this package's engine, or the code of a compiled graph, which shares memory as it likes."""
-    return frame.f_code.co_filename.startswith(_ENGINE) or "async_compile" in frame.f_globals
+def _kind(file: str) -> _Kind:
+    if file.startswith(_TORCH):
+        return _Kind.TORCH
+    if file.startswith(_PACKAGE):
+        return _Kind.ENGINE if file.startswith(_ENGINE) else _Kind.PACKAGE
+    return _Kind.USER
+
+
+def running_kind() -> str:
+    """The class of the innermost module that runs, for messages where no module was named."""
+    running = running_modules()
+    return type(running[0][0]).__name__ if running else ""

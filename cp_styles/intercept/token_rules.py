@@ -38,6 +38,8 @@ class Label:
         right: with places, the values that the tensor would have with this rank's positions in their stead. None if
             these are not known.
         mixed: the call that computed elements from several tokens. None: there was none.
+        spread: what several tokens were mixed into was elements of tokens again, as in a recurrence, whatever they have
+            become. A sum for a loss, or a mean, is none.
         counted: the call that made places, where tokens and their places have come together. None: they have not.
         unknown: it was made by something that has no rule.
     """
@@ -47,6 +49,7 @@ class Label:
     source: Any = None
     right: torch.Tensor | None = None
     mixed: Any = None
+    spread: bool = False
     counted: Any = None
     unknown: bool = False
 
@@ -141,8 +144,9 @@ def _small(*shape: int) -> None:
 
 
 def plain_name(func: Any) -> str:
-    """The name of an operator, the same for its variants in place, with ``out=``, and that copy."""
-    name = func._schema.name.rpartition("::")[2]
+    """The name of an operator, the same for its variants in place, with ``out=``, and that copy. That of another
+    library's begins with its namespace."""
+    name = func._schema.name.removeprefix("aten::").removeprefix("_c10d_functional::")
     if name.endswith("_") and not name.endswith("__"):
         name = name[:-1]
     return name if name == "index_copy" else name.removesuffix("_copy")
@@ -183,12 +187,20 @@ class OpCall:
             rule = _RULES.get(name)
             if rule is None and torch.Tag.pointwise in self.func.tags:
                 rule = _pointwise
-            if rule is None and ("scaled_dot_product" in name or name.endswith("_attention_forward")):
+            if rule is None and self.is_attention:
                 rule = _attention
             label = (rule or _tried)(self)
             return label if isinstance(label, list) else self.with_right_values(label)
         except (NoRuleError, IndexError, RuntimeError, TypeError, ValueError):
             return self.join(None, None, False, unknown=True)
+
+    @property
+    def is_attention(self) -> bool:
+        return "scaled_dot_product" in self.name or self.name.endswith("_attention_forward")
+
+    @property
+    def has_rule(self) -> bool:
+        return self.name in _RULES
 
     def argument(self, name: str, default: Any = None) -> Any:
         """An argument of the call by its name in the operator's schema."""
@@ -224,7 +236,8 @@ class OpCall:
         if tokens is None and places is None and mixed is None and counted is None:
             return UNKNOWN if unknown or any(each.unknown for each in given) else CLEAN
         source = None if places is None else source
-        return Label(tokens, places, source, mixed=mixed, counted=counted, unknown=unknown)
+        spread = any(each.spread for each in given) or (mixed is not None and varies(tokens))
+        return Label(tokens, places, source, mixed=mixed, spread=spread, counted=counted, unknown=unknown)
 
     def is_right(self) -> bool:
         """Whether the arguments that hold places have the values that they would have with positions."""
@@ -712,7 +725,7 @@ def _product(call: OpCall) -> Label:
     tokens, meet = _times(left.tokens, right.tokens, vector)
     places, lost = _times(left.places, right.places, vector)
     made = call.join(tokens, None if lost else places, meet, given=[left, right])
-    if name.startswith(("add", "baddbmm")):
+    if name.startswith(("add", "baddbmm")) and call.argument("beta", 1):  # with 0 it is not read
         return call.merged([made, call.label_of(operands[0])])
     return made
 
@@ -864,6 +877,8 @@ _MADE = frozenset(
     )
 )
 """Made from no tensor's values."""
+MEMORY = frozenset(_names("empty empty_strided empty_like new_empty new_empty_strided zeros zeros_like new_zeros"))
+"""Of these, what has no values of interest: others are written to it, by operators or by kernels outside of torch."""
 
 _COUNTING = frozenset(_names("arange linspace slice cumsum cumprod logcumsumexp"))
 
@@ -930,6 +945,7 @@ _RULES: dict[str, Callable[[OpCall], Any]] = {
     "_euclidean_dist": _distances,
     "_grouped_mm": _grouped_product,
     "_scaled_grouped_mm": _grouped_product,
+    "transformers::grouped_mm_fallback": _grouped_product,
     "native_layer_norm": _layer_norm,
     "_fused_rms_norm": _layer_norm,
     "native_group_norm": _group_norm,

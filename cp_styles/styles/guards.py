@@ -28,9 +28,9 @@ from cp_styles._compat import (
     uncompiled,
 )
 from cp_styles.comm.agreement import Meeting, StatusRow, exchange_status, ledger_of
-from cp_styles.decoding import LayerCaches
 from cp_styles.engine.binding import Binding
 from cp_styles.engine.custom_ops import refuse_nested
+from cp_styles.functions.decode import LayerCaches
 from cp_styles.intercept.function_mode import AttentionCalls, names_of_inputs, wrapped_by
 from cp_styles.intercept.token_flow import TokenFlow
 from cp_styles.layout import SequenceLayout, cut_with
@@ -132,8 +132,9 @@ class TokenGuard:
         length = length if whole is None else whole
         if length == 1:
             return None
-        positions = partial(_possible_positions, binding) if self._counts else None
-        flow = TokenFlow(length, positions if _counting_is_wrong(binding, length) else None)
+        positions = partial(possible_positions, binding) if self._counts else None
+        positions = positions if counting_is_wrong(binding, length) else None
+        flow = TokenFlow(length, positions, rank=binding.group.rank())
         flow.seed(_dims_of_tokens([*inputs.values(), *args[len(inputs) :]], length, inputs))
         return flow
 
@@ -191,7 +192,7 @@ def _dims_of_tokens(
             yield x, next((dim for dim in range(x.ndim) if x.shape[dim] == length), None)
 
 
-def _possible_positions(binding: Binding, length: int) -> Iterator[torch.Tensor]:
+def possible_positions(binding: Binding, length: int) -> Iterator[torch.Tensor]:
     """Those that this rank's tokens may have, in sequences of some length of which it has as many."""
     ranks, rank = binding.group.size(), binding.group.rank()
     if isinstance(binding.layout, SequenceLayout):
@@ -207,14 +208,14 @@ def _possible_positions(binding: Binding, length: int) -> Iterator[torch.Tensor]
                 yield layout.positions(rank, "cpu")
 
 
-def _counting_is_wrong(binding: Binding, length: int | None) -> bool:
+def counting_is_wrong(binding: Binding, length: int | None) -> bool:
     """Whether this rank's tokens are not the first ones. Documents count from 0 too."""
     if not isinstance(binding.mask, Full | Causal | SlidingWindow):
         return False
     if length is None:
         return True
     first = torch.arange(length, device="cpu")
-    return not any(torch.equal(each, first) for each in _possible_positions(binding, length))
+    return not any(torch.equal(each, first) for each in possible_positions(binding, length))
 
 
 class Forwards:
@@ -477,7 +478,8 @@ class InputGuards:
 
 def scaled_by_masks(module: nn.Module) -> list[Any]:
     """The modules in a model that scale embeddings by the share of mask tokens (ESM); by 1 where there are none."""
-    return [each for each in module.modules() if getattr(each, "token_dropout", False)]
+    # Experts of NLLB have a token_dropout too, a probability, and know no mask token.
+    return [x for x in module.modules() if getattr(x, "token_dropout", False) and hasattr(x, "mask_token_id")]
 
 
 # Hooks are traced with the module's call or not compiled at all: alone they would not see that they run uncompiled.

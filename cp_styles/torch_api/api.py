@@ -2,7 +2,7 @@
 
 ::
 
-    from cp_styles.torch_api import context_parallel, context_parallel_unshard, set_rotate_method
+    from cp_styles import context_parallel, context_parallel_unshard, set_rotate_method
 
     with context_parallel(mesh["cp"], buffers=[tokens, labels, table], buffer_seq_dims=[1, 1, 0]):
         loss = loss_fn(model(tokens), labels)  # this rank's part of each; attention over the whole sequence
@@ -92,7 +92,7 @@ def context_parallel(
         check_inputs: True refuses mistakes in the arguments of the models that call attention inside, as
             :class:`~cp_styles.styles.ModuleContextParallel` does: missing positions, labels that a model would shift
             after the cut, windows that it would lose. They are looked at when a model first calls attention in a block.
-            And, in the first block over these ranks, what mixes tokens of the buffers before an attention.
+            And, in the first, second, fourth, ... block over these ranks, what mixes or counts tokens of the buffers.
 
     Returns:
         A context manager. It may be entered any number of times, one after the other.
@@ -105,7 +105,8 @@ def context_parallel(
             buffers of different lengths; for a buffer that is already cut, that is the result of a computation which
             requires grad, or whose ``.grad`` does not have the shape of the part.
         TypeError: at entry, on every rank, for parameters, and for objects that are not plain tensors.
-        NotImplementedError: inside, for attention in plain ops, such as that of an eager model of transformers.
+        NotImplementedError: inside, or at its end, for attention in plain ops, such as that of an eager model of
+            transformers, and for what else mixes or counts tokens, in the first, second, fourth, ... block.
 
     For the errors of attention calls see :class:`~cp_styles.styles.ModuleContextParallel`.
 

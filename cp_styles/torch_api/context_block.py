@@ -11,18 +11,23 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
-from math import prod
 from operator import attrgetter
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from cp_styles._compat import dispatch_modes, never_compile_alone, running_modules, torch_balances_load, uncompiled
+from cp_styles._compat import (
+    dispatch_modes,
+    graph_task_id,
+    never_compile_alone,
+    running_modules,
+    torch_balances_load,
+    uncompiled,
+)
 from cp_styles.comm.agreement import (
     Agreement,
     Meeting,
@@ -37,13 +42,13 @@ from cp_styles.engine.binding import Binding, Tally, binding_of_call
 from cp_styles.engine.gradient_watch import GradientCheck
 from cp_styles.engine.openings import Opening, innermost
 from cp_styles.engine.scope import ScopedBinding
-from cp_styles.intercept.function_mode import AttentionCalls, looks_now, names_of_inputs
+from cp_styles.intercept.function_mode import AttentionCalls, names_of_inputs
 from cp_styles.intercept.token_flow import TokenFlow
 from cp_styles.kernels import Kernel
-from cp_styles.layout import Balancer, SequenceLayout, contiguous, cut_with, cuts_of, head_tail, layout_made_by
+from cp_styles.layout import Balancer, SequenceLayout, contiguous, cut_with, head_tail, layout_made_by
 from cp_styles.mask import Full, Mask
 from cp_styles.strategies import AllGather, Strategy
-from cp_styles.styles.guards import InputGuards, is_model
+from cp_styles.styles.guards import InputGuards, counting_is_wrong, is_model, possible_positions
 from cp_styles.torch_api.balancers import Cut, LoadBalancer, layout_of
 from cp_styles.torch_api.buffers import Aliases, CutBuffer, check_buffer, dim_of
 from cp_styles.troubleshooting import see
@@ -225,16 +230,25 @@ class _BlockEntry(Opening):
             tally.update(vars(Tally()))
             calls = _BlockCalls(self, again=again)
             stack.enter_context(calls)
-            if self.parts and self.check_inputs and not again and calls.is_first:
-                flow = self._flow()
+            flow = calls.flow = None if again or not self.check_inputs else self._flow()
+            if flow is not None:
                 flow.__enter__()
                 stack.callback(_end_flow, flow)
             yield
+            calls.refuse_mixed_results()
 
-    def _flow(self) -> TokenFlow:
-        """Finds what mixes tokens of the cut buffers before an attention; see [Note: token flow]."""
+    def _flow(self) -> TokenFlow | None:
+        """Finds what mixes and counts tokens of the cut buffers; see [Note: token flow]. In the first, second, fourth,
+        ... block over these ranks; None in others."""
+        times = _entries[self.group] = _entries.get(self.group, 0) + 1
+        if times & (times - 1) or graph_task_id() >= 0:
+            return None
         lengths = {part.data.shape[part.dim] for part in self.parts}
-        flow = TokenFlow(lengths.pop() if len(lengths) == 1 else None)
+        length = lengths.pop() if len(lengths) == 1 else None
+        binding = self.scoped.unscoped
+        counts = partial(possible_positions, binding) if counting_is_wrong(binding, length) else None
+
+        flow = TokenFlow(length, counts, rank=self.group.rank(), looks_at_readers=True)
         flow.seed((part.buffer, part.dim) for part in self.parts)
         return flow
 
@@ -254,33 +268,25 @@ class _BlockCalls(AttentionCalls):
     def __init__(self, entry: _BlockEntry, *, again: bool) -> None:
         super().__init__(entry.scoped, entry.name)
         self._entry, self._again = entry, again
-        self._last: Any = None  # the autograd node of the latest tensor that a call got
+        self.flow: TokenFlow | None = None
         self._problem: Exception | None = None  # of the arguments of the model that makes the present call
         # Of each model in it: what checks its arguments, and those that a check at the end needs.
         self._guards: dict[nn.Module, tuple[InputGuards, dict[str, Any]]] = {}
-        # The shapes of softmaxes over [L, L], where L is this rank's number of tokens.
-        self._softmaxes: set[tuple[int, ...]] = set()
-        self._lengths = {part.data.shape[part.dim] for part in entry.parts}
 
-    @property
-    def is_first(self) -> bool:
-        """Whether there was no block over these ranks before."""
-        return self._entries == 1
-
-    def _looks(self) -> bool:
-        self._entries = _entries[self._entry.group] = _entries.get(self._entry.group, 0) + 1
-        return looks_now(self._entries)
+    def refuse_mixed_results(self) -> None:
+        """Raise if code of the block outside of all modules has read what tokens of this part were mixed into."""
+        problem = None if self.flow is None else self.flow.problem_of_outputs((), surely_tokens=True)
+        if self.flow is not None and problem is not None:
+            self._offer_refusal()  # ranks with another number of tokens may not see it
+            raise NotImplementedError(f"{self._name}: {self.flow.words(problem)}")
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        last, self._last = self._last, None
         guards, self._guards = self._guards, {}
         if exception[0] is not None:
             return
         for module, (guard, self._tally.inputs) in guards.items():
             guard.check_output(module, (), None)  # by lengths that were not known before
-        if last is not None:
-            self.refuse_unseen([last])
         if self._entry.parts and not self._again and not self._tally.calls and not self._scoped.unscoped.ledger.lengths:
             warnings.warn(
                 f"{self._name}: no attention was called inside, nor before over these ranks: each rank computed on its "
@@ -329,29 +335,12 @@ class _BlockCalls(AttentionCalls):
             raise problem
         super().check_reruns()
 
-    def _look_for_plain_attention(self, func: Any, args: tuple[Any, ...], kwargs: Any, out: Any) -> None:
-        """Raise for a product with a softmax over [L, L], where L is this rank's number of tokens, as in
-        :func:`~cp_styles._compat.plain_attention_since`, also without gradients. No communication, unless it raises."""
-        shape = tuple(out.shape) if isinstance(out, torch.Tensor) else ()
-        if func in _SOFTMAXES:
-            last = ((kwargs or {}).get("dim", args[1] if len(args) > 1 else None)) in (-1, len(shape) - 1)
-            length = shape[-1] if last and len(shape) > 2 and shape[-1] == shape[-2] else 0
-            if length > 1 and length in self._lengths and prod(shape[:-2]) % length:
-                self._softmaxes.add(shape)
-        elif self._softmaxes:
-            factors = [x for x in args if isinstance(x, torch.Tensor)]
-            computed = all(x.ndim > 2 and not isinstance(x, nn.Parameter) for x in factors)
-            if computed and len(factors) == 2 and tuple(factors[0].shape) in self._softmaxes:
-                self._offer_refusal()
-                self.refuse_plain(factors[0].shape[-1])
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not torch.compiler.is_dynamo_compiling() and not self._again and not self._is_around():
-            return func(*args, **(kwargs or {}))
-        out = super().__torch_function__(func, types, args, kwargs)
-        if (func in _SOFTMAXES or func in _PRODUCTS) and not torch.compiler.is_dynamo_compiling():
-            self._look_for_plain_attention(func, args, kwargs, out)
-        return out
+        if not torch.compiler.is_dynamo_compiling():  # in this order: a graph has guards on what is read in its trace
+            if not self._again and not self._is_around():
+                return func(*args, **(kwargs or {}))
+            self.refuse_mixed_results()
+        return super().__torch_function__(func, types, args, kwargs)
 
     def _is_around(self) -> bool:
         """Whether the running code is inside the block. (torch's stack of modes belongs to a thread: it does not know
@@ -363,12 +352,6 @@ class _BlockCalls(AttentionCalls):
         return nearest is not None and self._entry in nearest.lineage()
 
     def note(self, args: tuple[Any, ...]) -> None:
-        if not self._lengths and (cuts := cuts_of(args)):
-            self._lengths = {layout.lengths[self._entry.group.rank()] for _, layout in cuts}
-        if self._first_node >= 0:
-            for value in args:
-                if isinstance(value, torch.Tensor) and value.grad_fn is not None:
-                    self._last = value.grad_fn
         if not self._entry.buffers.isdisjoint(map(id, args)):
             self.remember()
 
@@ -380,9 +363,6 @@ class _BlockCalls(AttentionCalls):
         # Afterwards all buffers are restored to their present data.
         return self._entry.inside(self._entry.parts, again=True)
 
-
-_SOFTMAXES = {torch.softmax, torch.Tensor.softmax, F.softmax}
-_PRODUCTS = {torch.einsum, torch.matmul, torch.bmm, torch.Tensor.matmul, torch.Tensor.bmm, torch.Tensor.__matmul__}
 
 # Compiled alone, it would be guarded by the identity of each function that it gets.
 never_compile_alone(_BlockCalls.__torch_function__)

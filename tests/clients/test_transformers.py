@@ -29,6 +29,7 @@ from cp_styles import (
     ModuleContextParallel,
     SequenceScope,
     SlidingWindow,
+    context_parallel,
     contiguous,
     head_tail,
     next_token_labels,
@@ -37,7 +38,6 @@ from cp_styles import (
 from cp_styles.integrations.transformers import context_parallel_attention_forward, position_ids_of
 from cp_styles.styles.windows import windows_of
 from cp_styles.testing import RankError, run_ranks
-from cp_styles.torch_api import context_parallel
 from cp_styles.verify import verify
 from tests.clients.hugging_face import (
     BATCH,
@@ -631,7 +631,7 @@ def test_a_block_around_a_model(model_type: str, layout: Any):
     assert largest_error(steps(NAME), expected(model, batch, labels)) < EXACT
     for implementation, without, extra, words in (
         ("sdpa", "", {}, "sliding_window=15, and the model would make their masks"),
-        ("eager", "", {}, r"attention in plain ops ran inside, .*register_attention"),
+        ("eager", "", {}, "without an attention call: bmm at .*register_attention"),
         (NAME, "position_ids", {}, "takes position_ids and was given none"),
         (NAME, "", {"labels": labels}, "labels would be shifted after the cut"),
     ):

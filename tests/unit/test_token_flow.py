@@ -317,14 +317,98 @@ def test_what_depends_on_the_place_in_a_part(name: str):
         assert flow.problem_of_outputs(function(X), surely_tokens=True) is None
 
 
-def test_what_is_not_known_is_no_error():
+class Kernel(torch.autograd.Function):
+    """As those in Triton are called: memory is made by torch, and written by something that is not torch."""
+
+    @staticmethod
+    def forward(ctx, x, make, write):
+        out = make(x)
+        write(out.numpy(), x.detach().numpy())
+        return out
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        raise NotImplementedError
+
+
+def cumulative(out, x):
+    out[...] = x.cumsum(1)
+
+
+def by_kernel(make, write=cumulative):
+    return lambda x: Kernel.apply(x, make, write) @ W
+
+
+OUTSIDE = {
+    "empty": by_kernel(torch.empty_like),
+    "empty of a shape": by_kernel(lambda x: torch.empty(x.shape, dtype=x.dtype)),
+    "empty with strides": by_kernel(lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)),
+    "zeros": by_kernel(torch.zeros_like),
+    "seen as another shape": by_kernel(lambda x: x.new_empty(BATCH * LENGTH * WIDTH).view_as(x)),
+    "without an operator after it": lambda x: Kernel.apply(x, torch.empty_like, cumulative),
+    "one row": lambda x: x + by_kernel(lambda x: x.new_empty(BATCH, WIDTH), lambda out, x: None)(x)[:, None],
+}
+
+
+@pytest.mark.parametrize("mode", [nullcontext, torch.no_grad])
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_a_kernel_outside_of_torch(name: str, mode):
+    """What it makes of tokens is not known, even if it does not mix them."""
+    problem, flow, _ = follow(OUTSIDE[name], X, mode)
+    assert problem is not None
+    assert "were computed by a kernel, which is no operator of torch's own" in flow.words(problem)
+    assert "test_token_flow.py" in problem.where.line
+
+
+BESIDE = {
+    "filled": lambda x: torch.empty_like(x).fill_(2.0) * x,
+    "random": lambda x: x.new_empty(BATCH, 1, 1).bernoulli_(0.5) * x,
+    "copied into": lambda x: torch.empty_like(x).copy_(x),
+    "an output": lambda x: torch.mul(x, 2, out=torch.empty_like(x)),
+    "not read": lambda x: torch.baddbmm(torch.empty_like(x), x, W.expand(BATCH, -1, -1), beta=0),
+    "of which only the shape is used": lambda x: torch.ones_like(torch.empty_like(x)) * x,
+    "zeros that stay zeros": lambda x: x + torch.zeros_like(x),
+    "added to zeros": lambda x: torch.zeros_like(x).add_(x),
+    "scattered into zeros": lambda x: torch.zeros_like(x).scatter_(2, torch.ones_like(x).long(), x),
+    "of numpy": lambda x: x * torch.from_numpy(TABLE[0].numpy()),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_memory_that_operators_write(name: str):
+    assert follow(BESIDE[name], X)[0] is None
+
+
+def test_operators_of_other_libraries():
     @torch.library.custom_op("cp_styles_test::own", mutates_args=())
     def own(x: torch.Tensor) -> torch.Tensor:
         return x.cumsum(1)
 
-    problem, flow, out = follow(lambda x: own(x) * 2, X)
+    @torch.library.custom_op("cp_styles_test::write", mutates_args=("out",))
+    def write(x: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(x.cumsum(1))
+
+    def written(x):
+        out = torch.empty_like(x)
+        write(x, out)
+        return out
+
+    for function, name in ((own, "own"), (written, "write")):
+        problem, flow, _ = follow(lambda x, function=function: function(x) * 2, X)
+        assert f"were computed by cp_styles_test::{name}, which is no operator of torch's own" in flow.words(problem)
+    problem, _, _ = follow(lambda x: x * own(TABLE)[:LENGTH].cos().sum(), X)  # it is given no tokens
     assert problem is None
-    assert flow.label_of(out).unknown
+
+
+def test_a_loss_of_mixed_tokens():
+    """They were elements of tokens before they were summed: the model's own loss is no less wrong."""
+    for function, wrong in (
+        (lambda x: (x - x.mean(1, keepdim=True)).square().sum(), True),
+        (lambda x: plain_attention(x, x, x).sum(), True),
+        (lambda x: (x @ W).square().mean(), False),
+        (lambda x: x.sum() / x.square().sum(), False),
+    ):
+        assert (follow(function, X)[0] is not None) == wrong
 
 
 def test_sums_for_a_loss_and_statistics_are_no_error():

@@ -15,6 +15,7 @@ from torch.nn.functional import gelu, scaled_dot_product_attention
 
 from cp_styles import (
     AttentionContextParallel,
+    JointLayout,
     ModuleContextParallel,
     Ulysses,
     context_attention,
@@ -23,7 +24,6 @@ from cp_styles import (
     striped,
     sum_gradients,
 )
-from cp_styles.joint_layout import JointLayout
 from cp_styles.testing import RankError, run_ranks
 from tests.covering import sampled
 from tests.oracle import attention_inputs, error, expected_attention, randn

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
 
-from cp_styles import ModuleContextParallel, SequenceLayout, contiguous, head_tail
+from cp_styles import ModuleContextParallel, SequenceLayout, context_parallel, contiguous, head_tail
 from cp_styles.testing import RankError, run_ranks
-from cp_styles.torch_api import context_parallel
+from tests.covering import sampled
 from tests.oracle import attention_inputs, error, randn
 from tests.ranks.attention_case import EXACT, cp_mesh
 
@@ -90,10 +92,10 @@ def by_block(module: nn.Module, mesh, *tensors):
     [
         (by_module, Named, "scripted is TorchScript with attention in it"),
         (by_module, Below, "RecursiveScriptModule is TorchScript with attention in it"),
-        (by_module, Hidden, "attention ran inside that was not intercepted"),
-        (by_block, Named, "attention ran inside that was not intercepted"),
-        (by_block, Hidden, "attention ran inside that was not intercepted"),
-        (by_block, Below, "attention ran inside that was not intercepted"),
+        (by_module, Hidden, "was not intercepted, and saw this rank's part alone: TorchScript"),
+        (by_block, Named, "was not intercepted, and saw this rank's part alone: TorchScript"),
+        (by_block, Hidden, "was not intercepted, and saw this rank's part alone: TorchScript"),
+        (by_block, Below, "was not intercepted, and saw this rank's part alone: TorchScript"),
     ],
 )
 def test_torchscript(door, module, message: str):
@@ -145,7 +147,9 @@ def test_attention_in_plain_ops(door, how: str):
     """Beside a call that is seen, it would be local to each rank."""
     with pytest.raises(RankError) as caught:
         results(lambda *args: door(Beside(PLAIN[how]), *args))
-    assert str(caught.value).count("attention in plain ops ran inside, on this rank's 6 tokens alone") == 2
+    assert (
+        len(re.findall("carries values from token to token without an attention call: b?mm at", str(caught.value))) == 2
+    )
 
 
 def test_attention_in_plain_ops_that_one_rank_cannot_see():
@@ -172,7 +176,7 @@ def slots(*shape: int) -> nn.Parameter:
 # On this rank 6 tokens, and 6 of everything else that can be mistaken for them.
 FINE = {
     "a router over 6 experts": lambda x, q, k, v: (q @ slots(4, 8, 6)).softmax(-1) @ slots(4, 6, 8),
-    "a router's linear": lambda x, q, k, v: F.linear(q[0, 0], slots(6, 8)).softmax(-1)[None] @ q[0, 0],
+    "a router's linear": lambda x, q, k, v: F.linear(q[0, 0], slots(6, 8)).softmax(-1)[None] @ slots(6, 8),
     "6 learned slots": lambda x, q, k, v: product(q, *(F.layer_norm(slots(4, 6, 8), (8,)) for _ in range(2))),
     "6 other things at each token": lambda x, q, k, v: product(
         *(F.linear(each.transpose(1, 2), slots(48, 8)).view(1, 6, 4, 6, 8) for each in (q, k, v))
@@ -201,16 +205,18 @@ def by_functions(q, k, v):
 @pytest.mark.parametrize("attend", [plainly, by_functions])
 @pytest.mark.parametrize("cut", ["buffers", "shard"])
 def test_a_block_in_which_all_attention_is_in_plain_ops(attend, cut: str):
-    """Without gradients too, and in any block, not only in some."""
-    layout, whole = head_tail(9, 2), randn(0, 1, 2, 9, 4)
+    """Without gradients too, and not in the first block only."""
+    layout, whole = head_tail(9, 2), randn(0, 1, 2, 9, 3)
 
     def on(rank: int) -> None:
-        for _ in range(3):
+        for _ in range(2):
             x = whole.clone() if cut == "buffers" else layout.shard(whole, 2, rank)
             given = {"buffers": [x], "buffer_seq_dims": [2]} if cut == "buffers" else {}
             with (
                 torch.no_grad(),
-                pytest.raises(NotImplementedError, match="attention in plain ops ran inside, on this rank's"),
+                pytest.raises(
+                    NotImplementedError, match="carries values from token to token without an attention call"
+                ),
                 context_parallel(cp_mesh(2), **given),
             ):
                 attend(x, x, x)
@@ -259,3 +265,56 @@ def test_a_layer_that_mixes_tokens_in_a_block(mixes: bool, gradients: bool):
             run_ranks(on, 2, timeout_seconds=20)
     else:
         assert error(head_tail(8, 2).unshard(run_ranks(on, 2, timeout_seconds=20), 2), model(whole)) < EXACT
+
+
+class Last(nn.Module):
+    """What follows the last attention of a model: ``act``."""
+
+    def __init__(self, act) -> None:
+        super().__init__()
+        self.act = act
+
+    def forward(self, x):
+        heads = x[:, None]
+        return self.act(F.scaled_dot_product_attention(heads, heads, heads)[:, 0])
+
+
+TABLE = randn(5, 64, 4)
+AROUND = {
+    "convolution behind": (lambda x: F.conv1d(x.mT, randn(1, 4, 4, 3), padding=1).mT, "convolution at"),
+    "statistics behind": (lambda x: x - x.mean(1, keepdim=True), "mean at"),
+    "rows of a table": (lambda x: x + TABLE[: x.shape[1]], "takes the first 4 rows of a table of 64 at"),
+    "counted": (lambda x: x * torch.arange(x.shape[1])[:, None].cos(), "makes the numbers 0 to 3 inside at"),
+    "TorchScript behind": (lambda x: hidden[0](*[x[:, None]] * 3), "TorchScript calls operators without Python"),
+    "nothing": (lambda x: F.layer_norm(x, [4]), None),
+}
+
+
+@sampled(1, how=AROUND, block=[1, 2, 4], gradients=[True, False])
+def test_behind_the_last_attention_of_a_block(how: str, gradients: bool, block: int):
+    """Found where the loss reads it: in the first block over these ranks, the second, the fourth."""
+    act, words = AROUND[how]
+    whole, labels = randn(0, 1, 8, 4), torch.arange(8)[None] % 4
+
+    def on(rank: int) -> torch.Tensor:
+        losses = []
+        for number in range(1, block + 1):
+            x, wanted = whole.clone(), labels.clone()
+            model = Last(act if number == block else torch.tanh)
+            cut = context_parallel(cp_mesh(2), buffers=[x, wanted], buffer_seq_dims=[1, 1])
+            with torch.set_grad_enabled(gradients), cut:
+                logits = model(x)
+                count = (wanted >= 0).sum()
+                dist.all_reduce(count)
+                losses.append((F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="none") / count).sum())
+        return losses[-1].detach()
+
+    if words is None:
+        wanted = F.cross_entropy(Last(act)(whole).flatten(0, 1), labels.flatten())
+        assert error(sum(run_ranks(on, 2, timeout_seconds=20)), wanted) < EXACT
+        return
+    with pytest.raises(RankError) as caught:
+        run_ranks(on, 2, timeout_seconds=20)
+    found = list(caught.value.errors.values())
+    assert all(isinstance(each, NotImplementedError) for each in found)
+    assert words in str(found[1])

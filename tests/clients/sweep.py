@@ -1,0 +1,112 @@
+"""Every type of language model that transformers has: exact, refused or wrong under context parallelism.
+
+    python -m tests.clients.sweep [--kind causal|seq2seq|masked] [--training] [MODEL_TYPE ...]
+
+A tiny model of each type, with random weights in float64, makes one step on one process and one on two ranks. Prints a
+line for each type, and a table at the end. About ten minutes for the causal ones on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import re
+import sys
+import warnings
+from typing import Any
+
+import torch
+import transformers
+from transformers.models.auto import modeling_auto
+
+from cp_styles.testing import RankError
+from tests.clients.hugging_face import (
+    NAME,
+    config_of,
+    expected,
+    labels_of,
+    largest_error,
+    on_ranks,
+    positions_of,
+    tiny,
+    tokens_of,
+)
+
+MOST = 20_000_000  # parameters, of types whose sizes have names of their own: give them in OWN
+EXACT = 1e-10  # float64 sums in another order give 1e-15; one key too many or too few gives 1e-3 and more
+KINDS = {
+    "causal": (transformers.AutoModelForCausalLM, modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
+    "seq2seq": (transformers.AutoModelForSeq2SeqLM, modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES),
+    "masked": (transformers.AutoModelForMaskedLM, modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES),
+}
+# Sizes that a type needs beside or instead of those of TINY.
+OWN: dict[str, dict[str, Any]] = {
+    **{name: {"head_dim": 4} for name in ("deepseek_v2", "deepseek_v3", "minicpm3", "youtu")},
+    "xglm": {"attention_heads": 4, "num_layers": 2},
+    "fsmt": {"langs": ["a", "b"], "src_vocab_size": 64, "tgt_vocab_size": 64},
+}
+
+
+def verdict(kind: str, model_type: str, *, training: bool) -> tuple[str, str]:
+    """ "exact", "refused", "wrong", "random" (one process does not repeat itself), or "not made"; and details."""
+    make, _ = KINDS[kind]
+    tokens, labels = tokens_of(), labels_of(tokens_of())
+    inputs = {"input_ids": tokens, "position_ids": positions_of()}
+    if kind == "seq2seq":
+        inputs = {"input_ids": tokens_of(seed=1), "decoder_input_ids": tokens}
+    try:
+        with torch.device("meta"):
+            size = sum(
+                x.numel() for x in make.from_config(config_of(model_type, **OWN.get(model_type, {}))).parameters()
+            )
+        if size > MOST:
+            return "not made", f"{size:,} parameters"
+        model = tiny(make.from_config, config_of(model_type, **OWN.get(model_type, {}))).train(training)
+        wanted = expected(model, inputs, labels)
+        again = expected(model, inputs, labels)
+    except Exception as error:  # of any kind: of a model that is not made, or that does not run
+        if "position_ids" not in str(error):
+            return "not made", words(error)
+        try:
+            del inputs["position_ids"]
+            wanted, again = expected(model, inputs, labels), expected(model, inputs, labels)
+        except Exception as error:
+            return "not made", words(error)
+    off = largest_error(again, wanted)
+    if off > EXACT:
+        return "random", f"one process differs from itself by {off:.1e}"
+    try:
+        off = largest_error(on_ranks(model, inputs, labels, implementation=NAME), wanted)
+    except (RankError, ValueError, NotImplementedError) as error:
+        return "refused", words(error)
+    except Exception as error:
+        return "error", words(error)
+    return ("exact" if off < EXACT else "wrong"), f"{off:.1e}"
+
+
+def words(error: Exception) -> str:
+    text = " ".join(str(next(iter(getattr(error, "errors", {}).values()), error)).split())
+    return f"{type(error).__name__}: {re.sub(r'ModuleContextParallel[^:]*: ', '', text)[:170]}"
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.clients.sweep", description=__doc__)
+    parser.add_argument("--kind", choices=KINDS, default="causal")
+    parser.add_argument("--training", action="store_true", help="dropout and noise of routers as in training")
+    parser.add_argument("model_type", nargs="*", help="default: all of the kind")
+    options = parser.parse_args(arguments)
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    table: dict[str, list[str]] = collections.defaultdict(list)
+    for model_type in options.model_type or KINDS[options.kind][1]:
+        kind, details = verdict(options.kind, model_type, training=options.training)
+        table[kind].append(model_type)
+        print(f"{model_type:28} {kind:8} {details}", flush=True)
+    for kind, names in table.items():
+        print(f"\n{kind}: {len(names)}\n{' '.join(names)}")
+    return len(table["wrong"])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
