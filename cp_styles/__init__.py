@@ -1,14 +1,13 @@
 """Context parallelism as ParallelStyles for parallelize_module: exact or loud."""
 
-from typing import NoReturn
+import importlib
+import warnings
+from typing import Any
 
 from cp_styles.batch import (
-    chunked_token_losses,
-    document_positions,
     global_loss,
     global_token_count,
     next_token_labels,
-    shard_batch,
     sum_gradients,
 )
 from cp_styles.batch_sharder import BatchSharder
@@ -17,11 +16,8 @@ from cp_styles.engine.checkpoint import save_attention
 from cp_styles.engine.gradient_watch import GradientCheck, UnreducedGradientsError, UnreducedGradientsWarning
 from cp_styles.engine.scope import SequenceScope
 from cp_styles.functions.attention import context_attention
-from cp_styles.functions.decode import KVCache, context_decode
 from cp_styles.functions.flex import context_flex_attention
-from cp_styles.functions.joint_layout import JointLayout
 from cp_styles.functions.varlen import context_varlen_attention
-from cp_styles.kernels import Kernel, ReferenceKernel
 from cp_styles.layout import (
     SequenceLayout,
     by_work,
@@ -33,7 +29,7 @@ from cp_styles.layout import (
 from cp_styles.mask import Causal, Chunked, Dense, Documents, Full, Mask, PerRow, PrefixLM, SlidingWindow
 from cp_styles.mask.block_mask import FlexMask
 from cp_styles.plan import imbalance
-from cp_styles.strategies import AllGather, Ring, Strategy, Ulysses
+from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.styles import (
     AttentionContextParallel,
     ColwiseParallel,
@@ -45,13 +41,6 @@ from cp_styles.styles import (
     SequenceParallel,
     parallelize_module,
 )
-from cp_styles.torch_api import (
-    context_parallel,
-    context_parallel_shard,
-    context_parallel_unshard,
-    set_rotate_method,
-)
-from cp_styles.torch_api.balancers import HeadTailLoadBalancer, PerDocumentHeadTailLoadBalancer, PTRRLoadBalancer
 
 __all__ = [
     "AllGather",
@@ -66,42 +55,28 @@ __all__ = [
     "FlexMask",
     "Full",
     "GradientCheck",
-    "HeadTailLoadBalancer",
-    "JointLayout",
-    "KVCache",
-    "Kernel",
     "Mask",
     "ModuleContextParallel",
     "NoAgreement",
-    "PTRRLoadBalancer",
-    "PerDocumentHeadTailLoadBalancer",
     "PerRow",
     "PrefixLM",
     "PrepareModuleInput",
     "PrepareModuleInputOutput",
     "PrepareModuleOutput",
-    "ReferenceKernel",
     "Ring",
     "RowwiseParallel",
     "SequenceLayout",
     "SequenceParallel",
     "SequenceScope",
     "SlidingWindow",
-    "Strategy",
     "Ulysses",
     "UnreducedGradientsError",
     "UnreducedGradientsWarning",
     "by_work",
-    "chunked_token_losses",
     "context_attention",
-    "context_decode",
     "context_flex_attention",
-    "context_parallel",
-    "context_parallel_shard",
-    "context_parallel_unshard",
     "context_varlen_attention",
     "contiguous",
-    "document_positions",
     "global_loss",
     "global_token_count",
     "head_tail",
@@ -110,13 +85,30 @@ __all__ = [
     "parallelize_module",
     "per_document_head_tail",
     "save_attention",
-    "set_rotate_method",
-    "shard_batch",
     "striped",
     "sum_gradients",
 ]
 
-# What a release before this one had, and what to write instead. For one release.
+# What a release before this one had here, and where it is now. For one release.
+_MOVED = {
+    "HeadTailLoadBalancer": "cp_styles.torch_api",
+    "JointLayout": "cp_styles.joint_layout",
+    "KVCache": "cp_styles.decoding",
+    "Kernel": "cp_styles.kernels",
+    "PTRRLoadBalancer": "cp_styles.torch_api",
+    "PerDocumentHeadTailLoadBalancer": "cp_styles.torch_api",
+    "ReferenceKernel": "cp_styles.kernels",
+    "Strategy": "cp_styles.strategies",
+    "chunked_token_losses": "cp_styles.batch",
+    "context_decode": "cp_styles.decoding",
+    "context_parallel": "cp_styles.torch_api",
+    "context_parallel_shard": "cp_styles.torch_api",
+    "context_parallel_unshard": "cp_styles.torch_api",
+    "document_positions": "cp_styles.batch",
+    "set_rotate_method": "cp_styles.torch_api",
+    "shard_batch": "cp_styles.batch",
+}
+# What it had, and what to write instead.
 _REMOVED = {
     "LayoutMismatchWarning": "there is nothing to filter. Tensors that another layout cut are refused where they are "
     "inputs of the attention, or of a model with ModuleContextParallel",
@@ -124,7 +116,14 @@ _REMOVED = {
 }
 
 
-def __getattr__(name: str) -> NoReturn:
+def __getattr__(name: str) -> Any:
+    if name in _MOVED:
+        warnings.warn(
+            f"cp_styles.{name} is in {_MOVED[name]} now: from {_MOVED[name]} import {name}",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return getattr(importlib.import_module(_MOVED[name]), name)
     if name in _REMOVED:  # an AttributeError would lose its text in "from cp_styles import ..."
         raise ImportError(f"cp_styles.{name} was removed: {_REMOVED[name]}. See the page Migration")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -59,6 +59,17 @@ from cp_styles.device_copies import read_later
 from cp_styles.layout import SequenceLayout, holds
 from cp_styles.troubleshooting import see
 
+__all__ = [
+    "IGNORE_INDEX",
+    "chunked_token_losses",
+    "document_positions",
+    "global_loss",
+    "global_token_count",
+    "next_token_labels",
+    "shard_batch",
+    "sum_gradients",
+]
+
 IGNORE_INDEX = -100
 """The label of a token without a target: the default ``ignore_index`` of ``torch.nn.functional.cross_entropy``."""
 

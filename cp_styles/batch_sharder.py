@@ -80,7 +80,7 @@ class ShardedBatch(dict[str, Any]):
     @property
     def inputs(self) -> dict[str, Any]:
         """The entries but labels, for ``model(**batch.inputs)``: a model that is given labels makes its own loss."""
-        return {name: x for name, x in self.items() if name not in ("labels", "shift_labels")}
+        return {name: x for name, x in self.items() if name != "labels" and not name.startswith("shift_labels")}
 
     def scope(self) -> SequenceScope:
         """The :class:`~cp_styles.SequenceScope` of this batch: its layout, and its documents if it has document_ids.
@@ -95,11 +95,13 @@ class ShardedBatch(dict[str, Any]):
             mask = Documents.from_ids(ids[0] if (ids == ids[:1]).all() else ids)
         return SequenceScope(self.layout, mask=mask, mesh_axis=self._sharder.mesh_axis)
 
-    def token_count(self) -> torch.Tensor:
+    def token_count(self, *, ahead: int = 1) -> torch.Tensor:
         """The number of tokens of all ranks that have a label, see :func:`~cp_styles.global_token_count`."""
-        return global_token_count(self._labels(), self._sharder.loss_group)
+        return global_token_count(self._labels(ahead), self._sharder.loss_group)
 
-    def loss(self, logits_BLV: torch.Tensor, *, token_count: torch.Tensor | int | None = None) -> torch.Tensor:
+    def loss(
+        self, logits_BLV: torch.Tensor, *, ahead: int = 1, token_count: torch.Tensor | int | None = None
+    ) -> torch.Tensor:
         """The mean cross entropy over all tokens of all ranks that have a label, as on one device.
 
         Every rank gets the value for all ranks. Its gradient is this rank's share, see
@@ -107,6 +109,8 @@ class ShardedBatch(dict[str, Any]):
 
         Args:
             logits_BLV: this rank's logits, in any floating dtype. Those of 16 bits are converted to float32 first.
+            ahead: how many tokens ahead these logits predict, for models that predict several; up to ``predicted`` of
+                the sharder.
             token_count: the divisor. None: :meth:`token_count`. For accumulation over several batches, the sum of
                 theirs.
 
@@ -115,7 +119,7 @@ class ShardedBatch(dict[str, Any]):
         Raises:
             ValueError: the batch has no labels, or the logits are not one row for each of this rank's tokens.
         """
-        labels_BL = self._labels()
+        labels_BL = self._labels(ahead)
         if logits_BLV.shape[:-1] != labels_BL.shape:
             raise ValueError(
                 f"{type(self).__name__}.loss: logits of shape {tuple(logits_BLV.shape)} are not one row for each of "
@@ -127,17 +131,26 @@ class ShardedBatch(dict[str, Any]):
         losses = F.cross_entropy(
             logits_BLV.flatten(0, -2), labels_BL.flatten(), reduction="sum", ignore_index=IGNORE_INDEX
         )
-        count = self.token_count() if token_count is None else token_count
+        count = self.token_count(ahead=ahead) if token_count is None else token_count
         return global_loss(losses, count, self._sharder.loss_group, averaged_over=self._sharder.averaged_over)
 
-    def _labels(self) -> torch.Tensor:
-        labels = self.get("shift_labels", self.get("labels"))
+    def _labels(self, ahead: int) -> torch.Tensor:
+        labels = self.get(_name_of_labels(ahead), self.get("labels") if ahead == 1 else None)
+        if labels is None and ahead != 1:
+            raise ValueError(
+                f"{type(self).__name__}: the batch has no labels of the token {ahead} ahead: make it with "
+                f"BatchSharder(..., predicted={ahead}), which shifts them before the cut"
+            )
         if labels is None:
             raise ValueError(
                 f"{type(self).__name__}: the batch has no labels: give the sharder the tokens alone, or a batch with "
                 '"labels" (for a causal language model: the tokens themselves)'
             )
         return labels.long()
+
+
+def _name_of_labels(ahead: int) -> str:
+    return "shift_labels" if ahead == 1 else f"shift_labels_{ahead}"
 
 
 class BatchSharder:
@@ -158,7 +171,7 @@ class BatchSharder:
     The part, a :class:`ShardedBatch`, has these entries beside those of the batch:
 
     - ``shift_labels``, from ``labels`` [B, S], before the cut: for each token the label of the next one. Tokens alone
-      are their own labels;
+      are their own labels. ``shift_labels_2`` and so on, if more are ``predicted``;
     - ``position_ids``, if the batch has none: 0 to S - 1, or those of ``positions``. Positions of packed documents,
       which restart at 0, are cut as they are.
 
@@ -177,6 +190,8 @@ class BatchSharder:
             needs whole. (Entries that are no tensors, or have no dims, are passed on, whole. Those that are cut must be
             tensors.)
         shift: False for labels that are not the next token, as in masked language models. They are cut unchanged.
+        predicted: how many tokens the model predicts at each token. ``batch.loss(logits, ahead=2)`` is the loss of
+            those for the token after the next one.
         pad_to_multiple_of: pad the sequence at its end to a multiple. No layout needs this; compiled graphs may.
         pad_token_id: the token to pad with. Padded tokens have no labels, and no token attends to them.
         positions: makes the positions [B, S] of ``input_ids`` [B, S], for models that do not count from 0 (RoBERTa's
@@ -204,6 +219,7 @@ class BatchSharder:
         layout: SequenceLayout | Balancer = head_tail,
         seq_dims: Mapping[str, int | None] | None = None,
         shift: bool = True,
+        predicted: int = 1,
         pad_to_multiple_of: int = 1,
         pad_token_id: int = 0,
         positions: Callable[[torch.Tensor], torch.Tensor] | None = None,
@@ -219,9 +235,14 @@ class BatchSharder:
                 f"{self._name}: the layout cuts the sequence for {layout.ranks} ranks, mesh axis {self.mesh_axis!r} "
                 f"has {self._group.size()}: make it for the ranks that share the sequence"
             )
+        if predicted < 1 or (predicted > 1 and not shift):
+            raise ValueError(
+                f"{self._name}: predicted={predicted} must be the number of next tokens that the model predicts: at "
+                "least 1, and more only with shift=True"
+            )
         self._layout = layout
-        self._seq_dims = _SEQ_DIMS | dict(seq_dims or {})
-        self._shift = shift
+        self._shifted = [_name_of_labels(ahead) for ahead in range(1, predicted + 1)] if shift else []
+        self._seq_dims = _SEQ_DIMS | dict.fromkeys(self._shifted, 1) | dict(seq_dims or {})
         self._multiple, self._pad = pad_to_multiple_of, pad_token_id
         self._positions = positions
 
@@ -328,9 +349,10 @@ class BatchSharder:
         batch.pop("attention_mask", None)
         if mask is not None:
             batch["attention_mask"] = mask
-        if labels is not None and self._shift and batch.get("shift_labels") is None:
-            batch["shift_labels"] = next_token_labels(labels, document_ids=ids, seq_dim=1)
-        for name in ("labels", "shift_labels"):
+        for ahead, name in enumerate(self._shifted, 1):
+            if labels is not None and batch.get(name) is None:
+                batch[name] = next_token_labels(labels, document_ids=ids, shift=ahead, seq_dim=1)
+        for name in ("labels", "shift_labels", *self._shifted[1:]):
             x = batch.get(name)
             if x is not None and not x.dtype.is_floating_point and bool(((x < 0) & (x != IGNORE_INDEX)).any()):
                 raise ValueError(
@@ -353,7 +375,7 @@ class BatchSharder:
         return -length % self._multiple
 
     def _padded(self, batch: dict[str, Any], padding: int) -> dict[str, Any]:
-        fill = {"input_ids": self._pad, "labels": IGNORE_INDEX, "shift_labels": IGNORE_INDEX}
+        fill = {"input_ids": self._pad} | dict.fromkeys(("labels", "shift_labels", *self._shifted), IGNORE_INDEX)
         for name, x in batch.items():
             dim = 1 if name == "document_ids" else self._seq_dims.get(name)
             if name == "document_ids":

@@ -54,7 +54,6 @@ from cp_styles import (
     SequenceScope,
     context_attention,
     context_flex_attention,
-    context_parallel,
     context_varlen_attention,
     parallelize_module,
     sum_gradients,
@@ -64,6 +63,7 @@ from cp_styles.layout import SequenceLayout, by_work, contiguous, head_tail, str
 from cp_styles.mask import Mask
 from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.testing import RankTimeout, run_ranks
+from cp_styles.torch_api import context_parallel
 from tests.oracle import allowed, dense_attention, error, mask_cases, randn
 
 ROOT = Path(__file__).parents[1]

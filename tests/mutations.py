@@ -190,7 +190,7 @@ MISTAKES = [
     ),
     Mistake(
         "plan: a rank sends rows to itself",
-        "torch.nonzero((last > first) & (segments.holder != rank))",
+        "torch.nonzero((last > first) & (pieces.rank != rank))",
         "torch.nonzero(last > first)",
         "tests/unit/test_plan.py",
     ),
@@ -202,20 +202,20 @@ MISTAKES = [
     ),
     Mistake(
         "plan: no rectangle of one key before a triangle",
-        "if below > a else",
-        "if below > a + 1 else",
+        "if below > lo else",
+        "if below > lo + 1 else",
         "tests/unit/test_plan.py",
     ),
     Mistake(
         "plan: rows that see nothing yet",
-        "table[1] + late, table[2] - late - early",
-        "table[1], table[2] - early",
+        ".part(late, count - late - early)",
+        ".part(late * 0, count - early)",
         "tests/unit/test_plan.py",
     ),
     Mistake(
         "plan: a row in two runs",
-        "free = other[before] ^ ((index - before) % 2 == 0)",
-        "free = other[before]",
+        "free = broken[before] ^ ((index - before) % 2 == 0)",
+        "free = broken[before]",
         "tests/unit/test_plan.py",
     ),
     Mistake(
@@ -304,8 +304,8 @@ MISTAKES = [
     ),
     Mistake(
         "mask: pieces that are cut keep their first bound",
-        "hi + hi_step * later, lo_step, hi_step)",
-        "hi, lo_step, hi_step)",
+        "torch.addcmul(self.hi, self.hi_step, skipped)",
+        "self.hi",
         "tests/unit/test_mask.py",
     ),
     Mistake(

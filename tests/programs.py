@@ -42,7 +42,6 @@ from cp_styles import (
     ModuleContextParallel,
     SequenceScope,
     context_attention,
-    context_parallel,
     global_loss,
     global_token_count,
     next_token_labels,
@@ -52,6 +51,7 @@ from cp_styles import (
 from cp_styles.layout import SequenceLayout, contiguous, head_tail, striped
 from cp_styles.strategies import AllGather, Ring, Strategy, Ulysses
 from cp_styles.testing import RankTimeout, run_ranks
+from cp_styles.torch_api import context_parallel
 from tests.fuzz import of_the_package
 from tests.oracle import error, randn
 

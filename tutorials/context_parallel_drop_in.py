@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 # In place of torch.distributed.tensor.experimental:
-from cp_styles import context_parallel, context_parallel_unshard, set_rotate_method
+from cp_styles.torch_api import context_parallel, context_parallel_unshard, set_rotate_method
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -30,7 +30,8 @@ from torch.utils.checkpoint import checkpoint
 from train_llama import LAYOUTS, Arguments
 from train_llama import STRATEGIES as PLAIN
 
-from cp_styles import AttentionContextParallel, Ring, SequenceLayout, Strategy, global_loss, sum_gradients
+from cp_styles import AttentionContextParallel, Ring, SequenceLayout, global_loss, sum_gradients
+from cp_styles.strategies import Strategy
 from cp_styles.testing import MemoryTrace
 
 MiB = 2**20

@@ -21,7 +21,6 @@ from cp_styles import (
     Ring,
     SequenceLayout,
     SlidingWindow,
-    Strategy,
     Ulysses,
     contiguous,
     head_tail,
@@ -31,6 +30,7 @@ from cp_styles import (
 from cp_styles.explain import Explanation, Shapes
 from cp_styles.explain.rehearse import kernel_of
 from cp_styles.explain.report import explained
+from cp_styles.strategies import Strategy
 
 SHAPES = Shapes(32, 8, 128, 128, torch.bfloat16, torch.device("cuda"))
 K = 1024

@@ -42,21 +42,20 @@ from cp_styles import (
     Ring,
     SequenceLayout,
     SequenceScope,
-    Strategy,
     Ulysses,
     by_work,
     contiguous,
-    document_positions,
     global_loss,
     global_token_count,
     head_tail,
     imbalance,
     next_token_labels,
     per_document_head_tail,
-    shard_batch,
     striped,
     sum_gradients,
 )
+from cp_styles.batch import document_positions, shard_batch
+from cp_styles.strategies import Strategy
 from cp_styles.testing import CommunicationTrace
 
 # Each is given how many ranks exchange heads; only the hybrid asks.

@@ -16,7 +16,7 @@ from cp_styles.engine.binding import binding_of_call
 from cp_styles.engine.checkpoint import as_kept
 from cp_styles.engine.custom_ops import ConfigText, Source, check_local, check_plain, config_text, handle, refuse_on_all
 from cp_styles.engine.gradient_watch import RAISE, GradientCheck
-from cp_styles.functions.joint_layout import JointLayout, attend_jointly
+from cp_styles.joint_layout import JointLayout, attend_jointly
 from cp_styles.kernels import Kernel
 from cp_styles.kernels.autocast import as_attended
 from cp_styles.layout import Balancer, SequenceLayout, head_tail
@@ -54,8 +54,8 @@ def context_attention(
         v_BGME: local value.
         group: the ranks that share the sequence: a process group or a 1-D mesh.
         mask: which keys each query attends to, in global positions. Default: all.
-        layout: the layout, or the balancer that makes it; or a :class:`~cp_styles.JointLayout`, with which some tokens
-            are whole on every rank.
+        layout: the layout, or the balancer that makes it; or a :class:`~cp_styles.joint_layout.JointLayout`, with which
+            some tokens are whole on every rank.
         strategy: how keys and values get to the queries; default ``Ring()``. Its docstring gives the bytes.
         kernel: computes the tiles; default the fastest of torch's kernels that can. If it takes no masks, tiles with an
             explicit mask go to another kernel: see :func:`~cp_styles.kernels.kernel_for_tiles`.

@@ -53,8 +53,8 @@ from cp_styles.comm.agreement import (
     offer_refusal,
 )
 from cp_styles.comm.point_to_point import collective, has_cpu_backend
+from cp_styles.decoding import DecodeCall, cache_of
 from cp_styles.engine.binding import Binding, refuse_dropout
-from cp_styles.functions.decode import DecodeCall, cache_of
 from cp_styles.integrations.transformers_cache import EncoderKeys, TransformersCache, cache_class, encoder_keys, past_of
 from cp_styles.intercept.function_mode import AttentionCalls
 from cp_styles.layout import SequenceLayout, contiguous

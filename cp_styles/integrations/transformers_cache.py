@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from cp_styles.comm.agreement import offer_refusal
+from cp_styles.decoding import LayerCaches
 from cp_styles.engine.binding import Binding
-from cp_styles.functions.decode import LayerCaches
 from cp_styles.layout import SequenceLayout
 from cp_styles.mask import Mask, PerRow
 from cp_styles.troubleshooting import see

@@ -29,19 +29,19 @@ from cp_styles._compat import (
     uncompiled,
 )
 from cp_styles.comm.agreement import offer_refusal
+from cp_styles.decoding import DecodeCall, KVCache, cache_of, decode
 from cp_styles.engine.binding import Binding, Tally, refuse_dropout, refuse_grouped
 from cp_styles.engine.custom_ops import config_text_of, refuse_nested
 from cp_styles.engine.dtensor_handlers import binding_of
 from cp_styles.engine.reruns import RerunMode
 from cp_styles.engine.scope import ScopedBinding
 from cp_styles.functions.attention import attend
-from cp_styles.functions.decode import DecodeCall, KVCache, cache_of, decode
 from cp_styles.functions.flex import FlexCall, flex_attend
-from cp_styles.functions.joint_layout import JointLayout, attend_jointly
 from cp_styles.functions.varlen import VARLEN_OPERATOR, VARLEN_OPERATORS, varlen_operator
 from cp_styles.intercept.flex_frames import FIRST_QUESTION, QUESTIONS, FlexCalls, traced_part
 from cp_styles.intercept.multi_head_attention import multi_head_attention
 from cp_styles.intercept.token_flow import TokenFlow
+from cp_styles.joint_layout import JointLayout, attend_jointly
 from cp_styles.kernels.flex import ScoreMod
 from cp_styles.kernels.merge import beside_sink
 from cp_styles.kernels.sdpa import SDPA_CALLS
@@ -341,7 +341,7 @@ class AttentionCalls(RerunMode):
         return self._followed(out, tensors)
 
     def decode_with(self, q_BHLD: torch.Tensor, cache: KVCache, call: DecodeCall) -> torch.Tensor:
-        """``out_BHLE`` of new tokens, for integrations of other libraries: :func:`~cp_styles.functions.decode.decode`.
+        """``out_BHLE`` of new tokens, for integrations of other libraries: :func:`~cp_styles.decoding.decode`.
 
         The mask of ``call`` holds in addition to the module's and the scope's. Kernel and agreement are the module's.
         """

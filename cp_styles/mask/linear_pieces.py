@@ -13,48 +13,78 @@ from cp_styles.troubleshooting import see
 
 
 class Pieces(NamedTuple):
-    """Ranges of query positions over which each bound is linear. All fields are int64 [N].
+    """Ranges of queries over which both ends of the interval of keys are linear. All columns are int64 ``[N]``.
+
+    They are counted in one of three ways: queries and keys as positions of the sequence; queries as local rows of one
+    rank and keys as local rows of another one; or keys as rows among those that are sent.
 
     Attributes:
-        start, stop: the ranges, ascending. Every position of a range attends to some key; positions between ranges
-            attend to none.
-        lo, hi: the bounds at ``start``, within the keys.
-        lo_step, hi_step: growth of the bounds with each position, 0 or 1.
+        rank: of positions, who holds the queries (0 before ranks matter); of rows, who holds the keys.
+        start: the first query. Each query of a piece attends to some key.
+        count: number of queries.
+        lo, hi: the interval of the first query.
+        lo_step, hi_step: growth of the ends with each query: 0, or the positions from one query to the next.
     """
 
+    rank: torch.Tensor
     start: torch.Tensor
-    stop: torch.Tensor
+    count: torch.Tensor
     lo: torch.Tensor
     hi: torch.Tensor
     lo_step: torch.Tensor
     hi_step: torch.Tensor
 
     @property
-    def reach(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The range of keys that the positions of each piece attend to, taken together: first and one-past-last."""
-        return self.lo, self.hi + self.hi_step * (self.stop - self.start - 1)
+    def first(self) -> torch.Tensor:
+        """The intervals of the first queries: int64 ``[2, N]``."""
+        return torch.stack((self.lo, self.hi))
+
+    @property
+    def steps(self) -> torch.Tensor:
+        """Growth of both ends: int64 ``[2, N]``."""
+        return torch.stack((self.lo_step, self.hi_step))
+
+    @property
+    def last(self) -> torch.Tensor:
+        """The intervals of the last queries: int64 ``[2, N]``."""
+        return torch.addcmul(self.first, self.steps, self.count - 1)
+
+    @property
+    def end(self) -> torch.Tensor:
+        """``hi`` of the last queries."""
+        return torch.addcmul(self.hi, self.hi_step, self.count - 1)
+
+    @property
+    def reach(self) -> torch.Tensor:
+        """The range of keys that the queries attend to, taken together: int64 ``[2, N]``."""
+        return torch.stack((self.lo, self.end))
 
     @property
     def work(self) -> torch.Tensor:
         """Number of (query, key) pairs of each piece."""
-        count = self.stop - self.start
-        first = self.hi - self.lo
-        return (2 * first + (self.hi_step - self.lo_step) * (count - 1)) * count // 2
+        size = self.hi - self.lo
+        return (2 * size + (self.hi_step - self.lo_step) * (self.count - 1)) * self.count // 2
+
+    def at(self, index: torch.Tensor) -> Pieces:
+        return Pieces(*torch.stack(self)[:, index].unbind())
+
+    def where(self, condition: torch.Tensor) -> Pieces:
+        return self.at(torch.nonzero(condition).flatten())
+
+    def part(self, skipped: torch.Tensor, count: torch.Tensor) -> Pieces:
+        """``count`` queries of each piece, after the first ``skipped`` ones."""
+        lo, hi = torch.addcmul(self.lo, self.lo_step, skipped), torch.addcmul(self.hi, self.hi_step, skipped)
+        return Pieces(self.rank, self.start + skipped, count, lo, hi, self.lo_step, self.hi_step)
 
     def cut(self, positions: torch.Tensor) -> Pieces:
         """The same, with none of ``positions`` inside of a piece."""
         start = torch.cat((self.start, positions)).unique()
-        piece = torch.searchsorted(self.start, start, right=True) - 1
-        # Before the first piece, and in the gaps between them, nothing is seen.
-        within = torch.nonzero((start < self.stop[piece]) & (piece >= 0)).flatten() if len(self.start) else piece[:0]
-        start, piece = start[within], piece[within]
-        _, stop, lo, hi, lo_step, hi_step = torch.stack(self)[:, piece].unbind()
-        later = start - self.start[piece]
-        stop = torch.minimum(stop, torch.cat((start[1:], stop[-1:])))
-        return Pieces(start, stop, lo + lo_step * later, hi + hi_step * later, lo_step, hi_step)
-
-    def where(self, which: torch.Tensor) -> Pieces:
-        return Pieces(*torch.stack(self)[:, torch.nonzero(which).flatten()].unbind())
+        index = torch.searchsorted(self.start, start, right=True) - 1
+        # Queries before the first piece, and in the gaps between pieces, attend to nothing.
+        stop = self.start + self.count
+        inside = torch.nonzero((start < stop[index]) & (index >= 0)).flatten() if len(stop) else index[:0]
+        start, whole, stop = start[inside], self.at(index[inside]), stop[index[inside]]
+        return whole.part(start - whole.start, torch.minimum(stop, torch.cat((start[1:], stop[-1:]))) - start)
 
 
 def pieces_of(mask: Mask, queries: int, keys: int, cuts: torch.Tensor) -> Pieces:
@@ -75,13 +105,12 @@ def _uncut(mask: Mask, queries: int, keys: int) -> Pieces:
             raise ValueError(f"{mask}: breaks() leaves out a position where a bound changes its course")
     lo, hi = lo[0], hi[0]
     # Where the bounds converge or diverge, some positions at one end may attend to nothing.
-    seen, opening = hi - lo, hi_step - lo_step
-    skipped = torch.where(opening > 0, (1 - seen).clamp(min=0), 0)
-    count = torch.where(opening < 0, torch.minimum(more + 1, seen), more + 1 - skipped)
-    count = count.masked_fill((opening == 0) & (seen <= 0), 0)
-    start = first + skipped
-    found = Pieces(start, start + count, lo + lo_step * skipped, hi + hi_step * skipped, lo_step, hi_step)
-    return found.where(count > 0)
+    size, opening = hi - lo, hi_step - lo_step
+    skipped = torch.where(opening > 0, (1 - size).clamp(min=0), 0)
+    count = torch.where(opening < 0, torch.minimum(more + 1, size), more + 1 - skipped)
+    count = count.masked_fill((opening == 0) & (size <= 0), 0)
+    pieces = Pieces(torch.zeros_like(first), first, more + 1, lo, hi, lo_step, hi_step)
+    return pieces.part(skipped, count).where(count > 0)
 
 
 def counts_by_itself(mask: Mask) -> bool:

@@ -16,7 +16,7 @@ from cp_styles.comm.agreement import EVERY_CALL, Agreement
 from cp_styles.comm.groups import GroupOrMesh
 from cp_styles.device_copies import tensor_on
 from cp_styles.layout import Balancer, SequenceLayout
-from cp_styles.mixers.fragments import CutSequence, Packed, RowsBefore, rows_before
+from cp_styles.mixers.fragments import CutSequence, Packed, RowExchange, rows_before
 
 
 @uncompiled
@@ -81,9 +81,8 @@ def convolved(
 
     cut, dim = sequence.agreed(describe, width=width, dim=dim), dim % x.ndim
     plan = rows_before(cut.layout, cut.documents, width - 1, cut.peers.rank)
-    before = RowsOfOthers(cut.peers, dim, plan, x.shape[dim])
-    (slots,) = differentiable(before, x, check=sequence.compares) if plan.crosses else before(x)
-    one = plan.slots < width  # one fragment
+    slots = exchanged(sequence, cut.peers, plan.exchange, x, dim)
+    one = slots.shape[dim] < width  # one fragment
     given = torch.cat((slots, x), dim)
     if not one:
         given = given.index_select(dim, tensor_on(x.device, plan.order))
@@ -94,16 +93,23 @@ def convolved(
             "output for each token, without those of its padding"
         )
     if one:
-        return out.narrow(dim, plan.slots, x.shape[dim])
+        return out.narrow(dim, slots.shape[dim], x.shape[dim])
     return out.index_select(dim, tensor_on(x.device, plan.kept))
 
 
+def exchanged(sequence: CutSequence, peers: Peers, plan: RowExchange, x: torch.Tensor, dim: int) -> torch.Tensor:
+    """The slots of ``plan``, filled. Those that no row goes to are zeros."""
+    rows = RowsOfOthers(peers, dim, plan, x.shape[dim])
+    (slots,) = differentiable(rows, x, check=sequence.compares) if plan.crosses else rows(x)
+    return slots
+
+
 class RowsOfOthers(NamedTuple):
-    """The linear map from the local rows of all ranks to the slots before their fragments; its adjoint if ``home``."""
+    """The linear map from the local rows of all ranks to the slots of each; its adjoint if ``home``."""
 
     peers: Peers
     dim: int
-    plan: RowsBefore
+    plan: RowExchange
     length: int
     home: bool = False
 

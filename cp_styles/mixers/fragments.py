@@ -82,48 +82,66 @@ def fragments_of(layout: SequenceLayout, documents: tuple[int, ...]) -> tuple[Fr
 
 
 @dataclass(frozen=True)
-class RowsBefore:
-    """The rows before each fragment of a rank: ``width`` slots for each, in its local order.
-
-    A slot is empty where the document begins later. A rank without tokens has one fragment without rows.
+class RowExchange:
+    """Which rows a rank sends, and where those that it receives go.
 
     Attributes:
         slots: number of slots.
         sent: for each peer, the local rows that it needs.
         received: for each peer, the slots that its rows go to.
-        order: where each row of the local sequence with its slots is: in [slots, rows], one after the other.
-        kept: which rows of that are this rank's own.
         crosses: whether any rank needs a row of another one.
     """
 
     slots: int
     sent: tuple[torch.Tensor, ...]
     received: tuple[torch.Tensor, ...]
+    crosses: bool
+
+
+def row_exchange(
+    layout: SequenceLayout, needs: list[tuple[torch.Tensor, torch.Tensor]], slots: int, rank: int
+) -> RowExchange:
+    """``needs`` has for each rank the positions that it needs, and the slots that they go to."""
+    holder, row = (torch.empty(layout.length, dtype=torch.int64, device="cpu") for _ in range(2))
+    for peer in range(layout.ranks):
+        positions = layout.positions(peer, "cpu")
+        holder[positions], row[positions] = peer, _range(0, len(positions))
+    sent = tuple(row[needed[holder[needed] == rank]] for needed, _ in needs)
+    needed, into = needs[rank]
+    received = tuple(into[holder[needed] == peer] for peer in range(layout.ranks))
+    crosses = any(bool((holder[needed] != peer).any()) for peer, (needed, _) in enumerate(needs))
+    return RowExchange(slots, sent, received, crosses)
+
+
+@dataclass(frozen=True)
+class RowsBefore:
+    """The rows before each fragment of a rank: ``width`` slots for each, in its local order.
+
+    A slot is empty where the document begins later. A rank without tokens has one fragment without rows.
+
+    Attributes:
+        exchange: fills the slots.
+        order: where each row of the local sequence with its slots is: in [slots, rows], one after the other.
+        kept: which rows of that are this rank's own.
+    """
+
+    exchange: RowExchange
     order: torch.Tensor
     kept: torch.Tensor
-    crosses: bool
 
 
 @remembered
 def rows_before(layout: SequenceLayout, documents: tuple[int, ...], width: int, rank: int) -> RowsBefore:
     """What ``rank`` sends and receives if each position needs the ``width`` positions of its document before it."""
-    holder, row = (torch.empty(layout.length, dtype=torch.int64, device="cpu") for _ in range(2))
-    for peer in range(layout.ranks):
-        positions = layout.positions(peer, "cpu")
-        holder[positions], row[positions] = peer, _range(0, len(positions))
     edges = torch.tensor((0, *accumulate(documents)), device="cpu")
     needs = [_needs(layout, documents, edges, width, peer) for peer in range(layout.ranks)]
-    sent = tuple(row[needed[holder[needed] == rank]] for needed, _ in needs)
-    needed, into = needs[rank]
-    received = tuple(into[holder[needed] == peer] for peer in range(layout.ranks))
-    crosses = any(bool((holder[needed] != peer).any()) for peer, (needed, _) in enumerate(needs))
     parts, kept, at, held = [], [], 0, _rows_of(layout, documents, rank)
     slots = len(held) * width
     for index, (low, high) in enumerate(held):
         parts += [_range(index * width, (index + 1) * width), _range(slots + low, slots + high)]
         kept.append(_range(at + width, at + width + high - low))
         at += width + high - low
-    return RowsBefore(slots, sent, received, torch.cat(parts), torch.cat(kept), crosses)
+    return RowsBefore(row_exchange(layout, needs, slots, rank), torch.cat(parts), torch.cat(kept))
 
 
 def _range(low: int, high: int) -> torch.Tensor:

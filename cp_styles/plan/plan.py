@@ -7,7 +7,7 @@ end of the interval reaches another chunk. A rank looks at its own pieces and at
 tensor operations, and cuts each source's part into tiles (:mod:`cp_styles.plan.tiles`). From the pieces of other ranks
 it computes which of its own rows they need: these are the rows that it sends. No rank makes the plan of another.
 
-In :class:`~cp_styles.layout.Stripes` of one position nothing is cut at chunks (:mod:`cp_styles.plan.holders`): from a
+In :class:`~cp_styles.layout.Stripes` of one position nothing is cut at chunks (:mod:`cp_styles.plan.linear`): from a
 row to the next, an end of the interval moves by one of the source's rows, or not at all. So causal attention to a
 source is one tile, a diagonal that is shifted by a row for sources above the rank. In stripes of any size, many sources
 are attended to alike. These are planned once.
@@ -20,21 +20,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice, pairwise
-from typing import NamedTuple
+from itertools import pairwise
 
 import torch
 
 from cp_styles.bounded_cache import remembered
 from cp_styles.layout import SequenceLayout
 from cp_styles.mask import Mask, PerRow, counts_by_itself, pieces_of, refuse_shorter
-from cp_styles.plan.cells import cells
-from cp_styles.plan.holders import Holders, Segments, expanded, first_alike, holders_of
-from cp_styles.plan.rectangles import rectangles
-from cp_styles.plan.tiles import Cover, Runs, Tile, tiles_of
-
-RowRanges = tuple[tuple[int, int], ...]
-"""Ascending half-open ranges of a rank's local rows."""
+from cp_styles.plan.blocks import block_tiles, needed_rows
+from cp_styles.plan.linear import (
+    RowRanges,
+    among_sent,
+    first_alike,
+    holders_of,
+    in_rows,
+    longest_runs,
+    rows_to_send,
+)
+from cp_styles.plan.tiles import Tile, tiles_of
 
 
 @dataclass(frozen=True)
@@ -97,18 +100,23 @@ def make_plan(
 @remembered
 def _make_plan(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, rank: int, small_tiles: bool) -> Plan:
     if mask.grids:
-        others = [peer for peer in range(q_layout.ranks) if peer != rank]
-        parts = tuple(_block_part(q_layout, kv_layout, mask, rank, source) for source in range(q_layout.ranks))
-        sends = {peer: _ranges(cells(q_layout, kv_layout, mask, peer, rank).needed) for peer in others}
+        layouts = q_layout, kv_layout
+        parts = [SourcePart(source, *block_tiles(*layouts, mask, rank, source)) for source in range(q_layout.ranks)]
+        sends = {peer: needed_rows(*layouts, mask, peer, rank) for peer in range(q_layout.ranks) if peer != rank}
     else:
         queries, keys = holders_of(q_layout, kv_layout)
-        segments = queries.segments(pieces_of(mask, q_layout.length, kv_layout.length, queries.bounds))
-        own = segments.where(segments.holder == rank)
-        firsts = first_alike(queries, keys, own)
-        courses = _courses(own, queries.rows(rank, own.start), keys, firsts)
-        parts = _parts(courses, keys, firsts, biased=mask.has_bias, small_tiles=small_tiles)
-        sends = _sends(segments, keys, rank)
-    return Plan(rank, parts, tuple(sends.get(peer, ()) for peer in range(q_layout.ranks)))
+        pieces = queries.by_rank(pieces_of(mask, q_layout.length, kv_layout.length, queries.starts))
+        sends = rows_to_send(pieces, keys, rank)
+        pieces = pieces.where(pieces.rank == rank)
+        firsts = first_alike(queries, keys, pieces)
+        pieces, rows = among_sent(in_rows(pieces, rank, queries, keys, firsts), keys.length)
+        tiles = tiles_of(longest_runs(pieces), keys.ranks, biased=mask.has_bias, small_tiles=small_tiles)
+        parts = [
+            SourcePart(source, rows.get(first, ()), tiles[first])
+            for first, stop in pairwise((*firsts.tolist(), keys.ranks))
+            for source in range(first, stop)
+        ]
+    return Plan(rank, tuple(parts), tuple(sends.get(peer, ()) for peer in range(q_layout.ranks)))
 
 
 def attended_pairs(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, rank: int) -> int:
@@ -149,169 +157,6 @@ def _work(layout: SequenceLayout, keys: int, mask: Mask) -> torch.Tensor:
         positions = torch.arange(layout.length, device="cpu")
         holder, work = queries.holder(queries.chunk(positions)), mask.work(positions, keys)
     else:
-        segments = queries.segments(pieces_of(mask, layout.length, keys, queries.bounds))
-        holder, work = segments.holder, segments.work
+        pieces = queries.by_rank(pieces_of(mask, layout.length, keys, queries.starts))
+        holder, work = pieces.rank, pieces.work
     return torch.zeros(layout.ranks, dtype=torch.int64, device="cpu").index_add_(0, holder, work)
-
-
-class _Courses(NamedTuple):
-    """Ranges of own rows over which the interval of a source's rows that they attend to is linear and not empty.
-
-    int64, ascending in (source, row).
-
-    Attributes:
-        source: the rank whose rows are attended to: ``[N]``.
-        row, count: the first of the own rows, and their number: ``[N]``.
-        first: the interval of the first row: ``[2, N]``.
-        last: the interval of the last row: ``[2, N]``.
-    """
-
-    source: torch.Tensor
-    row: torch.Tensor
-    count: torch.Tensor
-    first: torch.Tensor
-    last: torch.Tensor
-
-
-def _courses(own: Segments, own_rows: torch.Tensor, keys: Holders, firsts: torch.Tensor) -> _Courses:
-    number, counts = len(own.start), own.count
-    bound, end = own.ends
-    step = torch.stack((own.lo_step, own.hi_step))
-    first, last = keys.chunk(bound), keys.chunk(end)
-    crossing, row, before, after = keys.crossings(bound.flatten(), first.flatten(), last.flatten())
-    crossing = crossing % max(number, 1)
-    # The ranks that hold keys which a segment reaches: those of its chunks, or all ranks if there are fewer ranks. Of
-    # ranks that are attended to alike, the first.
-    first, last = first[0], last[1] + 1
-    many = last - first >= keys.ranks
-    piece, index = expanded(torch.where(many, 0, first), torch.where(many, len(firsts), last))
-    source = torch.where(many[piece], firsts[index % len(firsts)], keys.holder(index))
-    source = firsts[torch.searchsorted(firsts, source, right=True) - 1]
-    # Rows of segments at which the interval of a source may change its slope: the first row, and rows at which a bound
-    # reaches another chunk.
-    rows = int(counts.max()) + 1 if number else 1
-    line = torch.cat((source, before, after)) * number
-    line += torch.cat((piece, crossing, crossing))
-    place = (line * rows + torch.cat((torch.zeros_like(piece), row, row))).unique()
-    line, row = place // rows, place % rows
-    source, piece = line // max(number, 1), line % max(number, 1)
-    stop = counts[piece]
-    stop[:-1] = torch.where(line.diff() == 0, row[1:], stop[:-1])
-    ends = torch.stack((row, stop - 1))
-    found = keys.rows(source, bound[:, None, piece] + step[:, None, piece] * ends)
-    # An interval that is empty at one end only is empty in one row there, because its size changes by one a row.
-    filled = found[0] < found[1]
-    some = torch.nonzero(filled.any(0)).flatten()
-    first, last = found[:, :, some].unbind(1)
-    late, early = (~filled[:, some]).long()
-    rise = last > first
-    table = torch.stack((source, own_rows[piece] + row, stop - row))[:, some]
-    return _Courses(table[0], table[1] + late, table[2] - late - early, first + rise * late, last - rise * early)
-
-
-def _parts(
-    courses: _Courses, keys: Holders, firsts: torch.Tensor, *, biased: bool, small_tiles: bool
-) -> tuple[SourcePart, ...]:
-    starts, stops = _union(courses.source, courses.first[0], courses.last[1], keys.length)
-    # The offset from the source's local rows to their index among the rows that are sent.
-    line = courses.source * (keys.length + 1)
-    sizes = stops - starts
-    before = sizes.cumsum(0) - sizes
-    sources = starts // (keys.length + 1)
-    before -= before[torch.searchsorted(sources, sources)]
-    index = torch.searchsorted(starts, line + courses.first[0], right=True) - 1
-    shift = (starts - before)[index] - line
-    needed = _by_rank(starts, stops, keys.length)
-    runs, sizes = _runs(courses._replace(first=courses.first - shift, last=courses.last - shift), keys.ranks)
-    tiles = list(tiles_of(runs, sizes, biased=biased, small_tiles=small_tiles))
-    planned = pairwise((*firsts.tolist(), keys.ranks))
-    return tuple(
-        SourcePart(source, needed.get(first, ()), tiles[first])
-        for first, end in planned
-        for source in range(first, end)
-    )
-
-
-def _runs(courses: _Courses, ranks: int) -> tuple[Runs, list[int]]:
-    """Runs of rows, as long as possible, ascending in (source, row), and the number of runs of each source.
-
-    A row between two runs belongs to the first one. A run has at least one row.
-    """
-    source, row, count, first, last = courses
-    ones = torch.ones_like(row)
-    # Steps from row to row: those inside each course, and the one from its last row to the next course. A step that is
-    # not linear is -1.
-    over = first[:, 1:] - last[:, :-1]
-    on = ((over == 0) | (over == 1)).all(0) & (source.diff() == 0) & ((row + count)[:-1] == row[1:])
-    out = torch.full_like(first, -1)
-    out[:, :-1] = torch.where(on, over, -1)
-    inner = torch.cat((torch.stack((count - 1, row, source)), first, (last > first).long()))
-    moves = torch.stack((inner, torch.cat((torch.stack((ones, row + count - 1, source)), last, out))), 2).flatten(1)
-    moves = moves[:, torch.nonzero(moves[0]).flatten()]
-    # Join consecutive equal steps.
-    rise = moves[5:]
-    new = (rise.diff() != 0).any(0) | (rise[0, 1:] < 0)
-    begin = torch.nonzero(torch.cat((ones[:1] > 0, new))).flatten()
-    stop = moves[0].cumsum(0)
-    steps = torch.cat(((stop - moves[0])[begin], stop[-1:])).diff()
-    _, row, source, a, b, da, db = moves[:, begin]
-    # In a sequence of single steps, every second one belongs to a run, and the others lead to the next run. Count from
-    # the last step that is not single. A row is not in a run yet if the step before it is not linear.
-    index = torch.arange(len(steps), device="cpu")
-    other = da < 0
-    single = (steps == 1) & ~other
-    before = torch.cat((-ones[:1], torch.where(single, -1, index).cummax(0).values[:-1])) if len(steps) else index
-    free = other[before] ^ ((index - before) % 2 == 0)
-    taken = torch.nonzero(free | ~(other | single)).flatten()
-    skipped = (~free).long()
-    da, db = da.clamp(min=0), db.clamp(min=0)
-    stop = row + torch.where(other, 1, steps + 1)
-    table = torch.stack((source, row + skipped, stop, a + da * skipped, torch.addcmul(b, db, steps), da, db))[:, taken]
-    return Runs(*table[1:].tolist()), table[0].bincount(minlength=ranks).tolist()
-
-
-def _sends(segments: Segments, keys: Holders, rank: int) -> dict[int, RowRanges]:
-    """For each destination, the rows of ``rank`` that its queries attend to."""
-    first, last = keys.attended(rank, segments)
-    there = torch.nonzero((last > first) & (segments.holder != rank)).flatten()
-    return _by_rank(*_union(segments.holder[there], first[there], last[there], keys.length), keys.length)
-
-
-def _union(
-    rank: torch.Tensor, first: torch.Tensor, last: torch.Tensor, length: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The union of the ranges ``[first, last)`` of the ranks' rows, as ascending ranges that do not touch.
-
-    They are on one line, on which the rows of rank r begin at ``r (length + 1)``.
-    """
-    starts, order = (rank * (length + 1) + first).sort()
-    reach = (rank * (length + 1) + last)[order].cummax(0).values if len(order) else starts
-    apart = starts[1:] > reach[:-1]
-    some = apart.new_ones(min(len(order), 1))
-    return starts[torch.cat((some, apart))], reach[torch.cat((apart, some))]
-
-
-def _by_rank(starts: torch.Tensor, stops: torch.Tensor, length: int) -> dict[int, RowRanges]:
-    """The result of :func:`_union`, split by rank."""
-    ranks = starts // (length + 1)
-    ranges = map(tuple, (torch.stack((starts, stops), 1) - (ranks * (length + 1))[:, None]).tolist())
-    return {rank: tuple(islice(ranges, size)) for rank, size in enumerate(ranks.bincount().tolist()) if size}
-
-
-def _ranges(inside: torch.Tensor) -> RowRanges:
-    """Where ``inside`` is true, as ascending ranges."""
-    inside = inside.to(torch.int8)
-    edges = torch.diff(inside, prepend=inside.new_zeros(1), append=inside.new_zeros(1))
-    starts, stops = torch.nonzero(edges == 1).flatten(), torch.nonzero(edges == -1).flatten()
-    return tuple(zip(starts.tolist(), stops.tolist(), strict=True))
-
-
-def _block_part(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, rank: int, source: int) -> SourcePart:
-    found = cells(q_layout, kv_layout, mask, rank, source)
-    # Received rows are contiguous: rows that are not sent leave no gap.
-    arriving = torch.cat((torch.zeros(1, dtype=torch.int64, device="cpu"), found.needed.cumsum(0)))[found.kv_edges]
-    kept = arriving.diff() > 0
-    kv_edges = [0, *arriving[1:][kept].tolist()]
-    regions = rectangles(found.cover[:, kept], found.q_edges.tolist(), kv_edges)
-    tiles = (Tile(q, kv, Cover.FULL if full else Cover.PARTIAL) for q, kv, full in regions)
-    return SourcePart(source, _ranges(found.needed), tuple(tiles))

@@ -9,8 +9,12 @@ from __future__ import annotations
 
 import enum
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
+
+import torch
+
+from cp_styles.mask import Pieces
 
 # Query rows of a block with an explicit mask. Small, so that few masked pairs are computed; but large enough that a
 # kernel call is not mostly overhead.
@@ -35,105 +39,95 @@ class Tile(NamedTuple):
     cover: Cover
 
 
-class Runs(NamedTuple):
-    """Query rows ``start .. stop - 1``, ascending; row ``start + i`` of a run sees the keys ``[a + i da, b + i db)``.
+class Run(NamedTuple):
+    """Query rows ``start .. stop - 1``; row ``start + i`` sees the keys ``[lo + i lo_step, hi + i hi_step)``.
 
-    There is at least one key in each row. ``end`` is ``b`` of the last row. All fields have an entry for each run.
+    There is at least one key in each row. ``end`` is ``hi`` of the last row.
     """
 
-    start: list[int]
-    stop: list[int]
-    a: list[int]
-    end: list[int]
-    da: list[int]
-    db: list[int]
+    start: int
+    stop: int
+    lo: int
+    end: int
+    lo_step: int
+    hi_step: int
+
+    def keys(self, first: int, stop: int) -> tuple[int, int]:
+        """The keys that the rows ``first .. stop - 1`` see, taken together."""
+        return self.lo + self.lo_step * (first - self.start), self.end - self.hi_step * (self.stop - stop)
 
 
-def tiles_of(runs: Runs, sizes: Iterable[int], *, biased: bool, small_tiles: bool) -> Iterator[tuple[Tile, ...]]:
+def tiles_of(runs: Pieces, ranks: int, *, biased: bool, small_tiles: bool) -> list[tuple[Tile, ...]]:
     """For each source, tiles that cover each attended pair once.
 
     Args:
-        runs: the runs of all sources.
-        sizes: the number of runs of each source.
+        runs: of rows and of rows that are sent; ascending in (source, row).
+        ranks: number of sources.
         biased: all tiles have an explicit mask.
         small_tiles: see :func:`~cp_styles.plan.make_plan`.
     """
-    long = [run for run, (start, stop) in enumerate(zip(runs.start, runs.stop, strict=True)) if stop - start >= _SHORT]
-    last = 0
-    for size in sizes:
+    # Lists by column: there may be as many runs as documents or stripes, most of them joined to blocks.
+    columns = runs.start, runs.start + runs.count, runs.lo, runs.end, runs.lo_step, runs.hi_step
+    columns = torch.stack(columns).tolist()
+    starts, stops, los, ends, *_ = columns
+    long = torch.nonzero(runs.count >= _SHORT).flatten().tolist()
+    result, last = [], 0
+    for size in runs.rank.bincount(minlength=ranks).tolist():
         first, last = last, last + size
         tiles: list[Tile] = []
-        for begin, end in _groups(runs, long, first, last):
-            if small_tiles and not biased and _few_more_keys(runs, begin, end):
-                for run in range(begin, end):
-                    tiles += _rows_apart(runs, run) if _climbs(runs, run) else _of_one(runs, run)
-            elif biased or end - begin > 1:
-                tiles += _explicit(runs, begin, end)
+        for begin, end in _groups(starts, stops, long, first, last):
+            keys = min(los[begin:end]), max(ends[begin:end])
+            if small_tiles and not biased:
+                apart = [
+                    tile for row in zip(*(x[begin:end] for x in columns), strict=True) for tile in _apart(Run(*row))
+                ]
+                # Documents share no keys; stripes and windows share most, and each tile comes with a copy of its keys.
+                if sum(stop - start for _, (start, stop), _ in apart) <= 2 * (keys[1] - keys[0]):
+                    tiles += apart
+                    continue
+            if end - begin > 1:
+                tiles.append(Tile((starts[begin], stops[end - 1]), keys, Cover.PARTIAL))
             else:
-                tiles += _of_one(runs, begin)
-        yield tuple(tiles)
+                run = Run(*(column[begin] for column in columns))
+                tiles += _explicit(run) if biased else _of_one(run)
+        result.append(tuple(tiles))
+    return result
 
 
-def _groups(runs: Runs, long: list[int], first: int, last: int) -> Iterator[tuple[int, int]]:
+def _groups(starts: list[int], stops: list[int], long: list[int], first: int, last: int) -> Iterator[tuple[int, int]]:
     """Runs ``first .. last - 1`` in groups: short runs are grouped with their neighbours, long ones are alone.
 
     Yields the first run of each group, and one past its last.
     """
     for end in (*long[bisect_left(long, first) : bisect_left(long, last)], last):
         while first < end:
-            begin, first = first, bisect_right(runs.stop, runs.start[first] + _BLOCK, first + 1, end)
+            begin, first = first, bisect_right(stops, starts[first] + _BLOCK, first + 1, end)
             yield begin, first
         if end < last:
             yield end, end + 1
             first = end + 1
 
 
-def _of_one(runs: Runs, run: int) -> list[Tile]:
-    start, stop, a, end, da, db = [column[run] for column in runs]
-    if stop - start == 1 or not (da or db):
-        return [Tile((start, stop), (a, end), Cover.FULL)]
-    if da:
-        return _explicit(runs, run, run + 1)
+def _of_one(run: Run) -> list[Tile]:
+    start, stop, lo, end, lo_step, hi_step = run
+    if stop - start == 1 or not (lo_step or hi_step):
+        return [Tile((start, stop), (lo, end), Cover.FULL)]
+    if lo_step:
+        return _explicit(run)
     # The upper bound grows by one with each row: a rectangle, then a causal triangle that ends with the last key.
     below = end - (stop - start)
     triangle = Tile((start, stop), (below, end), Cover.CAUSAL)
-    return [Tile((start, stop), (a, below), Cover.FULL), triangle] if below > a else [triangle]
+    return [Tile((start, stop), (lo, below), Cover.FULL), triangle] if below > lo else [triangle]
 
 
-def _climbs(runs: Runs, run: int) -> bool:
-    """Whether a short run sees other keys in each row, as it does from document to document of one row."""
-    return runs.da[run] > 0 and runs.stop[run] - runs.start[run] < _SHORT
+def _apart(run: Run) -> list[Tile]:
+    """Tiles of a run without a mask. A short one that sees other keys in each row is cut into its rows."""
+    if not run.lo_step or run.stop - run.start >= _SHORT:
+        return _of_one(run)
+    return [Tile((row, row + 1), run.keys(row, row + 1), Cover.FULL) for row in range(run.start, run.stop)]
 
 
-def _few_more_keys(runs: Runs, first: int, last: int) -> bool:
-    """Whether tiles without a mask have few more keys than one tile for all the runs: at most twice as many.
-
-    Documents share none; stripes and windows share most, and each tile comes with a copy of its keys.
-    """
-    keys = sum(
-        sum(stop - start for start, stop in _keys_by_row(runs, run))
-        if _climbs(runs, run)
-        else runs.end[run] - runs.a[run]
-        for run in range(first, last)
-    )
-    return keys <= 2 * (max(runs.end[first:last]) - min(runs.a[first:last]))
-
-
-def _keys_by_row(runs: Runs, run: int) -> list[tuple[int, int]]:
-    start, stop, a, end, da, db = [column[run] for column in runs]
-    return [(a + da * (row - start), end - db * (stop - 1 - row)) for row in range(start, stop)]
-
-
-def _rows_apart(runs: Runs, run: int) -> list[Tile]:
-    keys = _keys_by_row(runs, run)
-    return [Tile((row, row + 1), found, Cover.FULL) for row, found in enumerate(keys, runs.start[run])]
-
-
-def _explicit(runs: Runs, first: int, last: int) -> list[Tile]:
+def _explicit(run: Run) -> list[Tile]:
     """Blocks of rows with an explicit mask over the union of what their rows attend to."""
-    if last - first > 1:
-        keys = min(runs.a[first:last]), max(runs.end[first:last])
-        return [Tile((runs.start[first], runs.stop[last - 1]), keys, Cover.PARTIAL)]
-    start, stop, a, end, da, db = [column[first] for column in runs]
-    blocks = [(row, min(row + _BLOCK, stop)) for row in range(start, stop, _BLOCK)]
-    return [Tile(rows, (a + da * (rows[0] - start), end - db * (stop - rows[1])), Cover.PARTIAL) for rows in blocks]
+    blocks = [(row, min(row + _BLOCK, run.stop)) for row in range(run.start, run.stop, _BLOCK)]
+    return [Tile(rows, run.keys(*rows), Cover.PARTIAL) for rows in blocks]

@@ -36,6 +36,8 @@ Split: TypeAlias = Callable[[Any, int], tuple[dist.ProcessGroup | None, dist.Pro
 class Attention:
     """The configuration of one attention over a sharded sequence: everything but the tensors.
 
+    Making one does not communicate.
+
     Attributes:
         group: the ranks that share the sequence. None if there is only this one.
         q_layout: which query positions each rank holds.
@@ -70,10 +72,12 @@ class Attention:
 
     @property
     def rank(self) -> int:
+        """This rank, of :attr:`ranks`."""
         return 0 if self.group is None else self.group.rank()
 
     @property
     def ranks(self) -> int:
+        """The number of ranks that share the sequence."""
         return self.q_layout.ranks
 
 

@@ -28,9 +28,9 @@ from cp_styles._compat import (
     uncompiled,
 )
 from cp_styles.comm.agreement import Meeting, StatusRow, exchange_status, ledger_of
+from cp_styles.decoding import LayerCaches
 from cp_styles.engine.binding import Binding
 from cp_styles.engine.custom_ops import refuse_nested
-from cp_styles.functions.decode import LayerCaches
 from cp_styles.intercept.function_mode import AttentionCalls, names_of_inputs, wrapped_by
 from cp_styles.intercept.token_flow import TokenFlow
 from cp_styles.layout import SequenceLayout, cut_with

@@ -18,9 +18,9 @@ from cp_styles.comm.agreement import EVERY_CALL, Agreement
 from cp_styles.engine.binding import Binding
 from cp_styles.engine.gradient_watch import RAISE, GradientCheck
 from cp_styles.engine.scope import ScopedBinding
-from cp_styles.functions.joint_layout import JointLayout
 from cp_styles.intercept.function_mode import AttentionCalls
 from cp_styles.intercept.subclassing import BoundToThisRun, put_before_class
+from cp_styles.joint_layout import JointLayout
 from cp_styles.kernels import Kernel
 from cp_styles.layout import Balancer, SequenceLayout
 from cp_styles.mask import Mask
@@ -54,7 +54,7 @@ class ModuleContextParallel(ContextParallelStyle):
             docstrings give the communication and the memory.
         layout: the layout with which the inputs were cut, or the balancer that makes it. Default: the layout of the
             :class:`~cp_styles.SequenceScope` around the call; without a scope ``head_tail``. A
-            :class:`~cp_styles.JointLayout` if some tokens, such as a text, are whole on every rank.
+            :class:`~cp_styles.joint_layout.JointLayout` if some tokens, such as a text, are whole on every rank.
         mask: which keys each query attends to, in global positions, in addition to ``is_causal`` of the call; default
             ``Full()``.
         kernel: computes the tiles; default the kernel that scaled_dot_product_attention chose. If it takes no masks,

@@ -6,5 +6,14 @@ from cp_styles.torch_api.api import (
     context_parallel_unshard,
     set_rotate_method,
 )
+from cp_styles.torch_api.balancers import HeadTailLoadBalancer, PerDocumentHeadTailLoadBalancer, PTRRLoadBalancer
 
-__all__ = ["context_parallel", "context_parallel_shard", "context_parallel_unshard", "set_rotate_method"]
+__all__ = [
+    "HeadTailLoadBalancer",
+    "PTRRLoadBalancer",
+    "PerDocumentHeadTailLoadBalancer",
+    "context_parallel",
+    "context_parallel_shard",
+    "context_parallel_unshard",
+    "set_rotate_method",
+]

@@ -2,7 +2,7 @@
 
 ::
 
-    from cp_styles import context_parallel, context_parallel_unshard, set_rotate_method
+    from cp_styles.torch_api import context_parallel, context_parallel_unshard, set_rotate_method
 
     with context_parallel(mesh["cp"], buffers=[tokens, labels, table], buffer_seq_dims=[1, 1, 0]):
         loss = loss_fn(model(tokens), labels)  # this rank's part of each; attention over the whole sequence

@@ -62,7 +62,7 @@ class HeadTailLoadBalancer(LoadBalancer):
         world_size: number of ranks.
         device: device of the index tensors.
 
-    Example: see :func:`~cp_styles.context_parallel_shard`.
+    Example: see :func:`~cp_styles.torch_api.context_parallel_shard`.
     """
 
     def __init__(self, seq_length: int, world_size: int, device: str | torch.device = "cpu") -> None:

@@ -48,26 +48,25 @@ from cp_styles import (
     Documents,
     EveryCall,
     Full,
-    Kernel,
     Mask,
     ModuleContextParallel,
     NoAgreement,
     Ring,
     SequenceLayout,
     SlidingWindow,
-    Strategy,
     Ulysses,
     context_attention,
-    context_parallel,
     context_varlen_attention,
     contiguous,
     head_tail,
     per_document_head_tail,
 )
 from cp_styles.comm.agreement import Agreement
-from cp_styles.kernels import CPU_FLASH
+from cp_styles.kernels import CPU_FLASH, Kernel
 from cp_styles.layout import Balancer
+from cp_styles.strategies import Strategy
 from cp_styles.testing import CommunicationTrace
+from cp_styles.torch_api import context_parallel
 
 DOORS = ("style", "module", "function", "block", "flex", "varlen")
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cp_styles import Kernel
+from cp_styles.kernels import Kernel
 
 
 class BareRing(torch.autograd.Function):

@@ -25,10 +25,11 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from cp_styles import AllGather, Causal, Mask, Ring, SlidingWindow, Strategy, Ulysses, context_attention, head_tail
+from cp_styles import AllGather, Causal, Mask, Ring, SlidingWindow, Ulysses, context_attention, head_tail
 from cp_styles.explain import Auto, Hardware, Shapes
 from cp_styles.explain.rehearse import kernel_of
 from cp_styles.explain.report import explained
+from cp_styles.strategies import Strategy
 
 STRATEGIES: tuple[Strategy, ...] = (Ring(), Ring(keep=0), AllGather(), Ulysses())
 DIM = 64

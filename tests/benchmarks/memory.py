@@ -22,18 +22,9 @@ import torch.distributed as dist
 from peers import TorchRing
 from torch.utils.checkpoint import checkpoint
 
-from cp_styles import (
-    AllGather,
-    Causal,
-    Ring,
-    Strategy,
-    Ulysses,
-    context_attention,
-    contiguous,
-    head_tail,
-    save_attention,
-)
+from cp_styles import AllGather, Causal, Ring, Ulysses, context_attention, contiguous, head_tail, save_attention
 from cp_styles.layout import Balancer
+from cp_styles.strategies import Strategy
 from cp_styles.testing import MemoryTrace, run_ranks
 
 OURS: dict[str, tuple[Strategy, Balancer]] = {

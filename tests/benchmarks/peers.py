@@ -19,7 +19,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 import torch.distributed as dist
 
-from cp_styles import Kernel, contiguous, head_tail
+from cp_styles import contiguous, head_tail
+from cp_styles.kernels import Kernel
 from cp_styles.layout import Balancer
 
 Attend: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

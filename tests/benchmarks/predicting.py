@@ -16,11 +16,12 @@ from itertools import combinations
 
 import torch
 
-from cp_styles import AllGather, Causal, Ring, Strategy, Ulysses, contiguous, head_tail, striped
+from cp_styles import AllGather, Causal, Ring, Ulysses, contiguous, head_tail, striped
 from cp_styles.explain import A100, H100, Hardware
 from cp_styles.explain.rehearse import KernelCall, Shapes, kernel_of
 from cp_styles.explain.report import explained
 from cp_styles.layout import Balancer
+from cp_styles.strategies import Strategy
 
 K = 1024
 # FlashAttention varlen on H100, 64:4 heads of 128, causal forward: ms by sequence and by the ranks that share it.

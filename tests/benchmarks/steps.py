@@ -1,5 +1,7 @@
 """How many steps one attention takes through this package's Python, for each door: python tests/benchmarks/steps.py.
 
+With --lines, how large the package is: lines by folder, the core path, floors, and state that outlives a call.
+
 For every door one warm call, forward and backward: a ring of two ranks, sequences of 64 positions. Counted on rank 0
 with sys.setprofile:
 
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -35,11 +38,14 @@ from cp_styles import (
     ModuleContextParallel,
     context_attention,
     context_flex_attention,
-    context_parallel,
     context_varlen_attention,
     contiguous,
 )
 from cp_styles.testing import run_ranks
+from cp_styles.torch_api import context_parallel
+
+sys.path.append(str(Path(__file__).parents[2]))
+from tests.unit.test_layers import LIMITS, lines_of, module_of, package_files, sizes
 
 PACKAGE = str(Path(cp_styles.__file__).parent)
 LENGTH, RANKS, WARM = 64, 2, 3
@@ -142,10 +148,26 @@ def count(rank: int) -> dict[str, tuple[Steps, Steps]]:
     return found
 
 
+def print_lines() -> None:
+    lines = Counter[str]()
+    for path in package_files():
+        lines[module_of(path)] += lines_of(path)
+    print("| folder or file | lines |\n|---|---|")
+    for module, count_of_lines in lines.most_common():
+        print(f"| {module} | {count_of_lines} |")
+    print("\n| size | now | at most |\n|---|---|---|")
+    for what, size in sizes().items():
+        print(f"| {what} | {size} | {LIMITS[what]} |")
+
+
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--path", metavar="DOOR", help="print the functions that this one's forward goes through")
+    options.add_argument("--lines", action="store_true", help="print the size of the package; nothing runs")
     arguments = options.parse_args()
+    if arguments.lines:
+        print_lines()
+        return
     found = run_ranks(count, RANKS, timeout_seconds=300)[0]
     if arguments.path:
         print("\n".join(found[arguments.path][0].path))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cp_styles import context_parallel
+from cp_styles.torch_api import context_parallel
 
 pytestmark = pytest.mark.process
 

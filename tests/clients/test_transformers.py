@@ -29,7 +29,6 @@ from cp_styles import (
     ModuleContextParallel,
     SequenceScope,
     SlidingWindow,
-    context_parallel,
     contiguous,
     head_tail,
     next_token_labels,
@@ -38,6 +37,7 @@ from cp_styles import (
 from cp_styles.integrations.transformers import context_parallel_attention_forward, position_ids_of
 from cp_styles.styles.windows import windows_of
 from cp_styles.testing import RankError, run_ranks
+from cp_styles.torch_api import context_parallel
 from cp_styles.verify import verify
 from tests.clients.hugging_face import (
     BATCH,

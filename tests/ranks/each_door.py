@@ -14,10 +14,10 @@ from cp_styles import (
     ModuleContextParallel,
     context_attention,
     context_flex_attention,
-    context_parallel,
     context_varlen_attention,
     contiguous,
 )
+from cp_styles.torch_api import context_parallel
 
 # Of the whole sequence, in every test that uses these.
 LENGTH = 13

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
-from cp_styles import HeadTailLoadBalancer, PerDocumentHeadTailLoadBalancer, PTRRLoadBalancer, contiguous, head_tail
+from cp_styles import contiguous, head_tail
+from cp_styles.torch_api import HeadTailLoadBalancer, PerDocumentHeadTailLoadBalancer, PTRRLoadBalancer
 from cp_styles.torch_api.balancers import layout_of
 
 theirs = pytest.importorskip("torch.distributed.tensor.experimental._attention")

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from cp_styles import AllGather, Full, Ring, Strategy, Ulysses, contiguous
+from cp_styles import AllGather, Full, Ring, Ulysses, contiguous
 from cp_styles.explain import Explanation, explain
+from cp_styles.strategies import Strategy
 
 PAGE = (Path(__file__).parents[2] / "tutorials/costs.md").read_text()
 LENGTH, DIM = 384, 16

@@ -29,13 +29,34 @@ LAYERS = (
     ("plan",),
     ("strategies",),
     ("engine",),
-    ("batch_sharder", "functions", "explain", "mixers"),
+    ("batch_sharder", "decoding", "explain", "functions", "joint_layout", "mixers"),
     ("intercept",),
     ("styles", "torch_api", "integrations"),
     ("verify",),
     ("__init__", "__main__"),
 )
 APART = LAYERS[1]
+# What an attention goes through from a module's hook to the kernel and back, but for the files that look at models.
+CORE = (
+    "comm",
+    "engine",
+    "functions/attention.py",
+    "intercept",
+    "kernels",
+    "layout.py",
+    "mask",
+    "plan",
+    "strategies",
+    "styles",
+)
+BESIDE_CORE = (
+    "intercept/token_flow.py",
+    "intercept/token_rules.py",
+    "styles/applied_plan.py",
+    "styles/guards.py",
+    "styles/positions.py",
+    "styles/windows.py",
+)
 ROW = {module: row for row, modules in enumerate(LAYERS) for module in modules}
 
 
@@ -71,6 +92,36 @@ def package_files() -> list[Path]:
 
 def imports_of_file(path: Path) -> set[str]:
     return set(imports_of(path.read_text(), [PACKAGE.name, *path.relative_to(PACKAGE).parts[:-1]]))
+
+
+def lines_of(path: Path) -> int:
+    return path.read_text().count("\n")
+
+
+def is_core(path: Path) -> bool:
+    file = path.relative_to(PACKAGE).as_posix()
+    return file not in BESIDE_CORE and any(file == part or file.startswith(f"{part}/") for part in CORE)
+
+
+def sizes() -> dict[str, int]:
+    return {
+        "lines of the package": sum(map(lines_of, package_files())),
+        "lines of the core path": sum(lines_of(path) for path in package_files() if is_core(path)),
+        "floors": len(LAYERS),
+        "entries of state": sum(len(list(state_of(path.read_text()))) for path in package_files()),
+    }
+
+
+# Change these only downwards. Lines within this distance of their limit are no news.
+LIMITS = {"lines of the package": 30_000, "lines of the core path": 13_600, "floors": 11, "entries of state": 77}
+SLACK = {"lines of the package": 1_500, "lines of the core path": 1_500, "entries of state": 8}
+
+
+@pytest.mark.parametrize(("what", "limit"), LIMITS.items())
+def test_the_package_does_not_grow(what: str, limit: int):
+    size = sizes()[what]
+    assert size <= limit, f"{size} {what}, {limit} at most: python tests/benchmarks/steps.py --lines"
+    assert size >= limit - SLACK.get(what, 0), f"only {size} {what} are left: lower the limit of {limit}"
 
 
 @pytest.mark.parametrize("path", package_files(), ids=lambda path: str(path.relative_to(PACKAGE)))

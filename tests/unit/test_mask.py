@@ -58,7 +58,9 @@ def test_pieces_are_the_bounds(names: list[str], cuts: list[int], keys: int, tol
     own = mask if told else Untold(mask)
     pieces = pieces_of(own, 17, keys, torch.tensor(cuts, dtype=torch.int64))
     found = [(-1, 0, 0)]
-    for start, stop, lo, hi, lo_step, hi_step in zip(*(column.tolist() for column in pieces), strict=True):
+    for rank, start, count, lo, hi, lo_step, hi_step in zip(*(column.tolist() for column in pieces), strict=True):
+        stop = start + count
+        assert rank == 0
         assert not any(start < cut < stop for cut in cuts)
         assert {lo_step, hi_step} <= {0, 1}
         found += [(p, lo + lo_step * (p - start), hi + hi_step * (p - start)) for p in range(start, stop)]

@@ -200,6 +200,14 @@ def test_examples_call_what_there_is():
     assert not wrong
 
 
+@pytest.mark.parametrize("name", cp_styles._MOVED)
+def test_names_that_moved_are_found_and_say_where(name: str):
+    with pytest.warns(DeprecationWarning, match=f"from {cp_styles._MOVED[name]} import {name}"):
+        value = getattr(cp_styles, name)
+    assert value is getattr(importlib.import_module(cp_styles._MOVED[name]), name)
+    assert name not in cp_styles.__all__
+
+
 def test_the_package_exports_what_it_says():
     assert cp_styles.__all__ == sorted(cp_styles.__all__)
     assert all(hasattr(cp_styles, name) for name in cp_styles.__all__)

@@ -31,15 +31,20 @@ TUTORIALS = ROOT / "tutorials"
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md"}
 # The modules whose names are not all exported from cp_styles, with a page for each.
 MODULES = ("torch_api", "collectives", "explain", "verify", "testing", "kernels", "plan", "mixers")
+MODULES += ("batch", "decoding", "joint_layout", "strategies")
 MODULES += ("integrations.transformers", "integrations.trainers")
 TITLES = {
     "batch": "Batches, loss, gradients",
+    "batch_sharder": "Training step",
     "comm": "Agreement of ranks",
+    "decoding": "Decoding",
     "engine": "Scopes and checks",
+    "joint_layout": "Joint layouts",
     "layout": "Layouts",
     "mask": "Masks",
     "mixers": "Linear attention, state spaces, convolutions",
     "plan": "Plans",
+    "strategies": "Strategies",
     "torch_api": "torch's context_parallel",
     "integrations.transformers": "transformers",
     "integrations.trainers": "Trainers",
@@ -187,7 +192,7 @@ def reference() -> dict[str, dict[str, str]]:
     tree = ast.parse((ROOT / "cp_styles/__init__.py").read_text())
     exported = set(names_of(tree))
     for statement in tree.body:
-        if isinstance(statement, ast.ImportFrom) and statement.module:
+        if isinstance(statement, ast.ImportFrom) and (statement.module or "").startswith("cp_styles."):
             group = statement.module.split(".")[1]
             for name in (alias.name for alias in statement.names if alias.name in exported):
                 pages.setdefault(group, {})[name] = f"cp_styles.{name}"

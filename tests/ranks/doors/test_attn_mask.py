@@ -15,18 +15,17 @@ from cp_styles import (
     AttentionContextParallel,
     Causal,
     Dense,
-    KVCache,
     ModuleContextParallel,
     PerRow,
     Ring,
     Ulysses,
     context_attention,
-    context_decode,
-    context_parallel,
     head_tail,
 )
+from cp_styles.decoding import KVCache, context_decode
 from cp_styles.mask import digest
 from cp_styles.testing import run_ranks
+from cp_styles.torch_api import context_parallel
 from tests.covering import in_parts
 from tests.oracle import error
 from tests.ranks.attention_case import EXACT

@@ -19,13 +19,14 @@ from cp_styles import (
     ModuleContextParallel,
     batch_sharder,
     contiguous,
-    document_positions,
     head_tail,
     next_token_labels,
     parallelize_module,
 )
+from cp_styles.batch import document_positions
 from cp_styles.integrations import trainers
 from cp_styles.integrations.trainers import share_batches
+from cp_styles.mixers import context_roll
 from cp_styles.testing import RankError, run_ranks
 from tests.oracle import error
 from tests.ranks.attention_case import EXACT, cp_mesh
@@ -135,6 +136,47 @@ def test_a_step_is_that_of_one_process(packed: bool, has_labels: bool):
         loss.backward()
         sharder.sum_gradients(mine)
         assert "document_ids" not in batch
+        return max(error(loss.detach(), expected.detach()), error(gradients(mine), gradients(alone)))
+
+    assert max(run_ranks(on, 3)) < EXACT
+
+
+class TwoAhead(Words):
+    """Predicts the token after the next one too, from the next token's embedding, as DeepSeek-V3 does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = nn.Linear(56, 40)
+
+    def forward(self, tokens, positions, roll):
+        logits = super().forward(tokens, positions)
+        return logits, self.second(torch.cat((logits, roll(self.tokens(tokens))), -1))
+
+
+def test_tokens_two_ahead():
+    torch.manual_seed(0)
+    model = TwoAhead().double()
+    alone = copy.deepcopy(model)
+    both = alone(TOKENS, torch.arange(LENGTH), lambda x: x.roll(-1, 1))
+    expected = sum(
+        nn.functional.cross_entropy(logits.flatten(0, 1), next_token_labels(LABELS, shift=ahead).flatten())
+        for ahead, logits in enumerate(both, 1)
+    )
+    expected.backward()
+
+    def on(rank: int) -> float:
+        mine, mesh = copy.deepcopy(model), cp_mesh(3)
+        parallelize_module(mine, mesh, ModuleContextParallel())
+        sharder = BatchSharder(mesh, predicted=2)
+        batch = sharder({"input_ids": TOKENS, "labels": LABELS})
+        with batch.scope():
+            first, second = mine(batch.tokens, batch.positions, lambda x: context_roll(x, -1, 1, mesh))
+        loss = batch.loss(first) + batch.loss(second, ahead=2)
+        loss.backward()
+        sharder.sum_gradients(mine)
+        assert list(batch.inputs) == ["input_ids", "position_ids"]
+        with pytest.raises(ValueError, match=r"no labels of the token 3 ahead.*predicted=3"):
+            batch.loss(second, ahead=3)
         return max(error(loss.detach(), expected.detach()), error(gradients(mine), gradients(alone)))
 
     assert max(run_ranks(on, 3)) < EXACT

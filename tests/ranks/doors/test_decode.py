@@ -16,19 +16,17 @@ from cp_styles import (
     Documents,
     EveryCall,
     Full,
-    KVCache,
     Mask,
     NoAgreement,
     PerRow,
     SlidingWindow,
     by_work,
     context_attention,
-    context_decode,
     contiguous,
     head_tail,
     striped,
 )
-from cp_styles.functions.decode import DecodeCall, decode
+from cp_styles.decoding import DecodeCall, KVCache, context_decode, decode
 from cp_styles.integrations.transformers import KeyRange
 from cp_styles.testing import CommunicationTrace, RankError, run_ranks
 from tests.oracle import dense_attention, error, randn

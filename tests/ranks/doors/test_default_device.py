@@ -22,17 +22,14 @@ from cp_styles import (
     AttentionContextParallel,
     Causal,
     Documents,
-    KVCache,
     Ring,
     SequenceScope,
     SlidingWindow,
     Ulysses,
     by_work,
     context_attention,
-    context_decode,
     context_flex_attention,
     contiguous,
-    document_positions,
     global_loss,
     global_token_count,
     head_tail,
@@ -42,7 +39,9 @@ from cp_styles import (
     striped,
     sum_gradients,
 )
+from cp_styles.batch import document_positions
 from cp_styles.collectives import gather, heads_to_seq, seq_to_heads, split
+from cp_styles.decoding import KVCache, context_decode
 from cp_styles.explain import explain
 from cp_styles.testing import run_ranks
 from cp_styles.verify import verify

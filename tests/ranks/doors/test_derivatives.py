@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
-from cp_styles import AllGather, Dense, ReferenceKernel, Ring, Ulysses, context_attention, contiguous
+from cp_styles import AllGather, Dense, Ring, Ulysses, context_attention, contiguous
+from cp_styles.kernels import ReferenceKernel
 from cp_styles.testing import RankError, run_ranks
 from tests.oracle import attention_inputs, randn
 from tests.ranks.attention_case import cp_mesh

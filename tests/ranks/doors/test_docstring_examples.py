@@ -18,7 +18,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.checkpoint import checkpoint
 
 import cp_styles
-from cp_styles import AttentionContextParallel
+from cp_styles import batch, decoding, joint_layout, torch_api
 from cp_styles.explain import explain
 from cp_styles.testing import run_ranks
 from tests.oracle import randn
@@ -26,7 +26,9 @@ from tests.ranks.attention_case import Core
 from tutorials.llama import Llama, LlamaConfig
 
 OTHERS = {"explain": explain, "run_ranks": run_ranks}
-KNOWN: dict[str, Any] = {name: getattr(cp_styles, name) for name in cp_styles.__all__} | OTHERS
+MODULES = [cp_styles, batch, decoding, joint_layout, torch_api]
+KNOWN: dict[str, Any] = {name: getattr(module, name) for module in MODULES for name in module.__all__} | OTHERS
+del KNOWN["IGNORE_INDEX"]  # a number
 TORCHS = {"torch": torch, "checkpoint": checkpoint, "create_block_mask": create_block_mask}
 TORCHS |= {"Shard": Shard, "Replicate": Replicate}
 # Errors, and a mask without arguments.
@@ -70,7 +72,7 @@ def test_examples_on_ranks(name: str):
         found["mesh"] = mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
         found["init_device_mesh"] = init_device_mesh
         found["model"] = deepcopy(model)
-        found["core"] = parallelize_module(Core(), mesh, AttentionContextParallel())
+        found["core"] = parallelize_module(Core(), mesh, cp_styles.AttentionContextParallel())
         found["head"] = torch.nn.Linear(16, 16).double()
         found["layer"] = torch.nn.Linear(16, 16)
         found["logits"] = found["head"](found["hidden"])

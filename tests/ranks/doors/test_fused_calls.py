@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
 
-from cp_styles import AttentionContextParallel, ModuleContextParallel, ReferenceKernel, SequenceLayout, contiguous
+from cp_styles import AttentionContextParallel, ModuleContextParallel, SequenceLayout, contiguous
+from cp_styles.kernels import ReferenceKernel
 from cp_styles.testing import RankError, run_ranks
 from tests.oracle import attend_and_differentiate, attention_inputs, dense_attention, error, randn
 from tests.ranks.attention_case import EXACT, cp_mesh

@@ -21,7 +21,6 @@ from cp_styles import (
     Ulysses,
     by_work,
     context_attention,
-    context_parallel,
     context_varlen_attention,
     head_tail,
     per_document_head_tail,
@@ -32,6 +31,7 @@ from cp_styles.engine.binding import bindings_of
 from cp_styles.explain import Auto
 from cp_styles.layout import layout_made_by
 from cp_styles.testing import run_ranks
+from cp_styles.torch_api import context_parallel
 from tests.ranks.attention_case import Core, cp_mesh, parallel
 
 STRATEGIES = Ring(), AllGather(), Ulysses(), Auto(candidates=(Ring(), AllGather()))

@@ -15,7 +15,6 @@ from torch.nn.functional import gelu, scaled_dot_product_attention
 
 from cp_styles import (
     AttentionContextParallel,
-    JointLayout,
     ModuleContextParallel,
     Ulysses,
     context_attention,
@@ -24,6 +23,7 @@ from cp_styles import (
     striped,
     sum_gradients,
 )
+from cp_styles.joint_layout import JointLayout
 from cp_styles.testing import RankError, run_ranks
 from tests.covering import sampled
 from tests.oracle import attention_inputs, error, expected_attention, randn

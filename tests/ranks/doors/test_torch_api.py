@@ -10,21 +10,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as attention_by_name
 
-from cp_styles import (
-    AllGather,
+from cp_styles import AllGather, Ring, Ulysses, contiguous, head_tail, striped
+from cp_styles.intercept.function_mode import AttentionCalls
+from cp_styles.testing import RankError, run_ranks
+from cp_styles.torch_api import (
     HeadTailLoadBalancer,
-    Ring,
-    Ulysses,
     context_parallel,
     context_parallel_shard,
     context_parallel_unshard,
-    contiguous,
-    head_tail,
     set_rotate_method,
-    striped,
 )
-from cp_styles.intercept.function_mode import AttentionCalls
-from cp_styles.testing import RankError, run_ranks
 from tests.covering import sampled
 from tests.oracle import dense_attention, error, randn
 from tests.ranks.attention_case import EXACT, Core, Problem, cp_mesh, parallel

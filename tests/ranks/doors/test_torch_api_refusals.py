@@ -9,13 +9,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from cp_styles import (
-    context_parallel,
-    context_parallel_shard,
-    context_parallel_unshard,
-    head_tail,
-)
+from cp_styles import head_tail
 from cp_styles.testing import run_ranks
+from cp_styles.torch_api import context_parallel, context_parallel_shard, context_parallel_unshard
 from tests.ranks.attention_case import cp_mesh
 
 RANKS = 2

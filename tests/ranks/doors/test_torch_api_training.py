@@ -10,16 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from cp_styles import (
-    context_parallel,
-    contiguous,
-    global_loss,
-    global_token_count,
-    head_tail,
-    next_token_labels,
-    sum_gradients,
-)
+from cp_styles import contiguous, global_loss, global_token_count, head_tail, next_token_labels, sum_gradients
 from cp_styles.testing import RankError, run_ranks
+from cp_styles.torch_api import context_parallel
 from tests.oracle import error, randn
 from tests.ranks.attention_case import cp_mesh
 

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
 
-from cp_styles import ModuleContextParallel, SequenceLayout, context_parallel, contiguous, head_tail
+from cp_styles import ModuleContextParallel, SequenceLayout, contiguous, head_tail
 from cp_styles.testing import RankError, run_ranks
+from cp_styles.torch_api import context_parallel
 from tests.covering import sampled
 from tests.oracle import attention_inputs, error, randn
 from tests.ranks.attention_case import EXACT, cp_mesh

@@ -23,18 +23,18 @@ from cp_styles import (
     Ring,
     SequenceScope,
     SlidingWindow,
-    Strategy,
     Ulysses,
     context_attention,
     context_flex_attention,
-    context_parallel,
     context_varlen_attention,
     contiguous,
     head_tail,
     save_attention,
 )
 from cp_styles.comm.agreement import WIDTH, Agreement
+from cp_styles.strategies import Strategy
 from cp_styles.testing import CommunicationTrace, run_ranks
+from cp_styles.torch_api import context_parallel
 from tests.ranks.attention_case import EXACT, Core, Problem, cp_mesh, run_attention
 
 RANKS, LENGTH = 2, 21

@@ -23,14 +23,12 @@ from cp_styles import (
     AttentionContextParallel,
     Causal,
     EveryCall,
-    KVCache,
     ModuleContextParallel,
     NoAgreement,
     Ring,
     Ulysses,
     batch,
     context_attention,
-    context_decode,
     context_flex_attention,
     global_loss,
     global_token_count,
@@ -52,6 +50,7 @@ from cp_styles.collectives import (
 from cp_styles.collectives.exchange import Exchange
 from cp_styles.comm.mailbox import end_connections
 from cp_styles.comm.point_to_point import TransferError
+from cp_styles.decoding import KVCache, context_decode
 from cp_styles.kernels import CPU_FLASH, Kernel
 from cp_styles.testing import CommunicationTrace, run_ranks
 from tests.covering import sampled

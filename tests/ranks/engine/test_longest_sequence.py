@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from torch.distributed.device_mesh import init_device_mesh
 
-from cp_styles import AllGather, Ring, Strategy, Ulysses, head_tail
+from cp_styles import AllGather, Ring, Ulysses, head_tail
+from cp_styles.strategies import Strategy
 from cp_styles.testing import run_ranks
 from tutorials.llama import LlamaConfig
 

@@ -26,12 +26,12 @@ from cp_styles import (
     Ulysses,
     context_attention,
     context_flex_attention,
-    context_parallel,
     context_varlen_attention,
     head_tail,
 )
 from cp_styles.plan import make_plan
 from cp_styles.testing import MemoryTrace, run_ranks
+from cp_styles.torch_api import context_parallel
 from tests.covering import sampled
 from tests.ranks.attention_case import Core, cp_mesh, parallel
 

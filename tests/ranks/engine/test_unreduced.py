@@ -18,7 +18,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor.parallel import parallelize_module
 
-from cp_styles import context_parallel
 from cp_styles.batch import sum_gradients
 from cp_styles.engine.gradient_watch import (
     GradientCheck,
@@ -30,6 +29,7 @@ from cp_styles.functions.attention import context_attention
 from cp_styles.layout import contiguous
 from cp_styles.styles import ModuleContextParallel
 from cp_styles.testing import CommunicationTrace, RankError, run_ranks
+from cp_styles.torch_api import context_parallel
 from tests.covering import sampled
 from tests.oracle import randn
 from tests.ranks import composition

@@ -19,7 +19,6 @@ from cp_styles import (
     PerRow,
     Ring,
     SequenceLayout,
-    Strategy,
     Ulysses,
     by_work,
     context_attention,
@@ -32,6 +31,7 @@ from cp_styles.comm.agreement import WIDTH
 from cp_styles.explain import explain, explain_calls
 from cp_styles.explain.rehearsal_group import Transfer
 from cp_styles.explain.rehearse import Phase
+from cp_styles.strategies import Strategy
 from cp_styles.testing import CommunicationTrace, MemoryTrace, run_ranks
 from tests.covering import in_parts
 from tests.oracle import mask_cases

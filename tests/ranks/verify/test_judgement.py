@@ -31,7 +31,6 @@ from cp_styles import (
     SequenceScope,
     SlidingWindow,
     Ulysses,
-    context_parallel,
     contiguous,
     global_loss,
     global_token_count,
@@ -43,6 +42,7 @@ from cp_styles import (
     sum_gradients,
 )
 from cp_styles.testing import run_ranks
+from cp_styles.torch_api import context_parallel
 from cp_styles.verify import VerificationError, verify
 from tests.covering import at_night
 

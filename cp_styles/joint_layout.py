@@ -18,6 +18,8 @@ from cp_styles.comm.point_to_point import collective
 from cp_styles.layout import Balancer, SequenceLayout, contiguous, head_tail
 from cp_styles.troubleshooting import see
 
+__all__ = ["JointLayout"]
+
 Tensors: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 

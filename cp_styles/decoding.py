@@ -5,7 +5,7 @@ rank then computes the same new token. Its attention over the keys of one rank i
 :func:`context_decode` merges the parts of all ranks. So no rank ever holds the keys of the whole sequence::
 
     cache = KVCache(mesh, layout, k, v)              # what this rank has computed of the prompt
-    for ...:
+    for _ in range(new_tokens):
         cache.append(k_new, v_new)                   # on all ranks alike; one rank keeps each key
         out = context_decode(q_new, cache)           # the same on all ranks
 
@@ -50,6 +50,8 @@ from cp_styles.kernels.merge import EMPTY_LSE, accumulation_dtype, beside_sink, 
 from cp_styles.layout import SequenceLayout
 from cp_styles.mask import Causal, Full, Mask, PerRow, check_plain_mask
 from cp_styles.troubleshooting import see
+
+__all__ = ["KVCache", "context_decode"]
 
 
 class KVCache:

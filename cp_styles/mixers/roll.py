@@ -1,0 +1,94 @@
+"""torch.roll over a sequence that is cut, for models that predict several tokens."""
+
+from __future__ import annotations
+
+import torch
+
+from cp_styles._compat import uncompiled
+from cp_styles.bounded_cache import remembered
+from cp_styles.collectives.peers import dim_of
+from cp_styles.comm.agreement import EVERY_CALL, Agreement
+from cp_styles.comm.groups import GroupOrMesh
+from cp_styles.device_copies import tensor_on
+from cp_styles.layout import Balancer, SequenceLayout
+from cp_styles.mixers.convolution import exchanged
+from cp_styles.mixers.fragments import CutSequence, Packed, RowExchange, row_exchange
+
+
+@uncompiled
+def context_roll(
+    x: torch.Tensor,
+    shifts: int,
+    dim: int,
+    group: GroupOrMesh,
+    *,
+    fill: float | None = None,
+    layout: SequenceLayout | Balancer | None = None,
+    documents: Packed = None,
+    agreement: Agreement = EVERY_CALL,
+) -> torch.Tensor:
+    """``torch.roll`` of each document of a sequence of which this rank holds a part.
+
+    With ``shifts=-1`` each token gets what the next token has, also where that is on another rank: the embeddings of
+    the next tokens in multi-token prediction (DeepSeek-V3, https://arxiv.org/abs/2412.19437).
+
+    Args:
+        x: this rank's tokens, of any dtype.
+        shifts: by how many positions values move towards higher positions.
+        dim: the dim of the sequence in ``x``.
+        group: the ranks that share the sequence: a process group or a 1-D mesh.
+        fill: what stands where a value would come from the other end of the document. None: that value.
+        layout: the layout, or the balancer that makes it. Default: that of the :class:`~cp_styles.SequenceScope`
+            around the call; without one ``head_tail``.
+        documents: lengths of the packed documents of the whole sequence. Default: those of the scope's mask; without
+            one, one document.
+        agreement: how often the ranks agree on their calls, see :class:`~cp_styles.EveryCall`.
+
+    Returns:
+        A tensor like ``x``. Its gradient goes back to the rank that holds the token.
+
+    Communication: one all-gather of some integers; one all-to-all of the rows that are on other ranks: for each
+    fragment of a document that a rank holds, ``abs(shifts)`` at most. The backward sends their gradients back.
+
+    Raises:
+        ValueError, TypeError: on every rank, if the input of one is bad or the ranks differ.
+
+    Example::
+
+        next_BLC = context_roll(hidden_BLC, -1, 1, mesh, layout=layout)
+    """
+    sequence = CutSequence.of_call("context_roll", group, layout, documents, agreement)
+
+    def describe() -> tuple[list[torch.Tensor], int]:
+        dim_of(x, dim, "dim")
+        if not isinstance(shifts, int):
+            raise TypeError(f"{sequence.name}: shifts={shifts!r} must be an int: one dim is rolled")
+        return [x], dim
+
+    cut, dim = sequence.agreed(describe, shifts=shifts, dim=dim, fill=fill), dim % x.ndim
+    plan = _rolled(cut.layout, cut.documents, shifts, fill is None, cut.peers.rank)
+    out = exchanged(sequence, cut.peers, plan, x, dim)
+    if fill:  # slots without a row are zeros already
+        empty = torch.ones(x.shape[dim], dtype=torch.bool, device=x.device)
+        empty[tensor_on(x.device, torch.cat(plan.received))] = False
+        out = out.masked_fill(empty.view(-1, *[1] * (x.ndim - 1 - dim)), fill)
+    return out
+
+
+@remembered
+def _rolled(layout: SequenceLayout, documents: tuple[int, ...], shifts: int, wraps: bool, rank: int) -> RowExchange:
+    """The row at each position is needed by the position ``shifts`` behind it, in its document."""
+    sizes = torch.tensor(documents, device="cpu")
+    size, end = sizes.repeat_interleave(sizes), sizes.cumsum(0).repeat_interleave(sizes)
+    begin = end - size
+    source = torch.arange(layout.length, device="cpu") - begin - shifts
+    inside = (source >= 0) & (source < size)
+    source = source % size + begin
+    needs = []
+    for peer in range(layout.ranks):
+        positions = layout.positions(peer, "cpu")
+        into = torch.arange(len(positions), device="cpu")
+        if not wraps:
+            positions, into = positions[inside[positions]], into[inside[positions]]
+        needs.append((source[positions], into))
+    return row_exchange(layout, needs, layout.lengths[rank], rank)

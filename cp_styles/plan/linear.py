@@ -1,0 +1,291 @@
+"""Band masks in the coordinates of ranks: which rank holds which position, and which of its rows attend to which rows.
+
+Everything is one record, :class:`~cp_styles.mask.Pieces`, in tables that a plan looks up and cuts in a few operations.
+"""
+
+from __future__ import annotations
+
+from array import array
+from itertools import chain, islice
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+from cp_styles.bounded_cache import remembered
+from cp_styles.layout import SequenceLayout, Stripes
+from cp_styles.mask import Pieces
+
+RowRanges: TypeAlias = tuple[tuple[int, int], ...]
+"""Ascending half-open ranges of a rank's local rows."""
+
+
+class Crossings(NamedTuple):
+    """Where ends of intervals reach the start of another chunk: int64 ``[N]``.
+
+    Attributes:
+        end: the index of the end.
+        query: at which query of the piece, counted from its first one.
+        before, after: the ranks that hold the chunk before, and the chunk that is reached.
+    """
+
+    end: torch.Tensor
+    query: torch.Tensor
+    before: torch.Tensor
+    after: torch.Tensor
+
+
+class Chunks:
+    """A layout as tables of its chunks. Each rank has an additional empty chunk first, so that every position has a
+    chunk before it.
+
+    Attributes:
+        length: length of the sequence.
+        ranks: number of ranks.
+        starts: start positions of the chunks, ascending, and the end of the sequence: int64 ``[chunks + 1]``.
+        block: positions of each chunk, if the layout is :class:`Stripes`; else 0.
+    """
+
+    def __init__(self, layout: SequenceLayout) -> None:
+        self.length, self.ranks = layout.length, layout.ranks
+        self.block = layout.held.block if isinstance(layout.held, Stripes) else 0
+        ranks, starts, stops = _table(layout)
+        # The local row at which each chunk ends, and the offset from a position in it to its local row.
+        lengths = torch.tensor(layout.lengths, device="cpu")
+        sizes = stops - starts
+        self._stop_row = sizes.cumsum(0) - (lengths.cumsum(0) - lengths)[ranks]
+        self._to_row = self._stop_row - stops
+        self._line = ranks * (self.length + 1) + starts
+        self.starts, order = starts[sizes > 0].sort()
+        self.starts = torch.cat((self.starts, torch.tensor([self.length], device="cpu")))
+        holder = ranks[sizes > 0][order]
+        self._holder = torch.cat((holder, holder[-1:]))  # the last one is repeated for the end
+
+    def by_rank(self, pieces: Pieces) -> Pieces:
+        """Pieces of positions, cut at :attr:`starts`, with the rank that holds them."""
+        return pieces._replace(rank=self.holder(self.chunk(pieces.start)))
+
+    def chunk(self, positions: torch.Tensor) -> torch.Tensor:
+        """The numbers of the chunks, by position, that these positions are in."""
+        return torch.searchsorted(self.starts, positions, right=True) - 1
+
+    def holder(self, chunks: torch.Tensor) -> torch.Tensor:
+        """The ranks that hold the chunks of these numbers."""
+        return self._holder[chunks]
+
+    def rows(self, rank: torch.Tensor | int, positions: torch.Tensor) -> torch.Tensor:
+        """The number of rows of ``rank`` at positions before these."""
+        chunk = torch.searchsorted(self._line, rank * (self.length + 1) + positions, right=True) - 1
+        return torch.minimum(positions + self._to_row[chunk], self._stop_row[chunk])
+
+    def crossings(self, ends: torch.Tensor, first: torch.Tensor, last: torch.Tensor) -> Crossings:
+        """The chunks that ends of intervals reach on the way from chunk ``first`` to chunk ``last``."""
+        end, chunk = _expanded(first + 1, last + 1)
+        return Crossings(end, self.starts[chunk] - ends[end], self._holder[chunk - 1], self._holder[chunk])
+
+    def attended(self, rank: int, pieces: Pieces) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows of ``rank`` that the queries of each piece attend to, taken together: first and one-past-last."""
+        first, last = self.rows(rank, pieces.reach)
+        return first, last
+
+
+class SinglePositions:
+    """Stripes of one position, as arithmetic: nothing is listed. The methods are those of :class:`Chunks`.
+
+    Only for queries and keys that are both cut so. From a row to the next one, which is a position of the same rank, an
+    end moves by as many positions or not at all: to another row of every rank, or to the same one.
+    """
+
+    def __init__(self, layout: SequenceLayout) -> None:
+        self.length, self.ranks, self.block = layout.length, layout.ranks, 1
+        self.starts = torch.empty(0, dtype=torch.int64, device="cpu")
+
+    def by_rank(self, pieces: Pieces) -> Pieces:
+        pieces = Pieces(*(column[:, None] for column in pieces))
+        skipped = (torch.arange(self.ranks, device="cpu") - pieces.start) % self.ranks
+        _, start, count, lo, hi, *steps = pieces.part(skipped, -((skipped - pieces.count) // self.ranks))
+        steps = [step * self.ranks for step in steps]
+        table = torch.broadcast_tensors(start % self.ranks, start, count, lo, hi, *steps)
+        return Pieces(*(column.flatten() for column in table)).where(count.flatten() > 0)
+
+    def chunk(self, positions: torch.Tensor) -> torch.Tensor:
+        return positions
+
+    def holder(self, chunks: torch.Tensor) -> torch.Tensor:
+        return chunks % self.ranks
+
+    def rows(self, rank: torch.Tensor | int, positions: torch.Tensor) -> torch.Tensor:
+        return (positions - rank + self.ranks - 1) // self.ranks
+
+    def crossings(self, ends: torch.Tensor, first: torch.Tensor, last: torch.Tensor) -> Crossings:
+        return Crossings(*first.new_empty(4, 0))
+
+    def attended(self, rank: int, pieces: Pieces) -> tuple[torch.Tensor, torch.Tensor]:
+        first, last, of_first = self.rows(rank, torch.cat((pieces.reach, pieces.hi[None])))
+        # Where both ends grow, all queries attend to equally many rows.
+        nothing = (of_first == first) & (pieces.lo_step > 0) & (pieces.hi_step > 0)
+        return first, torch.where(nothing, first, last)
+
+
+Holders: TypeAlias = Chunks | SinglePositions
+
+
+def holders_of(q_layout: SequenceLayout, kv_layout: SequenceLayout) -> tuple[Holders, Holders]:
+    """Which ranks hold the queries, and which hold the keys. Tables of chunks are cached."""
+    if all(isinstance(layout.held, Stripes) and layout.held.block == 1 for layout in (q_layout, kv_layout)):
+        return SinglePositions(q_layout), SinglePositions(kv_layout)
+    return chunks_of(q_layout), chunks_of(kv_layout)
+
+
+@remembered  # layers with other masks share it
+def chunks_of(layout: SequenceLayout) -> Chunks:
+    return Chunks(layout)
+
+
+def _table(layout: SequenceLayout) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The rank, the start and the stop of each chunk and of the empty ones, rank by rank."""
+    held = layout.held
+    if isinstance(held, Stripes):
+        periods = -(-held.length // held.period)
+        first = torch.arange(0, held.period, held.block, device="cpu")[:, None]
+        starts = first + torch.arange(-1, periods, device="cpu") * held.period
+        starts[:, 0] = 0
+        stops = (starts + held.block).clamp(max=held.length)
+        stops[:, 0] = 0
+        ranks = torch.arange(held.ranks, device="cpu")[:, None].expand_as(starts)
+        some = starts < held.length
+        return ranks[some], starts[some], stops[some]
+    edges = chain.from_iterable(chain.from_iterable(((0, 0), *chunks) for chunks in held))
+    starts, stops = torch.frombuffer(array("q", edges), dtype=torch.int64).view(-1, 2).unbind(1)
+    sizes = torch.tensor([len(chunks) + 1 for chunks in held], device="cpu")
+    return torch.arange(layout.ranks, device="cpu").repeat_interleave(sizes), starts, stops
+
+
+def _expanded(first: torch.Tensor, last: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The numbers ``first[i] .. last[i] - 1`` for all i, concatenated: (the i of each number, the numbers)."""
+    counts = last - first
+    index = torch.repeat_interleave(counts)
+    return index, torch.arange(len(index), device="cpu") - (counts.cumsum(0) - counts - first)[index]
+
+
+def first_alike(queries: Holders, keys: Holders, pieces: Pieces) -> torch.Tensor:
+    """The first ranks of groups of neighbours. The pieces attend to the same rows of each rank of a group.
+
+    In stripes, an end lies in the block of at most one rank. The ranks before that one have a block more below the end
+    than the ranks after it. In other layouts, each rank is a group.
+    """
+    if not queries.block == keys.block > 0:
+        return torch.arange(keys.ranks, device="cpu")
+    ends = torch.cat((pieces.first, pieces.last)).flatten()
+    ends = torch.cat((ends.new_zeros(1), ends, ends + keys.block - 1))
+    return (ends // keys.block % keys.ranks).unique()
+
+
+def in_rows(pieces: Pieces, rank: int, queries: Holders, keys: Holders, firsts: torch.Tensor) -> Pieces:
+    """The pieces of ``rank``, given in positions, in its rows and in the rows of each source; ascending in both.
+
+    Of sources that are attended to alike, ``firsts``, there is only the first.
+    """
+    number, counts = len(pieces.start), pieces.count
+    ends, steps = pieces.first, pieces.steps
+    first, last = keys.chunk(ends), keys.chunk(torch.addcmul(ends, steps, counts - 1))
+    crossed, query, before, after = keys.crossings(ends.flatten(), first.flatten(), last.flatten())
+    crossed = crossed % max(number, 1)
+    # The sources that hold keys which a piece reaches: those of its chunks, or all ranks if there are fewer ranks.
+    first, last = first[0], last[1] + 1
+    many = last - first >= keys.ranks
+    index, chunk = _expanded(torch.where(many, 0, first), torch.where(many, len(firsts), last))
+    source = torch.where(many[index], firsts[chunk % len(firsts)], keys.holder(chunk))
+    source = firsts[torch.searchsorted(firsts, source, right=True) - 1]
+    # Queries at which the interval of a source's rows may change its slope: the first one of a piece, and those at
+    # which an end reaches another chunk.
+    size = int(counts.max()) + 1 if number else 1
+    line = torch.cat((source, before, after)) * number + torch.cat((index, crossed, crossed))
+    place = (line * size + torch.cat((torch.zeros_like(index), query, query))).unique()
+    line, query = place // size, place % size
+    source, index = line // max(number, 1), line % max(number, 1)
+    stop = counts[index]
+    stop[:-1] = torch.where(line.diff() == 0, query[1:], stop[:-1])
+    rows = keys.rows(source, ends[:, None, index] + steps[:, None, index] * torch.stack((query, stop - 1)))
+    # An interval that is empty at one end only is empty for one query there, because its size changes by one a query.
+    filled = rows[0] < rows[1]
+    some = torch.nonzero(filled.any(0)).flatten()
+    first, last = rows[:, :, some].unbind(1)
+    late, early = (~filled[:, some]).long()
+    row = queries.rows(rank, pieces.start)[index] + query
+    source, row, count = torch.stack((source, row, stop - query))[:, some]
+    return Pieces(source, row, count, *first, *(last > first).long()).part(late, count - late - early)
+
+
+def among_sent(pieces: Pieces, length: int) -> tuple[Pieces, dict[int, RowRanges]]:
+    """``pieces`` of rows, with keys counted among those that are needed of a source; and which rows these are."""
+    starts, stops = _union(pieces.rank, pieces.lo, pieces.end, length)
+    sizes = stops - starts
+    before = sizes.cumsum(0) - sizes
+    sources = starts // (length + 1)
+    before -= before[torch.searchsorted(sources, sources)]
+    line = pieces.rank * (length + 1)
+    shift = (starts - before)[torch.searchsorted(starts, line + pieces.lo, right=True) - 1] - line
+    return pieces._replace(lo=pieces.lo - shift, hi=pieces.hi - shift), _ranges_by_rank(starts, stops, length)
+
+
+def longest_runs(pieces: Pieces) -> Pieces:
+    """The same, in pieces that are as long as possible. A row between two of them belongs to the first one."""
+    first, rise, ones = pieces.first, pieces.steps, torch.ones_like(pieces.start)
+    last = torch.addcmul(first, rise, pieces.count - 1)
+    # Steps from row to row: those inside of each piece, and the one from its last row to the next piece. A step that is
+    # not linear is -1.
+    stop = pieces.start + pieces.count
+    over = first[:, 1:] - last[:, :-1]
+    on = ((over == 0) | (over == 1)).all(0) & (pieces.rank.diff() == 0) & (stop[:-1] == pieces.start[1:])
+    out = torch.full_like(last, -1)
+    out[:, :-1] = torch.where(on, over, -1)
+    inner = torch.cat((torch.stack((pieces.count - 1, pieces.start, pieces.rank)), first, rise))
+    outer = torch.cat((torch.stack((ones, stop - 1, pieces.rank)), last, out))
+    moves = torch.stack((inner, outer), 2).flatten(1)
+    moves = moves[:, torch.nonzero(moves[0]).flatten()]
+    # Join consecutive equal steps.
+    rise = moves[5:]
+    new = (rise.diff() != 0).any(0) | (rise[0, 1:] < 0)
+    begin = torch.nonzero(torch.cat((ones[:1] > 0, new))).flatten()
+    total = moves[0].cumsum(0)
+    steps = torch.cat(((total - moves[0])[begin], total[-1:])).diff()
+    _, row, source, lo, hi, lo_step, hi_step = moves[:, begin]
+    # In a sequence of single steps, every second one belongs to a run, and the others lead to the next run. Count from
+    # the last step that is not single. A row is not in a run yet if the step before it is not linear.
+    index = torch.arange(len(steps), device="cpu")
+    broken = lo_step < 0
+    single = (steps == 1) & ~broken
+    before = torch.cat((-ones[:1], torch.where(single, -1, index).cummax(0).values[:-1])) if len(steps) else index
+    free = broken[before] ^ ((index - before) % 2 == 0)
+    taken = torch.nonzero(free | ~(broken | single)).flatten()
+    runs = Pieces(source, row, steps + 1, lo, hi, lo_step.clamp(min=0), hi_step.clamp(min=0))
+    skipped = (~free).long()
+    return runs.part(skipped, torch.where(broken, 1, steps + 1) - skipped).at(taken)
+
+
+def rows_to_send(pieces: Pieces, keys: Holders, rank: int) -> dict[int, RowRanges]:
+    """For each other rank, the rows of ``rank`` that its queries attend to."""
+    first, last = keys.attended(rank, pieces)
+    some = torch.nonzero((last > first) & (pieces.rank != rank)).flatten()
+    return _ranges_by_rank(*_union(pieces.rank[some], first[some], last[some], keys.length), keys.length)
+
+
+def _union(
+    rank: torch.Tensor, first: torch.Tensor, last: torch.Tensor, length: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The union of the ranges ``[first, last)`` of the ranks' rows, as ascending ranges that do not touch.
+
+    They are on one line, on which the rows of rank r begin at ``r (length + 1)``.
+    """
+    starts, order = (rank * (length + 1) + first).sort()
+    reach = (rank * (length + 1) + last)[order].cummax(0).values if len(order) else starts
+    apart = starts[1:] > reach[:-1]
+    some = apart.new_ones(min(len(order), 1))
+    return starts[torch.cat((some, apart))], reach[torch.cat((apart, some))]
+
+
+def _ranges_by_rank(starts: torch.Tensor, stops: torch.Tensor, length: int) -> dict[int, RowRanges]:
+    """The result of :func:`_union`, split by rank."""
+    ranks = starts // (length + 1)
+    ranges = map(tuple, (torch.stack((starts, stops), 1) - (ranks * (length + 1))[:, None]).tolist())
+    return {rank: tuple(islice(ranges, size)) for rank, size in enumerate(ranks.bincount().tolist()) if size}

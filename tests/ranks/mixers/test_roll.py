@@ -1,0 +1,99 @@
+"""torch.roll over any cut: against one process in float64, and the bytes that travel."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+
+from cp_styles import contiguous, head_tail
+from cp_styles.layout import SequenceLayout
+from cp_styles.mixers import context_roll
+from cp_styles.testing import CommunicationTrace, run_ranks
+from tests.layouts import layouts
+from tests.oracle import randn
+
+
+def on_one(x: torch.Tensor, shifts: int, documents, fill) -> torch.Tensor:
+    parts = []
+    for part in x.split(list(documents), 1):
+        size = part.shape[1]
+        rolled = part.roll(shifts, 1)
+        if fill is not None:
+            source = torch.arange(size) - shifts
+            rolled = rolled.masked_fill(((source < 0) | (source >= size))[:, None], fill)
+        parts.append(rolled)
+    return torch.cat(parts, 1)
+
+
+def on_ranks(layout: SequenceLayout, shifts: int, documents, x, cotangent, fill=None):
+    def main(rank: int):
+        mesh = init_device_mesh("cpu", (layout.ranks,), mesh_dim_names=("cp",))
+        local = layout.shard(x, 1, rank).clone().requires_grad_(x.dtype.is_floating_point)
+        with CommunicationTrace() as trace:
+            out = context_roll(local, shifts, 1, mesh, layout=layout, documents=documents, fill=fill)
+        sent = sum(size for name, size in trace.events if name.startswith("all_to_all"))
+        if cotangent is not None:
+            out.backward(layout.shard(cotangent, 1, rank))
+        return out.detach(), local.grad, sent
+
+    outs, grads, sent = zip(*run_ranks(main, layout.ranks), strict=True)
+    return layout.unshard(outs, 1), None if cotangent is None else layout.unshard(grads, 1), sent
+
+
+@st.composite
+def cases(draw: st.DrawFn):
+    layout = draw(layouts(length=draw(st.integers(1, 24))))
+    cuts = sorted(draw(st.sets(st.integers(1, layout.length), max_size=3)) | {0, layout.length})
+    fill = draw(st.sampled_from((None, 0, -2.5)))
+    return layout, tuple(high - low for low, high in pairwise(cuts)), draw(st.integers(-30, 30)), fill
+
+
+@settings(max_examples=15, deadline=None)
+@given(cases())
+def test_any_cut(case):
+    layout, documents, shifts, fill = case
+    x, cotangent = randn(0, 2, layout.length, 3), randn(1, 2, layout.length, 3)
+    whole = x.clone().requires_grad_()
+    expected = on_one(whole, shifts, documents, fill)
+    expected.backward(cotangent)
+    out, grad, _ = on_ranks(layout, shifts, documents, x, cotangent, fill)
+    assert torch.equal(out, expected)
+    assert torch.equal(grad, whole.grad)
+
+
+def test_tokens_are_rolled_too():
+    tokens = torch.arange(12)[None]
+    out, _, _ = on_ranks(head_tail(12, 3), -1, None, tokens, None)
+    assert torch.equal(out, tokens.roll(-1, 1))
+
+
+def test_bytes():
+    """Of contiguous parts, one row of 3 numbers in float64 for a shift by one, and none of the others."""
+    x = randn(0, 1, 12, 3)
+    assert on_ranks(contiguous(12, 3), -1, None, x, None)[2] == (24, 24, 24)
+    assert on_ranks(contiguous(12, 3), -1, [4, 8], x, None)[2] == (0, 24, 24)
+
+
+def test_ranks_that_differ():
+    def main(rank: int):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        context_roll(torch.zeros(1, 4, 3), -1 - rank, 1, mesh)
+
+    for error in run_ranks(main, 2, return_errors=True):
+        assert re.search("context_roll.*shifts", str(error)), error
+
+
+@pytest.mark.parametrize("shifts", [(1, 2), 1.0])
+def test_one_number(shifts):
+    def main(rank: int):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        context_roll(torch.zeros(1, 4, 3), shifts, 1, mesh)
+
+    for error in run_ranks(main, 2, return_errors=True):
+        assert "shifts=" in str(error), error
