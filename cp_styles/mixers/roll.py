@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from cp_styles._compat import uncompiled
-from cp_styles.bounded_cache import remembered
 from cp_styles.collectives.peers import dim_of
 from cp_styles.comm.agreement import EVERY_CALL, Agreement
 from cp_styles.comm.groups import GroupOrMesh
@@ -75,7 +74,6 @@ def context_roll(
     return out
 
 
-@remembered
 def _rolled(layout: SequenceLayout, documents: tuple[int, ...], shifts: int, wraps: bool, rank: int) -> RowExchange:
     """The row at each position is needed by the position ``shifts`` behind it, in its document."""
     sizes = torch.tensor(documents, device="cpu")
