@@ -1,8 +1,8 @@
-"""The fast tests on every torch this package is for: nox
+"""The tests on every torch and Python that this package is for: nox
 
-Each version gets a virtual environment of its own (a gigabyte or more, minutes the first time; nox -r reuses them).
-The last session prints the table for tutorials/support.md. One version: nox -s "tests(torch='2.11.0')".
-Some tests only: nox -- tests/unit. What they leave to the night: nox -s nightly.
+Each row gets a virtual environment of its own (several gigabytes with CUDA's libraries, minutes the first time; nox -r
+reuses them). The last session prints the table for tutorials/support.md. One row, and its tests of one folder:
+nox -s "tests(torch='2.11.0', python='3.11')" -- tests/unit. What the tests leave to the night: nox -s nightly.
 """
 
 from __future__ import annotations
@@ -12,30 +12,38 @@ from pathlib import Path
 
 import nox
 
-TORCH = ("2.11.0", "2.12.0", "2.13.0", "2.14.0", "2.15.0")
+# (torch, Python): every torch on the oldest Python, and every Python with one torch.
+ROWS = (
+    ("2.11.0", "3.11"),
+    ("2.12.1", "3.11"),
+    ("2.13.0", "3.11"),
+    ("2.14.1", "3.11"),
+    ("2.15.0", "3.11"),
+    ("2.12.1", "3.12"),
+    ("2.14.1", "3.13"),
+    ("2.15.0", "3.14"),
+)
 
 nox.needs_version = ">=2024.3"
 nox.options.stop_on_first_error = False
 
 
-def report(session: nox.Session, torch: str) -> Path:
-    return Path(session.cache_dir) / f"torch-{torch}.xml"
+def report(session: nox.Session, torch: str, python: str) -> Path:
+    return Path(session.cache_dir) / f"torch-{torch}-python-{python}.xml"
 
 
 @nox.session
-@nox.parametrize("torch", TORCH)
+@nox.parametrize("torch,python", ROWS)
 def tests(session: nox.Session, torch: str) -> None:
-    """Everything but what is marked as starting processes; a crash of torch's costs the test it happens in."""
+    """The default tests; a crash of torch's costs the test it happens in."""
+    xml = report(session, torch, str(session.python))
     # The versions in the constraint as well: an extra must not bring another torch.
-    constraint = report(session, torch).with_suffix(".txt")
+    constraint = xml.with_suffix(".txt")
     constraint.parent.mkdir(parents=True, exist_ok=True)
     constraint.write_text(f"torch=={torch}\n")
-    session.install(f"torch=={torch}")
-    session.install("-c", str(constraint), "-e", ".[test]")
-    xml = report(session, torch)
+    session.install("-c", str(constraint), f"torch=={torch}", "-e", ".[test]")
     xml.unlink(missing_ok=True)
-    options = ["-m", "not process and not gpu and not nightly", f"--junitxml={xml.resolve()}"]
-    session.run("pytest", *options, *session.posargs)
+    session.run("pytest", f"--junitxml={xml.resolve()}", *session.posargs)
 
 
 @nox.session(default=False)
@@ -48,17 +56,18 @@ def nightly(session: nox.Session) -> None:
 @nox.session(python=False)
 def table(session: nox.Session) -> None:
     """What the last runs of ``tests`` came to, as tutorials/support.md shows it."""
-    lines = ["| torch | passed | skipped | failed | minutes |", "|---|---|---|---|---|"]
-    for torch in TORCH:
-        xml = report(session, torch)
+    lines = ["| torch | Python | date | passed | skipped | failed | minutes |", "|---|---|---|---|---|---|---|"]
+    for torch, python in ROWS:
+        xml = report(session, torch, python)
         if not xml.exists():
-            lines.append(f"| {torch} | not run | | | |")
+            lines.append(f"| {torch} | {python} | not run | | | | |")
             continue
         suites = list(ElementTree.parse(xml).getroot().iter("testsuite"))
         total, failed, errors, skipped = (
             sum(int(suite.get(what, "0")) for suite in suites) for what in ("tests", "failures", "errors", "skipped")
         )
         minutes = sum(float(suite.get("time", "0")) for suite in suites) / 60
+        date = suites[0].get("timestamp", "")[:10]
         passed = total - failed - errors - skipped
-        lines.append(f"| {torch} | {passed} | {skipped} | {failed + errors} | {minutes:.1f} |")
+        lines.append(f"| {torch} | {python} | {date} | {passed} | {skipped} | {failed + errors} | {minutes:.1f} |")
     print("\n".join(lines))
