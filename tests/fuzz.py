@@ -42,7 +42,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 import cp_styles
@@ -51,6 +51,8 @@ from cp_styles import (
     EveryCall,
     ModuleContextParallel,
     NoAgreement,
+    PerRow,
+    ReferenceKernel,
     SequenceScope,
     context_attention,
     context_flex_attention,
@@ -61,24 +63,17 @@ from cp_styles import (
 from cp_styles.comm.point_to_point import TransferError
 from cp_styles.layout import SequenceLayout, by_work, contiguous, head_tail, striped
 from cp_styles.mask import Mask
-from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.testing import RankTimeout, run_ranks
 from cp_styles.torch_api import context_parallel
 from tests.oracle import allowed, dense_attention, error, mask_cases, randn
+from tests.ranks.parity_grid import STRATEGIES
 
 ROOT = Path(__file__).parents[1]
-WAIT = 8.0  # seconds until a rank that waits for another counts as a failure: many times what a case takes
+# Seconds until a rank that waits for another counts as a failure: many times what a case takes. One that compiles holds
+# torch's lock for all of them.
+WAIT, WAIT_COMPILED = 8.0, 120.0
 PLANTED = "planted by the fuzzer"
 
-STRATEGIES = {
-    "ring": Ring(),
-    "ring, sent again": Ring(keep=0),
-    "all-gather": AllGather(),
-    "all-gather, sent again": AllGather(keep=0),
-    "Ulysses": Ulysses(),
-    "Ulysses in chunks": Ulysses(chunks=2),
-    "Ulysses x ring": Ulysses(size=2),
-}
 AGREEMENTS = {"every call": EveryCall(), "none": NoAgreement()}
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 DOORS = ("function", "module", "style", "style, [B, S, H, D]", "block", "flex", "flex in module", "varlen")
@@ -88,7 +83,11 @@ ACTS = ("a token less", "no call", "a call more", "an error before", "an error a
 
 @dataclass(frozen=True)
 class Case:
-    """One attention. The defaults are the simplest values; ``odd`` is (rank, field or act, its value)."""
+    """One attention, which may be called twice. The defaults are the simplest values.
+
+    ``then`` is (field, its value) of a second call, which is the one that is compared; ``odd`` is (rank, field or act,
+    its value).
+    """
 
     seed: int = 0
     door: str = "function"
@@ -113,7 +112,17 @@ class Case:
     agreement: str = "every call"
     calls: int = 1
     backward: str = "once"
+    keys: int | None = None
+    value_dim: int | None = None
+    kernel: str = "default"
+    sink: bool = False
+    lse: bool = False
+    then: tuple[str, Any] | None = None
     odd: tuple[int, str, Any] | None = None
+
+    def last(self) -> Case:
+        """The attention of the last call."""
+        return self if self.then is None else replace(self, then=None, **{self.then[0]: self.then[1]})
 
     def of_rank(self, rank: int) -> Case:
         """The case as this rank runs it."""
@@ -132,7 +141,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "layout": ("contiguous", "head_tail", "striped", "by_work", "dealt"),
     "balancer": (False, True),
     "mask": ("full", "causal", "is_causal", *(name for name in mask_cases(5) if name not in ("full", "causal")),
-             "bool", "bool of heads", "float", "float of rows"),
+             "bool", "bool of heads", "float", "float of rows", "another in each row"),
     "masked_by": ("style", "call", "scope"),
     "length": (5, 6, 8, 9, 13, 16, 23, 24, 40),
     "batch": (1, 2, 3),
@@ -141,7 +150,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "dtype": ("float64", "float64", "float64", "float32", "bfloat16"),
     "scale": (None, None, None, 0.3, -0.5, 0.0),
     "gradients": ("qkv", "qkv", "qkv", "q", "k", "v", "qk", "kv", "qv"),
-    "strides": ("plain", "plain", "heads inside", "padded rows"),
+    "strides": ("plain", "plain", "heads inside", "padded rows", "numbers apart"),
     "autocast": (False, False, False, True),
     "checkpoint": ("no", "no", "no", "around", "around, reentrant"),
     "scope": (False, False, True),
@@ -149,7 +158,14 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "agreement": ("every call", "every call", "every call", "none"),
     "calls": (1, 1, 1, 2),
     "backward": ("once", "once", "once", "twice", "grad", "never", "no_grad"),
+    "keys": (None,) * 6 + (5, 14, 32),
+    "value_dim": (None, None, None, 3, 12),
+    "kernel": ("default", "default", "reference"),
+    "sink": (False, False, True),
+    "lse": (False, True),
 }  # fmt: skip
+# The fields in which a second call may differ from the first.
+THEN_FIELDS = ("mask", "layout", "length", "batch", "heads", "dim", "dtype", "scale", "strategy", "gradients", "kernel")
 # The fields in which one rank can differ from the others while each alone makes sense.
 ODD_FIELDS = ("strategy", "layout", "mask", "batch", "heads", "dim", "dtype", "scale", "gradients", "strides",
               "autocast", "checkpoint", "calls", "backward", "compiled")  # fmt: skip
@@ -160,6 +176,10 @@ def draw(seed: int, *, odd: bool) -> Case:
     dice = random.Random(seed)
     values = {name: dice.choice(choices) for name, choices in CHOICES.items()}
     case = sensible(Case(seed=seed, **values))
+    if dice.random() < 0.2 and not (odd and seed % 2):
+        name = dice.choice(THEN_FIELDS)
+        other = replace(case, then=(name, dice.choice(CHOICES[name])))
+        case = other if sensible(other) == other else case
     while odd and seed % 2 and case.odd is None:
         rank, name = dice.randrange(case.ranks), dice.choice(ACTS if dice.random() < 0.3 else ODD_FIELDS)
         if name in ACTS:
@@ -184,10 +204,12 @@ def sensible(case: Case) -> Case:
         # torch's flex_attention takes no part in autocast.
         case = replace(case, autocast=False, mask="bool" if case.mask.startswith("float") else case.mask)
     if case.door == "varlen":
-        known = not explicit and case.mask not in ("prefix", "prefix documents")
+        known = not explicit and case.mask not in ("prefix", "prefix documents", "another in each row")
         case = replace(case, batch=1, mask=case.mask if known else "causal documents")
     if case.mask == "is_causal" and not calls_sdpa:
         case = replace(case, mask="causal")
+    if case.mask == "another in each row" and (case.door == "flex in module" or case.masked_by == "call"):
+        case = replace(case, mask="documents")
     by_call = case.mask == "is_causal" or explicit
     if case.door == "flex in module" or (calls_sdpa and by_call):
         case = replace(case, masked_by="call")
@@ -206,15 +228,35 @@ def sensible(case: Case) -> Case:
         case = replace(case, compiled="no", backward="never" if case.backward == "never" else "once")
     if case.compiled != "no":
         case = replace(case, checkpoint="no", backward="once" if case.backward == "twice" else case.backward)
+    if case.compiled != "no" or case.door not in ("function", "module"):
+        case = replace(case, sink=False)
+    if case.compiled != "no" or case.door not in ("flex", "varlen"):
+        case = replace(case, lse=False)
+    if case.sink or case.lse:  # one device's attention, the measure of low precision, has none
+        case = replace(case, dtype="float64", autocast=False)
+    if case.door.startswith("flex") or case.door == "varlen":
+        case = replace(case, kernel="default")
+    if case.keys is not None and (case.scope or case.door == "varlen" or not (explicit or case.mask == "full")):
+        case = replace(case, keys=None)
+    if case.keys is not None:
+        case = replace(case, balancer=True, agreement="every call")
+        case = replace(case, layout="striped") if case.layout == "dealt" else case
+    if case.then is not None:
+        last = case.last()
+        case = (
+            replace(case, calls=1)
+            if last not in (case, replace(case, then=None)) and sensible(last) == last
+            else replace(case, then=None)
+        )
     return case
 
 
 class Attend(nn.Module):
     """The user's attention: called with what a door leaves to the call."""
 
-    def __init__(self, case: Case, attn_mask: Any) -> None:
+    def __init__(self, case: Case, attn_mask: Any, sinks: nn.Parameter | None) -> None:
         super().__init__()
-        self.case, self.attn_mask = case, attn_mask
+        self.case, self.attn_mask, self.sinks = case, attn_mask, sinks
 
     def forward(self, query, key, value):
         case = self.case
@@ -245,17 +287,25 @@ class MaskOfCase:
 
 
 def mask_of(case: Case) -> MaskOfCase:
-    length, seed = case.length, 1000 + case.seed
+    length, keys, seed = case.length, case.keys or case.length, 1000 + case.seed
     if case.mask.startswith("bool"):
         heads = case.heads[0] if case.mask == "bool of heads" else 1
-        sees = randn(seed, 1, heads, length, length) > -0.5
+        sees = randn(seed, 1, heads, length, keys) > -0.5
         return MaskOfCase(cp_styles.Dense(sees), sees, sees=sees)
     if case.mask.startswith("float"):
         rows = case.batch if case.mask == "float of rows" else 1
-        bias, other = (randn(seed + i, rows, 1, length, length) for i in range(2))
+        bias, other = (randn(seed + i, rows, 1, length, keys) for i in range(2))
         bias = bias.masked_fill(other > 1, -torch.inf)
         bias = bias.to(torch.bfloat16 if case.autocast else DTYPES[case.dtype])
         return MaskOfCase(cp_styles.Dense(bias), bias, bias=bias.double())
+    if case.mask == "full":
+        return MaskOfCase(cp_styles.Full(), sees=torch.ones(length, keys, dtype=torch.bool))
+    if case.mask == "another in each row":
+        names = random.Random(seed).choices(sorted(mask_cases(length)), k=case.batch)
+        rows = [mask_of(replace(case, mask=name, keys=None)) for name in names]
+        return MaskOfCase(
+            PerRow(tuple(row.mask for row in rows)), sees=torch.stack([row.sees for row in rows])[:, None]
+        )
     pairs = mask_cases(length)["causal" if case.mask == "is_causal" else case.mask]
     sees = allowed(pairs.sees, length, length)
     return MaskOfCase(None if case.mask == "is_causal" else pairs.mask, sees=sees)
@@ -285,46 +335,63 @@ def layout_of(case: Case) -> SequenceLayout:
     return balancer_of(case, mask_of(case).mask)(case.length, case.ranks)
 
 
+def layouts_of(case: Case) -> tuple[SequenceLayout, ...]:
+    """Of query, key, value and output."""
+    queries = layout_of(case)
+    keys = balancer_of(case, mask_of(case).mask)(case.keys or case.length, case.ranks)
+    return queries, keys, keys, queries
+
+
 @cache
 def whole_tensors(case: Case) -> tuple[torch.Tensor, ...]:
-    """Query, key, value and cotangent."""
-    (heads, kv_heads), size = case.heads, (case.length, case.dim)
-    shapes = ((heads, *size), (kv_heads, *size), (kv_heads, *size), (heads, *size))
+    """Query, key, value and cotangent, which has one more column for the logsumexp."""
+    (heads, kv_heads), keys, value_dim = case.heads, case.keys or case.length, case.value_dim or case.dim
+    shapes = ((heads, case.length, case.dim), (kv_heads, keys, case.dim), (kv_heads, keys, value_dim),
+              (heads, case.length, value_dim + case.lse))  # fmt: skip
     dtype = DTYPES[case.dtype]
     return tuple(randn(10 * case.seed + i, case.batch, *shape, dtype=dtype) for i, shape in enumerate(shapes))
+
+
+def sinks_of(case: Case) -> torch.Tensor | None:
+    return randn(10 * case.seed + 4, case.heads[0]) if case.sink else None
 
 
 def with_strides(x: torch.Tensor, strides: str) -> torch.Tensor:
     """The values of ``x`` [B, H, S, D] in another order of memory."""
     if strides == "heads inside":
         return x.transpose(1, 2).contiguous().transpose(1, 2)
+    if strides == "numbers apart":
+        return x.repeat_interleave(2, -1)[..., ::2]
     return F.pad(x, (0, 3))[..., : x.shape[-1]] if strides == "padded rows" else x
 
 
-def attention_of(case: Case, mesh: Any) -> Callable[..., torch.Tensor]:
+def attention_of(case: Case, mesh: Any, sinks: nn.Parameter | None) -> Callable[..., torch.Tensor]:
     """The case's door, as a function of this rank's query, key and value [B, H, S, D]."""
     mask = mask_of(case)
     cut: Any = balancer_of(case, mask.mask)
     layout = cut(case.length, case.ranks)
     given: Any = cut if case.balancer else layout
     options: dict[str, Any] = {"strategy": STRATEGIES[case.strategy], "agreement": AGREEMENTS[case.agreement]}
+    if case.kernel == "reference":
+        options["kernel"] = ReferenceKernel()
     style = options | {"layout": None if case.scope else given}
     if case.masked_by == "style":
         style["mask"] = mask.mask
     if case.door == "function":
         return lambda *qkv: context_attention(
-            *qkv, mesh, mask=mask.mask, layout=given, scale=case.scale, **options
+            *qkv, mesh, mask=mask.mask, layout=given, scale=case.scale, sink_H=sinks, **options
         )  # fmt: skip
     if case.door == "varlen":
         return partial(varlen, case, mask, mesh, given, options)
     if case.door == "flex":
         options |= {"layout": given, "scale": case.scale, "enable_gqa": case.heads[0] != case.heads[1]}
         blocks = block_mask_of(case, mask) if mask.tensor is not None else None
-        return lambda *qkv: context_flex_attention(
-            *qkv, mesh, block_mask=blocks, mask=None if blocks is not None else mask.mask, **options
-        )
+        options |= {"block_mask": blocks, "mask": None if blocks is not None else mask.mask}
+        return partial(flex, case, mesh, options)
     tensor = block_mask_of(case, mask) if case.door == "flex in module" else mask.tensor
-    core = Attend(case, tensor if case.masked_by == "call" else None)
+    core = Attend(case, tensor if case.masked_by == "call" else None, sinks)
+    if case.sink:
+        style["sink"] = "sinks"
     if case.door == "block":
         options |= {"layout": cut, "mask": style.get("mask")}
         return partial(in_block, core, mesh, options)
@@ -358,7 +425,7 @@ def block_mask_of(case: Case, mask: MaskOfCase) -> Any:
     def mod(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         return sees[h if several else torch.zeros_like(h), q, kv]
 
-    sizes = (None, len(sees) if several else None, case.length, case.length)
+    sizes = (None, len(sees) if several else None, case.length, case.keys or case.length)
     return create_block_mask(mod, *sizes, device="cpu", BLOCK_SIZE=16)
 
 
@@ -366,9 +433,21 @@ def varlen(case: Case, mask: MaskOfCase, mesh: Any, layout: Any, options: Any, *
     """A pack of one document; the case's mask beside it."""
     packs = (x[0].transpose(0, 1) for x in qkv)
     out = context_varlen_attention(
-        *packs, mesh, [0, case.length], mask=mask.mask, layout=layout, scale=case.scale, **options
+        *packs, mesh, [0, case.length], mask=mask.mask, layout=layout, scale=case.scale, return_lse=case.lse, **options
     )  # fmt: skip
-    return out.transpose(0, 1)[None]
+    return out.transpose(0, 1)[None] if not case.lse else with_column(out[0].transpose(0, 1)[None], out[1][None])
+
+
+def flex(case: Case, mesh: Any, options: Any, *qkv: torch.Tensor) -> torch.Tensor:
+    if not case.lse:
+        return context_flex_attention(*qkv, mesh, **options)
+    out, more = context_flex_attention(*qkv, mesh, return_aux=AuxRequest(lse=True), **options)
+    return with_column(out, more.lse)
+
+
+def with_column(out: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    """As the oracle returns them: the logsumexp as a last column, 0 for rows without keys."""
+    return torch.cat([out, lse.masked_fill(lse == -torch.inf, 0.0)[..., None]], -1)
 
 
 def run_rank(rank: int, case: Case) -> list[torch.Tensor | None]:
@@ -384,22 +463,24 @@ def run_rank(rank: int, case: Case) -> list[torch.Tensor | None]:
 
 
 def results_of_rank(rank: int, whole_case: Case) -> list[torch.Tensor | None]:
-    """This rank's output and the gradients of its query, key and value, of the last call."""
+    """This rank's output and the gradients of its query, key, value and sinks, of the last call."""
     case, act = whole_case.of_rank(rank), whole_case.act_of(rank)
     mesh = torch.distributed.init_device_mesh("cpu", (case.ranks,), mesh_dim_names=("cp",))
-    layout = layout_of(case)
-    call = attention_of(case, mesh)
-    if case.compiled != "no":
-        call = torch.compile(call, backend=case.compiled)
-    if case.checkpoint != "no":
-        call = partial(checkpoint, call, use_reentrant=case.checkpoint == "around, reentrant")
-    result: list[torch.Tensor | None] = [None] * 4
-    for _ in range(case.calls + (act == "a call more") - (act == "no call")):
-        if act == "an error before":
-            raise ValueError(PLANTED)
-        result = one_call(rank, case, act, layout, call)
-        if act == "an error after":
-            raise ValueError(PLANTED)
+    result: list[torch.Tensor | None] = [None] * 5
+    for each in (case,) if case.then is None else (replace(case, then=None), case.last()):
+        sinks = sinks_of(each)
+        sinks = None if sinks is None else nn.Parameter(sinks)
+        call = attention_of(each, mesh, sinks)
+        if each.compiled != "no":
+            call = torch.compile(call, backend=each.compiled)
+        if each.checkpoint != "no":
+            call = partial(checkpoint, call, use_reentrant=each.checkpoint == "around, reentrant")
+        for _ in range(each.calls + (act == "a call more") - (act == "no call")):
+            if act == "an error before":
+                raise ValueError(PLANTED)
+            result = one_call(rank, each, act, sinks, call)
+            if act == "an error after":
+                raise ValueError(PLANTED)
     # The end of a step, where ranks that called another number of times meet.
     weight = nn.Parameter(torch.zeros(1))
     weight.grad = torch.zeros(1)
@@ -407,17 +488,23 @@ def results_of_rank(rank: int, whole_case: Case) -> list[torch.Tensor | None]:
     return result
 
 
-def one_call(rank: int, case: Case, act: str, layout: SequenceLayout, call: Any) -> list[torch.Tensor | None]:
-    *whole, cotangent = (layout.shard(x, 2, rank).clone() for x in whole_tensors(replace(case, odd=None)))
+def one_call(
+    rank: int, case: Case, act: str, sinks: nn.Parameter | None, call: Callable[..., torch.Tensor]
+) -> list[torch.Tensor | None]:
+    tensors = zip(layouts_of(case), whole_tensors(replace(case, odd=None)), strict=True)
+    *whole, cotangent = (layout.shard(x, 2, rank).clone() for layout, x in tensors)
     if act == "a token less":
         whole, cotangent = [x[:, :, 1:].clone() for x in whole], cotangent[:, :, 1:]
     without = case.backward == "no_grad"
     leaves = [x.requires_grad_(not without and name in case.gradients) for name, x in zip("qkv", whole, strict=True)]
-    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    parameters = leaves if sinks is None else [*leaves, sinks.requires_grad_(not without)]
+    wanted = [leaf for leaf in parameters if leaf.requires_grad]
+    for leaf in wanted:
+        leaf.grad = None
     cast = torch.autocast("cpu", torch.bfloat16) if case.autocast else contextlib.nullcontext()
     with torch.no_grad() if without else contextlib.nullcontext(), cast:
         out = call(*(with_strides(x, case.strides) for x in leaves))
-    gradients: list[torch.Tensor | None] = [None] * 3
+    gradients: list[torch.Tensor | None] = [None] * 4
     cotangent = with_strides(cotangent.to(out.dtype), case.strides)
     if case.backward in ("once", "twice"):
         out.backward(cotangent, retain_graph=case.backward == "twice")
@@ -425,11 +512,11 @@ def one_call(rank: int, case: Case, act: str, layout: SequenceLayout, call: Any)
             for leaf in wanted:
                 leaf.grad = None
             out.backward(cotangent)
-        gradients = [leaf.grad for leaf in leaves]
+        gradients = [leaf.grad for leaf in parameters]
     elif case.backward == "grad":
         grads = dict(zip(map(id, wanted), torch.autograd.grad(out, wanted, cotangent), strict=True))
-        gradients = [grads.get(id(leaf)) for leaf in leaves]
-    return [out.detach(), *gradients]
+        gradients = [grads.get(id(leaf)) for leaf in parameters]
+    return [out.detach(), *gradients, *[None] * (4 - len(gradients))]
 
 
 def expected_of(case: Case) -> tuple[list[torch.Tensor], list[float]]:
@@ -440,18 +527,22 @@ def expected_of(case: Case) -> tuple[list[torch.Tensor], list[float]]:
     """
     mask = mask_of(case)
     *inputs, cotangent = whole_tensors(case)
+    sinks = sinks_of(case)
+    inputs += [] if sinks is None else [sinks]
 
     def differentiate(attend: Callable[..., torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
-        leaves = [x.to(dtype).requires_grad_() for x in inputs]
+        leaves = [x.to(dtype, copy=True).requires_grad_() for x in inputs]
         out = attend(*leaves)
         return [out.detach(), *torch.autograd.grad(out, leaves, cotangent.to(out.dtype))]
 
-    wide = differentiate(
-        partial(dense_attention, mask=mask.sees, bias=mask.bias, scale=case.scale), torch.float64
-    )  # fmt: skip
+    def dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sink_H: Any = None) -> torch.Tensor:
+        options = {"bias": mask.bias, "scale": case.scale, "sink_H": sink_H, "with_lse": case.lse}
+        return dense_attention(query, key, value, mask.sees, **options)
+
+    wide = differentiate(dense, torch.float64)
     computed = torch.bfloat16 if case.autocast else DTYPES[case.dtype]
     if computed == torch.float64:
-        return wide, [1e-12] * 4
+        return wide, [1e-12] * 5
     attn_mask = mask.sees if mask.bias is None else mask.bias.to(computed)
     narrow = partial(
         F.scaled_dot_product_attention, attn_mask=attn_mask, scale=case.scale, enable_gqa=case.heads[0] != case.heads[1]
@@ -481,7 +572,9 @@ def judge(case: Case) -> Verdict:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            results = run_ranks(run_rank, case.ranks, case, timeout_seconds=WAIT, return_errors=True)
+            compiled = "compiled" in (case.odd or ()) or case.compiled != "no"
+            wait = WAIT_COMPILED if compiled else WAIT
+            results = run_ranks(run_rank, case.ranks, case, timeout_seconds=wait, return_errors=True)
         except RankTimeout as waited:
             return Verdict("waited", str(waited))
         finally:
@@ -509,7 +602,7 @@ def of_the_package(problem: BaseException) -> bool:
 
 def kind_of(problem: BaseException) -> str:
     """The first words of a refusal, without the name in front."""
-    return shortened(str(problem).partition(": ")[2])
+    return shortened(str(problem).partition(": ")[2] or str(problem))
 
 
 def shortened(text: str) -> str:
@@ -519,14 +612,17 @@ def shortened(text: str) -> str:
 
 
 def compared(case: Case, results: list[Any]) -> Verdict:
-    whole, tolerances = expected_of(replace(case, odd=None))
+    last = case.last()
+    whole, tolerances = expected_of(replace(last, odd=None))
     names = ("output", "query's gradient", "key's gradient", "value's gradient")
     for rank, result in enumerate(results):
-        own = case.of_rank(rank)
-        if own.act_of(rank) or case.act_of(rank) == "no call":
+        own = last.of_rank(rank)
+        if own.act_of(rank) or last.act_of(rank) == "no call":
             continue
-        layout = layout_of(own)
-        for name, mine, expected, tolerance in zip(names, result, whole, tolerances, strict=True):
+        queries, keys, values, outputs = layouts_of(own)
+        layouts = outputs, queries, keys, values
+        compare = zip(names, layouts, result[:4], whole[:4], tolerances[:4], strict=True)
+        for name, layout, mine, expected, tolerance in compare:
             if mine is None:
                 continue
             part = layout.shard(expected, 2, rank)
@@ -534,6 +630,10 @@ def compared(case: Case, results: list[Any]) -> Verdict:
                 return Verdict("wrong", f"rank {rank}: {name} is {tuple(mine.shape)} instead of {tuple(part.shape)}")
             if (off := error(mine, part, whole=expected)) > tolerance:
                 return Verdict("wrong", f"rank {rank}: {name} off by {off:.1e}, at most {tolerance:.1e}")
+    shares = [result[4] for result in results]
+    added = sum(shares) if last.sink and all(share is not None for share in shares) else None
+    if added is not None and (off := error(added, whole[4])) > tolerances[4]:
+        return Verdict("wrong", f"the sinks' gradient off by {off:.1e}, at most {tolerances[4]:.1e}")
     if case.act_of(case.odd[0] if case.odd else 0):
         return Verdict("wrong", f"no rank heard of: {case.odd}")
     return Verdict("exact")
@@ -612,6 +712,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this time")
     parser.add_argument("--odd", action="store_true", help="in every second case one rank differs in one thing")
+    parser.add_argument("--stop", action="store_true", help="end with the first failure, without reducing it")
     parser.add_argument("--record", type=Path, help="a file of results: continues where an earlier run has stopped")
     parser.add_argument("--case", help="one case, as a failure prints it")
     parser.add_argument("--judge", action="store_true", help=argparse.SUPPRESS)
@@ -649,6 +750,9 @@ def run_all(options: argparse.Namespace) -> int:
                 file.write(json.dumps({"seed": seed, **vars(verdict)}) + "\n")
         if not verdict.good and alike[verdict.signature] == 0:
             print(f"seed {seed}: {verdict.kind}: {verdict.words}\n  {shown_case(case)}", flush=True)
+            if options.stop:
+                judges.end()
+                return 1
             smaller = reduced(case, verdict.kind, judges, time.monotonic() + 40)
             print(f"  reduced: {shown_case(smaller)}", flush=True)
         alike[verdict.signature] += not verdict.good

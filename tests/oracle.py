@@ -32,8 +32,13 @@ def dense_attention(
     *,
     scale: float | None = None,
     bias: torch.Tensor | None = None,
+    sink_H: torch.Tensor | None = None,
+    with_lse: bool = False,
 ) -> torch.Tensor:
-    """softmax(q k^T scale + bias) v over ``[B, H, S, D]``; rows that see nothing are zero. Differentiable."""
+    """softmax(q k^T scale + bias) v over ``[B, H, S, D]``; rows that see nothing are zero. Differentiable.
+
+    A sink is one more logit of each head, which adds nothing. The logsumexp is a last column, 0 for rows without keys.
+    """
     groups = query.shape[1] // key.shape[1]
     key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
     logits = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
@@ -41,9 +46,15 @@ def dense_attention(
         logits = logits + bias
     if mask is not None:
         logits = logits.masked_fill(~mask, float("-inf"))
+    if sink_H is not None:
+        column = sink_H[None, :, None, None].expand(*logits.shape[:3], 1)
+        return torch.softmax(torch.cat([logits, column], -1), -1)[..., :-1] @ value
     dead = (logits == float("-inf")).all(-1, keepdim=True)
     weights = torch.softmax(logits.masked_fill(dead, 0.0), -1).masked_fill(dead, 0.0)
-    return weights @ value
+    if not with_lse:
+        return weights @ value
+    lse = logits.masked_fill(dead, 0.0).logsumexp(-1, keepdim=True).masked_fill(dead, 0.0)
+    return torch.cat([weights @ value, lse], -1)
 
 
 def attend_and_differentiate(
