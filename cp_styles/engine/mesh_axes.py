@@ -114,7 +114,8 @@ def keeps_apart(placement: Placement, head_dim: int) -> bool:
 
     These are Shard on the batch or on the heads, and Replicate: attention mixes neither rows of the batch nor heads.
     """
-    return placement.is_replicate() or (type(placement) is Shard and placement.dim in (0, head_dim))
+    # Not by type(), which torch 2.11 does not know while it traces.
+    return placement.is_replicate() or placement == Shard(0) or placement == Shard(head_dim)
 
 
 def refuse_moved(name: str, labels: Sequence[str], tensors: Sequence[DTensor], seq_dim: int) -> None:
