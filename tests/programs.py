@@ -2,12 +2,14 @@
 
     python tests/programs.py --programs 200          seeds 0 to 199; in every fourth, one rank differs in one thing
     python tests/programs.py --program "Program(seed=7)"    one, as a failure prints it
+    python tests/programs.py --record runs/programs.jsonl    a line a program; seeds that stand there are not run again
 
 A seed draws a :class:`Program`: a small language model of one to three attentions, and a training as people write it.
-It has hooks, attributes, counters, changes in place, shared layers, checkpoints, accumulation, clipping, two losses
-whose backwards run in either order, an evaluation, a caught exception, layers that are left out. The same code runs on
+It has hooks, attributes, counters, changes in place, tables made at first use, random factors, shared layers, packed
+documents, checkpoints, accumulation, clipping, two losses whose backwards run in either order, an evaluation, a caught
+exception, layers that are left out, gradients that nobody sums, and tokens decoded with a cache. The same code runs on
 one process, and on ranks that are threads. Compared are losses, gradients, parameters, what hooks and attributes hold,
-and the state of the random generator. Failures are reduced to a program with as many defaults as it still fails with.
+and the states of random generators. Failures are reduced to a program with as many defaults as it still fails with.
 """
 
 from __future__ import annotations
@@ -15,13 +17,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import json
 import os
 import random
 import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -39,8 +42,11 @@ from torch.utils.checkpoint import checkpoint
 from cp_styles import (
     AttentionContextParallel,
     Causal,
+    Documents,
+    Mask,
     ModuleContextParallel,
     SequenceScope,
+    UnreducedGradientsError,
     context_attention,
     global_loss,
     global_token_count,
@@ -48,12 +54,14 @@ from cp_styles import (
     parallelize_module,
     sum_gradients,
 )
+from cp_styles.batch import document_positions
+from cp_styles.decoding import KVCache, context_decode
 from cp_styles.layout import SequenceLayout, contiguous, head_tail, striped
-from cp_styles.strategies import AllGather, Ring, Strategy, Ulysses
 from cp_styles.testing import RankTimeout, run_ranks
 from cp_styles.torch_api import context_parallel
 from tests.fuzz import of_the_package
 from tests.oracle import error, randn
+from tests.ranks.parity_grid import STRATEGIES
 
 WORDS, WIDTH, HEADS, LENGTHS = 17, 12, 2, (12, 9)
 # float64; sums of some hundred terms in another order, through three layers and two steps of an optimizer.
@@ -86,13 +94,15 @@ class Program:
     caught: str = "no"
     dropped: bool = False
     changing_lengths: bool = False
+    documents: bool = False
+    decodes: bool = False
+    unsummed: bool = False
     odd: tuple[int, str] | None = None
 
     def act_of(self, rank: int) -> str:
         return self.odd[1] if self.odd is not None and self.odd[0] == rank else ""
 
 
-STRATEGIES: dict[str, Strategy] = {"ring": Ring(), "all-gather": AllGather(), "Ulysses": Ulysses()}
 LAYOUTS = {"contiguous": contiguous, "head_tail": head_tail, "striped": striped}
 # The attentions that each door takes.
 DOORS = {
@@ -102,7 +112,7 @@ DOORS = {
     "block": ("sdpa", "flex", "core"),
     "function": ("function",),
 }
-EFFECTS = ("hook", "backward hook", "attribute", "counter", "list", "in place", "tensor hook")
+EFFECTS = ("hook", "backward hook", "attribute", "counter", "list", "in place", "tensor hook", "table", "generator")
 CHOICES: dict[str, tuple[Any, ...]] = {
     "ranks": (2, 2, 3, 4),
     "strategy": tuple(STRATEGIES),
@@ -117,6 +127,9 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "caught": ("no", "no", "before", "in a layer", "in the backward"),
     "dropped": (False, False, True),
     "changing_lengths": (False, True),
+    "documents": (False, True),
+    "decodes": (False, False, True),
+    "unsummed": (False,) * 12 + (True,),
 }
 # Not another batch, cut by hand: that nobody notices (tutorials/hazards.md).
 ODD = ("a layer less", "a backward more", "losses in another order", "its own error", "a step more")
@@ -144,32 +157,58 @@ def sensible(program: Program) -> Program:
         program = replace(program, losses="sum")  # torch refuses a second backward through it
     if program.checkpoint == "layers, reentrant" and program.door == "scope":
         program = replace(program, checkpoint="layers")  # refused: its recomputation does not know the scope
+    if program.strategy.startswith("Ulysses x") and program.ranks % 2:
+        program = replace(program, strategy="Ulysses")
+    if program.door not in ("scope", "function", "block"):  # a style has one mask for all batches
+        program = replace(program, documents=False)
     return program
 
 
-class Core(nn.Module):
-    def forward(self, query, key, value):
+def documents(length: int) -> tuple[int, ...]:
+    return 1, 4, length - 5
+
+
+def causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: bool) -> torch.Tensor:
+    """The attention of one process, in documents if ``packed``; on ranks the documents are the scope's or block's."""
+    if not packed:
         return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+    ids = document_ids(query.shape[2])
+    sees = (ids[:, None] == ids).tril()
+    return F.scaled_dot_product_attention(query, key, value, sees)
+
+
+def document_ids(length: int) -> torch.Tensor:
+    return torch.arange(3).repeat_interleave(torch.tensor(documents(length)))
+
+
+class Core(nn.Module):
+    def __init__(self, packed: bool) -> None:
+        super().__init__()
+        self.packed = packed
+
+    def forward(self, query, key, value):
+        return causal(query, key, value, self.packed)
 
 
 class Layer(nn.Module):
     """An attention with its projections, and the program's side effects."""
 
-    def __init__(self, index: int, program: Program, attend: Callable[..., torch.Tensor]) -> None:
+    def __init__(self, index: int, program: Program, ranks: Ranks) -> None:
         super().__init__()
         self.kind, self.effects, self.parallel = program.attentions[index], program.effects, program.parallel
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.core = Core()
-        self.attend = attend
+        self.core = Core(program.documents and ranks.mesh is None)
+        self.attend = ranks.attend
         self.raises = False
         self.last: torch.Tensor | None = None
         self.calls, self.norms = 0, []
+        self.generator = torch.Generator().manual_seed(index)
         self.register_buffer("count", torch.zeros(()))
 
     def attention(self, x: torch.Tensor, blocks: Any) -> torch.Tensor:
         query, key, value = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
         if self.kind == "sdpa" or (self.kind == "flex" and blocks is None):  # torch's has no backward on CPU
-            out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+            out = causal(query, key, value, self.core.packed)
         elif self.kind == "flex":
             out = flex_attention(query, key, value, block_mask=blocks)
         else:
@@ -181,6 +220,8 @@ class Layer(nn.Module):
         if "counter" in self.effects:
             self.count += 1
         y = self.attention(x, blocks)
+        if "generator" in self.effects:
+            y = y * torch.rand((), generator=self.generator, dtype=x.dtype)
         if self.raises:
             raise Planted
         if self.parallel:
@@ -199,20 +240,25 @@ class Layer(nn.Module):
 class Model(nn.Module):
     """``forward(tokens, positions)`` returns two heads' logits."""
 
-    def __init__(self, program: Program, attend: Callable[..., torch.Tensor]) -> None:
+    def __init__(self, program: Program, ranks: Ranks) -> None:
         super().__init__()
         self.checkpoint = program.checkpoint
         self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(max(LENGTHS), WIDTH)
-        layers = [Layer(index, program, attend) for index in range(len(program.attentions))]
+        layers = [Layer(index, program, ranks) for index in range(len(program.attentions))]
         if program.shared:
             layers.append(layers[0])
         self.layers = nn.ModuleList(layers)
         self.heads = nn.ModuleList([nn.Linear(WIDTH, WORDS), nn.Linear(WIDTH, WORDS)])
+        self.has_table, self.table, self.fills = "table" in program.effects, torch.zeros(0), 0
         self.dropped: int | None = None
         self.kept: dict[str, Any] = {}  # arguments of checkpoints
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, blocks: Any) -> list[torch.Tensor]:
         x = self.words(tokens) + self.places(positions)
+        if self.has_table:  # as of rotary embeddings, made where it is first needed
+            if self.table.numel() == 0:
+                self.table, self.fills = torch.arange(max(LENGTHS))[:, None] * torch.linspace(0, 0.5, WIDTH).cos(), 1
+            x = x + self.table[positions]
         for index, layer in enumerate(self.layers):
             if index == self.dropped:
                 continue
@@ -245,11 +291,15 @@ class Ranks:
     def layout(self, length: int) -> SequenceLayout:
         return LAYOUTS[self.program.layout](length, self.size)
 
+    def mask(self, length: int) -> Mask:
+        return Causal() & Documents(documents(length)) if self.program.documents else Causal()
+
     def attend(self, *qkv: torch.Tensor) -> torch.Tensor:
+        """The causal attention of the function, whose mask is that of the batch."""
         if self.mesh is None:
-            return F.scaled_dot_product_attention(*qkv, is_causal=True)
-        layout = LAYOUTS[self.program.layout]
-        return context_attention(*qkv, self.mesh, mask=Causal(), layout=layout, **self.options)
+            return causal(*qkv, self.program.documents)
+        layout = LAYOUTS[self.program.layout](self.length, self.size)
+        return context_attention(*qkv, self.mesh, mask=self.mask(self.length), layout=layout, **self.options)
 
     def apply(self, model: Model) -> None:
         if self.mesh is None or self.program.door in ("function", "block"):
@@ -265,12 +315,14 @@ class Ranks:
         parallelize_module(model, self.mesh, ModuleContextParallel(layout=layout, **self.options))
 
     def around(self, model: Model, layout: SequenceLayout) -> contextlib.AbstractContextManager[Any]:
+        self.length = layout.length
+        documents = {"mask": self.mask(layout.length)} if self.program.documents else {}
         if self.mesh is not None and self.program.door == "scope":
-            scope = SequenceScope(layout)
+            scope = SequenceScope(layout, **documents)
             model.kept = {"context_fn": scope.for_checkpoint}
             return scope
         if self.mesh is not None and self.program.door == "block":
-            return context_parallel(self.mesh, layout=LAYOUTS[self.program.layout], **self.options)
+            return context_parallel(self.mesh, layout=LAYOUTS[self.program.layout], **documents, **self.options)
         return contextlib.nullcontext()
 
     def mean(self, losses: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -279,7 +331,7 @@ class Ranks:
         return global_loss(losses, global_token_count(labels, self.mesh), self.mesh)
 
     def sum(self, model: Model) -> None:
-        if self.mesh is not None:
+        if self.mesh is not None and not self.program.unsummed:
             sum_gradients(model.parameters(), self.mesh)
 
 
@@ -287,7 +339,7 @@ def train(program: Program, mesh: DeviceMesh | None) -> Record:
     ranks = Ranks(program, mesh)
     act = program.act_of(ranks.rank) if mesh is not None else ""
     with torch.device("meta"):  # draws nothing from the generator, which ranks that are threads share
-        model = Model(program, ranks.attend)
+        model = Model(program, ranks)
     model.to_empty(device="cpu")
     for index, parameter in enumerate(model.parameters()):
         parameter.data = randn(50 + index, *parameter.shape) * 0.3
@@ -316,7 +368,11 @@ def train(program: Program, mesh: DeviceMesh | None) -> Record:
         optimizer.zero_grad()
     for name, parameter in model.named_parameters():
         record.numbers[f"{name} at the end"] = parameter.detach().clone()
+    if program.decodes:
+        decode(ranks, model, record)
+    record.counts["fills of the table"] = model.fills
     for index, layer in enumerate(model.layers):
+        record.numbers[f"generator of layer {index}"] = layer.generator.get_state().double()
         record.counts[f"counter of layer {index}"] = layer.calls
         record.counts[f"buffer of layer {index}"] = int(layer.count)
         record.counts[f"list of layer {index}"] = len(layer.norms)
@@ -331,12 +387,16 @@ def one_batch(
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(WORDS, (2, length), generator=generator)
-    labels, layout = next_token_labels(tokens), ranks.layout(length)
+    ids = document_ids(length)[None] if program.documents else torch.zeros(1, length, dtype=torch.int64)
+    labels, layout = next_token_labels(tokens, document_ids=ids), ranks.layout(length)
     tokens, labels = layout.shard(tokens, 1, ranks.rank), layout.shard(labels, 1, ranks.rank)
-    positions = layout.positions(ranks.rank)[None].expand(2, -1)
+    positions = layout.shard(document_positions(ids), 1, ranks.rank).expand(2, -1)
     blocks = None
     if "flex" in program.attentions and ranks.mesh is not None:
-        blocks = create_block_mask(lambda b, h, q, k: q >= k, None, None, length, length, device="cpu", BLOCK_SIZE=16)
+        own = ids[0]
+        blocks = create_block_mask(
+            lambda b, h, q, k: (q >= k) & (own[q] == own[k]), None, None, length, length, device="cpu", BLOCK_SIZE=16
+        )
     if program.caught != "no":
         with contextlib.suppress(Planted):
             fail(program.caught, model, ranks, layout, (tokens, positions, blocks))
@@ -365,6 +425,26 @@ def one_batch(
         loss.backward(retain_graph=index < len(order) - 1 or act == "a backward more")
     if act == "a backward more":
         order[-1].backward()
+
+
+@torch.no_grad()
+def decode(ranks: Ranks, model: Model, record: Record) -> None:
+    """Three new tokens after a prompt whose keys are cut, by the first layer's projections."""
+    length, new = LENGTHS[0], 3
+    qkv = model.layers[0].qkv(randn(7, 2, length + new, WIDTH).to(model.heads[0].weight.dtype))
+    query, key, value = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in qkv.chunk(3, -1))
+    if ranks.mesh is not None:
+        layout = ranks.layout(length)
+        prompt = (layout.shard(x[:, :, :length].contiguous(), 2, ranks.rank) for x in (key, value))
+        cache = KVCache(ranks.mesh, layout, *prompt)
+    for token in range(length, length + new):
+        one = (query[:, :, token : token + 1], key[:, :, token : token + 1], value[:, :, token : token + 1])
+        if ranks.mesh is None:
+            out = F.scaled_dot_product_attention(one[0], key[:, :, : token + 1], value[:, :, : token + 1])
+        else:
+            cache.append(*one[1:])
+            out = context_decode(one[0], cache, mask=Causal())
+        record.numbers[f"decoded token {token}"] = out
 
 
 def fail(where: str, model: Model, ranks: Ranks, layout: SequenceLayout, inputs: tuple[Any, ...]) -> None:
@@ -444,6 +524,9 @@ def judge(program: Program) -> str:
             frame = traceback.extract_tb(problem.__traceback__)[-1]
             words = f"{type(problem).__name__}: {problem} ({Path(frame.filename).name}:{frame.lineno})"
             return f"a raw error on rank {rank}: {words}"
+    if program.unsummed and program.odd is None:
+        heard = sum(isinstance(problem, UnreducedGradientsError) for problem in errors.values())
+        return "" if heard == program.ranks else f"gradients that nobody sums: {heard} ranks raised"
     if errors:
         rank, problem = next(iter(errors.items()))
         if len(errors) == program.ranks or (program.act_of(rank) == "a step more" and len(errors) == 1):
@@ -498,19 +581,32 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--programs", type=int, default=200, help="number of programs")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--stop", action="store_true", help="end with the first failure, without reducing it")
+    parser.add_argument("--record", type=Path, help="a file of results: continues where an earlier run has stopped")
     parser.add_argument("--program", help="one program, as a failure prints it")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.program:
         print(judge(eval(options.program, {"Program": Program})) or "right")
         return 0
-    wrong = 0
+    wrong, known = 0, {}
+    if options.record and options.record.exists():
+        known = dict(json.loads(line) for line in options.record.read_text().splitlines())
     for seed in range(options.first, options.first + options.programs):
         program = draw(seed)
+        if seed in known:
+            wrong += bool(known[seed])
+            continue
         problem = judge(program)
+        if options.record:
+            options.record.parent.mkdir(exist_ok=True)
+            with options.record.open("a") as file:
+                file.write(json.dumps([seed, problem]) + "\n")
         if problem:
             wrong += 1
             print(f"seed {seed}: {problem}\n  {shown(program)}", flush=True)
+            if options.stop:
+                return 1
             print(f"  reduced: {shown(reduced(program, time.monotonic() + 30))}", flush=True)
         elif seed % 20 == 19:
             print(f"... seed {seed}", file=sys.stderr, flush=True)
