@@ -37,7 +37,7 @@ FAILED = 1  # pytest's exit status when tests have failed; others say that they 
 RANDOM = ("tests/fuzz.py --cases 400 --odd --stop", "tests/programs.py --programs 40 --stop")
 # The mistakes that random attentions and programs are for: a wrong result, or an error that not all ranks hear, in what
 # they call. Not among them are those that change only costs and memory, and those of what they do not call: CUDA's
-# kernels, verify, explain, trainers and models of other libraries, collectives, tensor parallelism, the guards for layers
+# kernels, verify, explain, trainers and other libraries, collectives, tensor parallelism, the guards for layers
 # other than attention. Of several mistakes in one line of the code, one is here.
 FUZZED = (
     "mask: causal without the diagonal",

@@ -18,7 +18,8 @@ knows. Then the optimizers of DTensors are asked, and what differs must be in on
 
 [Note: compiled] Inside a compiled graph, the autograd graph does not lead from an attention's inputs to parameters.
 When the backward of the graph runs, the running node is that of the whole graph, and leads to the inputs of the graph.
-So a backward notes these parameters, and later forwards compare them, until an error has named them.
+So a backward notes these parameters, and later forwards compare them, until an error has named them. Reentrant
+checkpoints are alike: their forward has no graph. Their recomputation notes what is in it and in front of it.
 
 [Note: ZeRO] ZeroRedundancyOptimizer steps each parameter on one rank, and gives it to the others. So the ranks have
 equal parameters even if nobody summed the gradients. Of its steps number 1, 2, 4, ... the gradients are compared too.
@@ -143,8 +144,11 @@ class ParameterWatch:
     def look(self, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> int:
         """A checksum of the parameters behind ``tensors``; 0 if they are not compared now. No communication."""
         self._looked_at = []
+        recomputes = graph_task_id() >= 0
+        if recomputes:
+            self.remember(group, tensors)
         trained = any(map(_REQUIRES_GRAD, tensors)) or bool(self._known)
-        self._counts = trained and group.size() > 1 and graph_task_id() < 0 and not torch.compiler.is_exporting()
+        self._counts = trained and group.size() > 1 and not recomputes and not torch.compiler.is_exporting()
         # A power of two has no bit in common with the number below it.
         if not self._counts or self._attentions & (self._attentions + 1) or self._warned:
             return 0
@@ -159,8 +163,10 @@ class ParameterWatch:
         which = zlib.crc32(repr([(tuple(each.part.shape), each.part.dtype) for each in chosen]).encode())
         return (which % 2**30 + 1) << 32 | zlib.crc32(repr(sums).encode())
 
-    def remember(self, group: dist.ProcessGroup) -> None:
-        """Note, weakly, the parameters of the compiled graph whose backward is running. See [Note: compiled].
+    def remember(self, group: dist.ProcessGroup, recomputed: Sequence[torch.Tensor] = ()) -> None:
+        """Note, weakly, the parameters behind the node whose backward is running. See [Note: compiled].
+
+        Those behind ``recomputed`` tensors, which a reentrant checkpoint has detached from the graph, too.
 
         It does so at the backwards number 1, 2, 4, 8, .... No communication.
         """
@@ -168,7 +174,8 @@ class ParameterWatch:
         node = current_autograd_node()
         if node is not None and group.size() > 1 and not self._backwards & (self._backwards - 1):
             self._known = {key: each for key, each in self._known.items() if each() is not None}
-            self._known.update((id(parameter), ref(parameter)) for parameter in _leaves_behind([node]))
+            found = *_parameters_behind(recomputed), *_leaves_behind([node])
+            self._known.update((id(parameter), ref(parameter)) for parameter in found)
 
     def compare(self, numbers: Sequence[int], name: str, axis: str, group: dist.ProcessGroup) -> Finding | None:
         """The result for the checksums of all ranks, the same on every rank. Communication: see the class."""

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.checkpoint import checkpoint
 
 from cp_styles.batch import sum_gradients
 from cp_styles.engine.gradient_watch import (
@@ -148,6 +149,17 @@ def test_a_model_that_nobody_reduces_is_an_error_in_the_second_step(attended, mi
         "GradientCheck(only_warn=True)",
     ):
         assert word in text
+
+
+@pytest.mark.parametrize("attended", DOORS)
+def test_a_model_in_a_reentrant_checkpoint(attended):
+    """Its forward has no graph; no parameter is in front of it."""
+
+    def on(rank: int) -> None:
+        model = attended(cp_mesh(2))
+        steps_of(model, lambda x: checkpoint(model, x.requires_grad_(), use_reentrant=True), steps=4)
+
+    assert "of the 16 that were compared, layers.0.q.weight (24, 10)" in raised(on)
 
 
 @pytest.mark.parametrize("attended", DOORS)
