@@ -1,4 +1,4 @@
-"""Which option of which public function or style is used by how many tests: python tests/options.py
+"""Which option of which public function or style is used by how many tests: python -m tests.options
 
 Read from signatures and from the text of the tests; nothing is run. An option counts for a test where the test, or a
 function, class or constant of tests/ that it leads to, passes it: by name, by place, by ``partial``, in a dict behind
@@ -20,12 +20,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-
 import cp_styles
 from cp_styles import collectives
 
+ROOT = Path(__file__).parents[1]
 # Columns of the table; all else that is public is listed after it.
 DOORS = (
     "AttentionContextParallel",
@@ -73,6 +71,7 @@ def optional() -> frozenset[Pair]:
 class Definition:
     """A function, class or constant of a test module: what it passes, hands on, and leads to."""
 
+    name: str
     node: ast.AST
     module: Module
     pairs: set[Pair] = field(default_factory=set)
@@ -97,17 +96,22 @@ def modules() -> dict[str, Module]:
     for path in sorted((ROOT / "tests").rglob("*.py")):
         module = Module(".".join(path.relative_to(ROOT).with_suffix("").parts))
         tree = ast.parse(path.read_text())
-        for node in ast.walk(tree):
+        for node in inside(tree):
             _note_import(node, module)
         for node in tree.body:
             for name in _defined(node):
-                module.definitions[name].append(Definition(node, module))
+                module.definitions[name].append(Definition(name, node, module))
         found[module.name] = module
     for module in found.values():
         for each in [each for several in module.definitions.values() for each in several]:
             _read(each)
     _follow_keywords(found)
     return found
+
+
+@cache
+def inside(node: ast.AST) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(node))
 
 
 def _note_import(node: ast.AST, module: Module) -> None:
@@ -130,7 +134,7 @@ def _defined(node: ast.stmt) -> list[str]:
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         return [node.name]
     targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-    return [name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)]
+    return [name.id for target in targets for name in inside(target) if isinstance(name, ast.Name)]
 
 
 def _callee(node: ast.expr, module: Module) -> tuple[str, str] | None:
@@ -153,9 +157,9 @@ def _callee(node: ast.expr, module: Module) -> tuple[str, str] | None:
 
 def _read(definition: Definition) -> None:
     module = definition.module
-    functions = [each for each in ast.walk(definition.node) if isinstance(each, ast.FunctionDef)]
+    functions = [each for each in inside(definition.node) if isinstance(each, ast.FunctionDef)]
     own_keywords = {each.args.kwarg.arg for each in functions if each.args.kwarg is not None}
-    for node in ast.walk(definition.node):
+    for node in inside(definition.node):
         if isinstance(node, ast.Name | ast.Attribute) and (found := _callee(node, module)) and found[0]:
             definition.leads_to.add(found)
         if not isinstance(node, ast.Call):
@@ -163,30 +167,56 @@ def _read(definition: Definition) -> None:
         called, args = node.func, node.args
         if isinstance(called, ast.Name) and called.id == "partial" and args:
             called, args = args[0], args[1:]
-        target = _callee(called, module)
-        if target is None:
+        targets = _targets(called, definition)
+        if not targets:
             continue
         keys = {each.arg for each in node.keywords if each.arg}
         for each in node.keywords:
             if each.arg is None:
                 keys |= _keys(each.value, definition)
                 if isinstance(each.value, ast.Name) and each.value.id in own_keywords:
-                    definition.hands_on.add(target)
-        if target[0] == "":
-            places = parameters()[target[1]]
-            keys |= set(places[: len(args)]) if not any(isinstance(x, ast.Starred) for x in args) else set()
-            definition.pairs |= {(target[1], key) for key in keys}
-        else:
-            definition.pairs |= {(f"{target[0]}:{target[1]}", key) for key in keys}  # until keywords are followed
+                    definition.hands_on |= targets
+        for of, name in targets:
+            if of == "":
+                places = parameters()[name]
+                more = set(places[: len(args)]) if not any(isinstance(x, ast.Starred) for x in args) else set()
+                definition.pairs |= {(name, key) for key in keys | more}
+            else:
+                definition.pairs |= {(f"{of}:{name}", key) for key in keys}  # until keywords are followed
+
+
+def _targets(called: ast.expr, definition: Definition) -> set[tuple[str, str]]:
+    """What is called; of a parameter or a name that runs through a loop, all that stands in what it is drawn from."""
+    module = definition.module
+    target = _callee(called, module)
+    if target is not None or not isinstance(called, ast.Name):
+        return {target} if target is not None else set()
+    if any(isinstance(node, ast.FunctionDef) and node.name == called.id for node in inside(definition.node)):
+        return {(module.name, definition.name)}
+    sources: list[ast.AST] = []
+    for node in inside(definition.node):
+        if isinstance(node, ast.For | ast.comprehension):
+            held = {each.id for each in inside(node.target) if isinstance(each, ast.Name)}
+            sources += [node.iter] if called.id in held else []
+        elif isinstance(node, ast.FunctionDef) and called.id in {each.arg for each in node.args.args}:
+            sources += node.decorator_list
+    names = {each.id for source in sources for each in inside(source) if isinstance(each, ast.Name)}
+    sources += [each.node for name in names for each in module.definitions.get(name, ()) if _is_constant(each.node)]
+    found = {_callee(each, module) for source in sources for each in inside(source) if isinstance(each, ast.Name)}
+    return {each for each in found if each is not None}
+
+
+def _is_constant(node: ast.AST) -> bool:
+    return isinstance(node, ast.Assign | ast.AnnAssign)
 
 
 def _keys(node: ast.expr, definition: Definition, seen: frozenset[str] = frozenset()) -> set[str]:
     """The keys of a dict behind ``**``, as far as they stand in the definition or in the module's constants."""
-    names = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)} - seen
+    names = {each.id for each in inside(node) if isinstance(each, ast.Name)} - seen
     found = _literal_keys(node)
     nodes = [definition.node]
     nodes += [each.node for name in names for each in definition.module.definitions.get(name, ())]
-    for each in (inner for outer in nodes for inner in ast.walk(outer)):
+    for each in (inner for outer in nodes for inner in inside(outer)):
         targets = each.targets if isinstance(each, ast.Assign) else []
         targets = [each.target] if isinstance(each, ast.AnnAssign | ast.AugAssign) else targets
         if not targets and isinstance(each, ast.For):
@@ -194,16 +224,16 @@ def _keys(node: ast.expr, definition: Definition, seen: frozenset[str] = frozens
         else:
             value = getattr(each, "value", None)
         for target in targets:
-            held = {name.id for name in ast.walk(target) if isinstance(name, ast.Name)}
+            held = {name.id for name in inside(target) if isinstance(name, ast.Name)}
             if held & names and isinstance(target, ast.Subscript) and isinstance(target.slice, ast.Constant):
                 found.add(str(target.slice.value))
             elif held & names and isinstance(value, ast.expr):
                 found |= _keys(value, definition, seen | names)
-    for function in ast.walk(definition.node):
+    for function in inside(definition.node):
         if isinstance(function, ast.FunctionDef) and names & {each.arg for each in function.args.args}:
             for decorator in function.decorator_list:
                 found |= _literal_keys(decorator)
-                for name in (each.id for each in ast.walk(decorator) if isinstance(each, ast.Name)):
+                for name in (each.id for each in inside(decorator) if isinstance(each, ast.Name)):
                     for constant in definition.module.definitions.get(name, ()):
                         found |= _literal_keys(constant.node)
     return found
@@ -212,7 +242,7 @@ def _keys(node: ast.expr, definition: Definition, seen: frozenset[str] = frozens
 def _literal_keys(node: ast.AST) -> set[str]:
     """Of all dicts in the text of ``node``."""
     found = set()
-    for each in ast.walk(node):
+    for each in inside(node):
         if isinstance(each, ast.Dict):
             found |= {key.value for key in each.keys if isinstance(key, ast.Constant) and isinstance(key.value, str)}
         if isinstance(each, ast.Call) and isinstance(each.func, ast.Name) and each.func.id == "dict":

@@ -144,7 +144,9 @@ def draw(seed: int) -> Program:
     program = sensible(Program(seed=seed, door=door, attentions=attentions, effects=effects, **values))
     if seed % 4 == 3:
         act = dice.choice(ODD)
-        if act == "losses in another order" and not program.losses.startswith("two"):
+        # Two backwards through one graph add up in any order, unless their recomputations draw random factors.
+        drawn_again = "generator" in effects and program.checkpoint != "no"
+        if act == "losses in another order" and (drawn_again or not program.losses.startswith("two")):
             act = "its own error"
         if act == "a layer less" and len(program.attentions) == 1:
             act = "a backward more"
