@@ -41,7 +41,7 @@ def tests(session: nox.Session, torch: str) -> None:
     constraint = xml.with_suffix(".txt")
     constraint.parent.mkdir(parents=True, exist_ok=True)
     constraint.write_text(f"torch=={torch}\n")
-    session.install("-c", str(constraint), f"torch=={torch}", "-e", ".[test]")
+    session.install("-c", str(constraint), f"torch=={torch}", "-e", ".[test,train,clients]")
     xml.unlink(missing_ok=True)
     session.run("pytest", f"--junitxml={xml.resolve()}", *session.posargs)
 
