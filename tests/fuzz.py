@@ -52,7 +52,6 @@ from cp_styles import (
     ModuleContextParallel,
     NoAgreement,
     PerRow,
-    ReferenceKernel,
     SequenceScope,
     context_attention,
     context_flex_attention,
@@ -61,6 +60,7 @@ from cp_styles import (
     sum_gradients,
 )
 from cp_styles.comm.point_to_point import TransferError
+from cp_styles.kernels import ReferenceKernel
 from cp_styles.layout import SequenceLayout, by_work, contiguous, head_tail, striped
 from cp_styles.mask import Mask
 from cp_styles.testing import RankTimeout, run_ranks

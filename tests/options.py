@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import cp_styles
-from cp_styles import collectives
+from cp_styles import batch, collectives, decoding, joint_layout, torch_api
 
 ROOT = Path(__file__).parents[1]
+MODULES = (cp_styles, batch, collectives, decoding, joint_layout, torch_api)
 # Columns of the table; all else that is public is listed after it.
 DOORS = (
     "AttentionContextParallel",
@@ -39,31 +40,36 @@ Pair = tuple[str, str]
 
 
 @cache
+def signatures() -> dict[str, inspect.Signature]:
+    """Of what is public and can be called, by name."""
+    public = {name: getattr(package, name) for package in MODULES for name in package.__all__}
+    return {name: inspect.signature(value) for name, value in public.items() if _takes_options(value)}
+
+
+def _takes_options(value: Any) -> bool:
+    return callable(value) and not (isinstance(value, type) and issubclass(value, BaseException | Enum))
+
+
+@cache
 def parameters() -> dict[str, tuple[str, ...]]:
-    """The parameters of what is public and can be called, by name, in their order."""
-    found = {}
-    for package in (cp_styles, collectives):
-        for name in package.__all__:
-            value: Any = getattr(package, name)
-            if not callable(value) or (isinstance(value, type) and issubclass(value, BaseException | Enum)):
-                continue
-            found[name] = tuple(
-                each.name
-                for each in inspect.signature(value).parameters.values()
-                if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
-            )
-    return found
+    """The names of all parameters, in their order."""
+    return {
+        name: tuple(each.name for each in found.parameters.values() if each.kind not in _VARIABLE)
+        for name, found in signatures().items()
+    }
+
+
+_VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 @cache
 def optional() -> frozenset[Pair]:
     """(callable, parameter) of all parameters with a default."""
     return frozenset(
-        (name, each)
-        for name, names in parameters().items()
-        for each in names
-        if inspect.signature(getattr(cp_styles, name, None) or getattr(collectives, name)).parameters[each].default
-        is not inspect.Parameter.empty
+        (name, each.name)
+        for name, found in signatures().items()
+        for each in found.parameters.values()
+        if each.default is not inspect.Parameter.empty
     )
 
 

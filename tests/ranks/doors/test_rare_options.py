@@ -1,4 +1,4 @@
-"""Options that no other test passes; ``python tests/options.py --empty`` lists those that none does."""
+"""Options that no other test passes; ``python -m tests.options --empty`` lists those that none does."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from cp_styles import (
     PrepareModuleOutput,
     SequenceParallel,
     UnreducedGradientsError,
-    chunked_token_losses,
     context_flex_attention,
-    context_parallel,
     context_varlen_attention,
     contiguous,
     next_token_labels,
     parallelize_module,
 )
+from cp_styles.batch import chunked_token_losses
 from cp_styles.collectives import GradScale, gather_outputs, slice_inputs
 from cp_styles.testing import CommunicationTrace, RankError, run_ranks
+from cp_styles.torch_api import context_parallel
 from tests.options import uses
 from tests.oracle import attention_inputs, dense_attention, error, randn
 from tests.ranks.attention_case import EXACT, cp_mesh
