@@ -12,6 +12,7 @@ from cp_styles.batch import (
 )
 from cp_styles.batch_sharder import BatchSharder
 from cp_styles.comm.agreement import EveryCall, NoAgreement
+from cp_styles.comm.point_to_point import TransferError
 from cp_styles.engine.checkpoint import save_attention
 from cp_styles.engine.gradient_watch import GradientCheck, UnreducedGradientsError, UnreducedGradientsWarning
 from cp_styles.engine.scope import SequenceScope
@@ -69,6 +70,7 @@ __all__ = [
     "SequenceParallel",
     "SequenceScope",
     "SlidingWindow",
+    "TransferError",
     "Ulysses",
     "UnreducedGradientsError",
     "UnreducedGradientsWarning",

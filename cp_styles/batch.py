@@ -257,19 +257,21 @@ def global_token_count(labels: torch.Tensor, group: GroupOrMesh, *, ignore_index
     _, group = axis_and_group("global_token_count", group, ordered=False)
     end_forwards()
     _raise_unread(group)
-    counted = labels != ignore_index if holds(labels.dtype, ignore_index) else torch.ones_like(labels, dtype=torch.bool)
-    numbers = torch.stack((counted.sum(), (counted & (labels < 0)).sum()))
-    with collective(group, "global_token_count"):
+    with collective(group, "global_token_count", ValueError):
+        counted = (
+            labels != ignore_index if holds(labels.dtype, ignore_index) else torch.ones_like(labels, dtype=torch.bool)
+        )
+        numbers = torch.stack((counted.sum(), (counted & (labels < 0)).sum()))
         dist.all_reduce(numbers, group=group)
-    count, negative = numbers
-    _refuse(
-        negative,
-        group,
-        f"global_token_count: there are labels below 0 that are not ignore_index={ignore_index}, and they would count "
-        "as classes: give global_token_count the ignore_index of the labels, or replace them "
-        f"(labels.masked_fill(labels < 0, {ignore_index}))",
-    )
-    return count * (negative == 0)
+        count, negative = numbers
+        _refuse(
+            negative,
+            group,
+            f"global_token_count: there are labels below 0 that are not ignore_index={ignore_index}, and they would "
+            "count as classes: give global_token_count the ignore_index of the labels, or replace them "
+            f"(labels.masked_fill(labels < 0, {ignore_index}))",
+        )
+        return count * (negative == 0)
 
 
 def chunked_token_losses(
@@ -396,8 +398,9 @@ def global_loss(
         )
     end_forwards()
     _raise_unread(group)
-    total = token_losses.sum(dtype=torch.promote_types(token_losses.dtype, torch.float32))
-    return _SumOverGroup.apply(total, token_count, group, averaged_over) / token_count
+    with collective(group, "global_loss", ValueError):
+        total = token_losses.sum(dtype=torch.promote_types(token_losses.dtype, torch.float32))
+        return _SumOverGroup.apply(total, token_count, group, averaged_over) / token_count
 
 
 class _SumOverGroup(torch.autograd.Function):
@@ -418,8 +421,7 @@ class _SumOverGroup(torch.autograd.Function):
                 own.copy_(value.detach().reshape(()), non_blocking=True)
             else:
                 own.fill_(value)
-        with collective(group, "global_loss"):
-            dist.all_reduce(numbers, group=group)
+        dist.all_reduce(numbers, group=group)
         apart = (same != same[:, :1]).any()
         _refuse(
             apart.long(),
@@ -495,10 +497,11 @@ def sum_gradients(
             sum once in a step, after its last backward. For DDP some gradients are compared between the ranks, in the
             calls number 1, 2, 4, 8, ..., for which the host waits.
         NotImplementedError: on every rank, for sparse gradients.
+        TransferError: a rank has ended, or has left this function half way. The gradients are None then.
 
     Example: see :func:`global_loss`.
     """
-    _, group = axis_and_group("sum_gradients", group, ordered=False)
+    axis, group = axis_and_group("sum_gradients", group, ordered=False)
 
     def check() -> list[torch.Tensor]:
         given = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
@@ -508,14 +511,19 @@ def sum_gradients(
         _refuse_sparse(trained)
         return trained
 
-    summed = _with_gradient_anywhere(check, group, (bucket_bytes, str(reduce_dtype)))
+    summed = _with_gradient_anywhere(check, axis, group, (bucket_bytes, str(reduce_dtype)))
     known = [summed_over(parameter) for parameter in summed]
-    with Operation(group):
-        gradients = [_local_gradient(parameter) for parameter in summed]
-        for bucket in _buckets(gradients, bucket_bytes):
-            _sum_bucket(bucket, group, reduce_dtype or torch.promote_types(bucket[0].dtype, torch.float32))
-    for parameter, before in zip(summed, known, strict=True):
-        note_summed(parameter, *before, Summed(tuple(dist.get_process_group_ranks(group)), "this function"))
+    try:
+        with Operation(group):
+            gradients = [_local_gradient(parameter) for parameter in summed]
+            for bucket in _buckets(gradients, bucket_bytes):
+                _sum_bucket(bucket, group, reduce_dtype or torch.promote_types(bucket[0].dtype, torch.float32))
+            for parameter, before in zip(summed, known, strict=True):
+                note_summed(parameter, *before, Summed(tuple(dist.get_process_group_ranks(group)), "this function"))
+    except BaseException:
+        for parameter in summed:  # some are summed, and others are not: no optimizer may take them for gradients
+            parameter.grad = None
+        raise
 
 
 def _refuse_ddp(parameters: list[torch.Tensor], group: dist.ProcessGroup) -> None:
@@ -610,7 +618,7 @@ def _refuse_spread(parameters: list[torch.Tensor], group: dist.ProcessGroup) -> 
 
 
 def _with_gradient_anywhere(
-    check: Callable[[], list[torch.Tensor]], group: dist.ProcessGroup, options: tuple[int, str]
+    check: Callable[[], list[torch.Tensor]], axis: str, group: dist.ProcessGroup, options: tuple[int, str]
 ) -> list[torch.Tensor]:
     """The parameters returned by ``check`` that have a gradient on at least one rank. The same on every rank.
 
@@ -637,7 +645,7 @@ def _with_gradient_anywhere(
             watch=_sample_of_gradients(parameters, group),
         )
 
-    rows = exchange_status(build, Meeting.GRADIENTS, "sum_gradients", "group", group)
+    rows = exchange_status(build, Meeting.GRADIENTS, "sum_gradients", axis, group)
     if len({row.inputs for row in rows}) > 1:
         raise ValueError(
             f"sum_gradients: the ranks of the group do not have the same parameters (this rank has {len(parameters)} "
@@ -645,7 +653,7 @@ def _with_gradient_anywhere(
             "dtypes, on every rank"
         )
     compare(
-        rows, "config", "sum_gradients", "group", "bucket_bytes or reduce_dtype", lambda: f"{options[0]}, {options[1]}"
+        rows, "config", "sum_gradients", axis, "bucket_bytes or reduce_dtype", lambda: f"{options[0]}, {options[1]}"
     )
     if len(set(rows.columns.watch)) == 1 and rows[0].watch and group.size() > 1:
         _refuse_ddp(parameters, group)

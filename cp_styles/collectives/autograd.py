@@ -76,7 +76,8 @@ def _begin_backward(peers: Peers, number: int) -> None:
     Raises:
         ValueError: on every rank, if the ranks are not all at this backward.
     """
-    where = Meeting.COLLECTIVE_BACKWARD, "cp_styles.collectives", "group", resolve_group(peers.name)
+    group = resolve_group(peers.name)
+    where = Meeting.COLLECTIVE_BACKWARD, "cp_styles.collectives", state_of(group).axis, group
     exchange_status(lambda: StatusRow(place=place_of(number, 0)), *where)
 
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from cp_styles._compat import is_traced, resolve_group
 from cp_styles.comm.agreement import Meeting, StatusRow, exchange_status
+from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import axis_and_group
 from cp_styles.comm.point_to_point import gather_numbers
 from cp_styles.layout import SequenceLayout
@@ -95,7 +96,9 @@ def consult(peers: Peers, call: str, describe: Callable[[], Facts], check: bool)
         error, said, own = caught, {"error": f"{type(caught).__name__}: {caught}"[:400]}, 0
     text = json.dumps({"call": call, **{key: value for key, value in said.items() if key != "own"}})
     row = StatusRow(q_length=own, inputs=zlib.crc32(text.encode()), flags=int(error is not None))
-    rows = exchange_status(lambda: row, Meeting.COLLECTIVE, "cp_styles.collectives", "group", resolve_group(peers.name))
+    group = resolve_group(peers.name)
+    axis = state_of(group).axis
+    rows = exchange_status(lambda: row, Meeting.COLLECTIVE, "cp_styles.collectives", axis, group)
     if len({(row.inputs, row.flags) for row in rows}) == 1 and error is None:
         return tuple(row.q_length for row in rows)
     everyone = _gather_facts(peers, {"call": call, **said})
@@ -103,7 +106,10 @@ def consult(peers: Peers, call: str, describe: Callable[[], Facts], check: bool)
         raise error
     failed = [f"rank {rank}: {its['error']}" for rank, its in enumerate(everyone) if "error" in its]
     if failed:
-        raise ValueError(f"{call}() cannot run, because other ranks of the group raised\n" + "\n".join(failed))
+        raise ValueError(
+            f"cp_styles.collectives.{call}() cannot run, because other ranks of mesh axis {axis!r} raised\n"
+            + "\n".join(failed)
+        )
     for key in ("call", *everyone[0]["same"]):
         values = [its["call"] if key == "call" else its["same"].get(key) for its in everyone]
         if len(set(values)) > 1:

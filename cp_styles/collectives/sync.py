@@ -84,7 +84,7 @@ def sync_object(value: T, group: Group, *, src: int = 0) -> T:
 
     def broadcast(shared: Any) -> list[Any]:
         box = [shared]
-        with collective(resolve_group(peers.name), "sync_object"):
+        with collective(resolve_group(peers.name), "sync_object", *_OF_PICKLE):
             dist.broadcast_object_list(box, group=resolve_group(peers.name), group_src=src)
         return box
 
@@ -122,12 +122,15 @@ def _take_out(path: str, leaf: Any, device: torch.device | str | None, own: list
     return _Slot(tensor.shape, tensor.dtype, tensor.device.type)
 
 
+_OF_PICKLE = ValueError, TypeError, AttributeError, pickle.PicklingError
+
+
 def _share(communicate: Callable[[Any], list[Any]], pack: Callable[[], Any], what: str) -> list[Any]:
     """``communicate(pack())``. If one rank cannot pack or pickle its value, all ranks raise."""
     error = None
     try:
         received = communicate(pack())
-    except (ValueError, TypeError, AttributeError, pickle.PicklingError) as caught:
+    except _OF_PICKLE as caught:
         # torch pickles before it sends, so nothing was sent yet, and the other ranks wait for this one.
         error = ValueError(f"{what} cannot be sent: {caught}")
         received = communicate(_Failure(str(error)))
@@ -141,7 +144,7 @@ def _share(communicate: Callable[[Any], list[Any]], pack: Callable[[], Any], wha
 
 def _all_gather_object(value: Any, peers: Peers) -> list[Any]:
     gathered: list[Any] = [None] * peers.size
-    with collective(resolve_group(peers.name), "cp_styles.collectives"):
+    with collective(resolve_group(peers.name), "cp_styles.collectives", *_OF_PICKLE):
         dist.all_gather_object(gathered, value, group=resolve_group(peers.name))
     return gathered
 

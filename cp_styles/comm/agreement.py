@@ -31,7 +31,7 @@ import torch.distributed as dist
 from cp_styles._compat import graph_task_id, resolve_group, without_dispatch_modes
 from cp_styles.checksum import fingerprint
 from cp_styles.comm.group_state import check_later, drop_check, state_of
-from cp_styles.comm.point_to_point import ROW, offer_numbers, start_numbers
+from cp_styles.comm.point_to_point import ROW, break_off, offer_numbers, start_numbers
 from cp_styles.profiler_ranges import named_range
 from cp_styles.troubleshooting import see
 
@@ -274,7 +274,7 @@ def start_status(
 
     If ``build`` raises an Exception, this rank raises it when all know, and the others get the status ``refused`` and
     raise too.
-    (Other BaseExceptions, such as KeyboardInterrupt, end this process and are not reported to the others.)
+    (Other BaseExceptions, such as KeyboardInterrupt, end the connections of the group.)
     Communication: one all-gather of WIDTH integers; with :class:`NoAgreement` none.
 
     Raises:
@@ -288,10 +288,13 @@ def start_status(
             said = build()
     except Exception as error:
         problem = error
+    except BaseException as error:  # an interrupt. A program that goes on after it is not where the others are
+        break_off(group, error)
+        raise
     ledger = ledger_of(group)
     if (ledger.name, ledger.axis) != (name, axis):
         ledger.name, ledger.axis = name, axis
-        state_of(group).user = f"{name} (mesh axis {axis!r})"
+        state_of(group).user, state_of(group).axis = name, axis
     mine = _of_meeting(said, meeting, name)
     if isinstance(agreement, NoAgreement):
         if problem is not None:
@@ -306,7 +309,11 @@ def start_status(
     started = _StartedMeeting(mine, problem, meeting, name, axis, group, path)
     if problem is not None:
         started()
-    started.gathered = start_numbers(mine, group)
+    try:
+        started.gathered = start_numbers(mine, group)
+    except BaseException as error:  # the others wait for this rank's row
+        break_off(group, error)
+        raise
     return started
 
 
@@ -331,11 +338,13 @@ class _StartedMeeting:
         try:
             with named_range("agreement:", self.name):
                 rows = StatusRows((self.gathered or start_numbers(self.mine, self.group))())
-        except RuntimeError as error:
-            error.add_note(
-                f"{self.name}: this happened while this rank, {self.meeting.words}, waited for the other ranks of mesh "
-                f"axis {self.axis!r}: one of them has failed, or calls attention fewer times"
-            )
+        except BaseException as error:  # the others may have this rank's row, and count on it
+            break_off(self.group, error)
+            if isinstance(error, RuntimeError):
+                error.add_note(
+                    f"{self.name}: this happened while this rank, {self.meeting.words}, waited for the other ranks of "
+                    f"mesh axis {self.axis!r}: one of them has failed, or calls attention fewer times"
+                )
             raise
         if self.problem is not None:
             raise self.problem

@@ -26,6 +26,7 @@ class GroupState:
 
     Attributes:
         user: the module or function that uses the group, for messages.
+        axis: the name of the mesh axis of its ranks, for messages; "group" if only the group is known.
         check: is called once, before the next message: see :func:`check_later`.
         agreed: the ranks have agreed on the operation that is under way, so the others count on this rank.
         forwards: the number of attention forwards on which the ranks have agreed. That of a forward names it in its
@@ -37,6 +38,7 @@ class GroupState:
     """
 
     user: str = "attention"
+    axis: str = "group"
     check: Callable[[], object] | None = None
     agreed: bool = False
     forwards: int = 0
@@ -44,6 +46,10 @@ class GroupState:
     backward_of: int = 0
     modules: WeakKeyDictionary[Any, int] = field(default_factory=WeakKeyDictionary)
     broken: str = ""
+
+    def name_of(self, user: str) -> str:
+        """The name of a module or function that uses the group, with the axis."""
+        return user if "mesh axis" in user else f"{user} (mesh axis {self.axis!r})"
 
     @property
     def tag(self) -> int:

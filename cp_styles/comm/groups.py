@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_styles._compat import is_traced, ranks_along, without_dispatch_modes
+from cp_styles.comm.group_state import state_of
 
 GroupOrMesh: TypeAlias = dist.ProcessGroup | DeviceMesh
 """The ranks that share a sequence: a process group or a 1-D mesh, ``mesh["cp"]``."""
@@ -30,7 +31,10 @@ def axis_and_group(name: str, group: GroupOrMesh, *, ordered: bool = True) -> tu
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(f'{name} needs a 1-D mesh, got axes {group.mesh_dim_names}: pass mesh["cp"]')
-        return (group.mesh_dim_names or ("cp",))[0], group_in_order(group) if ordered else group.get_group()
+        axis, ranks = (group.mesh_dim_names or ("cp",))[0], group_in_order(group) if ordered else group.get_group()
+        if not is_traced():
+            state_of(ranks).axis = axis
+        return axis, ranks
     if isinstance(group, dist.ProcessGroup):
         return "group", group
     if group is dist.GroupMember.NON_GROUP_MEMBER:  # what dist.new_group returns on the other ranks

@@ -13,13 +13,16 @@ import torch
 import torch.distributed as dist
 
 from cp_styles._compat import cpu_backend_of, gloo_beside, part_of_group, resolve_group, without_torch_func
-from cp_styles.comm.group_state import drop_check, settle, share_state, state_of
+from cp_styles.comm.group_state import GroupState, drop_check, settle, share_state, state_of
 from cp_styles.comm.mailbox import Mailbox, end_connections
 from cp_styles.troubleshooting import see
 
 
 class TransferError(RuntimeError):
-    """A transfer with another rank failed: that rank has ended, or did not take part within the group's timeout."""
+    """A transfer with another rank failed: that rank has ended, or did not take part within the group's timeout.
+
+    The process groups are of no use from then on. What the ranks may rely on: see the page "When a rank fails".
+    """
 
 
 class PendingTransfers:
@@ -84,21 +87,22 @@ class Operation:
             drop_check(self._group)  # it holds the group, whose connections end with it
         settle(self._group)  # what the ranks disagree on may be the cause
         if interrupted or state_of(self._group).agreed:
-            _break_off(self._group, error)
+            break_off(self._group, error)
 
 
-def refuse_broken(group: dist.ProcessGroup) -> None:
+def refuse_broken(group: dist.ProcessGroup, user: str = "") -> None:
     """Raise TransferError if this rank has left an operation over the group half way."""
     state = state_of(group)
     if state.broken:
         raise TransferError(
-            f"{state.user}: this rank has left an operation of the ranks half way, by {state.broken}. The others were "
-            "not given what it owed them, so the ranks of this group cannot go on together: end the job, or destroy "
+            f"{state.name_of(user or state.user)}: this rank has left an operation of the ranks half way, by "
+            f"{state.broken}. The others were not given what it owed them, so the ranks of this group cannot go on "
+            "together: end the job, or destroy "
             f"the process groups on all ranks and make new ones{see('A rank that has left half way')}"
         )
 
 
-def _break_off(group: dist.ProcessGroup, error: BaseException) -> None:
+def break_off(group: dist.ProcessGroup, error: BaseException) -> None:
     """End the connections of a group and its parts: all ranks that wait for this one get an error at once."""
     state = state_of(group)
     if state.broken or group.size() == 1:
@@ -115,35 +119,37 @@ def _break_off(group: dist.ProcessGroup, error: BaseException) -> None:
 def transfer_error(
     error: RuntimeError, peers: Sequence[int], group: dist.ProcessGroup | None, user: str = ""
 ) -> TransferError:
-    """A TransferError for an error of the transport. It names the other ranks and the user of the group."""
-    user = user or ("attention" if group is None else state_of(group).user)
-    ranks = list(peers) if group is None else [dist.get_global_rank(group, peer) for peer in peers]
+    """A TransferError for an error of the transport. It names this rank, the other ranks and the user of the group."""
+    state = GroupState() if group is None else state_of(group)
+    ranks = peers if group is None else [dist.get_global_rank(group, peer) for peer in peers if peer != group.rank()]
     return TransferError(
-        f"{user}: a transfer with rank {', '.join(map(str, ranks))} (of all processes) failed: that rank has ended, "
+        f"{state.name_of(user or state.user)}: on rank {dist.get_rank()}, a transfer with rank "
+        f"{', '.join(map(str, ranks))} (of all processes) failed: that rank has ended, "
         f"or left an operation by an error, or did not take part in time; its log has the reason"
         f"{see('A rank that has ended')}. The transport says: {error}"
     )
 
 
 @contextlib.contextmanager
-def collective(group: dist.ProcessGroup, user: str) -> Iterator[None]:
+def collective(group: dist.ProcessGroup, user: str, *common: type[Exception]) -> Iterator[None]:
     """A context for a collective of torch over a group. ``user`` is the function that calls it, for messages.
 
+    ``common`` are errors that the other ranks raise too, or are told of later. After any other one they get a
+    TransferError at once.
+
     Raises:
-        TransferError: for an error of the transport. The ranks that wait for this one get one too.
+        TransferError: for an error of the transport.
     """
-    refuse_broken(group)
+    refuse_broken(group, user)
     settle(group)
     try:
         yield
-    except RuntimeError as error:
-        _break_off(group, error)
-        others = [rank for rank in range(group.size()) if rank != group.rank()]
-        raise transfer_error(error, others, group, user) from error
-    except Exception:  # torch has refused the arguments, and nothing was sent
+    except common:
         raise
     except BaseException as error:
-        _break_off(group, error)
+        break_off(group, error)
+        if type(error) is RuntimeError or isinstance(error, dist.DistError):
+            raise transfer_error(error, range(group.size()), group, user) from error
         raise
 
 

@@ -709,7 +709,9 @@ def test_a_rank_that_is_gone_is_noticed_at_once(strategy, when: str):
     assert isinstance(errors.pop(1), Gone)
     for error in errors:
         if isinstance(error, TransferError):
-            assert re.match(r"context_attention \(mesh axis 'cp'\): a transfer with rank \d \(of all", str(error))
+            assert re.match(
+                r"context_attention \(mesh axis 'cp'\): on rank \d, a transfer with rank \d \(of all", str(error)
+            )
         else:  # it had all it needed of this attention, and heard when the ranks met for the backward
             assert isinstance(error, RuntimeError)
             assert re.match(r"context_attention: .* of mesh axis 'cp'", error.__notes__[0])
