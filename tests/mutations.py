@@ -412,20 +412,20 @@ MISTAKES = [
     # -- strategies --
     Mistake(
         "strategy: few rows travel in groups of heads too",
-        "if size > shard:",
+        "if size > limit:",
         "if size:",
         "tests/ranks/engine/test_attention_costs.py -k few_rows",
     ),
     Mistake(
         "strategy: what travels with all heads is computed at once",
-        "whole if size * len(groups) <= shard else groups",
-        "whole",
+        "all_heads if size * len(groups) <= limit else groups",
+        "all_heads",
         "tests/ranks/engine/test_memory.py",
     ),
     Mistake(
         "strategy: tiles of different numbers of heads in one kernel call",
-        "by_heads.setdefault(each.q_heads, [])",
-        "by_heads.setdefault(each.block.heads[:0], [])",
+        "by_heads.setdefault(part.q_heads, [])",
+        "by_heads.setdefault(part.block.heads[:0], [])",
         "tests/ranks/engine/test_parity_grid.py",
     ),
     Mistake(
@@ -442,8 +442,8 @@ MISTAKES = [
     ),
     Mistake(
         "strategy: own keys left out of the forward",
-        "forward += own\n",
-        "forward += []\n",
+        "forward += [*own_keys, ",
+        "forward += [",
         "tests/ranks/engine/test_attention_parity.py",
     ),
     Mistake(
@@ -862,8 +862,8 @@ MISTAKES = [
     ),
     Mistake(
         "explain: the slowest is chosen",
-        "best = min(found, key=lambda choice: (bool(choice.problem), choice.seconds))",
-        "best = max(found, key=lambda choice: (not choice.problem, choice.seconds))",
+        "best = min(rows, key=lambda choice: (bool(choice.problem), choice.seconds))",
+        "best = max(rows, key=lambda choice: (not choice.problem, choice.seconds))",
         "tests/ranks/explain/test_auto.py",
     ),
     Mistake(

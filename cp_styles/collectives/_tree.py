@@ -23,6 +23,6 @@ def map_leaves(fn: Callable[[str, Any], Any], tree: Any, path: str = "") -> Any:
 
 def leaves(tree: Any) -> list[tuple[str, Any]]:
     """Every (path, leaf), in the order of :func:`map_leaves`."""
-    found: list[tuple[str, Any]] = []
-    map_leaves(lambda path, leaf: found.append((path, leaf)), tree)
-    return found
+    result: list[tuple[str, Any]] = []
+    map_leaves(lambda path, leaf: result.append((path, leaf)), tree)
+    return result

@@ -90,10 +90,10 @@ def all_to_all(
         }
         return facts_of(x, gather, dims=(scatter, gather), async_op=async_op, **sizes)
 
-    found = consult(peers, "all_to_all", describe, check)
+    gathered = consult(peers, "all_to_all", describe, check)
     scatter, gather = scatter_dim % x.ndim, gather_dim % x.ndim
     cut = even_sizes(x.shape[scatter], peers.size) if scatter_sizes is None else tuple(scatter_sizes)
-    whole = found if gather_sizes is None else tuple(gather_sizes)
+    whole = gathered if gather_sizes is None else tuple(gather_sizes)
     # The rows of an exchange are outermost on the wire. With the outer dim as rows, one of the two copies is not needed
     # if that is dim 0. The other copy also makes the result contiguous.
     if gather < scatter:

@@ -112,14 +112,14 @@ def _note_once(leaf: torch.Tensor, note: Summed) -> None:
 
 def _replicated_leaves(node: Any) -> Iterator[torch.Tensor]:
     """The leaves that a tensor was computed from without communication; behind that, ranks may hold shares."""
-    waiting, seen = [node], {node}
+    waiting, visited = [node], {node}
     while waiting:
         node = waiting.pop()
         if isinstance(leaf := getattr(node, "variable", None), torch.Tensor):
             yield leaf
         if not any(part in node.name() for part in _COMMUNICATES):
-            following = {after for after, _ in node.next_functions if after is not None} - seen
-            seen |= following
+            following = {after for after, _ in node.next_functions if after is not None} - visited
+            visited |= following
             waiting.extend(following)
 
 
@@ -270,10 +270,10 @@ class _Tied(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-        ctx.others = [(each.shape, each.dtype, each.device) for each in others]
+        ctx.others = [(other.shape, other.dtype, other.device) for other in others]
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         zeros = [torch.zeros((), dtype=dtype, device=device).expand(shape) for shape, dtype, device in ctx.others]
-        return grad, *(each if needed else None for each, needed in zip(zeros, ctx.needs_input_grad[1:], strict=True))
+        return grad, *(zero if needed else None for zero, needed in zip(zeros, ctx.needs_input_grad[1:], strict=True))

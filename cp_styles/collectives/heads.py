@@ -157,19 +157,19 @@ def seq_to_heads(
         same = {f"{key} of tensor {index}": value for index, one in enumerate(facts) for key, value in one.same.items()}
         return Facts({**same, "layout": layout, "async_op": async_op}, facts[0].own)
 
-    found = consult(peers, "seq_to_heads", describe, check)
-    rows = resolved[0] or contiguous_rows(found)
+    lengths = consult(peers, "seq_to_heads", describe, check)
+    rows = resolved[0] or contiguous_rows(lengths)
     seq, head = seq_dim % listed[0].ndim, head_dim % listed[0].ndim
     queries = listed[0].shape[head]
     columns = tuple(head_ranges(x.shape[head], queries, peers.size) for x in listed)
     op = Exchange(peers, seq, head, rows, columns)
-    own = even_sizes(queries, peers.size)
-    first = sum(own[: peers.rank])
+    head_counts = even_sizes(queries, peers.size)
+    first = sum(head_counts[: peers.rank])
     counts = [x.shape[head] for x in listed]
 
     def paired(results: tuple[torch.Tensor, ...]) -> Any:
         paired = tuple(
-            _pair(x, head, range(first, first + own[peers.rank]), queries // count)
+            _pair(x, head, range(first, first + head_counts[peers.rank]), queries // count)
             for x, count in zip(results, counts, strict=True)
         )
         return paired[0] if single else paired
@@ -226,7 +226,7 @@ def heads_to_seq(
     resolved: list[Rows] = []
 
     def describe() -> Facts:
-        facts = _head_facts(x, seq_dim, head_dim, own="heads")
+        facts = _head_facts(x, seq_dim, head_dim, uneven="heads")
         seq, head = seq_dim % x.ndim, head_dim % x.ndim
         rows = rows_of_whole(layout, x, seq, peers)
         if heads is not None and x.shape[head] != even_sizes(heads, peers.size)[peers.rank]:
@@ -237,21 +237,21 @@ def heads_to_seq(
         resolved.append(rows)
         return facts._replace(same={**facts.same, "heads": heads, "layout": layout, "async_op": async_op})
 
-    found = consult(peers, "heads_to_seq", describe, check)
+    head_counts = consult(peers, "heads_to_seq", describe, check)
     rows = resolved[0]
     seq, head = seq_dim % x.ndim, head_dim % x.ndim
-    sizes = found if heads is None else even_sizes(heads, peers.size)
+    sizes = head_counts if heads is None else even_sizes(heads, peers.size)
     op = Exchange(peers, seq, head, rows, (ranges_of(sizes),), to_columns=False)
     if async_op:
         return start(op, x, check=check).then(lambda results: rows.fill(results[0], seq))
     return rows.fill(differentiable(op, x, check=check)[0], seq)
 
 
-def _head_facts(x: torch.Tensor, seq_dim: int, head_dim: int, own: str = "seq") -> Facts:
+def _head_facts(x: torch.Tensor, seq_dim: int, head_dim: int, uneven: str = "seq") -> Facts:
     seq, head = dim_of(x, seq_dim, "seq_dim"), dim_of(x, head_dim, "head_dim")
     if seq == head:
         raise ValueError(f"seq_dim and head_dim are both dim {seq} of {tuple(x.shape)}: they must differ")
-    return facts_of(x, head if own == "heads" else seq, dims=(seq, head))
+    return facts_of(x, head if uneven == "heads" else seq, dims=(seq, head))
 
 
 def _frame(x: torch.Tensor, seq: int, head: int) -> tuple[Any, ...]:
@@ -263,7 +263,7 @@ def _pair(x: torch.Tensor, head: int, queries: range, group: int) -> torch.Tenso
     """KV heads arranged so that query head i of this rank uses KV head ``i // (queries / KV heads)``, as in torch."""
     first = queries.start // group
     wanted = [query // group - first for query in queries]
-    found = x.shape[head]
-    if not wanted or (len(wanted) % found == 0 and wanted == [i // (len(wanted) // found) for i in range(len(wanted))]):
+    heads = x.shape[head]
+    if not wanted or (len(wanted) % heads == 0 and wanted == [i // (len(wanted) // heads) for i in range(len(wanted))]):
         return x
     return x.index_select(head, tensor_on(x.device, wanted))

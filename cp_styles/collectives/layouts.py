@@ -26,14 +26,14 @@ def nested_layout(outer: SequenceLayout, inner_ranks: int) -> SequenceLayout:
     if inner_ranks < 1:
         raise ValueError(f"inner_ranks must be at least 1, got {inner_ranks}")
     cut: list[list[Chunk]] = []
-    for own, length in zip(outer.chunks, outer.lengths, strict=True):
-        edges = list(accumulate((stop - start for start, stop in own), initial=0))
+    for chunks, length in zip(outer.chunks, outer.lengths, strict=True):
+        edges = list(accumulate((stop - start for start, stop in chunks), initial=0))
         for begin, end in ranges_of(even_sizes(length, inner_ranks)):
             # The chunk at `edge` in local order starts at the global position `start`. Take its part in [begin, end).
             cut.append(
                 [
                     (start + max(begin - edge, 0), start + min(end - edge, stop - start))
-                    for edge, (start, stop) in zip(edges, own, strict=False)
+                    for edge, (start, stop) in zip(edges, chunks, strict=False)
                     if max(begin - edge, 0) < min(end - edge, stop - start)
                 ]
             )

@@ -58,7 +58,7 @@ class Rows(NamedTuple):
     @property
     def sizes(self) -> tuple[int, ...]:
         """Number of positions that each rank holds, without padding."""
-        return tuple(sum(stop - start for start, stop in own) for own in self.chunks)
+        return tuple(sum(stop - start for start, stop in chunks) for chunks in self.chunks)
 
     def local(self, rank: int) -> int:
         """Size of the tensor of ``rank`` in this dim, with padding."""
@@ -66,7 +66,7 @@ class Rows(NamedTuple):
 
     def in_rank_order(self) -> list[Chunk]:
         """The global ranges of all shards, rank by rank. Adjacent ranges are joined: a contiguous cut has one range."""
-        return joined_ranges(chunk for own in self.chunks for chunk in own)
+        return joined_ranges(chunk for chunks in self.chunks for chunk in chunks)
 
     def to_global(self, shards: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Reorder dim 0 from rank order (the shards one after another) to global order.

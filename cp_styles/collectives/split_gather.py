@@ -144,9 +144,9 @@ def gather(
         check_local(rows_of(layout, peers), x, at, peers)
         return _facts(x, at, at, layout, grad_scale, reduce_gradients=reduce_gradients)
 
-    found = consult(peers, "gather", describe, check)
+    lengths = consult(peers, "gather", describe, check)
     at = dim % x.ndim
-    rows = rows_of(layout, peers) or contiguous_rows(found)
+    rows = rows_of(layout, peers) or contiguous_rows(lengths)
     exchange = gather_exchange(peers, at, x.ndim, rows)
     part = scale_gradient(rows.trim(x, at, peers.rank), grad_scale.factor(peers.size))
     return _apply(exchange if reduce_gradients else Replicated(exchange), part, check)

@@ -50,13 +50,13 @@ def sync_inputs(sample: T, group: Group, *, device: torch.device | str | None = 
     peers = peers_of(group)
     if peers.size == 1:
         return iter([sample])
-    own: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
 
     def pack() -> Any:
-        return map_leaves(lambda path, leaf: _take_out(path, leaf, device, own), sample)
+        return map_leaves(lambda path, leaf: _take_out(path, leaf, device, tensors), sample)
 
     skeletons = _share(lambda value: _all_gather_object(value, peers), pack, f"the sample of rank {peers.rank}")
-    return _iterate(skeletons, own, peers)
+    return _iterate(skeletons, tensors, peers)
 
 
 def sync_object(value: T, group: Group, *, src: int = 0) -> T:
@@ -110,7 +110,7 @@ class _Failure:
     message: str
 
 
-def _take_out(path: str, leaf: Any, device: torch.device | str | None, own: list[torch.Tensor]) -> Any:
+def _take_out(path: str, leaf: Any, device: torch.device | str | None, tensors: list[torch.Tensor]) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
     if isinstance(leaf, DTensor) or leaf.layout is not torch.strided or leaf.is_quantized or leaf.is_nested:
@@ -118,7 +118,7 @@ def _take_out(path: str, leaf: Any, device: torch.device | str | None, own: list
             f"{path or 'the sample'} is a {type(leaf).__name__}, not a plain dense tensor: pass local, dense ones"
         )
     tensor = leaf.detach() if device is None else leaf.detach().to(device, non_blocking=True)
-    own.append(tensor)
+    tensors.append(tensor)
     return _Slot(tensor.shape, tensor.dtype, tensor.device.type)
 
 
@@ -149,12 +149,12 @@ def _all_gather_object(value: Any, peers: Peers) -> list[Any]:
     return gathered
 
 
-def _iterate(skeletons: list[Any], own: list[torch.Tensor], peers: Peers) -> Iterator[Any]:
-    coming = _start_broadcast(0, skeletons[0], own, peers)
+def _iterate(skeletons: list[Any], local_tensors: list[torch.Tensor], peers: Peers) -> Iterator[Any]:
+    coming = _start_broadcast(0, skeletons[0], local_tensors, peers)
     for rank, skeleton in enumerate(skeletons):
         tensors, works = coming
         if rank + 1 < peers.size:
-            coming = _start_broadcast(rank + 1, skeletons[rank + 1], own, peers)
+            coming = _start_broadcast(rank + 1, skeletons[rank + 1], local_tensors, peers)
         for work in works:
             work.wait()
         arrived = iter(tensors)
@@ -162,11 +162,11 @@ def _iterate(skeletons: list[Any], own: list[torch.Tensor], peers: Peers) -> Ite
 
 
 def _start_broadcast(
-    src: int, skeleton: Any, own: list[torch.Tensor], peers: Peers
+    src: int, skeleton: Any, local_tensors: list[torch.Tensor], peers: Peers
 ) -> tuple[list[torch.Tensor], list[dist.Work]]:
     """Start to send the tensors of rank ``src``, as raw bytes: NCCL does not support all dtypes (not int16)."""
     slots = [leaf for _, leaf in leaves(skeleton) if isinstance(leaf, _Slot)]
-    tensors = own if peers.rank == src else [slot.empty() for slot in slots]
+    tensors = local_tensors if peers.rank == src else [slot.empty() for slot in slots]
     group, works = resolve_group(peers.name), []
     for tensor in tensors:
         if tensor.numel():

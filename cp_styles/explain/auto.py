@@ -47,11 +47,11 @@ def ranked(
 ) -> list[Choice]:
     """All combinations, the fastest first, those that cannot be taken last. No communication."""
     shapes = replace_device(shapes, hardware)
-    found: list[Choice] = []
+    all_choices: list[Choice] = []
     for name, balancer in layouts.items():
         layout = layout_made_by(balancer, length, ranks)
-        found += choices(strategies, name, (layout, layout), mask, shapes, hardware, memory=memory, most=most)
-    return sorted(found, key=lambda choice: (bool(choice.problem), choice.seconds))
+        all_choices += choices(strategies, name, (layout, layout), mask, shapes, hardware, memory=memory, most=most)
+    return sorted(all_choices, key=lambda choice: (bool(choice.problem), choice.seconds))
 
 
 def choices(
@@ -66,17 +66,19 @@ def choices(
     most: int,
 ) -> list[Choice]:
     """The strategies for one attention, in their order. ``memory`` and ``most`` are those of ``explained``."""
-    kernel, found = kernel_of(shapes, None), []
+    kernel, result = kernel_of(shapes, None), []
     for strategy in strategies:
-        made, problem = None, problem_of(strategy, layouts[0].ranks, shapes)
+        explanation, problem = None, problem_of(strategy, layouts[0].ranks, shapes)
         if not problem:
-            made = explained(strategy, layouts, mask, kernel, shapes, hardware=hardware, memory=memory, most=most)
-            held = made.peak_memory + layouts[0].lengths[0] * (2 * shapes.query_row + shapes.kv_row)
+            explanation = explained(
+                strategy, layouts, mask, kernel, shapes, hardware=hardware, memory=memory, most=most
+            )
+            held = explanation.peak_memory + layouts[0].lengths[0] * (2 * shapes.query_row + shapes.kv_row)
             if held > hardware.memory:
                 has = f"{hardware.name} has {hardware.memory / 2**30:.0f}"
                 problem = f"needs {held / 2**30:.1f} GiB for one attention, {has}: take more ranks, or keep=0"
-        found.append(Choice(strategy, layout_name, made, problem))
-    return found
+        result.append(Choice(strategy, layout_name, explanation, problem))
+    return result
 
 
 @dataclass(frozen=True)
@@ -184,8 +186,8 @@ def _choice(
     shapes: Shapes,
 ) -> Strategy:
     strategies = candidates or strategies_for(q_layout.ranks, hardware)
-    found = choices(strategies, "", (q_layout, kv_layout), mask, shapes, hardware, memory=False, most=1)
-    best = min(found, key=lambda choice: (bool(choice.problem), choice.seconds))
+    rows = choices(strategies, "", (q_layout, kv_layout), mask, shapes, hardware, memory=False, most=1)
+    best = min(rows, key=lambda choice: (bool(choice.problem), choice.seconds))
     if best.explanation is None:
-        raise ValueError(f"Auto: none of its candidates can run: { ({x.strategy: x.problem for x in found}) }")
+        raise ValueError(f"Auto: none of its candidates can run: { ({x.strategy: x.problem for x in rows}) }")
     return best.strategy

@@ -21,21 +21,21 @@ def documents_of(mask: Mask) -> tuple[int, ...] | None:
 def layouts_for(mask: Mask) -> dict[str, Callable[[int, int], SequenceLayout]]:
     """Balancers that may suit a mask, by name."""
     documents = documents_of(mask)
-    found: dict[str, Callable[[int, int], SequenceLayout]] = {"head_tail": head_tail, "contiguous": contiguous}
+    layouts: dict[str, Callable[[int, int], SequenceLayout]] = {"head_tail": head_tail, "contiguous": contiguous}
     if documents is not None:
-        found["per_document_head_tail"] = partial(per_document_head_tail, documents=documents)
+        layouts["per_document_head_tail"] = partial(per_document_head_tail, documents=documents)
     if not mask.has_bias:
-        found["by_work"] = partial(by_work, mask=mask)
-    return found
+        layouts["by_work"] = partial(by_work, mask=mask)
+    return layouts
 
 
 def strategies_for(ranks: int, hardware: Hardware | None = None) -> list[Strategy]:
     """Strategies that may suit a number of ranks: Ulysses over all ranks, and over the ranks of a node."""
-    found: list[Strategy] = [Ring(), Ring(keep=0), AllGather(), Ulysses()]
+    strategies: list[Strategy] = [Ring(), Ring(keep=0), AllGather(), Ulysses()]
     sizes = {size for size in (2, 4, 8) if size < ranks and not ranks % size}
     if hardware is not None and 1 < hardware.node_ranks < ranks and not ranks % hardware.node_ranks:
         sizes.add(hardware.node_ranks)
-    return [*found, *(Ulysses(size=size) for size in sorted(sizes))]
+    return [*strategies, *(Ulysses(size=size) for size in sorted(sizes))]
 
 
 def problem_of(strategy: Strategy, ranks: int, shapes: Shapes) -> str:

@@ -37,8 +37,8 @@ _STRATEGIES: dict[str, Callable[..., Strategy]] = {"ring": Ring, "allgather": Al
 
 def count(text: str) -> int:
     """A positive number, with K for 1,024 or M for 1,048,576 behind it."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmM]?)", text)
-    number = float(found[1]) * _UNITS[found[2].lower()] if found else 0
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmM]?)", text)
+    number = float(match[1]) * _UNITS[match[2].lower()] if match else 0
     if number < 1 or number != int(number):
         raise argparse.ArgumentTypeError(f"{text!r} is no positive number such as 4096, 128K or 1M")
     return int(number)
@@ -46,8 +46,8 @@ def count(text: str) -> int:
 
 def heads(text: str) -> tuple[int, int]:
     """Query heads, or query heads:key heads."""
-    found = re.fullmatch(r"(\d+)(?::(\d+))?", text)
-    query, key = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
+    query, key = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not query or not key or query % key:
         raise argparse.ArgumentTypeError(
             f"{text!r}: give query heads, or query:key heads, the second divides the first"
@@ -73,61 +73,61 @@ def lengths(path: str) -> tuple[int, ...]:
     """A file of document lengths, separated by white space or commas."""
     try:
         words = re.split(r"[\s,]+", Path(path).read_text().strip())
-        found = tuple(int(word) for word in words)
+        sizes = tuple(int(word) for word in words)
     except (OSError, ValueError) as error:
         raise argparse.ArgumentTypeError(f"{path}: {error}; give a file of document lengths") from None
-    if min(found) < 1:
-        raise argparse.ArgumentTypeError(f"{path}: document lengths must be at least 1, got {min(found)}")
-    return found
+    if min(sizes) < 1:
+        raise argparse.ArgumentTypeError(f"{path}: document lengths must be at least 1, got {min(sizes)}")
+    return sizes
 
 
 def parser() -> argparse.ArgumentParser:
     """The options of the command."""
-    made = argparse.ArgumentParser(prog="python -m cp_styles", description=__doc__.splitlines()[0])  # pyright: ignore
-    commands = made.add_subparsers(dest="command", required=True)
-    found = commands.add_parser(
+    root = argparse.ArgumentParser(prog="python -m cp_styles", description=__doc__.splitlines()[0])  # pyright: ignore
+    commands = root.add_subparsers(dest="command", required=True)
+    explain = commands.add_parser(
         "explain",
         help="rank strategies and layouts, and explain the best",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    found.add_argument("--seq-len", type=count, help="positions of the whole sequence: 4096, 128K, 1M")
-    found.add_argument("--documents", type=lengths, metavar="FILE", help="packed documents: a file of their lengths")
-    found.add_argument("--ranks", type=count, required=True, help="ranks that share the sequence")
-    found.add_argument("--heads", type=heads, required=True, metavar="H[:G]", help="query heads : key/value heads")
-    found.add_argument("--head-dim", type=count, required=True)
-    found.add_argument("--batch", type=count, default=1)
-    found.add_argument("--dtype", choices=_DTYPES, default="bf16")
-    found.add_argument("--mask", choices=("causal", "full"), default="causal")
-    found.add_argument("--window", type=count, help="a query sees itself and the W - 1 positions before it")
-    found.add_argument(
+    explain.add_argument("--seq-len", type=count, help="positions of the whole sequence: 4096, 128K, 1M")
+    explain.add_argument("--documents", type=lengths, metavar="FILE", help="packed documents: a file of their lengths")
+    explain.add_argument("--ranks", type=count, required=True, help="ranks that share the sequence")
+    explain.add_argument("--heads", type=heads, required=True, metavar="H[:G]", help="query heads : key/value heads")
+    explain.add_argument("--head-dim", type=count, required=True)
+    explain.add_argument("--batch", type=count, default=1)
+    explain.add_argument("--dtype", choices=_DTYPES, default="bf16")
+    explain.add_argument("--mask", choices=("causal", "full"), default="causal")
+    explain.add_argument("--window", type=count, help="a query sees itself and the W - 1 positions before it")
+    explain.add_argument(
         "--strategy",
         type=strategy,
         nargs="+",
         metavar="S",
         help="ring ring:0 allgather ulysses ulysses:8; default: all that may suit",
     )
-    found.add_argument(
+    explain.add_argument(
         "--layout",
         nargs="+",
         choices=("head_tail", "contiguous", "per_document_head_tail", "by_work", "striped"),
         help="default: all that may suit the mask",
     )
-    found.add_argument("--hardware", choices=MACHINES, default="h100")
-    found.add_argument("--node-ranks", type=count, help="ranks of a node; default: the machine's")
-    found.add_argument("--rank", type=int, help="explain this rank; default: the busiest of some")
-    found.add_argument("--json", action="store_true", help="print JSON instead of text")
-    found.add_argument("--plot", metavar="FILE", help="draw the best choice (needs matplotlib)")
-    return made
+    explain.add_argument("--hardware", choices=MACHINES, default="h100")
+    explain.add_argument("--node-ranks", type=count, help="ranks of a node; default: the machine's")
+    explain.add_argument("--rank", type=int, help="explain this rank; default: the busiest of some")
+    explain.add_argument("--json", action="store_true", help="print JSON instead of text")
+    explain.add_argument("--plot", metavar="FILE", help="draw the best choice (needs matplotlib)")
+    return root
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command."""
-    made = parser()
-    args = made.parse_args(arguments)
+    root = parser()
+    args = root.parse_args(arguments)
 
     def wrong(option: str, text: str) -> Any:
-        made.error(f"argument {option}: {text}")
+        root.error(f"argument {option}: {text}")
 
     if args.seq_len is None and args.documents is None:
         wrong("--seq-len", "give --seq-len, or --documents with a file of lengths")
@@ -189,14 +189,18 @@ def ranking(choices: Sequence[Choice]) -> list[str]:
     """A table of choices, and below it why some are not possible."""
     rows = [["strategy", "layout", "forward", "backward", "exposed", "sent", "memory", "imbalance", "planning"]]
     for choice in choices:
-        made = choice.explanation
-        if made is None or choice.problem:
+        explanation = choice.explanation
+        if explanation is None or choice.problem:
             continue
-        forward, backward = made.seconds
-        sent = made.sent("forward") + made.sent("backward")
+        forward, backward = explanation.seconds
+        sent = explanation.sent("forward") + explanation.sent("backward")
         cells = seconds(forward.total), seconds(backward.total), seconds(forward.exposed + backward.exposed)
-        sizes = nbytes(sent), nbytes(made.peak_memory), f"{max(made.imbalance, made.layout_imbalance or 1.0):.3f}"
-        rows.append([short(choice.strategy), choice.layout_name, *cells, *sizes, seconds(made.planning)])
+        sizes = (
+            nbytes(sent),
+            nbytes(explanation.peak_memory),
+            f"{max(explanation.imbalance, explanation.layout_imbalance or 1.0):.3f}",
+        )
+        rows.append([short(choice.strategy), choice.layout_name, *cells, *sizes, seconds(explanation.planning)])
     lines = list(table(rows))
     while max(map(len, lines)) > _WIDTH:  # JSON has all columns
         rows = [row[:-1] for row in rows]
@@ -215,5 +219,5 @@ def short(strategy: Strategy) -> str:
 
 
 def _as_dict(choice: Choice) -> dict[str, Any]:
-    found = {"strategy": short(choice.strategy), "layout": choice.layout_name, "problem": choice.problem}
-    return found if choice.explanation is None else {**choice.explanation.as_dict(), **found}
+    facts = {"strategy": short(choice.strategy), "layout": choice.layout_name, "problem": choice.problem}
+    return facts if choice.explanation is None else {**choice.explanation.as_dict(), **facts}

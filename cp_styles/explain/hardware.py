@@ -114,20 +114,20 @@ class Hardware:
             _, group = axis_and_group("Hardware.measure", group)
         device = torch.accelerator.current_accelerator() if torch.cuda.is_available() else None
         device = device or torch.device("cpu")
-        known = H100 if device.type == "cuda" else CPU
-        found = _measured(known, device, dtype)
+        preset = H100 if device.type == "cuda" else CPU
+        measured = _measured(preset, device, dtype)
         if group is None or group.size() == 1:
-            return found
-        numbers = torch.tensor([getattr(found, name) for name in _MEASURED], dtype=torch.float64, device="cpu")
+            return measured
+        numbers = torch.tensor([getattr(measured, name) for name in _MEASURED], dtype=torch.float64, device="cpu")
         open_group(group, device)
         if group.rank() < 2:
             numbers[-2:] = torch.tensor(_measured_link(group, device), dtype=torch.float64, device="cpu")
         numbers = numbers if device.type == "cpu" else numbers.to(device)
         dist.broadcast(numbers, src=dist.get_global_rank(group, 0), group=group)
-        found = replace(found, **dict(zip(_MEASURED, numbers.tolist(), strict=True)), call_floor=0.0)
-        least = torch.tensor([_least_call(group, device, dtype, found)], dtype=torch.float64, device=numbers.device)
+        measured = replace(measured, **dict(zip(_MEASURED, numbers.tolist(), strict=True)), call_floor=0.0)
+        least = torch.tensor([_least_call(group, device, dtype, measured)], dtype=torch.float64, device=numbers.device)
         dist.broadcast(least, src=dist.get_global_rank(group, 0), group=group)
-        return replace(found, call_floor=least.item())
+        return replace(measured, call_floor=least.item())
 
 
 _MEASURED = (
@@ -155,7 +155,7 @@ def _seconds(run: Callable[[], object], device: torch.device, repeats: int = 5) 
     return statistics.median(once() for _ in range(repeats))
 
 
-def _measured(known: Hardware, device: torch.device, dtype: torch.dtype) -> Hardware:
+def _measured(preset: Hardware, device: torch.device, dtype: torch.dtype) -> Hardware:
     heads, dim = 8, 64 if device.type == "cpu" else 128
     kernel = kernel_of(Shapes(heads, heads, dim, dim, dtype, device), None)
 
@@ -178,7 +178,7 @@ def _measured(known: Hardware, device: torch.device, dtype: torch.dtype) -> Hard
     copied = _seconds(lambda: [piece.transpose(0, 1).contiguous() for piece in pieces], device)
     little = _seconds(lambda: pieces[0, :1] + 1.0, device)
     return replace(
-        known,
+        preset,
         name=f"measured on {device.type}",
         flops=rate * (long + half) / long,
         backward_rate=2.5 * (large - floor) / max(large_backward - floor, 1e-9),
@@ -207,7 +207,7 @@ def _measured_link(group: dist.ProcessGroup, device: torch.device) -> tuple[floa
     return latency, 4 * size / max(swap(size) - latency, 1e-9)
 
 
-def _least_call(group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype, known: Hardware) -> float:
+def _least_call(group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype, hardware: Hardware) -> float:
     """Seconds of a forward or a backward with one query a rank, beside kernels and messages."""
     ranks = group.size()
     q, k, v, grad = (torch.randn(1, 8, 1, 64, device=device, dtype=dtype) for _ in range(4))
@@ -217,7 +217,7 @@ def _least_call(group: dist.ProcessGroup, device: torch.device, dtype: torch.dty
         context_attention(*inputs, group=group, mask=Full(), strategy=Ring(), layout=contiguous).backward(grad)
 
     once = _seconds(run, device, 31) / 2
-    return max(0.0, once - ranks * known.kernel_floor - (ranks - 1) * known.latency)
+    return max(0.0, once - ranks * hardware.kernel_floor - (ranks - 1) * hardware.latency)
 
 
 H100 = Hardware(

@@ -172,11 +172,11 @@ class Phase:
 
 
 def _by_peer(transfers: Sequence[Transfer], *, outgoing: bool) -> Counter[int]:
-    found: Counter[int] = Counter()
+    sizes: Counter[int] = Counter()
     for transfer in transfers:
         if transfer.outgoing == outgoing:
-            found[transfer.peer] += transfer.nbytes
-    return found
+            sizes[transfer.peer] += transfer.nbytes
+    return sizes
 
 
 @dataclass(frozen=True)
@@ -342,10 +342,10 @@ class _Ledger(TorchDispatchMode):
         return self._peak, self._by_label(self._at_peak), self._by_label(self._numbers())
 
     def _by_label(self, numbers: Sequence[int]) -> dict[str, int]:
-        found: Counter[str] = Counter()
+        sizes: Counter[str] = Counter()
         for number in numbers:
-            found[self._labels[number]] += self._sizes[number]
-        return dict(found)
+            sizes[self._labels[number]] += self._sizes[number]
+        return dict(sizes)
 
     def _numbers(self) -> list[int]:
         for key in [key for key, (storage, _) in self._alive.items() if storage.expired()]:
@@ -372,33 +372,33 @@ class _Ledger(TorchDispatchMode):
             result = torch.empty_like(given[0])  # what torch's own function for meta tensors takes long to find out
         else:
             result = func(*args, **kwargs)
-        known = {StorageWeakRef(x.untyped_storage()).cdata for x in given}
-        fresh = made = 0
+        storages = {StorageWeakRef(x.untyped_storage()).cdata for x in given}
+        fresh = new_bytes = 0
         for x in _tensors_in(result if isinstance(result, (tuple, list)) else (result,)):
             reference = StorageWeakRef(x.untyped_storage())
-            if reference.cdata not in known:
+            if reference.cdata not in storages:
                 fresh += x.nbytes
                 if self.counts_memory:
                     self._alive[reference.cdata] = reference, len(self._sizes)
                     self._sizes.append(x.untyped_storage().nbytes())
-                    made += self._sizes[-1]
+                    new_bytes += self._sizes[-1]
                     self._labels.append(_OTHER)
         if fresh:
             if self.counts_memory:
-                self._look(made)
+                self._look(new_bytes)
             if func.overloadpacket not in _WITHOUT_DATA:
                 self._notes.events.append(Copied(fresh + sum(x.nbytes for x in given)))
         return result
 
 
 def _tensors_in(values: Sequence[Any]) -> list[torch.Tensor]:
-    found = []
+    tensors = []
     for value in values:
         if isinstance(value, torch.Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, (list, tuple)):
-            found += [x for x in value if isinstance(x, torch.Tensor)]
-    return found
+            tensors += [x for x in value if isinstance(x, torch.Tensor)]
+    return tensors
 
 
 _KEPT, _OTHER = "kept for the backward", "sums and copies"
@@ -414,10 +414,10 @@ def _outlined(kernel: Kernel, notes: _Notes, device: torch.device) -> Kernel:
         return ByTile(plain, masked)
     if isinstance(kernel, SdpaKernel):
         kind = _OutlinedVarlen if isinstance(kernel, VarlenKernel) else _OutlinedSdpa
-        made = kind(**{entry.name: getattr(kernel, entry.name) for entry in fields(kernel)})
-        object.__setattr__(made, "notes", notes)
-        object.__setattr__(made, "device", device)
-        return made
+        outline = kind(**{entry.name: getattr(kernel, entry.name) for entry in fields(kernel)})
+        object.__setattr__(outline, "notes", notes)
+        object.__setattr__(outline, "device", device)
+        return outline
     return _OutlinedOther(kernel, notes)
 
 
@@ -439,13 +439,13 @@ class _Op:
         name, backward = names_of(op), "grad_out" in values
         dims = q.shape[-1], v.shape[-1]
         self.notes.called(op.overloadpacket.__name__, backward, cover, tiles, dims, q.itemsize)
-        found = _results(q, k, v, backward)
-        self.notes.label("tiles", *found)
+        tensors = _results(q, k, v, backward)
+        self.notes.label("tiles", *tensors)
         if backward:
-            return found
+            return tensors
         if self.packed is not None:  # whose op has other names for its results, in the same order
-            return found
-        results = dict.fromkeys(name.returns) | {"out": found[0], "logsumexp": found[1]}
+            return tensors
+        results = dict.fromkeys(name.returns) | {"out": tensors[0], "logsumexp": tensors[1]}
         return tuple(results.values())
 
 
@@ -464,9 +464,9 @@ class _OutlinedVarlen(_Op, VarlenKernel):
         pairs = [call.tensors[query : query + 2] for call in calls]
         tiles = tuple((*q.shape[:2], k.shape[1], q.shape[2], k.shape[2]) for q, k in pairs)
         object.__setattr__(self, "packed", tiles)
-        found = how(calls)
+        results = how(calls)
         object.__setattr__(self, "packed", None)
-        return found
+        return results
 
 
 class _OutlinedOther(Kernel):
@@ -482,21 +482,21 @@ class _OutlinedOther(Kernel):
     def forward(self, q_BHLD, k_BGMD, v_BGME, *, causal, bias, scale):
         self._note(q_BHLD, k_BGMD, v_BGME, causal, bias, False)
         if isinstance(self._inner, ReferenceKernel):
-            found = self._inner.forward(q_BHLD, k_BGMD, v_BGME, causal=causal, bias=bias, scale=scale)
+            results = self._inner.forward(q_BHLD, k_BGMD, v_BGME, causal=causal, bias=bias, scale=scale)
         else:
-            found = _results(q_BHLD, k_BGMD, v_BGME, False)
-        self._notes.label("tiles", *found)
-        return found
+            results = _results(q_BHLD, k_BGMD, v_BGME, False)
+        self._notes.label("tiles", *results)
+        return results
 
     def backward(self, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, lse_BHL, *, causal, bias, scale):
         self._note(q_BHLD, k_BGMD, v_BGME, causal, bias, True)
         if isinstance(self._inner, ReferenceKernel):
             tensors = (grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, lse_BHL)
-            found = self._inner.backward(*tensors, causal=causal, bias=bias, scale=scale)
+            results = self._inner.backward(*tensors, causal=causal, bias=bias, scale=scale)
         else:
-            found = _results(q_BHLD, k_BGMD, v_BGME, True)
-        self._notes.label("tiles", *found)
-        return found
+            results = _results(q_BHLD, k_BGMD, v_BGME, True)
+        self._notes.label("tiles", *results)
+        return results
 
     def check(self, q_BHLD, k_BGMD, v_BGME, *, biased):
         self._inner.check(q_BHLD, k_BGMD, v_BGME, biased=biased)

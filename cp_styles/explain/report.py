@@ -127,7 +127,7 @@ class Explanation:
         """Each kernel that was considered, and why it is used or not."""
         phases = [phase for run in self.runs.values() for phase in (run.forward, run.backward)]
         used = Counter(call.kernel for phase in phases for call in phase.calls)
-        found = [
+        lines = [
             (name, f"{count} calls on {len(self.runs)} ranks; the first that takes these tensors")
             for name, count in used.items()
         ]
@@ -139,10 +139,10 @@ class Explanation:
             try:
                 kernel.check(*tensors, biased=False)
             except NotImplementedError as problem:
-                found.append((name, f"not used: {problem}"))
+                lines.append((name, f"not used: {problem}"))
             else:
-                found.append((name, "not used: another one that takes these tensors comes first"))
-        return found
+                lines.append((name, "not used: another one that takes these tensors comes first"))
+        return lines
 
     @cached_property
     def considered(self) -> list[tuple[str, str]]:
@@ -151,7 +151,7 @@ class Explanation:
 
     def as_dict(self) -> dict[str, Any]:
         """The figures, as JSON takes them."""
-        found: dict[str, Any] = {
+        facts: dict[str, Any] = {
             "strategy": str(self.strategy),
             "mask": str(self.mask)[:200],
             "ranks": self.ranks,
@@ -166,8 +166,8 @@ class Explanation:
         }
         if self.hardware is not None:
             forward, backward = self.seconds
-            found |= {"hardware": self.hardware.name, "forward": forward._asdict(), "backward": backward._asdict()}
-        found["by_rank"] = {
+            facts |= {"hardware": self.hardware.name, "forward": forward._asdict(), "backward": backward._asdict()}
+        facts["by_rank"] = {
             rank: {
                 "pairs": self.work[rank],
                 "sent": [dict(run.forward.sent), dict(run.backward.sent)],
@@ -176,7 +176,7 @@ class Explanation:
             }
             for rank, run in self.runs.items()
         }
-        return found
+        return facts
 
     @property
     def layout_imbalance(self) -> float | None:
@@ -361,46 +361,46 @@ def _area(tile: Tile) -> int:
     return queries * (queries + 1) // 2 if tile.cover is Cover.CAUSAL else queries * keys
 
 
-def _other_layouts(made: Explanation) -> Iterator[tuple[str, str]]:
-    if made.layout != made.kv_layout:
+def _other_layouts(explanation: Explanation) -> Iterator[tuple[str, str]]:
+    if explanation.layout != explanation.kv_layout:
         return
-    own = imbalance(made.layout, made.mask)
-    for name, balancer in layouts_for(made.mask).items():
-        layout = layout_made_by(balancer, made.layout.length, made.ranks)
-        if layout == made.layout:
+    current = imbalance(explanation.layout, explanation.mask)
+    for name, balancer in layouts_for(explanation.mask).items():
+        layout = layout_made_by(balancer, explanation.layout.length, explanation.ranks)
+        if layout == explanation.layout:
             continue
-        other = imbalance(layout, made.mask)
-        verdict = "balances better" if other < own - 0.005 else "no better" if other < own + 0.005 else "worse"
-        yield f"layout {name}", f"imbalance {other:.3f} instead of {own:.3f}: {verdict}"
+        other = imbalance(layout, explanation.mask)
+        verdict = "balances better" if other < current - 0.005 else "no better" if other < current + 0.005 else "worse"
+        yield f"layout {name}", f"imbalance {other:.3f} instead of {current:.3f}: {verdict}"
 
 
-def _other_strategies(made: Explanation) -> Iterator[tuple[str, str]]:
-    rank = max(made.work, key=made.work.__getitem__)
-    own = made.runs[rank]
-    for strategy in strategies_for(made.ranks, made.hardware):
-        if strategy == made.strategy:
+def _other_strategies(explanation: Explanation) -> Iterator[tuple[str, str]]:
+    rank = max(explanation.work, key=explanation.work.__getitem__)
+    current = explanation.runs[rank]
+    for strategy in strategies_for(explanation.ranks, explanation.hardware):
+        if strategy == explanation.strategy:
             continue
-        problem = problem_of(strategy, made.ranks, made.shapes)
+        problem = problem_of(strategy, explanation.ranks, explanation.shapes)
         if problem:
             yield str(strategy), f"rejected: {problem}"
             continue
-        cuts = made.layout, made.kv_layout
+        cuts = explanation.layout, explanation.kv_layout
         try:
             other = rehearse(
                 strategy,
                 cuts,
-                made.mask,
-                made.kernel,
-                made.shapes,
+                explanation.mask,
+                explanation.kernel,
+                explanation.shapes,
                 rank,
-                most_calls=max(_MANY, 2 * len(own.forward.calls)),
+                most_calls=max(_MANY, 2 * len(current.forward.calls)),
             )
         except TooManyCalls as many:
             yield str(strategy), f"slow: {many} in a forward"
             continue
-        sent = [sum(run.forward.sent.values()) + sum(run.backward.sent.values()) for run in (own, other)]
+        sent = [sum(run.forward.sent.values()) + sum(run.backward.sent.values()) for run in (current, other)]
         ratios = [
             f"{what} x{theirs / max(mine, 1):.2f}"
-            for what, mine, theirs in (("bytes", *sent), ("peak memory", own.backward.peak, other.backward.peak))
+            for what, mine, theirs in (("bytes", *sent), ("peak memory", current.backward.peak, other.backward.peak))
         ]
         yield str(strategy), ", ".join(ratios)

@@ -41,13 +41,13 @@ def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 def sequences(values: Sequence[int]) -> str:
     """Numbers as a short text: 0-3 5."""
-    found: list[list[int]] = []
+    ranges: list[list[int]] = []
     for value in sorted(values):
-        if found and value == found[-1][1] + 1:
-            found[-1][1] = value
+        if ranges and value == ranges[-1][1] + 1:
+            ranges[-1][1] = value
         else:
-            found.append([value, value])
-    shown = [f"{first}" if first == last else f"{first}-{last}" for first, last in found]
+            ranges.append([value, value])
+    shown = [f"{first}" if first == last else f"{first}-{last}" for first, last in ranges]
     return " ".join(shown[:6]) + (" ..." if len(shown) > 6 else "")
 
 
@@ -81,53 +81,57 @@ def steps_of(phase: Phase) -> list[RankStep]:
     return steps
 
 
-def text_of(made: Any) -> str:
+def text_of(explanation: Any) -> str:
     """The whole text, in sections."""
-    return "\n".join(line[:_WIDTH] for part in _sections(made) for line in (*part, ""))
+    return "\n".join(line[:_WIDTH] for part in _sections(explanation) for line in (*part, ""))
 
 
-def _sections(made: Any) -> Iterator[list[str]]:
-    shapes = made.shapes
-    lengths = f"{made.layout.length:,}"
-    if made.kv_layout.length != made.layout.length:
-        lengths += f" queries and {made.kv_layout.length:,} keys"
+def _sections(explanation: Any) -> Iterator[list[str]]:
+    shapes = explanation.shapes
+    lengths = f"{explanation.layout.length:,}"
+    if explanation.kv_layout.length != explanation.layout.length:
+        lengths += f" queries and {explanation.kv_layout.length:,} keys"
     yield [
-        f"{made.strategy}: {lengths} positions on {made.ranks} ranks, {str(made.mask)[:50]}",
+        f"{explanation.strategy}: {lengths} positions on {explanation.ranks} ranks, {str(explanation.mask)[:50]}",
         f"  batch {shapes.batch}, heads {shapes.heads}:{shapes.kv_heads}, head dims {shapes.dim} and "
         f"{shapes.value_dim}, {str(shapes.dtype).removeprefix('torch.')} on {shapes.device.type}",
     ]
-    yield ["ranks", *table([["rank", "tokens", "share of work", "positions"], *_ranks(made)]), f"  {_balance(made)}"]
-    yield _heat(made)
-    if made.hardware is not None:
-        yield _times(made)
-    rank = max(made.work, key=made.work.__getitem__)
+    yield [
+        "ranks",
+        *table([["rank", "tokens", "share of work", "positions"], *_ranks(explanation)]),
+        f"  {_balance(explanation)}",
+    ]
+    yield _heat(explanation)
+    if explanation.hardware is not None:
+        yield _times(explanation)
+    rank = max(explanation.work, key=explanation.work.__getitem__)
     for phase in ("forward", "backward"):
-        yield _steps(made, rank, phase)
-    yield _peers(made)
-    yield _memory(made)
-    yield ["kernels", *_listed(made.kernels)]
-    yield ["considered", *_listed(made.considered)]
+        yield _steps(explanation, rank, phase)
+    yield _peers(explanation)
+    yield _memory(explanation)
+    yield ["kernels", *_listed(explanation.kernels)]
+    yield ["considered", *_listed(explanation.considered)]
 
 
-def _ranks(made: Any) -> Iterator[list[str]]:
-    total = sum(made.work.values()) or 1
-    for rank in made.runs:
-        own = made.layout.chunks[rank]
-        shown = " ".join(f"[{start}, {stop})" for start, stop in own[:2]) + (
-            f" +{len(own) - 2}" if len(own) > 2 else ""
+def _ranks(explanation: Any) -> Iterator[list[str]]:
+    total = sum(explanation.work.values()) or 1
+    for rank in explanation.runs:
+        chunks = explanation.layout.chunks[rank]
+        shown = " ".join(f"[{start}, {stop})" for start, stop in chunks[:2]) + (
+            f" +{len(chunks) - 2}" if len(chunks) > 2 else ""
         )
-        share = made.work[rank] / total * (len(made.runs) / made.ranks)
-        yield [str(rank), f"{made.layout.lengths[rank]:,}", f"{share:.2%}", shown]
+        share = explanation.work[rank] / total * (len(explanation.runs) / explanation.ranks)
+        yield [str(rank), f"{explanation.layout.lengths[rank]:,}", f"{share:.2%}", shown]
 
 
-def _balance(made: Any) -> str:
-    layout = made.layout_imbalance
-    known = "" if layout is None else f"; of the layout, over all ranks: {layout:.3f}"
-    return f"busiest / mean of these ranks, as computed: {made.imbalance:.3f}{known}"
+def _balance(explanation: Any) -> str:
+    layout = explanation.layout_imbalance
+    of_layout = "" if layout is None else f"; of the layout, over all ranks: {layout:.3f}"
+    return f"busiest / mean of these ranks, as computed: {explanation.imbalance:.3f}{of_layout}"
 
 
-def _heat(made: Any) -> list[str]:
-    rows, columns, lines = made.heatmap
+def _heat(explanation: Any) -> list[str]:
+    rows, columns, lines = explanation.heatmap
     what = "rank" if columns[0][1] - columns[0][0] == 1 else f"{columns[0][1] - columns[0][0]} ranks"
     head = f"mask by owner: a row for a rank's queries, a column for the keys of a {what}; # all + some . nothing"
     width = len(str(rows[-1]))
@@ -135,17 +139,19 @@ def _heat(made: Any) -> list[str]:
     return [head, *(f"  {rank:>{width}} {line}" for rank, line in zip(rows, cells, strict=True))]
 
 
-def _times(made: Any) -> list[str]:
+def _times(explanation: Any) -> list[str]:
     rows = [["", "total", "kernels", "exposed messages", "other operations"]]
-    for name, found in zip(("forward", "backward"), made.seconds, strict=True):
-        rows.append([name, *map(seconds, found)])
-    assert made.hardware is not None
-    planning = f"  a new mask or layout is planned in {seconds(made.planning)} on this machine's CPU, and then cached"
-    return [f"predicted times of the slowest rank on {made.hardware.name}", *table(rows), planning]
+    for name, times in zip(("forward", "backward"), explanation.seconds, strict=True):
+        rows.append([name, *map(seconds, times)])
+    assert explanation.hardware is not None
+    planning = (
+        f"  a new mask or layout is planned in {seconds(explanation.planning)} on this machine's CPU, and then cached"
+    )
+    return [f"predicted times of the slowest rank on {explanation.hardware.name}", *table(rows), planning]
 
 
-def _steps(made: Any, rank: int, phase: str) -> list[str]:
-    steps = steps_of(getattr(made.runs[rank], phase))
+def _steps(explanation: Any, rank: int, phase: str) -> list[str]:
+    steps = steps_of(getattr(explanation.runs[rank], phase))
     rows = [["step", "sends", "to", "receives", "from", "kernel calls", "pairs"]]
     for index, step in enumerate(steps[:_STEPS]):
         sent, received = sum(step.sent.values()), sum(step.received.values())
@@ -157,21 +163,21 @@ def _steps(made: Any, rank: int, phase: str) -> list[str]:
     return [f"{phase} of rank {rank}, step by step", *table(rows), *more]
 
 
-def _peers(made: Any) -> list[str]:
+def _peers(explanation: Any) -> list[str]:
     rows = [["rank", "sends forward", "receives", "sends backward", "receives", "rows from others", "peers"]]
-    for rank, run in made.runs.items():
+    for rank, run in explanation.runs.items():
         sizes = [sum(x.values()) for x in (run.forward.sent, run.forward.received, run.backward.sent)]
         sizes.append(sum(run.backward.received.values()))
         peers = Counter(run.forward.sent) + run.forward.received
-        plan_rows = "-" if not made.shapes.kv_row else f"{sizes[1] / made.shapes.kv_row:,.0f}"
+        plan_rows = "-" if not explanation.shapes.kv_row else f"{sizes[1] / explanation.shapes.kv_row:,.0f}"
         rows.append([str(rank), *map(nbytes, sizes), plan_rows, sequences(list(peers)) or "-"])
     return ["bytes to and from other ranks (a row: one position's key and value)", *table(rows)]
 
 
-def _memory(made: Any) -> list[str]:
-    shapes = made.shapes
-    rank = max(made.runs, key=lambda rank: made.runs[rank].backward.peak)
-    run, queries, keys = made.runs[rank], made.layout.lengths[rank], made.kv_layout.lengths[rank]
+def _memory(explanation: Any) -> list[str]:
+    shapes = explanation.shapes
+    rank = max(explanation.runs, key=lambda rank: explanation.runs[rank].backward.peak)
+    run, queries, keys = explanation.runs[rank], explanation.layout.lengths[rank], explanation.kv_layout.lengths[rank]
     parts = {
         "query, key, value (the caller's)": (queries * shapes.query_row + keys * shapes.kv_row,) * 3,
         "gradient of the output (the caller's)": (0, 0, queries * shapes.row_bytes(shapes.heads, shapes.value_dim)),

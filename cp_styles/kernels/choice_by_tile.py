@@ -67,8 +67,8 @@ class ByTile(Kernel):
     ) -> Kernel:
         """The kernel of a tile."""
         line = self.masked if biased else self.plain
-        found = (kernel for kernel in line if kernel.takes(q_BHLD, k_BGMD, v_BGME, causal=causal, biased=biased))
-        return next(found, line[-1])
+        takers = (kernel for kernel in line if kernel.takes(q_BHLD, k_BGMD, v_BGME, causal=causal, biased=biased))
+        return next(takers, line[-1])
 
     @property
     def small_tiles(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -107,8 +107,8 @@ class ByTile(Kernel):
 
     def tile_dtype(self, dtype):
         """The dtype that the first kernels of both kinds prefer. If they differ: ``dtype``, which all take."""
-        found = {kernel.tile_dtype(dtype) for kernel in (self.plain[0], self.masked[0])}
-        return found.pop() if len(found) == 1 else dtype
+        dtypes = {kernel.tile_dtype(dtype) for kernel in (self.plain[0], self.masked[0])}
+        return dtypes.pop() if len(dtypes) == 1 else dtype
 
     def _each(
         self,

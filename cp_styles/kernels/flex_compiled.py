@@ -58,7 +58,7 @@ class CompiledFlexKernel(FlexKernel):
         if all(tensor.ndim for tensor in self.learned):
             try:
                 with without_autocast(q_BHLD.device):
-                    *found, shares = tile_gradients(
+                    *gradients, shares = tile_gradients(
                         _Fused(self, **options), inputs, self.learned, grad_BHLE, out_BHLE, lse_BHL
                     )
             except RecompileLimitHit:
@@ -66,7 +66,7 @@ class CompiledFlexKernel(FlexKernel):
             else:
                 for total, share in zip(self.shares, shares, strict=True):
                     total += share
-                return tuple(found)
+                return tuple(gradients)
         return super().backward(grad_BHLE, *inputs, out_BHLE, lse_BHL, **options)
 
     def tile_dtype(self, dtype):
@@ -94,14 +94,14 @@ def tile_gradients(
     grad = w * grad_BHLE
     # Compute the difference in the wide dtype.
     grad_lse = (grad * (out_tile.detach().to(grad.dtype) - out_BHLE)).sum(-1)
-    found = torch.autograd.grad(
+    gradients = torch.autograd.grad(
         (out_tile, lse_tile),
         [*leaves, *learned],
         (grad.to(out_tile.dtype), grad_lse.to(lse_tile.dtype)),
         allow_unused=True,
     )
     dq, dk, dv, *shares = (
-        torch.zeros_like(x) if dx is None else dx for x, dx in zip([*leaves, *learned], found, strict=True)
+        torch.zeros_like(x) if dx is None else dx for x, dx in zip([*leaves, *learned], gradients, strict=True)
     )
     return dq, dk, dv, shares
 

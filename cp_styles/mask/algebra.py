@@ -208,8 +208,8 @@ class All(Mask):
         return reduce(torch.maximum, los), reduce(torch.minimum, his)
 
     def breaks(self, length: int) -> torch.Tensor:
-        found = torch.cat([part.breaks(length) for part in self.parts])
-        first, last = stretches(found, length)
+        breaks = torch.cat([part.breaks(length) for part in self.parts])
+        first, last = stretches(breaks, length)
         both = torch.cat((first, last))
         sides = (torch.stack(side) for side in zip(*(part.bounds(both) for part in self.parts), strict=True))
         # Between breaks of the parts, the maximum of the lower bounds is the largest constant one or the largest
@@ -223,8 +223,8 @@ class All(Mask):
                 for bound in (before.masked_fill(climbs, none), (before - first).masked_fill(~climbs, none))
             )
             meet = stays - rises
-            found = torch.cat((found, meet[(meet > first) & (meet < last)]))
-        return found
+            breaks = torch.cat((breaks, meet[(meet > first) & (meet < last)]))
+        return breaks
 
     def bias(self, q_positions_L: torch.Tensor, kv_positions_M: torch.Tensor) -> torch.Tensor | None:
         biases = [bias for part in self.parts if (bias := part.bias(q_positions_L, kv_positions_M)) is not None]

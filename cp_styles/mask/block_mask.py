@@ -135,9 +135,9 @@ class FlexMask(Mask):
                 f"{shape[2]} and {shape[3]}: create_block_mask takes the lengths of the whole sequence, not of a rank's"
                 f"{see('A BlockMask of another length')}"
             )
-        for size, found, what in ((batch, shape[0], "rows of the batch"), (heads, shape[1], "query heads")):
-            if size not in (1, found):
-                raise ValueError(f"the BlockMask was made for {size} {what}, the attention has {found}")
+        for size, needed, what in ((batch, shape[0], "rows of the batch"), (heads, shape[1], "query heads")):
+            if size not in (1, needed):
+                raise ValueError(f"the BlockMask was made for {size} {what}, the attention has {needed}")
 
     def row(self, index: int) -> Mask:
         if _four(self.block_mask)[0] == 1 or self._row is not None:
@@ -269,12 +269,12 @@ _facts: WeakKeyDictionary[BlockMask, _Facts] = WeakKeyDictionary()
 
 
 def _facts_of(block_mask: BlockMask) -> _Facts:
-    found = _facts.get(block_mask)
-    if found is None:
+    facts = _facts.get(block_mask)
+    if facts is None:
         with torch.no_grad():
-            found = _facts[block_mask] = _look(block_mask)
-    found.check_unchanged()
-    return found
+            facts = _facts[block_mask] = _look(block_mask)
+    facts.check_unchanged()
+    return facts
 
 
 def _look(mask: BlockMask) -> _Facts:
@@ -317,8 +317,8 @@ def _look(mask: BlockMask) -> _Facts:
         return BlockPattern(low, high, (count.sum(0) + count.shape[0] - 1) // count.shape[0], grid, keys)
 
     whole = pattern(slice(0, many))
-    each = [pattern(slice(b * heads, (b + 1) * heads)) for b in range(batch)] if whole.grid and batch > 1 else []
-    bands = tuple(each) if each and all(row.grid is None for row in each) else None
+    rows_bands = [pattern(slice(b * heads, (b + 1) * heads)) for b in range(batch)] if whole.grid and batch > 1 else []
+    bands = tuple(rows_bands) if rows_bands and all(row.grid is None for row in rows_bands) else None
     read = tuple((tensor, state_of(tensor)) for tensor in captured_tensors(mask.mask_mod, (0, 0, 0, 0), device))
     needed = torch.cat(kept) if whole.grid and kept else torch.zeros(1, rows, columns, dtype=torch.bool, device=device)
     content = hash((checksum(needed), checksum(states)))  # places follow from states

@@ -71,27 +71,26 @@ class Direct:
         self._coming = [
             (peer, [_first(place.shape, way.row_dim) for place in self._blocks[peer]]) for peer in self._others
         ]
-        self._joined = Joined([self])
 
     def start(self, wire: torch.Tensor, *tensors: torch.Tensor) -> PendingTransfers:
         """Start to send each rank the columns that it needs.
 
         ``wire`` is flat, has :attr:`arriving` elements, and receives the result. Communication: one message to every
-        other rank. The adjoint is :meth:`home`.
+        other rank. The adjoint is :meth:`leave`.
         """
         if self.trivial:
             return PendingTransfers((), ())
-        rank, own = self.way.peers.rank, self._received[self.way.peers.rank]
+        rank, own_block = self.way.peers.rank, self._received[self.way.peers.rank]
         # All ranks get here at the same time. If two ranks that share processors post messages at once, the gloo
         # thread of one can interrupt a post of the other that holds a lock which it then polls for. So every second
         # rank copies its own block before it posts, and the others after.
         if rank % 2:
-            self._pack(rank, wire.narrow(0, *own), tensors)
+            self._pack(rank, wire.narrow(0, *own_block), tensors)
         sends = [(peer, self._pack(peer, wire.new_empty(self._leaving[peer]), tensors)) for peer in self._others]
         receives = [(peer, wire.narrow(0, *self._received[peer])) for peer in self._others]
         pending = self._exchange(sends, receives)
         if not rank % 2:
-            self._pack(rank, wire.narrow(0, *own), tensors)
+            self._pack(rank, wire.narrow(0, *own_block), tensors)
         return pending
 
     def _exchange(self, sends: Messages, receives: Messages) -> PendingTransfers:
@@ -132,31 +131,23 @@ class Direct:
         wire, place, pending = arriving
         pending.wait()
         if not self.in_order:
-            came, wire = wire, torch.empty_like(wire) if place is None else place
-            self.sort(came, wire)
+            received, wire = wire, torch.empty_like(wire) if place is None else place
+            self.sort(received, wire)
         return self.views(wire, *tensors)
 
-    def home(self, tensors: list[torch.Tensor]) -> Tensors:
-        """From all rows of this rank's columns to this rank's rows of all columns. Columns of several ranks are summed.
-
-        The tensors are sent one after the other, and the list is emptied, so that the memory of one is free for the
-        next. Rows that are contiguous in memory are sent without packing. The block that stays on this rank is not
-        copied before it is merged. Communication: for each tensor, one message to every other rank. The adjoint is
-        :meth:`start`.
-
-        Returns tensors with the rows outermost in memory, as projections have them.
-        """
-        if self.trivial:
-            return tuple(tensors)
-        return tuple([self._joined.of([self.leave(tensors, place)], place) for place in range(len(tensors))])
-
     def leave(self, tensors: list[torch.Tensor], place: int = 0) -> Leaving:
-        """Start :meth:`home` for the first of ``tensors``, which is number ``place``. It is removed from the list."""
+        """Start to send each rank its rows of this rank's columns of the first of ``tensors``, which is number
+        ``place``. It is removed from the list, so that its memory is free for the next one.
+
+        Rows that are contiguous in memory are sent without packing. The block that stays on this rank is not copied
+        before it is merged. Communication: one message to every other rank. :class:`Joined` reads the result. The
+        adjoint is :meth:`start`.
+        """
         way, rank = self.way, self.way.peers.rank
-        seen = tensors.pop(0).movedim(way.row_dim, 0)
-        sends = [(peer, way.rows.own(seen, 0, peer).contiguous()) for peer in self._others]
-        parts = [way.rows.own(seen, 0, rank)] * way.peers.size
-        del seen  # the packed copies replace it
+        rows_first = tensors.pop(0).movedim(way.row_dim, 0)
+        sends = [(peer, way.rows.own(rows_first, 0, peer).contiguous()) for peer in self._others]
+        parts = [way.rows.own(rows_first, 0, rank)] * way.peers.size
+        del rows_first  # the packed copies replace it
         for peer, shapes in self._coming:
             parts[peer] = parts[rank].new_empty(shapes[place])
         return Leaving(parts, self._exchange(sends, [(peer, parts[peer]) for peer in self._others]))
@@ -169,10 +160,10 @@ class Direct:
         """
         way, columns = self.way, [chunks[rank] for chunks in self.way.columns]
         with without_dispatch_modes():
-            seen = [way.rows_first(torch.empty(shape, device="meta")) for shape in self.shapes]
-            width = way.width(rank, seen)
-            block = torch.empty(rows, *way.lead(seen[0]), width, device="meta")
-            parts = [x.movedim(0, way.row_dim) for x in columns_in_block(block, seen, way.column_axis, columns)]
+            rows_first = [way.rows_first(torch.empty(shape, device="meta")) for shape in self.shapes]
+            width = way.width(rank, rows_first)
+            block = torch.empty(rows, *way.lead(rows_first[0]), width, device="meta")
+            parts = [x.movedim(0, way.row_dim) for x in columns_in_block(block, rows_first, way.column_axis, columns)]
         return [
             _Place((start, stop - start), tuple(x.shape), x.stride(), int(x.storage_offset()))
             for x, (start, stop) in zip(parts, columns, strict=True)
@@ -188,7 +179,7 @@ class Arriving(NamedTuple):
 
 
 class Leaving(NamedTuple):
-    """A tensor that is being sent back (:meth:`Direct.home`): each rank's part, to be read after ``pending.wait()``."""
+    """A tensor on its way back, see :meth:`Direct.leave`: each rank's part, to be read after ``pending.wait()``."""
 
     parts: list[torch.Tensor]
     pending: PendingTransfers
@@ -200,16 +191,19 @@ class Joined:
     def __init__(self, directs: Sequence[Direct]) -> None:
         self._row_dim, self._axis = directs[0].way.row_dim, directs[0].way.column_axis
         totals = [shape[directs[0].way.column_dim] for shape in directs[0].shapes]
-        by_direct = [direct.way.columns for direct in directs]
-        self._columns = [tuple(c for columns in each for c in columns) for each in zip(*by_direct, strict=True)]
+        by_tensor = zip(*(direct.way.columns for direct in directs), strict=True)
+        self._columns = [tuple(chunk for columns in by_direct for chunk in columns) for by_direct in by_tensor]
         # Whether each column comes from exactly one rank.
         self._owners = [_owners(columns, total) for columns, total in zip(self._columns, totals, strict=True)]
 
     def of(self, leaving: Sequence[Leaving], place: int) -> torch.Tensor:
-        """This rank's rows of all columns of tensor number ``place``, from each exchange. It waits for them."""
-        for each in leaving:
-            each.pending.wait()
-        parts = [part for each in leaving for part in each.parts]
+        """This rank's rows of all columns of tensor number ``place``, from each exchange. It waits for them.
+
+        Columns of several ranks are summed. Rows are outermost in memory, as projections have them.
+        """
+        for started in leaving:
+            started.pending.wait()
+        parts = [part for started in leaving for part in started.parts]
         owners = self._owners[place]
         if owners:
             whole = torch.cat([parts[owner] for owner in owners], self._axis)

@@ -100,16 +100,16 @@ class MovingKV(Strategy):
         if levels is not None and levels.drowned is not None:
             kernel, q = SplitQueries(kernel), levels.split(q)
         dq_sum = RowSum(q.shape, setup.wide, q.device)
-        home = _GradientReturn(run)
+        returns = _GradientReturn(run)
         for step in steps:
             arrived = run.arrived(step)
             # One source after the other, so that the gradients of at most one source wait to be sent.
             for messages in step.gradients:
-                found, keys = [], messages.keys
+                gradients, keys = [], messages.keys
                 if keys is not None:
-                    found = run.gradients(kernel, keys, arrived.pop(0), (grad, q), (out, run.lse), dq_sum)
-                home.bring(messages, found)
-        dq, dk, dv = dq_sum.result(), *home.result()
+                    gradients = run.gradients(kernel, keys, arrived.pop(0), (grad, q), (out, run.lse), dq_sum)
+                returns.send(messages, gradients)
+        dq, dk, dv = dq_sum.result(), *returns.result()
         if q.shape != q_BHLD.shape:
             dq = dq[..., : q_BHLD.shape[3]]
         dsink = None if sink_H is None else sink_gradient(sink_H, grad, out, run.lse, setup.level)
@@ -205,7 +205,7 @@ class _PlanRun:
             with named_range("step", step.number, "wait for keys of", *step.sources):
                 pending.wait()  # first, so that what this rank has sent can be freed
             self._start_next()
-        found, dtype = [], self.setup.dtype
+        pairs, dtype = [], self.setup.dtype
         for arrival in step.arrivals:
             if step.travels:
                 message = received.pop(0)
@@ -215,10 +215,10 @@ class _PlanRun:
                 message = self._packed.get(arrival.block)
             block = arrival.block
             k, v = block.unpacked(self.k, self.v) if message is None else block.in_message(message)
-            found.append((k.to(dtype), v.to(dtype)))
+            pairs.append((k.to(dtype), v.to(dtype)))
         parts = []
         for keys in step.keys:
-            (k, v), heads = found[keys.arrival], slice(*keys.heads)
+            (k, v), heads = pairs[keys.arrival], slice(*keys.heads)
             parts.append((k[:, heads], v[:, heads]))
         return parts
 
@@ -317,8 +317,8 @@ class _PlanRun:
         """Global positions of the queries and of the keys of a tile."""
         attention, device = self.attention, self.q.device
         if device.type == "meta":  # only shapes are computed
-            found = [self.q.new_empty(stop - start, dtype=torch.int64) for start, stop in (tile.q, tile.kv)]
-            return found[0], found[1]
+            q_rows, kv_rows = (self.q.new_empty(stop - start, dtype=torch.int64) for start, stop in (tile.q, tile.kv))
+            return q_rows, kv_rows
         q_positions = attention.q_layout.positions(attention.rank, device, rows=tile.q)
         pieces, row = [], 0  # row: the tile's number of the first row of a range
         for start, stop in keys.block.rows:
@@ -362,7 +362,7 @@ class _GradientReturn:
         self._sums = [RowSum(x.shape, run.setup.wide, x.device) for x in (run.k, run.v)]
         self._under_way: tuple[GradientMessages, list[torch.Tensor], PendingTransfers] | None = None
 
-    def bring(self, messages: GradientMessages, gradients: list[torch.Tensor]) -> None:
+    def send(self, messages: GradientMessages, gradients: list[torch.Tensor]) -> None:
         """Take the gradients of ``messages.keys``: add them if they are this rank's, else send them.
 
         The list of dk and dv is emptied. It is empty if there are none.
@@ -377,12 +377,12 @@ class _GradientReturn:
             # In the memory order of kernel outputs, [B, rows, G, D], so that no packing is needed.
             sends = [(messages.source, x.transpose(1, 2).contiguous()) for x in gradients]
             gradients.clear()
-            coming = []
+            received = []
             if messages.block is not None:
                 orders = [(batch, rows, heads, dim) for batch, heads, rows, dim in messages.block.shapes]
-                coming = [run.k.new_empty(order, dtype=run.setup.wide) for order in orders]
-            pending = run.exchange(sends, [(messages.peer, x) for x in coming])
-        self._under_way = messages, coming, pending
+                received = [run.k.new_empty(order, dtype=run.setup.wide) for order in orders]
+            pending = run.exchange(sends, [(messages.peer, x) for x in received])
+        self._under_way = messages, received, pending
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
         """``(dk, dv)`` of this rank's rows, summed over all ranks."""

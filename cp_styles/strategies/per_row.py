@@ -30,15 +30,15 @@ class PerRowStrategy(Strategy):
     def forward(self, attention, q_BHLD, k_BGMD, v_BGME, sink_H=None, residual=None):
         kept = self._kept(attention, residual, q_BHLD, k_BGMD, v_BGME)
         rows = _rows(attention, q_BHLD, k_BGMD, v_BGME)
-        outs = [self.inner.forward(row, q, k, v, sink_H, own) for (row, (q, k, v)), own in zip(rows, kept, strict=True)]
-        return _joined(outs)
+        rows_and_kept = zip(rows, kept, strict=True)
+        return _joined([self.inner.forward(row, q, k, v, sink_H, views) for (row, (q, k, v)), views in rows_and_kept])
 
     def backward(self, attention, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, residual, sink_H=None):
         kept = self._kept(attention, residual, q_BHLD, k_BGMD, v_BGME)
         rows = _rows(attention, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE)
         grads = [
-            self.inner.backward(row, grad, q, k, v, out, own, sink_H)
-            for (row, (grad, q, k, v, out)), own in zip(rows, kept, strict=True)
+            self.inner.backward(row, grad, q, k, v, out, views, sink_H)
+            for (row, (grad, q, k, v, out)), views in zip(rows, kept, strict=True)
         ]
         dq, dk, dv, dsink = zip(*grads, strict=True)
         return _joined(dq), _joined(dk), _joined(dv), None if sink_H is None else reduce(torch.add, dsink)
@@ -46,8 +46,8 @@ class PerRowStrategy(Strategy):
     def logsumexp(self, attention, q_BHLD, k_BGMD, v_BGME, residual):
         kept = self._kept(attention, residual, q_BHLD, k_BGMD, v_BGME)
         rows = _rows(attention, q_BHLD, k_BGMD, v_BGME)
-        found = [self.inner.logsumexp(row, q, k, v, own) for (row, (q, k, v)), own in zip(rows, kept, strict=True)]
-        return torch.cat(found)
+        rows_and_kept = zip(rows, kept, strict=True)
+        return torch.cat([self.inner.logsumexp(row, q, k, v, views) for (row, (q, k, v)), views in rows_and_kept])
 
     def _kept(self, attention, residual, q, k, v) -> list[Any]:
         if residual is None:

@@ -201,11 +201,13 @@ def make_schedule(
     plan = make_plan(q_layout, kv_layout, pattern, rank, small_tiles=small_tiles)
     ranks, lengths, key_heads = q_layout.ranks, q_layout.lengths, k_shape[1]
     share = q_shape[1] // max(key_heads, 1)
-    distances = [distance for each in rounds for distance in each]
+    distances = [distance for arriving in rounds for distance in arriving]
     kept = distances[:keep]
-    whole, (query, key) = [(0, key_heads)], _row_sizes(q_shape, k_shape, v_shape)
-    groups = _groups(key_heads, query, key) if len(rounds) > 1 else whole
-    made: dict[tuple[Span, RowRanges], Block] = {}
+    # Elements of a row of queries, and of a row of k and v.
+    query, key = q_shape[1] * q_shape[3], key_heads * (k_shape[3] + v_shape[3])
+    all_heads = [(0, key_heads)]
+    groups = _groups(key_heads, query, key) if len(rounds) > 1 else all_heads
+    all_blocks: dict[tuple[Span, RowRanges], Block] = {}
 
     def source(distance: int) -> int:
         return (rank - distance) % ranks
@@ -215,62 +217,65 @@ def make_schedule(
 
     def blocks(rows: RowRanges, spans: Sequence[Span]) -> list[Block]:
         """One for each range of heads; the same object for the same rows, so that they are packed once."""
-        return [made.setdefault((heads, rows), _block(heads, rows, k_shape, v_shape)) for heads in spans if rows]
+        return [all_blocks.setdefault((heads, rows), _block(heads, rows, k_shape, v_shape)) for heads in spans if rows]
 
-    def travelling(other: int, rows: RowRanges) -> list[Parted]:
-        """What is no larger than a query shard travels with all heads. This rank and the ``other`` both know how."""
-        shard, size = query * min(lengths[rank], lengths[other]), key * _count(rows)
-        if size > shard:
+    def messages(other: int, rows: RowRanges) -> list[Parted]:
+        """The messages with ``rows`` between this rank and the ``other`` one, in either direction."""
+        # Sender and receiver compute this alike: the size of the smaller query shard is the limit.
+        limit, size = query * min(lengths[rank], lengths[other]), key * _count(rows)
+        if size > limit:
             return [(block, [block]) for block in blocks(rows, groups)]
-        parts = blocks(rows, whole if size * len(groups) <= shard else groups)
-        return [(block, parts) for block in blocks(rows, whole)]
+        parts = blocks(rows, all_heads if size * len(groups) <= limit else groups)
+        return [(block, parts) for block in blocks(rows, all_heads)]
 
-    coming = {d: travelling(source(d), plan.parts[source(d)].rows) for d in distances}
-    going = {d: travelling(peer(d), plan.sends[peer(d)]) for d in distances}
-    coming[0] = [(block, [block]) for block in blocks(plan.parts[rank].rows, whole)]
-    going[0] = []
+    received = {d: messages(source(d), plan.parts[source(d)].rows) for d in distances}
+    sent = {d: messages(peer(d), plan.sends[peer(d)]) for d in distances}
+    received[0] = [(block, [block]) for block in blocks(plan.parts[rank].rows, all_heads)]
+    sent[0] = []
 
     def step(number: int, group: int, distances: Sequence[int], travels: bool) -> Step:
-        here = {d: coming[d][group] for d in distances if group < len(coming[d])}
-        there = {d: going[d][group] for d in distances if group < len(going[d])}
+        arriving = {d: received[d][group] for d in distances if group < len(received[d])}
+        leaving = {d: sent[d][group] for d in distances if group < len(sent[d])}
         arrivals, keys, gradients = [], [], []
         for d in distances:
-            own, its = [], there[d][1] if d in there else []
-            if d in here:
-                block, parts = here[d]
+            source_keys, peer_blocks = [], leaving[d][1] if d in leaving else []
+            if d in arriving:
+                block, parts = arriving[d]
                 tiles = plan.parts[source(d)].tiles if prod(q_shape) else ()
                 tiles = tuple(sorted(tiles, key=lambda tile: tile.cover is Cover.PARTIAL))
                 for part in parts:
                     heads = part.heads[0] - block.heads[0], part.heads[1] - block.heads[0]
                     q_heads = part.heads[0] * share, part.heads[1] * share
-                    own.append(Keys(source(d), len(arrivals), heads, part, q_heads, tiles))
-                before = sum(each.size for each, _ in coming[d][:group])
+                    source_keys.append(Keys(source(d), len(arrivals), heads, part, q_heads, tiles))
+                before = sum(earlier.size for earlier, _ in received[d][:group])
                 place = (kept.index(d), slice(before, before + block.size)) if d in kept else None
                 arrivals.append(Arrival(source(d), block, place))
-            keys += own
-            gradients += [GradientMessages(source(d), one, peer(d), other) for one, other in zip_longest(own, its)]
+            keys += source_keys
+            pairs = zip_longest(source_keys, peer_blocks)
+            gradients += [GradientMessages(source(d), returned, peer(d), block) for returned, block in pairs]
         by_heads: dict[Span, list[tuple[int, Tile]]] = {}
-        for index, each in enumerate(keys):
-            by_heads.setdefault(each.q_heads, []).extend((index, tile) for tile in each.tiles)
+        for index, part in enumerate(keys):
+            by_heads.setdefault(part.q_heads, []).extend((index, tile) for tile in part.tiles)
         tiles = [tuple(sorted(x, key=lambda entry: entry[1].cover is Cover.PARTIAL)) for x in by_heads.values()]
-        sends = [(peer(d), block) for d, (block, _) in there.items()]
-        fields = (arrivals, [each.source for each in arrivals], keys, tiles, sends, gradients)
+        sends = [(peer(d), block) for d, (block, _) in leaving.items()]
+        fields = (arrivals, [arrival.source for arrival in arrivals], keys, tiles, sends, gradients)
         return Step(number, travels, *map(tuple, fields))  # pyright: ignore[reportArgumentType]
 
     forward, backward = [], []
     for group in range(len(groups)):
         # The results for own keys become the sums to which the others are added. So all heads at once cost no memory.
-        own = [(group, (0,), False)] if group == 0 else []
-        forward += own
-        forward += [(group, each, True) for each in rounds]
+        own_keys = [(group, (0,), False)] if group == 0 else []
+        forward += [*own_keys, *((group, arriving, True) for arriving in rounds)]
         # Steps with kept messages come first: they need not wait, and the other messages are sent meanwhile.
-        for others in (False, True):
-            backward += own if others else []
-            chosen = [[d for d in each if (d not in kept) == others] for each in rounds]
-            backward += [(group, each, others) for each in chosen if each]
-    sizes = tuple(sum(block.size for block, _ in coming[distance]) for distance in kept)
-    forward, backward = (tuple(step(number, *each) for number, each in enumerate(way)) for way in (forward, backward))
-    tiles = sum(len(together) for each in forward for together in each.tiles)
+        for travels in (False, True):
+            backward += own_keys if travels else []
+            chosen = [[d for d in arriving if (d not in kept) == travels] for arriving in rounds]
+            backward += [(group, arriving, travels) for arriving in chosen if arriving]
+    sizes = tuple(sum(block.size for block, _ in received[distance]) for distance in kept)
+    forward, backward = (
+        tuple(step(number, *arguments) for number, arguments in enumerate(way)) for way in (forward, backward)
+    )
+    tiles = sum(len(together) for planned in forward for together in planned.tiles)
     return Schedule(rank, forward, backward, sizes, tiles, plan)
 
 
@@ -278,11 +283,6 @@ def _groups(key_heads: int, query: int, key: int) -> list[Span]:
     """Key heads in as few groups as possible, such that a row of k and v of a group is at most a row of queries."""
     parts = min(key_heads, -(-key // max(query, 1))) or 1
     return list(pairwise(key_heads * index // parts for index in range(parts + 1)))
-
-
-def _row_sizes(q_shape: Shape, k_shape: Shape, v_shape: Shape) -> tuple[int, int]:
-    """Elements of a row of queries, and of a row of k and v."""
-    return q_shape[1] * q_shape[3], k_shape[1] * (k_shape[3] + v_shape[3])
 
 
 def _block(heads: Span, rows: RowRanges, k_shape: Shape, v_shape: Shape) -> Block:

@@ -8,7 +8,7 @@ R = 1 is plain Ulysses: the inner attention has the whole sequence on one rank.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, NamedTuple, TypeAlias
 from weakref import ref
 
@@ -136,11 +136,11 @@ class Ulysses(Strategy):
             assert inner_residual is not None
             with named_range("chunk", index, "gradients"):
                 k, v = chunk.paired(k, v)
-                *grads, own = self.inner.backward(chunk.inner, grad, q, k, v, out, inner_residual, sink)
+                *grads, chunk_dsink = self.inner.backward(chunk.inner, grad, q, k, v, out, inner_residual, sink)
                 grads[1:] = chunk.unpaired(*grads[1:])
             del grad, q, k, v  # free the memory for what follows
-            if own is not None:
-                chunk.of_heads(dsink).copy_(own)
+            if chunk_dsink is not None:
+                chunk.of_heads(dsink).copy_(chunk_dsink)
             if chunk.alone:
                 return *grads, dsink
             for number in range(3):
@@ -223,21 +223,21 @@ def _geometry(
     keys = None
     if kv_cut != q_cut:  # cross-attention
         keys = head_exchange(peers, heads=(heads, kv_heads), seq_sizes=kv_cut, seq_dim=2, head_dim=1)
-    share, found = heads // kv_heads, []
+    share, geometries = heads // kv_heads, []
     for columns, kv_columns in zip(*_chunked(exchange.columns[0], exchange.columns[1], share, chunks), strict=True):
         queries = exchange._replace(columns=(columns,))
         exchanges = (exchange._replace(columns=(columns, kv_columns, kv_columns)),)
         if keys is not None:
             exchanges = (queries, keys._replace(columns=(kv_columns,) * 2))
         (start, stop), (kv_start, kv_stop) = columns[peers.rank], kv_columns[peers.rank]
-        own, kv_own = stop - start, kv_stop - kv_start
+        count, kv_count = stop - start, kv_stop - kv_start
         pairs = tuple(head // share - kv_start for head in range(start, stop))
-        regular = kv_own and own % kv_own == 0
-        even = regular and pairs == tuple(index // (own // kv_own) for index in range(own))
-        found.append(
-            _Geometry(queries, exchanges, layouts, (start, stop), kv_own, None if even or not pairs else pairs)
+        regular = kv_count and count % kv_count == 0
+        even = regular and pairs == tuple(index // (count // kv_count) for index in range(count))
+        geometries.append(
+            _Geometry(queries, exchanges, layouts, (start, stop), kv_count, None if even or not pairs else pairs)
         )
-    return tuple(found)
+    return tuple(geometries)
 
 
 def _chunked(
@@ -265,7 +265,7 @@ class _Levels:
     Attributes:
         chunks: the chunks, in order.
         specs: of the residual.
-        joined: what puts query, key and value together from all chunks: one; two in cross-attention.
+        joined: joins the chunks of query, key and value: one for all three; two in cross-attention.
     """
 
     def __init__(self, strategy: Ulysses, attention: Attention, q, k, v) -> None:
@@ -277,7 +277,7 @@ class _Levels:
         peers = Peers("", 0, 1) if group is None else Peers("", group.rank(), group.size())
         geometries = _geometry(peers, first, *layouts, q.shape[1], k.shape[1], strategy.chunks)
         groups = None if group is None else ref(group), inner_group
-        self.chunks = [_Chunk(strategy.inner, attention, each, groups, q, k, v) for each in geometries]
+        self.chunks = [_Chunk(strategy.inner, attention, geometry, groups, q, k, v) for geometry in geometries]
         self.specs = [spec for chunk in self.chunks for spec in chunk.specs]
         self._places = ResidualPlaces(self.specs)
         ways = zip(*(chunk.ways for chunk in self.chunks), strict=True)
@@ -289,7 +289,7 @@ class _Levels:
         return (0, tensor) if len(self.joined) == 1 else ((0, 0), (1, 0), (1, 1))[tensor]
 
     def like_queries(self, dim: int) -> Joined:
-        """What puts tensors like queries, with a last dim ``dim``, together from all chunks."""
+        """Joins the chunks of tensors with the shape of queries and a last dim ``dim``."""
         if dim not in self._like_queries:
             self._like_queries[dim] = Joined([chunk.like_queries(dim) for chunk in self.chunks])
         return self._like_queries[dim]
@@ -298,11 +298,11 @@ class _Levels:
         """For each chunk views of ``residual``. Without one there are none."""
         if residual is None:
             return [(None, None, None)] * len(self.chunks)
-        found, views = [], iter(self._places.views(residual))
+        kept, views = [], iter(self._places.views(residual))
         for chunk in self.chunks:
             *places, out, inner = islice(views, len(chunk.specs))
-            found.append((places, out.transpose(1, 2), inner))
-        return found
+            kept.append((places, out.transpose(1, 2), inner))
+        return kept
 
 
 _Kept: TypeAlias = tuple[list[torch.Tensor] | None, torch.Tensor | None, torch.Tensor | None]
@@ -414,7 +414,7 @@ def joined(layout: SequenceLayout, size: int) -> SequenceLayout:
         return striped(layout.length, layout.ranks // size, block=held.block * size)
     chunks = layout.chunks
     return SequenceLayout.from_chunks(
-        [chunk for own in chunks[first : first + size] for chunk in own] for first in range(0, len(chunks), size)
+        chain.from_iterable(chunks[first : first + size]) for first in range(0, len(chunks), size)
     )
 
 
@@ -425,9 +425,9 @@ def _among(layout: SequenceLayout, first: int, size: int) -> SequenceLayout:
     members = layout.chunks[first : first + size]
     offsets: dict[Chunk, int] = {}
     total = 0
-    for chunk in sorted(chunk for own in members for chunk in own):
+    for chunk in sorted(chain.from_iterable(members)):
         offsets[chunk] = total
         total += chunk[1] - chunk[0]
     return SequenceLayout.from_chunks(
-        [(offsets[chunk], offsets[chunk] + chunk[1] - chunk[0]) for chunk in own] for own in members
+        [(offsets[chunk], offsets[chunk] + chunk[1] - chunk[0]) for chunk in rank_chunks] for rank_chunks in members
     )
