@@ -369,7 +369,9 @@ class TokenFlow(TorchDispatchMode):
         if dim is None:
             along = label.spread or self._has_tokens(label, x)
         else:
-            along = x.shape[dim] == self.length or (tokens is not None and tokens.shape[dim] > 1)
+            # A multiple: of frames that were cut, each may have several patches.
+            whole = bool(self.length) and x.shape[dim] % self.length == 0
+            along = label.spread or whole or (tokens is not None and tokens.shape[dim] > 1)
         if not along:
             return None
         if label.mixed is not None:

@@ -793,9 +793,14 @@ def _convolution(call: OpCall) -> Label:
     whole = x if x.ndim == weight.ndim else x.unsqueeze(0)
     track = label.tokens if x.ndim == weight.ndim or label.tokens is None else label.tokens.unsqueeze(0)
     track, meet = over(track, [1])
-    if track is None:
-        return call.join(None, None, meet, given=[label])
     strides = call.argument("stride", [1])
+    if track is None:
+        # Of an image or a video it is not known along which dim it is cut. Patches beside each other need no others.
+        if label.unknown and weight.ndim > 3:
+            apart = [strides[index % len(strides)] >= weight.shape[index + 2] for index in spatial]
+            if not all(apart) or any(call.argument("padding", [0])):
+                return replace(call.join(None, None, True, given=[label]), spread=True)
+        return call.join(None, None, meet, given=[label])
     for index in spatial:
         dim = index + 2
         if track.shape[dim] == 1:

@@ -629,16 +629,16 @@ def _refuse_labels(name: str, kind: str, inputs: Mapping[str, Any]) -> None:
     if inputs.get("shift_labels") is None:
         raise ValueError(
             f"{name}: {kind} makes the loss from labels= by itself, on this rank's part: labels would be shifted after "
-            "the cut, and the mean would be of this rank's tokens. Take the logits, and use next_token_labels, "
-            "layout.shard and global_loss; or pass shift_labels= (made for the whole sequence, then cut) and "
-            "num_items_in_batch= (of all ranks) too"
+            "the cut, and the mean would be of this rank's tokens. Cut the batch by batch = BatchSharder(mesh)(batch), "
+            "and take batch.loss(model(**batch.inputs).logits); or pass shift_labels= (made for the whole sequence, "
+            "then cut) and num_items_in_batch= (of all ranks) too"
             f"{see('Labels inside a model')}"
         )
     if inputs.get("num_items_in_batch") is None:
         raise ValueError(
             f"{name}: {kind} would return the mean over this rank's tokens, and a mean of the ranks' means is another "
-            "number: pass num_items_in_batch=global_token_count(labels, mesh) too, then each rank's loss is its share "
-            "of the mean"
+            "number: with BatchSharder take batch.loss(model(**batch.inputs).logits); or pass "
+            "num_items_in_batch=global_token_count(labels, mesh) too, then each rank's loss is its share of the mean"
         )
 
 

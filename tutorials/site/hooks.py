@@ -28,7 +28,7 @@ log = get_plugin_logger(__name__)
 ROOT = Path(__file__).parents[2]
 TUTORIALS = ROOT / "tutorials"
 # Pages from elsewhere in the repository, by their path in it.
-PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md"}
+PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 # The modules whose names are not all exported from cp_styles, with a page for each.
 MODULES = ("torch_api", "collectives", "explain", "verify", "testing", "kernels", "plan", "mixers")
 MODULES += ("batch", "decoding", "joint_layout", "strategies")
