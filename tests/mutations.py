@@ -1149,8 +1149,14 @@ MISTAKES = [
     ),
     Mistake(
         "block: only the first is followed",
-        "if times & (times - 1) or graph_task_id() >= 0:",
-        "if times > 1 or graph_task_id() >= 0:",
+        "return due or not self._blocks & (self._blocks - 1)",
+        "return self._blocks == 1",
+        "tests/ranks/doors/test_unseen.py",
+    ),
+    Mistake(
+        "block: a new model does not make the next block a followed one",
+        "return due or not self._blocks & (self._blocks - 1)",
+        "return not self._blocks & (self._blocks - 1)",
         "tests/ranks/doors/test_unseen.py",
     ),
     Mistake(

@@ -92,7 +92,8 @@ def context_parallel(
         check_inputs: True refuses mistakes in the arguments of the models that call attention inside, as
             :class:`~cp_styles.styles.ModuleContextParallel` does: missing positions, labels that a model would shift
             after the cut, windows that it would lose. They are looked at when a model first calls attention in a block.
-            And, in the first, second, fourth, ... block over these ranks, what mixes or counts tokens of the buffers.
+            And what mixes or counts tokens of the buffers: in the first, second, fourth, ... block over these ranks,
+            and in the one after a block in which a model is new.
 
     Returns:
         A context manager. It may be entered any number of times, one after the other.
@@ -106,7 +107,7 @@ def context_parallel(
             requires grad, or whose ``.grad`` does not have the shape of the part.
         TypeError: at entry, on every rank, for parameters, and for objects that are not plain tensors.
         NotImplementedError: inside, or at its end, for attention in plain ops, such as that of an eager model of
-            transformers, and for what else mixes or counts tokens, in the first, second, fourth, ... block.
+            transformers, and for what else mixes or counts tokens.
 
     For the errors of attention calls see :class:`~cp_styles.styles.ModuleContextParallel`.
 

@@ -238,16 +238,14 @@ class _BlockEntry(Opening):
             calls.refuse_mixed_results()
 
     def _flow(self) -> TokenFlow | None:
-        """Finds what mixes and counts tokens of the cut buffers; see [Note: token flow]. In the first, second, fourth,
-        ... block over these ranks; None in others."""
-        times = _entries[self.group] = _entries.get(self.group, 0) + 1
-        if times & (times - 1) or graph_task_id() >= 0:
+        """Finds what mixes and counts tokens of the cut buffers; see [Note: token flow]. None if this block is not to
+        be followed."""
+        if not _histories.setdefault(self.group, _History()).follows_next() or graph_task_id() >= 0:
             return None
         lengths = {part.data.shape[part.dim] for part in self.parts}
         length = lengths.pop() if len(lengths) == 1 else None
         binding = self.scoped.unscoped
         counts = partial(possible_positions, binding) if counting_is_wrong(binding, length) else None
-
         flow = TokenFlow(length, counts, rank=self.group.rank(), looks_at_readers=True)
         flow.seed((part.buffer, part.dim) for part in self.parts)
         return flow
@@ -258,6 +256,27 @@ class _BlockEntry(Opening):
         while entry is not None:
             yield entry
             entry = entry.outer
+
+
+class _History:
+    """Which blocks over the ranks of a group are followed: the first, second, fourth and so on; and the one after a
+    block that was not, in which a model called attention that had not yet done so in a followed one."""
+
+    def __init__(self) -> None:
+        self._blocks, self._due = 0, False
+        self._models: WeakKeyDictionary[nn.Module, set[bool]] = WeakKeyDictionary()  # whether they were in training
+
+    def follows_next(self) -> bool:
+        self._blocks += 1
+        due, self._due = self._due, False
+        return due or not self._blocks & (self._blocks - 1)
+
+    def note(self, module: nn.Module, *, followed: bool) -> None:
+        modes = self._models.setdefault(module, set())
+        if followed:
+            modes.add(module.training)
+        elif module.training not in modes:
+            self._due = True
 
 
 class _BlockCalls(AttentionCalls):
@@ -287,6 +306,7 @@ class _BlockCalls(AttentionCalls):
             return
         for module, (guard, self._tally.inputs) in guards.items():
             guard.check_output(module, (), None)  # by lengths that were not known before
+            _histories[self._entry.group].note(module, followed=self.flow is not None)
         if self._entry.parts and not self._again and not self._tally.calls and not self._scoped.unscoped.ledger.lengths:
             warnings.warn(
                 f"{self._name}: no attention was called inside, nor before over these ranks: each rank computed on its "
@@ -413,8 +433,7 @@ def ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
 
 
 rotation: ContextVar[Strategy] = ContextVar("rotate_method", default=AllGather())  # noqa: B039 - it is frozen
-# The number of blocks that were entered, by group.
-_entries: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+_histories: WeakKeyDictionary[dist.ProcessGroup, _History] = WeakKeyDictionary()
 # The blocks that are open in this context, in the order in which they were opened.
 _open: ContextVar[tuple[_BlockEntry, ...]] = ContextVar("context_parallel_blocks", default=())
 # The ranks of the last block that ended, and how it cut; None if that was a layout of its own.

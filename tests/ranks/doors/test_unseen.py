@@ -291,18 +291,22 @@ AROUND = {
 }
 
 
-@sampled(1, how=AROUND, block=[1, 2, 4], gradients=[True, False])
-def test_behind_the_last_attention_of_a_block(how: str, gradients: bool, block: int):
-    """Found where the loss reads it: in the first block over these ranks, the second, the fourth."""
+@sampled(1, how=AROUND, blocks=[1, 2, (3, 4), (5, 6)], gradients=[True, False])
+def test_behind_the_last_attention_of_a_block(how: str, gradients: bool, blocks: int | tuple[int, int]):
+    """Found where the loss reads it: in the first block over these ranks, the second, the fourth. A model that is new
+    in one between them is found in the next one."""
     act, words = AROUND[how]
     whole, labels = randn(0, 1, 8, 4), torch.arange(8)[None] % 4
+    first, last = blocks if isinstance(blocks, tuple) else (blocks, blocks)
+    entered = [0, 0]
 
     def on(rank: int) -> torch.Tensor:
-        losses = []
-        for number in range(1, block + 1):
+        mesh, losses, good, bad = cp_mesh(2), [], Last(torch.tanh), Last(act)
+        for number in range(1, last + 1):
+            entered[rank] = number
             x, wanted = whole.clone(), labels.clone()
-            model = Last(act if number == block else torch.tanh)
-            cut = context_parallel(cp_mesh(2), buffers=[x, wanted], buffer_seq_dims=[1, 1])
+            model = bad if number >= first else good
+            cut = context_parallel(mesh, buffers=[x, wanted], buffer_seq_dims=[1, 1])
             with torch.set_grad_enabled(gradients), cut:
                 logits = model(x)
                 count = (wanted >= 0).sum()
@@ -316,6 +320,7 @@ def test_behind_the_last_attention_of_a_block(how: str, gradients: bool, block: 
         return
     with pytest.raises(RankError) as caught:
         run_ranks(on, 2, timeout_seconds=20)
-    found = list(caught.value.errors.values())
-    assert all(isinstance(each, NotImplementedError) for each in found)
-    assert words in str(found[1])
+    errors = list(caught.value.errors.values())
+    assert all(isinstance(each, NotImplementedError) for each in errors)
+    assert words in str(errors[1])
+    assert entered == [last, last]
