@@ -679,8 +679,8 @@ MISTAKES = [
     ),
     Mistake(
         "trainers: labels are shifted after the cut",
-        'batch["shift_labels"] = next_token_labels(labels, document_ids=ids, seq_dim=1)',
-        'batch["shift_labels"] = labels',
+        "batch[name] = next_token_labels(labels, document_ids=ids, shift=ahead, seq_dim=1)",
+        "batch[name] = labels",
         "tests/ranks/doors/test_batch_sharder.py",
     ),
     Mistake(
