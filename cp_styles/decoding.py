@@ -31,7 +31,6 @@ from cp_styles.comm.agreement import (
     EVERY_CALL,
     Agreement,
     Meeting,
-    RankStatus,
     StatusRow,
     compare,
     exchange_status,
@@ -403,7 +402,6 @@ def _agree(
         sizes = [(*x.shape[:2], x.shape[3], x.dtype) for x in held]
         texts = [plain(each) for each in (call.mask, call.kernel, call.score_mod)]
         return StatusRow(
-            status=RankStatus.GOOD_CALL,
             guessed=cache.length << 31 | cache._first,
             inputs=fingerprint([given, contents, sizes]),
             call=fingerprint([call.scale, *texts, call.mask.content]),

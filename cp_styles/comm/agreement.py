@@ -41,15 +41,13 @@ class RankStatus(enum.IntEnum):
 
     NO_CALL = -1
     BAD_INPUTS = 0
-    GOOD_INPUTS = 1
-    GOOD_CALL = 2
+    GOOD = 1
 
 
 class Meeting(enum.IntEnum):
     """The operations before which ranks meet."""
 
     ATTENTION = 1
-    CALL = 2
     LAYOUT = 3
     WARNING = 4
     BACKWARD = 5
@@ -69,7 +67,6 @@ class Meeting(enum.IntEnum):
 
 _WORDS = {
     Meeting.ATTENTION: "about to attend",
-    Meeting.CALL: "about to attend",
     Meeting.LAYOUT: "comparing layouts",
     Meeting.WARNING: "about to warn",
     Meeting.BACKWARD: "in a backward",
@@ -109,7 +106,7 @@ class StatusRow(NamedTuple):
 
     q_length: int = 0
     kv_length: int = 0
-    status: int = RankStatus.GOOD_INPUTS
+    status: int = RankStatus.GOOD
     meeting: int = 0
     who: int = 0
     place: int = 0
@@ -166,9 +163,9 @@ class EveryCall(Agreement):
     than the others or in another order, then every rank raises, and nothing waits for a timeout. If one rank fails in
     the middle of an attention, every rank raises, and the process groups are of no use any more.
 
-    Communication: an all-gather of 13 integers an attention, on the host (two for an ``AttentionContextParallel`` with
-    a balancer, which does not know the global length before), and one before each backward. With a SequenceLayout
-    a rank does not wait for it at once: see [Note: agreement without waiting] in comm/agreement.py.
+    Communication: an all-gather of 13 integers an attention, on the host, and one before each backward. With a balancer
+    there are two an attention where a rank could not guess the global length. With a SequenceLayout a rank does not
+    wait for it at once: see [Note: agreement without waiting] in comm/agreement.py.
 
     Example::
 
@@ -245,13 +242,12 @@ def exchange_status(
     name: str,
     axis: str,
     group: dist.ProcessGroup,
-    refused: RankStatus = RankStatus.BAD_INPUTS,
     *,
     agreement: Agreement = EVERY_CALL,
     assumed: Callable[[StatusRow], Sequence[StatusRow]] | None = None,
 ) -> StatusRows:
     """:func:`start_status`, and its result at once."""
-    return start_status(build, meeting, name, axis, group, refused, agreement=agreement, assumed=assumed)()
+    return start_status(build, meeting, name, axis, group, agreement=agreement, assumed=assumed)()
 
 
 def start_status(
@@ -260,7 +256,6 @@ def start_status(
     name: str,
     axis: str,
     group: dist.ProcessGroup,
-    refused: RankStatus = RankStatus.BAD_INPUTS,
     *,
     agreement: Agreement = EVERY_CALL,
     assumed: Callable[[StatusRow], Sequence[StatusRow]] | None = None,
@@ -272,8 +267,7 @@ def start_status(
     With :class:`NoAgreement` they are those that ``assumed`` gives for ranks that all call alike, from that of this
     rank; None if it is not known. ``path`` is the module that calls, for messages.
 
-    If ``build`` raises an Exception, this rank raises it when all know, and the others get the status ``refused`` and
-    raise too.
+    If ``build`` raises an Exception, this rank raises it when all know, and the others raise too.
     (Other BaseExceptions, such as KeyboardInterrupt, end the connections of the group.)
     Communication: one all-gather of WIDTH integers; with :class:`NoAgreement` none.
 
@@ -282,7 +276,7 @@ def start_status(
     """
     drop_check(group)  # of an attention that has failed
     problem: Exception | None = None
-    said = StatusRow(status=refused)
+    said = StatusRow(status=RankStatus.BAD_INPUTS)
     try:
         with without_dispatch_modes():
             said = build()

@@ -34,6 +34,7 @@ class GroupState:
         collectives: the same for :mod:`cp_styles.collectives`.
         backward_of: the number of the forward whose backward is under way; 0 in a forward.
         modules: to how many modules each style was applied over this group.
+        meshes: the private meshes of styles over this group: see :mod:`cp_styles.styles.private_mesh`.
         broken: the error by which this rank has left an operation; empty if there was none.
     """
 
@@ -45,6 +46,7 @@ class GroupState:
     collectives: int = 0
     backward_of: int = 0
     modules: WeakKeyDictionary[Any, int] = field(default_factory=WeakKeyDictionary)
+    meshes: dict[Any, Any] = field(default_factory=dict)
     broken: str = ""
 
     def name_of(self, user: str) -> str:

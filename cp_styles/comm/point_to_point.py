@@ -110,7 +110,7 @@ def break_off(group: dist.ProcessGroup, error: BaseException) -> None:
     state.broken = f"{type(error).__name__}: {error}"[:200]
     for each in (group, *_parts.get(group, {}).values()):
         gloo = _hosts.get(each)
-        with contextlib.suppress(RuntimeError):  # the group was destroyed
+        with contextlib.suppress(RuntimeError, TypeError):  # the group was destroyed
             gloo = gloo or cpu_backend_of(each, "gloo")
         if gloo is not None:
             end_connections(gloo)

@@ -22,7 +22,6 @@ from cp_styles.comm.agreement import (
     Agreement,
     Ledger,
     Meeting,
-    RankStatus,
     StatusRow,
     StatusRows,
     compare,
@@ -37,7 +36,6 @@ from cp_styles.comm.agreement import (
 )
 from cp_styles.comm.group_state import check_later, settle, state_of
 from cp_styles.engine.gradient_watch import RAISE, Finding, GradientCheck, ParameterWatch, watch_of
-from cp_styles.engine.mesh_axes import OtherAxes, chunk_sizes, declared_size
 from cp_styles.kernels import Kernel, SdpaKernel, kernel_for_tiles
 from cp_styles.kernels.autocast import attended_dtypes
 from cp_styles.layout import (
@@ -56,6 +54,7 @@ from cp_styles.troubleshooting import see
 _MOST_ATTENTIONS = 16
 # Number of bindings with other masks that it caches. A mask may hold a tensor.
 _MOST_MASKED = 4
+_SEQ_DIM = 2  # of query, key and value [B, H, S, D]
 
 
 @dataclass
@@ -65,8 +64,6 @@ class Tally:
     Attributes:
         calls: number of attention ops that have run.
         lengths: numbers of local queries of the calls that a function mode has intercepted.
-        deferred_agreement: the :meth:`Binding.agree` that was deferred to the first of them, as a function of
-            ``refuse`` and ``call``. None if the ranks have agreed.
         running: whether this forward is under way. (Not known where torch.compile traces it.)
         inputs: arguments of the module's forward, by parameter name; empty outside of a forward.
         made_mask: a mask that says more than causal, made for the layers of this forward by a door of another library.
@@ -77,7 +74,6 @@ class Tally:
 
     calls: int = 0
     lengths: set[int] = field(default_factory=set)
-    deferred_agreement: partial[Any] | None = None
     running: bool = False
     inputs: dict[str, Any] = field(default_factory=dict)
     made_mask: Any = None
@@ -99,7 +95,8 @@ class Binding:
         kernel: computes the tiles that it can, see :func:`~cp_styles.kernels.kernel_for_tiles`. None prefers the fused
             kernel of the call.
         lengths: global numbers of queries and keys of the call, once the ranks have agreed on them.
-        other_axes: the mesh axes other than ``axis`` on which the tensors of the call are DTensors. None: none.
+        heads: which query heads the tensors of a call are, if these are a share of more heads.
+        whole: the (batch, heads) that a mask of the call must fit, if the tensors are a share of these.
         tally: state of the module's forward. An error is raised if its attention was not reached.
         gradient_check: what to do if gradients were not reduced over the group.
         agreement: how often the ranks agree on attention.
@@ -115,7 +112,8 @@ class Binding:
     mask: Mask
     kernel: Kernel | None = None
     lengths: tuple[int, int] | None = None
-    other_axes: OtherAxes | None = None
+    heads: tuple[int, int] | None = None
+    whole: tuple[int, int] | None = None
     tally: Tally = field(default_factory=Tally, compare=False, repr=False)
     gradient_check: GradientCheck = field(default=RAISE, compare=False, repr=False)
     agreement: Agreement = field(default=EVERY_CALL, compare=False, repr=False)
@@ -127,6 +125,7 @@ class Binding:
     _settlements: dict[tuple[SequenceLayout, SequenceLayout], Binding] = field(
         init=False, default_factory=dict, compare=False, repr=False
     )
+    _by_heads: dict[Any, Binding] = field(init=False, default_factory=dict, compare=False, repr=False)
     _masked: dict[Mask, Binding] = field(init=False, default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -178,30 +177,24 @@ class Binding:
         is_causal: bool,
         scale: float | None,
         attn_mask: torch.Tensor | None = None,
-        preferred: Kernel | None = None,
-        heads: tuple[int, int] | None = None,
-        whole: tuple[int, int] | None = None,
     ) -> Attention:
         """The attention of one call, from its *global* lengths and its local query, key and value [B, H, S, D].
 
-        ``attn_mask`` is the mask of the call, for the whole sequence, in the order of positions. If the tensors are
-        part of a larger batch or of more heads, ``heads`` says which query heads they are, and ``whole`` is the (batch,
-        heads) that a mask must fit.
+        ``attn_mask`` is the mask of the call, for the whole sequence, in the order of positions.
 
         It raises the same errors on every rank, because it does not depend on the rank. No communication. Results are
         cached.
         """
-        said = {"is_causal": is_causal, "scale": scale, "preferred": preferred, "heads": heads, "whole": whole}
         if attn_mask is not None:
-            return self._attention(q_length, kv_length, tensors, attn_mask, **said)
+            return self._attention(q_length, kv_length, tensors, attn_mask, is_causal, scale)
         q, k, v = tensors
-        key = q_length, kv_length, q.shape, k.shape, v.shape, q.dtype, q.device, *said.values()
+        key = q_length, kv_length, q.shape, k.shape, v.shape, q.dtype, q.device, is_causal, scale
         found = self._attentions.get(key)
         if found is None:
             if len(self._attentions) >= _MOST_ATTENTIONS:
                 self._attentions.clear()
             try:
-                found = self._attentions[key] = self._attention(q_length, kv_length, tensors, None, **said)
+                found = self._attentions[key] = self._attention(q_length, kv_length, tensors, None, is_causal, scale)
             except Exception:
                 settle(self.group)  # what the ranks disagree on may be the cause
                 raise
@@ -215,9 +208,6 @@ class Binding:
         attn_mask: torch.Tensor | None,
         is_causal: bool,
         scale: float | None,
-        preferred: Kernel | None,
-        heads: tuple[int, int] | None,
-        whole: tuple[int, int] | None,
     ) -> Attention:
         q, k, v = tensors
         q_layout = self.layout_for(q_length)
@@ -226,16 +216,16 @@ class Binding:
         try:
             mask = mask if attn_mask is None else mask & Dense(attn_mask)
             _check_shapes(q, k, v)
-            mask.check((*(whole or (q.shape[0], q.shape[1])), q_length, kv_length))
+            mask.check((*(self.whole or (q.shape[0], q.shape[1])), q_length, kv_length))
         except ValueError as error:
             raise ValueError(f"{self.name}: {error}") from None
         if scale is None:
             scale = 1.0 / math.sqrt(q.shape[-1])
         try:
-            kernel = kernel_for_tiles(tensors, named=self.kernel, preferred=preferred)
+            kernel = kernel_for_tiles(tensors, named=self.kernel)
         except NotImplementedError as error:
             raise NotImplementedError(f"{self.name}: {error}") from None
-        return Attention(self.group, q_layout, kv_layout, mask, kernel, scale, heads)
+        return Attention(self.group, q_layout, kv_layout, mask, kernel, scale, self.heads)
 
     def resolve(self) -> tuple[Binding, None]:
         """As :meth:`~cp_styles.engine.scope.ScopedBinding.resolve`: no scope applies."""
@@ -247,6 +237,13 @@ class Binding:
             object.__setattr__(self, "_lean", replace(self, strategy=self.strategy.keeping_nothing()))
         assert self._lean is not None
         return self._lean
+
+    def of_heads(self, heads: tuple[int, int], whole: tuple[int, int]) -> Binding:
+        """This binding for a share of the heads. Cached."""
+        found = self._by_heads.get((heads, whole))
+        if found is None:
+            found = self._by_heads[heads, whole] = replace(self, heads=heads, whole=whole)
+        return found
 
     def with_mask(self, mask: Mask) -> Binding:
         """This binding with ``mask`` beside its own. Cached for the latest masks: layers share them."""
@@ -274,32 +271,13 @@ class Binding:
             )
         return self.layout_for(kv_length)
 
-    def known(self, refuse: Callable[[], None], tensors: Sequence[torch.Tensor], seq_dim: int) -> Binding | None:
-        """What :meth:`agree` would return, for a SequenceLayout, if it is certain without communication. Else None.
-
-        If it is known, the agreement can be deferred to the call. It is not known if this rank sees an error, which
-        must be reported now. No communication.
-        """
-        assert isinstance(self.layout, SequenceLayout)
-        try:
-            refuse()
-            self.refuse_other_cut(cuts_of(tensors), tensors[0].shape[seq_dim])
-        except Exception:  # of any kind: agree() reports it to the other ranks
-            return None
-        own = self.layout.lengths[self.group.rank()]
-        q, k, v = tensors
-        return self.as_given if q.shape[seq_dim] == k.shape[seq_dim] == v.shape[seq_dim] == own else None
-
     def agree(
         self,
         refuse: Callable[[], None],
         tensors: Sequence[torch.Tensor],
-        seq_dim: int,
+        call: Mapping[str, Any],
+        keep: bool,
         attn_mask: torch.Tensor | None = None,
-        call: Mapping[str, Any] | None = None,
-        keep: bool = False,
-        refused: RankStatus = RankStatus.BAD_INPUTS,
-        dtypes: Sequence[torch.dtype] | None = None,
     ) -> Binding:
         """The binding of one call, with its ``lengths``, once all ranks know that their inputs fit together.
 
@@ -310,19 +288,16 @@ class Binding:
 
         Args:
             refuse: raises on bad local input.
-            tensors: local query, key and value; 4-D if ``refuse`` returns.
-            seq_dim: their sequence dim. May be negative.
-            attn_mask: the mask of the call for the whole sequence, if it is known already.
-            call: the other arguments of the call by name (``is_causal``, ``scale``), if they are known already.
-            keep: whether a backward of the call may follow, if the call is known.
-            refused: the status that the other ranks get if ``refuse`` raises.
-            dtypes: in which the tensors are attended to. None: those of now, under autocast or not.
+            tensors: local query, key and value [B, H, S, D]; 4-D if ``refuse`` returns.
+            call: the other arguments of the call by name (``is_causal``, ``scale``).
+            keep: whether a backward of the call may follow.
+            attn_mask: the mask of the call for the whole sequence.
 
         Raises :class:`~cp_styles.engine.gradient_watch.UnreducedGradientsError` if the ranks' parameters differ.
         """
         layout, rank = self.layout, self.group.rank()
         given = layout if isinstance(layout, SequenceLayout) else None
-        asked = _Call(self, refuse, tensors, seq_dim, attn_mask, call, keep, dtypes)
+        asked = _Call(self, refuse, tensors, attn_mask, call, keep)
         self.ledger.engaged = True
         meeting = start_status(
             asked.row,
@@ -330,28 +305,24 @@ class Binding:
             self.name,
             self.axis,
             self.group,
-            refused,
             agreement=self.agreement,
             assumed=None if given is None else partial(_as_cut_by, given, rank),
             path=self.tally.path,
         )
         q, k, v = tensors
         own = None if given is None else given.lengths[rank]
-        if call is None or attn_mask is not None or not q.shape[seq_dim] == k.shape[seq_dim] == v.shape[seq_dim] == own:
+        if attn_mask is not None or not q.shape[_SEQ_DIM] == k.shape[_SEQ_DIM] == v.shape[_SEQ_DIM] == own:
             return asked.finish(meeting)
         check_later(self.group, partial(asked.finish, meeting))  # see [Note: agreement without waiting] in agreement.py
         return self.as_given
 
-    def begun(self, engaged: bool) -> None:
-        """Note that an attention starts, on which the ranks have agreed. It ends with :meth:`finished`.
-
-        ``engaged``: its call is known.
-        """
+    def begun(self) -> None:
+        """Note that an attention starts, on which the ranks have agreed. It ends with :meth:`finished`."""
         ledger = self.ledger
-        ledger.engaged, ledger.backward_began = engaged, False
-        ledger.forward_open |= self.agreement == EVERY_CALL and graph_task_id() < 0
+        ledger.engaged, ledger.backward_began = True, False
+        ledger.forward_open = ledger.forward_open or graph_task_id() < 0
         if self.group.size() > 1:
-            state_of(self.group).forwards += engaged
+            state_of(self.group).forwards += 1
 
     def finished(self) -> None:
         """Note that the forward of the attention has ended. Later errors are not errors of the attention."""
@@ -385,89 +356,9 @@ class Binding:
         assert isinstance(self.layout, SequenceLayout)
         return self.settled((self.layout.length, self.layout.length), (self.layout, self.layout))
 
-    def agree_on_call(
-        self,
-        refuse: Callable[[], None],
-        is_causal: bool,
-        scale: float | None,
-        attn_mask: torch.Tensor | None,
-        keep: bool,
-        dtypes: Sequence[torch.dtype],
-    ) -> None:
-        """Raise on every rank unless all ranks call their attention in the same way: for a call inside a module.
-
-        A module may depend on its local part: ``is_causal=query.shape[2] > 1`` differs on a rank with one token.
-        ``refuse`` raises for errors that only this rank may see. ``keep``: a backward may follow. Communication: that
-        of :meth:`agree` if it was deferred, otherwise one all-gather.
-        """
-        deferred_agreement, self.tally.deferred_agreement = self.tally.deferred_agreement, None
-        if deferred_agreement is not None:  # the same row as that of a compiled call: the others' may be
-            call: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "sink": None}
-            if deferred_agreement.keywords["attn_mask"] is None:
-                deferred_agreement = partial(deferred_agreement, attn_mask=attn_mask)
-            elif attn_mask is not None:  # beside that of the module's call
-                call["attn_mask"] = _contents(attn_mask)
-            deferred_agreement(refuse, call=call, keep=keep, refused=RankStatus.NO_CALL, dtypes=dtypes)
-            return
-
-        def build() -> StatusRow:
-            refuse()
-            contents = None if attn_mask is None else _contents(attn_mask)
-            return StatusRow(
-                status=RankStatus.GOOD_CALL,
-                place=self.place,
-                call=fingerprint_of(is_causal, scale, contents, *dtypes),
-                flags=BACKWARD_MAY_COME * keep,
-            )
-
-        where = self.name, self.axis
-        self.ledger.engaged = True
-        ranks = self.group.size()
-        meeting = start_status(
-            build,
-            Meeting.CALL,
-            *where,
-            self.group,
-            RankStatus.NO_CALL,
-            agreement=self.agreement,
-            assumed=lambda mine: [mine] * ranks,
-            path=self.tally.path,
-        )
-
-        check = partial(self._finish_call, meeting, is_causal, scale, attn_mask, keep, dtypes)
-        if attn_mask is None:
-            check_later(self.group, check)
-        else:
-            check()
-
-    def _finish_call(
-        self,
-        meeting: Callable[[], StatusRows],
-        is_causal: bool,
-        scale: float | None,
-        attn_mask: torch.Tensor | None,
-        keep: bool,
-        dtypes: Sequence[torch.dtype],
-    ) -> None:
-        """The end of :meth:`agree_on_call`: wait for the others' rows of ``meeting``, and compare."""
-
-        def mine() -> str:
-            mask = "none" if attn_mask is None else f"one of shape {tuple(attn_mask.shape)}"
-            return (
-                f"is_causal={is_causal}, scale={scale}, dtype={dtypes[0]}, attn_mask {mask}. Autocast must be on for "
-                "the attention on all ranks or on none. The module must not decide by the length of "
-                "its local input, and attn_mask must be the mask of the whole sequence, the same on all ranks"
-            )
-
-        rows = meeting()
-        if not rows.alike:
-            compare(rows, "call", self.name, self.axis, "the call of the attention inside", mine)
-            _compare_keep(rows, keep, self.name, self.axis)
-        self.begun(True)
-
     def refuse(self, problem: Exception) -> NoReturn:
         """Raise ``problem`` on this rank, and an error on the ranks that are about to :meth:`agree`."""
-        self.agree(partial(_raise, problem), (), 0)
+        self.agree(partial(_raise, problem), (), {}, False)
         raise problem
 
     def refuse_call(self) -> None:
@@ -524,10 +415,9 @@ class Binding:
 
         where = self.name, self.axis
         compare(rows, "inputs", *where, "shape (beside the sequence), dtype or attn_mask", shapes)
-        if len({row.status for row in rows}) == 1:
-            named = _NAMED + (f" (or {', '.join(call)} of the call)" if call else "")
-            compare(rows, "config", *where, named, settings)
-            compare(rows, "call", *where, named, settings)
+        named = f"{_NAMED} (or {', '.join(call)} of the call)"
+        compare(rows, "config", *where, named, settings)
+        compare(rows, "call", *where, named, settings)
 
     @property
     def place(self) -> int:
@@ -560,17 +450,6 @@ class Binding:
         return self.cuts[0].lengths, self.cuts[1].lengths
 
     @cached_property
-    def declared_sizes(self) -> tuple[int, int]:
-        """The global numbers of queries and of keys, as they are declared to DTensor then."""
-        first, second = [declared_size(layout, self.group.rank()) for layout in self.cuts]
-        return first, second
-
-    @cached_property
-    def uneven(self) -> bool:
-        """Whether the parts are other ones than DTensor would make."""
-        return any(layout.lengths != chunk_sizes(layout.length, layout.ranks) for layout in self.cuts)
-
-    @cached_property
     def number(self) -> int:
         """A number for the layouts, for a :class:`~cp_styles.comm.agreement.StatusRow`."""
         return _number_of(self.cuts)
@@ -599,43 +478,39 @@ class _Call:
     binding: Binding
     refuse: Callable[[], None]
     tensors: Sequence[torch.Tensor]
-    seq_dim: int
     attn_mask: torch.Tensor | None
-    call: Mapping[str, Any] | None
+    call: Mapping[str, Any]
     keep: bool
-    dtypes: Sequence[torch.dtype] | None = None
+    dtypes: Sequence[torch.dtype] = ()
     expected: Binding | None = None
     made: dict[int, SequenceLayout] = field(default_factory=dict)  # a balancer may be slow, and its next result differ
 
     def row(self) -> StatusRow:
         """This rank's row. Raises if this rank refuses the call."""
         self.refuse()
-        binding, call, dim, (q, k, v) = self.binding, self.call, self.seq_dim, self.tensors
+        binding, call, (q, k, v), dim = self.binding, self.call, self.tensors, _SEQ_DIM
         binding.mask.check_unchanged()
         if cut_tensors := cuts_of(self.tensors):
             binding.refuse_other_cut(cut_tensors, q.shape[dim])
         if of_model := cuts_of(binding.tally.inputs.values()):
             binding.refuse_other_cut([each for each in of_model if each[1].ranks != binding.group.size()], q.shape[dim])
-        own, group = (q.shape[dim], k.shape[dim]), binding.group
+        own = q.shape[dim], k.shape[dim]
         if v.shape[dim] != own[1]:
             raise ValueError(f"{binding.name}: key and value have different lengths: {own[1]} and {v.shape[dim]}")
         self.expected = expected = self._expect(own)
         contents = None if self.attn_mask is None else _contents(self.attn_mask)
-        rest = slice(dim % q.ndim + 1, None)
-        sizes = q.shape[:dim] + q.shape[rest], k.shape[:dim] + k.shape[rest], v.shape[:dim] + v.shape[rest]
-        if self.dtypes is None:
-            self.dtypes = attended_dtypes(self.tensors)
+        sizes = [x.shape[:dim] + x.shape[dim + 1 :] for x in self.tensors]
+        self.dtypes = attended_dtypes(self.tensors)
         return StatusRow(
             own[0],
             own[1],
-            status=RankStatus.GOOD_INPUTS if call is None else RankStatus.GOOD_CALL,
             place=binding.place,
             guessed=0 if expected is None else expected.packed,
             layout=0 if expected is None else expected.number,
             inputs=fingerprint_of(*sizes, *self.dtypes, contents),
             config=binding._print,
-            call=fingerprint_of(*call, *call.values()) if call else 0,
-            watch=binding._watch.look(self.tensors, group),
+            call=fingerprint_of(*call, *call.values()),
+            watch=binding._watch.look(self.tensors, binding.group),
             flags=BACKWARD_MAY_COME * self.keep,
         )
 
@@ -666,13 +541,13 @@ class _Call:
 
     def finish(self, meeting: Callable[[], StatusRows]) -> Binding:
         """Wait for the others' rows of ``meeting``, and compare. The binding of the call."""
-        binding, found, dim = self.binding, self.expected, self.seq_dim
+        binding, found = self.binding, self.expected
         rows = meeting()
         columns = rows.columns
         as_expected = found is not None and found.parts == (columns.q_length, columns.kv_length)
         if found is None or not (as_expected and rows.alike and self.attn_mask is None):
             found = self._compared(rows)
-        whole, own = found.lengths, (self.tensors[0].shape[dim], self.tensors[1].shape[dim])
+        whole, own = found.lengths, (self.tensors[0].shape[_SEQ_DIM], self.tensors[1].shape[_SEQ_DIM])
         assert whole is not None
         if binding.ledger.lengths.get(own) != whole:
             binding.ledger.remember(own, whole)
@@ -681,12 +556,7 @@ class _Call:
             # On all ranks. A user may turn warnings into errors, and then all of them must raise.
             warn = partial(self._warn, apart)
             exchange_status(warn, Meeting.WARNING, binding.name, binding.axis, binding.group)
-        if self.call is not None and RankStatus.GOOD_INPUTS in columns.status:
-            # Others, which are not compiled, have a module around the call, and meet once more there.
-            assert self.dtypes is not None
-            found.agree_on_call(_nothing, self.call["is_causal"], self.call["scale"], None, self.keep, self.dtypes)
-        else:
-            binding.begun(self.call is not None)
+        binding.begun()
         return found
 
     def _compared(self, rows: StatusRows) -> Binding:
@@ -694,15 +564,14 @@ class _Call:
         binding, attn_mask = self.binding, self.attn_mask
         where = binding.name, binding.axis
         if not rows.alike:
-            assert self.dtypes is not None  # set when the row was made
-            binding.compare_inputs(rows, self.tensors, self.dtypes, self.call or {}, attn_mask)
+            binding.compare_inputs(rows, self.tensors, self.dtypes, self.call, attn_mask)
         if attn_mask is not None and (problem := _of_a_part(attn_mask, rows)):
             raise ValueError(f"{binding.name}: {problem}")  # on every rank, because their masks are equal
         columns, layout_rows = rows.columns, rows
         whole = sum(columns.q_length), sum(columns.kv_length)
         if set(columns.guessed) != {_packed(whole)}:
             layout_rows = exchange_status(partial(self._layout_row, whole), Meeting.LAYOUT, *where, binding.group)
-        if not layout_rows.alike and len({row.status for row in rows}) == 1:
+        if not layout_rows.alike:
             compare(layout_rows, "layout", *where, _NAMED, binding.config_words)
         cuts = self.cuts(whole)
         for layout, held in zip(cuts, (columns.q_length, columns.kv_length), strict=True):
@@ -714,8 +583,6 @@ class _Call:
                     f"cut with{see('Inputs that were cut in another way')}"
                 )
         if not rows.alike:
-            # The configuration comes last: a rank that did not reach its call is reported with its status first.
-            compare(rows, "config", *where, _NAMED, binding.config_words)
             _compare_keep(rows, self.keep, *where)
         return binding.settled(whole, cuts)
 
@@ -815,7 +682,7 @@ def _packed(lengths: tuple[int, int]) -> int:
 
 def _compare_keep(rows: StatusRows, keep: bool, name: str, axis: str) -> None:
     """Raise unless a backward may follow on all ranks or on none. Otherwise a backward would wait for the others."""
-    keeps = [row.flags & BACKWARD_MAY_COME for row in rows if row.status == RankStatus.GOOD_CALL]
+    keeps = [row.flags & BACKWARD_MAY_COME for row in rows]
     if len(set(keeps)) > 1:
         odd = [rank for rank, row in enumerate(rows) if not row.flags & BACKWARD_MAY_COME]
         raise ValueError(
@@ -824,10 +691,6 @@ def _compare_keep(rows: StatusRows, keep: bool, name: str, axis: str) -> None:
             "follow. Every rank has a share of every gradient: run the forward with gradients on all ranks, or on none"
             f"{see('A backward on some ranks only')}"
         )
-
-
-def _nothing() -> None:
-    """Refuses nothing."""
 
 
 def _raise(problem: Exception) -> NoReturn:

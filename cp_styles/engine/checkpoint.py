@@ -13,7 +13,6 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from cp_styles._compat import dispatch_modes, dispatch_modes_entered
 from cp_styles.engine.binding import Binding
 from cp_styles.engine.scope import ScopedBinding
-from cp_styles.kernels import SDPA_KERNELS
 
 Policy: TypeAlias = Callable[..., CheckpointPolicy]
 """``policy(context, op, *args, **kwargs)``, as ``create_selective_checkpoint_contexts`` takes it."""
@@ -75,5 +74,4 @@ def _kept_ops() -> set[Any]:
         ops.attention.default,
         ops.flex_attention.default,  # varlen_attn too
         ops.gather_numbers.default,
-        *(kernel.forward_op for kernel in SDPA_KERNELS),  # AttentionContextParallel, called eagerly
     }

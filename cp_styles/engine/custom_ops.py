@@ -265,7 +265,7 @@ def _attention(q, k, v, sink, attn_mask, dense, config, is_causal, scale, keep, 
     call = {"is_causal": is_causal, "scale": scale, "sink": None if sink is None else delayed_digest(sink, sinks)}
     unsettled = binding
     try:
-        binding = binding.agree(check, (q, k, v), 2, attn_mask, call, keep)
+        binding = binding.agree(check, (q, k, v), call, keep, attn_mask)
     except Exception:  # on all ranks; what each of them has still to compare may differ
         sinks.clear()
         raise
@@ -279,7 +279,7 @@ def _attention(q, k, v, sink, attn_mask, dense, config, is_causal, scale, keep, 
             said = to_text((binding.layout, Full()), [])  # the balancer may return another layout in the backward
         out = _laid_out(out, _like_query(q.to("meta"), v.shape[3]))
     said = handle(binding) if live else said
-    return out, residual, _tensor_of(binding.group, f"({lengths[0]},{lengths[1]},{said!r})" if keep else "")
+    return out, residual, _tensor_of(binding.group, f"({lengths[0]},{lengths[1]},{said!r})" if keep or live else "")
 
 
 @torch.library.register_fake("cp_styles::attention")
@@ -391,6 +391,14 @@ def _tensor_of(group: dist.ProcessGroup, text: str) -> torch.Tensor:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     number = state_of(group).forwards.to_bytes(_NUMBER, "little")
     return torch.frombuffer(bytearray(number + text.encode()), dtype=torch.uint8)
+
+
+def binding_of_attention(call: torch.Tensor) -> Binding:
+    """The binding, with its lengths, of an eager call of the op, from what it has returned. Also in a recomputation
+    whose results were kept."""
+    found = source_of(_read(_text_of(call))[2])
+    assert isinstance(found, Binding)
+    return found
 
 
 def _bytes_of(call: torch.Tensor) -> bytes:

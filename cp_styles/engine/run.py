@@ -1,4 +1,4 @@
-"""The only place that calls Strategy.forward and backward, for the DTensor handlers, the op, and flex_attention.
+"""The only place that calls Strategy.forward and backward, for the op of attention, and for flex_attention.
 
 Shapes: B batch, H query heads, G key/value heads, L local queries, M local keys, D head dim, E value head dim.
 """

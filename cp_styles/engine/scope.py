@@ -7,43 +7,18 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakKeyDictionary
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from cp_styles._compat import graph_task_id
 from cp_styles.comm.groups import world
 from cp_styles.engine.binding import Binding
 from cp_styles.engine.config_text import to_text
-from cp_styles.engine.dtensor_handlers import bound_mesh, rebind
-from cp_styles.engine.mesh_axes import OtherAxes
 from cp_styles.engine.openings import Opening, innermost
 from cp_styles.layout import Balancer, SequenceLayout
 from cp_styles.mask import Full, Mask
 from cp_styles.troubleshooting import see
-
-
-class Lease:
-    """Reference-counts a bound mesh; returns it to the pool when unused.
-
-    A scope, a module's forward, and the graphs made with the mesh hold the lease. DTensor's caches keep every mesh for
-    ever. So a new mesh for each batch would be a leak. It would also be slow, because cached rules are not shared
-    between meshes.
-    """
-
-    def __init__(self, mesh: DeviceMesh, binding: Binding, returns: list[DeviceMesh]) -> None:
-        self.mesh, self.binding = mesh, binding
-        self._returns = returns
-
-    def __del__(self) -> None:
-        self._returns.append(rebind(self.mesh, None))
-
-    def hold_in_graph(self, *tensors: torch.Tensor) -> None:
-        """Keep the lease alive while the autograd nodes that made ``tensors`` may run their backward."""
-        for tensor in tensors:
-            if tensor.grad_fn is not None:
-                tensor.grad_fn.metadata[Lease] = self  # pyright: ignore[reportIndexIssue]
 
 
 class SequenceScope:
@@ -95,8 +70,6 @@ class SequenceScope:
         self.mask = mask
         self.mesh_axis = mesh_axis
         self._text: tuple[str, list[torch.Tensor]] | None = None
-        # One bound mesh for each configuration. The modules of a model usually share one.
-        self._leases: dict[Binding, Lease] = {}
 
     def __enter__(self) -> SequenceScope:
         entry = _ScopeEntry(self)
@@ -189,11 +162,6 @@ def _opened_by_this_rank() -> list[_ScopeEntry]:
     return [each for each in entries if each is not None and _open_anywhere.get(each) == rank]
 
 
-# The leases that are still held, for example by a graph. A recomputation with a new, equal scope must use the mesh of
-# its forward, because the gradients are on that mesh.
-_alive: WeakValueDictionary[Binding, Lease] = WeakValueDictionary()
-
-
 def open_scope(axis: str) -> SequenceScope | None:
     """The innermost scope over the mesh axis ``axis`` that is open in this thread or task."""
     entry = innermost([each for each in _open.get() if each.scope.mesh_axis == axis])
@@ -219,34 +187,14 @@ class ScopedBinding:
         self.history = history or ScopeHistory()
         # One binding for each scope, not for each call, so that it lives as long as its scope and is described once.
         self._under: WeakKeyDictionary[SequenceScope, Binding] = WeakKeyDictionary()
-        self._free: dict[OtherAxes | None, list[DeviceMesh]] = {}
         self._lean: ScopedBinding | None = None
         self.compiled: ScopedBinding | None = None  # what compiled graphs run with in its place
-        self._latest: tuple[Binding, Lease] | None = None  # keeps the mesh for further calls of the same length
 
     def keeping_nothing(self) -> ScopedBinding:
         """What :meth:`Binding.keeping_nothing` is; the same one every time."""
         if self._lean is None:
             self._lean = ScopedBinding(self.unscoped.keeping_nothing(), self.named, self.history)
         return self._lean
-
-    def lease(self, binding: Binding, scope: SequenceScope | None, device_type: str) -> Lease:
-        """A bound mesh for ``binding`` under ``scope``: the results of :meth:`resolve`, completed for the call."""
-        if scope is None and self._latest is not None and self._latest[0] is binding:
-            return self._latest[1]
-        lease = _alive.get(binding)
-        if lease is None:
-            lease = _alive[binding] = self._take(binding, device_type)
-        if scope is None:
-            self._latest = binding, lease
-        else:
-            scope._leases[binding] = lease
-        return lease
-
-    def _take(self, binding: Binding, device_type: str) -> Lease:
-        free = self._free.setdefault(binding.other_axes, [])
-        mesh = rebind(free.pop(), binding) if free else bound_mesh(binding, device_type)
-        return Lease(mesh, binding, free)
 
     def resolve(self) -> tuple[Binding, SequenceScope | None]:
         """The binding for a call at this moment, and the scope that applies.

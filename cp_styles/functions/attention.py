@@ -92,7 +92,7 @@ def context_attention(
         source = binding_of_call(name, axis, group, strategy, layout.balancer, mask, kernel, **checks)
         call = partial(attend, source, scale=scale, sink_H=sink_H)
         tensors = q_BHLD, k_BGMD, v_BGME
-        return attend_jointly(layout, name, group, tensors, lambda shares, refuse: call(shares, refuse=refuse))
+        return attend_jointly(layout, name, group, tensors, lambda shares, refuse: call(shares, refuse=refuse)[0])
     if is_traced():
         if gradient_check.local:
             raise NotImplementedError(
@@ -104,7 +104,7 @@ def context_attention(
     else:
         checks = {"gradient_check": gradient_check, "agreement": agreement}
         source = binding_of_call(name, axis, group, strategy, layout, mask, kernel, **checks)
-    return attend(source, (q_BHLD, k_BGMD, v_BGME), scale=scale, sink_H=sink_H)
+    return attend(source, (q_BHLD, k_BGMD, v_BGME), scale=scale, sink_H=sink_H)[0]
 
 
 def attend(
@@ -116,10 +116,11 @@ def attend(
     scale: float | None = None,
     sink_H: torch.Tensor | None = None,
     refuse: Callable[[], None] | None = None,
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`context_attention` for a binding (a ``ConfigText`` under torch.compile, and only there).
 
-    ``refuse`` raises for errors that only this rank may see.
+    Returns the output, and what :func:`~cp_styles.engine.custom_ops.binding_of_attention` takes. ``refuse`` raises for
+    errors that only this rank may see.
     """
     problem = ""
     try:
@@ -141,7 +142,7 @@ def attend(
     q, k, v = tensors
     trained = q.requires_grad or k.requires_grad or v.requires_grad or (sink_H is not None and sink_H.requires_grad)
     config, dense = (source.config, source.dense) if isinstance(source, ConfigText) else (handle(source), None)
-    out, _, _ = torch.ops.cp_styles.attention.default(
+    out, _, call = torch.ops.cp_styles.attention.default(
         *tensors, sink_H, attn_mask, dense, config, is_causal, scale, torch.is_grad_enabled() and trained, problem
     )
-    return out
+    return out, call

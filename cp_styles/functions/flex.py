@@ -199,7 +199,7 @@ def attend_with_lse(
             raise problem
 
     keep = torch.is_grad_enabled() and any(map(_REQUIRES_GRAD, (*tensors, *learned)))
-    bound = as_kept(bound).agree(check, tensors, 2, None, {"scale": scale, "logsumexp": wants_lse}, keep)
+    bound = as_kept(bound).agree(check, tensors, {"scale": scale, "logsumexp": wants_lse}, keep)
     out, lse = _FlexAttention.apply(*tensors, bound, scale, wants_lse, *learned)
     bound.finished()  # in a recomputation a selective checkpoint may have had the op's results ready
     return out, lse if wants_lse else None

@@ -32,7 +32,6 @@ from cp_styles.comm.agreement import offer_refusal
 from cp_styles.decoding import DecodeCall, KVCache, cache_of, decode
 from cp_styles.engine.binding import Binding, Tally, refuse_dropout, refuse_grouped
 from cp_styles.engine.custom_ops import config_text_of, refuse_nested
-from cp_styles.engine.dtensor_handlers import binding_of
 from cp_styles.engine.reruns import RerunMode
 from cp_styles.engine.scope import ScopedBinding
 from cp_styles.functions.attention import attend
@@ -165,12 +164,6 @@ class AttentionCalls(RerunMode):
             self._tally.on_range(numbers, args, kwargs)
             return numbers
         if func in _OTHERS or name in _OTHER_OPERATORS:
-            given = (*args, *(kwargs or {}).values())
-            if any(isinstance(x, DTensor) and binding_of(x.device_mesh) is not None for x in given):
-                raise ValueError(
-                    f"{self._name}: a module inside has AttentionContextParallel, and this style takes all attention "
-                    "inside: apply one of the two"
-                )
             raise NotImplementedError(
                 f"{self._name}: {func.__name__} is not one of the attention calls that run context parallel; use "
                 "scaled_dot_product_attention"
@@ -204,10 +197,7 @@ class AttentionCalls(RerunMode):
                     "the ranks: call context_decode; a model of transformers does so with "
                     "attn_implementation=register_attention()"
                 )
-            if dropout_p:
-                refuse_dropout(self._name, dropout_p)
-            if query.shape[1] != key.shape[1]:
-                refuse_grouped(self._name, query.shape[1], key.shape[1], enable_gqa)
+            self._refuse_options(query.shape[1], key.shape[1], dropout_p, enable_gqa)
             self.check_reruns()
             self._refuse_mixed(query, key, value)
 
@@ -216,7 +206,7 @@ class AttentionCalls(RerunMode):
         if self._joint is not None:
 
             def share(tensors: Any, refuse: Callable[[], None]) -> torch.Tensor:
-                return attend(self._scoped, tensors, **options, refuse=refuse)
+                return attend(self._scoped, tensors, **options, refuse=refuse)[0]
 
             self._joint_calls += 1
             look, group = self._joint_calls & (self._joint_calls - 1) == 0, self._scoped.unscoped.group
@@ -227,7 +217,13 @@ class AttentionCalls(RerunMode):
             (query, key, value),
             **options,
             refuse=refuse,
-        )
+        )[0]
+
+    def _refuse_options(self, heads: int, kv_heads: int, dropout_p: float, enable_gqa: bool) -> None:
+        if dropout_p:
+            refuse_dropout(self._name, dropout_p)
+        if heads != kv_heads:
+            refuse_grouped(self._name, heads, kv_heads, enable_gqa)
 
     @never_compiled
     def _attend_uncompiled(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -323,7 +319,7 @@ class AttentionCalls(RerunMode):
         binding = self._scoped.resolve()[0]
         if score_mod is None:
             bound = binding.with_mask(mask)
-            out = attend(bound, tensors, attn_mask=attn_mask, scale=scale, sink_H=sink_H, refuse=check)
+            out, _ = attend(bound, tensors, attn_mask=attn_mask, scale=scale, sink_H=sink_H, refuse=check)
             return self._followed(out, tensors)
         mask = mask if attn_mask is None else mask & Dense(attn_mask)
         bound = binding.with_mask(mask)

@@ -6,8 +6,7 @@ Shapes: B batch, H query heads, G key/value heads, L local queries, M local keys
 
 [Note: residual] What a backward needs beside query, key, value and out is in *one* flat tensor of bytes, the residual:
 the logsumexp, and received data that the strategy keeps instead of sending it again. One tensor works through every
-door: autograd saves it, checkpointing drops and recomputes it, and save_on_cpu moves it. In DTensor's dispatcher it
-takes the place of the logsumexp, which only the backward of the same op reads.
+door: autograd saves it, checkpointing drops and recomputes it, and save_on_cpu moves it.
 """
 
 from __future__ import annotations

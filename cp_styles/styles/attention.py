@@ -4,34 +4,34 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import sys
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from cp_styles._compat import graph_task_id, hooks_in_order, never_compile_alone, tree_map_only
+from cp_styles._compat import constant_under_compile, graph_task_id, hooks_in_order, never_compile_alone, tree_map_only
 from cp_styles.comm.agreement import EVERY_CALL, Agreement
-from cp_styles.engine.binding import Binding, refuse_dropout
-from cp_styles.engine.checkpoint import as_kept
+from cp_styles.engine.binding import Binding
 from cp_styles.engine.custom_ops import check_local
-from cp_styles.engine.dtensor_handlers import NO_COMMUNICATION, binding_of, install
 from cp_styles.engine.gradient_watch import RAISE, GradientCheck
-from cp_styles.engine.mesh_axes import OtherAxes, chunk_sizes
-from cp_styles.engine.scope import Lease, ScopedBinding
-from cp_styles.intercept.fused_operators import FusedCalls
+from cp_styles.engine.scope import ScopedBinding
+from cp_styles.intercept.subclassing import BoundToThisRun, put_before_class
 from cp_styles.kernels import Kernel
-from cp_styles.layout import Balancer, SequenceLayout
-from cp_styles.mask import Causal, Dense, Mask, causal_bias
+from cp_styles.layout import Balancer, SequenceLayout, cuts_of
+from cp_styles.mask import Mask
 from cp_styles.strategies import Strategy
 from cp_styles.styles.base import ContextParallelStyle
-from cp_styles.styles.compiled import Traced, traced_of
+from cp_styles.styles.core_calls import SINGLED_OUT, CoreCalls
 from cp_styles.styles.dtensor_io import DTensorIO
+from cp_styles.styles.mesh_axes import OtherAxes, chunk_sizes
+from cp_styles.styles.private_mesh import NO_COMMUNICATION, install_handlers, is_private
 from cp_styles.troubleshooting import see
 
 # The kinds of parameters of a forward(*args, **kwargs), as wrappers have it.
@@ -72,7 +72,7 @@ class AttentionContextParallel(ContextParallelStyle):
 
     Communication of one forward: at the call inside, one all-gather of 13 integers, so that all ranks learn of an error
     on one; then that of the strategy. If the layout is a balancer, which needs the global length first, there are two
-    all-gathers: before the module and at the call.
+    all-gathers where a rank could not guess it: it guesses equal parts, or the length that it saw with its part before.
 
     The module's forward takes ``query``, ``key`` and ``value``, or ``q``, ``k`` and ``v``, or these as its first three
     arguments. A ``forward(*args, **kwargs)`` must be called with the three first, and without names.
@@ -126,15 +126,17 @@ class AttentionContextParallel(ContextParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         axis, binding = self.bind(module, device_mesh)
-        if any(
-            isinstance(getattr(hook, "__self__", None), ContextParallelState)
-            for hook in module._forward_pre_hooks.values()
-        ):
+        if hasattr(module, _STATE):
             raise ValueError(
                 f"{type(module).__name__} is context parallel already: apply AttentionContextParallel to a module once"
             )
-        dtensor_io = DTensorIO(axis, device_mesh, self.seq_dim, self.use_local_output)
-        ContextParallelState(self, module, dtensor_io, axis, binding).register()
+        key = binding.group, axis, device_mesh, self.seq_dim, self.use_local_output
+        dtensor_io = _known.get(key)
+        if dtensor_io is None:
+            dtensor_io = _known[key] = DTensorIO(*key)
+            dtensor_io.handle = f"{next(_serial)}"
+            _alive[dtensor_io.handle] = dtensor_io
+        CoreState(self, module, dtensor_io, binding).attach()
         return module
 
     def __repr__(self) -> str:
@@ -145,33 +147,38 @@ def _three_by_place(query: Any, key: Any, value: Any, /, *args: Any, **kwargs: A
     """The signature that is assumed for a forward(*args, **kwargs): the three come first, and without names."""
 
 
-class ContextParallelState:
+_STATE = "_context_parallel_core"
+
+# While it traces, torch.compile can pass a string to a function, but no object. Modules over the same axes, such as the
+# layers of a model, share the object and its string, and so the compiled graph of a layer.
+_alive: WeakValueDictionary[str, DTensorIO] = WeakValueDictionary()
+_known: WeakValueDictionary[tuple[Any, ...], DTensorIO] = WeakValueDictionary()
+_serial = itertools.count()
+
+
+class CoreState:
     """The binding of one module's attention, and its hooks."""
 
     def __init__(
-        self,
-        style: AttentionContextParallel,
-        module: nn.Module,
-        dtensor_io: DTensorIO,
-        axis: DeviceMesh,
-        binding: Binding,
+        self, style: AttentionContextParallel, module: nn.Module, dtensor_io: DTensorIO, binding: Binding
     ) -> None:
         self.style = style
         self.module = module
-        self.dtensor_io = dtensor_io
-        self.axis = axis
-        # Its forward runs, on DTensors. Routing does not depend on it, see [Note: routing] in dtensor_handlers.py.
-        self._entered = False
-        self.binding = self._unscoped = binding
-        self._scoped = ScopedBinding(self.binding, style.layout)
-        self._lease: Lease | None = None
-        self._other_axes: OtherAxes | None = None  # of the inputs of this forward, set by _refuse
+        self._dtensor_io, self._binding = dtensor_io, binding
+        self._scoped = ScopedBinding(binding, style.layout)
+        self._calls = CoreCalls(self._scoped, binding.name)
+        self._traced_calls = CoreCalls(self._scoped, binding.name, inlined=True)
+        # Of the forward that is under way: the axes of its inputs, and how many queries were declared to DTensor.
+        self._lifted: tuple[OtherAxes | None, int] | None = None
+        self._traced = False  # torch.compile has traced the forward
+        self._holds_parameters = False
+        self._one_mask = not binding.mask.varies_by_head_or_row
         self._signature = inspect.signature(module.forward)
         if {each.kind for each in self._signature.parameters.values()} == _OPEN:
             self._signature = inspect.signature(_three_by_place)
-        parameters = list(self._signature.parameters)
-        self._names = next((names for names in _NAMES if set(names) <= set(parameters)), tuple(parameters[:3]))
-        kinds = [self._signature.parameters[name].kind for name in self._names]
+        parameters = self._signature.parameters
+        self._names = next((names for names in _NAMES if set(names) <= set(parameters)), tuple(parameters)[:3])
+        kinds = [parameters[name].kind for name in self._names]
         if len(kinds) < 3 or inspect.Parameter.VAR_POSITIONAL in kinds or inspect.Parameter.VAR_KEYWORD in kinds:
             raise ValueError(
                 f"AttentionContextParallel is for modules whose forward takes query, key and value; "
@@ -179,245 +186,240 @@ class ContextParallelState:
                 "module that takes these three"
                 f"{see('The style is on a whole attention block')}"
             )
+        self._places = [(name, list(parameters).index(name)) for name in self._names]
 
-        self._places = [(name, parameters.index(name)) for name in self._names]
-        # Whether three positional arguments are query, key and value, and all that is needed.
-        needed = [each.name for each in self._signature.parameters.values() if each.default is each.empty]
-        by_place = inspect.Parameter.KEYWORD_ONLY not in kinds and tuple(parameters[:3]) == self._names
-        self._takes_three = by_place and set(needed) <= set(self._names)
-
-    def register(self) -> None:
-        options = {"seq_dim": self.style.seq_dim, "use_local_output": self.style.use_local_output}
-        Traced(self._scoped, self.dtensor_io, self.axis, self._places, self.run, **options).attach(self.module)
+    def attach(self) -> None:
+        module = self.module
+        setattr(module, _STATE, self)
+        self._holds_parameters = any(True for _ in module.parameters())
+        # torch.compile finds a forward by the class.
+        put_before_class(module, _Core, _core_members)
         # Last to change the inputs and first to change the outputs, so that hooks of other styles see the same as ever.
-        before = self.module.register_forward_pre_hook(self._enter, with_kwargs=True)
-        after = self.module.register_forward_hook(self._post_forward, prepend=True, always_call=True)
-        hooks_in_order(self.module, before, after)
-        for parameter in self.module.parameters():
+        before = module.register_forward_pre_hook(self._before, with_kwargs=True)
+        after = module.register_forward_hook(self._after, prepend=True, always_call=True)
+        hooks_in_order(module, before, after)
+        for parameter in module.parameters():
             if parameter.requires_grad:
-                parameter.register_hook(self._share)
+                parameter.register_hook(_share)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallelState:
-        # Copying a module copies its hooks and this state. The copy shares the mesh and has its own binding.
-        return ContextParallelState(
-            self.style, copy.deepcopy(self.module, memo), self.dtensor_io, self.axis, self._unscoped
-        )
+    def __deepcopy__(self, memo: dict[int, Any]) -> CoreState:
+        # Copying a module copies its hooks and this state. The copy shares the mesh and has its own state.
+        module = copy.deepcopy(self.module, memo)
+        made = memo[id(self)] = CoreState(self.style, module, self._dtensor_io, self._binding)
+        made._holds_parameters = self._holds_parameters  # those of the copy are not there yet
+        return made
 
-    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Hook before the forward: the inputs become DTensors on a bound mesh."""
+    def forward(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The module's forward, with the attention calls inside intercepted."""
+        self._traced = True
         if torch.compiler.is_dynamo_compiling():
-            traced_of(module).ran = False
-            return args, kwargs
-        install()
-        scoped = as_kept(self._scoped)
-        self.binding, scope = scoped.resolve()
-        three = self._takes_three and len(args) == 3 and not kwargs
-        bound = None if three else self._bind(args, kwargs)
-        arguments = dict(zip(self._names, args, strict=True)) if bound is None else bound.arguments
-        inputs: tuple[Any, ...] = tuple(map(arguments.get, self._names))
-        dim = self.style.seq_dim
-        q, k, v = local = inputs
-        if isinstance(q, DTensor) or isinstance(k, DTensor) or isinstance(v, DTensor):
-            local = tuple([value.to_local() if isinstance(value, DTensor) else value for value in inputs])
-        attn_mask, causal = causal_bias(arguments.get("attn_mask"), False)
-        asked = self.binding
-        if causal:
-            arguments["attn_mask"], asked = None, asked.with_mask(Causal())
-        refuse = partial(self._refuse, arguments, inputs, local)
-        # A balancer needs the global length first.
-        known = asked.known(refuse, local, dim) if isinstance(asked.layout, SequenceLayout) else None
-        agreed = known or asked.agree(refuse, local, dim, attn_mask)
-        lengths = agreed.lengths
-        assert lengths is not None
-        other_axes = self._other_axes
-        if (not self.style.use_local_output) if other_axes is None else other_axes.seq_axis is not None:
-            self._refuse_uneven(lengths[0])  # outputs will be DTensors that are sharded over the sequence axis
-        self.binding = agreed if other_axes is None else replace(agreed, other_axes=other_axes)
-        if attn_mask is not None:
-            self.binding = replace(self.binding, mask=self.binding.mask & Dense(attn_mask))
-            arguments["attn_mask"] = None
-        self._lease = lease = scoped.lease(self.binding, scope, self.axis.device_type)
-        # The mesh may have an equal binding, for example that of another module. Then its tally is used.
-        self.binding = lease.binding
-        sizes = self.binding.declared_sizes
-        shared = self.dtensor_io.to_bound_mesh(inputs, local, lease.mesh, (sizes[0], sizes[1], sizes[1]))
-        lease.hold_in_graph(*shared)
-        self._entered = True
-        tally = self.binding.tally
-        tally.calls = 0
-        self.binding.ledger.engaged = False
-        deferred = partial(asked.agree, tensors=local, seq_dim=dim, attn_mask=attn_mask)
-        tally.deferred_agreement = None if known is None else deferred
-        if bound is None:
-            return tuple(shared), kwargs
-        arguments.update(zip(self._names, shared, strict=True))
-        return bound.args, bound.kwargs
-
-    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:
+            return self._traced_forward(forward, args, kwargs)
+        if self._lifted is not None and any(map(is_private, (*args, *kwargs.values()))):
+            with self._calls:
+                return forward(*args, **kwargs)
+        # The hooks have not run: the forward is called directly and not through the module, or torch.compile has traced
+        # the hooks and then broke its graph inside the module.
+        args, kwargs = self._lift(args, kwargs)
         try:
-            return self._signature.bind(*args, **kwargs)
-        except TypeError as error:
-            self.binding.refuse(TypeError(f"{self.binding.name}: {error}"))
+            with self._calls:
+                output = forward(*args, **kwargs)
+        except BaseException as error:
+            self._fail(error)
+            raise
+        return self._lower(output)
 
-    def _post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if self._lease is not None and not torch.compiler.is_dynamo_compiling():
-            return self._leave(output)
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Hook before the forward: the inputs become DTensors on the private mesh."""
+        if torch.compiler.is_dynamo_compiling():
+            self._traced = False
+            return args, kwargs
+        return self._lift(args, kwargs)
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """Hook after the forward, also after one that failed."""
+        failure = sys.exc_info()[1]
+        if output is None and failure is not None and not torch.compiler.is_dynamo_compiling():
+            self._fail(failure)
+        elif self._lifted is not None:
+            return self._lower(output)
         # The forward was traced, and this hook with it or not: see never_compile_alone below.
-        if output is None and not torch.compiler.is_dynamo_compiling() and isinstance(sys.exc_info()[1], Exception):
-            self.binding.refuse_call()
-        elif not traced_of(module).ran:
+        elif not self._traced:
             raise RuntimeError(
-                f"{self._unscoped.name}: torch.compile traced a forward that is not the module's class': something "
-                "set the attribute `forward` of the module itself. Set it before the style is applied"
+                f"{self._binding.name}: torch.compile traced a forward that is not the module's class': something set "
+                "the attribute `forward` of the module itself. Set it before the style is applied"
             )
         return output
 
-    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The module's forward. It also does the work of the hooks, if they have not run.
-
-        This is so if torch.compile has traced them and then broke its graph inside the module, or if the forward is
-        called directly and not through the module.
-        """
-        if self._entered:
-            with FusedCalls():
-                return forward(*args, **kwargs)
-        args, kwargs = self._enter(self.module, args, kwargs)
+    def _lift(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """The arguments, with query, key and value as DTensors on the private mesh. If refused, every rank raises."""
+        install_handlers()
+        self._lifted = None
+        self._calls.begin()
+        binding = self._scoped.resolve()[0]  # which tells other ranks of its errors by itself
         try:
-            with FusedCalls():
-                output = forward(*args, **kwargs)
-        except BaseException:
-            self._leave(None)
-            raise
-        return self._leave(output)
+            self._calls.refuse_inside()
+            inputs = self._three(args, kwargs)
+            came = self._dtensor_io.other_axes(binding.name, self._names, inputs)
+            local = tuple([value.to_local() if isinstance(value, DTensor) else value for value in inputs])
+            check_local(binding.name, local)
+            self._refuse_others(args, kwargs)
+            if cut := cuts_of(local):
+                binding.refuse_other_cut(cut, local[0].shape[self.style.seq_dim])
+            lifted = self._dtensor_io.lift(inputs, local, came, binding.layout)
+        except Exception as error:  # of any kind: the other ranks must raise too
+            self._binding.refuse(error)
+        self._lifted = came, lifted[0].shape[self.style.seq_dim]
+        return self._replaced(args, kwargs, lifted)
 
-    def _leave(self, output: Any) -> Any:
-        """The outputs as the caller gets them. ``output`` is None after an error in the forward, which is under way."""
-        entered, self._entered = self._entered, False
-        lease, self._lease = self._lease, None
-        # It holds the inputs, and a recomputation may have stopped before using it.
-        self.binding.tally.deferred_agreement = None
-        failure = sys.exc_info()[1]
-        if output is None and failure is not None:
-            if entered:  # it failed inside the forward, not before
-                self._explain(failure)
-                if self._others_wait and isinstance(failure, Exception):
-                    self.binding.refuse_call()
-            return None
-        if self._others_wait:
-            self.binding.refuse_call()
-            raise NotImplementedError(f"{self.binding.name}: {_NOT_REACHED}")
-        assert lease is not None
-        lower = partial(self._lower, lease)
+    def _lower(self, output: Any) -> Any:
+        """The outputs in the form of the inputs."""
+        assert self._lifted is not None
+        (came, declared), self._lifted = self._lifted, None
+        # (In a recomputation, a selective checkpoint may have the output of the attention, on all ranks.)
+        if not self._calls.reached() and graph_task_id() < 0:
+            self._binding.refuse_call()
+            raise NotImplementedError(f"{self._binding.name}: {_NOT_REACHED}")
+
+        def lower(each: DTensor) -> torch.Tensor:
+            if not is_private(each):
+                return each
+            sequence = came is not None and came.seq_axis is not None
+            length = self._length() if sequence or not self.style.use_local_output else 0
+            return self._dtensor_io.lower(self._binding.name, each, came, (declared, length))
+
         return lower(output) if isinstance(output, DTensor) else tree_map_only(DTensor, lower, output)
 
-    @property
-    def _others_wait(self) -> bool:
-        """Whether other ranks may wait for this one, because its forward has not reached its attention.
-
-        (In a recomputation, a selective checkpoint may have the output of the attention, on all ranks.)
-        """
-        return not self.binding.tally.calls and graph_task_id() < 0
-
-    def _lower(self, lease: Lease, output: DTensor) -> torch.Tensor:
-        if output.device_mesh is not lease.mesh:
-            return output
-        lease.hold_in_graph(output)
-        binding = self.binding
-        return self.dtensor_io.from_bound_mesh(binding.name, output, binding.other_axes)
-
-    def _share(self, grad: torch.Tensor) -> torch.Tensor:
-        """The gradient of a parameter inside the module as this rank's share. (DTensor takes scalars only.)"""
-        if isinstance(grad, DTensor) and binding_of(grad.device_mesh) is not None:
-            # Gradients of plain parameters are not summed over the other axes, so there it must be whole.
-            whole = [Replicate()] * (grad.device_mesh.ndim - 1)
-            return grad.redistribute(placements=[Partial(), *whole]).to_local()
-        return grad
-
-    def _refuse(self, arguments: dict[str, Any], inputs: tuple[Any, ...], local: tuple[Any, ...]) -> None:
-        """Raise for errors that only this rank may see."""
-        name = self.binding.name
-        try:
-            self._other_axes = None if local is inputs else self.dtensor_io.other_axes(self._names, inputs)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
-        check_local(name, local)
-        for label, value in _flat_arguments(self._signature, arguments, self._names) if len(arguments) > 3 else ():
-            if label == "dropout_p":
-                refuse_dropout(name, value)
-            if label == "attn_mask" and value is not None:
-                Dense(value)  # raises for a tensor that is not a mask
-            elif isinstance(value, torch.Tensor):
-                raise NotImplementedError(
-                    f"{name}: got a tensor {label!r} of shape {tuple(value.shape)} beside query, key and value. Only "
-                    "an attn_mask of the whole sequence is supported; apply other tensors outside of the module"
-                )
-        backends = torch.backends.cuda
-        if not (backends.flash_sdp_enabled() or backends.mem_efficient_sdp_enabled() or backends.cudnn_sdp_enabled()):
-            raise NotImplementedError(
-                f"{name}: scaled_dot_product_attention is restricted to the MATH backend, which does not run the "
-                "attention as one op. Allow a fused backend (sdpa_kernel), or use kernel=ReferenceKernel() with a "
-                "fused backend allowed"
-            )
-
-    def _refuse_uneven(self, length: int) -> None:
-        """Raise unless the parts are those of torch.chunk: full_tensor() and redistribute() would be wrong."""
-        lengths = self.binding.layout_for(length).lengths
-        even = chunk_sizes(length, len(lengths))
-        if lengths != even:
+    def _length(self) -> int:
+        """The number of queries on all ranks, for outputs that are DTensors on the sequence axis."""
+        layout = self._calls.latest_layout
+        even = chunk_sizes(layout.length, layout.ranks)
+        if layout.lengths != even:  # full_tensor() and redistribute() would be wrong
             raise ValueError(
-                f"{self.binding.name}: outputs are DTensors on the sequence axis, and a DTensor of {length} positions "
-                f"has {list(even)} on its ranks, but the layout gives {list(lengths)}: use local outputs, or a length "
-                f"that {len(lengths)} divides"
+                f"{self._binding.name}: outputs are DTensors on the sequence axis, and a DTensor of {layout.length} "
+                f"positions has {list(even)} on its ranks, but the layout gives {list(layout.lengths)}: use local "
+                f"outputs, or a length that {layout.ranks} divides"
             )
+        return layout.length
 
-    def _explain(self, failure: BaseException) -> None:
-        """Add a note to an error of DTensor that explains its cause."""
-        if getattr(failure, "__notes__", None):
+    def _fail(self, failure: BaseException) -> None:
+        """After an error in the forward, which is under way: explain it, and tell the other ranks."""
+        lifted, self._lifted = self._lifted, None
+        reached = lifted is not None and self._calls.reached()
+        if lifted is not None and not getattr(failure, "__notes__", None) and (note := self._note(failure)):
+            failure.add_note(f"{self._binding.name}: {note}")
+        if isinstance(failure, Exception) and not reached:
+            self._binding.refuse_call()  # if it failed before the forward, they know already
+
+    def _note(self, failure: BaseException) -> str:
+        """What explains an error of DTensor; nothing for other errors."""
+        if type(failure).__module__.startswith("torch._dynamo"):
+            return (
+                "torch.compile inside the module is not supported, because its tensors are DTensors: compile the "
+                "module itself, or a model around it, and do not compile functions inside it"
+            )
+        if not self._calls.reached() and any(word in str(failure) for word in ("DTensor", NO_COMMUNICATION)):
+            return _NOT_REACHED
+        if NO_COMMUNICATION in str(failure):
+            return "the module gathers or reduces the sequence after its attention. Do that outside of the module"
+        return ""
+
+    def _three(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """Query, key and value among the arguments of a call."""
+        if len(args) < 3:
+            try:
+                self._signature.bind(*args, **kwargs)
+            except TypeError as error:
+                raise TypeError(f"{self._binding.name}: {error}") from None
+        return [kwargs[name] if name in kwargs else args[place] for name, place in self._places]
+
+    def _replaced(self, args: tuple[Any, ...], kwargs: dict[str, Any], three: Sequence[Any]) -> tuple[Any, Any]:
+        new_args, new_kwargs = list(args), dict(kwargs)
+        for (name, place), value in zip(self._places, three, strict=True):
+            if name in kwargs:
+                new_kwargs[name] = value
+            else:
+                new_args[place] = value
+        return tuple(new_args), new_kwargs
+
+    def _refuse_others(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise for tensors beside query, key and value. A mask is handed on, for the attention inside."""
+        if len(args) + len(kwargs) == 3:
             return
-        if "flex_attention" in str(failure):
-            failure.add_note(
-                f"{self.binding.name}: flex_attention inside is not supported: the tensors here are DTensors, for "
-                "which torch has no rule for it: use ModuleContextParallel, or call context_flex_attention"
+        three = {place for name, place in self._places if name not in kwargs}
+        names = list(self._signature.parameters)
+        others = [(names[place] if place < len(names) else f"args[{place}]", x) for place, x in enumerate(args)]
+        others = [each for place, each in enumerate(others) if place not in three] + list(kwargs.items())
+        for label, value in others:
+            if isinstance(value, torch.Tensor) and label not in (*self._names, "attn_mask"):
+                raise NotImplementedError(
+                    f"{self._binding.name}: got a tensor {label!r} of shape {tuple(value.shape)} beside query, key and "
+                    "value. Only an attn_mask of the whole sequence is supported; apply other tensors outside of the "
+                    "module"
+                )
+
+    def _traced_forward(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name, io, calls = self._binding.name, self._dtensor_io, self._traced_calls
+        if not self.style.use_local_output:
+            raise NotImplementedError(
+                f"{name}: use_local_output=False is not supported under torch.compile, where the lengths of the ranks' "
+                "parts are not known. Leave it out, or keep this module out of the compiled region"
             )
-        elif type(failure).__module__.startswith("torch._dynamo"):
-            failure.add_note(
-                f"{self.binding.name}: torch.compile inside the module is not supported, because its tensors are "
-                "DTensors: compile the module itself, or a model around it, and do not compile functions inside it"
+        if self._holds_parameters:
+            raise NotImplementedError(
+                f"{name}: torch.compile cannot trace plain parameters together with DTensors: apply the parameters "
+                "before the module (for example a temperature to the query), or use ModuleContextParallel"
             )
-        elif not self.binding.tally.calls and any(word in str(failure) for word in ("DTensor", NO_COMMUNICATION)):
-            failure.add_note(f"{self.binding.name}: {_NOT_REACHED}")
-        elif NO_COMMUNICATION in str(failure):
-            failure.add_note(
-                f"{self.binding.name}: the module gathers or reduces the sequence after its attention. Do that outside "
-                "of the module"
-            )
+        inputs = [kwargs[name] if name in kwargs else args[place] for name, place in self._places]
+        came = io.traced_mesh(name, inputs)
+        if came is not None and not self._one_mask:
+            raise ValueError(f"{name}: {self._binding.mask}: {SINGLED_OUT}")
+        private = _private_mesh(io.handle, inputs[0].device.type, came)
+        if isinstance(private, str):
+            raise ValueError(f"{name}: {private}")
+        args, kwargs = self._replaced(args, kwargs, io.traced_lift(inputs, private, came))
+        calls.begin()
+        with calls:
+            output = forward(*args, **kwargs)
+        if not calls.reached():
+            raise NotImplementedError(f"{name}: {_NOT_REACHED}")
+        return tree_map_only(DTensor, lambda each: io.traced_lower(name, each, private, came), output)
 
 
 # If it were compiled, it would not run after a forward that cannot be traced, and other ranks would wait for this one.
-never_compile_alone(ContextParallelState._post_forward, nor_what_it_calls=True)
+never_compile_alone(CoreState._after, nor_what_it_calls=True)
+# If a module breaks the graph, torch.compile ends its graph before this function and calls it. The whole module then
+# runs without torch.compile, because DTensors on a private mesh cannot be outputs of a graph.
+never_compile_alone(CoreState.forward, nor_what_it_calls=True)
+
+
+@constant_under_compile  # of a module and of a mesh, which are guarded
+def _private_mesh(handle: str, device_type: str, came: DeviceMesh | None) -> DeviceMesh | str:
+    return _alive[handle].traced_private_mesh(device_type, came)
+
+
+class _Core(BoundToThisRun):
+    """Put before a module's class. Its forward is :meth:`CoreState.forward`."""
+
+
+def _core_members(cls: type[nn.Module]) -> dict[str, Any]:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self, _STATE).forward(partial(cls.forward, self), args, kwargs)
+
+    forward.__signature__ = inspect.signature(cls.forward)  # pyright: ignore[reportFunctionMemberAccess]
+    return {"forward": forward}
+
+
+def _share(grad: torch.Tensor) -> torch.Tensor:
+    """The gradient of a parameter inside the module as this rank's share. (DTensor takes scalars only.)"""
+    if isinstance(grad, DTensor) and is_private(grad):
+        # Gradients of plain parameters are not summed over the other axes, so there it must be whole.
+        whole = [Replicate()] * (grad.device_mesh.ndim - 1)
+        return grad.redistribute(placements=[Partial(), *whole]).to_local()
+    return grad
+
 
 _NOT_REACHED = (
-    "no fused attention op was reached inside the module. Context parallelism needs scaled_dot_product_attention on "
-    "the tensors that the module received. torch decomposes it if there is dropout (set it to 0), an attn_mask that "
-    "requires grad (detach it), or only the MATH backend (allow a fused one). Apply weights and tables to query, key "
-    "or value before the module, not inside it"
+    "no scaled_dot_product_attention was called inside the module, on what it received: nothing was context parallel. "
+    "Call it there, and apply weights and tables to query, key or value before the module, not inside it"
     f"{see('No attention was reached')}"
 )
-
-
-def _flat_arguments(
-    signature: inspect.Signature, arguments: dict[str, Any], without: tuple[str, ...]
-) -> list[tuple[str, Any]]:
-    """(name, value) of every argument but some, including those in *args and **kwargs."""
-    flat: list[tuple[str, Any]] = []
-    for name, value in arguments.items():
-        if name in without:
-            continue
-        kind = signature.parameters[name].kind
-        if kind is inspect.Parameter.VAR_KEYWORD:
-            flat.extend(value.items())
-        elif kind is inspect.Parameter.VAR_POSITIONAL:
-            flat.extend((f"{name}[{index}]", item) for index, item in enumerate(value))
-        else:
-            flat.append((name, value))
-    return flat

@@ -1,11 +1,14 @@
-"""Conversion of a module's inputs to DTensors on the bound mesh, and of its outputs back.
+"""Conversion of a module's inputs to DTensors on the private mesh, and of its outputs back.
 
 Inputs may be local tensors, DTensors on the sequence axis, or DTensors on other axes of the composed mesh, such as tp.
 
 [Note: lifting] A DTensor on tp with Shard on the heads is also a DTensor on [cp, tp], with Shard on the sequence added
-in front. The local tensor is the same. So inputs are *lifted* to a bound mesh, which has the sequence axis first and
+in front. The local tensor is the same. So inputs are *lifted* to a private mesh, which has the sequence axis first and
 then the axes of the inputs. DTensor propagates the placements of tp through the module as usual: it may communicate
 over tp, and never over the sequence axis. Outputs are *lowered* to the mesh of the inputs.
+
+Under torch.compile the lengths of the ranks' parts are not known, and DTensor's own functions take their place: each
+rank declares that all ranks hold as many tokens as it does. No local result depends on this.
 """
 
 from __future__ import annotations
@@ -14,21 +17,25 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from cp_styles.engine.dtensor_handlers import install
-from cp_styles.engine.mesh_axes import (
+from cp_styles.layout import Balancer, SequenceLayout
+from cp_styles.styles.mesh_axes import (
     OtherAxes,
     Placements,
-    local_part,
+    declared_size,
+    keeps_apart,
+    local_parts,
     other_axes_of,
     placed,
+    placed_in_graph,
     placed_together,
     refuse_placements,
     sequence_placement,
-    sequence_sharded,
 )
+from cp_styles.styles.private_mesh import private_mesh
 from cp_styles.troubleshooting import see
 
 
@@ -36,29 +43,30 @@ class DTensorIO:
     """Converts the inputs and outputs of one module.
 
     Args:
+        group: the ranks that share the sequence.
         axis: the 1-D mesh of the sequence.
         composed: the mesh that the style was given.
         seq_dim: the sequence dim of the module's inputs.
         use_local_output: whether outputs are local tensors, if inputs are not DTensors on other axes.
     """
 
-    def __init__(self, axis: DeviceMesh, composed: DeviceMesh, seq_dim: int, use_local_output: bool) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, axis: DeviceMesh, composed: DeviceMesh, seq_dim: int, use_local_output: bool
+    ) -> None:
+        self._group = group
         self._axis = axis
         self._composed = composed
         self._seq_dim = seq_dim
         self._use_local_output = use_local_output
         self._known: dict[DeviceMesh, OtherAxes | str] = {}
 
-    @property
-    def axes(self) -> tuple[DeviceMesh, DeviceMesh]:
-        """The 1-D mesh of the sequence, and the mesh of the style."""
-        return self._axis, self._composed
+    handle = ""
 
     @property
     def _sequence(self) -> str:
         return (self._axis.mesh_dim_names or ("cp",))[0]
 
-    def other_axes(self, labels: Sequence[str], inputs: Sequence[Any]) -> OtherAxes | None:
+    def other_axes(self, name: str, labels: Sequence[str], inputs: Sequence[Any]) -> OtherAxes | None:
         """The other axes on which query, key and value are DTensors. None if there are none.
 
         Raises:
@@ -75,74 +83,138 @@ class DTensorIO:
         what = f"{labels[first]} is a DTensor on mesh axes {mesh.mesh_dim_names} with {inputs[first].placements}"
         expected = f"expected a local tensor, or a DTensor on {self._axis.mesh_dim_names} with Shard({dim})"
         if mesh == self._axis:
-            raise ValueError(f"{what}; {expected}")
+            raise ValueError(f"{name}: {what}; {expected}")
         if self._composed.ndim == 1:
             raise ValueError(
-                f"{what}; {expected}, because the style was given the 1-D mesh {self._composed.mesh_dim_names}: for "
-                "DTensors on other axes pass the composed mesh to parallelize_module, or let the style before this one "
-                "return local tensors (use_local_output=True)"
+                f"{name}: {what}; {expected}, because the style was given the 1-D mesh "
+                f"{self._composed.mesh_dim_names}: for DTensors on other axes pass the composed mesh to "
+                "parallelize_module, or let the style before this one return local tensors (use_local_output=True)"
                 f"{see('DTensors on other axes')}"
             )
         for label, value in zip(labels, inputs, strict=True):
             if not isinstance(value, DTensor) or value.device_mesh != mesh:
                 on = f"on mesh axes {value.device_mesh.mesh_dim_names}" if isinstance(value, DTensor) else "local"
-                raise ValueError(f"{what}, but {label} is {on}: pass all three on the same mesh")
+                raise ValueError(f"{name}: {what}, but {label} is {on}: pass all three on the same mesh")
         found = self.of(mesh)
         if isinstance(found, str):
-            raise ValueError(f"{what}: {found}. Otherwise {expected}")
+            raise ValueError(f"{name}: {what}: {found}. Otherwise {expected}")
         if found.seq_axis is None and not self._use_local_output:
             raise ValueError(
-                f"{what}. Outputs are then DTensors on the same axes, and use_local_output=False has no meaning for "
-                f"them: leave it out, or pass DTensors on a mesh that also has {self._axis.mesh_dim_names}"
+                f"{name}: {what}. Outputs are then DTensors on the same axes, and use_local_output=False has no "
+                f"meaning for them: leave it out, or pass DTensors on a mesh that also has {self._axis.mesh_dim_names}"
             )
         for label, value in zip(labels, inputs, strict=True):
             if found.seq_axis is not None and value.placements[found.seq_axis] != Shard(dim):
                 raise ValueError(
-                    f"{label} is {value.placements[found.seq_axis]!r} on the sequence axis {self._sequence!r} of "
-                    f"{mesh.mesh_dim_names}, not Shard({dim}): cut it with the attention's layout, or check seq_dim"
+                    f"{name}: {label} is {value.placements[found.seq_axis]!r} on the sequence axis {self._sequence!r} "
+                    f"of {mesh.mesh_dim_names}, not Shard({dim}): cut it with the attention's layout, or check seq_dim"
                 )
         others = [found.others(value.placements) for value in inputs]
-        refuse_placements(labels, others, found.names, dim, 3 - dim)
+        refuse_placements(name, labels, others, found.names, dim, 3 - dim)
         return found
 
-    def to_bound_mesh(
-        self, values: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], bound: DeviceMesh, rows: Sequence[int]
+    def private_mesh(self, device_type: str, came: OtherAxes | None) -> DeviceMesh:
+        return private_mesh(self._group, device_type, came)
+
+    def lift(
+        self,
+        values: Sequence[torch.Tensor],
+        parts: Sequence[torch.Tensor],
+        came: OtherAxes | None,
+        layout: SequenceLayout | Balancer,
     ) -> Sequence[DTensor]:
-        """``values`` as DTensors on the bound mesh, with the local tensors ``parts`` and global sizes of ``rows``."""
+        """``values`` with the local tensors ``parts`` as DTensors on the private mesh. ``layout``: that of the call, or
+        the balancer that makes it."""
+        rank, ranks, dim = self._group.rank(), self._group.size(), self._seq_dim
         placements: list[Placements] = []
         shapes = []
-        for value, part, size in zip(values, parts, rows, strict=True):
-            if bound.ndim == 1:
-                placement, shape = (Shard(self._seq_dim),), list(part.shape)
-            else:
+        for value, part in zip(values, parts, strict=True):
+            others = ()
+            shape = list(part.shape)
+            if came is not None:
                 assert isinstance(value, DTensor)  # other_axes() saw it
-                found = self.of(value.device_mesh)
-                assert isinstance(found, OtherAxes)
-                placement, shape = (Shard(self._seq_dim), *found.others(value.placements)), list(value.shape)
-            shape[self._seq_dim] = size
-            placements.append(placement)
+                others, shape = came.others(value.placements), list(value.shape)
+            shape[dim] = declared_size(layout, rank, ranks, part.shape[dim])
+            placements.append((Shard(dim), *others))
             shapes.append(shape)
-        return placed_together(parts, bound, placements, shapes)
+        return placed_together(parts, self.private_mesh(parts[0].device.type, came), placements, shapes)
 
-    def from_bound_mesh(self, name: str, output: DTensor, came: OtherAxes | None) -> torch.Tensor:
-        """An output on the bound mesh, converted to the form of the inputs.
+    def lower(self, name: str, output: DTensor, came: OtherAxes | None, scale: tuple[int, int]) -> torch.Tensor:
+        """An output on the private mesh, converted to the form of the inputs. ``scale``: the number of queries that was
+        declared to DTensor, and the true one.
 
         Raises:
             ValueError: the output is not sharded along the sequence any more.
         """
         placement, others = sequence_placement(name, output)
-        local = local_part(output, install)  # other code may have removed the handlers since the forward
-        if came is None:
-            if self._use_local_output:
-                return local
-            return sequence_sharded(local, self._axis, placement.dim, output.shape[placement.dim])
+        (local,) = local_parts((output,))
+        if came is None and self._use_local_output:
+            return local
         shape = list(output.shape)
-        if came.seq_axis is None:
+        declared, length = scale
+        if came is not None and came.seq_axis is None:
             shape[placement.dim] = local.shape[placement.dim]
+        else:
+            shape[placement.dim] = shape[placement.dim] // declared * length if declared else 0
+        if came is None:
+            return placed(local, self._axis, (placement,), shape)
         return placed(local, came.mesh, came.joined(placement, others), shape)
+
+    # -- under torch.compile --
+
+    def traced_lift(self, values: Sequence[Any], private: DeviceMesh, came: DeviceMesh | None) -> list[DTensor]:
+        others = () if came is None else values[0].placements
+        parts = [value.to_local() if isinstance(value, DTensor) else value for value in values]
+        return [placed_in_graph(part, private, [Shard(self._seq_dim), *others]) for part in parts]
+
+    def traced_lower(self, name: str, output: DTensor, private: DeviceMesh, came: DeviceMesh | None) -> torch.Tensor:
+        if output.device_mesh != private:
+            return output
+        _, others = sequence_placement(name, output)
+        local = output.to_local()
+        return local if came is None else placed_in_graph(local, came, others)
+
+    def traced_mesh(self, name: str, inputs: Sequence[Any]) -> DeviceMesh | None:
+        """The mesh of the inputs if they are DTensors on axes other than the sequence's. Else None."""
+        elsewhere = [
+            x
+            for x in inputs
+            if isinstance(x, DTensor) and not (x.device_mesh == self._axis and x.placements == (Shard(self._seq_dim),))
+        ]
+        if not elsewhere:
+            return None
+        mesh, placements = elsewhere[0].device_mesh, elsewhere[0].placements
+        if (
+            len(elsewhere) < 3
+            or any(x.device_mesh != mesh or x.placements != placements for x in elsewhere)
+            or not all(keeps_apart(placement, 3 - self._seq_dim) for placement in placements)
+            or any(_uneven(x) for x in elsewhere)
+        ):
+            raise ValueError(
+                f"{name}: under torch.compile query, key and value must be local tensors, or DTensors on one mesh with "
+                "equal placements and even shards (Shard on the heads or the batch, or Replicate)"
+            )
+        return mesh
+
+    def traced_private_mesh(self, device_type: str, came: DeviceMesh | None) -> DeviceMesh | str:
+        """The private mesh for inputs on the mesh ``came``; or a text that says why there is none."""
+        other_axes = None if came is None else self.of(came)
+        if isinstance(other_axes, str):
+            return f"query is a DTensor on mesh axes {came and came.mesh_dim_names}: {other_axes}"
+        if other_axes is not None and other_axes.seq_axis is not None:
+            return "DTensors on the sequence axis and other axes together are not supported under torch.compile"
+        return self.private_mesh(device_type, other_axes)
 
     def of(self, mesh: DeviceMesh) -> OtherAxes | str:
         """The axes of ``mesh`` other than the sequence's; or a text that says why it is not supported."""
         if mesh not in self._known:
             self._known[mesh] = other_axes_of(mesh, self._composed, self._sequence)
         return self._known[mesh]
+
+
+def _uneven(tensor: DTensor) -> bool:
+    whole = list(tensor.to_local().shape)
+    for axis, placement in enumerate(tensor.placements):
+        if isinstance(placement, Shard):
+            whole[placement.dim] *= tensor.device_mesh.size(axis)
+    return tuple(whole) != tuple(tensor.shape)

@@ -107,7 +107,7 @@ def test_a_recomputation_that_communicates_nothing(door: str, strategy):
             assert events_of(checkpointed(own, save_attention()), rank) == without
             assert own.runs == runs + 2  # it was recomputed
         again = Counter(events_of(checkpointed(own), rank)) - Counter(events_of(own, rank))
-        calls = {"style": 2, "varlen": PROBLEM.inputs[0].shape[0]}.get(door, 1)
+        calls = {"varlen": PROBLEM.inputs[0].shape[0]}.get(door, 1)
         assert again["all_gather", WIDTH * 8 * (RANKS - 1)] == calls
         assert sum(again.values()) > 1
 

@@ -38,8 +38,6 @@ STRATEGIES = {"allgather": AllGather(), "alltoall": Ring()}
     forward_only=[True, False],
     door=["context", "style"],
     backend=BACKENDS,
-    # What is left out is refused: tests/ranks/doors/test_errors.py
-    where=lambda door, backend, **_: (door, backend) != ("style", SDPBackend.MATH),
 )
 def test_the_grid_of_torch(causal, layout, rotate, forward_only, door, backend):
     problem = Problem(length=16, causal=causal, kv_heads=2)

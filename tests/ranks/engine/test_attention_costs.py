@@ -64,9 +64,8 @@ def costs(problem: Problem, ranks: int, door: str, **options) -> tuple[float, li
     for trace in traces:
         assert set(trace.calls) <= {"send", "all_gather"}
         agreed = [size for name, size in trace.events if name == "all_gather"]
-        # On the inputs before a module runs, and on the call inside (a function sees both at once); and before the
-        # first backward, that all ranks are through with their forwards.
-        meetings = (3 if door == "style" else 2) if ranks > 1 else 0
+        # On the call; and before the first backward, that all ranks are through with their forwards.
+        meetings = 2 if ranks > 1 else 0
         assert agreed == [WIDTH * 8 * (ranks - 1)] * meetings
         sent += sum(size for name, size in trace.events if name == "send")
     return sent / (problem.inputs[0].nbytes / ranks), list(traces), list(kernels)

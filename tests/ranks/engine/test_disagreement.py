@@ -97,7 +97,6 @@ class Calls(nn.Module):
         return F.scaled_dot_product_attention(query, key, value, enable_gqa=True, **self.options)
 
 
-# Where the layout itself is given, ranks agree once, at the call; a balancer is told the length before.
 LAYOUTS = {"balancer": contiguous, "layout": contiguous(LENGTH, RANKS)}
 
 
@@ -208,28 +207,21 @@ def fails(*tensors):
     raise ValueError("my own mistake")
 
 
-# What is said of the calls below under ModuleContextParallel, which sees them before torch does.
-OF_THE_MODULE = {
-    "dropout_p=0.1 is not supported: the random numbers of the ranks": ("dropout_p=0.1", "refused their inputs"),
-    "no fused attention op was reached inside the module": (
-        "no scaled_dot_product_attention was called inside",
-        "refused the attention inside",
-    ),
-}
-
-
+OTHERWISE = "refused the attention inside"
 ALONE = {
     "dropout": (
         partial(F.scaled_dot_product_attention, dropout_p=0.1, enable_gqa=True),
         "dropout_p=0.1 is not supported: the random numbers of the ranks",
+        "refused their inputs",
     ),
-    "no attention": (lambda q, k, v: v * 2.0, "no fused attention op was reached inside the module"),
-    "own exception": (fails, "my own mistake"),
+    "no attention": (lambda q, k, v: v * 2.0, "no scaled_dot_product_attention was called inside", OTHERWISE),
+    "own exception": (fails, "my own mistake", OTHERWISE),
     "a mask of another length": (
         lambda q, k, v: F.scaled_dot_product_attention(
             q, k, v, attn_mask=torch.ones(LENGTH + 1, LENGTH + 1) > 0, enable_gqa=True
         ),
         "disagree on",
+        "",
     ),
 }
 
@@ -237,9 +229,7 @@ ALONE = {
 @sampled(2, what=list(ALONE), door=list(STYLES), layout=list(LAYOUTS))
 def test_one_rank_alone_does_not_attend(what: str, door: str, layout: str):
     """The others would wait for its keys."""
-    (alone, message), refused = ALONE[what], "refused the attention inside"
-    if door == "module" and message in OF_THE_MODULE:
-        message, refused = OF_THE_MODULE[message]
+    alone, message, refused = ALONE[what]
 
     def act(s: Scene):
         module = parallelize_module(Failing(), s.mesh, STYLES[door](layout=LAYOUTS[layout]))
@@ -267,7 +257,6 @@ def test_one_rank_alone_does_not_attend(what: str, door: str, layout: str):
     ids=["refused", "length", "dtype", "batch"],
 )
 def test_one_rank_has_other_inputs_where_the_layout_is_given(change, mine: str, others: str):
-    """Nobody asks before the call then; a rank that sees that its inputs are wrong does not get there."""
 
     def act(s: Scene):
         module = parallelize_module(Calls(), s.mesh, AttentionContextParallel(layout=LAYOUTS["layout"]))
@@ -283,7 +272,6 @@ def test_one_rank_has_other_inputs_where_the_layout_is_given(change, mine: str, 
 
 @pytest.mark.parametrize("named", [0, 1])
 def test_only_one_rank_is_given_the_layout(named: int):
-    """It agrees at its call, the others before it: they meet all the same."""
 
     def act(s: Scene):
         layout = LAYOUTS["layout" if s.rank == named else "balancer"]

@@ -3,16 +3,12 @@ NCCL keeps its rules. See tests/gpu_tensors.py."""
 
 from __future__ import annotations
 
-import contextlib
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from cp_styles.engine.dtensor_handlers import carrier
 from cp_styles.functions.attention import context_attention
 from cp_styles.kernels import Kernel, ReferenceKernel
 from cp_styles.layout import contiguous, head_tail, striped
@@ -31,7 +27,7 @@ from tests.oracle import (
     expected_attention,
     randn,
 )
-from tests.ranks.attention_case import EXACT, Problem, cp_mesh, parallel, plain
+from tests.ranks.attention_case import EXACT, Problem, plain
 
 STRATEGIES = [
     (Ring(), 3),
@@ -42,7 +38,6 @@ STRATEGIES = [
     (Ulysses(size=2), 4),
     (Ulysses(inner=AllGather(keep=0), size=2), 4),
 ]
-CARRIERS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
 LENGTHS = (13, 1, 40, 10)
 MASKS = {
     "causal": Causal(),
@@ -105,42 +100,6 @@ def test_groups_of_nccl_alone(strategy, ranks: int):
     problem = Problem(length=24, kv_heads=2, heads=4)
     worst, _ = on_gpus(problem, ranks, nccl_only=True, strategy=strategy, mask=Causal(), kernel=ON_GPU)
     assert worst < EXACT
-
-
-class Masked(torch.nn.Module):
-    def __init__(self, mask: torch.Tensor | None) -> None:
-        super().__init__()
-        self.mask = mask
-
-    def forward(self, query, key, value):
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=self.mask, is_causal=self.mask is None)
-
-
-@pytest.mark.parametrize("kind", [None, torch.bool, torch.float64], ids=str)
-@pytest.mark.parametrize("enabled", [None, *CARRIERS], ids=str)
-def test_a_call_arrives_whole_by_whatever_op_carries_it(enabled, kind: torch.dtype | None):
-    """Inside a module the call is carried to its handler by an op of the device: on CUDA by one of three, of which
-    flash takes no mask. Here they carry tensors of the CPU, and the tiles are computed there."""
-    length = 24
-    mask = None if kind is None else randn(5, length, length)
-    sees = torch.ones(length, length).tril().bool() if mask is None else None
-    if kind == torch.bool:
-        mask = sees = mask > -0.5
-    inputs, cotangent = attention_inputs(length=length)
-    expected = expected_attention(inputs, cotangent, sees, bias=mask if kind == torch.float64 else None)
-
-    def on(rank: int) -> list[torch.Tensor]:
-        module = parallel(Masked(mask), cp_mesh(2), layout=head_tail)
-        parts = [layout.shard(x, 2, rank) for x in inputs]
-        return attend_and_differentiate(module, parts, layout.shard(cotangent, 2, rank))
-
-    layout = head_tail(length, 2)
-    only = contextlib.nullcontext() if enabled is None else sdpa_kernel(enabled)
-    with pytest.MonkeyPatch.context() as patch, only:
-        patch.setattr("cp_styles.intercept.fused_operators.carrier", lambda _, **options: carrier("cuda", **options))
-        found = run_ranks(on, 2)
-    for parts, wanted in zip(zip(*found, strict=True), expected, strict=True):
-        assert error(layout.unshard(list(parts), 2), wanted) < EXACT
 
 
 def test_what_is_chosen_for_bfloat16():

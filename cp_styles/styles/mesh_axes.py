@@ -8,7 +8,7 @@ only condition is that a rank has the key heads that its query heads need.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import attrgetter
@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from cp_styles._compat import dtensors_without_grad
 from cp_styles.device_copies import tensor_on
-from cp_styles.layout import SequenceLayout
+from cp_styles.layout import Balancer, SequenceLayout
 from cp_styles.troubleshooting import see
 
 _HEAD_DIM = 1  # of what reaches the attention: [B, H, S, D]
@@ -52,6 +52,10 @@ class OtherAxes:
         names = self.mesh.mesh_dim_names
         assert names is not None  # found by them
         return tuple(names[axis] for axis in self.axes)
+
+    @property
+    def group_names(self) -> tuple[str, ...]:
+        return tuple(self.mesh.get_group(axis).group_name for axis in self.axes)
 
     def around(self, group: dist.ProcessGroup, device_type: str, name: str) -> DeviceMesh:
         """The mesh [``group`` under ``name``, *the other axes]. No communication."""
@@ -152,7 +156,12 @@ def sequence_placement(name: str, output: DTensor) -> tuple[Shard, Placements]:
 
 
 def refuse_placements(
-    labels: Sequence[str], placements: Sequence[Placements], names: Sequence[str], seq_dim: int, head_dim: int
+    module: str,
+    labels: Sequence[str],
+    placements: Sequence[Placements],
+    names: Sequence[str],
+    seq_dim: int,
+    head_dim: int,
 ) -> None:
     """Raise ValueError unless attention can take query, key and value with these placements on the axes ``names``."""
     for name, *of_axis in zip(names, *placements, strict=True):
@@ -167,14 +176,14 @@ def refuse_placements(
             elif isinstance(placement, Shard) and placement.dim == 3:
                 why = "cuts the head dim"
             raise ValueError(
-                f"{label} is {placement!r} on mesh axis {name!r}, which {why}: redistribute it to Shard({head_dim}) "
-                "(heads) or Replicate() on that axis before the module"
+                f"{module}: {label} is {placement!r} on mesh axis {name!r}, which {why}: redistribute it to "
+                f"Shard({head_dim}) (heads) or Replicate() on that axis before the module"
             )
         query, *keys = of_axis
         if keys[0] != keys[1] or not (query == keys[0] or (query == Shard(head_dim) and keys[0].is_replicate())):
             raise ValueError(
-                f"query, key and value are {tuple(of_axis)} on mesh axis {name!r}: give all three the same placement, "
-                f"or query Shard({head_dim}) and both others Replicate()"
+                f"{module}: query, key and value are {tuple(of_axis)} on mesh axis {name!r}: give all three the same "
+                f"placement, or query Shard({head_dim}) and both others Replicate()"
             )
 
 
@@ -199,17 +208,6 @@ class HeadShare:
             return kv_BGMD.index_select(1, tensor_on(kv_BGMD.device, self.pairs))
         return kv_BGMD if span == (0, kv_BGMD.shape[1]) else kv_BGMD.narrow(1, span[0], span[1] - span[0])
 
-    def to_keys(self, grad_BGMD: torch.Tensor, heads: int) -> torch.Tensor:
-        """The adjoint of :meth:`of_keys`: zeros for key heads, of ``heads``, that are not needed."""
-        span = self._span
-        if span == (0, heads):
-            return grad_BGMD
-        whole = grad_BGMD.new_zeros(grad_BGMD.shape[0], heads, *grad_BGMD.shape[2:])
-        if span is None:
-            return whole.index_add_(1, tensor_on(grad_BGMD.device, self.pairs), grad_BGMD)
-        whole.narrow(1, span[0], span[1] - span[0]).copy_(grad_BGMD)
-        return whole
-
     @property
     def _span(self) -> tuple[int, int] | None:
         """The needed key heads as a range, if each is used by equally many query heads in order. Else None."""
@@ -221,7 +219,7 @@ class HeadShare:
         return (first, first + size) if regular else None
 
 
-def head_share(query: DTensor, key: DTensor) -> HeadShare:
+def head_share(module: str, query: DTensor, key: DTensor) -> HeadShare:
     """The heads of this rank, for DTensors [B, H, S, D] on one mesh that :func:`refuse_placements` accepts.
 
     No communication.
@@ -232,7 +230,7 @@ def head_share(query: DTensor, key: DTensor) -> HeadShare:
     mesh, of, keys_of = query.device_mesh, query.shape[_HEAD_DIM], key.shape[_HEAD_DIM]
     if keys_of == 0 or of % keys_of:
         raise ValueError(
-            f"{of} query heads are not a multiple of {keys_of} key/value heads{see('Heads that do not fit')}"
+            f"{module}: {of} query heads are not a multiple of {keys_of} key/value heads{see('Heads that do not fit')}"
         )
     # Not get_local_rank: it needs the groups of all axes, and the sequence axis of this mesh has none.
     here = tuple(mesh.get_coordinate() or ())
@@ -246,10 +244,10 @@ def head_share(query: DTensor, key: DTensor) -> HeadShare:
         if not pairs or pairs[0] < 0 or pairs[-1] >= last - first:
             names = [(mesh.mesh_dim_names or ())[axis] for axis in cut]
             raise ValueError(
-                f"{of} query heads and {keys_of} key/value heads cannot be cut over mesh axes {names}: the rank at "
-                f"{[place[axis] for axis in cut]} gets query heads {start} to {stop - 1} and key heads {first} to "
-                f"{last - 1}, which do not belong together. Replicate key and value over these axes, or use sizes that "
-                "divide"
+                f"{module}: {of} query heads and {keys_of} key/value heads cannot be cut over mesh axes {names}: "
+                f"the rank at {[place[axis] for axis in cut]} gets query heads {start} to {stop - 1} and key heads "
+                f"{first} to {last - 1}, which do not belong together. Replicate key and value over these axes, or "
+                "use sizes that divide"
             )
         if place == here:
             share = HeadShare((start, stop), of, pairs)
@@ -267,26 +265,14 @@ def _interval(tensor: DTensor, place: Sequence[int]) -> tuple[int, int]:
     return start, stop
 
 
-def sequence_sharded(
-    local: torch.Tensor,
-    mesh: DeviceMesh,
-    dim: int,
-    size: int,
-    others: Placements = (),
-    whole: Sequence[int] | None = None,
-) -> DTensor:
-    """The rank's part as a DTensor with ``size`` rows on ``dim``: no communication, and parts may differ in length.
-
-    ``others`` are its placements on the other axes. ``whole`` is its global shape, except for ``dim``.
-    """
-    shape = list(local.shape if whole is None else whole)
-    shape[dim] = size
-    return placed(local, mesh, (Shard(dim), *others), shape)
-
-
 def placed(local: torch.Tensor, mesh: DeviceMesh, placements: Placements, shape: Sequence[int]) -> DTensor:
     """The rank's part as a DTensor of a global ``shape``, with the memory order of ``local``. No communication."""
     return placed_together((local,), mesh, (placements,), (shape,))[0]
+
+
+def placed_in_graph(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    """:func:`placed` while torch.compile traces: of a global shape as if all ranks had as much as this one."""
+    return DTensor.from_local(local, mesh, placements, run_check=False)
 
 
 def placed_together(
@@ -297,10 +283,9 @@ def placed_together(
     for part, placement, shape in zip(parts, placements, shapes, strict=True):
         size = torch.Size(shape)
         specs.append((placement, size, _strides(part.shape, part.stride(), size)))
-    compiling = torch.compiler.is_compiling()
-    if not (torch.is_grad_enabled() or torch.is_inference_mode_enabled() or compiling):
+    if not (torch.is_grad_enabled() or torch.is_inference_mode_enabled()):
         return dtensors_without_grad(parts, mesh, specs)
-    if mesh.ndim == 1 and all(map(_REQUIRES_GRAD, parts)) and not compiling:
+    if mesh.ndim == 1 and all(map(_REQUIRES_GRAD, parts)):
         return _Placed.apply(mesh, placements, specs, *parts)
     return [
         DTensor.from_local(part, mesh, placement, run_check=False, shape=size, stride=strides)
@@ -312,7 +297,7 @@ _REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 class _Placed(torch.autograd.Function):
-    """``DTensor.from_local`` on one axis, in a fraction of its time: every call of a style makes three DTensors."""
+    """``DTensor.from_local`` on one axis, in a fraction of its time: every call of a style makes four DTensors."""
 
     @staticmethod
     def forward(ctx, mesh, placements, specs, *parts):
@@ -330,53 +315,46 @@ class _Placed(torch.autograd.Function):
         return None, None, None, *found
 
 
-def local_part(tensor: DTensor, on_gradient: Callable[[], None]) -> torch.Tensor:
-    """``tensor.to_local()`` of a shard. ``on_gradient`` is called when its backward starts. No communication."""
-    if tensor.device_mesh.ndim == 1 and tensor.requires_grad and torch.is_grad_enabled():
-        return _Local.apply(tensor, on_gradient)  # pyright: ignore[reportReturnType]
-    local = tensor.to_local()
-    if local.requires_grad:
-        local.register_hook(lambda _: on_gradient())
-    return local
+def local_parts(tensors: Sequence[DTensor], gradients: Sequence[Placements] | None = None) -> Sequence[torch.Tensor]:
+    """``to_local(grad_placements=...)`` of each, without communication. ``gradients``: default, as the tensors are."""
+    if gradients is None:
+        gradients = [tensor.placements for tensor in tensors]
+    if torch.is_grad_enabled() and any(map(_REQUIRES_GRAD, tensors)):
+        return _Local.apply(gradients, *tensors)
+    return [tensor.to_local() for tensor in tensors]
 
 
 class _Local(torch.autograd.Function):
-    """``DTensor.to_local`` on one axis, in a fraction of its time."""
+    """``DTensor.to_local`` of several tensors, in a fraction of its time."""
 
     @staticmethod
-    def forward(ctx, tensor, on_gradient):
+    def forward(ctx, gradients, *tensors):
         ctx.set_materialize_grads(False)
-        ctx.like, ctx.on_gradient = (tensor.device_mesh, tensor.placements, tensor.shape), on_gradient
-        local = tensor.to_local()
-        return local.view_as(local)  # autograd writes into the object that is returned
+        ctx.gradients = gradients
+        ctx.like = [(tensor.device_mesh, tensor.shape) for tensor in tensors]
+        # Autograd writes into the objects that are returned.
+        return tuple([(local := tensor.to_local()).view_as(local) for tensor in tensors])
 
     @staticmethod
-    def backward(ctx, grad):
-        if grad is None:
-            return None, None
-        ctx.on_gradient()
-        mesh, placements, shape = ctx.like
-        spec = placements, shape, _strides(grad.shape, grad.stride(), shape)
-        return *dtensors_without_grad((grad,), mesh, (spec,)), None
+    def backward(ctx, *grads):
+        found: list[DTensor | None] = []
+        for grad, placements, (mesh, shape) in zip(grads, ctx.gradients, ctx.like, strict=True):
+            # With create_graph=True it goes on to a node that refuses second derivatives.
+            found.append(None if grad is None else placed(grad, mesh, placements, shape))
+        return None, *found
 
 
-def like_part(local: torch.Tensor, part: DTensor, placements: Placements | None = None) -> DTensor:
-    """Wraps a local result [B, H, L, D] as a DTensor with the sharding of ``part``, or with ``placements``."""
-    placements = part.placements if placements is None else placements
-    return placed(local, part.device_mesh, placements, (*part.shape[:3], local.shape[3]))
+def declared_size(layout: SequenceLayout | Balancer, rank: int, ranks: int, rows: int) -> int:
+    """The global size of a dim of which this rank has ``rows``, as it is declared to DTensor. No communication.
 
-
-def declared_size(layout: SequenceLayout, rank: int) -> int:
-    """The global size of a dim that ``layout`` cuts, as it is declared to DTensor.
-
-    It is the true size if DTensor would make the same parts. Otherwise it is a size for which DTensor's rule gives this
-    rank its local size, so that views and expansions inside the module are right. Ranks then declare different sizes,
-    which are never compared.
+    It is the true size if the layout is known, and DTensor would make the same parts. Otherwise it is a size for which
+    DTensor's rule gives this rank its rows, so that views and expansions inside the module are right. Ranks may then
+    declare different sizes. These are never compared, and no result depends on them.
     """
-    own = layout.lengths[rank]
-    if layout.lengths == chunk_sizes(layout.length, layout.ranks):
+    exact = isinstance(layout, SequenceLayout) and layout.lengths[rank] == rows
+    if exact and layout.lengths == chunk_sizes(layout.length, ranks):
         return layout.length
-    return own * layout.ranks if own else rank or layout.length
+    return rows * ranks if rows else rank
 
 
 @lru_cache(maxsize=1024)

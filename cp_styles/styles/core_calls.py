@@ -1,0 +1,190 @@
+"""The function mode of AttentionContextParallel: attention on DTensors of a private mesh runs on the engine.
+
+It is the dispatcher of context parallelism, on for the forward of one module and off after it. A call is intercepted
+before it is an operator: this rank's parts go to the op of custom_ops.py, whose backward needs no mode, and its output
+becomes a DTensor again. All else in the module are DTensor's own ops, which cannot gather the sequence.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor, Partial, Shard
+
+from cp_styles._compat import never_compiled
+from cp_styles.engine.binding import Binding
+from cp_styles.engine.custom_ops import binding_of_attention
+from cp_styles.engine.scope import ScopedBinding
+from cp_styles.functions.attention import attend
+from cp_styles.intercept.function_mode import AttentionCalls
+from cp_styles.layout import SequenceLayout
+from cp_styles.mask import causal_bias
+from cp_styles.styles.mesh_axes import (
+    HeadShare,
+    Placements,
+    head_share,
+    keeps_apart,
+    local_parts,
+    placed,
+    placed_in_graph,
+    refuse_moved,
+    refuse_placements,
+)
+from cp_styles.styles.private_mesh import is_private
+
+_LABELS = ("query", "key", "value")
+_SEQ_DIM, _HEAD_DIM = 2, 1  # of what reaches the attention: [B, H, S, D]
+
+
+class CoreCalls(AttentionCalls):
+    """Runs attention calls on DTensors of a private mesh on the engine, and returns DTensors.
+
+    Attention on other tensors, which were not made from the module's inputs, is not changed.
+    """
+
+    def begin(self) -> None:
+        """A forward of the module begins."""
+        self._tally.calls = 0
+        if not torch.compiler.is_dynamo_compiling():
+            self._scoped.unscoped.ledger.engaged = False
+
+    def reached(self) -> bool:
+        """Whether this forward has called attention. (A property cannot be traced.)"""
+        return self._tally.calls > 0
+
+    def refuse_inside(self) -> None:
+        """Raise inside a module or block that takes all attention."""
+        around = self.entered()
+        if around is not None and not isinstance(around, CoreCalls):
+            raise ValueError(
+                f"{around._name}: a module inside has AttentionContextParallel, and this style takes all attention "
+                "inside: apply one of the two"
+            )
+
+    @property
+    def latest_layout(self) -> SequenceLayout:
+        """The layout of the queries of the latest call."""
+        return binding_of_attention(self._latest).cuts[0]
+
+    _latest: torch.Tensor
+
+    def _attend(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Any:
+        tensors = query, key, value
+        if not (is_private(query) or is_private(key) or is_private(value)):
+            options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+            return F.scaled_dot_product_attention(*tensors, attn_mask, **options)
+        self._tally.calls += 1
+        attn_mask, is_causal = causal_bias(attn_mask, is_causal)
+        if torch.compiler.is_dynamo_compiling():
+            self._refuse_core_call(tensors, attn_mask)
+            local, source = [tensor.to_local() for tensor in tensors], self._config_text
+        else:
+            local, source = self._local_call(tensors, attn_mask)
+
+        def refuse() -> None:
+            self._refuse_options(query.shape[_HEAD_DIM], key.shape[_HEAD_DIM], dropout_p, enable_gqa)
+            self.check_reruns()
+
+        options = {"is_causal": is_causal, "attn_mask": attn_mask, "scale": scale}
+        out, call = attend(source, tuple(local), **options, refuse=refuse)
+        if torch.compiler.is_dynamo_compiling():
+            return placed_in_graph(out, query.device_mesh, query.placements)
+        self._latest = call
+        return placed(out, query.device_mesh, query.placements, (*query.shape[:3], out.shape[3]))
+
+    @never_compiled
+    def _attend_uncompiled(self, *args: Any, **kwargs: Any) -> Any:
+        return self._attend(*args, **kwargs)
+
+    def _local_call(
+        self, tensors: tuple[Any, ...], attn_mask: torch.Tensor | None
+    ) -> tuple[list[torch.Tensor], ScopedBinding | Binding]:
+        """The local tensors of a call, and what attends to them. If it is refused, every rank raises."""
+        query, key, value = tensors
+        try:
+            self._refuse_core_call(tensors, attn_mask)
+            if query.device_mesh.ndim == 1:
+                return list(local_parts(tensors)), self._scoped
+            share, whole = _share(self._name, tensors)
+        except Exception as error:  # of any kind: the other ranks must raise too
+            self._scoped.unscoped.refuse(error)
+        local = local_parts(tensors, [query.placements, *(_gradients(query, each) for each in (key, value))])
+        source = self._scoped.resolve()[0].of_heads(share.heads, whole)
+        return [local[0], *map(share.of_keys, local[1:])], source
+
+    def _refuse_core_call(self, tensors: tuple[Any, ...], attn_mask: torch.Tensor | None) -> None:
+        """Raise for a call that is not an attention over this module's sequence."""
+        mesh = next(tensor.device_mesh for tensor in tensors if is_private(tensor))
+        for label, tensor in zip(_LABELS, tensors, strict=True):
+            if not is_private(tensor) or tensor.device_mesh != mesh:
+                raise ValueError(
+                    f"{self._name}: {label} was not made inside this module: it is not a DTensor on the module's "
+                    "sequence axis; compute it from the module's inputs, or pass it to the module"
+                )
+            if tensor.ndim != 4:
+                raise ValueError(
+                    f"{self._name}: scaled_dot_product_attention was called with a {label} of {tensor.ndim} dims, "
+                    f"{tuple(tensor.shape)}. The attention over all ranks needs 4 (batch, heads, sequence, head dim): "
+                    "give query, key and value the missing ones, such as query.unsqueeze(0)"
+                )
+        refuse_moved(self._name, _LABELS, tensors, _SEQ_DIM)
+        if isinstance(attn_mask, DTensor):
+            raise NotImplementedError(
+                f"{self._name}: attn_mask is a DTensor; pass the mask of the whole sequence as a plain tensor, the "
+                "same on all ranks"
+            )
+        if torch.compiler.is_dynamo_compiling():
+            self._refuse_untraceable(tensors, attn_mask)
+
+    def _refuse_untraceable(self, tensors: tuple[Any, ...], attn_mask: torch.Tensor | None) -> None:
+        """Raise for what torch.compile does not know of DTensors on other axes: which heads and rows a rank has."""
+        query, key, value = tensors
+        for placement in query.placements[1:]:
+            if not keeps_apart(placement, _HEAD_DIM):
+                raise ValueError(
+                    f"{self._name}: query reaches the attention as {query.placements}: beside the sequence, only the "
+                    "batch and the heads may be cut"
+                )
+        if query.placements != key.placements or query.placements != value.placements:
+            raise NotImplementedError(
+                f"{self._name}: under torch.compile query, key and value must have the same placements, got "
+                f"{query.placements}, {key.placements} and {value.placements}"
+            )
+        if attn_mask is not None and len(query.placements) > 1 and any(size != 1 for size in attn_mask.shape[:-2]):
+            raise NotImplementedError(f"{self._name}: attn_mask {tuple(attn_mask.shape)}: {SINGLED_OUT}")
+
+
+def _share(name: str, tensors: tuple[DTensor, ...]) -> tuple[HeadShare, tuple[int, int]]:
+    """This rank's heads, and the numbers of rows of the batch and of heads that a mask must fit."""
+    query, key, _ = tensors
+    others = [tensor.placements[1:] for tensor in tensors]
+    refuse_placements(name, _LABELS, others, (query.device_mesh.mesh_dim_names or ())[1:], _SEQ_DIM, _HEAD_DIM)
+    share = head_share(name, query, key)
+    # A mask's rows of the batch are not cut here: where the batch is, only one for all of it will do.
+    return share, (1 if Shard(0) in others[0] else query.shape[0], share.of)
+
+
+def _gradients(query: DTensor, key: DTensor) -> Placements:
+    """The placements of the gradient of a key: if the query's heads are cut and the key is replicated, each rank has
+    the share of its own heads."""
+    return tuple(
+        theirs if theirs == own else Partial() for own, theirs in zip(query.placements, key.placements, strict=True)
+    )
+
+
+SINGLED_OUT = (
+    "under torch.compile, with query, key and value as DTensors on other axes, it is not known which heads or rows of "
+    "the batch a rank has: give one mask for all, pass local tensors, or keep this module out of the compiled region"
+)
