@@ -33,6 +33,7 @@ from cp_styles.verify.step import (
     Failure,
     StepFunction,
     checksums,
+    ending_connections,
     gather_over,
     mesh_of_its_own,
     mesh_of_one,
@@ -107,31 +108,34 @@ def verify(
         raise ValueError(
             f"verify: tolerance={tolerance!r} is no error relative to a norm: choose 1e-4, or 1e-10 in float64"
         )
-    gather = gather_over(mesh)
-    title = f"{type(model).__name__} on {mesh.size()} ranks, mesh axes {mesh.mesh_dim_names}"
-    axis = _sequence_axis(plan, mesh)
-    with telling_others(gather, VerificationError):
-        _refuse(title, _differences(gather(checksums(batch, model))))
-        single = copy.deepcopy(model if reference is None else reference)
-        if reference is not None:
-            single.load_state_dict(model.state_dict())
-    scopes_over = None if reference is not None else _name_of(axis)
-    with mesh_of_one(mesh) as alone:
-        one, again = (_on_one(copy.deepcopy(single), batch, alone, step, title, gather, scopes_over) for _ in range(2))
-    with telling_others(gather, VerificationError):
-        _refuse(title, _unusable(one, gather) or _random(one, again, gather, tolerance))
+    with ending_connections(mesh):
+        gather = gather_over(mesh)
+        title = f"{type(model).__name__} on {mesh.size()} ranks, mesh axes {mesh.mesh_dim_names}"
+        axis = _sequence_axis(plan, mesh)
+        with telling_others(gather, VerificationError):
+            _refuse(title, _differences(gather(checksums(batch, model))))
+            single = copy.deepcopy(model if reference is None else reference)
+            if reference is not None:
+                single.load_state_dict(model.state_dict())
+        scopes_over = None if reference is not None else _name_of(axis)
+        with mesh_of_one(mesh) as alone:
+            one, again = (
+                _on_one(copy.deepcopy(single), batch, alone, step, title, gather, scopes_over) for _ in range(2)
+            )
+        with telling_others(gather, VerificationError):
+            _refuse(title, _unusable(one, gather) or _random(one, again, gather, tolerance))
 
-    trace = CommunicationTrace()
-    with mesh_of_its_own(mesh, gather) as own:
-        many = run_together(copy.deepcopy(model), partial(_parallel, plan), own, batch, step, trace)
-        if isinstance(many, StepResult):
-            failures = gather(None)  # the others have finished too, or failed: no message is under way
-    if isinstance(many, Failure):
-        failures = gather(many)
-    _refuse(title, _failed(failures))
-    assert isinstance(many, StepResult)
-    with telling_others(gather, VerificationError):
-        return _report(title, single, one, many, axis, trace, gather, tolerance)
+        trace = CommunicationTrace()
+        with mesh_of_its_own(mesh, gather) as own:
+            many = run_together(copy.deepcopy(model), partial(_parallel, plan), own, batch, step, trace)
+            if isinstance(many, StepResult):
+                failures = gather(None)  # the others have finished too, or failed: no message is under way
+        if isinstance(many, Failure):
+            failures = gather(many)
+        _refuse(title, _failed(failures))
+        assert isinstance(many, StepResult)
+        with telling_others(gather, VerificationError):
+            return _report(title, single, one, many, axis, trace, gather, tolerance)
 
 
 def _parallel(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> nn.Module:

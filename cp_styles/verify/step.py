@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from cp_styles._compat import FlexAsWritten, part_of_group, without_groups
 from cp_styles.checksum import checksum
-from cp_styles.comm.point_to_point import TransferError
+from cp_styles.comm.point_to_point import TransferError, break_off, collective
 from cp_styles.engine.run import listener
 from cp_styles.layout import SequenceLayout
 from cp_styles.mask import Mask
@@ -57,7 +57,8 @@ def gather_over(mesh: DeviceMesh) -> Gather:
         for axis in reversed(range(mesh.ndim)):
             group = mesh.get_group(axis)
             ranks: list[Any] = [None] * group.size()
-            dist.all_gather_object(ranks, found, group=group)
+            with collective(group, f"verify (mesh axis {(mesh.mesh_dim_names or ('cp',))[axis]!r})"):
+                dist.all_gather_object(ranks, found, group=group)
             found = [each for rank in ranks for each in rank]
         failed = [each for each in found if isinstance(each, _Failed)]
         if failed and not isinstance(value, _Failed):
@@ -77,6 +78,19 @@ def telling_others(gather: Gather, *common: type[BaseException]) -> Iterator[Non
         raise
     except Exception as error:
         gather(_Failed(f"{type(error).__name__}: {error}"))
+        raise
+
+
+@contextlib.contextmanager
+def ending_connections(mesh: DeviceMesh) -> Iterator[None]:
+    """If this rank is interrupted, its connections end: the others wait for it, and it can tell them nothing."""
+    try:
+        yield
+    except Exception:
+        raise
+    except BaseException as error:
+        for axis in range(mesh.ndim):
+            break_off(mesh.get_group(axis), error)
         raise
 
 
@@ -107,7 +121,8 @@ def mesh_of_its_own(mesh: DeviceMesh, gather: Gather) -> Iterator[DeviceMesh]:
     groups = [part_of_group(each, dist.get_process_group_ranks(each), f"{each.group_name}/{name}") for each in groups]
     made = _mesh_over(groups, mesh.mesh, mesh)
     try:
-        yield made
+        with ending_connections(made):
+            yield made
     finally:
         for group in groups:
             dist.destroy_process_group(group)
