@@ -522,6 +522,15 @@ class WholeMask(BlockMask):
             "supported through transformers' attention interface"
         )
 
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(
+            f"this model computes with its attention mask ({func.__name__}): its attention is written in plain "
+            "operations and knows no attention interface of transformers (CodeGen, GPT-J and MPT for example), so each "
+            "rank would attend to its own tokens. It cannot be context parallel without a change of its code: "
+            "let its attention call scaled_dot_product_attention"
+        )
+
     def __repr__(self) -> str:
         padding = None if self.padding is None else tuple(self.padding.shape)
         return f"WholeMask({self.mask!r}, padding={padding}, shape={self.shape})"

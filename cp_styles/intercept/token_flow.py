@@ -412,8 +412,9 @@ class TokenFlow(TorchDispatchMode):
             return (
                 f"{module} {words}{at}, and takes no positions there: it counts this rank's tokens as if "
                 "they were the first ones. Give it positions (layout.positions(rank)) and use them in this line, "
-                "table[:, positions] for example; or, for a model that takes positions, pass them; or apply the style "
-                f"with check_inputs=False if these are not positions{see('Positions that count from 0')}"
+                "table[:, positions] for example; or, for a model that takes positions, pass them; or hand them to its "
+                "module of positions by a forward pre-hook (Bart, Marian, Pegasus); or apply the style with "
+                f"check_inputs=False if these are not positions{see('Positions that count from 0')}"
             )
         if problem.kind == "moved":
             how = "what it gives to an attention, or returns, is not in the order of the tokens"

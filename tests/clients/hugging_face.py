@@ -142,10 +142,11 @@ NAME = register_attention()
 
 
 def config_of(model_type: str, **changes: Any) -> Any:
-    """A tiny configuration; of a model of several kinds of input, the one of its text."""
-    config = transformers.AutoConfig.for_model(model_type, **TINY | changes)
+    """A tiny configuration; of a model of several kinds of input, the one of its text. None: not given at all."""
+    given = {name: value for name, value in (TINY | changes).items() if value is not None}
+    config = transformers.AutoConfig.for_model(model_type, **given)
     text = config.get_text_config()
-    return config if text is config else type(text)(**TINY | changes)
+    return config if text is config else type(text)(**given)
 
 
 def tiny(make: Callable[[Any], nn.Module], config: Any) -> nn.Module:

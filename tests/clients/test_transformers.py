@@ -122,6 +122,45 @@ def test_refused(model_type: str):
         on_ranks(model, {"input_ids": tokens, "position_ids": positions_of()}, labels_of(tokens))
 
 
+def hooked(model: torch.nn.Module) -> Any:
+    """As the page on troubleshooting says, for models that take no positions themselves."""
+
+    def call(input_ids: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        def with_positions(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+            return args, kwargs | {"position_ids": position_ids[0]}
+
+        for name, module in model.named_modules():
+            if name.endswith("embed_positions"):
+                module.register_forward_pre_hook(with_positions, with_kwargs=True)
+        return model(input_ids=input_ids)
+
+    return call
+
+
+@pytest.mark.parametrize("model_type", ["bart", "marian", *at_night("mbart", "plbart", "pegasus", "blenderbot")])
+def test_positions_by_a_hook(model_type: str):
+    model, tokens = tiny(causal_lm, config_of(model_type)), tokens_of()
+    found = on_ranks(model, {"input_ids": tokens, "position_ids": positions_of()}, labels_of(tokens), how=hooked)
+    assert largest_error(found, expected(model, {"input_ids": tokens}, labels_of(tokens))) < EXACT
+    with pytest.raises(RankError, match="module of positions by a forward pre-hook"):
+        on_ranks(model, {"input_ids": tokens}, labels_of(tokens))
+
+
+def test_falcon_with_a_whole_mask():
+    model, tokens = tiny(causal_lm, config_of("falcon", head_dim=None)), tokens_of()
+    inputs = {"input_ids": tokens, "position_ids": positions_of()}
+    causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril().expand(BATCH, 1, LENGTH, LENGTH)
+    found = on_ranks(model, inputs, labels_of(tokens), whole={"attention_mask": causal}, implementation="sdpa")
+    assert largest_error(found, expected(model, inputs, labels_of(tokens))) < EXACT
+
+
+def test_attention_in_plain_operations():
+    model, tokens = causal_lm(config_of("codegen", rotary_dim=4, attn_implementation=NAME)), tokens_of()
+    parts = {"input_ids": tokens, "position_ids": positions_of()}
+    with pytest.raises(RankError, match="written in plain operations and knows no attention interface"):
+        on_ranks(model, parts, labels_of(tokens))
+
+
 def test_the_example_of_the_page():
     page = (Path(__file__).parents[2] / "tutorials/transformers.md").read_text()
     (code,) = re.findall(r"<!-- example: transformers -->\n```python\n(.*?)```", page, re.DOTALL)
