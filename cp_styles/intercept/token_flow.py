@@ -120,6 +120,11 @@ class TokenFlow(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         return True  # torch.compile compiles inside as it does without this mode
 
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        if isinstance(exception[1], RuntimeError) and "already associated to a python object" in str(exception[1]):
+            exception[1].add_note(_NO_SUBCLASS)
+
     @staticmethod
     def entered() -> TokenFlow | None:
         """The one that follows what this thread runs."""
@@ -581,6 +586,11 @@ def _count(length: int, dims: int, dim: int) -> torch.Tensor:
     )
 
 
+_NO_SUBCLASS = (
+    "cp_styles: the first forward, or the first context_parallel block, runs under a TorchDispatchMode, which follows "
+    "its tokens. Under any such mode torch cannot make an object of a subclass of Tensor by its constructor, as "
+    "causal_upper_left does: make it before the forward; or pass is_causal=True to the attention"
+)
 # Change where a tensor's elements are, and not what they are.
 _METADATA = frozenset(
     ("transpose", "t", "squeeze", "unsqueeze", "swapaxes", "swapdims", "as_strided", "detach", "requires_grad")

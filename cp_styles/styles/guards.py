@@ -98,12 +98,7 @@ class TokenGuard:
             if flow is None:
                 return forward(*args, **kwargs)
             with flow, flow.inside(self._describe(module)):
-                try:
-                    output = forward(*args, **kwargs)
-                except RuntimeError as error:
-                    if "already associated to a python object" in str(error):
-                        error.add_note(_NO_SUBCLASS.format(self._name))
-                    raise
+                output = forward(*args, **kwargs)
                 problem = flow.problem_of_outputs(output, surely_tokens=not calls.attentions)
                 if problem is not None:
                     raise NotImplementedError(f"{self._name}: {flow.words(problem)}")
@@ -140,12 +135,6 @@ class TokenGuard:
 
 
 never_compile_alone(TokenGuard.run)
-
-_NO_SUBCLASS = (
-    "{}: the first forward runs under a TorchDispatchMode, which follows its tokens. Under any such mode torch cannot "
-    "make an object of a subclass of Tensor by its constructor, as causal_upper_left does: make it before the forward; "
-    "or pass is_causal=True to the attention"
-)
 
 
 def _captures() -> bool:

@@ -233,7 +233,7 @@ class _BlockEntry(Opening):
             flow = calls.flow = None if again or not self.check_inputs else self._flow()
             if flow is not None:
                 flow.__enter__()
-                stack.callback(_end_flow, flow)
+                stack.push(partial(_end_flow, flow))
             yield
             calls.refuse_mixed_results()
 
@@ -418,9 +418,9 @@ def pairs_of(buffers: Sequence[Any], seq_dims: Sequence[int]) -> list[tuple[Any,
     return list(zip(buffers, seq_dims, strict=True))
 
 
-def _end_flow(flow: TokenFlow) -> None:
+def _end_flow(flow: TokenFlow, *exception: Any) -> None:
     if dispatch_modes()[-1:] == [flow]:  # else the block ends in another thread
-        flow.__exit__(None, None, None)
+        flow.__exit__(*exception)
 
 
 def open_on(group: dist.ProcessGroup) -> _BlockEntry | None:

@@ -252,7 +252,7 @@ def test_torchs_causal_bias_is_causal(door, make):
     q, k, v, grad = tensors()
     wanted = one_device(torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril())
     ways = [lambda: (HeldAsItIs(make(LENGTH, LENGTH)),)]
-    if door is not STYLES["module"]:  # see the next test
+    if door is STYLES["style"]:  # for the others see the next test
         ways.append(lambda: (MadeInside(make),))
     if door is not with_block:
         ways.append(lambda: (Passed(), make(LENGTH, LENGTH)))
@@ -271,14 +271,15 @@ def test_torchs_causal_bias_is_causal(door, make):
             assert error(LAYOUT.unshard(parts, 2), whole) < EXACT
 
 
-def test_a_mask_made_in_the_first_forward_of_a_module():
+@pytest.mark.parametrize("door", ["block", "module"])
+def test_a_mask_made_in_the_first_forward(door: str):
     """torch makes no object of a subclass by its constructor under a dispatch mode. The error says what to do."""
     q, k, v, _ = tensors()
 
     def on(rank: int):
         mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",))
         with pytest.raises(RuntimeError, match="already associated to a python object") as caught:
-            STYLES["module"](mesh, MadeInside(causal_upper_left), *(LAYOUT.shard(x, 2, rank) for x in (q, k, v)))
+            STYLES[door](mesh, MadeInside(causal_upper_left), *(LAYOUT.shard(x, 2, rank) for x in (q, k, v)))
         assert "make it before the forward" in caught.value.__notes__[0]
 
     run_ranks(on, RANKS)
