@@ -125,13 +125,11 @@ def test_refused(model_type: str):
 def hooked(model: torch.nn.Module) -> Any:
     """As the page on troubleshooting says, for models that take no positions themselves."""
 
-    def call(input_ids: torch.Tensor, position_ids: torch.Tensor) -> Any:
-        def with_positions(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-            return args, kwargs | {"position_ids": position_ids[0]}
+    page = (Path(__file__).parents[2] / "tutorials/troubleshooting.md").read_text()
+    (code,) = re.findall(r"<!-- example: positions by a hook -->\n```python\n(.*?)```", page, re.DOTALL)
 
-        for name, module in model.named_modules():
-            if name.endswith("embed_positions"):
-                module.register_forward_pre_hook(with_positions, with_kwargs=True)
+    def call(input_ids: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        exec(code, {"model": model, "batch": SimpleNamespace(positions=position_ids[0])})
         return model(input_ids=input_ids)
 
     return call

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import re
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -158,25 +159,28 @@ def test_tokens_two_ahead():
     model = TwoAhead().double()
     alone = copy.deepcopy(model)
     both = alone(TOKENS, torch.arange(LENGTH), lambda x: x.roll(-1, 1))
-    expected = sum(
+    one, two = (
         nn.functional.cross_entropy(logits.flatten(0, 1), next_token_labels(LABELS, shift=ahead).flatten())
         for ahead, logits in enumerate(both, 1)
     )
+    expected = one + 0.3 * two
     expected.backward()
+    page = (Path(__file__).parents[3] / "tutorials/training.md").read_text()
+    (code,) = re.findall(r"<!-- example: two ahead -->\n```python\n(.*?)```", page, re.DOTALL)
 
     def on(rank: int) -> float:
         mine, mesh = copy.deepcopy(model), cp_mesh(3)
         parallelize_module(mine, mesh, ModuleContextParallel())
-        sharder = BatchSharder(mesh, predicted=2)
-        batch = sharder({"input_ids": TOKENS, "labels": LABELS})
-        with batch.scope():
-            first, second = mine(batch.tokens, batch.positions, lambda x: context_roll(x, -1, 1, mesh))
-        loss = batch.loss(first) + batch.loss(second, ahead=2)
+        names: dict[str, Any] = {"BatchSharder": BatchSharder, "mesh": mesh}
+        names["tokens"] = {"input_ids": TOKENS, "labels": LABELS}
+        names["model"] = partial(mine, roll=lambda x: context_roll(x, -1, 1, mesh))
+        exec(code, names)
+        loss, batch = names["loss"], names["batch"]
         loss.backward()
-        sharder.sum_gradients(mine)
+        names["sharder"].sum_gradients(mine)
         assert list(batch.inputs) == ["input_ids", "position_ids"]
         with pytest.raises(ValueError, match=r"no labels of the token 3 ahead.*predicted=3"):
-            batch.loss(second, ahead=3)
+            batch.loss(names["second"], ahead=3)
         return max(error(loss.detach(), expected.detach()), error(gradients(mine), gradients(alone)))
 
     assert max(run_ranks(on, 3)) < EXACT

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import cp_styles
 from cp_styles import (
     AttentionContextParallel,
+    TransferError,
     Ulysses,
     head_tail,
     next_token_labels,
@@ -50,6 +51,9 @@ EXAMPLES = (
     "nemo",
     "profiler",
     "flight recorder",
+    "two ahead",
+    "positions by a hook",
+    "faults",
 )
 ROOT = Path(__file__).parents[3]
 README = (ROOT / "README.md").read_text()
@@ -380,6 +384,23 @@ def test_every_example_is_run_here():
     assert sorted(marked) == sorted(["example", *(f"example: {name}" for name in EXAMPLES)])
     # And the plan, which is compared with the tutorial's; and that of replicated keys, which test_tp_refusals.py runs.
     assert SHOWN.count("```python") == len(marked) + 2
+
+
+def test_a_fault_that_is_caught():
+    kept = []
+
+    def train_step(batch: None) -> None:
+        raise TransferError("a peer has ended")
+
+    names = {
+        "train_step": train_step,
+        "batch": None,
+        "save_what_is_needed": kept.append,
+        "TransferError": TransferError,
+    }
+    with pytest.raises(TransferError):
+        exec(example("example: faults"), names)
+    assert len(kept) == 1
 
 
 def test_each_supported_feature_names_its_test():
