@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,10 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from cp_styles._compat import is_traced
 from cp_styles.comm.agreement import EVERY_CALL, Agreement
 from cp_styles.comm.groups import axis_and_group
-from cp_styles.engine.binding import binding_of_call
+from cp_styles.engine.binding import Binding, binding_of_call
 from cp_styles.engine.checkpoint import as_kept
 from cp_styles.engine.custom_ops import ConfigText, Source, check_local, check_plain, config_text, handle, refuse_on_all
 from cp_styles.engine.gradient_watch import RAISE, GradientCheck
+from cp_styles.functions.flex import attend_with_lse
 from cp_styles.joint_layout import JointLayout, attend_jointly
 from cp_styles.kernels import Kernel
 from cp_styles.kernels.autocast import as_attended
@@ -40,9 +42,11 @@ def context_attention(
     kernel: Kernel | None = None,
     scale: float | None = None,
     sink_H: torch.Tensor | None = None,
+    seq_dim: int = 2,
+    return_lse: bool = False,
     gradient_check: GradientCheck = RAISE,
     agreement: Agreement = EVERY_CALL,
-) -> torch.Tensor:
+) -> Any:
     """Attention over a sequence of which this rank holds a part. The result equals that of one device.
 
     Shapes: B batch, H query heads, G key/value heads, L local queries, M local keys, D head dim, E value head dim.
@@ -63,13 +67,17 @@ def context_attention(
         sink_H: attention sinks: one learned logit for each query head, which takes part in every softmax and adds
             nothing to the output. The same on all ranks. Its gradient is this rank's share: sum it over the group, like
             that of any parameter.
+        seq_dim: 1 for tensors ``[B, L, H, D]``, as flash-attn, DeepSpeed-Ulysses and yunchang have them. The output is
+            laid out in the same way.
+        return_lse: also return the logsumexp. Not with sinks, with a JointLayout, or in a compiled graph.
         gradient_check: what to do if gradients were not reduced over the ranks of the sequence, so that their
             parameters differ: :class:`~cp_styles.engine.gradient_watch.GradientCheck`. Default: an error.
         agreement: how often the ranks agree on their calls: :class:`~cp_styles.EveryCall` (the default) or
             :class:`~cp_styles.NoAgreement`, and what each promises.
 
     Returns:
-        ``out_BHLE`` of the local queries, in their dtype.
+        ``out_BHLE`` of the local queries, in their dtype. With ``return_lse`` ``(out_BHLE, lse_BHL)``; lse has the
+        natural logarithm, -inf for queries without keys, and is differentiable.
 
     Communication: one all-gather of 13 integers, then that of the strategy. Backward: that of the strategy.
 
@@ -87,13 +95,37 @@ def context_attention(
     """
     name, strategy, mask = "context_attention", strategy or _RING, mask or _FULL
     axis, group = axis_and_group(name, group)
+    checks = {"gradient_check": gradient_check, "agreement": agreement}
+    problem: Exception | None = None
+    if seq_dim not in (1, 2):
+        problem = ValueError(f"{name}: seq_dim={seq_dim} must be 2, for tensors [B, H, L, D], or 1, for [B, L, H, D]")
+    elif return_lse and (sink_H is not None or isinstance(layout, JointLayout) or is_traced()):
+        problem = NotImplementedError(
+            f"{name}: return_lse=True is not supported with sink_H=, with a JointLayout, or inside of torch.compile"
+        )
+    if problem is not None:
+        if is_traced():
+            raise problem
+        balancer = layout.balancer if isinstance(layout, JointLayout) else layout
+        refuse_on_all(problem, binding_of_call(name, axis, group, strategy, balancer, mask, kernel, **checks))
+    tensors = (q_BHLD, k_BGMD, v_BGME)
+    if seq_dim == 1:
+        tensors = _turned(q_BHLD), _turned(k_BGMD), _turned(v_BGME)
+    lse = None
     if isinstance(layout, JointLayout):
-        checks = {"gradient_check": gradient_check, "agreement": agreement}
         source = binding_of_call(name, axis, group, strategy, layout.balancer, mask, kernel, **checks)
         call = partial(attend, source, scale=scale, sink_H=sink_H)
-        tensors = q_BHLD, k_BGMD, v_BGME
-        return attend_jointly(layout, name, group, tensors, lambda shares, refuse: call(shares, refuse=refuse)[0])
-    if is_traced():
+        out = attend_jointly(layout, name, group, tensors, lambda shares, refuse: call(shares, refuse=refuse)[0])
+    elif return_lse:
+        binding = binding_of_call(name, axis, group, strategy, layout, mask, kernel, **checks)
+
+        def bind() -> tuple[Binding, tuple[torch.Tensor, ...]]:
+            check_local(name, tensors)
+            return binding, ()
+
+        q, k, v = as_attended(tensors)
+        out, lse = attend_with_lse(binding, (q, k, v), bind, scale=scale, wants_lse=True)
+    elif is_traced():
         if gradient_check.local:
             raise NotImplementedError(
                 f"{name}: torch.compile cannot take GradientCheck(local=...) into a graph: apply a style with it, or "
@@ -101,10 +133,17 @@ def context_attention(
             )
         said, only_warn = (strategy, layout, mask, kernel), gradient_check.only_warn
         source = config_text(name, axis, group.group_name, *said, only_warn=only_warn, agreement=agreement)
+        out, _ = attend(source, tensors, scale=scale, sink_H=sink_H)
     else:
-        checks = {"gradient_check": gradient_check, "agreement": agreement}
         source = binding_of_call(name, axis, group, strategy, layout, mask, kernel, **checks)
-    return attend(source, (q_BHLD, k_BGMD, v_BGME), scale=scale, sink_H=sink_H)[0]
+        out, _ = attend(source, tensors, scale=scale, sink_H=sink_H)
+    out = _turned(out) if seq_dim == 1 else out
+    return (out, lse) if return_lse else out
+
+
+def _turned(x: torch.Tensor) -> torch.Tensor:
+    """``[B, L, H, D]`` as ``[B, H, L, D]``, or back. What has no such dims is refused later, on every rank."""
+    return x.transpose(1, 2) if isinstance(x, torch.Tensor) and not x.is_nested and x.ndim == 4 else x
 
 
 def attend(

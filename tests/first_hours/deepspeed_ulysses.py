@@ -44,9 +44,8 @@ def before(model: nn.Module, mesh: DeviceMesh) -> None:
 def after(model: nn.Module, mesh: DeviceMesh) -> torch.Tensor:
     layout = contiguous(13, mesh.size())
     q, k, v = model.heads(layout.shard(HIDDEN, 1, mesh.get_local_rank()))
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, H, S, D]
-    out = context_attention(q, k, v, mesh, mask=Causal(), layout=layout, strategy=Ulysses())
-    share = model.out(out.transpose(1, 2).flatten(2)).square().sum()
+    out = context_attention(q, k, v, mesh, mask=Causal(), layout=layout, strategy=Ulysses(), seq_dim=1)
+    share = model.out(out.flatten(2)).square().sum()
     share.backward()
     sum_gradients(model, mesh)
     torch.distributed.all_reduce(total := share.detach().clone(), group=mesh.get_group())

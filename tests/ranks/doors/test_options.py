@@ -316,3 +316,49 @@ def test_full_masks_of_cross_attention_are_whole():
 
     assert max(run_ranks(on, 3)) < EXACT
     assert dense_attention(value, value, value).shape == value.shape
+
+
+@pytest.mark.parametrize("seq_dim", [1, 2])
+@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize("strategy", [Ring(), AllGather(), Ulysses(size=2)])
+def test_other_dims_and_the_logsumexp(seq_dim: int, return_lse: bool, strategy):
+    """lse goes on to the loss too, for its gradient."""
+    wholes = [randn(seed, 2, heads, 21, 8).requires_grad_() for seed, heads in enumerate((6, 2, 2))]
+    cotangent, causal = randn(3, 2, 6, 21, 9), torch.ones(21, 21, dtype=torch.bool).tril()
+    if not return_lse:
+        cotangent[..., 8] = 0
+    expected = dense_attention(*wholes, causal, with_lse=True)
+    grads = torch.autograd.grad(expected, wholes, cotangent)
+    layout = head_tail(21, RANKS)
+
+    def on(rank: int):
+        leaves = [layout.shard(x.detach(), 2, rank).clone().requires_grad_() for x in wholes]
+        given = [x.transpose(1, 2) for x in leaves] if seq_dim == 1 else leaves
+        options = {"strategy": strategy, "seq_dim": seq_dim, "return_lse": return_lse}
+        out = context_attention(*given, cp_mesh(RANKS), mask=Causal(), layout=layout, **options)
+        out, lse = out if return_lse else (out, out.new_zeros(2, 6, layout.lengths[rank]))
+        out = out.transpose(1, 2) if seq_dim == 1 else out
+        whole = torch.cat((out, lse[..., None]), -1)
+        return whole.detach(), *torch.autograd.grad(whole, leaves, layout.shard(cotangent, 2, rank))
+
+    found = [layout.unshard(parts, 2) for parts in zip(*run_ranks(on, RANKS), strict=True)]
+    expected = expected.detach()[..., : 9 if return_lse else 8]
+    assert error(found[0][..., : 9 if return_lse else 8], expected) < EXACT
+    assert max(error(*pair) for pair in zip(found[1:], grads, strict=True)) < EXACT
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"seq_dim": 3}, "seq_dim=3 must be 2"),
+        ({"return_lse": True, "sink_H": torch.zeros(2)}, "return_lse=True is not"),
+    ],
+)
+def test_what_one_rank_alone_asks_for(options, words: str):
+    def on(rank: int):
+        x = torch.zeros(1, 2, 4, 8)
+        context_attention(x, x, x, cp_mesh(2), **(options if rank else {}))
+
+    other, own = run_ranks(on, 2, return_errors=True)
+    assert words in str(own)
+    assert "ranks [1] of mesh axis 'cp' refused" in str(other)
