@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -56,10 +56,12 @@ def peers_of(group: Group | Peers) -> Peers:
 
 
 class Facts(NamedTuple):
-    """What a rank reports before it communicates: values that must be the ``same`` on all ranks, its ``own`` size."""
+    """What a rank reports before it communicates: values that must be the ``same`` on all ranks, its ``own`` size, and
+    its number for a ``watch`` of parameters."""
 
     same: Mapping[str, Any]
     own: int = 0
+    watch: int = 0
 
 
 def facts_of(x: torch.Tensor, own_dim: int, **same: Any) -> Facts:
@@ -70,6 +72,11 @@ def facts_of(x: torch.Tensor, own_dim: int, **same: Any) -> Facts:
 
 
 def consult(peers: Peers, call: str, describe: Callable[[], Facts], check: bool) -> tuple[int, ...]:
+    """The ``own`` size of each rank, see :func:`rows_agreed`."""
+    return tuple(row.q_length for row in rows_agreed(peers, call, describe, check))
+
+
+def rows_agreed(peers: Peers, call: str, describe: Callable[[], Facts], check: bool) -> Sequence[StatusRow]:
     """Compare the calls of all ranks. Raise on *all* ranks if one rank has a bad argument, or if the ranks differ.
 
     Without this, a rank with a bad argument would raise, and the others would hang in the collective.
@@ -81,26 +88,26 @@ def consult(peers: Peers, call: str, describe: Callable[[], Facts], check: bool)
             checked, and all ranks are assumed to have its ``own`` size.
 
     Returns:
-        The ``own`` size of each rank.
+        The row of each rank: its ``own`` size is the number of queries.
 
     Communication: one all-gather of :data:`~cp_styles.comm.agreement.WIDTH` integers, on the host; see
     :func:`~cp_styles.comm.point_to_point.gather_numbers`. If ranks differ, one more, of their descriptions.
     """
     if peers.size == 1 or not check or torch.compiler.is_compiling():
-        return (describe().own,) * peers.size
+        return (StatusRow(describe().own),) * peers.size
     error = None
     try:
-        same, own = describe()
+        same, own, watch = describe()
         said = {"same": {key: _short(value) for key, value in same.items()}, "own": own}
     except Exception as caught:  # of any kind: the other ranks must raise too
-        error, said, own = caught, {"error": f"{type(caught).__name__}: {caught}"[:400]}, 0
+        error, said, own, watch = caught, {"error": f"{type(caught).__name__}: {caught}"[:400]}, 0, 0
     text = json.dumps({"call": call, **{key: value for key, value in said.items() if key != "own"}})
-    row = StatusRow(q_length=own, inputs=zlib.crc32(text.encode()), flags=int(error is not None))
+    row = StatusRow(q_length=own, inputs=zlib.crc32(text.encode()), watch=watch, flags=int(error is not None))
     group = resolve_group(peers.name)
     axis = state_of(group).axis
     rows = exchange_status(lambda: row, Meeting.COLLECTIVE, "cp_styles.collectives", axis, group)
     if len({(row.inputs, row.flags) for row in rows}) == 1 and error is None:
-        return tuple(row.q_length for row in rows)
+        return rows
     everyone = _gather_facts(peers, {"call": call, **said})
     if error is not None:
         raise error
@@ -118,7 +125,7 @@ def consult(peers: Peers, call: str, describe: Callable[[], Facts], check: bool)
                 f"{call}() needs the same {key} on every rank of the group, but the ranks have {listed}: call it in "
                 "the same order and with the same arguments everywhere"
             )
-    return tuple(its["own"] for its in everyone)
+    return rows
 
 
 def _short(value: Any) -> str:

@@ -35,7 +35,7 @@ from cp_styles.comm.agreement import (
     start_status,
 )
 from cp_styles.comm.group_state import check_later, settle, state_of
-from cp_styles.engine.gradient_watch import RAISE, Finding, GradientCheck, ParameterWatch, watch_of
+from cp_styles.engine.gradient_watch import RAISE, GradientCheck, ParameterWatch, watch_of
 from cp_styles.kernels import Kernel, SdpaKernel, kernel_for_tiles
 from cp_styles.kernels.autocast import attended_dtypes
 from cp_styles.layout import (
@@ -551,11 +551,7 @@ class _Call:
         assert whole is not None
         if binding.ledger.lengths.get(own) != whole:
             binding.ledger.remember(own, whole)
-        apart = binding._watch.compare(columns.watch, binding.name, binding.axis, binding.group)
-        if apart is not None:
-            # On all ranks. A user may turn warnings into errors, and then all of them must raise.
-            warn = partial(self._warn, apart)
-            exchange_status(warn, Meeting.WARNING, binding.name, binding.axis, binding.group)
+        binding._watch.judge(columns.watch, binding.gradient_check, binding.name, binding.axis, binding.group)
         binding.begun()
         return found
 
@@ -588,10 +584,6 @@ class _Call:
 
     def _layout_row(self, whole: tuple[int, int]) -> StatusRow:
         return StatusRow(layout=_number_of(self.cuts(whole)))
-
-    def _warn(self, finding: Finding) -> StatusRow:
-        self.binding._watch.tell(finding, self.binding.gradient_check)
-        return StatusRow()
 
 
 _bindings: WeakKeyDictionary[dist.ProcessGroup, OrderedDict[Any, Any]] = WeakKeyDictionary()

@@ -36,6 +36,7 @@ import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -49,6 +50,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from cp_styles._compat import current_autograd_node, graph_task_id, without_dispatch_modes
 from cp_styles.checksum import device_checksum
+from cp_styles.comm.agreement import Meeting, StatusRow, exchange_status
 from cp_styles.comm.groups import shares_ranks, world
 from cp_styles.comm.point_to_point import gather_numbers, largest_over
 from cp_styles.troubleshooting import see
@@ -194,14 +196,23 @@ class ParameterWatch:
             self._known, self._backwards = {}, 0  # and the program that is corrected is not
         return finding
 
-    def tell(self, finding: Finding, check: GradientCheck) -> None:
-        """Raise or warn."""
+    def judge(
+        self, numbers: Sequence[int], check: GradientCheck, name: str, axis: str, group: dist.ProcessGroup
+    ) -> None:
+        """:meth:`compare`, and raise or warn on all ranks if parameters differ."""
+        finding = self.compare(numbers, name, axis, group)
+        if finding is not None:
+            # A user may turn warnings into errors, and then all ranks must raise.
+            exchange_status(partial(self._tell, finding, check), Meeting.WARNING, name, axis, group)
+
+    def _tell(self, finding: Finding, check: GradientCheck) -> StatusRow:
         if finding.apart and not check.only_warn:
             raise UnreducedGradientsError(finding.text)
         if not finding.apart and self._warned_of_rounding:
-            return
+            return StatusRow()
         self._warned, self._warned_of_rounding = finding.apart, True
         warnings.warn(finding.text, UnreducedGradientsWarning, stacklevel=2)
+        return StatusRow()
 
     def _all(self, behind: Sequence[torch.Tensor], group: dist.ProcessGroup) -> list[_Compared]:
         """The parameters behind an attention, and those of their optimizers. These come first, in an order that is the

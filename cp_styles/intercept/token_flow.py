@@ -323,13 +323,13 @@ class TokenFlow(TorchDispatchMode):
     # Attention and outputs.
 
     def problem_of_attention(self, tensors: Iterable[torch.Tensor], dim: int = -2) -> TokenProblem | None:
-        """What is wrong with the query, key or value of an attention, whose tokens are along ``dim``."""
+        """What is wrong with the query, key or value of an attention, whose tokens are along ``dim``; or of a mixer."""
         if self._paused:
             return None
-        q, k, v = tensors
-        self.length = q.shape[dim] if self.length is None else self.length
+        tensors = tuple(tensors)
+        self.length = tensors[0].shape[dim] if self.length is None else self.length
         with _unnoticed():
-            return next((problem for x in (q, k, v) if (problem := self._problem(x, dim % x.ndim)) is not None), None)
+            return next((problem for x in tensors if (problem := self._problem(x, dim % x.ndim)) is not None), None)
 
     def attended(self, out: torch.Tensor, tensors: Sequence[torch.Tensor], dim: int = -2) -> None:
         """Say what an attention has returned: elements of the tokens of its query. What it was given has tokens too."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -16,8 +15,9 @@ from cp_styles.collectives.autograd import differentiable, tied
 from cp_styles.collectives.heads import head_exchange
 from cp_styles.comm.agreement import EVERY_CALL, Agreement
 from cp_styles.comm.groups import GroupOrMesh
+from cp_styles.engine.gradient_watch import RAISE, GradientCheck
 from cp_styles.layout import Balancer, SequenceLayout
-from cp_styles.mixers.fragments import Cut, CutSequence, Packed
+from cp_styles.mixers.fragments import Cut, CutSequence, Packed, arguments_of
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,7 @@ def context_by_channels(
     layout: SequenceLayout | Balancer | None = None,
     documents: Packed = None,
     agreement: Agreement = EVERY_CALL,
+    gradient_check: GradientCheck = RAISE,
 ) -> Callable[..., Any]:
     """``kernel`` for a sequence of which this rank holds a part. Its results equal those of one device.
 
@@ -69,6 +70,8 @@ def context_by_channels(
         documents: lengths of the packed documents of the whole sequence. Default: those of ``cu_seqlens``, of
             ``seq_idx``, or of the scope's mask; without any, one document.
         agreement: how often the ranks agree on their calls, see :class:`~cp_styles.EveryCall`.
+        gradient_check: what to do if gradients were not reduced over the group, so that the ranks' parameters differ:
+            :class:`~cp_styles.GradientCheck`. Default: an error.
 
     Returns:
         A function with the arguments and the result of ``kernel``. Gradients of parameters are this rank's share: sum
@@ -89,7 +92,7 @@ def context_by_channels(
     how = KNOWN.get(name) if channels is None else channels
     if how is None:
         raise ValueError(f"context_by_channels: it is not known how {name} takes its arguments: pass channels=")
-    sequence = CutSequence.of_call(f"context_by_channels({name})", group, layout, documents, agreement)
+    sequence = CutSequence.of_call(f"context_by_channels({name})", group, layout, documents, agreement, gradient_check)
     return partial(scanned_by_channels, sequence, kernel, how)
 
 
@@ -101,8 +104,7 @@ def scanned_by_channels(
     sequence, name, named = sequence.packed_by(kwargs), sequence.name, {}
 
     def describe() -> tuple[list[torch.Tensor], int]:
-        bound = inspect.signature(kernel).bind(*args, **kwargs)
-        named.update({at: value for at, value in bound.arguments.items() if at != "kwargs"} | bound.kwargs)
+        named.update(arguments_of(kernel, args, kwargs))
         if named.pop(how.wants, False):
             raise NotImplementedError(f"{name}: final states are not supported: leave out {how.wants}")
         tensors = [named[at] for at in (*how.cut, *how.shared) if named.get(at) is not None]

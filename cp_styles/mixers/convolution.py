@@ -15,6 +15,7 @@ from cp_styles.collectives.peers import Peers, dim_of
 from cp_styles.comm.agreement import EVERY_CALL, Agreement
 from cp_styles.comm.groups import GroupOrMesh
 from cp_styles.device_copies import tensor_on
+from cp_styles.engine.gradient_watch import RAISE, GradientCheck
 from cp_styles.layout import Balancer, SequenceLayout
 from cp_styles.mixers.fragments import CutSequence, Packed, RowExchange, rows_before
 
@@ -30,6 +31,7 @@ def context_causal_conv1d(
     layout: SequenceLayout | Balancer | None = None,
     documents: Packed = None,
     agreement: Agreement = EVERY_CALL,
+    gradient_check: GradientCheck = RAISE,
 ) -> torch.Tensor:
     """A causal convolution over a sequence of which this rank holds a part. The result equals that of one device.
 
@@ -49,6 +51,8 @@ def context_causal_conv1d(
         documents: lengths of the packed documents of the whole sequence, which do not see each other. Default: those
             of the scope's mask; without one, one document.
         agreement: how often the ranks agree on their calls, see :class:`~cp_styles.EveryCall`.
+        gradient_check: what to do if gradients were not reduced over the group, so that the ranks' parameters differ:
+            :class:`~cp_styles.GradientCheck`. Default: an error.
 
     Returns:
         The outputs of this rank's tokens. Gradients of the weights are this rank's share: sum them over the group.
@@ -64,7 +68,7 @@ def context_causal_conv1d(
         conv = lambda x_BCL: causal_conv1d_fn(x_BCL, weight_CW, bias_C, activation="silu")
         out_BCL = context_causal_conv1d(conv, x_BCL, mesh, width=4, layout=layout)
     """
-    sequence = CutSequence.of_call("context_causal_conv1d", group, layout, documents, agreement)
+    sequence = CutSequence.of_call("context_causal_conv1d", group, layout, documents, agreement, gradient_check)
     return convolved(sequence, conv, x, dim, width)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -11,9 +12,10 @@ import torch
 import torch.distributed as dist
 
 from cp_styles.bounded_cache import remembered
-from cp_styles.collectives.peers import Facts, Peers, consult, peers_of
+from cp_styles.collectives.peers import Facts, Peers, peers_of, rows_agreed
 from cp_styles.comm.agreement import Agreement, NoAgreement
 from cp_styles.comm.groups import GroupOrMesh, axis_and_group
+from cp_styles.engine.gradient_watch import RAISE, GradientCheck, watch_of
 from cp_styles.engine.scope import open_scope
 from cp_styles.layout import Balancer, Chunk, SequenceLayout, head_tail, layout_made_by
 from cp_styles.mask import All, Documents, Mask, PerRow
@@ -192,6 +194,7 @@ class CutSequence:
         layout: the layout, or the balancer that makes it.
         documents: its documents, or what says so; None for one.
         compares: whether the ranks compare their calls.
+        gradient_check: what to do if their parameters differ.
         refuse: raises for errors that only this rank may see.
     """
 
@@ -201,6 +204,7 @@ class CutSequence:
     layout: SequenceLayout | Balancer
     documents: Packed | PerRow
     compares: bool = True
+    gradient_check: GradientCheck = RAISE
     refuse: Callable[[], None] | None = None
 
     @classmethod
@@ -211,13 +215,16 @@ class CutSequence:
         layout: SequenceLayout | Balancer | None,
         documents: Packed,
         agreement: Agreement,
+        gradient_check: GradientCheck,
     ) -> CutSequence:
         """That of a function's arguments, or of the scope around its call."""
         axis, process_group = axis_and_group(name, group)
         scope = open_scope(axis) if layout is None else None
         found = documents_in(scope.mask) if scope is not None and documents is None else documents
         layout = (head_tail if scope is None else scope.layout) if layout is None else layout
-        return cls(name, axis, process_group, layout, found, not isinstance(agreement, NoAgreement))
+        watch_of(process_group).leave_out(gradient_check.local)
+        compares = not isinstance(agreement, NoAgreement)
+        return cls(name, axis, process_group, layout, found, compares, gradient_check)
 
     def packed_by(self, kwargs: dict[str, Any]) -> CutSequence:
         """This one, with the documents that the arguments of a kernel say. They are taken out of ``kwargs``."""
@@ -242,7 +249,7 @@ class CutSequence:
         Communication: one all-gather of some integers, if they compare.
         """
         name, layout, documents, peers = self.name, self.layout, self.documents, peers_of(self.group)
-        fixed = layout if isinstance(layout, SequenceLayout) else None
+        fixed, watch = layout if isinstance(layout, SequenceLayout) else None, watch_of(self.group)
 
         def facts() -> Facts:
             if self.refuse is not None:
@@ -273,10 +280,11 @@ class CutSequence:
                 "layout": fixed if fixed is not None else getattr(layout, "__qualname__", "a balancer"),
                 "documents": None if documents is None else lengths_of(documents),
             }
-            return Facts(said | same, length)
+            return Facts(said | same, length, watch.look(tensors, self.group) if self.compares else 0)
 
-        held = consult(peers, name, facts, self.compares)
-        lengths = held if fixed is None else fixed.lengths
+        rows = rows_agreed(peers, name, facts, self.compares)
+        watch.judge([row.watch for row in rows], self.gradient_check, name, self.axis, self.group)
+        lengths = tuple(row.q_length for row in rows) if fixed is None else fixed.lengths
         whole = sum(lengths)
         made = layout if isinstance(layout, SequenceLayout) else layout_made_by(layout, whole, peers.size)
         if made.lengths != lengths:
@@ -297,3 +305,9 @@ class CutSequence:
 
 def lengths_of(documents: Documents | Iterable[int]) -> tuple[int, ...]:
     return documents.lengths if isinstance(documents, Documents) else tuple(int(size) for size in documents)
+
+
+def arguments_of(kernel: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name."""
+    bound = inspect.signature(kernel).bind(*args, **kwargs)
+    return {name: value for name, value in bound.arguments.items() if name != "kwargs"} | bound.kwargs

@@ -8,7 +8,6 @@ fragments in the order of positions, from the start of the document, and runs it
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -21,8 +20,9 @@ from cp_styles.collectives.autograd import differentiable, gather_exchange, tied
 from cp_styles.collectives.rows import Rows
 from cp_styles.comm.agreement import EVERY_CALL, Agreement
 from cp_styles.comm.groups import GroupOrMesh
+from cp_styles.engine.gradient_watch import RAISE, GradientCheck
 from cp_styles.layout import Balancer, Chunk, SequenceLayout
-from cp_styles.mixers.fragments import Cut, CutSequence, Fragment, Packed
+from cp_styles.mixers.fragments import Cut, CutSequence, Fragment, Packed, arguments_of
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,7 @@ def context_recurrence(
     layout: SequenceLayout | Balancer | None = None,
     documents: Packed = None,
     agreement: Agreement = EVERY_CALL,
+    gradient_check: GradientCheck = RAISE,
 ) -> Callable[..., Any]:
     """``kernel`` for a sequence of which this rank holds a part. Its results equal those of one device.
 
@@ -109,6 +110,8 @@ def context_recurrence(
         documents: lengths of the packed documents of the whole sequence. Default: those of ``cu_seqlens``, of
             ``seq_idx``, or of the scope's mask; without any, one document.
         agreement: how often the ranks agree on their calls, see :class:`~cp_styles.EveryCall`.
+        gradient_check: what to do if gradients were not reduced over the group, so that the ranks' parameters differ:
+            :class:`~cp_styles.GradientCheck`. Default: an error.
 
     Returns:
         A function with the arguments and results of ``kernel``. Gradients of parameters and initial states are this
@@ -133,7 +136,7 @@ def context_recurrence(
             f"context_recurrence: it is not known how {name} takes its arguments: pass recurrence=Recurrence(...), or "
             "for kernels without an initial state use context_by_channels"
         )
-    sequence = CutSequence.of_call(f"context_recurrence({name})", group, layout, documents, agreement)
+    sequence = CutSequence.of_call(f"context_recurrence({name})", group, layout, documents, agreement, gradient_check)
     return partial(recurred, sequence, kernel, how)
 
 
@@ -161,8 +164,7 @@ class _KernelCall:
     def __init__(
         self, kernel: Callable[..., Any], name: str, how: Recurrence, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        bound = inspect.signature(kernel).bind(*args, **kwargs)
-        named = {key: value for key, value in bound.arguments.items() if key != "kwargs"} | bound.kwargs
+        named = arguments_of(kernel, args, kwargs)
         self.kernel, self.how = kernel, how
         self.initial = named.pop(how.state, None)
         self.wants = bool(named.pop(how.wants, False))

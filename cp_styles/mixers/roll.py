@@ -9,6 +9,7 @@ from cp_styles.collectives.peers import dim_of
 from cp_styles.comm.agreement import EVERY_CALL, Agreement
 from cp_styles.comm.groups import GroupOrMesh
 from cp_styles.device_copies import tensor_on
+from cp_styles.engine.gradient_watch import RAISE, GradientCheck
 from cp_styles.layout import Balancer, SequenceLayout
 from cp_styles.mixers.convolution import exchanged
 from cp_styles.mixers.fragments import CutSequence, Packed, RowExchange, row_exchange
@@ -25,6 +26,7 @@ def context_roll(
     layout: SequenceLayout | Balancer | None = None,
     documents: Packed = None,
     agreement: Agreement = EVERY_CALL,
+    gradient_check: GradientCheck = RAISE,
 ) -> torch.Tensor:
     """``torch.roll`` of each document of a sequence of which this rank holds a part.
 
@@ -42,6 +44,8 @@ def context_roll(
         documents: lengths of the packed documents of the whole sequence. Default: those of the scope's mask; without
             one, one document.
         agreement: how often the ranks agree on their calls, see :class:`~cp_styles.EveryCall`.
+        gradient_check: what to do if gradients were not reduced over the group, so that the ranks' parameters differ:
+            :class:`~cp_styles.GradientCheck`. Default: an error.
 
     Returns:
         A tensor like ``x``. Its gradient goes back to the rank that holds the token.
@@ -56,7 +60,7 @@ def context_roll(
 
         next_BLC = context_roll(hidden_BLC, -1, 1, mesh, layout=layout)
     """
-    sequence = CutSequence.of_call("context_roll", group, layout, documents, agreement)
+    sequence = CutSequence.of_call("context_roll", group, layout, documents, agreement, gradient_check)
 
     def describe() -> tuple[list[torch.Tensor], int]:
         dim_of(x, dim, "dim")

@@ -19,6 +19,7 @@ from cp_styles.engine.binding import Binding
 from cp_styles.engine.gradient_watch import RAISE, GradientCheck
 from cp_styles.engine.scope import ScopedBinding
 from cp_styles.intercept.function_mode import AttentionCalls
+from cp_styles.intercept.mixer_calls import run_known_mixers
 from cp_styles.intercept.subclassing import BoundToThisRun, put_before_class
 from cp_styles.joint_layout import JointLayout
 from cp_styles.kernels import Kernel
@@ -180,6 +181,7 @@ class ModuleContextParallel(ContextParallelStyle):
         children = dict(child.named_children())
         # Leaf modules of torch call no attention, and there are many of them.
         if at_top or children or not type(child).__module__.startswith("torch.") or isinstance(child, _MIXING):
+            run_known_mixers(child)
             setattr(child, _STATE, state)
             put_before_class(child, _Entered, _entered_members)
         for name, grandchild in children.items():

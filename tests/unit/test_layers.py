@@ -36,7 +36,8 @@ LAYERS = (
     ("__init__", "__main__"),
 )
 APART = LAYERS[1]
-# What an attention goes through from a module's hook to the kernel and back, but for the files that look at models.
+# What an attention goes through from a module's hook to the kernel and back, but for the files that look at models
+# and at layers without attention.
 CORE = (
     "comm",
     "engine",
@@ -50,6 +51,7 @@ CORE = (
     "styles",
 )
 BESIDE_CORE = (
+    "intercept/mixer_calls.py",
     "intercept/token_flow.py",
     "intercept/token_rules.py",
     "styles/applied_plan.py",

@@ -1,0 +1,220 @@
+"""Layers with linear attention, state spaces or short convolutions: their kernels run over the whole sequence.
+
+[Note: mixers by name] Such a layer calls its kernels by their names, as Python functions, which no mode sees. Under a
+ModuleContextParallel its class gets a subclass, whose forward is the same code with other globals: the known names in
+them are functions of this package, which call what the names stand for. So plain functions, installed packages and
+kernels of a hub are called as they are. The class, its module and its library do not change.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import CellType, FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+from cp_styles._compat import uncompiled
+from cp_styles.comm.agreement import NoAgreement
+from cp_styles.intercept.function_mode import AttentionCalls
+from cp_styles.intercept.subclassing import BoundToThisRun, put_before_class
+from cp_styles.layout import SequenceLayout
+from cp_styles.mixers.by_channels import KNOWN as BY_CHANNELS
+from cp_styles.mixers.by_channels import scanned_by_channels
+from cp_styles.mixers.convolution import convolved
+from cp_styles.mixers.fragments import CutSequence, arguments_of, documents_in
+from cp_styles.mixers.recurrence import KNOWN as RECURRENCES
+from cp_styles.mixers.recurrence import recurred
+
+_CACHES = ("cache_params", "past_key_values")
+_REASON = "under context parallelism layers with linear attention run outside of torch.compile's graphs"
+
+
+def run_known_mixers(module: nn.Module) -> None:
+    """Change the class of ``module`` if its forward calls token mixers that are known by name."""
+    if _calls_known(type(module).forward):
+        put_before_class(module, _MixesTokens, _members)
+
+
+class _MixesTokens(BoundToThisRun):
+    """Mixin before the class of a layer: its forward has other globals. See [Note: mixers by name]."""
+
+
+def _calls_known(forward: Any) -> bool:
+    """Whether a function, or the one that it decorates, calls a known mixer by name."""
+    inner = _decorated(forward)
+    if inner is not None:
+        return _calls_known(inner)
+    names = getattr(getattr(forward, "__code__", None), "co_names", ())
+    return any(name in _MIXERS and callable(forward.__globals__.get(name)) for name in names)
+
+
+def _decorated(function: Any) -> Any:
+    """The function that a decorator's holds in its closure."""
+    inner = getattr(function, "__wrapped__", None)
+    cells = getattr(function, "__closure__", None) or ()
+    return inner if inner is not None and any(cell.cell_contents is inner for cell in cells) else None
+
+
+def _with_globals(function: FunctionType, handlers: Mapping[str, Callable[[Any], Any]]) -> FunctionType:
+    """A copy of ``function`` in which the names of ``handlers`` are what these make of them."""
+    inner, cells, named = _decorated(function), function.__closure__, function.__globals__
+    if inner is not None:
+        copied = CellType(_with_globals(inner, handlers))
+        cells = tuple(copied if cell.cell_contents is inner else cell for cell in cells or ())
+    else:
+        used = [name for name in function.__code__.co_names if name in handlers and callable(named.get(name))]
+        named = {**named, **{name: handlers[name](named[name]) for name in used}}
+    made = FunctionType(function.__code__, named, function.__name__, function.__defaults__, cells)
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
+
+
+def _members(cls: type[nn.Module]) -> dict[str, Any]:
+    plain: Any = cls.forward
+    parameters = inspect.signature(plain)
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        calls = AttentionCalls.entered()
+        if calls is None:
+            return plain(self, *args, **kwargs)
+        bound = parameters.bind(self, *args, **kwargs)
+        _leave_out_caches(calls, bound.arguments)
+        made = _with_globals(plain, {name: partial(partial, how, calls) for name, how in _HANDLERS.items()})
+        return made(*bound.args, **bound.kwargs)
+
+    return {"forward": functools.wraps(plain)(uncompiled(forward, _REASON))}
+
+
+def _leave_out_caches(calls: AttentionCalls, given: dict[str, Any]) -> None:
+    """Of the states of the layer. What a model makes itself is never asked for them: see TokenGuard."""
+    if any(calls.inputs.get(name) is not None for name in _CACHES):
+        raise NotImplementedError(
+            f"{calls.binding.name}: a cache was given to a model that has states beside keys and values, and these are "
+            "not cut over the ranks: prefill and generate without context parallelism, with a copy of the model that "
+            "has no style"
+        )
+    given.update({name: None for name in _CACHES if name in given})
+
+
+def _mixed(
+    calls: AttentionCalls,
+    name: str,
+    dim: int,
+    given: Mapping[str, Any],
+    run: Callable[[CutSequence], Any],
+    kwargs: dict[str, Any],
+) -> Any:
+    """``run(sequence)`` of a function that was called with ``given``. Its tokens are along ``dim``."""
+    tensors = [x for x in given.values() if isinstance(x, torch.Tensor) and x.ndim > 2]
+    binding = calls.binding
+
+    def cut(refuse: Callable[[], None]) -> Any:
+        sequence = CutSequence(
+            f"{binding.name}: {name} of {calls.path or 'the module itself'}",
+            binding.axis,
+            binding.group,
+            binding.layout,
+            documents_in(binding.mask),
+            not isinstance(binding.agreement, NoAgreement),
+            binding.gradient_check,
+            refuse,
+        )
+        return run(sequence.packed_by(kwargs))
+
+    return calls.mix(cut, tensors, dim)
+
+
+def _convolution(dim: int, calls: AttentionCalls, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """causal_conv1d_fn of the package causal-conv1d and of transformers: [B, C, L]. causal_conv1d of FLA: [B, L, C]."""
+    name = function.__name__
+    given = arguments_of(function, args, kwargs)
+    of_tokens, weight_CW = next(iter(given)), given["weight"]
+    x = given.pop(of_tokens)
+
+    def run(sequence: CutSequence) -> Any:
+        unknown = [at for at in _OF_CONVOLUTIONS if given.get(at) is not None and given[at] is not False]
+        if unknown:
+            raise NotImplementedError(f"{sequence.name}: {', '.join(unknown)} is not supported: leave it out")
+
+        def conv(x: torch.Tensor) -> torch.Tensor:
+            out = function(**{of_tokens: x}, **given)
+            return out[0] if isinstance(out, tuple) else out
+
+        return convolved(sequence, conv, x, dim, weight_CW.shape[-1])
+
+    out = _mixed(calls, name, dim, {of_tokens: x}, run, given)
+    return (out, None) if name == "causal_conv1d" else out
+
+
+_OF_CONVOLUTIONS = (
+    "initial_states",
+    "return_final_states",
+    "final_states_out",
+    "initial_state",
+    "output_final_state",
+    "residual",
+    "cp_context",
+)
+
+
+def _kernel(
+    run: Callable[..., Any],
+    how: Any,
+    dim: int,
+    calls: AttentionCalls,
+    function: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    given = arguments_of(function, args, kwargs)
+    return _mixed(calls, function.__name__, dim, given, lambda cut: run(cut, function, how, **given), given)
+
+
+def _not_fused(calls: AttentionCalls, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """transformers calls the convolution and the scan one by one then."""
+
+
+def _refused(remedy: str, calls: AttentionCalls, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    name = getattr(function, "__name__", "a function")
+    raise NotImplementedError(f"{calls.binding.name}: {name} of {calls.path} is not supported: {remedy}")
+
+
+def _padding(calls: AttentionCalls, function: Callable[..., Any], x_BLC: torch.Tensor, attention_mask: Any) -> Any:
+    """apply_mask_to_padding_states of transformers. The mask that it is given was cut as if this part were the last."""
+    mask_BS = calls.inputs.get("attention_mask")
+    if not isinstance(mask_BS, torch.Tensor) or mask_BS.ndim != 2:
+        return x_BLC
+    binding = calls.binding
+    ranks, rank, length = binding.group.size(), binding.group.rank(), x_BLC.shape[1]
+    layout = binding.layout if isinstance(binding.layout, SequenceLayout) else binding.layout_for(mask_BS.shape[1])
+    if layout.length == mask_BS.shape[1] and layout.lengths[rank] == length:
+        return function(x_BLC, layout.shard(mask_BS, 1, rank))
+    if ranks > 1 and not bool(mask_BS.all()):
+        raise ValueError(
+            f"{binding.name}: attention_mask of shape {tuple(mask_BS.shape)} marks padding, and this rank holds "
+            f"{length} tokens: give every rank the mask of the whole sequence"
+        )
+    return x_BLC
+
+
+_ONE_TOKEN = "it goes on from a cache: generate without context parallelism, with a copy of the model without the style"
+_MIXERS = {
+    "causal_conv1d_fn": partial(_convolution, 2),
+    "causal_conv1d": partial(_convolution, 1),
+    **{name: partial(_kernel, recurred, how, 1) for name, how in RECURRENCES.items()},
+    **{name: partial(_kernel, scanned_by_channels, how, 2) for name, how in BY_CHANNELS.items()},
+}
+_HANDLERS: dict[str, Callable[..., Any]] = _MIXERS | {
+    **dict.fromkeys(("mamba2_split_conv1d_scan_combined", "mamba_inner_fn"), _not_fused),
+    "mamba_split_conv1d_scan_combined": partial(_refused, "give the layer use_mem_eff_path=False"),
+    **dict.fromkeys(
+        ("causal_conv1d_update", "mamba2_selective_state_update", "mamba_selective_state_update"),
+        partial(_refused, _ONE_TOKEN),
+    ),
+    "apply_mask_to_padding_states": _padding,
+}

@@ -1,0 +1,287 @@
+"""Models of transformers with linear attention, state spaces and short convolutions: exact for any cut, or refused."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="an extra: pip install .[clients]")
+
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.functional import cross_entropy
+from transformers import DynamicCache
+from transformers.models.qwen3_next import modeling_qwen3_next
+
+from cp_styles import (
+    Causal,
+    Documents,
+    ModuleContextParallel,
+    SequenceScope,
+    UnreducedGradientsError,
+    by_work,
+    contiguous,
+    head_tail,
+    next_token_labels,
+)
+from cp_styles.testing import run_ranks
+from tests.clients.hugging_face import (
+    BATCH,
+    LENGTH,
+    NAME,
+    StayDouble,
+    causal_lm,
+    config_of,
+    expected,
+    gradients,
+    labels_of,
+    largest_error,
+    on_ranks,
+    positions_of,
+    step,
+    tiny,
+    tokens_of,
+)
+from tests.covering import at_night, sampled
+
+# float64 sums in another order give 1e-15; a state or a row that is not passed on gives 1e-3 and more.
+EXACT = 1e-10
+
+LINEAR, FULL = "linear_attention", "full_attention"
+HYBRID = {"layer_types": [LINEAR, FULL]}
+DENSE = {**HYBRID, "mlp_layer_types": ["dense", "dense"]}
+MODELS: dict[str, dict[str, Any]] = {
+    # Short convolutions alone.
+    "lfm2": {"layer_types": ["conv", FULL]},
+    "lfm2_moe": {"layer_types": ["conv", FULL], "num_dense_layers": 1},
+    "lfm3": {"layer_types": ["conv", FULL]},
+    # Gated delta rules; with a decay for each key in the last two.
+    "olmo_hybrid": HYBRID,
+    "qwen3_5_moe_text": HYBRID,
+    "qwen3_5_text": HYBRID,
+    "qwen3_next": HYBRID,
+    "bailing_hybrid": {**DENSE, "num_key_value_heads": 4},
+    "kimi_linear": {**DENSE, "linear_head_dim": 8, "linear_num_heads": 4, "head_dim": 4},
+    # Mamba-2.
+    "bamba": {"attn_layer_indices": [1]},
+    "falcon_h1": {"mamba_d_ssm": 64},
+    "granitemoehybrid": HYBRID,
+    "mamba2": {"num_heads": 4, "head_dim": 16, "state_size": 8},
+    "nemotron_h": {"layers_block_type": [LINEAR, FULL]},
+    "zamba2": {"n_mamba_heads": 4, "head_dim": 16, "layers_block_type": [LINEAR, "hybrid"]},
+    # Mamba: no initial state.
+    "falcon_mamba": {"state_size": 4},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 4, "mamba_dt_rank": 4},
+    "mamba": {"state_size": 4},
+}
+CUTS = {
+    "2 head_tail": (2, head_tail),
+    "3 contiguous": (3, contiguous),
+    "4 by_work": (4, partial(by_work, mask=Causal(), block=2)),
+}
+BY_DAY = ["lfm3", "qwen3_next", "kimi_linear", "granitemoehybrid", "jamba"]
+
+
+def model_of(model_type: str, **changes: Any) -> Any:
+    return tiny(causal_lm, config_of(model_type, num_hidden_layers=2, **MODELS[model_type], **changes))
+
+
+def inputs_of(model: Any, tokens: torch.Tensor, positions: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+    if "position_ids" not in inspect.signature(type(model).forward).parameters:
+        return {"input_ids": tokens}
+    return {"input_ids": tokens, "position_ids": positions_of() if positions is None else positions}
+
+
+@sampled(1, model_type=BY_DAY, cut=list(CUTS))
+def test_exact(model_type: str, cut: str):
+    check_exact(model_type, cut)
+
+
+@pytest.mark.parametrize("model_type", at_night(*sorted(MODELS.keys() - set(BY_DAY))))
+@pytest.mark.parametrize("cut", CUTS)
+def test_others_are_exact(model_type: str, cut: str):
+    check_exact(model_type, cut)
+
+
+def check_exact(model_type: str, cut: str) -> None:
+    model, tokens, (ranks, balancer) = model_of(model_type), tokens_of(), CUTS[cut]
+    inputs, labels = inputs_of(model, tokens), labels_of(tokens)
+    found = on_ranks(model, inputs, labels, ranks=ranks, balancer=balancer)
+    assert largest_error(found, expected(model, inputs, labels)) < EXACT
+
+
+DOCUMENTS = (8, 1, 12)
+POSITIONS = torch.cat([torch.arange(size) for size in DOCUMENTS]).expand(BATCH, -1)
+
+
+def one_after_the_other(model: Any, tokens: torch.Tensor) -> Any:
+    """Loss and gradients of documents that are given to one process one by one."""
+    one, loss = copy.deepcopy(model), torch.zeros(())
+    one.set_attn_implementation("dense")
+    for part in tokens.split(DOCUMENTS, 1):
+        inputs = inputs_of(model, part, torch.arange(part.shape[1]).expand(BATCH, -1))
+        with StayDouble():
+            logits = one(**inputs).logits
+        each = cross_entropy(logits.flatten(0, 1), labels_of(part).flatten(), reduction="sum")
+        if part.shape[1] > 1:
+            each.backward()
+            loss = loss + each.detach()
+    return loss, gradients(one)
+
+
+def document_labels(tokens: torch.Tensor) -> torch.Tensor:
+    return torch.cat([next_token_labels(part) for part in tokens.split(DOCUMENTS, 1)], 1)
+
+
+# Others do not hand such arguments to their layers, or not to all of them: there one device mixes the documents too.
+BY_ARGUMENTS = ["qwen3_next", "kimi_linear", "lfm3"]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "said_by"),
+    [
+        ("qwen3_next", "the arguments"),
+        ("jamba", "the scope"),
+        *(
+            pytest.param(each, how, marks=pytest.mark.nightly)
+            for each, how in [
+                *((each, "the arguments") for each in BY_ARGUMENTS[1:]),
+                *((each, "the scope") for each in (*BY_ARGUMENTS, "granitemoehybrid", "mamba2")),
+            ]
+        ),
+    ],
+)
+def test_documents(model_type: str, said_by: str):
+    """Of the scope's mask; or as a collator gives them, of the whole sequence."""
+    model, tokens = model_of(model_type), tokens_of()
+    inputs, labels, options = inputs_of(model, tokens, POSITIONS), document_labels(tokens), {}
+    if said_by == "the scope":
+        options["scope"] = lambda layout: SequenceScope(layout, mask=Documents(DOCUMENTS))
+    else:
+        ends = torch.tensor((0, *DOCUMENTS)).cumsum(0).int()
+        ids = torch.repeat_interleave(torch.arange(3), torch.tensor(DOCUMENTS)).int()
+        options["whole"] = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "seq_idx": ids.expand(BATCH, -1)}
+    found = on_ranks(model, inputs, labels, **options)
+    assert largest_error(found, one_after_the_other(model, tokens)) < EXACT
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next", *at_night("lfm2", "jamba", "bamba", "zamba2")])
+@pytest.mark.parametrize("side", ["left", *at_night("right")])
+def test_padding(model_type: str, side: str):
+    model, tokens, mask = model_of(model_type), tokens_of(), torch.ones(BATCH, LENGTH, dtype=torch.int64)
+    mask[1, slice(7) if side == "left" else slice(-7, None)] = 0
+    inputs, labels = inputs_of(model, tokens), labels_of(tokens).masked_fill(mask == 0, -100)
+    labels[:, 0] = labels[1, 6:8] = labels[1, -8] = -100  # what is predicted from padding, or is padding
+    whole = {"attention_mask": mask}
+    found = on_ranks(model, inputs, labels, whole=whole, ranks=3)
+    assert largest_error(found, expected(model, inputs | whole, labels)) < EXACT
+
+
+def trained(rank: int, model: Any, how: Any = None, **options: Any) -> Any:
+    """A copy of a model under the style, on 2 ranks, and this rank's part of the inputs."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    mine, layout = copy.deepcopy(model), head_tail(LENGTH, 2)
+    mine.set_attn_implementation(NAME)
+    if how is not None:
+        how(mine)
+    parallelize_module(mine, mesh, ModuleContextParallel(layout=layout, **options))
+    tokens = tokens_of()
+    inputs = {name: layout.shard(x, 1, rank) for name, x in inputs_of(model, tokens).items()}
+    return mine, inputs, layout.shard(labels_of(tokens), 1, rank), mesh
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next", *at_night("granitemoehybrid", "falcon_mamba", "lfm2")])
+def test_checkpoints_and_a_cache_of_the_model_itself(model_type: str):
+    model, tokens = model_of(model_type, use_cache=True), tokens_of()
+    model.train()
+    wanted = expected(model, inputs_of(model, tokens), labels_of(tokens))
+    found = on_ranks(model, inputs_of(model, tokens), labels_of(tokens))
+    assert largest_error(found, wanted) < EXACT
+    contexts = {"context_fn": lambda: (StayDouble(), StayDouble())}
+    model.gradient_checkpointing_enable({"use_reentrant": False, **contexts})
+    found = on_ranks(model, inputs_of(model, tokens), labels_of(tokens))
+    assert largest_error(found, wanted) < EXACT
+
+
+def test_a_cache_that_is_given_is_refused():
+    model = model_of("qwen3_next")
+
+    def main(rank: int):
+        mine, inputs, *_ = trained(rank, model)
+        mine(**inputs, past_key_values=DynamicCache(config=mine.config), use_cache=True)
+
+    errors = run_ranks(main, 2, return_errors=True)
+    assert all("a model that has states beside keys and values" in str(error) for error in errors), errors
+
+
+def test_padding_of_a_part_is_refused():
+    model = model_of("qwen3_next")
+
+    def main(rank: int):
+        mine, inputs, *_ = trained(rank, model)
+        mask = torch.ones_like(inputs["input_ids"])
+        mask[0, 0] = rank  # rank 0 alone has a token that is padding
+        mine(**inputs, attention_mask=mask)
+
+    errors = run_ranks(main, 2, return_errors=True)
+    assert all(isinstance(error, ValueError) for error in errors), errors
+
+
+def test_nothing_of_the_library_changes():
+    model, plain = model_of("qwen3_next"), modeling_qwen3_next.torch_chunk_gated_delta_rule
+    cls = modeling_qwen3_next.Qwen3NextGatedDeltaNet
+    before = cls.forward
+
+    def main(rank: int):
+        mine, inputs, labels, _ = trained(rank, model)
+        step(mine, inputs, labels)
+        layer = mine.model.layers[0].linear_attn
+        return type(layer) is not cls and isinstance(layer, cls)
+
+    assert run_ranks(main, 2) == [True, True]
+    assert modeling_qwen3_next.torch_chunk_gated_delta_rule is plain
+    assert cls.forward is before
+    assert type(model.model.layers[0].linear_attn) is cls
+
+
+def test_ranks_that_leave_out_other_layers():
+    model = tiny(causal_lm, config_of("lfm3", num_hidden_layers=3, layer_types=["conv", "conv", FULL]))
+
+    def main(rank: int):
+        mine, inputs, labels, _ = trained(rank, model)
+        del mine.model.layers[rank]
+        step(mine, inputs, labels)
+
+    errors = run_ranks(main, 2, return_errors=True)
+    assert all("needs the same call on every rank" in str(error) for error in errors), errors
+    assert "causal_conv1d_fn of model.layers.0.conv" in str(errors[0])
+
+
+def test_gradients_that_are_not_reduced():
+    """A model without attention compares its parameters at its scans and convolutions."""
+    model = model_of("mamba")
+
+    def main(rank: int):
+        mine, inputs, labels, _ = trained(rank, model)
+        optimizer = torch.optim.SGD(mine.parameters(), 0.1)
+        for _ in range(2):
+            step(mine, inputs, labels)
+            optimizer.step()
+
+    errors = run_ranks(main, 2, return_errors=True)
+    assert all(isinstance(error, UnreducedGradientsError) for error in errors), errors
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("model_type", ["qwen3_next", "mamba", "lfm3"])
+def test_compiled(model_type: str):
+    """The layers run between the graphs."""
+    model, tokens = model_of(model_type), tokens_of()
+    inputs, labels = inputs_of(model, tokens), labels_of(tokens)
+    found = on_ranks(model, inputs, labels, how=lambda mine: torch.compile(mine, backend="eager"))
+    assert largest_error(found, expected(model, inputs, labels)) < EXACT
