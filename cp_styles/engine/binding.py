@@ -664,7 +664,9 @@ def _of_a_part(attn_mask: torch.Tensor, rows: StatusRows) -> str:
         f"attn_mask of shape {tuple(attn_mask.shape)} is made for the {size} keys of one rank's part, as models do "
         f"that make it from the length of their input. A mask is the whole sequence's, here of {sum(lengths)} keys, "
         "the same on all ranks. Pass that one, or give the style a mask= (Causal(), SlidingWindow(...)). A model of "
-        "transformers makes it with attn_implementation=register_attention() of cp_styles.integrations.transformers"
+        "transformers makes it with attn_implementation=register_attention() of cp_styles.integrations.transformers. "
+        "If these keys are whole on each rank, as a text is beside an image that is cut, apply the style to the other "
+        "attentions alone (a plan for blocks.*.self_attention): this one needs no communication"
     )
 
 

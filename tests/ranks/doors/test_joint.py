@@ -194,3 +194,52 @@ def test_other_doors_refuse_it():
             JointLayout(**wrong)
     with pytest.raises(TypeError, match="rest must be"):
         JointLayout(prefix=1, rest=3)  # pyright: ignore[reportArgumentType]
+
+
+class Cross(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.kv = nn.Linear(16, 16), nn.Linear(16, 32)
+
+    def forward(self, x, context, mask=None):
+        q = self.q(x).unflatten(-1, (2, 8)).transpose(1, 2)
+        k, v = self.kv(context).unflatten(-1, (2, 2, 8)).permute(2, 0, 3, 1, 4)
+        return x + scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2)
+
+
+class ImageAndText(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.self_attention, self.cross_attention = Cross(), Cross()
+
+    def forward(self, image, text, mask):
+        return self.cross_attention(self.self_attention(image, image), text, mask)
+
+
+@pytest.mark.parametrize("plan", [None, "self_attention"], ids=["whole model", "self-attention"])
+def test_cross_attention_to_a_padded_text_that_each_rank_has(plan):
+    """Refused with the remedy, and exact with it; nothing is sent for the text."""
+    torch.manual_seed(0)
+    model, image, text = ImageAndText().double(), randn(0, 2, 13, 16), randn(1, 2, 5, 16)
+    mask = torch.tensor([[1, 1, 1, 0, 0], [1] * 5], dtype=torch.bool)[:, None, None]
+    alone, layout = copy.deepcopy(model), head_tail(13, 2)
+    expected = alone(image, text, mask)
+    expected.square().sum().backward()
+
+    def on(rank: int):
+        mine, mesh = copy.deepcopy(model), init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        style = ModuleContextParallel()
+        parallelize_module(mine, mesh, style if plan is None else {plan: style})
+        out = mine(layout.shard(image, 1, rank), text, mask)
+        out.square().sum().backward()
+        sum_gradients(mine, mesh)
+        return out.detach(), [parameter.grad for parameter in mine.parameters()]
+
+    if plan is None:
+        for each in run_ranks(on, 2, return_errors=True):
+            assert "(a plan for blocks.*.self_attention)" in str(each)
+        return
+    outs, grads = zip(*run_ranks(on, 2), strict=True)
+    pairs = [(layout.unshard(outs, 1), expected.detach())]
+    pairs += [(grad, parameter.grad) for grad, parameter in zip(grads[0], alone.parameters(), strict=True)]
+    assert max(error(*pair) for pair in pairs) < EXACT
