@@ -553,6 +553,19 @@ def test_one_key_head_that_is_broadcast():
     assert largest_error(found, (step(one, inputs | whole, labels), gradients(one))) < EXACT
 
 
+def train_on_parts(mine: torch.nn.Module, batch: dict[str, torch.Tensor], mesh: Any) -> torch.Tensor:
+    layout, rank = head_tail(LENGTH, mesh.size()), mesh.get_local_rank()
+    part, positions = (layout.shard(x, 1, rank) for x in (batch["tokens"], positions_of()))
+    with StayDouble():
+        logits = mine(input_ids=part, position_ids=positions).logits
+    labels = layout.shard(labels_of(batch["tokens"]), 1, rank)
+    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    loss = cp_styles.global_loss(losses, cp_styles.global_token_count(labels, mesh), mesh)
+    loss.backward()
+    cp_styles.sum_gradients(mine, mesh)
+    return loss
+
+
 def test_verify_with_a_reference():
     """With attention from the interface it is exact; one that takes no window is found, with its size."""
     model = tiny(causal_lm, config_of("mistral", num_hidden_layers=2)).eval()
@@ -560,23 +573,11 @@ def test_verify_with_a_reference():
     reference.set_attn_implementation("sdpa")
     transformers.AttentionInterface.register("without_masks", sdpa_attention_forward)
 
-    def train(mine: torch.nn.Module, batch: dict[str, torch.Tensor], mesh: Any) -> torch.Tensor:
-        layout, rank = head_tail(LENGTH, mesh.size()), mesh.get_local_rank()
-        part, positions = (layout.shard(x, 1, rank) for x in (batch["tokens"], positions_of()))
-        with StayDouble():
-            logits = mine(input_ids=part, position_ids=positions).logits
-        labels = layout.shard(labels_of(batch["tokens"]), 1, rank)
-        losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-        loss = cp_styles.global_loss(losses, cp_styles.global_token_count(labels, mesh), mesh)
-        loss.backward()
-        cp_styles.sum_gradients(mine, mesh)
-        return loss
-
     def on(rank: int, implementation: str) -> Any:
         mesh, mine = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), copy.deepcopy(model)
         mine.set_attn_implementation(implementation)
         plan, batch = ModuleContextParallel(check_inputs=implementation == NAME), {"tokens": tokens_of()}
-        return verify(mine, plan, mesh, batch, train, reference=reference, tolerance=EXACT)
+        return verify(mine, plan, mesh, batch, train_on_parts, reference=reference, tolerance=EXACT)
 
     report = run_ranks(on, 2, NAME)[0]
     assert all(each.forward is not None for each in report.modules)
@@ -749,6 +750,26 @@ def test_positions_after_that_of_padding(model_type: str, way: str):
     local = {"position_ids": torch.arange(1, 12).expand(2, -1).repeat(1, 2)[:, :LENGTH]}
     with pytest.raises(RankError, match=r"position_ids count from 1 to 10 on this rank, whose part .* begins at 11"):
         on_ranks(model, {"input_ids": tokens_of()} | local, labels, balancer=contiguous)
+
+
+@pytest.mark.parametrize("model_type", ["roberta", *at_night(*ROBERTAS)])
+def test_verify_reports_positions_that_are_refused(model_type: str):
+    """The step is wrong on one process too, so the two are equal: the refusal alone can tell."""
+    model = tiny(causal_lm, config_of(model_type, is_decoder=True))
+    reference = copy.deepcopy(model)
+    reference.set_attn_implementation("sdpa")
+
+    def on(rank: int) -> Any:
+        mesh, mine = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), copy.deepcopy(model)
+        mine.set_attn_implementation(NAME)
+        batch = {"tokens": tokens_of()}
+        return verify(mine, ModuleContextParallel(), mesh, batch, train_on_parts, reference=reference, tolerance=EXACT)
+
+    with pytest.raises(RankError) as caught:
+        run_ranks(on, 2)
+    reports = [" ".join(str(each).split()) for each in caught.value.errors.values()]  # each has lines of its own
+    assert len(reports) == 2
+    assert all("counts tokens from position 1, because 0 is the position of padding" in each for each in reports)
 
 
 def test_positions_of_models_that_count_from_0():

@@ -375,6 +375,14 @@ def without_backward(model: nn.Module, batch: Any, mesh: Any) -> Any:
     return global_loss(losses, global_token_count(labels, mesh), mesh)
 
 
+def replaces(model: nn.Module, batch: Any, mesh: Any) -> Any:
+    """A style that was applied to a module itself: no module around it can see that it has gone."""
+    if cp_of(mesh).size() > 1:
+        parallelize_module(model.blocks[1].core, cp_of(mesh), AttentionContextParallel())
+        model.blocks[1].core = Core()
+    return step(model, batch, mesh)
+
+
 def evaluates(model: nn.Module, batch: Any, mesh: Any) -> None:
     layout, rank = head_tail(S, mesh.size()), mesh.get_local_rank()
     with torch.no_grad():
@@ -452,6 +460,10 @@ MISTAKES: dict[str, tuple[Case, str]] = {
     "FlexAttention that the plan leaves out": (
         Case(lambda: mixed(Core(), Flex(None)), plan={"blocks.0.core": AttentionContextParallel()}, act=evaluates),
         r"blocks.1.core \(Flex\): its attention ran on each rank's part alone",
+    ),
+    "attention that replaces one with a style of its own": (
+        Case(plan={"blocks.0.core": AttentionContextParallel()}, act=replaces),
+        r"blocks.1 \(Block\): its attention ran on each rank's part alone",
     ),
     "a window that is dropped": (
         Case(reference=lambda: Model(lambda: Masked(window))),
