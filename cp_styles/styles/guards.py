@@ -349,7 +349,10 @@ class InputGuards:
                 f"{see('generate() without a cache that is cut')}"
             )
         look = self._forwards & (self._forwards - 1) == 0
-        self._check_positions(kind, inputs)
+        missing = [partial(self._check_positions, kind, inputs)]
+        if self._has_loss:
+            missing.append(partial(_refuse_labels, binding.name, kind, inputs))
+        _raise_all(missing)
         tokens, masks = inputs.get("input_ids"), self._mask_tokens
         if masks and isinstance(tokens, torch.Tensor) and bool(torch.isin(tokens, tokens.new_tensor(masks)).any()):
             raise NotImplementedError(
@@ -370,10 +373,8 @@ class InputGuards:
                 "how it is cut over the ranks: decode with the cache that prefill(model, input_ids) of "
                 "cp_styles.integrations.transformers returns"
             )
-        if self._has_loss:
-            _refuse_labels(binding.name, kind, inputs)
-            if look and inputs.get("num_items_in_batch") is not None:
-                _compare_counts(binding, kind, inputs["num_items_in_batch"])
+        if self._has_loss and look and inputs.get("num_items_in_batch") is not None:
+            _compare_counts(binding, kind, inputs["num_items_in_batch"])
         layout, length = binding.layout, _length(inputs)
         if self._windows and length is not None:
             # A balancer's whole length is known after the forward.
@@ -603,6 +604,23 @@ def _refuse_range(
 
 
 never_compile_alone(_refuse_range, nor_what_it_calls=True)
+
+
+def _raise_all(checks: Sequence[Callable[[], None]]) -> None:
+    """Run them, and raise one error for all that is missing, so that a user learns of it in one run."""
+    problems: list[ValueError] = []
+    for check in checks:
+        try:
+            check()
+        except ValueError as error:
+            problems.append(error)
+    if len(problems) == 1:
+        raise problems[0]
+    if problems:
+        raise ValueError(
+            f"{' And: '.join(map(str, problems))}. All of this is done by batch = BatchSharder(mesh)(batch); loss = "
+            "batch.loss(model(**batch.inputs).logits)"
+        )
 
 
 def _refuse_labels(name: str, kind: str, inputs: Mapping[str, Any]) -> None:

@@ -448,6 +448,25 @@ def test_the_signature_is_the_modules_own():
     assert run_ranks(names, RANKS)[0][:2] == ["x", "position_ids"]
 
 
+def test_all_that_is_missing_is_said_at_once():
+    """Positions and labels. Each alone has an error of its own."""
+
+    class WithLoss(nn.Module):
+        loss_function = None
+
+        def forward(self, input_ids, position_ids=None, labels=None):
+            raise AssertionError("not reached")
+
+    def on(rank: int) -> None:
+        mine = WithLoss()
+        parallelize_module(mine, cp_mesh(RANKS), ModuleContextParallel())
+        tokens = torch.zeros(1, 6, dtype=torch.int64)
+        mine(input_ids=tokens, labels=tokens)
+
+    for each in run_ranks(on, RANKS, return_errors=True):
+        assert re.search(r"Pass position_ids=.* And: .*labels would be shifted.*BatchSharder\(mesh\)", str(each)), each
+
+
 def test_a_mask_of_this_ranks_keys():
     class Masks(Model):
         def forward(self, x):
