@@ -51,8 +51,8 @@ from cp_styles.comm.agreement import (
     end_forwards,
     exchange_status,
     fingerprint,
-    ledger_of,
 )
+from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import GroupOrMesh, axis_and_group, shares_ranks
 from cp_styles.comm.point_to_point import Operation, collective
 from cp_styles.device_copies import read_later
@@ -444,12 +444,12 @@ def _refuse(problem: torch.Tensor, group: dist.ProcessGroup, text: str) -> None:
         if problem.item():
             raise ValueError(text)
     elif not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):  # a CUDA graph is not read
-        ledger_of(group).unread.append((read_later(problem), text))
+        state_of(group).unread.append((read_later(problem), text))
 
 
 def _raise_unread(group: dist.ProcessGroup) -> None:
     """Raise for what :func:`_refuse` was given _DELAY calls before: the host does not wait for that any more."""
-    unread = ledger_of(group).unread
+    unread = state_of(group).unread
     while len(unread) > _DELAY:
         problem, text = unread.popleft()
         if problem():
@@ -486,8 +486,8 @@ def sum_gradients(
         reduce_dtype: the dtype in which gradients are sent and summed. None: float32 or wider, for gradients of any
             dtype; those of bfloat16 parameters are then rounded once. ``torch.bfloat16`` halves the bytes.
 
-    Communication: one all-gather of :data:`~cp_styles.comm.agreement.WIDTH` integers, one all-reduce for each bucket,
-    and one of a byte for each parameter if ranks differ in which gradients they have.
+    Communication: one agreement of the ranks (:class:`~cp_styles.EveryCall`), one all-reduce for each bucket, and one
+    of a byte for each parameter if ranks differ in which gradients they have.
 
     Raises:
         ValueError: on every rank, if ranks do not have the same parameters, differ in ``bucket_bytes`` or
@@ -546,7 +546,7 @@ def _refuse_ddp(parameters: list[torch.Tensor], group: dist.ProcessGroup) -> Non
 def _sample_of_gradients(parameters: list[torch.Tensor], group: dist.ProcessGroup) -> int:
     """A checksum of elements of some gradients: DDP makes them equal on all ranks. 0 if they say nothing, or are not
     compared now."""
-    ledger = ledger_of(group)
+    ledger = state_of(group)
     ledger.sums += 1
     gradients = [x.grad.to_local() if isinstance(x.grad, DTensor) else x.grad for x in parameters if x.grad is not None]
     if ledger.sums & (ledger.sums - 1) or not gradients:

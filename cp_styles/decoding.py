@@ -35,10 +35,10 @@ from cp_styles.comm.agreement import (
     compare,
     exchange_status,
     fingerprint,
-    ledger_of,
     offer_refusal,
     plain,
 )
+from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import axis_and_group
 from cp_styles.comm.point_to_point import Operation, collective
 from cp_styles.device_copies import read_later, tensor_on
@@ -312,8 +312,9 @@ def context_decode(
     Returns:
         ``out_BHLE``, the same bits on all ranks: they merge the same parts in the same order.
 
-    Communication: one all-gather of 13 integers on the host, then one all-gather of B H L (E + 1) numbers of each rank,
-    in float32 (float64 for float64), and a checksum of 8 bytes. A rank sends P - 1 times that. There is no backward.
+    Communication: one agreement of the ranks (:class:`~cp_styles.EveryCall`), then one all-gather of B H L (E + 1)
+    numbers of each rank, in float32 (float64 for float64), and a checksum of 8 bytes. A rank sends P - 1 times that.
+    There is no backward.
 
     Raises:
         ValueError, TypeError, NotImplementedError: on every rank, if the input of one is bad or the ranks differ. Also
@@ -383,7 +384,7 @@ def decode(name: str, q_BHLD: torch.Tensor, cache: KVCache, call: DecodeCall) ->
             out, lse = merged(outs, lses)
         if call.sink_H is not None:
             out = beside_sink(out, lse, call.sink_H)
-        ledger_of(cache.group).engaged = False
+        state_of(cache.group).engaged = False
         return out.to(q.dtype)
 
 
@@ -407,7 +408,7 @@ def _agree(
             call=fingerprint([call.scale, *texts, call.mask.content]),
         )
 
-    ledger_of(cache.group).engaged = True
+    state_of(cache.group).engaged = True
     ranks = cache.group.size()
     rows = exchange_status(
         build, Meeting.DECODE, *where, cache.group, agreement=call.agreement, assumed=lambda mine: [mine] * ranks

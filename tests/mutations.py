@@ -523,7 +523,7 @@ MISTAKES = [
     Mistake(
         "run: after an error the ranks do not compare what they called",
         "settle(self._group)  # what the ranks disagree on may be the cause",
-        "drop_check(self._group)",
+        "state_of(self._group).operations.check = None",
         "tests/ranks/engine/test_agreement.py",
     ),
     Mistake(
@@ -1070,7 +1070,7 @@ MISTAKES = [
     ),
     Mistake(
         "engine: a rank that has left half way goes on",
-        "state.broken = f",
+        "state.operations.broken = f",
         "_ = f",
         "tests/ranks/engine/test_half_way.py -k goes_on",
     ),

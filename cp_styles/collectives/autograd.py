@@ -65,9 +65,9 @@ class _Apply(torch.autograd.Function):
 
 
 def _number_of_forward(peers: Peers) -> int:
-    state = state_of(resolve_group(peers.name))
-    state.collectives += 1
-    return state.collectives
+    operations = state_of(resolve_group(peers.name)).operations
+    operations.collectives += 1
+    return operations.collectives
 
 
 def _begin_backward(peers: Peers, number: int) -> None:
@@ -77,7 +77,7 @@ def _begin_backward(peers: Peers, number: int) -> None:
         ValueError: on every rank, if the ranks are not all at this backward.
     """
     group = resolve_group(peers.name)
-    where = Meeting.COLLECTIVE_BACKWARD, "cp_styles.collectives", state_of(group).axis, group
+    where = Meeting.COLLECTIVE_BACKWARD, "cp_styles.collectives", state_of(group).operations.axis, group
     exchange_status(lambda: StatusRow(place=place_of(number, 0)), *where)
 
 

@@ -90,8 +90,8 @@ def rows_agreed(peers: Peers, call: str, describe: Callable[[], Facts], check: b
     Returns:
         The row of each rank: its ``own`` size is the number of queries.
 
-    Communication: one all-gather of :data:`~cp_styles.comm.agreement.WIDTH` integers, on the host; see
-    :func:`~cp_styles.comm.point_to_point.gather_numbers`. If ranks differ, one more, of their descriptions.
+    Communication: one agreement of the ranks (:class:`~cp_styles.EveryCall`). If they differ, one all-gather of their
+    descriptions.
     """
     if peers.size == 1 or not check or torch.compiler.is_compiling():
         return (StatusRow(describe().own),) * peers.size
@@ -104,7 +104,7 @@ def rows_agreed(peers: Peers, call: str, describe: Callable[[], Facts], check: b
     text = json.dumps({"call": call, **{key: value for key, value in said.items() if key != "own"}})
     row = StatusRow(q_length=own, inputs=zlib.crc32(text.encode()), watch=watch, flags=int(error is not None))
     group = resolve_group(peers.name)
-    axis = state_of(group).axis
+    axis = state_of(group).operations.axis
     rows = exchange_status(lambda: row, Meeting.COLLECTIVE, "cp_styles.collectives", axis, group)
     if len({(row.inputs, row.flags) for row in rows}) == 1 and error is None:
         return rows

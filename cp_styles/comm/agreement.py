@@ -18,20 +18,19 @@ from __future__ import annotations
 import enum
 import re
 import zlib
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from operator import itemgetter
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
 from cp_styles._compat import graph_task_id, resolve_group, without_dispatch_modes
 from cp_styles.checksum import fingerprint
-from cp_styles.comm.group_state import check_later, drop_check, state_of
-from cp_styles.comm.point_to_point import ROW, break_off, offer_numbers, start_numbers
+from cp_styles.comm.group_state import check_later, state_of, states
+from cp_styles.comm.mailbox import WIDTH
+from cp_styles.comm.point_to_point import break_off, offer_numbers, start_numbers
 from cp_styles.profiler_ranges import named_range
 from cp_styles.troubleshooting import see
 
@@ -119,8 +118,7 @@ class StatusRow(NamedTuple):
     flags: int = 0
 
 
-WIDTH = len(StatusRow._fields)
-assert WIDTH == ROW  # such rows travel directly
+assert len(StatusRow._fields) == WIDTH  # such rows travel directly
 BACKWARD_MAY_COME = 1
 
 
@@ -194,48 +192,6 @@ class NoAgreement(Agreement):
 EVERY_CALL = EveryCall()
 
 
-@dataclass
-class Ledger:
-    """The state of this rank's attentions over a group.
-
-    Attributes:
-        name, axis: name and mesh axis of the last meeting, for messages.
-        engaged: ranks are agreeing on an attention, or its forward is running. The other ranks already know of an error
-            here, or they wait for keys and cannot learn of it.
-        forward_open: the ranks have agreed on forwards since the last meeting for a backward.
-        backward_began: there was a backward after the last forward.
-        lengths: global numbers of queries and keys, by the local numbers, as seen the last time.
-        sinks: digests of attention sinks that the ranks have still to compare; see
-            :func:`~cp_styles.checksum.delayed_digest`.
-        unread: what is known on the GPU only so far: a number that must be 0, and the error if it is not.
-        sums: number of calls of sum_gradients.
-    """
-
-    name: str = "attention"
-    axis: str = "group"
-    engaged: bool = False
-    forward_open: bool = False
-    backward_began: bool = False
-    lengths: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
-    sinks: deque[Callable[[], int]] = field(default_factory=deque)
-    unread: deque[tuple[Callable[[], int], str]] = field(default_factory=deque)
-    sums: int = 0
-
-    def remember(self, own: tuple[int, int], whole: tuple[int, int]) -> None:
-        if len(self.lengths) >= _MOST_LENGTHS:
-            self.lengths.clear()
-        self.lengths[own] = whole
-
-
-_MOST_LENGTHS = 256
-_ledgers: WeakKeyDictionary[dist.ProcessGroup, Ledger] = WeakKeyDictionary()
-
-
-def ledger_of(group: dist.ProcessGroup) -> Ledger:
-    found = _ledgers.get(group)
-    return _ledgers.setdefault(group, Ledger()) if found is None else found
-
-
 def exchange_status(
     build: Callable[[], StatusRow],
     meeting: Meeting,
@@ -269,12 +225,13 @@ def start_status(
 
     If ``build`` raises an Exception, this rank raises it when all know, and the others raise too.
     (Other BaseExceptions, such as KeyboardInterrupt, end the connections of the group.)
-    Communication: one all-gather of WIDTH integers; with :class:`NoAgreement` none.
+    Communication: one all-gather of a row; with :class:`NoAgreement` none.
 
     Raises:
         ValueError: on every rank, if one has refused, or if the ranks are not at the same meeting.
     """
-    drop_check(group)  # of an attention that has failed
+    operations = state_of(group).operations
+    operations.check = None  # of an attention that has failed
     problem: Exception | None = None
     said = StatusRow(status=RankStatus.BAD_INPUTS)
     try:
@@ -285,10 +242,7 @@ def start_status(
     except BaseException as error:  # an interrupt. A program that goes on after it is not where the others are
         break_off(group, error)
         raise
-    ledger = ledger_of(group)
-    if (ledger.name, ledger.axis) != (name, axis):
-        ledger.name, ledger.axis = name, axis
-        state_of(group).user, state_of(group).axis = name, axis
+    operations.user, operations.axis = name, axis
     mine = _of_meeting(said, meeting, name)
     if isinstance(agreement, NoAgreement):
         if problem is not None:
@@ -351,12 +305,13 @@ class _StartedMeeting:
 def offer_refusal(name: str, axis: str, group: dist.ProcessGroup) -> None:
     """Tell the other ranks, at their next meeting, that this rank has failed. Call it before raising an error.
 
-    It does nothing inside a backward, or if the others know already or cannot learn of it: see :attr:`Ledger.engaged`.
+    It does nothing inside a backward, or if the others know already or cannot learn of it: see
+    :attr:`~cp_styles.comm.group_state.GroupState.engaged`.
     It waits for the others for at most half a minute, because they may be waiting for this rank somewhere else.
     """
-    ledger = ledger_of(group)
-    if group.size() > 1 and graph_task_id() < 0 and not ledger.engaged:
-        ledger.engaged = True
+    state = state_of(group)
+    if group.size() > 1 and graph_task_id() < 0 and not state.engaged:
+        state.engaged = True
         said = _of_meeting(StatusRow(status=RankStatus.NO_CALL), Meeting.ATTENTION, name)
         offer_numbers(said, group, _PATIENCE_SECONDS)
 
@@ -420,30 +375,30 @@ def _where(row: StatusRow, rows: StatusRows) -> str:
 def begin_backward(group: dist.ProcessGroup | None, forward: int, agreement: Agreement) -> None:
     """The meeting at the start of the backward of forward number ``forward``. It ends before the first message.
 
-    Communication: one all-gather of WIDTH integers; with :class:`NoAgreement` none.
+    Communication: one all-gather of a row; with :class:`NoAgreement` none.
     """
     if group is None or group.size() == 1:
         return
-    ledger = ledger_of(group)
-    ledger.backward_began = True
+    state = state_of(group)
+    state.backward_began = True
     if agreement == EVERY_CALL:
-        ledger.forward_open = False
+        state.forward_open = False
         row = StatusRow(place=place_of(forward, 0))
-        check_later(group, start_status(lambda: row, Meeting.BACKWARD, ledger.name, ledger.axis, group))
+        check_later(
+            group, start_status(lambda: row, Meeting.BACKWARD, state.operations.user, state.operations.axis, group)
+        )
 
 
 def end_forwards() -> None:
     """Meet the ranks of every group over which this rank has run attention since the last such meeting.
 
-    For functions that communicate after forwards, over any group. Communication: one all-gather of WIDTH integers over
+    For functions that communicate after forwards, over any group. Communication: one all-gather of a row over
     each such group.
     """
-    for reference in _ledgers.keyrefs():  # a list: ranks that are threads add groups of their own meanwhile
-        group = reference()
-        ledger = None if group is None else _ledgers.get(group)
-        if group is not None and ledger is not None and ledger.forward_open and is_of_this_world(group):
-            ledger.forward_open = False
-            exchange_status(StatusRow, Meeting.FORWARDS, ledger.name, ledger.axis, group)
+    for group, state in states():
+        if state.forward_open and is_of_this_world(group):
+            state.forward_open = False
+            exchange_status(StatusRow, Meeting.FORWARDS, state.operations.user, state.operations.axis, group)
 
 
 def is_of_this_world(group: dist.ProcessGroup) -> bool:

@@ -1,4 +1,4 @@
-"""What this rank knows of a process group and its parts: who uses them, what is still to check, whether they can go on.
+"""What this rank knows of a process group: who uses it, what the ranks have agreed on, whether they can go on.
 
 [Note: operations] The messages of a forward, a backward or a collective are one *operation*. The ranks agree on it
 before its first message, and all of them then send and receive what its plan says. A rank that leaves it by an error
@@ -12,17 +12,21 @@ The number of the operation is the tag of its messages. Gloo never takes a messa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+T = TypeVar("T")
 
 
 @dataclass(eq=False, slots=True)
-class GroupState:
-    """The state of a group, which its parts share. It must not hold the group, but for ``check``.
+class Operations:
+    """What a group and its parts share: the operations over them. It must not hold the groups, but for ``check``.
 
     Attributes:
         user: the module or function that uses the group, for messages.
@@ -33,8 +37,6 @@ class GroupState:
             backward.
         collectives: the same for :mod:`cp_styles.collectives`.
         backward_of: the number of the forward whose backward is under way; 0 in a forward.
-        modules: to how many modules each style was applied over this group.
-        meshes: the private meshes of styles over this group: see :mod:`cp_styles.styles.private_mesh`.
         broken: the error by which this rank has left an operation; empty if there was none.
     """
 
@@ -45,8 +47,6 @@ class GroupState:
     forwards: int = 0
     collectives: int = 0
     backward_of: int = 0
-    modules: WeakKeyDictionary[Any, int] = field(default_factory=WeakKeyDictionary)
-    meshes: dict[Any, Any] = field(default_factory=dict)
     broken: str = ""
 
     def name_of(self, user: str) -> str:
@@ -62,6 +62,63 @@ class GroupState:
 
 # Users count their tags from 0, and rows of numbers have tags from 2**30 on.
 _FIRST_TAG = 2**29
+_MOST_LENGTHS = 256
+
+
+@dataclass(eq=False)
+class GroupState:
+    """The state of a group on this rank. It must not hold the group.
+
+    Attributes:
+        operations: what it shares with the group of which it is a part.
+        engaged: ranks are agreeing on an attention, or its forward is running. The other ranks already know of an error
+            here, or they wait for keys and cannot learn of it.
+        forward_open: the ranks have agreed on forwards since the last meeting for a backward.
+        backward_began: there was a backward after the last forward.
+        lengths: global numbers of queries and keys, by the local numbers, as seen the last time.
+        sinks: digests of attention sinks that the ranks have still to compare; see
+            :func:`~cp_styles.checksum.delayed_digest`.
+        unread: what is known on the GPU only so far: a number that must be 0, and the error if it is not.
+        sums: number of calls of sum_gradients.
+        modules: to how many modules each style was applied over this group.
+        meshes: the private meshes of styles over this group: see :mod:`cp_styles.styles.private_mesh`.
+        in_order: meshes whose ranks are known to be in the order of the group.
+        opened: there was a collective on a device.
+        host: the additional gloo group of a group without a CPU backend, for agreement.
+        mailbox: the rows of numbers as direct messages; None for a group with a CPU backend other than gloo, and "new"
+            before the first one.
+        parts: parts of the group, by their ranks. Never the group itself.
+        objects: of other layers, see :meth:`the`.
+    """
+
+    operations: Operations = field(default_factory=Operations)
+    engaged: bool = False
+    forward_open: bool = False
+    backward_began: bool = False
+    lengths: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+    sinks: deque[Callable[[], int]] = field(default_factory=deque)
+    unread: deque[tuple[Callable[[], int], str]] = field(default_factory=deque)
+    sums: int = 0
+    modules: WeakKeyDictionary[Any, int] = field(default_factory=WeakKeyDictionary)
+    meshes: dict[Any, Any] = field(default_factory=dict)
+    in_order: WeakSet[DeviceMesh] = field(default_factory=WeakSet)
+    opened: bool = False
+    host: Any = None
+    mailbox: Any = "new"
+    parts: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
+    objects: dict[Any, Any] = field(default_factory=dict)
+
+    def the(self, kind: Callable[[], T]) -> T:
+        """The group's only object of a class of another layer, made at its first use."""
+        if kind not in self.objects:
+            self.objects[kind] = kind()
+        return self.objects[kind]
+
+    def remember_lengths(self, own: tuple[int, int], whole: tuple[int, int]) -> None:
+        """Note :attr:`lengths`."""
+        if len(self.lengths) >= _MOST_LENGTHS:
+            self.lengths.clear()
+        self.lengths[own] = whole
 
 
 _states: WeakKeyDictionary[dist.ProcessGroup, GroupState] = WeakKeyDictionary()
@@ -72,9 +129,18 @@ def state_of(group: dist.ProcessGroup) -> GroupState:
     return _states.setdefault(group, GroupState()) if found is None else found
 
 
-def share_state(part: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
-    """Let ``part`` have the state of ``group``."""
-    _states[part] = state_of(group)
+def note_part(part: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
+    """Let ``part`` share the operations of ``group``. (It must not have the whole state, which holds the part.)"""
+    _states[part] = GroupState(state_of(group).operations)
+
+
+def states() -> Iterator[tuple[dist.ProcessGroup, GroupState]]:
+    """The groups of all ranks that are threads of this process."""
+    for reference in _states.keyrefs():  # a list: others add groups of their own meanwhile
+        group = reference()
+        state = None if group is None else _states.get(group)
+        if group is not None and state is not None:
+            yield group, state
 
 
 def check_later(group: dist.ProcessGroup, check: Callable[[], object]) -> None:
@@ -83,18 +149,14 @@ def check_later(group: dist.ProcessGroup, check: Callable[[], object]) -> None:
     So the ranks agree while each of them prepares, or computes what needs nothing of the others. If ``check`` raises,
     no message was sent that another rank would have to receive.
     """
-    state_of(group).check = check
-
-
-def drop_check(group: dist.ProcessGroup) -> None:
-    """Drop the check of :func:`check_later`: an attention has failed on this rank."""
-    state_of(group).check = None
+    state_of(group).operations.check = check
 
 
 def settle(group: dist.ProcessGroup | None) -> None:
     """Run the check of :func:`check_later` now, if there is one."""
     state = None if group is None else _states.get(group)
-    while state is not None and state.check is not None:  # one may find that there is more to check
-        check, state.check = state.check, None
+    operations = None if state is None else state.operations
+    while operations is not None and operations.check is not None:  # one may find that there is more to check
+        check, operations.check = operations.check, None
         check()
-        state.agreed = True
+        operations.agreed = True

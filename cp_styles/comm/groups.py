@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from typing import TypeAlias
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import ref
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -33,7 +33,7 @@ def axis_and_group(name: str, group: GroupOrMesh, *, ordered: bool = True) -> tu
             raise ValueError(f'{name} needs a 1-D mesh, got axes {group.mesh_dim_names}: pass mesh["cp"]')
         axis, ranks = (group.mesh_dim_names or ("cp",))[0], group_in_order(group) if ordered else group.get_group()
         if not is_traced():
-            state_of(ranks).axis = axis
+            state_of(ranks).operations.axis = axis
         return axis, ranks
     if isinstance(group, dist.ProcessGroup):
         return "group", group
@@ -51,7 +51,7 @@ def group_in_order(mesh: DeviceMesh) -> dist.ProcessGroup:
     """
     group = mesh.get_group()
     # torch.compile does not know the contents of a mesh.
-    if is_traced() or mesh in _in_order.get(group, ()):
+    if is_traced() or mesh in state_of(group).in_order:
         return group
     with without_dispatch_modes():  # a recomputation does not look again
         lines, ranks, known = ranks_along(mesh), mesh.mesh.tolist(), dist.get_process_group_ranks(group)
@@ -63,12 +63,8 @@ def group_in_order(mesh: DeviceMesh) -> dist.ProcessGroup:
             f"mesh axis {mesh.mesh_dim_names} has the ranks {apart[0]}, in another order than its process group, "
             f"{sorted(apart[0])}: make a mesh whose ranks ascend along the axis of the sequence"
         )
-    _in_order.setdefault(group, WeakSet()).add(mesh)
+    state_of(group).in_order.add(mesh)  # looking at the ranks takes as long as a small tile
     return group
-
-
-# Meshes that were found in order, by group: looking at the ranks takes as long as a small tile.
-_in_order: WeakKeyDictionary[dist.ProcessGroup, WeakSet[DeviceMesh]] = WeakKeyDictionary()
 
 
 def shares_ranks(mesh: DeviceMesh, group: dist.ProcessGroup) -> bool:

@@ -23,6 +23,8 @@ import torch.distributed as dist
 
 from cp_styles._compat import let_profilers_record
 
+# How many numbers a row has: those of the agreement.
+WIDTH = 13
 # Tags from here on belong to these messages. Those of keys, values and gradients have tags from 2**29 on. Users count
 # from 0.
 _FIRST_TAG, _TAGS = 2**30, 2**30
@@ -55,11 +57,11 @@ class _Gather(NamedTuple):
 
 
 class Mailbox:
-    """The gathers of a group. ``gloo`` is a backend between its ranks, and a row has ``width`` int64 numbers."""
+    """The gathers of a group. ``gloo`` is a backend between its ranks."""
 
-    def __init__(self, gloo: Any, width: int) -> None:
+    def __init__(self, gloo: Any) -> None:
         self._gloo = gloo
-        self._shape = gloo.size(), width
+        self._shape = gloo.size(), WIDTH
         self._rank = gloo.rank()
         self._peers = [(self._rank + distance) % gloo.size() for distance in range(1, gloo.size())]
         self._gathers: dict[int, _Gather] = {}

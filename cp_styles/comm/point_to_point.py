@@ -7,14 +7,14 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import ref
 
 import torch
 import torch.distributed as dist
 
 from cp_styles._compat import cpu_backend_of, gloo_beside, part_of_group, resolve_group, without_torch_func
-from cp_styles.comm.group_state import GroupState, drop_check, settle, share_state, state_of
-from cp_styles.comm.mailbox import Mailbox, end_connections
+from cp_styles.comm.group_state import Operations, note_part, settle, state_of
+from cp_styles.comm.mailbox import WIDTH, Mailbox, end_connections
 from cp_styles.troubleshooting import see
 
 
@@ -75,41 +75,41 @@ class Operation:
 
     def __enter__(self) -> None:
         refuse_broken(self._group)
-        state = state_of(self._group)
-        state.backward_of, state.agreed = self._backward_of, state.check is None
+        operations = state_of(self._group).operations
+        operations.backward_of, operations.agreed = self._backward_of, operations.check is None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
         if error is None:
             settle(self._group)
             return
-        interrupted = not isinstance(error, Exception)
+        interrupted, operations = not isinstance(error, Exception), state_of(self._group).operations
         if interrupted:
-            drop_check(self._group)  # it holds the group, whose connections end with it
+            operations.check = None  # it holds the group, whose connections end with it
         settle(self._group)  # what the ranks disagree on may be the cause
-        if interrupted or state_of(self._group).agreed:
+        if interrupted or operations.agreed:
             break_off(self._group, error)
 
 
 def refuse_broken(group: dist.ProcessGroup, user: str = "") -> None:
     """Raise TransferError if this rank has left an operation over the group half way."""
-    state = state_of(group)
-    if state.broken:
+    operations = state_of(group).operations
+    if operations.broken:
         raise TransferError(
-            f"{state.name_of(user or state.user)}: this rank has left an operation of the ranks half way, by "
-            f"{state.broken}. The others were not given what it owed them, so the ranks of this group cannot go on "
-            "together: end the job, or destroy "
-            f"the process groups on all ranks and make new ones{see('A rank that has left half way')}"
+            f"{operations.name_of(user or operations.user)}: this rank has left an operation of the ranks half way, by "
+            f"{operations.broken}. The others were not given what it owed them, so the ranks of this group cannot go "
+            "on together: end the job, or destroy the process groups on all ranks and make new ones"
+            f"{see('A rank that has left half way')}"
         )
 
 
 def break_off(group: dist.ProcessGroup, error: BaseException) -> None:
     """End the connections of a group and its parts: all ranks that wait for this one get an error at once."""
     state = state_of(group)
-    if state.broken or group.size() == 1:
+    if state.operations.broken or group.size() == 1:
         return
-    state.broken = f"{type(error).__name__}: {error}"[:200]
-    for each in (group, *_parts.get(group, {}).values()):
-        gloo = _hosts.get(each)
+    state.operations.broken = f"{type(error).__name__}: {error}"[:200]
+    for each in (group, *state.parts.values()):
+        gloo = state_of(each).host
         with contextlib.suppress(RuntimeError, TypeError):  # the group was destroyed
             gloo = gloo or cpu_backend_of(each, "gloo")
         if gloo is not None:
@@ -120,10 +120,10 @@ def transfer_error(
     error: RuntimeError, peers: Sequence[int], group: dist.ProcessGroup | None, user: str = ""
 ) -> TransferError:
     """A TransferError for an error of the transport. It names this rank, the other ranks and the user of the group."""
-    state = GroupState() if group is None else state_of(group)
+    operations = Operations() if group is None else state_of(group).operations
     ranks = peers if group is None else [dist.get_global_rank(group, peer) for peer in peers if peer != group.rank()]
     return TransferError(
-        f"{state.name_of(user or state.user)}: on rank {dist.get_rank()}, a transfer with rank "
+        f"{operations.name_of(user or operations.user)}: on rank {dist.get_rank()}, a transfer with rank "
         f"{', '.join(map(str, ranks))} (of all processes) failed: that rank has ended, "
         f"or left an operation by an error, or did not take part in time; its log has the reason"
         f"{see('A rank that has ended')}. The transport says: {error}"
@@ -165,7 +165,7 @@ def exchange(
     them. What :func:`~cp_styles.comm.group_state.check_later` was given is checked first.
     """
     settle(group)
-    tag = 0 if group is None else state_of(group).tag
+    tag = 0 if group is None else state_of(group).operations.tag
     pairs = [*sends, *receives]
     if group is not None and (not pairs or pairs[0][1].device.type in ("cpu", "meta")):
         # The same without a list of P2POps, which costs more than sending small messages. CPU backends have nothing to
@@ -196,10 +196,6 @@ def exchange(
     return PendingTransfers(works, [op.tensor for op in ops], peers, group)
 
 
-# Groups over which there was a collective on a device.
-_opened: WeakSet[dist.ProcessGroup] = WeakSet()
-
-
 def open_group(group: dist.ProcessGroup | None, device: torch.device) -> None:
     """All ranks of a group call this at the same place, before the first :func:`exchange` over it on a device.
 
@@ -207,11 +203,11 @@ def open_group(group: dist.ProcessGroup | None, device: torch.device) -> None:
     involve ranks whose plan has no messages, so the others would wait for ever. Communication: one all-reduce of one
     number, the first time.
     """
-    if group is None or device.type in ("cpu", "meta") or group.size() == 1 or group in _opened:
+    if group is None or device.type in ("cpu", "meta") or group.size() == 1 or state_of(group).opened:
         return
-    with collective(group, state_of(group).user):
+    with collective(group, state_of(group).operations.user):
         dist.all_reduce(torch.zeros(1, device=device), group=group)
-    _opened.add(group)
+    state_of(group).opened = True
 
 
 def gather_numbers(numbers: Sequence[int], group: dist.ProcessGroup) -> Sequence[Sequence[int]]:
@@ -219,7 +215,7 @@ def gather_numbers(numbers: Sequence[int], group: dist.ProcessGroup) -> Sequence
 
     By such rows all ranks learn of an error on one of them. Communication: one all-gather of ``len(numbers)`` int64
     from each rank. It runs on the host: over the CPU backend of the group, or over an additional gloo group, which the
-    first call sets up between the ranks of the group. Over gloo, rows of :data:`ROW` numbers are direct messages, see
+    first call sets up between the ranks of the group. Over gloo, rows of ``WIDTH`` numbers are direct messages, see
     [Note: direct messages] in comm/mailbox.py. Without gloo it runs on the device, and the host waits.
     """
     return start_numbers(numbers, group)()
@@ -249,7 +245,7 @@ def start_numbers(numbers: Sequence[int], group: dist.ProcessGroup) -> Callable[
 
 def offer_numbers(numbers: Sequence[int], group: dist.ProcessGroup, seconds: float) -> None:
     """:func:`gather_numbers` for a rank that has failed. It reads nothing, and waits at most ``seconds``."""
-    if state_of(group).broken:  # the others know
+    if state_of(group).operations.broken:  # the others know
         return
     with contextlib.suppress(RuntimeError), without_torch_func():  # the first error is more useful
         patience = timedelta(seconds=seconds)
@@ -272,18 +268,9 @@ def largest_over(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> l
 
 
 def _row(numbers: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
-    on_host = _mailboxes.get(group) is not None or has_cpu_backend(group) or dist.is_gloo_available()
+    on_host = isinstance(state_of(group).mailbox, Mailbox) or has_cpu_backend(group) or dist.is_gloo_available()
     device = torch.device("cpu") if on_host else torch.device("cuda", torch.cuda.current_device())
     return torch.tensor(numbers, dtype=torch.int64, device=device)
-
-
-# The additional gloo groups of groups without a CPU backend, for agreement.
-_hosts: WeakKeyDictionary[dist.ProcessGroup, Any] = WeakKeyDictionary()
-
-# How many numbers are in the rows that are direct messages: in those of the agreement.
-ROW = 13
-# The mailboxes of such rows; None for a group with a CPU backend other than gloo.
-_mailboxes: WeakKeyDictionary[dist.ProcessGroup, Mailbox | None] = WeakKeyDictionary()
 
 
 class _StartedGather(NamedTuple):
@@ -298,7 +285,7 @@ class _StartedGather(NamedTuple):
     def wait(self, patience: timedelta | None = None) -> None:
         """Wait for the rows. With ``patience`` no longer than that, and without a word if they do not come."""
         group = self.group()
-        mailbox = None if group is None else _mailboxes[group]
+        mailbox = None if group is None else state_of(group).mailbox
         assert mailbox is not None  # who waits for rows has the group
         if patience is not None:
             # In a thread, because a message of gloo whose wait has timed out ends all connections of its group.
@@ -321,8 +308,8 @@ def _gather(
     ``patience`` limits the time to open connections.
     """
     on_host = mine.device.type == "cpu"
-    if on_host and mine.numel() == ROW:
-        mailbox = _mailboxes.get(group) or _mailbox_of(group, patience)
+    if on_host and mine.numel() == WIDTH:
+        mailbox = _mailbox_of(group, patience)
         if mailbox is not None:
             number, rows = mailbox.start(mine)
             return rows, _StartedGather(number, ref(group))
@@ -335,16 +322,17 @@ def _gather(
 
 
 def _host_of(group: dist.ProcessGroup, patience: timedelta | None) -> Any:
-    if group not in _hosts:
-        _hosts[group] = gloo_beside(group, "cp_styles", patience)
-    return _hosts[group]
+    state = state_of(group)
+    state.host = state.host or gloo_beside(group, "cp_styles", patience)
+    return state.host
 
 
 def _mailbox_of(group: dist.ProcessGroup, patience: timedelta | None) -> Mailbox | None:
-    if group not in _mailboxes:
+    state = state_of(group)
+    if state.mailbox == "new":
         gloo = cpu_backend_of(group, "gloo") if has_cpu_backend(group) else _host_of(group, patience)
-        _mailboxes[group] = None if gloo is None else Mailbox(gloo, ROW)
-    return _mailboxes[group]
+        state.mailbox = None if gloo is None else Mailbox(gloo)
+    return state.mailbox
 
 
 def refuse_destroyed(group: dist.ProcessGroup) -> None:
@@ -392,10 +380,6 @@ def has_cpu_backend(group: dist.ProcessGroup) -> bool:
     return "cpu" in dist.get_backend_config(group)
 
 
-# The parts of a group, by their ranks. Never the group itself, which would then be kept alive by its own entry.
-_parts: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
-
-
 def split_group(
     group: dist.ProcessGroup | None, size: int
 ) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
@@ -423,8 +407,8 @@ def _part_of(ranks: list[int], group: dist.ProcessGroup, members: list[int], nam
         return None
     if ranks == members:
         return group
-    parts = _parts.setdefault(group, {})
+    parts = state_of(group).parts
     if tuple(ranks) not in parts:
-        parts[tuple(ranks)] = made = part_of_group(group, ranks, name)
-        share_state(made, group)
+        part = parts[tuple(ranks)] = part_of_group(group, ranks, name)
+        note_part(part, group)
     return parts[tuple(ranks)]

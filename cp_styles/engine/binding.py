@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, NoReturn
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -20,7 +19,6 @@ from cp_styles.comm.agreement import (
     BACKWARD_MAY_COME,
     EVERY_CALL,
     Agreement,
-    Ledger,
     Meeting,
     StatusRow,
     StatusRows,
@@ -28,13 +26,12 @@ from cp_styles.comm.agreement import (
     exchange_status,
     fingerprint,
     fingerprint_of,
-    ledger_of,
     offer_refusal,
     place_of,
     plain,
     start_status,
 )
-from cp_styles.comm.group_state import check_later, settle, state_of
+from cp_styles.comm.group_state import GroupState, check_later, settle, state_of
 from cp_styles.engine.gradient_watch import RAISE, GradientCheck, ParameterWatch, watch_of
 from cp_styles.kernels import Kernel, SdpaKernel, kernel_for_tiles
 from cp_styles.kernels.autocast import attended_dtypes
@@ -322,7 +319,7 @@ class Binding:
         ledger.engaged, ledger.backward_began = True, False
         ledger.forward_open = ledger.forward_open or graph_task_id() < 0
         if self.group.size() > 1:
-            state_of(self.group).forwards += 1
+            self.ledger.operations.forwards += 1
 
     def finished(self) -> None:
         """Note that the forward of the attention has ended. Later errors are not errors of the attention."""
@@ -430,8 +427,8 @@ class Binding:
         return ", ".join(plain(part) for part in (self.strategy, self.layout, self.mask, self.kernel))
 
     @cached_property
-    def ledger(self) -> Ledger:
-        return ledger_of(self.group)
+    def ledger(self) -> GroupState:
+        return state_of(self.group)
 
     @cached_property
     def _watch(self) -> ParameterWatch:
@@ -550,7 +547,7 @@ class _Call:
         whole, own = found.lengths, (self.tensors[0].shape[_SEQ_DIM], self.tensors[1].shape[_SEQ_DIM])
         assert whole is not None
         if binding.ledger.lengths.get(own) != whole:
-            binding.ledger.remember(own, whole)
+            binding.ledger.remember_lengths(own, whole)
         binding._watch.judge(columns.watch, binding.gradient_check, binding.name, binding.axis, binding.group)
         binding.begun()
         return found
@@ -586,19 +583,22 @@ class _Call:
         return StatusRow(layout=_number_of(self.cuts(whole)))
 
 
-_bindings: WeakKeyDictionary[dist.ProcessGroup, OrderedDict[Any, Any]] = WeakKeyDictionary()
-_MOST_BINDINGS = 64
-
-
-def bindings_of(group: dist.ProcessGroup) -> OrderedDict[Any, Any]:
+class LatestBindings(OrderedDict[Any, Any]):
     """The latest bindings of functions' calls and of compiled graphs over a group.
 
     They hold the group, with its connections and the threads that poll them, until it is destroyed.
     """
-    known = _bindings.get(group)
+
+
+_MOST_BINDINGS = 64
+
+
+def bindings_of(group: dist.ProcessGroup) -> LatestBindings:
+    objects = state_of(group).objects
+    known = objects.get(LatestBindings)
     if known is None:
-        known = _bindings[group] = OrderedDict()
-        when_destroyed(group, partial(_bindings.pop, group, None))
+        known = objects[LatestBindings] = LatestBindings()
+        when_destroyed(group, known.clear)
     return known
 
 

@@ -389,7 +389,7 @@ _NUMBER = 8  # bytes: the number of the forward; then comes a text
 def _tensor_of(group: dist.ProcessGroup, text: str) -> torch.Tensor:
     if not text:  # frombuffer takes nothing that is empty
         return torch.empty(0, dtype=torch.uint8, device="cpu")
-    number = state_of(group).forwards.to_bytes(_NUMBER, "little")
+    number = state_of(group).operations.forwards.to_bytes(_NUMBER, "little")
     return torch.frombuffer(bytearray(number + text.encode()), dtype=torch.uint8)
 
 

@@ -51,6 +51,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from cp_styles._compat import current_autograd_node, graph_task_id, without_dispatch_modes
 from cp_styles.checksum import device_checksum
 from cp_styles.comm.agreement import Meeting, StatusRow, exchange_status
+from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import shares_ranks, world
 from cp_styles.comm.point_to_point import gather_numbers, largest_over
 from cp_styles.troubleshooting import see
@@ -312,13 +313,10 @@ class _Compared:
 _LookedAt = tuple[_Compared, int]
 """What is compared, and its checksum."""
 
-_watches: WeakKeyDictionary[dist.ProcessGroup, ParameterWatch] = WeakKeyDictionary()
-
 
 def watch_of(group: dist.ProcessGroup) -> ParameterWatch:
     """The watch of all attention over ``group``."""
-    found = _watches.get(group)
-    return _watches.setdefault(group, ParameterWatch()) if found is None else found
+    return state_of(group).the(ParameterWatch)
 
 
 @dataclass(eq=False)

@@ -79,7 +79,8 @@ def context_attention(
         ``out_BHLE`` of the local queries, in their dtype. With ``return_lse`` ``(out_BHLE, lse_BHL)``; lse has the
         natural logarithm, -inf for queries without keys, and is differentiable.
 
-    Communication: one all-gather of 13 integers, then that of the strategy. Backward: that of the strategy.
+    Communication: one agreement of the ranks (:class:`~cp_styles.EveryCall`), then that of the strategy. Backward: that
+    of the strategy.
 
     Under torch.compile: one opaque op forward and one backward. Make ``mask``, ``layout``, ``strategy`` and ``kernel``
     outside of the compiled function. Changing one of them recompiles; changing lengths or values does not.

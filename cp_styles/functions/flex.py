@@ -133,8 +133,8 @@ def context_flex_attention(
     Returns:
         ``out_BHLE``, or ``(out_BHLE, AuxOutput)`` with ``return_aux``.
 
-    Communication: one all-gather of 13 integers, then that of the strategy. :class:`~cp_styles.Ulysses` also sends the
-    logsumexp back if it is requested.
+    Communication: one agreement of the ranks (:class:`~cp_styles.EveryCall`), then that of the strategy.
+    :class:`~cp_styles.Ulysses` also sends the logsumexp back if it is requested.
 
     Raises:
         ValueError, TypeError, NotImplementedError: on every rank, if the input of one is bad or the ranks differ.
@@ -266,7 +266,7 @@ class _FlexAttention(torch.autograd.Function):
             ctx.set_materialize_grads(False)
             ctx.save_for_backward(q, k, v, out, residual, *learned)
             ctx.attention, ctx.binding = _attention_of(bound, (q, k, v), scale), bound
-            ctx.number = state_of(bound.group).forwards
+            ctx.number = state_of(bound.group).operations.forwards
             return out, lse
 
     @staticmethod

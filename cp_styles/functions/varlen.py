@@ -70,7 +70,8 @@ def context_varlen_attention(
     Returns:
         ``out_THE``, or with ``return_lse`` ``(out_THE, lse_HT)``, which is differentiable.
 
-    Communication: one all-gather of 13 integers, then that of the strategy, for documents that several ranks share.
+    Communication: one agreement of the ranks (:class:`~cp_styles.EveryCall`), then that of the strategy, for documents
+    that several ranks share.
 
     Raises:
         ValueError, TypeError, NotImplementedError: on every rank, if the input of one is bad or the ranks differ.

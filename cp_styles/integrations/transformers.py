@@ -49,9 +49,9 @@ from cp_styles.comm.agreement import (
     compare,
     exchange_status,
     fingerprint,
-    ledger_of,
     offer_refusal,
 )
+from cp_styles.comm.group_state import state_of
 from cp_styles.comm.point_to_point import collective, has_cpu_backend
 from cp_styles.decoding import DecodeCall, cache_of
 from cp_styles.engine.binding import Binding, refuse_dropout
@@ -350,7 +350,7 @@ def prefill(
         methods for beam search and a further prompt of the same conversation work too. Of a further prompt every rank
         computes all tokens. Assisted decoding is refused.
 
-    Communication: one all-gather of 13 integers, then that of the model's forward.
+    Communication: one agreement of the ranks (:class:`~cp_styles.EveryCall`), then that of the model's forward.
 
     Raises:
         ValueError, NotImplementedError: on every rank, if the input of one is bad or the ranks differ.
@@ -401,7 +401,7 @@ def encode(model: nn.Module, input_ids: torch.Tensor, *, attention_mask: torch.T
     Returns:
         The arguments ``encoder_outputs`` and ``past_key_values`` of one ``generate()``, for this rank.
 
-    Communication: one all-gather of 13 integers, then that of the encoder's forward.
+    Communication: one agreement of the ranks (:class:`~cp_styles.EveryCall`), then that of the encoder's forward.
 
     Raises:
         ValueError, NotImplementedError: on every rank, if the input of one is bad or the ranks differ.
@@ -479,10 +479,10 @@ def _agree_on_prompt(
             )
         return StatusRow(inputs=fingerprint([None if x is None else (_shape(x), digest(x)) for x in given]))
 
-    ledger_of(binding.group).engaged = True
+    state_of(binding.group).engaged = True
     rows = exchange_status(build, Meeting.DECODE, *where, binding.group)
     compare(rows, "inputs", *where, "the prompt, which is cut here: pass the whole one", lambda: _shape(tokens))
-    ledger_of(binding.group).engaged = False
+    state_of(binding.group).engaged = False
 
 
 def _shape(x: Any) -> Any:
@@ -688,7 +688,7 @@ def _whole_mask(
         width = 0 if attention_mask is None else attention_mask.shape[1]
         return StatusRow(q_length=length, kv_length=width, guessed=guess, flags=flags)
 
-    ledger = ledger_of(group)
+    ledger = state_of(group)
     ledger.engaged = True
     rows = exchange_status(build, Meeting.MASK, name, binding.axis, group)
     whole = sum(row.q_length for row in rows)
@@ -755,7 +755,7 @@ def _text_positions(given: Any, batch: int, length: int) -> torch.Tensor | None:
 def _guessed_length(binding: Binding, length: int) -> int:
     if isinstance(binding.layout, SequenceLayout):
         return binding.layout.length
-    known = {q: whole for (q, _), (whole, _) in ledger_of(binding.group).lengths.items()}
+    known = {q: whole for (q, _), (whole, _) in state_of(binding.group).lengths.items()}
     return known.get(length, length * binding.group.size())
 
 

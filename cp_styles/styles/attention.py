@@ -70,8 +70,8 @@ class AttentionContextParallel(ContextParallelStyle):
     sequence, the same on all ranks, with rows and columns in the order of positions. If tensor parallelism cuts the
     heads, it has all heads.
 
-    Communication of one forward: at the call inside, one all-gather of 13 integers, so that all ranks learn of an error
-    on one; then that of the strategy. If the layout is a balancer, which needs the global length first, there are two
+    Communication of one forward: at the call inside, one agreement of the ranks (:class:`~cp_styles.EveryCall`), then
+    that of the strategy. If the layout is a balancer, which needs the global length first, there are two
     all-gathers where a rank could not guess it: it guesses equal parts, or the length that it saw with its part before.
 
     The module's forward takes ``query``, ``key`` and ``value``, or ``q``, ``k`` and ``v``, or these as its first three

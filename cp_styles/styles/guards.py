@@ -27,7 +27,8 @@ from cp_styles._compat import (
     tree_leaves,
     uncompiled,
 )
-from cp_styles.comm.agreement import Meeting, StatusRow, exchange_status, ledger_of
+from cp_styles.comm.agreement import Meeting, StatusRow, exchange_status
+from cp_styles.comm.group_state import state_of
 from cp_styles.decoding import LayerCaches
 from cp_styles.engine.binding import Binding
 from cp_styles.engine.custom_ops import refuse_nested
@@ -651,7 +652,7 @@ def _refuse_labels(name: str, kind: str, inputs: Mapping[str, Any]) -> None:
 
 def _compare_counts(binding: Binding, kind: str, count: Any) -> None:
     """Raise on every rank unless the ranks divide their losses by the same number."""
-    ledger = ledger_of(binding.group)
+    ledger = state_of(binding.group)
     ledger.engaged = True
     number = float(count)
     said = StatusRow(q_length=int(number), inputs=zlib.crc32(repr(number).encode()))

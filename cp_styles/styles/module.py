@@ -80,9 +80,9 @@ class ModuleContextParallel(ContextParallelStyle):
     Query, key and value of a call are plain tensors [B, H, S, D] of one floating-point dtype on one device, CPU or
     CUDA. H may be a multiple of the number of key heads, with ``enable_gqa``.
 
-    Communication of one call: one all-gather of 13 integers, so that all ranks learn of an error on one; then that of
-    the strategy. If the layout is a balancer, and the ranks hold numbers of tokens that they have not had before, one
-    more all-gather. Applying the style sends nothing.
+    Communication of one call: one agreement of the ranks (:class:`~cp_styles.EveryCall`), then that of the strategy. If
+    the layout is a balancer, and the ranks hold numbers of tokens that they have not had before, one more all-gather.
+    Applying the style sends nothing.
 
     Raises:
         ValueError, TypeError: when applied, for a mesh without the axis or a module that has the style already. At a

@@ -34,9 +34,9 @@ from cp_styles.comm.agreement import (
     StatusRow,
     exchange_status,
     fingerprint,
-    ledger_of,
     offer_refusal,
 )
+from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import axis_and_group
 from cp_styles.engine.binding import Binding, Tally, binding_of_call
 from cp_styles.engine.gradient_watch import GradientCheck
@@ -106,7 +106,7 @@ class ContextParallelBlock(contextlib.ContextDecorator):
     def __exit__(self, *exception: Any) -> None:
         entry, stack = self._entered.pop()
         stack.__exit__(*exception)
-        if isinstance(exception[1], Exception) and not ledger_of(self._group).backward_began:
+        if isinstance(exception[1], Exception) and not state_of(self._group).backward_began:
             offer_refusal(
                 entry.name, self._axis, self._group
             )  # others may be at a call that this rank does not come to
@@ -240,7 +240,7 @@ class _BlockEntry(Opening):
     def _flow(self) -> TokenFlow | None:
         """Finds what mixes and counts tokens of the cut buffers; see [Note: token flow]. None if this block is not to
         be followed."""
-        if not _histories.setdefault(self.group, _History()).follows_next() or graph_task_id() >= 0:
+        if not state_of(self.group).the(_History).follows_next() or graph_task_id() >= 0:
             return None
         lengths = {part.data.shape[part.dim] for part in self.parts}
         length = lengths.pop() if len(lengths) == 1 else None
@@ -306,7 +306,7 @@ class _BlockCalls(AttentionCalls):
             return
         for module, (guard, self._tally.inputs) in guards.items():
             guard.check_output(module, (), None)  # by lengths that were not known before
-            _histories[self._entry.group].note(module, followed=self.flow is not None)
+            state_of(self._entry.group).the(_History).note(module, followed=self.flow is not None)
         if self._entry.parts and not self._again and not self._tally.calls and not self._scoped.unscoped.ledger.lengths:
             warnings.warn(
                 f"{self._name}: no attention was called inside, nor before over these ranks: each rank computed on its "
@@ -433,7 +433,6 @@ def ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
 
 
 rotation: ContextVar[Strategy] = ContextVar("rotate_method", default=AllGather())  # noqa: B039 - it is frozen
-_histories: WeakKeyDictionary[dist.ProcessGroup, _History] = WeakKeyDictionary()
 # The blocks that are open in this context, in the order in which they were opened.
 _open: ContextVar[tuple[_BlockEntry, ...]] = ContextVar("context_parallel_blocks", default=())
 # The ranks of the last block that ended, and how it cut; None if that was a layout of its own.

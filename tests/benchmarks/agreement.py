@@ -2,7 +2,7 @@
 
 One process a rank, one thread each, gloo over loopback. For each number of ranks:
 
-    meeting   ms of one meeting, an all-gather of 13 integers on the host (median over all repeats, slowest rank)
+    meeting   ms of one meeting, an all-gather of a row on the host (median over all repeats, slowest rank)
     call      ms of a forward and backward of a small attention (128 positions, 8 heads of 64, causal, Ring) through the
               style with a SequenceLayout, by how often the ranks agree; the two take turns
 

@@ -115,7 +115,7 @@ def sizes() -> dict[str, int]:
 
 
 # Change these only downwards. Lines within this distance of their limit are no news.
-LIMITS = {"lines of the package": 30_000, "lines of the core path": 13_600, "floors": 11, "entries of state": 77}
+LIMITS = {"lines of the package": 29_900, "lines of the core path": 13_200, "floors": 11, "entries of state": 64}
 SLACK = {"lines of the package": 1_500, "lines of the core path": 1_500, "entries of state": 8}
 
 

@@ -26,6 +26,7 @@ from cp_styles import (
     head_tail,
     striped,
 )
+from cp_styles.comm.agreement import WIDTH
 from cp_styles.decoding import DecodeCall, KVCache, context_decode, decode
 from cp_styles.integrations.transformers import KeyRange
 from cp_styles.testing import CommunicationTrace, RankError, run_ranks
@@ -188,8 +189,8 @@ def test_no_rank_holds_more_than_its_part():
         assert whole[-1] == (prompt + new) // ranks * one
         assert max(windowed[ranks:]) <= 2 * 9 * one
         assert calls == {"all_gather": 2}
-        # The agreement of 13 integers; then the result of each head, its logsumexp, and a checksum.
-        assert sent == (ranks - 1) * 8 * (13 + HEADS * (DIM + 1) + 1)
+        # The row of the agreement; then the result of each head, its logsumexp, and a checksum.
+        assert sent == (ranks - 1) * 8 * (WIDTH + HEADS * (DIM + 1) + 1)
     assert sum(whole[-1] for whole, *_ in found) == (prompt + new) * one
 
 

@@ -8,6 +8,7 @@ import pytest
 from torch.distributed.device_mesh import init_device_mesh
 
 from cp_styles import AllGather, Ring, Ulysses, head_tail
+from cp_styles.comm.agreement import WIDTH
 from cp_styles.strategies import Strategy
 from cp_styles.testing import run_ranks
 from tutorials.llama import LlamaConfig
@@ -63,8 +64,8 @@ def growth(command, strategy: Strategy) -> dict[int, int]:
 # In float32, of one layer and one rank.
 Q_BYTES, K_BYTES = 4 * 256 * CONFIG.width, 2 * 4 * 256 * CONFIG.width
 # A thread of gloo's may hold for a moment longer what was sent last: the loss (4 bytes), or the integers by which ranks
-# agree before an attention, thirteen a rank (416 bytes on four). At most one of each in every layer.
-NUMBERS = 4 + CONFIG.layers * 4 * (13 + 1) * 8
+# agree before an attention, WIDTH a rank (416 bytes on four). At most one of each in every layer.
+NUMBERS = 4 + CONFIG.layers * 4 * (WIDTH + 1) * 8
 
 
 @pytest.mark.parametrize(

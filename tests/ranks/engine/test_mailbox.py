@@ -11,15 +11,15 @@ import torch
 import torch.distributed as dist
 
 from cp_styles._compat import cpu_backend_of, in_process_store
-from cp_styles.comm.mailbox import Mailbox
-from cp_styles.comm.point_to_point import ROW, TransferError, gather_numbers, offer_numbers, start_numbers
+from cp_styles.comm.mailbox import WIDTH, Mailbox
+from cp_styles.comm.point_to_point import TransferError, gather_numbers, offer_numbers, start_numbers
 from cp_styles.testing import run_ranks
 
 RANKS = 3
 
 
 def row(*numbers: int) -> list[int]:
-    return [*numbers, *[0] * (ROW - len(numbers))]
+    return [*numbers, *[0] * (WIDTH - len(numbers))]
 
 
 def everybody() -> dist.ProcessGroup:
@@ -74,7 +74,7 @@ def test_a_row_that_was_left_unread_is_not_taken_for_a_later_one():
 
 def test_nothing_is_kept_of_gathers_that_were_left_unread():
     def on(rank: int) -> int:
-        mailbox = Mailbox(cpu_backend_of(everybody(), "gloo"), ROW)
+        mailbox = Mailbox(cpu_backend_of(everybody(), "gloo"))
         for gather in range(30):
             number, rows = mailbox.start(torch.tensor(row(rank, gather)))
             if rank or gather == 29:
@@ -91,7 +91,7 @@ def test_a_rank_that_was_interrupted_and_goes_on(at: int):
 
     def on(rank: int) -> None:
         gloo = cpu_backend_of(everybody(), "gloo")
-        mailbox = Mailbox(Interruptible(gloo, at) if rank == 1 else gloo, ROW)
+        mailbox = Mailbox(Interruptible(gloo, at) if rank == 1 else gloo)
         for gather in range(4):
             mine = torch.tensor(row(rank, gather))
             if rank == 1 and gather == 0:
@@ -159,7 +159,7 @@ def test_a_gather_waits_as_long_as_the_group_says(others: str):
             store.set("noticed", "")
             return
         if others == "at another gather":
-            mailbox = Mailbox(cpu_backend_of(group, "gloo"), ROW)
+            mailbox = Mailbox(cpu_backend_of(group, "gloo"))
             mailbox._started = 1  # a mistake: it has started none
             mailbox.start(torch.tensor(row(rank, 1)))
         store.wait(["noticed"])  # with the connections open
