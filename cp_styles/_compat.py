@@ -25,63 +25,63 @@ from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
-from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef  # seen: 2.12 to 2.15
+from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef  # seen: 2.11 to 2.15
 from torch.nn.attention import flex_attention as flex_module
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_leaves as tree_leaves  # seen: 2.12 to 2.15
-from torch.utils._pytree import tree_map as tree_map  # seen: 2.12 to 2.15
-from torch.utils._pytree import tree_map_only as tree_map_only  # seen: 2.12 to 2.15
+from torch.utils._pytree import tree_leaves as tree_leaves  # seen: 2.11 to 2.15
+from torch.utils._pytree import tree_map as tree_map  # seen: 2.11 to 2.15
+from torch.utils._pytree import tree_map_only as tree_map_only  # seen: 2.11 to 2.15
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# DTensor knows no aten.detach_: seen in 2.12; has a rule from 2.13.
+# DTensor knows no aten.detach_: seen in 2.11 and 2.12; has a rule from 2.13.
 DETACH_IN_PLACE_HAS_NO_RULE = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13)
 
 
 # What every call asks torch is read without a function of ours in between.
 #
-# sdpa_handlers() is the dict of handlers for ops that DTensor reads at each dispatch. Seen: 2.12 to 2.15.
+# sdpa_handlers() is the dict of handlers for ops that DTensor reads at each dispatch. Seen: 2.11 to 2.15.
 sdpa_handlers: Callable[[], dict[Any, Callable[..., Any]]] = partial(
     getattr,
     DTensor._op_dispatcher,  # pyright: ignore[reportAttributeAccessIssue]
     "_custom_op_handlers",
 )
-# Whether a profiler of torch runs in this process. Seen: 2.12 to 2.15 (a variable of the profiler's module).
+# Whether a profiler of torch runs in this process. Seen: 2.11 to 2.15 (a variable of the profiler's module).
 is_profiling: Callable[[], bool] = partial(getattr, torch.autograd.profiler, "_is_profiler_enabled")
-# The level of forward-mode differentiation that some thread is in; below 0 no tensor has a tangent. Seen: 2.12 to 2.15
+# The level of forward-mode differentiation that some thread is in; below 0 no tensor has a tangent. Seen: 2.11 to 2.15
 # (a variable of the module; ``unpack_dual`` asks it first).
 forward_mode_level: Callable[[], int] = partial(getattr, forward_ad, "_current_level")
-# The transform of torch.func (grad, vjp, jvp, vmap, ...) that runs in this thread, or None. Seen: 2.12 to 2.15.
+# The transform of torch.func (grad, vjp, jvp, vmap, ...) that runs in this thread, or None. Seen: 2.11 to 2.15.
 torch_func_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack  # pyright: ignore
-# A context in which ops do not take part in transforms of torch.func. Seen: 2.12 to 2.15.
+# A context in which ops do not take part in transforms of torch.func. Seen: 2.11 to 2.15.
 without_torch_func: Callable[[], contextlib.AbstractContextManager[None]] = torch._C._DisableFuncTorch  # pyright: ignore
-# Whether a tensor was computed from an argument of a function that torch.func transforms. Seen: 2.12 to 2.15.
+# Whether a tensor was computed from an argument of a function that torch.func transforms. Seen: 2.11 to 2.15.
 is_in_torch_func: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor  # pyright: ignore
-# The process group of this (thread's) world with the name ``ProcessGroup.group_name``. Seen: 2.12 to 2.15.
+# The process group of this (thread's) world with the name ``ProcessGroup.group_name``. Seen: 2.11 to 2.15.
 resolve_group: Callable[[str], dist.ProcessGroup] = dist.distributed_c10d._resolve_process_group  # pyright: ignore
-# Whether autocast is on for some device. Seen: 2.12 to 2.15.
+# Whether autocast is on for some device. Seen: 2.11 to 2.15.
 any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
-# The id of the backward that is running in this thread; below 0 there is none. Seen: 2.12 to 2.15.
+# The id of the backward that is running in this thread; below 0 there is none. Seen: 2.11 to 2.15.
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
-# The TorchFunctionModes that are entered in this thread, outermost first. Seen: 2.12 to 2.15.
+# The TorchFunctionModes that are entered in this thread, outermost first. Seen: 2.11 to 2.15.
 function_modes: Callable[[], list[Any]] = overrides._get_current_function_mode_stack  # pyright: ignore
 # Whether profilers hear of what this thread starts from now on. They do by default. A transfer of which a profiler has
-# heard must end before the profiler does, or the process ends with a segmentation fault. Seen: 2.12 to 2.15.
+# heard must end before the profiler does, or the process ends with a segmentation fault. Seen: 2.11 to 2.15.
 let_profilers_record: Callable[[bool], None] = torch.autograd._enable_record_function  # pyright: ignore
-# The number of TorchDispatchModes that are entered in this thread. Seen: 2.12 to 2.15.
+# The number of TorchDispatchModes that are entered in this thread. Seen: 2.11 to 2.15.
 dispatch_modes_entered: Callable[[], int] = torch._C._len_torch_dispatch_stack  # pyright: ignore
-# The innermost (pack, unpack) of ``torch.autograd.graph.saved_tensors_hooks`` in this thread, or None. Seen: 2.12 to
+# The innermost (pack, unpack) of ``torch.autograd.graph.saved_tensors_hooks`` in this thread, or None. Seen: 2.11 to
 # 2.15.
 saved_tensors_hooks_on_top: Callable[[], tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None] = (
     partial(torch._C._autograd._top_saved_tensors_default_hooks, False)  # pyright: ignore
 )
-# The autograd node whose backward is running in this thread, or None. A compiled graph is one node. Seen: 2.12 to 2.15.
+# The autograd node whose backward is running in this thread, or None. A compiled graph is one node. Seen: 2.11 to 2.15.
 current_autograd_node: Callable[[], Any] = torch._C._current_autograd_node  # pyright: ignore
 
 
 def default_dispatch(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What DTensor does with an op that has no handler. Seen: 2.12 to 2.15 (the slow path of its dispatcher)."""
+    """What DTensor does with an op that has no handler. Seen: 2.11 to 2.15 (the slow path of its dispatcher)."""
     dispatcher = DTensor._op_dispatcher  # pyright: ignore[reportAttributeAccessIssue]
     info = dispatcher.unwrap_to_op_info(op, args, kwargs)
     dispatcher.sharding_propagator.propagate(info)
@@ -95,7 +95,7 @@ def dtensors_without_grad(
     specs: Sequence[tuple[tuple[Any, ...], torch.Size, tuple[int, ...]]],
 ) -> tuple[DTensor, ...]:
     """``DTensor.from_local`` for tensors that need no autograd and no checks: a tenth of the time. ``specs`` are their
-    placements, global shapes and strides. Seen: 2.12 to 2.15 (the constructor, DTensorSpec and TensorMeta)."""
+    placements, global shapes and strides. Seen: 2.11 to 2.15 (the constructor, DTensorSpec and TensorMeta)."""
     made = []
     for local, (placements, shape, stride) in zip(parts, specs, strict=True):
         spec = _dtensor_spec(mesh, placements, shape, stride, local.dtype)
@@ -118,7 +118,7 @@ def _dtensor_spec(
 
 @cache
 def _gloo_on_one_device() -> type:
-    """A replacement for ProcessGroupGloo that creates all groups on one device. Seen: 2.12 to 2.15 (its options).
+    """A replacement for ProcessGroupGloo that creates all groups on one device. Seen: 2.11 to 2.15 (its options).
 
     A call returns an object of ProcessGroupGloo itself. An object of a subclass would never be destroyed.
     """
@@ -145,7 +145,7 @@ def thread_local_world() -> Iterator[None]:
     All groups of gloo then share one device. To destroy a device takes up to 10 ms, in which no thread runs Python. To
     destroy a group takes almost no time.
 
-    Names seen in 2.12, 2.13, 2.14, 2.15. Only for tests and notebooks.
+    Names seen in 2.11, 2.12, 2.13, 2.14, 2.15. Only for tests and notebooks.
     """
     from torch._C._distributed_c10d import _set_thread_isolation_mode  # pyright: ignore
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -154,10 +154,12 @@ def thread_local_world() -> Iterator[None]:
 
     excepthook, gloo = sys.excepthook, c10d.ProcessGroupGloo
     c10d.ProcessGroupGloo = _gloo_on_one_device()
-    threads._install_threaded_pg()
+    world = threads._install_threaded_pg()
+    if not hasattr(world, "comms"):  # 2.11: destroy_process_group reads it, the threads' world lacks it
+        world.comms = []  # pyright: ignore[reportAttributeAccessIssue]
     _set_thread_isolation_mode(True)
     # The first fake mode of a process sets a device guard, on CUDA builds without a GPU; two threads doing so at once
-    # crash it (seen on torch 2.11), so it is done before there are any.
+    # crash it (seen on 2.11), so it is done before there are any.
     with FakeTensorMode():
         pass
     try:
@@ -171,7 +173,7 @@ def thread_local_world() -> Iterator[None]:
 
 
 def process_group_of(op_argument: Any) -> dist.ProcessGroup | None:
-    """The process group inside an argument of a c10d op, or None. Seen: 2.12 to 2.15 (``ProcessGroup.unbox``)."""
+    """The process group inside an argument of a c10d op, or None. Seen: 2.11 to 2.15 (``ProcessGroup.unbox``)."""
     if isinstance(op_argument, torch.ScriptObject):
         with contextlib.suppress(RuntimeError):
             return dist.ProcessGroup.unbox(op_argument)
@@ -182,7 +184,7 @@ def gloo_beside(group: dist.ProcessGroup, name: str, timeout: timedelta | None =
     """Gloo between the ranks of a group that has none, for small host tensors; all of the ranks must call it.
 
     Over the group's store, with its timeout or another one. It is a backend and no group, because nothing else uses it.
-    Seen: 2.12 to 2.15 (the store of a group)."""
+    Seen: 2.11 to 2.15 (the store of a group)."""
     store = dist.distributed_c10d._get_process_group_store(group)  # pyright: ignore[reportAttributeAccessIssue]
     made = dist.distributed_c10d.ProcessGroupGloo  # pyright: ignore[reportAttributeAccessIssue]
     prefixed = dist.PrefixStore(f"{name}/{group.group_name}", store)  # pyright: ignore[reportPrivateImportUsage]
@@ -190,7 +192,7 @@ def gloo_beside(group: dist.ProcessGroup, name: str, timeout: timedelta | None =
 
 
 def cpu_backend_of(group: dist.ProcessGroup, name: str) -> Any:
-    """The backend of a group for host tensors, if it is the one of this name, else None. Seen: 2.12 to 2.15."""
+    """The backend of a group for host tensors, if it is the one of this name, else None. Seen: 2.11 to 2.15."""
     if f"cpu:{name}" not in dist.get_backend_config(group):
         return None
     return group._get_backend(torch.device("cpu"))  # pyright: ignore[reportAttributeAccessIssue]
@@ -201,7 +203,7 @@ def part_of_group(group: dist.ProcessGroup, ranks: list[int], name: str) -> dist
 
     ``dist.new_group`` names a group by how many groups a rank is in (2.15: has made). Where ranks differ in that, they
     have different names for one group, and wait for each other. This ``name`` must be new, and the same on all ranks.
-    Seen: 2.12 to 2.15 (``_new_process_group_helper``, and what ``_world`` knows of a group)."""
+    Seen: 2.11 to 2.15 (``_new_process_group_helper``, and what ``_world`` knows of a group)."""
     c10d: Any = dist.distributed_c10d
     backend, store = c10d._world.pg_map[group]
     size_and_rank = len(ranks), ranks.index(dist.get_rank())
@@ -214,21 +216,21 @@ def part_of_group(group: dist.ProcessGroup, ranks: list[int], name: str) -> dist
 def when_destroyed(group: dist.ProcessGroup, act: Callable[[], object]) -> None:
     """Call ``act`` when ``destroy_process_group`` has ended the group.
 
-    torch's table of the world alone holds the Python object of the group's store, and drops it then. Seen: 2.12 to 2.15
+    torch's table of the world alone holds the Python object of the group's store, and drops it then. Seen: 2.11 to 2.15
     (``_world.pg_map``)."""
     world: Any = dist.distributed_c10d._world  # pyright: ignore[reportAttributeAccessIssue]
     finalize(world.pg_map[group][1], act).atexit = False
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """Seen: 2.12 to 2.15 (the options of a backend)."""
+    """Seen: 2.11 to 2.15 (the options of a backend)."""
     backend = group._get_backend(group._device_types[0])  # pyright: ignore[reportAttributeAccessIssue]
     return getattr(getattr(backend, "options", None), "_timeout", None) or timedelta(minutes=30)
 
 
 # The functional collectives as ops: compile traces them, nothing deprecates them, and unlike the functions of
 # torch.distributed._functional_collectives they return plain tensors (those return a lazily waiting subclass in
-# eager mode). Each result must pass wait_tensor before it is read. Schemas seen: 2.13, 2.15.
+# eager mode). Each result must pass wait_tensor before it is read. Schemas seen: 2.11, 2.13, 2.15.
 
 
 def start_all_to_all(wire: torch.Tensor, received: list[int], sent: list[int], group_name: str) -> torch.Tensor:
@@ -247,18 +249,18 @@ def wait_tensor(started: torch.Tensor) -> torch.Tensor:
 
 
 def in_process_store() -> Any:
-    """A store for ranks that are threads of one process. Seen: 2.12 to 2.15 (not exported, though documented)."""
+    """A store for ranks that are threads of one process. Seen: 2.11 to 2.15 (not exported, though documented)."""
     return dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
 
 
 MODULE_CALL = torch.nn.Module._call_impl.__code__
-"""Of the frames of modules' calls. Seen: 2.12 to 2.15."""
+"""Of the frames of modules' calls. Seen: 2.11 to 2.15."""
 
 
 def running_modules() -> list[tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]]:
     """The modules whose calls are running in this thread, innermost first, with the arguments of each.
 
-    Seen: 2.12 to 2.15 (``Module._call_impl`` and its variables)."""
+    Seen: 2.11 to 2.15 (``Module._call_impl`` and its variables)."""
     found = []
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -269,7 +271,7 @@ def running_modules() -> list[tuple[torch.nn.Module, tuple[Any, ...], dict[str, 
 
 
 def scripted_attention(function: Any) -> bool:
-    """Whether a function or module is TorchScript with attention in it. Seen: 2.12 to 2.15."""
+    """Whether a function or module is TorchScript with attention in it. Seen: 2.11 to 2.15."""
     if not isinstance(function, (torch.jit.ScriptFunction, torch.jit.ScriptModule)):
         return False
     with contextlib.suppress(AttributeError, RuntimeError):  # a module without a forward
@@ -278,18 +280,18 @@ def scripted_attention(function: Any) -> bool:
 
 
 def fast_path_attention() -> tuple[Any, ...]:
-    """The fused inference paths of nn.MultiheadAttention and nn.TransformerEncoderLayer. Seen: 2.12 to 2.15."""
+    """The fused inference paths of nn.MultiheadAttention and nn.TransformerEncoderLayer. Seen: 2.11 to 2.15."""
     return torch._native_multi_head_attention, torch._transformer_encoder_layer_fwd  # pyright: ignore
 
 
-# The function by which nn.TransformerEncoder decides whether to use nested tensors. Seen: 2.12 to 2.15.
+# The function by which nn.TransformerEncoder decides whether to use nested tensors. Seen: 2.11 to 2.15.
 ASKS_FOR_NESTED_TENSORS = torch._nested_tensor_from_mask_left_aligned  # pyright: ignore
 
 
 def applied_by_plan(style: ParallelStyle) -> tuple[torch.nn.Module | None, list[str]]:
     """The module that the running ``parallelize_module`` was given, and the paths of its plan that have ``style``.
 
-    A style is told only the module that it is for. Seen: 2.12 to 2.15 (a function that calls itself for each part of a
+    A style is told only the module that it is for. Seen: 2.11 to 2.15 (a function that calls itself for each part of a
     path, and the names of its arguments)."""
     root, plan = None, None
     frame = sys._getframe(1)
@@ -303,14 +305,14 @@ def applied_by_plan(style: ParallelStyle) -> tuple[torch.nn.Module | None, list[
 def torch_balances_load() -> bool:
     """Whether torch's ``context_parallel`` would cut head-tail: its switch ``_cp_options.enable_load_balance``.
 
-    Who has set it has imported its module. Seen: 2.12 to 2.15."""
+    Who has set it has imported its module. Seen: 2.11 to 2.15."""
     options = getattr(sys.modules.get(f"{_TORCH_CONTEXT_PARALLEL}._attention"), "_cp_options", None)
     return getattr(options, "enable_load_balance", True)
 
 
 def torch_order_of_documents(lengths: Sequence[int], ranks: int) -> list[int] | None:
     """The order in which torch's balancer of documents puts positions, before it cuts them into equal pieces. None
-    where it refuses these lengths, or torch has none. Seen: 2.12 to 2.15 (the class; its orders differ)."""
+    where it refuses these lengths, or torch has none. Seen: 2.11 to 2.15 (the class; its orders differ)."""
     try:
         module = importlib.import_module(f"{_TORCH_CONTEXT_PARALLEL}._load_balancer")
         return module._PerDocumentHeadTailLoadBalancer([list(lengths)], ranks, "cpu")._generate_indices()[0].tolist()
@@ -324,7 +326,7 @@ _TORCH_CONTEXT_PARALLEL = "torch.distributed.tensor.experimental._context_parall
 def ranks_along(mesh: DeviceMesh) -> list[list[int]]:
     """The ranks of each line along the axis of a 1-D mesh in the mesh that it was taken from: the same on all ranks.
 
-    Of a mesh that was not taken from another, or of several axes in one, its own ranks. Seen: 2.12 to 2.15.
+    Of a mesh that was not taken from another, or of several axes in one, its own ranks. Seen: 2.11 to 2.15.
     """
     root, (name,) = mesh._get_root_mesh(), mesh.mesh_dim_names or ("",)
     names = root.mesh_dim_names or ()
@@ -336,7 +338,7 @@ def ranks_along(mesh: DeviceMesh) -> list[list[int]]:
 def without_communication(mesh: DeviceMesh, reason: str) -> DeviceMesh:
     """Make each collective over the first axis of the mesh fail on every rank, with ``reason`` in the error.
 
-    Seen: 2.12 to 2.15.
+    Seen: 2.11 to 2.15.
     """
     others = mesh._dim_group_names[1:]  # pyright: ignore[reportAttributeAccessIssue]
     mesh._dim_group_names = [reason, *others]  # pyright: ignore[reportAttributeAccessIssue]
@@ -347,19 +349,19 @@ def without_communication(mesh: DeviceMesh, reason: str) -> DeviceMesh:
 def without_groups(mesh: DeviceMesh) -> DeviceMesh:
     """Make a mesh not keep its groups alive. It still finds them by name while they exist.
 
-    (Meshes keep their groups for code that is being compiled.) Seen: 2.12 to 2.15.
+    (Meshes keep their groups for code that is being compiled.) Seen: 2.11 to 2.15.
     """
     mesh._pg_registry.clear()  # pyright: ignore[reportAttributeAccessIssue]
     return mesh
 
 
-# The op that torch.autograd.detect_anomaly calls for each gradient, after isnan. Seen: 2.12 to 2.15.
+# The op that torch.autograd.detect_anomaly calls for each gradient, after isnan. Seen: 2.11 to 2.15.
 IS_ANY_TRUE = torch.ops.aten._is_any_true.default
 
 
 def has_tangent(tensor: torch.Tensor) -> bool:
     """Whether ``tensor``, or a tensor that torch.func has wrapped in it, is a dual tensor of forward-mode
-    differentiation. Seen: 2.12 to 2.15."""
+    differentiation. Seen: 2.11 to 2.15."""
     functorch = torch._C._functorch  # pyright: ignore
     while functorch.is_batchedtensor(tensor) or forward_ad.unpack_dual(tensor).tangent is None:
         if not functorch.is_functorch_wrapped_tensor(tensor):
@@ -378,7 +380,7 @@ def running_reruns() -> list[tuple[Any, str | None]]:
     Each is (object, name of its attribute that holds the function), innermost first. The name is None for an
     autograd.Function that is not torch's, because it is not known what its backward does.
 
-    Seen: 2.12 to 2.15 (``run_function`` of CheckpointFunction; the frame object of the other kind, in
+    Seen: 2.11 to 2.15 (``run_function`` of CheckpointFunction; the frame object of the other kind, in
     ``checkpoint``'s generator and in the hooks that it opens).
     """
     found: list[tuple[Any, str | None]] = []
@@ -420,7 +422,7 @@ def new_size(context: Any) -> Any:
 
     ``torch.library.get_ctx().new_dynamic_size()`` raises outside of fullgraph=True, so torch.compile would break the
     graph there. This is not needed here, because the residual of an attention leaves a graph only for its own backward.
-    Seen: 2.12 to 2.15 (the context's ``_shape_env``; torch's device_mesh ops do the same).
+    Seen: 2.11 to 2.15 (the context's ``_shape_env``; torch's device_mesh ops do the same).
     """
     shapes = context._shape_env
     return context.new_dynamic_size() if shapes is None else allocate_size(shapes)
@@ -429,20 +431,20 @@ def new_size(context: Any) -> Any:
 def is_traced() -> bool:
     """Whether torch.compile or torch.export is tracing the calling code.
 
-    (``torch.compiler.is_compiling()`` is also true while another thread compiles.) Seen: 2.12 to 2.15.
+    (``torch.compiler.is_compiling()`` is also true while another thread compiles.) Seen: 2.11 to 2.15.
     """
     return torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
 
 
 def run_kernel(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run the kernel of an op for the device of its tensors, without modes and autograd. Seen: 2.12 to 2.15."""
+    """Run the kernel of an op for the device of its tensors, without modes and autograd. Seen: 2.11 to 2.15."""
     device = next(value.device.type for value in args if isinstance(value, torch.Tensor))
     key = torch._C._dispatch_key_parse(device.upper())  # pyright: ignore
     return op.redispatch(torch._C.DispatchKeySet(key), *args, **kwargs)  # pyright: ignore
 
 
 # flex_attention, the globals of its module, its operator, and the values that it uses for "no score_mod" and "no
-# BlockMask". Seen: 2.12 to 2.15.
+# BlockMask". Seen: 2.11 to 2.15.
 FLEX_FUNCTION: Any = flex_module.flex_attention
 FLEX_GLOBALS: Any = vars(flex_module)
 FLEX_OPERATOR: Any = torch.ops.higher_order.flex_attention
@@ -451,7 +453,7 @@ FLEX_IDENTITY: Any = FLEX_GLOBALS.get(_FLEX_IDENTITY)
 FLEX_UNBLOCKED: int = FLEX_GLOBALS.get(_FLEX_UNBLOCKED, 0)
 
 
-# The names that are read from a running flex_attention: its local variables, and functions that it calls. Seen: 2.12 to
+# The names that are read from a running flex_attention: its local variables, and functions that it calls. Seen: 2.11 to
 # 2.15.
 class FlexLocals(NamedTuple):
     """The local variables of a running flex_attention, by their names in torch. None for those that are not set yet."""
@@ -475,7 +477,7 @@ FLEX_CHECKS_DEVICE = "_validate_device"
 FLEX_BEFORE_OPERATOR = "_apply_kernel_options"
 
 
-# torch.compile's wrapper around a function, and its variable that holds the function. Seen: 2.12 to 2.15.
+# torch.compile's wrapper around a function, and its variable that holds the function. Seen: 2.11 to 2.15.
 _WRAPPER, _WRAPPED = "compile_wrapper", "fn"
 
 
@@ -515,7 +517,7 @@ class FlexAsWritten:
 
     Everything else is still compiled. torch.compile's wrapper runs a function uncompiled if a thread-local variable
     says that it is inside a kernel of a fake tensor. This class sets that variable, so nothing is traced. (A trace that
-    fails would leave flex_attention uncompiled in the whole process.) Seen: 2.12 to 2.15 (the wrapper, its ``fn``).
+    fails would leave flex_attention uncompiled in the whole process.) Seen: 2.11 to 2.15 (the wrapper, its ``fn``).
     """
 
     def __init__(self) -> None:
@@ -545,14 +547,14 @@ class _AskedByWrapper(TracingContext):
         pass
 
 
-# Raised by a function compiled as one graph if torch's limit of recompilations is reached. Seen: 2.12 to 2.15.
+# Raised by a function compiled as one graph if torch's limit of recompilations is reached. Seen: 2.11 to 2.15.
 RecompileLimitHit: type[Exception] = FailOnRecompileLimitHit
 
 
 def within_compiled(frame: types.FrameType | None) -> bool:
     """Whether ``frame`` was called from a compiled function, without torch.compiler.disable in between.
 
-    Seen: 2.12 to 2.15 (torch.compile's wrapper; that of torch.compiler.disable has another name).
+    Seen: 2.11 to 2.15 (torch.compile's wrapper; that of torch.compiler.disable has another name).
     """
     while frame is not None and frame.f_code.co_filename != eval_frame.__file__:
         frame = frame.f_back
@@ -566,14 +568,14 @@ def _is_flex(function: Any) -> bool:
     )
 
 
-# The rest of a function after a graph break is named: this, "_", the name of the function. Seen: 2.12 to 2.15.
+# The rest of a function after a graph break is named: this, "_", the name of the function. Seen: 2.11 to 2.15.
 RESUMED = "torch_dynamo_resume_in"
 
 
 def traced_functions() -> list[tuple[str, str]]:
     """(file, name) of the functions that torch.compile is tracing in this thread, outermost first.
 
-    Seen: 2.12 to 2.15.
+    Seen: 2.11 to 2.15.
     """
     return [(frame.filename, frame.name) for frame in TracingContext.extract_stack()]
 
@@ -586,7 +588,7 @@ def never_compile_alone(function: Callable[..., Any], *, nor_what_it_calls: bool
 
     With ``nor_what_it_calls``, functions that it calls are then not compiled either. A ``__torch_function__`` that is
     compiled by itself is guarded by the identity of the function that it gets. Getters of properties are created for
-    each call, so their identity is not reliable. Seen: 2.12 to 2.15.
+    each call, so their identity is not reliable. Seen: 2.11 to 2.15.
     """
     strategy = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP if nor_what_it_calls else FrameAction.DEFAULT)
     torch._C._dynamo.eval_frame.set_code_exec_strategy(function.__code__, strategy)  # pyright: ignore
@@ -602,7 +604,7 @@ def never_compiled(function: F) -> F:
 
 
 def leave_function_mode(mode: Any) -> None:
-    """End a TorchFunctionMode of this thread, also if others were entered after it. Seen: 2.12 to 2.15."""
+    """End a TorchFunctionMode of this thread, also if others were entered after it. Seen: 2.11 to 2.15."""
     above = []
     while overrides._len_torch_function_stack() and (last := overrides._pop_mode()) is not mode:  # pyright: ignore
         above.append(last)
@@ -611,7 +613,7 @@ def leave_function_mode(mode: Any) -> None:
 
 
 def without_function_modes() -> contextlib.AbstractContextManager[Any]:
-    """A context without the TorchFunctionModes that were entered before it. Seen: 2.12 to 2.15."""
+    """A context without the TorchFunctionModes that were entered before it. Seen: 2.11 to 2.15."""
     entered = overrides._len_torch_function_stack()  # pyright: ignore
     return _without_function_modes(entered) if entered else _NOTHING
 
@@ -627,7 +629,7 @@ def _without_function_modes(entered: int) -> Iterator[None]:
 
 
 def without_dispatch_modes() -> contextlib.AbstractContextManager[Any]:
-    """A context without the TorchDispatchModes that were entered before it, in this thread. Seen: 2.12 to 2.15.
+    """A context without the TorchDispatchModes that were entered before it, in this thread. Seen: 2.11 to 2.15.
 
     For code whose ops may differ between a forward and its recomputation, because results are cached or computed only
     sometimes. A selective checkpoint requires both to run the same ops.
@@ -639,14 +641,14 @@ _NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
 
 def dispatch_modes() -> list[TorchDispatchMode]:
-    """The TorchDispatchModes that are entered in this thread, innermost last. Seen: 2.12 to 2.15."""
+    """The TorchDispatchModes that are entered in this thread, innermost last. Seen: 2.11 to 2.15."""
     return _get_current_dispatch_mode_stack() if dispatch_modes_entered() else []
 
 
 def with_vmap() -> contextlib.AbstractContextManager[Any]:
     """A context in which vmap works, also in the kernel of an op that a TorchDispatchMode has handled.
 
-    There torch has excluded the dispatch keys of vmap. Seen: 2.12 to 2.15.
+    There torch has excluded the dispatch keys of vmap. Seen: 2.11 to 2.15.
     """
     excluded, keys = torch._C._dispatch_tls_local_exclude_set(), torch._C.DispatchKey  # pyright: ignore
     if not excluded.has(keys.FuncTorchBatched):
@@ -672,9 +674,10 @@ def uncompiled(function: F, reason: str | None = None) -> F:
 def hooks_in_order(module: torch.nn.Module, *ours: Any) -> None:
     """Sort the hooks in a module's dicts by the order in which they run.
 
-    ``ours`` are handles of hooks that get the same numbers in every module. torch.compile guards the numbers of hooks
-    that are always called or take kwargs. With torch's own numbers, which differ, it would compile each layer of a
-    model separately. Names seen: 2.12 to 2.15.
+    If some were registered with ``prepend``, torch.compile on 2.11 confuses hooks. ``ours`` are handles of hooks that
+    get the same numbers in every module. torch.compile guards the numbers of hooks that are always called or take
+    kwargs. With torch's own numbers, which differ, it would compile each layer of a model separately. Names seen: 2.11
+    to 2.15.
     """
     free = min((0, *module._forward_pre_hooks, *module._forward_hooks)) - 1
     numbers = {handle.id: free - index for index, handle in enumerate(ours)}
@@ -694,7 +697,7 @@ def resolve_operators() -> None:
     """Make the Python objects of torch's ops now, which torch makes when an op is first used under a dispatch mode.
 
     If two threads use an op for the first time, torch 2.13 makes two objects, keeps one, and calls the other one after
-    it was freed: a segmentation fault. Seen: 2.12 to 2.15 (the list of names).
+    it was freed: a segmentation fault. Seen: 2.11 to 2.15 (the list of names).
     """
     for qualified in torch._C._dispatch_get_all_op_names():  # pyright: ignore[reportAttributeAccessIssue]
         namespace, _, name = qualified.partition("::")

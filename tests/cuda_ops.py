@@ -5,7 +5,7 @@ Each is registered under its own schema, so arguments are checked by torch itsel
 assumes strides, memory is read so here, whatever the tensor's strides say. Beside float16 and bfloat16 they take
 float64, so that what is exact can be told from what is nearly right.
 
-The rules are those of torch 2.12 to 2.15; each names the place in torch's sources that it was read in.
+The rules are those of torch 2.11 to 2.15; each names the place in torch's sources that it was read in.
 
 Shapes: B batch, H query heads, G key/value heads, L queries, M keys, D head dim, E value head dim.
 """

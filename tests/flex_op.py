@@ -1,6 +1,6 @@
 """What torch's compiled flex_attention does on CUDA, in plain torch ops, for one tile; and what it refuses.
 
-The rules are those of torch 2.12 to 2.15; each names the place in torch's sources that it was read in. Beside float16,
+The rules are those of torch 2.11 to 2.15; each names the place in torch's sources that it was read in. Beside float16,
 bfloat16 and float32 it takes float64, so that what is exact can be told from what is nearly right.
 
 Shapes: B batch, H query heads, G key/value heads, L queries, M keys, D head dim, E value head dim.

@@ -45,7 +45,7 @@ def differentiable(op: LinearMap, *tensors: torch.Tensor, check: bool) -> Tensor
 class _Apply(torch.autograd.Function):
     """forward: op; backward: its adjoint. The backward communicates, so every rank must run it."""
 
-    # The signature is not (ctx, op, *tensors). Where no gradient is needed, torch.compile (seen: 2.13) takes a
+    # The signature is not (ctx, op, *tensors). Where no gradient is needed, torch.compile (seen: 2.11, 2.13) takes a
     # call with one argument more than the signature has parameters for a forward without ctx, and drops ctx.
     @staticmethod
     def forward(*ctx_op_check_tensors: Any) -> Tensors:

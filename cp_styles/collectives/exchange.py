@@ -252,10 +252,12 @@ def merged_columns(parts: Tensors, columns: tuple[Chunk, ...], dim: int) -> torc
         total = first.float() if wide else first
         for part in others:
             total = total + part
-        merged.append(total.to(dtype))
+        merged.append(total.to(dtype) if wide else total)
+    # Call .to() and .contiguous() only where they change something: on 2.11 a compiled Function that ends with one that
+    # does nothing has a gradient of zero.
     if len(merged) != 1:
         return torch.cat(merged, dim) if merged else parts[0]
-    return merged[0].contiguous()
+    return merged[0] if merged[0].is_contiguous() else merged[0].contiguous()
 
 
 def _is_even_cut(columns: tuple[Chunk, ...]) -> bool:

@@ -24,7 +24,7 @@ Group: TypeAlias = dist.ProcessGroup | DeviceMesh | tuple[DeviceMesh, str] | Non
 
 
 class Peers(NamedTuple):
-    """A group, and this rank in it."""
+    """A group, and this rank in it. A named tuple, because torch.compile on 2.11 loses the fields of a dataclass."""
 
     name: str
     rank: int

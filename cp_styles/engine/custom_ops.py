@@ -74,7 +74,7 @@ def handle(source: Source) -> str:
 
 
 class ConfigText(NamedTuple):
-    """A complete configuration as a text."""
+    """A complete configuration as a text. A named tuple: torch.compile on 2.11 loses the fields of a dataclass."""
 
     name: str
     config: str

@@ -170,7 +170,7 @@ class AttentionCalls(RerunMode):
                 "scaled_dot_product_attention"
             )
         if func is torch.Tensor.unflatten:
-            func = torch.unflatten  # Tensor.unflatten has a super() that torch.compile cannot trace: seen on 2.13
+            func = torch.unflatten  # Tensor.unflatten has a super() that torch.compile cannot trace: seen on 2.11, 2.13
         return func(*args, **kwargs)
 
     def _attend(

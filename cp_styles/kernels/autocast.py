@@ -15,7 +15,9 @@ _DTYPE = attrgetter("dtype")
 
 def _lower(device: torch.device) -> torch.dtype | None:
     kind = device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+    # torch.compile on 2.11 cannot trace is_autocast_available. The devices that it compiles for have autocast.
+    has_autocast = torch.compiler.is_compiling() or torch.amp.is_autocast_available(kind)
+    if not has_autocast or not torch.is_autocast_enabled(kind):
         return None
     return torch.get_autocast_dtype(kind)
 

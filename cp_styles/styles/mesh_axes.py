@@ -118,7 +118,7 @@ def keeps_apart(placement: Placement, head_dim: int) -> bool:
 
     These are Shard on the batch or on the heads, and Replicate: attention mixes neither rows of the batch nor heads.
     """
-    # Not by type(), which torch 2.12 does not know while it traces. A strided shard equals no Shard.
+    # Not by type(), which torch 2.11 does not know while it traces.
     return placement.is_replicate() or placement == Shard(0) or placement == Shard(head_dim)
 
 

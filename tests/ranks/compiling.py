@@ -1,8 +1,8 @@
 """What the tests of torch.compile share: the doors, something to compile around them, graphs to look at, and ranks.
 
-torch 2.12 fails now and then when it compiles on two threads ("you are using FX to symbolically trace"). There
-tests/ranks/compile/test_compile_in_processes.py runs the same files with a process for each rank: every process runs
-all tests, and ``run_ranks`` is one rank of each.
+torch 2.11 cannot compile on two threads, and 2.12 fails at it now and then ("you are using FX to symbolically trace").
+There tests/ranks/compile/test_compile_in_processes.py runs the same files with a process for each rank: every process
+runs all tests, and ``run_ranks`` is one rank of each.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PROBLEMS = {length: Problem(length=length, kv_heads=2) for length in LENGTHS}
 RANK_HERE, MEETING_PLACE = "CP_STYLES_TEST_RANK", "CP_STYLES_TEST_FOLDER"
 _rank = int(os.environ[RANK_HERE]) if RANK_HERE in os.environ else None
 
-COMPILES_ON_THREADS = not torch.__version__.startswith("2.12")
+COMPILES_ON_THREADS = not torch.__version__.startswith(("2.11", "2.12"))
 cannot_compile_on_threads = pytest.mark.skipif(
     not COMPILES_ON_THREADS and _rank is None,
     reason="this torch cannot compile on two threads; test_compile_in_processes.py runs this file",

@@ -1,4 +1,4 @@
-"""The compiled tests on torch 2.12, whose compiler is not safe on two threads: a process for each rank.
+"""The compiled tests on torch 2.11 and 2.12, whose compilers are not safe on two threads: a process for each rank.
 
 Two processes for all of them, started once, and not marked as tests that start processes: nox leaves those out.
 """

@@ -82,7 +82,7 @@ class Cut:
         found = [self._part(x) for x in (out.detach(), *(leaf.grad for leaf in leaves))]
         for leaf in leaves:
             assert leaf.grad is not None
-            assert not any(placement.is_partial() for placement in leaf.grad.placements)
+            assert not any(placement.is_partial() for placement in leaf.grad.placements)  # 2.11 replicates uneven ones
         return self.problem.errors(found, self.layout, rank, ranks)
 
     def _lay(self, part_BHLD: torch.Tensor, placement: Placement, mesh: DeviceMesh) -> DTensor:
