@@ -35,8 +35,11 @@ from torch.utils._pytree import tree_map_only as tree_map_only  # seen: 2.11 to 
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+_RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
 # DTensor knows no aten.detach_: seen in 2.11 and 2.12; has a rule from 2.13.
-DETACH_IN_PLACE_HAS_NO_RULE = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13)
+DETACH_IN_PLACE_HAS_NO_RULE = _RELEASE < (2, 13)
+# torch.compile does not show torch.arange to function modes: seen in 2.11; it does from 2.12.
+RANGES_ARE_NOT_TRACED = _RELEASE < (2, 12)
 
 
 # What every call asks torch is read without a function of ours in between.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from types import FunctionType
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from cp_styles._compat import graph_task_id, hooks_in_order, scripted_attention
+from cp_styles._compat import RANGES_ARE_NOT_TRACED, graph_task_id, hooks_in_order, scripted_attention
 from cp_styles.comm.agreement import EVERY_CALL, Agreement
 from cp_styles.engine.binding import Binding
 from cp_styles.engine.gradient_watch import RAISE, GradientCheck
@@ -159,6 +160,12 @@ class ModuleContextParallel(ContextParallelStyle):
             raise ValueError(f"{type(module).__name__}: trusted={unmatched} names no module of it")
         if self.check_inputs:  # which refuses mask tokens, so what these mix is 0
             trusted.update(scaled_by_masks(module))
+            if RANGES_ARE_NOT_TRACED:
+                warnings.warn(
+                    f"{binding.name}: on torch 2.11 it cannot be seen whether a compiled model counts its tokens from "
+                    "0 by itself. Run it once without torch.compile, where that is refused; or use torch 2.12",
+                    stacklevel=2,
+                )
         forwards = Forwards(module, self.mask, calls, check_inputs=self.check_inputs)
         guard = TokenGuard(binding.name, names, calls, trusted, counts=self.check_inputs and self.joint is None)
         self._enter(module, (calls, calls.inlined(), guard, forwards, ""), at_top=True)
