@@ -117,6 +117,8 @@ class Case:
     kernel: str = "default"
     sink: bool = False
     lse: bool = False
+    block: int = 1
+    key_layout: str = "the queries'"
     then: tuple[str, Any] | None = None
     odd: tuple[int, str, Any] | None = None
 
@@ -141,7 +143,8 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "layout": ("contiguous", "head_tail", "striped", "by_work", "dealt"),
     "balancer": (False, True),
     "mask": ("full", "causal", "is_causal", *(name for name in mask_cases(5) if name not in ("full", "causal")),
-             "bool", "bool of heads", "float", "float of rows", "another in each row"),
+             "bool", "bool of heads", "bool & causal", "float", "float of rows", "float & causal",
+             "another in each row"),
     "masked_by": ("style", "call", "scope"),
     "length": (5, 6, 8, 9, 13, 16, 23, 24, 40),
     "batch": (1, 2, 3),
@@ -163,6 +166,8 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "kernel": ("default", "default", "reference"),
     "sink": (False, False, True),
     "lse": (False, True),
+    "block": (2, 1),
+    "key_layout": ("the queries'", "contiguous"),
 }  # fmt: skip
 # The fields in which a second call may differ from the first.
 THEN_FIELDS = ("mask", "layout", "length", "batch", "heads", "dim", "dtype", "scale", "strategy", "gradients", "kernel")
@@ -236,11 +241,16 @@ def sensible(case: Case) -> Case:
         case = replace(case, dtype="float64", autocast=False)
     if case.door.startswith("flex") or case.door == "varlen":
         case = replace(case, kernel="default")
-    if case.keys is not None and (case.scope or case.door == "varlen" or not (explicit or case.mask == "full")):
+    square = case.mask.endswith("& causal") or not (explicit or case.mask == "full")
+    if case.keys is not None and (case.scope or case.door == "varlen" or square):
         case = replace(case, keys=None)
     if case.keys is not None:
         case = replace(case, balancer=True, agreement="every call")
         case = replace(case, layout="striped") if case.layout == "dealt" else case
+    if case.layout != "striped":
+        case = replace(case, block=1)
+    if case.keys is None:
+        case = replace(case, key_layout="the queries'")
     if case.then is not None:
         last = case.last()
         case = (
@@ -278,9 +288,10 @@ class Attend(nn.Module):
 
 @dataclass(frozen=True)
 class MaskOfCase:
-    """A mask of the package beside what the oracle is told."""
+    """A mask of the package beside what the oracle is told. Of a call's tensor, ``band`` is the mask beside it."""
 
     mask: Mask | None = None
+    band: Mask | None = None
     tensor: torch.Tensor | None = None
     sees: torch.Tensor | None = None
     bias: torch.Tensor | None = None
@@ -288,16 +299,20 @@ class MaskOfCase:
 
 def mask_of(case: Case) -> MaskOfCase:
     length, keys, seed = case.length, case.keys or case.length, 1000 + case.seed
+    both = case.mask.endswith("& causal")
+    band = cp_styles.Causal() if both else None
+    inside = torch.ones(length, keys, dtype=torch.bool).tril() if both else torch.tensor(True)
     if case.mask.startswith("bool"):
         heads = case.heads[0] if case.mask == "bool of heads" else 1
         sees = randn(seed, 1, heads, length, keys) > -0.5
-        return MaskOfCase(cp_styles.Dense(sees), sees, sees=sees)
+        return MaskOfCase(with_band(cp_styles.Dense(sees), band), band, sees, sees=sees & inside)
     if case.mask.startswith("float"):
         rows = case.batch if case.mask == "float of rows" else 1
         bias, other = (randn(seed + i, rows, 1, length, keys) for i in range(2))
         bias = bias.masked_fill(other > 1, -torch.inf)
         bias = bias.to(torch.bfloat16 if case.autocast else DTYPES[case.dtype])
-        return MaskOfCase(cp_styles.Dense(bias), bias, bias=bias.double())
+        seen = bias.double().masked_fill(~inside, -torch.inf)
+        return MaskOfCase(with_band(cp_styles.Dense(bias), band), band, bias, bias=seen)
     if case.mask == "full":
         return MaskOfCase(cp_styles.Full(), sees=torch.ones(length, keys, dtype=torch.bool))
     if case.mask == "another in each row":
@@ -311,6 +326,10 @@ def mask_of(case: Case) -> MaskOfCase:
     return MaskOfCase(None if case.mask == "is_causal" else pairs.mask, sees=sees)
 
 
+def with_band(dense: Mask, band: Mask | None) -> Mask:
+    return dense if band is None else dense & band
+
+
 def dealt(length: int, ranks: int, seed: int) -> SequenceLayout:
     """Chunks at random places for random ranks; some ranks may have none."""
     dice = random.Random(seed)
@@ -322,13 +341,17 @@ def dealt(length: int, ranks: int, seed: int) -> SequenceLayout:
 
 
 def balancer_of(case: Case, mask: Mask | None) -> Callable[[int, int], SequenceLayout]:
-    return {
+    """The layout of queries by their number and that of ranks, and that of keys by theirs."""
+    same = {
         "contiguous": contiguous,
         "head_tail": head_tail,
-        "striped": partial(striped, block=2),
+        "striped": partial(striped, block=case.block),
         "by_work": partial(by_work, mask=mask or cp_styles.Causal()),
         "dealt": partial(dealt, seed=case.seed),
     }[case.layout]
+    if case.key_layout == "the queries'":
+        return same
+    return lambda length, ranks: same(length, ranks) if length == case.length else contiguous(length, ranks)
 
 
 def layout_of(case: Case) -> SequenceLayout:
@@ -375,8 +398,8 @@ def attention_of(case: Case, mesh: Any, sinks: nn.Parameter | None) -> Callable[
     if case.kernel == "reference":
         options["kernel"] = ReferenceKernel()
     style = options | {"layout": None if case.scope else given}
-    if case.masked_by == "style":
-        style["mask"] = mask.mask
+    if case.masked_by == "style" or mask.band is not None:
+        style["mask"] = mask.mask if case.masked_by == "style" else mask.band
     if case.door == "function":
         return lambda *qkv: context_attention(
             *qkv, mesh, mask=mask.mask, layout=given, scale=case.scale, sink_H=sinks, **options
@@ -630,6 +653,10 @@ def compared(case: Case, results: list[Any]) -> Verdict:
                 return Verdict("wrong", f"rank {rank}: {name} is {tuple(mine.shape)} instead of {tuple(part.shape)}")
             if (off := error(mine, part, whole=expected)) > tolerance:
                 return Verdict("wrong", f"rank {rank}: {name} off by {off:.1e}, at most {tolerance:.1e}")
+    if case.odd is None:
+        together = layouts_of(last)[3].unshard([result[0] for result in results], 2)
+        if (off := error(together, whole[0])) > tolerances[0]:
+            return Verdict("wrong", f"all ranks' outputs, put together, off by {off:.1e}, at most {tolerances[0]:.1e}")
     shares = [result[4] for result in results]
     added = sum(shares) if last.sink and all(share is not None for share in shares) else None
     if added is not None and (off := error(added, whole[4])) > tolerances[4]:
