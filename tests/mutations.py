@@ -794,6 +794,36 @@ MISTAKES = [
         "tests/ranks/engine/test_mailbox.py",
     ),
     Mistake(
+        "agreement: a rank that is interrupted before its row goes on",
+        "break_off(group, error) raise ledger = ledger_of(group)",
+        "raise\n    ledger = ledger_of(group)",
+        "tests/ranks/engine/test_half_way.py -k interrupt_in",
+    ),
+    Mistake(
+        "agreement: a rank that is interrupted while it waits goes on",
+        "break_off(self.group, error) if isinstance(error, RuntimeError):",
+        "if isinstance(error, RuntimeError):",
+        "tests/ranks/engine/test_half_way.py -k interrupt_in",
+    ),
+    Mistake(
+        "batch: some gradients are sums, and others are not",
+        "parameter.grad = None raise",
+        "pass\n        raise",
+        "tests/ranks/engine/test_half_way.py -k no_optimizer",
+    ),
+    Mistake(
+        "verify: an interrupted rank keeps its connections",
+        "for axis in range(mesh.ndim): break_off(mesh.get_group(axis), error)",
+        "pass",
+        "tests/process/test_faults.py -m nightly -k every_fault_keeps_the_promise[verify]",
+    ),
+    Mistake(
+        "groups: what is known of a group keeps it alive",
+        "_states: WeakKeyDictionary[dist.ProcessGroup, GroupState] = WeakKeyDictionary()",
+        "_states: dict[dist.ProcessGroup, GroupState] = {}",
+        "tests/process/test_leaks.py",
+    ),
+    Mistake(
         "agreement: rows belong to the mode in which they were asked for",
         "with torch.inference_mode(False):  # a result",
         "if True:  # a result",

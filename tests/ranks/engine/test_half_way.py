@@ -48,6 +48,7 @@ from cp_styles.collectives import (
     sync_object,
 )
 from cp_styles.collectives.exchange import Exchange
+from cp_styles.comm.agreement import Meeting, StatusRow, exchange_status, start_status
 from cp_styles.comm.mailbox import end_connections
 from cp_styles.comm.point_to_point import TransferError
 from cp_styles.decoding import KVCache, context_decode
@@ -57,6 +58,7 @@ from tests.covering import sampled
 from tests.cuda_ops import ON_GPU
 from tests.gpu_tensors import BreaksRule, gpus, put
 from tests.ranks.attention_case import EXACT, Core, Problem, cp_mesh
+from tests.ranks.leak_scene import Stop, raising
 
 RANKS, LENGTH = 3, 24
 SOON = 5.0  # seconds, on a busy machine; the groups' timeout is 20
@@ -435,3 +437,61 @@ def test_one_rank_leaves_a_function_without_attention(name: str, monkeypatch):
         assert isinstance(first, OutOfMemory if rank == 1 else TransferError)
         assert isinstance(second, TransferError)
         assert seconds < SOON
+
+
+@pytest.mark.parametrize("when", ["saying what it calls", "waiting for the others"])
+def test_an_interrupt_in_an_agreement(when: str):
+    """The program of rank 1 catches it, and goes on with its next call. The others must not take that for this one."""
+
+    def on(rank: int) -> tuple[BaseException | None, BaseException | None, float]:
+        group, began = cp_mesh(RANKS).get_group(), time.monotonic()
+
+        def agree() -> None:
+            exchange_status(StatusRow, Meeting.ATTENTION, "attention", "cp", group)
+
+        def interrupted() -> None:
+            if when == "saying what it calls":
+                exchange_status(raising(Stop()), Meeting.ATTENTION, "attention", "cp", group)
+            started = start_status(StatusRow, Meeting.ATTENTION, "attention", "cp", group)
+            started.gathered = raising(Stop())
+            started()
+
+        agree()
+        first = None
+        try:
+            (interrupted if rank == 1 else agree)()
+        except BaseException as error:
+            first = error
+        return first, caught(agree), time.monotonic() - began
+
+    results = run_ranks(on, RANKS, timeout_seconds=20)
+    for rank, (first, second, seconds) in enumerate(results):
+        if rank == 1:
+            assert isinstance(first, Stop)
+            assert "left an operation of the ranks half way, by Stop" in str(second)
+        elif when == "saying what it calls":  # otherwise they may have its row already
+            assert isinstance(first, TransferError)
+            assert "attention (mesh axis 'cp')" in str(first)
+        assert isinstance(second, TransferError)
+        assert seconds < SOON
+
+
+def test_gradients_of_which_some_are_summed_are_given_to_no_optimizer(monkeypatch):
+    fails, sum_bucket = threading.local(), batch._sum_bucket
+
+    def sum_or_fail(*args: Any) -> None:
+        fails.left -= 1
+        if fails.left == 0:
+            raise OutOfMemory
+        sum_bucket(*args)
+
+    def on(rank: int) -> list[torch.Tensor | None]:
+        fails.left = 2 if rank == 1 else -1
+        parameters = [torch.nn.Parameter(torch.ones(3)) for _ in range(3)]
+        for parameter in parameters:
+            parameter.grad = torch.ones(3)
+        assert caught(lambda: sum_gradients(parameters, cp_mesh(RANKS), bucket_bytes=8)) is not None
+        return [parameter.grad for parameter in parameters]
+
+    monkeypatch.setattr(batch, "_sum_bucket", sum_or_fail)
+    assert run_ranks(on, RANKS, timeout_seconds=20) == [[None] * 3] * RANKS

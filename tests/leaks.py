@@ -1,0 +1,400 @@
+"""Memory, threads and file descriptors of a long training whose batches are all different.
+
+    python tests/leaks.py --batches 10000
+    python tests/leaks.py --batches 300 --doors flex packed      some doors alone
+
+Two ranks, which are processes, attend through every door: with changing lengths, shapes, documents, masks, layouts and
+scopes, forward and backward, compiled and not, in blocks, with FlexAttention, packed, and with caches of generated
+tokens. A part of the models is made once, and others live for a batch. Now and then the ranks make a group or a whole
+world, and destroy it. Calls that are refused are among them.
+
+The caches of the package hold at most ``LIMIT`` of cp_styles/bounded_cache.py together; here less, so that they are
+full early. In the second half of the batches, all columns of the table must be flat. The exit status is 1 if they are
+not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import gc
+import itertools
+import json
+import os
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.attention.flex_attention import create_block_mask
+
+from cp_styles import (
+    AttentionContextParallel,
+    ModuleContextParallel,
+    SequenceScope,
+    context_attention,
+    context_flex_attention,
+    context_varlen_attention,
+    global_loss,
+    global_token_count,
+    parallelize_module,
+    sum_gradients,
+)
+from cp_styles.bounded_cache import shared
+from cp_styles.collectives import all_to_all, gather
+from cp_styles.decoding import KVCache, context_decode
+from cp_styles.layout import SequenceLayout, by_work, contiguous, head_tail, per_document_head_tail, striped
+from cp_styles.mask import Causal, Chunked, Dense, Documents, Full, Mask, PrefixLM, SlidingWindow
+from cp_styles.strategies import AllGather, Ring, Ulysses
+from cp_styles.torch_api import context_parallel
+from tests.ranks.attention_case import Core
+
+RANKS = 2
+HEADS, DIM = 4, 8
+
+
+class World:
+    """What one rank has of a world: a mesh, and models that live as long."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh, self.rank = mesh, mesh.get_local_rank()
+        self.style = self.core(AttentionContextParallel())
+        self.module = self.core(ModuleContextParallel())
+        self.compiled = torch.compile(self.core(AttentionContextParallel()), backend="aot_eager", dynamic=False)
+        self.linear = nn.Linear(DIM, DIM, dtype=torch.float64)
+
+    def core(self, style: Any) -> Any:
+        return parallelize_module(nn.Sequential(Core()), self.mesh, {"0": style})[0]
+
+
+class Batch:
+    """The choices of one batch, the same on all ranks."""
+
+    def __init__(self, number: int) -> None:
+        draw = self.draw = random.Random(number)
+        self.length = draw.randrange(8, 160)
+        cuts = sorted(draw.sample(range(1, self.length), draw.randrange(1, 6)))
+        edges = [0, *cuts, self.length]
+        self.documents = Documents(tuple(b - a for a, b in itertools.pairwise(edges)))
+        self.strategy = draw.choice([Ring(), Ring(keep=0), AllGather(), Ulysses()])
+        self.batch = draw.randrange(1, 3)
+        torch.manual_seed(number)  # generated tokens are the same on all ranks
+
+    def mask(self) -> Mask:
+        length, draw = self.length, self.draw
+        several = [
+            Causal(),
+            Full(),
+            SlidingWindow(draw.randrange(1, length), 0),
+            Chunked(draw.randrange(2, length)),
+            PrefixLM(draw.randrange(1, length)),
+            self.documents & Causal(),
+        ]
+        return draw.choice(several)
+
+    def layout(self, mask: Mask | None = None) -> SequenceLayout:
+        every: list[Callable[[], SequenceLayout]] = [
+            lambda: head_tail(self.length, RANKS),
+            lambda: contiguous(self.length, RANKS),
+            lambda: striped(self.length, RANKS),
+            lambda: per_document_head_tail(self.length, RANKS, documents=self.documents.lengths),
+            lambda: by_work(self.length, RANKS, mask=mask or self.documents & Causal()),
+        ]
+        return self.draw.choice(every)()
+
+    def inputs(self, layout: SequenceLayout, rank: int) -> list[torch.Tensor]:
+        shape = self.batch, HEADS, layout.lengths[rank], DIM
+        return [torch.randn(shape, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+
+
+def scoped(world: World, batch: Batch) -> None:
+    layout = batch.layout()
+    with SequenceScope(layout, mask=batch.documents):
+        out = world.style(*batch.inputs(layout, world.rank))
+    out.sum().backward()
+
+
+def in_a_module(world: World, batch: Batch) -> None:
+    layout = head_tail(batch.length, RANKS)
+    world.module(*batch.inputs(layout, world.rank)).sum().backward()
+
+
+def a_new_model(world: World, batch: Batch) -> None:
+    mask = batch.mask()
+    layout = batch.layout(mask)
+    style = AttentionContextParallel(layout=layout, mask=mask, strategy=batch.strategy)
+    core = parallelize_module(nn.Sequential(Core(causal=False)), world.mesh, {"0": style})[0]
+    core(*batch.inputs(layout, world.rank)).sum().backward()
+
+
+def a_function(world: World, batch: Batch) -> None:
+    mask = batch.mask()
+    layout = batch.layout(mask)
+    inputs = batch.inputs(layout, world.rank)
+    with torch.no_grad() if batch.draw.random() < 0.2 else contextlib.nullcontext():
+        out = context_attention(*inputs, world.mesh, mask=mask, layout=layout, strategy=batch.strategy)
+    if out.requires_grad:
+        out.sum().backward()
+
+
+def a_dense_mask(world: World, batch: Batch) -> None:
+    layout = batch.layout()
+    generator = torch.Generator().manual_seed(batch.length)
+    seen = torch.rand(batch.length, batch.length, generator=generator) < 0.7
+    mask = Dense(seen | torch.eye(batch.length, dtype=torch.bool))
+    context_attention(*batch.inputs(layout, world.rank), world.mesh, mask=mask, layout=layout).sum().backward()
+
+
+def a_block(world: World, batch: Batch) -> None:
+    whole = [torch.randn(batch.batch, HEADS, batch.length, DIM, dtype=torch.float64) for _ in range(3)]
+    with context_parallel(world.mesh, buffers=whole, buffer_seq_dims=[2] * 3):
+        leaves = [x.detach().requires_grad_() for x in whole]
+        F.scaled_dot_product_attention(*leaves, is_causal=True).sum().backward()
+
+
+def flex(world: World, batch: Batch) -> None:
+    layout, window = batch.layout(), batch.draw.randrange(1, batch.length)
+    mask = create_block_mask(
+        lambda b, h, q, k: (q >= k) & (q - k < window), None, None, batch.length, batch.length, device="cpu"
+    )
+    out = context_flex_attention(
+        *batch.inputs(layout, world.rank), world.mesh, block_mask=mask, layout=layout, strategy=batch.strategy
+    )
+    out.sum().backward()
+
+
+def packed(world: World, batch: Batch) -> None:
+    layout = batch.layout()
+    shape = layout.lengths[world.rank], HEADS, DIM
+    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    starts = [0]
+    for length in batch.documents.lengths:
+        starts.append(starts[-1] + length)
+    context_varlen_attention(*inputs, world.mesh, torch.tensor(starts), layout=layout).sum().backward()
+
+
+def decoding(world: World, batch: Batch) -> None:
+    layout = batch.layout()
+    with torch.no_grad():
+        cache = KVCache(world.mesh, layout, *batch.inputs(layout, world.rank)[1:])
+        torch.manual_seed(batch.length)  # the parts of the prompt may have other lengths
+        for _ in range(3):
+            new = [torch.randn(batch.batch, HEADS, 1, DIM, dtype=torch.float64) for _ in range(3)]
+            cache.append(*new[1:])
+            context_decode(new[0], cache)
+
+
+def a_step(world: World, batch: Batch) -> None:
+    layout = batch.layout()
+    x = torch.randn(layout.lengths[world.rank], DIM, dtype=torch.float64)
+    labels = layout.shard(torch.arange(batch.length), 0, world.rank)
+    world.linear.zero_grad()
+    loss = global_loss(world.linear(x).sum(-1), global_token_count(labels, world.mesh), world.mesh)
+    loss.backward()
+    sum_gradients(world.linear, world.mesh)
+
+
+def collectives(world: World, batch: Batch) -> None:
+    layout = contiguous(batch.length, RANKS)
+    x = torch.randn(layout.lengths[world.rank], 2 * RANKS, dtype=torch.float64, requires_grad=True)
+    all_to_all(x, 1, 0, world.mesh).sum().backward()
+    gather(x, 0, world.mesh, reduce_gradients=True).sum().backward()
+
+
+def a_refusal(world: World, batch: Batch) -> None:
+    layout = batch.layout()
+    query, key, value = batch.inputs(layout, world.rank)
+    with contextlib.suppress(ValueError):
+        context_attention(query, key[:, :3], value, world.mesh, layout=layout)
+
+
+def compiled(world: World, batch: Batch) -> None:
+    layout = head_tail(batch.draw.choice([16, 24]), RANKS)
+    batch.batch = 1
+    world.compiled(*batch.inputs(layout, world.rank)).sum().backward()
+
+
+def a_group(world: World, batch: Batch) -> None:
+    group = dist.new_group(list(range(RANKS)))
+    assert isinstance(group, dist.ProcessGroup)
+    layout = batch.layout()
+    context_attention(*batch.inputs(layout, world.rank), group, layout=layout).sum().backward()
+    dist.barrier(group)
+    dist.destroy_process_group(group)
+
+
+DOORS: dict[Callable[[World, Batch], None], int] = {
+    scoped: 8,
+    in_a_module: 4,
+    a_new_model: 8,
+    a_function: 8,
+    a_dense_mask: 4,
+    a_block: 6,
+    flex: 4,
+    packed: 6,
+    decoding: 4,
+    a_step: 3,
+    collectives: 3,
+    a_refusal: 2,
+    compiled: 4,
+    a_group: 1,
+}
+
+
+class Row(NamedTuple):
+    """What one rank holds after so many batches."""
+
+    batches: int
+    mebibytes: float
+    cache: float
+    descriptors: int
+    threads: int
+    groups: int
+    objects: int
+    seconds: float
+
+
+def measured(batches: int, seconds: float) -> Row:
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)  # what glibc keeps for later is not held by anybody
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    groups = len(dist.distributed_c10d._world.pg_map)  # type: ignore[attr-defined]
+    return Row(
+        batches,
+        round(pages * os.sysconf("SC_PAGESIZE") / 2**20, 1),
+        round(shared.held / 2**20, 2),
+        len(os.listdir("/proc/self/fd")),
+        len(os.listdir("/proc/self/task")),
+        groups,
+        len(gc.get_objects()) - sum(map(len, (shared.entries, shared._objects))),
+        round(seconds, 1),
+    )
+
+
+def rank_main(rank: int, options: argparse.Namespace, folder: Path) -> None:
+    shared.limit = int(options.limit * 2**20)
+    doors = [door for door in DOORS if not options.doors or door.__name__ in options.doors]
+    weights = [DOORS[door] for door in doors]
+    started, world, worlds = time.monotonic(), None, 0
+    rows = (folder / f"{rank}.jsonl").open("w")
+    for number in range(options.batches + 1):
+        if number % max(1, options.batches // options.worlds) == 0 and number < options.batches:
+            if world is not None:
+                del world
+                torch._dynamo.reset()
+                gc.collect()
+                dist.destroy_process_group()
+            store = dist.FileStore(str(folder / f"store {worlds}"), RANKS)
+            dist.init_process_group(
+                "gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=options.timeout)
+            )
+            world, worlds = World(init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",))), worlds + 1
+            for door in doors:  # what a world opens at first: connections, compiled code
+                door(world, Batch(0))
+        if number % max(1, options.batches // options.rows) == 0:
+            rows.write(json.dumps(measured(number, time.monotonic() - started)) + "\n")
+            rows.flush()
+        assert world is not None
+        batch = Batch(number + 1)
+        batch.draw.choices(doors, weights)[0](world, batch)
+    dist.barrier()
+
+
+def verdict(rows: list[Row]) -> list[str]:
+    """What has grown in the second half."""
+    half = rows[len(rows) // 2 :]
+    first, last = half[0], half[-1]
+    problems = []
+    for name in ("descriptors", "threads", "groups"):
+        values = [getattr(row, name) for row in half]
+        if values[-1] > values[0]:
+            problems.append(f"{name}: {values}")
+    batches = last.batches - first.batches
+    objects = last.objects - first.objects
+    if objects > max(TABLES, batches):
+        problems.append(f"objects: {objects} in {batches} batches")
+    grown = (last.mebibytes - last.cache) - (first.mebibytes - first.cache)
+    if grown > max(4.0, batches * KIBIBYTES / 1024):
+        problems.append(f"memory: {grown:.1f} MiB in {batches} batches, beside the cache")
+    return problems
+
+
+KIBIBYTES = 1.0  # a batch: less than any tensor, list or plan that would be kept of each
+TABLES = 8000  # objects of tables with a fixed number of entries, which a short run has not filled yet
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--batches", type=int, default=10000)
+    parser.add_argument("--rows", type=int, default=20, help="how many rows the table has")
+    parser.add_argument("--worlds", type=int, default=5, help="how many worlds of process groups, one after another")
+    parser.add_argument("--limit", type=float, default=4.0, help="MiB of the caches")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds, of the groups")
+    parser.add_argument("--doors", nargs="+", help="some doors alone")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # what was imported is neither counted nor looked through again and again
+    folder = Path(tempfile.mkdtemp(prefix="leaks_"))
+    ranks = []
+    for rank in range(RANKS):
+        process = os.fork()
+        if process == 0:
+            status = 1
+            try:
+                rank_main(rank, options, folder)
+                status = 0
+            except BaseException:
+                import traceback
+
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(status)
+        ranks.append(process)
+    print("".join(f"{name:>12}" for name in Row._fields), flush=True)
+    shown, file, waits = 0, folder / "0.jsonl", list(ranks)
+    failed = False
+    while waits or shown < len(lines_of(file)):
+        for process in list(waits):
+            ended, status = os.waitpid(process, os.WNOHANG)
+            if ended:
+                waits.remove(process)
+                failed |= status != 0
+        for line in lines_of(file)[shown:]:
+            print("".join(f"{value:>12}" for value in json.loads(line)), flush=True)
+            shown += 1
+        time.sleep(0.05)
+    if failed:
+        return 1
+    problems = [
+        f"rank {rank}: {problem}"
+        for rank in range(RANKS)
+        for problem in verdict([Row(*json.loads(line)) for line in lines_of(folder / f"{rank}.jsonl")])
+    ]
+    shutil.rmtree(folder)
+    print("\n".join(problems) or "flat")
+    return int(bool(problems))
+
+
+def lines_of(file: Path) -> list[str]:
+    return file.read_text().split("\n")[:-1] if file.exists() else []
+
+
+if __name__ == "__main__":
+    sys.exit(main())
