@@ -132,6 +132,11 @@ class Case:
             return self
         return replace(self, **{self.odd[1]: self.odd[2]})
 
+    @property
+    def computed(self) -> torch.dtype:
+        """That of the results. torch's varlen_attn takes no part in autocast."""
+        return torch.bfloat16 if self.autocast and self.door != "varlen" else DTYPES[self.dtype]
+
     def act_of(self, rank: int) -> str:
         return self.odd[1] if self.odd is not None and self.odd[0] == rank and self.odd[1] in ACTS else ""
 
@@ -563,7 +568,7 @@ def expected_of(case: Case) -> tuple[list[torch.Tensor], list[float]]:
         return dense_attention(query, key, value, mask.sees, **options)
 
     wide = differentiate(dense, torch.float64)
-    computed = torch.bfloat16 if case.autocast else DTYPES[case.dtype]
+    computed = case.computed
     if computed == torch.float64:
         return wide, [1e-12] * 5
     attn_mask = mask.sees if mask.bias is None else mask.bias.to(computed)
@@ -645,6 +650,8 @@ def compared(case: Case, results: list[Any]) -> Verdict:
         queries, keys, values, outputs = layouts_of(own)
         layouts = outputs, queries, keys, values
         compare = zip(names, layouts, result[:4], whole[:4], tolerances[:4], strict=True)
+        if (dtype := result[0].dtype) != (wanted := own.computed):
+            return Verdict("wrong", f"rank {rank}: the output is {dtype} instead of {wanted}")
         for name, layout, mine, expected, tolerance in compare:
             if mine is None:
                 continue
