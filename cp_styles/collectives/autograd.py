@@ -8,7 +8,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from cp_styles._compat import resolve_group
+from cp_styles._compat import is_traced, resolve_group
 from cp_styles.batch import Summed, note_summed
 from cp_styles.collectives.exchange import Exchange, Started, Tensors
 from cp_styles.collectives.peers import Peers
@@ -51,7 +51,7 @@ class _Apply(torch.autograd.Function):
     def forward(*ctx_op_check_tensors: Any) -> Tensors:
         ctx, op, check, *tensors = ctx_op_check_tensors
         ctx.op, ctx.check = op, check
-        if torch.compiler.is_compiling():
+        if is_traced():
             return op(*tensors)
         ctx.number = _number_of_forward(op.peers)
         return _whole(op, op, *tensors)
@@ -59,7 +59,7 @@ class _Apply(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         adjoint = ctx.op.adjoint()
-        if ctx.check and not torch.compiler.is_compiling() and not isinstance(adjoint, Own):
+        if ctx.check and not is_traced() and not isinstance(adjoint, Own):
             _begin_backward(adjoint.peers, ctx.number)
         return None, None, *_Apply.apply(adjoint, ctx.check, *grads)
 
@@ -90,7 +90,7 @@ def _whole(op: LinearMap, part: Callable[..., T], *arguments: Any) -> T:
 def note_whole_gradients(part: torch.Tensor, x: torch.Tensor, peers: Peers) -> None:
     """In the backward of ``part``, which a rank keeps of ``x``, note on the gradients of parameters that ``x`` was
     computed from that they are whole on every rank."""
-    if peers.size == 1 or torch.compiler.is_compiling() or part.grad_fn is None:
+    if peers.size == 1 or is_traced() or part.grad_fn is None:
         return
     behind = x.grad_fn
     note = Summed(tuple(dist.get_process_group_ranks(resolve_group(peers.name))), "the backward of collectives.split")
@@ -155,7 +155,7 @@ def start(op: Exchange, *tensors: torch.Tensor, check: bool) -> Pending[Tensors]
     In the backward, the node of ``wait()`` sends the gradients and the node of this call receives them. Meanwhile
     autograd runs the nodes that were created between the two calls. First derivatives only.
     """
-    if op.peers.size == 1 or torch.compiler.is_compiling():  # the compiler schedules the waits itself
+    if op.peers.size == 1 or is_traced():  # the compiler schedules the waits itself
         result = differentiable(op, *tensors, check=check)
         return Pending(lambda: result)
     journey = _Journey(op, check)

@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 import torch
 
-from cp_styles._compat import resolve_group, start_all_gather, start_all_to_all, wait_tensor
+from cp_styles._compat import is_traced, resolve_group, start_all_gather, start_all_to_all, wait_tensor
 from cp_styles.collectives.peers import Peers
 from cp_styles.collectives.rows import Rows
 from cp_styles.comm.point_to_point import transfer_error
@@ -207,7 +207,7 @@ class Exchange(NamedTuple):
 
 
 def _arrived(wire: torch.Tensor, peers: Peers) -> torch.Tensor:
-    if torch.compiler.is_compiling():
+    if is_traced():
         return wait_tensor(wire)
     try:
         return wait_tensor(wire)

@@ -93,7 +93,7 @@ def rows_agreed(peers: Peers, call: str, describe: Callable[[], Facts], check: b
     Communication: one agreement of the ranks (:class:`~cp_styles.EveryCall`). If they differ, one all-gather of their
     descriptions.
     """
-    if peers.size == 1 or not check or torch.compiler.is_compiling():
+    if peers.size == 1 or not check or is_traced():
         return (StatusRow(describe().own),) * peers.size
     error = None
     try:

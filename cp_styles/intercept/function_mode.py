@@ -6,7 +6,6 @@ import copy
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
@@ -236,16 +235,11 @@ class AttentionCalls(RerunMode):
 
     def _refuse_mixed(self, *tensors: torch.Tensor, dim: int = -2) -> None:
         """Raise for a query, key or value in which tokens were mixed before; see [Note: token flow]."""
-        if (mixed := self._mixed_before(*tensors, dim=dim)) is not None:
-            raise NotImplementedError(mixed)
-
-    def _mixed_before(self, *tensors: torch.Tensor, dim: int) -> str | None:
-        """Which tokens were mixed before, in words. None if none were."""
-        if torch.compiler.is_dynamo_compiling() or not dispatch_modes_entered():
-            return None
-        flow = TokenFlow.entered()
-        problem = None if flow is None else flow.problem_of_attention(tensors, dim)
-        return None if flow is None or problem is None else f"{self._name}: {flow.words(problem)}"
+        if not torch.compiler.is_dynamo_compiling() and dispatch_modes_entered():
+            flow = TokenFlow.entered()
+            words = None if flow is None else flow.mixed_before(tensors, dim)
+            if words is not None:
+                raise NotImplementedError(f"{self._name}: {words}")
 
     @staticmethod
     def _followed(out: torch.Tensor, tensors: Sequence[torch.Tensor], dim: int = -2) -> torch.Tensor:
@@ -358,26 +352,18 @@ class AttentionCalls(RerunMode):
         call = replace(call, mask=mask, kernel=binding.kernel, agreement=binding.agreement)
         return decode(binding.name, q_BHLD, cache, call)
 
-    def mix(self, run: Callable[[Callable[[], None]], Any], tensors: Sequence[torch.Tensor], dim: int) -> Any:
+    def mix(self, run: Callable[[Callable[[], None]], Any]) -> Any:
         """``run(refuse)``, a token mixer over the whole sequence; see [Note: mixers by name] in mixer_calls.py.
 
-        The tokens are along ``dim`` of its ``tensors`` and of its first result. ``refuse`` raises for what this rank
-        may not pass on.
+        ``refuse`` raises for errors that only this rank may see.
         """
         self._tally.calls += 1
-        mixed = self._mixed_before(*tensors, dim=dim)
 
         def refuse() -> None:
             self.check_reruns()
             self._check_cut_everywhere()
-            if mixed is not None:
-                raise NotImplementedError(mixed)
 
-        flow = TokenFlow.entered() if dispatch_modes_entered() else None
-        with nullcontext() if flow is None else flow.paused():
-            out = run(refuse)
-        self._followed(out[0] if isinstance(out, tuple) else out, tensors, dim)
-        return out
+        return run(refuse)
 
     @never_compiled
     def _attend_varlen(self, *args: Any, **kwargs: Any) -> Any:

@@ -101,16 +101,8 @@ def _leave_out_caches(calls: AttentionCalls, given: dict[str, Any]) -> None:
     given.update({name: None for name in _CACHES if name in given})
 
 
-def _mixed(
-    calls: AttentionCalls,
-    name: str,
-    dim: int,
-    given: Mapping[str, Any],
-    run: Callable[[CutSequence], Any],
-    kwargs: dict[str, Any],
-) -> Any:
-    """``run(sequence)`` of a function that was called with ``given``. Its tokens are along ``dim``."""
-    tensors = [x for x in given.values() if isinstance(x, torch.Tensor) and x.ndim > 2]
+def _mixed(calls: AttentionCalls, name: str, run: Callable[[CutSequence], Any], kwargs: dict[str, Any]) -> Any:
+    """``run(sequence)``; ``kwargs`` may say which documents it has."""
     binding = calls.binding
 
     def cut(refuse: Callable[[], None]) -> Any:
@@ -126,7 +118,7 @@ def _mixed(
         )
         return run(sequence.packed_by(kwargs))
 
-    return calls.mix(cut, tensors, dim)
+    return calls.mix(cut)
 
 
 def _convolution(dim: int, calls: AttentionCalls, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -147,7 +139,7 @@ def _convolution(dim: int, calls: AttentionCalls, function: Callable[..., Any], 
 
         return convolved(sequence, conv, x, dim, weight_CW.shape[-1])
 
-    out = _mixed(calls, name, dim, {of_tokens: x}, run, given)
+    out = _mixed(calls, name, run, given)
     return (out, None) if name == "causal_conv1d" else out
 
 
@@ -165,14 +157,13 @@ _OF_CONVOLUTIONS = (
 def _kernel(
     run: Callable[..., Any],
     how: Any,
-    dim: int,
     calls: AttentionCalls,
     function: Callable[..., Any],
     *args: Any,
     **kwargs: Any,
 ) -> Any:
     given = arguments_of(function, args, kwargs)
-    return _mixed(calls, function.__name__, dim, given, lambda cut: run(cut, function, how, **given), given)
+    return _mixed(calls, function.__name__, lambda cut: run(cut, function, how, **given), given)
 
 
 def _not_fused(calls: AttentionCalls, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -206,12 +197,12 @@ _ONE_TOKEN = "it goes on from a cache: generate without context parallelism, wit
 _MIXERS = {
     "causal_conv1d_fn": partial(_convolution, 2),
     "causal_conv1d": partial(_convolution, 1),
-    **{name: partial(_kernel, recurred, how, 1) for name, how in RECURRENCES.items()},
-    **{name: partial(_kernel, scanned_by_channels, how, 2) for name, how in BY_CHANNELS.items()},
+    "mamba_split_conv1d_scan_combined": partial(_refused, "give the layer use_mem_eff_path=False"),
+    **{name: partial(_kernel, recurred, how) for name, how in RECURRENCES.items()},
+    **{name: partial(_kernel, scanned_by_channels, how) for name, how in BY_CHANNELS.items()},
 }
 _HANDLERS: dict[str, Callable[..., Any]] = _MIXERS | {
     **dict.fromkeys(("mamba2_split_conv1d_scan_combined", "mamba_inner_fn"), _not_fused),
-    "mamba_split_conv1d_scan_combined": partial(_refused, "give the layer use_mem_eff_path=False"),
     **dict.fromkeys(
         ("causal_conv1d_update", "mamba2_selective_state_update", "mamba_selective_state_update"),
         partial(_refused, _ONE_TOKEN),

@@ -25,7 +25,6 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from cp_styles._compat import (
     MODULE_CALL,
@@ -50,6 +49,7 @@ from cp_styles.intercept.token_rules import (
     plain_name,
 )
 from cp_styles.layout import cut_with
+from cp_styles.mixers.fragments import FollowsTokens
 from cp_styles.troubleshooting import see
 
 
@@ -81,7 +81,7 @@ class TokenProblem(NamedTuple):
     where: Origin
 
 
-class TokenFlow(TorchDispatchMode):
+class TokenFlow(FollowsTokens):
     """While it is entered, follows this rank's tokens from the tensors that were given to :meth:`seed`.
 
     See [Note: token flow].
@@ -322,8 +322,13 @@ class TokenFlow(TorchDispatchMode):
 
     # Attention and outputs.
 
+    def mixed_before(self, tensors: Iterable[torch.Tensor], dim: int = -2) -> str | None:
+        """What is wrong with the inputs of an attention or a mixer, whose tokens are along ``dim``, in words."""
+        problem = self.problem_of_attention(tensors, dim)
+        return None if problem is None else self.words(problem)
+
     def problem_of_attention(self, tensors: Iterable[torch.Tensor], dim: int = -2) -> TokenProblem | None:
-        """What is wrong with the query, key or value of an attention, whose tokens are along ``dim``; or of a mixer."""
+        """What is wrong with the query, key or value of an attention, whose tokens are along ``dim``."""
         if self._paused:
             return None
         tensors = tuple(tensors)
@@ -613,6 +618,7 @@ _ENGINE = tuple(
     for name in (
         "engine",
         "functions",
+        "mixers",
         "strategies",
         "kernels",
         "collectives",

@@ -101,6 +101,13 @@ def scanned_by_channels(
     sequence: CutSequence, kernel: Callable[..., Any], how: Channels, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
     """:func:`context_by_channels` of a sequence, called with the arguments of ``kernel``."""
+    tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.ndim > 2]
+    return sequence.followed(lambda sequence: _by_channels(sequence, kernel, how, args, kwargs), tensors, 2)
+
+
+def _by_channels(
+    sequence: CutSequence, kernel: Callable[..., Any], how: Channels, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> torch.Tensor:
     sequence, name, named = sequence.packed_by(kwargs), sequence.name, {}
 
     def describe() -> tuple[list[torch.Tensor], int]:

@@ -76,7 +76,12 @@ def convolved(
     sequence: CutSequence, conv: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, dim: int, width: int
 ) -> torch.Tensor:
     """:func:`context_causal_conv1d` of a sequence."""
+    return sequence.followed(lambda sequence: _convolved(sequence, conv, x, dim, width), [x], dim)
 
+
+def _convolved(
+    sequence: CutSequence, conv: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, dim: int, width: int
+) -> torch.Tensor:
     def describe() -> tuple[list[torch.Tensor], int]:
         dim_of(x, dim, "dim")
         if not isinstance(width, int) or width < 1:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from cp_styles._compat import dispatch_modes
 from cp_styles.bounded_cache import remembered
 from cp_styles.collectives.peers import Facts, Peers, peers_of, rows_agreed
 from cp_styles.comm.agreement import Agreement, NoAgreement
@@ -183,6 +186,22 @@ def documents_in(mask: Mask) -> Documents | PerRow | None:
     return found[0] if found else None
 
 
+class FollowsTokens(TorchDispatchMode):
+    """A mode that finds what mixes the tokens of this rank alone."""
+
+    def mixed_before(self, tensors: Iterable[torch.Tensor], dim: int) -> str | None:
+        """What is wrong with tensors whose tokens are along ``dim``, in words."""
+        raise NotImplementedError
+
+    def paused(self) -> AbstractContextManager[None]:
+        """A context in which nothing is followed."""
+        raise NotImplementedError
+
+    def attended(self, out: torch.Tensor, tensors: Sequence[torch.Tensor], dim: int) -> None:
+        """``out`` has the tokens of ``tensors``."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
 class CutSequence:
     """The sequence of a call, before the ranks have agreed on it.
@@ -238,6 +257,26 @@ class CutSequence:
         else:
             found = Documents.from_ids(ids[0] if ids.ndim == 2 and bool((ids == ids[:1]).all()) else ids)
         return replace(self, documents=found)
+
+    def followed(self, run: Callable[[CutSequence], Any], tensors: Sequence[torch.Tensor], dim: int) -> Any:
+        """``run(self)``. Modes that follow tokens take its first result for the tokens that ``tensors`` have along
+        ``dim``, and do not look at how a kernel computes it."""
+        flow = next((mode for mode in dispatch_modes() if isinstance(mode, FollowsTokens)), None)
+        given = [x for x in tensors if isinstance(x, torch.Tensor) and -x.ndim <= dim < x.ndim]
+        if flow is None or len(given) < len(tensors) or not given:  # errors of the arguments come later
+            return run(self)
+        mixed = flow.mixed_before(tensors, dim)
+
+        def refuse() -> None:
+            if self.refuse is not None:
+                self.refuse()
+            if mixed is not None:
+                raise NotImplementedError(f"{self.name}: {mixed}")
+
+        with flow.paused():
+            out = run(replace(self, refuse=refuse))
+        flow.attended(out[0] if isinstance(out, tuple) else out, tensors, dim)
+        return out
 
     def agreed(self, describe: Callable[[], tuple[list[torch.Tensor], int]], **same: Any) -> Cut:
         """How it is cut, once all ranks know that their calls fit together.

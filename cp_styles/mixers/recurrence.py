@@ -143,6 +143,13 @@ def context_recurrence(
 @uncompiled
 def recurred(sequence: CutSequence, kernel: Callable[..., Any], how: Recurrence, *args: Any, **kwargs: Any) -> Any:
     """:func:`context_recurrence` of a sequence, called with the arguments of ``kernel``."""
+    tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.ndim > 2]
+    return sequence.followed(lambda sequence: _recurred(sequence, kernel, how, args, kwargs), tensors, 1)
+
+
+def _recurred(
+    sequence: CutSequence, kernel: Callable[..., Any], how: Recurrence, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     call: Any = None
 
     def describe() -> tuple[list[torch.Tensor], int]:

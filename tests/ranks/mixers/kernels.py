@@ -61,3 +61,23 @@ def selective_scan_fn(u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_
     out = torch.stack(outs, 2)
     out = out if D is None else out + D[:, None] * u
     return out if z is None else out * torch.nn.functional.silu(z)
+
+
+def causal_conv1d_fn(
+    x, weight, bias=None, seq_idx=None, initial_states=None, return_final_states=False, final_states_out=None,
+    activation=None,
+):  # fmt: skip
+    """Of the package causal-conv1d: x [B, C, L], weight [C, W]."""
+    padded = torch.nn.functional.pad(x, (weight.shape[1] - 1, 0))
+    out = torch.nn.functional.conv1d(padded, weight[:, None], bias, groups=x.shape[1])
+    return torch.nn.functional.silu(out) if activation == "silu" else out
+
+
+def causal_conv1d(x, weight, bias=None, residual=None, initial_state=None, output_final_state=False, activation=None):
+    """Of flash-linear-attention: x [B, L, C], and it returns a state too."""
+    return causal_conv1d_fn(x.mT, weight, bias, activation=activation).mT, None
+
+
+def mamba_split_conv1d_scan_combined(*args, **kwargs):
+    """Of mamba-ssm: convolution and scan in one."""
+    raise AssertionError("it would run on a part")

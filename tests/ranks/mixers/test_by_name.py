@@ -1,0 +1,168 @@
+"""Layers of models that are no transformers': kernels by their names, and the functions, inside of a style."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.functional import normalize, scaled_dot_product_attention, softplus
+
+from cp_styles import ModuleContextParallel, contiguous, head_tail, sum_gradients
+from cp_styles.mixers import context_causal_conv1d, context_recurrence, context_roll
+from cp_styles.testing import run_ranks
+from tests.oracle import error, randn
+from tests.ranks.mixers import kernels
+from tests.ranks.mixers.kernels import causal_conv1d, chunk_gated_delta_rule, mamba_split_conv1d_scan_combined
+
+# Sums in float64, in another order: 1e-15 a step. A state or a row that is not passed on gives 1e-2.
+EXACT = 1e-11
+LENGTH, CHANNELS = 13, 8
+
+
+def moved(forward):
+    """A decorator, as libraries have them around such forwards."""
+
+    @functools.wraps(forward)
+    def decorated(self, *args, **kwargs):
+        return forward(self, *args, **kwargs)
+
+    return decorated
+
+
+class DeltaNet(nn.Module):
+    """With the kernels' names as flash-linear-attention has them."""
+
+    def __init__(self, before=None):
+        super().__init__()
+        self.taps = nn.Parameter(randn(1, 3 * CHANNELS, 4) * 0.3)
+        self.qkv = nn.Linear(CHANNELS, 3 * CHANNELS, dtype=torch.float64)
+        self.gates = nn.Linear(CHANNELS, 4, dtype=torch.float64)
+        self.before = before
+
+    @moved
+    def forward(self, x_BLC):
+        mixed, _ = causal_conv1d(self.qkv(x_BLC), self.taps, activation="silu")
+        if self.before is not None:
+            mixed = self.before(mixed)
+        q, k, v = (each.unflatten(-1, (2, 4)) for each in mixed.chunk(3, -1))
+        g, beta = self.gates(x_BLC).chunk(2, -1)
+        out, _ = chunk_gated_delta_rule(normalize(q, dim=-1), normalize(k, dim=-1), v, -softplus(g), beta.sigmoid())
+        return x_BLC + out.flatten(-2)
+
+
+class Attention(nn.Module):
+    def forward(self, x_BLC):
+        x_BHLD = x_BLC.unflatten(-1, (2, 4)).transpose(1, 2)
+        return scaled_dot_product_attention(x_BHLD, x_BHLD, x_BHLD, is_causal=True).transpose(1, 2).flatten(-2)
+
+
+class ByFunctions(nn.Module):
+    """The same as a hand-written model that calls the functions; ``mesh`` None is one process."""
+
+    def __init__(self, mesh=None):
+        super().__init__()
+        self.mesh, self.taps = mesh, nn.Parameter(randn(1, CHANNELS, 4) * 0.3)
+
+    def forward(self, x_BLC):
+        def conv(x_BCL):
+            return kernels.causal_conv1d_fn(x_BCL, self.taps)
+
+        x_BCL, layout = x_BLC.mT, head_tail(LENGTH, 2)
+        one = self.mesh is None
+        y = (conv(x_BCL) if one else context_causal_conv1d(conv, x_BCL, self.mesh, width=4, layout=layout)).mT
+        y = y + (torch.roll(x_BLC, 1, 1) if one else context_roll(x_BLC, 1, 1, self.mesh, layout=layout))
+        scan = kernels.chunk_gla
+        scan = scan if one else context_recurrence(scan, self.mesh, layout=layout)
+        y_BLHK = y.unflatten(-1, (2, 4))
+        return x_BLC + scan(y_BLHK, y_BLHK, y_BLHK, -softplus(y_BLHK))[0].flatten(-2)
+
+
+def model_of(*layers):
+    return nn.Sequential(*(layers or (DeltaNet(), Attention(), DeltaNet())))
+
+
+def step(model, x, cotangent):
+    out = model(x)
+    out.backward(cotangent)
+    return [out.detach(), *(each.grad for each in model.parameters())]
+
+
+def on_ranks(model, layout, prepare=None):
+    def main(rank: int):
+        mesh = init_device_mesh("cpu", (layout.ranks,), mesh_dim_names=("cp",))
+        mine = copy.deepcopy(model)
+        if prepare is not None:
+            prepare(mine, mesh)
+        parallelize_module(mine, mesh, ModuleContextParallel(layout=layout))
+        out, *_ = step(mine, layout.shard(X, 1, rank), layout.shard(COTANGENT, 1, rank))
+        sum_gradients(mine, mesh)
+        return [out, *(each.grad for each in mine.parameters())]
+
+    found = run_ranks(main, layout.ranks)
+    return [layout.unshard([each[0] for each in found], 1), *found[0][1:]]
+
+
+X, COTANGENT = randn(2, 2, LENGTH, CHANNELS), randn(3, 2, LENGTH, CHANNELS)
+
+
+@pytest.mark.parametrize("layout", [head_tail(LENGTH, 2), contiguous(LENGTH, 3)], ids=["head_tail", "contiguous"])
+def test_kernels_by_name(layout):
+    model = model_of()
+    for one, expected in zip(on_ranks(model, layout), step(model, X, COTANGENT), strict=True):
+        assert error(one, expected) < EXACT
+    assert type(model[0]) is DeltaNet
+    assert sys.modules[__name__].causal_conv1d is kernels.causal_conv1d
+
+
+def test_functions_inside_of_a_style():
+    """The tokens that a user's kernel mixes there are no mistake: other ranks' tokens were among them."""
+    model = model_of(ByFunctions(), Attention())
+    expected = step(model, X, COTANGENT)
+
+    def prepare(mine, mesh):
+        mine[0].mesh = mesh
+
+    for one, each in zip(on_ranks(copy.deepcopy(model), head_tail(LENGTH, 2), prepare), expected, strict=True):
+        assert error(one, each) < EXACT
+
+
+def test_what_was_mixed_before_is_refused():
+    model = model_of(DeltaNet(before=lambda x: x.cumsum(1)), Attention())
+
+    def main(rank: int):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        mine = parallelize_module(copy.deepcopy(model), mesh, ModuleContextParallel())
+        mine(head_tail(LENGTH, 2).shard(X, 1, rank))
+
+    errors = run_ranks(main, 2, return_errors=True)
+    assert all("carries values from token to token" in str(each) for each in errors), errors
+    assert "chunk_gated_delta_rule of 0" in str(errors[0])
+
+
+class Fused(nn.Module):
+    def forward(self, x_BLC):
+        return mamba_split_conv1d_scan_combined(x_BLC)
+
+
+class WithState(nn.Module):
+    def forward(self, x_BLC):
+        return causal_conv1d(x_BLC, x_BLC[0, :4].mT, output_final_state=True)[0]
+
+
+@pytest.mark.parametrize(("layer", "words"), [(Fused, "use_mem_eff_path=False"), (WithState, "output_final_state")])
+def test_refused(layer, words):
+    model = model_of(layer(), Attention())
+
+    def main(rank: int):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        mine = parallelize_module(copy.deepcopy(model), mesh, ModuleContextParallel())
+        mine(head_tail(LENGTH, 2).shard(X, 1, rank))
+
+    errors = run_ranks(main, 2, return_errors=True)
+    assert all(isinstance(each, NotImplementedError) and words in str(each) for each in errors), errors
