@@ -349,6 +349,16 @@ class InputGuards:
                 "the model that has no style"
                 f"{see('generate() without a cache that is cut')}"
             )
+        pictures = [name for name, x in inputs.items() if name.startswith("pixel_values") and x is not None]
+        if pictures:
+            raise NotImplementedError(
+                f"{binding.name}: {kind} makes tokens of {', '.join(pictures)} inside, where its vision tower would "
+                "attend as if each rank had a part of the picture, and put them among this rank's part of the text. "
+                "Make the embeddings of the whole sequence, with the pictures in them; cut those; and apply the style "
+                'to the language model alone: parallelize_module(model, mesh, {"model.language_model": '
+                "ModuleContextParallel()})"
+                f"{see('Pictures among the tokens')}"
+            )
         look = self._forwards & (self._forwards - 1) == 0
         missing = [partial(self._check_positions, kind, inputs)]
         if self._has_loss:

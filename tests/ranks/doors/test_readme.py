@@ -54,6 +54,7 @@ EXAMPLES = (
     "two ahead",
     "positions by a hook",
     "faults",
+    "pictures",
 )
 ROOT = Path(__file__).parents[3]
 README = (ROOT / "README.md").read_text()
