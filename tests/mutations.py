@@ -93,6 +93,43 @@ class Mistake(NamedTuple):
 
 
 MISTAKES = [
+    # -- linear attention, state spaces, convolutions --
+    Mistake(
+        "mixers: the state goes on into the next document",
+        "if each.rank == cut.peers.rank and not each.first:",
+        "if each.rank == cut.peers.rank and each.start:",
+        "tests/ranks/mixers/test_recurrence.py",
+    ),
+    Mistake(
+        "mixers: what was mixed before a kernel is not asked",
+        "mixed = flow.mixed_before(tensors, dim)",
+        "mixed = None",
+        "tests/ranks/mixers/test_by_name.py",
+    ),
+    Mistake(
+        "mixers: what a user's kernel mixes is followed",
+        "with flow.paused(): out = run(replace(self, refuse=refuse))",
+        "if True: out = run(replace(self, refuse=refuse))",
+        "tests/ranks/mixers/test_by_name.py",
+    ),
+    Mistake(
+        "mixers: the layer that calls is not compared",
+        "{name} of {calls.path or 'the module itself'}",
+        "{name}",
+        "tests/clients/test_mixers.py",
+    ),
+    Mistake(
+        "mixers: parameters are not compared",
+        "watch.look(tensors, self.group) if self.compares else 0",
+        "0",
+        "tests/clients/test_mixers.py",
+    ),
+    Mistake(
+        "mixers: padding cut as if this part were the last",
+        "return function(x_BLC, layout.shard(mask_BS, 1, rank))",
+        "return function(x_BLC, attention_mask)",
+        "tests/clients/test_mixers.py",
+    ),
     # -- what ranks compare, and the loss --
     Mistake(
         "checksum: words and places are added, not mixed",

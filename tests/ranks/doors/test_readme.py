@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import conv1d, cross_entropy, pad, silu
 from torch.utils.checkpoint import checkpoint
 
 import cp_styles
@@ -39,6 +39,7 @@ EXAMPLES = (
     "fsdp",
     "joint",
     "flex",
+    "convolution",
     "decode",
     "generate",
     "torch api",
@@ -106,6 +107,18 @@ def check(found: list[torch.Tensor], attend) -> None:
 
 
 CAUSAL = torch.ones(1000, 1000, dtype=torch.bool).tril()
+
+
+def test_the_example_of_a_convolution():
+    def on(rank):
+        scope = {}
+        for name in ("example", "example: convolution"):
+            exec(example(name), scope)
+        return [scope[name].detach() for name in ("x_BCL", "y_BCL")]
+
+    x, y = (head_tail(1000, 2).unshard(parts, 2) for parts in zip(*run_ranks(on, 2), strict=True))
+    whole = silu(conv1d(pad(x.double(), (3, 0)), torch.ones(8, 1, 4, dtype=torch.float64), groups=8))
+    assert error(y, whole) < 1e-6  # float32; a row that is not sent would be off by its own size
 
 
 def test_the_example_is_the_attention_of_all_tokens():
