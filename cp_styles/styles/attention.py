@@ -259,22 +259,22 @@ class CoreState:
         try:
             self._calls.refuse_inside()
             inputs = self._three(args, kwargs)
-            came = self._dtensor_io.other_axes(binding.name, self._names, inputs)
+            input_axes = self._dtensor_io.other_axes(binding.name, self._names, inputs)
             local = tuple([value.to_local() if isinstance(value, DTensor) else value for value in inputs])
             check_local(binding.name, local)
             self._refuse_others(args, kwargs)
             if cut := cuts_of(local):
                 binding.refuse_other_cut(cut, local[0].shape[self.style.seq_dim])
-            lifted = self._dtensor_io.lift(inputs, local, came, binding.layout)
+            lifted = self._dtensor_io.lift(inputs, local, input_axes, binding.layout)
         except Exception as error:  # of any kind: the other ranks must raise too
             self._binding.refuse(error)
-        self._lifted = came, lifted[0].shape[self.style.seq_dim]
+        self._lifted = input_axes, lifted[0].shape[self.style.seq_dim]
         return self._replaced(args, kwargs, lifted)
 
     def _lower(self, output: Any) -> Any:
         """The outputs in the form of the inputs."""
         assert self._lifted is not None
-        (came, declared), self._lifted = self._lifted, None
+        (input_axes, declared), self._lifted = self._lifted, None
         # (In a recomputation, a selective checkpoint may have the output of the attention, on all ranks.)
         if not self._calls.reached() and graph_task_id() < 0:
             self._binding.refuse_call()
@@ -283,9 +283,9 @@ class CoreState:
         def lower(each: DTensor) -> torch.Tensor:
             if not is_private(each):
                 return each
-            sequence = came is not None and came.seq_axis is not None
+            sequence = input_axes is not None and input_axes.seq_axis is not None
             length = self._length() if sequence or not self.style.use_local_output else 0
-            return self._dtensor_io.lower(self._binding.name, each, came, (declared, length))
+            return self._dtensor_io.lower(self._binding.name, each, input_axes, (declared, length))
 
         return lower(output) if isinstance(output, DTensor) else tree_map_only(DTensor, lower, output)
 
@@ -370,19 +370,19 @@ class CoreState:
                 "before the module (for example a temperature to the query), or use ModuleContextParallel"
             )
         inputs = [kwargs[name] if name in kwargs else args[place] for name, place in self._places]
-        came = io.traced_mesh(name, inputs)
-        if came is not None and not self._one_mask:
+        input_mesh = io.traced_mesh(name, inputs)
+        if input_mesh is not None and not self._one_mask:
             raise ValueError(f"{name}: {self._binding.mask}: {SINGLED_OUT}")
-        private = _private_mesh(io.handle, inputs[0].device.type, came)
+        private = _private_mesh(io.handle, inputs[0].device.type, input_mesh)
         if isinstance(private, str):
             raise ValueError(f"{name}: {private}")
-        args, kwargs = self._replaced(args, kwargs, io.traced_lift(inputs, private, came))
+        args, kwargs = self._replaced(args, kwargs, io.traced_lift(inputs, private, input_mesh))
         calls.begin()
         with calls:
             output = forward(*args, **kwargs)
         if not calls.reached():
             raise NotImplementedError(f"{name}: {_NOT_REACHED}")
-        return tree_map_only(DTensor, lambda each: io.traced_lower(name, each, private, came), output)
+        return tree_map_only(DTensor, lambda each: io.traced_lower(name, each, private, input_mesh), output)
 
 
 # If it were compiled, it would not run after a forward that cannot be traced, and other ranks would wait for this one.
@@ -393,8 +393,8 @@ never_compile_alone(CoreState.forward, nor_what_it_calls=True)
 
 
 @constant_under_compile  # of a module and of a mesh, which are guarded
-def _private_mesh(handle: str, device_type: str, came: DeviceMesh | None) -> DeviceMesh | str:
-    return _alive[handle].traced_private_mesh(device_type, came)
+def _private_mesh(handle: str, device_type: str, input_mesh: DeviceMesh | None) -> DeviceMesh | str:
+    return _alive[handle].traced_private_mesh(device_type, input_mesh)
 
 
 class _Core(BoundToThisRun):

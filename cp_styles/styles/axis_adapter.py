@@ -13,7 +13,7 @@ from cp_styles._compat import hooks_in_order, tree_map_only
 from cp_styles.styles.mesh_axes import OtherAxes, Placements, chunk, other_axes_of, placed
 
 
-class _Came(NamedTuple):
+class _InputForm(NamedTuple):
     """The form of a module's input: the axes other than the style's, its placements on them, and its rows."""
 
     other_axes: OtherAxes
@@ -40,7 +40,7 @@ class AxisAdapter:
         self._axis = axis
         self._composed = composed
         self._keeps_rows = keeps_rows
-        self._came: _Came | None = None
+        self._form: _InputForm | None = None
 
     def register(self, module: nn.Module) -> None:
         """Register hooks that run before the style's own on inputs, and after them on outputs."""
@@ -49,59 +49,57 @@ class AxisAdapter:
         hooks_in_order(module)
 
     def _lower(self, module: nn.Module, args: Any) -> Any:
-        if self._came is not None:  # from a forward that failed
-            self._came = None
-        return tree_map_only(DTensor, self._without, args)
+        if self._form is not None:  # from a forward that failed
+            self._form = None
+        return tree_map_only(DTensor, self._on_own_axis, args)
 
-    def _without(self, value: DTensor) -> DTensor:
+    def _on_own_axis(self, value: DTensor) -> DTensor:
         if value.device_mesh.ndim == 1:
             return value
         (name,) = self._axis.mesh_dim_names or ("",)
         what = f"{self._who}: got a DTensor on mesh axes {value.device_mesh.mesh_dim_names} with {value.placements}"
-        found = other_axes_of(value.device_mesh, self._composed, name)
-        if isinstance(found, str) or found.seq_axis is None:
-            raise ValueError(
-                f"{what}: {found if isinstance(found, str) else f'it lacks the axis {name!r} of the style'}"
-            )
+        axes = other_axes_of(value.device_mesh, self._composed, name)
+        if isinstance(axes, str) or axes.seq_axis is None:
+            raise ValueError(f"{what}: {axes if isinstance(axes, str) else f'it lacks the axis {name!r} of the style'}")
         if not self._keeps_rows:
             raise NotImplementedError(
                 f"{what}, but this style takes DTensors on {name!r} alone. ColwiseParallel, RowwiseParallel and "
                 "SequenceParallel take DTensors on several axes and redistribute over their own: leave this style out"
             )
-        others, own = found.others(value.placements), value.placements[found.seq_axis]
-        cut = {axis: each.dim for axis, each in zip(found.axes, others, strict=True) if type(each) is Shard}
+        others, placement = axes.others(value.placements), value.placements[axes.seq_axis]
+        cut = {axis: each.dim for axis, each in zip(axes.axes, others, strict=True) if type(each) is Shard}
         features = value.ndim - 1 if value.is_floating_point() else None  # and tokens have none
         if len(cut) < len(others) or features in cut.values():
             raise ValueError(
                 f"{what}: every axis other than {name!r} must cut rows, such as Shard(1) of [B, S, W]. With other "
                 "placements the sum of the parameter gradients would not be that of one device"
             )
-        if type(own) is Shard and any(axis > found.seq_axis for axis, dim in cut.items() if dim == own.dim):
+        if type(placement) is Shard and any(axis > axes.seq_axis for axis, dim in cut.items() if dim == placement.dim):
             raise ValueError(f"{what}: {name!r} must come after the axes that cut the same dim, as tp in ('cp', 'tp')")
         shape, place = list(value.shape), value.device_mesh.get_coordinate() or ()
         for axis, dim in cut.items():
             start, stop = chunk(shape[dim], value.device_mesh.size(axis), place[axis])
             shape[dim] = stop - start
-        self._came = _Came(found, others, {dim: (shape[dim], value.shape[dim]) for dim in cut.values()})
-        return placed(value.to_local(), self._axis, (own,), shape)
+        self._form = _InputForm(axes, others, {dim: (shape[dim], value.shape[dim]) for dim in cut.values()})
+        return placed(value.to_local(), self._axis, (placement,), shape)
 
     def _lift(self, module: nn.Module, args: Any, output: Any) -> Any:
-        came, self._came = self._came, None
-        return output if came is None else tree_map_only(DTensor, lambda value: self._with(value, came), output)
+        form, self._form = self._form, None
+        return output if form is None else tree_map_only(DTensor, lambda value: self._on_all_axes(value, form), output)
 
-    def _with(self, value: DTensor, came: _Came) -> torch.Tensor:
+    def _on_all_axes(self, value: DTensor, form: _InputForm) -> torch.Tensor:
         if value.device_mesh != self._axis:
             return value
-        (own,) = value.placements
+        (placement,) = value.placements
         shape = list(value.shape)
-        for dim, (rows, whole) in came.rows.items():
+        for dim, (rows, whole) in form.rows.items():
             assert shape[dim] == rows  # a Linear, an Embedding or a norm: what the styles took
             shape[dim] = whole
-        placements = came.other_axes.joined(own, came.others)
-        assert came.other_axes.seq_axis is not None  # seen when it came
-        if isinstance(own, Shard) and own in placements[came.other_axes.seq_axis + 1 :]:
+        placements = form.other_axes.joined(placement, form.others)
+        assert form.other_axes.seq_axis is not None  # _on_own_axis saw it
+        if isinstance(placement, Shard) and placement in placements[form.other_axes.seq_axis + 1 :]:
             raise ValueError(
-                f"{self._who}: the output would be {placements} on {came.other_axes.mesh.mesh_dim_names}, but the axis "
+                f"{self._who}: the output would be {placements} on {form.other_axes.mesh.mesh_dim_names}, but the axis "
                 "of the style must come after the axes that cut the same dim, as tp in ('cp', 'tp')"
             )
-        return placed(value.to_local(), came.other_axes.mesh, placements, shape)
+        return placed(value.to_local(), form.other_axes.mesh, placements, shape)

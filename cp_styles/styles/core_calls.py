@@ -126,9 +126,9 @@ class CoreCalls(AttentionCalls):
 
     def _refuse_core_call(self, tensors: tuple[Any, ...], attn_mask: torch.Tensor | None) -> None:
         """Raise for a call that is not an attention over this module's sequence."""
-        mesh = next(tensor.device_mesh for tensor in tensors if is_private(tensor))
+        mesh = next(filter(is_private, tensors)).device_mesh
         for label, tensor in zip(_LABELS, tensors, strict=True):
-            if not is_private(tensor) or tensor.device_mesh != mesh:
+            if not isinstance(tensor, DTensor) or tensor.device_mesh != mesh:
                 raise ValueError(
                     f"{self._name}: {label} was not made inside this module: it is not a DTensor on the module's "
                     "sequence axis; compute it from the module's inputs, or pass it to the module"

@@ -95,51 +95,52 @@ class DTensorIO:
             if not isinstance(value, DTensor) or value.device_mesh != mesh:
                 on = f"on mesh axes {value.device_mesh.mesh_dim_names}" if isinstance(value, DTensor) else "local"
                 raise ValueError(f"{name}: {what}, but {label} is {on}: pass all three on the same mesh")
-        found = self.of(mesh)
-        if isinstance(found, str):
-            raise ValueError(f"{name}: {what}: {found}. Otherwise {expected}")
-        if found.seq_axis is None and not self._use_local_output:
+        axes = self.of(mesh)
+        if isinstance(axes, str):
+            raise ValueError(f"{name}: {what}: {axes}. Otherwise {expected}")
+        if axes.seq_axis is None and not self._use_local_output:
             raise ValueError(
                 f"{name}: {what}. Outputs are then DTensors on the same axes, and use_local_output=False has no "
                 f"meaning for them: leave it out, or pass DTensors on a mesh that also has {self._axis.mesh_dim_names}"
             )
         for label, value in zip(labels, inputs, strict=True):
-            if found.seq_axis is not None and value.placements[found.seq_axis] != Shard(dim):
+            if axes.seq_axis is not None and value.placements[axes.seq_axis] != Shard(dim):
                 raise ValueError(
-                    f"{name}: {label} is {value.placements[found.seq_axis]!r} on the sequence axis {self._sequence!r} "
+                    f"{name}: {label} is {value.placements[axes.seq_axis]!r} on the sequence axis {self._sequence!r} "
                     f"of {mesh.mesh_dim_names}, not Shard({dim}): cut it with the attention's layout, or check seq_dim"
                 )
-        others = [found.others(value.placements) for value in inputs]
-        refuse_placements(name, labels, others, found.names, dim, 3 - dim)
-        return found
-
-    def private_mesh(self, device_type: str, came: OtherAxes | None) -> DeviceMesh:
-        return private_mesh(self._group, device_type, came)
+        others = [axes.others(value.placements) for value in inputs]
+        refuse_placements(name, labels, others, axes.names, dim, 3 - dim)
+        return axes
 
     def lift(
         self,
         values: Sequence[torch.Tensor],
         parts: Sequence[torch.Tensor],
-        came: OtherAxes | None,
+        input_axes: OtherAxes | None,
         layout: SequenceLayout | Balancer,
     ) -> Sequence[DTensor]:
         """``values`` with the local tensors ``parts`` as DTensors on the private mesh. ``layout``: that of the call, or
         the balancer that makes it."""
         rank, ranks, dim = self._group.rank(), self._group.size(), self._seq_dim
         placements: list[Placements] = []
-        shapes = []
+        shapes: list[list[int]] = []
+        sizes: dict[int, int] = {}  # by this rank's rows, which are alike in most calls
         for value, part in zip(values, parts, strict=True):
             others = ()
             shape = list(part.shape)
-            if came is not None:
+            if input_axes is not None:
                 assert isinstance(value, DTensor)  # other_axes() saw it
-                others, shape = came.others(value.placements), list(value.shape)
-            shape[dim] = declared_size(layout, rank, ranks, part.shape[dim])
+                others, shape = input_axes.others(value.placements), list(value.shape)
+            rows = part.shape[dim]
+            if rows not in sizes:
+                sizes[rows] = declared_size(layout, rank, ranks, rows)
+            shape[dim] = sizes[rows]
             placements.append((Shard(dim), *others))
             shapes.append(shape)
-        return placed_together(parts, self.private_mesh(parts[0].device.type, came), placements, shapes)
+        return placed_together(parts, private_mesh(self._group, parts[0].device.type, input_axes), placements, shapes)
 
-    def lower(self, name: str, output: DTensor, came: OtherAxes | None, scale: tuple[int, int]) -> torch.Tensor:
+    def lower(self, name: str, output: DTensor, input_axes: OtherAxes | None, scale: tuple[int, int]) -> torch.Tensor:
         """An output on the private mesh, converted to the form of the inputs. ``scale``: the number of queries that was
         declared to DTensor, and the true one.
 
@@ -148,31 +149,33 @@ class DTensorIO:
         """
         placement, others = sequence_placement(name, output)
         (local,) = local_parts((output,))
-        if came is None and self._use_local_output:
+        if input_axes is None and self._use_local_output:
             return local
         shape = list(output.shape)
         declared, length = scale
-        if came is not None and came.seq_axis is None:
+        if input_axes is not None and input_axes.seq_axis is None:
             shape[placement.dim] = local.shape[placement.dim]
         else:
             shape[placement.dim] = shape[placement.dim] // declared * length if declared else 0
-        if came is None:
+        if input_axes is None:
             return placed(local, self._axis, (placement,), shape)
-        return placed(local, came.mesh, came.joined(placement, others), shape)
+        return placed(local, input_axes.mesh, input_axes.joined(placement, others), shape)
 
     # -- under torch.compile --
 
-    def traced_lift(self, values: Sequence[Any], private: DeviceMesh, came: DeviceMesh | None) -> list[DTensor]:
-        others = () if came is None else values[0].placements
+    def traced_lift(self, values: Sequence[Any], private: DeviceMesh, input_mesh: DeviceMesh | None) -> list[DTensor]:
+        others = () if input_mesh is None else values[0].placements
         parts = [value.to_local() if isinstance(value, DTensor) else value for value in values]
         return [placed_in_graph(part, private, [Shard(self._seq_dim), *others]) for part in parts]
 
-    def traced_lower(self, name: str, output: DTensor, private: DeviceMesh, came: DeviceMesh | None) -> torch.Tensor:
+    def traced_lower(
+        self, name: str, output: DTensor, private: DeviceMesh, input_mesh: DeviceMesh | None
+    ) -> torch.Tensor:
         if output.device_mesh != private:
             return output
         _, others = sequence_placement(name, output)
         local = output.to_local()
-        return local if came is None else placed_in_graph(local, came, others)
+        return local if input_mesh is None else placed_in_graph(local, input_mesh, others)
 
     def traced_mesh(self, name: str, inputs: Sequence[Any]) -> DeviceMesh | None:
         """The mesh of the inputs if they are DTensors on axes other than the sequence's. Else None."""
@@ -196,14 +199,14 @@ class DTensorIO:
             )
         return mesh
 
-    def traced_private_mesh(self, device_type: str, came: DeviceMesh | None) -> DeviceMesh | str:
-        """The private mesh for inputs on the mesh ``came``; or a text that says why there is none."""
-        other_axes = None if came is None else self.of(came)
+    def traced_private_mesh(self, device_type: str, input_mesh: DeviceMesh | None) -> DeviceMesh | str:
+        """The private mesh for inputs on the mesh ``input_mesh``; or a text that says why there is none."""
+        other_axes = None if input_mesh is None else self.of(input_mesh)
         if isinstance(other_axes, str):
-            return f"query is a DTensor on mesh axes {came and came.mesh_dim_names}: {other_axes}"
+            return f"query is a DTensor on mesh axes {input_mesh and input_mesh.mesh_dim_names}: {other_axes}"
         if other_axes is not None and other_axes.seq_axis is not None:
             return "DTensors on the sequence axis and other axes together are not supported under torch.compile"
-        return self.private_mesh(device_type, other_axes)
+        return private_mesh(self._group, device_type, other_axes)
 
     def of(self, mesh: DeviceMesh) -> OtherAxes | str:
         """The axes of ``mesh`` other than the sequence's; or a text that says why it is not supported."""

@@ -317,8 +317,6 @@ class _Placed(torch.autograd.Function):
 
 def local_parts(tensors: Sequence[DTensor], gradients: Sequence[Placements] | None = None) -> Sequence[torch.Tensor]:
     """``to_local(grad_placements=...)`` of each, without communication. ``gradients``: default, as the tensors are."""
-    if gradients is None:
-        gradients = [tensor.placements for tensor in tensors]
     if torch.is_grad_enabled() and any(map(_REQUIRES_GRAD, tensors)):
         return _Local.apply(gradients, *tensors)
     return [tensor.to_local() for tensor in tensors]
@@ -330,18 +328,19 @@ class _Local(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gradients, *tensors):
         ctx.set_materialize_grads(False)
-        ctx.gradients = gradients
-        ctx.like = [(tensor.device_mesh, tensor.shape) for tensor in tensors]
-        # Autograd writes into the objects that are returned.
-        return tuple([(local := tensor.to_local()).view_as(local) for tensor in tensors])
+        ctx.like, parts = [], []
+        for index, tensor in enumerate(tensors):
+            placements = gradients[index] if gradients else tensor.placements
+            ctx.like.append((tensor.device_mesh, placements, tensor.shape))
+            local = tensor.to_local()
+            parts.append(local.view_as(local))  # autograd writes into the objects that are returned
+        return tuple(parts)
 
     @staticmethod
     def backward(ctx, *grads):
-        found: list[DTensor | None] = []
-        for grad, placements, (mesh, shape) in zip(grads, ctx.gradients, ctx.like, strict=True):
-            # With create_graph=True it goes on to a node that refuses second derivatives.
-            found.append(None if grad is None else placed(grad, mesh, placements, shape))
-        return None, *found
+        # With create_graph=True they go on to a node that refuses second derivatives.
+        pairs = zip(grads, ctx.like, strict=True)
+        return None, *[None if grad is None else placed(grad, *like) for grad, like in pairs]
 
 
 def declared_size(layout: SequenceLayout | Balancer, rank: int, ranks: int, rows: int) -> int:
