@@ -546,10 +546,10 @@ def _refuse_ddp(parameters: list[torch.Tensor], group: dist.ProcessGroup) -> Non
 def _sample_of_gradients(parameters: list[torch.Tensor], group: dist.ProcessGroup) -> int:
     """A checksum of elements of some gradients: DDP makes them equal on all ranks. 0 if they say nothing, or are not
     compared now."""
-    ledger = state_of(group)
-    ledger.sums += 1
+    state = state_of(group)
+    state.sums += 1
     gradients = [x.grad.to_local() if isinstance(x.grad, DTensor) else x.grad for x in parameters if x.grad is not None]
-    if ledger.sums & (ledger.sums - 1) or not gradients:
+    if state.sums & (state.sums - 1) or not gradients:
         return 0
     few = [x.reshape(-1) for x in gradients[:: -(-len(gradients) // _MOST_SAMPLED)]]
     few = [x[:: max(1, x.numel() // _MOST_ELEMENTS)] for x in few]

@@ -51,23 +51,23 @@ class BoundedCache:
     def put(self, key: tuple[Any, tuple[Any, ...]], value: T) -> T:
         """The value that another thread has put meanwhile, or else ``value``."""
         objects: dict[int, tuple[Any, int]] = {}
-        own = _ENTRY + _measure((key[1], value), objects)
+        size_of_entry = _ENTRY + _measure((key[1], value), objects)
         with self.lock:
             if key in self.entries:
                 return self.entries[key][0]
-            self.entries[key] = value, own, tuple(objects)
-            self.held += own
-            for name, (each, size) in objects.items():
-                _, size, users = self._objects.get(name, (each, size, 0))
-                self._objects[name] = each, size, users + 1
+            self.entries[key] = value, size_of_entry, tuple(objects)
+            self.held += size_of_entry
+            for name, (item, size) in objects.items():
+                _, size, users = self._objects.get(name, (item, size, 0))
+                self._objects[name] = item, size, users + 1
                 self.held += 0 if users else size
             while self.held > self.limit and len(self.entries) > 1:
-                _, own, names = self.entries.popitem(last=False)[1]
-                self.held -= own
+                _, size_of_entry, names = self.entries.popitem(last=False)[1]
+                self.held -= size_of_entry
                 for name in names:
-                    each, size, users = self._objects.pop(name)
+                    item, size, users = self._objects.pop(name)
                     if users > 1:
-                        self._objects[name] = each, size, users - 1
+                        self._objects[name] = item, size, users - 1
                     else:
                         self.held -= size
         return value
@@ -82,9 +82,9 @@ def _measure(value: Any, objects: dict[int, tuple[Any, int]]) -> int:
     if isinstance(value, (int, float, str, bytes)):
         return sys.getsizeof(value) if value is not True and value is not False else 0
     if isinstance(value, (tuple, list, frozenset)):
-        return sys.getsizeof(value) + sum(_measure(each, objects) for each in value)
+        return sys.getsizeof(value) + sum(_measure(item, objects) for item in value)
     if isinstance(value, dict):
-        return sys.getsizeof(value) + sum(_measure(each, objects) for each in (*value, *value.values()))
+        return sys.getsizeof(value) + sum(_measure(item, objects) for item in (*value, *value.values()))
     if isinstance(value, torch.Tensor):
         storage = value.untyped_storage()  # views may share it
         objects[storage.data_ptr()] = value, storage.nbytes()
@@ -95,11 +95,11 @@ def _measure(value: Any, objects: dict[int, tuple[Any, int]]) -> int:
     objects[id(value)] = value, 0
     size = getattr(value, "nbytes", None)
     if size is None:
-        size = sum(_measure(each, objects) for each in attributes.values())
+        size = sum(_measure(item, objects) for item in attributes.values())
     else:
-        for each in attributes.values():
-            if hasattr(each, "nbytes"):
-                _measure(each, objects)
+        for item in attributes.values():
+            if hasattr(item, "nbytes"):
+                _measure(item, objects)
     objects[id(value)] = value, _OBJECT + size
     return 0
 

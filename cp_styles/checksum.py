@@ -74,10 +74,10 @@ def state_of(tensor: torch.Tensor) -> int:
 
 def digest(tensor: torch.Tensor) -> int:
     """The :func:`checksum` of a tensor, cached until the tensor changes."""
-    found = _digests.get(tensor)
-    if found is None or found[0] != version_of(tensor):
-        found = _digests[tensor] = (version_of(tensor), checksum(tensor))
-    return found[1]
+    entry = _digests.get(tensor)
+    if entry is None or entry[0] != version_of(tensor):
+        entry = _digests[tensor] = (version_of(tensor), checksum(tensor))
+    return entry[1]
 
 
 def delayed_digest(tensor: torch.Tensor, earlier: deque[Callable[[], int]]) -> int:

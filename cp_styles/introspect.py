@@ -127,9 +127,9 @@ def _described(value: Any, names: frozenset[str], above: frozenset[int]) -> Any:
     used = names | read
     around = [cell.cell_contents for cell in value.__closure__ or () if cell != _EMPTY_CELL]
     around += [value.__defaults__, value.__kwdefaults__]
-    known = [(name, value.__globals__[name]) for name in sorted(read & value.__globals__.keys())]
-    known = [(name, _described(item, used, above)) for name, item in known if _of_the_program(item, value)]
-    return [*(_described(part, used, above) for part in (value.__code__, *around)), known]
+    values = [(name, value.__globals__[name]) for name in sorted(read & value.__globals__.keys())]
+    values = [(name, _described(item, used, above)) for name, item in values if _of_the_program(item, value)]
+    return [*(_described(part, used, above) for part in (value.__code__, *around)), values]
 
 
 def _described_object(value: Any, names: frozenset[str], above: frozenset[int], called: bool = True) -> Any:
@@ -146,14 +146,14 @@ def _described_object(value: Any, names: frozenset[str], above: frozenset[int], 
         for attributes in held:
             if name in attributes:
                 values[name] = attributes[name]
-        found = inspect.getattr_static(type(value), name, None)
-        if isinstance(found, MemberDescriptorType):  # of __slots__
+        attribute = inspect.getattr_static(type(value), name, None)
+        if isinstance(attribute, MemberDescriptorType):  # of __slots__
             values[name] = getattr(value, name, None)
-        if found is not None and isinstance(found, (*_PLAIN, tuple)):
-            values.setdefault(name, found)
+        if attribute is not None and isinstance(attribute, (*_PLAIN, tuple)):
+            values.setdefault(name, attribute)
         # Inside of a static or class method, a property, a cached one, functools.lru_cache.
-        inside = (getattr(found, key, None) for key in ("__func__", "fget", "func", "__wrapped__"))
-        function = next((x for x in inside if x is not None), found)
+        inside = (getattr(attribute, key, None) for key in ("__func__", "fget", "func", "__wrapped__"))
+        function = next((x for x in inside if x is not None), attribute)
         if isinstance(function, FunctionType) and _root(function) not in _LIBRARIES:
             code[name] = function
             waiting += sorted(_names_in(function).difference(waiting))

@@ -57,7 +57,7 @@ class Stripes:
     def chunks(self) -> tuple[tuple[Chunk, ...], ...]:
         """For each rank, its blocks, listed."""
         starts = (range(first, self.length, self.period) for first in range(0, self.period, self.block))
-        return tuple(tuple((start, min(start + self.block, self.length)) for start in own) for own in starts)
+        return tuple(tuple((start, min(start + self.block, self.length)) for start in line) for line in starts)
 
     def positions(self, rank: int, device: torch.device | str | None = None, *, rows: Chunk) -> torch.Tensor:
         """See :meth:`SequenceLayout.positions`."""
@@ -127,7 +127,7 @@ class SequenceLayout:
         Raises:
             ValueError: a position has no owner, or two.
         """
-        return cls(tuple(_normalized(own) for own in chunks))
+        return cls(tuple(_normalized(rank_chunks) for rank_chunks in chunks))
 
     @cached_property
     def chunks(self) -> tuple[tuple[Chunk, ...], ...]:
@@ -197,15 +197,17 @@ class SequenceLayout:
         Raises:
             ValueError: there is not one part for each rank, or a part does not have the length of its rank.
         """
-        found = tuple(part.shape[dim] for part in parts)
-        if found != self.lengths:
-            raise ValueError(f"ranks hold {self.lengths} positions in this layout, the parts have {found} on dim {dim}")
+        lengths = tuple(part.shape[dim] for part in parts)
+        if lengths != self.lengths:
+            raise ValueError(
+                f"ranks hold {self.lengths} positions in this layout, the parts have {lengths} on dim {dim}"
+            )
         if isinstance(self.held, Stripes):
             return torch.cat(tuple(parts), dim).index_select(dim, self.held.rows_rank_by_rank(parts[0].device))
         pieces: list[tuple[int, torch.Tensor]] = []
-        for part, own in zip(parts, self.held, strict=True):
+        for part, rank_chunks in zip(parts, self.held, strict=True):
             offset = 0
-            for start, stop in own:
+            for start, stop in rank_chunks:
                 pieces.append((start, part.narrow(dim, offset, stop - start)))
                 offset += stop - start
         if not pieces:
@@ -216,9 +218,10 @@ class SequenceLayout:
     def describe(self) -> str:
         """A text with one line for each rank: how many tokens it holds, and which."""
         lines = [f"{self.length} positions on {self.ranks} ranks"]
-        for rank, own in enumerate(self.chunks):
-            shown = " ".join(f"[{start}, {stop})" for start, stop in own[:6]) + (" ..." if len(own) > 6 else "")
-            lines.append(f"  rank {rank}: {self.lengths[rank]:>6} in {len(own)} chunks {shown}")
+        for rank, rank_chunks in enumerate(self.chunks):
+            shown = " ".join(f"[{start}, {stop})" for start, stop in rank_chunks[:6])
+            shown += " ..." if len(rank_chunks) > 6 else ""
+            lines.append(f"  rank {rank}: {self.lengths[rank]:>6} in {len(rank_chunks)} chunks {shown}")
         return "\n".join(lines)
 
 
@@ -237,12 +240,12 @@ def cut_with(tensor: torch.Tensor) -> SequenceLayout | None:
 
 def cuts_of(values: Iterable[Any]) -> list[tuple[torch.Tensor, SequenceLayout]]:
     """The tensors among ``values`` that a layout has cut, each with :func:`cut_with`."""
-    found = []
-    for each in values:
-        cut = getattr(each, "_cp_styles_layout", None)
+    pairs = []
+    for value in values:
+        cut = getattr(value, "_cp_styles_layout", None)
         if cut is not None:
-            found.append((each, cut))
-    return found
+            pairs.append((value, cut))
+    return pairs
 
 
 def mark_cut(tensor: torch.Tensor, layout: SequenceLayout | None) -> None:
@@ -324,10 +327,10 @@ def per_document_head_tail(
         raise ValueError(f"document lengths must be >= 0 and add up to {length}, got a sum of {sum(documents)}")
     if cut_all:
         return SequenceLayout.from_chunks(_all_over_all(documents, ranks)[1])
-    found = _long_with_short(documents, ranks)
-    if found[0] * ranks * 100 > sum(map(_pairs, documents)) * 102:
-        found = min(found, _all_over_all(documents, ranks), key=itemgetter(0))
-    return SequenceLayout.from_chunks(found[1])
+    best = _long_with_short(documents, ranks)
+    if best[0] * ranks * 100 > sum(map(_pairs, documents)) * 102:
+        best = min(best, _all_over_all(documents, ranks), key=itemgetter(0))
+    return SequenceLayout.from_chunks(best[1])
 
 
 def _pairs(size: int, start: int = 0) -> int:
@@ -366,22 +369,22 @@ def _all_over_all(documents: Sequence[int], ranks: int) -> tuple[int, list[list[
     The remainder of a document goes to the ranks with the most room.
     """
     room, work = list(even_sizes(sum(documents), ranks)), [0] * ranks
-    own: list[list[Chunk]] = [[] for _ in range(ranks)]
+    by_rank: list[list[Chunk]] = [[] for _ in range(ranks)]
     for document in sorted(_uncut(documents), key=lambda document: -document.size):
-        each, more = divmod(document.size, ranks)
+        least, more = divmod(document.size, ranks)
         most = set(sorted(range(ranks), key=lambda rank: -room[rank])[:more])
         for rank in range(ranks):
-            tokens = each + (rank in most)
+            tokens = least + (rank in most)
             chunks, pairs = document.take(tokens)
-            own[rank] += chunks
+            by_rank[rank] += chunks
             room[rank] -= tokens
             work[rank] += pairs
-    return max(work), own
+    return max(work), by_rank
 
 
 def _long_with_short(documents: Sequence[int], ranks: int) -> tuple[int, list[list[Chunk]]]:
     """The same for documents that are cut as :func:`per_document_head_tail` describes."""
-    own: list[list[Chunk]] = []
+    by_rank: list[list[Chunk]] = []
     length, undone, most = sum(documents), sum(map(_pairs, documents)), 0
     whole = _uncut(documents)
     queues = [
@@ -414,11 +417,11 @@ def _long_with_short(documents: Sequence[int], ranks: int) -> tuple[int, list[li
                 if queue and not queue[0].left:
                     queue.popleft()
         taken = [document.take(tokens) for document, tokens in planned.items()]
-        own.append([chunk for chunks, _ in taken for chunk in chunks])
+        by_rank.append([chunk for chunks, _ in taken for chunk in chunks])
         work = sum(pairs for _, pairs in taken)
         undone -= work
         most = max(most, work)
-    return most, own
+    return most, by_rank
 
 
 def striped(length: int, ranks: int, *, block: int = 1) -> SequenceLayout:
@@ -505,13 +508,13 @@ def by_block_work(length: int, ranks: int, *, work: Sequence[int], block: int) -
         else:
             heapq.heappop(least)
     _exchange(holder, done, work)
-    own: list[list[Chunk]] = [[] for _ in range(ranks)]
+    by_rank: list[list[Chunk]] = [[] for _ in range(ranks)]
     first = 0
     for index, (rank, later) in enumerate(pairwise((*holder, None)), 1):
         if rank is not None and rank != later:
-            own[rank].append((first * block, min(index * block, length)))
+            by_rank[rank].append((first * block, min(index * block, length)))
             first = index
-    return SequenceLayout(tuple(map(tuple, own)))
+    return SequenceLayout(tuple(map(tuple, by_rank)))
 
 
 def _exchange(holder: list[int], done: list[int], work: Sequence[int]) -> None:
@@ -542,8 +545,8 @@ class SeveralLayouts:
         for layout in self.layouts:
             if (layout.length, layout.ranks) == (length, ranks):
                 return layout
-        known = ", ".join(f"{layout.length} on {layout.ranks}" for layout in self.layouts)
-        raise ValueError(f"there are layouts of {known} ranks, not of {length} positions on {ranks}")
+        choices = ", ".join(f"{layout.length} on {layout.ranks}" for layout in self.layouts)
+        raise ValueError(f"there are layouts of {choices} ranks, not of {length} positions on {ranks}")
 
 
 def layout_made_by(balancer: Balancer, length: int, ranks: int) -> SequenceLayout:
@@ -655,17 +658,19 @@ def _checked_lengths(chunks: tuple[tuple[Chunk, ...], ...]) -> tuple[int, ...]:
     starts, stops = _edges(chain.from_iterable(chunks))
     if sorted(starts) != [0, *sorted(stops)][:-1] or any(map(ge, starts, stops)):
         starts, stops = _edges(sorted(zip(starts, stops, strict=True)))
-        found = zip(starts, stops, [0, *stops], strict=False)
-        start, stop, next_one = next(entry for entry in found if entry[0] != entry[2] or entry[1] <= entry[0])
+        edges = zip(starts, stops, [0, *stops], strict=False)
+        start, stop, next_one = next(entry for entry in edges if entry[0] != entry[2] or entry[1] <= entry[0])
         raise ValueError(
             f"chunks must cover every position once, in non-empty half-open ranges: found ({start}, {stop}) "
             f"where position {next_one} comes next"
         )
     lengths = []
-    for rank, own in enumerate(chunks):
-        starts, stops = _edges(own)
+    for rank, rank_chunks in enumerate(chunks):
+        starts, stops = _edges(rank_chunks)
         if any(map(ge, stops, starts[1:])):
-            raise ValueError(f"the chunks of rank {rank} must ascend and not touch, got {own}; see from_chunks()")
+            raise ValueError(
+                f"the chunks of rank {rank} must ascend and not touch, got {rank_chunks}; see from_chunks()"
+            )
         lengths.append(sum(stops) - sum(starts))
     return tuple(lengths)
 

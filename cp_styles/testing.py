@@ -140,11 +140,11 @@ def _clear_frames(error: BaseException) -> None:
     todo: list[BaseException | None] = [error]
     cleared: set[int] = set()
     while todo:
-        each = todo.pop()
-        if each is not None and id(each) not in cleared:
-            cleared.add(id(each))
-            traceback.clear_frames(each.__traceback__)
-            todo += [each.__cause__, each.__context__]
+        link = todo.pop()
+        if link is not None and id(link) not in cleared:
+            cleared.add(id(link))
+            traceback.clear_frames(link.__traceback__)
+            todo += [link.__cause__, link.__context__]
 
 
 def _join(threads: list[threading.Thread], seconds: float) -> dict[int, str]:
@@ -154,7 +154,7 @@ def _join(threads: list[threading.Thread], seconds: float) -> dict[int, str]:
     """
     step = min(0.25, seconds / 20)
     stood: dict[int, tuple[Any, float]] = {}
-    found: dict[int, str] = {}
+    places: dict[int, str] = {}
     while any(thread.is_alive() for thread in threads):
         next(thread for thread in threads if thread.is_alive()).join(step)
         frames, now = sys._current_frames(), time.monotonic()
@@ -164,9 +164,9 @@ def _join(threads: list[threading.Thread], seconds: float) -> dict[int, str]:
             since = stood[rank][1] if rank in stood and stood[rank][0] == place else now
             stood[rank] = place, since
             if frame is not None and now - since > seconds - 3 * step:
-                found[rank] = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+                places[rank] = f"{frame.f_code.co_filename}:{frame.f_lineno}"
         del frames, frame
-    return found
+    return places
 
 
 @contextlib.contextmanager
@@ -186,10 +186,10 @@ def _forget_groups() -> None:
     DTensor's caches hold every mesh for ever. A group that stays alive has polling threads, and a test run would leave
     thousands of them.
     """
-    for each in gc.get_objects():
+    for item in gc.get_objects():
         # Not isinstance: it reads __class__ of every object, and some objects of torch load libraries for that.
-        if type(each) is DeviceMesh:
-            without_groups(each)
+        if type(item) is DeviceMesh:
+            without_groups(item)
 
 
 class CommunicationTrace(TorchDispatchMode):
@@ -347,8 +347,8 @@ def _event_of(func: Any, args: tuple[Any, ...], group: dist.ProcessGroup) -> tup
             sent, splits = args[1], args[4]
         else:
             sent, splits = args[0], args[2]
-        own = splits[rank] * _nbytes(sent) // max(sent.shape[0], 1) if splits else _nbytes(sent) // size
-        return "all_to_all", _nbytes(sent) - own
+        kept_bytes = splits[rank] * _nbytes(sent) // max(sent.shape[0], 1) if splits else _nbytes(sent) // size
+        return "all_to_all", _nbytes(sent) - kept_bytes
     if name == "alltoall":
         return "all_to_all", _nbytes(args[1]) - _nbytes(args[1][rank])
     if "allgather" in name or "all_gather" in name:

@@ -405,8 +405,8 @@ MISTAKES = [
     ),
     Mistake(
         "layout: ranks exchange no blocks",
-        "_exchange(holder, done, work) own",
-        "own",
+        "_exchange(holder, done, work) by_rank",
+        "by_rank",
         "tests/unit/test_balance.py",
     ),
     # -- merging --
@@ -832,8 +832,8 @@ MISTAKES = [
     ),
     Mistake(
         "agreement: a rank that is interrupted before its row goes on",
-        "break_off(group, error) raise ledger = ledger_of(group)",
-        "raise\n    ledger = ledger_of(group)",
+        "break_off(group, error) raise operations.user, operations.axis =",
+        "raise\n    operations.user, operations.axis =",
         "tests/ranks/engine/test_half_way.py -k interrupt_in",
     ),
     Mistake(
@@ -1143,8 +1143,8 @@ MISTAKES = [
     ),
     Mistake(
         "collectives: a backward begins without the other ranks",
-        "if ctx.check and not torch.compiler.is_compiling()",
-        "if False and not torch.compiler.is_compiling()",
+        "if ctx.check and not is_traced()",
+        "if False and not is_traced()",
         "tests/ranks/engine/test_half_way.py -k collectives",
     ),
     # -- agreement and warnings --

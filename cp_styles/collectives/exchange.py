@@ -97,79 +97,79 @@ class Exchange(NamedTuple):
         if started.wire is None:
             return started.tensors
         wire = _arrived(started.wire, self.peers).view(started.tensors[0].dtype)
-        seen = [self.rows_first(x) for x in started.tensors]
-        return self._unpack_columns(wire, seen) if self.to_columns else self._unpack_rows(wire, seen)
+        views = [self.rows_first(x) for x in started.tensors]
+        return self._unpack_columns(wire, views) if self.to_columns else self._unpack_rows(wire, views)
 
     def _message(self, tensors: Tensors) -> tuple[torch.Tensor, list[int], list[int]]:
         """The packed tensors, and the number of elements sent to and received from each rank.
 
         If the list of sent numbers has one entry, every rank gets the same block.
         """
-        seen = [self.rows_first(x) for x in tensors]
-        lead = prod(self.lead(seen[0]))
-        widths = [self.width(rank, seen) for rank in range(self.peers.size)]
+        views = [self.rows_first(x) for x in tensors]
+        lead = prod(self.lead(views[0]))
+        widths = [self.width(rank, views) for rank in range(self.peers.size)]
         if not self.to_columns:
             return (
-                self._pack_rows(seen),
+                self._pack_rows(views),
                 [size * lead * widths[self.peers.rank] for size in self.rows.sizes],
-                (self._received(seen)),
+                (self._received(views)),
             )
         mine = self.rows.sizes[self.peers.rank] * lead
         sent = [mine * width for width in widths]
-        return self._pack_columns(seen, widths), sent[:1] if self._is_gather() else sent, self._received(seen)
+        return self._pack_columns(views, widths), sent[:1] if self._is_gather() else sent, self._received(views)
 
-    def _received(self, seen: list[torch.Tensor]) -> list[int]:
-        lead, rank = prod(self.lead(seen[0])), self.peers.rank
+    def _received(self, views: list[torch.Tensor]) -> list[int]:
+        lead, rank = prod(self.lead(views[0])), self.peers.rank
         if self.to_columns:
-            return [size * lead * self.width(rank, seen) for size in self.rows.sizes]
-        return [self.rows.sizes[rank] * lead * self.width(peer, seen) for peer in range(self.peers.size)]
+            return [size * lead * self.width(rank, views) for size in self.rows.sizes]
+        return [self.rows.sizes[rank] * lead * self.width(peer, views) for peer in range(self.peers.size)]
 
     # The four copies. To columns: pack, unpack. To rows: pack, unpack.
 
-    def _pack_columns(self, seen: list[torch.Tensor], widths: list[int]) -> torch.Tensor:
+    def _pack_columns(self, views: list[torch.Tensor], widths: list[int]) -> torch.Tensor:
         """Flat: a block ``[own rows, *lead, width]`` for each rank; for a gather the one block that all ranks need."""
         c, ranks = self.column_axis, self.peers.size
         if self._is_gather():
-            return _side_by_side(seen, c)
-        if len({x.shape[c + 1 :] for x in seen}) == 1 and all(map(_is_even_cut, self.columns)):
+            return _side_by_side(views, c)
+        if len({x.shape[c + 1 :] for x in views}) == 1 and all(map(_is_even_cut, self.columns)):
             # One kernel, instead of one for each rank and tensor.
-            blocks = [x.unflatten(c, (ranks, x.shape[c] // ranks)).movedim(c, 0) for x in seen]
+            blocks = [x.unflatten(c, (ranks, x.shape[c] // ranks)).movedim(c, 0) for x in views]
             return (blocks[0].contiguous() if len(blocks) == 1 else torch.cat(blocks, c + 1)).view(-1)
-        head = seen[0].shape[:c]
-        wire = seen[0].new_empty(prod(head) * sum(widths))
+        head = views[0].shape[:c]
+        wire = views[0].new_empty(prod(head) * sum(widths))
         for rank, block in enumerate(wire.split([prod(head) * width for width in widths])):
-            _copy_side_by_side(block.view(*head, widths[rank]), seen, c, [columns[rank] for columns in self.columns])
+            _copy_side_by_side(block.view(*head, widths[rank]), views, c, [columns[rank] for columns in self.columns])
         return wire
 
-    def _unpack_columns(self, wire: torch.Tensor, seen: list[torch.Tensor]) -> Tensors:
+    def _unpack_columns(self, wire: torch.Tensor, views: list[torch.Tensor]) -> Tensors:
         c, rank = self.column_axis, self.peers.rank
-        width = self.width(rank, seen)
-        whole = self.rows.to_global(wire.view(sum(self.rows.sizes), *self.lead(seen[0]), width))
+        width = self.width(rank, views)
+        whole = self.rows.to_global(wire.view(sum(self.rows.sizes), *self.lead(views[0]), width))
         columns = [chunks[rank] for chunks in self.columns]
-        return tuple(part.movedim(0, self.row_dim) for part in columns_in_block(whole, seen, c, columns))
+        return tuple(part.movedim(0, self.row_dim) for part in columns_in_block(whole, views, c, columns))
 
-    def _pack_rows(self, seen: list[torch.Tensor]) -> torch.Tensor:
+    def _pack_rows(self, views: list[torch.Tensor]) -> torch.Tensor:
         """Flat: the rows in rank order, each with this rank's columns of all tensors."""
         c, ranges = self.column_axis, self.rows.in_rank_order()
         if len(ranges) <= 1:
-            return _side_by_side(seen, c)
-        if len(seen) == 1:
-            return torch.cat([seen[0].narrow(0, start, stop - start) for start, stop in ranges]).view(-1)
-        head = seen[0].shape[:c]
-        wire = seen[0].new_empty(*head, self.width(self.peers.rank, seen))
+            return _side_by_side(views, c)
+        if len(views) == 1:
+            return torch.cat([views[0].narrow(0, start, stop - start) for start, stop in ranges]).view(-1)
+        head = views[0].shape[:c]
+        wire = views[0].new_empty(*head, self.width(self.peers.rank, views))
         at = 0
         for start, stop in ranges:
-            part = [x.narrow(0, start, stop - start) for x in seen]
-            _copy_side_by_side(wire.narrow(0, at, stop - start), part, c, [(0, x.shape[c]) for x in seen])
+            part = [x.narrow(0, start, stop - start) for x in views]
+            _copy_side_by_side(wire.narrow(0, at, stop - start), part, c, [(0, x.shape[c]) for x in views])
             at += stop - start
         return wire.view(-1)
 
-    def _unpack_rows(self, wire: torch.Tensor, seen: list[torch.Tensor]) -> Tensors:
+    def _unpack_rows(self, wire: torch.Tensor, views: list[torch.Tensor]) -> Tensors:
         c, mine = self.column_axis, self.rows.sizes[self.peers.rank]
-        head = (mine, *self.lead(seen[0]))
-        widths = [self.width(rank, seen) for rank in range(self.peers.size)]
+        head = (mine, *self.lead(views[0]))
+        widths = [self.width(rank, views) for rank in range(self.peers.size)]
         blocks = [
-            columns_in_block(block.view(*head, width), seen, c, [columns[rank] for columns in self.columns])
+            columns_in_block(block.view(*head, width), views, c, [columns[rank] for columns in self.columns])
             for rank, (block, width) in enumerate(
                 zip(wire.split([prod(head) * width for width in widths]), widths, strict=True)
             )
@@ -192,13 +192,13 @@ class Exchange(NamedTuple):
         """A view of ``x`` with the row dim moved to the front."""
         return x.movedim(self.row_dim, 0)
 
-    def lead(self, seen: torch.Tensor) -> tuple[int, ...]:
+    def lead(self, view: torch.Tensor) -> tuple[int, ...]:
         """The sizes between the rows and the columns of a tensor with the rows first."""
-        return tuple(seen.shape[1 : self.column_axis])
+        return tuple(view.shape[1 : self.column_axis])
 
-    def width(self, rank: int, seen: Sequence[torch.Tensor]) -> int:
+    def width(self, rank: int, views: Sequence[torch.Tensor]) -> int:
         """Number of elements that ``rank`` needs of one row and one lead index, of all tensors together."""
-        trails = [prod(x.shape[self.column_axis + 1 :]) for x in seen]
+        trails = [prod(x.shape[self.column_axis + 1 :]) for x in views]
         return sum((cols[rank][1] - cols[rank][0]) * trail for cols, trail in zip(self.columns, trails, strict=True))
 
     def _is_gather(self) -> bool:
@@ -215,7 +215,7 @@ def _arrived(wire: torch.Tensor, peers: Peers) -> torch.Tensor:
         raise transfer_error(error, range(peers.size), resolve_group(peers.name)) from error
 
 
-def columns_in_block(block: torch.Tensor, seen: Sequence[torch.Tensor], c: int, columns: Sequence[Chunk]) -> Tensors:
+def columns_in_block(block: torch.Tensor, views: Sequence[torch.Tensor], c: int, columns: Sequence[Chunk]) -> Tensors:
     """Views of the columns of each tensor in a block ``[R, *lead, width]``.
 
     This is the definition of a block, for packing and unpacking, here and in strategies/all_to_all.py. Copies that need
@@ -231,7 +231,7 @@ def columns_in_block(block: torch.Tensor, seen: Sequence[torch.Tensor], c: int, 
         For each tensor ``[R, *lead, columns, *trail]``.
     """
     parts, at = [], 0
-    for x, (start, stop) in zip(seen, columns, strict=True):
+    for x, (start, stop) in zip(views, columns, strict=True):
         shape = (stop - start, *x.shape[c + 1 :])
         parts.append(block.narrow(-1, at, prod(shape)).unflatten(-1, shape))
         at += prod(shape)
@@ -266,17 +266,17 @@ def _is_even_cut(columns: tuple[Chunk, ...]) -> bool:
     return is_cut and len({stop - start for start, stop in columns}) == 1
 
 
-def _side_by_side(seen: list[torch.Tensor], c: int) -> torch.Tensor:
+def _side_by_side(views: list[torch.Tensor], c: int) -> torch.Tensor:
     """Flat: each row with all columns of all tensors. A single tensor in this order is not copied."""
-    if len(seen) == 1:
-        return seen[0].contiguous().view(-1)
-    wire = seen[0].new_empty(*seen[0].shape[:c], sum(prod(x.shape[c:]) for x in seen))
-    _copy_side_by_side(wire, seen, c, [(0, x.shape[c]) for x in seen])
+    if len(views) == 1:
+        return views[0].contiguous().view(-1)
+    wire = views[0].new_empty(*views[0].shape[:c], sum(prod(x.shape[c:]) for x in views))
+    _copy_side_by_side(wire, views, c, [(0, x.shape[c]) for x in views])
     return wire.view(-1)
 
 
-def _copy_side_by_side(block: torch.Tensor, seen: list[torch.Tensor], c: int, columns: list[Chunk]) -> None:
-    for part, x, (start, stop) in zip(columns_in_block(block, seen, c, columns), seen, columns, strict=True):
+def _copy_side_by_side(block: torch.Tensor, views: list[torch.Tensor], c: int, columns: list[Chunk]) -> None:
+    for part, x, (start, stop) in zip(columns_in_block(block, views, c, columns), views, columns, strict=True):
         part.copy_(x.narrow(c, start, stop - start))
 
 

@@ -98,17 +98,17 @@ def rows_agreed(peers: Peers, call: str, describe: Callable[[], Facts], check: b
     error = None
     try:
         same, own, watch = describe()
-        said = {"same": {key: _short(value) for key, value in same.items()}, "own": own}
+        facts = {"same": {key: _short(value) for key, value in same.items()}, "own": own}
     except Exception as caught:  # of any kind: the other ranks must raise too
-        error, said, own, watch = caught, {"error": f"{type(caught).__name__}: {caught}"[:400]}, 0, 0
-    text = json.dumps({"call": call, **{key: value for key, value in said.items() if key != "own"}})
+        error, facts, own, watch = caught, {"error": f"{type(caught).__name__}: {caught}"[:400]}, 0, 0
+    text = json.dumps({"call": call, **{key: value for key, value in facts.items() if key != "own"}})
     row = StatusRow(q_length=own, inputs=zlib.crc32(text.encode()), watch=watch, flags=int(error is not None))
     group = resolve_group(peers.name)
     axis = state_of(group).operations.axis
     rows = exchange_status(lambda: row, Meeting.COLLECTIVE, "cp_styles.collectives", axis, group)
     if len({(row.inputs, row.flags) for row in rows}) == 1 and error is None:
         return rows
-    everyone = _gather_facts(peers, {"call": call, **said})
+    everyone = _gather_facts(peers, {"call": call, **facts})
     if error is not None:
         raise error
     failed = [f"rank {rank}: {its['error']}" for rank, its in enumerate(everyone) if "error" in its]

@@ -233,17 +233,17 @@ def start_status(
     operations = state_of(group).operations
     operations.check = None  # of an attention that has failed
     problem: Exception | None = None
-    said = StatusRow(status=RankStatus.BAD_INPUTS)
+    row = StatusRow(status=RankStatus.BAD_INPUTS)
     try:
         with without_dispatch_modes():
-            said = build()
+            row = build()
     except Exception as error:
         problem = error
     except BaseException as error:  # an interrupt. A program that goes on after it is not where the others are
         break_off(group, error)
         raise
     operations.user, operations.axis = name, axis
-    mine = _of_meeting(said, meeting, name)
+    mine = _of_meeting(row, meeting, name)
     if isinstance(agreement, NoAgreement):
         if problem is not None:
             offer_numbers(mine, group, _PATIENCE_SECONDS)  # the others may be at another meeting
@@ -312,16 +312,16 @@ def offer_refusal(name: str, axis: str, group: dist.ProcessGroup) -> None:
     state = state_of(group)
     if group.size() > 1 and graph_task_id() < 0 and not state.engaged:
         state.engaged = True
-        said = _of_meeting(StatusRow(status=RankStatus.NO_CALL), Meeting.ATTENTION, name)
-        offer_numbers(said, group, _PATIENCE_SECONDS)
+        row = _of_meeting(StatusRow(status=RankStatus.NO_CALL), Meeting.ATTENTION, name)
+        offer_numbers(row, group, _PATIENCE_SECONDS)
 
 
 _PATIENCE_SECONDS = 30.0
 
 
-def _of_meeting(said: StatusRow, meeting: Meeting, name: str) -> StatusRow:
+def _of_meeting(row: StatusRow, meeting: Meeting, name: str) -> StatusRow:
     again = _AGAIN if meeting not in _OF_BACKWARDS and graph_task_id() >= 0 else 0
-    return said._replace(meeting=meeting + again, who=zlib.crc32(name.encode()))
+    return row._replace(meeting=meeting + again, who=zlib.crc32(name.encode()))
 
 
 def _raise_if_refused(rows: StatusRows, name: str, axis: str) -> None:

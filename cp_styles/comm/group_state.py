@@ -114,19 +114,19 @@ class GroupState:
             self.objects[kind] = kind()
         return self.objects[kind]
 
-    def remember_lengths(self, own: tuple[int, int], whole: tuple[int, int]) -> None:
+    def remember_lengths(self, local: tuple[int, int], whole: tuple[int, int]) -> None:
         """Note :attr:`lengths`."""
         if len(self.lengths) >= _MOST_LENGTHS:
             self.lengths.clear()
-        self.lengths[own] = whole
+        self.lengths[local] = whole
 
 
 _states: WeakKeyDictionary[dist.ProcessGroup, GroupState] = WeakKeyDictionary()
 
 
 def state_of(group: dist.ProcessGroup) -> GroupState:
-    found = _states.get(group)
-    return _states.setdefault(group, GroupState()) if found is None else found
+    state = _states.get(group)
+    return _states.setdefault(group, GroupState()) if state is None else state
 
 
 def note_part(part: dist.ProcessGroup, group: dist.ProcessGroup) -> None:

@@ -54,10 +54,10 @@ def group_in_order(mesh: DeviceMesh) -> dist.ProcessGroup:
     if is_traced() or mesh in state_of(group).in_order:
         return group
     with without_dispatch_modes():  # a recomputation does not look again
-        lines, ranks, known = ranks_along(mesh), mesh.mesh.tolist(), dist.get_process_group_ranks(group)
+        lines, ranks, group_ranks = ranks_along(mesh), mesh.mesh.tolist(), dist.get_process_group_ranks(group)
     # Groups have their ranks in ascending order. So all ranks of a mesh of several axes can look at all lines of it.
-    ascending = known == sorted(known)
-    apart = [ranks] if ranks != known else [line for line in lines if ascending and line != sorted(line)]
+    ascending = group_ranks == sorted(group_ranks)
+    apart = [ranks] if ranks != group_ranks else [line for line in lines if ascending and line != sorted(line)]
     if apart:
         raise ValueError(
             f"mesh axis {mesh.mesh_dim_names} has the ranks {apart[0]}, in another order than its process group, "
@@ -77,5 +77,5 @@ def shares_ranks(mesh: DeviceMesh, group: dist.ProcessGroup) -> bool:
 
 def world() -> ref[dist.ProcessGroup] | None:
     """Which rank this is, for tables of the whole process: ranks may be threads, each with a world of its own."""
-    found = dist.group.WORLD if dist.is_initialized() else None
-    return None if found is None else ref(found)
+    group = dist.group.WORLD if dist.is_initialized() else None
+    return None if group is None else ref(group)

@@ -74,7 +74,7 @@ class Mailbox:
         """
         number = self._started
         before = self._gathers.get(number - 1)
-        now = self._gathers.get(number) or self._made(number)
+        now = self._gathers.get(number) or self._new_gather(number)
         now.parts[self._rank].copy_(mine)
         self._started = number + 1
         let_profilers_record(False)  # requests for the next row may outlive a profiler
@@ -109,16 +109,16 @@ class Mailbox:
                 self._gathers.pop(old, None)
         return None
 
-    def _made(self, number: int) -> _Gather:
+    def _new_gather(self, number: int) -> _Gather:
         with torch.inference_mode(False):  # a result for a checkpoint, which needs its version
             rows = torch.empty(self._shape, dtype=torch.int64, device="cpu")
-        made = self._gathers[number] = _Gather(rows, rows.unbind(), [], {})
-        return made
+        gather = self._gathers[number] = _Gather(rows, rows.unbind(), [], {})
+        return gather
 
     def _post(self, number: int, now: _Gather) -> None:
         """Post what is not posted yet: the messages of a gather that has started, and the receives of the next one."""
         mine, gloo = now.parts[self._rank], self._gloo
-        then = self._gathers.get(number + 1) or self._made(number + 1)
+        then = self._gathers.get(number + 1) or self._new_gather(number + 1)
         # Message and request for the next one go to a rank together: it is woken once for both.
         for peer in self._peers[len(now.sends) :]:
             for gather, its_number in ((now, number), (then, number + 1)):

@@ -108,10 +108,10 @@ def break_off(group: dist.ProcessGroup, error: BaseException) -> None:
     if state.operations.broken or group.size() == 1:
         return
     state.operations.broken = f"{type(error).__name__}: {error}"[:200]
-    for each in (group, *state.parts.values()):
-        gloo = state_of(each).host
+    for member in (group, *state.parts.values()):
+        gloo = state_of(member).host
         with contextlib.suppress(RuntimeError, TypeError):  # the group was destroyed
-            gloo = gloo or cpu_backend_of(each, "gloo")
+            gloo = gloo or cpu_backend_of(member, "gloo")
         if gloo is not None:
             end_connections(gloo)
 

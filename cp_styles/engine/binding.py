@@ -295,7 +295,7 @@ class Binding:
         layout, rank = self.layout, self.group.rank()
         given = layout if isinstance(layout, SequenceLayout) else None
         asked = _Call(self, refuse, tensors, attn_mask, call, keep)
-        self.ledger.engaged = True
+        self.group_state.engaged = True
         meeting = start_status(
             asked.row,
             Meeting.ATTENTION,
@@ -315,15 +315,15 @@ class Binding:
 
     def begun(self) -> None:
         """Note that an attention starts, on which the ranks have agreed. It ends with :meth:`finished`."""
-        ledger = self.ledger
-        ledger.engaged, ledger.backward_began = True, False
-        ledger.forward_open = ledger.forward_open or graph_task_id() < 0
+        state = self.group_state
+        state.engaged, state.backward_began = True, False
+        state.forward_open = state.forward_open or graph_task_id() < 0
         if self.group.size() > 1:
-            self.ledger.operations.forwards += 1
+            self.group_state.operations.forwards += 1
 
     def finished(self) -> None:
         """Note that the forward of the attention has ended. Later errors are not errors of the attention."""
-        self.ledger.engaged = False
+        self.group_state.engaged = False
 
     def settled(self, lengths: tuple[int, int], cuts: tuple[SequenceLayout, SequenceLayout]) -> Binding:
         """This binding with fixed layouts instead of a balancer. Cached by layouts."""
@@ -427,7 +427,7 @@ class Binding:
         return ", ".join(plain(part) for part in (self.strategy, self.layout, self.mask, self.kernel))
 
     @cached_property
-    def ledger(self) -> GroupState:
+    def group_state(self) -> GroupState:
         return state_of(self.group)
 
     @cached_property
@@ -517,7 +517,7 @@ class _Call:
         if isinstance(binding.layout, SequenceLayout):
             return binding.as_given
         ranks = binding.group.size()
-        guess = binding.ledger.lengths.get(own, (own[0] * ranks, own[1] * ranks))
+        guess = binding.group_state.lengths.get(own, (own[0] * ranks, own[1] * ranks))
         return binding._by_lengths.get(guess) or binding.known_for(guess) or self._made_for(guess)
 
     def _made_for(self, guess: tuple[int, int]) -> Binding | None:
@@ -546,8 +546,8 @@ class _Call:
             found = self._compared(rows)
         whole, own = found.lengths, (self.tensors[0].shape[_SEQ_DIM], self.tensors[1].shape[_SEQ_DIM])
         assert whole is not None
-        if binding.ledger.lengths.get(own) != whole:
-            binding.ledger.remember_lengths(own, whole)
+        if binding.group_state.lengths.get(own) != whole:
+            binding.group_state.remember_lengths(own, whole)
         binding._watch.judge(columns.watch, binding.gradient_check, binding.name, binding.axis, binding.group)
         binding.begun()
         return found

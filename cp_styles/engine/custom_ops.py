@@ -261,7 +261,7 @@ def _attention(q, k, v, sink, attn_mask, dense, config, is_causal, scale, keep, 
                 f"{name}: sink_H must be one logit for each of {q.shape[1]} query heads, got {tuple(sink.shape)}"
             )
 
-    sinks = binding.ledger.sinks
+    sinks = binding.group_state.sinks
     call = {"is_causal": is_causal, "scale": scale, "sink": None if sink is None else delayed_digest(sink, sinks)}
     unsettled = binding
     try:

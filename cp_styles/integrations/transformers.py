@@ -688,8 +688,8 @@ def _whole_mask(
         width = 0 if attention_mask is None else attention_mask.shape[1]
         return StatusRow(q_length=length, kv_length=width, guessed=guess, flags=flags)
 
-    ledger = state_of(group)
-    ledger.engaged = True
+    state = state_of(group)
+    state.engaged = True
     rows = exchange_status(build, Meeting.MASK, name, binding.axis, group)
     whole = sum(row.q_length for row in rows)
     if any(row.flags & _MASKED for row in rows):
@@ -706,7 +706,7 @@ def _whole_mask(
             alone = len(rows) > 1 and all(row.flags & _FROM_ZERO for row in rows)
             packed, jumps = (any(row.flags & flag for row in rows) for flag in (_PACKED, _JUMPS))
             documents = _documents(name, positions_BS, alone, packed, jumps)
-    ledger.engaged = False
+    state.engaged = False
     mask, padding = _mask_of(pieces, documents, attention_mask, whole)
     return WholeMask(mask, padding, batch, whole)
 

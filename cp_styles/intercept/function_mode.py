@@ -421,7 +421,7 @@ class AttentionCalls(RerunMode):
         if not torch.compiler.is_dynamo_compiling():
             self._tally.running = True
             self._tally.lengths.clear()
-            self._scoped.unscoped.ledger.engaged = False
+            self._scoped.unscoped.group_state.engaged = False
             self._tally.inputs = dict(zip(names_of_inputs(module), args, strict=False)) | kwargs
             # The layout of the model's inputs. It is not known any more for the inputs of its attention.
             given = cuts_of((*args, *kwargs.values()))

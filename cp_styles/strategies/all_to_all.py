@@ -72,14 +72,15 @@ class Direct:
             (peer, [_first(place.shape, way.row_dim) for place in self._blocks[peer]]) for peer in self._others
         ]
 
-    def start(self, wire: torch.Tensor, *tensors: torch.Tensor) -> PendingTransfers:
+    def start(self, place: torch.Tensor | None, *tensors: torch.Tensor) -> Arriving:
         """Start to send each rank the columns that it needs.
 
-        ``wire`` is flat, has :attr:`arriving` elements, and receives the result. Communication: one message to every
-        other rank. The adjoint is :meth:`leave`.
+        ``place``, flat with :attr:`arriving` elements, gets the rows in the order of positions. None: new memory does.
+        Communication: one message to every other rank. The adjoint is :meth:`leave`.
         """
+        wire = tensors[0].new_empty(self.arriving) if place is None or not self.in_order else place
         if self.trivial:
-            return PendingTransfers((), ())
+            return Arriving(wire, place, PendingTransfers((), ()))
         rank, own_block = self.way.peers.rank, self._received[self.way.peers.rank]
         # All ranks get here at the same time. If two ranks that share processors post messages at once, the gloo
         # thread of one can interrupt a post of the other that holds a lock which it then polls for. So every second
@@ -91,7 +92,7 @@ class Direct:
         pending = self._exchange(sends, receives)
         if not rank % 2:
             self._pack(rank, wire.narrow(0, *own_block), tensors)
-        return pending
+        return Arriving(wire, place, pending)
 
     def _exchange(self, sends: Messages, receives: Messages) -> PendingTransfers:
         group = None if self._group is None else self._group()
@@ -106,14 +107,6 @@ class Direct:
             place.of(block).copy_(x.narrow(self.way.column_dim, *place.columns))
         return block
 
-    def sort(self, wire: torch.Tensor, place: torch.Tensor) -> None:
-        """Copy the received ``wire`` to ``place`` (both flat), with the rows in the order of positions.
-
-        Needed only where rows do not arrive :attr:`in_order`.
-        """
-        shape = sum(self.way.rows.sizes), -1
-        self.way.rows.to_global(wire.view(shape), out=place.view(shape))
-
     def views(self, flat: torch.Tensor, *tensors: torch.Tensor) -> Tensors:
         """Views of ``flat``, one for each tensor: all rows of this rank's columns.
 
@@ -121,18 +114,14 @@ class Direct:
         """
         return tensors if self.trivial else tuple(place.of(flat) for place in self._whole)
 
-    def begin(self, place: torch.Tensor | None, *tensors: torch.Tensor) -> Arriving:
-        """:meth:`start`, so that ``place`` gets the rows in the order of positions. None: new memory does."""
-        wire = tensors[0].new_empty(self.arriving) if place is None or not self.in_order else place
-        return Arriving(wire, place, self.start(wire, *tensors))
-
     def arrived(self, arriving: Arriving, *tensors: torch.Tensor) -> Tensors:
         """All rows of this rank's columns of each tensor, when they have come."""
         wire, place, pending = arriving
         pending.wait()
         if not self.in_order:
             received, wire = wire, torch.empty_like(wire) if place is None else place
-            self.sort(received, wire)
+            shape = sum(self.way.rows.sizes), -1
+            self.way.rows.to_global(received.view(shape), out=wire.view(shape))
         return self.views(wire, *tensors)
 
     def leave(self, tensors: list[torch.Tensor], place: int = 0) -> Leaving:

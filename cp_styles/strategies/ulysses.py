@@ -123,7 +123,7 @@ class Ulysses(Strategy):
 
         def start(index: int) -> Arriving:
             with named_range("chunk", index, "start gradient of output"):
-                return levels.chunks[index].like_queries(grad_BHLE.shape[3]).begin(None, grad_BHLE)
+                return levels.chunks[index].like_queries(grad_BHLE.shape[3]).start(None, grad_BHLE)
 
         under_way = [start(0)]
         for index, (chunk, (places, out, inner_residual)) in enumerate(zip(levels.chunks, kept, strict=True)):
@@ -378,7 +378,7 @@ class _Chunk:
         ``places`` get them. None: temporary memory does.
         """
         ways = zip(self.ways, places or [None] * len(self.ways), self._messages, strict=True)
-        return [way.begin(place, *tensors[which]) for way, place, which in ways]
+        return [way.start(place, *tensors[which]) for way, place, which in ways]
 
     def arrived(self, started: list[Arriving], *tensors: torch.Tensor) -> list[torch.Tensor]:
         """Query, key and value of this rank's heads, when they have come. The list is emptied."""

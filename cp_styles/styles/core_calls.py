@@ -48,7 +48,7 @@ class CoreCalls(AttentionCalls):
         """A forward of the module begins."""
         self._tally.calls = 0
         if not torch.compiler.is_dynamo_compiling():
-            self._scoped.unscoped.ledger.engaged = False
+            self._scoped.unscoped.group_state.engaged = False
 
     def reached(self) -> bool:
         """Whether this forward has called attention. (A property cannot be traced.)"""

@@ -436,7 +436,7 @@ class InputGuards:
         length, kind = _length(inputs), type(module).__name__
         problem = None
         for local in self._calls.lengths if self._windows else ():
-            whole, _ = binding.ledger.lengths.get((local, local), (local, local))
+            whole, _ = binding.group_state.lengths.get((local, local), (local, local))
             problem = problem or self._lost_window(kind, inputs, local, whole)
         output = output if isinstance(output, Mapping) else {}
         logits = output.get("logits")
@@ -662,8 +662,8 @@ def _refuse_labels(name: str, kind: str, inputs: Mapping[str, Any]) -> None:
 
 def _compare_counts(binding: Binding, kind: str, count: Any) -> None:
     """Raise on every rank unless the ranks divide their losses by the same number."""
-    ledger = state_of(binding.group)
-    ledger.engaged = True
+    state = state_of(binding.group)
+    state.engaged = True
     number = float(count)
     said = StatusRow(q_length=int(number), inputs=zlib.crc32(repr(number).encode()))
     rows = exchange_status(lambda: said, Meeting.BATCH, binding.name, binding.axis, binding.group)
@@ -675,7 +675,7 @@ def _compare_counts(binding: Binding, kind: str, count: Any) -> None:
             "global_token_count(labels, mesh); a Trainer of transformers needs average_tokens_across_devices=True"
             f"{see('A number of labels for each rank')}"
         )
-    ledger.engaged = False
+    state.engaged = False
 
 
 def _covers(mask: Mask) -> bool:

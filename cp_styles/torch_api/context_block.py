@@ -95,8 +95,8 @@ class ContextParallelBlock(contextlib.ContextDecorator):
         with contextlib.ExitStack() as stack:
             stack.callback(self._note_cut)
             stack.enter_context(entry.inside([part for part in entry.parts if part.restored]))
-            ledger = entry.scoped.unscoped.ledger
-            ledger.engaged = ledger.backward_began = False
+            state = entry.scoped.unscoped.group_state
+            state.engaged = state.backward_began = False
             entry.open_in(_open)
             stack.callback(entry.end)
             self._entered.append((entry, stack.pop_all()))
@@ -307,7 +307,12 @@ class _BlockCalls(AttentionCalls):
         for module, (guard, self._tally.inputs) in guards.items():
             guard.check_output(module, (), None)  # by lengths that were not known before
             state_of(self._entry.group).the(_History).note(module, followed=self.flow is not None)
-        if self._entry.parts and not self._again and not self._tally.calls and not self._scoped.unscoped.ledger.lengths:
+        if (
+            self._entry.parts
+            and not self._again
+            and not self._tally.calls
+            and not self._scoped.unscoped.group_state.lengths
+        ):
             warnings.warn(
                 f"{self._name}: no attention was called inside, nor before over these ranks: each rank computed on its "
                 "part of the buffers alone. Attention by another library's kernels, or in TorchScript, would have been "
