@@ -164,7 +164,8 @@ class ParameterWatch:
         if not chosen:
             return 0
         which = zlib.crc32(repr([(tuple(each.part.shape), each.part.dtype) for each in chosen]).encode())
-        return (which % 2**30 + 1) << 32 | zlib.crc32(repr(sums).encode())
+        # Sorted: what is nearest in the graph differs where one rank has a copy more in it, for its strides.
+        return (which % 2**30 + 1) << 32 | zlib.crc32(repr(sorted(sums)).encode())
 
     def remember(self, group: dist.ProcessGroup, recomputed: Sequence[torch.Tensor] = ()) -> None:
         """Note, weakly, the parameters behind the node whose backward is running. See [Note: compiled].

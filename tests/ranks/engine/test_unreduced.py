@@ -162,6 +162,22 @@ def test_a_model_in_a_reentrant_checkpoint(attended):
     assert "of the 16 that were compared, layers.0.q.weight (24, 10)" in raised(on)
 
 
+def test_ranks_whose_graphs_have_another_depth():
+    """A copy more on one rank: there the key's parameters are nearer than the query's. They are equal all the same."""
+
+    def on(rank: int) -> None:
+        mesh, query, key = cp_mesh(2), nn.Linear(8, 8).double(), nn.Linear(8, 8).double()
+        for index, parameter in enumerate([*query.parameters(), *key.parameters()]):
+            parameter.data = randn(index, *parameter.shape)
+        x = randn(9, 1, 2, 4, 8)
+        for _ in range(4):
+            q, k = query(x).clone() if rank else query(x), key(x)
+            context_attention(q, k, k, mesh, layout=contiguous).sum().backward()
+            sum_gradients([*query.parameters(), *key.parameters()], mesh)
+
+    run_ranks(on, 2)
+
+
 @pytest.mark.parametrize("attended", DOORS)
 def test_a_warning_where_that_is_asked_for(attended):
     """Once, on each rank."""
