@@ -95,9 +95,9 @@ class Mistake(NamedTuple):
 MISTAKES = [
     # -- linear attention, state spaces, convolutions --
     Mistake(
-        "mixers: the state goes on into the next document",
-        "if each.rank == cut.peers.rank and not each.first:",
-        "if each.rank == cut.peers.rank and each.start:",
+        "mixers: what came before a fragment does not decay in it",
+        "factor @ state",
+        "state",
         "tests/ranks/mixers/test_recurrence.py",
     ),
     Mistake(
@@ -107,9 +107,9 @@ MISTAKES = [
         "tests/ranks/mixers/test_by_name.py",
     ),
     Mistake(
-        "mixers: what a user's kernel mixes is followed",
-        "with flow.paused(): out = run(replace(self, refuse=refuse))",
-        "if True: out = run(replace(self, refuse=refuse))",
+        "mixers: it is not known what a kernel has returned",
+        "flow.attended(out[0] if isinstance(out, tuple) else out, tensors, dim)",
+        "tensors",
         "tests/ranks/mixers/test_by_name.py",
     ),
     Mistake(
