@@ -439,6 +439,19 @@ def is_traced() -> bool:
     return torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
 
 
+def graph_tracer() -> str | None:
+    """What records the operators of this thread as a graph, if it is not torch.compile: its name.
+
+    Seen: 2.11 to 2.15 (``torch._C._get_dispatch_mode``, the mode of make_fx, which torch.export uses too).
+    """
+    if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
+        return "torch.jit.trace"
+    if torch.compiler.is_exporting():
+        return "torch.export"
+    proxies = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)  # pyright: ignore
+    return None if proxies is None else "make_fx"
+
+
 def run_kernel(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run the kernel of an op for the device of its tensors, without modes and autograd. Seen: 2.11 to 2.15."""
     device = next(value.device.type for value in args if isinstance(value, torch.Tensor))

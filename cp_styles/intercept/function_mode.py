@@ -24,6 +24,7 @@ from cp_styles._compat import (
     fast_path_attention,
     function_modes,
     graph_task_id,
+    graph_tracer,
     never_compile_alone,
     never_compiled,
     uncompiled,
@@ -422,11 +423,22 @@ class AttentionCalls(RerunMode):
             self._tally.running = True
             self._tally.lengths.clear()
             self._scoped.unscoped.group_state.engaged = False
+            self.refuse_tracers()
             self._tally.inputs = dict(zip(names_of_inputs(module), args, strict=False)) | kwargs
             # The layout of the model's inputs. It is not known any more for the inputs of its attention.
             given = cuts_of((*args, *kwargs.values()))
             if given and graph_task_id() < 0 and self._joint is None:
                 self._check_cut(given)
+
+    def refuse_tracers(self) -> None:
+        """Raise while something other than torch.compile records a graph. No communication."""
+        tracer = graph_tracer()
+        if tracer is not None and graph_task_id() < 0 and self._scoped.unscoped.group.size() > 1:
+            self._scoped.unscoped.group_state.engaged = True  # nothing can be sent from a trace
+            raise NotImplementedError(
+                f"{self._name}: {tracer} records the operators of one process, without the messages between ranks: "
+                "use torch.compile, or trace the model before the style is applied"
+            )
 
     def _check_cut(self, given: list[tuple[torch.Tensor, SequenceLayout]]) -> None:
         """Raise, on every rank, if another layout has cut an input of the model."""

@@ -252,6 +252,7 @@ class CoreState:
 
     def _lift(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """The arguments, with query, key and value as DTensors on the private mesh. If refused, every rank raises."""
+        self._calls.refuse_tracers()
         install_handlers()
         self._lifted = None
         self._calls.begin()

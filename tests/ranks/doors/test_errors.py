@@ -17,6 +17,7 @@ from expecttest import assert_expected_inline
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from cp_styles.functions.attention import context_attention
 from cp_styles.layout import contiguous, head_tail
@@ -26,7 +27,7 @@ from cp_styles.styles import AttentionContextParallel, ModuleContextParallel, pa
 from cp_styles.testing import run_ranks
 from cp_styles.torch_api import context_parallel
 from tests.oracle import randn
-from tests.ranks.attention_case import Core, parallel
+from tests.ranks.attention_case import Core, cp_mesh, parallel
 from tests.ranks.leak_scene import RANKS, Scene, attention_of, refusals
 
 
@@ -304,6 +305,28 @@ def test_one_rank_alone_passes_garbage(door: str, garbage, message: str):
     assert message in lines[1]
     for line in (lines[0], lines[2]):
         assert "ranks [1] of mesh axis 'cp' refused their inputs (their own error says why); this rank stops" in line
+
+
+TRACERS = {
+    "torch.export": lambda module, inputs: torch.export.export(module, inputs),
+    "torch.jit.trace": lambda module, inputs: torch.jit.trace(module, inputs, check_trace=False),
+    "make_fx": lambda module, inputs: make_fx(module)(*inputs),
+}
+
+
+@pytest.mark.parametrize("tracer", TRACERS)
+@pytest.mark.parametrize("style", [AttentionContextParallel, ModuleContextParallel])
+def test_a_graph_without_the_other_ranks_is_not_traced(style, tracer: str):
+    """On one thread alone, because tracers change what threads share; the error needs no other rank."""
+
+    def on(rank: int) -> None:
+        module = parallelize_module(Core(), cp_mesh(2), style())
+        if rank == 0:
+            inputs = tuple(randn(seed, 1, 2, 4, 4) for seed in range(3))
+            with pytest.raises(NotImplementedError, match=f"{tracer} records the operators of one process"):
+                TRACERS[tracer](module, inputs)
+
+    run_ranks(on, 2, timeout_seconds=20)
 
 
 # -- what the module does --
