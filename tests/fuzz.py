@@ -251,7 +251,7 @@ def sensible(case: Case) -> Case:
         case = replace(case, keys=None)
     if case.keys is not None:
         case = replace(case, balancer=True, agreement="every call")
-        case = replace(case, layout="striped") if case.layout == "dealt" else case
+        case = replace(case, layout="striped") if case.layout in ("dealt", "by_work") else case
     if case.layout != "striped":
         case = replace(case, block=1)
     if case.keys is None:
