@@ -767,7 +767,7 @@ def run_all(options: argparse.Namespace) -> int:
     if options.record and options.record.exists():
         for line in options.record.read_text().splitlines():
             entry = json.loads(line)
-            verdicts[entry.pop("seed")] = Verdict(**entry)
+            verdicts[entry["seed"]] = Verdict(entry["kind"], entry["words"])
     judges, start = Judges(), time.monotonic()
     shown = start
     alike: Counter[str] = Counter()  # failures with the same words, of which the first is shown and reduced

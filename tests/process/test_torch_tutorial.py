@@ -26,9 +26,10 @@ def start(right: str, wrong: str, folder: Path) -> int:
     source = SCRIPT.read_text()
     if right:
         assert source.count(right) == 1
-        source = source.replace(right, wrong).replace(
-            "import context_parallel,", "import contiguous, context_parallel,"
-        )
+        start_of_import = "from cp_styles.torch_api import"
+        assert source.count(start_of_import) == 1
+        source = source.replace(right, wrong)
+        source = source.replace(start_of_import, f"from cp_styles import contiguous\n{start_of_import}")
     sys.argv[1:] = ["--length", str(LENGTH)]
     try:
         exec(compile(source, "tutorial", "exec"), {"__name__": "__main__"})
