@@ -535,20 +535,6 @@ def _exchange(holder: list[int], done: list[int], work: Sequence[int]) -> None:
         done[least] += work[a] - work[b]
 
 
-@dataclass(frozen=True)
-class SeveralLayouts:
-    """A balancer that returns one of some given layouts, by length. Queries and keys may differ in length."""
-
-    layouts: tuple[SequenceLayout, ...]
-
-    def __call__(self, length: int, ranks: int) -> SequenceLayout:
-        for layout in self.layouts:
-            if (layout.length, layout.ranks) == (length, ranks):
-                return layout
-        choices = ", ".join(f"{layout.length} on {layout.ranks}" for layout in self.layouts)
-        raise ValueError(f"there are layouts of {choices} ranks, not of {length} positions on {ranks}")
-
-
 def layout_made_by(balancer: Balancer, length: int, ranks: int) -> SequenceLayout:
     """``balancer(length, ranks)``, checked. Equal layouts are the same object, so that caches keyed by them hit.
 
@@ -562,8 +548,6 @@ def layout_made_by(balancer: Balancer, length: int, ranks: int) -> SequenceLayou
 
 def is_deterministic(balancer: Balancer) -> bool:
     """Whether the balancer is known to depend only on length and ranks."""
-    if isinstance(balancer, SeveralLayouts):
-        return True
     function, constants = _by_value(balancer)[:2]
     return function in _OWN and all(map(_is_constant, constants))
 

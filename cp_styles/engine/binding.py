@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -38,7 +38,6 @@ from cp_styles.kernels.autocast import attended_dtypes
 from cp_styles.layout import (
     Balancer,
     SequenceLayout,
-    SeveralLayouts,
     cuts_of,
     is_deterministic,
     layout_made_by,
@@ -47,11 +46,13 @@ from cp_styles.mask import Causal, Dense, Full, Mask, PerRow, digest
 from cp_styles.strategies import Attention, PerRowStrategy, Strategy
 from cp_styles.troubleshooting import see
 
-# Number of attentions that a binding caches, with the data that strategies have derived for them.
+# Number of calls, by layouts, that a binding caches, and of attentions that each of these caches.
 _MOST_ATTENTIONS = 16
 # Number of bindings with other masks that it caches. A mask may hold a tensor.
 _MOST_MASKED = 4
 _SEQ_DIM = 2  # of query, key and value [B, H, S, D]
+Cuts: TypeAlias = tuple[SequenceLayout, SequenceLayout]
+"""The layouts of queries and of keys."""
 
 
 @dataclass
@@ -91,7 +92,6 @@ class Binding:
         mask: which keys each query attends to, in addition to ``is_causal`` of the call.
         kernel: computes the tiles that it can, see :func:`~cp_styles.kernels.kernel_for_tiles`. None prefers the fused
             kernel of the call.
-        lengths: global numbers of queries and keys of the call, once the ranks have agreed on them.
         heads: which query heads the tensors of a call are, if these are a share of more heads.
         whole: the (batch, heads) that a mask of the call must fit, if the tensors are a share of these.
         tally: state of the module's forward. An error is raised if its attention was not reached.
@@ -108,7 +108,6 @@ class Binding:
     layout: SequenceLayout | Balancer
     mask: Mask
     kernel: Kernel | None = None
-    lengths: tuple[int, int] | None = None
     heads: tuple[int, int] | None = None
     whole: tuple[int, int] | None = None
     tally: Tally = field(default_factory=Tally, compare=False, repr=False)
@@ -116,12 +115,9 @@ class Binding:
     agreement: Agreement = field(default=EVERY_CALL, compare=False, repr=False)
     site: int = field(default=0, compare=False, repr=False)
     texts: dict[bool, Any] = field(init=False, default_factory=dict, compare=False, repr=False)
-    _attentions: dict[tuple[Any, ...], Attention] = field(init=False, default_factory=dict, compare=False, repr=False)
-    _by_lengths: dict[tuple[int, int], Binding] = field(init=False, default_factory=dict, compare=False, repr=False)
+    _by_lengths: dict[tuple[int, int], AgreedCall] = field(init=False, default_factory=dict, compare=False, repr=False)
     _lean: Binding | None = field(init=False, default=None, compare=False, repr=False)
-    _settlements: dict[tuple[SequenceLayout, SequenceLayout], Binding] = field(
-        init=False, default_factory=dict, compare=False, repr=False
-    )
+    _by_cuts: dict[Cuts, AgreedCall] = field(init=False, default_factory=dict, compare=False, repr=False)
     _by_heads: dict[Any, Binding] = field(init=False, default_factory=dict, compare=False, repr=False)
     _masked: dict[Mask, Binding] = field(init=False, default_factory=dict, compare=False, repr=False)
 
@@ -165,65 +161,6 @@ class Binding:
             )
         return self.layout
 
-    def attention(
-        self,
-        q_length: int,
-        kv_length: int,
-        tensors: Sequence[torch.Tensor],
-        *,
-        is_causal: bool,
-        scale: float | None,
-        attn_mask: torch.Tensor | None = None,
-    ) -> Attention:
-        """The attention of one call, from its *global* lengths and its local query, key and value [B, H, S, D].
-
-        ``attn_mask`` is the mask of the call, for the whole sequence, in the order of positions.
-
-        It raises the same errors on every rank, because it does not depend on the rank. No communication. Results are
-        cached.
-        """
-        if attn_mask is not None:
-            return self._attention(q_length, kv_length, tensors, attn_mask, is_causal, scale)
-        q, k, v = tensors
-        key = q_length, kv_length, q.shape, k.shape, v.shape, q.dtype, q.device, is_causal, scale
-        found = self._attentions.get(key)
-        if found is None:
-            if len(self._attentions) >= _MOST_ATTENTIONS:
-                self._attentions.clear()
-            try:
-                found = self._attentions[key] = self._attention(q_length, kv_length, tensors, None, is_causal, scale)
-            except Exception:
-                settle(self.group)  # what the ranks disagree on may be the cause
-                raise
-        return found
-
-    def _attention(
-        self,
-        q_length: int,
-        kv_length: int,
-        tensors: Sequence[torch.Tensor],
-        attn_mask: torch.Tensor | None,
-        is_causal: bool,
-        scale: float | None,
-    ) -> Attention:
-        q, k, v = tensors
-        q_layout = self.layout_for(q_length)
-        kv_layout = q_layout if kv_length == q_length else self._layout_of_keys(q_length, kv_length, is_causal)
-        mask = self.mask & Causal() if is_causal else self.mask
-        try:
-            mask = mask if attn_mask is None else mask & Dense(attn_mask)
-            _check_shapes(q, k, v)
-            mask.check((*(self.whole or (q.shape[0], q.shape[1])), q_length, kv_length))
-        except ValueError as error:
-            raise ValueError(f"{self.name}: {error}") from None
-        if scale is None:
-            scale = 1.0 / math.sqrt(q.shape[-1])
-        try:
-            kernel = kernel_for_tiles(tensors, named=self.kernel)
-        except NotImplementedError as error:
-            raise NotImplementedError(f"{self.name}: {error}") from None
-        return Attention(self.group, q_layout, kv_layout, mask, kernel, scale, self.heads)
-
     def resolve(self) -> tuple[Binding, None]:
         """As :meth:`~cp_styles.engine.scope.ScopedBinding.resolve`: no scope applies."""
         return self, None
@@ -254,20 +191,6 @@ class Binding:
         self._masked[mask] = found
         return found
 
-    def _layout_of_keys(self, q_length: int, kv_length: int, is_causal: bool) -> SequenceLayout:
-        if is_causal or not isinstance(self.mask, Full | Dense):
-            what = "is_causal=True" if is_causal else repr(self.mask)
-            raise ValueError(
-                f"{self.name}: {what} with {q_length} queries and {kv_length} keys: positions of the two sequences do "
-                "not correspond. Cross-attention takes no positional mask; pass is_causal=False"
-            )
-        if isinstance(self.layout, SequenceLayout):
-            raise ValueError(
-                f"{self.name}: one layout of {self.layout.length} positions cannot cut {q_length} queries and "
-                f"{kv_length} keys; give a balancer such as contiguous"
-            )
-        return self.layout_for(kv_length)
-
     def agree(
         self,
         refuse: Callable[[], None],
@@ -275,8 +198,8 @@ class Binding:
         call: Mapping[str, Any],
         keep: bool,
         attn_mask: torch.Tensor | None = None,
-    ) -> Binding:
-        """The binding of one call, with its ``lengths``, once all ranks know that their inputs fit together.
+    ) -> AgreedCall:
+        """One call, with its layouts, once all ranks know that their inputs fit together.
 
         A balancer is called here only, and not again in the backward of the call. ``refuse`` raises for errors that
         only this rank may see. One all-gather (see :func:`~cp_styles.comm.agreement.exchange_status`) makes every rank
@@ -325,33 +248,38 @@ class Binding:
         """Note that the forward of the attention has ended. Later errors are not errors of the attention."""
         self.group_state.engaged = False
 
-    def settled(self, lengths: tuple[int, int], cuts: tuple[SequenceLayout, SequenceLayout]) -> Binding:
-        """This binding with fixed layouts instead of a balancer. Cached by layouts."""
-        found = self._settlements.get(cuts)
-        if found is None:
-            if len(self._settlements) >= _MOST_ATTENTIONS:
-                self._settlements.clear()
-            layout = cuts[0] if cuts[0] == cuts[1] else SeveralLayouts(cuts)
-            found = self._settlements[cuts] = replace(self, layout=layout, lengths=lengths)
-        return found
+    def cuts(self, lengths: tuple[int, int]) -> Cuts:
+        """The layouts of queries and of keys for these global lengths."""
+        first = self.layout_for(lengths[0])
+        return first, first if lengths[1] == lengths[0] else self.layout_for(lengths[1])
 
-    def known_for(self, lengths: tuple[int, int]) -> Binding | None:
-        """:meth:`settled` for these lengths, if the balancer is known to depend on nothing else. None if it raises."""
+    def agreed_on(self, cuts: Cuts) -> AgreedCall:
+        """The call of this configuration with these layouts. Cached."""
+        call = self._by_cuts.get(cuts)
+        if call is None:
+            if len(self._by_cuts) >= _MOST_ATTENTIONS:
+                self._by_cuts.clear()
+            # A copy, because a cycle of references would keep the group, with its connections, until it is collected.
+            call = self._by_cuts[cuts] = AgreedCall(replace(self), cuts)
+        return call
+
+    def known_for(self, lengths: tuple[int, int]) -> AgreedCall | None:
+        """The call with these lengths, if the balancer is known to depend on nothing else. None if it raises."""
         if isinstance(self.layout, SequenceLayout) or not is_deterministic(self.layout):
             return None
         with contextlib.suppress(Exception):
-            cuts = self.layout_for(lengths[0]), self.layout_for(lengths[1])
+            cuts = self.cuts(lengths)
             if len(self._by_lengths) >= _MOST_ATTENTIONS:
                 self._by_lengths.clear()
-            found = self._by_lengths[lengths] = self.settled(lengths, cuts)
-            return found
+            call = self._by_lengths[lengths] = self.agreed_on(cuts)
+            return call
         return None
 
     @cached_property
-    def as_given(self) -> Binding:
-        """This binding, whose layout is a SequenceLayout, with the lengths of that."""
+    def as_given(self) -> AgreedCall:
+        """The call with the layout of this binding, which is a SequenceLayout."""
         assert isinstance(self.layout, SequenceLayout)
-        return self.settled((self.layout.length, self.layout.length), (self.layout, self.layout))
+        return self.agreed_on((self.layout, self.layout))
 
     def refuse(self, problem: Exception) -> NoReturn:
         """Raise ``problem`` on this rank, and an error on the ranks that are about to :meth:`agree`."""
@@ -435,15 +363,29 @@ class Binding:
         return watch_of(self.group)
 
     @cached_property
-    def cuts(self) -> tuple[SequenceLayout, SequenceLayout]:
-        """The layouts of queries and of keys, once the ranks have agreed on the lengths."""
-        assert self.lengths is not None
-        first = self.layout_for(self.lengths[0])
-        return first, first if self.lengths[1] == self.lengths[0] else self.layout_for(self.lengths[1])
+    def _print(self) -> int:
+        # For a balancer only the fact that it is one: the layouts that it makes are compared.
+        cut = plain(self.layout) if isinstance(self.layout, SequenceLayout) else "balancer"
+        texts = [plain(part) for part in (self.strategy, self.mask, self.kernel, self.agreement)]
+        return fingerprint([cut, *texts, self.mask.content, 0 if self.kernel is None else self.kernel.content])
+
+
+@dataclass(eq=False)
+class AgreedCall:
+    """A configuration, and the layouts of queries and of keys on which the ranks have agreed for it."""
+
+    binding: Binding
+    cuts: Cuts
+    _attentions: dict[tuple[Any, ...], Attention] = field(init=False, default_factory=dict, repr=False)
+
+    @cached_property
+    def lengths(self) -> tuple[int, int]:
+        """The global numbers of queries and keys."""
+        return self.cuts[0].length, self.cuts[1].length
 
     @cached_property
     def parts(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """How many queries, and how many keys, each rank holds then."""
+        """How many queries, and how many keys, each rank holds."""
         return self.cuts[0].lengths, self.cuts[1].lengths
 
     @cached_property
@@ -454,15 +396,63 @@ class Binding:
     @cached_property
     def packed(self) -> int:
         """The lengths as one number, for the same."""
-        assert self.lengths is not None
         return _packed(self.lengths)
 
-    @cached_property
-    def _print(self) -> int:
-        # For a balancer only the fact that it is one: the layouts that it makes are compared.
-        cut = plain(self.layout) if isinstance(self.layout, SequenceLayout) else "balancer"
-        texts = [plain(part) for part in (self.strategy, self.mask, self.kernel, self.agreement)]
-        return fingerprint([cut, *texts, self.mask.content, 0 if self.kernel is None else self.kernel.content])
+    def attention(
+        self,
+        tensors: Sequence[torch.Tensor],
+        *,
+        is_causal: bool,
+        scale: float | None,
+        attn_mask: torch.Tensor | None = None,
+    ) -> Attention:
+        """The attention of this call, for its local query, key and value [B, H, S, D].
+
+        ``attn_mask`` is the mask of the call, for the whole sequence, in the order of positions.
+
+        It raises the same errors on every rank, because it does not depend on the rank. No communication. Results are
+        cached.
+        """
+        if attn_mask is not None:
+            return self._attention(tensors, attn_mask, is_causal, scale)
+        q, k, v = tensors
+        key = q.shape, k.shape, v.shape, q.dtype, q.device, is_causal, scale
+        attention = self._attentions.get(key)
+        if attention is None:
+            if len(self._attentions) >= _MOST_ATTENTIONS:
+                self._attentions.clear()
+            try:
+                attention = self._attentions[key] = self._attention(tensors, None, is_causal, scale)
+            except Exception:
+                settle(self.binding.group)  # what the ranks disagree on may be the cause
+                raise
+        return attention
+
+    def _attention(
+        self, tensors: Sequence[torch.Tensor], attn_mask: torch.Tensor | None, is_causal: bool, scale: float | None
+    ) -> Attention:
+        q, k, v = tensors
+        binding, (q_length, kv_length) = self.binding, self.lengths
+        if kv_length != q_length and (is_causal or not isinstance(binding.mask, Full | Dense)):
+            what = "is_causal=True" if is_causal else repr(binding.mask)
+            raise ValueError(
+                f"{binding.name}: {what} with {q_length} queries and {kv_length} keys: positions of the two sequences "
+                "do not correspond. Cross-attention takes no positional mask; pass is_causal=False"
+            )
+        mask = binding.mask & Causal() if is_causal else binding.mask
+        try:
+            mask = mask if attn_mask is None else mask & Dense(attn_mask)
+            _check_shapes(q, k, v)
+            mask.check((*(binding.whole or (q.shape[0], q.shape[1])), q_length, kv_length))
+        except ValueError as error:
+            raise ValueError(f"{binding.name}: {error}") from None
+        if scale is None:
+            scale = 1.0 / math.sqrt(q.shape[-1])
+        try:
+            kernel = kernel_for_tiles(tensors, named=binding.kernel)
+        except NotImplementedError as error:
+            raise NotImplementedError(f"{binding.name}: {error}") from None
+        return Attention(binding.group, *self.cuts, mask, kernel, scale, binding.heads)
 
 
 @dataclass(slots=True, eq=False)
@@ -479,7 +469,7 @@ class _Call:
     call: Mapping[str, Any]
     keep: bool
     dtypes: Sequence[torch.dtype] = ()
-    expected: Binding | None = None
+    expected: AgreedCall | None = None
     made: dict[int, SequenceLayout] = field(default_factory=dict)  # a balancer may be slow, and its next result differ
 
     def row(self) -> StatusRow:
@@ -511,8 +501,8 @@ class _Call:
             flags=BACKWARD_MAY_COME * self.keep,
         )
 
-    def _expect(self, own: tuple[int, int]) -> Binding | None:
-        """The binding of the call if all ranks together hold what this rank guesses. None if that cannot be right."""
+    def _expect(self, own: tuple[int, int]) -> AgreedCall | None:
+        """The call if all ranks together hold what this rank guesses. None if that cannot be right."""
         binding = self.binding
         if isinstance(binding.layout, SequenceLayout):
             return binding.as_given
@@ -520,9 +510,9 @@ class _Call:
         guess = binding.group_state.lengths.get(own, (own[0] * ranks, own[1] * ranks))
         return binding._by_lengths.get(guess) or binding.known_for(guess) or self._made_for(guess)
 
-    def _made_for(self, guess: tuple[int, int]) -> Binding | None:
+    def _made_for(self, guess: tuple[int, int]) -> AgreedCall | None:
         try:
-            return self.binding.settled(guess, self.cuts(guess))
+            return self.binding.agreed_on(self.cuts(guess))
         except Exception:  # the guessed length may be wrong
             return None
 
@@ -532,12 +522,12 @@ class _Call:
             found = self.made[length] = self.binding.layout_for(length)
         return found
 
-    def cuts(self, whole: tuple[int, int]) -> tuple[SequenceLayout, SequenceLayout]:
+    def cuts(self, whole: tuple[int, int]) -> Cuts:
         first = self.layout_for(whole[0])
         return first, first if whole[1] == whole[0] else self.layout_for(whole[1])
 
-    def finish(self, meeting: Callable[[], StatusRows]) -> Binding:
-        """Wait for the others' rows of ``meeting``, and compare. The binding of the call."""
+    def finish(self, meeting: Callable[[], StatusRows]) -> AgreedCall:
+        """Wait for the others' rows of ``meeting``, and compare."""
         binding, found = self.binding, self.expected
         rows = meeting()
         columns = rows.columns
@@ -545,15 +535,14 @@ class _Call:
         if found is None or not (as_expected and rows.alike and self.attn_mask is None):
             found = self._compared(rows)
         whole, own = found.lengths, (self.tensors[0].shape[_SEQ_DIM], self.tensors[1].shape[_SEQ_DIM])
-        assert whole is not None
         if binding.group_state.lengths.get(own) != whole:
             binding.group_state.remember_lengths(own, whole)
         binding._watch.judge(columns.watch, binding.gradient_check, binding.name, binding.axis, binding.group)
         binding.begun()
         return found
 
-    def _compared(self, rows: StatusRows) -> Binding:
-        """The binding of the call, from rows that may differ. Raises unless they fit together."""
+    def _compared(self, rows: StatusRows) -> AgreedCall:
+        """The call, from rows that may differ. Raises unless they fit together."""
         binding, attn_mask = self.binding, self.attn_mask
         where = binding.name, binding.axis
         if not rows.alike:
@@ -577,7 +566,7 @@ class _Call:
                 )
         if not rows.alike:
             _compare_keep(rows, self.keep, *where)
-        return binding.settled(whole, cuts)
+        return binding.agreed_on(cuts)
 
     def _layout_row(self, whole: tuple[int, int]) -> StatusRow:
         return StatusRow(layout=_number_of(self.cuts(whole)))
@@ -650,7 +639,7 @@ def _as_cut_by(layout: SequenceLayout, rank: int, mine: StatusRow) -> list[Statu
     return [*rows[:rank], mine, *rows[rank + 1 :]]
 
 
-def _number_of(cuts: tuple[SequenceLayout, SequenceLayout]) -> int:
+def _number_of(cuts: Cuts) -> int:
     """A hash of the layouts that is the same in every process: Python does not salt hashes of tuples of integers."""
     return hash(tuple(map(hash, cuts)))
 

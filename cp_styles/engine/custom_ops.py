@@ -17,7 +17,7 @@ import ast
 import ctypes
 import itertools
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -30,7 +30,7 @@ from cp_styles.checksum import delayed_digest
 from cp_styles.comm.agreement import EVERY_CALL, Agreement
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.point_to_point import destroyed_error, group_of_name
-from cp_styles.engine.binding import Binding, Tally, bindings_of, keep_binding
+from cp_styles.engine.binding import AgreedCall, Binding, Tally, bindings_of, keep_binding
 from cp_styles.engine.config_text import from_text, to_text
 from cp_styles.engine.gradient_watch import GradientCheck, watch_of
 from cp_styles.engine.reruns import remember_in_all
@@ -53,7 +53,8 @@ _LABELS = ("query", "key", "value")
 _DENSE = torch.strided
 
 # Handles in use: an op takes strings, but no objects. The table is weak, so a handle keeps nothing alive.
-_live: WeakValueDictionary[str, Source] = WeakValueDictionary()
+_live: WeakValueDictionary[str, Source | AgreedCall] = WeakValueDictionary()
+_Live = TypeVar("_Live", Binding, ScopedBinding, AgreedCall, Binding | ScopedBinding)
 _serial = itertools.count()
 
 # What compiled graphs run with, by their configuration and the group's id, while a style or block has such a
@@ -61,7 +62,7 @@ _serial = itertools.count()
 _styled: WeakValueDictionary[tuple[str, int], ScopedBinding] = WeakValueDictionary()
 
 
-def handle(source: Source) -> str:
+def handle(source: Source | AgreedCall) -> str:
     """A ``config`` that is valid while ``source`` lives."""
     known = source.__dict__.get("_handle")
     if known is None or _live.get(known) is not source:  # a copy has the handle of the original
@@ -134,18 +135,24 @@ def config_text_of(scoped: ScopedBinding) -> ConfigText:
     return found
 
 
+def live_object(config: str, kind: type[_Live] | tuple[type[_Live], ...]) -> _Live:
+    """What :func:`handle` has named."""
+    source = _live.get(config)
+    if source is None:
+        raise RuntimeError(
+            f"the attention {config!r} of a graph does not exist any more: the graph was not traced by "
+            "torch.compile, and so holds the handle of an eager call; trace it with torch.compile"
+        )
+    assert isinstance(source, kind)
+    return source
+
+
 def source_of(config: str, dense: torch.Tensor | None = None) -> Source:
     """The binding that ``config`` stands for, on this rank."""
     if config.startswith(_UNSPELLED):
         raise TypeError(config.removeprefix(_UNSPELLED))
     if config.startswith(_LIVE):
-        found = _live.get(config)
-        if found is None:
-            raise RuntimeError(
-                f"the attention {config!r} of a graph does not exist any more: the graph was not traced by "
-                "torch.compile, and so holds the handle of an eager call; trace it with torch.compile"
-            )
-        return found
+        return live_object(config, (Binding, ScopedBinding))
     said = from_text(config, () if dense is None else (dense,))
     name, axis, group_name, strategy, layout, mask, kernel, only_warn, agreement, scoped, _ = said
     group = group_of_name(group_name)
@@ -263,23 +270,21 @@ def _attention(q, k, v, sink, attn_mask, dense, config, is_causal, scale, keep, 
 
     sinks = binding.group_state.sinks
     call = {"is_causal": is_causal, "scale": scale, "sink": None if sink is None else delayed_digest(sink, sinks)}
-    unsettled = binding
     try:
-        binding = binding.agree(check, (q, k, v), call, keep, attn_mask)
+        agreed = binding.agree(check, (q, k, v), call, keep, attn_mask)
     except Exception:  # on all ranks; what each of them has still to compare may differ
         sinks.clear()
         raise
-    lengths = binding.lengths
-    assert lengths is not None
-    attention = binding.attention(*lengths, (q, k, v), is_causal=is_causal, attn_mask=attn_mask, scale=scale)
+    attention = agreed.attention((q, k, v), is_causal=is_causal, attn_mask=attn_mask, scale=scale)
     out, residual = run_forward(binding, attention, q, k, v, sink, keep=keep)
     if not live:
-        cut = unsettled.layout
+        cut = binding.layout
         if keep and scope is None and not isinstance(cut, SequenceLayout) and not is_deterministic(cut):
-            said = to_text((binding.layout, Full()), [])  # the balancer may return another layout in the backward
+            said = to_text((agreed.cuts, Full()), [])  # the balancer may return other layouts in the backward
         out = _laid_out(out, _like_query(q.to("meta"), v.shape[3]))
-    said = handle(binding) if live else said
-    return out, residual, _tensor_of(binding.group, f"({lengths[0]},{lengths[1]},{said!r})" if keep or live else "")
+    said = handle(agreed) if live else said
+    text = "({},{},{!r})".format(*agreed.lengths, said) if keep or live else ""
+    return out, residual, _tensor_of(binding.group, text)
 
 
 @torch.library.register_fake("cp_styles::attention")
@@ -298,7 +303,7 @@ def _save(ctx, inputs, output) -> None:
     ctx.config, ctx.is_causal, ctx.scale, ctx.keep = config, is_causal, scale, keep
     if config.startswith(_LIVE) and keep:
         ctx.call = call
-        ctx.binding = source_of(_read(_text_of(call))[2])  # alive for as long as its backward may come
+        ctx.agreed = agreed_call(call)  # alive for as long as its backward may come
 
 
 @never_compiled
@@ -314,7 +319,7 @@ def _differentiate(ctx, grad, *_):
     if config.startswith(_LIVE):
         # Those of this forward. The saved ones may be of a recomputation, which has another number, and whose equal
         # binding may be dead already.
-        config, call = handle(ctx.binding), ctx.call
+        config, call = handle(ctx.agreed), ctx.call
     dq, dk, dv, dsink = torch.ops.cp_styles.attention_backward.default(
         grad, q, k, v, out, residual, sink, attn_mask, dense, call, config, ctx.is_causal, ctx.scale
     )
@@ -336,18 +341,14 @@ torch.library.define(
 @torch.library.impl("cp_styles::attention_backward", "CompositeExplicitAutograd")
 @never_compiled
 def _attention_backward(grad, q, k, v, out, residual, sink, attn_mask, dense, call, config, is_causal, scale):
-    q_length, kv_length, said = _read(_text_of(call))
-    source = source_of(config, dense)
-    if isinstance(source, ScopedBinding):
-        source = source.bound_to(*from_text(said)) if said else source.unscoped
-    elif said and not config.startswith(_LIVE):
-        source = replace(source, layout=from_text(said)[0])
-    if not config.startswith(_LIVE):
-        watch_of(source.group).remember(source.group)
-    attention = source.attention(q_length, kv_length, (q, k, v), is_causal=is_causal, attn_mask=attn_mask, scale=scale)
+    live = config.startswith(_LIVE)
+    agreed = live_object(config, AgreedCall) if live else _agreed_in_graph(config, dense, call)
+    if not live:
+        watch_of(agreed.binding.group).remember(agreed.binding.group)
+    attention = agreed.attention((q, k, v), is_causal=is_causal, attn_mask=attn_mask, scale=scale)
     number = int.from_bytes(_bytes_of(call)[:_NUMBER], "little")
-    *grads, dsink, _ = run_backward(source, attention, grad, q, k, v, out, residual, sink, forward=number)
-    if not config.startswith(_LIVE):
+    *grads, dsink, _ = run_backward(agreed.binding, attention, grad, q, k, v, out, residual, sink, forward=number)
+    if not live:
         grads = [_laid_out(x, _rows_first(like.to("meta"))) for x, like in zip(grads, (q, k, v), strict=True)]
     return *grads, q.new_empty(0) if dsink is None else dsink
 
@@ -393,12 +394,23 @@ def _tensor_of(group: dist.ProcessGroup, text: str) -> torch.Tensor:
     return torch.frombuffer(bytearray(number + text.encode()), dtype=torch.uint8)
 
 
-def binding_of_attention(call: torch.Tensor) -> Binding:
-    """The binding, with its lengths, of an eager call of the op, from what it has returned. Also in a recomputation
-    whose results were kept."""
-    found = source_of(_read(_text_of(call))[2])
-    assert isinstance(found, Binding)
-    return found
+def agreed_call(call: torch.Tensor) -> AgreedCall:
+    """That of an eager call of the op, from what the op has returned. Also in a recomputation whose results were
+    kept."""
+    return live_object(_read(_text_of(call))[2], AgreedCall)
+
+
+def _agreed_in_graph(config: str, dense: torch.Tensor | None, call: torch.Tensor) -> AgreedCall:
+    """That of a call in a compiled graph, for its backward."""
+    *lengths, said = _read(_text_of(call))
+    source = source_of(config, dense)
+    binding = source.unscoped if isinstance(source, ScopedBinding) else source
+    cut, mask = from_text(said) if said else (None, Full())
+    if isinstance(cut, tuple):  # by a balancer
+        return binding.agreed_on(cut)
+    if cut is not None and isinstance(source, ScopedBinding):
+        binding = source.bound_to(cut, mask)
+    return binding.agreed_on(binding.cuts((lengths[0], lengths[1])))
 
 
 def _bytes_of(call: torch.Tensor) -> bytes:

@@ -159,7 +159,7 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`context_attention` for a binding (a ``ConfigText`` under torch.compile, and only there).
 
-    Returns the output, and what :func:`~cp_styles.engine.custom_ops.binding_of_attention` takes. ``refuse`` raises for
+    Returns the output, and what :func:`~cp_styles.engine.custom_ops.agreed_call` takes. ``refuse`` raises for
     errors that only this rank may see.
     """
     problem = ""

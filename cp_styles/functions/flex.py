@@ -24,9 +24,9 @@ from cp_styles.checksum import version_of
 from cp_styles.comm.agreement import EVERY_CALL, Agreement
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import axis_and_group
-from cp_styles.engine.binding import Binding, binding_of_call, refuse_grouped
+from cp_styles.engine.binding import AgreedCall, Binding, binding_of_call, refuse_grouped
 from cp_styles.engine.checkpoint import as_kept
-from cp_styles.engine.custom_ops import check_local, handle, source_of
+from cp_styles.engine.custom_ops import check_local, handle, live_object
 from cp_styles.engine.gradient_watch import RAISE, GradientCheck
 from cp_styles.engine.run import run_backward, run_forward, run_logsumexp
 from cp_styles.introspect import captured_tensors
@@ -199,9 +199,9 @@ def attend_with_lse(
             raise problem
 
     keep = torch.is_grad_enabled() and any(map(_REQUIRES_GRAD, (*tensors, *learned)))
-    bound = as_kept(bound).agree(check, tensors, {"scale": scale, "logsumexp": wants_lse}, keep)
-    out, lse = _FlexAttention.apply(*tensors, bound, scale, wants_lse, *learned)
-    bound.finished()  # in a recomputation a selective checkpoint may have had the op's results ready
+    agreed = as_kept(bound).agree(check, tensors, {"scale": scale, "logsumexp": wants_lse}, keep)
+    out, lse = _FlexAttention.apply(*tensors, agreed, scale, wants_lse, *learned)
+    agreed.binding.finished()  # in a recomputation a selective checkpoint may have had the op's results ready
     return out, lse if wants_lse else None
 
 
@@ -238,35 +238,33 @@ torch.library.define(
 @torch.library.impl("cp_styles::flex_attention", "CompositeExplicitAutograd")
 @never_compiled
 def _flex_attention(q, k, v, config, scale, keep, wants_lse):
-    """``config`` is the handle of a binding that has its lengths. lse is empty unless ``wants_lse``."""
-    bound = source_of(config)
-    assert isinstance(bound, Binding)
-    attention, keep = _attention_of(bound, (q, k, v), scale), keep or wants_lse
-    out, residual = run_forward(bound, attention, q, k, v, keep=keep)
-    lse = run_logsumexp(bound, attention, q, k, v, residual) if wants_lse else q.new_empty(0)
+    """``config`` is the handle of an AgreedCall. lse is empty unless ``wants_lse``."""
+    agreed = live_object(config, AgreedCall)
+    attention, keep = _attention_of(agreed, (q, k, v), scale), keep or wants_lse
+    out, residual = run_forward(agreed.binding, attention, q, k, v, keep=keep)
+    lse = run_logsumexp(agreed.binding, attention, q, k, v, residual) if wants_lse else q.new_empty(0)
     return out, lse, residual
 
 
-def _attention_of(bound: Binding, tensors: tuple[torch.Tensor, ...], scale: float | None) -> Attention:
-    assert bound.lengths is not None
+def _attention_of(agreed: AgreedCall, tensors: tuple[torch.Tensor, ...], scale: float | None) -> Attention:
     with without_dispatch_modes():
-        return bound.attention(*bound.lengths, tensors, is_causal=False, scale=scale)
+        return agreed.attention(tensors, is_causal=False, scale=scale)
 
 
 class _FlexAttention(torch.autograd.Function):
     """``(out, lse)``. lse is empty unless ``wants_lse``."""
 
     @staticmethod
-    def forward(ctx, q, k, v, bound: Binding, scale: float | None, wants_lse: bool, *learned):
-        keep, config = any(ctx.needs_input_grad), handle(bound)
+    def forward(ctx, q, k, v, agreed: AgreedCall, scale: float | None, wants_lse: bool, *learned):
+        keep, config = any(ctx.needs_input_grad), handle(agreed)
         with without_function_modes():
             out, lse, residual = torch.ops.cp_styles.flex_attention.default(q, k, v, config, scale, keep, wants_lse)
             if not wants_lse:
                 ctx.mark_non_differentiable(lse)
             ctx.set_materialize_grads(False)
             ctx.save_for_backward(q, k, v, out, residual, *learned)
-            ctx.attention, ctx.binding = _attention_of(bound, (q, k, v), scale), bound
-            ctx.number = state_of(bound.group).operations.forwards
+            ctx.attention, ctx.binding = _attention_of(agreed, (q, k, v), scale), agreed.binding
+            ctx.number = state_of(agreed.binding.group).operations.forwards
             return out, lse
 
     @staticmethod

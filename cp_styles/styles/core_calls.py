@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 
 from cp_styles._compat import never_compiled
 from cp_styles.engine.binding import Binding
-from cp_styles.engine.custom_ops import binding_of_attention
+from cp_styles.engine.custom_ops import agreed_call
 from cp_styles.engine.scope import ScopedBinding
 from cp_styles.functions.attention import attend
 from cp_styles.intercept.function_mode import AttentionCalls
@@ -66,7 +66,7 @@ class CoreCalls(AttentionCalls):
     @property
     def latest_layout(self) -> SequenceLayout:
         """The layout of the queries of the latest call."""
-        return binding_of_attention(self._latest).cuts[0]
+        return agreed_call(self._latest).cuts[0]
 
     _latest: torch.Tensor
 
