@@ -108,6 +108,12 @@ class CoreCalls(AttentionCalls):
     def _attend_uncompiled(self, *args: Any, **kwargs: Any) -> Any:
         return self._attend(*args, **kwargs)
 
+    def _attend_flex(self, *tensors: Any) -> Any:
+        raise NotImplementedError(f"{self._name}: flex_attention {_NOT_ON_DTENSORS.format('context_flex_attention')}")
+
+    def _attend_varlen(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(f"{self._name}: varlen_attn {_NOT_ON_DTENSORS.format('context_varlen_attention')}")
+
     def _local_call(
         self, tensors: tuple[Any, ...], attn_mask: torch.Tensor | None
     ) -> tuple[list[torch.Tensor], ScopedBinding | Binding]:
@@ -184,6 +190,10 @@ def _gradients(query: DTensor, key: DTensor) -> Placements:
     )
 
 
+_NOT_ON_DTENSORS = (
+    "is not supported inside a module with AttentionContextParallel, whose tensors are DTensors: use "
+    "ModuleContextParallel, or call {} in place of the module"
+)
 SINGLED_OUT = (
     "under torch.compile, with query, key and value as DTensors on other axes, it is not known which heads or rows of "
     "the batch a rank has: give one mask for all, pass local tensors, or keep this module out of the compiled region"
