@@ -63,10 +63,11 @@ from cp_styles.comm.point_to_point import TransferError
 from cp_styles.kernels import ReferenceKernel
 from cp_styles.layout import SequenceLayout, by_work, contiguous, head_tail, striped
 from cp_styles.mask import Mask
+from cp_styles.strategies import Ulysses
 from cp_styles.testing import RankTimeout, run_ranks
 from cp_styles.torch_api import context_parallel
 from tests.oracle import allowed, dense_attention, error, mask_cases, randn
-from tests.ranks.parity_grid import STRATEGIES
+from tests.ranks import parity_grid
 
 ROOT = Path(__file__).parents[1]
 # Seconds until a rank that waits for another counts as a failure: many times what a case takes. One that compiles holds
@@ -74,6 +75,7 @@ ROOT = Path(__file__).parents[1]
 WAIT, WAIT_COMPILED = 8.0, 120.0
 PLANTED = "planted by the fuzzer"
 
+STRATEGIES = parity_grid.STRATEGIES | {"Ulysses in chunks": Ulysses(chunks=2)}
 AGREEMENTS = {"every call": EveryCall(), "none": NoAgreement()}
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 DOORS = ("function", "module", "style", "style, [B, S, H, D]", "block", "flex", "flex in module", "varlen")

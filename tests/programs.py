@@ -391,6 +391,8 @@ def one_batch(
     tokens = torch.randint(WORDS, (2, length), generator=generator)
     ids = document_ids(length)[None] if program.documents else torch.zeros(1, length, dtype=torch.int64)
     labels, layout = next_token_labels(tokens, document_ids=ids), ranks.layout(length)
+    if ranks.mesh is None:  # not by the function that the ranks call
+        labels = F.pad(tokens[:, 1:].masked_fill(ids[:, 1:] != ids[:, :-1], -100), (0, 1), value=-100)
     tokens, labels = layout.shard(tokens, 1, ranks.rank), layout.shard(labels, 1, ranks.rank)
     positions = layout.shard(document_positions(ids), 1, ranks.rank).expand(2, -1)
     blocks = None
