@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -141,9 +141,12 @@ AttentionMaskInterface.register("dense", sdpa_mask)
 NAME = register_attention()
 
 
-def config_of(model_type: str, **changes: Any) -> Any:
-    """A tiny configuration; of a model of several kinds of input, the one of its text. None: not given at all."""
-    given = {name: value for name, value in (TINY | changes).items() if value is not None}
+def config_of(model_type: str, without: Sequence[str] = (), **changes: Any) -> Any:
+    """A tiny configuration; of a model of several kinds of input, the one of its text.
+
+    ``without`` names what a type does not take.
+    """
+    given = {name: value for name, value in (TINY | changes).items() if name not in without}
     config = transformers.AutoConfig.for_model(model_type, **given)
     text = config.get_text_config()
     return config if text is config else type(text)(**given)

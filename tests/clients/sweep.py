@@ -43,8 +43,12 @@ KINDS = {
 OWN: dict[str, dict[str, Any]] = {
     **{name: {"head_dim": 4} for name in ("deepseek_v2", "deepseek_v3", "minicpm3", "youtu")},
     **{name: {"rotary_dim": 4} for name in ("codegen", "gptj")},
-    "falcon": {"head_dim": None},
-    "gpt_neo": {"n_layer": None, "num_hidden_layers": None, "num_layers": 2, "attention_types": [[["global"], 2]]},
+    "falcon": {"without": ["head_dim"]},
+    "gpt_neo": {
+        "without": ["n_layer", "num_hidden_layers"],
+        "num_layers": 2,
+        "attention_types": [[["global"], 2]],
+    },
     "xglm": {"attention_heads": 4, "num_layers": 2},
     "fsmt": {"langs": ["a", "b"], "src_vocab_size": 64, "tgt_vocab_size": 64},
 }

@@ -142,7 +142,7 @@ def test_positions_by_a_hook(model_type: str):
 
 
 def test_falcon_with_a_whole_mask():
-    model, tokens = tiny(causal_lm, config_of("falcon", head_dim=None)), tokens_of()
+    model, tokens = tiny(causal_lm, config_of("falcon", without=["head_dim"])), tokens_of()
     inputs = {"input_ids": tokens, "position_ids": positions_of()}
     causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril().expand(BATCH, 1, LENGTH, LENGTH)
     found = on_ranks(model, inputs, labels_of(tokens), whole={"attention_mask": causal}, implementation="sdpa")

@@ -15,7 +15,7 @@ from tests.first_hours import deepspeed_ulysses, hugging_face, nanogpt, torch_co
 from tests.oracle import error
 from tests.ranks.attention_case import EXACT, cp_mesh
 
-PROGRAMS = pytest.mark.parametrize(
+of_each_user = pytest.mark.parametrize(
     "program",
     [nanogpt, hugging_face, torch_context_parallel, video_dit, deepspeed_ulysses],
     ids=lambda program: program.__name__.rpartition(".")[2],
@@ -27,7 +27,7 @@ def model_of(program: ModuleType) -> nn.Module:
     return program.model()
 
 
-@PROGRAMS
+@of_each_user
 def test_before(program: ModuleType):
     model = model_of(program)
     errors = run_ranks(lambda _: program.before(copy.deepcopy(model), cp_mesh(2)), 2, return_errors=True)
@@ -36,7 +36,7 @@ def test_before(program: ModuleType):
         assert re.search(program.REFUSAL, str(each)), each
 
 
-@PROGRAMS
+@of_each_user
 def test_after(program: ModuleType):
     model = model_of(program)
     alone = copy.deepcopy(model)

@@ -142,6 +142,14 @@ def test_a_step_is_that_of_one_process(packed: bool, has_labels: bool):
     assert max(run_ranks(on, 3)) < EXACT
 
 
+@pytest.mark.parametrize("options", [{"predicted": 0}, {"predicted": 2, "shift": False}])
+def test_how_many_tokens_are_predicted(options: dict[str, Any]):
+    parts = run_ranks(lambda rank: BatchSharder(cp_mesh(2), predicted=2, pad_to_multiple_of=8)(TOKENS), 2)
+    assert (whole(parts, "shift_labels_2")[:, LENGTH - 2 :] == -100).all()
+    with pytest.raises(RankError, match=r"predicted=[02] must be the number of next tokens"):
+        run_ranks(lambda rank: BatchSharder(cp_mesh(2), **options), 2)
+
+
 class TwoAhead(Words):
     """Predicts the token after the next one too, from the next token's embedding, as DeepSeek-V3 does."""
 
