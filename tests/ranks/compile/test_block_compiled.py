@@ -60,7 +60,9 @@ def test_a_compiled_model_inside(fullgraph: bool, backward: str):
                 out.backward(cotangent)
             check(model, out, mesh)
             graphs.append(counter.frame_count)
-        assert graphs[0] == graphs[2] > 0
+        # Not of the first step: where threads have left torch's process-wide flag of dispatch modes set, a block that is
+        # followed (the first, the second, the fourth) has a graph of its own.
+        assert graphs[1] == graphs[2] > 0
         dist.barrier()
 
     run_ranks(on, RANKS)
