@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef  # seen: 2.11 to 2.15
 from torch.nn.attention import flex_attention as flex_module
-from torch.utils import checkpoint
+from torch.utils import _python_dispatch, checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves as tree_leaves  # seen: 2.11 to 2.15
 from torch.utils._pytree import tree_map as tree_map  # seen: 2.11 to 2.15
@@ -148,7 +148,11 @@ def thread_local_world() -> Iterator[None]:
     All groups of gloo then share one device. To destroy a device takes up to 10 ms, in which no thread runs Python. To
     destroy a group takes almost no time.
 
-    Names seen in 2.11, 2.12, 2.13, 2.14, 2.15. Only for tests and notebooks.
+    Threads that enter and leave dispatch modes in turns would leave torch's process-wide flag of them set. It is put
+    back, because torch.compile guards it, and would compile again what was compiled before.
+
+    Names seen in 2.11, 2.12, 2.13, 2.14, 2.15 (the flag: 2.13, and left alone where there is none). Only for tests and
+    notebooks.
     """
     from torch._C._distributed_c10d import _set_thread_isolation_mode  # pyright: ignore
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -165,9 +169,15 @@ def thread_local_world() -> Iterator[None]:
     # crash it (seen on 2.11), so it is done before there are any.
     with FakeTensorMode():
         pass
+    flag = "_is_in_any_mode_without_ignore_compile_internals"
+    set_flag = getattr(_python_dispatch, "set_is_in_mode_without_ignore_compile_internals", None)
+    in_mode = getattr(_python_dispatch, flag, None)
     try:
         yield
     finally:
+        if in_mode is not None and set_flag is not None:
+            setattr(_python_dispatch, flag, in_mode)
+            set_flag(in_mode)
         _set_thread_isolation_mode(False)
         threads._uninstall_threaded_pg()
         c10d.ProcessGroupGloo = gloo

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils import _python_dispatch
 
-from cp_styles.testing import RankTimeout, run_ranks
+from cp_styles.testing import CommunicationTrace, RankTimeout, run_ranks
 
 
 def waits(rank: int) -> str:
@@ -29,3 +31,25 @@ def test_a_timeout_that_was_caught_fails_all_the_same():
 
 def test_a_timeout_that_is_expected():
     assert run_ranks(waits, 2, timeout_seconds=3, may_time_out=True) == ["caught", "came late"]
+
+
+def test_dispatch_modes_that_end_in_turns_leave_no_flag():
+    """The second one to end puts back what was set while the first one ran. torch.compile guards the flag."""
+    turn = [threading.Event() for _ in range(3)]
+
+    def on(rank: int) -> None:
+        first, second, third = turn
+        if rank == 0:
+            with CommunicationTrace():
+                first.set()
+                second.wait(10)
+            third.set()
+        else:
+            first.wait(10)
+            with CommunicationTrace():
+                second.set()
+                third.wait(10)
+
+    assert not _python_dispatch.is_in_any_mode_without_ignore_compile_internals()
+    run_ranks(on, 2)
+    assert not _python_dispatch.is_in_any_mode_without_ignore_compile_internals()
