@@ -98,7 +98,7 @@ def test_the_rows_of_the_grid(what: str, ranks: int, part: int, monkeypatch):
         first = 4 * (ranks - 1 + 4 * part) % len(rows)
         assert wrong_rows((rows * 2)[first : first + 4], ranks) == []
     if what == "kernel":
-        assert set(entries["counting"].calls) == {"forward", "backward"}
+        assert set(entries["counting"].calls) == {"backward"}
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
