@@ -5,6 +5,7 @@ What is left of batches in tables of the package is in tests/ranks/doors/test_gr
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,17 +17,28 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.process
 
 
-def leaks(*options: str, seconds: float) -> None:
+SOME = ("--batches=90", "--worlds=3", "--rows=18", "--different=5", "--limit=0.2")
+DOORS = ("--doors", "scoped", "a_block", "decoding", "a_group")
+
+
+def leaks(*options: str, seconds: float) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "tests/leaks.py", *options]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=seconds)
-    assert done.returncode == 0, done.stdout + done.stderr
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=seconds)
 
 
 def test_worlds_and_groups_leave_nothing():
-    doors = "scoped", "a_block", "decoding", "a_group"
-    leaks("--batches", "60", "--worlds", "3", "--rows", "6", "--limit", "0.2", "--doors", *doors, seconds=300)
+    done = leaks(*SOME, *DOORS, seconds=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.nightly
+def test_one_object_of_each_batch_is_noticed():
+    done = leaks(*SOME, *DOORS, "--keep", seconds=300)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert len(re.findall(r"rank \d: objects: (0\.9|1\.0)\d a batch", done.stdout)) == 2, done.stdout
 
 
 @pytest.mark.nightly
 def test_ten_thousand_batches_leave_nothing():
-    leaks("--batches", "10000", seconds=7200)
+    done = leaks("--batches", "10000", seconds=7200)
+    assert done.returncode == 0, done.stdout + done.stderr
