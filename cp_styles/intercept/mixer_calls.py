@@ -23,12 +23,9 @@ from cp_styles.comm.agreement import NoAgreement
 from cp_styles.intercept.function_mode import AttentionCalls
 from cp_styles.intercept.subclassing import BoundToThisRun, put_before_class
 from cp_styles.layout import SequenceLayout
-from cp_styles.mixers.by_channels import KNOWN as BY_CHANNELS
-from cp_styles.mixers.by_channels import scanned_by_channels
 from cp_styles.mixers.convolution import convolved
 from cp_styles.mixers.fragments import CutSequence, arguments_of, documents_in
-from cp_styles.mixers.recurrence import KNOWN as RECURRENCES
-from cp_styles.mixers.recurrence import recurred
+from cp_styles.mixers.recurrence import KNOWN, recurred
 
 _CACHES = ("cache_params", "past_key_values")
 _REASON = "under context parallelism layers with linear attention run outside of torch.compile's graphs"
@@ -154,16 +151,9 @@ _OF_CONVOLUTIONS = (
 )
 
 
-def _kernel(
-    run: Callable[..., Any],
-    how: Any,
-    calls: AttentionCalls,
-    function: Callable[..., Any],
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
+def _kernel(how: Any, calls: AttentionCalls, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     given = arguments_of(function, args, kwargs)
-    return _mixed(calls, function.__name__, lambda cut: run(cut, function, how, **given), given)
+    return _mixed(calls, function.__name__, lambda cut: recurred(cut, function, how, **given), given)
 
 
 def _not_fused(calls: AttentionCalls, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -198,8 +188,7 @@ _MIXERS = {
     "causal_conv1d_fn": partial(_convolution, 2),
     "causal_conv1d": partial(_convolution, 1),
     "mamba_split_conv1d_scan_combined": partial(_refused, "give the layer use_mem_eff_path=False"),
-    **{name: partial(_kernel, recurred, how) for name, how in RECURRENCES.items()},
-    **{name: partial(_kernel, scanned_by_channels, how) for name, how in BY_CHANNELS.items()},
+    **{name: partial(_kernel, how) for name, how in KNOWN.items()},
 }
 _HANDLERS: dict[str, Callable[..., Any]] = _MIXERS | {
     **dict.fromkeys(("mamba2_split_conv1d_scan_combined", "mamba_inner_fn"), _not_fused),

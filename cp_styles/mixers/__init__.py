@@ -6,12 +6,12 @@ Each function takes the user's own kernel, and gives it what it needs of other r
 ::
 
     context_causal_conv1d    the W - 1 rows before each fragment, from the ranks that hold them
-    context_recurrence       the affine map of the state over each fragment, folded in the order of positions
-    context_by_channels      all tokens of a part of the channels, for kernels without an initial state
+    context_recurrence       the affine map of the state over each fragment, folded in the order of positions; or all
+                             tokens of a part of the channels, for kernels without an initial state
     context_roll             the rows that other positions hold: torch.roll, for multi-token prediction
 """
 
-from cp_styles.mixers.by_channels import Channels, context_by_channels
+from cp_styles.mixers.by_channels import Channels
 from cp_styles.mixers.convolution import context_causal_conv1d
 from cp_styles.mixers.recurrence import Recurrence, context_recurrence
 from cp_styles.mixers.roll import context_roll
@@ -19,7 +19,6 @@ from cp_styles.mixers.roll import context_roll
 __all__ = [
     "Channels",
     "Recurrence",
-    "context_by_channels",
     "context_causal_conv1d",
     "context_recurrence",
     "context_roll",

@@ -4,6 +4,8 @@
 on the values of other fragments. The kernel itself gives it: from a zero state it ends with ``S_ext``, and with zero
 values it ends with M times the state that it began with. The ranks exchange the maps. Each rank folds those before its
 fragments in the order of positions, from the start of the document, and runs its kernel from the state that comes in.
+
+A kernel without an initial state that computes each channel for itself runs on all tokens of a part of the channels.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from cp_styles.comm.agreement import EVERY_CALL, Agreement
 from cp_styles.comm.groups import GroupOrMesh
 from cp_styles.engine.gradient_watch import RAISE, GradientCheck
 from cp_styles.layout import Balancer, Chunk, SequenceLayout
+from cp_styles.mixers.by_channels import Channels, by_channels
 from cp_styles.mixers.fragments import Cut, CutSequence, Fragment, Packed, arguments_of
 
 
@@ -55,7 +58,10 @@ _DELTA_RULE, _DECAY = Recurrence(), Recurrence(diagonal=True)
 _SSD = Recurrence(
     ("x", "hidden_states"), ("B",), "initial_states", "return_final_states", True, True, left_out=("D", "z")
 )
-KNOWN: dict[str, Recurrence] = {
+_SELECTIVE_SCAN = Channels(
+    cut=("u", "delta", "hidden_states", "dt", "z"), shared=("B", "C"), parameters=("A", "D", "delta_bias")
+)
+KNOWN: dict[str, Recurrence | Channels] = {
     # Of flash-linear-attention, and the plain functions of transformers in their place.
     **dict.fromkeys(
         (
@@ -77,6 +83,7 @@ KNOWN: dict[str, Recurrence] = {
     ),
     # Of mamba-ssm, and of transformers.
     **dict.fromkeys(("mamba_chunk_scan_combined", "mamba2_chunk_scan"), _SSD),
+    **dict.fromkeys(("selective_scan_fn", "mamba_selective_scan"), _SELECTIVE_SCAN),
 }
 """The kernels whose arguments are known, by name."""
 
@@ -85,7 +92,7 @@ def context_recurrence(
     kernel: Callable[..., Any],
     group: GroupOrMesh,
     *,
-    recurrence: Recurrence | None = None,
+    recurrence: Recurrence | Channels | None = None,
     layout: SequenceLayout | Balancer | None = None,
     documents: Packed = None,
     agreement: Agreement = EVERY_CALL,
@@ -100,6 +107,10 @@ def context_recurrence(
 
     A fragment in the middle of a document is run twice, first for its map of the state, with values of K columns more
     (or K times one column if the recurrence is diagonal). See [Note: affine maps] in mixers/recurrence.py.
+
+    Kernels that compute each channel for itself and take no initial state, such as Mamba-1's ``selective_scan_fn``, are
+    described by :class:`Channels`. For these, ranks exchange tokens for channels, as Ulysses does for heads. The number
+    of ranks need not divide that of the channels.
 
     Args:
         kernel: the function, such as FLA's ``chunk_gated_delta_rule``. It must be differentiable in its initial state.
@@ -119,7 +130,9 @@ def context_recurrence(
 
     Communication of a call: one all-gather of some integers; one all-gather of ``B H K (V + K)`` numbers for each
     fragment after which its document goes on (``B H K (V + 1)`` if the recurrence is diagonal), in float32 or wider,
-    whatever its length. Nothing of this if no document crosses ranks. The backward sums as many.
+    whatever its length. Nothing of this if no document crosses ranks. The backward sums as many. By channels: one
+    all-to-all, in which a rank sends each other one its tokens of that one's channels, and of what is shared, and one
+    of the output. The backward sends the same.
 
     Raises:
         ValueError, TypeError, NotImplementedError: on every rank, if the input of one is bad or the ranks differ.
@@ -134,16 +147,20 @@ def context_recurrence(
     if how is None:
         raise ValueError(
             f"context_recurrence: it is not known how {name} takes its arguments: pass recurrence=Recurrence(...), or "
-            "for kernels without an initial state use context_by_channels"
+            "Channels(...) for a kernel without an initial state that computes each channel for itself"
         )
     sequence = CutSequence.of_call(f"context_recurrence({name})", group, layout, documents, agreement, gradient_check)
     return partial(recurred, sequence, kernel, how)
 
 
 @uncompiled
-def recurred(sequence: CutSequence, kernel: Callable[..., Any], how: Recurrence, *args: Any, **kwargs: Any) -> Any:
+def recurred(
+    sequence: CutSequence, kernel: Callable[..., Any], how: Recurrence | Channels, *args: Any, **kwargs: Any
+) -> Any:
     """:func:`context_recurrence` of a sequence, called with the arguments of ``kernel``."""
     tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.ndim > 2]
+    if isinstance(how, Channels):
+        return sequence.followed(lambda sequence: by_channels(sequence, kernel, how, args, kwargs), tensors, 2)
     return sequence.followed(lambda sequence: _recurred(sequence, kernel, how, args, kwargs), tensors, 1)
 
 

@@ -278,7 +278,7 @@ def test_gradients_that_are_not_reduced():
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("model_type", ["mamba", "lfm3"])
+@pytest.mark.parametrize("model_type", ["mamba", "lfm3", "qwen3_next"])
 def test_compiled(model_type: str):
     """The layers run between the graphs."""
     model, tokens = model_of(model_type), tokens_of()

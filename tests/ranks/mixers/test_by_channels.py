@@ -10,8 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from cp_styles import contiguous, head_tail
 from cp_styles.layout import SequenceLayout, striped
-from cp_styles.mixers import context_by_channels
-from cp_styles.mixers.by_channels import KNOWN
+from cp_styles.mixers import Channels, context_recurrence
 from cp_styles.testing import CommunicationTrace, run_ranks
 from tests.oracle import error, randn
 from tests.ranks.mixers.kernels import selective_scan_fn
@@ -44,7 +43,7 @@ def test_equals_one_process(layout, channels, documents):
         mesh = init_device_mesh("cpu", (layout.ranks,), mesh_dim_names=("cp",))
         leaves = {at: layout.shard(x, 2, rank).clone().requires_grad_() for at, x in tokens.items()}
         leaves |= {at: x.clone().requires_grad_() for at, x in weights.items()}
-        scan = context_by_channels(selective_scan_fn, mesh, layout=layout, documents=documents)
+        scan = context_recurrence(selective_scan_fn, mesh, layout=layout, documents=documents)
         with CommunicationTrace() as trace:
             out = scan(**leaves, delta_softplus=True)
         sent = sum(size for _, size in trace.events[1:])  # after the agreement
@@ -76,9 +75,10 @@ def test_final_states_are_refused_on_every_rank():
     def main(rank: int):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
         flag = {"return_last_state": True} if rank else {}
-        context_by_channels(
-            lambda u, A, B, C, return_last_state=False, **kwargs: u, mesh, channels=KNOWN["selective_scan_fn"]
-        )(tokens["u"], weights["A"], tokens["B"], tokens["C"], **flag)
+        how = Channels(cut=("u",), shared=("B", "C"), parameters=("A",))
+        context_recurrence(lambda u, A, B, C, return_last_state=False: u, mesh, recurrence=how)(
+            tokens["u"], weights["A"], tokens["B"], tokens["C"], **flag
+        )
 
     errors = run_ranks(main, 2, return_errors=True)
     assert all("final states are not supported" in str(each) for each in errors)
