@@ -449,6 +449,15 @@ def is_traced() -> bool:
     return torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
 
 
+def traces_here() -> bool:
+    """Whether torch.compile traces in this thread. Unlike :func:`is_traced`, also for what a trace runs as it is.
+
+    Seen: 2.11 to 2.15 (``torch._guards.TracingContext`` belongs to a thread).
+    """
+    context = TracingContext.try_get()
+    return context is not None and not isinstance(context, _AskedByWrapper)
+
+
 def graph_tracer() -> str | None:
     """What records the operators of this thread as a graph, if it is not torch.compile: its name.
 
@@ -729,3 +738,8 @@ def resolve_operators() -> None:
         namespace, _, name = qualified.partition("::")
         packet, _, overload = name.partition(".")
         getattr(getattr(getattr(torch.ops, namespace), packet, None), overload or "default", None)
+
+
+def named_range(*words: object) -> contextlib.AbstractContextManager[object]:
+    """A range with this name, in the trace of the profiler that is running; if none is, a context that does nothing."""
+    return torch.profiler.record_function(" ".join(map(str, words))) if is_profiling() else _NOTHING

@@ -13,6 +13,7 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
+from cp_styles._compat import is_traced
 from cp_styles.collectives import gather
 from cp_styles.comm.point_to_point import collective
 from cp_styles.layout import Balancer, SequenceLayout, contiguous, head_tail
@@ -117,7 +118,7 @@ def attend_jointly(
 
     ``look``: compare the whole tokens of the ranks. On a GPU the host waits for them.
     """
-    if torch.compiler.is_compiling():
+    if is_traced():
         raise NotImplementedError(f"{name}: a JointLayout is not supported under torch.compile")
     problem: Exception | None = None
     shares, rank, ranks = tensors, group.rank(), group.size()

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from cp_styles._compat import forward_mode_level, has_tangent, is_in_torch_func, torch_func_transform
+from cp_styles._compat import forward_mode_level, has_tangent, is_in_torch_func, is_traced, torch_func_transform
 from cp_styles.troubleshooting import see
 
 
 def refuse_transforms(name: str, tensors: Sequence[torch.Tensor | None]) -> None:
     """Raise NotImplementedError if a tensor is in forward-mode differentiation, or in a transform of torch.func."""
-    if torch.compiler.is_compiling():
+    if is_traced():
         return
     for tensor in tensors if forward_mode_level() >= 0 else ():
         if tensor is not None and has_tangent(tensor):

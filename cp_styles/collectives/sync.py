@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from cp_styles._compat import resolve_group
-from cp_styles.collectives._tree import leaves, map_leaves
+from cp_styles.collectives.inputs import leaves, map_leaves
 from cp_styles.collectives.peers import Group, Peers, peers_of
 from cp_styles.comm.point_to_point import collective
 

@@ -26,12 +26,11 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from cp_styles._compat import graph_task_id, resolve_group, without_dispatch_modes
+from cp_styles._compat import graph_task_id, named_range, resolve_group, without_dispatch_modes
 from cp_styles.checksum import fingerprint
 from cp_styles.comm.group_state import check_later, state_of, states
 from cp_styles.comm.mailbox import WIDTH
 from cp_styles.comm.point_to_point import break_off, offer_numbers, start_numbers
-from cp_styles.profiler_ranges import named_range
 from cp_styles.troubleshooting import see
 
 

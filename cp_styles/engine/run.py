@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
+from cp_styles._compat import named_range
 from cp_styles.comm.agreement import begin_backward
 from cp_styles.comm.point_to_point import Operation
 from cp_styles.engine.binding import Binding
 from cp_styles.kernels import FlexKernel
-from cp_styles.kernels.lse_gradient import LseGradient
-from cp_styles.profiler_ranges import named_range
+from cp_styles.kernels.base import LseGradient
 from cp_styles.strategies import Attention
 from cp_styles.strategies.base import residual_spec
 

@@ -29,8 +29,8 @@ from cp_styles.batch import IGNORE_INDEX
 from cp_styles.batch_sharder import BatchSharder
 from cp_styles.comm.point_to_point import collective
 from cp_styles.integrations.transformers import position_ids_of
+from cp_styles.styles.model_options import padding_position
 from cp_styles.styles.module import binding_of
-from cp_styles.styles.positions import padding_position
 from cp_styles.troubleshooting import see
 
 

@@ -61,8 +61,8 @@ from cp_styles.layout import SequenceLayout, contiguous
 from cp_styles.mask import Causal, Chunked, Documents, Full, Mask, PerRow, SlidingWindow
 from cp_styles.mask.algebra import UNBOUNDED
 from cp_styles.mask.block_mask import FlexMask
+from cp_styles.styles.model_options import padding_position, positions_after_padding
 from cp_styles.styles.module import calls_in
-from cp_styles.styles.positions import padding_position, positions_after_padding
 from cp_styles.troubleshooting import see
 
 

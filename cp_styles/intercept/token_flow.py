@@ -32,6 +32,7 @@ from cp_styles._compat import (
     dispatch_modes,
     graph_task_id,
     running_modules,
+    traces_here,
     tree_leaves,
     without_dispatch_modes,
     without_function_modes,
@@ -192,7 +193,7 @@ class TokenFlow(FollowsTokens):
         if any(each not in _PLAIN for each in types):
             # Subclasses, such as DTensor, run operators on what is inside of them. The fake tensors of a trace leave
             # that to their own mode, which has called this one.
-            return func(*args, **kwargs) if torch.compiler.is_compiling() else NotImplemented
+            return func(*args, **kwargs) if traces_here() else NotImplemented
         if self._paused or not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)
         caller = self._caller()

@@ -8,7 +8,7 @@ from operator import attrgetter
 
 import torch
 
-from cp_styles._compat import any_autocast
+from cp_styles._compat import any_autocast, is_traced
 
 _DTYPE = attrgetter("dtype")
 
@@ -16,7 +16,7 @@ _DTYPE = attrgetter("dtype")
 def _lower(device: torch.device) -> torch.dtype | None:
     kind = device.type
     # torch.compile on 2.11 cannot trace is_autocast_available. The devices that it compiles for have autocast.
-    has_autocast = torch.compiler.is_compiling() or torch.amp.is_autocast_available(kind)
+    has_autocast = is_traced() or torch.amp.is_autocast_available(kind)
     if not has_autocast or not torch.is_autocast_enabled(kind):
         return None
     return torch.get_autocast_dtype(kind)
@@ -38,7 +38,7 @@ def _lowered(dtype: torch.dtype, lower: torch.dtype) -> torch.dtype:
 
 def as_attended(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """``tensors`` of one device as scaled_dot_product_attention would take them here. Differentiable."""
-    if not torch.compiler.is_compiling() and not any_autocast():
+    if not is_traced() and not any_autocast():
         return tuple(tensors)
     lower = _lower(tensors[0].device)
     return tuple(tensors) if lower is None else tuple([x.to(_lowered(x.dtype, lower)) for x in tensors])

@@ -14,8 +14,8 @@ from cp_styles.checksum import digest, fingerprint, version_of
 from cp_styles.introspect import Replacing, code_of
 from cp_styles.kernels.autocast import without_autocast
 from cp_styles.kernels.base import Kernel, Where
-from cp_styles.kernels.full_precision_product import product
 from cp_styles.kernels.merge import EMPTY_LSE, accumulation_dtype
+from cp_styles.kernels.reference import product
 
 ScoreMod = Callable[..., torch.Tensor]
 

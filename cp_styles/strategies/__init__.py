@@ -1,9 +1,8 @@
 """How queries, keys and values of a sharded sequence meet."""
 
-from cp_styles.strategies.allgather import AllGather
 from cp_styles.strategies.base import Attention, Strategy
+from cp_styles.strategies.moving_kv import AllGather, Ring
 from cp_styles.strategies.per_row import PerRowStrategy
-from cp_styles.strategies.ring import Ring
 from cp_styles.strategies.ulysses import Ulysses
 
 __all__ = ["AllGather", "Attention", "PerRowStrategy", "Ring", "Strategy", "Ulysses"]

@@ -22,19 +22,19 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import torch
 
+from cp_styles._compat import named_range
 from cp_styles.comm.point_to_point import PendingTransfers, exchange, open_group
 from cp_styles.kernels import Kernel, TileCall, Where
 from cp_styles.kernels.bias_levels import RowLevels, SplitQueries
 from cp_styles.kernels.merge import EMPTY_LSE, OnlineSoftmax, RowSum, accumulation_dtype, sink_gradient
 from cp_styles.mask import Mask
 from cp_styles.plan import Cover, Tile
-from cp_styles.profiler_ranges import named_range
 from cp_styles.strategies.base import Attention, ResidualPlaces, Spec, Strategy
 from cp_styles.strategies.schedule import Arrival, Block, GradientMessages, Keys, Schedule, Span, Step, make_schedule
 
@@ -406,3 +406,72 @@ class _GradientReturn:
             for total, gradient in zip(self._sums, gradients, strict=True):
                 total.add(block.heads, (start, stop), gradient[:, :, at : at + stop - start])
             at += stop - start
+
+
+@dataclass(frozen=True)
+class Ring(MovingKV):
+    """In step s, rank r computes with the keys of rank r - s, while those of rank r - s - 1 are being sent.
+
+    Each rank sends its keys directly to the ranks that need them, and not from neighbour to neighbour. So only needed
+    rows are sent, and gradients need P - 1 hops instead of P.
+
+    Communication of one attention. K is the bytes of one rank's keys and values, G those of their gradients (float32 or
+    wider). Forward: at most (P - 1) K. Backward: (P - 1) G, and again the keys that were not kept, (P - 1 - keep) K.
+
+    Memory of one attention on one rank, for any number of ranks. Q is the bytes of its queries (or of the output).
+    Between forward and backward: the inputs, the output, its logsumexp, and at most ``keep`` K. In the forward: Q for
+    the output, three messages, and the result of a tile. In the backward: the gradients, three messages, and gradients
+    of three messages: one is computed, one is sent, and one arrives. With more than two ranks a message is at most the
+    smaller of K and Q: see [Note: memory] in moving_kv.py. In 16 bits gradients are summed in float32, and on CPU tiles
+    are computed in float32, from copies of query, output and its gradient. tutorials/costs.md has the bytes.
+
+    Source: Liu, Zaharia and Abbeel, Ring Attention with Blockwise Transformers (2023).
+
+    Attributes:
+        keep: number of sources whose received keys and values are kept for the backward. Those of other sources are
+            sent again. 0 keeps none; the number of ranks keeps all.
+
+    Raises:
+        ValueError: ``keep`` is not an integer, or negative.
+
+    Example::
+
+        style = AttentionContextParallel(strategy=Ring(keep=0))  # the least memory
+    """
+
+    keep: int = 1
+
+    def rounds(self, ranks):
+        return [(distance,) for distance in range(1, ranks)]
+
+
+@dataclass(frozen=True)
+class AllGather(MovingKV):
+    """The keys of all other ranks arrive in one exchange, which runs while the rank computes with its own keys.
+
+    It is an all-gather without the rows that the rank does not need. It has one latency, where a ring has P - 1.
+
+    Communication of one attention: that of :class:`Ring`.
+
+    Memory of one attention on one rank: forward and backward each hold all keys and values that the rank needs, at most
+    (P - 1) K, while they run. This does not shrink with more ranks. Gradients are sent source by source, so at most
+    those of two sources are alive. Between forward and backward it keeps what a ring keeps.
+
+    Source: the context parallelism of Llama 3 (Dubey et al., 2024).
+
+    Attributes:
+        keep: number of sources whose received keys and values are kept for the backward. Those of other sources are
+            sent again. 0 keeps none; the number of ranks keeps all.
+
+    Raises:
+        ValueError: ``keep`` is not an integer, or negative.
+
+    Example::
+
+        style = AttentionContextParallel(strategy=AllGather())
+    """
+
+    keep: int = 1
+
+    def rounds(self, ranks):
+        return [tuple(range(1, ranks))] if ranks > 1 else []

@@ -15,16 +15,16 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 
+from cp_styles._compat import named_range
 from cp_styles.bounded_cache import remembered
 from cp_styles.collectives.exchange import Exchange
 from cp_styles.collectives.heads import head_exchange
 from cp_styles.collectives.peers import Peers
 from cp_styles.device_copies import tensor_on
 from cp_styles.layout import Chunk, SequenceLayout, Stripes, striped
-from cp_styles.profiler_ranges import named_range
 from cp_styles.strategies.all_to_all import Arriving, Direct, Joined, Leaving
 from cp_styles.strategies.base import Attention, ResidualPlaces, Spec, Strategy, residual_spec
-from cp_styles.strategies.ring import Ring
+from cp_styles.strategies.moving_kv import Ring
 
 
 @dataclass(frozen=True)

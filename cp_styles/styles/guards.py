@@ -36,8 +36,7 @@ from cp_styles.intercept.function_mode import AttentionCalls, names_of_inputs, w
 from cp_styles.intercept.token_flow import TokenFlow
 from cp_styles.layout import SequenceLayout, cut_with
 from cp_styles.mask import All, Causal, Chunked, Full, Mask, SlidingWindow
-from cp_styles.styles.positions import padding_position
-from cp_styles.styles.windows import smallest_of_a_part, windows_of
+from cp_styles.styles.model_options import padding_position, smallest_of_a_part, windows_of
 from cp_styles.troubleshooting import see
 
 POSITIONS = "position_ids"

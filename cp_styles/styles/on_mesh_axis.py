@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement, Shard
 
+from cp_styles._compat import is_traced
 from cp_styles.comm.agreement import offer_refusal
 from cp_styles.styles.axis_adapter import AxisAdapter
 from cp_styles.troubleshooting import see
@@ -92,7 +92,7 @@ class OnMeshAxis(ParallelStyle):
             f"{axis.size()} divides, pad the sequence before it is cut, or leave out sequence parallelism, Shard({dim})"
             f"{see('A part that tensor parallelism does not divide')}"
         )
-        if not torch.compiler.is_compiling():
+        if not is_traced():
             for name, group in self._others:
                 offer_refusal(f"{type(self).__name__} on {where}", name, group)
         raise problem

@@ -35,7 +35,7 @@ from cp_styles import (
     sum_gradients,
 )
 from cp_styles.integrations.transformers import context_parallel_attention_forward, position_ids_of, register_attention
-from cp_styles.styles.windows import windows_of
+from cp_styles.styles.model_options import windows_of
 from cp_styles.testing import RankError, run_ranks
 from cp_styles.torch_api import context_parallel
 from cp_styles.verify import verify

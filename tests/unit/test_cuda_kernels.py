@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from cp_styles.kernels import Kernel
+from cp_styles.kernels.base import LseGradient
 from cp_styles.kernels.bias_levels import SplitQueries
-from cp_styles.kernels.lse_gradient import LseGradient
 from cp_styles.kernels.merge import EMPTY_LSE
 from tests.cuda_ops import CUDNN, DEFAULT, EFFICIENT, FLASH, NAMED_CUDNN, KernelError, cuda_ops_on_cpu
 from tests.oracle import attention_inputs, dense_attention, error, expected_attention, randn

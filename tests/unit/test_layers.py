@@ -18,7 +18,6 @@ LAYERS = (
         "checksum",
         "device_copies",
         "introspect",
-        "profiler_ranges",
         "testing",
         "troubleshooting",
         "unsupported_derivatives",
@@ -56,8 +55,7 @@ BESIDE_CORE = (
     "intercept/token_rules.py",
     "styles/applied_plan.py",
     "styles/guards.py",
-    "styles/positions.py",
-    "styles/windows.py",
+    "styles/model_options.py",
 )
 ROW = {module: row for row, modules in enumerate(LAYERS) for module in modules}
 

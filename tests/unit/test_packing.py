@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cp_styles.kernels import CPU_FLASH, CUDA_FLASH, Kernel, TileCall, sdpa
-from cp_styles.kernels.lse_gradient import LseGradient
+from cp_styles.kernels.base import LseGradient
 from cp_styles.kernels.packing import Packing
 from tests.oracle import error, expected_attention, randn
 from tests.varlen_op import ALONE, PACKED, STAND_IN, Ops, varlen_ops_on_cpu

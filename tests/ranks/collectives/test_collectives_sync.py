@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cp_styles.collectives import sync_inputs, sync_object
-from cp_styles.collectives._tree import leaves
+from cp_styles.collectives.inputs import leaves
 from cp_styles.testing import CommunicationTrace, run_ranks
 from tests.ranks.collectives.collectives_reference import randn, world
 

@@ -1,4 +1,4 @@
-"""Windows and chunks of models of transformers, which make their masks for the tokens that they are given.
+"""What a model of transformers makes from the tokens that it is given: masks of windows and chunks, and positions.
 
 With "sdpa", a model makes no mask at all for a sequence that is no longer than its window. Under context parallelism it
 sees this rank's part alone. So the window is lost if the part fits in it, and the whole sequence does not.
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -107,3 +108,30 @@ def _names_in(code: Any) -> set[str]:
         return set()
     texts = {constant for constant in code.co_consts if isinstance(constant, str)}
     return texts.union(code.co_names, *map(_names_in, code.co_consts))
+
+
+_COUNTS = "create_position_ids_from_input_ids"
+
+
+def padding_position(model: nn.Module) -> int | None:
+    """The position of padding tokens, if the first token has the one after it. None for models that count from 0.
+
+    It is also the id of the padding token. Such models have a table of positions with a row for padding, and beside it
+    transformers' function that makes positions from token ids.
+    """
+    for module in model.modules():
+        padding, kind = getattr(module, "padding_idx", None), type(module)
+        table = hasattr(module, "position_embeddings") or hasattr(module, "weights")
+        if isinstance(padding, int) and table and _counts(kind):
+            return padding
+    return None
+
+
+def _counts(kind: type[nn.Module]) -> bool:
+    return hasattr(kind, _COUNTS) or hasattr(sys.modules.get(kind.__module__), _COUNTS)
+
+
+def positions_after_padding(tokens_BS: torch.Tensor, padding: int) -> torch.Tensor:
+    """Positions [B, S] of whole sequences, where padding tokens are not counted and have the position ``padding``."""
+    present = (tokens_BS != padding).long()
+    return present.cumsum(1) * present + padding
