@@ -329,7 +329,9 @@ class BatchSharder:
         mask, labels = batch.get("attention_mask"), batch.get("labels")
         if labels is not None and (labels.ndim < 2 or labels.shape[1] != length):
             raise ValueError(
-                f"{self._name}: labels of shape {tuple(labels.shape)} are not one for each of {length} tokens. A model "
+                f"{self._name}: labels of shape {tuple(labels.shape)} are not one for each of {length} tokens. The two "
+                "sequences of an encoder and a decoder are a batch each: the decoder's has decoder_input_ids as its "
+                f"input_ids, and the labels, which are not shifted again: {self._name}(mesh, shift=False). A model "
                 "that pools a sequence into one prediction would pool this rank's tokens: take its hidden states, and "
                 "pool them over all ranks (cp_styles.collectives.gather)"
             )

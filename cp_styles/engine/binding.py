@@ -646,13 +646,14 @@ def _number_of(cuts: Cuts) -> int:
 
 def _of_a_part(attn_mask: torch.Tensor, rows: StatusRows) -> str:
     """What is wrong with a mask that is as long as some rank's part; empty if it is not."""
-    size, lengths = attn_mask.shape[-1] if attn_mask.ndim else 1, [row.kv_length for row in rows]
-    if size < 2 or size == sum(lengths) or size not in lengths:
-        return ""
-    return (
-        f"attn_mask of shape {tuple(attn_mask.shape)} is made for the {size} keys of one rank's part, as models do "
-        f"that make it from the length of their input. A mask is the whole sequence's, here of {sum(lengths)} keys, "
-        "the same on all ranks. Pass that one, or give the style a mask= (Causal(), SlidingWindow(...)). A model of "
+    lengths = rows.columns.kv_length, rows.columns.q_length
+    sizes = zip(reversed(attn_mask.shape), ("keys", "queries"), lengths, strict=False)
+    problem = next((f"{size} {what}" for size, what, held in sizes if 1 < size != sum(held) and size in held), "")
+    return problem and (
+        f"attn_mask of shape {tuple(attn_mask.shape)} is made for the {problem} of one rank's part, as models do that "
+        "make it from the length of their input, and a context_parallel block that has it among its buffers. A mask is "
+        f"the whole sequence's, here of {sum(lengths[0])} keys, the same on all ranks, and no buffer. Pass "
+        "that one, or give the style a mask= (Causal(), SlidingWindow(...)). A model of "
         "transformers makes it with attn_implementation=register_attention() of cp_styles.integrations.transformers. "
         "If these keys are whole on each rank, as a text is beside an image that is cut, apply the style to the other "
         "attentions alone (a plan for blocks.*.self_attention): this one needs no communication"

@@ -577,7 +577,9 @@ def _entered(what: str) -> AttentionCalls:
         raise RuntimeError(
             f"a model asks for {what} with attn_implementation of cp_styles, outside of a ModuleContextParallel: apply "
             "the style to the model (parallelize_module(model, mesh, ModuleContextParallel())), or choose "
-            'attn_implementation="sdpa" for one device. generate() with a static cache asks outside of the model: give '
+            'attn_implementation="sdpa" for one device. The choice stands in model.config: models that were made of '
+            "one config object share it, so give each model a copy.deepcopy(config) of its own. "
+            "generate() with a static cache asks outside of the model: give "
             "it past_key_values=prefill(model, input_ids)"
         )
     return calls
@@ -839,7 +841,7 @@ def _refuse_part(
     shape = None if attention_mask is None else tuple(attention_mask.shape)
     raise ValueError(
         f"{name}: attention_mask of shape {shape} marks padding, and this rank holds {length} of {whole} tokens: give "
-        f"every rank the mask of the whole sequence, [B, {whole}]"
+        f"every rank the mask of the whole sequence, [B, {whole}], which is no buffer of a context_parallel block"
     )
 
 

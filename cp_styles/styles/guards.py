@@ -403,8 +403,9 @@ class InputGuards:
                 advice = "layout.positions(rank).unsqueeze(0)" if self._padding is None else _POSITIONS_OF_TOKENS
                 raise ValueError(
                     f"{self._name}: {kind} takes {name} and was given none: it would count this rank's tokens from "
-                    f"{first}. Pass {name}={advice}; or apply the style with check_inputs=False if the model does not "
-                    f"use them{see('Positions that count from 0')}"
+                    f"{first}. Pass {name}={advice} (in a context_parallel block those of the whole sequence, as one "
+                    "of its buffers); or apply the style with check_inputs=False if the model does not use them"
+                    f"{see('Positions that count from 0')}"
                 )
         if all(inputs.get(name) is None for name in self._places):
             self._calls.watch_traced_ranges(partial(_refuse_range, self._name, kind, _lengths(inputs)))

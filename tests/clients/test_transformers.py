@@ -207,6 +207,41 @@ def test_encoder_and_decoder_of_different_lengths(padding: str):
     assert largest_error(found, expected(model, inputs | whole, labels)) < EXACT
 
 
+def test_a_batch_of_an_encoder_and_a_decoder():
+    """Two sequences, each with a padding of its own: the error says how each is cut."""
+    part = TINY | {"num_hidden_layers": 2}
+    config = transformers.T5GemmaConfig(encoder=part, decoder=part, vocab_size=VOCABULARY)
+    model = tiny(transformers.AutoModelForSeq2SeqLM.from_config, config)
+    source, target, padding = tokens_of(LENGTH, 1), tokens_of(17), torch.ones(BATCH, 17, dtype=torch.int64)
+    padding[1, 11:] = 0
+    labels = target.roll(-1, 1).masked_fill(padding == 0, -100)
+    whole = {"input_ids": source, "attention_mask": PADDED["right"]}
+    decoder = {"decoder_input_ids": target, "decoder_attention_mask": padding}
+
+    def on(rank: int, apart: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        mesh, mine = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), copy.deepcopy(model)
+        mine.set_attn_implementation(NAME)
+        parallelize_module(mine, mesh, ModuleContextParallel())
+        if not apart:
+            BatchSharder(mesh)(whole | decoder | {"labels": labels})
+        encoded = BatchSharder(mesh)(whole)
+        ours = BatchSharder(mesh, shift=False)({"input_ids": target, "labels": labels, "attention_mask": padding})
+        inputs = encoded.inputs | {f"decoder_{name}": x for name, x in ours.inputs.items()}
+        with StayDouble():
+            loss = ours.loss(mine(**inputs).logits)
+        loss.backward()
+        sum_gradients(mine, mesh)
+        return loss.detach() * (labels != -100).sum(), {
+            n: x * (labels != -100).sum() for n, x in gradients(mine).items()
+        }
+
+    with pytest.raises(RankError, match=r"an encoder and a decoder are a batch each: .*shift=False\)") as found:
+        run_ranks(lambda rank: on(rank, False), 2)
+    assert found.value.errors.keys() == {0, 1}
+    wanted = expected(model, whole | decoder, labels)
+    assert largest_error(run_ranks(lambda rank: on(rank, True), 2)[0], wanted) < EXACT
+
+
 @sampled(1, model_type=["t5", "umt5"], padding=["right", "none"])
 def test_learned_biases_by_distance(model_type: str, padding: str):
     """One table for all layers, or one for each; with its gradient. Both sides, and to keys of other ranks."""
@@ -434,6 +469,38 @@ def test_a_mask_of_the_users_own_is_refused():
         model(tokens, position_ids=positions_of())
 
 
+def test_models_of_one_config_object():
+    """They share the choice of attention, in both directions; with a copy of the config each is exact."""
+    config, tokens = config_of("llama", num_hidden_layers=1), tokens_of()
+    inputs, labels = {"input_ids": tokens, "position_ids": positions_of()}, labels_of(tokens)
+
+    def pair(shared: bool) -> list[Any]:
+        own = copy.deepcopy(config)
+        return [tiny(causal_lm, own if shared else copy.deepcopy(own)) for _ in range(2)]
+
+    pairs = {(shared, rank): pair(shared) for shared in (True, False) for rank in range(2)}
+
+    def on(rank: int, shared: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        mesh, cut = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), head_tail(LENGTH, 2)
+        reference, mine = pairs[shared, rank]
+        mine.set_attn_implementation(NAME)
+        parallelize_module(mine, mesh, ModuleContextParallel())
+        if shared:
+            with pytest.raises(RuntimeError, match=r"made of one config object share it, .* copy.deepcopy\(config\)"):
+                reference(tokens)
+        reference.set_attn_implementation("sdpa")
+        reference(tokens)
+        loss = step(mine, {name: cut.shard(x, 1, rank) for name, x in inputs.items()}, cut.shard(labels, 1, rank))
+        sum_gradients(mine, mesh)
+        return loss, gradients(mine)
+
+    with pytest.raises(RankError, match=r"attn_implementation=register_attention\(\)") as found:
+        run_ranks(lambda rank: on(rank, True), 2)
+    assert found.value.errors.keys() == {0, 1}
+    (loss, grads), (other, _) = run_ranks(lambda rank: on(rank, False), 2)
+    assert largest_error((loss + other, grads), expected(tiny(causal_lm, config), inputs, labels)) < EXACT
+
+
 def test_sinks_beside_a_softcap():
     """No model has both; the attention function takes them."""
     heads, length = 4, LENGTH
@@ -648,7 +715,7 @@ def test_a_block_around_a_model(model_type: str, layout: Any):
     batch = {"input_ids": tokens, "position_ids": positions_of()}
     labels = labels_of(tokens)
 
-    def steps(implementation: str, without: str = "", **extra: torch.Tensor) -> tuple[Any, Any]:
+    def steps(implementation: str, without: str = "", whole: Any = None, **extra: torch.Tensor) -> tuple[Any, Any]:
         def on(rank: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             mesh, mine = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), copy.deepcopy(model)
             mine.set_attn_implementation(implementation)
@@ -656,18 +723,26 @@ def test_a_block_around_a_model(model_type: str, layout: Any):
             wanted = labels.clone()
             buffers = [*given.values(), wanted]
             with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1] * len(buffers), layout=layout):
-                loss = step(mine, given, wanted)
+                loss = step(mine, given | (whole or {}), wanted)
             sum_gradients(mine, mesh)
             return loss, gradients(mine)
 
         (loss, grads), (other, _) = run_ranks(on, 2, timeout_seconds=20)
         return loss + other, grads
 
+    padding = {"attention_mask": PADDED["right"]}
     assert largest_error(steps(NAME), expected(model, batch, labels)) < EXACT
+    assert largest_error(steps(NAME, whole=padding), expected(model, batch | padding, labels)) < EXACT
     for implementation, without, extra, words in (
         ("sdpa", "", {}, "sliding_window=15, and the model would make their masks"),
         ("eager", "", {}, "without an attention call: bmm at .*register_attention"),
-        (NAME, "position_ids", {}, "takes position_ids and was given none"),
+        (
+            NAME,
+            "position_ids",
+            {},
+            r"takes position_ids and was given none.* context_parallel block .* buffers\)",
+        ),
+        (NAME, "", padding, "mask of the whole sequence, .*, which is no buffer of a context_parallel block"),
         (NAME, "", {"labels": labels}, "labels would be shifted after the cut"),
     ):
         with pytest.raises(RankError, match=rf"(?s)rank [01].*{words}.*rank 1"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -16,6 +17,7 @@ from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from cp_styles.batch import sum_gradients
@@ -31,6 +33,7 @@ from cp_styles.mask import Causal, Dense, Documents, SlidingWindow
 from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.styles import ModuleContextParallel
 from cp_styles.testing import RankError
+from cp_styles.torch_api import context_parallel
 from tests.covering import at_night, sampled
 from tests.oracle import allowed, document_of, error, randn
 from tests.ranks.attention_case import EXACT, Problem, Projected, cp_mesh, run_attention
@@ -85,6 +88,32 @@ def test_every_door_and_strategy(name: str, strategy, dynamic: bool | None, arou
     counters.clear()
     run_ranks(on, RANKS)
     assert not counters["graph_break"]
+
+
+class Fused(nn.Module):
+    """Attention that a program compiles by itself, in one graph, often with the kernel that it wants."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend = torch.compile(F.scaled_dot_product_attention, backend="aot_eager", dynamic=False, fullgraph=True)
+
+    def forward(self, query, key, value):
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return self.attend(query, key, value, is_causal=True, enable_gqa=True)
+
+
+@pytest.mark.parametrize("name", ["style", "module", "block"])
+def test_a_compiled_attention_function(name: str):
+    """Its graph is traced inside the door, whose mode is entered; twice, as the second call takes the graph."""
+
+    def on(rank: int):
+        core, mesh = Fused(), cp_mesh(RANKS)
+        attend = core if name == "block" else door(name, mesh, core)
+        with context_parallel(mesh, layout=head_tail) if name == "block" else nullcontext():
+            for _ in range(2):
+                assert max(run_attention(attend, PROBLEMS[13], rank, RANKS)) < EXACT
+
+    run_ranks(on, RANKS)
 
 
 @pytest.mark.parametrize("name", ["style", *at_night("module", "function")])

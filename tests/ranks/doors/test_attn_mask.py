@@ -245,6 +245,21 @@ STYLES = {
 }
 
 
+@pytest.mark.parametrize(("dim", "what"), [(2, "queries"), (3, "keys")])
+def test_a_mask_among_the_buffers_of_a_block(dim, what):
+    """On the rank with the other part the same, also where both ranks' parts are equal."""
+    mask = torch.ones(1, 1, 12, 12, dtype=torch.bool)
+
+    def on(rank):
+        x, mine = torch.ones(1, 1, 12, 4), mask.clone()
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        with context_parallel(mesh, buffers=[x, mine], buffer_seq_dims=[2, dim]):
+            SDPA(x, x, x, attn_mask=mine)
+
+    for each in run_ranks(on, 2, return_errors=True):
+        assert re.search(rf"made for the 6 {what} of one rank's part, .* among its buffers.* and no buffer", str(each))
+
+
 @pytest.mark.parametrize("make", [causal_upper_left, causal_lower_right])
 @pytest.mark.parametrize("door", STYLES.values(), ids=STYLES)
 def test_torchs_causal_bias_is_causal(door, make):

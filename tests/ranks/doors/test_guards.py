@@ -434,7 +434,8 @@ def test_windows_that_a_model_would_make_from_a_part():
         (Windowed(8, "context_parallel"), {}),
         (Windowed(8, "sdpa"), {"mask": SlidingWindow(7)}),
     ):
-        run_ranks(lambda rank, model=model, options=options: on(rank, model.double(), X, **options), RANKS)
+        model.double()  # before there are threads, which share it
+        run_ranks(lambda rank, model=model, options=options: on(rank, model, X, **options), RANKS)
 
 
 def test_the_signature_is_the_modules_own():
