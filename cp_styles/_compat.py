@@ -21,6 +21,7 @@ from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch._dynamo.types import FrameAction, FrameExecStrategy  # pyright: ignore[reportPrivateImportUsage]
 from torch._guards import _TLS, TracingContext
 from torch._library.fake_impl import allocate_size
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor  # seen: 2.11 to 2.15
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor

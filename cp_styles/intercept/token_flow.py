@@ -28,6 +28,7 @@ import torch
 
 from cp_styles._compat import (
     MODULE_CALL,
+    FakeTensor,
     StorageWeakRef,
     dispatch_modes,
     graph_task_id,
@@ -191,9 +192,10 @@ class TokenFlow(FollowsTokens):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if any(each not in _PLAIN for each in types):
-            # Subclasses, such as DTensor, run operators on what is inside of them. The fake tensors of a trace leave
-            # that to their own mode, which has called this one.
-            return func(*args, **kwargs) if traces_here() else NotImplemented
+            # Subclasses, such as DTensor, run operators on what is inside of them. Fake tensors, of a trace or of a
+            # DTensor's rule that asks for a shape, leave that to their own mode, which has called this one.
+            fake = traces_here() or any(issubclass(each, FakeTensor) for each in types)
+            return func(*args, **kwargs) if fake else NotImplemented
         if self._paused or not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)
         caller = self._caller()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import normalize, scaled_dot_product_attention, softplus
 
 from cp_styles import ModuleContextParallel, contiguous, head_tail, sum_gradients
@@ -130,6 +130,41 @@ def test_functions_inside_of_a_style():
 
     for one, each in zip(on_ranks(copy.deepcopy(model), head_tail(LENGTH, 2), prepare), expected, strict=True):
         assert error(one, each) < EXACT
+
+
+class Heads(nn.Module):
+    """As many heads as its projections give: all, or those of a rank of tp."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(CHANNELS, CHANNELS, dtype=torch.float64) for _ in range(4))
+        self.g, self.beta = (nn.Linear(CHANNELS, 2, dtype=torch.float64) for _ in range(2))
+
+    def forward(self, x_BLC):
+        q, k, v = (each(x_BLC).unflatten(-1, (-1, 4)) for each in (self.q, self.k, self.v))
+        q, k, g = normalize(q, dim=-1), normalize(k, dim=-1), -softplus(self.g(x_BLC))
+        return x_BLC + self.out(chunk_gated_delta_rule(q, k, v, g, self.beta(x_BLC).sigmoid())[0].flatten(-2))
+
+
+def test_heads_over_tensor_parallel_ranks():
+    """Heads do not depend on each other. The style follows DTensors, whose rules run operators on fake tensors."""
+    model, layout = model_of(Heads(), Attention(), Heads()), head_tail(LENGTH, 2)
+    plan = {f"{at}.{name}": ColwiseParallel() for at in (0, 2) for name in ("q", "k", "v", "g", "beta")}
+    plan |= {f"{at}.out": RowwiseParallel() for at in (0, 2)}
+
+    def main(rank: int):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+        mine, at = copy.deepcopy(model), mesh["cp"].get_local_rank()
+        parallelize_module(mine, mesh["tp"], plan)
+        parallelize_module(mine, mesh["cp"], ModuleContextParallel(layout=layout))
+        out, *_ = step(mine, layout.shard(X, 1, at), layout.shard(COTANGENT, 1, at))
+        sum_gradients(mine, mesh["cp"])
+        return [out, *(each.grad.full_tensor() for each in mine.parameters())]
+
+    found = run_ranks(main, 4)
+    found = [layout.unshard([each[0] for each in found[::2]], 1), *found[0][1:]]
+    for one, expected in zip(found, step(model, X, COTANGENT), strict=True):
+        assert error(one, expected) < EXACT
 
 
 def test_what_was_mixed_before_is_refused():
