@@ -8,7 +8,6 @@ from itertools import product
 import pytest
 import torch
 
-from cp_styles.batch import next_token_labels
 from cp_styles.functions.attention import context_attention
 from cp_styles.kernels import CPU_FLASH, ReferenceKernel
 from cp_styles.layout import by_work, contiguous, head_tail, per_document_head_tail, striped
@@ -285,19 +284,6 @@ def test_ulysses_with_fewer_key_heads_than_ranks(ranks: int, heads: int, kv_head
     problem = Problem(length=2 * ranks + 1, heads=heads, kv_heads=kv_heads)
     calls = [(layout, {"strategy": Ulysses(), "mask": Causal()}) for layout in (contiguous, head_tail, uneven)]
     assert worst(problem, calls, ranks) < EXACT
-
-
-def test_labels_are_rolled_before_the_cut():
-    """Automodel#3544: every position's label is the next token of the *sequence*, whoever holds that, and MTP's too."""
-    tokens = torch.arange(17)[None]
-    for layout in (contiguous(17, 4), head_tail(17, 4), striped(17, 4), uneven(17, 4)):
-        for shift in (1, 2):
-            labels = next_token_labels(tokens, shift=shift)
-            for rank in range(4):
-                for position, label in zip(
-                    layout.positions(rank).tolist(), layout.shard(labels, 1, rank)[0].tolist(), strict=True
-                ):
-                    assert label == (position + shift if position + shift < 17 else -100)
 
 
 def test_full_masks_of_cross_attention_are_whole():

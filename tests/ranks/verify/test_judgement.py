@@ -799,7 +799,10 @@ RIGHT: dict[str, Case] = {
 SOME_MISTAKES = (
     *("arange in the model", "a table sliced by the length", "a convolution", "the mean over tokens in the model"),
     *("a window that only the plan has", "gradients that are not numbers", "gradients that are removed"),
-    *("an error on one rank", "a loss that is not a number", "all labels of striped ranks"),
+    *("an error on one rank", "a loss that is not a number", "all labels of striped ranks", "positions from 0"),
+    *("labels rolled after the cut", "a mean of means", "gradients that nobody sums", "gradients of some", "dropout"),
+    *("gradients that are summed twice", "gradients that are averaged", "cut by hand", "a window that is dropped"),
+    *("a recurrence", "attention that the plan leaves out", "another batch by rank", "other weights by rank"),
 )
 SOME_RIGHT = (
     *("documents in a scope", "two batches under two scopes", "experts of flattened tokens", "no backward"),

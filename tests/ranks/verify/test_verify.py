@@ -1,7 +1,4 @@
-"""verify finds what is wrong with a training step under context parallelism, and names it, without false alarms.
-
-Each mistake is one that a user makes in his own model, plan or step.
-"""
+"""verify on a whole model: its report, and the command. test_judgement.py has the mistakes that it names."""
 
 from __future__ import annotations
 
@@ -13,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -22,10 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cp_styles import (
     AttentionContextParallel,
-    Documents,
     ModuleContextParallel,
-    SequenceScope,
-    contiguous,
     global_loss,
     global_token_count,
     head_tail,
@@ -200,227 +193,6 @@ def test_the_model_is_not_changed():
     assert type(model.layers[0].attention.core) is CoreAttention
 
 
-# Positions.
-
-
-def test_positions_that_count_from_0():
-    local = mistake(positions=lambda layout, rank: torch.arange(layout.lengths[rank]))
-    report = wrong(llama(), act=local, words=r"argument 'positions_L' of the model \(Llama\): counts from 0 on each")
-    assert "positions are forgotten" in report.findings[0]
-
-
-class Counts(Llama):
-    """A model that counts its tokens itself."""
-
-    def forward(self, tokens_BL):
-        return super().forward(tokens_BL, torch.arange(tokens_BL.shape[1]))
-
-
-def without_positions(model: nn.Module, batch: Any, mesh: Any) -> torch.Tensor:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = model
-
-        def forward(self, tokens, positions):
-            return self.model(tokens)
-
-    return step(lambda tokens, positions: model(tokens), batch, mesh, reduce=lambda _, cp: sum_gradients(model, cp))
-
-
-def test_a_model_that_counts_its_tokens():
-    model = Counts(CONFIG).double()
-    model.load_state_dict(llama().state_dict())
-    words = r"the model \(Counts\): what it gives to layers.0 on each rank is that of the first positions: positions"
-    wrong(model, act=without_positions, words=words)
-    guarded = r"NotImplementedError: .*the model itself \(Counts\) makes the numbers 0 to"
-    wrong(model, ModuleContextParallel(), without_positions, words=guarded)
-
-
-# Labels and losses.
-
-
-def test_labels_that_are_rolled_after_the_cut():
-    rolled = mistake(labels=lambda tokens, cut: next_token_labels(cut(tokens)))
-    report = wrong(llama(), act=rolled, words="Labels were rolled after the cut")
-    assert all(each.forward < 1e-10 for each in report.modules)
-    wrong(llama(), act=mistake(labels=lambda tokens, cut: cut(tokens).roll(-1, 1)), words="rolled after the cut")
-
-
-def test_other_labels():
-    own = mistake(labels=lambda tokens, cut: cut(next_token_labels(tokens)) % (30 + cut(tokens).shape[1] // LENGTH * 2))
-    wrong(llama(), act=own, words="the loss: .* labels, weights or the loss itself are not those")
-
-
-def test_a_mean_of_means():
-    uneven = mistake(mean=lambda losses, labels, cp: losses / (labels != -100).sum() / cp.size())
-    wrong(llama(), act=uneven, words=r"its gradient is [\d.]+, [\d.]+ times that .* own tokens", ranks=2)
-
-
-def test_a_loss_that_is_this_ranks_share():
-    def share(losses, labels, cp):
-        return losses / global_token_count(labels, cp)
-
-    wrong(llama(), act=mistake(mean=share), words="the loss that the step returns is another number")
-
-
-# Gradients.
-
-
-def test_gradients_that_nobody_reduces():
-    words = r"gradients are unreduced: .* 21 of 21 parameters"
-    wrong(llama(), act=mistake(reduce=lambda model, cp: None), words=words)
-
-
-def test_gradients_that_are_partly_reduced():
-    def layers_only(model, cp):
-        sum_gradients(model.layers, cp)
-
-    words = r"partly reduced: .* 3 of 21 parameters \(embed.weight, norm.weight, out.weight\)"
-    wrong(llama(), act=mistake(reduce=layers_only), words=words)
-
-
-def test_gradients_that_are_reduced_twice():
-    def twice(model, cp):
-        for parameter in model.parameters():
-            for _ in range(2):
-                dist.all_reduce(parameter.grad, group=cp.get_group())
-
-    wrong(llama(), act=mistake(reduce=twice), words="are 2 times those of one process: they are reduced twice")
-
-    def refused(model, cp):
-        sum_gradients(model, cp)
-        if cp.size() > 1:
-            sum_gradients(model, cp)
-
-    wrong(llama(), act=mistake(reduce=refused), words="^ValueError: sum_gradients .* already summed")
-
-
-def test_gradients_that_are_averaged():
-    def mean(model, cp):
-        sum_gradients(model, cp)
-        for parameter in model.parameters():
-            parameter.grad /= cp.size()
-
-    wrong(llama(), act=mistake(reduce=mean), words="are 0.5 times .* averaged over the sequence's ranks")
-
-
-# The cut.
-
-
-def test_a_layout_that_is_not_the_attentions():
-    """Cut by hand, where nothing knows the layout; by another layout's shard it is refused."""
-    by_hand = {
-        "cut": lambda x, layout, rank: x.chunk(layout.ranks, 1)[rank],
-        "positions": lambda layout, rank: torch.arange(LENGTH).chunk(layout.ranks)[rank],
-    }
-    words = r"argument 'tokens_BL' .*: layout mismatch: it is cut with contiguous, .*another layout"
-    wrong(llama(), act=mistake(**by_hand), words=words, findings=2)
-    other = {
-        "cut": lambda x, layout, rank: contiguous(LENGTH, layout.ranks).shard(x, 1, rank),
-        "positions": lambda layout, rank: contiguous(LENGTH, layout.ranks).positions(rank),
-    }
-    wrong(llama(), ModuleContextParallel(), mistake(**other), words=r"in the model \(Llama\): ValueError: .*layout")
-
-
-# Masks.
-
-
-class Masked(nn.Module):
-    """Attention with a mask from ``mask(length)``, or causal where it is None."""
-
-    def __init__(self, mask: Callable[[int], torch.Tensor] | None) -> None:
-        super().__init__()
-        self.mask = mask
-
-    def forward(self, q, k, v):
-        if self.mask is None:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask(q.shape[2]), enable_gqa=True)
-
-
-def masked(mask: Callable[[int], torch.Tensor] | None) -> Llama:
-    model = llama()
-    for layer in model.layers:
-        layer.attention.core = Masked(mask)
-    return model
-
-
-def window(length: int) -> torch.Tensor:
-    behind = torch.arange(length)[:, None] - torch.arange(length)[None, :]
-    return (behind >= 0) & (behind < 4)
-
-
-DOCUMENTS = (5, LENGTH - 5)
-
-
-def documents(length: int) -> torch.Tensor:
-    ids = torch.arange(2).repeat_interleave(torch.tensor(DOCUMENTS))
-    return (ids[:, None] == ids[None, :]).tril()
-
-
-def test_a_window_that_is_dropped():
-    """The model of one process makes its masks, and on ranks they are the plan's."""
-    words = (
-        r"^layers.0.attention.core \(Masked\): a sliding window of 4 positions is dropped: .*mask=SlidingWindow\(3\)"
-    )
-    wrong(masked(None), words=words, reference=masked(window))
-
-
-def test_a_mask_that_is_dropped():
-    words = r"^layers.0.attention.core \(Masked\): a mask \(attn_mask of shape \(22, 22\), .* is dropped"
-    wrong(masked(None), words=words, reference=masked(documents))
-
-    def in_a_scope(model, batch, mesh):
-        with SequenceScope(head_tail(LENGTH, mesh.size()), mask=Documents(DOCUMENTS)):
-            return step(model, batch, mesh)
-
-    run(masked(None), act=in_a_scope, reference=masked(documents))
-
-
-def test_a_causal_mask_that_is_dropped():
-    class Full(nn.Module):
-        def forward(self, q, k, v):
-            return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-
-    model = llama()
-    for layer in model.layers:
-        layer.attention.core = Full()
-    wrong(model, words="core .*: the causal mask is dropped", reference=llama())
-
-
-# Layers.
-
-
-class WithState(nn.Module):
-    """A recurrence behind a feed-forward part."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        state, out = torch.zeros_like(x[:, 0]), []
-        for token in x.unbind(1):
-            state = 0.5 * state + token
-            out.append(state)
-        return self.inner(torch.stack(out, 1))
-
-
-def test_a_layer_with_a_state():
-    model = llama()
-    model.layers[1].feed_forward = WithState(model.layers[1].feed_forward)
-    words = r"layers.1.feed_forward \(WithState\): it carries values from token to token"
-    wrong(model, words=words.replace("layers", "^layers"))
-    guarded = r"NotImplementedError: .*layers.1.feed_forward \(WithState\) carries values from token to token"
-    wrong(model, ModuleContextParallel(), words=guarded)
-
-
-def test_attention_that_the_plan_leaves_out():
-    words = r"^layers.1.attention.core \(CoreAttention\): its attention ran on each rank's part alone"
-    wrong(llama(), {"layers.0.attention.core": AttentionContextParallel()}, words=words)
-
-
 def test_a_module_that_calls_no_attention():
     words = (
         r"^in layers.0.feed_forward \(FeedForward\): NotImplementedError: .*no scaled_dot_product_attention was called"
@@ -430,36 +202,14 @@ def test_a_module_that_calls_no_attention():
     wrong(llama(), lambda model, mesh: model, words="no attention ran context parallel")
 
 
-def test_dropout():
-    model = llama()
-    model.layers[0].feed_forward = nn.Sequential(model.layers[0].feed_forward, nn.Dropout(0.1))
-    words = r"two runs on one process differ, first in layers.0.feed_forward.1 \(Dropout\): dropout is on"
-    wrong(model, words=words)
-    run(model.eval())
-
-
 # Ranks.
 
 
-def test_a_sample_that_differs_between_ranks():
-    words = r"the sample differs between ranks \(batch\['tokens'\]\)"
-    wrong(llama(), batch=lambda rank: {"tokens": TOKENS.roll(rank, 0), "other": 3}, words=words)
-
+def test_a_step_that_takes_another_sample_on_each_rank():
     def by_rank(model, batch, mesh):
         return step(model, {"tokens": batch["tokens"].roll(dist.get_rank(), 0)[:1]}, mesh)
 
     wrong(llama(), act=by_rank, words="has another loss on each rank .* the sample differs between ranks")
-
-
-def test_weights_that_differ_between_ranks():
-    def on(rank: int) -> None:
-        model = llama()
-        with torch.no_grad():
-            model.out.weight += rank
-        verify(model, CORES, init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), {"tokens": TOKENS}, step)
-
-    with pytest.raises(RankError, match=r"the ranks begin with different weights \(the model's out.weight\)"):
-        run_ranks(on, 2)
 
 
 def test_low_precision_is_refused():
