@@ -239,6 +239,10 @@ class OpCall:
         spread = any(each.spread for each in given) or (mixed is not None and varies(tokens))
         return Label(tokens, places, source, mixed=mixed, spread=spread, counted=counted, unknown=unknown)
 
+    def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> Label:
+        """Of an operator that moves the elements of its first argument."""
+        return self.label_of(self.args[0]).moved(move)
+
     def is_right(self) -> bool:
         """Whether the arguments that hold places have the values that they would have with positions."""
         pairs = zip(self.tensors, self.given, strict=True)
@@ -270,7 +274,7 @@ class OpCall:
             lost |= differ
         return self.join(tokens, None if lost else places, meet, given=labels)
 
-    def reduced(self, label: Label, shape: Sequence[int], dims: Sequence[int], *, keep: bool) -> Label:
+    def reduced(self, label: Label, dims: Sequence[int], *, keep: bool) -> Label:
         """Of elements that are computed from all along ``dims``. ``keep``: the result has the size of the argument."""
         tokens, meet = over(label.tokens, dims)
         places, lost = over(label.places, dims)
@@ -339,9 +343,12 @@ def _count(length: int, dims: int = 1, dim: int = 0) -> torch.Tensor:
 
 
 def _range(call: OpCall) -> Label:
-    start, step = call.argument("start", 0), call.argument("step", 1)
     out, length = call.out, call.length
-    if length is None or out.shape[0] != length or start != 0 or step != 1:
+    if length is None or out.shape[0] != length:
+        return CLEAN
+    if call.name == "linspace":
+        return Label(places=_count(length), source=call.where(f"makes {length} numbers inside"))
+    if call.argument("start", 0) != 0 or call.argument("step", 1) != 1:
         return CLEAN
     right = None if call.positions is None else call.positions.to(out.device, out.dtype)
     return Label(places=_count(length), source=call.where(f"makes the numbers 0 to {length - 1} inside"), right=right)
@@ -397,24 +404,11 @@ def _last_alike(track: torch.Tensor) -> torch.Tensor:
     return track
 
 
-def _complex_to_real(call: OpCall) -> Label:
-    return call.label_of(call.args[0]).moved(lambda track: track.unsqueeze(-1))
-
-
-def _real_to_complex(call: OpCall) -> Label:
-    return call.label_of(call.args[0]).moved(lambda track: _last_alike(track).squeeze(-1))
-
-
-def _flip(call: OpCall) -> Label:
-    dims = call.args[1]
-    return call.label_of(call.args[0]).moved(lambda track: track.flip(dims))
-
-
 def _roll(call: OpCall) -> Label:
     shifts, dims = call.args[1], call.argument("dims", ())
     if not dims:
         raise NoRuleError
-    return call.label_of(call.args[0]).moved(lambda track: track.roll(shifts, dims))
+    return call.moved(lambda track: track.roll(shifts, dims))
 
 
 def _repeat(call: OpCall) -> Label:
@@ -424,7 +418,7 @@ def _repeat(call: OpCall) -> Label:
         whole = track.reshape([1] * (len(times) - track.ndim) + list(track.shape))
         return whole.repeat([time if size > 1 else 1 for time, size in zip(times, whole.shape, strict=True)])
 
-    return call.label_of(call.args[0]).moved(move)
+    return call.moved(move)
 
 
 def _join(tensors: Sequence[torch.Tensor], tracks: Sequence[Track], dim: int) -> Track:
@@ -564,76 +558,29 @@ def _index_put(call: OpCall) -> Label:
     if base.blank and new.blank:
         return UNKNOWN  # where they are put may depend on tokens
     taken, dims, _ = _places_in(x, indices)
-    tokens, meet = _put(x.shape, base.tokens, new.tokens, lambda whole: _Cells(whole, tuple(taken)), dims, adds)
+    tokens, meet = _put(x.shape, base.tokens, new.tokens, tuple(taken), dims, adds)
     return call.join(tokens, None, meet, given=[base, new])
 
 
-class _Cells:
-    """Elements of a track, to be read and written."""
-
-    def __init__(self, whole: torch.Tensor, index: Any) -> None:
-        self._whole, self._index = whole, index
-
-    def read(self) -> torch.Tensor:
-        return self._whole[self._index]
-
-    def write(self, values: torch.Tensor) -> None:
-        self._whole[self._index] = values
-
-
-class _Rows(_Cells):
-    """The same along one dim: ``index`` is (dim, rows)."""
-
-    def read(self) -> torch.Tensor:
-        return self._whole.index_select(*self._index)
-
-    def write(self, values: torch.Tensor) -> None:
-        dim, rows = self._index
-        self._whole.index_copy_(dim, rows, values)
-
-
-class _Scattered(_Cells):
-    """The same, by the index of torch.scatter: ``index`` is (dim, index)."""
-
-    def read(self) -> torch.Tensor:
-        return self._whole.gather(*self._index)
-
-    def write(self, values: torch.Tensor) -> None:
-        dim, index = self._index
-        self._whole.scatter_(dim, index, values)
-
-
 def _put(
-    shape: Sequence[int],
-    base: Track,
-    new: Track,
-    cells_of: Callable[[torch.Tensor], _Cells],
-    dims: Sequence[int],
-    adds: bool,
+    shape: Sequence[int], base: Track, new: Track, index: tuple[Any, ...], dims: Sequence[int], adds: bool
 ) -> tuple[Track, bool]:
-    """The track of a tensor of ``shape`` into which another one is put, along ``dims``; and whether tokens meet."""
+    """The track of a tensor of ``shape`` into which another one is put, at an ``index`` that has all of ``dims``; and
+    whether tokens meet."""
     base = torch.full([1] * len(shape), -1, dtype=torch.int32, device="cpu") if base is None else base
     new = torch.full([], -1, dtype=torch.int32, device="cpu") if new is None else new
     sizes = [shape[dim] if dim in dims else size for dim, size in enumerate(base.shape)]
-    cells = cells_of(base.expand(sizes))
-    try:
-        torch.broadcast_shapes(cells.read().shape, new.shape)
-        wide = new.ndim and any(
-            n > 1 and n > o for n, o in zip(new.shape[::-1], cells.read().shape[::-1], strict=False)
-        )
-    except RuntimeError:
-        wide = True
-    if wide:  # the new one has tokens along dims in which the old one has none
-        sizes = list(shape)
+    old = base.expand(sizes)[index].shape
+    if new.ndim > len(old) or any(n > 1 and n > o for n, o in zip(new.shape[::-1], old[::-1], strict=False)):
+        sizes = list(shape)  # the new one has tokens along dims in which the old one has none
     _small(*sizes)
     whole = base.expand(sizes).clone()
-    cells = cells_of(whole)
-    old = cells.read()
+    old = whole[index]
     new = new.expand_as(old) if new.numel() == 1 or new.shape != old.shape else new
     written = torch.where(new < 0, old, new) if adds else new.clone()
     meet = adds and bool(((old >= 0) & (new >= 0) & (old != new)).any())
-    cells.write(written)
-    meet |= adds and bool((cells.read() != written).any())
+    whole[index] = written
+    meet |= adds and bool((whole[index] != written).any())
     return by_values(whole), meet
 
 
@@ -643,20 +590,10 @@ def _index_add(call: OpCall) -> Label:
     base, new = call.label_of(x), call.label_of(source)
     if base.blank and new.blank:
         return UNKNOWN
-    rows = index.cpu().long()
-    tokens, meet = _put(
-        x.shape,
-        base.tokens,
-        _known(new.tokens, source, (dim,)),
-        lambda whole: _Rows(whole, (dim, rows)),
-        (dim,),
-        call.name == "index_add",
-    )
+    rows = (*[slice(None)] * dim, index.cpu().long())
+    put = None if new.tokens is None else _along(new.tokens, source.shape, (dim,))
+    tokens, meet = _put(x.shape, base.tokens, put, rows, (dim,), call.name == "index_add")
     return call.join(tokens, None, meet, given=[base, new])
-
-
-def _known(track: Track, x: torch.Tensor, dims: Sequence[int]) -> Track:
-    return None if track is None else _along(track, x.shape, dims)
 
 
 def _scatter(call: OpCall) -> Label:
@@ -671,11 +608,11 @@ def _scatter(call: OpCall) -> Label:
     base, new = labels[0], labels[2] if len(labels) > 2 else CLEAN
     if base.blank and new.blank:
         return UNKNOWN
-    cells = index.cpu()
+    cells = [_count(size, x.ndim, at).long() for at, size in enumerate(index.shape)]
+    cells[dim] = index.cpu()
     adds = "add" in call.name or "reduce" in call.name
-    known = None if new.tokens is None else _narrowed(new.tokens.expand(source.shape), index.shape).contiguous()
-    base_track = None if base.tokens is None else base.tokens.expand(x.shape)
-    tokens, meet = _put(x.shape, base_track, known, lambda whole: _Scattered(whole, (dim, cells)), range(x.ndim), adds)
+    put = None if new.tokens is None else _narrowed(new.tokens.expand(source.shape), index.shape)
+    tokens, meet = _put(x.shape, base.tokens, put, tuple(cells), range(x.ndim), adds)
     return call.join(tokens, None, meet, given=[base, new])
 
 
@@ -686,7 +623,7 @@ def _reduce(call: OpCall) -> Label:
     if "dim" not in names or dims is None or dims == []:
         dims = list(range(x.ndim))
     dims = [dims] if isinstance(dims, int) else list(dims)
-    label = call.reduced(call.label_of(x), x.shape, dims, keep=False)
+    label = call.reduced(call.label_of(x), dims, keep=False)
     if not x.ndim or bool(call.argument("keepdim", False)) or "dim" not in names:
         return label if "dim" in names else label.moved(lambda track: track.reshape([]))
     gone = {dim % x.ndim for dim in dims}
@@ -701,7 +638,7 @@ def _along_dim(call: OpCall) -> Label:
     label = call.label_of(x)
     if label.blank:
         return _cumulative(call, x, dims)
-    made = call.reduced(label, x.shape, dims, keep=True)
+    made = call.reduced(label, dims, keep=True)
     out = next(y for y in tree_leaves(call.out) if isinstance(y, torch.Tensor))
     return made.moved(lambda track: _narrowed(track, out.shape))  # topk, and transforms of real numbers, are shorter
 
@@ -753,7 +690,7 @@ def _grouped_product(call: OpCall) -> Label:
     a = call.args[0]
     if a.ndim != 2:
         return _product(call)
-    return call.reduced(call.label_of(a), a.shape, [-1], keep=False)
+    return call.reduced(call.label_of(a), [-1], keep=False)
 
 
 def _attention(call: OpCall) -> Label:
@@ -764,16 +701,11 @@ def _attention(call: OpCall) -> Label:
     return call.join(rows, None, meet, given=[q, k, v])
 
 
-def _layer_norm(call: OpCall) -> list[Label]:
-    x, count = call.args[0], len(call.args[1])
-    dims = range(x.ndim - count, x.ndim)
-    made = call.reduced(call.label_of(x), x.shape, dims, keep=True)
-    return [made, UNKNOWN, UNKNOWN]
-
-
-def _group_norm(call: OpCall) -> list[Label]:
-    x = call.args[0]
-    return [call.reduced(call.label_of(x), x.shape, range(1, x.ndim), keep=True), UNKNOWN, UNKNOWN]
+def _norm(call: OpCall) -> list[Label]:
+    """Over the dims of a normalized shape; a group norm's over all but the batch."""
+    x, shape = call.args[:2]
+    first = x.ndim - len(shape) if isinstance(shape, list | tuple) else 1
+    return [call.reduced(call.label_of(x), range(first, x.ndim), keep=True), UNKNOWN, UNKNOWN]
 
 
 def _batch_norm(call: OpCall) -> list[Label]:
@@ -781,8 +713,7 @@ def _batch_norm(call: OpCall) -> list[Label]:
     x = call.args[0]
     training = call.argument("training", call.argument("train", "no_training" not in call.name))
     dims = [dim for dim in range(x.ndim) if dim != 1] if training or "with_update" in call.name else []
-    made = call.reduced(call.label_of(x), x.shape, dims, keep=True)
-    return [made, *[UNKNOWN] * 4]
+    return [call.reduced(call.label_of(x), dims, keep=True), *[UNKNOWN] * 4]
 
 
 def _convolution(call: OpCall) -> Label:
@@ -869,6 +800,16 @@ def _tried(call: OpCall) -> Label:
     return call.join(track, None, int((lines > 0).sum()) > 1)
 
 
+def _masked_select(call: OpCall) -> Label:
+    x, mask = call.args
+
+    def move(track: torch.Tensor) -> torch.Tensor:
+        _small(*x.shape)
+        return by_values(track.expand(x.shape)[mask.expand(x.shape).cpu()])
+
+    return call.label_of(x).moved(move)
+
+
 def _names(text: str) -> list[str]:
     return text.split()
 
@@ -907,14 +848,14 @@ _RULES: dict[str, Callable[[OpCall], Any]] = {
     "copy": lambda call: call.label_of(call.args[1]),
     "fill": lambda call: call.label_of(call.args[1]) if isinstance(call.args[1], torch.Tensor) else CLEAN,
     "masked_scatter": lambda call: call.merged([call.label_of(x) for x in call.args[:2]]),
-    "masked_select": lambda call: _masked_select(call),
-    "linear": lambda call: call.reduced(call.label_of(call.args[0]), call.args[0].shape, [-1], keep=False),
+    "masked_select": _masked_select,
+    "linear": lambda call: call.reduced(call.label_of(call.args[0]), [-1], keep=False),
     "slice": _slice,
     "arange": _range,
-    "linspace": lambda call: _range_of_numbers(call),
-    "view_as_real": _complex_to_real,
-    "view_as_complex": _real_to_complex,
-    "flip": _flip,
+    "linspace": _range,
+    "view_as_real": lambda call: call.moved(lambda track: track.unsqueeze(-1)),
+    "view_as_complex": lambda call: call.moved(lambda track: _last_alike(track).squeeze(-1)),
+    "flip": lambda call: call.moved(lambda track: track.flip(call.args[1])),
     "roll": _roll,
     "repeat": _repeat,
     "cat": _cat,
@@ -951,9 +892,9 @@ _RULES: dict[str, Callable[[OpCall], Any]] = {
     "_grouped_mm": _grouped_product,
     "_scaled_grouped_mm": _grouped_product,
     "transformers::grouped_mm_fallback": _grouped_product,
-    "native_layer_norm": _layer_norm,
-    "_fused_rms_norm": _layer_norm,
-    "native_group_norm": _group_norm,
+    "native_layer_norm": _norm,
+    "_fused_rms_norm": _norm,
+    "native_group_norm": _norm,
     **dict.fromkeys(
         _names(
             "native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training "
@@ -968,19 +909,3 @@ _RULES: dict[str, Callable[[OpCall], Any]] = {
     **dict.fromkeys(_names("mkldnn_rnn_layer _cudnn_rnn miopen_rnn"), _recurrence),
     **dict.fromkeys(_names("nonzero unique _unique2 bincount histc _local_scalar_dense"), lambda call: UNKNOWN),
 }
-
-
-def _masked_select(call: OpCall) -> Label:
-    x, mask = call.args
-
-    def move(track: torch.Tensor) -> torch.Tensor:
-        _small(*x.shape)
-        return by_values(track.expand(x.shape)[mask.expand(x.shape).cpu()])
-
-    return call.label_of(x).moved(move)
-
-
-def _range_of_numbers(call: OpCall) -> Label:
-    if call.length is None or call.out.shape[0] != call.length:
-        return CLEAN
-    return Label(places=_count(call.length), source=call.where(f"makes {call.length} numbers inside"))
