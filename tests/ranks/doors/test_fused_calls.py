@@ -65,32 +65,6 @@ def test_a_value_head_dim_of_its_own(style, layout: str, kernel):
     assert all(error(found, wanted) < EXACT for found, wanted in pairs)
 
 
-MASKS = {
-    "boolean": torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril(2),
-    "added": randn(7, LENGTH, LENGTH),
-    "for each head": randn(7, 1, 4, LENGTH, LENGTH) > 0,
-    "one row": randn(7, 2, 1, 1, LENGTH),
-}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("name", MASKS)
-def test_a_mask_of_the_whole_sequence_inside_the_module(style, name: str, layout: str):
-    mask = MASKS[name]
-    inputs, cotangent = attention_inputs(length=LENGTH)
-    said = {"mask": mask} if mask.dtype == torch.bool else {"bias": mask}
-    pairs = found_and_wanted(
-        style,
-        inputs,
-        cotangent,
-        LAYOUTS[layout],
-        Attend(attn_mask=mask),
-        lambda *tensors: dense_attention(*tensors, **said),
-    )
-    assert all(error(found, wanted) < EXACT for found, wanted in pairs)
-
-
 @pytest.mark.parametrize("style", STYLES)
 def test_an_empty_batch(style):
     empty = [torch.zeros(0, 4, LENGTH, 8, dtype=torch.float64)] * 3

@@ -11,7 +11,7 @@ import torch
 from cp_styles.functions.attention import context_attention
 from cp_styles.kernels import CPU_FLASH, ReferenceKernel
 from cp_styles.layout import by_work, contiguous, head_tail, per_document_head_tail, striped
-from cp_styles.mask import Causal, Chunked, Documents, Full, SlidingWindow
+from cp_styles.mask import Causal, Documents, SlidingWindow
 from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.testing import run_ranks
 from tests.covering import at_night, in_parts
@@ -198,28 +198,6 @@ def test_what_is_not_there_is_refused_by_name():
 # -- what users of others trip over --
 
 
-def test_windows_and_chunks_do_not_train_as_full_causal():
-    """accelerate#4177. The gradient of what is out of sight is zero, and not just small."""
-    length = 40
-    for mask, sees in (
-        (SlidingWindow(4, 0), lambda p, j: p - 4 <= j <= p),
-        (Causal() & Chunked(8), lambda p, j: p // 8 == j // 8 and j <= p),
-    ):
-        problem = Problem(length=length, mask=allowed(sees, length, length))
-        assert worst(problem, [(head_tail, {"strategy": s, "mask": mask}) for s in STRATEGIES]) < EXACT
-        seen = allowed(sees, length, length)[32:].any(0)
-
-        def on(rank: int, mask=mask, seen=seen, problem=problem):
-            layout = head_tail(length, RANKS)
-            leaves, cotangent = problem.shard(layout, rank, RANKS)
-            out = context_attention(*leaves, cp_mesh(RANKS), mask=mask)
-            out.backward(torch.where((layout.positions(rank) >= 32)[:, None], cotangent, 0.0))
-            unseen = ~seen[layout.positions(rank)]
-            return any(bool(x.grad[:, :, unseen].any()) for x in leaves[1:])
-
-        assert not any(run_ranks(on, RANKS))
-
-
 def test_packing_does_not_attend_across_documents():
     """trl#6843, axolotl#3608: a document packed among others is the same as alone, out and gradients, bit for bit of
     what float64 can say; and other documents' tokens may be anything."""
@@ -274,34 +252,6 @@ def test_lengths_that_do_not_divide_and_short_ones(ranks: int):
         return {where: size for where, size in found.items() if not size < EXACT}
 
     assert run_ranks(on, ranks) == [{}] * ranks
-
-
-@pytest.mark.parametrize(
-    ("ranks", "heads", "kv_heads"), [(4, 4, 2), (4, 4, 1), (8, 8, 2), (5, 7, 1), (4, 6, 3), (3, 2, 1)]
-)
-def test_ulysses_with_fewer_key_heads_than_ranks(ranks: int, heads: int, kv_heads: int):
-    """prime-rl#3042, and heads that the ranks do not divide, or that are fewer than they."""
-    problem = Problem(length=2 * ranks + 1, heads=heads, kv_heads=kv_heads)
-    calls = [(layout, {"strategy": Ulysses(), "mask": Causal()}) for layout in (contiguous, head_tail, uneven)]
-    assert worst(problem, calls, ranks) < EXACT
-
-
-def test_full_masks_of_cross_attention_are_whole():
-    """With equal keys the output is the mean of all values: no key is missed or counted twice, for all lengths."""
-    value = randn(3, 1, 2, 11, 4)
-
-    def on(rank: int):
-        q_layout, kv_layout = striped(6, 3), striped(11, 3)
-        query, key = (
-            torch.zeros(1, 2, q_layout.lengths[rank], 4).double(),
-            torch.zeros(1, 2, kv_layout.lengths[rank], 4),
-        )
-        shard = kv_layout.shard(value, 2, rank)
-        out = context_attention(query, key.double(), shard, cp_mesh(3), layout=striped, mask=Full())
-        return error(out, value.mean(2, keepdim=True).expand(1, 2, q_layout.lengths[rank], 4))
-
-    assert max(run_ranks(on, 3)) < EXACT
-    assert dense_attention(value, value, value).shape == value.shape
 
 
 @pytest.mark.parametrize("seq_dim", [1, 2])
