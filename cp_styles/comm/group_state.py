@@ -152,11 +152,12 @@ def check_later(group: dist.ProcessGroup, check: Callable[[], object]) -> None:
     state_of(group).operations.check = check
 
 
-def settle(group: dist.ProcessGroup | None) -> None:
-    """Run the check of :func:`check_later` now, if there is one."""
+def settle(group: dist.ProcessGroup | None) -> Operations | None:
+    """Run the check of :func:`check_later` now, if there is one. Returns the operations over the group."""
     state = None if group is None else _states.get(group)
     operations = None if state is None else state.operations
     while operations is not None and operations.check is not None:  # one may find that there is more to check
         check, operations.check = operations.check, None
         check()
         operations.agreed = True
+    return operations

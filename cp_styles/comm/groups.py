@@ -21,7 +21,7 @@ def axis_and_group(name: str, group: GroupOrMesh, *, ordered: bool = True) -> tu
     Args:
         name: name of the function that was called, for messages.
         group: a process group, or a mesh with one axis.
-        ordered: whether the order of the ranks matters, see :func:`group_in_order`. It does not for a sum.
+        ordered: whether the order of the ranks matters, see :func:`refuse_other_order`. It does not for a sum.
 
     Raises:
         TypeError: ``group`` is neither.
@@ -31,9 +31,15 @@ def axis_and_group(name: str, group: GroupOrMesh, *, ordered: bool = True) -> tu
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(f'{name} needs a 1-D mesh, got axes {group.mesh_dim_names}: pass mesh["cp"]')
-        axis, ranks = (group.mesh_dim_names or ("cp",))[0], group_in_order(group) if ordered else group.get_group()
-        if not is_traced():
-            state_of(ranks).operations.axis = axis
+        axis = (group.mesh_dim_names or ("cp",))[0]
+        if is_traced():  # torch.compile does not know the contents of a mesh
+            return axis, group.get_group()
+        ranks = group.get_group()
+        state = state_of(ranks)
+        state.operations.axis = axis
+        if ordered and group not in state.in_order:
+            refuse_other_order(group, ranks)
+            state.in_order.add(group)  # looking at the ranks takes as long as a small tile
         return axis, ranks
     if isinstance(group, dist.ProcessGroup):
         return "group", group
@@ -42,17 +48,12 @@ def axis_and_group(name: str, group: GroupOrMesh, *, ordered: bool = True) -> tu
     raise TypeError(f"{name} needs a process group or a 1-D DeviceMesh, got {type(group).__name__}")
 
 
-def group_in_order(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """The process group of a 1-D mesh. Both must have the ranks in the same order.
+def refuse_other_order(mesh: DeviceMesh, group: dist.ProcessGroup) -> None:
+    """Raise ValueError, on every rank, if a 1-D mesh and its group have the ranks in different orders.
 
-    Raises:
-        ValueError: on every rank, if the orders differ. DTensor and get_local_rank() number ranks by the mesh, and
-            communication by the group, so a rank would hold one part of the sequence and be treated as holding another.
+    DTensor and get_local_rank() number ranks by the mesh, and communication by the group, so a rank would hold one part
+    of the sequence and be treated as holding another.
     """
-    group = mesh.get_group()
-    # torch.compile does not know the contents of a mesh.
-    if is_traced() or mesh in state_of(group).in_order:
-        return group
     with without_dispatch_modes():  # a recomputation does not look again
         lines, ranks, group_ranks = ranks_along(mesh), mesh.mesh.tolist(), dist.get_process_group_ranks(group)
     # Groups have their ranks in ascending order. So all ranks of a mesh of several axes can look at all lines of it.
@@ -63,8 +64,6 @@ def group_in_order(mesh: DeviceMesh) -> dist.ProcessGroup:
             f"mesh axis {mesh.mesh_dim_names} has the ranks {apart[0]}, in another order than its process group, "
             f"{sorted(apart[0])}: make a mesh whose ranks ascend along the axis of the sequence"
         )
-    state_of(group).in_order.add(mesh)  # looking at the ranks takes as long as a small tile
-    return group
 
 
 def shares_ranks(mesh: DeviceMesh, group: dist.ProcessGroup) -> bool:

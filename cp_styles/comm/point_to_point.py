@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from cp_styles._compat import cpu_backend_of, gloo_beside, part_of_group, resolve_group, without_torch_func
-from cp_styles.comm.group_state import Operations, note_part, settle, state_of
+from cp_styles.comm.group_state import GroupState, Operations, note_part, settle, state_of
 from cp_styles.comm.mailbox import WIDTH, Mailbox, end_connections
 from cp_styles.troubleshooting import see
 
@@ -74,15 +74,14 @@ class Operation:
         self._group, self._backward_of = group, backward_of
 
     def __enter__(self) -> None:
-        refuse_broken(self._group)
-        operations = state_of(self._group).operations
+        operations = self._operations = unbroken(self._group).operations
         operations.backward_of, operations.agreed = self._backward_of, operations.check is None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
         if error is None:
             settle(self._group)
             return
-        interrupted, operations = not isinstance(error, Exception), state_of(self._group).operations
+        interrupted, operations = not isinstance(error, Exception), self._operations
         if interrupted:
             operations.check = None  # it holds the group, whose connections end with it
         settle(self._group)  # what the ranks disagree on may be the cause
@@ -90,9 +89,10 @@ class Operation:
             break_off(self._group, error)
 
 
-def refuse_broken(group: dist.ProcessGroup, user: str = "") -> None:
-    """Raise TransferError if this rank has left an operation over the group half way."""
-    operations = state_of(group).operations
+def unbroken(group: dist.ProcessGroup, user: str = "") -> GroupState:
+    """The state of a group. Raises TransferError if this rank has left an operation over it half way."""
+    state = state_of(group)
+    operations = state.operations
     if operations.broken:
         raise TransferError(
             f"{operations.name_of(user or operations.user)}: this rank has left an operation of the ranks half way, by "
@@ -100,6 +100,7 @@ def refuse_broken(group: dist.ProcessGroup, user: str = "") -> None:
             "on together: end the job, or destroy the process groups on all ranks and make new ones"
             f"{see('A rank that has left half way')}"
         )
+    return state
 
 
 def break_off(group: dist.ProcessGroup, error: BaseException) -> None:
@@ -140,7 +141,7 @@ def collective(group: dist.ProcessGroup, user: str, *common: type[Exception]) ->
     Raises:
         TransferError: for an error of the transport.
     """
-    refuse_broken(group, user)
+    unbroken(group, user)
     settle(group)
     try:
         yield
@@ -164,8 +165,8 @@ def exchange(
     messages arrive in the order in which they were sent. Empty tensors are not sent: both sides know the plan and skip
     them. What :func:`~cp_styles.comm.group_state.check_later` was given is checked first.
     """
-    settle(group)
-    tag = 0 if group is None else state_of(group).operations.tag
+    operations = settle(group)
+    tag = 0 if operations is None else operations.tag
     pairs = [*sends, *receives]
     if group is not None and (not pairs or pairs[0][1].device.type in ("cpu", "meta")):
         # The same without a list of P2POps, which costs more than sending small messages. CPU backends have nothing to
@@ -228,11 +229,11 @@ def start_numbers(numbers: Sequence[int], group: dist.ProcessGroup) -> Callable[
         TransferError: by the result, if a direct message fails. Other all-gathers raise a RuntimeError of torch's.
     """
     refuse_destroyed(group)
-    refuse_broken(group)
+    state = unbroken(group)
     if group.size() == 1:
         return lambda: [numbers]
     with without_torch_func():  # it would wrap the result, and its transfer would be lost
-        rows = torch.ops.cp_styles.gather_numbers(_row(numbers, group), group.group_name)
+        rows = torch.ops.cp_styles.gather_numbers(_row(numbers, group, state), group.group_name)
 
     def finish() -> Sequence[Sequence[int]]:
         started = vars(rows).pop(_STARTED, None)  # what a checkpoint has kept is there
@@ -245,11 +246,12 @@ def start_numbers(numbers: Sequence[int], group: dist.ProcessGroup) -> Callable[
 
 def offer_numbers(numbers: Sequence[int], group: dist.ProcessGroup, seconds: float) -> None:
     """:func:`gather_numbers` for a rank that has failed. It reads nothing, and waits at most ``seconds``."""
-    if state_of(group).operations.broken:  # the others know
+    state = state_of(group)
+    if state.operations.broken:  # the others know
         return
     with contextlib.suppress(RuntimeError), without_torch_func():  # the first error is more useful
         patience = timedelta(seconds=seconds)
-        _, started = _gather(_row(numbers, group), group, patience)
+        _, started = _gather(_row(numbers, group, state), group, patience)
         if started is not None:
             started.wait(patience)
 
@@ -267,8 +269,8 @@ def largest_over(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> l
     return list(flat.split([tensor.numel() for tensor in tensors]))
 
 
-def _row(numbers: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
-    on_host = isinstance(state_of(group).mailbox, Mailbox) or has_cpu_backend(group) or dist.is_gloo_available()
+def _row(numbers: Sequence[int], group: dist.ProcessGroup, state: GroupState) -> torch.Tensor:
+    on_host = isinstance(state.mailbox, Mailbox) or has_cpu_backend(group) or dist.is_gloo_available()
     device = torch.device("cpu") if on_host else torch.device("cuda", torch.cuda.current_device())
     return torch.tensor(numbers, dtype=torch.int64, device=device)
 
@@ -276,16 +278,16 @@ def _row(numbers: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
 class _StartedGather(NamedTuple):
     """A gather of a mailbox that has started. It waits as a ``dist.Work`` does.
 
-    The rows have it as an attribute, and the mailbox has the rows. So it must not keep the group alive.
+    The rows have it as an attribute, and the mailbox has the rows. So it must not keep the group or the mailbox alive.
     """
 
     number: int
     group: ref[dist.ProcessGroup]
+    mailbox: ref[Mailbox]
 
     def wait(self, patience: timedelta | None = None) -> None:
         """Wait for the rows. With ``patience`` no longer than that, and without a word if they do not come."""
-        group = self.group()
-        mailbox = None if group is None else state_of(group).mailbox
+        group, mailbox = self.group(), self.mailbox()
         assert mailbox is not None  # who waits for rows has the group
         if patience is not None:
             # In a thread, because a message of gloo whose wait has timed out ends all connections of its group.
@@ -309,10 +311,13 @@ def _gather(
     """
     on_host = mine.device.type == "cpu"
     if on_host and mine.numel() == WIDTH:
-        mailbox = _mailbox_of(group, patience)
-        if mailbox is not None:
-            number, rows = mailbox.start(mine)
-            return rows, _StartedGather(number, ref(group))
+        state = state_of(group)
+        if state.mailbox == "new":
+            gloo = cpu_backend_of(group, "gloo") if has_cpu_backend(group) else _host_of(group, patience)
+            state.mailbox = None if gloo is None else Mailbox(gloo)
+        if state.mailbox is not None:
+            number, rows = state.mailbox.start(mine)
+            return rows, _StartedGather(number, ref(group), ref(state.mailbox))
     rows = mine.new_empty(group.size(), mine.numel())
     parts = list(rows.unbind())
     if not on_host:
@@ -325,14 +330,6 @@ def _host_of(group: dist.ProcessGroup, patience: timedelta | None) -> Any:
     state = state_of(group)
     state.host = state.host or gloo_beside(group, "cp_styles", patience)
     return state.host
-
-
-def _mailbox_of(group: dist.ProcessGroup, patience: timedelta | None) -> Mailbox | None:
-    state = state_of(group)
-    if state.mailbox == "new":
-        gloo = cpu_backend_of(group, "gloo") if has_cpu_backend(group) else _host_of(group, patience)
-        state.mailbox = None if gloo is None else Mailbox(gloo)
-    return state.mailbox
 
 
 def refuse_destroyed(group: dist.ProcessGroup) -> None:

@@ -479,14 +479,13 @@ class _Call:
         binding.mask.check_unchanged()
         if cut_tensors := cuts_of(self.tensors):
             binding.refuse_other_cut(cut_tensors, q.shape[dim])
-        if of_model := cuts_of(binding.tally.inputs.values()):
+        if binding.tally.inputs and (of_model := cuts_of(binding.tally.inputs.values())):
             binding.refuse_other_cut([each for each in of_model if each[1].ranks != binding.group.size()], q.shape[dim])
         own = q.shape[dim], k.shape[dim]
         if v.shape[dim] != own[1]:
             raise ValueError(f"{binding.name}: key and value have different lengths: {own[1]} and {v.shape[dim]}")
         self.expected = expected = self._expect(own)
         contents = None if self.attn_mask is None else _contents(self.attn_mask)
-        sizes = [x.shape[:dim] + x.shape[dim + 1 :] for x in self.tensors]
         self.dtypes = attended_dtypes(self.tensors)
         return StatusRow(
             own[0],
@@ -494,7 +493,10 @@ class _Call:
             place=binding.place,
             guessed=0 if expected is None else expected.packed,
             layout=0 if expected is None else expected.number,
-            inputs=fingerprint_of(*sizes, *self.dtypes, contents),
+            inputs=fingerprint_of(
+                *(q.shape[:dim], k.shape[:dim], v.shape[:dim]),
+                *(q.shape[-1], k.shape[-1], v.shape[-1], *self.dtypes, contents),
+            ),
             config=binding._print,
             call=fingerprint_of(*call, *call.values()),
             watch=binding._watch.look(self.tensors, binding.group),
@@ -537,7 +539,10 @@ class _Call:
         whole, own = found.lengths, (self.tensors[0].shape[_SEQ_DIM], self.tensors[1].shape[_SEQ_DIM])
         if binding.group_state.lengths.get(own) != whole:
             binding.group_state.remember_lengths(own, whole)
-        binding._watch.judge(columns.watch, binding.gradient_check, binding.name, binding.axis, binding.group)
+        where = binding.name, binding.axis, binding.group
+        finding = binding._watch.compare(columns.watch, *where)
+        if finding is not None:
+            binding._watch.tell(finding, binding.gradient_check, *where)
         binding.begun()
         return found
 
@@ -615,19 +620,16 @@ def binding_of_call(
     A mask that holds a tensor, a kernel of the user and modules in ``gradient_check`` are not kept alive: with these
     there is a new binding at each call.
     """
-    said = name, axis, group, strategy, layout, mask, kernel
+    latest, key = bindings_of(group), (name, axis, strategy, layout, mask, kernel, gradient_check, agreement)
+    with contextlib.suppress(TypeError):  # an argument of a wrong type, about which a Binding raises
+        if key in latest:
+            latest.move_to_end(key)
+            return latest[key]
     checks = {"gradient_check": gradient_check, "agreement": agreement}
-    key = *said, gradient_check, agreement
-    try:
-        known = bindings_of(group)
-        found = known.pop(key, None)
-        kept = mask.pattern == mask and isinstance(kernel, SdpaKernel | None) and not gradient_check.local
-    except (AttributeError, TypeError):  # an argument of a wrong type, about which a Binding raises
-        return Binding(*said, **checks)
-    found = found or Binding(*said, **checks)
-    if kept:
-        keep_binding(known, key, found)
-    return found
+    binding = Binding(name, axis, group, strategy, layout, mask, kernel, **checks)
+    if mask.pattern == mask and isinstance(kernel, SdpaKernel | None) and not gradient_check.local:
+        keep_binding(latest, key, binding)
+    return binding
 
 
 _NAMED = "strategy, layout, mask or kernel"

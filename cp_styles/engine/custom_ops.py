@@ -151,8 +151,6 @@ def source_of(config: str, dense: torch.Tensor | None = None) -> Source:
     """The binding that ``config`` stands for, on this rank."""
     if config.startswith(_UNSPELLED):
         raise TypeError(config.removeprefix(_UNSPELLED))
-    if config.startswith(_LIVE):
-        return live_object(config, (Binding, ScopedBinding))
     said = from_text(config, () if dense is None else (dense,))
     name, axis, group_name, strategy, layout, mask, kernel, only_warn, agreement, scoped, _ = said
     group = group_of_name(group_name)
@@ -249,7 +247,8 @@ def _attention(q, k, v, sink, attn_mask, dense, config, is_causal, scale, keep, 
     live = config.startswith(_LIVE)
     if not live:
         remember_in_all()
-    binding, scope = source_of(config, dense).resolve()
+    source = live_object(config, (Binding, ScopedBinding)) if live else source_of(config, dense)
+    binding, scope = source.resolve()
     name = binding.name
     said = ""
 

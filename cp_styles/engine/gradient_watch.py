@@ -198,14 +198,10 @@ class ParameterWatch:
             self._known, self._backwards = {}, 0  # and the program that is corrected is not
         return finding
 
-    def judge(
-        self, numbers: Sequence[int], check: GradientCheck, name: str, axis: str, group: dist.ProcessGroup
-    ) -> None:
-        """:meth:`compare`, and raise or warn on all ranks if parameters differ."""
-        finding = self.compare(numbers, name, axis, group)
-        if finding is not None:
-            # A user may turn warnings into errors, and then all ranks must raise.
-            exchange_status(partial(self._tell, finding, check), Meeting.WARNING, name, axis, group)
+    def tell(self, finding: Finding, check: GradientCheck, name: str, axis: str, group: dist.ProcessGroup) -> None:
+        """Raise or warn on all ranks."""
+        # A user may turn warnings into errors, and then all ranks must raise.
+        exchange_status(partial(self._tell, finding, check), Meeting.WARNING, name, axis, group)
 
     def _tell(self, finding: Finding, check: GradientCheck) -> StatusRow:
         if finding.apart and not check.only_warn:

@@ -322,7 +322,9 @@ class CutSequence:
             return Facts(said | same, length, watch.look(tensors, self.group) if self.compares else 0)
 
         rows = rows_agreed(peers, name, facts, self.compares)
-        watch.judge([row.watch for row in rows], self.gradient_check, name, self.axis, self.group)
+        finding = watch.compare([row.watch for row in rows], name, self.axis, self.group)
+        if finding is not None:
+            watch.tell(finding, self.gradient_check, name, self.axis, self.group)
         lengths = tuple(row.q_length for row in rows) if fixed is None else fixed.lengths
         whole = sum(lengths)
         made = layout if isinstance(layout, SequenceLayout) else layout_made_by(layout, whole, peers.size)

@@ -41,9 +41,6 @@ from cp_styles.strategies.schedule import Arrival, Block, GradientMessages, Keys
 KV: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """k and v."""
 
-Messages: TypeAlias = Sequence[tuple[int, torch.Tensor]]
-"""Pairs of a rank and the tensor that is sent to it or received from it."""
-
 
 class MovingKV(Strategy):
     """Base of strategies that send keys and values. Subclasses define :meth:`rounds` and ``keep``."""
@@ -258,9 +255,6 @@ class _PlanRun:
                 del tile_dq, tile_dk, tile_dv
         return [dk.result(), dv.result()]
 
-    def exchange(self, sends: Messages, receives: Messages) -> PendingTransfers:
-        return exchange(sends, receives, self.attention.group)
-
     def _start_next(self) -> None:
         """Start the transfers of the next step that has some."""
         for step in self._to_start:
@@ -276,7 +270,8 @@ class _PlanRun:
                     if block not in self._packed:
                         self._packed[block] = block.packed(self.k, self.v)
                     sends.append((rank, self._packed[block]))
-                self._under_way = places, self.exchange(sends, list(zip(step.sources, places, strict=True)))
+                receives = list(zip(step.sources, places, strict=True))
+                self._under_way = places, exchange(sends, receives, self.attention.group)
             return
         self._packed = {}
 
@@ -381,7 +376,7 @@ class _GradientReturn:
             if messages.block is not None:
                 orders = [(batch, rows, heads, dim) for batch, heads, rows, dim in messages.block.shapes]
                 received = [run.k.new_empty(order, dtype=run.setup.wide) for order in orders]
-            pending = run.exchange(sends, [(messages.peer, x) for x in received])
+            pending = exchange(sends, [(messages.peer, x) for x in received], run.attention.group)
         self._under_way = messages, received, pending
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,7 +8,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from cp_styles.comm.agreement import EVERY_CALL, Agreement
 from cp_styles.comm.group_state import state_of
-from cp_styles.comm.groups import group_in_order
+from cp_styles.comm.groups import axis_and_group
 from cp_styles.engine.binding import Binding
 from cp_styles.engine.gradient_watch import RAISE, GradientCheck
 from cp_styles.kernels import Kernel
@@ -52,11 +52,10 @@ class ContextParallelStyle(ParallelStyle):
     def bind(self, module: nn.Module, device_mesh: DeviceMesh) -> tuple[DeviceMesh, Binding]:
         """The 1-D mesh of the sequence, and the binding of the module's attention on it."""
         axis = take_axis(device_mesh, self.mesh_axis, self, module)
-        name = (axis.mesh_dim_names or ("cp",))[0]
+        name, group = axis_and_group(type(self).__name__, axis)
         who = f"{type(module).__name__} ({type(self).__name__} over mesh axis {name!r})"
         layout = head_tail if self.layout is None else self.layout
         options = {"gradient_check": self.gradient_check, "agreement": self.agreement}
-        group = group_in_order(axis)
         # By group, because ranks may be threads that share the style.
         numbers = state_of(group).modules
         options["site"] = numbers[self] = numbers.get(self, 0) + 1
