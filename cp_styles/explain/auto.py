@@ -9,10 +9,11 @@ from typing import NamedTuple
 import torch
 
 from cp_styles.bounded_cache import remembered
-from cp_styles.explain.candidates import layouts_for, problem_of, replace_device, strategies_for
+from cp_styles.explain.candidates import documents_of, layouts_for, problem_of, replace_device, strategies_for
 from cp_styles.explain.hardware import H100, Hardware
 from cp_styles.explain.rehearse import Shapes, kernel_of
 from cp_styles.explain.report import Explanation, explained
+from cp_styles.explain.states import StateShapes
 from cp_styles.layout import SequenceLayout, layout_made_by
 from cp_styles.mask import Mask
 from cp_styles.strategies import Attention, Strategy
@@ -135,7 +136,16 @@ class Auto(Strategy):
         options = {"hardware": self.hardware, "memory": False, "most": 1}
         return explained(strategy, layouts, mask.pattern, kernel_of(shapes, None), shapes, **options)
 
-    def layout(self, length: int, ranks: int, *, mask: Mask, shapes: Shapes) -> SequenceLayout:
+    def layout(
+        self,
+        length: int,
+        ranks: int,
+        *,
+        mask: Mask,
+        shapes: Shapes,
+        states: StateShapes | None = None,
+        layers: tuple[int, int] = (1, 1),
+    ) -> SequenceLayout:
         """The layout with which the fastest strategy is fastest, for example for a SequenceScope. No communication.
 
         Args:
@@ -143,16 +153,27 @@ class Auto(Strategy):
             ranks: number of ranks.
             mask: which keys each query attends to.
             shapes: the shapes of the tensors.
+            states: the shapes of the recurrences beside the attentions, if the model has them.
+            layers: numbers of attentions and of recurrences.
 
         Raises:
             ValueError: no candidate can run on this number of ranks.
         """
         strategies = self.candidates or strategies_for(ranks, self.hardware)
         options = {"length": length, "ranks": ranks, "mask": mask, "shapes": shapes, "hardware": self.hardware}
-        best = ranked(strategies, layouts_for(mask), memory=False, most=1, **options)[0].explanation
-        if best is None:
+        rows = ranked(strategies, layouts_for(mask), memory=False, most=1, **options)
+        able = [row.explanation for row in rows if row.explanation is not None]
+        if not able:
             raise ValueError(f"none of {strategies} can run on {ranks} ranks")
-        return best.layout
+        if states is None:
+            return able[0].layout
+        documents = documents_of(mask)
+
+        def total(each: Explanation) -> float:
+            recurring = states.seconds(each.layout, documents, self.hardware)
+            return layers[0] * sum(phase.total for phase in each.seconds) + layers[1] * recurring
+
+        return min(able, key=total).layout
 
     def residual_specs(self, attention, q_BHLD, k_BGMD, v_BGME):
         return self._chosen(attention, q_BHLD, k_BGMD, v_BGME).residual_specs(attention, q_BHLD, k_BGMD, v_BGME)
@@ -191,3 +212,98 @@ def _choice(
     if best.explanation is None:
         raise ValueError(f"Auto: none of its candidates can run: { ({x.strategy: x.problem for x in rows}) }")
     return best.strategy
+
+
+class HybridChoice(NamedTuple):
+    """Layouts of a model's attentions and of its recurrences; equal names are one layout, which never changes.
+
+    Attributes:
+        attention_layout, state_layout: names of the layouts.
+        strategy: the fastest for the attentions.
+        attention, states, changes: predicted seconds of all attentions, of all recurrences, and of the all-to-alls
+            that change the layout of the hidden states between them, forward and backward.
+        sent: bytes that the busiest rank sends for all of it.
+    """
+
+    attention_layout: str
+    state_layout: str
+    strategy: Strategy
+    attention: float
+    states: float
+    changes: float
+    sent: int
+
+    @property
+    def total(self) -> float:
+        """Seconds of all of it."""
+        return self.attention + self.states + self.changes
+
+
+def explain_hybrid(
+    length: int,
+    *,
+    ranks: int,
+    mask: Mask,
+    shapes: Shapes,
+    states: StateShapes,
+    layers: tuple[int, int],
+    width: int,
+    hardware: Hardware,
+) -> list[HybridChoice]:
+    """Layouts for a model with recurrences beside attention, the fastest first: one for all layers, or two.
+
+    Attention is balanced by its work, recurrences by their tokens, and they send a state for each part of a document. A
+    change of layout would send the hidden states of tokens that move by one all-to-all, before and after each
+    attention, with contiguous parts for the recurrences.
+
+    Args:
+        length: number of positions.
+        ranks: number of ranks that share them.
+        mask: which keys each query attends to. Its documents are those of the recurrences too.
+        shapes: the shapes of an attention.
+        states: the shapes of a recurrence.
+        layers: numbers of attentions and of recurrences.
+        width: of the hidden states.
+        hardware: the machine for which times are predicted.
+
+    Raises:
+        ValueError: no strategy can run on this number of ranks.
+
+    Example::
+
+        choices = explain_hybrid(
+            2**17, ranks=8, mask=Causal(), shapes=Shapes(16, 2, 256, 256, torch.bfloat16, torch.device("cuda")),
+            states=StateShapes(32, 128, 128), layers=(12, 36), width=2048, hardware=H100,
+        )
+        print(choices[0])
+    """
+    documents, balancers, (attentions, recurrences) = documents_of(mask), layouts_for(mask), layers
+    layouts = {name: layout_made_by(balancer, length, ranks) for name, balancer in balancers.items()}
+    options = {"length": length, "ranks": ranks, "mask": mask, "shapes": shapes, "hardware": hardware}
+    fastest: dict[str, Choice] = {}
+    for each in ranked(strategies_for(ranks, hardware), balancers, memory=False, most=1, **options):
+        if not each.problem:
+            fastest.setdefault(each.layout_name, each)
+    if not fastest:
+        raise ValueError(f"explain_hybrid: no strategy can run on {ranks} ranks")
+    _, bandwidth, latency = hardware.link(0, ranks - 1)
+    row, made = states.batch * width * shapes.dtype.itemsize, []
+    for name, choice in fastest.items():
+        assert choice.explanation is not None
+        sent = sum(choice.explanation.sent(phase) for phase in ("forward", "backward"))
+        for other in dict.fromkeys((name, "contiguous")):  # contiguous parts send the fewest states
+            layout = layouts[other]
+            moves = 4 * attentions  # to the attention's layout and back, forward and backward
+            moved = moves * row * _most_moved(layouts[name], layout)
+            changes = moved / bandwidth + moves * (latency + 2 * hardware.op_floor) if moved else 0.0
+            recurring = recurrences * states.seconds(layout, documents, hardware)
+            total = attentions * sent + 2 * recurrences * max(states.sent(layout, documents)) + moved
+            times = attentions * choice.seconds, recurring, changes
+            made.append(HybridChoice(name, other, choice.strategy, *times, total))
+    return sorted(made, key=lambda choice: choice.total)
+
+
+def _most_moved(layout: SequenceLayout, other: SequenceLayout) -> int:
+    """The most positions of a rank that another layout gives to other ranks."""
+    pairs = ((set(each.positions(rank).tolist()) for each in (layout, other)) for rank in range(layout.ranks))
+    return max(len(mine - theirs) for mine, theirs in pairs)

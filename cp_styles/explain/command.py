@@ -20,10 +20,11 @@ from typing import Any
 
 import torch
 
-from cp_styles.explain.auto import Choice, ranked
+from cp_styles.explain.auto import Choice, explain_hybrid, ranked
 from cp_styles.explain.candidates import layouts_for, strategies_for
 from cp_styles.explain.hardware import MACHINES
 from cp_styles.explain.rehearse import Shapes
+from cp_styles.explain.states import StateShapes
 from cp_styles.explain.text import nbytes, seconds, table
 from cp_styles.layout import SequenceLayout, striped
 from cp_styles.mask import Causal, Documents, Full, Mask, SlidingWindow
@@ -53,6 +54,13 @@ def heads(text: str) -> tuple[int, int]:
             f"{text!r}: give query heads, or query:key heads, the second divides the first"
         )
     return query, key
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Positive numbers with colons between them."""
+    if not re.fullmatch(r"[1-9]\d*(:[1-9]\d*)*", text):
+        raise argparse.ArgumentTypeError(f"{text!r}: give positive numbers with colons between them")
+    return tuple(map(int, text.split(":")))
 
 
 def strategy(text: str) -> Strategy:
@@ -115,6 +123,12 @@ def parser() -> argparse.ArgumentParser:
     )
     explain.add_argument("--hardware", choices=MACHINES, default="h100")
     explain.add_argument("--node-ranks", type=count, help="ranks of a node; default: the machine's")
+    explain.add_argument(
+        "--states", type=numbers, metavar="H:K:V", help="recurrences beside the attentions: heads, key and value dims"
+    )
+    explain.add_argument("--diagonal", action="store_true", help="their states decay by numbers, as those of Mamba-2")
+    explain.add_argument("--layers", type=numbers, default=(1, 3), metavar="A:R", help="attentions, recurrences; 1:3")
+    explain.add_argument("--width", type=count, help="of the hidden states; default: query heads x head dim")
     explain.add_argument("--rank", type=int, help="explain this rank; default: the busiest of some")
     explain.add_argument("--json", action="store_true", help="print JSON instead of text")
     explain.add_argument("--plot", metavar="FILE", help="draw the best choice (needs matplotlib)")
@@ -136,6 +150,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     length = args.seq_len or sum(args.documents or ())
     if args.rank is not None and not 0 <= args.rank < args.ranks:
         wrong("--rank", f"there is no rank {args.rank} among {args.ranks}")
+    if args.states and len(args.states) != 3:
+        wrong("--states", "give heads, key dim and value dim: 32:128:128")
+    if len(args.layers) != 2:
+        wrong("--layers", "give the numbers of attentions and of recurrences: 12:36")
     if args.window and args.mask == "full":
         wrong("--window", "a window is causal here; leave --mask full out")
     hardware = MACHINES[args.hardware]
@@ -178,6 +196,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit(1)
     if not args.json:
         print(f"\n{best}")
+    if args.states and not args.json:
+        print(f"\nlayouts of {args.layers[0]} such attentions and {args.layers[1]} recurrences, forward and backward")
+        states_of = dict(zip(("heads", "keys", "values"), args.states, strict=True))
+        states = StateShapes(**states_of, diagonal=args.diagonal, batch=args.batch)
+        width = args.width or query_heads * args.head_dim
+        options = {"ranks": args.ranks, "mask": mask, "shapes": shapes, "hardware": hardware}
+        rows = [["attentions", "recurrences", "strategy", "attentions", "recurrences", "changes", "total", "sent"]]
+        for each in explain_hybrid(length, states=states, layers=args.layers, width=width, **options):
+            times = map(seconds, (each.attention, each.states, each.changes, each.total))
+            rows.append([each.attention_layout, each.state_layout, short(each.strategy), *times, nbytes(each.sent)])
+        print("\n".join(table(rows)))
     if args.plot:
         try:
             best.plot(args.plot)

@@ -39,6 +39,18 @@ def test_long_names_leave_a_column_out(capsys, tmp_path: Path):
     assert "planning" not in ranking
 
 
+def test_layouts_of_a_hybrid(capsys):
+    main([*SHORT, "--strategy", "ring", "--layout", "head_tail", "--states", "4:16:32", "--layers", "1:3"])
+    said = capsys.readouterr().out.split("layouts of 1 such attentions and 3 recurrences")[1]
+    assert max(map(len, said.splitlines())) < 100
+    rows = {tuple(line.split()[:2]) for line in said.splitlines()[2:]}
+    assert {("head_tail", "head_tail"), ("head_tail", "contiguous"), ("contiguous", "contiguous")} <= rows
+    for option, given in (("--states", "4:16"), ("--layers", "3"), ("--states", "4:x:3")):
+        with pytest.raises(SystemExit):
+            main([*SHORT, option, given])
+        assert f"argument {option}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["no/folder.png", "picture.of_no_format"])
 def test_a_picture_that_cannot_be_written(name: str, capsys, tmp_path: Path):
     pytest.importorskip("matplotlib")

@@ -8,8 +8,8 @@ from functools import partial
 import pytest
 import torch
 
-from cp_styles import AllGather, Causal, Documents, Ring, Ulysses, context_attention, head_tail
-from cp_styles.explain import CPU, Auto, Shapes, explain
+from cp_styles import AllGather, Causal, Documents, Ring, Ulysses, contiguous, context_attention, head_tail
+from cp_styles.explain import CPU, H100, Auto, Shapes, StateShapes, explain, explain_hybrid
 from cp_styles.explain.candidates import layouts_for
 from cp_styles.testing import run_ranks
 from tests.ranks.attention_case import EXACT, Core, Problem, cp_mesh, parallel, run_attention
@@ -72,6 +72,25 @@ def test_the_layout_that_is_chosen_is_the_fastest(mask):
     best = min(times, key=times.__getitem__)
     assert auto.layout(1024, 4, mask=mask, shapes=shapes) == layouts_for(mask)[best](1024, 4)
     assert times[best] < max(times.values())
+
+
+def test_layouts_of_a_hybrid():
+    """Attention of many tokens wants its work balanced, many recurrences want few parts."""
+    shapes, states = Shapes(16, 2, 64, 64, torch.bfloat16, torch.device("cuda")), StateShapes(32, 128, 128)
+    auto, given = Auto(H100, (Ring(),)), {"mask": Causal(), "shapes": shapes}
+    size, ranks = 2**17, 8
+    assert auto.layout(size, ranks, **given) == head_tail(size, ranks)
+    assert auto.layout(size, ranks, **given, states=states, layers=(1, 0)) == head_tail(size, ranks)
+    assert auto.layout(size, ranks, **given, states=states, layers=(1, 1000)) == contiguous(size, ranks)
+    choices = explain_hybrid(size, ranks=ranks, states=states, layers=(4, 12), width=1024, hardware=H100, **given)
+    assert [each.total for each in choices] == sorted(each.total for each in choices)
+    for each in choices:
+        assert (each.changes == 0) == (each.attention_layout == each.state_layout)
+    two = next(x for x in choices if (x.attention_layout, x.state_layout) == ("head_tail", "contiguous"))
+    one = next(x for x in choices if (x.attention_layout, x.state_layout) == ("head_tail", "head_tail"))
+    # Some rank (number 1: sixteenths 1 and 14, contiguous 2 and 3) has no token in common, so all of its tokens move:
+    # there and back, forward and backward, for 4 attentions, 2 KiB a token. It saves one of two states a recurrence.
+    assert two.sent - one.sent == 4 * 4 * 2048 * size // ranks - 2 * 12 * max(states.sent(contiguous(size, ranks)))
 
 
 def test_other_hardware_on_one_rank_is_an_error_on_all():

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
 from cp_styles import contiguous, head_tail
+from cp_styles.explain import StateShapes
 from cp_styles.mixers import context_recurrence
 from cp_styles.testing import CommunicationTrace, run_ranks
 from tests.layouts import layouts
@@ -118,6 +119,8 @@ def test_equals_one_process_and_sends_the_maps(case):
         assert error(one, expected) < EXACT
     numbers = BATCH * HEADS * KEYS * (VALUES + (KEYS if family in ("delta", "kda") else 1))
     assert sent == [maps * numbers * 8 * (layout.ranks - 1) for maps in maps_sent(layout, documents)]
+    explained = StateShapes(HEADS, KEYS, VALUES, family in ("gla", "ssd"), BATCH).sent(layout, documents)
+    assert sent == [2 * each for each in explained]  # in float64
 
 
 @pytest.mark.parametrize("family", FAMILIES)
