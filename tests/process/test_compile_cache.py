@@ -12,6 +12,7 @@ import json
 from functools import partial
 
 import pytest
+import torch
 
 from tests.process.compile_twice import RANKS, main
 from tests.process.several import Program
@@ -27,19 +28,24 @@ PROGRAMS = {
 pytestmark = pytest.mark.process
 
 
+def stored(job: str) -> bool:
+    """torch 2.11 stores no graph with the hooks of a style."""
+    return not (torch.__version__.startswith("2.11") and job.startswith("style"))
+
+
 def test_every_door_and_the_cache(on_processes):
     for of_rank in map(json.loads, on_processes["compiled"].said):
         for job, (error, hits, misses) in of_rank.items():
             assert error < EXACT, job
             assert hits == 0, job
-            assert misses > 0, job
+            assert (misses > 0) == stored(job), job
     for of_rank in map(json.loads, on_processes["found in the cache"].said):
         for job in SECOND.split()[:-1]:
             assert of_rank[job][0] < EXACT, job
         # What the processes before compiled is found by these, where it is the same attention.
         for job in ("function/contiguous", "style/contiguous"):
             error, hits, misses = of_rank[job]
-            assert hits > 0, job
+            assert (hits > 0) == stored(job), job
             assert misses == 0, job
         assert of_rank["function/head_tail"][1] == of_rank["module/head_tail"][1] == of_rank["style/head_tail"][1] == 0
         error, hits, misses = of_rank["trap/head_tail"]

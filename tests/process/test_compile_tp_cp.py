@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from cp_styles._compat import RANGES_ARE_NOT_TRACED
 from tests.process import compile_tp_cp
 from tests.process.several import Program
 from tests.ranks.attention_case import EXACT
@@ -29,10 +30,12 @@ def test_a_layer_on_cp_and_tp(on_processes):
         assert said["dtensors"] < EXACT
         assert len(said["refused"]) == 2
         assert all("it is not known which heads" in text for text in said["refused"]), said["refused"]
-        for wrong, graphs, text in said["without positions"]:
+        for index, (wrong, graphs, text) in enumerate(said["without positions"]):
             assert wrong < EXACT
             assert graphs == 1
-            assert "check_inputs=False if th" in text, text
+            # On 2.11, of which ModuleContextParallel warns, only the last two show it: by the name of their argument.
+            unseen = RANGES_ARE_NOT_TRACED and index < 2
+            assert ("nothing" if unseen else "check_inputs=False if th") in text, text
         assert said["order"] == ["start", "attend", "wait"]
         difference, graphs = said["training"]
         assert difference < 1e-9  # of a loss around 4
