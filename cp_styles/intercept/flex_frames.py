@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import re
 import sys
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -127,15 +128,19 @@ FIRST_QUESTION = torch.Tensor.dim
 
 
 @constant_under_compile
-def traced_part() -> str:
+def traced_part(inlined: bool) -> str:
     """The part of flex_attention that torch.compile is tracing at FIRST_QUESTION.
 
-    "whole": the function. "rest": what follows after a graph break at its beginning. "": another function.
+    "whole": the function. "rest": what follows after a graph break at its beginning. "": another function. Also "rest"
+    if all of a module's forward is traced, in which the mode is ``inlined``: after a graph break (Python 3.12) the mode
+    would be on without having been entered, and flex_attention's own operator be compiled under it.
     """
-    names = [name for file, name in traced_functions() if file == _FILE and _IS_PART(name)]
-    return "" if not names else "whole" if names[0] == FLEX_FUNCTION.__name__ else "rest"
+    traced = traced_functions()
+    names = [name for file, name in traced if file == _FILE and _IS_PART(name)]
+    alone = inlined and Path(traced[0][0]).is_relative_to(_PACKAGE)
+    return "" if not names else "rest" if alone or names[0] != FLEX_FUNCTION.__name__ else "whole"
 
 
 # Whether a function of torch's module is flex_attention, or its rest after a graph break; by its name.
 _IS_PART = re.compile(rf"({RESUMED}_{FLEX_FUNCTION.__name__}_.*)|{FLEX_FUNCTION.__name__}", re.DOTALL).fullmatch
-_FILE = FLEX_FUNCTION.__code__.co_filename
+_FILE, _PACKAGE = FLEX_FUNCTION.__code__.co_filename, Path(__file__).parents[1]

@@ -154,9 +154,9 @@ class AttentionCalls(RerunMode):
                 return False  # a mask of the whole sequence fits no part of it
             if name == VARLEN_OPERATOR:
                 return self._attend_varlen(*args, **kwargs)
-        elif func is FIRST_QUESTION and (part := traced_part()):
+        elif func is FIRST_QUESTION and (part := traced_part(self._inlined)):
             if part == "rest":
-                raise NotImplementedError("internal: makes torch.compile fall back to eager here")
+                raise NotImplementedError(_IN_NO_GRAPH)  # makes torch.compile fall back to eager here
             _break_the_graph()
         elif func is FLEX_OPERATOR or name in VARLEN_OPERATORS:
             _break_the_graph()
@@ -515,11 +515,11 @@ def _break_the_graph() -> None:
     raise RuntimeError(f"{__name__}: internal error: a graph break was requested outside of torch.compile")
 
 
-_break_the_graph = uncompiled(
-    _break_the_graph,
+_IN_NO_GRAPH = (
     "under context parallelism flex_attention and varlen_attn run outside of torch.compile's graphs: compile without "
-    "fullgraph=True, which breaks the graph there, or compile what stands between the attentions",
+    "fullgraph=True, which breaks the graph there, or compile what stands between the attentions"
 )
+_break_the_graph = uncompiled(_break_the_graph, _IN_NO_GRAPH)
 # The operators that other attention functions call.
 _OTHER_OPERATORS = {
     *VARLEN_OPERATORS,
