@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from cp_styles import AllGather, Causal, Documents, Ring, Ulysses, contiguous, context_attention, head_tail
+from cp_styles import AllGather, Causal, Documents, Ring, Ulysses, context_attention, contiguous, head_tail
 from cp_styles.explain import CPU, H100, Auto, Shapes, StateShapes, explain, explain_hybrid
 from cp_styles.explain.candidates import layouts_for
 from cp_styles.testing import run_ranks
