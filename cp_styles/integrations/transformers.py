@@ -40,6 +40,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.attention.flex_attention import BlockMask
+from torch.utils.hooks import RemovableHandle
 
 from cp_styles._compat import uncompiled, without_function_modes
 from cp_styles.checksum import checksum, digest
@@ -56,7 +57,7 @@ from cp_styles.comm.point_to_point import collective, has_cpu_backend
 from cp_styles.decoding import DecodeCall, cache_of
 from cp_styles.engine.binding import Binding, refuse_dropout
 from cp_styles.integrations.transformers_cache import EncoderKeys, TransformersCache, cache_class, encoder_keys, past_of
-from cp_styles.intercept.function_mode import AttentionCalls
+from cp_styles.intercept.function_mode import AttentionCalls, names_of_inputs
 from cp_styles.layout import SequenceLayout, contiguous
 from cp_styles.mask import Causal, Chunked, Documents, Full, Mask, PerRow, SlidingWindow
 from cp_styles.mask.algebra import UNBOUNDED
@@ -292,7 +293,7 @@ def context_parallel_mask(
         NotImplementedError: on every rank, for a mask function with pieces that are not known.
         ValueError: on every rank, for padding or positions that are not the whole sequence's.
     """
-    calls = _entered("a mask")
+    calls = _entered("a mask", kwargs.get("config"))
     past, encoder = past_of(calls.inputs)
     with without_function_modes():
         if past is not None and past.prefilled:
@@ -324,6 +325,57 @@ def position_ids_of(model: nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
     if padding is not None:
         return positions_after_padding(input_ids, padding)
     return torch.arange(input_ids.shape[1], device=input_ids.device).expand(input_ids.shape)
+
+
+# Of a language model's arguments: the dim that is the sequence, or None for what every rank needs whole.
+_SEQ_DIMS = {"input_ids": 1, "inputs_embeds": 1, "position_ids": -1, "attention_mask": None, "visual_pos_masks": 1}
+
+
+def cut_inputs_of(language_model: nn.Module) -> RemovableHandle:
+    """Let the language model inside of a vision-language model cut its inputs, which the vision tower makes whole.
+
+    ::
+
+        parallelize_module(model, mesh, {"model.language_model": ModuleContextParallel()})
+        cut_inputs_of(model.model.language_model)
+        logits = model(input_ids=tokens, pixel_values=pixel_values).logits  # whole inputs, logits of this rank's part
+
+    Every rank runs the vision tower on all pictures. Gradients are shares, as those of any parameter: sum them.
+    No communication. The inputs of the whole model must be the same on all ranks: BatchSharder compares them.
+
+    Args:
+        language_model: the module that has the ModuleContextParallel, whose layout cuts the inputs.
+
+    Returns:
+        The handle of a forward pre-hook, whose ``remove()`` ends this.
+
+    Raises:
+        ValueError: ``language_model`` has no style.
+        NotImplementedError: in its forward, for tensors of which it is not known whether they are cut.
+    """
+    calls = _calls_of(language_model, "cut_inputs_of")
+
+    def cut(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
+        given: dict[str, Any] = dict(zip(names_of_inputs(module), args, strict=False)) | kwargs
+        tokens: torch.Tensor = given["input_ids"] if given.get("inputs_embeds") is None else given["inputs_embeds"]
+        layout, rank = calls.binding.layout_for(tokens.shape[1]), calls.binding.group.rank()
+        if given.get("position_ids") is None:
+            given["position_ids"] = torch.arange(layout.length, device=tokens.device).unsqueeze(0)
+        pictures, features = given.get("visual_pos_masks"), given.pop("deepstack_visual_embeds", None)
+        unknown = [name for name, x in given.items() if isinstance(x, torch.Tensor) and name not in _SEQ_DIMS]
+        if unknown:
+            raise NotImplementedError(
+                f"{calls.binding.name}: {type(module).__name__} was given {unknown}, and it is not known how to cut "
+                "them: cut the embeddings yourself, and call the language model with this rank's part of all arguments"
+            )
+        cuts = [(name, dim) for name, dim in _SEQ_DIMS.items() if dim is not None and given.get(name) is not None]
+        part: dict[str, Any] = {name: layout.shard(given[name], dim, rank).contiguous() for name, dim in cuts}
+        if pictures is not None and features is not None:  # one row for each of their tokens, in the order of tokens
+            rows = layout.shard(pictures.flatten().cumsum(0).view_as(pictures) - 1, 1, rank)[part["visual_pos_masks"]]
+            part["deepstack_visual_embeds"] = [each[rows] for each in features]
+        return (), given | part
+
+    return language_model.register_forward_pre_hook(cut, with_kwargs=True, prepend=True)
 
 
 @torch.no_grad()
@@ -571,12 +623,13 @@ class _Pieces:
         return any(isinstance(mask, Causal) for mask in self.masks)
 
 
-def _entered(what: str) -> AttentionCalls:
+def _entered(what: str, config: Any = None) -> AttentionCalls:
     calls = AttentionCalls.entered()
     if calls is None:
+        ready = f"; if its language model has it, give the model {_ready_masks(config)}" if config is not None else ""
         raise RuntimeError(
             f"a model asks for {what} with attn_implementation of cp_styles, outside of a ModuleContextParallel: apply "
-            "the style to the model (parallelize_module(model, mesh, ModuleContextParallel())), or choose "
+            f"the style to the model (parallelize_module(model, mesh, ModuleContextParallel())){ready}. Or choose "
             'attn_implementation="sdpa" for one device. The choice stands in model.config: models that were made of '
             "one config object share it, so give each model a copy.deepcopy(config) of its own. "
             "generate() with a static cache asks outside of the model: give "

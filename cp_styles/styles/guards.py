@@ -353,9 +353,10 @@ class InputGuards:
             raise NotImplementedError(
                 f"{binding.name}: {kind} makes tokens of {', '.join(pictures)} inside, where its vision tower would "
                 "attend as if each rank had a part of the picture, and put them among this rank's part of the text. "
-                "Make the embeddings of the whole sequence, with the pictures in them; cut those; and apply the style "
-                'to the language model alone: parallelize_module(model, mesh, {"model.language_model": '
-                "ModuleContextParallel()})"
+                "Apply the style to the language model alone, and let that cut the embeddings of the whole sequence: "
+                'parallelize_module(model, mesh, {"model.language_model": ModuleContextParallel()}); '
+                "cut_inputs_of(model.model.language_model), of cp_styles.integrations.transformers; and call the model "
+                "with the whole batch"
                 f"{see('Pictures among the tokens')}"
             )
         look = self._forwards & (self._forwards - 1) == 0

@@ -34,7 +34,7 @@ from cp_styles import (
     next_token_labels,
     sum_gradients,
 )
-from cp_styles.integrations.transformers import context_parallel_attention_forward, position_ids_of, register_attention
+from cp_styles.integrations.transformers import context_parallel_attention_forward, position_ids_of
 from cp_styles.styles.model_options import windows_of
 from cp_styles.testing import RankError, run_ranks
 from cp_styles.torch_api import context_parallel
@@ -864,88 +864,3 @@ def test_embeddings_that_are_scaled_by_the_share_of_mask_tokens():
                 on_ranks(model.eval(), inputs, tokens)
         else:
             assert largest_error(on_ranks(model.eval(), inputs, tokens), expected(model, inputs, tokens)) < EXACT
-
-
-def test_images_in_gemma3():
-    """Tokens of an image see each other, in windows too. The error asks for a mask for each kind of layer."""
-    layers = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
-    sight = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = transformers.Gemma3Config(
-        text_config=TINY | layers, vision_config=sight | {"image_size": 8, "patch_size": 4}, mm_tokens_per_image=4
-    )
-    model = tiny(transformers.Gemma3ForConditionalGeneration, config).eval()
-    embeddings, labels, kinds = randn(0, BATCH, LENGTH, 32), labels_of(tokens_of()), torch.zeros(BATCH, LENGTH).long()
-    kinds[0, 3:11] = kinds[1, 2:5] = kinds[1, 9:18] = 1
-    one = {"inputs_embeds": embeddings, "position_ids": positions_of(), "token_type_ids": kinds}
-    wanted = expected(model, one, labels)
-    image = (kinds.diff(dim=1, prepend=kinds[:, :1] * 0) == 1).cumsum(1) * kinds
-    q, k = torch.arange(LENGTH)[:, None], torch.arange(LENGTH)
-    sees = (q >= k) | (image[:, :, None] == image[:, None]) & (image[:, :, None] > 0)
-    masks = {"full_attention": sees[:, None], "sliding_attention": (sees & (q - k < 5))[:, None]}
-
-    def on(rank: int, remedy: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        mesh, mine = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), copy.deepcopy(model)
-        mine.set_attn_implementation(NAME)
-        parallelize_module(mine, mesh, ModuleContextParallel(layout=contiguous))
-        cut = contiguous(LENGTH, 2)
-        part = {name: cut.shard(x, 1, rank) for name, x in one.items()}
-        if remedy:
-            part["attention_mask"] = masks
-        loss = step(mine, part, cut.shard(labels, 1, rank))
-        sum_gradients(mine, mesh)
-        return loss, gradients(mine)
-
-    words = r"attention_mask as a dict .* \['full_attention', 'sliding_attention'\], the mask & \(query - key < 5\)"
-    with pytest.raises(RankError, match=words):
-        run_ranks(on, 2, False)
-    (loss, grads), (other, _) = run_ranks(on, 2, True)
-    assert largest_error((loss + other, grads), wanted) < EXACT
-
-
-def test_pictures_among_the_tokens():
-    """The lines of the page are exact, the gradients of the vision tower too; the model as a whole is refused."""
-    sight = transformers.CLIPVisionConfig(
-        hidden_size=24, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=8, patch_size=4
-    )
-    text = transformers.LlamaConfig(**TINY | {"num_hidden_layers": 2})
-    config = transformers.LlavaConfig(
-        text_config=text, vision_config=sight, image_token_index=VOCABULARY - 1, vision_feature_layer=-1
-    )
-    model = tiny(transformers.LlavaForConditionalGeneration, config)
-    tokens, pixels = tokens_of().clamp(max=VOCABULARY - 2), randn(1, BATCH, 3, 8, 8)
-    tokens[:, 2:6] = config.image_token_index
-    labels = tokens.masked_fill(tokens == config.image_token_index, -100)
-    one = copy.deepcopy(model)
-    with StayDouble():
-        logits = one(input_ids=tokens, pixel_values=pixels).logits
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels_of(labels).flatten())
-    loss.backward()
-    page = (Path(__file__).parents[2] / "tutorials/transformers.md").read_text()
-    (code,) = re.findall(r"<!-- example: pictures -->\n```python\n(.*?)```", page, re.DOTALL)
-    made, rest = code.split("parallelize_module(", 1)
-
-    def on(rank: int) -> dict[str, torch.Tensor]:
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-        names: dict[str, Any] = {name: getattr(cp_styles, name) for name in cp_styles.__all__}
-        names |= {"config": copy.deepcopy(config), "tokens": tokens, "labels": labels, "pixel_values": pixels}
-        names |= {"torch": torch, "mesh": mesh, "register_attention": register_attention}
-        names |= {"LlavaForConditionalGeneration": transformers.LlavaForConditionalGeneration}
-        exec(made, names)
-        names["model"].double().load_state_dict(model.state_dict())
-        with StayDouble():
-            exec(f"parallelize_module({rest}", names)
-        return gradients(names["model"])
-
-    ones = torch.ones(())
-    assert largest_error((ones, run_ranks(on, 2)[0]), (ones, gradients(one))) < EXACT
-
-    def as_a_whole(rank: int) -> None:
-        mine = copy.deepcopy(model)
-        parallelize_module(
-            mine, init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), ModuleContextParallel(layout=contiguous)
-        )
-        cut = contiguous(LENGTH, 2)
-        mine(cut.shard(tokens, 1, rank), pixel_values=pixels, position_ids=cut.shard(positions_of(), 1, rank))
-
-    with pytest.raises(RankError, match=r"makes tokens of pixel_values inside.*language_model"):
-        run_ranks(as_a_whole, 2)
