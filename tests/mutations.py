@@ -92,6 +92,21 @@ FUZZED = [
     ),
     Mistake("layout: chunks of a rank in reverse", "rows_in", "(parts,", "(parts[::-1],", "unit/test_layout.py"),
     Mistake("plan: a causal tile without its mask", "_of_one", ".CAUSAL", ".FULL", "unit/test_plan.py"),
+    Mistake("plan: a window of one key more", "_of_one", "= below - lo if", "= below - lo + 1 if", "unit/test_plan.py"),
+    Mistake(
+        "kernels: a window that no kernel is told of",
+        "_documents",
+        'options.get("window") or',
+        "None or",
+        "unit/test_cuda_kernels.py ranks/flex/test_varlen_kernel.py",
+    ),
+    Mistake(
+        "kernels: bands of other widths in one pack",
+        "_packs",
+        '(call.options["causal"], call.options.get("window")), call',
+        'call.options["causal"], call',
+        "ranks/flex/test_varlen_kernel.py",
+    ),
     Mistake(
         "plan: a source's first chunk has no rows before its positions",
         "Chunks.rows",

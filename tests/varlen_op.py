@@ -68,13 +68,21 @@ def varlen_forward(
     return_debug_mask,
     *,
     scale=None,
+    window_size_left=None,
+    window_size_right=None,
     **unused,
 ):
     assert dropout_p == 0.0
     assert not return_debug_mask
     assert set(unused.values()) <= {None}
+    if cum_seq_q is None:
+        return _forward_alone(
+            q, k, v, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, scale=scale,
+            window_size_left=window_size_left, window_size_right=window_size_right,
+        )  # fmt: skip
+    sees = is_causal, window_size_left, window_size_right
     out, lse = torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0], dtype=_wide(q))
-    for rows, columns, hidden in _documents(q, k, v, cum_seq_q, cum_seq_k, max_q, max_k, is_causal):
+    for rows, columns, hidden in _documents(q, k, v, cum_seq_q, cum_seq_k, max_q, max_k, *sees):
         logits = _logits(q[rows], k[columns], hidden, scale)
         lse[:, rows] = torch.logsumexp(logits, -1)
         out[rows] = (torch.softmax(logits, -1) @ _heads_first(v[columns], q)).transpose(0, 1).to(q.dtype)
@@ -99,17 +107,25 @@ def varlen_backward(
     _,
     *,
     scale=None,
+    window_size_left=None,
+    window_size_right=None,
     **unused,
 ):
     assert dropout_p == 0.0
     assert set(unused.values()) <= {None}
+    if cum_seq_q is None:
+        return _backward_alone(
+            grad, q, k, v, out, lse, cum_seq_k, max_q, max_k, dropout_p, is_causal, rng_state, _, scale=scale,
+            window_size_left=window_size_left, window_size_right=window_size_right,
+        )  # fmt: skip
+    sees = is_causal, window_size_left, window_size_right
     assert grad.dtype == out.dtype == q.dtype
     assert grad.shape == out.shape == q.shape
     assert lse.shape == (q.shape[1], q.shape[0])
     assert lse.dtype == _wide(q)
     assert lse.is_contiguous()  # the CUDA kernel takes the pointer
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-    for rows, columns, hidden in _documents(q, k, v, cum_seq_q, cum_seq_k, max_q, max_k, is_causal):
+    for rows, columns, hidden in _documents(q, k, v, cum_seq_q, cum_seq_k, max_q, max_k, *sees):
         q_HLD, grad_HLD, out_HLD = (x[rows].transpose(0, 1).to(lse.dtype) for x in (q, grad, out))
         k_HMD, v_HMD = (_heads_first(x[columns], q) for x in (k, v))
         p = torch.exp(_logits(q[rows], k[columns], hidden, scale) - lse[:, rows].unsqueeze(-1))
@@ -120,7 +136,38 @@ def varlen_backward(
     return dq, dk, dv
 
 
-def _documents(q, k, v, cum_seq_q, cum_seq_k, max_q, max_k, causal) -> Iterator[tuple[slice, slice, torch.Tensor]]:
+_ALL = 2**30
+
+
+def _bounds(batch: int, rows: int, other) -> torch.Tensor:
+    assert other is None  # both or none
+    return torch.arange(0, (batch + 1) * rows, rows, dtype=torch.int32)
+
+
+def _forward_alone(q, k, v, cum_seq_k, max_q, max_k, *rest, **options):
+    """Without bounds: [B, L, H, D] of any strides but for the last. The results are laid out as the kernel does it."""
+    assert (max_q, max_k) == (q.shape[1], k.shape[1])
+    bounds = [_bounds(*x.shape[:2], cum_seq_k) for x in (q, k)]
+    pack = (x.flatten(0, 1) for x in (q, k, v))
+    out, lse, *others = varlen_forward(*pack, *bounds, max_q, max_k, *rest, **options)
+    lse = lse.unflatten(1, q.shape[:2]).transpose(0, 1).contiguous()
+    return torch.empty_like(q).copy_(out.view(q.shape)), lse, *others
+
+
+def _backward_alone(grad, q, k, v, out, lse, cum_seq_k, max_q, max_k, *rest, **options):
+    assert (max_q, max_k) == (q.shape[1], k.shape[1])
+    assert lse.shape == (q.shape[0], q.shape[2], q.shape[1])
+    assert lse.is_contiguous()  # the CUDA kernel takes the pointer
+    bounds = [_bounds(*x.shape[:2], cum_seq_k) for x in (q, k)]
+    pack = (x.flatten(0, 1) for x in (grad, q, k, v, out))
+    lse = lse.transpose(0, 1).flatten(1).contiguous()
+    gradients = varlen_backward(*pack, lse, *bounds, max_q, max_k, *rest, **options)
+    return tuple(torch.empty_like(x).copy_(y.view(x.shape)) for x, y in zip((q, k, v), gradients, strict=True))
+
+
+def _documents(
+    q, k, v, cum_seq_q, cum_seq_k, max_q, max_k, causal, left, right
+) -> Iterator[tuple[slice, slice, torch.Tensor]]:
     """Rows of each document, its keys, and which pairs of it are hidden; none of them may be left out."""
     assert q.ndim == 3
     assert k.shape == v.shape
@@ -137,12 +184,16 @@ def _documents(q, k, v, cum_seq_q, cum_seq_k, max_q, max_k, causal) -> Iterator[
         assert int(cum[-1]) == tensor.shape[0]
         bounds.append(cum.tolist())
     assert max_q > 1  # the CUDA kernel has another way for 1
+    # flash_api.cpp: -1 or more than all keys is no window; causal is a window of 0 on the right.
+    left, right = (_ALL if size is None or not 0 <= size < max_k else size for size in (left, right))
+    right = 0 if causal else right
     for q_start, q_stop, k_start, k_stop in zip(bounds[0], bounds[0][1:], bounds[1], bounds[1][1:], strict=False):
         queries, keys = q_stop - q_start, k_stop - k_start
         assert 0 < queries <= max_q
         assert 0 < keys <= max_k
         # Aligned at the bottom right, as the op does it; SDPA aligns at the top left.
-        visible = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries if causal else keys)
+        visible = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries + right).triu(keys - queries - left)
+        assert bool(visible.any(1).all())  # what is left of a row that sees nothing is nobody's business
         yield slice(q_start, q_stop), slice(k_start, k_stop), ~visible
     assert len(bounds[0]) == len(bounds[1])
 

@@ -88,9 +88,9 @@ class Hardware:
         rows = max((tile[3] for tile in call.tiles), default=1)
         rate = self.flops * rows / (rows + self.half_rows) * (self.backward_rate if call.backward else 1.0)
         flops = float(call.flops)
-        if call.cover == "causal":
+        if call.edges:
             beyond = sum(b * heads * n * min(self.beyond_diagonal, (n - 1) / 2) for b, heads, _, n, _ in call.tiles)
-            flops *= 1 + beyond / max(call.pairs, 1)
+            flops *= 1 + call.edges * beyond / max(call.pairs, 1)
         return self.kernel_floor + flops / rate
 
     def link(self, rank: int, peer: int) -> tuple[str, float, float]:

@@ -95,7 +95,7 @@ class KernelCall(NamedTuple):
     Attributes:
         kernel: its name.
         backward: whether it is a backward.
-        cover: "full", "causal" or "partial" (with an explicit mask).
+        cover: "full", "causal" (one edge is a diagonal), "window" (two are) or "partial" (with an explicit mask).
         tiles: the (batch, query heads, key heads, queries, keys) of each tile.
         dims: head dims of queries and of values, as the kernel gets them.
         itemsize: bytes of a number.
@@ -112,9 +112,13 @@ class KernelCall(NamedTuple):
     def pairs(self) -> int:
         """(query, key) pairs that are computed, of all heads."""
         whole = (batch * heads * queries * keys for batch, heads, _, queries, keys in self.tiles)
-        if self.cover != "causal":
-            return sum(whole)
-        return sum(batch * heads * queries * (queries + 1) // 2 for batch, heads, _, queries, _ in self.tiles)
+        beyond = (batch * heads * queries * (queries - 1) // 2 for batch, heads, _, queries, _ in self.tiles)
+        return sum(whole) - self.edges * sum(beyond)
+
+    @property
+    def edges(self) -> int:
+        """How many edges of the tiles are diagonals."""
+        return {"causal": 1, "window": 2}.get(self.cover, 0)
 
     @property
     def flops(self) -> int:
@@ -435,11 +439,19 @@ class _Op:
     def _call(self, op: Any, **values: Any) -> tuple[Any, ...]:
         q, k, v = values["query"], values["key"], values["value"]
         cover = "causal" if values["is_causal"] else "full" if values.get("attn_mask") is None else "partial"
+        window = (values.get("window_size_left"), values.get("window_size_right"))
+        if window != (None, None):
+            cover = "causal" if -1 in window else "window"
         tiles = ((*q.shape[:2], k.shape[1], q.shape[2], k.shape[2]),) if self.packed is None else self.packed
         name, backward = names_of(op), "grad_out" in values
         dims = q.shape[-1], v.shape[-1]
         self.notes.called(op.overloadpacket.__name__, backward, cover, tiles, dims, q.itemsize)
+        rows_first = self.packed is not None and q.ndim == 4  # a tile alone, of an op that takes packs too
+        if rows_first:
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         tensors = _results(q, k, v, backward)
+        if rows_first:
+            tensors = tuple(x.transpose(1, 2) if x.ndim == 4 else x for x in tensors)
         self.notes.label("tiles", *tensors)
         if backward:
             return tensors

@@ -20,7 +20,7 @@ from cp_styles.explain.text import text_of
 from cp_styles.kernels import SDPA_KERNELS, Kernel, ReferenceKernel
 from cp_styles.layout import Balancer, SequenceLayout, head_tail, layout_made_by
 from cp_styles.mask import Causal, Mask, PerRow
-from cp_styles.plan import Cover, Tile, attended_pairs, imbalance, make_plan
+from cp_styles.plan import attended_pairs, imbalance, make_plan
 from cp_styles.strategies import Attention, Ring, Strategy, Ulysses
 from cp_styles.strategies.ulysses import joined
 
@@ -113,11 +113,11 @@ class Explanation:
         rows = _spread(self.ranks, _CELLS)
         step = -(-self.ranks // _CELLS)
         columns = [(first, min(first + step, self.ranks)) for first in range(0, self.ranks, step)]
-        lines = []
+        lines, how = [], {"small_tiles": self.kernel.small_tiles, "windows": self.kernel.windows}
         for rank in rows:
-            plan = make_plan(self.layout, self.kv_layout, mask, rank, small_tiles=self.kernel.small_tiles)
+            plan = make_plan(self.layout, self.kv_layout, mask, rank, **how)
             queries, keys = self.layout.lengths[rank], self.kv_layout.lengths
-            covered = [sum(map(_area, part.tiles)) for part in plan.parts]
+            covered = [sum(tile.pairs for tile in part.tiles) for part in plan.parts]
             whole = [(sum(covered[first:last]), queries * sum(keys[first:last])) for first, last in columns]
             lines.append([pairs / most if most else 0.0 for pairs, most in whole])
         return rows, columns, lines
@@ -353,12 +353,6 @@ def _spread(ranks: int, most: int) -> list[int]:
     if ranks <= most:
         return list(range(ranks))
     return sorted({index * (ranks - 1) // (most - 1) for index in range(most)})
-
-
-def _area(tile: Tile) -> int:
-    """The pairs of a tile."""
-    queries, keys = tile.q[1] - tile.q[0], tile.kv[1] - tile.kv[0]
-    return queries * (queries + 1) // 2 if tile.cover is Cover.CAUSAL else queries * keys
 
 
 def _other_layouts(explanation: Explanation) -> Iterator[tuple[str, str]]:

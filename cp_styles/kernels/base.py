@@ -47,6 +47,9 @@ class Kernel(ABC):
     positional: ClassVar[bool] = False
     # Whether many small tiles are cheap, so that the plan need not join them.
     small_tiles: ClassVar[bool] = False
+    # Whether forward and backward take one more keyword, ``window``. None, or for a tile that is a band, with no bias
+    # and not causal: how many keys before and after its own each query sees; -1 for all. Own is key i + M - L.
+    windows: ClassVar[bool] = False
     # Whether it takes every tile of an attention that it takes: see takes().
     takes_all: ClassVar[bool] = True
 
@@ -157,6 +160,10 @@ class OtherBackward(Kernel):
     @property
     def small_tiles(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.inner.small_tiles
+
+    @property
+    def windows(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.inner.windows
 
     @property
     def content(self):

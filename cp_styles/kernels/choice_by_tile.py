@@ -62,30 +62,25 @@ class ByTile(Kernel):
     plain: tuple[Kernel, ...]
     masked: tuple[Kernel, ...]
 
-    def kernel_of(
-        self, q_BHLD: torch.Tensor, k_BGMD: torch.Tensor, v_BGME: torch.Tensor, *, causal: bool, biased: bool
-    ) -> Kernel:
-        """The kernel of a tile."""
-        line = self.masked if biased else self.plain
-        takers = (kernel for kernel in line if kernel.takes(q_BHLD, k_BGMD, v_BGME, causal=causal, biased=biased))
-        return next(takers, line[-1])
-
     @property
     def small_tiles(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.plain[0].small_tiles
 
     @property
+    def windows(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.plain[0].windows
+
+    @property
     def content(self):
         return hash(tuple(kernel.content for kernel in (*self.plain, *self.masked)))
 
-    def forward(self, q_BHLD, k_BGMD, v_BGME, *, causal, bias, scale):
-        kernel = self.kernel_of(q_BHLD, k_BGMD, v_BGME, causal=causal, biased=bias is not None)
-        return kernel.forward(q_BHLD, k_BGMD, v_BGME, causal=causal, bias=bias, scale=scale)
+    def forward(self, *tensors, **options):
+        kernel, call = self.given(TileCall(tensors, options), 0)
+        return kernel.forward(*tensors, **call.options)
 
-    def backward(self, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, lse_BHL, *, causal, bias, scale):
-        kernel = self.kernel_of(q_BHLD, k_BGMD, v_BGME, causal=causal, biased=bias is not None)
-        tensors = (grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, lse_BHL)
-        return kernel.backward(*tensors, causal=causal, bias=bias, scale=scale)
+    def backward(self, *tensors, **options):
+        kernel, call = self.given(TileCall(tensors, options), 1)
+        return kernel.backward(*tensors, **call.options)
 
     def forward_tiles(self, tiles):
         return self._each(tiles, 0, lambda kernel, run: kernel.forward_tiles(run))
@@ -110,30 +105,49 @@ class ByTile(Kernel):
         dtypes = {kernel.tile_dtype(dtype) for kernel in (self.plain[0], self.masked[0])}
         return dtypes.pop() if len(dtypes) == 1 else dtype
 
+    def given(self, call: TileCall, query: int) -> tuple[Kernel, TileCall]:
+        """The kernel of a tile, and what it is given. ``query`` is the index of the query among the tensors.
+
+        A band that no kernel with windows takes gets an explicit mask.
+        """
+        tensors, options = call.tensors[query : query + 3], dict(call.options)
+        window = options.pop("window", None)
+        if window is not None:
+            takers = (x for x in self.plain if x.windows and x.takes(*tensors, causal=False, biased=False))
+            kernel = next(takers, None)
+            if kernel is not None:
+                return kernel, call
+            options["bias"] = _bias_of_band(window, *tensors[:2])
+        causal, biased = options["causal"], options["bias"] is not None
+        line = self.masked if biased else self.plain
+        takers = (kernel for kernel in line if kernel.takes(*tensors, causal=causal, biased=biased))
+        return next(takers, line[-1]), TileCall(call.tensors, options)
+
     def _each(
         self,
         tiles: Iterable[TileCall],
         query: int,
         how: Callable[[Kernel, Iterable[TileCall]], Iterator[tuple[int, Any]]],
     ) -> Iterator[tuple[int, Any]]:
-        """(index of the tile, its result). Consecutive tiles for the same kernel are given to it together.
-
-        ``query`` is the index of the query among the tensors of a call.
-        """
-
-        def kernel_of(entry: tuple[int, TileCall]) -> Kernel:
-            tensors, options = entry[1]
-            biased = options["bias"] is not None
-            return self.kernel_of(*tensors[query : query + 3], causal=options["causal"], biased=biased)
-
-        for kernel, run in groupby(enumerate(tiles), kernel_of):
+        """(index of the tile, its result). Consecutive tiles for the same kernel are given to it together."""
+        given = ((index, *self.given(call, query)) for index, call in enumerate(tiles))
+        for kernel, run in groupby(given, lambda entry: entry[1]):
             numbers: list[int] = []
             for index, result in how(kernel, _noting(run, numbers)):
                 yield numbers[index], result
 
 
-def _noting(run: Iterable[tuple[int, TileCall]], numbers: list[int]) -> Iterator[TileCall]:
+def _noting(run: Iterable[tuple[int, Kernel, TileCall]], numbers: list[int]) -> Iterator[TileCall]:
     """Yields the calls of ``run`` and appends their indices to ``numbers``."""
-    for number, call in run:
+    for number, _, call in run:
         numbers.append(number)
         yield call
+
+
+def _bias_of_band(window: tuple[int, int], q_BHLD: torch.Tensor, k_BGMD: torch.Tensor) -> torch.Tensor:
+    """The explicit mask [L, M] of a band: see Kernel.windows."""
+    keys, device = k_BGMD.shape[2], q_BHLD.device
+    ahead = torch.arange(keys, device=device) - torch.arange(keys - q_BHLD.shape[2], keys, device=device)[:, None]
+    before, after = (size if size >= 0 else keys for size in window)
+    outside = (ahead < -before) | (ahead > after)
+    return torch.zeros(ahead.shape, dtype=q_BHLD.dtype, device=device).masked_fill_(outside, float("-inf"))

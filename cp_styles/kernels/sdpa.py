@@ -6,6 +6,7 @@ by name. So one class serves all ops, and a changed signature in a torch version
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -169,7 +170,7 @@ class SdpaKernel(Kernel):
             grad, out = (_in_order_of(query, x) for x in (grad, out))
         op, seed = self.backward_op, (None, None)
         if "philox_seed" in names_of(op).arguments.values():  # never read: there is no dropout
-            seed = torch.zeros(2, dtype=torch.int64, device=query.device)
+            seed = torch.empty(2, dtype=torch.int64, device=query.device)
         dq, dk, dv, *_ = self._call(
             op,
             grad_out=grad,
@@ -284,15 +285,17 @@ class SdpaKernel(Kernel):
 
 
 # Optional arguments of the packed ops in some versions of torch, which are not used.
-_UNUSED = ("window_size_left", "window_size_right", "seqused_k", "alibi_slopes", "block_table", "num_splits")
+_UNUSED = ("seqused_k", "alibi_slopes", "block_table", "num_splits")
+_WINDOW = ("window_size_left", "window_size_right")
 
 
 @dataclass(frozen=True)
 class VarlenKernel(SdpaKernel):
-    """A fused op with a sibling for packed documents, which takes the tiles of one cover in one call.
+    """A fused op with a sibling that has windows, and takes the tiles of one cover in one call.
 
-    It is given a pack, in which each tile is a document: see :mod:`cp_styles.kernels.packing`. Causal tiles are square,
-    so how the mask of a document with more keys than queries would be aligned does not matter.
+    It is given a pack, in which each tile is a document: see :mod:`cp_styles.kernels.packing`. A tile alone that is a
+    band is given as it is. Causal tiles are square, so how the mask of a document with more keys than queries would be
+    aligned does not matter.
 
     Memory: a copy of what is in a pack, of at most _MOST_ROWS queries and keys a head.
 
@@ -312,6 +315,24 @@ class VarlenKernel(SdpaKernel):
     def packed_backward_op(self) -> torch._ops.OpOverload:
         """The op of the backward of a pack."""
         return _op(f"{self.packed_name}_backward")
+
+    @property
+    def windows(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        ops = self.packed_forward_op, self.packed_backward_op
+        return all(name in names_of(op).arguments for op in ops for name in _WINDOW)
+
+    def forward(self, q_BHLD, k_BGMD, v_BGME, *, causal, bias, scale, window=None):
+        options = {"causal": causal, "bias": bias, "scale": scale}
+        if window is None:
+            return super().forward(q_BHLD, k_BGMD, v_BGME, **options)
+        return next(self._forward_pack([TileCall((q_BHLD, k_BGMD, v_BGME), {**options, "window": window})]))
+
+    def backward(self, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, lse_BHL, *, causal, bias, scale, window=None):
+        options = {"causal": causal, "bias": bias, "scale": scale}
+        tensors = (grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, lse_BHL)
+        if window is None:
+            return super().backward(*tensors, **options)
+        return next(self._backward_pack([TileCall(tensors, {**options, "window": window})]))
 
     def forward_tiles(self, tiles):
         return _packed(tiles, 0, self.forward, self._forward_pack)
@@ -350,7 +371,7 @@ class VarlenKernel(SdpaKernel):
             logsumexp=rows.join_lse(lse),
             scale=scale,
             # Never read: there is no dropout.
-            rng_state=torch.zeros(2, dtype=torch.uint64, device=q_THD.device),
+            rng_state=torch.empty(2, dtype=torch.uint64, device=q_THD.device),
             unused=torch.empty(0, device=q_THD.device),
             **_documents(rows, columns, calls),
         )
@@ -374,10 +395,10 @@ def _packed(
 
 def _packs(tiles: Iterable[TileCall], query: int) -> Iterator[tuple[list[int], list[TileCall]]]:
     """Groups of tiles for one call each, with their indices. ``query`` is the index of the query among the tensors."""
-    packs: dict[bool, tuple[list[int], list[TileCall]]] = {}
-    counts = {True: (0, 0), False: (0, 0)}
+    packs: dict[Any, tuple[list[int], list[TileCall]]] = {}
+    counts: dict[Any, tuple[int, int]] = defaultdict(lambda: (0, 0))
     for index, call in enumerate(tiles):
-        cover, (q, k) = call.options["causal"], call.tensors[query : query + 2]
+        cover, (q, k) = (call.options["causal"], call.options.get("window")), call.tensors[query : query + 2]
         queries, keys = q.shape[0] * q.shape[2], k.shape[0] * k.shape[2]
         if call.options["bias"] is not None or queries > _LONG_TILE:
             yield [index], [call]
@@ -394,7 +415,7 @@ def _packs(tiles: Iterable[TileCall], query: int) -> Iterator[tuple[list[int], l
 
 def _documents(rows: Packing, columns: Packing, calls: Sequence[TileCall]) -> dict[str, Any]:
     """The arguments of both packed ops that are not tensors of the tiles."""
-    device, causal = calls[0].tensors[0].device, calls[0].options["causal"]
+    device, options = calls[0].tensors[0].device, calls[0].options
     q_bounds = rows.bounds(device)
     return {
         "cum_seq_q": q_bounds,
@@ -404,8 +425,9 @@ def _documents(rows: Packing, columns: Packing, calls: Sequence[TileCall]) -> di
         "max_q": max(rows.longest, 2),
         "max_k": columns.longest,
         "dropout_p": 0.0,
-        "is_causal": causal,
+        "is_causal": options["causal"],
         **dict.fromkeys(_UNUSED),
+        **dict(zip(_WINDOW, options.get("window") or (None, None), strict=True)),
     }
 
 

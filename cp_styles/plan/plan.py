@@ -87,18 +87,27 @@ class Plan:
 
 
 def make_plan(
-    q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, rank: int, *, small_tiles: bool = False
+    q_layout: SequenceLayout,
+    kv_layout: SequenceLayout,
+    mask: Mask,
+    rank: int,
+    *,
+    small_tiles: bool = False,
+    windows: bool = False,
 ) -> Plan:
     """The plan of ``rank`` for queries cut by ``q_layout`` and keys cut by ``kv_layout`` under ``mask``; cached.
 
     With ``small_tiles``, many small tiles cost little. Short runs are then not joined into a block with an explicit
-    mask, unless many of them attend to the same keys. The rows that are sent do not depend on it.
+    mask, unless many of them attend to the same keys. With ``windows``, there are tiles that are bands. The rows that
+    are sent do not depend on either.
     """
-    return _make_plan(q_layout, kv_layout, mask.pattern, rank, small_tiles)
+    return _make_plan(q_layout, kv_layout, mask.pattern, rank, small_tiles, windows)
 
 
 @remembered
-def _make_plan(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, rank: int, small_tiles: bool) -> Plan:
+def _make_plan(
+    q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, rank: int, small_tiles: bool, windows: bool
+) -> Plan:
     if mask.grids:
         layouts = q_layout, kv_layout
         parts = [SourcePart(source, *block_tiles(*layouts, mask, rank, source)) for source in range(q_layout.ranks)]
@@ -110,7 +119,8 @@ def _make_plan(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, 
         pieces = pieces.where(pieces.rank == rank)
         firsts = first_alike(queries, keys, pieces)
         pieces, rows = among_sent(in_rows(pieces, rank, queries, keys, firsts), keys.length)
-        tiles = tiles_of(longest_runs(pieces), keys.ranks, biased=mask.has_bias, small_tiles=small_tiles)
+        how = {"biased": mask.has_bias, "small_tiles": small_tiles, "windows": windows}
+        tiles = tiles_of(longest_runs(pieces), keys.ranks, **how)
         parts = [
             SourcePart(source, rows.get(first, ()), tiles[first])
             for first, stop in pairwise((*firsts.tolist(), keys.ranks))

@@ -1,8 +1,9 @@
 """A band cut into tiles, so that few kernel calls are needed.
 
-A run is a range of query rows with linear bounds. If both bounds are constant, the run is a rectangle. If the upper
-bound grows by one with each row, it is a rectangle and a causal triangle. Everything else is cut into small blocks with
-an explicit mask.
+A run is a range of query rows with linear bounds. If both bounds are constant, the run is a rectangle. If a bound
+grows by one with each row, it is a band, which is one tile for kernels that have windows. For others, a band of which
+only the upper bound grows is a rectangle and a causal triangle. Everything else is cut into small blocks with an
+explicit mask.
 """
 
 from __future__ import annotations
@@ -28,15 +29,28 @@ class Cover(enum.Enum):
 
     FULL = "full"
     CAUSAL = "causal"  # square; row i sees keys 0 .. i
+    BAND = "band"  # see Tile.window
     PARTIAL = "partial"  # an explicit mask
 
 
 class Tile(NamedTuple):
-    """One kernel call: local query rows x rows of what came from one source."""
+    """One kernel call: local query rows x rows of what came from one source.
+
+    ``window`` of a band: how many keys before and after its own each query sees; -1 for all. Own is the last key for
+    the last query, and a key further with each query.
+    """
 
     q: tuple[int, int]
     kv: tuple[int, int]
     cover: Cover
+    window: tuple[int, int] | None = None
+
+    @property
+    def pairs(self) -> int:
+        """The number of pairs of queries and keys, but for what an explicit mask hides."""
+        queries, keys = self.q[1] - self.q[0], self.kv[1] - self.kv[0]
+        edges = int(self.cover is Cover.CAUSAL) if self.window is None else sum(size >= 0 for size in self.window)
+        return queries * keys - edges * (queries * (queries - 1) // 2)
 
 
 class Run(NamedTuple):
@@ -57,14 +71,14 @@ class Run(NamedTuple):
         return self.lo + self.lo_step * (first - self.start), self.end - self.hi_step * (self.stop - stop)
 
 
-def tiles_of(runs: Pieces, ranks: int, *, biased: bool, small_tiles: bool) -> list[tuple[Tile, ...]]:
+def tiles_of(runs: Pieces, ranks: int, *, biased: bool, small_tiles: bool, windows: bool) -> list[tuple[Tile, ...]]:
     """For each source, tiles that cover each attended pair once.
 
     Args:
         runs: of rows and of rows that are sent; ascending in (source, row).
         ranks: number of sources.
         biased: all tiles have an explicit mask.
-        small_tiles: see :func:`~cp_styles.plan.make_plan`.
+        small_tiles, windows: see :func:`~cp_styles.plan.make_plan`.
     """
     # Lists by column: there may be as many runs as documents or stripes, most of them joined to blocks.
     columns = runs.start, runs.start + runs.count, runs.lo, runs.end, runs.lo_step, runs.hi_step
@@ -78,18 +92,17 @@ def tiles_of(runs: Pieces, ranks: int, *, biased: bool, small_tiles: bool) -> li
         for begin, end in _groups(starts, stops, long, first, last):
             keys = min(los[begin:end]), max(ends[begin:end])
             if small_tiles and not biased:
-                apart = [
-                    tile for row in zip(*(x[begin:end] for x in columns), strict=True) for tile in _apart(Run(*row))
-                ]
+                rows = zip(*(x[begin:end] for x in columns), strict=True)
+                apart = [tile for row in rows for tile in _apart(Run(*row), windows)]
                 # Documents share no keys; stripes and windows share most, and each tile comes with a copy of its keys.
-                if sum(stop - start for _, (start, stop), _ in apart) <= 2 * (keys[1] - keys[0]):
+                if sum(tile.kv[1] - tile.kv[0] for tile in apart) <= 2 * (keys[1] - keys[0]):
                     tiles += apart
                     continue
             if end - begin > 1:
                 tiles.append(Tile((starts[begin], stops[end - 1]), keys, Cover.PARTIAL))
             else:
                 run = Run(*(column[begin] for column in columns))
-                tiles += _explicit(run) if biased else _of_one(run)
+                tiles += _explicit(run) if biased else _of_one(run, windows)
         result.append(tuple(tiles))
     return result
 
@@ -108,22 +121,25 @@ def _groups(starts: list[int], stops: list[int], long: list[int], first: int, la
             first = end + 1
 
 
-def _of_one(run: Run) -> list[Tile]:
+def _of_one(run: Run, windows: bool) -> list[Tile]:
     start, stop, lo, end, lo_step, hi_step = run
     if stop - start == 1 or not (lo_step or hi_step):
         return [Tile((start, stop), (lo, end), Cover.FULL)]
+    below = end - (stop - start)
+    if windows and (lo_step or below > lo):
+        window = below - lo if lo_step else -1, 0 if hi_step else -1
+        return [Tile((start, stop), (lo, end), Cover.BAND, window)]
     if lo_step:
         return _explicit(run)
     # The upper bound grows by one with each row: a rectangle, then a causal triangle that ends with the last key.
-    below = end - (stop - start)
     triangle = Tile((start, stop), (below, end), Cover.CAUSAL)
     return [Tile((start, stop), (lo, below), Cover.FULL), triangle] if below > lo else [triangle]
 
 
-def _apart(run: Run) -> list[Tile]:
-    """Tiles of a run without a mask. A short one that sees other keys in each row is cut into its rows."""
-    if not run.lo_step or run.stop - run.start >= _SHORT:
-        return _of_one(run)
+def _apart(run: Run, windows: bool) -> list[Tile]:
+    """Tiles of a run without a mask. Without windows, a short one that sees other keys in each row is cut into rows."""
+    if windows or not run.lo_step or run.stop - run.start >= _SHORT:
+        return _of_one(run, windows)
     return [Tile((row, row + 1), run.keys(row, row + 1), Cover.FULL) for row in range(run.start, run.stop)]
 
 

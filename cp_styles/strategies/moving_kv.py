@@ -144,7 +144,8 @@ def _setup(strategy: MovingKV, attention: Attention, q: torch.Tensor, k: torch.T
     layouts, mask, kernel = (attention.q_layout, attention.kv_layout), attention.mask, attention.kernel
     rounds = tuple(map(tuple, strategy.rounds(attention.ranks)))
     shapes = (tuple(x.shape) for x in (q, k, v))
-    schedule = make_schedule(*layouts, mask.pattern, attention.rank, kernel.small_tiles, rounds, strategy.keep, *shapes)
+    how = kernel.small_tiles, kernel.windows, rounds, strategy.keep
+    schedule = make_schedule(*layouts, mask.pattern, attention.rank, *how, *shapes)
     wide = accumulation_dtype(q.dtype)
     levels = None
     # On the meta device only shapes are computed.
@@ -303,6 +304,8 @@ class _PlanRun:
             k, v = k[:, :, rows], v[:, :, rows]
         bias = self._bias(keys, tile) if tile.cover is Cover.PARTIAL else None
         options = {"causal": tile.cover is Cover.CAUSAL, "bias": bias, "scale": self.attention.scale}
+        if self.attention.kernel.windows:
+            options["window"] = tile.window
         if self.attention.kernel.positional:
             first = 0 if self.attention.heads is None else self.attention.heads[0]
             options["where"] = Where(*self._positions(keys, tile), first + keys.q_heads[0])

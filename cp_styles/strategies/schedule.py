@@ -182,6 +182,7 @@ def make_schedule(
     pattern: Mask,
     rank: int,
     small_tiles: bool,
+    windows: bool,
     rounds: Rounds,
     keep: int,
     q_shape: Shape,
@@ -198,7 +199,7 @@ def make_schedule(
         k_shape: shape of the local key [B, G, M, D].
         v_shape: shape of the local value [B, G, M, E].
     """
-    plan = make_plan(q_layout, kv_layout, pattern, rank, small_tiles=small_tiles)
+    plan = make_plan(q_layout, kv_layout, pattern, rank, small_tiles=small_tiles, windows=windows)
     ranks, lengths, key_heads = q_layout.ranks, q_layout.lengths, k_shape[1]
     share = q_shape[1] // max(key_heads, 1)
     distances = [distance for arriving in rounds for distance in arriving]

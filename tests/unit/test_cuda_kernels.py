@@ -79,6 +79,30 @@ def test_a_causal_tile(kernel: Kernel, length: int, scale: float, ops):
     compare(run(kernel, inputs, cotangent, causal=True, scale=scale), expected)
 
 
+def seen_by(window: tuple[int, int], queries: int, keys: int) -> torch.Tensor:
+    """[L, M]: own is the last key for the last query; as many before and after, all for -1."""
+    before, after = (size if size >= 0 else keys for size in window)
+    ahead = torch.arange(keys) - (torch.arange(queries) + keys - queries)[:, None]
+    return (ahead >= -before) & (ahead <= after)
+
+
+@pytest.mark.parametrize("dim", [8, 5, 249, 256])
+@pytest.mark.parametrize("window", [(-1, 0), (7, -1), (7, 0), (3, 0), (2, 1)])
+@pytest.mark.parametrize("order", ["BHLD", "BLHD"])
+def test_a_band(dim: int, window: tuple[int, int], order: str, ops):
+    """By flash, and where a gradient of the logsumexp makes the tensors too wide for it, with an explicit mask."""
+    inputs, cotangent = attention_inputs(length=12, kv_length=19, batch=2, kv_heads=2, dim=dim)
+    mask = seen_by(window, 12, 19)
+    compare(run(DEFAULT, inputs, cotangent, order=order, window=window), expected_attention(inputs, cotangent, mask))
+    assert ops.calls == {"_flash_attention_forward": 1, "_flash_attention_backward": 1}
+    options = {"causal": False, "bias": None, "scale": dim**-0.5, "window": window}
+    grad = torch.cat((cotangent, torch.zeros_like(cotangent[..., :1])), -1)
+    out, lse = DEFAULT.forward(*inputs, **options)
+    gradients = LseGradient(DEFAULT).backward(grad, *inputs, out, lse, **options)
+    compare([out, *gradients], expected_attention(inputs, cotangent, mask))
+    assert ops.calls["_scaled_dot_product_efficient_attention_backward"] == (dim > 248)
+
+
 @pytest.mark.parametrize("kernel", LINES.values(), ids=LINES)
 @pytest.mark.parametrize("sizes", [(12, 7), (40, 33), (128, 128)])
 @pytest.mark.parametrize("shape", ["LM", "HLM", "BHLM", "1M", "L1"])

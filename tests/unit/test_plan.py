@@ -44,6 +44,12 @@ def pairs_of(tile: Tile, part: SourcePart, visible: torch.Tensor) -> torch.Tenso
     if tile.cover is Cover.CAUSAL:
         assert len(queries) == len(rows)  # what Kernel.forward is promised
         seen = seen.tril()
+    assert (tile.window is not None) == (tile.cover is Cover.BAND)
+    if tile.window is not None:
+        before, after = (size if size >= 0 else 2**30 for size in tile.window)
+        own = len(rows) - len(queries)  # the key of the first query
+        seen = seen.tril(own + after).triu(own - before)
+    assert tile.pairs == int(seen.sum())
     counts = torch.zeros(visible.shape, dtype=torch.int64)
     counts[queries[:, None], rows[None, :]] = seen
     # An explicit mask is applied to the tile, so what it computes is what is visible.
@@ -59,9 +65,11 @@ def covers(layout: SequenceLayout, mask: Mask, **options) -> set[Cover]:
 def check_plans(q_layout: SequenceLayout, kv_layout: SequenceLayout, mask: Mask, seen: torch.Tensor) -> None:
     plans = [make_plan(q_layout, kv_layout, mask, rank) for rank in range(q_layout.ranks)]
     check_tiles(plans, q_layout, kv_layout, mask, seen)
-    apart = [make_plan(q_layout, kv_layout, mask, rank, small_tiles=True) for rank in range(q_layout.ranks)]
-    check_tiles(apart, q_layout, kv_layout, mask, seen)
-    for plan, other in zip(plans, apart, strict=True):  # only tiles differ
+    pairs = int(seen.sum())
+    how = {"small_tiles": pairs % 3 > 0, "windows": pairs % 2 > 0}  # one of them for each case, as if drawn
+    others = [make_plan(q_layout, kv_layout, mask, rank, **how) for rank in range(q_layout.ranks)]
+    check_tiles(others, q_layout, kv_layout, mask, seen)
+    for plan, other in zip(plans, others, strict=True):  # only tiles differ
         assert [part.rows for part in plan.parts] == [part.rows for part in other.parts]
         assert plan.sends == other.sends
 
@@ -208,6 +216,21 @@ def test_documents_need_no_explicit_mask_where_small_tiles_are_welcome(scale: in
         balancer = partial(per_document_head_tail, documents=documents)
     layout = balancer(sum(documents), 4)
     assert Cover.PARTIAL not in covers(layout, mask, small_tiles=True)
+
+
+@pytest.mark.parametrize("balancer", [contiguous, head_tail, partial(striped, block=64)], ids=str)
+@pytest.mark.parametrize("size", [4096, 1000])
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_a_window_is_some_kernel_calls(balancer, size: int, ranks: int):
+    """8K rows a rank: a band for each source and each chunk of rows, and what is before and behind it."""
+    layout, mask = balancer(8192 * ranks, ranks), SlidingWindow(size - 1, 0)
+    for rank in range(ranks):
+        parts = make_plan(layout, layout, mask, rank, small_tiles=True, windows=True).parts
+        tiles = [tile for part in parts for tile in part.tiles]
+        if balancer in (contiguous, head_tail):
+            assert len(tiles) <= (4 if size == 4096 else 6)  # two chunks, with a triangle at each end of the band
+            assert Cover.PARTIAL not in {tile.cover for tile in tiles}
+        assert sum(tile.pairs for tile in tiles) >= attended_pairs(layout, layout, mask, rank)
 
 
 def test_small_tiles_that_would_see_the_same_keys_again_and_again_join():

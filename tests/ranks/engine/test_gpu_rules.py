@@ -3,6 +3,7 @@ NCCL keeps its rules. See tests/gpu_tensors.py."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -16,7 +17,7 @@ from cp_styles.mask import Causal, Documents, Full, SlidingWindow
 from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.testing import RankError, run_ranks
 from tests.covering import sampled
-from tests.cuda_ops import DEFAULT, EFFICIENT_FLOAT32, ON_GPU, cuda_ops_on_cpu
+from tests.cuda_ops import DEFAULT, EFFICIENT, EFFICIENT_FLOAT32, ON_GPU, cuda_ops_on_cpu
 from tests.gpu_tensors import BreaksRule, Nccl, Synchronizes, gpus, put, read
 from tests.oracle import (
     allowed,
@@ -39,10 +40,12 @@ STRATEGIES = [
     (Ulysses(inner=AllGather(keep=0), size=2), 4),
 ]
 LENGTHS = (13, 1, 40, 10)
+MASKED = replace(EFFICIENT, device_type="cuda")  # has no windows
 MASKS = {
     "causal": Causal(),
     "full": Full(),
     "window": SlidingWindow(6, 0),
+    "window, masked": SlidingWindow(6, 0),
     "documents": Documents(LENGTHS) & Causal(),
     "prefix documents": Documents(LENGTHS, (4, 1, 9, 0)),
 }
@@ -54,6 +57,7 @@ def sees(mask: str):
         "causal": lambda p, j: j <= p,
         "full": lambda p, j: True,
         "window": lambda p, j: p - 6 <= j <= p,
+        "window, masked": lambda p, j: p - 6 <= j <= p,
         "documents": lambda p, j: document(p) == document(j) and j <= p,
         "prefix documents": lambda p, j: (
             document(p) == document(j) and (j <= p or j - starts[document(j)] < (4, 1, 9, 0)[document(j)])
@@ -87,11 +91,12 @@ def test_no_step_waits_for_the_device(way, mask: str):
     length = sum(LENGTHS)
     problem = Problem(length=length, heads=6, kv_heads=3, mask=allowed(sees(mask), length, length), scale=0.3)
     layout = {"documents": striped, "window": contiguous}.get(mask, head_tail)
-    worst, gpu = on_gpus(problem, ranks, strategy=strategy, mask=MASKS[mask], layout=layout, scale=0.3, kernel=ON_GPU)
+    kernel = MASKED if mask == "window, masked" else ON_GPU
+    worst, gpu = on_gpus(problem, ranks, strategy=strategy, mask=MASKS[mask], layout=layout, scale=0.3, kernel=kernel)
     assert worst < EXACT
     flash = {"_flash_attention_forward", "_scaled_dot_product_flash_attention"}
     efficient = {"_scaled_dot_product_efficient_attention", "_scaled_dot_product_efficient_attention_backward"}
-    assert (efficient if mask == "window" else flash) & set(gpu.seen.calls)
+    assert (efficient if kernel is MASKED else flash) & set(gpu.seen.calls)
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), STRATEGIES, ids=plain)
@@ -103,12 +108,12 @@ def test_groups_of_nccl_alone(strategy, ranks: int):
 
 
 def test_what_is_chosen_for_bfloat16():
-    """And float32: with no kernel named, tiles go to flash and, where they have a mask, to efficient attention."""
+    """And float32: with no kernel named, tiles go to flash, which has windows, and to efficient attention."""
     for dtype, plain_kernel in ((torch.bfloat16, "flash"), (torch.float32, "efficient")):
         problem = Problem(length=64, heads=2, dtype=dtype, mask=allowed(sees("window"), 64, 64))
         worst, gpu = on_gpus(problem, 2, mask=SlidingWindow(6, 0))
         assert worst < (2e-2 if dtype == torch.bfloat16 else 1e-5)  # some roundings of 2^-9, or of 2^-24
-        assert gpu.seen.calls["_scaled_dot_product_efficient_attention"]
+        assert all(plain_kernel in name or name.startswith("_flash") for name in gpu.seen.calls)
         problem = Problem(length=64, heads=2, dtype=dtype)
         worst, gpu = on_gpus(problem, 2, mask=Causal())
         assert worst < (2e-2 if dtype == torch.bfloat16 else 1e-5)
@@ -203,8 +208,8 @@ def test_copies_that_block_are_noticed():
     def copy(device, values, dtype=torch.int64):
         return (values if isinstance(values, torch.Tensor) else torch.tensor(values, dtype=dtype)).to(device)
 
-    documents = Documents((40, 24)) & SlidingWindow(6, 0)
-    broken("cp_styles.mask.bands.tensor_on", copy, "a copy to the device that blocks", Synchronizes, mask=documents)
+    masked = {"mask": Documents((40, 24)) & SlidingWindow(6, 0), "kernel": MASKED}
+    broken("cp_styles.mask.bands.tensor_on", copy, "a copy to the device that blocks", Synchronizes, **masked)
     broken(
         "cp_styles.kernels.packing.tensor_on", tensor, r"torch\.tensor", Synchronizes, mask=Documents((10,) * 6 + (4,))
     )

@@ -14,7 +14,7 @@ import torch
 from cp_styles.functions.attention import context_attention
 from cp_styles.functions.varlen import context_varlen_attention
 from cp_styles.kernels import VarlenKernel
-from cp_styles.layout import contiguous, head_tail, per_document_head_tail
+from cp_styles.layout import contiguous, head_tail, per_document_head_tail, striped
 from cp_styles.mask import Causal, Documents, Full, PerRow, SlidingWindow
 from cp_styles.plan import Cover, make_plan
 from cp_styles.strategies import AllGather, Ring, Ulysses
@@ -98,6 +98,7 @@ def test_28_documents_are_a_call_a_round(strategy, calls: tuple[int, int]):
 class Maskless(VarlenKernel):
     """Takes no mask, as flash on CUDA does not."""
 
+    windows: ClassVar[bool] = False  # pyright: ignore[reportIncompatibleVariableOverride]
     takes_bias: ClassVar[bool] = False  # pyright: ignore[reportIncompatibleMethodOverride]
 
     def forward(self, *tensors, bias, **options):
@@ -151,6 +152,34 @@ def test_tiles_with_a_mask_go_to_a_kernel_that_takes_masks(strategy, dtype: torc
     # Low precision: the house's bound, against the same without the named kernel.
     bound = EXACT if dtype == torch.float64 else 1.1 * max(attended(problem, 2, kernel=STAND_IN, **options)[0])
     assert max(errors) <= bound
+
+
+class WithWindows(Maskless):
+    windows: ClassVar[bool] = True  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+WINDOWS = {
+    "causal": (SlidingWindow(45, 0), (45, 0)),
+    "both sides": (SlidingWindow(30, 20), (30, 20)),
+    "short": (SlidingWindow(3, 0), (3, 0)),
+}
+
+
+@sampled(2, way=STRATEGIES, window=WINDOWS, layout=[contiguous, head_tail, striped], documents=[True, False])
+def test_windows_need_no_mask(way, window: str, layout, documents: bool):
+    """Equal to one device, and no tile has an explicit mask: each run of rows is a call, or part of a pack."""
+    (strategy, ranks), (mask, (before, after)) = way, WINDOWS[window]
+    length = sum(LENGTHS)
+    near = torch.ones(length, length, dtype=torch.bool).tril(after).triu(-before)
+    if documents:
+        mask, near = Documents(LENGTHS) & mask, near & within(LENGTHS, False)
+    problem = Problem(length=length, kv_heads=2, mask=near, scale=0.3)
+    kernel = WithWindows(STAND_IN.name, STAND_IN.device_type, STAND_IN.dtypes)
+    options = {"strategy": strategy, "mask": mask, "layout": layout, "kernel": kernel, "scale": 0.3}
+    errors, counts = attended(problem, ranks, **options)
+    assert max(errors) < EXACT
+    # Short runs of documents may be joined under a mask.
+    assert documents or all(count[PACKED[0]] for count in counts)
 
 
 @pytest.mark.parametrize("name", ["causal", "full", "documents a row"])
