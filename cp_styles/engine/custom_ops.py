@@ -130,8 +130,11 @@ def config_text_of(scoped: ScopedBinding) -> ConfigText:
         binding.texts[named] = found
     if scoped.compiled is None:
         # Equal ones share it, such as the layers of a model. Graphs count no calls.
-        own = ScopedBinding(replace(binding, tally=Tally(), site=0), scoped.named, scoped.history)
-        scoped.compiled = _styled.setdefault((found.config, id(binding.group)), own)
+        key = found.config, id(binding.group)
+        scoped.compiled = _styled.get(key)
+        if scoped.compiled is None:
+            own = ScopedBinding(replace(binding, tally=Tally(), site=0), scoped.named, scoped.history)
+            scoped.compiled = _styled[key] = own
     return found
 
 

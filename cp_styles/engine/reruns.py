@@ -29,8 +29,8 @@ class RerunMode(TorchFunctionMode):
         self._entered: list[tuple[int, set[int]]] = []
 
     def __enter__(self) -> Any:
-        around = running_reruns() if _may_run_again() else []
-        self._entered.append((len(function_modes()), {id(owner) for owner, _ in around}))
+        around = {id(owner) for owner, _ in running_reruns()} if _may_run_again() else set[int]()
+        self._entered.append((len(function_modes()), around))
         _modes.set((*_modes.get(), self))
         return super().__enter__()
 
@@ -45,6 +45,10 @@ class RerunMode(TorchFunctionMode):
     def again(self) -> contextlib.AbstractContextManager[Any]:
         """What a recomputation enters."""
         return self
+
+    def is_around(self) -> bool:
+        """Whether the running code is inside the module or block."""
+        return True
 
     def remember(self) -> None:
         """Make the checkpoints between the mode and the present call enter it when they run again.
@@ -93,7 +97,8 @@ class _Rerun:
 def remember_in_all() -> None:
     """For an attention in compiled code, which no mode sees: :meth:`RerunMode.remember` of all that are entered."""
     for mode in _modes.get():
-        mode.remember()
+        if mode.is_around():
+            mode.remember()
 
 
 # The modes that are entered in this context, innermost last. While compiled code runs, torch's own list is empty.

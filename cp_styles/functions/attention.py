@@ -164,10 +164,10 @@ def attend(
     """
     problem = ""
     try:
-        if refuse is not None:
-            refuse()
         # In compiled code the op checks shapes, because there all ranks can learn of an error.
         (check_plain if isinstance(source, ConfigText) else check_local)(source.name, tensors)
+        if refuse is not None:
+            refuse()
         if sink_H is not None:
             refuse_transforms(source.name, (sink_H,))
         tensors = as_attended(tensors)

@@ -32,7 +32,7 @@ from cp_styles._compat import (
 from cp_styles.comm.agreement import offer_refusal
 from cp_styles.decoding import DecodeCall, KVCache, cache_of, decode
 from cp_styles.engine.binding import Binding, Tally, refuse_dropout, refuse_grouped
-from cp_styles.engine.custom_ops import config_text_of, refuse_nested
+from cp_styles.engine.custom_ops import check_plain, config_text_of
 from cp_styles.engine.reruns import RerunMode
 from cp_styles.engine.scope import ScopedBinding
 from cp_styles.functions.attention import attend
@@ -133,8 +133,6 @@ class AttentionCalls(RerunMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         compiling = torch.compiler.is_dynamo_compiling()
-        if self._notes and not compiling:
-            self.note(args)
         if func in SDPA_CALLS:
             return self._attend(*args, **kwargs) if compiling else self._attend_uncompiled(*args, **kwargs)
         if func is F.multi_head_attention_forward:
@@ -188,10 +186,8 @@ class AttentionCalls(RerunMode):
         attn_mask, is_causal = causal_bias(attn_mask, is_causal)
 
         def refuse() -> None:
-            for label, tensor in (("query", query), ("key", key), ("value", value)):
-                if isinstance(tensor, DTensor):
-                    raise ValueError(f"{self._name}: query, key and value are DTensors here; pass local tensors")
-                refuse_nested(self._name, label, tensor)
+            if self._joint is not None:  # which cuts them
+                check_plain(self._name, (query, key, value))
             if cache_of(key) is not None:
                 raise NotImplementedError(
                     f"{self._name}: scaled_dot_product_attention was called on the keys of a cache that is cut over "
@@ -199,7 +195,7 @@ class AttentionCalls(RerunMode):
                     "attn_implementation=register_attention()"
                 )
             self._refuse_options(query.shape[1], key.shape[1], dropout_p, enable_gqa)
-            self.check_reruns()
+            self.check_call()
             self._refuse_mixed(query, key, value)
 
         options: dict[str, Any] = {"is_causal": is_causal, "attn_mask": attn_mask, "scale": scale}
@@ -227,12 +223,13 @@ class AttentionCalls(RerunMode):
             refuse_grouped(self._name, heads, kv_heads, enable_gqa)
 
     @never_compiled
-    def _attend_uncompiled(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def _attend_uncompiled(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
         """Keeps torch.compile from compiling the engine when it runs between graphs."""
-        tensors = (*args[:3], *(kwargs[name] for name in ("query", "key", "value")[len(args) :]))
-        if not tensors[0].is_nested:
-            self._tally.lengths.update(tensors[0].shape[2:3])
-        return self._followed(self._attend(*args, **kwargs), tensors)
+        if not query.is_nested:
+            self._tally.lengths.update(query.shape[2:3])
+        return self._followed(self._attend(query, key, value, *args, **kwargs), (query, key, value))
 
     def _refuse_mixed(self, *tensors: torch.Tensor, dim: int = -2) -> None:
         """Raise for a query, key or value in which tokens were mixed before; see [Note: token flow]."""
@@ -361,7 +358,7 @@ class AttentionCalls(RerunMode):
         self._tally.calls += 1
 
         def refuse() -> None:
-            self.check_reruns()
+            self.check_call()
             self._check_cut_everywhere()
 
         return run(refuse)
@@ -376,7 +373,7 @@ class AttentionCalls(RerunMode):
 
     def _check_plain(self, *tensors: torch.Tensor, dim: int = -2, sink: bool = False) -> None:
         """``sink``: the call may have attention sinks."""
-        self.check_reruns()
+        self.check_call()
         self._check_cut_everywhere()
         self._refuse_mixed(*tensors, dim=dim)
         if self._sink is not None and not sink:
@@ -397,14 +394,9 @@ class AttentionCalls(RerunMode):
         sink = getattr(module, parameter)
         return sink.to_local() if isinstance(sink, DTensor) else sink
 
-    _notes = False
-
-    def note(self, args: tuple[Any, ...]) -> None:
-        """Called with the arguments of each torch call, in subclasses that set ``_notes``."""
-
-    def check_reruns(self) -> None:
-        """Make a backward that repeats the call enter this mode. Compiled code enters it by itself."""
-        if not self._inlined and not torch.compiler.is_dynamo_compiling():
+    def check_call(self) -> None:
+        """Raise for an attention call that this rank refuses. A backward that repeats the call will enter this mode."""
+        if not self._inlined and not torch.compiler.is_dynamo_compiling():  # compiled code enters it by itself
             self.remember()
 
     def _refuse_unknown(self, owner: Any) -> None:

@@ -95,7 +95,7 @@ class CoreCalls(AttentionCalls):
 
         def refuse() -> None:
             self._refuse_options(query.shape[_HEAD_DIM], key.shape[_HEAD_DIM], dropout_p, enable_gqa)
-            self.check_reruns()
+            self.check_call()
 
         options = {"is_causal": is_causal, "attn_mask": attn_mask, "scale": scale}
         out, call = attend(source, tuple(local), **options, refuse=refuse)
@@ -105,7 +105,7 @@ class CoreCalls(AttentionCalls):
         return placed(out, query.device_mesh, query.placements, (*query.shape[:3], out.shape[3]))
 
     @never_compiled
-    def _attend_uncompiled(self, *args: Any, **kwargs: Any) -> Any:
+    def _attend_uncompiled(self, *args: Any, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         return self._attend(*args, **kwargs)
 
     def _attend_flex(self, *tensors: Any) -> Any:

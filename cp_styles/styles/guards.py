@@ -13,6 +13,7 @@ import inspect
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -36,7 +37,7 @@ from cp_styles.intercept.function_mode import AttentionCalls, names_of_inputs, w
 from cp_styles.intercept.token_flow import TokenFlow
 from cp_styles.layout import SequenceLayout, cut_with
 from cp_styles.mask import All, Causal, Chunked, Full, Mask, SlidingWindow
-from cp_styles.styles.model_options import padding_position, smallest_of_a_part, windows_of
+from cp_styles.styles.model_options import Window, padding_position, smallest_of_a_part, windows_of
 from cp_styles.troubleshooting import see
 
 POSITIONS = "position_ids"
@@ -215,14 +216,14 @@ class Forwards:
     the forward. Then this does what the hooks do.
     """
 
-    def __init__(self, top: nn.Module | None, mask: Mask, calls: AttentionCalls, *, check_inputs: bool) -> None:
+    def __init__(self, top: nn.Module | None, calls: AttentionCalls, *, check_inputs: bool) -> None:
         """``top``: the context-parallel module."""
-        self._top, self._mask, self._calls, self._checks = top, mask, calls, check_inputs
+        self._top, self._calls, self._checks = top, calls, check_inputs
         self._guards: dict[int, InputGuards] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Forwards:
         top, calls = memo.get(id(self._top)), copy.deepcopy(self._calls, memo)  # a part of it may be copied alone
-        made = memo[id(self)] = Forwards(top, self._mask, calls, check_inputs=self._checks)
+        made = memo[id(self)] = Forwards(top, calls, check_inputs=self._checks)
         return made
 
     def guards(self, module: nn.Module) -> InputGuards | None:
@@ -231,7 +232,7 @@ class Forwards:
             return None
         found = self._guards.get(id(module))
         if found is None:
-            found = self._guards[id(module)] = InputGuards(module, self._mask, self._calls)
+            found = self._guards[id(module)] = InputGuards(ModelFacts.of(module), self._calls)
         return found
 
     def run(
@@ -278,26 +279,58 @@ class Forwards:
 never_compile_alone(Forwards.run)
 
 
-class InputGuards:
-    """Checks the arguments of a model's forward. Each module that ModuleContextParallel is applied to has one."""
+@dataclass(frozen=True, eq=False)
+class ModelFacts:
+    """What the checks of a model's arguments read of its class, config and layers.
 
-    def __init__(self, module: nn.Module, mask: Mask, calls: AttentionCalls) -> None:
-        self._calls, self._forwards = calls, 0
-        binding = calls.binding
-        self._name, self._ranks = binding.name, binding.group.size()
+    Attributes:
+        names: its positional arguments.
+        positions: its arguments of position ids.
+        places: its arguments that are made of positions, such as rotary tables too.
+        has_loss: it makes a loss of labels.
+        windows: of its attention layers.
+        padding: the position of padding tokens, if it counts positions after that.
+        mask_tokens: the token ids whose share of the tokens scales its embeddings.
+        embeddings: its embedding layers.
+    """
+
+    names: tuple[str, ...]
+    positions: list[str]
+    places: list[str]
+    has_loss: bool
+    windows: tuple[Window, ...]
+    padding: int | None
+    mask_tokens: list[Any]
+    embeddings: list[nn.Embedding]
+
+    @staticmethod
+    def of(module: nn.Module) -> ModelFacts:
         models = [module]  # it may be a wrapper, or a wrapper of a wrapper
         while (inner := wrapped_by(models[-1])) is not None:
             models.append(inner)
         names = [name for each in models for name in inspect.signature(type(each).forward).parameters]
-        self._names = names_of_inputs(module)
-        self._positions = list(dict.fromkeys(name for name in names if name.endswith(POSITIONS)))
-        self._has_loss = any(hasattr(type(each), "loss_function") for each in models)
-        self._places = [name for name in names if _is_of_positions(name)]
-        self._windows = windows_of(module)
-        self._padding = padding_position(module)
-        scaled = scaled_by_masks(module)
-        self._mask_tokens: list[Any] = [each.mask_token_id for each in scaled]  # of which the share scales embeddings
-        self._embeddings = [each for each in module.modules() if isinstance(each, nn.Embedding)]
+        return ModelFacts(
+            names_of_inputs(module),
+            positions=list(dict.fromkeys(name for name in names if name.endswith(POSITIONS))),
+            places=[name for name in names if any(part in name for part in _WORDS_OF_POSITIONS)],
+            has_loss=any(hasattr(type(each), "loss_function") for each in models),
+            windows=windows_of(module),
+            padding=padding_position(module),
+            mask_tokens=[each.mask_token_id for each in scaled_by_masks(module)],
+            embeddings=[each for each in module.modules() if isinstance(each, nn.Embedding)],
+        )
+
+
+_WORDS_OF_POSITIONS = ("pos", "freqs", "rotary", "cos")
+
+
+class InputGuards:
+    """Checks the arguments of a model's forward. Each module that ModuleContextParallel is applied to has one."""
+
+    def __init__(self, facts: ModelFacts, calls: AttentionCalls) -> None:
+        self._facts, self._calls, self._forwards = facts, calls, 0
+        binding = calls.binding
+        self._name, self._ranks = binding.name, binding.group.size()
 
     def check(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """A forward pre-hook: raise for arguments that are not this rank's part of a whole sequence.
@@ -308,7 +341,7 @@ class InputGuards:
         if self._ranks == 1:
             return
         kind = type(module).__name__
-        for embedding in self._embeddings:
+        for embedding in self._facts.embeddings:
             if getattr(embedding, "neftune_noise_alpha", None) and embedding.training:
                 raise NotImplementedError(
                     f"{self._name}: NEFTune (neftune_noise_alpha) adds noise to the embeddings of {kind}, with random "
@@ -316,10 +349,10 @@ class InputGuards:
                     "it out"
                 )
         if torch.compiler.is_dynamo_compiling():
-            traced = dict(zip(self._names, args, strict=False)) | kwargs
+            traced = dict(zip(self._facts.names, args, strict=False)) | kwargs
             if traced.get("past_key_values") is None:
                 self._check_positions(kind, traced)
-                if self._windows and (length := _length(traced)) is not None:
+                if self._facts.windows and (length := _length(traced)) is not None:
                     # It may be too many. The error ends the trace, and the forward runs uncompiled.
                     self._refuse_window(kind, traced, length, length * self._ranks)
             return
@@ -361,22 +394,23 @@ class InputGuards:
             )
         look = self._forwards & (self._forwards - 1) == 0
         missing = [partial(self._check_positions, kind, inputs)]
-        if self._has_loss:
+        if self._facts.has_loss:
             missing.append(partial(_refuse_labels, binding.name, kind, inputs))
         _raise_all(missing)
-        tokens, masks = inputs.get("input_ids"), self._mask_tokens
+        tokens, masks = inputs.get("input_ids"), self._facts.mask_tokens
         if masks and isinstance(tokens, torch.Tensor) and bool(torch.isin(tokens, tokens.new_tensor(masks)).any()):
             raise NotImplementedError(
                 f"{binding.name}: {kind} has token_dropout, and scales its embeddings by the share of mask tokens "
                 "among this rank's tokens, which is another one on each rank: give it no mask tokens, or set "
                 "token_dropout=False in its config, and train it so"
             )
-        for name in self._places if look else ():
+        padding = self._facts.padding
+        for name in self._facts.places if look else ():
             if isinstance(inputs.get(name), torch.Tensor):
-                first = 0 if self._padding is None else self._padding + 1
+                first = 0 if padding is None else padding + 1
                 _refuse_local(binding, name, inputs[name], _lengths(inputs), first)
-        if look and not isinstance(own, LayerCaches):  # generate() itself counts from 0
-            self._refuse_positions_of_padding(kind, inputs)
+        if look and padding is not None and not isinstance(own, LayerCaches):  # generate() itself counts from 0
+            self._refuse_positions_of_padding(kind, inputs, padding)
         cached = getattr(past, "get_seq_length", None)
         if cached is not None and int(cached()) > 0:
             raise NotImplementedError(
@@ -384,10 +418,10 @@ class InputGuards:
                 "how it is cut over the ranks: decode with the cache that prefill(model, input_ids) of "
                 "cp_styles.integrations.transformers returns"
             )
-        if self._has_loss and look and inputs.get("num_items_in_batch") is not None:
+        if self._facts.has_loss and look and inputs.get("num_items_in_batch") is not None:
             _compare_counts(binding, kind, inputs["num_items_in_batch"])
-        layout, length = binding.layout, _length(inputs)
-        if self._windows and length is not None:
+        if self._facts.windows and (length := _length(inputs)) is not None:
+            layout = binding.layout
             # A balancer's whole length is known after the forward.
             whole = layout.length if isinstance(layout, SequenceLayout) else length
             self._refuse_window(kind, inputs, length, whole)
@@ -398,29 +432,28 @@ class InputGuards:
         torch.compile can trace it. An error ends the trace, and the forward runs uncompiled, where every rank raises.
         With fullgraph=True torch.compile raises an error that shows this one.
         """
-        for name in self._positions:
+        facts = self._facts
+        for name in facts.positions:
             if inputs.get(name) is None:
-                first = 0 if self._padding is None else self._padding + 1
-                advice = "layout.positions(rank).unsqueeze(0)" if self._padding is None else _POSITIONS_OF_TOKENS
+                first = 0 if facts.padding is None else facts.padding + 1
+                advice = "layout.positions(rank).unsqueeze(0)" if facts.padding is None else _POSITIONS_OF_TOKENS
                 raise ValueError(
                     f"{self._name}: {kind} takes {name} and was given none: it would count this rank's tokens from "
                     f"{first}. Pass {name}={advice} (in a context_parallel block those of the whole sequence, as one "
                     "of its buffers); or apply the style with check_inputs=False if the model does not use them"
                     f"{see('Positions that count from 0')}"
                 )
-        if all(inputs.get(name) is None for name in self._places):
+        if inputs.keys().isdisjoint(facts.places) or all(inputs.get(name) is None for name in facts.places):
             self._calls.watch_traced_ranges(partial(_refuse_range, self._name, kind, _lengths(inputs)))
 
-    def _refuse_positions_of_padding(self, kind: str, inputs: Mapping[str, Any]) -> None:
+    def _refuse_positions_of_padding(self, kind: str, inputs: Mapping[str, Any], padding: int) -> None:
         """Raise for tokens at positions of padding, and before, as if the model's first position were 0."""
         positions, tokens = inputs.get(POSITIONS), inputs.get("input_ids")
-        if self._padding is None or not isinstance(positions, torch.Tensor) or not isinstance(tokens, torch.Tensor):
+        if not isinstance(positions, torch.Tensor) or not isinstance(tokens, torch.Tensor):
             return
-        if positions.shape[-1] == tokens.shape[-1] and bool(
-            ((positions <= self._padding) & (tokens != self._padding)).any()
-        ):
+        if positions.shape[-1] == tokens.shape[-1] and bool(((positions <= padding) & (tokens != padding)).any()):
             raise ValueError(
-                f"{self._name}: {kind} counts tokens from position {self._padding + 1}, because {self._padding} is the "
+                f"{self._name}: {kind} counts tokens from position {padding + 1}, because {padding} is the "
                 f"position of padding, but {POSITIONS} give that or a smaller one to a token. Pass "
                 f"{POSITIONS}={_POSITIONS_OF_TOKENS}; or apply the style with check_inputs=False if the model was "
                 f"trained with positions from 0{see('Positions after that of padding')}"
@@ -436,7 +469,7 @@ class InputGuards:
         binding, inputs = self._calls.binding, self._calls.inputs
         length, kind = _length(inputs), type(module).__name__
         problem = None
-        for local in self._calls.lengths if self._windows else ():
+        for local in self._calls.lengths if self._facts.windows else ():
             whole, _ = binding.group_state.lengths.get((local, local), (local, local))
             problem = problem or self._lost_window(kind, inputs, local, whole)
         output = output if isinstance(output, Mapping) else {}
@@ -465,7 +498,7 @@ class InputGuards:
 
     def _lost_window(self, kind: str, inputs: Mapping[str, Any], length: int, whole: int) -> Exception | None:
         """An error if the masks of a window were made from this rank's ``length`` of ``whole`` positions."""
-        mask, window = inputs.get("attention_mask"), smallest_of_a_part(self._windows)
+        mask, window = inputs.get("attention_mask"), smallest_of_a_part(self._facts.windows)
         given = isinstance(mask, Mapping) or (mask is not None and getattr(mask, "ndim", 4) == 4)
         if window is None or window.size >= whole or given or _covers(self._calls.binding.mask):
             return None
@@ -586,10 +619,6 @@ def _refuse_other_tokens(name: str, cache: LayerCaches) -> None:
 def is_model(module: nn.Module) -> bool:
     """Whether it takes tokens as models of transformers do, and so may count them, or make masks and losses."""
     return "input_ids" in inspect.signature(type(module).forward).parameters
-
-
-def _is_of_positions(name: str) -> bool:
-    return any(part in name for part in ("pos", "freqs", "rotary", "cos"))
 
 
 def _lengths(inputs: Mapping[str, Any]) -> list[int]:

@@ -166,7 +166,7 @@ class ModuleContextParallel(ContextParallelStyle):
                     "0 by itself. Run it once without torch.compile, where that is refused; or use torch 2.12",
                     stacklevel=2,
                 )
-        forwards = Forwards(module, self.mask, calls, check_inputs=self.check_inputs)
+        forwards = Forwards(module, calls, check_inputs=self.check_inputs)
         guard = TokenGuard(binding.name, names, calls, trusted, counts=self.check_inputs and self.joint is None)
         self._enter(module, (calls, calls.inlined(), guard, forwards, ""), at_top=True)
         before = module.register_forward_pre_hook(calls.start, with_kwargs=True)

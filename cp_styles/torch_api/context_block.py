@@ -48,7 +48,7 @@ from cp_styles.kernels import Kernel
 from cp_styles.layout import Balancer, SequenceLayout, contiguous, cut_with, head_tail, layout_made_by
 from cp_styles.mask import Full, Mask
 from cp_styles.strategies import AllGather, Strategy
-from cp_styles.styles.guards import InputGuards, counting_is_wrong, is_model, possible_positions
+from cp_styles.styles.guards import InputGuards, ModelFacts, counting_is_wrong, is_model, possible_positions
 from cp_styles.torch_api.balancers import Cut, LoadBalancer, layout_of
 from cp_styles.torch_api.buffers import Aliases, CutBuffer, check_buffer, dim_of
 from cp_styles.troubleshooting import see
@@ -240,7 +240,7 @@ class _BlockEntry(Opening):
     def _flow(self) -> TokenFlow | None:
         """Finds what mixes and counts tokens of the cut buffers; see [Note: token flow]. None if this block is not to
         be followed."""
-        if not state_of(self.group).the(_History).follows_next() or graph_task_id() >= 0:
+        if not self.scoped.unscoped.group_state.the(_History).follows_next() or graph_task_id() >= 0:
             return None
         lengths = {part.data.shape[part.dim] for part in self.parts}
         length = lengths.pop() if len(lengths) == 1 else None
@@ -250,7 +250,7 @@ class _BlockEntry(Opening):
         flow.seed((part.buffer, part.dim) for part in self.parts)
         return flow
 
-    def lineage(self) -> Iterator[_BlockEntry]:
+    def entries_around(self) -> Iterator[_BlockEntry]:
         """This entry and the entries of the blocks around it, innermost first."""
         entry: _BlockEntry | None = self
         while entry is not None:
@@ -260,11 +260,16 @@ class _BlockEntry(Opening):
 
 class _History:
     """Which blocks over the ranks of a group are followed: the first, second, fourth and so on; and the one after a
-    block that was not, in which a model called attention that had not yet done so in a followed one."""
+    block that was not, in which a model called attention that had not yet done so in a followed one.
+
+    Attributes:
+        facts: of the models that have called attention in blocks.
+    """
 
     def __init__(self) -> None:
         self._blocks, self._due = 0, False
         self._models: WeakKeyDictionary[nn.Module, set[bool]] = WeakKeyDictionary()  # whether they were in training
+        self.facts: WeakKeyDictionary[nn.Module, ModelFacts] = WeakKeyDictionary()
 
     def follows_next(self) -> bool:
         self._blocks += 1
@@ -282,13 +287,10 @@ class _History:
 class _BlockCalls(AttentionCalls):
     """The attention calls of a block."""
 
-    _notes = True
-
     def __init__(self, entry: _BlockEntry, *, again: bool) -> None:
         super().__init__(entry.scoped, entry.name)
         self._entry, self._again = entry, again
         self.flow: TokenFlow | None = None
-        self._problem: Exception | None = None  # of the arguments of the model that makes the present call
         # Of each model in it: what checks its arguments, and those that a check at the end needs.
         self._guards: dict[nn.Module, tuple[InputGuards, dict[str, Any]]] = {}
 
@@ -321,27 +323,21 @@ class _BlockCalls(AttentionCalls):
                 stacklevel=4,
             )
 
-    def _attend(self, query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if not torch.compiler.is_dynamo_compiling():
-            self._look_at_models()
-        return super()._attend(query, *args, **kwargs)
-
-    def attend_with(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        self._look_at_models()
-        return super().attend_with(*args, **kwargs)
-
-    def _look_at_models(self) -> None:
-        """Check the arguments of the models that make this call, once in each entry."""
+    def check_call(self) -> None:
+        """Also check the arguments of the models that make this call, once in each entry."""
+        super().check_call()
+        if torch.compiler.is_dynamo_compiling():
+            return
         running = running_modules() if self._entry.check_inputs and not self._again else []
         for module, args, kwargs in running:
             if module not in self._guards and (module is running[-1][0] or is_model(module)):
-                guard = InputGuards(module, self.binding.mask, self)
-                self._tally.inputs = inputs = dict(zip(names_of_inputs(module), args, strict=False)) | kwargs
+                known = self._scoped.unscoped.group_state.the(_History).facts
+                facts = known[module] = known.get(module) or ModelFacts.of(module)
+                guard = InputGuards(facts, self)
+                self._tally.inputs = inputs = dict(zip(facts.names, args, strict=False)) | kwargs
                 self._guards[module] = guard, {"attention_mask": inputs.get("attention_mask")}
                 try:
                     guard.check(module, args, kwargs)
-                except Exception as problem:  # of any kind: the call tells all ranks
-                    self._problem = problem
                 finally:
                     self._tally.inputs = {}
 
@@ -354,35 +350,24 @@ class _BlockCalls(AttentionCalls):
         module, args, kwargs = models[-1] if models else (None, (), {})
         return {} if module is None else dict(zip(names_of_inputs(module), args, strict=False)) | kwargs
 
-    def check_reruns(self) -> None:
-        problem, self._problem = self._problem, None
-        if problem is not None:
-            raise problem
-        super().check_reruns()
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not torch.compiler.is_dynamo_compiling():  # in this order: a graph has guards on what is read in its trace
-            if not self._again and not self._is_around():
+            if not self.is_around():
                 return func(*args, **(kwargs or {}))
-            self.refuse_mixed_results()
+            if self.flow is not None:
+                self.refuse_mixed_results()
+            if not self._entry.buffers.isdisjoint(map(id, args)):
+                self.remember()
         return super().__torch_function__(func, types, args, kwargs)
 
-    def _is_around(self) -> bool:
+    def is_around(self) -> bool:
         """Whether the running code is inside the block. (torch's stack of modes belongs to a thread: it does not know
         which of several generators or tasks runs.)"""
         open_here = _open.get()
-        if open_here == (self._entry,):
+        if self._again or open_here == (self._entry,):
             return True
         nearest = innermost(open_here)
-        return nearest is not None and self._entry in nearest.lineage()
-
-    def note(self, args: tuple[Any, ...]) -> None:
-        if not self._entry.buffers.isdisjoint(map(id, args)):
-            self.remember()
-
-    def remember(self) -> None:
-        if self._again or self._is_around():
-            super().remember()
+        return nearest is not None and self._entry in nearest.entries_around()
 
     def again(self) -> contextlib.AbstractContextManager[Any]:
         # Afterwards all buffers are restored to their present data.
