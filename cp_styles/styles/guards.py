@@ -443,7 +443,7 @@ class InputGuards:
                     "of its buffers); or apply the style with check_inputs=False if the model does not use them"
                     f"{see('Positions that count from 0')}"
                 )
-        if inputs.keys().isdisjoint(facts.places) or all(inputs.get(name) is None for name in facts.places):
+        if not facts.places or all(inputs.get(name) is None for name in facts.places):
             self._calls.watch_traced_ranges(partial(_refuse_range, self._name, kind, _lengths(inputs)))
 
     def _refuse_positions_of_padding(self, kind: str, inputs: Mapping[str, Any], padding: int) -> None:
