@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import reduce
 
 import torch
@@ -146,35 +146,47 @@ class Full(Mask):
         return torch.empty(0, dtype=torch.int64, device="cpu")
 
 
-@dataclass(frozen=True)
-class All(Mask):
-    """The conjunction of masks, made by ``&``."""
+class _Several(Mask):
+    """Base of masks that are made of masks, which are the first field."""
 
-    parts: tuple[Mask, ...]
+    @property
+    def _members(self) -> tuple[Mask, ...]:
+        return getattr(self, fields(self)[0].name)  # pyright: ignore[reportArgumentType]
 
     @property
     def pattern(self) -> Mask:
-        return All(tuple(part.pattern for part in self.parts))
-
-    @property
-    def has_bias(self) -> bool:
-        return any(part.has_bias for part in self.parts)
+        return type(self)(tuple(mask.pattern for mask in self._members))  # pyright: ignore[reportCallIssue]
 
     @property
     def content(self) -> int:
-        return hash(tuple(part.content for part in self.parts))
+        return hash(tuple(mask.content for mask in self._members))
 
     @property
-    def varies_by_head_or_row(self) -> bool:
-        return any(part.varies_by_head_or_row for part in self.parts)
+    def has_bias(self) -> bool:
+        return any(mask.has_bias for mask in self._members)
 
     @property
     def additive(self) -> bool:
-        return any(part.additive for part in self.parts)
+        return any(mask.additive for mask in self._members)
 
     @property
     def biased_everywhere(self) -> bool:
-        return any(part.biased_everywhere for part in self.parts)
+        return any(mask.biased_everywhere for mask in self._members)
+
+    @property
+    def varies_by_head_or_row(self) -> bool:
+        return any(mask.varies_by_head_or_row for mask in self._members)
+
+    def check_unchanged(self) -> None:
+        for mask in self._members:
+            mask.check_unchanged()
+
+
+@dataclass(frozen=True)
+class All(_Several):
+    """The conjunction of masks, made by ``&``."""
+
+    parts: tuple[Mask, ...]
 
     @property
     def grids(self) -> tuple[BlockGrid, ...]:
@@ -194,10 +206,6 @@ class All(Mask):
 
     def row(self, index: int) -> Mask:
         return reduce(Mask.__and__, (part.row(index) for part in self.parts))
-
-    def check_unchanged(self) -> None:
-        for part in self.parts:
-            part.check_unchanged()
 
     def check(self, shape: tuple[int, int, int, int]) -> None:
         for part in self.parts:
@@ -238,7 +246,7 @@ def stretches(breaks: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Te
 
 
 @dataclass(frozen=True)
-class PerRow(Mask):
+class PerRow(_Several):
     """One mask for each row of the batch, for example for packed documents that differ between rows.
 
     Rows are computed one after the other, each by its own plan, so only what its mask needs is sent. All rows share one
@@ -266,28 +274,12 @@ class PerRow(Mask):
             raise ValueError(f"the rows' masks are for {[mask.length for mask in self.masks]} positions: give all one")
 
     @property
-    def has_bias(self) -> bool:
-        return any(mask.has_bias for mask in self.masks)
-
-    @property
-    def content(self) -> int:
-        return hash(tuple(mask.content for mask in self.masks))
-
-    @property
     def varies_by_head_or_row(self) -> bool:
         return True
 
     @property
-    def pattern(self) -> Mask:
-        return PerRow(tuple(mask.pattern for mask in self.masks))
-
-    @property
     def length(self) -> int | None:
         return next((mask.length for mask in self.masks if mask.length is not None), None)
-
-    def check_unchanged(self) -> None:
-        for mask in self.masks:
-            mask.check_unchanged()
 
     def check(self, shape: tuple[int, int, int, int]) -> None:
         if shape[0] != len(self.masks):

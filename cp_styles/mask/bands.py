@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from cp_styles.device_copies import tensor_on
-from cp_styles.mask.algebra import UNBOUNDED, Mask, PerRow
+from cp_styles.mask.algebra import UNBOUNDED, Full, Mask, PerRow
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,7 @@ class Causal(Mask):
     def bounds(self, q_positions_L: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.zeros_like(q_positions_L), q_positions_L + 1
 
-    def breaks(self, length: int) -> torch.Tensor:
-        return torch.empty(0, dtype=torch.int64, device="cpu")
+    breaks = Full.breaks
 
 
 @dataclass(frozen=True)

@@ -154,5 +154,4 @@ class _Within(Full):
     def bounds(self, q_positions_L: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.zeros_like(q_positions_L), torch.full_like(q_positions_L, self.keys)
 
-    def breaks(self, length: int) -> torch.Tensor:
-        return torch.empty(0, dtype=torch.int64, device="cpu")
+    breaks = Full.breaks
