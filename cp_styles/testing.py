@@ -109,7 +109,7 @@ def run_ranks(
         except BaseException as error:
             errors[rank] = error
             connected.abort()
-            _clear_frames(error)
+            clear_frames(error)
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
@@ -132,7 +132,7 @@ def run_ranks(
     return results
 
 
-def _clear_frames(error: BaseException) -> None:
+def clear_frames(error: BaseException) -> None:
     """Clear the local variables of the failed frames, also of the errors that led to it. File names and lines stay.
 
     The other ranks must not wait for a failed rank, and its sockets close only when nothing holds its groups.

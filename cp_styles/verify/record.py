@@ -185,10 +185,6 @@ class Recording:
         for handle in self._handles:
             handle.remove()
 
-    @property
-    def by_key(self) -> dict[Key, Call]:
-        return {call.key: call for call in self.calls}
-
     def _begin(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if graph_task_id() >= 0:
             return

@@ -26,7 +26,7 @@ from cp_styles.comm.point_to_point import TransferError, break_off, collective
 from cp_styles.engine.run import listener
 from cp_styles.layout import SequenceLayout
 from cp_styles.mask import Mask
-from cp_styles.testing import CommunicationTrace
+from cp_styles.testing import CommunicationTrace, clear_frames
 from cp_styles.verify.diagnose import Gather, StepResult
 from cp_styles.verify.record import AttentionsSeen, Recording, plain_name, tensors_of
 
@@ -216,7 +216,7 @@ def run_together(
     except Exception as error:
         where = f"in {recording.open[-1]}: " if recording is not None and recording.open else ""
         failure = Failure(f"{where}{type(error).__name__}: {error}", _is_of_transfer(error))
-        _let_go(error)
+        clear_frames(error)
     finally:
         as_written.end()
         listener.reset(token)
@@ -231,16 +231,6 @@ def _is_of_transfer(error: BaseException) -> bool:
     for frame, _ in traceback.walk_tb(error.__traceback__):
         module = frame.f_globals.get("__name__", "")
     return isinstance(error, RuntimeError) and module in ("torch.distributed.distributed_c10d", "torch._ops")
-
-
-def _let_go(error: BaseException | None) -> None:
-    """Clear what the frames of an error and of those before it hold."""
-    known: set[int] = set()
-    while error is not None and id(error) not in known:
-        known.add(id(error))
-        traceback.clear_frames(error.__traceback__)
-        error.__traceback__ = None
-        error = error.__cause__ or error.__context__
 
 
 def _run(
