@@ -100,15 +100,15 @@ def dtensors_without_grad(
 ) -> tuple[DTensor, ...]:
     """``DTensor.from_local`` for tensors that need no autograd and no checks: a tenth of the time. ``specs`` are their
     placements, global shapes and strides. Seen: 2.11 to 2.15 (the constructor, DTensorSpec and TensorMeta)."""
-    made = []
+    dtensors = []
     for local, (placements, shape, stride) in zip(parts, specs, strict=True):
         spec = _dtensor_spec(mesh, placements, shape, stride, local.dtype)
         if spec.mesh is not mesh:  # an equal mesh, possibly of process groups that were destroyed
             spec = _dtensor_spec.__wrapped__(mesh, placements, shape, stride, local.dtype)
         # Without __init__, which is for torch.export, and takes longer than the rest.
         local = local.detach() if local.requires_grad else local
-        made.append(DTensor.__new__(DTensor, local, spec, requires_grad=False))
-    return tuple(made)
+        dtensors.append(DTensor.__new__(DTensor, local, spec, requires_grad=False))
+    return tuple(dtensors)
 
 
 @lru_cache(maxsize=256)  # many tensors may share a spec: DTensor's own sharding rules return shared ones too
@@ -275,13 +275,13 @@ def running_modules() -> list[tuple[torch.nn.Module, tuple[Any, ...], dict[str, 
     """The modules whose calls are running in this thread, innermost first, with the arguments of each.
 
     Seen: 2.11 to 2.15 (``Module._call_impl`` and its variables)."""
-    found = []
+    modules = []
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code is MODULE_CALL:
-            found.append(tuple(map(frame.f_locals.get, ("self", "args", "kwargs"))))
+            modules.append(tuple(map(frame.f_locals.get, ("self", "args", "kwargs"))))
         frame = frame.f_back
-    return found
+    return modules
 
 
 def scripted_attention(function: Any) -> bool:

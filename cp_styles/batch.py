@@ -512,13 +512,13 @@ def sum_gradients(
         return trained
 
     summed = _with_gradient_anywhere(check, axis, group, (bucket_bytes, str(reduce_dtype)))
-    known = [summed_over(parameter) for parameter in summed]
+    earlier = [summed_over(parameter) for parameter in summed]
     try:
         with Operation(group):
             gradients = [_local_gradient(parameter) for parameter in summed]
             for bucket in _buckets(gradients, bucket_bytes):
                 _sum_bucket(bucket, group, reduce_dtype or torch.promote_types(bucket[0].dtype, torch.float32))
-            for parameter, before in zip(summed, known, strict=True):
+            for parameter, before in zip(summed, earlier, strict=True):
                 note_summed(parameter, *before, Summed(tuple(dist.get_process_group_ranks(group)), "this function"))
     except BaseException:
         for parameter in summed:  # some are summed, and others are not: no optimizer may take them for gradients
@@ -564,11 +564,11 @@ _MOST_SAMPLED, _MOST_ELEMENTS = 8, 1024
 def _refuse_summed(parameters: list[torch.Tensor], group: dist.ProcessGroup) -> None:
     ranks = set(dist.get_process_group_ranks(group))
     for parameter in parameters:
-        for known in summed_over(parameter):
-            if len(ranks.intersection(known.ranks)) > 1:
+        for note in summed_over(parameter):
+            if len(ranks.intersection(note.ranks)) > 1:
                 raise ValueError(
                     f"sum_gradients over ranks {sorted(ranks)}: the gradient of a parameter of shape "
-                    f"{tuple(parameter.shape)} is already summed over some of them, by {known.by}, and has not changed "
+                    f"{tuple(parameter.shape)} is already summed over some of them, by {note.by}, and has not changed "
                     "since. A second sum would multiply it by the number of ranks. Sum once, after the last backward; "
                     "leave out parameters in front of a collectives.split, or give that grad_scale=GradScale.DOWN"
                     f"{see('Gradients that are summed twice')}"

@@ -146,8 +146,8 @@ class KVCache:
             ValueError: on this rank, and at the next call over the group on the others: batch, heads, head dims or
                 dtype are not those of the prompt.
         """
-        found, held = ([(*x.shape[:2], x.shape[3], x.dtype) for x in pair] for pair in ((k_BGLD, v_BGLE), self._both))
-        if found != held or k_BGLD.shape[2] != v_BGLE.shape[2]:
+        given, held = ([(*x.shape[:2], x.shape[3], x.dtype) for x in pair] for pair in ((k_BGLD, v_BGLE), self._both))
+        if given != held or k_BGLD.shape[2] != v_BGLE.shape[2]:
             self._refuse(
                 ValueError(
                     f"KVCache: new keys and values of shapes {tuple(k_BGLD.shape)} and {tuple(v_BGLE.shape)} in "
@@ -265,15 +265,15 @@ class LayerCaches:
         Returns the keys and values to attend to: in the prefill the given ones, later all that this rank holds.
         """
         self.layers += [None] * (layer + 1 - len(self.layers))
-        found = self.layers[layer]
+        cache = self.layers[layer]
         if not self.prefilled:
             self.layers[layer] = KVCache(self.group, self.prompt, k_BGLD, v_BGLE)
             return k_BGLD, v_BGLE
-        if found is None:
+        if cache is None:
             assert not self.prompt.length
-            found = self.layers[layer] = KVCache(self.group, self.prompt, k_BGLD[:, :, :0], v_BGLE[:, :, :0])
-        found.append(k_BGLD, v_BGLE)
-        return found.keys, found.values
+            cache = self.layers[layer] = KVCache(self.group, self.prompt, k_BGLD[:, :, :0], v_BGLE[:, :, :0])
+        cache.append(k_BGLD, v_BGLE)
+        return cache.keys, cache.values
 
     @property
     def held(self) -> list[KVCache]:
@@ -521,8 +521,8 @@ def _of_all_ranks(
     name: str, out: torch.Tensor, lse: torch.Tensor, cache: KVCache, q: torch.Tensor, alike: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """``(out_PBHLE, lse_PBHL)`` of all ranks, and a number of each of them that tells whether they decode alike."""
-    said = (device_checksum(q) + (cache.length * 0x9E3779B97F4A7C1 + alike) % 2**62).reshape(1)
-    mine = torch.cat((out.flatten(), lse.flatten(), said.view(out.dtype)))
+    number = (device_checksum(q) + (cache.length * 0x9E3779B97F4A7C1 + alike) % 2**62).reshape(1)
+    mine = torch.cat((out.flatten(), lse.flatten(), number.view(out.dtype)))
     parts_PN = mine.new_empty(cache.group.size(), mine.numel())
     with collective(cache.group, name):
         dist.all_gather(list(parts_PN.unbind()), mine, group=cache.group)

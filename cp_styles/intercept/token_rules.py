@@ -307,15 +307,15 @@ def _view(call: OpCall) -> Label | list[Label]:
     shape, rest = x.shape, call.args[1:]
 
     def moved(track: torch.Tensor) -> list[torch.Tensor]:
-        made = call.func(track.expand(shape), *rest, **call.kwargs)
-        return [compressed(each) for each in (made if isinstance(made, list | tuple) else [made])]
+        labels = call.func(track.expand(shape), *rest, **call.kwargs)
+        return [compressed(each) for each in (labels if isinstance(labels, list | tuple) else [labels])]
 
     label = call.label_of(x)
     count = len(call.out) if isinstance(call.out, list | tuple) else 1
     tokens = [None] * count if label.tokens is None else moved(label.tokens)
     places = [None] * count if label.places is None else moved(label.places)
-    made = [call.join(token, place, False, given=[label]) for token, place in zip(tokens, places, strict=True)]
-    return made if isinstance(call.out, list | tuple) else made[0]
+    labels = [call.join(token, place, False, given=[label]) for token, place in zip(tokens, places, strict=True)]
+    return labels if isinstance(call.out, list | tuple) else labels[0]
 
 
 def _slice(call: OpCall) -> Label | list[Label]:
@@ -379,7 +379,7 @@ def _view_of_shape(call: OpCall) -> Label:
 
 def _blocks(old: list[int], new: list[int]) -> list[tuple[list[int], list[int]]]:
     """Runs of dims of two shapes that have equally many elements."""
-    found, i, j = [], 0, 0
+    blocks, i, j = [], 0, 0
     while i < len(old) or j < len(new):
         a, b = [], []
         left = right = 1
@@ -394,8 +394,8 @@ def _blocks(old: list[int], new: list[int]) -> list[tuple[list[int], list[int]]]
             else:
                 b.append(j)
                 right, j = right * new[j], j + 1
-        found.append((a, b))
-    return found
+        blocks.append((a, b))
+    return blocks
 
 
 def _last_alike(track: torch.Tensor) -> torch.Tensor:
@@ -425,18 +425,18 @@ def _join(tensors: Sequence[torch.Tensor], tracks: Sequence[Track], dim: int) ->
     """The track of tensors that are joined along ``dim``."""
     if all(track is None for track in tracks):
         return None
-    known = [
+    whole = [
         torch.full([1] * x.ndim, -1, dtype=torch.int32, device="cpu") if t is None else t
         for x, t in zip(tensors, tracks, strict=True)
     ]
-    if all(track.shape[dim] == 1 for track in known):
-        first = known[0]
-        if all(track.shape == first.shape and torch.equal(track, first) for track in known[1:]):
+    if all(track.shape[dim] == 1 for track in whole):
+        first = whole[0]
+        if all(track.shape == first.shape and torch.equal(track, first) for track in whole[1:]):
             return first
-    sizes = [max(track.shape[d] for track in known) for d in range(known[0].ndim)]
+    sizes = [max(track.shape[d] for track in whole) for d in range(whole[0].ndim)]
     parts = [
         track.expand([x.shape[d] if d == dim else size for d, size in enumerate(sizes)])
-        for x, track in zip(tensors, known, strict=True)
+        for x, track in zip(tensors, whole, strict=True)
     ]
     _small(sum(part.numel() for part in parts))
     return torch.cat(parts, dim)
@@ -544,9 +544,9 @@ def _index(call: OpCall) -> Label:
 
     def move(track: torch.Tensor) -> torch.Tensor:
         whole = _along(track, x.shape, dims)
-        found = whole[tuple(taken)]
-        _small(*found.shape)
-        return by_values(found)
+        picked = whole[tuple(taken)]
+        _small(*picked.shape)
+        return by_values(picked)
 
     return label.moved(move)
 

@@ -153,9 +153,9 @@ def _on_one(
     gather: Gather,
     scopes_over: str | None,
 ) -> Alone:
-    found = error = None
+    alone = error = None
     try:
-        found = run_alone(model, batch, mesh, step, scopes_over)
+        alone = run_alone(model, batch, mesh, step, scopes_over)
     except Exception as raised:
         error = raised
     texts = [each for each in gather(None if error is None else f"{type(error).__name__}: {error}") if each is not None]
@@ -165,8 +165,8 @@ def _on_one(
         )
         raise error
     _refuse(title, [f"on one process, without the plan, on another rank: {text}" for text in texts[:1]])
-    assert found is not None
-    return found
+    assert alone is not None
+    return alone
 
 
 def _failed(failures: list[Failure | None]) -> list[str]:
@@ -185,44 +185,44 @@ def _failed(failures: list[Failure | None]) -> list[str]:
 def _differences(ranks: list[dict[str, int]]) -> list[str]:
     """Texts for entries of the batch and parameters that differ between ranks."""
     apart = [name for name in ranks[0] if len({each.get(name) for each in ranks}) > 1]
-    found = []
+    findings = []
     weights = [name for name in apart if name.startswith(WEIGHTS)]
     entries = [name for name in apart if not name.startswith(WEIGHTS)]
     if entries or len({tuple(name for name in each if not name.startswith(WEIGHTS)) for each in ranks}) > 1:
-        found.append(
+        findings.append(
             f"the sample differs between ranks ({', '.join(entries) or 'its entries'}): all ranks of one sequence take "
             "part in one batch. Give them the same one, and let the step cut it"
         )
     if weights:
-        found.append(
+        findings.append(
             f"the ranks begin with different weights ({', '.join(weights[:4])}{', ...' if len(weights) > 4 else ''}): "
             "seed them alike, or load one state dict"
         )
-    return found
+    return findings
 
 
 def _unusable(one: Alone, gather: Gather) -> list[str]:
     """A text for a step of one process with which nothing can be compared."""
-    found = None
+    finding = None
     bad = [name for name, x in one.result.gradients.items() if x is not None and not bool(x.isfinite().all())]
     if not one.result.recording.calls:
-        found = "the step does not call the model that it is given"
+        finding = "the step does not call the model that it is given"
     elif one.result.loss is not None and not math.isfinite(one.result.loss):
-        found = (
+        finding = (
             f"on one process, without the plan, the loss is {one.result.loss}: choose a batch and weights for which it "
             "is finite"
         )
     elif bad:
-        found = (
+        finding = (
             f"on one process, without the plan, gradients are not finite ({some(bad)}): choose a batch and weights for "
             "which they are"
         )
     elif one.removed:
-        found = (
+        finding = (
             f"the step removes gradients before it ends ({some(one.removed)}), so they cannot be compared: leave "
             "zero_grad() out of it, and optimizers that set gradients to None"
         )
-    return [each for each in gather(found) if each is not None][:1]
+    return [each for each in gather(finding) if each is not None][:1]
 
 
 def _random(one: Alone, again: Alone, gather: Gather, tolerance: float) -> list[str]:
@@ -292,8 +292,8 @@ def _report(
 
     ran = many.recording.attentions
     layouts = tuple(dict.fromkeys(layout for each in ran for layout in each.layouts))
-    found = Comparison(single, one, many, Places(layouts, rank), axis.size(), over_sequence, gather, tolerance)
-    findings = found.findings() if any(gather(bool(ran))) else [_NO_ATTENTION]
+    comparison = Comparison(single, one, many, Places(layouts, rank), axis.size(), over_sequence, gather, tolerance)
+    findings = comparison.findings() if any(gather(bool(ran))) else [_NO_ATTENTION]
     losses = gather(many.loss)
     loss: tuple[float, ...] = ()
     if one.loss is not None and all(each is not None for each in losses):
@@ -303,8 +303,8 @@ def _report(
     if (
         not findings
         and not loss
-        and not found.parameters
-        and not any(error is not None for error in found.errors.outputs.values())
+        and not comparison.parameters
+        and not any(error is not None for error in comparison.errors.outputs.values())
     ):
         findings = [
             "nothing could be compared: the step returns no loss and leaves no gradients, and no output of a module "
@@ -321,10 +321,12 @@ def _report(
         title=title,
         findings=tuple(findings),
         modules=tuple(
-            ModuleErrors(call.name, call.kind, found.errors.outputs[call.key], found.errors.gradients[call.key])
+            ModuleErrors(
+                call.name, call.kind, comparison.errors.outputs[call.key], comparison.errors.gradients[call.key]
+            )
             for call in one.recording.calls
         ),
-        parameters=tuple(found.parameters.items()),
+        parameters=tuple(comparison.parameters.items()),
         loss=loss,
         calls=tuple((name, max(calls.get(name, 0) for calls, _ in traces)) for name in kinds),
         sent_bytes=tuple(sent for _, sent in traces),
@@ -337,15 +339,15 @@ def _report(
 
 def _of_loss(one: float | None, ranks: list[float | None], tolerance: float) -> list[str]:
     """What is wrong with the loss that a step returns whose gradients are right."""
-    known = [each for each in ranks if each is not None]
-    if (one is None or len(known) < len(ranks)) and not (one is None and not known):
+    losses = [each for each in ranks if each is not None]
+    if (one is None or len(losses) < len(ranks)) and not (one is None and not losses):
         shown = ", ".join(map(_number, ranks))
         return [f"the step returns {_number(one)} as its loss on one process, and {shown} on the ranks"]
-    if one is None or all(math.isclose(each, one, rel_tol=tolerance) for each in known):
+    if one is None or all(math.isclose(each, one, rel_tol=tolerance) for each in losses):
         return []
     why = "return the mean over the tokens of all ranks, as global_loss does"
-    if not all(map(math.isfinite, known)):
-        why = f"it is {', '.join(map(_number, known))}. The cause is not known"
+    if not all(map(math.isfinite, losses)):
+        why = f"it is {', '.join(map(_number, losses))}. The cause is not known"
     return [f"the loss that the step returns is another number than on one process, and all gradients are right: {why}"]
 
 

@@ -26,23 +26,23 @@ from cp_styles.verify import VerificationError, verify
 
 def axes(text: str) -> dict[str, int]:
     """cp=2 or cp=2,tp=2: the axes of a mesh and their sizes."""
-    found = {}
+    sizes = {}
     for part in text.split(","):
         name, _, size = part.partition("=")
-        if not name.isidentifier() or not size.isdecimal() or int(size) < 1 or name in found:
+        if not name.isidentifier() or not size.isdecimal() or int(size) < 1 or name in sizes:
             raise argparse.ArgumentTypeError(f"{text!r}: give axes and their sizes, such as cp=2 or cp=2,tp=2")
-        found[name] = int(size)
-    return found
+        sizes[name] = int(size)
+    return sizes
 
 
 def place(text: str) -> tuple[str, str]:
     """path/to/file.py:name or package.module:name."""
-    found, _, name = text.rpartition(":")
-    if not found or not name.isidentifier():
+    module, _, name = text.rpartition(":")
+    if not module or not name.isidentifier():
         raise argparse.ArgumentTypeError(f"{text!r}: give a file or module and a function in it, tests/cp_case.py:case")
-    if found.endswith(".py") and not Path(found).is_file():
-        raise argparse.ArgumentTypeError(f"there is no file {found}")
-    return found, name
+    if module.endswith(".py") and not Path(module).is_file():
+        raise argparse.ArgumentTypeError(f"there is no file {module}")
+    return module, name
 
 
 def function(place: str, name: str) -> Callable[[], Mapping[str, Any]] | None:
@@ -61,30 +61,32 @@ def function(place: str, name: str) -> Callable[[], Mapping[str, Any]] | None:
 
 def parser() -> argparse.ArgumentParser:
     """The options of the command."""
-    made = argparse.ArgumentParser(
+    options = argparse.ArgumentParser(
         prog="python -m cp_styles verify", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("case", type=place, metavar="FILE.py:FUNCTION", help="what makes the arguments of verify")
-    made.add_argument("--mesh", type=axes, default={"cp": 2}, metavar="cp=2,...", help="its axes; default cp=2")
-    return made
+    options.add_argument("case", type=place, metavar="FILE.py:FUNCTION", help="what makes the arguments of verify")
+    options.add_argument("--mesh", type=axes, default={"cp": 2}, metavar="cp=2,...", help="its axes; default cp=2")
+    return options
 
 
 def main(arguments: Sequence[str]) -> None:
     """Run the command; the first of the arguments is its name."""
-    made = parser()
-    args = made.parse_args(arguments[1:])
+    options = parser()
+    args = options.parse_args(arguments[1:])
     try:
         case = function(*args.case)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{args.case[0]}.".startswith(f"{error.name}."):
             raise  # of what the case imports
-        made.error(f"argument case: there is no module {error.name}; a file is given with .py, tests/cp_case.py:case")
+        options.error(
+            f"argument case: there is no module {error.name}; a file is given with .py, tests/cp_case.py:case"
+        )
     if case is None:
-        made.error(f"argument case: {args.case[0]} has no function {args.case[1]}")
+        options.error(f"argument case: {args.case[0]} has no function {args.case[1]}")
     given = case()
     needed = [name for name in ("model", "plan", "batch", "step") if name not in given]
     if needed:
-        made.error(f"argument case: its dict has no {', '.join(needed)}")
+        options.error(f"argument case: its dict has no {', '.join(needed)}")
     names, sizes = tuple(args.mesh), tuple(args.mesh.values())
 
     def on(rank: int) -> str:

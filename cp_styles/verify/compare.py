@@ -85,8 +85,8 @@ class Places:
 
     def part(self, whole: torch.Tensor, local: torch.Tensor) -> ExpectedPart | None:
         """The part, of those of :meth:`parts`, that is nearest to ``local``. None if there is none."""
-        found = list(self.parts(whole, local.shape))
-        return min(found, key=lambda part: squares(local, part.expected).error()) if found else None
+        candidates = list(self.parts(whole, local.shape))
+        return min(candidates, key=lambda part: squares(local, part.expected).error()) if candidates else None
 
     def compare(self, whole: torch.Tensor | None, local: torch.Tensor | None) -> Squares | None:
         """The comparison of ``local`` with its part of ``whole``. None if its shape is not that of a part."""
@@ -125,5 +125,5 @@ def factor(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 def all_squares(pairs: Sequence[Squares | None]) -> Squares | None:
     """The sum of the entries that are not None. None if there are none."""
-    known = [each for each in pairs if each is not None]
-    return sum(known[1:], known[0]) if known else None
+    terms = [each for each in pairs if each is not None]
+    return sum(terms[1:], terms[0]) if terms else None

@@ -105,12 +105,12 @@ class Comparison:
         self._over_sequence, self._gather, self._tolerance = over_sequence, gather, tolerance
         self._calls = one.recording.calls
         self._local = {call.key: call for call in many.recording.calls}
-        known = [x for x in one.gradients.values() if x is not None]
+        gradients = [x for x in one.gradients.values() if x is not None]
         # A gradient may be 0 up to rounding (that of a key's bias). So errors are relative to at least a part of the
         # largest gradient's norm: as much as its rounding may be 100 units in the last place.
-        units = max((100 * torch.finfo(x.dtype).eps for x in known), default=0.0)
+        units = max((100 * torch.finfo(x.dtype).eps for x in gradients), default=0.0)
         self._floor_part = min(1e-2, units / tolerance)
-        self._floor = self._floor_part * max((float(x.double().norm()) for x in known), default=0.0)
+        self._floor = self._floor_part * max((float(x.double().norm()) for x in gradients), default=0.0)
         self._of_loss = gather(self._loss_gradient())
         self.errors = self._all_errors()
         self.parameters = self._parameter_errors()
@@ -136,15 +136,15 @@ class Comparison:
         for call, ranks in zip(self._calls, zip(*self._gather(mine), strict=True), strict=True):
             given = [all_squares([each[0].get(name) for each in ranks]) for name in call.inputs]
             inputs[call.key] = {
-                name: None if found is None else found.error() for name, found in zip(call.inputs, given, strict=True)
+                name: None if total is None else total.error() for name, total in zip(call.inputs, given, strict=True)
             }
             outputs[call.key] = all_squares([each[1] for each in ranks])
             gradients[call.key] = all_squares([each[2] for each in ranks])
         floor = self._floor_part * max((each.norm**0.5 for each in gradients.values() if each), default=0.0)
         return Errors(
             inputs,
-            {key: found and found.error() for key, found in outputs.items()},
-            {key: found and found.error(floor) for key, found in gradients.items()},
+            {key: total and total.error() for key, total in outputs.items()},
+            {key: total and total.error(floor) for key, total in gradients.items()},
         )
 
     def _squares_of(
@@ -166,9 +166,11 @@ class Comparison:
         """The largest error of all ranks, by parameter. A missing gradient counts as 0."""
         mine = {}
         for name in sorted(self._one.gradients.keys() | self._many.gradients.keys()):
-            found, expected = self._pair(name)
-            if found is not None and expected is not None:
-                mine[name] = squares(found, expected).error(self._floor) if found.shape == expected.shape else torch.inf
+            gradient, expected = self._pair(name)
+            if gradient is not None and expected is not None:
+                mine[name] = (
+                    squares(gradient, expected).error(self._floor) if gradient.shape == expected.shape else torch.inf
+                )
         ranks = self._gather(mine)
         names = [name for name in self._one.gradients if any(name in each for each in ranks)]
         names += sorted({name for each in ranks for name in each} - set(names))
@@ -193,7 +195,7 @@ class Comparison:
 
     def _at_inputs(self, root: Call) -> list[str]:
         """Arguments of the model that are not this rank's part."""
-        found = []
+        findings = []
         wrong = [name for name, error in self.errors.inputs[root.key].items() if self._is_wrong(error)]
         for name in wrong:
             counts, cuts, held = self._argument(root, name)
@@ -206,8 +208,8 @@ class Comparison:
                 text = f"layout mismatch: it is cut with {min(cuts)}, and attention ran with another layout ({held})"
             else:
                 text = f"it is not this rank's part of what one process is given, by attention's layout ({held})"
-            found.append(f"argument {name!r} of {root}: {text}")
-        return found
+            findings.append(f"argument {name!r} of {root}: {text}")
+        return findings
 
     def _argument(self, call: Call, name: str) -> tuple[bool, set[str], str]:
         """Of an input of a call: whether it counts from 0 on every rank; the layouts by which it is cut on every rank;
@@ -376,21 +378,21 @@ class Comparison:
     def _holds(self, ask: Callable[[], bool], *, every: bool = True) -> bool:
         """Whether it holds on every rank, or on any. It does not where a module cannot be run so."""
         try:
-            found = ask()
+            answer = ask()
         except Exception:  # of a module that cannot be run by itself, or with other values
-            found = False
-        return (all if every else any)(self._gather(found))
+            answer = False
+        return (all if every else any)(self._gather(answer))
 
     def _other_masks(self, masks: Sequence[AttentionMask | None], ran: Sequence[Any]) -> Iterator[tuple[str, Any]]:
         """What may have happened to the masks of one process, and the change to its calls that does the same."""
-        known = [mask for mask in masks if mask is not None]
-        masked = next((mask.attn_mask for mask in known if mask.attn_mask is not None), None)
+        seen = [mask for mask in masks if mask is not None]
+        masked = next((mask.attn_mask for mask in seen if mask.attn_mask is not None), None)
         if masked is not None:
             what, remedy = _describe(masked)
             text = f"{what} is dropped: the ranks got attention without it. {remedy}"
             yield text, lambda given: given | {"attn_mask": None}
             yield text, lambda given: given | {"attn_mask": None, "is_causal": True}
-        elif any(mask.is_causal for mask in known):
+        elif any(mask.is_causal for mask in seen):
             text = "the causal mask is dropped: give the style mask=Causal(), or the call is_causal=True"
             yield text, lambda given: given | {"is_causal": False}
         others = list(dict.fromkeys(each.mask for each in ran))
@@ -460,12 +462,12 @@ class Comparison:
         return these.
         """
         inside = [call for call in self._calls if call.name == target.name and call.within(node)]
-        found: list[list[torch.Tensor]] = []
+        inputs: list[list[torch.Tensor]] = []
         module, watched = self._modules[node.name], self._modules[target.name]
 
         def note(module: nn.Module, args: Any, kwargs: Any) -> None:
             given = Call(target.key, target.kind, None, args, kwargs, target.names, (0, 0)).inputs
-            found.append(list(given.values()))
+            inputs.append(list(given.values()))
 
         handle = watched.register_forward_pre_hook(note, with_kwargs=True) if at_input else None
         replaced = self._replace_forwards(node, outputs or {})
@@ -478,19 +480,19 @@ class Comparison:
             if handle is not None:
                 handle.remove()
         if at_input:
-            return found[[call.key for call in inside].index(target.key)]
+            return inputs[[call.key for call in inside].index(target.key)]
         return tensors_of(output)
 
     def _replace_forwards(self, node: Call, outputs: Mapping[Key, Any]) -> list[nn.Module]:
         """Let the modules that ``node`` calls return ``outputs``, one after the other. The modules."""
-        made = {}
+        returned = {}
         for call in self._calls:
             if call.parent is node and call.key in outputs:
-                made.setdefault(call.name, []).append(outputs[call.key])
-        for name, values in made.items():
+                returned.setdefault(call.name, []).append(outputs[call.key])
+        for name, values in returned.items():
             following = iter(values)
             self._modules[name].forward = lambda *args, _following=following, **kwargs: next(_following)
-        return [self._modules[name] for name in made]
+        return [self._modules[name] for name in returned]
 
     def _wrong_positions(self, target: Call, local: Call, at_input: bool) -> str:
         """Which positions of ``target``'s first output (or input) are wrong on any rank."""
@@ -525,17 +527,19 @@ class Comparison:
         if part is None or part.dim is None or part.layout is None:
             return None
         positions = part.layout.positions(self._places.rank, whole.device)
-        found, expected = (x.double().movedim(part.dim, 0).flatten(1) for x in (mine, part.expected))
+        gradient, expected = (x.double().movedim(part.dim, 0).flatten(1) for x in (mine, part.expected))
         last = torch.ones_like(positions, dtype=torch.bool)
         last[:-1] = positions.diff() != 1
         labelled = (expected != 0).any(1)
         inner = ~last & labelled
-        by = factor(found[inner], expected[inner]) if bool(inner.any()) else factor(found, expected)
-        error = found - by * expected
+        by = factor(gradient[inner], expected[inner]) if bool(inner.any()) else factor(gradient, expected)
+        error = gradient - by * expected
         scale = self._tolerance * max(float((by * expected).norm()), 1e-300)
         wrong = ~(error.norm(dim=1) <= scale / max(len(error), 1) ** 0.5)
         right = bool((error.norm() <= scale).item())
-        of_label = self._differ_as_labels(found, by * expected, mine.shape[-1]) if part.dim < whole.ndim - 1 else False
+        of_label = (
+            self._differ_as_labels(gradient, by * expected, mine.shape[-1]) if part.dim < whole.ndim - 1 else False
+        )
         return _LossGradient(
             by,
             right,
@@ -560,20 +564,20 @@ class Comparison:
     def _common_factor(self) -> float | None:
         """The factor of the loss's gradient on all ranks, such as ``averaged_over`` of global_loss. None if there is no
         such factor, or it is not known."""
-        known = [each for each in self._of_loss if each is not None and each.right]
-        if len(known) < len(self._of_loss):
+        scaled = [each for each in self._of_loss if each is not None and each.right]
+        if len(scaled) < len(self._of_loss):
             return None
-        factors = [each.by for each in known]
+        factors = [each.by for each in scaled]
         common = max(factors) - min(factors) <= self._tolerance * max(map(abs, factors))
         return factors[0] if common and factors[0] else None
 
     def _in_loss(self) -> list[str]:
         """For a correct output of the model: what is wrong in its gradient, which comes from the loss."""
         root, ranks = self._calls[-1], self._of_loss
-        known = [each for each in ranks if each is not None]
-        if len(known) < len(ranks) or self._common_factor() is not None:
+        parts = [each for each in ranks if each is not None]
+        if len(parts) < len(ranks) or self._common_factor() is not None:
             return []
-        wrong = [each for each in known if not each.right]
+        wrong = [each for each in parts if not each.right]
         if wrong and all(each.at_ends and each.like_labels for each in wrong):
             return [
                 f"the loss: what {root} returned is right, and its gradient is wrong where a rank's tokens are not "
@@ -583,13 +587,13 @@ class Comparison:
         if wrong:
             return [
                 f"the loss: what {root} returned is right, and its gradient is not, at "
-                f"{_positions([set(each.wrong) for each in known])}: labels, weights or the loss itself are not those "
+                f"{_positions([set(each.wrong) for each in parts])}: labels, weights or the loss itself are not those "
                 "of this rank's tokens"
             ]
-        factors = [each.by for each in known]
+        factors = [each.by for each in parts]
         shown = ", ".join(f"{each:.4g}" for each in factors)
         text = f"the loss: its gradient is {shown} times that of one process on the ranks, in turn: "
-        counts = [each.by * each.tokens for each in known]
+        counts = [each.by * each.tokens for each in parts]
         if max(counts) - min(counts) <= self._tolerance * max(map(abs, counts)):
             text += "each rank has divided by the number of its own tokens. "
         else:
@@ -603,26 +607,26 @@ class Comparison:
         for name in self.parameters:
             kinds.setdefault(self._kind_of(name), []).append(name)
         wrong = {kind: names for kind, names in kinds.items() if kind != "right"}
-        found = []
+        findings = []
         for kind, names in wrong.items():
             what = f"the gradients of {len(names)} of {len(self.parameters)} parameters ({some(names)})"
             if kind == "share":
                 partly = "right" in kinds
-                found.append(
+                findings.append(
                     f"gradients are {'partly reduced' if partly else 'unreduced'}: {what} are each rank's own share, "
                     "and were not summed over the ranks of the sequence. Call sum_gradients(model, mesh) with all "
                     "parameters after the backward, or use FSDP2 or DDP over this axis"
                 )
             elif kind == "not finite":
-                found.append(
+                findings.append(
                     f"{what} are not finite on the ranks{self._first_wrong_gradient()}. The cause is not known"
                 )
             elif kind.startswith("times") and not self._first_wrong_gradient():
                 by = float(kind.split()[1])
-                found.append(f"{what} are {by:.4g} times those of one process: {self._why_times(by)}")
+                findings.append(f"{what} are {by:.4g} times those of one process: {self._why_times(by)}")
             else:
-                found.append(f"{what} are wrong{self._first_wrong_gradient()}. The cause is not known")
-        return found
+                findings.append(f"{what} are wrong{self._first_wrong_gradient()}. The cause is not known")
+        return findings
 
     def _why_times(self, by: float) -> str:
         of_loss, ranks = self._common_factor(), self._ranks
@@ -648,19 +652,25 @@ class Comparison:
 
     def _kind_of(self, name: str) -> str:
         """right, share, times FACTOR, not finite or wrong; the same on every rank. Communication: a sum over ranks."""
-        found, expected = self._pair(name)
-        if not all(self._gather(found is not None and expected is not None and found.shape == expected.shape)):
+        share, expected = self._pair(name)
+        if not all(self._gather(share is not None and expected is not None and share.shape == expected.shape)):
             return "wrong"
-        assert found is not None
+        assert share is not None
         assert expected is not None
-        total = self._over_sequence(found)
+        total = self._over_sequence(share)
 
         def near(a: torch.Tensor, b: torch.Tensor) -> bool:
             return squares(a, b).error(self._floor) <= self._tolerance
 
-        by = factor(found, expected)
+        by = factor(share, expected)
         ranks = self._gather(
-            (near(found, expected), near(total, expected), near(found, by * expected), by, bool(found.isfinite().all()))
+            (
+                near(share, expected),
+                near(total, expected),
+                near(share, by * expected),
+                by,
+                bool(share.isfinite().all()),
+            )
         )
         if all(each[0] for each in ranks):
             return "right"

@@ -68,12 +68,12 @@ class Call:
         """The tensors that it was given, by parameter."""
         given = dict(zip(self.names, self.args, strict=False)) if self.names else {}
         extra = {f"argument {at}": value for at, value in enumerate(self.args) if at >= len(self.names)}
-        found = {}
+        tensors = {}
         for name, value in {**given, **extra, **self.kwargs}.items():
             leaves = tensors_of(value)
             for at, leaf in enumerate(leaves):
-                found[name if len(leaves) == 1 else f"{name}[{at}]"] = leaf
-        return found
+                tensors[name if len(leaves) == 1 else f"{name}[{at}]"] = leaf
+        return tensors
 
     def within(self, other: Call) -> bool:
         node = self.parent

@@ -53,17 +53,17 @@ def gather_over(mesh: DeviceMesh) -> Gather:
     if one has failed, see :func:`telling_others`."""
 
     def gather(value: Any) -> list[Any]:
-        found = [value]
+        values = [value]
         for axis in reversed(range(mesh.ndim)):
             group = mesh.get_group(axis)
             ranks: list[Any] = [None] * group.size()
             with collective(group, f"verify (mesh axis {(mesh.mesh_dim_names or ('cp',))[axis]!r})"):
-                dist.all_gather_object(ranks, found, group=group)
-            found = [each for rank in ranks for each in rank]
-        failed = [each for each in found if isinstance(each, _Failed)]
+                dist.all_gather_object(ranks, values, group=group)
+            values = [each for rank in ranks for each in rank]
+        failed = [each for each in values if isinstance(each, _Failed)]
         if failed and not isinstance(value, _Failed):
             raise OtherRankError(f"verify: another rank has raised {failed[0].text}")
-        return found
+        return values
 
     return gather
 
@@ -257,15 +257,15 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 def checksums(batch: Any, model: nn.Module) -> dict[str, int]:
     """Checksums of the entries of the batch, and of the parameters and buffers of the model, by name."""
     entries: Mapping[Any, Any] = batch if isinstance(batch, Mapping) else {"": batch}
-    found = {}
+    sums = {}
     for name, value in entries.items():
         tensors = tensors_of(value)
         label = f"batch[{name!r}]" if isinstance(batch, Mapping) else "the batch"
-        found[label] = _checksum(tensors) if tensors else zlib.crc32(repr(value).encode())
+        sums[label] = _checksum(tensors) if tensors else zlib.crc32(repr(value).encode())
     for name, value in model.state_dict(keep_vars=True).items():
         if isinstance(value, torch.Tensor):
-            found[WEIGHTS + name] = _checksum([value])
-    return found
+            sums[WEIGHTS + name] = _checksum([value])
+    return sums
 
 
 def _checksum(tensors: list[torch.Tensor]) -> int:
