@@ -133,7 +133,7 @@ def run_ranks(
 
 
 def clear_frames(error: BaseException) -> None:
-    """Clear the local variables of the frames of ``error``, and of the errors that led to it. File names and lines stay.
+    """Clear the local variables of the frames of ``error``, and of errors that led to it. File names and lines stay.
 
     The other ranks must not wait for a failed rank, and its sockets close only when nothing holds its groups.
     """
