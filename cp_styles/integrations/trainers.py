@@ -178,9 +178,17 @@ class ContextParallelTrainer:
         collator and of the model.
 
         Raises:
-            NotImplementedError: for ``label_smoothing_factor``, ``compute_loss_func`` and ``neftune_noise_alpha``.
+            NotImplementedError: for ``label_smoothing_factor``, ``compute_loss_func`` and ``neftune_noise_alpha``; for
+                batches without labels.
         """
         trainer = self._trainer
+        if self._cut._group.size() > 1 and inputs.get("labels") is None and inputs.get("shift_labels") is None:
+            raise NotImplementedError(
+                f"{type(self).__name__}: the batch has no labels but {list(inputs)}: this trainer makes its loss "
+                "itself, of the probabilities of whole sequences, as those for preferences and rewards do (DPO, KTO, "
+                "GRPO), and here they would be a part's. Their loss in a loop of your own is exact: DPO and GRPO on "
+                f"the page tutorials/trainers.md{see('A loss of whole sequences')}"
+            )
         if getattr(trainer, "neftune_noise_alpha", None) and self._cut._group.size() > 1:
             raise NotImplementedError(
                 f"{type(self).__name__}: neftune_noise_alpha adds noise to the embeddings, with random numbers of each "

@@ -1,0 +1,160 @@
+"""DPO and GRPO by the lines of the page on trainers: exact in float64. What trainers do instead is refused."""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="an extra: pip install .[clients]")
+
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.functional import logsigmoid
+
+from cp_styles import ModuleContextParallel, parallelize_module
+from cp_styles.integrations.trainers import ContextParallelTrainer
+from cp_styles.testing import RankError, run_ranks
+from tests.clients.hugging_face import NAME, StayDouble, causal_lm, config_of, gradients, largest_error, tiny, tokens_of
+from tests.clients.test_transformers import EXACT
+
+PROMPT = 6
+
+
+def on_the_page(name: str) -> str:
+    page = (Path(__file__).parents[2] / "tutorials/trainers.md").read_text()
+    (code,) = re.findall(rf"<!-- example: {name} -->\n```python\n(.*?)```", page, re.DOTALL)
+    return code
+
+
+def models(number: int) -> list[Any]:
+    """Of other weights each."""
+    made = [tiny(causal_lm, config_of("llama", num_hidden_layers=2)) for _ in range(number)]
+    for index, model in enumerate(made):
+        for parameter in model.parameters():
+            parameter.data *= 1 + index / 7
+    return made
+
+
+def parameters_of(model: Any) -> dict[str, torch.Tensor]:
+    return {name: x.detach() for name, x in model.named_parameters()}
+
+
+def log_probs(model: Any, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """[B, S - 1], by one process, 0 where there is no label."""
+    logs = model(tokens).logits[:, :-1].log_softmax(-1)
+    return logs.gather(2, tokens[:, 1:, None])[..., 0] * (labels[:, 1:] != -100)
+
+
+def on_ranks(names: dict[str, Any], code: str) -> list[dict[str, Any]]:
+    """The code of the page with these names, of which each rank has copies; models among them get the style."""
+
+    def on(rank: int) -> dict[str, Any]:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        mine = copy.deepcopy(names) | {"mesh": mesh, "torch": torch, "copy": copy}
+        for model in (each for each in mine.values() if isinstance(each, torch.nn.Module)):
+            model.set_attn_implementation(NAME)
+            parallelize_module(model, mesh, ModuleContextParallel())
+        if "model" in mine:
+            mine["optimizer"] = torch.optim.SGD(mine["model"].parameters(), lr=0.1)
+        with StayDouble():
+            exec(on_the_page("log-probabilities") + code, mine)
+        return mine
+
+    return run_ranks(on, 2)
+
+
+def test_dpo():
+    model, reference = models(2)
+    one, beta, pairs = copy.deepcopy(model), 0.3, []
+    for seed, stop in ((0, 21), (1, 17)):  # of two lengths
+        tokens = tokens_of(stop, seed)
+        labels = tokens.masked_fill(torch.arange(stop) < PROMPT, -100)
+        labels[1, -3:] = -100
+        pairs.append({"input_ids": tokens, "labels": labels})
+    with StayDouble():
+        good, bad = ([log_probs(m, *pair.values()).sum(1) for m in (one, reference)] for pair in pairs)
+    loss = -logsigmoid(beta * (good[0] - bad[0] - (good[1] - bad[1]).detach())).mean()
+    loss.backward()
+    names = {"model": model, "reference": reference, "beta": beta, "chosen": pairs[0], "rejected": pairs[1]}
+    for found in on_ranks(names, on_the_page("dpo")):
+        assert (
+            largest_error((found["loss"].detach(), gradients(found["model"])), (loss.detach(), gradients(one))) < EXACT
+        )
+
+
+def test_grpo():
+    """Two updates of one rollout, whose second has ratios that are not 1; and the next rollout sees what they did."""
+    (model,) = models(1)
+    prompts, advantages = tokens_of(PROMPT), torch.tensor([1.5, -0.5], dtype=torch.float64)
+    completed = [torch.cat((prompts, tokens_of(21 - PROMPT, seed)), 1) for seed in (3, 4)]
+
+    class Rollouts(torch.nn.Module):
+        """In place of the library's, which would be made in float32 and draw from the threads' one generator."""
+
+        def __init__(self, config: Any) -> None:
+            super().__init__()
+            self.inner, self.pending = type(model)(config).double(), list(completed)
+            self.load_state_dict, self.seen = self.inner.load_state_dict, []
+
+        def generate(self, given: torch.Tensor, **_: Any) -> torch.Tensor:
+            self.seen.append(self.inner.lm_head.weight.detach().clone())
+            return self.pending.pop(0)
+
+    names = {"model": model, "batches": [prompts] * 2, "seed": 0, "new_tokens": 15, "updates": 2}
+    names |= {"advantages_of": lambda tokens: advantages}
+    auto = SimpleNamespace(from_config=lambda config, attn_implementation: Rollouts(config))
+    names["AutoModelForCausalLM"] = auto
+    one, losses = copy.deepcopy(model), []
+    optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+    for tokens in completed:
+        labels = tokens.masked_fill(torch.arange(21) < PROMPT, -100)
+        old = None
+        for _ in range(2):
+            with StayDouble():
+                new = log_probs(one, tokens, labels)
+            old = new.detach() if old is None else old
+            ratio = (new - old).exp()
+            gain = torch.minimum(ratio * advantages[:, None], ratio.clamp(0.8, 1.2) * advantages[:, None])
+            loss = -(gain * (labels[:, 1:] != -100)).sum() / (labels[:, 1:] != -100).sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+    assert losses[0] != losses[1]
+    for found in on_ranks(names, on_the_page("grpo")):
+        trained = parameters_of(found["model"])
+        assert largest_error((found["loss"].detach(), trained), (losses[-1], parameters_of(one))) < EXACT
+        assert not found["rollouts"].seen[0].equal(found["rollouts"].seen[1])
+        assert found["rollouts"].inner.lm_head.weight.equal(trained["lm_head.weight"])
+
+
+def test_trainers_of_such_losses_are_refused():
+    (model,) = models(1)
+
+    class Preferences:
+        model_accepts_loss_kwargs, accelerator = False, SimpleNamespace()
+
+        def __init__(self, model: Any) -> None:
+            self.model = model
+
+        def compute_loss(self, *_: Any, **__: Any) -> None:
+            raise AssertionError("not reached")
+
+    class Long(ContextParallelTrainer, Preferences): ...  # pyright: ignore[reportGeneralTypeIssues]
+
+    def on(rank: int) -> None:
+        mine = copy.deepcopy(model)
+        mine.set_attn_implementation(NAME)
+        parallelize_module(mine, init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), ModuleContextParallel())
+        Long(mine).compute_loss(mine, {"input_ids": tokens_of(), "completion_mask": tokens_of()})
+
+    with pytest.raises(
+        RankError, match=r"no labels but \['input_ids', 'completion_mask'\]: .* DPO and GRPO on the page"
+    ) as found:
+        run_ranks(on, 2)
+    assert found.value.errors.keys() == {0, 1}
