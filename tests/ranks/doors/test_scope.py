@@ -120,6 +120,44 @@ def test_another_scope_is_open_in_the_backward(door: str):
     run_ranks(on, RANKS)
 
 
+class Scaled(Core):
+    """Only its parameter wants a gradient: no node of an input holds what the backward needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = torch.nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, query, key, value):
+        return super().forward(query * self.factor, key, value)
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_graph_that_outlives_its_scope_and_its_module(door: str):
+    """While other batches come and go."""
+    problem = FIRST.problem
+    expected = (problem.expected[1] * problem.inputs[0]).sum()
+
+    def on(rank: int):
+        core = parallelize_module(Scaled(), cp_mesh(RANKS), DOORS[door]())
+        leaves, cotangent = FIRST.leaves(rank)
+        with FIRST.scope():
+            out = core(*(leaf.detach() for leaf in leaves))
+        for other in (SECOND, SHORT, SECOND):
+            gc.collect()
+            others, other_cotangent = other.leaves(rank)
+            with other.scope():
+                core(*others).backward(other_cotangent)
+        factor = core.factor
+        factor.grad = None
+        del core
+        gc.collect()
+        out.backward(cotangent)
+        dist.all_reduce(factor.grad)
+        return error(factor.grad, expected)
+
+    assert max(run_ranks(on, RANKS)) < EXACT
+
+
 # -- checkpoints --
 
 
