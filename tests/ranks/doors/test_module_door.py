@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
-import pickle
 from functools import cache, partial
 
 import pytest
@@ -338,37 +336,6 @@ def test_names_and_classes(mesh, rank):
     assert repr(model) == repr(plain)
     plain.load_state_dict(model.state_dict())
     model.load_state_dict(plain.state_dict())
-
-
-@on_ranks
-def test_copies(mesh, rank):
-    """A copy made after is parallel and its own; one made before is not."""
-    model = Model()
-    before = copy.deepcopy(model)
-    styled(model, mesh)
-    after = copy.deepcopy(model)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    check(after, mesh, rank)
-    with pytest.raises(ValueError, match="has context-parallel modules already"):
-        styled(after, mesh)
-    assert error(before(TOKENS), expected()[0]) < EXACT
-
-
-@on_ranks
-def test_pickles(mesh, rank):
-    """The weights are pickled as ever; the parallel module itself is bound to processes, and says so."""
-    model = styled(Model(attends=(imported_by_name, by_attribute)), mesh)
-    buffer = io.BytesIO()
-    torch.save(model.state_dict(), buffer)
-    buffer.seek(0)
-    plain = Model()
-    plain.load_state_dict(torch.load(buffer))
-    assert error(plain(TOKENS), expected()[0]) < EXACT
-    for dump in (pickle.dumps, lambda module: torch.save(module, io.BytesIO())):
-        with pytest.raises(TypeError, match=r"Model is context parallel.*save its state_dict"):
-            dump(model)
 
 
 # -- what raises --

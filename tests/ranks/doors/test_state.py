@@ -36,7 +36,7 @@ from cp_styles.styles import (
 from cp_styles.testing import run_ranks
 from tests.covering import at_night
 from tests.oracle import error, randn
-from tests.ranks.attention_case import EXACT, Core, Projected, cp_mesh, parallel
+from tests.ranks.attention_case import EXACT, Core, Projected, cp_mesh
 from tests.ranks.composition import (
     LAYOUTS,
     Training,
@@ -169,13 +169,18 @@ def attended(model: Projected, mesh: DeviceMesh, rank: int) -> list[torch.Tensor
     return [out.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
 
 
-def test_copies_of_a_parallel_module():
+STYLES = [AttentionContextParallel, ModuleContextParallel]
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_copies_of_a_parallel_module(style):
     """As parallel as what they were copied from, with parameters of their own; what they share is the mesh."""
 
     def on(rank: int) -> None:
         mesh = cp_mesh(2)
         model = Projected(Core())
-        parallel(model.core, mesh, layout=contiguous)
+        before = copy.deepcopy(model)
+        parallelize_module(model.core, mesh, style(layout=contiguous))
         twin = copy.deepcopy(model)
         wanted = attended(model, mesh, rank)
         with torch.no_grad():
@@ -184,16 +189,18 @@ def test_copies_of_a_parallel_module():
         again = copy.deepcopy(twin)  # a copy's copy
         for each in (twin, again):
             assert max(error(*pair) for pair in zip(attended(each, mesh, rank), wanted, strict=True)) < EXACT
+        assert type(before.core) is Core
 
     run_ranks(on, 2)
 
 
-def test_pickles_of_a_parallel_module():
+@pytest.mark.parametrize("style", STYLES)
+def test_pickles_of_a_parallel_module(style):
     """The weights are pickled as ever; the module is bound to processes, and says so."""
 
     def on(rank: int) -> None:
         model = Projected(Core())
-        parallel(model.core, cp_mesh(2))
+        parallelize_module(model.core, cp_mesh(2), style())
         buffer = io.BytesIO()
         torch.save(model.state_dict(), buffer)
         buffer.seek(0)

@@ -123,26 +123,6 @@ def test_no_buffers_and_any_import(door):
     assert max(run_ranks(rank_main, RANKS)) < EXACT
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2), (torch.float16, 1e-3)])
-def test_float32_and_low_precision(dtype, bound):
-    """pytorch#147793, torchtitan#3340: float32 has no flash kernel on CUDA. Here no dtype is a case of its own.
-
-    The bounds are some units of the last place; a key too many or too few is 1e-1.
-    """
-    problem = Problem(length=24, dtype=dtype)
-
-    def rank_main(rank):
-        mesh = cp_mesh(RANKS)
-        q, k, v = (x.clone() for x in problem.inputs)
-        with context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2] * 3):
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        (out,) = context_parallel_unshard(mesh, [out], [2])
-        assert out.dtype == dtype
-        return error(out, problem.expected[0])
-
-    assert max(run_ranks(rank_main, RANKS)) < bound
-
-
 def test_buffers_of_all_kinds():
     length = 10
     layout = head_tail(length, RANKS)
