@@ -668,7 +668,6 @@ def _as_stripes(chunks: tuple[tuple[Chunk, ...], ...], length: int) -> Stripes |
 
 
 def _edges(chunks: Iterable[Chunk]) -> tuple[list[int], list[int]]:
-    """The starts and the stops of some chunks."""
     chunks = list(chunks)
     return [start for start, _ in chunks], [stop for _, stop in chunks]
 

@@ -412,7 +412,6 @@ _WITHOUT_DATA = (_aten.empty, _aten.new_empty, _aten.empty_strided, _aten.empty_
 
 
 def _outlined(kernel: Kernel, notes: _Notes, device: torch.device) -> Kernel:
-    """The kernel without its computation."""
     if isinstance(kernel, ByTile):
         plain, masked = (tuple(_outlined(x, notes, device) for x in line) for line in (kernel.plain, kernel.masked))
         return ByTile(plain, masked)

@@ -401,7 +401,6 @@ class TokenFlow(FollowsTokens):
         return None
 
     def _has_tokens(self, label: Label, x: torch.Tensor) -> bool:
-        """Whether a result still has tokens."""
         if label.mixed is not None and x.ndim > 2 and x.shape[1] == self.length:
             return True
         return any(self._is_along(label.tokens, x, each) for each in range(x.ndim))

@@ -422,7 +422,6 @@ def _repeat(call: OpCall) -> Label:
 
 
 def _join(tensors: Sequence[torch.Tensor], tracks: Sequence[Track], dim: int) -> Track:
-    """The track of tensors that are joined along ``dim``."""
     if all(track is None for track in tracks):
         return None
     whole = [

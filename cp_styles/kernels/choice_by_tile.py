@@ -138,7 +138,6 @@ class ByTile(Kernel):
 
 
 def _noting(run: Iterable[tuple[int, Kernel, TileCall]], numbers: list[int]) -> Iterator[TileCall]:
-    """Yields the calls of ``run`` and appends their indices to ``numbers``."""
     for number, _, call in run:
         numbers.append(number)
         yield call

@@ -273,7 +273,6 @@ class SdpaKernel(Kernel):
         return F.pad(bias, (0, padding))[..., : shape[3]].expand(shape)
 
     def _call(self, op: torch._ops.OpOverload, **values: Any) -> tuple[Any, ...]:
-        """Call an op with the values that its schema names."""
         return op(**{name: values[alias] for name, alias in names_of(op).arguments.items()})
 
     def _widen(self, kv: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
