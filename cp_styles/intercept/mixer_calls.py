@@ -25,7 +25,7 @@ from cp_styles.intercept.subclassing import BoundToThisRun, put_before_class
 from cp_styles.layout import SequenceLayout
 from cp_styles.mixers.convolution import convolved
 from cp_styles.mixers.fragments import CutSequence, arguments_of, documents_in
-from cp_styles.mixers.recurrence import KNOWN, recurred
+from cp_styles.mixers.recurrence import KNOWN, Recurrence, recurred
 
 _CACHES = ("cache_params", "past_key_values")
 _REASON = "under context parallelism layers with linear attention run outside of torch.compile's graphs"
@@ -47,7 +47,9 @@ def _calls_known(forward: Any) -> bool:
     if inner is not None:
         return _calls_known(inner)
     names = getattr(getattr(forward, "__code__", None), "co_names", ())
-    return any(name in _MIXERS and callable(forward.__globals__.get(name)) for name in names)
+    return frozenset(names) in _WITHOUT_KERNEL or any(
+        name in _MIXERS and callable(forward.__globals__.get(name)) for name in names
+    )
 
 
 def _decorated(function: Any) -> Any:
@@ -73,7 +75,7 @@ def _with_globals(function: FunctionType, handlers: Mapping[str, Callable[[Any],
 
 def _members(cls: type[nn.Module]) -> dict[str, Any]:
     plain: Any = cls.forward
-    parameters = inspect.signature(plain)
+    parameters, layer = inspect.signature(plain), _WITHOUT_KERNEL.get(frozenset(plain.__code__.co_names))
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         calls = AttentionCalls.entered()
@@ -81,6 +83,8 @@ def _members(cls: type[nn.Module]) -> dict[str, Any]:
             return plain(self, *args, **kwargs)
         bound = parameters.bind(self, *args, **kwargs)
         _leave_out_caches(calls, bound.arguments)
+        if layer is not None:
+            return layer(calls, self, bound.arguments)
         made = _with_globals(plain, {name: partial(partial, how, calls) for name, how in _HANDLERS.items()})
         return made(*bound.args, **bound.kwargs)
 
@@ -183,6 +187,50 @@ def _padding(calls: AttentionCalls, function: Callable[..., Any], x_BLC: torch.T
     return x_BLC
 
 
+def _lightning_layer(calls: AttentionCalls, layer: Any, given: Mapping[str, Any]) -> tuple[torch.Tensor, None]:
+    """MiniMaxLightningAttention of transformers, whose forward has the recurrence in itself."""
+    x_BLC = given["hidden_states"]
+    qkv = _padding(calls, _times_mask, layer.act_fn(layer.qkv_proj(x_BLC)), given.get("attention_mask"))
+    q, k, v = qkv.unflatten(-1, (layer.num_attention_heads, -1)).chunk(3, -1)
+    slope_H, size = layer.slope_rate.flatten(), layer.block_size
+    out, _ = _kernel(Recurrence(diagonal=True), calls, lightning_attention, q, k, v, slope_H=slope_H, size=size)
+    return layer.out_proj(layer.output_gate(x_BLC).sigmoid() * layer.norm(out.flatten(-2))), None
+
+
+def _times_mask(x_BLC: torch.Tensor, mask_BL: torch.Tensor) -> torch.Tensor:
+    return x_BLC * mask_BL[..., None].to(x_BLC.dtype)
+
+
+def lightning_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    slope_H: torch.Tensor,
+    size: int,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``S_t = exp(-slope) S_{t-1} + k_t v_t``, ``out_t = q_t S_t``, in blocks of ``size``; q, k, v [B, L, H, D]."""
+    slope, outs = slope_H[:, None, None], []
+    state = k.new_zeros(*k.shape[:1], *k.shape[2:], v.shape[3]) if initial_state is None else initial_state.to(k.dtype)
+    for q_BHLK, k_BHLK, v_BHLV in zip(*(x.transpose(1, 2).split(size, 2) for x in (q, k, v)), strict=True):
+        at = torch.arange(1, q_BHLK.shape[2] + 1, device=q.device)[:, None]
+        behind = at - at.T
+        near = (q_BHLK @ k_BHLK.mT) * (-slope * behind.clamp(min=0)).exp().to(q.dtype).where(behind >= 0, 0.0)
+        outs.append(near @ v_BHLV + (q_BHLK * (-slope * at).exp().to(q.dtype)) @ state)
+        left = (-slope * (len(at) - at)).exp().to(k.dtype)
+        state = (-slope * len(at)).exp().to(state.dtype) * state + (k_BHLK * left).mT @ v_BHLV
+    return torch.cat(outs, 2).transpose(1, 2), state
+
+
+# Layers that call no kernel, by all names in the code of their forward: if another version of the library has other
+# code, its layer is not known.
+_LIGHTNING = (
+    "F act_fn append apply_mask_to_padding_states block_size cat device diagonal_decay dtype exp get_linear_cache "
+    "head_dim key_decay layer_idx matmul min norm num_attention_heads out_proj output_gate qkv_proj query_decay range "
+    "reshape set_linear_cache shape sigmoid slope_rate split torch transpose zeros"
+)
+_WITHOUT_KERNEL = {frozenset(_LIGHTNING.split()): _lightning_layer}
 _ONE_TOKEN = "it goes on from a cache: generate without context parallelism, with a copy of the model without the style"
 _MIXERS = {
     "causal_conv1d_fn": partial(_convolution, 2),

@@ -67,6 +67,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_next": HYBRID,
     "bailing_hybrid": {**DENSE, "num_key_value_heads": 4},
     "kimi_linear": {**DENSE, "linear_head_dim": 8, "linear_num_heads": 4, "head_dim": 4},
+    # A decay for each head; no kernel.
+    "minimax": {**HYBRID, "block_size": 4},
     # Mamba-2.
     "bamba": {"attn_layer_indices": [1]},
     "falcon_h1": {"mamba_d_ssm": 64},
@@ -84,7 +86,7 @@ CUTS = {
     "3 contiguous": (3, contiguous),
     "4 by_work": (4, partial(by_work, mask=Causal(), block=2)),
 }
-BY_DAY = ["lfm3", "qwen3_next", "kimi_linear", "granitemoehybrid", "jamba"]
+BY_DAY = ["lfm3", "minimax", "qwen3_next", "kimi_linear", "granitemoehybrid", "jamba"]
 
 
 def model_of(model_type: str, **changes: Any) -> Any:
