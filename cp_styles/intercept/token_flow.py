@@ -447,8 +447,9 @@ class TokenFlow(FollowsTokens):
             f"{module} carries values from token to token without an attention call: {how}. A recurrence, a "
             "convolution along the sequence, linear attention, attention in plain operations, or a norm over tokens "
             "would end at this rank's part. It is not context parallel: call scaled_dot_product_attention for "
-            'attention (models of transformers do with attn_implementation="sdpa" or register_attention()), keep '
-            "other such layers out of the model, or name the module in trusted= of the style if what "
+            'attention (models of transformers do with attn_implementation="sdpa" or register_attention()), '
+            "the functions of cp_styles.mixers for recurrences and causal convolutions whose kernel is a function, "
+            "keep other such layers out of the model, or name the module in trusted= of the style if what "
             f"it mixes is whole on each rank{see('A layer that mixes tokens')}"
         )
 

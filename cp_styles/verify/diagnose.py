@@ -254,6 +254,8 @@ class Comparison:
         masks = self._one.recording.attentions[node.attended[0] : until]
         ran = self._many.recording.attentions[local.attended[0] : until_local]
         again = partial(self._again, node, target, at_input)
+        if text := self._without_documents(node, again, mine):
+            return f"{node}: {text}"
         if self._explains(lambda: again(local.args, local.kwargs), mine, whole=False):
             if any(self._gather(len(ran) < len(masks))):
                 return (
@@ -306,14 +308,59 @@ class Comparison:
             return (
                 f"{node}: it carries values from token to token{code}, and no attention that a style takes over does "
                 "that (a recurrence, a convolution along the sequence, a norm over tokens, attention in plain "
-                "operations): each rank's ends at its own part. Such a layer is not context parallel: keep it out of "
-                f"the model{see('A layer that mixes tokens')}"
+                f"operations): each rank's ends at its own part. {self._lost(right, mine)}"
+                f"{see('A layer that mixes tokens')}"
             )
         if self._holds(lambda: self._is_first(run(self._own_first), mine)):
             return f"{where} on each rank is that of the first positions: positions are forgotten.{_GIVE_POSITIONS}"
         return (
             f"{where} on each rank is that for its part alone, as if that were the whole sequence. Why it is another "
             "one with all tokens is not known"
+        )
+
+    def _lost(self, right: Sequence[torch.Tensor], mine: Sequence[torch.Tensor]) -> str:
+        """What is missing at the beginning of each part, by how far it reaches, and what passes it on."""
+        reach = shortest = 0
+        part = self._places.part(right[0], mine[0]) if right and mine else None
+        first_is_wrong = part is None or part.dim is None or part.layout is None
+        if part is not None and part.dim is not None and part.layout is not None:
+            rows = zip(mine[0].unbind(part.dim), part.expected.unbind(part.dim), strict=True)
+            wrong, row = [not self._equal(*pair) for pair in rows], 0
+            for start, stop in part.layout.chunks[self._places.rank]:
+                here, row = wrong[row : row + stop - start], row + stop - start
+                first_is_wrong |= start == 0 and any(here)
+                reach = max([reach, *(at + 1 for at, each in enumerate(here) if each)])
+                shortest = max(shortest, stop - start)
+        ranks = self._gather((first_is_wrong, reach, shortest))
+        reach = max(each[1] for each in ranks)
+        if any(each[0] for each in ranks):  # of what is before the first token, nothing is missing
+            return "Such a layer is not context parallel: keep it out of the model"
+        if all(reach < each[2] for each in ranks if each[2]):
+            return (
+                f"Only the first {reach} tokens of a part are wrong: the rows before it are missing, as in a "
+                f"convolution of {reach + 1} taps. Call it by context_causal_conv1d(conv, x, mesh, width={reach + 1}) "
+                "of cp_styles.mixers"
+            )
+        return (
+            "The first part is right: the state is not passed on. Call the kernel of a recurrence by "
+            "context_recurrence(kernel, mesh) of cp_styles.mixers, and scaled_dot_product_attention for attention"
+        )
+
+    def _without_documents(
+        self, node: Call, again: Callable[..., list[torch.Tensor]], mine: Sequence[torch.Tensor]
+    ) -> str | None:
+        """Whether the ranks have not used the arguments of ``node`` that say where documents begin."""
+        given = dict(zip(node.names, node.args, strict=False)) | dict(node.kwargs)
+        names = [name for name in _DOCUMENTS if isinstance(given.get(name), torch.Tensor)]
+        args = [None if name in names else x for name, x in zip(node.names, node.args, strict=False)]
+        args = (*args, *node.args[len(args) :])
+        kwargs = {name: None if name in names else x for name, x in node.kwargs.items()}
+        if not names or not self._explains(lambda: again(args, kwargs), mine):
+            return None
+        return (
+            f"documents are not kept apart: the ranks got its output without {', '.join(names)}, so a state goes on "
+            "from one document to the next. Give context_recurrence or context_causal_conv1d the documents of the "
+            "whole sequence (documents=), or open a SequenceScope(layout, mask=Documents(...))"
         )
 
     def _changed(self, wholes: Any, parts: Any, change: Callable[[torch.Tensor, ExpectedPart], torch.Tensor]) -> Any:
@@ -690,6 +737,7 @@ class Comparison:
         return f": the first wrong gradient of a backward is that of {inner[0]}'s output" if inner else ""
 
 
+_DOCUMENTS = ("cu_seqlens", "cu_seq_lens_q", "seq_idx", "documents")
 _GIVE_POSITIONS = " It counts this rank's tokens from 0. Give the model positions, layout.positions(rank)"
 
 

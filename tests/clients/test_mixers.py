@@ -65,6 +65,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": HYBRID,
     "qwen3_5_text": HYBRID,
     "qwen3_next": HYBRID,
+    "qwen4_exp_text": {"layer_types": [LINEAR, LINEAR]},
     "bailing_hybrid": {**DENSE, "num_key_value_heads": 4},
     "kimi_linear": {**DENSE, "linear_head_dim": 8, "linear_num_heads": 4, "head_dim": 4},
     # A decay for each head; no kernel.
@@ -232,6 +233,25 @@ def test_padding_of_a_part_is_refused():
 
     errors = run_ranks(main, 2, return_errors=True)
     assert all(isinstance(error, ValueError) for error in errors), errors
+
+
+def test_a_layer_of_another_version_is_not_known():
+    """A layer without a kernel runs as written here only where its code is the one that is known."""
+    model = model_of("minimax")
+    cls = type(model.model.layers[0].self_attn)
+
+    class MiniMaxLightningAttention(cls):
+        def forward(self, *args, **kwargs):
+            return super().forward(*args, **kwargs)
+
+    model.model.layers[0].self_attn.__class__ = MiniMaxLightningAttention
+
+    def main(rank: int):
+        mine, inputs, labels, _ = trained(rank, model)
+        step(mine, inputs, labels)
+
+    errors = run_ranks(main, 2, return_errors=True)
+    assert all("carries values from token to token" in str(error) for error in errors), errors
 
 
 def test_nothing_of_the_library_changes():

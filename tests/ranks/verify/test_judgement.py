@@ -5,6 +5,7 @@ Each mistake has the words of the report that name its cause, or those that say 
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -41,10 +42,12 @@ from cp_styles import (
     striped,
     sum_gradients,
 )
+from cp_styles.mixers import context_recurrence
 from cp_styles.testing import run_ranks
 from cp_styles.torch_api import context_parallel
 from cp_styles.verify import VerificationError, verify
 from tests.covering import at_night
+from tests.ranks.mixers.kernels import chunk_gla
 
 S, W, V = 22, 16, 19
 BATCH = {"tokens": torch.randint(V, (2, S), generator=torch.Generator().manual_seed(0))}
@@ -202,6 +205,37 @@ class Recurrent(nn.Module):
 
     def forward(self, x):
         return self.layer(x)[0]
+
+
+class CausalConvolution(nn.Conv1d):
+    def forward(self, x):
+        return super().forward(x)[..., : x.shape[-1]]
+
+
+class Scan(nn.Module):
+    """A recurrence over packed documents. Its user has forgotten them where the sequence is cut."""
+
+    def forward(self, x, cu_seqlens):
+        if x.shape[1] < S:
+            scan = context_recurrence(chunk_gla, dist.group.WORLD, layout=head_tail)
+            return scan(*Scan.heads(x))[0].flatten(2)
+        ends = [0, S] if cu_seqlens is None else cu_seqlens.tolist()
+        parts = [x[:, low:high] for low, high in itertools.pairwise(ends)]
+        return torch.cat([chunk_gla(*Scan.heads(part))[0].flatten(2) for part in parts], 1)
+
+    @staticmethod
+    def heads(x):
+        x_BLHK = x.unflatten(-1, (4, -1))
+        return x_BLHK, x_BLHK, x_BLHK, -F.softplus(x_BLHK)
+
+
+class Packed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scan = Scan()
+
+    def forward(self, x):
+        return self.scan(x, torch.tensor([0, 9, S]))
 
 
 class PlainAttention(nn.Module):
@@ -434,7 +468,18 @@ MISTAKES: dict[str, tuple[Case, str]] = {
         Case(lambda: Model(extra=lambda: AlongTokens(lambda: nn.GroupNorm(4, W)))),
         rf"blocks.0.extra.layer \(GroupNorm\): it {MIXES}",
     ),
-    "a recurrence": (Case(lambda: Model(extra=Recurrent)), rf"blocks.0.extra.layer \(GRU\): it {MIXES}"),
+    "a recurrence": (
+        Case(lambda: Model(extra=Recurrent)),
+        rf"blocks.0.extra.layer \(GRU\): it {MIXES} .* the state is not passed on.* context_recurrence",
+    ),
+    "a causal convolution": (
+        Case(lambda: Model(extra=lambda: AlongTokens(lambda: CausalConvolution(W, W, 3, padding=2)))),
+        rf"blocks.0.extra.layer \(CausalConvolution\): it {MIXES} .* first 2 tokens .* context_causal_conv1d.*width=3",
+    ),
+    "documents that a recurrence is not given": (
+        Case(lambda: Model(extra=Packed)),
+        r"blocks.0.extra.scan \(Scan\): documents are not kept apart: .* without cu_seqlens",
+    ),
     "attention in plain operations": (
         Case(lambda: Model(extra=PlainAttention)),
         rf"blocks.0.extra \(PlainAttention\): it {MIXES}",
@@ -802,7 +847,8 @@ SOME_MISTAKES = (
     *("an error on one rank", "a loss that is not a number", "all labels of striped ranks", "positions from 0"),
     *("labels rolled after the cut", "a mean of means", "gradients that nobody sums", "gradients of some", "dropout"),
     *("gradients that are summed twice", "gradients that are averaged", "cut by hand", "a window that is dropped"),
-    *("a recurrence", "attention that the plan leaves out", "another batch by rank", "other weights by rank"),
+    *("a recurrence", "a causal convolution", "documents that a recurrence is not given"),
+    *("attention that the plan leaves out", "another batch by rank", "other weights by rank"),
 )
 SOME_RIGHT = (
     *("documents in a scope", "two batches under two scopes", "experts of flattened tokens", "no backward"),
