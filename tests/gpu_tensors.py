@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from pkgutil import resolve_name
 from typing import Any
@@ -54,7 +54,17 @@ class BreaksRule(AssertionError):
     """NCCL would hang, or fail, or mix up messages."""
 
 
-_may_wait = threading.local()
+_may_wait, _counting = threading.local(), threading.local()
+
+
+@contextlib.contextmanager
+def device_ops() -> Iterator[Counter[str]]:
+    """How often this thread calls each op of device tensors, views among them."""
+    _counting.ops = Counter()
+    try:
+        yield _counting.ops
+    finally:
+        del _counting.ops
 
 
 def _waits(what: str) -> None:
@@ -106,6 +116,8 @@ class OnGpu(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if hasattr(_counting, "ops"):
+            _counting.ops[func.name().partition(".")[0]] += 1
         if func.namespace == "c10d":
             return _collective(func, args, kwargs)
         if func.namespace == "_c10d_functional":
@@ -354,6 +366,8 @@ def gpus(*, nccl_only: bool = False, waits: Sequence[str] = (), runs_ahead: bool
             kwargs.pop("pin_memory", None)
             if torch.device(kwargs.get("device") or "cpu").type != "cuda":
                 return real(*args, **kwargs)
+            if hasattr(_counting, "ops"):
+                _counting.ops[f"aten::{name}"] += 1
             if name in ("tensor", "as_tensor"):
                 raise Synchronizes(f"torch.{name}(..., device='cuda')")
             return OnGpu(real(*args, **{**kwargs, "device": "cpu"}))

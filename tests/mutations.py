@@ -159,6 +159,7 @@ FUZZED = [
     Mistake(
         "merge: the larger logsumexp for the sum", "OnlineSoftmax.add", "logaddexp", "maximum", "unit/test_merge.py"
     ),
+    Mistake("merge: rows that are begun are overwritten", "_within", "place % 2 == 1 or", "", "unit/test_merge.py"),
     Mistake("merge: a waiting gradient is overwritten", "RowSum.add", "add_(tile", "copy_(tile", "unit/test_merge.py"),
     Mistake(
         "merge: a sink's share and the rest exchanged",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from typing import TypeAlias
 
 import torch
@@ -42,17 +43,18 @@ class OnlineSoftmax:
         self._device = device
         self._out: torch.Tensor | None = None
         self._lse: torch.Tensor | None = None
-        self._begun: set[tuple[int, int]] = set()
+        self._begun: dict[tuple[int, int], list[int]] = {}  # by heads: where begun rows begin and end, ascending
 
     def add(self, heads: tuple[int, int], rows: tuple[int, int], out_BHLD: torch.Tensor, lse_BHL: torch.Tensor) -> None:
         """Merge a tile that covers these heads and query rows.
 
         The tensors may be kept and changed in place.
         """
-        begun = any(first < heads[1] and heads[0] < last for first, last in self._begun)
-        fresh = not begun and rows == (0, self._shape[2])
-        self._begun.add(heads)
-        if fresh and heads == (0, self._shape[1]):
+        fresh = not any(_within(edges, rows) for (a, b), edges in self._begun.items() if a < heads[1] and heads[0] < b)
+        edges = self._begun.setdefault(heads, [])
+        first, last = bisect_left(edges, rows[0]), bisect_right(edges, rows[1])
+        edges[first:last] = [row for row, place in zip(rows, (first, last), strict=True) if place % 2 == 0]
+        if self._out is None and (heads, rows) == ((0, self._shape[1]), (0, self._shape[2])):
             self._out, self._lse = out_BHLD, lse_BHL
             return
         if self._out is None or self._lse is None:
@@ -88,6 +90,12 @@ class OnlineSoftmax:
         return out, torch.full(self._shape[:3], EMPTY_LSE, dtype=self._dtype, device=self._device)
 
 
+def _within(edges: list[int], rows: tuple[int, int]) -> bool:
+    """Whether some of the rows are in the ranges with these edges."""
+    place = bisect_right(edges, rows[0])
+    return place % 2 == 1 or bisect_left(edges, rows[1]) > place
+
+
 def merged(outs_PBHLE: torch.Tensor, lses_PBHL: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """``(out_BHLE, lse_BHL)`` of queries from P results of the same queries over different keys, all at once.
 
@@ -116,12 +124,12 @@ class RowSum:
         """Add a tile to these heads and rows. The tensor may be kept and changed in place."""
         place = heads, rows
         if self._sum is not None:
-            self._sum[:, slice(*heads), slice(*rows)] += tile
-        elif place == ((0, self._shape[1]), (0, self._shape[2])) and tile.dtype == self._dtype:
-            self._sum = tile
+            self._sum[:, slice(*heads), slice(*rows)].add_(tile)  # not +=, which also copies the sum to itself
+        elif place == ((0, self._shape[1]), (0, self._shape[2])):
+            self._sum = tile.to(self._dtype)
             self._settle()
-        elif self._waiting is None and tile.dtype == self._dtype:
-            self._waiting = (place, tile)
+        elif self._waiting is None:
+            self._waiting = (place, tile.to(self._dtype))
         elif self._waiting is not None and self._waiting[0] == place:
             self._waiting[1].add_(tile)
         else:

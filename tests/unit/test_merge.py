@@ -67,6 +67,25 @@ def test_rows_that_some_tiles_leave_out():
     assert bool((lse[:, :, [0, 1, 5]] == EMPTY_LSE).all())
 
 
+@given(st.lists(st.tuples(st.integers(0, 1), st.integers(1, 2), st.integers(0, 5), st.integers(1, 6)), max_size=8))
+def test_tiles_of_any_rows_and_heads(places: list[tuple[int, int, int, int]]):
+    """A tile is copied to rows that none has begun, and merged with others. Against each row's weights."""
+    softmax, generator = OnlineSoftmax((1, 2, 6, 1), torch.float64, CPU), torch.Generator().manual_seed(0)
+    weight, total = torch.zeros(2, 6, dtype=torch.float64), torch.zeros(2, 6, dtype=torch.float64)
+    for first, heads, start, rows in places:
+        head, row = slice(first, min(first + heads, 2)), slice(start, min(start + rows, 6))
+        out, lse = torch.randn(2, 1, head.stop - first, row.stop - start, dtype=torch.float64, generator=generator)
+        weight[head, row] += lse[0].exp()
+        total[head, row] += lse[0].exp() * out[0]
+        softmax.add((head.start, head.stop), (row.start, row.stop), out.unsqueeze(-1), lse)
+    out, lse = softmax.result()
+    some = weight > 0
+    # Up to eight merges of float64.
+    assert torch.allclose(lse[0][some], weight[some].log(), rtol=0, atol=1e-13)
+    assert torch.allclose(out[0, ..., 0][some], (total / weight)[some], rtol=1e-13, atol=1e-13)
+    assert bool((lse[0][~some] == EMPTY_LSE).all())
+
+
 def test_nothing_at_all_is_zero_and_empty():
     out, lse = OnlineSoftmax((1, 1, 2, 3), torch.float32, CPU).result()
     assert not out.any()

@@ -3,6 +3,7 @@ NCCL keeps its rules. See tests/gpu_tensors.py."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 
@@ -18,7 +19,7 @@ from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.testing import RankError, run_ranks
 from tests.covering import sampled
 from tests.cuda_ops import DEFAULT, EFFICIENT, EFFICIENT_FLOAT32, ON_GPU, cuda_ops_on_cpu
-from tests.gpu_tensors import BreaksRule, Nccl, Synchronizes, gpus, put, read
+from tests.gpu_tensors import BreaksRule, Nccl, Synchronizes, device_ops, gpus, put, read
 from tests.oracle import (
     allowed,
     attend_and_differentiate,
@@ -151,6 +152,49 @@ def test_sinks_do_not_wait_for_the_device(ranks: int):
     for wanted, parts in zip(expected[:3], list(zip(*grads, strict=True))[:3], strict=True):
         assert error(layout.unshard(list(parts), 2), wanted) < EXACT
     assert error(sum(part[3] for part in grads), expected[3]) < EXACT
+
+
+def ops_of(ranks: int) -> list[Counter[str]]:
+    """The device ops of a forward and of a backward on the last rank, whose keys every rank needs; grouped heads."""
+    problem = Problem(length=16 * 8, batch=1, heads=8, kv_heads=2, dtype=torch.bfloat16)
+
+    def on(rank: int) -> list[Counter[str]]:
+        leaves, cotangent = problem.shard(head_tail, rank, ranks)
+        given, grad = [put(x) for x in leaves], put(cotangent)
+        with device_ops() as forward:
+            out = context_attention(*given, dist.group.WORLD, layout=head_tail, mask=Causal(), kernel=ON_GPU)
+        with device_ops() as backward:
+            out.backward(grad)
+        return [forward, backward]
+
+    with gpus():
+        return run_ranks(on, ranks)[-1]
+
+
+def test_the_ops_of_a_step_of_a_ring():
+    """What four more steps add. Without views: keys' buffer, flash, five to merge; and in a backward two buffers for
+    gradients and one for keys, flash, the sums of dq, dk and dv in float32 with a conversion of each."""
+    for eight, four, most in zip(ops_of(8), ops_of(4), (24, 34), strict=True):
+        step = {name: (count - four[name]) / 4 for name, count in eight.items() if count != four[name]}
+        assert sum(step.values()) <= most
+        assert not step.keys() & {"aten::zeros", "aten::full", "aten::copy_", "aten::clone"}
+        assert sum(count for name, count in step.items() if "attention" in name) == 1
+
+
+def test_rows_that_are_not_begun_are_not_merged():
+    """Documents striped over ranks: the first tile of each row is a copy. Merges are those of the other ranks' keys."""
+    documents = (8,) * 8
+    problem = Problem(length=64, batch=1, heads=2)
+
+    def on(rank: int) -> Counter[str]:
+        leaves, _ = problem.shard(striped, rank, 2)
+        with device_ops() as ops:
+            mask = Documents(documents)
+            context_attention(*map(put, leaves), dist.group.WORLD, layout=striped, mask=mask, kernel=ON_GPU)
+        return ops
+
+    with gpus():
+        assert [ops["aten::lerp_"] for ops in run_ranks(on, 2)] == [len(documents)] * 2
 
 
 def test_sinks_that_differ_are_noticed_later():
