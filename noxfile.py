@@ -43,7 +43,9 @@ def tests(session: nox.Session, torch: str) -> None:
     constraint.write_text(f"torch=={torch}\n")
     session.install("-c", str(constraint), f"torch=={torch}", "-e", ".[test,train,clients]")
     xml.unlink(missing_ok=True)
-    session.run("pytest", f"--junitxml={xml.resolve()}", *session.posargs)
+    commit = session.run("git", "rev-parse", "--short", "HEAD", external=True, silent=True)
+    name = f"junit_suite_name={str(commit).strip()}"
+    session.run("pytest", f"--junitxml={xml.resolve()}", "-o", name, *session.posargs)
 
 
 @nox.session(default=False)
@@ -56,18 +58,18 @@ def nightly(session: nox.Session) -> None:
 @nox.session(python=False)
 def table(session: nox.Session) -> None:
     """What the last runs of ``tests`` came to, as tutorials/support.md shows it."""
-    lines = ["| torch | Python | date | passed | skipped | failed | minutes |", "|---|---|---|---|---|---|---|"]
+    lines = ["| torch | Python | date | commit | passed | skipped | failed | minutes |", "|---" * 8 + "|"]
     for torch, python in ROWS:
         xml = report(session, torch, python)
         if not xml.exists():
-            lines.append(f"| {torch} | {python} | not run | | | | |")
+            lines.append(f"| {torch} | {python} | not run | | | | | |")
             continue
         suites = list(ElementTree.parse(xml).getroot().iter("testsuite"))
         total, failed, errors, skipped = (
             sum(int(suite.get(what, "0")) for suite in suites) for what in ("tests", "failures", "errors", "skipped")
         )
         minutes = sum(float(suite.get("time", "0")) for suite in suites) / 60
-        date = suites[0].get("timestamp", "")[:10]
-        passed = total - failed - errors - skipped
-        lines.append(f"| {torch} | {python} | {date} | {passed} | {skipped} | {failed + errors} | {minutes:.1f} |")
+        run = suites[0].get("timestamp", "")[:10], suites[0].get("name", ""), total - failed - errors - skipped
+        row = torch, python, *run, skipped, failed + errors, f"{minutes:.1f}"
+        lines.append(f"| {' | '.join(map(str, row))} |")
     print("\n".join(lines))

@@ -502,7 +502,10 @@ def results_of_rank(rank: int, whole_case: Case) -> list[torch.Tensor | None]:
         sinks = None if sinks is None else nn.Parameter(sinks)
         call = attention_of(each, mesh, sinks)
         if each.compiled != "no":
-            call = torch.compile(call, backend=each.compiled)
+            # Threads share what torch.compile knows of sizes: a rank with others would make them dynamic for all, in
+            # the middle of a trace. Processes do not.
+            alike = whole_case.odd is None and all(len(set(layout.lengths)) == 1 for layout in layouts_of(each))
+            call = torch.compile(call, backend=each.compiled, dynamic=None if alike else False)
         if each.checkpoint != "no":
             call = partial(checkpoint, call, use_reentrant=each.checkpoint == "around, reentrant")
         for _ in range(each.calls + (act == "a call more") - (act == "no call")):
