@@ -218,7 +218,10 @@ def test_documents_need_no_explicit_mask_where_small_tiles_are_welcome(scale: in
     assert Cover.PARTIAL not in covers(layout, mask, small_tiles=True)
 
 
-@pytest.mark.parametrize("balancer", [contiguous, head_tail, partial(striped, block=64)], ids=str)
+BALANCERS = {"contiguous": contiguous, "head_tail": head_tail, "striped": partial(striped, block=64)}
+
+
+@pytest.mark.parametrize("balancer", BALANCERS.values(), ids=BALANCERS)
 @pytest.mark.parametrize("size", [4096, 1000])
 @pytest.mark.parametrize("ranks", [1, 8])
 def test_a_window_is_some_kernel_calls(balancer, size: int, ranks: int):
