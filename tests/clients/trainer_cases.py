@@ -8,11 +8,11 @@ import os
 import re
 import sys
 import tempfile
-import types
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import torch
 from accelerate import Accelerator
@@ -26,15 +26,13 @@ from cp_styles import (
     BatchSharder,
     ModuleContextParallel,
     contiguous,
-    global_loss,
-    global_token_count,
-    head_tail,
+    document_positions,
     next_token_labels,
-    sum_gradients,
 )
 from cp_styles.integrations.trainers import ContextParallelTrainer
 from tests.clients.hugging_face import NAME, VOCABULARY, StayDouble, causal_lm, config_of, tiny
 from tests.clients.trainer_job import Training, mean_over_ranks
+from tests.oracle import dense_attention
 
 IGNORED = -100
 
@@ -227,51 +225,68 @@ def lightning() -> Training:
 
 
 def torchtitan() -> Training:
-    """Its Llama, with its own plan for tensor parallelism beside the style."""
+    """Its Llama, with its own plan for tensor parallelism beside the style, on packed documents."""
     if importlib.util.find_spec("triton") is None:  # its mixture of experts, which is not used, imports it
-        triton: Any = types.ModuleType("triton")
-        triton.language = types.SimpleNamespace(constexpr=object)
-        triton.jit = lambda function: function
-        torch.compile(triton.jit)  # what torch imports for it must find no triton
-        sys.modules |= {"triton": triton, "triton.language": triton.language}
+        torch.compile(len)  # what torch imports for it must find no triton
+        sys.modules |= {"triton": MagicMock(), "triton.language": MagicMock()}
     from torch.distributed.tensor import DTensor
-    from torchtitan.models.llama3 import Transformer, TransformerModelArgs
+    from torchtitan.distributed import ParallelDims, parallel_dims
+    from torchtitan.models.llama3 import llama3_configs
+    from torchtitan.models.llama3.sharding import set_llama3_sharding_config
 
-    if not hasattr(sys.modules["triton"], "__file__"):
+    if isinstance(sys.modules["triton"], MagicMock):
         del sys.modules["triton"], sys.modules["triton.language"]
 
-    sizes = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": VOCABULARY, "multiple_of": 8}
-    model, done = Transformer(TransformerModelArgs(**sizes, max_seq_len=64)).double(), Training()
+    config, done = llama3_configs["debugmodel"](attn_backend="flex"), Training()
+    config.layers = config.layers[:2]
+    set_llama3_sharding_config(config, enable_sp=False)
+    model = config.build().double()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.15)
-    mesh = None
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.05)
+    ids = torch.tensor([0] * 9 + [1] * 15).expand(2, -1)
+    names = {"model": model, "document_ids": ids}
     if ranks() > 1:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
-        exec(on_the_page("torchtitan"), {"model": model, "mesh": mesh})
+        parallel_dims.device_type = "cpu"  # pyright: ignore[reportPrivateImportUsage]
+        names["parallel_dims"] = ParallelDims(
+            dp_replicate=1, dp_shard=1, cp=2, tp=2, pp=1, ep=1, world_size=4, spmd_backend="partial_dtensor"
+        )
+        names["parallel_dims"].build_mesh()
+        begun, step = on_the_page("torchtitan").split("batch = ")
+        exec(begun, names)
+    else:
+        for layer in model.layers.values():
+            layer.attention.inner_attention = DocumentsAttention(ids)  # flex has no backward on CPU
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(3):
-        tokens = torch.randint(VOCABULARY, (2, 24), generator=generator)
-        labels = next_token_labels(tokens)
+        names["tokens"] = tokens = torch.randint(2048, (2, 24), generator=generator)
         with StayDouble():
-            if mesh is None:
-                loss = cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
+            if ranks() > 1:
+                exec(f"batch = {step}", names)
+                loss = names["loss"]
             else:
-                layout, rank = head_tail(24, 2), mesh.get_local_rank("cp")
-                part, labels = (layout.shard(x, 1, rank) for x in (tokens, labels))
-                logits = model(part, positions=layout.positions(rank).expand(2, -1))
-                losses = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-                loss = global_loss(losses, global_token_count(labels, mesh["cp"]), mesh["cp"])
-        loss.backward()
-        if mesh is not None:
-            sum_gradients(model, mesh["cp"])
+                labels = next_token_labels(tokens, document_ids=ids)
+                loss = cross_entropy(model(tokens, document_positions(ids)).flatten(0, 1), labels.flatten())
+                loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         done.losses.append(loss.item())
     whole = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in model.named_parameters()}
     done.parameters = {name: x.detach() for name, x in whole.items()}
     return done
+
+
+class DocumentsAttention(torch.nn.Module):
+    """Dense attention [B, S, H, D] in each document, for one process."""
+
+    def __init__(self, ids: torch.Tensor) -> None:
+        super().__init__()
+        self.sees = ((ids[:, :, None] == ids[:, None]).tril())[:, None]
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return dense_attention(q, k, v, self.sees).transpose(1, 2)
 
 
 def plain_trainer(*, collate: Any = None, cut: bool = False, classify: bool = False, **options: Any) -> Training:

@@ -56,6 +56,9 @@ EXAMPLES = (
     "positions by a hook",
     "faults",
     "pictures",
+    "log-probabilities",
+    "dpo",
+    "grpo",
 )
 ROOT = Path(__file__).parents[3]
 README = (ROOT / "README.md").read_text()
