@@ -55,7 +55,7 @@ from cp_styles.comm.agreement import (
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import GroupOrMesh, axis_and_group, shares_ranks
 from cp_styles.comm.point_to_point import Operation, collective
-from cp_styles.device_copies import read_later
+from cp_styles.device_copies import captures_graph, read_later
 from cp_styles.layout import SequenceLayout, holds
 from cp_styles.troubleshooting import see
 
@@ -443,7 +443,7 @@ def _refuse(problem: torch.Tensor, group: dist.ProcessGroup, text: str) -> None:
     if problem.device.type == "cpu":
         if problem.item():
             raise ValueError(text)
-    elif not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):  # a CUDA graph is not read
+    elif not captures_graph():
         state_of(group).unread.append((read_later(problem), text))
 
 

@@ -270,7 +270,7 @@ class BatchSharder:
                     "None for an entry that every rank needs whole"
                     f"{see('An entry whose sequence dim is not known')}"
                 )
-            layouts.append(self._layout_for(whole))
+            layouts.append(self._layout_for(_tokens(whole).shape[1]))
             document_ids.append(ids)
             return StatusRow(inputs=fingerprint(_content([whole, ids])))
 
@@ -290,9 +290,8 @@ class BatchSharder:
                 f"{see('Ranks with other samples')}"
             )
         part = shard_batch(cut, layouts[0], self._group.rank(), seq_dims=self._seq_dims)
-        # Models view them: contiguous.
-        cut_entries = {name: x.contiguous() for name, x in part.items()}
-        return ShardedBatch(whole | cut_entries, self, layouts[0], document_ids[0])
+        contiguous = {name: x.contiguous() for name, x in part.items()}  # models view them
+        return ShardedBatch(whole | contiguous, self, layouts[0], document_ids[0])
 
     def sum_gradients(self, parameters: nn.Module | Iterable[torch.Tensor]) -> None:
         """Sum ``.grad`` over the ranks, once after the last backward of a step: :func:`~cp_styles.sum_gradients`.
@@ -398,10 +397,10 @@ class BatchSharder:
                 tail.copy_(torch.arange(padding, device=x.device).expand_as(tail))
         return batch
 
-    def _layout_for(self, whole: Batch) -> SequenceLayout:
+    def _layout_for(self, length: int) -> SequenceLayout:
         if isinstance(self._layout, SequenceLayout):
             return self._layout
-        return layout_made_by(self._layout, _tokens(whole).shape[1], self._group.size())
+        return layout_made_by(self._layout, length, self._group.size())
 
     def whole_of(self, part: torch.Tensor, batch: Batch) -> torch.Tensor:
         """The whole result [B, S, ...] from each rank's ``part`` [B, L, ...]. ``batch`` is the whole batch.
@@ -409,9 +408,7 @@ class BatchSharder:
         Communication: an all-gather of the parts. No gradient.
         """
         length = _tokens(batch).shape[1]
-        layout = self._layout
-        if not isinstance(layout, SequenceLayout):
-            layout = layout_made_by(layout, length + self._padding(length), self._group.size())
+        layout = self._layout_for(length + self._padding(length))
         whole = gather_outputs(part.detach(), 1, self._group, reduce_gradients=False, layout=layout)
         return whole.narrow(1, 0, length)
 

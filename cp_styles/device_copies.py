@@ -37,3 +37,8 @@ def read_later(number: torch.Tensor) -> Callable[[], int]:
         return int(host)
 
     return read
+
+
+def captures_graph() -> bool:
+    """Whether a CUDA graph records what this thread does. The host can read nothing from the device then."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

@@ -31,6 +31,7 @@ from cp_styles._compat import (
 from cp_styles.comm.agreement import Meeting, StatusRow, exchange_status
 from cp_styles.comm.group_state import state_of
 from cp_styles.decoding import LayerCaches
+from cp_styles.device_copies import captures_graph
 from cp_styles.engine.binding import Binding
 from cp_styles.engine.custom_ops import refuse_nested
 from cp_styles.intercept.function_mode import AttentionCalls, names_of_inputs, wrapped_by
@@ -113,7 +114,7 @@ class TokenGuard:
     def _flow(self, module: nn.Module, calls: AttentionCalls, args: tuple[Any, ...], kwargs: Any) -> TokenFlow | None:
         """None if there are no tokens of a part, or if it is not a first run."""
         binding = calls.binding
-        if binding.group.size() == 1 or graph_task_id() >= 0 or _captures():
+        if binding.group.size() == 1 or graph_task_id() >= 0 or captures_graph():
             return None
         inputs = dict(zip(names_of_inputs(module), args, strict=False)) | kwargs
         for label, value in inputs.items():
@@ -136,10 +137,6 @@ class TokenGuard:
 
 
 never_compile_alone(TokenGuard.run)
-
-
-def _captures() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _part_of(binding: Binding, inputs: Mapping[str, Any]) -> int | None:
@@ -373,7 +370,7 @@ class InputGuards:
                 )
             _refuse_another_prompt(binding.name, kind, own, inputs)
             return  # new tokens, the same on all ranks and whole: nothing is cut
-        if _generates():
+        if _generating() is not None:
             raise NotImplementedError(
                 f"{binding.name}: {kind} is called by generate() of transformers, which would append a token of "
                 "its own to each rank's part of the sequence: give it past_key_values=prefill(model, input_ids) of "
@@ -522,13 +519,11 @@ for _hook in (InputGuards.check, InputGuards.check_output):
     never_compile_alone(_hook, nor_what_it_calls=True)
 
 
-def _generates() -> bool:
-    """Whether generate() of transformers is running in this thread. Its calls look like those of any other caller."""
-    return _generating() is not None
-
-
 def _generating(function: str = "generate") -> FrameType | None:
-    """The frame of generate() of transformers that is running in this thread, or of its part for the first forward."""
+    """The frame of generate() of transformers that is running in this thread, or of its part for the first forward.
+
+    Its calls look like those of any other caller.
+    """
     if torch.is_grad_enabled():
         return None
     frame = sys._getframe(2)
@@ -590,7 +585,7 @@ def _refuse_another_prompt(name: str, kind: str, cache: LayerCaches, inputs: Map
         return
     # With padding the mask says how many there are. The host need not wait for each token that follows the first.
     first = not new or new > 1 or held.length == cache.prompt.length or _generating("_prefill") is not None
-    if inputs.get("attention_mask") is None and first and _generates():
+    if inputs.get("attention_mask") is None and first and _generating() is not None:
         last, expected = int(positions[0, -1]) if positions.numel() else -1, held.length + new - 1
         if last != expected:
             raise ValueError(
