@@ -36,6 +36,12 @@ from torch.utils._pytree import tree_map_only as tree_map_only  # seen: 2.11 to 
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """The tensors in nested structures."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
 _RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
 # DTensor knows no aten.detach_: seen in 2.11 and 2.12; has a rule from 2.13.
 DETACH_IN_PLACE_HAS_NO_RULE = _RELEASE < (2, 13)

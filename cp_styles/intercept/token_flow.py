@@ -33,8 +33,8 @@ from cp_styles._compat import (
     dispatch_modes,
     graph_task_id,
     running_modules,
+    tensors_in,
     traces_here,
-    tree_leaves,
     without_dispatch_modes,
     without_function_modes,
 )
@@ -225,8 +225,8 @@ class TokenFlow(FollowsTokens):
         with _unnoticed():
             problem = self.problem_of_outputs(given, surely_tokens=True)
             if func.namespace == "c10d":  # a sum that becomes one over ranks, such as a count of labels
-                for x in tree_leaves(given):
-                    if isinstance(x, torch.Tensor) and not self._has_tokens(self.label_of(x), x):
+                for x in tensors_in(given):
+                    if not self._has_tokens(self.label_of(x), x):
                         self._write(x, UNKNOWN)
         if problem is not None and problem.kind != "moved" and self._problem_of_reader is None:
             self._problem_of_reader = problem  # an error inside of an operator would be TorchScript's, not ours
@@ -250,14 +250,14 @@ class TokenFlow(FollowsTokens):
 
     def _lose(self, func: Any, args: Any, kwargs: Any, out: Any, label: Label = UNKNOWN) -> None:
         """Say that it is not known what an operator has made: what it gives back, and what it may have written to."""
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        given = tensors_in((args, kwargs))
         for tensor in _written(func, args, kwargs):
             self._write(tensor, label)
         if func.namespace != "aten":  # schemas of collectives and of other libraries do not always say what they write
             for tensor in given:
                 self._is_written(tensor, label)
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor) and _is_plain(tensor) and _key(tensor) not in self._storages:
+        for tensor in tensors_in(out):
+            if _is_plain(tensor) and _key(tensor) not in self._storages:
                 self._note(tensor, label)
 
     def _follow(self, func: Any, args: Any, kwargs: Any, out: Any, frame: FrameType | None) -> None:
@@ -285,7 +285,7 @@ class TokenFlow(FollowsTokens):
             return self._lose(func, args, kwargs, out, made)
         if call.is_attention and self._unseen is None:
             self._unseen = where(name)
-        made = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor) and all(x is not y for y in written)]
+        made = [x for x in tensors_in(out) if all(x is not y for y in written)]
         if name in MEMORY and made:
             for tensor in made:
                 if _is_plain(tensor) and tensor.numel():
@@ -366,8 +366,7 @@ class TokenFlow(FollowsTokens):
             return TokenProblem("mixed", self._unseen)  # wherever its result is used
         if not self._attended and not surely_tokens:
             return None
-        tensors = (x for x in tree_leaves(outputs) if isinstance(x, torch.Tensor))
-        tensors = (x for x in tensors if x.is_floating_point() or x.is_complex())
+        tensors = [x for x in tensors_in(outputs) if x.is_floating_point() or x.is_complex()]
         with _unnoticed():
             return next((problem for x in tensors if (problem := self._problem(x, None)) is not None), None)
 
@@ -585,7 +584,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
     for index, each in enumerate(func._schema.arguments):
         if each.alias_info is not None and each.alias_info.is_write:
             value = args[index] if index < len(args) else kwargs.get(each.name)
-            yield from (x for x in tree_leaves(value) if isinstance(x, torch.Tensor))
+            yield from tensors_in(value)
 
 
 def _count(length: int, dims: int, dim: int) -> torch.Tensor:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from cp_styles._compat import tree_leaves, tree_map
+from cp_styles._compat import tensors_in, tree_map
 
 Track = torch.Tensor | None
 MOST = 1 << 22
@@ -173,7 +173,7 @@ class OpCall:
         self.func, self.args, self.kwargs, self.out = func, args, kwargs, out
         self.label_of, self.where, self.length, self.positions = label_of, where, length, positions
         self.name = plain_name(func)
-        self.tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        self.tensors = tensors_in((args, kwargs))
         self.given = [label_of(x) for x in self.tensors]
 
     def labels(self) -> Label | list[Label]:
@@ -638,7 +638,7 @@ def _along_dim(call: OpCall) -> Label:
     if label.blank:
         return _cumulative(call, x, dims)
     made = call.reduced(label, dims, keep=True)
-    out = next(y for y in tree_leaves(call.out) if isinstance(y, torch.Tensor))
+    out = tensors_in(call.out)[0]
     return made.moved(lambda track: _narrowed(track, out.shape))  # topk, and transforms of real numbers, are shorter
 
 
@@ -748,7 +748,7 @@ def _recurrence(call: OpCall) -> list[Label]:
     """Layers that torch runs as one op."""
     x = call.args[0]
     label = call.label_of(x)
-    outs = [y for y in tree_leaves(call.out) if isinstance(y, torch.Tensor)]
+    outs = tensors_in(call.out)
     tokens, _ = over(label.tokens, [-1])
     return [call.join(tokens if not index else None, None, varies(tokens), given=[label]) for index in range(len(outs))]
 
@@ -771,7 +771,7 @@ def _tried(call: OpCall) -> Label:
     changed = [
         x for x, each in zip(call.tensors, call.given, strict=True) if each.tokens is not None and x.is_floating_point()
     ]
-    outs = [y for y in tree_leaves(call.out) if isinstance(y, torch.Tensor)]
+    outs = tensors_in(call.out)
     if len(changed) != 1 or not outs or not outs[0].is_floating_point():
         raise NoRuleError
     x, out = changed[0], outs[0]
@@ -783,7 +783,7 @@ def _tried(call: OpCall) -> Label:
         [other if y is x else y for y in call.args],
         {k: other if y is x else y for k, y in call.kwargs.items()},
     )
-    again = next(y for y in tree_leaves(func(*args, **kwargs)) if isinstance(y, torch.Tensor))
+    again = tensors_in(func(*args, **kwargs))[0]
     differ = ((again != out) & ~(again.isnan() & out.isnan())).cpu()
     if out.ndim != x.ndim:
         raise NoRuleError

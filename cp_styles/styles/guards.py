@@ -25,7 +25,7 @@ from cp_styles._compat import (
     graph_task_id,
     never_compile_alone,
     never_compiled,
-    tree_leaves,
+    tensors_in,
     uncompiled,
 )
 from cp_styles.comm.agreement import Meeting, StatusRow, exchange_status
@@ -89,7 +89,7 @@ class TokenGuard:
                     return forward(*args, **kwargs)
                 with flow.paused():
                     output = forward(*args, **kwargs)
-                flow.seed(_dims_of_tokens(tree_leaves(output), flow.length))
+                flow.seed(_dims_of_tokens(output, flow.length))
                 return output
             if flow is not None:
                 with flow.inside(self._describe(module)):
@@ -141,7 +141,7 @@ never_compile_alone(TokenGuard.run)
 
 def _part_of(binding: Binding, inputs: Mapping[str, Any]) -> int | None:
     """This rank's number of tokens, as the inputs of a model show it. None if they do not."""
-    tensors = [x for x in tree_leaves(list(inputs.values())) if isinstance(x, torch.Tensor)]
+    tensors = tensors_in(list(inputs.values()))
     rank = binding.group.rank()
     for cut in (cut_with(x) for x in tensors):
         if cut is not None and cut.ranks == binding.group.size():
@@ -160,16 +160,14 @@ _HEADS = ("query", "key", "value", "q", "k", "v")
 
 
 def _dims_of_tokens(
-    values: Sequence[Any], length: int | None, inputs: Mapping[str, Any] | None = None
+    values: Any, length: int | None, inputs: Mapping[str, Any] | None = None
 ) -> Iterator[tuple[torch.Tensor, int | None]]:
     """Tensors among ``values``, each with the dim along which it has this rank's tokens, by its shape.
 
     None if that is not clear. Tensors of four dims may be images, in which one token is many elements.
     """
     heads = {id(x) for name, x in (inputs or {}).items() if name in _HEADS}
-    for x in tree_leaves(list(values)):
-        if not isinstance(x, torch.Tensor) or length is None:
-            continue
+    for x in tensors_in(values) if length is not None else ():
         if x.ndim == 4:
             yield x, 2 if id(x) in heads and x.shape[2] == length else None
         elif x.ndim == 3 or (x.ndim == 2 and not x.is_floating_point()):

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from cp_styles._compat import tree_leaves, tree_map
+from cp_styles._compat import tensors_in, tree_leaves, tree_map
 from cp_styles.layout import contiguous, head_tail, striped
 from cp_styles.mask import PerRow
 from cp_styles.troubleshooting import see
@@ -30,7 +30,6 @@ from cp_styles.verify.record import (
     OtherMasks,
     Recording,
     plain_name,
-    tensors_of,
 )
 
 Gather = Callable[[Any], list[Any]]
@@ -528,7 +527,7 @@ class Comparison:
                 handle.remove()
         if at_input:
             return inputs[[call.key for call in inside].index(target.key)]
-        return tensors_of(output)
+        return tensors_in(output)
 
     def _replace_forwards(self, node: Call, outputs: Mapping[Key, Any]) -> list[nn.Module]:
         """Let the modules that ``node`` calls return ``outputs``, one after the other. The modules."""

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from cp_styles._compat import FlexAsWritten, graph_task_id, tree_leaves, tree_map
+from cp_styles._compat import FlexAsWritten, graph_task_id, tensors_in, tree_map
 from cp_styles.engine.scope import SequenceScope, open_scope
 from cp_styles.mask import Full, PerRow
 
@@ -61,7 +61,7 @@ class Call:
 
     @property
     def outputs(self) -> list[torch.Tensor]:
-        return tensors_of(self.output)
+        return tensors_in(self.output)
 
     @property
     def inputs(self) -> dict[str, torch.Tensor]:
@@ -70,7 +70,7 @@ class Call:
         extra = {f"argument {at}": value for at, value in enumerate(self.args) if at >= len(self.names)}
         tensors = {}
         for name, value in {**given, **extra, **self.kwargs}.items():
-            leaves = tensors_of(value)
+            leaves = tensors_in(value)
             for at, leaf in enumerate(leaves):
                 tensors[name if len(leaves) == 1 else f"{name}[{at}]"] = leaf
         return tensors
@@ -203,16 +203,11 @@ class Recording:
         call = self.open.pop()
         call.attended = call.attended[0], len(self.attentions)
         call.output = tree_map(_kept, output)
-        for at, leaf in enumerate(tensors_of(output)):
+        for at, leaf in enumerate(tensors_in(output)):
             call.gradients.append(None)
             if leaf.requires_grad:
                 leaf.register_hook(partial(_add_gradient, call, at))
         self.calls.append(call)
-
-
-def tensors_of(tree: Any) -> list[torch.Tensor]:
-    """The tensors in nested structures."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from cp_styles._compat import FlexAsWritten, part_of_group, without_groups
+from cp_styles._compat import FlexAsWritten, part_of_group, tensors_in, without_groups
 from cp_styles.checksum import checksum
 from cp_styles.comm.point_to_point import TransferError, break_off, collective
 from cp_styles.engine.run import listener
@@ -28,7 +28,7 @@ from cp_styles.layout import SequenceLayout
 from cp_styles.mask import Mask
 from cp_styles.testing import CommunicationTrace, clear_frames
 from cp_styles.verify.diagnose import Gather, StepResult
-from cp_styles.verify.record import AttentionsSeen, Recording, plain_name, tensors_of
+from cp_styles.verify.record import AttentionsSeen, Recording, plain_name
 
 StepFunction: TypeAlias = Callable[[nn.Module, Any, DeviceMesh], torch.Tensor | float | None]
 """``step(model, batch, mesh)``: a forward, a loss, a backward, and whatever reduces the gradients; returns the loss."""
@@ -259,7 +259,7 @@ def checksums(batch: Any, model: nn.Module) -> dict[str, int]:
     entries: Mapping[Any, Any] = batch if isinstance(batch, Mapping) else {"": batch}
     sums = {}
     for name, value in entries.items():
-        tensors = tensors_of(value)
+        tensors = tensors_in(value)
         label = f"batch[{name!r}]" if isinstance(batch, Mapping) else "the batch"
         sums[label] = _checksum(tensors) if tensors else zlib.crc32(repr(value).encode())
     for name, value in model.state_dict(keep_vars=True).items():
