@@ -568,6 +568,11 @@ class WholeMask(BlockMask):
         """This mask itself, for any ``args`` and ``kwargs``: its positions are on the host."""
         return self
 
+    @property
+    def dtype(self) -> Any:
+        """Raises, as an index does: a model asks for it to compute with the mask."""
+        return self[0]
+
     def __getitem__(self, index: Any) -> BlockMask:
         raise NotImplementedError(
             "this model cuts its attention mask itself, and here the mask is of the whole sequence: it is not "

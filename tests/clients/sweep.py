@@ -42,6 +42,27 @@ KINDS = {
 # Sizes that a type needs beside or instead of those of TINY.
 OWN: dict[str, dict[str, Any]] = {
     **{name: {"head_dim": 4} for name in ("deepseek_v2", "deepseek_v3", "minicpm3", "youtu")},
+    **{name: {"head_dim": 4, "num_key_value_heads": 4} for name in ("axk1", "longcat_flash")},
+    **{
+        name: {
+            "without": ["attention_chunk_size"],
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 0,
+            "hidden_size_per_layer_input": 8,
+            **sizes,
+        }
+        for name, sizes in (
+            ("gemma3n_text", {"intermediate_size": [48] * 4, "activation_sparsity_pattern": [0.0] * 4}),
+            ("gemma4_text", {}),
+        )
+    },
+    "qwen4_exp_text": {
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        **dict.fromkeys(("indexer_n_heads", "indexer_compress_ratio"), 2),
+        **dict.fromkeys(("indexer_head_dim", "indexer_budget"), 8),
+        "indexer_kv_heads": 1,
+    },
+    "xlstm": {"without": ["v_head_dim"], "num_blocks": 4, "num_heads": 4, "chunk_size": 16},
     **{name: {"rotary_dim": 4} for name in ("codegen", "gptj")},
     "falcon": {"without": ["head_dim"]},
     "gpt_neo": {
