@@ -13,6 +13,7 @@ import torch
 pytest.importorskip("transformers", reason="an extra: pip install .[clients]")
 
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.functional import cross_entropy
 from transformers import DynamicCache
@@ -29,6 +30,7 @@ from cp_styles import (
     head_tail,
     next_token_labels,
 )
+from cp_styles.integrations.transformers import prefill
 from cp_styles.testing import run_ranks
 from tests.clients.hugging_face import (
     BATCH,
@@ -192,7 +194,7 @@ def trained(rank: int, model: Any, how: Any = None, **options: Any) -> Any:
     mine.set_attn_implementation(NAME)
     if how is not None:
         how(mine)
-    parallelize_module(mine, mesh, ModuleContextParallel(layout=layout, **options))
+    parallelize_module(mine, mesh, ModuleContextParallel(**{"layout": layout} | options))
     tokens = tokens_of()
     inputs = {name: layout.shard(x, 1, rank) for name, x in inputs_of(model, tokens).items()}
     return mine, inputs, layout.shard(labels_of(tokens), 1, rank), mesh
@@ -209,6 +211,49 @@ def test_checkpoints_and_a_cache_of_the_model_itself(model_type: str):
     model.gradient_checkpointing_enable({"use_reentrant": False, **contexts})
     found = on_ranks(model, inputs_of(model, tokens), labels_of(tokens))
     assert largest_error(found, wanted) < EXACT
+
+
+@pytest.mark.parametrize("model_type", ["lfm3", *at_night("qwen3_next", "bamba", "jamba")])
+def test_fsdp2_around_a_hybrid(model_type: str):
+    """Parameters of each layer are cut over the ranks of the sequence; FSDP2 averages their gradients over these."""
+    model, tokens = model_of(model_type), tokens_of()
+
+    def main(rank: int):
+        mine, inputs, labels, mesh = trained(rank, model)
+        for layer in mine.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(mine, mesh=mesh)
+        loss = step(mine, inputs, labels)
+        return loss, {name: 2 * grad.full_tensor() for name, grad in gradients(mine).items()}
+
+    found = run_ranks(main, 2)
+    wanted = expected(model, inputs_of(model, tokens), labels_of(tokens))
+    assert largest_error((sum(loss for loss, _ in found), found[0][1]), wanted) < EXACT
+
+
+@pytest.mark.parametrize("model_type", ["lfm3", *at_night("qwen3_next", "bamba", "mamba")])
+def test_a_prefill(model_type: str):
+    """Logits without gradients are exact. A cache for tokens that follow is refused, with a remedy."""
+    model, tokens = model_of(model_type).eval(), tokens_of()
+    one = copy.deepcopy(model)
+    one.set_attn_implementation("dense")
+
+    def main(rank: int):
+        mine, inputs, *_ = trained(rank, model, layout=head_tail)
+        with torch.no_grad(), StayDouble():
+            logits = mine(**inputs).logits
+        with pytest.raises(NotImplementedError) as refused:
+            prefill(mine, tokens)
+        with pytest.raises(NotImplementedError, match="generate without context parallelism"):
+            mine.generate(tokens, max_new_tokens=2)
+        return logits, str(refused.value)
+
+    found = run_ranks(main, 2)
+    with torch.no_grad(), StayDouble():
+        wanted = one(**inputs_of(model, tokens)).logits
+    whole = head_tail(LENGTH, 2).unshard([logits for logits, _ in found], 1)
+    assert float((whole - wanted).norm() / wanted.norm()) < EXACT
+    assert all("generate without context parallelism" in words for _, words in found), found
 
 
 def test_a_cache_that_is_given_is_refused():

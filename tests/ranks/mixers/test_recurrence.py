@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from itertools import accumulate, pairwise
 
 import pytest
@@ -14,6 +15,7 @@ from cp_styles import contiguous, head_tail
 from cp_styles.explain import StateShapes
 from cp_styles.mixers import context_recurrence
 from cp_styles.testing import CommunicationTrace, run_ranks
+from tests.covering import at_night
 from tests.layouts import layouts
 from tests.oracle import error, randn
 from tests.ranks.mixers import kernels
@@ -161,6 +163,48 @@ def test_initial_and_final_states(family):
     assert error(layout.unshard(found[0], 1), expected[0]) < EXACT
     assert all(error(each, expected[1]) < EXACT for each in found[1])
     assert error(sum(found[2]), expected[2]) < EXACT
+
+
+def in_float32(kernel):
+    """As kernels for GPUs: they compute and return states in float32, and outputs in bfloat16."""
+
+    @functools.wraps(kernel)
+    def run(*args, **kwargs):
+        wide = {name: x.float() if isinstance(x, torch.Tensor) else x for name, x in kwargs.items()}
+        out = kernel(*args, **wide)
+        return (out[0].bfloat16(), out[1]) if isinstance(out, tuple) else out.bfloat16()
+
+    return run
+
+
+@pytest.mark.parametrize("family", ["delta", "ssd", *at_night("kda", "gla")])
+def test_bfloat16_by_ratio(family):
+    """Errors against float64, over those of one device in bfloat16.
+
+    Outputs: 1.1, as everywhere. A gradient is the sum of two results of the kernel's backward, each rounded to 16 bits,
+    and is rounded itself: sqrt(3) of one rounding at most. Weights in float32 are sums over ranks: 1e-6.
+    """
+    kernel, tokens, weights = FAMILIES[family](24)
+    layout, said = contiguous(24, 3), OPTIONS.get(family, {})
+    tokens, cotangent = {name: x.bfloat16() for name, x in tokens.items()}, cotangent_of(24).bfloat16()
+    weights = {name: x.float() for name, x in weights.items()}
+
+    def step(function, given, share):
+        leaves = {name: x.clone().requires_grad_() for name, x in given.items()}
+        out = function(**leaves, **said)
+        out = out[0] if isinstance(out, tuple) else out
+        return [out.detach(), *torch.autograd.grad(out, list(leaves.values()), share.to(out.dtype))]
+
+    def main(rank: int):
+        mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("cp",))
+        own = {name: layout.shard(x, 1, rank) for name, x in tokens.items()} | weights
+        return step(context_recurrence(in_float32(kernel), mesh, layout=layout), own, layout.shard(cotangent, 1, rank))
+
+    exact = step(kernel, {name: x.double() for name, x in (tokens | weights).items()}, cotangent)
+    one, parts = step(in_float32(kernel), tokens | weights, cotangent), list(zip(*run_ranks(main, 3), strict=True))
+    for number, (part, alone, right) in enumerate(zip(parts, one, exact, strict=True)):
+        mine = layout.unshard(part, 1) if number <= len(tokens) else torch.stack(part).sum(0)
+        assert error(mine.double(), right) <= (3**0.5 if number else 1.1) * error(alone.double(), right) + 1e-6
 
 
 def test_cu_seqlens_are_the_documents():
