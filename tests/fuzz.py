@@ -640,7 +640,7 @@ def kind_of(problem: BaseException) -> str:
 
 def shortened(text: str) -> str:
     """The first words, without numbers, quoted text and brackets."""
-    plain = re.sub(r"'[^']*'|\[[^]]*\]|\([^)]*\)|-?\d+(\.\d+)?(e-?\d+)?", "_", text.split("\n")[0])
+    plain = re.sub(r"blocks \S+|'[^']*'|\[[^]]*\]|\([^)]*\)|-?\d+(\.\d+)?(e-?\d+)?", "_", text.split("\n")[0])
     return " ".join(plain.split()[:9])
 
 
