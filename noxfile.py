@@ -3,6 +3,7 @@
 Each row gets a virtual environment of its own (several gigabytes with CUDA's libraries, minutes the first time; nox -r
 reuses them). The last session prints the table for tutorials/support.md. One row, and its tests of one folder:
 nox -s "tests(torch='2.11.0', python='3.11')" -- tests/unit. What the tests leave to the night: nox -s nightly.
+Which of the programs that users bring broke with its newest version: nox -s newest, at night.
 """
 
 from __future__ import annotations
@@ -53,6 +54,20 @@ def nightly(session: nox.Session) -> None:
     """The whole of what the tests sample by default."""
     session.install("-e", ".[test,trainers]")
     session.run("pytest", "-m", "nightly", *session.posargs)
+
+
+# Clients that are tested, one by one: another's new version must not hide what this one's breaks.
+CLIENTS = ("transformers", "accelerate", "trl", "peft", "lightning", "diffusers", "torchtitan")
+
+
+@nox.session(default=False)
+@nox.parametrize("client", CLIENTS)
+def newest(session: nox.Session, client: str) -> None:
+    """The tests of other programs with the newest version of one of them, above the bounds of the extras too."""
+    session.install("-e", ".[test,trainers,diffusion]")
+    session.install("--upgrade", client)
+    session.run("python", "-c", f"import importlib.metadata as m; print({client!r}, m.version({client!r}))")
+    session.run("pytest", "tests/clients", "-m", "nightly or not nightly", *session.posargs)
 
 
 @nox.session(python=False)

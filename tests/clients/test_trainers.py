@@ -21,12 +21,13 @@ JOB = Path(__file__).with_name("trainer_job.py")
 REFUSED = ["a plain Trainer", "a plain Trainer that cuts", "label smoothing"]
 MORE = ["the page's Trainer", "a plain Trainer, packed", "workers", "a loss function", "neftune", "dispatched batches"]
 
+SHARDED = ["accelerate's sharding", "accelerate's sharding, a block"]
 TORCHTITAN = ["accelerate", "torchtitan", "torchdata", "tensorboard", "tyro", "datasets", "einops"]
 
 # With the libraries that they need beside transformers. A program takes some seconds to start, and a case one or two.
 CASES = [
     pytest.param(["accelerate"], ["trainer", "packed", "accelerate", *REFUSED], id="accelerate"),
-    pytest.param(["accelerate"], ["data parallel", *MORE], id="more", marks=pytest.mark.nightly),
+    pytest.param(["accelerate"], ["data parallel", *SHARDED, *MORE], id="more", marks=pytest.mark.nightly),
     pytest.param(["accelerate", "trl", "peft"], ["sft"], id="trl", marks=pytest.mark.nightly),
     pytest.param(["accelerate", "lightning"], ["lightning"], id="lightning", marks=pytest.mark.nightly),
     pytest.param(TORCHTITAN, ["torchtitan"], id="torchtitan", marks=pytest.mark.nightly),

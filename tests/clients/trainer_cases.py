@@ -15,8 +15,11 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.state import DistributedType, PartialState
+from accelerate.utils import ParallelismConfig
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
@@ -27,9 +30,11 @@ from cp_styles import (
     ModuleContextParallel,
     contiguous,
     document_positions,
+    global_loss,
     next_token_labels,
 )
 from cp_styles.integrations.trainers import ContextParallelTrainer
+from cp_styles.torch_api import context_parallel
 from tests.clients.hugging_face import NAME, VOCABULARY, StayDouble, causal_lm, config_of, tiny
 from tests.clients.trainer_job import Training, mean_over_ranks
 from tests.oracle import dense_attention
@@ -177,6 +182,46 @@ def accelerated() -> Training:
     return ended(done, model)
 
 
+def sharded_by_accelerate(block: bool) -> Training:
+    """A ParallelismConfig with cp_size, with which accelerate applies FSDP2 over the ranks of a sequence."""
+    model, done = model_of("llama", sliding_window=None, attention_chunk_size=None), Training()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if ranks() > 1:
+        PartialState(cpu=True)
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU  # it refuses CPU, where tests run
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+        accelerator = Accelerator(fsdp_plugin=plugin, parallelism_config=ParallelismConfig(cp_size=2))
+        mesh = accelerator.torch_device_mesh["cp"]
+        model.set_attn_implementation(NAME)
+        if not block:
+            parallelize_module(model, mesh, ModuleContextParallel())
+        model, optimizer = accelerator.prepare(model, optimizer)
+    for batch in DataLoader(samples(6), batch_size=2, collate_fn=default_data_collator):
+        tokens, labels = batch["input_ids"], next_token_labels(batch["labels"])
+        positions = torch.arange(tokens.shape[1]).unsqueeze(0)
+        with StayDouble():
+            if ranks() == 1:
+                loss = cross_entropy(model(tokens).logits.flatten(0, 1), labels.flatten())
+                loss.backward()
+            elif block:
+                count = (labels != IGNORED).sum()
+                with context_parallel(mesh, buffers=[tokens, labels, positions], buffer_seq_dims=[1, 1, 1]):
+                    logits = model(tokens, position_ids=positions).logits
+                    losses = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+                    loss = global_loss(losses, count, mesh, averaged_over=mesh.size())
+                    accelerator.backward(loss)
+            else:
+                part = BatchSharder(mesh, averaged_over=mesh.size())(batch)
+                loss = part.loss(model(**part.inputs).logits)
+                accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        done.losses.append(loss.item())
+    whole = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in model.named_parameters()}
+    done.parameters = {name: x.detach() for name, x in whole.items()}
+    return done
+
+
 def trainer_of_the_page() -> Training:
     """Of several samples in a step; without what is taken down of each step."""
     model, args = model_of(), arguments()
@@ -229,7 +274,6 @@ def torchtitan() -> Training:
     if importlib.util.find_spec("triton") is None:  # its mixture of experts, which is not used, imports it
         torch.compile(len)  # what torch imports for it must find no triton
         sys.modules |= {"triton": MagicMock(), "triton.language": MagicMock()}
-    from torch.distributed.tensor import DTensor
     from torchtitan.distributed import ParallelDims, parallel_dims
     from torchtitan.models.llama3 import llama3_configs
     from torchtitan.models.llama3.sharding import set_llama3_sharding_config
@@ -355,6 +399,8 @@ CASES: dict[str, Callable[[], Training]] = {
     ),
     "packed": packed,
     "accelerate": accelerated,
+    "accelerate's sharding": partial(sharded_by_accelerate, False),
+    "accelerate's sharding, a block": partial(sharded_by_accelerate, True),
     "the page's Trainer": trainer_of_the_page,
     "sft": sft,
     "lightning": lightning,
