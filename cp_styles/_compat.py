@@ -563,12 +563,12 @@ class FlexAsWritten:
     """
 
     def __init__(self) -> None:
-        self._context = _AskedByWrapper() if TracingContext.try_get() is None else None
-        if self._context is not None:
-            _TLS.tracing_context = self._context
+        self._is_first = TracingContext.try_get() is None
+        if self._is_first:
+            _TLS.tracing_context = _ASKED_BY_WRAPPER
 
     def end(self) -> None:
-        if self._context is not None and TracingContext.try_get() is self._context:
+        if self._is_first and TracingContext.try_get() is _ASKED_BY_WRAPPER:
             _TLS.tracing_context = None
 
 
@@ -588,6 +588,8 @@ class _AskedByWrapper(TracingContext):
     def fake_mode(self, value: Any) -> None:
         pass
 
+
+_ASKED_BY_WRAPPER = _AskedByWrapper()  # of all threads: nothing is traced in it
 
 # Raised by a function compiled as one graph if torch's limit of recompilations is reached. Seen: 2.11 to 2.15.
 RecompileLimitHit: type[Exception] = FailOnRecompileLimitHit

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import TypeAlias
 from weakref import ref
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from cp_styles._compat import is_traced, ranks_along, without_dispatch_modes
 from cp_styles.comm.group_state import state_of
@@ -64,6 +66,11 @@ def refuse_other_order(mesh: DeviceMesh, group: dist.ProcessGroup) -> None:
             f"mesh axis {mesh.mesh_dim_names} has the ranks {apart[0]}, in another order than its process group, "
             f"{sorted(apart[0])}: make a mesh whose ranks ascend along the axis of the sequence"
         )
+
+
+def mesh_of(tensor: torch.Tensor) -> DeviceMesh | None:
+    """The mesh of a DTensor; None for a tensor that is this rank's alone."""
+    return tensor.device_mesh if isinstance(tensor, DTensor) else None
 
 
 def shares_ranks(mesh: DeviceMesh, group: dist.ProcessGroup) -> bool:

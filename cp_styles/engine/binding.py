@@ -621,10 +621,12 @@ def binding_of_call(
     there is a new binding at each call.
     """
     latest, key = bindings_of(group), (name, axis, strategy, layout, mask, kernel, gradient_check, agreement)
-    with contextlib.suppress(TypeError):  # an argument of a wrong type, about which a Binding raises
+    try:
         if key in latest:
             latest.move_to_end(key)
             return latest[key]
+    except TypeError:  # an argument of a wrong type, about which a Binding raises
+        pass
     checks = {"gradient_check": gradient_check, "agreement": agreement}
     binding = Binding(name, axis, group, strategy, layout, mask, kernel, **checks)
     if mask.pattern == mask and isinstance(kernel, SdpaKernel | None) and not gradient_check.local:

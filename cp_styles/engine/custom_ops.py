@@ -21,14 +21,12 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
-import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from cp_styles._compat import forward_mode_level, never_compiled, new_size, torch_func_transform
 from cp_styles.bounded_cache import remembered
 from cp_styles.checksum import delayed_digest
 from cp_styles.comm.agreement import EVERY_CALL, Agreement
-from cp_styles.comm.group_state import state_of
+from cp_styles.comm.groups import mesh_of
 from cp_styles.comm.point_to_point import destroyed_error, group_of_name
 from cp_styles.engine.binding import AgreedCall, Binding, Tally, bindings_of, keep_binding
 from cp_styles.engine.config_text import from_text, to_text
@@ -217,7 +215,7 @@ def check_plain(name: str, tensors: tuple[torch.Tensor, ...]) -> None:
     for label, tensor in zip(_LABELS, tensors, strict=True):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name}: {label} must be a tensor, got {type(tensor).__name__}")
-        if isinstance(tensor, DTensor):
+        if mesh_of(tensor) is not None:
             raise TypeError(f"{name}: {label} is a DTensor; pass this rank's part, tensor.to_local()")
         refuse_nested(name, label, tensor)
         if tensor.layout is not _DENSE:
@@ -284,9 +282,8 @@ def _attention(q, k, v, sink, attn_mask, dense, config, is_causal, scale, keep, 
         if keep and scope is None and not isinstance(cut, SequenceLayout) and not is_deterministic(cut):
             said = to_text((agreed.cuts, Full()), [])  # the balancer may return other layouts in the backward
         out = _laid_out(out, _like_query(q.to("meta"), v.shape[3]))
-    said = handle(agreed) if live else said
-    text = "({},{},{!r})".format(*agreed.lengths, said) if keep or live else ""
-    return out, residual, _tensor_of(binding.group, text)
+    text = handle(agreed) if live else "({},{},{!r})".format(*agreed.lengths, said) if keep else ""
+    return out, residual, _tensor_of(binding, text)
 
 
 @torch.library.register_fake("cp_styles::attention")
@@ -389,17 +386,17 @@ def _laid_out(result: torch.Tensor, promised: torch.Tensor) -> torch.Tensor:
 _NUMBER = 8  # bytes: the number of the forward; then comes a text
 
 
-def _tensor_of(group: dist.ProcessGroup, text: str) -> torch.Tensor:
+def _tensor_of(binding: Binding, text: str) -> torch.Tensor:
     if not text:  # frombuffer takes nothing that is empty
         return torch.empty(0, dtype=torch.uint8, device="cpu")
-    number = state_of(group).operations.forwards.to_bytes(_NUMBER, "little")
+    number = binding.group_state.operations.forwards.to_bytes(_NUMBER, "little")
     return torch.frombuffer(bytearray(number + text.encode()), dtype=torch.uint8)
 
 
 def agreed_call(call: torch.Tensor) -> AgreedCall:
     """That of an eager call of the op, from what the op has returned. Also in a recomputation whose results were
     kept."""
-    return live_object(_read(_text_of(call))[2], AgreedCall)
+    return live_object(_text_of(call), AgreedCall)
 
 
 def _agreed_in_graph(config: str, dense: torch.Tensor | None, call: torch.Tensor) -> AgreedCall:
@@ -426,5 +423,5 @@ def _text_of(call: torch.Tensor) -> str:
 
 @remembered
 def _read(text: str) -> tuple[int, int, str]:
-    """Global query and key lengths; and a live binding's handle, or the scope's layout and mask, or nothing."""
+    """Of a call in a graph: global query and key lengths; and the scope's layout and mask, the cuts, or nothing."""
     return ast.literal_eval(text)

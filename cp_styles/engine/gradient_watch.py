@@ -45,14 +45,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FlatParameter
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from cp_styles._compat import current_autograd_node, graph_task_id, without_dispatch_modes
 from cp_styles.checksum import device_checksum
 from cp_styles.comm.agreement import Meeting, StatusRow, exchange_status
 from cp_styles.comm.group_state import state_of
-from cp_styles.comm.groups import shares_ranks, world
+from cp_styles.comm.groups import mesh_of, shares_ranks, world
 from cp_styles.comm.point_to_point import gather_numbers, largest_over
 from cp_styles.troubleshooting import see
 
@@ -228,7 +227,7 @@ class ParameterWatch:
         for optimizer, parameters in stepped:
             if any(optimizer is each for each, _ in own):
                 chosen += _gradients_of(optimizer, left_out)
-            elif gathered and any(isinstance(x, DTensor) for x in parameters):
+            elif gathered and any(mesh_of(x) is not None for x in parameters):
                 chosen += _comparable(parameters, group, left_out, beside=(known[0], *parameters))
         return chosen
 
@@ -353,7 +352,7 @@ def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             steps.gradients = [
                 (ref(x), _sampled(x.grad, _MOST_OF_GRADIENT).clone())
                 for x in _trained(optimizer)
-                if x.grad is not None and x.grad.layout == torch.strided and not isinstance(x.grad, DTensor)
+                if x.grad is not None and x.grad.layout == torch.strided and mesh_of(x.grad) is None
             ]
 
 
@@ -417,14 +416,13 @@ def _comparable(
     """The parameters that should be equal on all ranks of ``group``, each with the part that this rank holds."""
     spread: dict[Any, bool] = {}
     for parameter in {id(x): x for x in parameters}.values():
-        part = parameter.detach()
-        if isinstance(parameter, DTensor):
-            mesh = parameter.device_mesh
+        part, mesh = parameter.detach(), mesh_of(parameter)
+        if mesh is not None:
             if mesh not in spread:
                 spread[mesh] = shares_ranks(mesh, group)
             if spread[mesh]:
                 continue  # its parts are meant to differ, and DTensor reduces its gradient
-            part = parameter.to_local().detach()
+            part = part.to_local()  # pyright: ignore[reportAttributeAccessIssue] - it is a DTensor
         # FSDP frees what it gathered.
         if id(parameter) not in left_out and part.numel() and part.untyped_storage().nbytes():
             yield _Compared(parameter, part, beside=beside)

@@ -21,7 +21,7 @@ how they are sent. Own keys are computed with all heads at once: their results a
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple, TypeAlias
@@ -73,8 +73,8 @@ class MovingKV(Strategy):
 
     def forward(self, attention, q_BHLD, k_BGMD, v_BGME, sink_H=None, residual=None):
         setup = self._setup(attention, q_BHLD, k_BGMD, v_BGME)
-        run = _PlanRun(setup, attention, q_BHLD, k_BGMD, v_BGME, residual)
-        steps = run.begin(setup.schedule.forward)
+        steps = setup.schedule.forward
+        run = _PlanRun(setup, steps, attention, q_BHLD, k_BGMD, v_BGME, residual)
         q = q_BHLD.to(setup.dtype)
         if setup.levels is not None:
             q = setup.levels.zeroed(q)
@@ -90,8 +90,8 @@ class MovingKV(Strategy):
 
     def backward(self, attention, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, residual, sink_H=None):
         setup = self._setup(attention, q_BHLD, k_BGMD, v_BGME)
-        run = _PlanRun(setup, attention, q_BHLD, k_BGMD, v_BGME, residual)
-        steps = run.begin(setup.schedule.backward)
+        steps = setup.schedule.backward
+        run = _PlanRun(setup, steps, attention, q_BHLD, k_BGMD, v_BGME, residual)
         q, grad, out = q_BHLD.to(setup.dtype), grad_BHLE.to(setup.dtype), out_BHLE.to(setup.dtype)
         kernel, levels = attention.kernel, setup.levels
         if levels is not None and levels.drowned is not None:
@@ -162,11 +162,15 @@ def _setup(strategy: MovingKV, attention: Attention, q: torch.Tensor, k: torch.T
 
 
 class _PlanRun:
-    """One rank's run of its schedule: sends messages in order, and computes with what has arrived."""
+    """One rank's run of its schedule: sends messages in order, and computes with what has arrived.
+
+    It starts the first transfers. Call :meth:`arrived` for each of ``steps``, in order.
+    """
 
     def __init__(
         self,
         setup: _Setup,
+        steps: Sequence[Step],
         attention: Attention,
         q: torch.Tensor,
         k: torch.Tensor,
@@ -179,16 +183,11 @@ class _PlanRun:
         # The logsumexp, and the kept messages.
         self.lse, *self._kept = setup.residual.views(residual) if residual is not None else [q.new_empty(0)]
         self.number = 0  # of the present step
-        self._to_start: Iterator[Step] = iter(())
+        self._to_start = iter(steps)
         self._under_way: tuple[list[torch.Tensor], PendingTransfers] | None = None
         self._packed: dict[Block, torch.Tensor] = {}
         open_group(attention.group, q.device)
-
-    def begin(self, steps: Sequence[Step]) -> Sequence[Step]:
-        """Start the first transfers. Returns ``steps``: call :meth:`arrived` for each of them, in order."""
-        self._to_start = iter(steps)
         self._start_next()
-        return steps
 
     def arrived(self, step: Step) -> list[KV]:
         """k and v of each of the keys of a step. The next messages are received while the caller computes.

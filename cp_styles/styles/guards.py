@@ -388,10 +388,11 @@ class InputGuards:
                 f"{see('Pictures among the tokens')}"
             )
         look = self._forwards & (self._forwards - 1) == 0
-        missing = [partial(self._check_positions, kind, inputs)]
         if self._facts.has_loss:
-            missing.append(partial(_refuse_labels, binding.name, kind, inputs))
-        _raise_all(missing)
+            labels = partial(_refuse_labels, binding.name, kind, inputs)
+            _raise_all([partial(self._check_positions, kind, inputs), labels])
+        else:
+            self._check_positions(kind, inputs)
         tokens, masks = inputs.get("input_ids"), self._facts.mask_tokens
         if masks and isinstance(tokens, torch.Tensor) and bool(torch.isin(tokens, tokens.new_tensor(masks)).any()):
             raise NotImplementedError(

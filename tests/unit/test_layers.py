@@ -434,6 +434,13 @@ def test_the_reader_of_imports(line: str, package: list[str], expected: list[str
     assert list(imports_of(line, package)) == expected
 
 
+def test_the_engine_knows_no_dtensor():
+    """DTensor is the form of a module's inputs and outputs. Strategies, kernels and plans know it as little."""
+    for path in package_files():
+        if module_of(path) in ("engine", "strategies", "kernels", "plan", "mask"):
+            assert not re.search(r"torch\.distributed\.tensor\b|import .*\bDTensor\b", code_of(path)), path.name
+
+
 def test_no_two_classes_have_one_name():
     names = [
         node.name
