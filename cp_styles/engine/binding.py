@@ -98,7 +98,8 @@ class Binding:
         gradient_check: what to do if gradients were not reduced over the group.
         agreement: how often the ranks agree on attention.
         site: the number of the module among those of its style, whose names may be equal; 0 for functions.
-        texts: what :func:`~cp_styles.engine.custom_ops.config_text_of` wrote of it, without and with a named layout.
+        texts: what :func:`~cp_styles.engine.custom_ops.config_text_of` wrote of it, without and with a named layout,
+            and what compiled graphs run with in its place.
     """
 
     name: str

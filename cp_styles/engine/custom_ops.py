@@ -26,6 +26,7 @@ from cp_styles._compat import forward_mode_level, never_compiled, new_size, torc
 from cp_styles.bounded_cache import remembered
 from cp_styles.checksum import delayed_digest
 from cp_styles.comm.agreement import EVERY_CALL, Agreement
+from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import mesh_of
 from cp_styles.comm.point_to_point import destroyed_error, group_of_name
 from cp_styles.engine.binding import AgreedCall, Binding, Tally, bindings_of, keep_binding
@@ -55,9 +56,10 @@ _live: WeakValueDictionary[str, Source | AgreedCall] = WeakValueDictionary()
 _Live = TypeVar("_Live", Binding, ScopedBinding, AgreedCall, Binding | ScopedBinding)
 _serial = itertools.count()
 
-# What compiled graphs run with, by their configuration and the group's id, while a style or block has such a
-# configuration. So a graph never takes another group that has the name of a destroyed one.
-_styled: WeakValueDictionary[tuple[str, int], ScopedBinding] = WeakValueDictionary()
+
+class BindingsInGraphs(WeakValueDictionary[str, ScopedBinding]):
+    """What compiled graphs run with over a group, by their configuration, while a style or block has such a
+    configuration. So a graph never takes another group that has the name of a destroyed one."""
 
 
 def handle(source: Source | AgreedCall) -> str:
@@ -115,25 +117,20 @@ def config_text(
 def config_text_of(scoped: ScopedBinding) -> ConfigText:
     """The configuration text of a style's binding. If it cannot be written, the error is raised under torch.compile."""
     binding, named = scoped.unscoped, scoped.named is not None
-    found = binding.texts.get(named)
-    if found is None:
+    if named not in binding.texts:
         parts = (binding.strategy, binding.layout, binding.mask, binding.kernel)
         options: dict[str, Any] = {"only_warn": binding.gradient_check.only_warn, "agreement": binding.agreement}
         try:
-            found = config_text(
+            text = config_text(
                 binding.name, binding.axis, binding.group.group_name, *parts, **options, scoped=True, named=named
             )
         except TypeError as error:
-            found = ConfigText(binding.name, f"{_UNSPELLED}under torch.compile {error}", None)
-        binding.texts[named] = found
-    if scoped.compiled is None:
-        # Equal ones share it, such as the layers of a model. Graphs count no calls.
-        key = found.config, id(binding.group)
-        scoped.compiled = _styled.get(key)
-        if scoped.compiled is None:
-            own = ScopedBinding(replace(binding, tally=Tally(), site=0), scoped.named, scoped.history)
-            scoped.compiled = _styled[key] = own
-    return found
+            text = ConfigText(binding.name, f"{_UNSPELLED}under torch.compile {error}", None)
+        # Equal ones share what runs in graphs, such as the layers of a model. Graphs count no calls.
+        in_graphs = ScopedBinding(replace(binding, tally=Tally(), site=0), scoped.named, scoped.history)
+        same = binding.group_state.the(BindingsInGraphs)
+        binding.texts[named] = text, same.setdefault(text.config, in_graphs)
+    return binding.texts[named][0]
 
 
 def live_object(config: str, kind: type[_Live] | tuple[type[_Live], ...]) -> _Live:
@@ -158,7 +155,7 @@ def source_of(config: str, dense: torch.Tensor | None = None) -> Source:
     known = bindings_of(group)
     found = known.pop(config, None)
     if scoped:
-        found = found or _styled.get((config, id(group)))
+        found = found or state_of(group).the(BindingsInGraphs).get(config)
         if found is None:
             raise destroyed_error()
         if dense is not None:  # a text does not tell Dense masks apart: there is a new binding at every call

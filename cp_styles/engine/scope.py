@@ -188,7 +188,6 @@ class ScopedBinding:
         # One binding for each scope, not for each call, so that it lives as long as its scope and is described once.
         self._under: WeakKeyDictionary[SequenceScope, Binding] = WeakKeyDictionary()
         self._lean: ScopedBinding | None = None
-        self.compiled: ScopedBinding | None = None  # what compiled graphs run with in its place
 
     def keeping_nothing(self) -> ScopedBinding:
         """What :meth:`Binding.keeping_nothing` is; the same one every time."""

@@ -113,7 +113,7 @@ def sizes() -> dict[str, int]:
 
 
 # Change these only downwards. Lines within this distance of their limit are no news.
-LIMITS = {"lines of the package": 29_900, "lines of the core path": 13_200, "floors": 11, "entries of state": 64}
+LIMITS = {"lines of the package": 29_900, "lines of the core path": 13_200, "floors": 11, "entries of state": 63}
 SLACK = {"lines of the package": 1_500, "lines of the core path": 1_500, "entries of state": 8}
 
 
@@ -167,7 +167,7 @@ STATE = {
         "engine/scope.py": "_open_anywhere",
     },
     "names of live objects, weak": {
-        "engine/custom_ops.py": "_live _styled",
+        "engine/custom_ops.py": "_live",
         "styles/attention.py": "_alive _known",
     },
     "context variables": {
