@@ -352,25 +352,25 @@ class InputGuards:
                     self._refuse_window(kind, traced, length, length * self._ranks)
             return
         self._forwards += 1
-        binding, inputs = self._calls.binding, self._calls.inputs
+        inputs = self._calls.inputs
         past = inputs.get("past_key_values")
         own = getattr(past, "self_attention_cache", past)  # beside keys of an encoder
         if isinstance(own, LayerCaches) and own.prefilled:
             if inputs.get("use_cache") is False:
                 raise ValueError(
-                    f"{binding.name}: {kind} was given a cache and use_cache=False, which generate() also takes from "
+                    f"{self._name}: {kind} was given a cache and use_cache=False, which generate() also takes from "
                     "model.generation_config or model.config: pass use_cache=True, or leave out the cache"
                 )
             if own is not past and any(each.length for each in own.held) and _generating("_prefill") is not None:
                 raise ValueError(
-                    f"{binding.name}: {kind} is given a cache that an earlier generate() has used: call encode for "
+                    f"{self._name}: {kind} is given a cache that an earlier generate() has used: call encode for "
                     "each generate()"
                 )
-            _refuse_another_prompt(binding.name, kind, own, inputs)
+            _refuse_another_prompt(self._name, kind, own, inputs)
             return  # new tokens, the same on all ranks and whole: nothing is cut
         if _generating() is not None:
             raise NotImplementedError(
-                f"{binding.name}: {kind} is called by generate() of transformers, which would append a token of "
+                f"{self._name}: {kind} is called by generate() of transformers, which would append a token of "
                 "its own to each rank's part of the sequence: give it past_key_values=prefill(model, input_ids) of "
                 "cp_styles.integrations.transformers; or generate without context parallelism, with a copy of "
                 "the model that has no style"
@@ -379,7 +379,7 @@ class InputGuards:
         pictures = [name for name, x in inputs.items() if name.startswith("pixel_values") and x is not None]
         if pictures:
             raise NotImplementedError(
-                f"{binding.name}: {kind} makes tokens of {', '.join(pictures)} inside, where its vision tower would "
+                f"{self._name}: {kind} makes tokens of {', '.join(pictures)} inside, where its vision tower would "
                 "attend as if each rank had a part of the picture, and put them among this rank's part of the text. "
                 "Apply the style to the language model alone, and let that cut the embeddings of the whole sequence: "
                 'parallelize_module(model, mesh, {"model.language_model": ModuleContextParallel()}); '
@@ -389,14 +389,14 @@ class InputGuards:
             )
         look = self._forwards & (self._forwards - 1) == 0
         if self._facts.has_loss:
-            labels = partial(_refuse_labels, binding.name, kind, inputs)
+            labels = partial(_refuse_labels, self._name, kind, inputs)
             _raise_all([partial(self._check_positions, kind, inputs), labels])
         else:
             self._check_positions(kind, inputs)
         tokens, masks = inputs.get("input_ids"), self._facts.mask_tokens
         if masks and isinstance(tokens, torch.Tensor) and bool(torch.isin(tokens, tokens.new_tensor(masks)).any()):
             raise NotImplementedError(
-                f"{binding.name}: {kind} has token_dropout, and scales its embeddings by the share of mask tokens "
+                f"{self._name}: {kind} has token_dropout, and scales its embeddings by the share of mask tokens "
                 "among this rank's tokens, which is another one on each rank: give it no mask tokens, or set "
                 "token_dropout=False in its config, and train it so"
             )
@@ -404,20 +404,20 @@ class InputGuards:
         for name in self._facts.places if look else ():
             if isinstance(inputs.get(name), torch.Tensor):
                 first = 0 if padding is None else padding + 1
-                _refuse_local(binding, name, inputs[name], _lengths(inputs), first)
+                _refuse_local(self._calls.binding, name, inputs[name], _lengths(inputs), first)
         if look and padding is not None and not isinstance(own, LayerCaches):  # generate() itself counts from 0
             self._refuse_positions_of_padding(kind, inputs, padding)
         cached = getattr(past, "get_seq_length", None)
         if cached is not None and int(cached()) > 0:
             raise NotImplementedError(
-                f"{binding.name}: {kind} is asked to go on after {int(cached())} tokens of a cache that does not know "
+                f"{self._name}: {kind} is asked to go on after {int(cached())} tokens of a cache that does not know "
                 "how it is cut over the ranks: decode with the cache that prefill(model, input_ids) of "
                 "cp_styles.integrations.transformers returns"
             )
         if self._facts.has_loss and look and inputs.get("num_items_in_batch") is not None:
-            _compare_counts(binding, kind, inputs["num_items_in_batch"])
+            _compare_counts(self._calls.binding, kind, inputs["num_items_in_batch"])
         if self._facts.windows and (length := _length(inputs)) is not None:
-            layout = binding.layout
+            layout = self._calls.binding.layout
             # A balancer's whole length is known after the forward.
             whole = layout.length if isinstance(layout, SequenceLayout) else length
             self._refuse_window(kind, inputs, length, whole)
