@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.attention.flex_attention import flex_attention
 
-from cp_styles import head_tail
+from cp_styles import contiguous, head_tail
 from cp_styles.testing import run_ranks
 from cp_styles.torch_api import context_parallel, context_parallel_shard, context_parallel_unshard
 from tests.ranks.attention_case import cp_mesh
@@ -62,8 +63,33 @@ def by_operator(mesh):
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(q, q, q)
 
 
+class TakesPositions(nn.Module):
+    def __init__(self, attend):
+        super().__init__()
+        self.attend = attend
+
+    def forward(self, input_ids, position_ids=None):
+        q = torch.randn(1, 1, 4, 16)
+        return self.attend(q, q, q)
+
+
+def without_positions(attention):
+    """In a second block: what a first one has read of the model is kept."""
+
+    def call(mesh):
+        model, mine = TakesPositions(attention), contiguous(8, RANKS).positions(mesh.get_local_rank())
+        with context_parallel(mesh, layout=contiguous):
+            model(mine[None], position_ids=mine[None])
+        with context_parallel(mesh, layout=contiguous):
+            model(mine[None])
+
+    return call
+
+
 A = torch.arange(8)
 REFUSED = {
+    "no positions": (without_positions(F.scaled_dot_product_attention), "takes position_ids and was given none"),
+    "no positions, flex": (without_positions(flex_attention), "takes position_ids and was given none"),
     "composed mesh": (
         lambda mesh: enter(init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("dp", "cp"))),
         r'mesh\["cp"\]',
