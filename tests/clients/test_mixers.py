@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import inspect
+import re
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,6 +33,7 @@ from cp_styles import (
     next_token_labels,
 )
 from cp_styles.integrations.transformers import prefill
+from cp_styles.intercept import mixer_calls
 from cp_styles.testing import run_ranks
 from tests.clients.hugging_face import (
     BATCH,
@@ -297,6 +300,15 @@ def test_a_layer_of_another_version_is_not_known():
 
     errors = run_ranks(main, 2, return_errors=True)
     assert all("carries values from token to token" in str(error) for error in errors), errors
+
+
+def test_all_kernels_of_the_library_are_known():
+    """Functions of its layers in whose place kernels of other packages may run."""
+    pattern = re.compile(r"@use_kernel_func_from_hub_with_fallback\([^)]*\)\s*def (\w+)\(")
+    models = Path(modeling_qwen3_next.__file__).parents[1]
+    names = {name for path in models.glob("*/modeling_*.py") for name in pattern.findall(path.read_text())}
+    assert {"causal_conv1d_fn", "torch_chunk_gated_delta_rule", "mamba2_chunk_scan", "mamba_selective_scan"} <= names
+    assert not names - mixer_calls._HANDLERS.keys()
 
 
 def test_nothing_of_the_library_changes():
