@@ -86,6 +86,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "falcon_mamba": {"state_size": 4},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 4, "mamba_dt_rank": 4},
     "mamba": {"state_size": 4},
+    "zamba": {
+        "num_hidden_layers": 6,
+        "layers_block_type": ["mamba", "mamba", "hybrid"] * 2,
+        "n_mamba_heads": 2,
+        "mamba_dt_rank": 4,
+    },
 }
 CUTS = {
     "2 head_tail": (2, head_tail),
@@ -96,7 +102,7 @@ BY_DAY = ["lfm3", "minimax", "qwen3_next", "kimi_linear", "granitemoehybrid", "j
 
 
 def model_of(model_type: str, **changes: Any) -> Any:
-    return tiny(causal_lm, config_of(model_type, num_hidden_layers=2, **MODELS[model_type], **changes))
+    return tiny(causal_lm, config_of(model_type, **{"num_hidden_layers": 2} | MODELS[model_type] | changes))
 
 
 def inputs_of(model: Any, tokens: torch.Tensor, positions: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
