@@ -233,7 +233,7 @@ class KVCache:
         return first, torch.maximum(first, stop)
 
     def _refuse(self, problem: Exception) -> None:
-        offer_refusal("KVCache", self.axis, self.group)
+        offer_refusal("KVCache", self.group)
         raise problem
 
 

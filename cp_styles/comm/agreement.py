@@ -301,7 +301,7 @@ class _StartedMeeting:
         return rows
 
 
-def offer_refusal(name: str, axis: str, group: dist.ProcessGroup) -> None:
+def offer_refusal(name: str, group: dist.ProcessGroup) -> None:
     """Tell the other ranks, at their next meeting, that this rank has failed. Call it before raising an error.
 
     It does nothing inside a backward, or if the others know already or cannot learn of it: see

@@ -289,7 +289,7 @@ class Binding:
 
     def refuse_call(self) -> None:
         """Tell the ranks that have called their attention, or will call it, that this rank will not."""
-        offer_refusal(self.name, self.axis, self.group)
+        offer_refusal(self.name, self.group)
 
     def refuse_other_cut(
         self, cut_tensors: Sequence[tuple[torch.Tensor, SequenceLayout]], q_length: int | None = None

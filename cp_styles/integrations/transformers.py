@@ -189,7 +189,7 @@ def _decode(
         number: Any = module.layer_idx
         held, expanded = past.layers[number], (key, value)
     elif held is None or cache_of(value) is not held:
-        offer_refusal(name, calls.binding.axis, calls.binding.group)
+        offer_refusal(name, calls.binding.group)
         raise NotImplementedError(
             f"{name}: {type(module).__name__} changes the keys or values of its cache before it attends to them, or "
             "attends to others. It cannot decode with a cache that is cut over the ranks: generate without context "

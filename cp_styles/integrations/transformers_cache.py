@@ -28,7 +28,7 @@ class TransformersCache(LayerCaches):
 
     def __init__(self, binding: Binding, prompt: SequenceLayout, padding_BS: torch.Tensor | None) -> None:
         super().__init__(binding.group, prompt)
-        self.name, self.axis = binding.name, binding.axis
+        self.name = binding.name
         self.keeps_all = False
         self._padding_BS = padding_BS
         self._padding_checked = False
@@ -44,7 +44,7 @@ class TransformersCache(LayerCaches):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         rows = self.batch_size
         if self.prefilled and rows not in (-1, key_states.shape[0]):
-            offer_refusal(self.name, self.axis, self.group)
+            offer_refusal(self.name, self.group)
             raise ValueError(
                 f"{self.name}: new tokens of {key_states.shape[0]} rows, but the prompt of this cache had {rows}: for "
                 "num_beams=n or num_return_sequences=n call cache.batch_repeat_interleave(n) before generate()"

@@ -461,7 +461,7 @@ class AttentionCalls(RerunMode):
     def _offer_refusal(self) -> None:
         """Tell the other ranks, which may be at a call that this rank does not reach."""
         binding = self._scoped.unscoped
-        offer_refusal(binding.name, binding.axis, binding.group)
+        offer_refusal(binding.name, binding.group)
 
 
 @lru_cache(maxsize=256)

@@ -12,7 +12,6 @@ import ctypes
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,8 +22,6 @@ from cp_styles.device_copies import tensor_on
 from cp_styles.introspect import captured_tensors
 from cp_styles.mask import UNBOUNDED, BlockGrid, Mask, PerRow
 from cp_styles.troubleshooting import see
-
-MaskMod: TypeAlias = Callable[..., torch.Tensor]
 
 # Number of pairs for which mask_mod is evaluated at a time. There are some int64 temporaries of this size.
 _PAIRS = 2**22

@@ -57,7 +57,7 @@ class OnMeshAxis(ParallelStyle):
     _keeps_rows = False  # whether all dims but the last have the same size in the output as in the input
 
     mesh_axis: str
-    _others: tuple[tuple[str, dist.ProcessGroup], ...] = ()  # the other axes of the mesh that it was given
+    _others: tuple[dist.ProcessGroup, ...] = ()  # the other axes of the mesh that it was given
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         # parallelize_module passes a composed mesh as it is, so take the axis here.
@@ -65,7 +65,7 @@ class OnMeshAxis(ParallelStyle):
         self._refuse_again(module)
         names = device_mesh.mesh_dim_names or ()
         self._others = tuple(
-            (name, device_mesh.get_group(name)) for name in names if device_mesh.ndim > 1 and name != self.mesh_axis
+            device_mesh.get_group(name) for name in names if device_mesh.ndim > 1 and name != self.mesh_axis
         )
         applied = super()._apply(module, axis)  # pyright: ignore[reportAbstractUsage]
         applied.__dict__.setdefault(_APPLIED, set()).add(self._as_applied())
@@ -93,8 +93,8 @@ class OnMeshAxis(ParallelStyle):
             f"{see('A part that tensor parallelism does not divide')}"
         )
         if not is_traced():
-            for name, group in self._others:
-                offer_refusal(f"{type(self).__name__} on {where}", name, group)
+            for group in self._others:
+                offer_refusal(f"{type(self).__name__} on {where}", group)
         raise problem
 
     def _refuse_again(self, module: nn.Module) -> None:

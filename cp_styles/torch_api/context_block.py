@@ -107,9 +107,7 @@ class ContextParallelBlock(contextlib.ContextDecorator):
         entry, stack = self._entered.pop()
         stack.__exit__(*exception)
         if isinstance(exception[1], Exception) and not state_of(self._group).backward_began:
-            offer_refusal(
-                entry.name, self._axis, self._group
-            )  # others may be at a call that this rank does not come to
+            offer_refusal(entry.name, self._group)  # others may be at a call that this rank does not come to
         computed = [part.buffer for part in entry.parts if part.restored and part.buffer.grad_fn is not None]
         if computed and exception[0] is None:
             raise RuntimeError(
