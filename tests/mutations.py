@@ -160,7 +160,7 @@ FUZZED = [
         "merge: the larger logsumexp for the sum", "OnlineSoftmax.add", "logaddexp", "maximum", "unit/test_merge.py"
     ),
     Mistake("merge: rows that are begun are overwritten", "_within", "place % 2 == 1 or", "", "unit/test_merge.py"),
-    Mistake("merge: a waiting gradient is overwritten", "RowSum.add", "add_(tile", "copy_(tile", "unit/test_merge.py"),
+    Mistake("merge: a waiting gradient is overwritten", "RowSum.add", "[1].add_(", "[1].copy_(", "unit/test_merge.py"),
     Mistake(
         "merge: a sink's share and the rest exchanged",
         "beside_sink",
