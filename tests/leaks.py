@@ -376,7 +376,7 @@ def main() -> int:
     parser.add_argument("--batches", type=int, default=10000)
     parser.add_argument("--rows", type=int, default=100, help="how many rows the table has")
     parser.add_argument("--worlds", type=int, default=5, help="how many worlds of process groups, one after another")
-    parser.add_argument("--limit", type=float, default=4.0, help="MiB of the caches")
+    parser.add_argument("--limit", type=float, default=1.0, help="MiB of the caches")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds, of the groups")
     parser.add_argument("--different", type=int, default=10**9, help="how many batches until the first comes again")
     parser.add_argument("--keep", action="store_true", help="keep an object of every batch, which must be noticed")
