@@ -101,6 +101,13 @@ FUZZED = [
         "unit/test_cuda_kernels.py ranks/flex/test_varlen_kernel.py",
     ),
     Mistake(
+        "kernels: a pack without what the kernel allocates",
+        "_packs",
+        "(queries + 128)",
+        "queries",
+        "unit/test_packing.py",
+    ),
+    Mistake(
         "kernels: bands of other widths in one pack",
         "_packs",
         '(call.options["causal"], call.options.get("window")), call',

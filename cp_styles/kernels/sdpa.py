@@ -6,7 +6,7 @@ by name. So one class serves all ops, and a changed signature in a torch version
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -32,8 +32,9 @@ SDPA_CALLS = frozenset(
 # would leave a GPU idle: those with fewer blocks of 128 queries (for some 32 heads) than multiprocessors. The value is
 # an estimate that was not measured on a GPU.
 _LONG_TILE = 1024
-# Maximum number of rows of queries, or of keys, in a pack. It limits the memory of the copies.
-_MOST_ROWS = 2**15
+# Maximum bytes of the copies in a pack, and of what the kernel allocates beside them. Half a GiB is 32K rows of 32
+# query heads and 8 key heads of 128 dims.
+_MOST_BYTES = 2**29
 
 # Names of arguments in some schemas, and the common names used here.
 _ALIASES = {"grad_out_": "grad_out", "log_sumexp": "logsumexp", "output": "out", "attn_bias": "attn_mask"}
@@ -296,7 +297,7 @@ class VarlenKernel(SdpaKernel):
     band is given as it is. Causal tiles are square, so how the mask of a document with more keys than queries would be
     aligned does not matter.
 
-    Memory: a copy of what is in a pack, of at most _MOST_ROWS queries and keys a head.
+    Memory: a copy of what is in a pack, of at most _MOST_BYTES together with what the kernel allocates.
 
     Attributes:
         packed_name: the sibling's name in aten, without its ``_forward`` or ``_backward``.
@@ -395,17 +396,20 @@ def _packed(
 def _packs(tiles: Iterable[TileCall], query: int) -> Iterator[tuple[list[int], list[TileCall]]]:
     """Groups of tiles for one call each, with their indices. ``query`` is the index of the query among the tensors."""
     packs: dict[Any, tuple[list[int], list[TileCall]]] = {}
-    counts: dict[Any, tuple[int, int]] = defaultdict(lambda: (0, 0))
+    sizes: Counter[Any] = Counter()
     for index, call in enumerate(tiles):
-        cover, (q, k) = (call.options["causal"], call.options.get("window")), call.tensors[query : query + 2]
-        queries, keys = q.shape[0] * q.shape[2], k.shape[0] * k.shape[2]
-        if call.options["bias"] is not None or queries > _LONG_TILE:
+        cover, q = (call.options["causal"], call.options.get("window")), call.tensors[query]
+        batch, heads, queries, dim = q.shape
+        if call.options["bias"] is not None or batch * queries > _LONG_TILE:
             yield [index], [call]
             continue
-        counts[cover] = counts[cover][0] + queries, counts[cover][1] + keys
-        if cover in packs and max(counts[cover]) > _MOST_ROWS:
+        size = sum(x.numel() * x.element_size() for x in call.tensors)
+        if query:  # mha_varlen_bwd sums dq in float32, with 128 rows more for each document
+            size += 4 * batch * (queries + 128) * heads * (-(-dim // 32) * 32)
+        sizes[cover] += size
+        if cover in packs and sizes[cover] > _MOST_BYTES:
             yield packs.pop(cover)
-            counts[cover] = queries, keys
+            sizes[cover] = size
         indices, calls = packs.setdefault(cover, ([], []))
         indices.append(index)
         calls.append(call)

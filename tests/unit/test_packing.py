@@ -105,12 +105,13 @@ def test_tiles_with_a_mask_and_tiles_alone_go_as_they_did():
 
 
 def test_a_pack_has_a_largest_size(monkeypatch):
-    """Two full tiles of 9 and 4 keys of 2 batch rows fit 28 rows, 7 more do not; causal ones of 5 + 1 + 8 do."""
-    monkeypatch.setattr(sdpa, "_MOST_ROWS", 28)
+    """In bytes: 512 (queries + keys) of a forward. Two full tiles of 10 rows fit, 8 more do not; nor do causal ones of
+    10, 2 and 16. A backward has 128 float32 rows more for each document of each tile, so there all are alone."""
+    monkeypatch.setattr(sdpa, "_MOST_BYTES", 12_000)
     calls = tile_calls()
     with varlen_ops_on_cpu(), Ops() as ops:
         results = run(STAND_IN, calls)
-    assert ops.counts == {PACKED[0]: 2, PACKED[1]: 2, ALONE[0]: 1, ALONE[1]: 1}
+    assert ops.counts == {PACKED[0]: 2, ALONE[0]: 2, ALONE[1]: 6}
     assert max(errors(results, expected(calls))) < EXACT
 
 
