@@ -328,7 +328,17 @@ def _gather(
 
 def _host_of(group: dist.ProcessGroup, patience: timedelta | None) -> Any:
     state = state_of(group)
-    state.host = state.host or gloo_beside(group, "cp_styles", patience)
+    if state.host is None:
+        try:
+            state.host = gloo_beside(group, "cp_styles", patience)
+        except RuntimeError as error:
+            raise TransferError(
+                f"{state.operations.name_of(state.operations.user)}: rank {dist.get_rank()} cannot connect to the "
+                "other ranks of a group without a CPU backend over gloo, over which ranks agree: set "
+                "GLOO_SOCKET_IFNAME to a network interface by which the machines reach each other, or use "
+                f"init_process_group('cpu:gloo,cuda:nccl'){see('Machines that gloo does not connect')}. "
+                f"gloo says: {error}"
+            ) from error
     return state.host
 
 

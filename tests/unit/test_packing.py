@@ -104,14 +104,16 @@ def test_tiles_with_a_mask_and_tiles_alone_go_as_they_did():
     assert max(errors(results, expected(calls))) < EXACT
 
 
-def test_a_pack_has_a_largest_size(monkeypatch):
+@pytest.mark.parametrize(("most", "forwards"), [(12_000, {PACKED[0]: 2, ALONE[0]: 2}), (25_000, {PACKED[0]: 2})])
+def test_a_pack_has_a_largest_size(most: int, forwards: dict[str, int], monkeypatch):
     """In bytes: 512 (queries + keys) of a forward. Two full tiles of 10 rows fit, 8 more do not; nor do causal ones of
-    10, 2 and 16. A backward has 128 float32 rows more for each document of each tile, so there all are alone."""
-    monkeypatch.setattr(sdpa, "_MOST_BYTES", 12_000)
+    10, 2 and 16; all fit the second limit. A backward has 128 float32 rows more for each document, so there all are
+    alone."""
+    monkeypatch.setattr(sdpa, "_MOST_BYTES", most)
     calls = tile_calls()
     with varlen_ops_on_cpu(), Ops() as ops:
         results = run(STAND_IN, calls)
-    assert ops.counts == {PACKED[0]: 2, ALONE[0]: 2, ALONE[1]: 6}
+    assert ops.counts == {**forwards, ALONE[1]: 6}
     assert max(errors(results, expected(calls))) < EXACT
 
 

@@ -3,6 +3,7 @@ NCCL keeps its rules. See tests/gpu_tensors.py."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from cp_styles.comm.point_to_point import TransferError
 from cp_styles.functions.attention import context_attention
 from cp_styles.kernels import Kernel, ReferenceKernel
 from cp_styles.layout import contiguous, head_tail, striped
@@ -106,6 +108,23 @@ def test_groups_of_nccl_alone(strategy, ranks: int):
     problem = Problem(length=24, kv_heads=2, heads=4)
     worst, _ = on_gpus(problem, ranks, nccl_only=True, strategy=strategy, mask=Causal(), kernel=ON_GPU)
     assert worst < EXACT
+
+
+def test_machines_that_gloo_does_not_connect(monkeypatch):
+    """On every rank, with a remedy."""
+
+    def fails(*_):
+        raise RuntimeError("Connection refused")
+
+    def on(rank: int) -> None:
+        x = put(torch.zeros(1, 2, 8, 8))
+        context_attention(x, x, x, dist.group.WORLD, layout=head_tail, mask=Causal(), kernel=ON_GPU)
+
+    monkeypatch.setattr("cp_styles.comm.point_to_point.gloo_beside", fails)
+    with gpus(nccl_only=True):
+        for error in run_ranks(on, 2, return_errors=True):
+            assert isinstance(error, TransferError)
+            assert re.search("set GLOO_SOCKET_IFNAME .* gloo says: Connection refused", str(error))
 
 
 def test_what_is_chosen_for_bfloat16():
