@@ -5,6 +5,7 @@ All ranks raise soon, whatever the transport: over gloo the others stand still f
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -162,7 +163,7 @@ def test_a_rank_that_hears_of_the_end_passes_it_on():
     assert max(run_ranks(on, 3, timeout_seconds=20)) < SOON
 
 
-@sampled(1, strategy=[Ring(), AllGather(), Ulysses(chunks=2)], way=["forward", "backward"])
+@sampled(1, strategy=STRATEGIES, way=["forward", "backward"])
 def test_ranks_that_do_not_stand_still_for_one_that_has_left(strategy, way: str):
     """As over NCCL: a wait does not hold the host, and messages match by order. The others compute with what has not
     come, and read at their next meeting that a rank has left."""
@@ -180,7 +181,10 @@ def test_ranks_that_do_not_stand_still_for_one_that_has_left(strategy, way: str)
             caught(lambda: attend(*given, kernel=ON_GPU)),
         ]
 
-    with pytest.raises(BreaksRule, match="wait for each other"), gpus(nccl_only=True, runs_ahead=True):
+    # An all-gather's forward has sent everything before it computes, so nobody waits for a message.
+    owes = not (isinstance(strategy, AllGather) and way == "forward")
+    waits = pytest.raises(BreaksRule, match="wait for each other") if owes else contextlib.nullcontext()
+    with waits, gpus(nccl_only=True, runs_ahead=True):
         found = run_ranks(on, RANKS, timeout_seconds=20)
     assert isinstance(found[1][0], OutOfMemory)
     for rank, errors in enumerate(found):
