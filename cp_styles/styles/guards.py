@@ -545,7 +545,7 @@ def _refuse_local(binding: Binding, name: str, positions: torch.Tensor, lengths:
     if positions.is_floating_point() or (length not in lengths and not name.endswith(POSITIONS)):
         return  # a table, or of something else than this rank's tokens
     own, in_order = torch.arange(first, first + length, device=positions.device), binding.group.rank() * length
-    from_0 = bool((positions == own).all())
+    from_0 = bool((positions == own).all()) or _rows_begin_at_0(positions)
     if not isinstance(binding.mask, Full | Causal | SlidingWindow) or not (
         from_0 or bool((positions == own + in_order).all())
     ):
@@ -557,9 +557,12 @@ def _refuse_local(binding: Binding, name: str, positions: torch.Tensor, lengths:
     except Exception:  # of a length that may not be the call's
         return
     if from_0 and mine.numel() and int(mine[0]) != 0:
+        remedy = f"pass {_POSITIONS_OF_TOKENS if first else _POSITIONS}"
+        if positions.ndim == 3:
+            remedy = "cut them with the tokens, or let cut_inputs_of of cp_styles.integrations.transformers do it"
         raise ValueError(
             f"{binding.name}: {name} count from {first} to {first + length - 1} on this rank, whose part of the "
-            f"sequence begins at {first + int(mine[0])}: pass {_POSITIONS_OF_TOKENS if first else _POSITIONS}. "
+            f"sequence begins at {first + int(mine[0])}: {remedy}. "
             "If these are documents that each begin at 0, say so with "
             "a SequenceScope(layout, mask=Documents(...)) around the call"
             f"{see('Positions that count from 0')}"
@@ -571,6 +574,19 @@ def _refuse_local(binding: Binding, name: str, positions: torch.Tensor, lengths:
             "layout.positions of the layout of the attention, or give the attention layout=contiguous"
             f"{see('Inputs that were cut in another way')}"
         )
+
+
+def _rows_begin_at_0(positions: torch.Tensor) -> bool:
+    """Whether positions of time, height and width, [3 or 4, B, S], are those of whole sequences.
+
+    Rows with padding on the left begin with some value twice. The longest row of a batch has no padding.
+    """
+    if positions.ndim != 3 or positions.shape[-1] < 2:
+        return False
+    start, second = positions[..., 0], positions[..., 1]
+    padded = (start == second).all(0)
+    from_0 = (start == 0).all(0) & ~padded
+    return bool((from_0 | padded).all() & from_0.any())
 
 
 def _refuse_another_prompt(name: str, kind: str, cache: LayerCaches, inputs: Mapping[str, Any]) -> None:

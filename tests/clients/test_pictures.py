@@ -186,6 +186,27 @@ def test_images_that_see_each_other():
 MASKS = r"attention_mask as a dict .* \['full_attention', 'sliding_attention'\], the mask & \(query - key < 5\)"
 
 
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", *at_night("qwen2_vl", "qwen3_vl")])
+def test_whole_inputs_that_nothing_cuts(kind: str, padded: bool):
+    """The model gives its language model positions of time, height and width, of the whole sequence."""
+    model, tokens, labels, pictures = case(kind)
+    if padded:
+        pictures |= {"attention_mask": torch.ones_like(tokens)}
+        pictures["attention_mask"][0, :2] = 0
+
+    def on(rank: int) -> None:
+        mine = copy.deepcopy(model)
+        mine.set_attn_implementation({"text_config": register_attention(), "vision_config": "sdpa"})
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        parallelize_module(mine.model.language_model, mesh, ModuleContextParallel(layout=contiguous))
+        mine(input_ids=tokens, **pictures)
+
+    with pytest.raises(RankError, match=r"position_ids count from 0 .* begins at 21: .* cut_inputs_of") as error:
+        run_ranks(on, 2)
+    assert error.value.errors.keys() == {0, 1}
+
+
 def test_what_is_refused():
     """The model as a whole, with the lines that are exact; arguments of which nothing is known."""
     model, tokens, _, pictures = case("llava")
