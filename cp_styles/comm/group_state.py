@@ -154,8 +154,7 @@ def check_later(group: dist.ProcessGroup, check: Callable[[], object]) -> None:
 
 def settle(group: dist.ProcessGroup | None) -> Operations | None:
     """Run the check of :func:`check_later` now, if there is one. Returns the operations over the group."""
-    state = None if group is None else _states.get(group)
-    operations = None if state is None else state.operations
+    operations = None if group is None else state_of(group).operations
     while operations is not None and operations.check is not None:  # one may find that there is more to check
         check, operations.check = operations.check, None
         check()

@@ -190,7 +190,7 @@ MASKS = r"attention_mask as a dict .* \['full_attention', 'sliding_attention'\],
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", *at_night("qwen2_vl", "qwen3_vl")])
 def test_whole_inputs_that_nothing_cuts(kind: str, padded: bool):
     """The model gives its language model positions of time, height and width, of the whole sequence."""
-    model, tokens, labels, pictures = case(kind)
+    model, tokens, _, pictures = case(kind)
     if padded:
         pictures |= {"attention_mask": torch.ones_like(tokens)}
         pictures["attention_mask"][0, :2] = 0
