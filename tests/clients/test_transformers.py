@@ -366,7 +366,7 @@ def test_compiled():
         return torch.compile(model, backend="aot_eager")
 
     assert largest_error(on_ranks(model, inputs, labels, how=how), expected(model, inputs, labels)) < EXACT
-    refused({"input_ids": tokens_of()}, words="give the model position_ids of this rank's tokens", how=how)
+    refused({"input_ids": tokens_of()}, words="takes position_ids and was given none", how=how)
     restarts = {"position_ids": torch.arange(10).expand(2, -1)}
     refused(
         {"input_ids": tokens_of(20)}, restarts, words="as if no other rank had a part", balancer=contiguous, how=how
