@@ -287,7 +287,7 @@ def explain_hybrid(
     if not fastest:
         raise ValueError(f"explain_hybrid: no strategy can run on {ranks} ranks")
     _, bandwidth, latency = hardware.link(0, ranks - 1)
-    row, made = states.batch * width * shapes.dtype.itemsize, []
+    row, choices = states.batch * width * shapes.dtype.itemsize, []
     for name, choice in fastest.items():
         assert choice.explanation is not None
         sent = sum(choice.explanation.sent(phase) for phase in ("forward", "backward"))
@@ -299,8 +299,8 @@ def explain_hybrid(
             recurring = recurrences * states.seconds(layout, documents, hardware)
             total = attentions * sent + 2 * recurrences * max(states.sent(layout, documents)) + moved
             times = attentions * choice.seconds, recurring, changes
-            made.append(HybridChoice(name, other, choice.strategy, *times, total))
-    return sorted(made, key=lambda choice: choice.total)
+            choices.append(HybridChoice(name, other, choice.strategy, *times, total))
+    return sorted(choices, key=lambda choice: choice.total)
 
 
 def _most_moved(layout: SequenceLayout, other: SequenceLayout) -> int:

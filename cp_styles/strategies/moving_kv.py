@@ -457,8 +457,7 @@ class AllGather(MovingKV):
     Source: the context parallelism of Llama 3 (Dubey et al., 2024).
 
     Attributes:
-        keep: number of sources whose received keys and values are kept for the backward. Those of other sources are
-            sent again. 0 keeps none; the number of ranks keeps all.
+        keep: as that of :class:`Ring`.
 
     Raises:
         ValueError: ``keep`` is not an integer, or negative.

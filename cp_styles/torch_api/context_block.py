@@ -329,8 +329,8 @@ class _BlockCalls(AttentionCalls):
         running = running_modules() if self._entry.check_inputs and not self._again else []
         for module, args, kwargs in running:
             if module not in self._guards and (module is running[-1][0] or is_model(module)):
-                known = self._scoped.unscoped.group_state.the(_History).facts
-                facts = known[module] = known.get(module) or ModelFacts.of(module)
+                by_model = self._scoped.unscoped.group_state.the(_History).facts
+                facts = by_model[module] = by_model.get(module) or ModelFacts.of(module)
                 guard = InputGuards(facts, self)
                 self._tally.inputs = inputs = dict(zip(facts.names, args, strict=False)) | kwargs
                 self._guards[module] = guard, {"attention_mask": inputs.get("attention_mask")}

@@ -18,6 +18,7 @@ from cp_styles.layout import contiguous, head_tail, per_document_head_tail, stri
 from cp_styles.mask import Causal, Documents, Full, PerRow, SlidingWindow
 from cp_styles.plan import Cover, make_plan
 from cp_styles.strategies import AllGather, Ring, Ulysses
+from cp_styles.strategies.moving_kv import MovingKV
 from cp_styles.testing import run_ranks
 from tests.covering import sampled
 from tests.oracle import document_of
@@ -178,7 +179,13 @@ def test_windows_need_no_mask(way, window: str, layout, documents: bool):
     options = {"strategy": strategy, "mask": mask, "layout": layout, "kernel": kernel, "scale": 0.3}
     errors, counts = attended(problem, ranks, **options)
     assert max(errors) < EXACT
-    # Runs that are shorter than a block may be joined under a mask: those of documents and stripes, and at the ends.
+    # Which runs are bands, the plan says: short ones may be joined under a mask. Ulysses has plans of other layouts.
+    cut = layout(length, ranks)
+    for rank, count in enumerate(counts if isinstance(strategy, MovingKV) else ()):
+        plan = make_plan(cut, cut, mask, rank, small_tiles=kernel.small_tiles, windows=True)
+        bands = any(tile.cover is Cover.BAND for part in plan.parts for tile in part.tiles)
+        assert count[PACKED[0]] or not bands
+    # The longest runs of a rank, of a few dozen rows, are bands somewhere, but for stripes and documents.
     assert documents or layout is striped or any(count[PACKED[0]] for count in counts)
 
 
