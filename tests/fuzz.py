@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import json
 import os
 import random
@@ -736,6 +737,8 @@ _ANSWER = "verdict: "
 def judge_lines() -> None:
     """The process of :class:`Judges`: a case a line, and its verdict."""
     torch.set_num_threads(1)
+    # The first flex_attention of a process imports it. That takes seconds on a busy machine: as long as WAIT.
+    importlib.import_module("torch._inductor.compile_fx")
     for line in sys.stdin:
         verdict = judge(case_of(line))
         print(_ANSWER + json.dumps(vars(verdict)), flush=True)
