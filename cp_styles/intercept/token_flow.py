@@ -47,6 +47,7 @@ from cp_styles.intercept.token_rules import (
     OpCall,
     Track,
     by_values,
+    in_order,
     over,
     plain_name,
 )
@@ -156,7 +157,7 @@ class TokenFlow(FollowsTokens):
         """Say that tensors hold this rank's tokens along a dim; None if it is not known what they hold."""
         with _unnoticed(), suppress(Exception):
             for tensor, dim in tensors:
-                tokens = None if dim is None else _count(tensor.shape[dim], tensor.ndim, dim % tensor.ndim)
+                tokens = None if dim is None else in_order(tensor.shape[dim], tensor.ndim, dim % tensor.ndim)
                 self._write(tensor, UNKNOWN if tokens is None else Label(tokens))
 
     def label_of(self, tensor: torch.Tensor) -> Label:
@@ -171,7 +172,7 @@ class TokenFlow(FollowsTokens):
             if self.length is None and self._rank is not None and self._rank < cut.ranks:
                 self.length = cut.lengths[self._rank]
             dims = [dim for dim, size in enumerate(tensor.shape) if size == self.length]
-            return Label(_count(tensor.shape[dims[0]], tensor.ndim, dims[0])) if len(dims) == 1 else UNKNOWN
+            return Label(in_order(tensor.shape[dims[0]], tensor.ndim, dims[0])) if len(dims) == 1 else UNKNOWN
         if label is not None:
             return label
         # Parameters, buffers and constants are clean. What a compiled graph has computed was not seen.
@@ -346,11 +347,11 @@ class TokenFlow(FollowsTokens):
         with _unnoticed(), suppress(Exception):
             for x in tensors:
                 if self.label_of(x).blank and x.shape[dim] == self.length:
-                    self._write(x, Label(_count(x.shape[dim], x.ndim, dim % x.ndim)))
+                    self._write(x, Label(in_order(x.shape[dim], x.ndim, dim % x.ndim)))
             q = tensors[0]
             tokens, lost = over(self.label_of(q).tokens, [-1])
             if tokens is None and out.shape[dim] == self.length:
-                tokens = _count(out.shape[dim], out.ndim, dim % out.ndim)
+                tokens = in_order(out.shape[dim], out.ndim, dim % out.ndim)
             self._attended |= tokens is not None
             self._write(out, UNKNOWN if tokens is None or lost else Label(tokens))
 
@@ -413,7 +414,7 @@ class TokenFlow(FollowsTokens):
     def _is_in_order(self, track: torch.Tensor, dim: int) -> bool:
         """Whether each element along ``dim`` is its own token, or none."""
         length = track.shape[dim]
-        return length == self.length and bool(((track == _count(length, track.ndim, dim)) | (track < 0)).all())
+        return length == self.length and bool(((track == in_order(length, track.ndim, dim)) | (track < 0)).all())
 
     def words(self, problem: TokenProblem) -> str:
         """What is wrong, and what to do."""
@@ -585,12 +586,6 @@ def _written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
         if each.alias_info is not None and each.alias_info.is_write:
             value = args[index] if index < len(args) else kwargs.get(each.name)
             yield from tensors_in(value)
-
-
-def _count(length: int, dims: int, dim: int) -> torch.Tensor:
-    return torch.arange(length, dtype=torch.int32, device="cpu").view(
-        [length if each == dim else 1 for each in range(dims)]
-    )
 
 
 _NO_SUBCLASS = (

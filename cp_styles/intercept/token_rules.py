@@ -80,6 +80,12 @@ def compressed(track: torch.Tensor) -> torch.Tensor:
     return track
 
 
+def in_order(length: int, dims: int = 1, dim: int = 0) -> torch.Tensor:
+    """The track of this rank's tokens along a dim, alike in all others."""
+    shape = [length if each == dim else 1 for each in range(dims)]
+    return torch.arange(length, dtype=torch.int32, device="cpu").view(shape)
+
+
 def by_values(track: torch.Tensor) -> torch.Tensor:
     """With size 1 in the dims along which its elements are equal."""
     for dim, size in enumerate(track.shape):
@@ -333,13 +339,7 @@ def _slice(call: OpCall) -> Label | list[Label]:
     if positions is not None and int(positions.max()) < x.shape[dim] and not x.requires_grad:  # or it will be trained
         right = x.index_select(dim, positions.to(x.device))
     words = f"takes the first {length} rows of a table of {x.shape[dim]}"
-    return Label(places=_count(length, call.out.ndim, dim), source=call.where(words), right=right)
-
-
-def _count(length: int, dims: int = 1, dim: int = 0) -> torch.Tensor:
-    shape = [1] * dims
-    shape[dim] = length
-    return torch.arange(length, dtype=torch.int32, device="cpu").view(shape)
+    return Label(places=in_order(length, call.out.ndim, dim), source=call.where(words), right=right)
 
 
 def _range(call: OpCall) -> Label:
@@ -347,11 +347,11 @@ def _range(call: OpCall) -> Label:
     if length is None or out.shape[0] != length:
         return CLEAN
     if call.name == "linspace":
-        return Label(places=_count(length), source=call.where(f"makes {length} numbers inside"))
+        return Label(places=in_order(length), source=call.where(f"makes {length} numbers inside"))
     if call.argument("start", 0) != 0 or call.argument("step", 1) != 1:
         return CLEAN
     right = None if call.positions is None else call.positions.to(out.device, out.dtype)
-    return Label(places=_count(length), source=call.where(f"makes the numbers 0 to {length - 1} inside"), right=right)
+    return Label(places=in_order(length), source=call.where(f"makes the numbers 0 to {length - 1} inside"), right=right)
 
 
 def _view_of_shape(call: OpCall) -> Label:
@@ -607,7 +607,7 @@ def _scatter(call: OpCall) -> Label:
     base, new = labels[0], labels[2] if len(labels) > 2 else CLEAN
     if base.blank and new.blank:
         return UNKNOWN
-    cells = [_count(size, x.ndim, at).long() for at, size in enumerate(index.shape)]
+    cells = [in_order(size, x.ndim, at).long() for at, size in enumerate(index.shape)]
     cells[dim] = index.cpu()
     adds = "add" in call.name or "reduce" in call.name
     put = None if new.tokens is None else _narrowed(new.tokens.expand(source.shape), index.shape)
@@ -648,7 +648,7 @@ def _cumulative(call: OpCall, x: torch.Tensor, dims: Sequence[int]) -> Label:
     if label.unknown or call.length is None or not x.ndim or x.shape[dim] != call.length:
         return label
     where = call.where(f"counts {call.length} places")
-    return Label(places=_count(call.length, x.ndim, dim % x.ndim), source=where)
+    return Label(places=in_order(call.length, x.ndim, dim % x.ndim), source=where)
 
 
 def _product(call: OpCall) -> Label:
