@@ -1,18 +1,9 @@
 """Batches under context parallelism for trainers of other libraries: transformers, TRL, accelerate, Lightning.
 
-Trainers give every rank its own samples. They make labels and count tokens as if each rank had whole sequences. Two
-classes correct this. :class:`~cp_styles.BatchSharder` takes a whole batch, the same on all ranks of a sequence, and
-returns this rank's part, with labels that were shifted before the cut. :class:`ContextParallelTrainer` is a mixin for a
-Trainer of transformers or TRL::
-
-    class LongTrainer(ContextParallelTrainer, Trainer): ...
-
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=register_attention())
-    parallelize_module(model, mesh["cp"], ModuleContextParallel())
-    LongTrainer(model, TrainingArguments(...), train_dataset=dataset).train()
-
-Neither needs a SequenceScope. The layout is that of the style, and positions that restart at 0 show which documents are
-packed. So nothing has to be opened around forward, backward, a checkpoint's recomputation or an evaluation.
+Trainers give every rank its own samples, and make labels and count tokens as if each rank had whole sequences.
+:class:`ContextParallelTrainer` corrects this for a Trainer of transformers or TRL, :func:`share_batches` for loaders of
+accelerate. The layout is that of the style, and positions that restart at 0 show which documents are packed: nothing
+has to be opened around forward, backward, or an evaluation.
 
 This file imports no other library. Shapes: B batch, L tokens of this rank, S tokens of the whole sequence.
 """
@@ -84,11 +75,7 @@ def share_batches(dataloader: Any, *, num_replicas: int, rank: int) -> Any:
 
 
 class ContextParallelTrainer:
-    """A mixin before a Trainer of transformers or TRL. The Trainer then trains with context parallelism.
-
-    ::
-
-        class LongTrainer(ContextParallelTrainer, Trainer): ...
+    """A mixin before a Trainer of transformers or TRL: ``class LongTrainer(ContextParallelTrainer, Trainer): ...``
 
     The model must have a :class:`~cp_styles.ModuleContextParallel`, which says over which ranks, and how, sequences are
     cut. Everything else is that of the Trainer. A step has ``per_device_train_batch_size`` samples for each group of
@@ -100,8 +87,7 @@ class ContextParallelTrainer:
       once for each sample.
 
     Not supported, and refused: ``label_smoothing_factor`` and ``compute_loss_func``, which would shift this rank's
-    part of the labels; ``neftune_noise_alpha``, whose noise depends on the length of a part; predictions for batches
-    without labels.
+    part of the labels; predictions for batches without labels. (The style refuses ``neftune_noise_alpha``.)
     """
 
     def context_parallel_collator(self) -> BatchSharder:
@@ -178,21 +164,15 @@ class ContextParallelTrainer:
         collator and of the model.
 
         Raises:
-            NotImplementedError: for ``label_smoothing_factor``, ``compute_loss_func`` and ``neftune_noise_alpha``; for
-                batches without labels.
+            NotImplementedError: for ``label_smoothing_factor`` and ``compute_loss_func``; for batches without labels.
         """
         trainer = self._trainer
         if self._cut._group.size() > 1 and inputs.get("labels") is None and inputs.get("shift_labels") is None:
             raise NotImplementedError(
                 f"{type(self).__name__}: the batch has no labels but {list(inputs)}: this trainer makes its loss "
-                "itself, of the probabilities of whole sequences, as those for preferences and rewards do (DPO, KTO, "
-                "GRPO), and here they would be a part's. Their loss in a loop of your own is exact: DPO and GRPO on "
-                f"the page tutorials/trainers.md{see('A loss of whole sequences')}"
-            )
-        if getattr(trainer, "neftune_noise_alpha", None) and self._cut._group.size() > 1:
-            raise NotImplementedError(
-                f"{type(self).__name__}: neftune_noise_alpha adds noise to the embeddings, with random numbers of each "
-                "rank's own, and of a size that follows from this rank's number of tokens: leave it out"
+                "itself, of probabilities of whole sequences, as those for preferences and rewards do (DPO, KTO, GRPO), "
+                "and here they would be a part's. Their loss in a loop of your own is exact: DPO and GRPO on the page "
+                f"tutorials/trainers.md{see('A loss of whole sequences')}"
             )
         smoothed = getattr(trainer, "label_smoother", None) is not None
         if smoothed or getattr(trainer, "compute_loss_func", None) is not None:

@@ -1,26 +1,9 @@
 """Models of Hugging Face's transformers under :class:`~cp_styles.styles.ModuleContextParallel`.
 
-transformers lets attention be exchanged: ``AttentionInterface`` holds the functions that models call, and
-``AttentionMaskInterface`` the ones that make their masks. :func:`register_attention` puts one of each there::
-
-    register_attention()
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="context_parallel")
-    parallelize_module(model, mesh, ModuleContextParallel())
-    positions = layout.positions(rank).unsqueeze(0)
-    logits = model(layout.shard(tokens, 1, rank), position_ids=positions).logits
-
-transformers calls the mask function once in each forward for each kind of layer, with this rank's lengths. The
-function does not evaluate the mask for these lengths. It recognizes the parts of the mask (causal, a window, chunks,
-documents, padding), and returns a :class:`~cp_styles.mask.Mask` of the whole sequence for the layers. A mask with other
-parts is refused.
-
-Give the model ``position_ids`` of this rank's tokens. As on one device, positions that restart at 0 show which
-documents are packed. If there is padding, give ``attention_mask`` [B, S] of the *whole* sequence.
-
-:func:`prefill` runs a prompt and returns a cache that is cut over the ranks, for ``generate()``::
-
-    cache = prefill(model, tokens)                               # the whole prompt, the same on all ranks
-    tokens = model.generate(tokens, past_key_values=cache, max_new_tokens=64)
+transformers lets the functions be exchanged that its models call for attention, and that make their masks:
+:func:`register_attention` gives it those of this file. The mask function is called with this rank's lengths, for each
+kind of layer. It does not evaluate the mask for these. It recognizes its parts (causal, a window, chunks, documents,
+padding), and returns a :class:`~cp_styles.mask.Mask` of the whole sequence. A mask with other parts is refused.
 
 Written for transformers 5. Shapes: B batch, H query heads, G key/value heads, L local queries, M local keys, S whole
 sequence, D head dim, E value head dim.

@@ -206,7 +206,8 @@ class TokenFlow(FollowsTokens):
                 out = func.decompose(*args, **kwargs)
             if out is not NotImplemented:
                 return out
-        if self._looks_at_readers and followed and caller.modules <= self._around:
+        reads = self._looks_at_readers and followed and caller.modules <= self._around
+        if reads:
             self._look_at_reading(func, (args, kwargs))
         # What calls operators without Python, such as TorchScript, passes no function modes, and shall not do so here.
         with without_function_modes() if func.namespace == "aten" else nullcontext():
@@ -219,6 +220,8 @@ class TokenFlow(FollowsTokens):
                     self._lose(func, args, kwargs, out)
             except Exception:  # of any kind: the model must not notice
                 self._lose(func, args, kwargs, out)
+        if reads:
+            self._look_at_reading(func, out)
         return out
 
     def _look_at_reading(self, func: Any, given: Any) -> None:
@@ -427,6 +430,14 @@ class TokenFlow(FollowsTokens):
                 "table[:, positions] for example; or, for a model that takes positions, pass them; or hand them to its "
                 "module of positions by a forward pre-hook (Bart, Marian, Pegasus); or apply the style with "
                 f"check_inputs=False if these are not positions{see('Positions that count from 0')}"
+            )
+        if words in ("gather", "index") or words.startswith("nll_loss"):
+            return (
+                f"{module} takes by {words}{at} what ids or labels of other tokens choose for this rank's tokens: they "
+                "were shifted after the cut, and the last token of each piece gets a wrong one. Take labels that were "
+                'shifted before it, batch = BatchSharder(mesh)(tokens) with batch.loss(logits), batch["shift_labels"]; '
+                "or next_token_labels of whole tokens, which are then cut; or shift by context_roll of "
+                f"cp_styles.mixers{see('Labels inside a model')}"
             )
         if problem.kind == "moved":
             how = "what it gives to an attention, or returns, is not in the order of the tokens"

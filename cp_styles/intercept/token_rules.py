@@ -450,6 +450,8 @@ def _cat(call: OpCall) -> Label:
 
 
 def _stack(call: OpCall) -> Label:
+    if all(x.ndim == 0 for x in call.args[0]):  # sums of chunks of a loss, which are no tokens again
+        return call.merged(call.given).moved(lambda track: track.reshape(1))
     tensors = [x.unsqueeze(0) for x in call.args[0]]
     labels = [call.label_of(x).moved(lambda track: track.unsqueeze(0)) for x in call.args[0]]
     dim = call.argument("dim", 0) % tensors[0].ndim
@@ -507,7 +509,12 @@ def _gather(call: OpCall) -> Label:
         _small(*index.shape)
         return by_values(track.expand(x.shape).gather(dim, index.cpu()))
 
-    return label.moved(move)
+    chosen = [] if _differ_along(label, dim) else [call.label_of(index)]  # classes by labels, which have tokens too
+    return call.merged([label.moved(move), *chosen])
+
+
+def _differ_along(label: Label, dim: int) -> bool:
+    return any(track is not None and track.shape[dim] > 1 for track in (label.tokens, label.places))
 
 
 def _narrowed(track: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
@@ -533,13 +540,16 @@ def _index(call: OpCall) -> Label:
     x, indices = call.args[0], call.args[1]
     label = call.label_of(x)
     taken, dims, before = _places_in(x, indices)
+    given = [each for each in indices if each is not None]
+    after = call.out.ndim - before - max(each.ndim for each in given)
+
+    def at_its_dims(made: Label) -> Label:
+        return made.moved(lambda track: track.reshape([1] * before + list(track.shape) + [1] * after))
+
     if label.blank:
-        given = [each for each in indices if each is not None]
         if label.unknown or any(each.dtype == torch.bool for each in given):
             return UNKNOWN
-        made = call.merged([call.label_of(each) for each in given])
-        after = call.out.ndim - before - max(each.ndim for each in given)
-        return made.moved(lambda track: track.reshape([1] * before + list(track.shape) + [1] * after))
+        return at_its_dims(call.merged([call.label_of(each) for each in given]))
 
     def move(track: torch.Tensor) -> torch.Tensor:
         whole = _along(track, x.shape, dims)
@@ -547,7 +557,9 @@ def _index(call: OpCall) -> Label:
         _small(*picked.shape)
         return by_values(picked)
 
-    return label.moved(move)
+    pairs = zip(dims, given, strict=True) if len(dims) == len(given) else ()  # a mask takes several dims
+    chosen = [at_its_dims(call.label_of(each)) for dim, each in pairs if not _differ_along(label, dim)]
+    return call.merged([label.moved(move), *chosen])
 
 
 def _index_put(call: OpCall) -> Label:
@@ -627,6 +639,17 @@ def _reduce(call: OpCall) -> Label:
         return label if "dim" in names else label.moved(lambda track: track.reshape([]))
     gone = {dim % x.ndim for dim in dims}
     return label.moved(lambda track: track.reshape([size for dim, size in enumerate(track.shape) if dim not in gone]))
+
+
+def _loss_of_classes(call: OpCall) -> list[Label]:
+    """Of one class for each token, which its label chooses: labels that were shifted are those of other tokens."""
+    x, target = call.args[:2]
+    dim = min(x.ndim - 1, 1)
+    logits = call.reduced(call.label_of(x), [dim], keep=False).moved(lambda track: track.squeeze(dim))
+    label = call.merged([logits, call.label_of(target)])
+    if call.argument("reduction"):
+        label = call.reduced(label, range(target.ndim), keep=False).moved(lambda track: track.reshape([]))
+    return [label, UNKNOWN]
 
 
 def _along_dim(call: OpCall) -> Label:
@@ -891,6 +914,8 @@ _RULES: dict[str, Callable[[OpCall], Any]] = {
     "_grouped_mm": _grouped_product,
     "_scaled_grouped_mm": _grouped_product,
     "transformers::grouped_mm_fallback": _grouped_product,
+    "nll_loss_forward": _loss_of_classes,
+    "nll_loss2d_forward": _loss_of_classes,
     "native_layer_norm": _norm,
     "_fused_rms_norm": _norm,
     "native_group_norm": _norm,

@@ -20,12 +20,21 @@ TOKEN = torch.arange(LENGTH)
 X = randn(0, BATCH, LENGTH, WIDTH)
 W = randn(1, WIDTH, WIDTH)
 TABLE = randn(2, 64, WIDTH)
+CLASSES = torch.arange(BATCH * LENGTH).view(BATCH, LENGTH) * 5 % WIDTH
 ZEROS = nn.Parameter(torch.zeros(64, WIDTH, dtype=torch.float64))
 
 
 def layer(module: nn.Module) -> nn.Module:
     torch.manual_seed(0)
     return module.double()
+
+
+def classes(x):
+    return x.argmax(-1)
+
+
+def following(x):
+    return classes(x).roll(-1, 1)
 
 
 def heads(x):
@@ -182,11 +191,20 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "padded and cut": lambda x: F.pad(x, (0, 0, 2, 1))[:, 2:-1],
     "joined and split": lambda x: torch.cat((x.new_ones(BATCH, 1, WIDTH), x), 1).split((1, LENGTH), 1)[1] * 2,
     "one hot": lambda x: F.one_hot(x.argmax(-1), WIDTH).double() + x,
+    "log-probabilities of classes": lambda x: x.log_softmax(-1).gather(-1, CLASSES[..., None]),
+    "the same by indices": lambda x: x[torch.arange(BATCH)[:, None], TOKEN, CLASSES][..., None],
+    "cross entropy": lambda x: F.cross_entropy(x.mT, CLASSES, reduction="none")[..., None],
     "dropout of none": lambda x: F.dropout(x, 0.0),
     "checkpointed": lambda x: checkpoint(layer(nn.Linear(WIDTH, WIDTH)), x, use_reentrant=False),
     "fourier of features": lambda x: torch.fft.rfft(x, dim=-1).abs(),
     "a norm in eval": lambda x: layer(nn.BatchNorm1d(WIDTH)).eval()(x.mT).mT,
-    # From token to token.
+    # From token to token. Classes by ids that were shifted in here are those of other tokens.
+    "log-probabilities of the next": lambda x: x.log_softmax(-1).gather(-1, following(x)[..., None]),
+    "the same of the next by indices": lambda x: x[torch.arange(BATCH)[:, None], TOKEN, following(x)][..., None],
+    "cross entropy of the next": lambda x: F.cross_entropy(x.mT, following(x), reduction="none")[..., None],
+    "its sum": lambda x: F.cross_entropy(x[:, 1:].flatten(0, 1), classes(x)[:, :-1].flatten(), reduction="sum") + x,
+    "embeddings of the next": lambda x: F.embedding(following(x), TABLE),
+    "a hash of two ids": lambda x: F.embedding((classes(x) * 7 ^ F.pad(classes(x), (1, -1))) % 64, TABLE) + x,
     "centred": lambda x: x - x.mean(1, keepdim=True),
     "softmax of tokens": lambda x: x.softmax(1),
     "cumulative tokens": lambda x: x.cumsum(1),
