@@ -170,7 +170,7 @@ class ContextParallelTrainer:
         if self._cut._group.size() > 1 and inputs.get("labels") is None and inputs.get("shift_labels") is None:
             raise NotImplementedError(
                 f"{type(self).__name__}: the batch has no labels but {list(inputs)}: this trainer makes its loss "
-                "itself, of probabilities of whole sequences, as those for preferences and rewards do (DPO, KTO, GRPO), "
+                "itself, of probabilities of whole sequences, as those for preferences or rewards do (DPO, KTO, GRPO), "
                 "and here they would be a part's. Their loss in a loop of your own is exact: DPO and GRPO on the page "
                 f"tutorials/trainers.md{see('A loss of whole sequences')}"
             )
