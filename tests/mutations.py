@@ -92,28 +92,6 @@ FUZZED = [
     ),
     Mistake("layout: chunks of a rank in reverse", "rows_in", "(parts,", "(parts[::-1],", "unit/test_layout.py"),
     Mistake("plan: a causal tile without its mask", "_of_one", ".CAUSAL", ".FULL", "unit/test_plan.py"),
-    Mistake("plan: a window of one key more", "_of_one", "= below - lo if", "= below - lo + 1 if", "unit/test_plan.py"),
-    Mistake(
-        "kernels: a window that no kernel is told of",
-        "_documents",
-        'options.get("window") or',
-        "None or",
-        "unit/test_cuda_kernels.py ranks/flex/test_varlen_kernel.py",
-    ),
-    Mistake(
-        "kernels: a pack without what the kernel allocates",
-        "_packs",
-        "(queries + 128)",
-        "queries",
-        "unit/test_packing.py",
-    ),
-    Mistake(
-        "kernels: bands of other widths in one pack",
-        "_packs",
-        '(call.options["causal"], call.options.get("window")), call',
-        'call.options["causal"], call',
-        "ranks/flex/test_varlen_kernel.py",
-    ),
     Mistake(
         "plan: a source's first chunk has no rows before its positions",
         "Chunks.rows",
@@ -310,8 +288,31 @@ FUZZED = [
     ),
 ]
 
-# What they do not call: other libraries, collectives, decoding, verify, guards, and what a rank does that leaves.
+# What they do not call: kernels of CUDA, other libraries, collectives, decoding, verify, guards, and what a rank does
+# that leaves.
 OTHERS = [
+    Mistake("plan: a window of one key more", "_of_one", "= below - lo if", "= below - lo + 1 if", "unit/test_plan.py"),
+    Mistake(
+        "kernels: a window that no kernel is told of",
+        "_documents",
+        'options.get("window") or',
+        "None or",
+        "unit/test_cuda_kernels.py ranks/flex/test_varlen_kernel.py",
+    ),
+    Mistake(
+        "kernels: a pack without what the kernel allocates",
+        "_packs",
+        "(queries + 128)",
+        "queries",
+        "unit/test_packing.py",
+    ),
+    Mistake(
+        "kernels: bands of other widths in one pack",
+        "_packs",
+        '(call.options["causal"], call.options.get("window")), call',
+        'call.options["causal"], call',
+        "ranks/flex/test_varlen_kernel.py",
+    ),
     Mistake(
         "mixers: what came before a fragment does not decay in it",
         "_KernelCall.after",

@@ -39,8 +39,8 @@ class Ulysses(Strategy):
     Memory of one attention on one rank. Between forward and backward: the inputs, the output, its logsumexp, Q + K' for
     the inputs of its heads, Q for their output, and what ``inner`` keeps. In the forward: that, and messages of Q + K'
     (twice if the layout is not contiguous). In the backward: that of the inner strategy, then the gradients, which are
-    sent one at a time, with at most 2 Q beside them. With ``chunks``, the gradients of all chunks but the last one wait
-    on their ranks until that one comes.
+    sent one at a time, with at most 2 Q beside them; all at once if they are at most 512 KiB. With ``chunks``, the
+    gradients of all chunks but the last one wait on their ranks until that one comes.
 
     Source: Jacobs et al., DeepSpeed Ulysses (2023); the hybrid: Fang and Zhao, USP (2024).
 
@@ -143,14 +143,18 @@ class Ulysses(Strategy):
                 chunk.of_heads(dsink).copy_(chunk_dsink)
             if chunk.alone:
                 return *grads, dsink
-            for number in range(3):
-                way, place = levels.way_of(number)
-                with named_range("chunk", index, "start gradient of", _INPUTS[number]):
-                    leaving[number].append(chunk.ways[way].leave(grads, place))
-                if index + 1 == len(kept):
-                    with named_range("wait for gradient of", _INPUTS[number]):
-                        results.append(levels.joined[way].of(leaving[number], place))
-                    leaving[number].clear()
+            # Of few bytes all three start before one is waited for: three waits take three times as long as one.
+            ahead = 3 if sum(grad.nbytes for grad in grads) <= _FEW_BYTES else 1
+            for number in range(3 + ahead - 1):
+                if number < 3:
+                    way, place = levels.way_of(number)
+                    with named_range("chunk", index, "start gradient of", _INPUTS[number]):
+                        leaving[number].append(chunk.ways[way].leave(grads, place))
+                if index + 1 == len(kept) and (done := number + 1 - ahead) >= 0:
+                    way, place = levels.way_of(done)
+                    with named_range("wait for gradient of", _INPUTS[done]):
+                        results.append(levels.joined[way].of(leaving[done], place))
+                    leaving[done].clear()
         dq, dk, dv = results
         return dq, dk, dv, dsink
 
@@ -184,6 +188,7 @@ class Ulysses(Strategy):
 
 
 _INPUTS = ("query", "key", "value")
+_FEW_BYTES = 2**19  # where latency counts and memory does not
 
 
 class _Geometry(NamedTuple):

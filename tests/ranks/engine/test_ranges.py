@@ -67,10 +67,10 @@ chunk 0 start gradient of value
 chunk 1 wait for gradient of output
 chunk 1 gradients
 chunk 1 start gradient of query
-wait for gradient of query
 chunk 1 start gradient of key
-wait for gradient of key
 chunk 1 start gradient of value
+wait for gradient of query
+wait for gradient of key
 wait for gradient of value
 """
 
