@@ -253,24 +253,13 @@ def _timeout_of(group: dist.ProcessGroup) -> timedelta:
 # eager mode). Each result must pass wait_tensor before it is read. Schemas seen: 2.11, 2.13, 2.15.
 
 
-def start_all_to_all(wire: torch.Tensor, received: list[int], sent: list[int], group_name: str) -> torch.Tensor:
-    """Send ``sent[j]`` elements of the flat ``wire`` to each rank j and get ``received[i]`` from each rank i."""
-    return torch.ops._c10d_functional.all_to_all_single(wire, received, sent, group_name)
-
-
-def start_all_gather(wire: torch.Tensor, ranks: int, group_name: str) -> torch.Tensor:
-    """The equally long flat ``wire`` of all ranks, one after another."""
-    return torch.ops._c10d_functional.all_gather_into_tensor(wire, ranks, group_name)
-
-
-def wait_tensor(started: torch.Tensor) -> torch.Tensor:
-    """The result of a started functional collective, ready to be read."""
-    return torch.ops._c10d_functional.wait_tensor(started)
-
-
-def in_process_store() -> Any:
-    """A store for ranks that are threads of one process. Seen: 2.11 to 2.15 (not exported, though documented)."""
-    return dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+# (wire, received, sent, group name): the elements to get from each rank, and to send to each, of a flat tensor.
+start_all_to_all: Callable[..., torch.Tensor] = torch.ops._c10d_functional.all_to_all_single
+# (wire, ranks, group name): the equally long flat tensors of all ranks, one after another.
+start_all_gather: Callable[..., torch.Tensor] = torch.ops._c10d_functional.all_gather_into_tensor
+wait_tensor: Callable[[torch.Tensor], torch.Tensor] = torch.ops._c10d_functional.wait_tensor
+# A store for ranks that are threads of one process. Seen: 2.11 to 2.15 (not exported, though documented).
+in_process_store: Callable[[], Any] = dist.HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 
 MODULE_CALL = torch.nn.Module._call_impl.__code__

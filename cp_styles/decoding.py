@@ -96,7 +96,7 @@ class KVCache:
                     f"{self._ranks} {layout.lengths} positions: pass [B, G, M, D] of this rank's part of the prompt"
                 )
             )
-        self._prompt = layout
+        self.prompt = layout
         self._own = layout.positions(self._rank, "cpu")
         self._length = layout.length
         self._keys, self._values = (x.detach().clone(memory_format=torch.contiguous_format) for x in (k_BGMD, v_BGME))
@@ -108,11 +108,6 @@ class KVCache:
     def length(self) -> int:
         """Number of positions of all ranks together."""
         return self._length
-
-    @property
-    def prompt(self) -> SequenceLayout:
-        """The layout of the prompt."""
-        return self._prompt
 
     @property
     def keys(self) -> torch.Tensor:
@@ -131,7 +126,7 @@ class KVCache:
 
     def positions(self) -> torch.Tensor:
         """The global positions of :attr:`keys`: int64 [M] on the host."""
-        first = self._next_own(self._prompt.length)
+        first = self._next_own(self.prompt.length)
         new = torch.arange(first, max(first, self._length), self._ranks, device="cpu")
         return torch.cat((self._own, new))[self._freed + self._unused() :]
 
@@ -173,10 +168,10 @@ class KVCache:
             ValueError: on this rank, and at the next call over the group on the others: ``length`` is larger than
                 :attr:`length`, or smaller than the prompt, whose positions cannot be removed.
         """
-        if not self._prompt.length <= length <= self._length:
+        if not self.prompt.length <= length <= self._length:
             self._refuse(
                 ValueError(
-                    f"KVCache: cannot crop {self._length} positions to {length}: the {self._prompt.length} positions "
+                    f"KVCache: cannot crop {self._length} positions to {length}: the {self.prompt.length} positions "
                     "of the prompt cannot be removed. Prefill the shorter prompt anew"
                 )
             )
@@ -219,7 +214,7 @@ class KVCache:
         """How many positions before this one (or these) this rank was given."""
         if isinstance(position, int):
             return int(self._below(torch.tensor(position, device="cpu")))
-        new = position - self._next_own(self._prompt.length) + self._ranks - 1
+        new = position - self._next_own(self.prompt.length) + self._ranks - 1
         return torch.searchsorted(self._own, position) + (new // self._ranks).clamp(min=0)
 
     def _unused(self) -> int:

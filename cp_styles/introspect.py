@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+
+from cp_styles._compat import tensors_in, tree_map_only
 
 
 def captured_tensors(mod: Callable[..., Any], numbers: tuple[float, ...], device: torch.device) -> list[torch.Tensor]:
@@ -24,13 +26,13 @@ def captured_tensors(mod: Callable[..., Any], numbers: tuple[float, ...], device
     reading = _Reading()
     reading.note(arguments)  # vmap asks them for their sizes
     with reading:
-        torch.vmap(partial(_noted, reading, mod))(*arguments)
+
+        def noting(*arguments: torch.Tensor) -> Any:
+            reading.note(arguments)
+            return mod(*arguments)
+
+        torch.vmap(noting)(*arguments)
     return list(reading.found.values())
-
-
-def _noted(reading: _Reading, mod: Callable[..., Any], *arguments: torch.Tensor) -> Any:
-    reading.note(arguments)
-    return mod(*arguments)
 
 
 class _Reading(TorchFunctionMode):
@@ -53,18 +55,6 @@ class _Reading(TorchFunctionMode):
         return result
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested tuples, lists and dicts."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
-
-
 class Replacing(TorchFunctionMode):
     """Replaces tensors in the arguments of all torch calls. ``others`` maps the id of a tensor to its replacement."""
 
@@ -73,16 +63,8 @@ class Replacing(TorchFunctionMode):
         self._others = others
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*self._put(args), **self._put(kwargs or {}))
-
-    def _put(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return self._others.get(id(value), value)
-        if isinstance(value, dict):
-            return {key: self._put(item) for key, item in value.items()}
-        if type(value) in (tuple, list):
-            return type(value)(self._put(item) for item in value)
-        return value
+        args, kwargs = tree_map_only(torch.Tensor, lambda x: self._others.get(id(x), x), (args, kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def code_of(function: Any) -> str:

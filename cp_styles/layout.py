@@ -127,7 +127,7 @@ class SequenceLayout:
         Raises:
             ValueError: a position has no owner, or two.
         """
-        return cls(tuple(_normalized(rank_chunks) for rank_chunks in chunks))
+        return cls(tuple(tuple(joined_ranges(sorted(c for c in held if c[1] > c[0]))) for held in chunks))
 
     @cached_property
     def chunks(self) -> tuple[tuple[Chunk, ...], ...]:
@@ -240,12 +240,8 @@ def cut_with(tensor: torch.Tensor) -> SequenceLayout | None:
 
 def cuts_of(values: Iterable[Any]) -> list[tuple[torch.Tensor, SequenceLayout]]:
     """The tensors among ``values`` that a layout has cut, each with :func:`cut_with`."""
-    pairs = []
-    for value in values:
-        cut = getattr(value, "_cp_styles_layout", None)
-        if cut is not None:
-            pairs.append((value, cut))
-    return pairs
+    pairs = ((value, getattr(value, "_cp_styles_layout", None)) for value in values)
+    return [(value, cut) for value, cut in pairs if cut is not None]
 
 
 def mark_cut(tensor: torch.Tensor, layout: SequenceLayout | None) -> None:
@@ -670,7 +666,3 @@ def _as_stripes(chunks: tuple[tuple[Chunk, ...], ...], length: int) -> Stripes |
 def _edges(chunks: Iterable[Chunk]) -> tuple[list[int], list[int]]:
     chunks = list(chunks)
     return [start for start, _ in chunks], [stop for _, stop in chunks]
-
-
-def _normalized(chunks: Iterable[Chunk]) -> tuple[Chunk, ...]:
-    return tuple(joined_ranges(sorted((start, stop) for start, stop in chunks if stop > start)))

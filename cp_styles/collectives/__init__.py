@@ -25,32 +25,7 @@ With ``check=True`` (the default) the ranks first compare their calls, in one al
 rank then raises on all ranks. Under torch.compile there is no check; where sizes are not given, all ranks must have
 equal sizes. All functions but sync_inputs and sync_object compile with fullgraph.
 
-The same functions under the names that other projects use:
-
-| elsewhere | here |
-|---|---|
-| DeepSpeed ``single_all_to_all``, ``_SeqAllToAll`` | ``all_to_all(x, scatter_idx, gather_idx, group)`` |
-| yunchang ``all_to_all_4D``, ``SeqAllToAll4D``; xDiT through it | ``all_to_all(x, scatter_idx, gather_idx, group)`` |
-| yunchang ``all_to_all_5D``, ``SeqAllToAll5D`` (packed q, k, v) | ``seq_to_heads(qkv.unbind(2), group, ...)`` |
-| Open-Sora, VideoSys, Wan ``all_to_all``, ``all_to_all_comm`` | ``all_to_all(x, scatter_dim, gather_dim, group)`` |
-| VideoSys ``all_to_all_with_pad``, ``set_pad``, ``get_pad`` | ``all_to_all``: sizes need not divide |
-| MindSpeed ``all_to_all(..., gather_size=)`` (unaligned) | ``all_to_all``: as it is, or with ``gather_sizes`` |
-| VeOmni, verl ``gather_seq_scatter_heads`` | ``seq_to_heads(x, group, seq_dim=, head_dim=)`` |
-| VeOmni, verl ``gather_heads_scatter_seq`` | ``heads_to_seq(x, group, seq_dim=, head_dim=)`` |
-| VeOmni, SeedVR ``gather_seq_scatter_heads_qkv`` | ``seq_to_heads((q, k, v), group, ...)`` |
-| their ``unpadded_dim_size=`` | ``layout=Padded(unpadded_dim_size)`` |
-| repeating KV heads up to the number of ranks, by hand | ``seq_to_heads((q, k, v), group)`` |
-| Open-Sora ``split_forward_gather_backward(..., grad_scale=)`` | ``split(..., grad_scale=GradScale.DOWN)`` |
-| Open-Sora ``gather_forward_split_backward(..., grad_scale=)`` | ``gather(..., reduce_gradients=False, ...UP)`` |
-| VideoSys ``split_sequence``, ``gather_sequence`` | ``split``, ``gather`` with ``layout=Padded(n)`` |
-| Megatron ``scatter_to_sequence_parallel_region`` | ``split(x, 0, group)`` |
-| Megatron ``gather_from_sequence_parallel_region`` | ``gather(x, 0, group, reduce_gradients=True)`` |
-| Megatron ``reduce_scatter_to_sequence_parallel_region`` | ``reduce_scatter(x, 0, group)`` |
-| Megatron ``get_batch_on_this_cp_rank`` (two chunks a rank) | ``slice_inputs(..., layout=head_tail(n, ranks))`` |
-| VeOmni, SeedVR ``slice_input_tensor``, ``slice_inputs`` | ``slice_inputs(x, dim, group, layout=Padded(n))`` |
-| VeOmni ``gather_outputs``, verl ``gather_outputs_and_unpad`` | ``gather_outputs(..., layout=Padded(n))`` |
-| verl ``ulysses_pad_and_slice_inputs`` | ``slice_inputs(..., fill={...})`` |
-| SeedVR ``sync_data``, Open-Sora ``broadcast`` of inputs | ``sync_inputs``, ``sync_object`` |
+The page Migration has the names of other projects.
 """
 
 from cp_styles.collectives.all_to_all import all_to_all

@@ -185,10 +185,9 @@ def _by_peer(transfers: Sequence[Transfer], *, outgoing: bool) -> Counter[int]:
 
 @dataclass(frozen=True)
 class RankRun:
-    """One rank's run: a forward without a backward (``alone``), or a forward and its backward."""
+    """One rank's run: a forward and its backward."""
 
     rank: int
-    alone: Phase
     forward: Phase
     backward: Phase
 
@@ -210,34 +209,17 @@ def rehearse(
     memory: bool = True,
     most_calls: int | None = None,
 ) -> RankRun:
-    """What ``rank`` does for one attention; no communication, no process group.
+    """What ``rank`` does for one attention with (query, key) ``layouts``; no communication, no process group.
 
-    Args:
-        strategy: how keys and values get to the queries.
-        layouts: the layouts of queries and of keys.
-        mask: which keys each query attends to.
-        kernel: computes the tiles, from :func:`kernel_of`.
-        shapes: the shapes of the tensors.
-        rank: the rank that is rehearsed.
-        sink: whether there are attention sinks.
-        memory: whether to count the bytes of tensors and of copies. False takes less time.
-        most_calls: raise TooManyCalls if a forward or backward has more kernel calls than this.
+    Without ``memory`` the bytes of tensors and copies are not counted, which takes less time. TooManyCalls is raised
+    for a forward or backward with more kernel calls than ``most_calls``.
     """
-    if isinstance(mask, PerRow) and not isinstance(strategy, PerRowStrategy):
-        strategy = PerRowStrategy(strategy)
-    notes = _Notes(memory, most_calls)
+    strategy, notes = _by_rows(strategy, mask), _Notes(memory, most_calls)
     attention, (q, k, v) = _call(layouts, mask, kernel, shapes, rank, notes)
     sink_H = torch.empty(shapes.heads, dtype=torch.float32, device="meta") if sink else None
     specs = strategy.residual_specs(attention, q, k, v)
-    grad = q.new_empty(shapes.batch, q.shape[2], shapes.heads, shapes.value_dim)
-    grad = grad.transpose(1, 2)
-
+    grad = q.new_empty(shapes.batch, q.shape[2], shapes.heads, shapes.value_dim).transpose(1, 2)
     with notes.ledger:
-        out = strategy.forward(attention, q, k, v, sink_H, None)
-        notes.label("output", out)
-        alone = notes.phase()
-        del out
-        notes.begin()
         residual = new_residual(specs, q.device)
         notes.label("kept for the backward", residual)
         out = strategy.forward(attention, q, k, v, sink_H, residual)
@@ -247,7 +229,7 @@ def rehearse(
         grads = strategy.backward(attention, grad, q, k, v, out, residual, sink_H)
         notes.label("gradients", *(x for x in grads if x is not None))
         backward = notes.phase()
-    return RankRun(rank, alone, forward, backward)
+    return RankRun(rank, forward, backward)
 
 
 def planning_seconds(
@@ -258,17 +240,18 @@ def planning_seconds(
     shapes: Shapes,
     rank: int,
 ) -> float:
-    """Seconds in which this machine's CPU makes the plan of ``rank`` for one attention, as if none were cached.
-
-    The arguments are those of :func:`rehearse`.
-    """
-    if isinstance(mask, PerRow) and not isinstance(strategy, PerRowStrategy):
-        strategy = PerRowStrategy(strategy)
+    """Seconds in which this machine's CPU makes the plan of ``rank`` for one attention, as if none were cached."""
+    strategy = _by_rows(strategy, mask)
     attention, tensors = _call(layouts, mask, kernel, shapes, rank, _Notes(False, None))
     with another_cache():
         start = time.perf_counter()
         strategy.residual_specs(attention, *tensors)  # what a strategy keeps follows from its plan
         return time.perf_counter() - start
+
+
+def _by_rows(strategy: Strategy, mask: Mask) -> Strategy:
+    per_row = isinstance(mask, PerRow) and not isinstance(strategy, PerRowStrategy)
+    return PerRowStrategy(strategy) if per_row else strategy
 
 
 def _call(
@@ -306,8 +289,7 @@ class _Notes(Log):
 
     def phase(self) -> Phase:
         """What there was since :meth:`begin`."""
-        events: list[Any] = self.events
-        return Phase(events, *self.ledger.found())
+        return Phase(list[Any](self.events), *self.ledger.found())
 
     def travels(self, tensor: torch.Tensor) -> None:
         self.label("messages", tensor)
@@ -452,9 +434,7 @@ class _Op:
         if rows_first:
             tensors = tuple(x.transpose(1, 2) if x.ndim == 4 else x for x in tensors)
         self.notes.label("tiles", *tensors)
-        if backward:
-            return tensors
-        if self.packed is not None:  # whose op has other names for its results, in the same order
+        if backward or self.packed is not None:  # a pack's op has other names for its results, in the same order
             return tensors
         results = dict.fromkeys(name.returns) | {"out": tensors[0], "logsumexp": tensors[1]}
         return tuple(results.values())

@@ -37,7 +37,7 @@ from cp_styles.engine.custom_ops import refuse_nested
 from cp_styles.intercept.function_mode import AttentionCalls, names_of_inputs, wrapped_by
 from cp_styles.intercept.token_flow import TokenFlow
 from cp_styles.layout import SequenceLayout, cut_with
-from cp_styles.mask import All, Causal, Chunked, Full, Mask, SlidingWindow
+from cp_styles.mask import All, Causal, Chunked, Full, SlidingWindow
 from cp_styles.styles.model_options import Window, padding_position, smallest_of_a_part, windows_of
 from cp_styles.troubleshooting import see
 
@@ -496,7 +496,10 @@ class InputGuards:
         """An error if the masks of a window were made from this rank's ``length`` of ``whole`` positions."""
         mask, window = inputs.get("attention_mask"), smallest_of_a_part(self._facts.windows)
         given = isinstance(mask, Mapping) or (mask is not None and getattr(mask, "ndim", 4) == 4)
-        if window is None or window.size >= whole or given or _covers(self._calls.binding.mask):
+        of_style = self._calls.binding.mask
+        parts = of_style.parts if isinstance(of_style, All) else (of_style,)
+        covered = given or any(isinstance(part, SlidingWindow | Chunked) for part in parts)
+        if window is None or window.size >= whole or covered:
             return None
         return NotImplementedError(
             f"{self._name}: layers of {kind} have {window.option}={window.size}, and the model would make their "
@@ -716,12 +719,6 @@ def _compare_counts(binding: Binding, kind: str, count: Any) -> None:
             f"{see('A number of labels for each rank')}"
         )
     state.engaged = False
-
-
-def _covers(mask: Mask) -> bool:
-    """Whether a style's mask contains a window or chunks."""
-    parts = mask.parts if isinstance(mask, All) else (mask,)
-    return any(isinstance(part, SlidingWindow | Chunked) for part in parts)
 
 
 def _length(inputs: Mapping[str, Any]) -> int | None:

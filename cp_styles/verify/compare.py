@@ -75,7 +75,7 @@ class Places:
             if rest or shape[dim] != times * own.numel():
                 continue
             if times == 1:
-                take = partial(_rows, dim=dim, own=own)
+                take = partial(torch.index_select, dim=dim, index=own)
                 yield ExpectedPart(take(whole), take, dim, layout)
                 continue
             for inner in (dim + 1, dim):
@@ -94,10 +94,6 @@ class Places:
             return None
         part = self.part(whole, local)
         return None if part is None else squares(local, part.expected)
-
-
-def _rows(tensor: torch.Tensor, dim: int, own: torch.Tensor) -> torch.Tensor:
-    return tensor.index_select(dim, own)
 
 
 def _flattened_rows(

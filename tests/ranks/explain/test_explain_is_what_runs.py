@@ -80,9 +80,7 @@ class Calls(Ops):
 
 def measured(attend: Any, inputs: list[torch.Tensor], grad: torch.Tensor, ranks: int) -> dict[str, Any]:
     agreement = [("all_gather", WIDTH * 8 * (ranks - 1))]
-    with torch.no_grad(), MemoryTrace() as memory:
-        attend(*inputs)
-    found: dict[str, Any] = {"alone": memory.peak}
+    found: dict[str, Any] = {}
     inputs = [x.requires_grad_() for x in inputs]
     with MemoryTrace() as memory:
         out = attend(*inputs)
@@ -153,7 +151,6 @@ def test_explained_is_measured(ranks: int, dtype: torch.dtype, part: int):
             rows = max(made.layout.lengths)
             beside = 1024 + explicit * (64 * rows + 3 * rows * LENGTH)
             for what, mine in (
-                ("alone", run.alone.peak),
                 ("kept", sum(run.forward.left.values())),
                 ("forward", run.forward.peak),
                 ("backward", run.backward.peak),
