@@ -59,7 +59,7 @@ class _Apply(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         adjoint = ctx.op.adjoint()
-        if ctx.check and not is_traced() and not isinstance(adjoint, Own):
+        if ctx.check and not is_traced() and not getattr(adjoint, "cuts", False):
             _begin_backward(adjoint.peers, ctx.number)
         return None, None, *_Apply.apply(adjoint, ctx.check, *grads)
 
@@ -206,37 +206,26 @@ class _Receive(torch.autograd.Function):
         return None, grads[0].new_empty(0)
 
 
-class Own(NamedTuple):
-    """Replicated -> sharded: each rank takes its rows. Nothing is sent. The adjoint is an all-gather."""
+class Replicated(NamedTuple):
+    """Sharded -> replicated: an all-gather. Its result, and the gradient of that, are the same on all ranks.
+
+    With ``cuts`` its adjoint: each rank takes its rows, and nothing is sent.
+    """
 
     gather: Exchange
+    cuts: bool = False
 
     @property
     def peers(self) -> Peers:
         return self.gather.peers
 
     def __call__(self, *tensors: torch.Tensor) -> Tensors:
-        peers, rows, dim = self.gather.peers, self.gather.rows, self.gather.row_dim
-        return tuple(rows.own(x, dim, peers.rank) for x in tensors)
+        if not self.cuts:
+            return self.gather(*tensors)
+        return tuple(self.gather.rows.own(x, self.gather.row_dim, self.peers.rank) for x in tensors)
 
     def adjoint(self) -> Replicated:
-        return Replicated(self.gather)
-
-
-class Replicated(NamedTuple):
-    """Sharded -> replicated: an all-gather. Its result, and the gradient of that, are the same on all ranks."""
-
-    gather: Exchange
-
-    @property
-    def peers(self) -> Peers:
-        return self.gather.peers
-
-    def __call__(self, *tensors: torch.Tensor) -> Tensors:
-        return self.gather(*tensors)
-
-    def adjoint(self) -> Own:
-        return Own(self.gather)
+        return self._replace(cuts=not self.cuts)
 
 
 def gather_exchange(peers: Peers, dim: int, ndim: int, rows: Rows) -> Exchange:
@@ -266,8 +255,6 @@ def tied(x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
 
 
 class _Tied(torch.autograd.Function):
-    """forward: the first tensor; its backward runs the others' backwards too, with zeros."""
-
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
         ctx.others = [(other.shape, other.dtype, other.device) for other in others]

@@ -19,44 +19,22 @@ from cp_styles.collectives.rows import (
     rows_of_whole,
 )
 from cp_styles.device_copies import tensor_on
-from cp_styles.layout import Chunk, even_sizes, ranges_of
+from cp_styles.layout import Chunk, SequenceLayout, even_sizes, ranges_of
 
 TensorOrTensors = TypeVar("TensorOrTensors", torch.Tensor, Sequence[torch.Tensor])
 
 
 def head_exchange(
-    group: Group | Peers, *, heads: Sequence[int], seq_sizes: Layout, seq_dim: int, head_dim: int, ndim: int = 4
+    peers: Peers, heads: Sequence[int], layout: SequenceLayout, *, seq_dim: int, head_dim: int
 ) -> Exchange:
-    """The exchange that :func:`seq_to_heads` uses, for an autograd Function of your own.
+    """The exchange of :func:`seq_to_heads` for tensors of ``heads`` heads, queries first. Autograd does not record it.
 
     ``e(q, k, v)`` goes from S(seq) to S(heads). ``e.adjoint()(dq, dk, dv)`` takes the gradients back, and sums those of
     KV heads that several ranks had. If no head is on several ranks, ``adjoint()`` is also the inverse, for the output
-    of the attention. ``e.finish(e.start(q, k, v))`` allows other work in between. Autograd does not record it. It
-    checks nothing: the ranks must agree on the arguments. Equal arguments give equal exchanges.
-
-    Args:
-        group: ProcessGroup, 1-D DeviceMesh, (mesh, axis name), or None for the identity.
-        heads: the number of heads of each tensor of the message, queries first.
-        seq_sizes: how the sequence is cut: a SequenceLayout or the size of each rank's part; not None, not Padded.
-        seq_dim: the dim of the sequence. May be negative.
-        head_dim: the dim of the heads. May be negative.
-        ndim: number of dims of the tensors.
-
-    Returns:
-        An exchange of tensors with ``seq_dim`` and ``head_dim``. Their dims before ``head_dim`` must be equal, those
-        after it may differ. The results are views of one buffer with the sequence outermost.
-
-    Communication, when called: one all-to-all. A rank sends each other rank its rows of the heads that it needs, once.
-
-    Raises:
-        ValueError: see :func:`head_ranges`; a layout for another number of ranks.
+    of the attention. The ranks must agree on the arguments. Equal arguments give equal exchanges.
     """
-    peers = peers_of(group)
-    rows = rows_of(seq_sizes, peers)
-    if rows is None or rows.shard is not None:
-        raise ValueError("head_exchange needs to know the size of each rank: pass a SequenceLayout or one size a rank")
     ranges = tuple(head_ranges(count, heads[0], peers.size) for count in heads)
-    return Exchange(peers, seq_dim % ndim, head_dim % ndim, rows, ranges)
+    return Exchange(peers, seq_dim, head_dim, Rows(layout.chunks), ranges)
 
 
 def head_ranges(count: int, query_heads: int, ranks: int) -> tuple[Chunk, ...]:

@@ -8,7 +8,6 @@ import torch
 
 from cp_styles.collectives.autograd import (
     LinearMap,
-    Own,
     Replicated,
     differentiable,
     gather_exchange,
@@ -90,7 +89,7 @@ def split(
         TypeError: for a DTensor (pass its ``to_local()``), or if ``layout`` or ``group`` has a wrong type.
     """
     peers, at, rows = _resolve_whole("split", x, dim, group, layout, grad_scale, check, fill)
-    part = _apply(Own(gather_exchange(peers, at, x.ndim, rows)), x, check)
+    part = _apply(Replicated(gather_exchange(peers, at, x.ndim, rows), cuts=True), x, check)
     if grad_scale is not GradScale.DOWN:
         note_whole_gradients(part, x, peers)
     return rows.fill(scale_gradient(part, grad_scale.factor(peers.size)), at, fill)

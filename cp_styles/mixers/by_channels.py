@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -57,8 +58,8 @@ def _scanned(
 ) -> torch.Tensor:
     own, shared = ([at for at in names if named.get(at) is not None] for names in (how.cut, how.shared))
     count, rank = named[own[0]].shape[1], cut.peers.rank
-    where = {"seq_sizes": cut.layout, "seq_dim": 1, "head_dim": 2}
-    there = head_exchange(cut.peers, heads=[count] * len(own) + [1] * len(shared), **where)
+    exchange = partial(head_exchange, cut.peers, layout=cut.layout, seq_dim=1, head_dim=2)
+    there = exchange([count] * len(own) + [1] * len(shared))
     # [B, L, C, 1] and [B, L, 1, N]: what is shared is one column that every rank needs.
     tensors = [named[at].transpose(1, 2).unsqueeze(3 if at in own else 2) for at in (*own, *shared)]
     whole = differentiable(there, *tensors, check=check)
@@ -73,5 +74,5 @@ def _scanned(
         spans = list(pairwise(accumulate(cut.documents, initial=0)))
         runs = [kernel(**{at: x[..., start:stop] for at, x in given.items()}, **others) for start, stop in spans]
         out = torch.cat(runs, 2) if len(runs) > 1 else runs[0]
-    home = head_exchange(cut.peers, heads=[count], **where).adjoint()
+    home = exchange([count]).adjoint()
     return differentiable(home, out.transpose(1, 2).unsqueeze(3), check=check)[0].squeeze(3).transpose(1, 2)

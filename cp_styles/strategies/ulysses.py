@@ -223,11 +223,11 @@ def _geometry(
 ) -> tuple[_Geometry, ...]:
     """One for each chunk."""
     q_cut, kv_cut = (_among(layout, first, peers.size) for layout in (q_layout, kv_layout))
-    exchange = head_exchange(peers, heads=(heads, kv_heads, kv_heads), seq_sizes=q_cut, seq_dim=2, head_dim=1)
+    exchange = head_exchange(peers, (heads, kv_heads, kv_heads), q_cut, seq_dim=2, head_dim=1)
     layouts = joined(q_layout, peers.size), joined(kv_layout, peers.size)
     keys = None
     if kv_cut != q_cut:  # cross-attention
-        keys = head_exchange(peers, heads=(heads, kv_heads), seq_sizes=kv_cut, seq_dim=2, head_dim=1)
+        keys = head_exchange(peers, (heads, kv_heads), kv_cut, seq_dim=2, head_dim=1)
     share, geometries = heads // kv_heads, []
     for columns, kv_columns in zip(*_chunked(exchange.columns[0], exchange.columns[1], share, chunks), strict=True):
         queries = exchange._replace(columns=(columns,))

@@ -19,7 +19,6 @@ from cp_styles.collectives import (
     slice_inputs,
     split,
 )
-from cp_styles.collectives.heads import head_exchange
 from cp_styles.collectives.peers import Facts, consult, dim_of, peers_of
 from cp_styles.comm.agreement import WIDTH
 from cp_styles.layout import head_tail
@@ -259,12 +258,6 @@ def test_dtensors_are_refused_with_the_way_out():
             split(x, 0, mesh)
 
     run_ranks(main, 2)
-
-
-def test_head_exchange_needs_sizes():
-    for layout in (None, Padded(4)):
-        with pytest.raises(ValueError, match="needs to know the size of each rank"):
-            head_exchange(None, heads=(4,), seq_sizes=layout, seq_dim=2, head_dim=1)
 
 
 def test_scalars_have_no_dims():
