@@ -4,12 +4,7 @@ import importlib
 import warnings
 from typing import Any
 
-from cp_styles.batch import (
-    global_loss,
-    global_token_count,
-    next_token_labels,
-    sum_gradients,
-)
+from cp_styles.batch import global_loss, global_token_count, next_token_labels, sum_gradients
 from cp_styles.batch_sharder import BatchSharder
 from cp_styles.comm.agreement import EveryCall, NoAgreement
 from cp_styles.comm.point_to_point import TransferError
@@ -19,14 +14,7 @@ from cp_styles.engine.scope import SequenceScope
 from cp_styles.functions.attention import context_attention
 from cp_styles.functions.flex import context_flex_attention
 from cp_styles.functions.varlen import context_varlen_attention
-from cp_styles.layout import (
-    SequenceLayout,
-    by_work,
-    contiguous,
-    head_tail,
-    per_document_head_tail,
-    striped,
-)
+from cp_styles.layout import SequenceLayout, by_work, contiguous, head_tail, per_document_head_tail, striped
 from cp_styles.mask import Causal, Chunked, Dense, Documents, Full, Mask, PerRow, PrefixLM, SlidingWindow
 from cp_styles.mask.block_mask import FlexMask
 from cp_styles.plan import imbalance

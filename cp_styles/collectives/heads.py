@@ -10,14 +10,7 @@ import torch
 from cp_styles.collectives.autograd import differentiable, start
 from cp_styles.collectives.exchange import Exchange
 from cp_styles.collectives.peers import Facts, Group, Peers, consult, dim_of, facts_of, peers_of
-from cp_styles.collectives.rows import (
-    Layout,
-    Rows,
-    check_local,
-    contiguous_rows,
-    rows_of,
-    rows_of_whole,
-)
+from cp_styles.collectives.rows import Layout, Rows, check_local, contiguous_rows, rows_of, rows_of_whole
 from cp_styles.device_copies import tensor_on
 from cp_styles.layout import Chunk, SequenceLayout, even_sizes, ranges_of
 

@@ -15,14 +15,7 @@ from cp_styles.collectives.autograd import (
     scale_gradient,
 )
 from cp_styles.collectives.peers import Facts, Group, Peers, consult, dim_of, facts_of, peers_of
-from cp_styles.collectives.rows import (
-    Layout,
-    Rows,
-    check_local,
-    contiguous_rows,
-    rows_of,
-    rows_of_whole,
-)
+from cp_styles.collectives.rows import Layout, Rows, check_local, contiguous_rows, rows_of, rows_of_whole
 from cp_styles.layout import holds
 
 

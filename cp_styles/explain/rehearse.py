@@ -273,6 +273,7 @@ class _Notes(Log):
     def __init__(self, memory: bool, most_calls: int | None) -> None:
         super().__init__()
         self.ledger = _Ledger(self, memory)
+        self.label = self.ledger.label
         self._most_calls, self._calls = most_calls, 0
 
     def begin(self) -> None:
@@ -294,10 +295,6 @@ class _Notes(Log):
     def travels(self, tensor: torch.Tensor) -> None:
         self.label("messages", tensor)
 
-    def label(self, what: str, *tensors: torch.Tensor) -> None:
-        """Label the storage of tensors with its purpose. A later label replaces an earlier one, except ``_KEPT``."""
-        self.ledger.label(what, tensors)
-
 
 class _Ledger(TorchDispatchMode):
     """Counts the bytes of storages that are created and alive, as ``cp_styles.testing.MemoryTrace`` does for data.
@@ -313,7 +310,8 @@ class _Ledger(TorchDispatchMode):
         self._labels: list[str] = []
         self._peak, self._at_peak, self._bound = 0, [], 0
 
-    def label(self, what: str, tensors: Sequence[torch.Tensor]) -> None:
+    def label(self, what: str, *tensors: torch.Tensor) -> None:
+        """Label the storage of tensors with its purpose. A later label replaces an earlier one, except ``_KEPT``."""
         for tensor in tensors if self.counts_memory else ():
             entry = self._alive.get(StorageWeakRef(tensor.untyped_storage()).cdata)
             if entry is not None and self._labels[entry[1]] != _KEPT:
@@ -470,22 +468,21 @@ class _OutlinedOther(Kernel):
     def small_tiles(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self._inner.small_tiles
 
-    def forward(self, q_BHLD, k_BGMD, v_BGME, *, causal, bias, scale):
-        self._note(q_BHLD, k_BGMD, v_BGME, causal, bias, False)
-        if isinstance(self._inner, ReferenceKernel):
-            results = self._inner.forward(q_BHLD, k_BGMD, v_BGME, causal=causal, bias=bias, scale=scale)
-        else:
-            results = _results(q_BHLD, k_BGMD, v_BGME, False)
-        self._notes.label("tiles", *results)
-        return results
+    def forward(self, q_BHLD, k_BGMD, v_BGME, **options):
+        return self._run("forward", (q_BHLD, k_BGMD, v_BGME), (), options)
 
-    def backward(self, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, lse_BHL, *, causal, bias, scale):
-        self._note(q_BHLD, k_BGMD, v_BGME, causal, bias, True)
+    def backward(self, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, lse_BHL, **options):
+        return self._run("backward", (q_BHLD, k_BGMD, v_BGME), (grad_BHLE, out_BHLE, lse_BHL), options)
+
+    def _run(self, phase: str, tensors: Any, others: Any, options: dict[str, Any]) -> Any:
+        (q, k, v), backward = tensors, phase == "backward"
+        cover = "causal" if options["causal"] else "full" if options["bias"] is None else "partial"
+        tiles = ((q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2]),)
+        self._notes.called(type(self._inner).__name__, backward, cover, tiles, (q.shape[-1], v.shape[-1]), q.itemsize)
         if isinstance(self._inner, ReferenceKernel):
-            tensors = (grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, lse_BHL)
-            results = self._inner.backward(*tensors, causal=causal, bias=bias, scale=scale)
+            results = getattr(self._inner, phase)(*others[:1], q, k, v, *others[1:], **options)
         else:
-            results = _results(q_BHLD, k_BGMD, v_BGME, True)
+            results = _results(q, k, v, backward)
         self._notes.label("tiles", *results)
         return results
 
@@ -497,12 +494,6 @@ class _OutlinedOther(Kernel):
 
     def tile_dtype(self, dtype):
         return self._inner.tile_dtype(dtype)
-
-    def _note(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, bias: Any, backward: bool) -> None:
-        cover = "causal" if causal else "full" if bias is None else "partial"
-        tiles = ((q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2]),)
-        dims = q.shape[-1], v.shape[-1]
-        self._notes.called(type(self._inner).__name__, backward, cover, tiles, dims, q.itemsize)
 
 
 def _results(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, backward: bool) -> tuple[torch.Tensor, ...]:

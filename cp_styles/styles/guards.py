@@ -21,13 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from cp_styles._compat import (
-    graph_task_id,
-    never_compile_alone,
-    never_compiled,
-    tensors_in,
-    uncompiled,
-)
+from cp_styles._compat import graph_task_id, never_compile_alone, never_compiled, tensors_in, uncompiled
 from cp_styles.comm.agreement import Meeting, StatusRow, exchange_status
 from cp_styles.comm.group_state import state_of
 from cp_styles.decoding import LayerCaches

@@ -22,15 +22,7 @@ from cp_styles.layout import contiguous, head_tail, striped
 from cp_styles.mask import PerRow
 from cp_styles.troubleshooting import see
 from cp_styles.verify.compare import ExpectedPart, Places, Squares, all_squares, factor, squares
-from cp_styles.verify.record import (
-    AttentionMask,
-    AttentionsSeen,
-    Call,
-    Key,
-    OtherMasks,
-    Recording,
-    plain_name,
-)
+from cp_styles.verify.record import AttentionMask, AttentionsSeen, Call, Key, OtherMasks, Recording, plain_name
 
 Gather = Callable[[Any], list[Any]]
 """Returns the values of all ranks of the mesh, by rank. Communication: one all-gather of objects for each axis."""
