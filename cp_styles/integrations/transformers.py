@@ -416,6 +416,7 @@ def prefill(
             inputs["attention_mask"] = attention_mask[:, :-1]
         model(layout.shard(input_ids[:, :-1], 1, rank), **inputs)
     made.prefilled = True
+    made.get_seq_length()  # an error if no attention has used it
     made.tokens_BS = input_ids[:, : layout.length].clone()
     return made
 

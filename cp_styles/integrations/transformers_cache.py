@@ -12,6 +12,7 @@ import torch
 from cp_styles.comm.agreement import offer_refusal
 from cp_styles.decoding import LayerCaches
 from cp_styles.engine.binding import Binding
+from cp_styles.intercept.mixer_calls import rows_at_end
 from cp_styles.layout import SequenceLayout
 from cp_styles.mask import Mask, PerRow
 from cp_styles.troubleshooting import see
@@ -21,7 +22,6 @@ class TransformersCache(LayerCaches):
     """The methods of a ``Cache`` of transformers, for caches that are cut over the ranks. Made by :func:`prefill`."""
 
     is_compileable = False
-    is_croppable = True
     is_initialized = True
     offloading = False
     layer_class_to_replicate = None
@@ -30,6 +30,7 @@ class TransformersCache(LayerCaches):
         super().__init__(binding.group, prompt)
         self.name = binding.name
         self.keeps_all = False
+        self.states: dict[tuple[int, int], Any] = {}
         self._padding_BS = padding_BS
         self._padding_checked = False
 
@@ -52,10 +53,48 @@ class TransformersCache(LayerCaches):
             )
         return self.add(key_states, value_states, layer_idx)
 
+    # States of convolutions and recurrences are the same on all ranks, and kept as transformers does.
+
+    def _state(self, layer_idx: int, state_idx: int) -> Any:
+        made = import_module("transformers.cache_utils").LinearAttentionLayer
+        return self.states.setdefault((layer_idx, state_idx), made())
+
+    def update_conv_state(
+        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, *, conv_kernel_size: int, **kwargs: Any
+    ) -> torch.Tensor:
+        state, sizes = self._state(layer_idx, state_idx), {"conv_kernel_size": conv_kernel_size}
+        if self.prefilled:
+            return state.update_conv_state(conv_states, **sizes)
+        state.update_conv_state(rows_at_end(conv_states, conv_kernel_size), **sizes)
+        return conv_states
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> torch.Tensor:
+        return self._state(layer_idx, state_idx).update_recurrent_state(recurrent_states)
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        state = self._state(layer_idx, state_idx)
+        return state.conv_states[0] if state.has_previous_state[0] else None
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        state = self._state(layer_idx, state_idx)
+        return state.recurrent_states[0] if state.has_previous_state[0] else None
+
+    @property
+    def is_croppable(self) -> bool:
+        return not self.states
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Positions of all ranks together; 0 before and during the prefill, which begins at position 0."""
         if not self.prefilled:
             return 0
+        if not self.held and (self.states or self.prompt.length):
+            raise NotImplementedError(
+                f"{self.name}: a model without attention, or without past_key_values=, does not say how long its cache "
+                "is, and generate() would run the prompt again: generate without context parallelism, with a copy of "
+                "the model that has no style"
+            )
         found = self.layers[layer_idx] if layer_idx < len(self.layers) else None
         found = found or next(iter(self.held), None)
         return self.prompt.length if found is None else found.length
@@ -87,12 +126,13 @@ class TransformersCache(LayerCaches):
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         for each in self.held:
             each.select_rows(beam_idx)
+        for each in self.states.values():
+            each.reorder_cache(beam_idx)
 
     batch_select_indices = reorder_cache
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        for each in self.held:
-            each.select_rows(torch.arange(each.keys.shape[0], device="cpu").repeat_interleave(repeats))
+        self.reorder_cache(torch.arange(self.batch_size, device="cpu").repeat_interleave(repeats))
         if self.tokens_BS is not None:
             self.tokens_BS = self.tokens_BS.repeat_interleave(repeats, 0)
         if self._padding_BS is not None:
@@ -100,6 +140,8 @@ class TransformersCache(LayerCaches):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` tokens."""
+        if self.states:
+            raise NotImplementedError(f"{self.name}: a state does not go back to earlier tokens: prefill anew")
         for each in self.held:
             each.crop(each.length - abs(tokens_to_remove))
 

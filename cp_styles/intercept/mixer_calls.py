@@ -24,10 +24,11 @@ from torch import nn
 
 from cp_styles._compat import uncompiled
 from cp_styles.comm.agreement import NoAgreement
+from cp_styles.decoding import LayerCaches
 from cp_styles.intercept.function_mode import AttentionCalls
 from cp_styles.intercept.subclassing import BoundToThisRun, put_before_class
 from cp_styles.layout import SequenceLayout
-from cp_styles.mixers.convolution import convolved
+from cp_styles.mixers.convolution import convolved, last_rows
 from cp_styles.mixers.fragments import CutSequence, arguments_of, documents_in
 from cp_styles.mixers.recurrence import KNOWN, Recurrence, recurred
 
@@ -86,7 +87,8 @@ def _members(cls: type[nn.Module]) -> dict[str, Any]:
         if calls is None:
             return plain(self, *args, **kwargs)
         bound = parameters.bind(self, *args, **kwargs)
-        _leave_out_caches(calls, bound.arguments)
+        if _goes_on(calls, bound.arguments):
+            return plain(self, *args, **kwargs)
         if layer is not None:
             return layer(calls, self, bound.arguments)
         made = _with_globals(plain, {name: partial(partial, how, calls) for name, how in _HANDLERS.items()})
@@ -95,15 +97,27 @@ def _members(cls: type[nn.Module]) -> dict[str, Any]:
     return {"forward": functools.wraps(plain)(uncompiled(forward, _REASON))}
 
 
-def _leave_out_caches(calls: AttentionCalls, given: dict[str, Any]) -> None:
-    """Of the states of the layer. What a model makes itself is never asked for them: see TokenGuard."""
-    if any(calls.inputs.get(name) is not None for name in _CACHES):
+def _goes_on(calls: AttentionCalls, given: dict[str, Any]) -> bool:
+    """Whether the layer goes on after a prompt, with tokens and states that are the same on all ranks. What a model
+    makes itself is never asked for states, and is taken out of ``given``: see TokenGuard."""
+    past = next((x for name in _CACHES if (x := calls.inputs.get(name)) is not None), None)
+    if isinstance(past, LayerCaches):
+        return past.prefilled
+    if past is not None:
         raise NotImplementedError(
-            f"{calls.binding.name}: a cache was given to a model that has states beside keys and values, and these are "
-            "not cut over the ranks: prefill and generate without context parallelism, with a copy of the model that "
-            "has no style"
+            f"{calls.binding.name}: a cache was given to a model that has states beside keys and values, and does not "
+            "know how they are cut over the ranks: give it the cache that prefill(model, input_ids) of "
+            "cp_styles.integrations.transformers returns"
         )
     given.update({name: None for name in _CACHES if name in given})
+    return False
+
+
+def rows_at_end(x_BCL: torch.Tensor, count: int) -> torch.Tensor:
+    """The last rows of the sequence of the module that runs, on every rank: the state of its convolution."""
+    calls = AttentionCalls.entered()
+    assert calls is not None
+    return _mixed(calls, "the state of a convolution", lambda cut: last_rows(cut, x_BCL, 2, count), {})
 
 
 def _mixed(calls: AttentionCalls, name: str, run: Callable[[CutSequence], Any], kwargs: dict[str, Any]) -> Any:

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from cp_styles.collectives.autograd import differentiable, tied
+from cp_styles.collectives.autograd import differentiable, gather_exchange, tied
 from cp_styles.collectives.heads import head_exchange
-from cp_styles.mixers.fragments import Cut, CutSequence, arguments_of
+from cp_styles.collectives.rows import Rows
+from cp_styles.mixers.fragments import Cut, CutSequence, Described, arguments_of
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Channels:
         cut: names of tensors [B, C, L]; the output is one too.
         shared: names of tensors [B, N, L] that all channels need.
         parameters: names of tensors with the channels along their first dim.
-        wants: name of the flag with which it also returns a final state, which is not supported.
+        wants: name of the flag with which it also returns a final state [B, C, N], N as in ``shared``.
     """
 
     cut: tuple[str, ...]
@@ -34,28 +35,26 @@ class Channels:
 
 def by_channels(
     sequence: CutSequence, kernel: Callable[..., Any], how: Channels, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> torch.Tensor:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """A call of ``kernel`` with all tokens of this rank's channels, document by document.
 
     Communication: see :func:`~cp_styles.mixers.context_recurrence`.
     """
     sequence, name, named = sequence.packed_by(kwargs), sequence.name, {}
 
-    def describe() -> tuple[list[torch.Tensor], int]:
+    def describe() -> Described:
         named.update(arguments_of(kernel, args, kwargs))
-        if named.pop(how.wants, False):
-            raise NotImplementedError(f"{name}: final states are not supported: leave out {how.wants}")
         tensors = [named[at] for at in (*how.cut, *how.shared) if named.get(at) is not None]
         if not tensors or any(x.ndim != 3 for x in tensors):
             raise ValueError(f"{name}: {how.cut} must be [B, C, L] and {how.shared} [B, N, L]")
-        return tensors, 2
+        return tensors, 2, {"wants": bool(named.get(how.wants))}
 
     return _scanned(kernel, how, named, sequence.agreed(describe), check=sequence.compares)
 
 
 def _scanned(
     kernel: Callable[..., Any], how: Channels, named: dict[str, Any], cut: Cut, *, check: bool
-) -> torch.Tensor:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     own, shared = ([at for at in names if named.get(at) is not None] for names in (how.cut, how.shared))
     count, rank = named[own[0]].shape[1], cut.peers.rank
     exchange = partial(head_exchange, cut.peers, layout=cut.layout, seq_dim=1, head_dim=2)
@@ -67,12 +66,20 @@ def _scanned(
     given = {at: x.squeeze(3 if at in own else 2).transpose(1, 2) for at, x in zip((*own, *shared), whole, strict=True)}
     others = {at: x for at, x in named.items() if at not in given}
     parameters = {at: others.pop(at) for at in how.parameters if others.get(at) is not None}
+    wants = bool(others.get(how.wants))
     if low == high:  # fewer channels than ranks
         out = tied(given[own[0]], *given.values(), *parameters.values())
+        final = tied(out.new_zeros(*out.shape[:2], *(named[at].shape[1] for at in shared[:1])), out)
     else:
         others |= {at: x.narrow(0, low, high - low) for at, x in parameters.items()}
         spans = list(pairwise(accumulate(cut.documents, initial=0)))
         runs = [kernel(**{at: x[..., start:stop] for at, x in given.items()}, **others) for start, stop in spans]
+        runs, final = ([out for out, _ in runs], runs[-1][1]) if wants else (runs, runs[0])
         out = torch.cat(runs, 2) if len(runs) > 1 else runs[0]
     home = exchange([count]).adjoint()
-    return differentiable(home, out.transpose(1, 2).unsqueeze(3), check=check)[0].squeeze(3).transpose(1, 2)
+    out = differentiable(home, out.transpose(1, 2).unsqueeze(3), check=check)[0].squeeze(3).transpose(1, 2)
+    if not wants:
+        return out
+    rows = Rows(tuple(((low, high),) for low, high in there.columns[0]))
+    final = final.to(torch.promote_types(out.dtype, torch.float32)).unsqueeze(-1)
+    return out, differentiable(gather_exchange(cut.peers, 1, final.ndim - 1, rows), final, check=check)[0].squeeze(-1)

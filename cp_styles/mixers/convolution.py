@@ -17,7 +17,7 @@ from cp_styles.comm.groups import GroupOrMesh
 from cp_styles.device_copies import tensor_on
 from cp_styles.engine.gradient_watch import RAISE, GradientCheck
 from cp_styles.layout import Balancer, SequenceLayout
-from cp_styles.mixers.fragments import CutSequence, Packed, RowExchange, rows_before
+from cp_styles.mixers.fragments import CutSequence, Described, Packed, RowExchange, row_exchange, rows_before
 
 
 @uncompiled
@@ -82,13 +82,13 @@ def convolved(
 def _convolved(
     sequence: CutSequence, conv: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, dim: int, width: int
 ) -> torch.Tensor:
-    def describe() -> tuple[list[torch.Tensor], int]:
+    def describe() -> Described:
         dim_of(x, dim, "dim")
         if not isinstance(width, int) or width < 1:
             raise ValueError(f"{sequence.name}: width={width} must be a number of taps, at least 1")
-        return [x], dim
+        return [x], dim, {"width": width, "dim": dim}
 
-    cut, dim = sequence.agreed(describe, width=width, dim=dim), dim % x.ndim
+    cut, dim = sequence.agreed(describe), dim % x.ndim
     plan = rows_before(cut.layout, cut.documents, width - 1, cut.peers.rank)
     slots = exchanged(sequence, cut.peers, plan.exchange, x, dim)
     one = slots.shape[dim] < width  # one fragment
@@ -104,6 +104,19 @@ def _convolved(
     if one:
         return out.narrow(dim, slots.shape[dim], x.shape[dim])
     return out.index_select(dim, tensor_on(x.device, plan.kept))
+
+
+def last_rows(sequence: CutSequence, x: torch.Tensor, dim: int, count: int) -> torch.Tensor:
+    """On every rank the last ``count`` rows of the last document, or as many as it has."""
+
+    def run(sequence: CutSequence) -> torch.Tensor:
+        cut = sequence.agreed(lambda: ([x], dim, {"count": count}))
+        size, rank = min(count, cut.documents[-1]), cut.peers.rank
+        rows = torch.arange(cut.layout.length - size, cut.layout.length, device="cpu")
+        plan = row_exchange(cut.layout, [(rows, torch.arange(size, device="cpu"))] * cut.peers.size, size, rank)
+        return exchanged(sequence, cut.peers, plan, x, dim)
+
+    return sequence.followed(run, [x], dim)
 
 
 def exchanged(sequence: CutSequence, peers: Peers, plan: RowExchange, x: torch.Tensor, dim: int) -> torch.Tensor:

@@ -202,6 +202,10 @@ class FollowsTokens(TorchDispatchMode):
         raise NotImplementedError
 
 
+Described: TypeAlias = tuple[Sequence[torch.Tensor], int, dict[str, Any]]
+"""A rank's tensors of a call, the dim of the sequence in them, and what else must be the same on all ranks."""
+
+
 @dataclass(frozen=True)
 class CutSequence:
     """The sequence of a call, before the ranks have agreed on it.
@@ -278,12 +282,11 @@ class CutSequence:
         flow.attended(out[0] if isinstance(out, tuple) else out, tensors, dim)
         return out
 
-    def agreed(self, describe: Callable[[], tuple[list[torch.Tensor], int]], **same: Any) -> Cut:
+    def agreed(self, describe: Callable[[], Described]) -> Cut:
         """How it is cut, once all ranks know that their calls fit together.
 
         Args:
-            describe: checks this rank's arguments. Returns its tensors, and the dim of the sequence in them.
-            same: what else must be the same on all ranks.
+            describe: checks this rank's arguments.
 
         Communication: one all-gather of some integers, if they compare.
         """
@@ -293,7 +296,7 @@ class CutSequence:
         def facts() -> Facts:
             if self.refuse is not None:
                 self.refuse()
-            tensors, dim = describe()
+            tensors, dim, same = describe()
             if isinstance(documents, PerRow):
                 raise NotImplementedError(
                     f"{name}: each row of the batch has documents of its own: pass one row in a call, or pack all rows "

@@ -25,7 +25,7 @@ from cp_styles.comm.groups import GroupOrMesh
 from cp_styles.engine.gradient_watch import RAISE, GradientCheck
 from cp_styles.layout import Balancer, Chunk, SequenceLayout
 from cp_styles.mixers.by_channels import Channels, by_channels
-from cp_styles.mixers.fragments import Cut, CutSequence, Fragment, Packed, arguments_of
+from cp_styles.mixers.fragments import Cut, CutSequence, Described, Fragment, Packed, arguments_of
 
 
 @dataclass(frozen=True)
@@ -169,14 +169,14 @@ def _recurred(
 ) -> Any:
     call: Any = None
 
-    def describe() -> tuple[list[torch.Tensor], int]:
+    def describe() -> Described:
         nonlocal call
         call = _KernelCall(kernel, sequence.name, how, args, kwargs)
-        return list(call.cut.values()), 1
+        state = call.initial
+        begins = state is not None and [list(state.shape), state.requires_grad]
+        return list(call.cut.values()), 1, {"wants": call.wants, "state": begins}
 
-    state = kwargs.get(how.state)
-    begins = state is not None and [list(state.shape), state.requires_grad]
-    cut = sequence.packed_by(kwargs).agreed(describe, wants=bool(kwargs.get(how.wants)), state=begins)
+    cut = sequence.packed_by(kwargs).agreed(describe)
     out, final = _recur(call, cut, check=sequence.compares)
     # Kernels of FLA always return two, those of mamba-ssm if they are asked for it.
     return (out, final) if call.wants or not how.transposed else out

@@ -12,7 +12,7 @@ from cp_styles.device_copies import tensor_on
 from cp_styles.engine.gradient_watch import RAISE, GradientCheck
 from cp_styles.layout import Balancer, SequenceLayout
 from cp_styles.mixers.convolution import exchanged
-from cp_styles.mixers.fragments import CutSequence, Packed, RowExchange, row_exchange
+from cp_styles.mixers.fragments import CutSequence, Described, Packed, RowExchange, row_exchange
 
 
 @uncompiled
@@ -62,13 +62,13 @@ def context_roll(
     """
     sequence = CutSequence.of_call("context_roll", group, layout, documents, agreement, gradient_check)
 
-    def describe() -> tuple[list[torch.Tensor], int]:
+    def describe() -> Described:
         dim_of(x, dim, "dim")
         if not isinstance(shifts, int):
             raise TypeError(f"{sequence.name}: shifts={shifts!r} must be an int: one dim is rolled")
-        return [x], dim
+        return [x], dim, {"shifts": shifts, "dim": dim, "fill": fill}
 
-    cut, dim = sequence.agreed(describe, shifts=shifts, dim=dim, fill=fill), dim % x.ndim
+    cut, dim = sequence.agreed(describe), dim % x.ndim
     plan = _rolled(cut.layout, cut.documents, shifts, fill is None, cut.peers.rank)
     out = exchanged(sequence, cut.peers, plan, x, dim)
     if fill:  # slots without a row are zeros already

@@ -114,10 +114,10 @@ class TokenGuard:
         for label, value in inputs.items():
             if isinstance(value, torch.Tensor):
                 refuse_nested(self._name, label, value)
-        past = inputs.get("past_key_values")
-        past = getattr(past, "self_attention_cache", past)
-        if isinstance(past, LayerCaches) and past.prefilled:
-            return None  # new tokens, the same on all ranks
+        for past in (each.get("past_key_values") for each in (inputs, calls.inputs)):
+            past = getattr(past, "self_attention_cache", past)
+            if isinstance(past, LayerCaches) and past.prefilled:
+                return None  # new tokens, the same on all ranks
         length = _part_of(binding, inputs)
         whole = _part_of(binding, calls.inputs)
         length = length if whole is None else whole

@@ -34,6 +34,7 @@ from tests.clients.hugging_face import (
     tiny,
     tokens_of,
 )
+from tests.clients.test_mixers import MODELS as MIXERS
 from tests.covering import sampled
 from tests.oracle import error
 
@@ -135,6 +136,78 @@ def test_generate(model_type: str, ranks: int, padded: bool, balancer: Balancer)
     generate = greedy(64 if model_type in ("llama", "qwen3", "gpt2", "gemma3_text") else 16, **inputs)
     found = on_ranks(model, tokens, generate, ranks=ranks, balancer=balancer, **inputs)
     compare(found, on_one(model, tokens, generate))
+
+
+WITHOUT_KEYS = ("falcon_mamba", "mamba", "mamba2", "qwen4_exp_text")
+HYBRIDS = sorted(MIXERS.keys() - {*WITHOUT_KEYS, "minimax"})  # MiniMax takes a cache of its own alone
+
+
+@pytest.mark.parametrize(
+    ("model_type", "ranks", "padded", "balancer"),
+    [
+        ("jamba", 3, False, head_tail),
+        ("lfm3", 2, False, contiguous),
+        ("qwen3_next", 2, True, head_tail),
+        *(
+            pytest.param(each, ranks, padded, balancer, marks=pytest.mark.nightly)
+            for each in HYBRIDS
+            for ranks, padded, balancer in ((2, False, head_tail), (3, True, contiguous))
+        ),
+    ],
+)
+def test_states_beside_keys(model_type: str, ranks: int, padded: bool, balancer: Balancer):
+    """The rows before the next token, and the state after the prompt, are the same on all ranks."""
+    model, tokens = model_of(model_type, **MIXERS[model_type]), tokens_of()
+    inputs = {"attention_mask": PADDED} if padded else {}
+    found = on_ranks(model, tokens, greedy(6, **inputs), ranks=ranks, balancer=balancer, **inputs)
+    compare(found, on_one(model, tokens, greedy(6, **inputs)))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "what"),
+    [
+        ("qwen3_next", "a further prompt"),
+        ("jamba", "beams"),
+        ("jamba", "2 tokens"),
+        *(
+            pytest.param(each, what, marks=pytest.mark.nightly)
+            for each in HYBRIDS
+            for what in ("a further prompt", "beams", "2 tokens", "3 tokens")
+        ),
+    ],
+)
+def test_states_of_other_generations(model_type: str, what: str):
+    """A prompt of 2 tokens is not cut, and one of 3 is shorter than the convolutions are wide."""
+    tokens = tokens_of(int(what[0])) if what.endswith("tokens") else tokens_of()
+
+    def generate(mine: Any, prompt: torch.Tensor, cache: Any) -> torch.Tensor:
+        if what == "beams":
+            if cache is not None:
+                cache.batch_repeat_interleave(3)
+            return greedy(5, num_beams=3)(mine, prompt, cache)
+        if what == "a further prompt":
+            cache = transformers.DynamicCache(config=mine.config) if cache is None else cache
+            prompt = torch.cat((greedy(2)(mine, prompt, cache), tokens_of(7, 1)), 1)
+        return greedy(4)(mine, prompt, cache)
+
+    model = model_of(model_type, **MIXERS[model_type])
+    compare(on_ranks(model, tokens, generate), on_one(model, tokens, generate))
+
+
+def test_states_that_are_not_handed_over_are_refused():
+    def on(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        for model_type in ("mamba", "qwen4_exp_text"):
+            mine = model_of(model_type, **MIXERS[model_type])
+            mine.set_attn_implementation(NAME)
+            parallelize_module(mine, mesh, ModuleContextParallel())
+            with pytest.raises(NotImplementedError, match="a model without attention"):
+                prefill(mine, tokens_of())
+
+    run_ranks(on, 2)
+    model = model_of("lfm3", **MIXERS["lfm3"])
+    with pytest.raises(RankError, match="a state does not go back"):
+        on_ranks(model, tokens_of(), greedy(2), between=lambda rank, cache: cache.crop(-1))
 
 
 def test_the_example_of_the_page():

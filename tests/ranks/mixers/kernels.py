@@ -50,8 +50,10 @@ def mamba_chunk_scan_combined(
     return (out, state) if return_final_states else out
 
 
-def selective_scan_fn(u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False):
-    """Mamba-1, for each channel: S_t = exp(dt A) S_{t-1} + dt B u, out_t = S_t C + D u, times silu(z). No states."""
+def selective_scan_fn(
+    u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False, return_last_state=False
+):  # fmt: skip
+    """Mamba-1, for each channel: S_t = exp(dt A) S_{t-1} + dt B u, out_t = S_t C + D u, times silu(z)."""
     delta = delta if delta_bias is None else delta + delta_bias[:, None]
     delta = torch.nn.functional.softplus(delta) if delta_softplus else delta
     state, outs = u.new_zeros(*u.shape[:2], A.shape[1]), []
@@ -60,7 +62,8 @@ def selective_scan_fn(u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_
         outs.append((state * C[:, None, :, t]).sum(-1))
     out = torch.stack(outs, 2)
     out = out if D is None else out + D[:, None] * u
-    return out if z is None else out * torch.nn.functional.silu(z)
+    out = out if z is None else out * torch.nn.functional.silu(z)
+    return (out, state) if return_last_state else out
 
 
 def causal_conv1d_fn(

@@ -37,7 +37,7 @@ def inputs(channels, length):
 )
 def test_equals_one_process(layout, channels, documents):
     tokens, weights = inputs(channels, layout.length)
-    cotangent = randn(8, BATCH, channels, layout.length)
+    cotangents = randn(8, BATCH, channels, layout.length), randn(9, BATCH, channels, STATES)
 
     def main(rank: int):
         mesh = init_device_mesh("cpu", (layout.ranks,), mesh_dim_names=("cp",))
@@ -45,40 +45,43 @@ def test_equals_one_process(layout, channels, documents):
         leaves |= {at: x.clone().requires_grad_() for at, x in weights.items()}
         scan = context_recurrence(selective_scan_fn, mesh, layout=layout, documents=documents)
         with CommunicationTrace() as trace:
-            out = scan(**leaves, delta_softplus=True)
+            out, last = scan(**leaves, delta_softplus=True, return_last_state=True)
         sent = sum(size for _, size in trace.events[1:])  # after the agreement
-        grads = torch.autograd.grad(out, list(leaves.values()), layout.shard(cotangent, 2, rank))
-        return [out.detach(), *grads], sent
+        # The last state is the same on all ranks, and each uses it for a share of the loss.
+        mine = layout.shard(cotangents[0], 2, rank), cotangents[1] * (rank + 1) / sum(range(layout.ranks + 1))
+        grads = torch.autograd.grad((out, last), list(leaves.values()), mine)
+        return [out.detach(), *grads], sent, last.detach()
 
     found = run_ranks(main, layout.ranks)
     leaves = {at: x.clone().requires_grad_() for at, x in (tokens | weights).items()}
     spans, whole = pairwise(accumulate(documents, initial=0)), {at: leaves[at] for at in weights}
     runs = [{at: leaves[at][..., low:high] for at in tokens} for low, high in spans]
-    out = torch.cat([selective_scan_fn(**run, **whole, delta_softplus=True) for run in runs], 2)
-    expected = [out.detach(), *torch.autograd.grad(out, list(leaves.values()), cotangent)]
-    for number, (each, one) in enumerate(zip(zip(*(out for out, _ in found), strict=True), expected, strict=True)):
+    runs = [selective_scan_fn(**run, **whole, delta_softplus=True, return_last_state=True) for run in runs]
+    out, last = torch.cat([out for out, _ in runs], 2), runs[-1][1]
+    expected = [out.detach(), *torch.autograd.grad((out, last), list(leaves.values()), cotangents)]
+    assert all(error(each, last) < EXACT for *_, each in found)
+    for number, (each, one) in enumerate(zip(zip(*(out for out, *_ in found), strict=True), expected, strict=True)):
         assert error(layout.unshard(each, 2) if number <= len(tokens) else sum(each), one) < EXACT
 
     def part(rank):
         return len(range(channels)[rank :: layout.ranks])  # as many as of an even cut
 
-    for rank, (_, sent) in enumerate(found):
+    for rank, (_, sent, _) in enumerate(found):
         mine, others = layout.lengths[rank], [peer for peer in range(layout.ranks) if peer != rank]
         shared = sum(2 * STATES * mine for peer in others if part(peer))
         back = sum(part(rank) * layout.lengths[peer] for peer in others)
-        assert sent == 8 * BATCH * (3 * mine * sum(map(part, others)) + shared + back)
+        last = part(rank) * STATES * len(others)
+        assert sent == 8 * BATCH * (3 * mine * sum(map(part, others)) + shared + back + last)
 
 
-def test_final_states_are_refused_on_every_rank():
+def test_ranks_that_want_other_results():
     tokens, weights = inputs(4, 6)
 
     def main(rank: int):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-        flag = {"return_last_state": True} if rank else {}
         how = Channels(cut=("u",), shared=("B", "C"), parameters=("A",))
-        context_recurrence(lambda u, A, B, C, return_last_state=False: u, mesh, recurrence=how)(
-            tokens["u"], weights["A"], tokens["B"], tokens["C"], **flag
-        )
+        scan = context_recurrence(lambda u, A, B, C, return_last_state=False: u, mesh, recurrence=how)
+        scan(tokens["u"], weights["A"], tokens["B"], tokens["C"], bool(rank))
 
     errors = run_ranks(main, 2, return_errors=True)
-    assert all("final states are not supported" in str(each) for each in errors)
+    assert all("wants" in str(each) for each in errors), errors
