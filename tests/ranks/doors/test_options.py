@@ -10,12 +10,12 @@ import torch
 
 from cp_styles.functions.attention import context_attention
 from cp_styles.kernels import CPU_FLASH, ReferenceKernel
-from cp_styles.layout import by_work, contiguous, head_tail, per_document_head_tail, striped
-from cp_styles.mask import Causal, Documents, SlidingWindow
+from cp_styles.layout import contiguous, head_tail, striped
+from cp_styles.mask import Causal, SlidingWindow
 from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.testing import run_ranks
 from tests.covering import at_night, in_parts
-from tests.oracle import allowed, attention_inputs, dense_attention, document_of, error, expected_attention, randn
+from tests.oracle import allowed, attention_inputs, dense_attention, error, expected_attention, randn
 from tests.ranks.attention_case import EXACT, Core, Problem, cp_mesh, parallel, run_attention
 from tests.ranks.leak_scene import Scene, refusals
 from tests.ranks.parity_grid import uneven
@@ -196,62 +196,6 @@ def test_what_is_not_there_is_refused_by_name():
 
 
 # -- what users of others trip over --
-
-
-def test_packing_does_not_attend_across_documents():
-    """trl#6843, axolotl#3608: a document packed among others is the same as alone, out and gradients, bit for bit of
-    what float64 can say; and other documents' tokens may be anything."""
-    documents = (5, 1, 17, 9)
-    length, start, size = sum(documents), 6, 17
-    inputs, cotangent = attention_inputs(length=length, kv_heads=2)
-    document = document_of(documents)
-    own = torch.tensor([document(p) == 2 for p in range(length)])
-    for x in inputs:  # garbage in the others
-        x[:, :, ~own] *= 1e6
-    alone = [x[:, :, start : start + size] for x in (*inputs, cotangent)]
-    wanted = expected_attention(alone[:3], alone[3], torch.ones(size, size, dtype=torch.bool).tril())
-    mask = Documents(documents) & Causal()
-    balancers = (head_tail, partial(per_document_head_tail, documents=documents), partial(by_work, mask=mask))
-    calls = list(product(STRATEGIES, balancers))
-
-    def on(rank: int):
-        mesh, results = cp_mesh(RANKS), []
-        for strategy, balancer in calls:
-            layout = balancer(length, RANKS)
-            leaves = [layout.shard(x, 2, rank).clone().requires_grad_() for x in inputs]
-            out = context_attention(*leaves, mesh, mask=mask, layout=layout, strategy=strategy)
-            out.backward(layout.shard(cotangent, 2, rank))
-            results.append([out.detach(), *(x.grad for x in leaves)])
-        return results
-
-    for (_, balancer), *parts in zip(calls, *run_ranks(on, RANKS), strict=True):
-        layout = balancer(length, RANKS)
-        for by_rank, one in zip(zip(*parts, strict=True), wanted, strict=True):
-            assert error(layout.unshard(by_rank, 2)[:, :, start : start + size], one) < EXACT
-
-
-@pytest.mark.parametrize("ranks", [2, 3, *at_night(5)])
-def test_lengths_that_do_not_divide_and_short_ones(ranks: int):
-    """TransformerEngine#3331, #1930, pytorch#159706: every length from 1 to three times the ranks, nothing padded."""
-    strategies = (Ring(), AllGather(), Ulysses())
-
-    problems = {length: Problem(length=length, kv_heads=1, batch=1) for length in range(1, 3 * ranks + 1)}
-
-    def on(rank: int):
-        mesh, found = cp_mesh(ranks), {}
-        for length, problem in problems.items():
-            for index, layout in enumerate((contiguous, head_tail, striped)):
-                attend = partial(
-                    context_attention,
-                    group=mesh,
-                    mask=Causal(),
-                    layout=layout,
-                    strategy=strategies[(length + index) % 3],
-                )
-                found[length, index] = max(run_attention(attend, problem, rank, ranks, layout=layout))
-        return {where: size for where, size in found.items() if not size < EXACT}
-
-    assert run_ranks(on, ranks) == [{}] * ranks
 
 
 @pytest.mark.parametrize("seq_dim", [1, 2])

@@ -13,7 +13,7 @@ from cp_styles.comm.agreement import WIDTH
 from cp_styles.functions.attention import context_attention
 from cp_styles.kernels import CPU_FLASH, Kernel
 from cp_styles.layout import contiguous, head_tail
-from cp_styles.mask import Causal, Documents, Full, SlidingWindow
+from cp_styles.mask import Causal, Documents, SlidingWindow
 from cp_styles.plan import make_plan
 from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.testing import CommunicationTrace, run_ranks
@@ -90,32 +90,6 @@ def test_bytes_of_causal_head_tail(door: str, strategy, ranks: int, units: tuple
             assert (len(kernel.forwards), len(kernel.backwards)) == (calls, calls)
 
 
-@pytest.mark.parametrize("strategy", [Ring(keep=3), AllGather(keep=3)])
-@pytest.mark.parametrize(
-    ("mask", "layout", "rows"),
-    [
-        (Full(), contiguous, 4 * 12),  # everybody needs everything
-        (Full(), head_tail, 4 * 12),
-        (Causal(), contiguous, 4 + 8 + 12),  # rank r needs all before it
-        (SlidingWindow(2, 0), contiguous, 3 * 2),  # a halo of the window's size
-        (Documents((4, 4, 4, 4)) & Causal(), contiguous, 0),  # documents that end where the ranks do
-        # Ranks end at 4, 8, 12. Rank 0 misses 4 and 5; rank 1, for 4 and 5, all of rank 0, and for 6 and 7 all of 2 and
-        # 3; these 6 and 7, and each other's.
-        (Documents((6, 10)), contiguous, 2 + (4 + 8) + (2 + 4) + (2 + 4)),
-    ],
-    ids=plain,
-)
-def test_only_rows_that_somebody_attends_to_travel(strategy, mask, layout, rows: int):
-    """The wire carries the plan's rows, and those are as many as the mask says, by hand."""
-    ranks = 4
-    own = layout(LENGTH, ranks)
-    assert sum(make_plan(own, own, mask, rank).received_rows for rank in range(ranks)) == rows
-    problem = Problem(length=LENGTH, dtype=torch.float32)
-    units, _, _ = costs(problem, ranks, "function", strategy=strategy, layout=layout, mask=mask)
-    # A row of k and one of v forward, and both gradients back: 4 rows of a query shard's 4.
-    assert units == rows
-
-
 @pytest.mark.parametrize("mask", [SlidingWindow(1, 0), Documents((3, 4, 4, 5)) & Causal()], ids=plain)
 def test_few_rows_travel_with_all_heads(mask):
     """A ring sends keys that are as many as queries in two groups of heads, but not the few rows that a window needs:
@@ -130,16 +104,6 @@ def test_few_rows_travel_with_all_heads(mask):
         # Keys to one message, and gradients of keys and of values home.
         sources = sum(part.count > 0 for part in plan.parts) - 1
         assert trace.calls["send"] == sum(map(bool, plan.sends)) + 2 * sources
-
-
-@pytest.mark.parametrize("strategy", [Ring(), AllGather()])
-@pytest.mark.parametrize("kv_heads", [4, 2, 1])
-def test_grouped_heads_travel_unexpanded(strategy, kv_heads: int):
-    problem = Problem(length=LENGTH, kv_heads=kv_heads, dtype=torch.float32)
-    units, _, kernels = costs(problem, 2, "style", strategy=strategy, layout=head_tail, mask=Causal())
-    assert units == 6 * kv_heads / 4
-    for kernel in kernels:
-        assert set(kernel.forwards + kernel.backwards) == {(4, kv_heads)}
 
 
 @pytest.mark.parametrize("keep", [0, 1])

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 
 from cp_styles.functions.attention import context_attention
-from cp_styles.kernels import CPU_FLASH
-from cp_styles.layout import contiguous, head_tail, per_document_head_tail
+from cp_styles.layout import contiguous, head_tail
 from cp_styles.mask import Causal, Documents
 from cp_styles.testing import run_ranks
 from tests.oracle import (
-    attend_and_differentiate,
-    attention_inputs,
     error,
     expected_attention,
 )
@@ -32,27 +28,6 @@ def test_is_causal_is_one_more_mask():
         return max(run_attention(core, problem, rank, 2))
 
     assert max(run_ranks(on, 2)) < EXACT
-
-
-def test_one_key_more_than_a_block_and_documents_of_one_token():
-    """Lengths around the plan's blocks of 128 queries, where covers change."""
-    lengths = (1, 130, 1, 1, 129, 31, 33)
-    length = sum(lengths)
-    mask = Documents(lengths) & Causal()
-    positions = torch.arange(length)
-    ids = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-    dense = (ids[:, None] == ids[None, :]) & (positions[:, None] >= positions[None, :])
-    problem = Problem(length=length, mask=dense, batch=1)
-
-    def on(rank: int):
-        mesh = cp_mesh(3)
-        found = []
-        for balancer in (contiguous, head_tail, partial(per_document_head_tail, documents=lengths)):
-            attend = partial(context_attention, group=mesh, mask=mask, layout=balancer)
-            found += run_attention(attend, problem, rank, 3, layout=balancer)
-        return max(found)
-
-    assert max(run_ranks(on, 3)) < EXACT
 
 
 @pytest.mark.parametrize("balancer", [contiguous, head_tail])
@@ -106,25 +81,6 @@ def test_gradients_of_every_shape_of_memory(door: str):
         return max(error(*pair) for pair in zip((out, *grads, *again), wanted, strict=True))
 
     assert max(run_ranks(on, 2)) < EXACT
-
-
-def test_a_kernel_that_returns_low_precision_is_merged_in_float32():
-    """As CUDA's kernels: every tile is rounded once. Merged in bfloat16, 16 tiles would round another 16 times."""
-    kernel = replace(CPU_FLASH, wide_tiles=False)
-    inputs, cotangent = attention_inputs(length=256, batch=1, dtype=torch.bfloat16)
-    expected = expected_attention(inputs, cotangent)
-    one = attend_and_differentiate(Core(causal=False), inputs, cotangent)
-    layout = head_tail(256, 16)
-
-    def on(rank: int):
-        attend = partial(context_attention, group=cp_mesh(16), kernel=kernel)
-        return attend_and_differentiate(
-            attend, [layout.shard(x, 2, rank) for x in inputs], layout.shard(cotangent, 2, rank)
-        )
-
-    for parts, alone, exact in zip(zip(*run_ranks(on, 16), strict=True), one, expected, strict=True):
-        # One more rounding as large as the first: sqrt(2), and a little for chance. Measured: 0.93 to 1.27.
-        assert error(layout.unshard(parts, 2), exact) < 1.5 * error(alone, exact)
 
 
 def test_uneven_dtensors_are_not_handed_out():
