@@ -16,9 +16,11 @@ pytest.importorskip("transformers", reason="an extra: pip install .[clients]")
 
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.functional import cross_entropy
 from transformers import DynamicCache
+from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from cp_styles import (
@@ -31,6 +33,7 @@ from cp_styles import (
     contiguous,
     head_tail,
     next_token_labels,
+    sum_gradients,
 )
 from cp_styles.intercept import mixer_calls
 from cp_styles.testing import run_ranks
@@ -237,6 +240,35 @@ def test_fsdp2_around_a_hybrid(model_type: str):
     found = run_ranks(main, 2)
     wanted = expected(model, inputs_of(model, tokens), labels_of(tokens))
     assert largest_error((sum(loss for loss, _ in found), found[0][1]), wanted) < EXACT
+
+
+WITH_PLANS = [
+    *("bailing_hybrid", "granitemoehybrid", "jamba", "kimi_linear", "minimax", "nemotron_h", "olmo_hybrid"),
+    *("qwen3_5_moe_text", "qwen3_5_text"),
+]
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next", *at_night(*WITH_PLANS)])
+def test_tensor_parallel_plan_of_the_library(model_type: str):
+    """Plans cut the heads of attentions. Of linear layers they cut projections, if at all, and gather their outputs."""
+    model, tokens, layout = model_of(model_type), tokens_of(), head_tail(LENGTH, 2)
+    inputs, labels = inputs_of(model, tokens), labels_of(tokens)
+
+    def main(rank: int):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+        mine, at = copy.deepcopy(model), mesh["cp"].get_local_rank()
+        mine.set_attn_implementation(NAME)
+        apply_tensor_parallelism(mine, mesh["tp"], mine._expand_parallel_plan(dict(mine.tp_plan)))
+        parallelize_module(mine, mesh["cp"], ModuleContextParallel(layout=layout))
+        parts = {name: layout.shard(x, 1, at) for name, x in inputs.items()}
+        loss = step(mine, parts, layout.shard(labels, 1, at))
+        sum_gradients(mine, mesh["cp"])
+        grads = gradients(mine).items()
+        return loss, {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in grads}
+
+    found, wanted = run_ranks(main, 4), expected(model, inputs, labels)
+    for tp in range(2):
+        assert largest_error((found[tp][0] + found[2 + tp][0], found[tp][1]), wanted) < EXACT
 
 
 @pytest.mark.parametrize("model_type", ["lfm3", *at_night("qwen3_next", "bamba", "mamba")])
