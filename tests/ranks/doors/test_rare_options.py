@@ -1,11 +1,7 @@
-"""Options that no other test passes, and that there is no option without a test."""
+"""Options that no other test passes; ``python -m tests.options --empty`` lists those that none does."""
 
 from __future__ import annotations
 
-import inspect
-import re
-from enum import Enum
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +11,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, parallel
 
-import cp_styles
 from cp_styles import (
     ColwiseParallel,
     GradientCheck,
@@ -24,21 +19,17 @@ from cp_styles import (
     PrepareModuleOutput,
     SequenceParallel,
     UnreducedGradientsError,
-    batch,
-    collectives,
     context_flex_attention,
     context_varlen_attention,
     contiguous,
-    decoding,
-    joint_layout,
     next_token_labels,
     parallelize_module,
-    torch_api,
 )
 from cp_styles.batch import chunked_token_losses
 from cp_styles.collectives import GradScale, gather_outputs, slice_inputs
 from cp_styles.testing import CommunicationTrace, RankError, run_ranks
 from cp_styles.torch_api import context_parallel
+from tests.options import uses
 from tests.oracle import attention_inputs, dense_attention, error, randn
 from tests.ranks.attention_case import EXACT, cp_mesh
 
@@ -46,18 +37,7 @@ LENGTH = 12
 
 
 def test_every_option_is_in_a_test():
-    """That has a name only: in a file that names what takes it. (It may be given to something else there.)"""
-    files = [path.read_text() for path in Path(__file__).parents[2].rglob("*.py")]
-    for package in (cp_styles, batch, collectives, decoding, joint_layout, torch_api):
-        for name in package.__all__:
-            value = getattr(package, name)
-            if not callable(value) or (isinstance(value, type) and issubclass(value, BaseException | Enum)):
-                continue
-            naming = [text for text in files if re.search(rf"\b{name}\b", text)]
-            for option in inspect.signature(value).parameters.values():
-                given = re.compile(rf"\b{option.name}=|\"{option.name}\":")
-                if option.kind is option.KEYWORD_ONLY and option.default is not option.empty:
-                    assert any(map(given.search, naming)), f"{name}({option.name}=) is in no test"
+    assert [pair for pair, files in uses().items() if not files] == []
 
 
 class Echo(nn.Module):
