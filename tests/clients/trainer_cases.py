@@ -423,7 +423,7 @@ REFUSED: dict[str, tuple[Callable[[], Training], str]] = {
         partial(hugging_face, compute_loss_func=lambda *args, **kwargs: None),
         "compute_loss_func gets this rank's part",
     ),
-    "neftune": (partial(hugging_face, args={"neftune_noise_alpha": 5.0}), r"\(neftune_noise_alpha\) adds noise"),
+    "neftune": (partial(hugging_face, args={"neftune_noise_alpha": 5.0}), "neftune_noise_alpha) adds noise"),
     "dispatched batches": (
         partial(hugging_face, args={"accelerator_config": {"dispatch_batches": True}}),
         "is not a loader that accelerate shares",
