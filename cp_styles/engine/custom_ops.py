@@ -213,7 +213,10 @@ def check_plain(name: str, tensors: tuple[torch.Tensor, ...]) -> None:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name}: {label} must be a tensor, got {type(tensor).__name__}")
         if mesh_of(tensor) is not None:
-            raise TypeError(f"{name}: {label} is a DTensor; pass this rank's part, tensor.to_local()")
+            raise TypeError(
+                f"{name}: {label} is a DTensor; pass this rank's part, tensor.to_local(). torch's own context_parallel "
+                "makes DTensors: leave that block out, or take the one of cp_styles.torch_api"
+            )
         refuse_nested(name, label, tensor)
         if tensor.layout is not _DENSE:
             raise NotImplementedError(f"{name}: {label} has the layout {tensor.layout}: pass {label}.to_dense()")

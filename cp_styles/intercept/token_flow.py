@@ -445,7 +445,8 @@ class TokenFlow(FollowsTokens):
             how = (
                 f"values{at} were computed by {words or 'a kernel'}, which is no operator of torch's own (Triton, or "
                 "another library's): what it makes of tokens is not known. Name the module in trusted= if it works on "
-                "each token alone, as norms and activations do; or"
+                "each token alone, as norms and activations do (rotary ones too, if they are given this rank's "
+                "positions; with an offset in their place, layout=contiguous and layout.positions(rank)[0]); or"
             )
         elif "attention" in words:
             how = (

@@ -323,10 +323,11 @@ IDS = torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) f
 
 
 @pytest.mark.parametrize("balancer", [head_tail, contiguous])
-@pytest.mark.parametrize("model_type", ["mistral", "gemma2", "llama4_text"])
+@pytest.mark.parametrize("model_type", ["mistral", "gemma2", "llama4_text", "deepseek_v3"])
 def test_packed_documents(model_type: str, balancer):
     """Positions that restart are documents, as transformers has it on one device; different ones in each row."""
-    model = tiny(causal_lm, config_of(model_type, num_hidden_layers=2))
+    sizes = {"head_dim": 4} if model_type == "deepseek_v3" else {}  # of the rotary part of a latent (MLA)
+    model = tiny(causal_lm, config_of(model_type, num_hidden_layers=2, **sizes))
     tokens = tokens_of()
     inputs, labels = {"input_ids": tokens, "position_ids": PACKED}, labels_of(tokens, document_ids=IDS)
     found = on_ranks(model, inputs, labels, balancer=balancer, ranks=3)
