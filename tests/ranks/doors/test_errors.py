@@ -182,7 +182,7 @@ def test_the_function_takes_local_tensors():
         leaves[1] = DTensor.from_local(leaves[1], s.mesh, [Shard(2)], run_check=False)
         context_attention(*leaves, s.mesh)
 
-    assert "key is a DTensor; pass this rank's part, tensor.to_local()" in refusals(act)
+    assert "key is a DTensor; pass this rank's part, tensor.to_local(). torch's own context_parallel" in refusals(act)
 
 
 # -- shapes and lengths --
