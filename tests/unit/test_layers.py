@@ -25,8 +25,7 @@ LAYERS = (
     # These do not know each other: kernels know no masks, and masks do not communicate.
     ("comm", "mask", "kernels"),
     ("layout", "batch", "collectives"),
-    ("plan",),
-    ("strategies",),
+    ("plan", "strategies"),
     ("engine",),
     ("batch_sharder", "decoding", "explain", "functions", "joint_layout", "mixers"),
     ("intercept",),
@@ -113,7 +112,7 @@ def sizes() -> dict[str, int]:
 
 
 # Change these only downwards. Lines within this distance of their limit are no news.
-LIMITS = {"lines of the package": 29_900, "lines of the core path": 13_200, "floors": 11, "entries of state": 63}
+LIMITS = {"lines of the package": 29_900, "lines of the core path": 13_200, "floors": 10, "entries of state": 63}
 SLACK = {"lines of the package": 1_500, "lines of the core path": 1_500, "entries of state": 8}
 
 
