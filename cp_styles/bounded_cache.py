@@ -126,15 +126,22 @@ class Remembered(Generic[T]):
         update_wrapper(self, function)
 
     def __call__(self, *arguments: Hashable) -> T:
-        cache, key = _current.get(), (self, arguments)
-        with cache.lock:
-            entry = cache.entries.get(key)
-            if entry is not None:
-                cache.entries.move_to_end(key)
-                return entry[0]
-        value = self._function(*arguments)
+        return once((self, arguments), self._make)
+
+    def _make(self, *arguments: Hashable) -> T:
         self.made += 1
-        return cache.put(key, value)
+        return self._function(*arguments)
+
+
+def once(key: tuple[Any, tuple[Any, ...]], make: Callable[..., T]) -> T:
+    """The result of ``make``, called with ``key[1]``, in the cache of all such results. See :func:`remembered`."""
+    cache = _current.get()
+    with cache.lock:
+        entry = cache.entries.get(key)
+        if entry is not None:
+            cache.entries.move_to_end(key)
+            return entry[0]
+    return cache.put(key, make(*key[1]))
 
 
 def remembered(function: Callable[..., T]) -> Remembered[T]:

@@ -131,8 +131,8 @@ def kernel(name: str, dtype: torch.dtype, dim: int, kv_heads: int) -> Found:
             tiles.append((TileCall(tuple(given), options), TileCall((grad, *given, out, lse), options)))
             wanted.append((expected, alone))
     line = kernel_line(name, list(tiles[0][0].tensors))
-    outs = dict(line.forward_tiles(iter([forward for forward, _ in tiles])))
-    gradients = dict(line.backward_tiles(iter([backward for _, backward in tiles])))
+    outs = dict(line.forward_tiles(enumerate(forward for forward, _ in tiles)))
+    gradients = dict(line.backward_tiles(enumerate(backward for _, backward in tiles)))
     for index, (expected, alone) in enumerate(wanted):
         bad[f"packed {index}"] = worse([outs[index][0], *gradients[index]], expected, alone)
     bad["merged"] = merged(line, *tiles[0], *wanted[0])

@@ -127,10 +127,10 @@ class Explanation:
         """Each kernel that was considered, and why it is used or not."""
         phases = [phase for run in self.runs.values() for phase in (run.forward, run.backward)]
         used = Counter(call.kernel for phase in phases for call in phase.calls)
-        lines = [
-            (name, f"{count} calls on {len(self.runs)} ranks; the first that takes these tensors")
-            for name, count in used.items()
-        ]
+        flash = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
+        what = f"calls on {len(self.runs)} ranks; the first that takes these tensors"
+        what += f". Flash attention is {flash}" if flash else ""
+        lines = [(name, f"{count} {what}") for name, count in used.items()]
         tensors: Any = self.shapes.named(1, 1)
         for kernel in (*SDPA_KERNELS, ReferenceKernel()):
             name = getattr(kernel, "name", type(kernel).__name__)

@@ -8,6 +8,7 @@ from cp_styles.kernels.reference import ReferenceKernel
 from cp_styles.kernels.sdpa import (
     CPU_FLASH,
     CUDA_CUDNN,
+    CUDA_CUDNN_PREFERRED,
     CUDA_EFFICIENT,
     CUDA_EFFICIENT_FLOAT32,
     CUDA_FLASH,
@@ -19,6 +20,7 @@ from cp_styles.kernels.sdpa import (
 __all__ = [
     "CPU_FLASH",
     "CUDA_CUDNN",
+    "CUDA_CUDNN_PREFERRED",
     "CUDA_EFFICIENT",
     "CUDA_EFFICIENT_FLOAT32",
     "CUDA_FLASH",

@@ -8,10 +8,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
+
+T = TypeVar("T")
 
 
 class Where(NamedTuple):
@@ -50,6 +52,8 @@ class Kernel(ABC):
     # Whether forward and backward take one more keyword, ``window``. None, or for a tile that is a band, with no bias
     # and not causal: how many keys before and after its own each query sees; -1 for all. Own is key i + M - L.
     windows: ClassVar[bool] = False
+    # Whether it takes long tiles only, so that plans are made for the kernel that gets the others.
+    long_tiles: bool = False
     # Whether it takes every tile of an attention that it takes: see takes().
     takes_all: ClassVar[bool] = True
 
@@ -103,21 +107,19 @@ class Kernel(ABC):
             lse_BHL: logsumexp of the whole attention.
         """
 
-    def forward_tiles(self, tiles: Iterable[TileCall]) -> Iterator[tuple[int, tuple[torch.Tensor, torch.Tensor]]]:
-        """``forward`` of several ``tiles`` of one attention. Yields (index of the tile, its result).
+    def forward_tiles(self, tiles: Iterable[tuple[T, TileCall]]) -> Iterator[tuple[T, tuple[torch.Tensor, ...]]]:
+        """``forward`` of several ``tiles`` of one attention: (a name, a tile). Yields (its name, its result).
 
         The default takes tiles one by one, so that no two of them are in memory at the same time. A kernel that is
         faster with several tiles in one call overrides this. Results may come in any order.
         """
-        for index, (tensors, options) in enumerate(tiles):
-            yield index, self.forward(*tensors, **options)
+        for name, (tensors, options) in tiles:
+            yield name, self.forward(*tensors, **options)
 
-    def backward_tiles(
-        self, tiles: Iterable[TileCall]
-    ) -> Iterator[tuple[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]:
-        """``backward`` of several ``tiles`` of one attention. Yields (index of the tile, its result)."""
-        for index, (tensors, options) in enumerate(tiles):
-            yield index, self.backward(*tensors, **options)
+    def backward_tiles(self, tiles: Iterable[tuple[T, TileCall]]) -> Iterator[tuple[T, tuple[torch.Tensor, ...]]]:
+        """``backward`` of several ``tiles``, as :meth:`forward_tiles`."""
+        for name, (tensors, options) in tiles:
+            yield name, self.backward(*tensors, **options)
 
     @abstractmethod
     def check(self, q_BHLD: torch.Tensor, k_BGMD: torch.Tensor, v_BGME: torch.Tensor, *, biased: bool) -> None:
@@ -194,9 +196,9 @@ class LseGradient(OtherBackward):
         return _cut(self.inner.backward(*_widened(grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, lse_BHL), **options))
 
     def backward_tiles(self, tiles):
-        wider = (TileCall(_widened(*tensors), options) for tensors, options in tiles)
-        for index, gradients in self.inner.backward_tiles(wider):
-            yield index, _cut(gradients)
+        wider = ((name, TileCall(_widened(*tensors), options)) for name, (tensors, options) in tiles)
+        for name, gradients in self.inner.backward_tiles(wider):
+            yield name, _cut(gradients)
 
 
 def _widened(grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, lse_BHL) -> tuple[torch.Tensor, ...]:

@@ -50,12 +50,13 @@ class RowLevels:
         dtype: torch.dtype,
         *,
         drowns: bool,
+        read: Callable[[Callable[..., list[bool]]], list[bool]],
     ) -> RowLevels | None:
         """The levels of some queries over all ``keys`` keys. None if no row has a level.
 
         ``biases`` are those of queries and keys at given positions, -inf where there is no attention. ``dtype`` is the
-        dtype of the logits. ``drowns`` says whether rows can be drowned. No communication. The host waits for the
-        device.
+        dtype of the logits. ``drowns`` says whether rows can be drowned. ``read`` calls its argument, for which the
+        host waits for the device, or knows the result. No communication.
         """
         kv_positions = torch.arange(keys, device=q_positions_L.device)
         one_row = keys * biases(q_positions_L[:1], kv_positions[:1]).numel()
@@ -65,7 +66,7 @@ class RowLevels:
         level = level.masked_fill(~level.isfinite() | (level.abs() < _LEAST), 0.0)
         drowned = level.abs() * torch.finfo(dtype).eps >= _ORDINARY
         drowned &= drowns
-        some, some_drowned = torch.stack([level.any(), drowned.any()]).tolist()
+        some, some_drowned = read(lambda *_: _on_host(torch.stack([level.any(), drowned.any()])))
         return cls(level, drowned.unsqueeze(-1) if some_drowned else None) if some else None
 
     def subtracted(self, bias: torch.Tensor, heads: tuple[int, int], rows: tuple[int, int]) -> torch.Tensor:
@@ -82,6 +83,10 @@ class RowLevels:
         """The queries as :class:`SplitQueries` takes them: twice as wide."""
         assert self.drowned is not None
         return torch.cat((self.zeroed(q_BHLD), q_BHLD.masked_fill(~self.drowned, 0.0)), -1)
+
+
+def _on_host(flags: torch.Tensor) -> list[bool]:
+    return flags.tolist()
 
 
 @dataclass(frozen=True)

@@ -11,28 +11,22 @@ import torch
 
 from cp_styles.kernels.base import Kernel, TileCall
 from cp_styles.kernels.reference import ReferenceKernel
-from cp_styles.kernels.sdpa import CUDA_CUDNN, SDPA_KERNELS
+from cp_styles.kernels.sdpa import SDPA_KERNELS
 
 
-def kernel_for_tiles(
-    tensors: Sequence[torch.Tensor], *, named: Kernel | None = None, preferred: Kernel | None = None
-) -> Kernel:
+def kernel_for_tiles(tensors: Sequence[torch.Tensor], *, named: Kernel | None = None) -> Kernel:
     """The kernel for the tiles of a call with these query, key and value ``[B, H, S, D]``.
 
-    Tiles without an explicit mask go to the kernel that the user ``named``. Without one they go to ``preferred`` if it
-    takes the tensors, else to the first of SDPA_KERNELS that does, else to the reference. Tiles with an explicit mask
-    go to the same kernel if it takes masks, else to the first of the others that does. A tile that the chosen kernel
-    does not take goes to the next kernel. The choice depends on head dims, dtype and device, so it is the same on every
-    rank.
-
-    The cuDNN kernel is used only if it is named. torch may prefer it for the whole call, which is not a tile.
+    Tiles without an explicit mask go to the kernel that the user ``named``, else to the first of SDPA_KERNELS that
+    takes them, else to the reference. Tiles with an explicit mask go to the same kernel if it takes masks, else to the
+    first of the others that does. A tile that a kernel does not take goes to the next one. The choice depends on head
+    dims, dtype and device. Ranks need not choose alike.
 
     Raises:
         NotImplementedError: the named kernel does not take the tensors. Or it takes no masks and is positional: then it
             computes more than softmax attention, and no other kernel can replace it.
     """
-    rest = [kernel for kernel in (*SDPA_KERNELS, ReferenceKernel()) if kernel not in (CUDA_CUDNN, preferred)]
-    order = [preferred, *rest] if preferred and preferred != CUDA_CUDNN else rest
+    order = (*SDPA_KERNELS, ReferenceKernel())
 
     def takes(kernel: Kernel, *, biased: bool) -> bool:
         try:
@@ -64,11 +58,16 @@ class ByTile(Kernel):
 
     @property
     def small_tiles(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.plain[0].small_tiles
+        return self._short.small_tiles
 
     @property
     def windows(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.plain[0].windows
+        return self._short.windows
+
+    @property
+    def _short(self) -> Kernel:
+        """The first kernel without a mask that takes short tiles too. Plans are made for it."""
+        return next(kernel for kernel in self.plain if not kernel.long_tiles)
 
     @property
     def content(self):
@@ -123,24 +122,11 @@ class ByTile(Kernel):
         takers = (kernel for kernel in line if kernel.takes(*tensors, causal=causal, biased=biased))
         return next(takers, line[-1]), TileCall(call.tensors, options)
 
-    def _each(
-        self,
-        tiles: Iterable[TileCall],
-        query: int,
-        how: Callable[[Kernel, Iterable[TileCall]], Iterator[tuple[int, Any]]],
-    ) -> Iterator[tuple[int, Any]]:
-        """(index of the tile, its result). Consecutive tiles for the same kernel are given to it together."""
-        given = ((index, *self.given(call, query)) for index, call in enumerate(tiles))
+    def _each(self, tiles: Iterable[tuple[Any, TileCall]], query: int, how: Callable[..., Any]) -> Iterator[Any]:
+        """(name of the tile, its result). Consecutive tiles for the same kernel are given to it together."""
+        given = ((name, *self.given(call, query)) for name, call in tiles)
         for kernel, run in groupby(given, lambda entry: entry[1]):
-            numbers: list[int] = []
-            for index, result in how(kernel, _noting(run, numbers)):
-                yield numbers[index], result
-
-
-def _noting(run: Iterable[tuple[int, Kernel, TileCall]], numbers: list[int]) -> Iterator[TileCall]:
-    for number, _, call in run:
-        numbers.append(number)
-        yield call
+            yield from how(kernel, ((name, call) for name, _, call in run))
 
 
 def _bias_of_band(window: tuple[int, int], q_BHLD: torch.Tensor, k_BGMD: torch.Tensor) -> torch.Tensor:

@@ -98,13 +98,8 @@ class _Tile:
         # [B, H, L, M] with 1s where it broadcasts.
         self._bias = None if bias is None else bias[(None,) * (4 - bias.ndim)].to(self.dtype)
         mod = kernel.score_mod
-        for dims in (
-            (0, None, None, None, 0),
-            (0, None, None, 0, None),
-            (0, None, 0, None, None),
-            (0, 0, None, None, None),
-        ):
-            mod = torch.vmap(mod, in_dims=dims)
+        for axis in (4, 3, 2, 1):
+            mod = torch.vmap(mod, in_dims=(0, *(0 if argument == axis else None for argument in (1, 2, 3, 4))))
         self._mod = mod
 
     def chunks(self) -> Iterator[slice]:

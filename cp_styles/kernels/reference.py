@@ -2,24 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
 from cp_styles.kernels.autocast import without_autocast
 from cp_styles.kernels.base import Kernel
 from cp_styles.kernels.merge import EMPTY_LSE, accumulation_dtype
-
-
-def _says_its_dtypes(method):
-    """Run ``method`` without autocast, which would compute the products below in low precision."""
-
-    @functools.wraps(method)
-    def run(self, tensor, *others, **options):
-        with without_autocast(tensor.device):
-            return method(self, tensor, *others, **options)
-
-    return run
 
 
 class ReferenceKernel(Kernel):
@@ -33,24 +20,24 @@ class ReferenceKernel(Kernel):
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
 
-    @_says_its_dtypes
     def forward(self, q_BHLD, k_BGMD, v_BGME, *, causal, bias, scale):
-        logits_BGRLM = self._logits(q_BHLD, k_BGMD, causal, bias, scale)
-        lse = torch.logsumexp(logits_BGRLM, -1)
-        lse = lse.masked_fill(lse == float("-inf"), EMPTY_LSE)
-        out = product(torch.exp(logits_BGRLM - lse.unsqueeze(-1)), v_BGME.to(lse.dtype).unsqueeze(2))
+        with without_autocast(q_BHLD.device):
+            logits_BGRLM = self._logits(q_BHLD, k_BGMD, causal, bias, scale)
+            lse = torch.logsumexp(logits_BGRLM, -1)
+            lse = lse.masked_fill(lse == float("-inf"), EMPTY_LSE)
+            out = product(torch.exp(logits_BGRLM - lse.unsqueeze(-1)), v_BGME.to(lse.dtype).unsqueeze(2))
         return out.flatten(1, 2), lse.flatten(1, 2)
 
-    @_says_its_dtypes
     def backward(self, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, lse_BHL, *, causal, bias, scale):
         dtype = accumulation_dtype(q_BHLD.dtype)
         groups = (k_BGMD.shape[1], -1)
         q, grad, out = (x.to(dtype).unflatten(1, groups) for x in (q_BHLD, grad_BHLE, out_BHLE))
         k, v = (x.to(dtype).unsqueeze(2) for x in (k_BGMD, v_BGME))
         lse = lse_BHL.to(dtype).unflatten(1, groups).unsqueeze(-1)
-        p = torch.exp(self._logits(q_BHLD, k_BGMD, causal, bias, scale) - lse)
-        ds = p * (product(grad, v.mT) - (grad * out).sum(-1, keepdim=True)) * scale
-        return product(ds, k).flatten(1, 2), product(ds.mT, q).sum(2), product(p.mT, grad).sum(2)
+        with without_autocast(q.device):
+            p = torch.exp(self._logits(q_BHLD, k_BGMD, causal, bias, scale) - lse)
+            ds = p * (product(grad, v.mT) - (grad * out).sum(-1, keepdim=True)) * scale
+            return product(ds, k).flatten(1, 2), product(ds.mT, q).sum(2), product(p.mT, grad).sum(2)
 
     def check(self, q_BHLD, k_BGMD, v_BGME, *, biased):
         pass

@@ -6,6 +6,7 @@ by name. So one class serves all ops, and a changed signature in a torch version
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -88,8 +89,8 @@ class SdpaKernel(Kernel):
         most_dim: the largest head dim of a backward; None for any.
         one_dim: query and value must have one head dim.
         whole_rows: the numbers of queries and of keys of a tile must be multiples of this.
-        deterministic: whether it may be used with torch.use_deterministic_algorithms.
-        capability: the minimum CUDA compute capability. For bfloat16 it is at least 8.0.
+        gates: what else must hold on a GPU: keys of GATES.
+        long_tiles: it takes only tiles without a mask that have too many queries for a pack.
     """
 
     name: str
@@ -105,8 +106,8 @@ class SdpaKernel(Kernel):
     most_dim: int | None = None
     one_dim: bool = True
     whole_rows: int = 1
-    deterministic: bool = True
-    capability: tuple[int, int] = (0, 0)
+    gates: tuple[str, ...] = ()
+    long_tiles: bool = False
 
     @property
     def takes_all(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -125,7 +126,7 @@ class SdpaKernel(Kernel):
     @property
     def takes_bias(self) -> bool:
         """Whether the op takes explicit masks."""
-        return "attn_mask" in names_of(self.forward_op).arguments.values()
+        return not self.long_tiles and "attn_mask" in names_of(self.forward_op).arguments.values()
 
     def forward(self, q_BHLD, k_BGMD, v_BGME, *, causal, bias, scale):
         assert bias is None or self.takes_bias  # the op would be called without it
@@ -161,7 +162,7 @@ class SdpaKernel(Kernel):
             # For queries without keys. With a finite number far below all logits, keys that the kernel pads a block
             # with would have an infinite probability. With infinity all probabilities are 0.
             lse_BHL = lse_BHL.masked_fill(lse_BHL <= EMPTY_LSE / 2, float("inf"))
-        if self.lse_multiple > 1:
+        if self.lse_multiple > 1 and torch.version.hip is None:
             lse_BHL = F.pad(lse_BHL, (0, -queries % self.lse_multiple), value=float("inf"))
         lse = lse_BHL.contiguous()  # CUDA kernels read it as contiguous and do not check it
         query, grad, out = self._taken(q_BHLD, dim), self._taken(grad_BHLE, padded_v), self._taken(out_BHLE, padded_v)
@@ -203,7 +204,11 @@ class SdpaKernel(Kernel):
 
     def takes(self, q_BHLD, k_BGMD, v_BGME, *, causal, biased):
         rows = (q_BHLD.shape[2], k_BGMD.shape[2])
-        return not any(size % self.whole_rows for size in rows) and self._problem(q_BHLD, v_BGME, biased=biased) is None
+        if any(size % self.whole_rows for size in rows) or (
+            self.long_tiles and q_BHLD.shape[0] * rows[0] <= _LONG_TILE
+        ):
+            return False
+        return self._problem(q_BHLD, v_BGME, biased=biased) is None
 
     def _problem(self, q_BHLD: torch.Tensor, v_BGME: torch.Tensor, *, biased: bool) -> str | None:
         """A text that says why this kernel cannot take such tensors, and what to do. None if it can."""
@@ -223,17 +228,12 @@ class SdpaKernel(Kernel):
                 f"{self.name} takes no mask; choose another SDPA backend (efficient attention takes masks), or pass "
                 "kernel=ReferenceKernel()"
             )
-        if not self.deterministic and _wants_deterministic():
-            return (
-                f"{self.name} is not deterministic, but torch.use_deterministic_algorithms is set; leave kernel= out, "
-                "or pass kernel=CUDA_FLASH"
-            )
-        least = max(self.capability, (8, 0)) if dtype == torch.bfloat16 else self.capability
-        if device.type == "cuda" and _capability(device) < least:
-            return (
-                f"{self.name} runs {dtype} on GPUs of compute capability {least} or later, this one has "
-                f"{_capability(device)}; leave kernel= out, or pass kernel=ReferenceKernel()"
-            )
+        for text, holds in map(GATES.__getitem__, self.gates if device.type == "cuda" else ()):
+            if not holds(device, dtype, dim):
+                return (
+                    f"{self.name} needs {text}, got {dtype} and head dim {dim} on a GPU of capability "
+                    f"{_capability(device)}; leave kernel= out, or pass kernel=ReferenceKernel() or another that does"
+                )
         return None
 
     def tile_dtype(self, dtype):
@@ -284,52 +284,38 @@ class SdpaKernel(Kernel):
         return grad if grad.shape[1] == kv.shape[1] else grad.unflatten(1, (kv.shape[1], -1)).sum(2)
 
 
-# Optional arguments of the packed ops in some versions of torch, which are not used.
+# Optional arguments of these ops in some versions of torch, which are not used.
 _UNUSED = ("seqused_k", "alibi_slopes", "block_table", "num_splits")
+_PACKED = "_flash_attention_forward", "_flash_attention_backward"
 _WINDOW = ("window_size_left", "window_size_right")
 
 
 @dataclass(frozen=True)
 class VarlenKernel(SdpaKernel):
-    """A fused op with a sibling that has windows, and takes the tiles of one cover in one call.
+    """Flash attention: its other op, _PACKED, has windows, and takes the tiles of one cover in one call.
 
     It is given a pack, in which each tile is a document: see :mod:`cp_styles.kernels.packing`. A tile alone that is a
     band is given as it is. Causal tiles are square, so how the mask of a document with more keys than queries would be
     aligned does not matter.
 
     Memory: a copy of what is in a pack, of at most _MOST_BYTES together with what the kernel allocates.
-
-    Attributes:
-        packed_name: the sibling's name in aten, without its ``_forward`` or ``_backward``.
     """
 
-    packed_name: str = "_flash_attention"
     small_tiles: ClassVar[bool] = True
 
     @property
-    def packed_forward_op(self) -> torch._ops.OpOverload:
-        """The op of the forward of a pack."""
-        return _op(f"{self.packed_name}_forward")
-
-    @property
-    def packed_backward_op(self) -> torch._ops.OpOverload:
-        """The op of the backward of a pack."""
-        return _op(f"{self.packed_name}_backward")
-
-    @property
     def windows(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        ops = self.packed_forward_op, self.packed_backward_op
-        return all(name in names_of(op).arguments for op in ops for name in _WINDOW)
+        return all(name in names_of(_op(op)).arguments for op in _PACKED for name in _WINDOW)
 
     def forward(self, q_BHLD, k_BGMD, v_BGME, *, causal, bias, scale, window=None):
-        options = {"causal": causal, "bias": bias, "scale": scale}
+        tensors, options = (q_BHLD, k_BGMD, v_BGME), {"causal": causal, "bias": bias, "scale": scale}
         if window is None:
-            return super().forward(q_BHLD, k_BGMD, v_BGME, **options)
-        return next(self._forward_pack([TileCall((q_BHLD, k_BGMD, v_BGME), {**options, "window": window})]))
+            return super().forward(*tensors, **options)
+        return next(self._forward_pack([TileCall(tensors, {**options, "window": window})]))
 
     def backward(self, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, lse_BHL, *, causal, bias, scale, window=None):
-        options = {"causal": causal, "bias": bias, "scale": scale}
         tensors = (grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, lse_BHL)
+        options = {"causal": causal, "bias": bias, "scale": scale}
         if window is None:
             return super().backward(*tensors, **options)
         return next(self._backward_pack([TileCall(tensors, {**options, "window": window})]))
@@ -346,7 +332,7 @@ class VarlenKernel(SdpaKernel):
         q_THD, scale, _ = _positive_scale(rows.join(q), calls[0].options["scale"])
         dim_v, (dim, padded_v) = v[0].shape[-1], self._dims(q[0], v[0])
         out_THD, lse_HT, *_ = self._call(
-            self.packed_forward_op,
+            _op(_PACKED[0]),
             query=self._taken(q_THD, dim),
             key=self._taken(columns.join(k), dim),
             value=self._taken(columns.join(v), padded_v),
@@ -362,7 +348,7 @@ class VarlenKernel(SdpaKernel):
         q_THD, scale, sign = _positive_scale(rows.join(q), calls[0].options["scale"])
         dims, (dim, padded_v) = (q[0].shape[-1], v[0].shape[-1]), self._dims(q[0], v[0])
         dq, dk, dv = self._call(
-            self.packed_backward_op,
+            _op(_PACKED[1]),
             grad_out=self._taken(rows.join(grad), padded_v),
             query=self._taken(q_THD, dim),
             key=self._taken(columns.join(k), dim),
@@ -380,28 +366,29 @@ class VarlenKernel(SdpaKernel):
 
 
 def _packed(
-    tiles: Iterable[TileCall],
+    tiles: Iterable[tuple[Any, TileCall]],
     query: int,
     single: Callable[..., Any],
     several: Callable[[Sequence[TileCall]], Iterable[Any]],
-) -> Iterator[tuple[int, Any]]:
-    """(index of the tile, its result), by ``single`` for a tile alone and by ``several`` for a pack of tiles."""
-    for indices, calls in _packs(tiles, query):
+) -> Iterator[tuple[Any, Any]]:
+    """(name of the tile, its result), by ``single`` for a tile alone and by ``several`` for a pack of tiles."""
+    for pack in _packs(tiles, query):
+        names, calls = zip(*pack, strict=True)
         if len(calls) == 1:
-            yield indices[0], single(*calls[0].tensors, **calls[0].options)
+            yield names[0], single(*calls[0].tensors, **calls[0].options)
         else:
-            yield from zip(indices, several(calls), strict=True)
+            yield from zip(names, several(calls), strict=True)
 
 
-def _packs(tiles: Iterable[TileCall], query: int) -> Iterator[tuple[list[int], list[TileCall]]]:
-    """Groups of tiles for one call each, with their indices. ``query`` is the index of the query among the tensors."""
-    packs: dict[Any, tuple[list[int], list[TileCall]]] = {}
+def _packs(tiles: Iterable[tuple[Any, TileCall]], query: int) -> Iterator[list[tuple[Any, TileCall]]]:
+    """Groups of tiles for one call each. ``query`` is the index of the query among the tensors."""
+    packs: dict[Any, list[tuple[Any, TileCall]]] = {}
     sizes: Counter[Any] = Counter()
-    for index, call in enumerate(tiles):
+    for name, call in tiles:
         cover, q = (call.options["causal"], call.options.get("window")), call.tensors[query]
         batch, heads, queries, dim = q.shape
         if call.options["bias"] is not None or batch * queries > _LONG_TILE:
-            yield [index], [call]
+            yield [(name, call)]
             continue
         size = sum(x.numel() * x.element_size() for x in call.tensors)
         if query:  # mha_varlen_bwd sums dq in float32, with 128 rows more for each document
@@ -410,9 +397,7 @@ def _packs(tiles: Iterable[TileCall], query: int) -> Iterator[tuple[list[int], l
         if cover in packs and sizes[cover] > _MOST_BYTES:
             yield packs.pop(cover)
             sizes[cover] = size
-        indices, calls = packs.setdefault(cover, ([], []))
-        indices.append(index)
-        calls.append(call)
+        packs.setdefault(cover, []).append((name, call))
     yield from packs.values()
 
 
@@ -451,23 +436,53 @@ def _in_order_of(query: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.permute(order).contiguous().permute([order.index(dim) for dim in range(query.ndim)])
 
 
-def _wants_deterministic() -> bool:
-    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
-
-
 @cache
 def _capability(device: torch.device) -> tuple[int, int]:
     """The compute capability of a GPU. Without a GPU, as with fake tensors, one that supports everything."""
     return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (9, 0)
 
 
+GATES: dict[str, tuple[str, Callable[[torch.device, torch.dtype, int], bool]]] = {
+    "8.0": ("a GPU of compute capability 8.0 or later", lambda gpu, *_: _capability(gpu) >= (8, 0)),
+    "8.0 for bfloat16": (
+        "compute capability 8.0 or later for bfloat16",
+        lambda gpu, dtype, _: dtype != torch.bfloat16 or _capability(gpu) >= (8, 0),
+    ),
+    "room for the backward": (  # sdp_utils.cpp
+        "another head dim than 193 to 224 on capabilities 8.6, 8.9 and 12",
+        lambda gpu, _, dim: not (192 < dim <= 224 and _capability(gpu) in ((8, 6), (8, 9), (12, 0), (12, 1))),
+    ),
+    "any order of sums": (
+        "torch.use_deterministic_algorithms to be off",
+        lambda *_: (
+            not torch.are_deterministic_algorithms_enabled() or torch.is_deterministic_algorithms_warn_only_enabled()
+        ),
+    ),
+    "logsumexp by heads": (  # MHA.cpp: otherwise it is [B, L, H, 1] in memory in some calls, and the backward reads so
+        "TORCH_CUDNN_SDPA_AVOID_RECOMPILE not to be 1",
+        lambda *_: os.environ.get("TORCH_CUDNN_SDPA_AVOID_RECOMPILE") != "1",
+    ),
+    # sdp_utils.cpp: where torch prefers cuDNN. On CUDA 13 it looks at the major number of the capability alone.
+    "9.0, 10": (
+        "a GPU of compute capability 9.0, 10.0 or 10.3",
+        lambda gpu, *_: _capability(gpu) in ((9, 0), (10, 0), (10, 3)),
+    ),
+    "cuDNN 9.15": ("cuDNN newer than 9.15.0", lambda *_: (torch.backends.cudnn.version() or 0) > 91500),
+    "cuDNN on": ("torch.backends.cuda.enable_cudnn_sdp(True)", lambda *_: torch.backends.cuda.cudnn_sdp_enabled()),
+}
+"""What fused ops need, and whether a GPU, a dtype and the larger head dim have it: torch's sources, 2.11 to 2.15."""
 _LOW = (torch.float16, torch.bfloat16)
 CPU_FLASH = SdpaKernel(
     "_scaled_dot_product_flash_attention_for_cpu", "cpu", (torch.float64, torch.float32, *_LOW), wide_tiles=True
 )
 """torch's flash attention for CPU: float64, float32, bfloat16, float16. Low precision has tiles of float32."""
 CUDA_FLASH = VarlenKernel(
-    "_scaled_dot_product_flash_attention", "cuda", _LOW, row_bytes=16, most_dim=256, capability=(8, 0)
+    "_scaled_dot_product_flash_attention",
+    "cuda",
+    _LOW,
+    row_bytes=16,
+    most_dim=256,
+    gates=("8.0", "room for the backward"),
 )
 """Flash attention on CUDA: bfloat16 and float16, head dims up to 256 with a backward, compute capability 8.0. Its
 small tiles are packed for torch's op for sequences of varying lengths."""
@@ -480,6 +495,7 @@ CUDA_EFFICIENT = SdpaKernel(
     out_by_rows=True,
     row_bytes=16,
     one_dim=False,
+    gates=("8.0 for bfloat16",),
 )
 """Memory-efficient attention on CUDA: float32, bfloat16 and float16, any head dim; takes explicit masks."""
 CUDA_EFFICIENT_FLOAT32 = replace(CUDA_EFFICIENT, wide_tiles=True)
@@ -497,11 +513,14 @@ CUDA_CUDNN = SdpaKernel(
     most_dim=128,
     one_dim=False,
     whole_rows=128,
-    deterministic=False,
-    capability=(8, 0),
+    gates=("8.0", "any order of sums", "logsumexp by heads"),
 )
 """cuDNN's attention: bfloat16 and float16, head dims up to 128 with a backward, tiles of whole blocks of 128 rows,
 compute capability 8.0. Not deterministic."""
+CUDA_CUDNN_PREFERRED = replace(
+    CUDA_CUDNN, long_tiles=True, gates=(*CUDA_CUDNN.gates, "9.0, 10", "cuDNN 9.15", "cuDNN on")
+)
+"""The same for long tiles without a mask, on GPUs on which torch itself prefers it to flash attention."""
 
-SDPA_KERNELS = (CPU_FLASH, CUDA_FLASH, CUDA_EFFICIENT, CUDA_CUDNN)
+SDPA_KERNELS = (CPU_FLASH, CUDA_CUDNN_PREFERRED, CUDA_FLASH, CUDA_EFFICIENT)
 """The kernels that call torch's fused ops, in the order in which they are tried: see :func:`kernel_for_tiles`."""

@@ -29,6 +29,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from cp_styles._compat import named_range
+from cp_styles.bounded_cache import once
 from cp_styles.comm.point_to_point import PendingTransfers, exchange, open_group
 from cp_styles.kernels import Kernel, TileCall, Where
 from cp_styles.kernels.bias_levels import RowLevels, SplitQueries
@@ -82,7 +83,7 @@ class MovingKV(Strategy):
         for step in steps:
             run.attend(step, q, merged)
         if sink_H is not None:
-            merged.add_sink(sink_H, setup.level)
+            merged.add_sink(sink_H, setup.levels and setup.levels.level)
         out, lse = merged.result()
         if residual is not None:
             run.lse.copy_(lse)
@@ -109,7 +110,7 @@ class MovingKV(Strategy):
         dq, dk, dv = dq_sum.result(), *returns.result()
         if q.shape != q_BHLD.shape:
             dq = dq[..., : q_BHLD.shape[3]]
-        dsink = None if sink_H is None else sink_gradient(sink_H, grad, out, run.lse, setup.level)
+        dsink = None if sink_H is None else sink_gradient(sink_H, grad, out, run.lse, levels and levels.level)
         return dq.to(q_BHLD.dtype), dk.to(k_BGMD.dtype), dv.to(v_BGME.dtype), dsink
 
     def _setup(self, attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> _Setup:
@@ -134,11 +135,6 @@ class _Setup(NamedTuple):
     dtype: torch.dtype
     residual: ResidualPlaces
 
-    @property
-    def level(self) -> torch.Tensor | None:
-        """The level of each row, broadcastable to [B, H, L]; None for 0."""
-        return None if self.levels is None else self.levels.level
-
 
 def _setup(strategy: MovingKV, attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> _Setup:
     layouts, mask, kernel = (attention.q_layout, attention.kv_layout), attention.mask, attention.kernel
@@ -151,9 +147,13 @@ def _setup(strategy: MovingKV, attention: Attention, q: torch.Tensor, k: torch.T
     # On the meta device only shapes are computed.
     if mask.additive and q.numel() and attention.kv_layout.length and q.device.type != "meta":
         positions = attention.q_layout.positions(attention.rank, q.device)
-        biases = partial(_masked_bias, mask, attention.heads, wide)
+        biases, keys = partial(_masked_bias, mask, attention.heads, wide), attention.kv_layout.length
+        # The host waits for a device once for each mask, by what it holds. In inference mode changes are not counted.
+        held = repr(mask), mask.content, attention.heads, attention.q_layout, attention.rank
+        key = RowLevels, (*held, keys, wide, kernel.positional)
+        read = (lambda make: make()) if torch.is_inference_mode_enabled() else partial(once, key)
         # With a score_mod the logit of a query of zeros is not known.
-        levels = RowLevels.of(biases, positions, attention.kv_layout.length, wide, drowns=not kernel.positional)
+        levels = RowLevels.of(biases, positions, keys, wide, drowns=not kernel.positional, read=read)
     # Results of tiles are summed if there are several, or if drowned rows are computed separately.
     sums = schedule.tiles > 1 or (levels is not None and levels.drowned is not None)
     lse: Spec = (tuple(q.shape[:3]), wide)
@@ -224,9 +224,8 @@ class _PlanRun:
         arrived = self.arrived(step)
         with named_range("step", step.number, "attend to keys of", *step.sources):
             for tiles in step.tiles:
-                calls = (self._call(step.keys[index], tile, *arrived[index], (q,)) for index, tile in tiles)
-                for number, (out, lse) in self.attention.kernel.forward_tiles(calls):
-                    index, tile = tiles[number]
+                calls = (((i, tile), self._call(step.keys[i], tile, *arrived[i], (q,))) for i, tile in tiles)
+                for (index, tile), (out, lse) in self.attention.kernel.forward_tiles(calls):
                     merged.add(step.keys[index].q_heads, tile.q, out, lse)
                     del out, lse  # before the next tile's result is made
 
@@ -246,9 +245,8 @@ class _PlanRun:
         heads = (0, arrived[0].shape[1])
         dk, dv = (RowSum(x.shape, self.setup.wide, x.device) for x in arrived)
         with named_range("step", self.number, "gradients with keys of", keys.source):
-            calls = (self._call(keys, tile, *arrived, before, after) for tile in keys.tiles)
-            for number, (tile_dq, tile_dk, tile_dv) in kernel.backward_tiles(calls):
-                tile = keys.tiles[number]
+            calls = ((tile, self._call(keys, tile, *arrived, before, after)) for tile in keys.tiles)
+            for tile, (tile_dq, tile_dk, tile_dv) in kernel.backward_tiles(calls):
                 dq.add(keys.q_heads, tile.q, tile_dq)
                 dk.add(heads, tile.kv, tile_dk)
                 dv.add(heads, tile.kv, tile_dv)

@@ -81,13 +81,14 @@ class Problem:
         kv_length: int | None = None,
         causal: bool = True,
         mask: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
         scale: float | None = None,
         **shape: Any,
     ) -> None:
         self.inputs, self.cotangent = attention_inputs(length=length, kv_length=kv_length, **shape)
-        if causal and mask is None:
+        if causal and mask is None and bias is None:
             mask = torch.ones(length, length, dtype=torch.bool).tril()
-        self.expected = expected_attention(self.inputs, self.cotangent, mask, scale=scale)
+        self.expected = expected_attention(self.inputs, self.cotangent, mask, bias=bias, scale=scale)
         self.causal, self.scale = causal, scale
 
     def layouts(self, layout: SequenceLayout | Balancer, ranks: int) -> tuple[SequenceLayout, SequenceLayout]:

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cp_styles.kernels import (
     CPU_FLASH,
     CUDA_CUDNN,
+    CUDA_CUDNN_PREFERRED,
     CUDA_EFFICIENT,
     CUDA_FLASH,
     SDPA_KERNELS,
@@ -176,7 +177,7 @@ def test_kernels_say_what_they_cannot_do():
     deterministic = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     try:
-        with pytest.raises(NotImplementedError, match=r"not deterministic, but torch\.use_deterministic_algorithms"):
+        with pytest.raises(NotImplementedError, match=r"needs torch\.use_deterministic_algorithms to be off"):
             CUDA_CUDNN.check(*[x._replace(shape=(1, 1, 4, 64)) for x in long], biased=False)
     finally:
         torch.use_deterministic_algorithms(deterministic)
@@ -193,12 +194,7 @@ class Like(NamedTuple):
 REFERENCE = ReferenceKernel()
 
 
-FLASH_FIRST, EFFICIENT_FIRST, CUDNN_FIRST = (
-    {"preferred": CUDA_FLASH},
-    {"preferred": CUDA_EFFICIENT},
-    {"preferred": CUDA_CUDNN},
-)
-CUDNN_NAMED, FLASH_NAMED = {"named": CUDA_CUDNN}, {"named": CUDA_FLASH}
+CUDNN_NAMED = {"named": CUDA_CUDNN}
 LOW, HALF, SINGLE, DOUBLE = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
 
@@ -210,16 +206,13 @@ LOW, HALF, SINGLE, DOUBLE = torch.bfloat16, torch.float16, torch.float32, torch.
         ("cpu", DOUBLE, {}, (8, 4), (10, 7), CPU_FLASH, CPU_FLASH),
         ("cpu", SINGLE, {"named": REFERENCE}, (8, 8), (10, 7), REFERENCE, REFERENCE),
         ("mps", SINGLE, {}, (8, 8), (10, 7), REFERENCE, REFERENCE),
-        # dtypes, and what torch has chosen for the whole call
+        # dtypes
         ("cuda", LOW, {}, (8, 8), (10, 7), CUDA_FLASH, CUDA_EFFICIENT),
-        ("cuda", HALF, FLASH_FIRST, (8, 8), (10, 7), CUDA_FLASH, CUDA_EFFICIENT),
-        ("cuda", LOW, EFFICIENT_FIRST, (8, 8), (10, 7), CUDA_EFFICIENT, CUDA_EFFICIENT),
+        ("cuda", HALF, {}, (8, 8), (10, 7), CUDA_FLASH, CUDA_EFFICIENT),
+        ("cuda", LOW, {"named": CUDA_EFFICIENT}, (8, 8), (10, 7), CUDA_EFFICIENT, CUDA_EFFICIENT),
         ("cuda", SINGLE, {}, (8, 8), (10, 7), CUDA_EFFICIENT, CUDA_EFFICIENT),
-        ("cuda", SINGLE, FLASH_FIRST, (8, 8), (10, 7), CUDA_EFFICIENT, CUDA_EFFICIENT),
         ("cuda", DOUBLE, {}, (8, 8), (10, 7), REFERENCE, REFERENCE),
-        # torch prefers cuDNN on new GPUs, whatever the tiles are
-        ("cuda", LOW, CUDNN_FIRST, (64, 64), (128, 128), CUDA_FLASH, CUDA_EFFICIENT),
-        ("cuda", LOW, FLASH_NAMED | CUDNN_FIRST, (64, 64), (128, 128), CUDA_FLASH, CUDA_EFFICIENT),
+        ("cuda", LOW, {"named": CUDA_FLASH}, (64, 64), (128, 128), CUDA_FLASH, CUDA_EFFICIENT),
         # head dims
         ("cuda", LOW, {}, (5, 5), (10, 7), CUDA_FLASH, CUDA_EFFICIENT),
         ("cuda", LOW, {}, (192, 128), (10, 7), CUDA_FLASH, CUDA_EFFICIENT),
@@ -279,6 +272,62 @@ def test_what_a_gpu_can_do(capability, dtype, plain: Kernel, masked: Kernel, mon
         assert kernel_of(chosen(line, tensors, biased)) == kernel_of(wanted)
 
 
+LONG = 1152
+NEW_GPU = {"capability": (9, 0), "cudnn": 91900, "enabled": True, "deterministic": False, "recompile": None}
+
+
+@pytest.mark.parametrize(
+    ("gpu", "dtype", "dims", "rows", "plain"),
+    [
+        # cuDNN where torch itself prefers it
+        ({}, LOW, (128, 128), (LONG, LONG), CUDA_CUDNN_PREFERRED),
+        ({}, HALF, (64, 128), (LONG, 128), CUDA_CUDNN_PREFERRED),
+        ({"capability": (10, 0)}, LOW, (64, 64), (LONG, LONG), CUDA_CUDNN_PREFERRED),
+        ({"capability": (10, 3)}, LOW, (5, 5), (LONG, LONG), CUDA_CUDNN_PREFERRED),
+        ({"cudnn": 91501}, LOW, (64, 64), (LONG, LONG), CUDA_CUDNN_PREFERRED),
+        # each gate
+        ({"capability": (8, 0)}, LOW, (64, 64), (LONG, LONG), CUDA_FLASH),
+        ({"capability": (8, 9)}, LOW, (64, 64), (LONG, LONG), CUDA_FLASH),
+        ({"capability": (12, 0)}, LOW, (64, 64), (LONG, LONG), CUDA_FLASH),
+        ({"cudnn": 91500}, LOW, (64, 64), (LONG, LONG), CUDA_FLASH),
+        ({"cudnn": None}, LOW, (64, 64), (LONG, LONG), CUDA_FLASH),
+        ({"enabled": False}, LOW, (64, 64), (LONG, LONG), CUDA_FLASH),
+        ({"deterministic": True}, LOW, (64, 64), (LONG, LONG), CUDA_FLASH),
+        ({"recompile": "1"}, LOW, (64, 64), (LONG, LONG), CUDA_FLASH),
+        ({}, SINGLE, (64, 64), (LONG, LONG), CUDA_EFFICIENT),
+        ({}, LOW, (129, 64), (LONG, LONG), CUDA_FLASH),
+        ({}, LOW, (192, 128), (LONG, LONG), CUDA_FLASH),
+        ({}, LOW, (64, 64), (LONG + 64, LONG), CUDA_FLASH),
+        ({}, LOW, (64, 64), (LONG, LONG + 1), CUDA_FLASH),
+        ({}, LOW, (64, 64), (512, LONG), CUDA_FLASH),  # of two rows of the batch: such tiles are packed
+        # flash's own
+        ({"capability": (8, 6)}, LOW, (200, 200), (10, 7), CUDA_EFFICIENT),
+        ({"capability": (12, 1)}, LOW, (64, 217), (10, 7), CUDA_EFFICIENT),
+        ({"capability": (8, 9)}, LOW, (192, 192), (10, 7), CUDA_FLASH),
+        ({"capability": (8, 9)}, LOW, (225, 225), (10, 7), CUDA_FLASH),
+        ({}, LOW, (200, 200), (10, 7), CUDA_FLASH),
+    ],
+    ids=str,
+)
+def test_gates_of_a_gpu(gpu, dtype, dims, rows, plain: Kernel, monkeypatch):
+    """The rows of torch's sdp_utils.cpp that decide between its kernels, and ours on the shape of a tile."""
+    gpu = NEW_GPU | gpu
+    monkeypatch.setattr(sdpa, "_capability", lambda device: gpu["capability"])
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: gpu["deterministic"])
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: gpu["cudnn"])
+    monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: gpu["enabled"])
+    if gpu["recompile"]:
+        monkeypatch.setenv("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", gpu["recompile"])
+    tensors: Any = [Like(dtype, torch.device("cuda"), (2, 4, n, d)) for n, d in zip(rows, dims, strict=True)]
+    tensors = [tensors[0], tensors[1]._replace(shape=(2, 4, rows[1], dims[0])), tensors[1]]
+    found = kernel_for_tiles(tensors)
+    found = found if isinstance(found, ByTile) else ByTile((found,), (found,))
+    assert [chosen(found, tensors, biased) for biased in (False, True)] == [plain, CUDA_EFFICIENT]
+    window = TileCall(tuple(tensors), {"causal": False, "bias": None, "window": (7, 0)})
+    if plain == CUDA_CUDNN_PREFERRED:  # has no windows
+        assert (found.small_tiles, found.windows, found.given(window, 0)[0]) == (True, True, CUDA_FLASH)
+
+
 def chosen(line: ByTile, tensors: Any, biased: bool) -> Kernel:
     """The kernel of a tile."""
     return line.given(TileCall(tuple(tensors), {"causal": False, "bias": 0 if biased else None}), 0)[0]
@@ -325,7 +374,7 @@ def test_tiles_of_two_kernels():
         inputs, _ = attention_inputs(seed=10 * index, length=5)
         options = {"causal": False, "bias": randn(index, 5, 5) if biased else None, "scale": 0.3}
         calls.append(TileCall(tuple(inputs), options))
-    found = dict(both.forward_tiles(iter(calls)))
+    found = dict(both.forward_tiles(enumerate(calls)))
     assert sorted(found) == [0, 1, 2, 3, 4]
     for index, (tensors, options) in enumerate(calls):
         assert torch.equal(found[index][0], REFERENCE.forward(*tensors, **options)[0])

@@ -38,12 +38,12 @@ def tile_calls(
 
 def run(kernel: Kernel, calls: list[TileCall]) -> list[list[torch.Tensor]]:
     """``[out, dq, dk, dv]`` of each."""
-    forwards = dict(kernel.forward_tiles(iter(calls)))
+    forwards = dict(kernel.forward_tiles(enumerate(calls)))
     backwards = [
         TileCall((randn(99, *forwards[index][0].shape).to(q), q, k, v, *forwards[index]), options)
         for index, ((q, k, v), options) in enumerate(calls)
     ]
-    gradients = dict(kernel.backward_tiles(iter(backwards)))
+    gradients = dict(kernel.backward_tiles(enumerate(backwards)))
     assert set(forwards) == set(gradients) == set(range(len(calls)))
     return [[forwards[index][0], *gradients[index]] for index in range(len(calls))]
 
@@ -129,13 +129,13 @@ def test_long_tiles_go_alone(monkeypatch):
 
 def test_gradients_of_logsumexps_go_together_as_well():
     calls = tile_calls()
-    forwards = dict(CPU_FLASH.forward_tiles(calls))
+    forwards = dict(CPU_FLASH.forward_tiles(enumerate(calls)))
     backwards = [
         TileCall((randn(7, *q.shape[:3], q.shape[3] + 1), q, k, v, *forwards[index]), options)
         for index, ((q, k, v), options) in enumerate(calls)
     ]
     with varlen_ops_on_cpu(), Ops() as ops:
-        found = dict(LseGradient(STAND_IN).backward_tiles(backwards))
+        found = dict(LseGradient(STAND_IN).backward_tiles(enumerate(backwards)))
     assert ops.counts == {PACKED[1]: 2}
     gradients = [LseGradient(CPU_FLASH).backward(*tensors, **options) for tensors, options in backwards]
     assert max(errors([found[index] for index in range(len(calls))], gradients)) < EXACT
@@ -157,7 +157,7 @@ def test_only_a_varlen_kernel_holds_tiles_back():
     def tiles():
         for index, call in enumerate(tile_calls()):
             made.append(index)
-            yield call
+            yield index, call
 
     results = CPU_FLASH.forward_tiles(tiles())
     assert next(results)[0] == 0
@@ -170,7 +170,7 @@ def test_the_cuda_kernel_fits_the_schemas_of_this_torch(kv_heads: int):
     device = "cuda" if torch.backends.cuda.is_built() else "meta"
     with FakeTensorMode(), Ops() as ops:
         calls = tile_calls(kv_heads=kv_heads, dim=64, dtype=torch.bfloat16, device=device)
-        forwards = dict(CUDA_FLASH.forward_tiles(calls))
+        forwards = dict(CUDA_FLASH.forward_tiles(enumerate(calls)))
         for index, ((q, _, _), _) in enumerate(calls):
             out, lse = forwards[index]
             assert (tuple(out.shape), out.dtype) == (tuple(q.shape), torch.bfloat16)
@@ -179,7 +179,7 @@ def test_the_cuda_kernel_fits_the_schemas_of_this_torch(kv_heads: int):
             TileCall((torch.empty_like(q), q, k, v, *forwards[index]), options)
             for index, ((q, k, v), options) in enumerate(calls)
         ]
-        gradients = dict(CUDA_FLASH.backward_tiles(backwards))
+        gradients = dict(CUDA_FLASH.backward_tiles(enumerate(backwards)))
     for index, ((q, k, v), _) in enumerate(calls):
         assert [tuple(x.shape) for x in gradients[index]] == [tuple(x.shape) for x in (q, k, v)]
         assert {x.dtype for x in gradients[index]} == {torch.bfloat16}

@@ -8,6 +8,7 @@ Groups are those of ``init_process_group("nccl")``, which have no backend for te
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import count
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ from cp_styles.torch_api import context_parallel
 from tests.covering import sampled
 from tests.cuda_ops import ON_GPU
 from tests.gpu_tensors import gpus, put, read
-from tests.oracle import allowed, document_of, error
+from tests.oracle import allowed, document_of, error, randn
 from tests.ranks.attention_case import EXACT, Core, Problem, plain
 from tests.ranks.composition import LAYOUTS, SEQ_DIMS, alone, batch_of, new_model, whole
 from tests.ranks.flex_case import FlexProblem, both, causal, of_documents
@@ -114,6 +115,50 @@ def test_a_hybrid_and_documents_of_a_scope(door, nccl_only: bool):
 
     with gpus(nccl_only=nccl_only):
         assert max(run_ranks(on, 4)) < EXACT
+
+
+SEEDS = count(100)  # what a mask holds is new to the caches
+DIGEST, LEVELS = "cp_styles.checksum.checksum", "cp_styles.kernels.bias_levels._on_host"
+
+
+class Masked(Core):
+    """Attention with a mask that the module holds, as a model makes one for all of its layers."""
+
+    mask: torch.Tensor
+
+    def forward(self, query, key, value):
+        return F.scaled_dot_product_attention(query, key, value, self.mask, enable_gqa=True)
+
+
+@sampled(1, door=[AttentionContextParallel, ModuleContextParallel], way=STRATEGIES, kind=["bool", "float", "far"])
+def test_dense_masks(door, way: tuple[Strategy, int], kind: str, monkeypatch):
+    """Two steps with one tensor, then one with another that holds the same: the host waits for what each of them holds,
+    and once for the levels of a float mask, whose rows may be far from 0."""
+    monkeypatch.setattr("cp_styles.mask.dense.check_plain_mask", lambda tensor: None)  # tensors here are a subclass
+    strategy, ranks = way
+    layout, sees = head_tail(LENGTH, ranks), allowed(lambda p, j: (p + 3 * j) % 5 != 0 or j == p, LENGTH, LENGTH)
+    added = sees if kind == "bool" else randn(next(SEEDS), LENGTH, LENGTH)
+    if kind == "far":
+        added[3] -= 256.0
+    problem = Problem(length=LENGTH, kv_heads=2, heads=4, **({"mask": sees} if kind == "bool" else {"bias": added}))
+
+    def on(rank: int) -> float:
+        core, mesh = Masked(), init_device_mesh("cuda", (ranks,))
+        attend = parallelize_module(core, mesh, door(strategy=strategy, layout=layout, kernel=ON_GPU))
+        leaves, cotangent = problem.shard(layout, rank, ranks)
+        worst = 0.0
+        for step in range(3):
+            if step != 1:
+                core.mask = put(added.clone())
+            given = [put(x) for x in leaves]
+            out = attend(*given)
+            out.backward(put(cotangent))
+            worst = max(worst, *problem.errors([read(out), *(read(x.grad) for x in given)], layout, rank, ranks))
+        return worst
+
+    with gpus(waits=[DIGEST, LEVELS]) as gpu:
+        assert max(run_ranks(on, ranks)) < EXACT
+    assert gpu.waits == ranks * (2 + (kind != "bool"))
 
 
 DOCUMENTS = (9, 1, 16)

@@ -118,12 +118,12 @@ class OneByOne(VarlenKernel):
     """The same op that packs would go to, a tile a call."""
 
     def forward_tiles(self, tiles):
-        for index, tile in enumerate(tiles):
-            yield index, next(self._forward_pack([tile]))
+        for name, tile in tiles:
+            yield name, next(self._forward_pack([tile]))
 
     def backward_tiles(self, tiles):
-        for index, tile in enumerate(tiles):
-            yield index, next(self._backward_pack([tile]))
+        for name, tile in tiles:
+            yield name, next(self._backward_pack([tile]))
 
 
 @pytest.mark.parametrize("strategy", [Ring(), Ulysses(size=2)], ids=plain)
