@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -95,3 +97,86 @@ def test_wan():
     inputs = {"hidden_states": randn(1, BATCH, IMAGE, DIM), "encoder_hidden_states": randn(2, BATCH, TEXT, DIM)}
     inputs |= {"temb": randn(3, BATCH, 6, DIM), "rotary_emb": None}
     check(model, ModuleContextParallel(), inputs, {"hidden_states": 1})
+
+
+TIMES = torch.tensor([0.3, 0.7], dtype=torch.float64)
+
+
+def flux(text: int, image: int) -> tuple[nn.Module, dict[str, Any], list[str]]:
+    from diffusers import FluxTransformer2DModel
+
+    sizes = {"in_channels": DIM, "num_layers": 1, "num_single_layers": 1, "attention_head_dim": 8}
+    sizes |= {"num_attention_heads": 4, "joint_attention_dim": 16, "pooled_projection_dim": 12}
+    model = tiny(lambda _: FluxTransformer2DModel(**sizes, axes_dims_rope=(2, 2, 4)), Plain())
+    inputs = {"hidden_states": randn(1, BATCH, image, DIM), "pooled_projections": randn(3, BATCH, 12)}
+    inputs |= {"img_ids": randn(4, image, 3).abs() * 5, "txt_ids": torch.zeros(text, 3, dtype=torch.float64)}
+    return model, inputs | {"timestep": TIMES}, ["transformer_blocks.*.attn", "single_transformer_blocks.*.attn"]
+
+
+def wan(text: int, image: int) -> tuple[nn.Module, dict[str, Any], list[str]]:
+    from diffusers import WanTransformer3DModel
+
+    sizes = {"in_channels": 4, "out_channels": 4, "num_attention_heads": 4, "attention_head_dim": 12, "num_layers": 2}
+    sizes |= {"text_dim": 16, "freq_dim": 16, "ffn_dim": 48, "rope_max_seq_len": 32}
+    model = tiny(lambda _: WanTransformer3DModel(**sizes), Plain())
+    return model, {"hidden_states": randn(1, BATCH, 4, image // 2, 2, 4), "timestep": TIMES}, ["blocks.*.attn1"]
+
+
+def qwen(text: int, image: int) -> tuple[nn.Module, dict[str, Any], list[str]]:
+    from diffusers import QwenImageTransformer2DModel
+
+    sizes = {"in_channels": 16, "out_channels": 4, "num_layers": 2, "attention_head_dim": 8}
+    sizes |= {"num_attention_heads": 4, "joint_attention_dim": 16}
+    model = tiny(lambda _: QwenImageTransformer2DModel(**sizes, axes_dims_rope=(4, 2, 2)), Plain())
+    inputs = {"hidden_states": randn(1, BATCH, image, 16), "img_shapes": [[(1, 2, image // 2)]] * BATCH}
+    return model, inputs | {"timestep": TIMES}, ["transformer_blocks.*.attn"]
+
+
+def by_the_page(rank: int, model: nn.Module, inputs: Any, attentions: list[str], **changes: str) -> Any:
+    page = (Path(__file__).parents[2] / "tutorials/functions.md").read_text()
+    (code,) = re.findall(r"<!-- example: diffusers -->\n```python\n(.*?)```", page, re.DOTALL)
+    for old, new in changes.items():
+        code = code.replace(old, new)
+    names = {"model": copy.deepcopy(model), "inputs": inputs, "attentions": attentions, "rank": rank, "ranks": 2}
+    names |= {"torch": torch, "init_device_mesh": init_device_mesh, "device": "cpu", "loss_of": loss_of}
+    with StayDouble():
+        exec(code, names)
+    return names["loss"].detach(), gradients(names["model"])
+
+
+def loss_of(out: torch.Tensor) -> torch.Tensor:
+    return (out * randn(9, *out.shape)).sum()
+
+
+@pytest.mark.parametrize("kind", [flux, wan, qwen])
+def test_the_plan_of_the_model(kind: Any):
+    """Where the model says that it is cut, by the lines of the page; a text that is cut too, but for Wan's."""
+    model, inputs, attentions = kind(6, 24)
+    inputs |= {"encoder_hidden_states": randn(2, BATCH, 6, 16)}
+    one = copy.deepcopy(model)
+    with StayDouble():
+        wanted = loss_of(one(**inputs, return_dict=False)[0])
+    wanted.backward()
+    for found in run_ranks(lambda rank: by_the_page(rank, model, inputs, attentions), 2):
+        assert largest_error(found, (wanted.detach(), gradients(one))) < EXACT
+
+
+def test_plans_that_are_refused():
+    model, inputs, attentions = qwen(6, 24)
+    texts = [{"encoder_hidden_states": randn(2, BATCH, n, 16)} for n in (6, 5)]
+    mask = {"encoder_hidden_states_mask": torch.ones(BATCH, 6).bool()}
+    anything = {"ulysses_degree=ranks": "ulysses_degree=ranks, ulysses_anything=True"}
+    # What enable_parallelism does beside the hooks, which needs a device that is no CPU.
+    exchanged = "for x in model.modules(): setattr(getattr(x, 'processor', None) or x, '_parallel_config', both)"
+    exchanged = f"from diffusers import ParallelConfig\nboth = ParallelConfig(config)\n{exchanged}\nstyle ="
+    for more, changes, words in (
+        (texts[0], {"style =": exchanged}, "attention inside TemplatedUlyssesAttention"),
+        (texts[0] | mask, {}, r"attn_mask of shape \(2, 1, 1, 15\) is made for the 15 keys of one rank's part"),
+        (texts[1] | {"hidden_states": randn(1, BATCH, 25, 16), "img_shapes": [[(1, 5, 5)]] * BATCH}, anything, "hold"),
+    ):
+        errors = run_ranks(
+            lambda rank, more=more, changes=changes: by_the_page(rank, model, inputs | more, attentions, **changes),
+            2,
+            return_errors=True,
+        )
+        assert all(re.search(words, str(each)) for each in errors), errors

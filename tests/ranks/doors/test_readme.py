@@ -56,6 +56,7 @@ EXAMPLES = (
     "positions by a hook",
     "faults",
     "pictures",
+    "diffusers",
     "log-probabilities",
     "dpo",
     "grpo",
