@@ -40,7 +40,7 @@ from cp_styles.comm.agreement import (
 )
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import axis_and_group
-from cp_styles.comm.point_to_point import Operation, collective
+from cp_styles.comm.point_to_point import Operation, collective, unbroken
 from cp_styles.device_copies import read_later, tensor_on
 from cp_styles.kernels import FlexKernel, Kernel, Where, kernel_for_tiles
 from cp_styles.kernels.autocast import as_attended
@@ -367,7 +367,7 @@ def decode(name: str, q_BHLD: torch.Tensor, cache: KVCache, call: DecodeCall) ->
         tile = kernel_for_tiles((q, k, v), named=kernel)
         with without_dispatch_modes():
             columns, bias = _visible(name, cache, call.mask, call.attn_mask, q)
-        with Operation(cache.group):
+        with Operation(cache.group, unbroken(cache.group)):
             out, lse = _part(tile, q, k, v, cache, columns, bias, scale)
             alone = cache.group.size() == 1
             parts = None if alone else _of_all_ranks(name, out, lse, cache, q_BHLD, call.alike)

@@ -372,7 +372,7 @@ OTHERS = [
     Mistake(
         "agreement: messages leave before the rows of the others are read",
         "exchange",
-        "settle(group) tag",
+        "operations.settle() tag",
         "tag",
         "ranks/engine/test_agreement.py -k no_message_is_left",
     ),

@@ -15,7 +15,7 @@ from cp_styles.collectives.peers import Peers
 from cp_styles.collectives.rows import Rows
 from cp_styles.comm.agreement import Meeting, StatusRow, exchange_status, place_of
 from cp_styles.comm.group_state import state_of
-from cp_styles.comm.point_to_point import Operation
+from cp_styles.comm.point_to_point import Operation, unbroken
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -83,7 +83,8 @@ def _begin_backward(peers: Peers, number: int) -> None:
 
 def _whole(op: LinearMap, part: Callable[..., T], *arguments: Any) -> T:
     """``part(*arguments)``, the communication of ``op`` or a half of it. See [Note: operations] in group_state.py."""
-    with Operation(resolve_group(op.peers.name)):
+    group = resolve_group(op.peers.name)
+    with Operation(group, unbroken(group)):
         return part(*arguments)
 
 

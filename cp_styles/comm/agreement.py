@@ -28,9 +28,9 @@ import torch.distributed as dist
 
 from cp_styles._compat import graph_task_id, named_range, resolve_group, without_dispatch_modes
 from cp_styles.checksum import fingerprint
-from cp_styles.comm.group_state import check_later, state_of, states
+from cp_styles.comm.group_state import GroupState, state_of, states
 from cp_styles.comm.mailbox import WIDTH
-from cp_styles.comm.point_to_point import break_off, offer_numbers, start_numbers
+from cp_styles.comm.point_to_point import break_off, offer_numbers, start_numbers, unbroken
 from cp_styles.troubleshooting import see
 
 
@@ -229,7 +229,8 @@ def start_status(
     Raises:
         ValueError: on every rank, if one has refused, or if the ranks are not at the same meeting.
     """
-    operations = state_of(group).operations
+    state = unbroken(group, name)
+    operations = state.operations
     operations.check = None  # of an attention that has failed
     problem: Exception | None = None
     row = StatusRow(status=RankStatus.BAD_INPUTS)
@@ -253,11 +254,11 @@ def start_status(
                 "head_tail(length, ranks) instead of a balancer, or open a SequenceScope"
             )
         return partial(StatusRows, assumed(mine))
-    started = _StartedMeeting(mine, problem, meeting, name, axis, group, path)
+    started = _StartedMeeting(mine, problem, meeting, name, axis, group, state, path)
     if problem is not None:
         started()
     try:
-        started.gathered = start_numbers(mine, group)
+        started.gathered = start_numbers(mine, group, state)
     except BaseException as error:  # the others wait for this rank's row
         break_off(group, error)
         raise
@@ -278,13 +279,14 @@ class _StartedMeeting:
     name: str
     axis: str
     group: dist.ProcessGroup
+    state: GroupState
     path: str
     gathered: Callable[[], Sequence[Sequence[int]]] | None = None
 
     def __call__(self) -> StatusRows:
         try:
             with named_range("agreement:", self.name):
-                rows = StatusRows((self.gathered or start_numbers(self.mine, self.group))())
+                rows = StatusRows((self.gathered or start_numbers(self.mine, self.group, self.state))())
         except BaseException as error:  # the others may have this rank's row, and count on it
             break_off(self.group, error)
             if isinstance(error, RuntimeError):
@@ -378,14 +380,12 @@ def begin_backward(group: dist.ProcessGroup | None, forward: int, agreement: Agr
     """
     if group is None or group.size() == 1:
         return
-    state = state_of(group)
+    state = unbroken(group)
     state.backward_began = True
     if agreement == EVERY_CALL:
         state.forward_open = False
-        row = StatusRow(place=place_of(forward, 0))
-        check_later(
-            group, start_status(lambda: row, Meeting.BACKWARD, state.operations.user, state.operations.axis, group)
-        )
+        row, where = StatusRow(place=place_of(forward, 0)), (state.operations.user, state.operations.axis, group)
+        state.operations.check = start_status(lambda: row, Meeting.BACKWARD, *where)
 
 
 def end_forwards() -> None:

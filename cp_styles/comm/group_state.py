@@ -31,7 +31,9 @@ class Operations:
     Attributes:
         user: the module or function that uses the group, for messages.
         axis: the name of the mesh axis of its ranks, for messages; "group" if only the group is known.
-        check: is called once, before the next message: see :func:`check_later`.
+        check: is called once, before the next message over the group or a part of it, or at the next :meth:`settle`. So
+            the ranks agree while each of them prepares, or computes what needs nothing of the others. If it raises, no
+            message was sent that another rank would have to receive.
         agreed: the ranks have agreed on the operation that is under way, so the others count on this rank.
         forwards: the number of attention forwards on which the ranks have agreed. That of a forward names it in its
             backward.
@@ -52,6 +54,13 @@ class Operations:
     def name_of(self, user: str) -> str:
         """The name of a module or function that uses the group, with the axis."""
         return user if "mesh axis" in user else f"{user} (mesh axis {self.axis!r})"
+
+    def settle(self) -> None:
+        """Run :attr:`check` now, if there is one."""
+        while self.check is not None:  # one may find that there is more to check
+            check, self.check = self.check, None
+            check()
+            self.agreed = True
 
     @property
     def tag(self) -> int:
@@ -141,22 +150,3 @@ def states() -> Iterator[tuple[dist.ProcessGroup, GroupState]]:
         state = None if group is None else _states.get(group)
         if group is not None and state is not None:
             yield group, state
-
-
-def check_later(group: dist.ProcessGroup, check: Callable[[], object]) -> None:
-    """Call ``check`` before the next message over ``group`` or a part of it, or at the next :func:`settle`.
-
-    So the ranks agree while each of them prepares, or computes what needs nothing of the others. If ``check`` raises,
-    no message was sent that another rank would have to receive.
-    """
-    state_of(group).operations.check = check
-
-
-def settle(group: dist.ProcessGroup | None) -> Operations | None:
-    """Run the check of :func:`check_later` now, if there is one. Returns the operations over the group."""
-    operations = None if group is None else state_of(group).operations
-    while operations is not None and operations.check is not None:  # one may find that there is more to check
-        check, operations.check = operations.check, None
-        check()
-        operations.agreed = True
-    return operations

@@ -50,6 +50,13 @@ def axis_and_group(name: str, group: GroupOrMesh, *, ordered: bool = True) -> tu
     raise TypeError(f"{name} needs a process group or a 1-D DeviceMesh, got {type(group).__name__}")
 
 
+def group_behind(ranks: GroupOrMesh) -> dist.ProcessGroup | None:
+    """The group of what a call gives, where it was seen before; None for what :func:`axis_and_group` refuses."""
+    if isinstance(ranks, DeviceMesh):
+        return ranks.get_group() if ranks.ndim == 1 else None
+    return ranks if isinstance(ranks, dist.ProcessGroup) else None
+
+
 def refuse_other_order(mesh: DeviceMesh, group: dist.ProcessGroup) -> None:
     """Raise ValueError, on every rank, if a 1-D mesh and its group have the ranks in different orders.
 

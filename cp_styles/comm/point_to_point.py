@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from cp_styles._compat import cpu_backend_of, gloo_beside, part_of_group, resolve_group, without_torch_func
-from cp_styles.comm.group_state import GroupState, Operations, note_part, settle, state_of
+from cp_styles.comm.group_state import GroupState, Operations, note_part, state_of
 from cp_styles.comm.mailbox import WIDTH, Mailbox, end_connections
 from cp_styles.troubleshooting import see
 
@@ -67,24 +67,26 @@ class PendingTransfers:
 class Operation:
     """The messages of one operation over a group, as a context: see [Note: operations] in group_state.py.
 
-    ``backward_of``: the number of the forward of a backward; 0 for a forward.
+    ``state``: that of the group, :func:`unbroken`. ``backward_of``: the number of the forward of a backward; 0 for a
+    forward.
     """
 
-    def __init__(self, group: dist.ProcessGroup, backward_of: int = 0) -> None:
-        self._group, self._backward_of = group, backward_of
+    def __init__(self, group: dist.ProcessGroup, state: GroupState, backward_of: int = 0) -> None:
+        self._group, self._operations, self._backward_of = group, state.operations, backward_of
 
     def __enter__(self) -> None:
-        operations = self._operations = unbroken(self._group).operations
+        operations = self._operations
         operations.backward_of, operations.agreed = self._backward_of, operations.check is None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
+        operations = self._operations
         if error is None:
-            settle(self._group)
+            operations.settle()
             return
-        interrupted, operations = not isinstance(error, Exception), self._operations
+        interrupted = not isinstance(error, Exception)
         if interrupted:
             operations.check = None  # it holds the group, whose connections end with it
-        settle(self._group)  # what the ranks disagree on may be the cause
+        operations.settle()  # what the ranks disagree on may be the cause
         if interrupted or operations.agreed:
             break_off(self._group, error)
 
@@ -94,6 +96,7 @@ def unbroken(group: dist.ProcessGroup, user: str = "") -> GroupState:
     state = state_of(group)
     operations = state.operations
     if operations.broken:
+        refuse_destroyed(group)
         raise TransferError(
             f"{operations.name_of(user or operations.user)}: this rank has left an operation of the ranks half way, by "
             f"{operations.broken}. The others were not given what it owed them, so the ranks of this group cannot go "
@@ -141,8 +144,7 @@ def collective(group: dist.ProcessGroup, user: str, *common: type[Exception]) ->
     Raises:
         TransferError: for an error of the transport.
     """
-    unbroken(group, user)
-    settle(group)
+    unbroken(group, user).operations.settle()
     try:
         yield
     except common:
@@ -163,10 +165,13 @@ def exchange(
 
     Communication: one send for each pair in ``sends``, one receive for each pair in ``receives``. Between two ranks,
     messages arrive in the order in which they were sent. Empty tensors are not sent: both sides know the plan and skip
-    them. What :func:`~cp_styles.comm.group_state.check_later` was given is checked first.
+    them. What the ranks have still to check, ``Operations.check``, is checked first.
     """
-    operations = settle(group)
-    tag = 0 if operations is None else operations.tag
+    tag = 0
+    if group is not None:
+        operations = state_of(group).operations
+        operations.settle()
+        tag = operations.tag
     pairs = [*sends, *receives]
     if group is not None and (not pairs or pairs[0][1].device.type in ("cpu", "meta")):
         # The same without a list of P2POps, which costs more than sending small messages. CPU backends have nothing to
@@ -219,17 +224,19 @@ def gather_numbers(numbers: Sequence[int], group: dist.ProcessGroup) -> Sequence
     first call sets up between the ranks of the group. Over gloo, rows of ``WIDTH`` numbers are direct messages, see
     [Note: direct messages] in comm/mailbox.py. Without gloo it runs on the device, and the host waits.
     """
-    return start_numbers(numbers, group)()
+    return start_numbers(numbers, group, unbroken(group))()
 
 
-def start_numbers(numbers: Sequence[int], group: dist.ProcessGroup) -> Callable[[], Sequence[Sequence[int]]]:
-    """Start :func:`gather_numbers`. The result waits for the other ranks, and returns the rows.
+def start_numbers(
+    numbers: Sequence[int], group: dist.ProcessGroup, state: GroupState
+) -> Callable[[], Sequence[Sequence[int]]]:
+    """Start :func:`gather_numbers` over a group with this state, which is :func:`unbroken`. The result waits for the
+    other ranks, and returns the rows.
 
     Raises:
         TransferError: by the result, if a direct message fails. Other all-gathers raise a RuntimeError of torch's.
     """
     refuse_destroyed(group)
-    state = unbroken(group)
     if group.size() == 1:
         return lambda: [numbers]
     with without_torch_func():  # it would wrap the result, and its transfer would be lost
@@ -400,7 +407,7 @@ def split_group(
         return None, None
     rank = group.rank()
     first = rank - rank % size
-    settle(group)  # before the ranks set up parts
+    state_of(group).operations.settle()  # before the ranks set up parts
     members = dist.get_process_group_ranks(group)
     name = f"{group.group_name}.cp_styles.{size}"
     return (

@@ -31,10 +31,10 @@ from cp_styles.comm.agreement import (
     plain,
     start_status,
 )
-from cp_styles.comm.group_state import GroupState, check_later, settle, state_of
+from cp_styles.comm.group_state import GroupState, state_of
+from cp_styles.comm.groups import GroupOrMesh, axis_and_group, group_behind
 from cp_styles.engine.gradient_watch import RAISE, GradientCheck, ParameterWatch, watch_of
 from cp_styles.kernels import Kernel, SdpaKernel, kernel_for_tiles
-from cp_styles.kernels.autocast import attended_dtypes
 from cp_styles.layout import (
     Balancer,
     SequenceLayout,
@@ -234,7 +234,8 @@ class Binding:
         own = None if given is None else given.lengths[rank]
         if attn_mask is not None or not q.shape[_SEQ_DIM] == k.shape[_SEQ_DIM] == v.shape[_SEQ_DIM] == own:
             return asked.finish(meeting)
-        check_later(self.group, partial(asked.finish, meeting))  # see [Note: agreement without waiting] in agreement.py
+        # See [Note: agreement without waiting] in agreement.py.
+        self.group_state.operations.check = partial(asked.finish, meeting)
         return self.as_given
 
     def begun(self) -> None:
@@ -345,13 +346,6 @@ class Binding:
         compare(rows, "config", *where, named, settings)
         compare(rows, "call", *where, named, settings)
 
-    @property
-    def place(self) -> int:
-        """Which module calls, and the number of the call, for a :class:`~cp_styles.comm.agreement.StatusRow`."""
-        if not self.site:
-            return self.tally.calls
-        return place_of(zlib.crc32(f"{self.site} {self.tally.path}".encode()), self.tally.calls)
-
     def config_words(self) -> str:
         return ", ".join(plain(part) for part in (self.strategy, self.layout, self.mask, self.kernel))
 
@@ -425,7 +419,7 @@ class AgreedCall:
             try:
                 attention = self._attentions[key] = self._attention(tensors, None, is_causal, scale)
             except Exception:
-                settle(self.binding.group)  # what the ranks disagree on may be the cause
+                self.binding.group_state.operations.settle()  # what the ranks disagree on may be the cause
                 raise
         return attention
 
@@ -487,11 +481,12 @@ class _Call:
             raise ValueError(f"{binding.name}: key and value have different lengths: {own[1]} and {v.shape[dim]}")
         self.expected = expected = self._expect(own)
         contents = None if self.attn_mask is None else _contents(self.attn_mask)
-        self.dtypes = attended_dtypes(self.tensors)
+        self.dtypes = q.dtype, k.dtype, v.dtype
+        which = zlib.crc32(f"{binding.site} {binding.tally.path}".encode()) if binding.site else 0
         return StatusRow(
             own[0],
             own[1],
-            place=binding.place,
+            place=place_of(which, binding.tally.calls),
             guessed=0 if expected is None else expected.packed,
             layout=0 if expected is None else expected.number,
             inputs=fingerprint_of(
@@ -606,8 +601,7 @@ def keep_binding(known: OrderedDict[Any, Any], key: Any, source: Any) -> None:
 
 def binding_of_call(
     name: str,
-    axis: str,
-    group: dist.ProcessGroup,
+    ranks: GroupOrMesh,
     strategy: Strategy,
     layout: SequenceLayout | Balancer,
     mask: Mask,
@@ -620,18 +614,22 @@ def binding_of_call(
 
     A mask that holds a tensor, a kernel of the user and modules in ``gradient_check`` are not kept alive: with these
     there is a new binding at each call.
+
+    Raises what :func:`~cp_styles.comm.groups.axis_and_group` and a Binding raise.
     """
-    latest, key = bindings_of(group), (name, axis, strategy, layout, mask, kernel, gradient_check, agreement)
+    known, key = group_behind(ranks), (name, ranks, strategy, layout, mask, kernel, gradient_check, agreement)
+    latest = None if known is None else state_of(known).objects.get(LatestBindings)
     try:
-        if key in latest:
+        if latest is not None and key in latest:
             latest.move_to_end(key)
             return latest[key]
     except TypeError:  # an argument of a wrong type, about which a Binding raises
         pass
+    axis, group = axis_and_group(name, ranks)
     checks = {"gradient_check": gradient_check, "agreement": agreement}
     binding = Binding(name, axis, group, strategy, layout, mask, kernel, **checks)
     if mask.pattern == mask and isinstance(kernel, SdpaKernel | None) and not gradient_check.local:
-        keep_binding(latest, key, binding)
+        keep_binding(bindings_of(group), key, binding)
     return binding
 
 

@@ -44,7 +44,7 @@ def run_forward(
     listens = listener.get()
     if listens is not None:
         listens(strategy, attention, q_BHLD, k_BGMD, v_BGME, sink_H)
-    with named_range("attention forward:", binding.name), Operation(binding.group):
+    with named_range("attention forward:", binding.name), Operation(binding.group, binding.group_state):
         specs = partial(strategy.residual_specs, attention, q_BHLD, k_BGMD, v_BGME)
         key = residual_spec, strategy, q_BHLD.shape, k_BGMD.shape, v_BGME.shape, q_BHLD.dtype
         shape, dtype = attention.once(key, lambda: residual_spec(specs())) if keep else residual_spec(())
@@ -63,7 +63,7 @@ def run_logsumexp(
     residual: torch.Tensor,
 ) -> torch.Tensor:
     """``lse_BHL`` of the forward that has just filled ``residual``. Communication: that of the strategy."""
-    with Operation(binding.group):
+    with Operation(binding.group, binding.group_state):
         return binding.strategy.logsumexp(attention, q_BHLD, k_BGMD, v_BGME, residual)
 
 
@@ -97,7 +97,7 @@ def run_backward(
         attention = replace(attention, kernel=LseGradient(attention.kernel))
         grad_BHLE = torch.cat((grad_BHLE, grad_lse_BHL.unsqueeze(-1).to(grad_BHLE.dtype)), -1)
     begin_backward(binding.group, forward, binding.agreement)
-    strategy = binding.strategy
-    with named_range("attention backward:", binding.name), Operation(binding.group, forward):
+    strategy, state = binding.strategy, binding.group_state
+    with named_range("attention backward:", binding.name), Operation(binding.group, state, forward):
         found = strategy.backward(attention, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, residual, sink_H)
     return *found, shares

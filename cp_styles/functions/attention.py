@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from cp_styles._compat import is_traced
+from cp_styles._compat import any_autocast, is_traced
 from cp_styles.comm.agreement import EVERY_CALL, Agreement
 from cp_styles.comm.groups import axis_and_group
 from cp_styles.engine.binding import Binding, binding_of_call
@@ -95,30 +95,41 @@ def context_attention(
         out = context_attention(q, k, v, mesh, mask=Causal(), layout=layout)
     """
     name, strategy, mask = "context_attention", strategy or _RING, mask or _FULL
-    axis, group = axis_and_group(name, group)
-    checks = {"gradient_check": gradient_check, "agreement": agreement}
+    joint = layout if isinstance(layout, JointLayout) else None
     problem: Exception | None = None
     if seq_dim not in (1, 2):
         problem = ValueError(f"{name}: seq_dim={seq_dim} must be 2, for tensors [B, H, L, D], or 1, for [B, L, H, D]")
-    elif return_lse and (sink_H is not None or isinstance(layout, JointLayout) or is_traced()):
+    elif return_lse and (sink_H is not None or joint is not None or is_traced()):
         problem = NotImplementedError(
             f"{name}: return_lse=True is not supported with sink_H=, with a JointLayout, or inside of torch.compile"
         )
-    if problem is not None:
-        if is_traced():
+    how = strategy, layout.balancer if isinstance(layout, JointLayout) else layout, mask, kernel
+    if is_traced():
+        axis, group = axis_and_group(name, group)
+        if gradient_check.local:
+            problem = problem or NotImplementedError(
+                f"{name}: torch.compile cannot take GradientCheck(local=...) into a graph: apply a style with it, or "
+                "call this function once outside of the compiled code"
+            )
+        if problem is not None:
             raise problem
-        balancer = layout.balancer if isinstance(layout, JointLayout) else layout
-        refuse_on_all(problem, binding_of_call(name, axis, group, strategy, balancer, mask, kernel, **checks))
+        only_warn = gradient_check.only_warn
+        source = config_text(name, axis, group.group_name, *how, only_warn=only_warn, agreement=agreement)
+    else:
+        source = binding_of_call(name, group, *how, gradient_check=gradient_check, agreement=agreement)
+        group = source.group
+        if problem is not None:
+            refuse_on_all(problem, source)
     tensors = (q_BHLD, k_BGMD, v_BGME)
     if seq_dim == 1:
         tensors = _turned(q_BHLD), _turned(k_BGMD), _turned(v_BGME)
     lse = None
-    if isinstance(layout, JointLayout):
-        source = binding_of_call(name, axis, group, strategy, layout.balancer, mask, kernel, **checks)
+    if joint is not None:
         call = partial(attend, source, scale=scale, sink_H=sink_H)
-        out = attend_jointly(layout, name, group, tensors, lambda shares, refuse: call(shares, refuse=refuse)[0])
+        out = attend_jointly(joint, name, group, tensors, lambda shares, refuse: call(shares, refuse=refuse)[0])
     elif return_lse:
-        binding = binding_of_call(name, axis, group, strategy, layout, mask, kernel, **checks)
+        assert isinstance(source, Binding)
+        binding = source
 
         def bind() -> tuple[Binding, tuple[torch.Tensor, ...]]:
             check_local(name, tensors)
@@ -126,17 +137,7 @@ def context_attention(
 
         q, k, v = as_attended(tensors)
         out, lse = attend_with_lse(binding, (q, k, v), bind, scale=scale, wants_lse=True)
-    elif is_traced():
-        if gradient_check.local:
-            raise NotImplementedError(
-                f"{name}: torch.compile cannot take GradientCheck(local=...) into a graph: apply a style with it, or "
-                "call this function once outside of the compiled code"
-            )
-        said, only_warn = (strategy, layout, mask, kernel), gradient_check.only_warn
-        source = config_text(name, axis, group.group_name, *said, only_warn=only_warn, agreement=agreement)
-        out, _ = attend(source, tensors, scale=scale, sink_H=sink_H)
     else:
-        source = binding_of_call(name, axis, group, strategy, layout, mask, kernel, **checks)
         out, _ = attend(source, tensors, scale=scale, sink_H=sink_H)
     out = _turned(out) if seq_dim == 1 else out
     return (out, lse) if return_lse else out
@@ -170,7 +171,8 @@ def attend(
             refuse()
         if sink_H is not None:
             refuse_transforms(source.name, (sink_H,))
-        tensors = as_attended(tensors)
+        if isinstance(source, ConfigText) or any_autocast():
+            tensors = as_attended(tensors)
         if attn_mask is not None and (attn_mask.requires_grad or type(attn_mask) is not torch.Tensor):
             Dense(attn_mask)  # raises. Checked here, because the op does not know requires_grad and subclasses any more
     except Exception as error:  # of any kind: the other ranks must raise too

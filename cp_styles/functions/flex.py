@@ -23,7 +23,6 @@ from cp_styles._compat import never_compiled, without_dispatch_modes, without_fu
 from cp_styles.checksum import version_of
 from cp_styles.comm.agreement import EVERY_CALL, Agreement
 from cp_styles.comm.group_state import state_of
-from cp_styles.comm.groups import axis_and_group
 from cp_styles.engine.binding import AgreedCall, Binding, binding_of_call, refuse_grouped
 from cp_styles.engine.checkpoint import as_kept
 from cp_styles.engine.custom_ops import check_local, handle, live_object
@@ -147,9 +146,8 @@ def context_flex_attention(
         out = context_flex_attention(q, k, v, mesh, block_mask=block_mask, layout=layout)
     """
     name = "context_flex_attention"
-    axis, group = axis_and_group(name, group)
     checks = {"gradient_check": gradient_check, "agreement": agreement}
-    binding = binding_of_call(name, axis, group, strategy or Ring(), layout, mask or Full(), **checks)
+    binding = binding_of_call(name, group, strategy or Ring(), layout, mask or Full(), **checks)
     call = FlexCall(score_mod, block_mask, scale, enable_gqa, return_aux=return_aux)
     return call.result(*flex_attend(binding, (q_BHLD, k_BGMD, v_BGME), call))
 

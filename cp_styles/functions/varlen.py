@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_styles.comm.agreement import EVERY_CALL, Agreement
-from cp_styles.comm.groups import axis_and_group
 from cp_styles.engine.binding import Binding, binding_of_call
 from cp_styles.engine.custom_ops import check_local, check_plain
 from cp_styles.engine.gradient_watch import RAISE, GradientCheck
@@ -83,9 +82,8 @@ def context_varlen_attention(
         out = context_varlen_attention(q, k, v, mesh, [0, 300, 310, 1000], window_size=(-1, 0), layout=layout)
     """
     name = "context_varlen_attention"
-    axis, group = axis_and_group(name, group)
     checks = {"gradient_check": gradient_check, "agreement": agreement}
-    binding = binding_of_call(name, axis, group, strategy or Ring(), layout, mask or Full(), **checks)
+    binding = binding_of_call(name, group, strategy or Ring(), layout, mask or Full(), **checks)
 
     def masked() -> Mask:
         return _mask(name, cu_seqlens, window_size)

@@ -80,6 +80,7 @@ class ContextParallelBlock(contextlib.ContextDecorator):
     ) -> None:
         self._check_inputs = check_inputs
         self._axis, self._group = axis_and_group("context_parallel", mesh)
+        self._mesh = mesh
         self._buffers = [] if buffers is None else buffers
         self._seq_dims = [] if seq_dims is None else seq_dims
         self._no_restore = [] if no_restore is None else list(no_restore)
@@ -151,9 +152,8 @@ class ContextParallelBlock(contextlib.ContextDecorator):
             self._default = head_tail if torch_balances_load() else contiguous
             layout = self._default_layout(pairs)
         strategy = rotation.get() if self._strategy is None else self._strategy
-        name = f"context_parallel (over mesh axis {self._axis!r})"
-        where, mask = (name, self._axis, self._group), self._mask or Full()
-        binding = binding_of_call(*where, strategy, layout, mask, self._kernel, **self._checks)
+        name, how = f"context_parallel (over mesh axis {self._axis!r})", (strategy, layout, self._mask or Full())
+        binding = binding_of_call(name, self._mesh, *how, self._kernel, **self._checks)
         strategy.check_ranks(self._group.size())
         named = None if self._layout is None and not pairs else layout
         parts: dict[int, CutBuffer] = {}

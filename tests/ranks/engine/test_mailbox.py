@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from cp_styles._compat import cpu_backend_of, in_process_store
 from cp_styles.comm.mailbox import WIDTH, Mailbox
-from cp_styles.comm.point_to_point import TransferError, gather_numbers, offer_numbers, start_numbers
+from cp_styles.comm.point_to_point import TransferError, gather_numbers, offer_numbers, start_numbers, unbroken
 from cp_styles.testing import run_ranks
 
 RANKS = 3
@@ -63,7 +63,7 @@ def test_a_row_that_was_left_unread_is_not_taken_for_a_later_one():
     def on(rank: int) -> None:
         group = everybody()
         for gather in range(30):
-            finish = start_numbers(row(rank, gather), group)
+            finish = start_numbers(row(rank, gather), group, unbroken(group))
             if gather % RANKS != rank:
                 assert finish() == rows_of(gather)
             del finish
@@ -133,7 +133,7 @@ def test_a_row_is_read_after_its_rank_has_ended():
         group = everybody()
         assert gather_numbers(row(rank, 0), group) == rows_of(0)
         if rank == 1:
-            start_numbers(row(rank, 1), group)
+            start_numbers(row(rank, 1), group, unbroken(group))
             del group
             dist.destroy_process_group()
             store.set("ended", "")
@@ -176,7 +176,7 @@ def test_rows_belong_to_no_mode():
             assert gather_numbers(row(rank, 0), group) == rows_of(0)
         rows = torch.ops.cp_styles.gather_numbers(torch.tensor(row(rank, 1)), group.group_name)
         assert rows._version >= 0
-        assert start_numbers(row(rank, 2), group)() == rows_of(2)  # it has waited for ``rows`` too
+        assert start_numbers(row(rank, 2), group, unbroken(group))() == rows_of(2)  # it has waited for ``rows`` too
         assert rows.tolist() == rows_of(1)
 
     run_ranks(on, RANKS, timeout_seconds=10)
