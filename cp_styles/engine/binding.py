@@ -238,18 +238,6 @@ class Binding:
         self.group_state.operations.check = partial(asked.finish, meeting)
         return self.as_given
 
-    def begun(self) -> None:
-        """Note that an attention starts, on which the ranks have agreed. It ends with :meth:`finished`."""
-        state = self.group_state
-        state.engaged, state.backward_began = True, False
-        state.forward_open = state.forward_open or graph_task_id() < 0
-        if self.group.size() > 1:
-            self.group_state.operations.forwards += 1
-
-    def finished(self) -> None:
-        """Note that the forward of the attention has ended. Later errors are not errors of the attention."""
-        self.group_state.engaged = False
-
     def cuts(self, lengths: tuple[int, int]) -> Cuts:
         """The layouts of queries and of keys for these global lengths."""
         first = self.layout_for(lengths[0])
@@ -533,13 +521,17 @@ class _Call:
         if found is None or not (as_expected and rows.alike and self.attn_mask is None):
             found = self._compared(rows)
         whole, own = found.lengths, (self.tensors[0].shape[_SEQ_DIM], self.tensors[1].shape[_SEQ_DIM])
-        if binding.group_state.lengths.get(own) != whole:
-            binding.group_state.remember_lengths(own, whole)
+        state = binding.group_state
+        if state.lengths.get(own) != whole:
+            state.remember_lengths(own, whole)
         where = binding.name, binding.axis, binding.group
         finding = binding._watch.compare(columns.watch, *where)
         if finding is not None:
             binding._watch.tell(finding, binding.gradient_check, *where)
-        binding.begun()
+        # The forward starts; see GroupState.
+        state.engaged, state.backward_began = True, False
+        state.forward_open = state.forward_open or graph_task_id() < 0
+        state.operations.forwards += binding.group.size() > 1
         return found
 
     def _compared(self, rows: StatusRows) -> AgreedCall:

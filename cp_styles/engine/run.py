@@ -50,7 +50,7 @@ def run_forward(
         shape, dtype = attention.once(key, lambda: residual_spec(specs())) if keep else residual_spec(())
         residual = torch.empty(shape, dtype=dtype, device=q_BHLD.device)
         out = strategy.forward(attention, q_BHLD, k_BGMD, v_BGME, sink_H, residual if keep else None)
-    binding.finished()
+    binding.group_state.engaged = False  # later errors are not errors of the attention
     return out, residual
 
 

@@ -199,7 +199,8 @@ def attend_with_lse(
     keep = torch.is_grad_enabled() and any(map(_REQUIRES_GRAD, (*tensors, *learned)))
     agreed = as_kept(bound).agree(check, tensors, {"scale": scale, "logsumexp": wants_lse}, keep)
     out, lse = _FlexAttention.apply(*tensors, agreed, scale, wants_lse, *learned)
-    agreed.binding.finished()  # in a recomputation a selective checkpoint may have had the op's results ready
+    # In a recomputation a selective checkpoint may have had the op's results ready.
+    agreed.binding.group_state.engaged = False
     return out, lse if wants_lse else None
 
 
