@@ -64,6 +64,7 @@ class Tally:
         lengths: numbers of local queries of the calls that a function mode has intercepted.
         running: whether this forward is under way. (Not known where torch.compile traces it.)
         inputs: arguments of the module's forward, by parameter name; empty outside of a forward.
+        cuts: those among them that a layout has cut, each with its layout.
         made_mask: a mask that says more than causal, made for the layers of this forward by a door of another library.
         path: of the innermost module that runs, below the one that has the style.
         on_range: is called with the result and the arguments of each torch.arange that torch.compile traces in this
@@ -74,6 +75,7 @@ class Tally:
     lengths: set[int] = field(default_factory=set)
     running: bool = False
     inputs: dict[str, Any] = field(default_factory=dict)
+    cuts: Sequence[tuple[torch.Tensor, SequenceLayout]] = ()
     made_mask: Any = None
     path: str = ""
     on_range: Callable[[torch.Tensor, tuple[Any, ...], dict[str, Any]], None] | None = None
@@ -462,8 +464,9 @@ class _Call:
         binding.mask.check_unchanged()
         if cut_tensors := cuts_of(self.tensors):
             binding.refuse_other_cut(cut_tensors, q.shape[dim])
-        if binding.tally.inputs and (of_model := cuts_of(binding.tally.inputs.values())):
-            binding.refuse_other_cut([each for each in of_model if each[1].ranks != binding.group.size()], q.shape[dim])
+        if binding.tally.cuts:
+            of_other_ranks = [each for each in binding.tally.cuts if each[1].ranks != binding.group.size()]
+            binding.refuse_other_cut(of_other_ranks, q.shape[dim])
         own = q.shape[dim], k.shape[dim]
         if v.shape[dim] != own[1]:
             raise ValueError(f"{binding.name}: key and value have different lengths: {own[1]} and {v.shape[dim]}")

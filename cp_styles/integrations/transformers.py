@@ -116,10 +116,10 @@ def context_parallel_attention_forward(
             )
         if biases_DH is not None and softcap is not None:
             raise NotImplementedError(f"{name}: {type(module).__name__} has a position_bias beside a softcap")
-        if attention_mask is None and is_causal and calls.made_mask is not None:
+        if attention_mask is None and is_causal and calls.tally.made_mask is not None:
             raise NotImplementedError(
-                f"{name}: {type(module).__name__} attends without a mask, but the model has made {calls.made_mask} for "
-                "its layers: something drops it on its way, as accelerate does with cp_size in a ParallelismConfig. "
+                f"{name}: {type(module).__name__} attends without a mask, but the model has made {calls.tally.made_mask} "
+                "for its layers: something drops it on its way, as accelerate does with cp_size in a ParallelismConfig. "
                 f"Leave that out, or give the model neither padding nor packed documents{see('A mask that is dropped')}"
             )
         if cache is not None:
@@ -180,7 +180,7 @@ def _decode(
             f"{see('A cache that a model changes')}"
         )
     assert held is not None
-    alike = _random_state(query.device) if calls.attentions == 0 and _samples() else 0
+    alike = _random_state(query.device) if calls.tally.calls == 0 and _samples() else 0
     out_BHLE = calls.decode_with(query, held, DecodeCall(**said, alike=alike, refuse=refuse, expanded=expanded))
     if held in past.layers:
         past.attended(past.layers.index(held), calls.binding.mask & said["mask"])
@@ -283,7 +283,7 @@ def context_parallel_mask(
             return _mask_of_new_tokens(calls, past, encoder, batch_size, q_length, mask_function, attention_mask)
         made = _whole_mask(calls, batch_size, q_length, q_offset, mask_function, attention_mask, kwargs.get("config"))
     if made.padding is not None or not isinstance(made.mask, Full | Causal):
-        calls.note_mask(made)
+        calls.tally.made_mask = made
     return made
 
 
@@ -464,7 +464,7 @@ def encode(model: nn.Module, input_ids: torch.Tensor, *, attention_mask: torch.T
     if attention_mask is not None:
         inputs["attention_mask"] = attention_mask
     outputs = encoder(layout.shard(input_ids, 1, binding.group.rank()), **inputs)
-    if not calls.attentions:
+    if not calls.tally.calls:
         raise NotImplementedError(
             f"{binding.name}: {type(encoder).__name__} called no attention that is context parallel"
         )

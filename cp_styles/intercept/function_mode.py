@@ -75,7 +75,7 @@ class AttentionCalls(RerunMode):
         self._scoped = scoped
         self._sink = sink
         # The tally of the binding, so that ranks can compare the number of their calls.
-        self._tally = scoped.unscoped.tally if tally is None else tally
+        self.tally = scoped.unscoped.tally if tally is None else tally
         self._config_text = config_text_of(scoped)
         self._inlined = inlined
         self._grad_at_entry: list[bool] = []
@@ -85,7 +85,7 @@ class AttentionCalls(RerunMode):
         self._entering: str | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AttentionCalls:
-        tally = copy.deepcopy(self._tally, memo)
+        tally = copy.deepcopy(self.tally, memo)
         options = {"tally": tally, "inlined": self._inlined, "joint": self._joint}
         made = memo[id(self)] = AttentionCalls(self._scoped, self._name, **options)
         made._sink = copy.deepcopy(self._sink, memo)
@@ -93,11 +93,11 @@ class AttentionCalls(RerunMode):
 
     def with_sink(self, module: nn.Module, parameter: str) -> AttentionCalls:
         """This mode for calls under ``module``, which use its parameter as their attention sink."""
-        return AttentionCalls(self._scoped, self._name, (module, parameter), self._tally, joint=self._joint)
+        return AttentionCalls(self._scoped, self._name, (module, parameter), self.tally, joint=self._joint)
 
     def inlined(self) -> AttentionCalls:
         """This mode for a module whose forward torch.compile traces. ``__enter__`` is then not run."""
-        return AttentionCalls(self._scoped, self._name, self._sink, self._tally, inlined=True, joint=self._joint)
+        return AttentionCalls(self._scoped, self._name, self._sink, self.tally, inlined=True, joint=self._joint)
 
     @staticmethod
     def entered() -> AttentionCalls | None:
@@ -111,24 +111,26 @@ class AttentionCalls(RerunMode):
         # Nested modules enter the same mode again. Push it once, otherwise each call would pass it several times.
         entered = self.entered()
         self._grad_at_entry.append(torch.is_grad_enabled())
-        self._paths.append(self._tally.path)
+        self._paths.append(self.tally.path)
         if self._entering is not None:
-            self._tally.path, self._entering = self._entering, None
+            self.tally.path, self._entering = self._entering, None
         self._as_written.append(None if entered is self else FlexAsWritten())
         return self if entered is self else super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         self._grad_at_entry.pop()
-        self._tally.path = self._paths.pop()
+        self.tally.path = self._paths.pop()
         self._flex.forget()
         as_written = self._as_written.pop()
         if as_written is not None:
             as_written.end()
             super().__exit__(*exception)
 
-    def entering(self, path: str) -> None:
-        """Note the module whose forward enters this mode next: the ranks compare which one calls."""
+    def entering(self, path: str) -> bool:
+        """Note the module whose forward enters this mode next: the ranks compare which one calls. Returns whether the
+        hooks have run, with :meth:`start`."""
         self._entering = path
+        return self.tally.running
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -158,9 +160,9 @@ class AttentionCalls(RerunMode):
             _break_the_graph()
         elif func is FLEX_OPERATOR or name in VARLEN_OPERATORS:
             _break_the_graph()
-        elif func is torch.arange and self._tally.on_range is not None:
+        elif func is torch.arange and self.tally.on_range is not None:
             numbers = func(*args, **kwargs)
-            self._tally.on_range(numbers, args, kwargs)
+            self.tally.on_range(numbers, args, kwargs)
             return numbers
         if func in _OTHERS or name in _OTHER_OPERATORS:
             raise NotImplementedError(
@@ -182,7 +184,7 @@ class AttentionCalls(RerunMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        self._tally.calls += 1
+        self.tally.calls += 1
         attn_mask, is_causal = causal_bias(attn_mask, is_causal)
 
         def refuse() -> None:
@@ -194,7 +196,10 @@ class AttentionCalls(RerunMode):
                     "the ranks: call context_decode; a model of transformers does so with "
                     "attn_implementation=register_attention()"
                 )
-            self._refuse_options(query.shape[1], key.shape[1], dropout_p, enable_gqa)
+            if dropout_p:
+                refuse_dropout(self._name, dropout_p)
+            if query.shape[1] != key.shape[1]:
+                refuse_grouped(self._name, query.shape[1], key.shape[1], enable_gqa)
             self.check_call()
             self._refuse_mixed(query, key, value)
 
@@ -216,19 +221,13 @@ class AttentionCalls(RerunMode):
             refuse=refuse,
         )[0]
 
-    def _refuse_options(self, heads: int, kv_heads: int, dropout_p: float, enable_gqa: bool) -> None:
-        if dropout_p:
-            refuse_dropout(self._name, dropout_p)
-        if heads != kv_heads:
-            refuse_grouped(self._name, heads, kv_heads, enable_gqa)
-
     @never_compiled
     def _attend_uncompiled(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         """Keeps torch.compile from compiling the engine when it runs between graphs."""
         if not query.is_nested:
-            self._tally.lengths.update(query.shape[2:3])
+            self.tally.lengths.update(query.shape[2:3])
         return self._followed(self._attend(query, key, value, *args, **kwargs), (query, key, value))
 
     def _refuse_mixed(self, *tensors: torch.Tensor, dim: int = -2) -> None:
@@ -247,8 +246,8 @@ class AttentionCalls(RerunMode):
 
     @never_compiled
     def _attend_flex(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
-        self._tally.calls += 1
-        self._tally.lengths.add(query.shape[2])
+        self.tally.calls += 1
+        self.tally.lengths.add(query.shape[2])
         call = self._flex.take()
         if call is None:
             raise NotImplementedError(f"{self._name}: {FLEX_RENAMED or _FLEX_UNSEEN}")
@@ -261,37 +260,10 @@ class AttentionCalls(RerunMode):
         """The binding of a call at this moment."""
         return self._scoped.resolve()[0]
 
-    def watch_traced_ranges(self, look: Callable[[torch.Tensor, tuple[Any, ...], dict[str, Any]], None]) -> None:
-        """Until the end of this forward, call ``look`` with each torch.arange that torch.compile traces."""
-        self._tally.on_range = look
-
-    @property
-    def path(self) -> str:
-        """The module whose forward is under way, below the one that has the style."""
-        return self._tally.path
-
-    @property
-    def made_mask(self) -> Any:
-        """The last argument of :meth:`note_mask` in this forward."""
-        return self._tally.made_mask
-
-    def note_mask(self, mask: Any) -> None:
-        self._tally.made_mask = mask
-
-    @property
-    def attentions(self) -> int:
-        """How many attention calls there were in this forward of the context-parallel module."""
-        return self._tally.calls
-
-    @property
-    def lengths(self) -> set[int]:
-        """The numbers of local queries in the calls of scaled_dot_product_attention and flex_attention among them."""
-        return self._tally.lengths
-
     @property
     def inputs(self) -> Mapping[str, Any]:
         """What the context-parallel module was called with, by the names of its forward's parameters."""
-        return self._tally.inputs
+        return self.tally.inputs
 
     @uncompiled
     def attend_with(
@@ -312,7 +284,7 @@ class AttentionCalls(RerunMode):
         errors that only this rank may see. Communication and errors are those of
         :func:`~cp_styles.functions.context_attention`.
         """
-        self._tally.calls += 1
+        self.tally.calls += 1
 
         def check() -> None:
             if refuse is not None:
@@ -344,7 +316,7 @@ class AttentionCalls(RerunMode):
 
         The mask of ``call`` holds in addition to the module's and the scope's. Kernel and agreement are the module's.
         """
-        self._tally.calls += 1
+        self.tally.calls += 1
         binding = self._scoped.resolve()[0]
         mask = binding.mask & call.mask
         call = replace(call, mask=mask, kernel=binding.kernel, agreement=binding.agreement)
@@ -355,7 +327,7 @@ class AttentionCalls(RerunMode):
 
         ``refuse`` raises for errors that only this rank may see.
         """
-        self._tally.calls += 1
+        self.tally.calls += 1
 
         def refuse() -> None:
             self.check_call()
@@ -365,7 +337,7 @@ class AttentionCalls(RerunMode):
 
     @never_compiled
     def _attend_varlen(self, *args: Any, **kwargs: Any) -> Any:
-        self._tally.calls += 1
+        self.tally.calls += 1
         tensors = args[:3]
         out = varlen_operator(self._scoped.resolve()[0], partial(self._check_plain, *tensors, dim=0), *args, **kwargs)
         self._followed(out[0] if isinstance(out, tuple | list) else out, tensors, 0)
@@ -403,24 +375,19 @@ class AttentionCalls(RerunMode):
         if self._grad_at_entry[-1]:  # else it is around the innermost module, which it would call again
             super()._refuse_unknown(owner)
 
-    @property
-    def running(self) -> bool:
-        """Whether a forward is under way that :meth:`start` has begun."""
-        return self._tally.running
-
     def start(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Hook at the beginning of a module's forward."""
-        self._tally.calls, self._tally.made_mask = 0, None
+        self.tally.calls, self.tally.made_mask = 0, None
         if not torch.compiler.is_dynamo_compiling():
-            self._tally.running = True
-            self._tally.lengths.clear()
+            self.tally.running = True
+            self.tally.lengths.clear()
             self._scoped.unscoped.group_state.engaged = False
             self.refuse_tracers()
-            self._tally.inputs = dict(zip(names_of_inputs(module), args, strict=False)) | kwargs
+            self.tally.inputs = dict(zip(names_of_inputs(module), args, strict=False)) | kwargs
             # The layout of the model's inputs. It is not known any more for the inputs of its attention.
-            given = cuts_of((*args, *kwargs.values()))
-            if given and graph_task_id() < 0 and self._joint is None:
-                self._check_cut(given)
+            self.tally.cuts = cuts_of((*args, *kwargs.values()))
+            if self.tally.cuts and graph_task_id() < 0 and self._joint is None:
+                self._check_cut(self.tally.cuts)
 
     def refuse_tracers(self) -> None:
         """Raise while something other than torch.compile records a graph. No communication."""
@@ -432,7 +399,7 @@ class AttentionCalls(RerunMode):
                 "use torch.compile, or trace the model before the style is applied"
             )
 
-    def _check_cut(self, given: list[tuple[torch.Tensor, SequenceLayout]]) -> None:
+    def _check_cut(self, given: Sequence[tuple[torch.Tensor, SequenceLayout]]) -> None:
         """Raise, on every rank, if another layout has cut an input of the model."""
         binding = self._scoped.resolve()[0]
         try:
@@ -442,13 +409,13 @@ class AttentionCalls(RerunMode):
 
     def leave(self, module: nn.Module, args: Any, output: Any, *, attends: bool = True) -> None:
         """Hook at the end of a forward, after an exception too. ``attends``: it must have called attention."""
-        self._tally.inputs, self._tally.on_range, self._entering = {}, None, None
+        self.tally.inputs, self.tally.cuts, self.tally.on_range, self._entering = {}, (), None, None
         if not torch.compiler.is_dynamo_compiling():
-            self._tally.running = False
+            self.tally.running = False
         if not torch.compiler.is_dynamo_compiling() and output is None and sys.exc_info()[1] is not None:
             self._offer_refusal()
             return
-        if attends and not self._tally.calls:
+        if attends and not self.tally.calls:
             if not torch.compiler.is_dynamo_compiling():  # while tracing, no rank waits yet
                 self._offer_refusal()
             raise NotImplementedError(

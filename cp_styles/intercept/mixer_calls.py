@@ -126,7 +126,7 @@ def _mixed(calls: AttentionCalls, name: str, run: Callable[[CutSequence], Any], 
 
     def cut(refuse: Callable[[], None]) -> Any:
         sequence = CutSequence(
-            f"{binding.name}: {name} of {calls.path or 'the module itself'}",
+            f"{binding.name}: {name} of {calls.tally.path or 'the module itself'}",
             binding.axis,
             binding.group,
             binding.layout,
@@ -184,7 +184,7 @@ def _not_fused(calls: AttentionCalls, function: Callable[..., Any], *args: Any, 
 
 def _refused(remedy: str, calls: AttentionCalls, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     name = getattr(function, "__name__", "a function")
-    raise NotImplementedError(f"{calls.binding.name}: {name} of {calls.path} is not supported: {remedy}")
+    raise NotImplementedError(f"{calls.binding.name}: {name} of {calls.tally.path} is not supported: {remedy}")
 
 
 def _padding(calls: AttentionCalls, function: Callable[..., Any], x_BLC: torch.Tensor, attention_mask: Any) -> Any:

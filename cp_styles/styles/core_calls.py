@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 from cp_styles._compat import never_compiled
-from cp_styles.engine.binding import Binding
+from cp_styles.engine.binding import Binding, refuse_dropout, refuse_grouped
 from cp_styles.engine.custom_ops import agreed_call
 from cp_styles.engine.scope import ScopedBinding
 from cp_styles.functions.attention import attend
@@ -46,13 +47,13 @@ class CoreCalls(AttentionCalls):
 
     def begin(self) -> None:
         """A forward of the module begins."""
-        self._tally.calls = 0
+        self.tally.calls = 0
         if not torch.compiler.is_dynamo_compiling():
             self._scoped.unscoped.group_state.engaged = False
 
     def reached(self) -> bool:
         """Whether this forward has called attention. (A property cannot be traced.)"""
-        return self._tally.calls > 0
+        return self.tally.calls > 0
 
     def refuse_inside(self) -> None:
         """Raise inside a module or block that takes all attention."""
@@ -82,19 +83,23 @@ class CoreCalls(AttentionCalls):
         enable_gqa: bool = False,
     ) -> Any:
         tensors = query, key, value
-        if not (is_private(query) or is_private(key) or is_private(value)):
+        private = next(filter(is_private, tensors), None)
+        if private is None:
             options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
             return F.scaled_dot_product_attention(*tensors, attn_mask, **options)
-        self._tally.calls += 1
+        self.tally.calls += 1
         attn_mask, is_causal = causal_bias(attn_mask, is_causal)
         if torch.compiler.is_dynamo_compiling():
-            self._refuse_core_call(tensors, attn_mask)
+            self._refuse_core_call(tensors, private.device_mesh, attn_mask)
             local, source = [tensor.to_local() for tensor in tensors], self._config_text
         else:
-            local, source = self._local_call(tensors, attn_mask)
+            local, source = self._local_call(tensors, private.device_mesh, attn_mask)
 
         def refuse() -> None:
-            self._refuse_options(query.shape[_HEAD_DIM], key.shape[_HEAD_DIM], dropout_p, enable_gqa)
+            if dropout_p:
+                refuse_dropout(self._name, dropout_p)
+            if query.shape[_HEAD_DIM] != key.shape[_HEAD_DIM]:
+                refuse_grouped(self._name, query.shape[_HEAD_DIM], key.shape[_HEAD_DIM], enable_gqa)
             self.check_call()
 
         options = {"is_causal": is_causal, "attn_mask": attn_mask, "scale": scale}
@@ -115,13 +120,13 @@ class CoreCalls(AttentionCalls):
         raise NotImplementedError(f"{self._name}: varlen_attn {_NOT_ON_DTENSORS.format('context_varlen_attention')}")
 
     def _local_call(
-        self, tensors: tuple[Any, ...], attn_mask: torch.Tensor | None
+        self, tensors: tuple[Any, ...], mesh: DeviceMesh, attn_mask: torch.Tensor | None
     ) -> tuple[list[torch.Tensor], ScopedBinding | Binding]:
         """The local tensors of a call, and what attends to them. If it is refused, every rank raises."""
         query, key, value = tensors
         try:
-            self._refuse_core_call(tensors, attn_mask)
-            if query.device_mesh.ndim == 1:
+            self._refuse_core_call(tensors, mesh, attn_mask)
+            if mesh.ndim == 1:
                 return list(local_parts(tensors)), self._scoped
             share, whole = _share(self._name, tensors)
         except Exception as error:  # of any kind: the other ranks must raise too
@@ -130,9 +135,8 @@ class CoreCalls(AttentionCalls):
         source = self._scoped.resolve()[0].of_heads(share.heads, whole)
         return [local[0], *map(share.of_keys, local[1:])], source
 
-    def _refuse_core_call(self, tensors: tuple[Any, ...], attn_mask: torch.Tensor | None) -> None:
-        """Raise for a call that is not an attention over this module's sequence."""
-        mesh = next(filter(is_private, tensors)).device_mesh
+    def _refuse_core_call(self, tensors: tuple[Any, ...], mesh: DeviceMesh, attn_mask: torch.Tensor | None) -> None:
+        """Raise for a call that is not an attention over this module's sequence, which the private ``mesh`` cuts."""
         for label, tensor in zip(_LABELS, tensors, strict=True):
             if not isinstance(tensor, DTensor) or tensor.device_mesh != mesh:
                 raise ValueError(

@@ -95,7 +95,7 @@ class TokenGuard:
                 return forward(*args, **kwargs)
             with flow, flow.inside(self._describe(module)):
                 output = forward(*args, **kwargs)
-                problem = flow.problem_of_outputs(output, surely_tokens=not calls.attentions)
+                problem = flow.problem_of_outputs(output, surely_tokens=not calls.tally.calls)
                 if problem is not None:
                     raise NotImplementedError(f"{self._name}: {flow.words(problem)}")
             self._done.add((id(module), module.training))
@@ -434,7 +434,7 @@ class InputGuards:
                     f"{see('Positions that count from 0')}"
                 )
         if not facts.places or all(inputs.get(name) is None for name in facts.places):
-            self._calls.watch_traced_ranges(partial(_refuse_range, self._name, kind, _lengths(inputs)))
+            self._calls.tally.on_range = partial(_refuse_range, self._name, kind, _lengths(inputs))
 
     def _refuse_positions_of_padding(self, kind: str, inputs: Mapping[str, Any], padding: int) -> None:
         """Raise for tokens at positions of padding, and before, as if the model's first position were 0."""
@@ -459,7 +459,7 @@ class InputGuards:
         binding, inputs = self._calls.binding, self._calls.inputs
         length, kind = _length(inputs), type(module).__name__
         problem = None
-        for local in self._calls.lengths if self._facts.windows else ():
+        for local in self._calls.tally.lengths if self._facts.windows else ():
             whole, _ = binding.group_state.lengths.get((local, local), (local, local))
             problem = problem or self._lost_window(kind, inputs, local, whole)
         output = output if isinstance(output, Mapping) else {}

@@ -224,9 +224,7 @@ class _Entered(BoundToThisRun):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         calls, inlined, guard, forwards, path = getattr(self, _STATE)
         compiling = torch.compiler.is_dynamo_compiling()
-        if not compiling:
-            calls.entering(path)
-        if not compiling and not calls.running and graph_task_id() < 0:
+        if not compiling and not calls.entering(path) and graph_task_id() < 0:
             return forwards.run(self, super().forward, calls, guard, args, kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         if compiling or guard.followed(self):
             with inlined if compiling else calls:

@@ -304,13 +304,13 @@ class _BlockCalls(AttentionCalls):
         guards, self._guards = self._guards, {}
         if exception[0] is not None:
             return
-        for module, (guard, self._tally.inputs) in guards.items():
+        for module, (guard, self.tally.inputs) in guards.items():
             guard.check_output(module, (), None)  # by lengths that were not known before
             state_of(self._entry.group).the(_History).note(module, followed=self.flow is not None)
         if (
             self._entry.parts
             and not self._again
-            and not self._tally.calls
+            and not self.tally.calls
             and not self._scoped.unscoped.group_state.lengths
         ):
             warnings.warn(
@@ -332,18 +332,18 @@ class _BlockCalls(AttentionCalls):
                 by_model = self._scoped.unscoped.group_state.the(_History).facts
                 facts = by_model[module] = by_model.get(module) or ModelFacts.of(module)
                 guard = InputGuards(facts, self)
-                self._tally.inputs = inputs = dict(zip(facts.names, args, strict=False)) | kwargs
+                self.tally.inputs = inputs = dict(zip(facts.names, args, strict=False)) | kwargs
                 self._guards[module] = guard, {"attention_mask": inputs.get("attention_mask")}
                 try:
                     guard.check(module, args, kwargs)
                 finally:
-                    self._tally.inputs = {}
+                    self.tally.inputs = {}
 
     @property
     def inputs(self) -> Mapping[str, Any]:
         """Those of the outermost model that runs: a block has no hook on it."""
-        if self._tally.inputs:
-            return self._tally.inputs
+        if self.tally.inputs:
+            return self.tally.inputs
         models = [each for each in running_modules() if is_model(each[0])]
         module, args, kwargs = models[-1] if models else (None, (), {})
         return {} if module is None else dict(zip(names_of_inputs(module), args, strict=False)) | kwargs
