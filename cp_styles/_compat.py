@@ -9,7 +9,7 @@ import sys
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import timedelta
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from typing import Any, NamedTuple, TypeVar
 from weakref import finalize
 
@@ -99,31 +99,36 @@ def default_dispatch(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: d
     return dispatcher.wrap(results, info.output_sharding.output_spec)  # pyright: ignore[reportOptionalMemberAccess]
 
 
-def dtensors_without_grad(
-    parts: Sequence[torch.Tensor],
-    mesh: DeviceMesh,
-    specs: Sequence[tuple[tuple[Any, ...], torch.Size, tuple[int, ...]]],
-) -> tuple[DTensor, ...]:
-    """``DTensor.from_local`` for tensors that need no autograd and no checks: a tenth of the time. ``specs`` are their
-    placements, global shapes and strides. Seen: 2.11 to 2.15 (the constructor, DTensorSpec and TensorMeta)."""
+def dtensors_without_grad(parts: Sequence[torch.Tensor], specs: Sequence[Any]) -> tuple[DTensor, ...]:
+    """``DTensor.from_local`` for tensors that need no autograd and no checks: a tenth of the time. ``specs``: see
+    :func:`dtensor_spec`. Seen: 2.11 to 2.15 (the constructor)."""
     dtensors = []
-    for local, (placements, shape, stride) in zip(parts, specs, strict=True):
-        spec = _dtensor_spec(mesh, placements, shape, stride, local.dtype)
-        if spec.mesh is not mesh:  # an equal mesh, possibly of process groups that were destroyed
-            spec = _dtensor_spec.__wrapped__(mesh, placements, shape, stride, local.dtype)
+    for local, spec in zip(parts, specs, strict=True):
         # Without __init__, which is for torch.export, and takes longer than the rest.
         local = local.detach() if local.requires_grad else local
         dtensors.append(DTensor.__new__(DTensor, local, spec, requires_grad=False))
     return tuple(dtensors)
 
 
-@lru_cache(maxsize=256)  # many tensors may share a spec: DTensor's own sharding rules return shared ones too
-def _dtensor_spec(
+def dtensor_spec(
     mesh: DeviceMesh, placements: tuple[Any, ...], shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype
 ) -> Any:
+    """What a DTensor is beside its part; ``shape`` and ``stride`` are global. Many tensors may share one: DTensor's own
+    sharding rules return shared ones too. Seen: 2.11 to 2.15 (DTensorSpec and TensorMeta)."""
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-    return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, dtype))
+    # By the mesh itself, which the entry keeps: an equal one may be another rank's, or of groups that were destroyed.
+    key = id(mesh), placements, shape, stride, dtype
+    spec = _specs.get(key)
+    if spec is None:
+        if len(_specs) >= _MOST_SPECS:
+            _specs.clear()
+        spec = _specs[key] = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, dtype))
+    return spec
+
+
+_specs: dict[Any, Any] = {}
+_MOST_SPECS = 256
 
 
 @cache

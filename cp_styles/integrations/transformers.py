@@ -118,9 +118,10 @@ def context_parallel_attention_forward(
             raise NotImplementedError(f"{name}: {type(module).__name__} has a position_bias beside a softcap")
         if attention_mask is None and is_causal and calls.tally.made_mask is not None:
             raise NotImplementedError(
-                f"{name}: {type(module).__name__} attends without a mask, but the model has made {calls.tally.made_mask} "
-                "for its layers: something drops it on its way, as accelerate does with cp_size in a ParallelismConfig. "
-                f"Leave that out, or give the model neither padding nor packed documents{see('A mask that is dropped')}"
+                f"{name}: {type(module).__name__} attends without a mask, but the model made {calls.tally.made_mask} "
+                "for its layers: something drops it on its way, as accelerate does with cp_size in a "
+                "ParallelismConfig. Leave that out, or give the model neither padding nor packed documents"
+                f"{see('A mask that is dropped')}"
             )
         if cache is not None:
             raise NotImplementedError(f"{name}: a paged cache is not supported under context parallelism")

@@ -185,7 +185,8 @@ class AttentionCalls(RerunMode):
         enable_gqa: bool = False,
     ) -> torch.Tensor:
         self.tally.calls += 1
-        attn_mask, is_causal = causal_bias(attn_mask, is_causal)
+        if attn_mask is not None:
+            attn_mask, is_causal = causal_bias(attn_mask, is_causal)
 
         def refuse() -> None:
             if self._joint is not None:  # which cuts them

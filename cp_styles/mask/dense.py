@@ -125,7 +125,7 @@ class Dense(Mask):
         return bias
 
 
-def causal_bias(attn_mask: torch.Tensor | None, is_causal: bool) -> tuple[torch.Tensor | None, bool]:
+def causal_bias(attn_mask: torch.Tensor, is_causal: bool) -> tuple[torch.Tensor | None, bool]:
     """``(attn_mask, is_causal)``, where torch's ``causal_upper_left(...)`` and ``causal_lower_right(...)`` are causal.
 
     torch reads them so too, whatever lengths they were made for: this rank's or those of the whole sequence. A lower

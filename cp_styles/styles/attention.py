@@ -187,6 +187,7 @@ class CoreState:
                 f"{see('The style is on a whole attention block')}"
             )
         self._places = [(name, list(parameters).index(name)) for name in self._names]
+        self._first = [place for _, place in self._places] == [0, 1, 2]
 
     def attach(self) -> None:
         module = self.module
@@ -219,7 +220,7 @@ class CoreState:
                 return forward(*args, **kwargs)
         # The hooks have not run: the forward is called directly and not through the module, or torch.compile has traced
         # the hooks and then broke its graph inside the module.
-        args, kwargs = self._lift(args, kwargs)
+        args, kwargs = self._before(self.module, args, kwargs)
         try:
             with self._calls:
                 output = forward(*args, **kwargs)
@@ -229,11 +230,34 @@ class CoreState:
         return self._lower(output)
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Hook before the forward: the inputs become DTensors on the private mesh."""
+        """Hook before the forward: query, key and value become DTensors on the private mesh. If they are refused, every
+        rank raises."""
         if torch.compiler.is_dynamo_compiling():
             self._traced = False
             return args, kwargs
-        return self._lift(args, kwargs)
+        self._calls.refuse_tracers()
+        install_handlers()
+        self._lifted = None
+        self._calls.begin()
+        binding = self._scoped.resolve()[0]  # which tells other ranks of its errors by itself
+        by_place = len(args) == 3 and not kwargs and self._first
+        try:
+            self._calls.refuse_inside()
+            inputs = args if by_place else self._three(args, kwargs)
+            local, input_axes = tuple(inputs), None
+            if {*map(type, inputs)} != {torch.Tensor}:
+                input_axes = self._dtensor_io.other_axes(binding.name, self._names, inputs)
+                local = tuple([value.to_local() if isinstance(value, DTensor) else value for value in inputs])
+            check_local(binding.name, local)
+            if not by_place:
+                self._refuse_others(args, kwargs)
+            if cut := cuts_of(local):
+                binding.refuse_other_cut(cut, local[0].shape[self.style.seq_dim])
+            lifted = self._dtensor_io.lift(inputs, local, input_axes, binding.layout)
+        except Exception as error:  # of any kind: the other ranks must raise too
+            self._binding.refuse(error)
+        self._lifted = input_axes, lifted[0].shape[self.style.seq_dim]
+        return (tuple(lifted), kwargs) if by_place else self._replaced(args, kwargs, lifted)
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Hook after the forward, also after one that failed."""
@@ -249,28 +273,6 @@ class CoreState:
                 "the attribute `forward` of the module itself. Set it before the style is applied"
             )
         return output
-
-    def _lift(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """The arguments, with query, key and value as DTensors on the private mesh. If refused, every rank raises."""
-        self._calls.refuse_tracers()
-        install_handlers()
-        self._lifted = None
-        self._calls.begin()
-        binding = self._scoped.resolve()[0]  # which tells other ranks of its errors by itself
-        try:
-            self._calls.refuse_inside()
-            inputs = self._three(args, kwargs)
-            input_axes = self._dtensor_io.other_axes(binding.name, self._names, inputs)
-            local = tuple([value.to_local() if isinstance(value, DTensor) else value for value in inputs])
-            check_local(binding.name, local)
-            self._refuse_others(args, kwargs)
-            if cut := cuts_of(local):
-                binding.refuse_other_cut(cut, local[0].shape[self.style.seq_dim])
-            lifted = self._dtensor_io.lift(inputs, local, input_axes, binding.layout)
-        except Exception as error:  # of any kind: the other ranks must raise too
-            self._binding.refuse(error)
-        self._lifted = input_axes, lifted[0].shape[self.style.seq_dim]
-        return self._replaced(args, kwargs, lifted)
 
     def _lower(self, output: Any) -> Any:
         """The outputs in the form of the inputs."""
@@ -344,8 +346,6 @@ class CoreState:
 
     def _refuse_others(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise for tensors beside query, key and value. A mask is handed on, for the attention inside."""
-        if len(args) + len(kwargs) == 3:
-            return
         three = {place for name, place in self._places if name not in kwargs}
         names = list(self._signature.parameters)
         others = [(names[place] if place < len(names) else f"args[{place}]", x) for place, x in enumerate(args)]

@@ -30,13 +30,14 @@ from cp_styles.styles.mesh_axes import (
     local_parts,
     placed,
     placed_in_graph,
-    refuse_moved,
     refuse_placements,
 )
 from cp_styles.styles.private_mesh import is_private
+from cp_styles.troubleshooting import see
 
 _LABELS = ("query", "key", "value")
 _SEQ_DIM, _HEAD_DIM = 2, 1  # of what reaches the attention: [B, H, S, D]
+_ALONG = Shard(_SEQ_DIM)
 
 
 class CoreCalls(AttentionCalls):
@@ -88,7 +89,8 @@ class CoreCalls(AttentionCalls):
             options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
             return F.scaled_dot_product_attention(*tensors, attn_mask, **options)
         self.tally.calls += 1
-        attn_mask, is_causal = causal_bias(attn_mask, is_causal)
+        if attn_mask is not None:
+            attn_mask, is_causal = causal_bias(attn_mask, is_causal)
         if torch.compiler.is_dynamo_compiling():
             self._refuse_core_call(tensors, private.device_mesh, attn_mask)
             local, source = [tensor.to_local() for tensor in tensors], self._config_text
@@ -149,7 +151,13 @@ class CoreCalls(AttentionCalls):
                     f"{tuple(tensor.shape)}. The attention over all ranks needs 4 (batch, heads, sequence, head dim): "
                     "give query, key and value the missing ones, such as query.unsqueeze(0)"
                 )
-        refuse_moved(self._name, _LABELS, tensors, _SEQ_DIM)
+        for label, tensor in zip(_LABELS, tensors, strict=True):
+            if tensor.placements[0] != _ALONG:
+                raise ValueError(
+                    f"{self._name}: {label} has the placements {tensor.placements} and the shape "
+                    f"{tuple(tensor.shape)} at the attention, not {_ALONG!r} on the sequence axis: the module moved or "
+                    f"gathered the sequence dim; check seq_dim{see('The sequence dim has moved')}"
+                )
         if isinstance(attn_mask, DTensor):
             raise NotImplementedError(
                 f"{self._name}: attn_mask is a DTensor; pass the mask of the whole sequence as a plain tensor, the "

@@ -24,19 +24,21 @@ from torch.distributed.tensor import DTensor, Shard
 from cp_styles.layout import Balancer, SequenceLayout
 from cp_styles.styles.mesh_axes import (
     OtherAxes,
-    Placements,
     declared_size,
     keeps_apart,
     local_parts,
     other_axes_of,
     placed,
+    placed_as,
     placed_in_graph,
-    placed_together,
     refuse_placements,
     sequence_placement,
+    spec_of,
 )
 from cp_styles.styles.private_mesh import private_mesh
 from cp_styles.troubleshooting import see
+
+_MOST_SPECS = 64
 
 
 class DTensorIO:
@@ -59,6 +61,8 @@ class DTensorIO:
         self._seq_dim = seq_dim
         self._use_local_output = use_local_output
         self._known: dict[DeviceMesh, OtherAxes | str] = {}
+        # Of inputs without other axes: how they are placed, by what they are beside their values.
+        self._specs: dict[Any, Sequence[Any]] = {}
 
     handle = ""
 
@@ -122,23 +126,26 @@ class DTensorIO:
     ) -> Sequence[DTensor]:
         """``values`` with the local tensors ``parts`` as DTensors on the private mesh. ``layout``: that of the call, or
         the balancer that makes it."""
+        q, k, v = parts
+        metas = q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype
+        key = metas, q.device.type, layout if isinstance(layout, SequenceLayout) else None
+        if input_axes is None and key in self._specs:
+            return placed_as(parts, self._specs[key])
         rank, ranks, dim = self._group.rank(), self._group.size(), self._seq_dim
-        placements: list[Placements] = []
-        shapes: list[list[int]] = []
-        sizes: dict[int, int] = {}  # by this rank's rows, which are alike in most calls
+        mesh, specs = private_mesh(self._group, q.device.type, input_axes), []
         for value, part in zip(values, parts, strict=True):
             others = ()
             shape = list(part.shape)
             if input_axes is not None:
                 assert isinstance(value, DTensor)  # other_axes() saw it
                 others, shape = input_axes.others(value.placements), list(value.shape)
-            rows = part.shape[dim]
-            if rows not in sizes:
-                sizes[rows] = declared_size(layout, rank, ranks, rows)
-            shape[dim] = sizes[rows]
-            placements.append((Shard(dim), *others))
-            shapes.append(shape)
-        return placed_together(parts, private_mesh(self._group, parts[0].device.type, input_axes), placements, shapes)
+            shape[dim] = declared_size(layout, rank, ranks, part.shape[dim])
+            specs.append(spec_of(part, mesh, (Shard(dim), *others), shape))
+        if input_axes is None:
+            if len(self._specs) >= _MOST_SPECS:
+                self._specs.clear()
+            self._specs[key] = specs
+        return placed_as(parts, specs)
 
     def lower(self, name: str, output: DTensor, input_axes: OtherAxes | None, scale: tuple[int, int]) -> torch.Tensor:
         """An output on the private mesh, converted to the form of the inputs. ``scale``: the number of queries that was

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import attrgetter
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from cp_styles._compat import dtensors_without_grad
+from cp_styles._compat import dtensor_spec, dtensors_without_grad
 from cp_styles.device_copies import tensor_on
 from cp_styles.layout import Balancer, SequenceLayout
 from cp_styles.troubleshooting import see
@@ -120,19 +121,6 @@ def keeps_apart(placement: Placement, head_dim: int) -> bool:
     """
     # Not by type(), which torch 2.11 does not know while it traces.
     return placement.is_replicate() or placement == Shard(0) or placement == Shard(head_dim)
-
-
-def refuse_moved(name: str, labels: Sequence[str], tensors: Sequence[DTensor], seq_dim: int) -> None:
-    """Raise ValueError if one of ``tensors``, on a bound mesh, is not sharded along the sequence any more."""
-    along = Shard(seq_dim)
-    for label, tensor in zip(labels, tensors, strict=True):
-        if tensor.placements[0] != along:
-            raise ValueError(
-                f"{name}: {label} has the placements {tensor.placements} and the shape {tuple(tensor.shape)} at the "
-                f"attention, not Shard({seq_dim}) on the sequence axis: the module moved or gathered the sequence dim; "
-                "check seq_dim"
-                f"{see('The sequence dim has moved')}"
-            )
 
 
 def sequence_placement(name: str, output: DTensor) -> tuple[Shard, Placements]:
@@ -267,7 +255,7 @@ def _interval(tensor: DTensor, place: Sequence[int]) -> tuple[int, int]:
 
 def placed(local: torch.Tensor, mesh: DeviceMesh, placements: Placements, shape: Sequence[int]) -> DTensor:
     """The rank's part as a DTensor of a global ``shape``, with the memory order of ``local``. No communication."""
-    return placed_together((local,), mesh, (placements,), (shape,))[0]
+    return placed_as((local,), (spec_of(local, mesh, placements, shape),))[0]
 
 
 def placed_in_graph(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
@@ -275,21 +263,24 @@ def placed_in_graph(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[
     return DTensor.from_local(local, mesh, placements, run_check=False)
 
 
-def placed_together(
-    parts: Sequence[torch.Tensor], mesh: DeviceMesh, placements: Sequence[Placements], shapes: Sequence[Sequence[int]]
-) -> Sequence[DTensor]:
-    """:func:`placed` for several parts. They share a node of autograd, if there is one axis and all require grad."""
-    specs: list[tuple[Placements, torch.Size, tuple[int, ...]]] = []
-    for part, placement, shape in zip(parts, placements, shapes, strict=True):
-        size = torch.Size(shape)
-        specs.append((placement, size, _strides(part.shape, part.stride(), size)))
+def spec_of(part: torch.Tensor, mesh: DeviceMesh, placements: Placements, shape: Sequence[int]) -> Any:
+    """What :func:`placed_as` takes, for a part of a tensor of this global shape, with the memory order of the part."""
+    size = torch.Size(shape)
+    return dtensor_spec(mesh, placements, size, _strides(part.shape, part.stride(), size), part.dtype)
+
+
+def placed_as(parts: Sequence[torch.Tensor], specs: Sequence[Any]) -> Sequence[DTensor]:
+    """:func:`placed` for several parts, by their specs. They share a node of autograd, if there is one axis and all
+    require grad."""
     if not (torch.is_grad_enabled() or torch.is_inference_mode_enabled()):
-        return dtensors_without_grad(parts, mesh, specs)
-    if mesh.ndim == 1 and all(map(_REQUIRES_GRAD, parts)):
-        return _Placed.apply(mesh, placements, specs, *parts)
+        return dtensors_without_grad(parts, specs)
+    if specs[0].mesh.ndim == 1 and all(map(_REQUIRES_GRAD, parts)):
+        return _Placed.apply(specs, *parts)
     return [
-        DTensor.from_local(part, mesh, placement, run_check=False, shape=size, stride=strides)
-        for part, (placement, size, strides) in zip(parts, specs, strict=True)
+        DTensor.from_local(
+            part, spec.mesh, spec.placements, run_check=False, shape=spec.tensor_meta.shape, stride=spec.stride
+        )
+        for part, spec in zip(parts, specs, strict=True)
     ]
 
 
@@ -300,19 +291,19 @@ class _Placed(torch.autograd.Function):
     """``DTensor.from_local`` on one axis, in a fraction of its time: every call of a style makes four DTensors."""
 
     @staticmethod
-    def forward(ctx, mesh, placements, specs, *parts):
+    def forward(ctx, specs, *parts):
         ctx.set_materialize_grads(False)
-        ctx.placements = placements
-        return dtensors_without_grad(parts, mesh, specs)
+        ctx.specs = specs
+        return dtensors_without_grad(parts, specs)
 
     @staticmethod
     def backward(ctx, *grads):
         found: list[torch.Tensor | None] = []
-        for grad, placements in zip(grads, ctx.placements, strict=True):
-            if grad is not None and grad.placements != placements:
-                grad = grad.redistribute(placements=placements)
+        for grad, spec in zip(grads, ctx.specs, strict=True):
+            if grad is not None and grad.placements != spec.placements:
+                grad = grad.redistribute(placements=spec.placements)
             found.append(None if grad is None else grad.to_local())
-        return None, None, None, *found
+        return None, *found
 
 
 def local_parts(tensors: Sequence[DTensor], gradients: Sequence[Placements] | None = None) -> Sequence[torch.Tensor]:

@@ -184,7 +184,7 @@ STATE = {
         "styles/attention.py": "_serial",
     },
     "caches by value": {
-        "_compat.py": "_dtensor_spec",
+        "_compat.py": "_specs",
         "comm/agreement.py": "fingerprint_of",
         "engine/checkpoint.py": "_kept_ops",
         "engine/config_text.py": "_spelled",
