@@ -240,8 +240,7 @@ def cut_with(tensor: torch.Tensor) -> SequenceLayout | None:
 
 def cuts_of(values: Iterable[Any]) -> list[tuple[torch.Tensor, SequenceLayout]]:
     """The tensors among ``values`` that a layout has cut, each with :func:`cut_with`."""
-    pairs = ((value, getattr(value, "_cp_styles_layout", None)) for value in values)
-    return [(value, cut) for value, cut in pairs if cut is not None]
+    return [(value, cut) for value in values if (cut := getattr(value, "_cp_styles_layout", None)) is not None]
 
 
 def mark_cut(tensor: torch.Tensor, layout: SequenceLayout | None) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -32,6 +33,7 @@ from cp_styles._compat import (
     FLEX_RENAMED,
     FLEX_UNBLOCKED,
     RESUMED,
+    FlexLocals,
     constant_under_compile,
     flex_locals,
     never_compiled,
@@ -43,8 +45,6 @@ from cp_styles.functions.flex import FlexCall
 _SIZE = torch.Tensor.size
 _DEVICE, _REQUIRES_GRAD = torch.Tensor.device.__get__, torch.Tensor.requires_grad.__get__  # pyright: ignore
 _NUMEL = torch.Tensor.numel
-QUESTIONS: dict[Any, tuple[Any, ...]] = {_SIZE: (-2,), _DEVICE: (), _REQUIRES_GRAD: (), _NUMEL: ()}
-"""The calls that :meth:`FlexCalls.answer` may have an answer to, with their arguments beside the tensor."""
 
 
 class FlexCalls:
@@ -57,11 +57,12 @@ class FlexCalls:
     def __init__(self) -> None:
         self.pending: tuple[FrameType, FlexCall] | None = None
         self._empty_lse: torch.Tensor | None = None
+        self._asked: tuple[FrameType, FlexLocals] | None = None  # the latest frame that has asked for a size
 
     @never_compiled
     def answer(self, frame: FrameType, func: Any, args: tuple[Any, ...]) -> Any:
         """The answer to one of QUESTIONS from ``frame``. None if the real answer is right."""
-        while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:  # a mode entered later
+        while frame.f_code.co_name == _BY_MODE and frame.f_back is not None:  # a mode entered later
             frame = frame.f_back
         if frame.f_globals is not FLEX_GLOBALS or FLEX_RENAMED:  # then the operator is refused
             return None
@@ -69,7 +70,9 @@ class FlexCalls:
         if func is _SIZE:
             if not _IS_PART(asked_in):
                 return None
-            said = flex_locals(frame)
+            if self._asked is None or self._asked[0] is not frame:  # reading them makes a dict of all
+                self._asked = frame, flex_locals(frame)
+            said = self._asked[1]
             if said.block_mask is None or min(said.block_mask.BLOCK_SIZE) >= FLEX_UNBLOCKED:
                 return None
             queries, keys = said.block_mask.seq_lengths
@@ -101,6 +104,7 @@ class FlexCalls:
 
     def forget(self, unless_under_way: bool = False) -> None:
         """Drop the noted call, if an exception has kept it from its operator."""
+        self._asked = None
         if self.pending is None:
             return
         frame = sys._getframe(1) if unless_under_way else None
@@ -142,5 +146,15 @@ def traced_part(inlined: bool) -> str:
 
 
 # Whether a function of torch's module is flex_attention, or its rest after a graph break; by its name.
-_IS_PART = re.compile(rf"({RESUMED}_{FLEX_FUNCTION.__name__}_.*)|{FLEX_FUNCTION.__name__}", re.DOTALL).fullmatch
+_PART = rf"({RESUMED}_{FLEX_FUNCTION.__name__}_.*)|{FLEX_FUNCTION.__name__}"
+_IS_PART = re.compile(_PART, re.DOTALL).fullmatch
+_BY_MODE = "__torch_function__"  # of a mode that was entered later, which hands the question on
+QUESTIONS: dict[Any, tuple[tuple[Any, ...], Callable[[str], object]]] = {
+    _SIZE: ((-2,), re.compile(f"{_PART}|{_BY_MODE}", re.DOTALL).fullmatch),
+    _DEVICE: ((), frozenset((FLEX_BEFORE_OPERATOR, _BY_MODE)).__contains__),
+    _REQUIRES_GRAD: ((), frozenset((FLEX_CHECKS_DEVICE, _BY_MODE)).__contains__),
+    _NUMEL: ((), bool),
+}
+"""The calls that :meth:`FlexCalls.answer` may have an answer to: their arguments beside the tensor, and whether the
+function of this name may ask it. Most calls come from other functions, and cost a look into this table."""
 _FILE, _PACKAGE = FLEX_FUNCTION.__code__.co_filename, Path(__file__).parents[1]

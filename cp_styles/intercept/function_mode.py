@@ -145,7 +145,8 @@ class AttentionCalls(RerunMode):
             name = (name or "").removesuffix(".default")
             if self._flex.pending is not None:
                 self._flex.forget(unless_under_way=True)
-            if args[1:] == QUESTIONS.get(func):
+            question = QUESTIONS.get(func)
+            if question is not None and args[1:] == question[0] and question[1](sys._getframe(1).f_code.co_name):
                 answer = self._flex.answer(sys._getframe(1), func, args)
                 return func(*args, **kwargs) if answer is None else answer
             if func is FLEX_OPERATOR:
