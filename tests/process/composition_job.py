@@ -18,22 +18,24 @@ from tests.ranks.composition import COMPOSITIONS, STEPS, Training, alone
 TOLERANCE = 1e-9
 
 
-def furthest(run: Training, single: Training) -> tuple[float, float]:
-    """The largest difference of a loss, and the largest relative one of a parameter, on any rank."""
+def furthest(run: Training, single: Training) -> list[float]:
+    """The largest difference of a loss, and the largest relative ones of a parameter and of a first gradient, on any
+    rank."""
     parameters = single.parameters()
     mine = torch.tensor(
         [
             max(abs(found - wanted) for found, wanted in zip(run.losses, single.losses, strict=True)),
             max(error(found, parameters[name]) for name, found in run.parameters().items()),
+            max(error(found, single.gradients[name]) for name, found in run.gradients.items()),
         ],
         dtype=torch.float64,
     )
     dist.all_reduce(mine, op=dist.ReduceOp.MAX)
-    return mine[0].item(), mine[1].item()
+    return mine.tolist()
 
 
-def is_the_same(loss: float, parameter: float) -> bool:
-    return loss < TOLERANCE and parameter < TOLERANCE  # nan is neither
+def is_the_same(*differences: float) -> bool:
+    return all(each < TOLERANCE for each in differences)  # nan is not
 
 
 def main(folder: Path) -> int:
@@ -46,10 +48,10 @@ def main(folder: Path) -> int:
         with warnings.catch_warnings():
             warnings.simplefilter("error", UnreducedGradientsWarning)
             run = make().run(STEPS)
-        loss, parameter = furthest(run, single)
-        missed += not is_the_same(loss, parameter)
+        differences = furthest(run, single)
+        missed += not is_the_same(*differences)
         if dist.get_rank() == 0:
-            said = f"{make.__name__}: losses within {loss:.0e}, parameters within {parameter:.0e}"
+            said = f"{make.__name__}: losses within {differences[0]:.0e}, parameters within {differences[1]:.0e}"
             print(f"{said}, {time.perf_counter() - start:.1f} s", flush=True)
             print("".join(f"    {line}\n" for line in run.counted().splitlines()), end="", flush=True)
     dist.barrier()

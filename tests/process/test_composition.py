@@ -16,7 +16,7 @@ pytestmark = pytest.mark.process
 
 
 def test_every_composition_is_the_training_of_one_process(on_processes):
-    """The losses and the parameters to 1e-9, which the job holds; and what rank 0 sends in a step, to the byte."""
+    """Losses, parameters and first gradients to 1e-9, which the job holds; what rank 0 sends in a step, to the byte."""
     done = on_processes["compositions"]
     assert done.statuses == [0] * 4, done.said[0]
     without_figures = re.sub(r": losses within .*", "", done.said[0])

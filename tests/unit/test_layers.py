@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -85,10 +86,17 @@ def imports_of(source: str, package: list[str]) -> Iterator[str]:
                 yield parts[1] if is_module else "__init__"
 
 
+@cache
 def package_files() -> list[Path]:
     return sorted(PACKAGE.rglob("*.py"))
 
 
+@cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+@cache
 def imports_of_file(path: Path) -> set[str]:
     return set(imports_of(path.read_text(), [PACKAGE.name, *path.relative_to(PACKAGE).parts[:-1]]))
 
@@ -102,6 +110,7 @@ def is_core(path: Path) -> bool:
     return file not in BESIDE_CORE and any(file == part or file.startswith(f"{part}/") for part in CORE)
 
 
+@cache
 def sizes() -> dict[str, int]:
     return {
         "lines of the package": sum(map(lines_of, package_files())),
@@ -137,7 +146,7 @@ def test_imports_point_down(path: Path):
 @pytest.mark.parametrize("path", package_files(), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_no_folder_imports_private_names_of_another(path: Path):
     """Neither a private file nor a private name. Names of ``_compat`` are for all."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"{PACKAGE.name}."):
             parts = [*(node.module or "").split(".")[1:], *(alias.name for alias in node.names)]
             private = [part for part in parts if part.startswith("_") and part != "_compat"]
@@ -354,7 +363,7 @@ def test_no_cycles_between_files():
     files = {dotted(path): path for path in package_files()}
     edges: dict[str, set[str]] = {}
     for name, path in files.items():
-        nodes = list(ast.walk(ast.parse(path.read_text())))
+        nodes = nodes_of(path)
         plain = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
         named = [(n.module or "", alias.name) for n in nodes if isinstance(n, ast.ImportFrom) for alias in n.names]
         assert not [n for n in nodes if isinstance(n, ast.ImportFrom) and n.level], f"{name} has a relative import"
@@ -403,7 +412,7 @@ def test_only_compat_names_what_torch_keeps_private():
     for path in package_files():
         if module_of(path) == "_compat":
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
                 parts = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
             elif isinstance(node, ast.Attribute):
@@ -441,10 +450,5 @@ def test_the_engine_knows_no_dtensor():
 
 
 def test_no_two_classes_have_one_name():
-    names = [
-        node.name
-        for path in package_files()
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ClassDef)
-    ]
+    names = [node.name for path in package_files() for node in nodes_of(path) if isinstance(node, ast.ClassDef)]
     assert sorted(name for name in set(names) if names.count(name) > 1) == []

@@ -67,7 +67,7 @@ def test_what_is_left_of_batches():
             outs.append(context_varlen_attention(pack[0], pack[1], pack[2], mesh, edges, layout=layout))
             torch.stack([out.sum() for out in outs]).sum().backward()
 
-        for index in range(8 * 3 + 1):
+        for index in range(8 * 2 + 1):
             if index % 8 == 0:
                 bindings_of(mesh.get_group()).clear()
             dist.barrier()

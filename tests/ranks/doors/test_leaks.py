@@ -16,20 +16,15 @@ from torch.distributed.tensor import DTensor
 
 from cp_styles.comm.point_to_point import TransferError
 from cp_styles.functions.attention import context_attention
-from cp_styles.kernels import CPU_FLASH, ReferenceKernel
+from cp_styles.kernels import ReferenceKernel
 from cp_styles.layout import contiguous, head_tail
-from cp_styles.mask import Causal, SlidingWindow
+from cp_styles.mask import Causal
 from cp_styles.strategies import AllGather, Ring
-from tests.oracle import allowed, error, expected_attention, randn
-from tests.ranks.attention_case import EXACT, Core, Projected, parallel
+from tests.oracle import error
+from tests.ranks.attention_case import EXACT, Core, parallel
 from tests.ranks.leak_scene import RANKS, Oops, Scene, Stop, attention_of, raising, scenario
 
 # -- things that raise --
-
-
-@scenario
-def test_nothing_special(s: Scene) -> None:
-    s.run(s.probe())
 
 
 @scenario
@@ -205,23 +200,6 @@ def test_an_input_that_nothing_depends_on(s: Scene) -> None:
 
 
 @scenario
-def test_gradient_of_a_parameter_around_the_core(s: Scene) -> None:
-    whole, module = Projected(Core()), Projected(Core())
-    s.probes.append(parallel(module.core, s.mesh))  # no probe, but used again like one
-    tokens, cotangent = randn(1, 2, 13, 10), randn(2, 2, 13, 10)
-    (expected,) = torch.autograd.grad(whole(tokens), whole.v.weight, cotangent)
-    layout = head_tail(13, RANKS)
-    out = module(layout.shard(tokens, 1, s.rank))
-    (grad,) = torch.autograd.grad(out, module.v.weight, layout.shard(cotangent, 1, s.rank), retain_graph=True)
-    torch.distributed.all_reduce(grad)
-    assert error(grad, expected) < EXACT
-    out.backward(layout.shard(cotangent, 1, s.rank))
-    grad = module.v.weight.grad.clone()
-    torch.distributed.all_reduce(grad)
-    assert error(grad, expected) < EXACT
-
-
-@scenario
 def test_gradient_of_a_parameter_inside_the_core(s: Scene) -> None:
     """A learned temperature: its gradient is this rank's share, a plain tensor."""
 
@@ -306,26 +284,3 @@ def test_nested_modules_that_hand_their_inputs_on(s: Scene) -> None:
     outer.attend = lambda *qkv: inner(*qkv)
     with pytest.raises(ValueError, match="query is a DTensor on mesh axes"):
         outer(*s.leaves()[0])
-
-
-@scenario
-def test_two_configurations(s: Scene) -> None:
-    """Strategies, layouts, masks and kernels of their own, on one mesh, alive at the same time."""
-    window = SlidingWindow(2, 1)
-    mask = allowed(lambda p, j: p - 2 <= j <= p + 1, 13, 13)
-    expected = expected_attention(s.problem.inputs, s.problem.cotangent, mask)
-    styles = [
-        {"strategy": Ring(), "layout": contiguous, "mask": window},
-        {"strategy": AllGather(keep=0), "layout": head_tail, "mask": window, "kernel": ReferenceKernel()},
-    ]
-    causal = s.probe(layout=head_tail, kernel=CPU_FLASH)
-    causal_set = s.leaves()
-    causal_out = causal(*causal_set[0])
-    windowed = [parallel(Core(causal=False), s.mesh, **style) for style in styles]
-    sets = [s.leaves(style["layout"]) for style in styles]
-    outs = [core(*leaves) for core, (leaves, _) in zip(windowed, sets, strict=True)]
-    s.check([causal_out, *torch.autograd.grad(causal_out, causal_set[0], causal_set[1])])
-    for style, out, (leaves, cotangent) in zip(styles, outs, sets, strict=True):
-        layout = style["layout"](13, RANKS)
-        for mine, whole in zip([out, *torch.autograd.grad(out, leaves, cotangent)], expected, strict=True):
-            assert error(mine, layout.shard(whole, 2, s.rank)) < EXACT

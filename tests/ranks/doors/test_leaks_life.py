@@ -13,12 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.experimental._context_parallel import _attention as torch_cp
-from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils.checkpoint import checkpoint
 
 from cp_styles import GradientCheck, context_attention
@@ -28,8 +26,8 @@ from cp_styles.layout import head_tail
 from cp_styles.mask import Causal, Dense, Full
 from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.testing import run_ranks
-from tests.oracle import error, randn
-from tests.ranks.attention_case import EXACT, Core, Projected, cp_mesh, parallel
+from tests.oracle import randn
+from tests.ranks.attention_case import Core, Projected, cp_mesh, parallel
 from tests.ranks.leak_scene import Oops, Scene, attention_of, raising, scenario
 
 # -- checkpointing and saved tensors --
@@ -138,34 +136,6 @@ def test_attention_outside_during_forward_and_backward(s: Scene) -> None:
     out = probe(*leaves)
     out.register_hook(lambda _: s.outside())
     s.check([out, *torch.autograd.grad(out, leaves, cotangent)])
-
-
-@scenario
-def test_with_loss_parallel(s: Scene) -> None:
-    """It adds its own handlers to DTensor's table and takes them out again."""
-    logits, labels = randn(5, 6, 9), torch.arange(6)
-    expected = F.cross_entropy(logits, labels)
-    probe, loss_context = s.probe(), loss_parallel()
-    leaves, cotangent = s.leaves()
-
-    def cross_entropy_is_right() -> None:
-        shard = distribute_tensor(logits, s.other_mesh, [Shard(1)]).requires_grad_()
-        loss = F.cross_entropy(shard, labels)
-        assert error(loss.full_tensor(), expected) < EXACT
-        (grad,) = torch.autograd.grad(loss, shard)
-        whole = logits.clone().requires_grad_()
-        assert error(grad.full_tensor(), torch.autograd.grad(F.cross_entropy(whole, labels), whole)[0]) < EXACT
-
-    outs = [probe(*leaves)]
-    s.once(loss_context.__enter__)
-    outs.append(probe(*leaves))
-    cross_entropy_is_right()
-    s.check([outs[0], *torch.autograd.grad(outs[0], leaves, cotangent)])
-    s.run(probe)
-    cross_entropy_is_right()
-    s.outside()
-    s.once(lambda: loss_context.__exit__(None, None, None))
-    s.check([outs[1], *torch.autograd.grad(outs[1], leaves, cotangent)])
 
 
 @scenario

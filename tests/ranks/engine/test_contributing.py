@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cp_styles.mask import Full
@@ -113,12 +113,14 @@ def test_all_of_them_together(ranks: int, monkeypatch):
     assert wrong_rows([row for row in rows for _ in range(2)], ranks) == []
 
 
+@settings(max_examples=25)
 @given(layouts())
 def test_every_attended_pair_once_under_the_mask(layout):
     for mask, sees in example("mask").values():
         check_plans(layout, layout, mask, allowed(sees, layout.length, layout.length))
 
 
+@settings(max_examples=25)
 @given(st.integers(5, 40), st.integers(1, 6), st.data())
 def test_every_attended_pair_once_in_the_layout(length: int, ranks: int, data: st.DataObject):
     cases = mask_cases(length)

@@ -1,5 +1,5 @@
-"""Sums of gradients over cp by FSDP2, DDP and ``sum_gradients``. For gradients that are not summed see
-test_unreduced.py."""
+"""Sums of gradients over cp by FSDP2, DDP and ``sum_gradients``, beside the compositions that run on processes:
+tests/process/test_composition.py. For gradients that are not summed see test_unreduced.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from functools import partial
 
 import pytest
 import torch
-from expecttest import assert_expected_inline
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -28,92 +27,20 @@ from tests.ranks.composition import RANKS, Training, alone, dp_cp, one_cp, shard
 EXACT = 1e-11
 
 
-def assert_same_training(make, steps: int) -> str:
-    """On every rank: losses, first gradients and final parameters are one process'. Returns what rank 0 sent."""
+def assert_same_training(make, steps: int) -> None:
+    """On every rank: losses, first gradients and final parameters are one process'."""
 
     def on(rank: int):
         run = make().run(steps)
-        return run.losses, run.gradients, run.parameters(), run.counted()
+        return run.losses, run.gradients, run.parameters()
 
     single = alone(steps)
     runs = run_ranks(on, RANKS)
-    for losses, gradients, parameters, _ in runs:
+    for losses, gradients, parameters in runs:
         assert losses == pytest.approx(single.losses, abs=EXACT)
         for found, wanted in ((gradients, single.gradients), (parameters, single.parameters())):
             assert max(error(found[name], wanted[name]) for name in found) < EXACT
     assert {name for run in runs for name in run[2]} == single.parameters().keys()  # stages have some of them each
-    return runs[0][-1]
-
-
-def test_sum_gradients_over_dp_and_cp():
-    assert_expected_inline(
-        assert_same_training(composition.by_sum_gradients, 2),
-        """\
-all_gather: 6 calls, 832 bytes
-all_reduce: 3 calls, 217092 bytes
-send: 30720 bytes""",
-    )
-
-
-def test_fsdp_over_dp_and_cp():
-    assert_expected_inline(
-        assert_same_training(composition.by_fsdp_over_dp_cp, 2),
-        """\
-all_gather: 10 calls, 201928 bytes
-all_reduce: 2 calls, 132 bytes
-reduce_scatter: 3 calls, 108480 bytes
-send: 30720 bytes""",
-    )
-
-
-def test_fsdp_over_cp():
-    assert_expected_inline(
-        assert_same_training(composition.by_fsdp_over_cp, 2),
-        """\
-all_gather: 10 calls, 202968 bytes
-all_reduce: 2 calls, 132 bytes
-reduce_scatter: 3 calls, 108480 bytes
-send: 131072 bytes""",
-    )
-
-
-def test_ddp_over_cp():
-    assert_expected_inline(
-        assert_same_training(composition.by_ddp_over_cp, 2),
-        """\
-all_gather: 5 calls, 1560 bytes
-all_reduce: 3 calls, 217092 bytes
-broadcast: 2 calls, 276 bytes
-send: 131072 bytes""",
-    )
-
-
-def test_hsdp_replicas_over_dp_shards_over_cp():
-    assert_expected_inline(
-        assert_same_training(composition.by_hsdp, 2),
-        """\
-all_gather: 10 calls, 134792 bytes
-all_reduce: 5 calls, 72452 bytes
-reduce_scatter: 3 calls, 72320 bytes
-send: 30720 bytes""",
-    )
-
-
-def test_fsdp_over_dp_and_sum_gradients_over_cp():
-    found = assert_same_training(composition.by_fsdp_over_dp_and_sum_gradients_over_cp, 2)
-    assert_expected_inline(
-        found,
-        """\
-all_gather: 11 calls, 134896 bytes
-all_reduce: 3 calls, 72452 bytes
-reduce_scatter: 3 calls, 72320 bytes
-send: 30720 bytes""",
-    )
-
-
-def test_fsdp_over_cp_with_tensor_parallelism():
-    """Sequence-parallel norms, whose gradients are partial sums over tp, are reduced over both."""
-    assert_same_training(composition.by_fsdp_over_cp_with_tp, 2)  # what it sends differs between versions of torch
 
 
 def test_fsdp_that_is_told_to_sum():

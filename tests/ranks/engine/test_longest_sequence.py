@@ -83,6 +83,7 @@ def test_four_ranks_hold_twice_the_sequence_of_two(command, strategy, kept):
     assert held[2] - held[1] <= CONFIG.layers * kept + NUMBERS  # what several ranks keep, and one does not
 
 
+@pytest.mark.nightly
 def test_what_does_not_shrink_is_seen(command):
     gathered, kept = growth(command, AllGather()), growth(command, Ring(keep=3))
     # Keys and values of two more ranks: those of one layer while it runs; those of all layers.

@@ -23,7 +23,7 @@ from cp_styles.layout import contiguous, head_tail
 from cp_styles.mask import Causal, Dense, Documents, Full, Mask
 from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.testing import run_ranks
-from tests.covering import in_parts, sampled
+from tests.covering import at_night, in_parts, sampled
 from tests.oracle import attend_and_differentiate, attention_inputs, error, expected_attention, randn
 from tests.ranks.attention_case import EXACT, Core, cp_mesh
 
@@ -60,8 +60,7 @@ def tril(length: int) -> torch.Tensor:
     return torch.ones(length, length, dtype=torch.bool).tril()
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("kernel", [CPU_FLASH, ReferenceKernel()], ids=["flash", "reference"])
+@sampled(1, dtype=[torch.float64, torch.float32, torch.bfloat16, torch.float16], kernel=[CPU_FLASH, ReferenceKernel()])
 def test_logits_of_ten_thousand(dtype: torch.dtype, kernel):
     """exp overflows in every dtype from 89 (float32) or 710 (float64) on; tiles of very different size are merged.
 
@@ -90,7 +89,7 @@ def test_logits_of_ten_thousand(dtype: torch.dtype, kernel):
             assert mine <= 3 * alone + rounding, name
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, *at_night(torch.float32)], ids=str)
 def test_tiles_and_rows_that_see_nothing(dtype: torch.dtype):
     """Tiles that a dense mask hides entirely: alone, before and after a tile with keys; and rows without keys."""
     length, ranks = 24, 4

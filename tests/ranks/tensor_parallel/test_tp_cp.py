@@ -379,7 +379,7 @@ def test_what_styles_on_one_axis_refuse_of_the_composed_mesh():
     assert "but this style takes DTensors on 'tp' alone" in refused(prepare, Shard(1), Replicate())
 
 
-@pytest.mark.parametrize("reentrant", [False, *at_night(True)])
+@pytest.mark.parametrize("reentrant", at_night(False, True))
 def test_checkpointed_layers(reentrant: bool):
     def parallelize(model: Llama, mesh: DeviceMesh) -> None:
         by(dtensor_plan(AttentionContextParallel()))(model, mesh)
