@@ -211,9 +211,9 @@ def gloo_beside(group: dist.ProcessGroup, name: str, timeout: timedelta | None =
     Over the group's store, with its timeout or another one. It is a backend and no group, because nothing else uses it.
     Seen: 2.11 to 2.15 (the store of a group)."""
     store = dist.distributed_c10d._get_process_group_store(group)  # pyright: ignore[reportAttributeAccessIssue]
-    made = dist.distributed_c10d.ProcessGroupGloo  # pyright: ignore[reportAttributeAccessIssue]
+    gloo = dist.distributed_c10d.ProcessGroupGloo  # pyright: ignore[reportAttributeAccessIssue]
     prefixed = dist.PrefixStore(f"{name}/{group.group_name}", store)  # pyright: ignore[reportPrivateImportUsage]
-    return made(prefixed, group.rank(), group.size(), timeout or _timeout_of(group))
+    return gloo(prefixed, group.rank(), group.size(), timeout or _timeout_of(group))
 
 
 def cpu_backend_of(group: dist.ProcessGroup, name: str) -> Any:
@@ -233,9 +233,9 @@ def part_of_group(group: dist.ProcessGroup, ranks: list[int], name: str) -> dist
     backend, store = c10d._world.pg_map[group]
     size_and_rank = len(ranks), ranks.index(dist.get_rank())
     options = {"timeout": _timeout_of(group), "device_id": group.bound_device_id, "group_desc": name}
-    made, _ = c10d._new_process_group_helper(*size_and_rank, ranks, backend, store, name, **options)
-    c10d._world.pg_group_ranks[made] = {rank: index for index, rank in enumerate(ranks)}
-    return made
+    part, _ = c10d._new_process_group_helper(*size_and_rank, ranks, backend, store, name, **options)
+    c10d._world.pg_group_ranks[part] = {rank: index for index, rank in enumerate(ranks)}
+    return part
 
 
 def when_destroyed(group: dist.ProcessGroup, act: Callable[[], object]) -> None:
@@ -397,29 +397,29 @@ def running_reruns() -> list[tuple[Any, str | None]]:
     Seen: 2.11 to 2.15 (``run_function`` of CheckpointFunction; the frame object of the other kind, in
     ``checkpoint``'s generator and in the hooks that it opens).
     """
-    found: list[tuple[Any, str | None]] = []
+    reruns: list[tuple[Any, str | None]] = []
     frame = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         if code.co_name == "checkpoint" and code.co_filename == checkpoint.__file__:
             generator = getattr(frame.f_locals.get("gen"), "gi_frame", None)
             if generator is not None and "new_frame" in generator.f_locals:
-                found.append((generator.f_locals["new_frame"], "recompute_fn"))
+                reruns.append((generator.f_locals["new_frame"], "recompute_fn"))
         elif code.co_name == "forward" and code.co_argcount:
             ctx = frame.f_locals.get(code.co_varnames[0])
             if code is checkpoint.CheckpointFunction.forward.__code__:
                 if hasattr(ctx, "run_function"):  # it looks at its inputs before it sets it
-                    found.append((ctx, "run_function"))
+                    reruns.append((ctx, "run_function"))
             elif isinstance(ctx, torch.autograd.function.FunctionCtx) and not code.co_filename.startswith(_TORCH_FILES):
-                found.append((ctx, None))
+                reruns.append((ctx, None))
         frame = frame.f_back
     # torch.distributed._composable.checkpoint opens the hooks without the function.
     pack = (saved_tensors_hooks_on_top() or (None,))[0]
     if getattr(pack, "__qualname__", "").startswith("_checkpoint_hook."):
         cells = dict(zip(pack.__code__.co_freevars, pack.__closure__ or (), strict=False))  # pyright: ignore
-        if "frame" in cells and all(owner is not cells["frame"].cell_contents for owner, _ in found):
-            found.insert(0, (cells["frame"].cell_contents, "recompute_fn"))
-    return found
+        if "frame" in cells and all(owner is not cells["frame"].cell_contents for owner, _ in reruns):
+            reruns.insert(0, (cells["frame"].cell_contents, "recompute_fn"))
+    return reruns
 
 
 def constant_under_compile(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -519,8 +519,8 @@ _WRAPPER, _WRAPPED = "compile_wrapper", "fn"
 
 def _variables_of_wrapper() -> set[str]:
     """The variables of torch.compile's wrapper. Empty if there is none of this name."""
-    made = vars(getattr(eval_frame, "_TorchDynamoContext", object)).get("__call__")
-    constants = () if made is None else made.__code__.co_consts
+    call = vars(getattr(eval_frame, "_TorchDynamoContext", object)).get("__call__")
+    constants = () if call is None else call.__code__.co_consts
     wrappers = (each for each in constants if isinstance(each, types.CodeType) and each.co_name == _WRAPPER)
     return {name for each in wrappers for name in (*each.co_varnames, *each.co_freevars)}
 

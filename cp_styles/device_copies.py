@@ -15,8 +15,8 @@ def tensor_on(
     ``torch.tensor(values, device=device)`` waits until the GPU has finished its queue. This copy does not wait. The
     source is read before the call returns.
     """
-    made = values if isinstance(values, torch.Tensor) else torch.tensor(values, dtype=dtype, device="cpu")
-    return made.to(device, non_blocking=True)
+    source = values if isinstance(values, torch.Tensor) else torch.tensor(values, dtype=dtype, device="cpu")
+    return source.to(device, non_blocking=True)
 
 
 def read_later(number: torch.Tensor) -> Callable[[], int]:

@@ -32,7 +32,7 @@ def captured_tensors(mod: Callable[..., Any], numbers: tuple[float, ...], device
             return mod(*arguments)
 
         torch.vmap(noting)(*arguments)
-    return list(reading.found.values())
+    return list(reading.captured.values())
 
 
 class _Reading(TorchFunctionMode):
@@ -40,7 +40,7 @@ class _Reading(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: dict[int, torch.Tensor] = {}
+        self.captured: dict[int, torch.Tensor] = {}
         self._known: dict[int, torch.Tensor] = {}
 
     def note(self, value: Any) -> None:
@@ -49,7 +49,7 @@ class _Reading(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for tensor in tensors_in((args, kwargs or {})):
             if id(tensor) not in self._known:
-                self.found[id(tensor)] = tensor
+                self.captured[id(tensor)] = tensor
         result = func(*args, **(kwargs or {}))
         self.note(result)
         return result

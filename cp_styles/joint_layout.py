@@ -174,8 +174,8 @@ def _refuse_other_text(joint: JointLayout, name: str, k_BHLD: torch.Tensor, grou
     """
     at = torch.tensor([0, joint.prefix - 1] if joint.prefix else [-joint.suffix, -1], device="cpu") % k_BHLD.shape[2]
     own = torch.zeros(8, dtype=torch.float64, device=k_BHLD.device)
-    found = k_BHLD[:1, 0, at.to(k_BHLD.device), :4].flatten()
-    own[: found.numel()] = found
+    sample = k_BHLD[:1, 0, at.to(k_BHLD.device), :4].flatten()
+    own[: sample.numel()] = sample
     parts_P8 = own.new_empty(group.size(), 8)
     with collective(group, name):
         dist.all_gather(list(parts_P8.unbind()), own, group=group)

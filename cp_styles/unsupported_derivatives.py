@@ -40,13 +40,13 @@ def first_derivatives_only(backward: Callable[..., tuple[Any, ...]]) -> Callable
     @functools.wraps(backward)
     def run(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         with torch.no_grad():
-            found = backward(ctx, *grads)
+            gradients = backward(ctx, *grads)
         if not torch.is_grad_enabled():
-            return found
+            return gradients
         sources = [x for x in (*grads, *ctx.saved_tensors) if x is not None and x.requires_grad]
-        results = [x for x in found if x is not None]
+        results = [x for x in gradients if x is not None]
         final = iter(_Final.apply(len(results), *results, *sources) if sources and results else results)
-        return tuple(None if x is None else next(final) for x in found)
+        return tuple(None if x is None else next(final) for x in gradients)
 
     return run
 

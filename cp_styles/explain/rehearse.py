@@ -290,7 +290,7 @@ class _Notes(Log):
 
     def phase(self) -> Phase:
         """What there was since :meth:`begin`."""
-        return Phase(list[Any](self.events), *self.ledger.found())
+        return Phase(list[Any](self.events), *self.ledger.summary())
 
     def travels(self, tensor: torch.Tensor) -> None:
         self.label("messages", tensor)
@@ -321,7 +321,7 @@ class _Ledger(TorchDispatchMode):
         self._peak, self._at_peak = -1, []
         self._look()
 
-    def found(self) -> tuple[int, dict[str, int], dict[str, int]]:
+    def summary(self) -> tuple[int, dict[str, int], dict[str, int]]:
         """The peak, what it consists of, and what is alive now."""
         return self._peak, self._by_label(self._at_peak), self._by_label(self._numbers())
 

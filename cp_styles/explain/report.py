@@ -298,10 +298,10 @@ class explain_calls:
         self._hardware, self._rank = hardware, rank
 
     def __enter__(self) -> list[Explanation]:
-        self._found: list[Explanation] = []
+        self._explanations: list[Explanation] = []
         self._calls: dict[Any, tuple[Any, ...]] = {}
         self._token = listener.set(self._note)
-        return self._found
+        return self._explanations
 
     def __exit__(self, kind: object, *exception: object) -> None:
         listener.reset(self._token)
@@ -310,7 +310,7 @@ class explain_calls:
         for strategy, attention, shapes, sink in self._calls.values():
             layouts = attention.q_layout, attention.kv_layout
             options = {"hardware": self._hardware, "rank": self._rank, "sink": sink}
-            self._found.append(explained(strategy, layouts, attention.mask, attention.kernel, shapes, **options))
+            self._explanations.append(explained(strategy, layouts, attention.mask, attention.kernel, shapes, **options))
 
     def _note(
         self, strategy: Strategy, attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: Any

@@ -59,9 +59,9 @@ class TokenGuard:
         self._done: set[tuple[int, bool]] = set()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TokenGuard:
-        made = memo[id(self)] = TokenGuard(self._name, {}, copy.deepcopy(self._calls, memo), set(), counts=self._counts)
-        made._trusted = {id(memo[each]) for each in self._trusted if each in memo}
-        return made
+        twin = memo[id(self)] = TokenGuard(self._name, {}, copy.deepcopy(self._calls, memo), set(), counts=self._counts)
+        twin._trusted = {id(memo[each]) for each in self._trusted if each in memo}
+        return twin
 
     def followed(self, module: nn.Module) -> bool:
         """Whether a forward of this module need not be followed any more."""
@@ -212,17 +212,17 @@ class Forwards:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Forwards:
         top, calls = memo.get(id(self._top)), copy.deepcopy(self._calls, memo)  # a part of it may be copied alone
-        made = memo[id(self)] = Forwards(top, calls, check_inputs=self._checks)
-        return made
+        twin = memo[id(self)] = Forwards(top, calls, check_inputs=self._checks)
+        return twin
 
     def guards(self, module: nn.Module) -> InputGuards | None:
         """What looks at the arguments of this module: of the context-parallel one, and of models in it."""
         if not self._checks or (module is not self._top and not is_model(module)):
             return None
-        found = self._guards.get(id(module))
-        if found is None:
-            found = self._guards[id(module)] = InputGuards(ModelFacts.of(module), self._calls)
-        return found
+        guards = self._guards.get(id(module))
+        if guards is None:
+            guards = self._guards[id(module)] = InputGuards(ModelFacts.of(module), self._calls)
+        return guards
 
     def run(
         self,
@@ -702,8 +702,8 @@ def _compare_counts(binding: Binding, kind: str, count: Any) -> None:
     state = state_of(binding.group)
     state.engaged = True
     number = float(count)
-    said = StatusRow(q_length=int(number), inputs=zlib.crc32(repr(number).encode()))
-    rows = exchange_status(lambda: said, Meeting.BATCH, binding.name, binding.axis, binding.group)
+    row = StatusRow(q_length=int(number), inputs=zlib.crc32(repr(number).encode()))
+    rows = exchange_status(lambda: row, Meeting.BATCH, binding.name, binding.axis, binding.group)
     if len({row.inputs for row in rows}) > 1:
         raise ValueError(
             f"{binding.name}: {kind} is given num_items_in_batch={number:g}, and other numbers on other ranks "

@@ -229,21 +229,21 @@ def _random(one: Alone, again: Alone, gather: Gather, tolerance: float) -> list[
     """A text for the first module in which two runs on one process differ, or for different losses of the ranks."""
     nowhere = Places((), 0)
 
-    def differ(found: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-        compared = nowhere.compare(found, other)
-        return (found is None) != (other is None) or (compared is not None and not compared.error() <= tolerance)
+    def differ(tensor: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+        compared = nowhere.compare(tensor, other)
+        return (tensor is None) != (other is None) or (compared is not None and not compared.error() <= tolerance)
 
     first, second = one.result, again.result
-    found = None
+    finding = None
     for call, other in zip(first.recording.calls, second.recording.calls, strict=False):
         if any(differ(*pair) for pair in zip(call.outputs, other.outputs, strict=False)):
-            found = (
+            finding = (
                 f"two runs on one process differ, first in {call}: dropout is on, or something else is drawn at "
                 "random. Call model.eval() (it trains all the same), or set dropout to 0"
             )
             break
     floor = max((float(x.norm()) for x in first.gradients.values() if x is not None), default=0.0)
-    if found is None:
+    if finding is None:
         pairs = [(name, x, second.gradients.get(name)) for name, x in first.gradients.items()]
         named = [
             name
@@ -253,12 +253,12 @@ def _random(one: Alone, again: Alone, gather: Gather, tolerance: float) -> list[
         ]
         losses = [each.loss for each in (first, second)]
         if named or (None not in losses and not math.isclose(*losses, rel_tol=tolerance)):  # pyright: ignore
-            found = (
+            finding = (
                 "two runs of the step on one process differ in "
                 f"{f'gradients ({some(named)})' if named else 'the loss'}: the step draws something at random, "
                 "or goes on from where it was (an iterator, a counter)"
             )
-    named = [each for each in gather(found) if each is not None]
+    named = [each for each in gather(finding) if each is not None]
     if named:
         return named[:1]
     losses = gather(first.loss)

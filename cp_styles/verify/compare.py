@@ -31,8 +31,8 @@ class Squares:
         if self.difference == 0:
             return 0.0
         norm = max(math.sqrt(self.norm), floor)
-        found = math.sqrt(self.difference) / norm if norm else math.inf
-        return math.inf if math.isnan(found) else found
+        ratio = math.sqrt(self.difference) / norm if norm else math.inf
+        return math.inf if math.isnan(ratio) else ratio
 
 
 @dataclass(frozen=True)
@@ -102,19 +102,19 @@ def _flattened_rows(
     return tensor.unflatten(dim, sizes).index_select(inner, own).flatten(dim, dim + 1)
 
 
-def squares(found: torch.Tensor, expected: torch.Tensor) -> Squares:
+def squares(actual: torch.Tensor, expected: torch.Tensor) -> Squares:
     """The comparison of tensors of equal shape. Equal infinities, and two NaNs, differ by 0."""
-    wide = torch.float64 if not found.is_complex() else torch.complex128
-    mine, wanted = found.detach().to(wide), expected.detach().to(wide)
+    wide = torch.float64 if not actual.is_complex() else torch.complex128
+    mine, wanted = actual.detach().to(wide), expected.detach().to(wide)
     same = (mine == wanted) | (mine.isnan() & wanted.isnan())
     difference = (mine - wanted).masked_fill(same, 0.0).abs()
     norm = wanted.abs().masked_fill(~wanted.isfinite(), 0.0)
     return Squares(float(difference.square().sum()), float(norm.square().sum()))
 
 
-def factor(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """The factor with which ``expected`` is nearest to ``found``."""
-    mine, wanted = found.detach().double().flatten(), expected.detach().double().flatten()
+def factor(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """The factor with which ``expected`` is nearest to ``actual``."""
+    mine, wanted = actual.detach().double().flatten(), expected.detach().double().flatten()
     norm = float(wanted @ wanted)
     return float(mine @ wanted) / norm if norm else 1.0
 

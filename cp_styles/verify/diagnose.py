@@ -169,10 +169,10 @@ class Comparison:
 
     def _pair(self, name: str) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """The gradient on ranks and on one process, of which a missing one is 0. (None, None) if both are missing."""
-        found, expected = self._many.gradients.get(name), self._one.gradients.get(name)
-        like = found if found is not None else expected
+        actual, expected = self._many.gradients.get(name), self._one.gradients.get(name)
+        like = actual if actual is not None else expected
         zero = None if like is None else torch.zeros_like(like)
-        return (zero if found is None else found), (zero if expected is None else expected)
+        return (zero if actual is None else actual), (zero if expected is None else expected)
 
     # The forward.
 
@@ -390,19 +390,19 @@ class Comparison:
         return whole.index_select(part.dim, torch.cat((own, others.nonzero().flatten())))
 
     def _differs_here(
-        self, found: Sequence[torch.Tensor], right: Sequence[torch.Tensor], mine: Sequence[torch.Tensor]
+        self, results: Sequence[torch.Tensor], right: Sequence[torch.Tensor], mine: Sequence[torch.Tensor]
     ) -> bool:
         """Whether a result is another one than ``right`` at this rank's tokens."""
-        for other, whole, local in zip(found, right, mine, strict=True):
+        for other, whole, local in zip(results, right, mine, strict=True):
             part = self._places.part(whole, local)
             if part is not None and part.layout is not None and not self._equal(part.take(other), part.expected):
                 return True
         return False
 
-    def _is_first(self, found: Sequence[torch.Tensor], mine: Sequence[torch.Tensor]) -> bool:
+    def _is_first(self, results: Sequence[torch.Tensor], mine: Sequence[torch.Tensor]) -> bool:
         """Whether the first rows of a result are this rank's."""
         compared = False
-        for whole, local in zip(found, mine, strict=True):
+        for whole, local in zip(results, mine, strict=True):
             part = self._places.part(whole, local)
             if part is not None and part.layout is not None:
                 if part.dim is None or not self._equal(whole.narrow(part.dim, 0, local.shape[part.dim]), local):
@@ -410,8 +410,8 @@ class Comparison:
                 compared = True
         return compared
 
-    def _equal(self, found: torch.Tensor, expected: torch.Tensor) -> bool:
-        return found.shape == expected.shape and squares(found, expected).error() <= self._tolerance
+    def _equal(self, actual: torch.Tensor, expected: torch.Tensor) -> bool:
+        return actual.shape == expected.shape and squares(actual, expected).error() <= self._tolerance
 
     def _holds(self, ask: Callable[[], bool], *, every: bool = True) -> bool:
         """Whether it holds on every rank, or on any. It does not where a module cannot be run so."""
@@ -588,15 +588,15 @@ class Comparison:
         )
 
     @staticmethod
-    def _differ_as_labels(found: torch.Tensor, expected: torch.Tensor, classes: int) -> bool:
+    def _differ_as_labels(gradient: torch.Tensor, expected: torch.Tensor, classes: int) -> bool:
         """Whether gradients of logits differ as those of a cross entropy with other labels, or with none.
 
         With another label, two entries of a row differ: one class less, another more.
         """
-        found, expected = (x.reshape(-1, classes) for x in (found, expected))
-        error = found - expected
+        gradient, expected = (x.reshape(-1, classes) for x in (gradient, expected))
+        error = gradient - expected
         other = (error.abs() > 1e-6 * expected.abs().amax().clamp(min=1e-300)).sum(1) <= 2
-        none = ~(found != 0).any(1) | ~(expected != 0).any(1)
+        none = ~(gradient != 0).any(1) | ~(expected != 0).any(1)
         return bool((other | none).all())
 
     def _common_factor(self) -> float | None:

@@ -119,15 +119,15 @@ def mesh_of_its_own(mesh: DeviceMesh, gather: Gather) -> Iterator[DeviceMesh]:
     name = gather(uuid.uuid4().hex)[0]
     groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
     groups = [part_of_group(each, dist.get_process_group_ranks(each), f"{each.group_name}/{name}") for each in groups]
-    made = _mesh_over(groups, mesh.mesh, mesh)
+    own = _mesh_over(groups, mesh.mesh, mesh)
     try:
-        with ending_connections(made):
-            yield made
+        with ending_connections(own):
+            yield own
     finally:
         for group in groups:
             dist.destroy_process_group(group)
-        without_groups(made)
-        del group, groups, made
+        without_groups(own)
+        del group, groups, own
         gc.collect()  # a connection ends when nothing holds its group
 
 
