@@ -449,8 +449,8 @@ OTHERS = [
     Mistake(
         "verify: NaN is no error",
         "Squares.error",
-        "math.inf if math.isnan(found) else found",
-        "found if found > 0 else 0.0",
+        "math.inf if math.isnan(ratio) else ratio",
+        "ratio if ratio > 0 else 0.0",
         "ranks/verify/test_judgement.py",
     ),
     Mistake(
