@@ -11,13 +11,11 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from cp_styles.collectives import (
     Padded,
     Pending,
-    gather,
     head_ranges,
     heads_to_seq,
     nested_layout,
     per_document_layout,
     seq_to_heads,
-    split,
 )
 from cp_styles.collectives.heads import head_exchange
 from cp_styles.collectives.peers import peers_of
@@ -183,24 +181,6 @@ def test_causal_attention_is_that_of_one_device(ranks, kv_heads):
             torch.testing.assert_close(x.grad, layout.shard(leaf.grad, 2, rank), rtol=1e-13, atol=1e-13)
 
     run_ranks(main, ranks)
-
-
-def test_gradcheck_of_an_ulysses_block():
-    """One function of whole tensors: cut, to heads, attention, to sequence, gathered. All ranks perturb alike."""
-    layout = head_tail(5, 2)
-    whole = [randn((1, heads, 5, 2), seed) for seed, heads in enumerate((3, 1, 1))]
-
-    def block(*tensors):
-        mine = [split(x, 2, world(), layout=layout, check=False) for x in tensors]
-        q, k, v = seq_to_heads(mine, world(), layout=layout, check=False)
-        out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        out = heads_to_seq(out, world(), heads=3, layout=layout, check=False)
-        return gather(out, 2, world(), layout=layout, reduce_gradients=False, check=False)
-
-    def main(rank):
-        return torch.autograd.gradcheck(block, [x.clone().requires_grad_() for x in whole])
-
-    assert all(run_ranks(main, 2))
 
 
 def test_gradients_of_shared_kv_heads_are_summed_in_float32():

@@ -27,6 +27,7 @@ from cp_styles.mask import Causal
 from cp_styles.strategies import AllGather, Ulysses
 from cp_styles.styles import AttentionContextParallel, ModuleContextParallel
 from cp_styles.testing import run_ranks
+from tests.covering import sampled
 from tests.oracle import dense_attention, error, randn
 from tests.ranks.attention_case import EXACT, cp_mesh
 from tests.ranks.composition import LAYOUTS, LENGTH, batch_of, new_model, shard, token_losses, whole
@@ -98,9 +99,10 @@ def step_of(model: nn.Module, cp: DeviceMesh, setting: Setting, *, averaged_over
     return LAYOUTS[cp.size()].unshard(parts, 1)
 
 
-@pytest.mark.parametrize("plan", STYLES.values(), ids=STYLES)
-@pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
-def test_low_precision_is_as_good_as_one_device(setting: Setting, plan):
+@sampled(1, of=list(SETTINGS), style=list(STYLES))
+def test_low_precision_is_as_good_as_one_device(of: str, style: str):
+    setting, plan = SETTINGS[of], STYLES[style]
+
     def on(rank: int):
         cp = cp_mesh(2)
         model = parallelize_module(new_model(setting.parameters), cp, plan())
@@ -203,21 +205,6 @@ def test_dtypes_under_autocast(attend, backward_too: bool):
         assert error(ours, best) < RATIO * error(one, best) + 1e-7
 
 
-@pytest.mark.parametrize("attend", DOORS.values(), ids=DOORS)
-def test_ranks_that_disagree_on_autocast(attend):
-    """Bytes of another length would be on their way."""
-
-    def on(rank: int) -> None:
-        attention = attend(cp_mesh(2))
-        with (
-            torch.autocast("cpu", torch.bfloat16, enabled=rank == 0),
-            pytest.raises(ValueError, match=r"dtype.*differ"),
-        ):
-            attention(*[torch.ones(1, 2, 4, 8)] * 3)
-
-    run_ranks(on, 2, timeout_seconds=20)
-
-
 # -- gradient scaling --
 
 
@@ -298,9 +285,8 @@ def test_gradient_scaler(reducer: str):
 # -- without gradients --
 
 
-@pytest.mark.parametrize("plan", STYLES.values(), ids=STYLES)
-@pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode, contextlib.nullcontext])
-def test_evaluation(plan, without):
+@sampled(1, style=list(STYLES), without=[torch.no_grad, torch.inference_mode, contextlib.nullcontext])
+def test_evaluation(style: str, without):
     """Exact, in ``eval()`` and not, and a training step right after it is exact as well."""
     with torch.no_grad():
         wanted = new_model()(batch_of(0)["tokens"], torch.arange(LENGTH))
@@ -308,7 +294,7 @@ def test_evaluation(plan, without):
     def on(rank: int):
         cp = cp_mesh(2)
         layout = LAYOUTS[2]
-        model = parallelize_module(new_model(), cp, plan())
+        model = parallelize_module(new_model(), cp, STYLES[style]())
         for mode in (True, False):
             with without():
                 logits = model.train(mode)(layout.shard(batch_of(0)["tokens"], 1, rank), layout.positions(rank))
