@@ -4,7 +4,7 @@ from cp_styles.explain.auto import Auto, HybridChoice, explain_hybrid
 from cp_styles.explain.hardware import A100, CPU, H100, H200, Hardware
 from cp_styles.explain.rehearse import Shapes
 from cp_styles.explain.report import Explanation, explain, explain_calls
-from cp_styles.explain.states import StateShapes
+from cp_styles.explain.states import ChannelShapes, RowShapes, StateShapes
 
 __all__ = [
     "A100",
@@ -12,9 +12,11 @@ __all__ = [
     "H100",
     "H200",
     "Auto",
+    "ChannelShapes",
     "Explanation",
     "Hardware",
     "HybridChoice",
+    "RowShapes",
     "Shapes",
     "StateShapes",
     "explain",

@@ -13,7 +13,7 @@ from cp_styles.explain.candidates import documents_of, layouts_for, problem_of, 
 from cp_styles.explain.hardware import H100, Hardware
 from cp_styles.explain.rehearse import Shapes, kernel_of
 from cp_styles.explain.report import Explanation, explained
-from cp_styles.explain.states import StateShapes
+from cp_styles.explain.states import MixerShapes, StateShapes
 from cp_styles.layout import SequenceLayout, layout_made_by
 from cp_styles.mask import Mask
 from cp_styles.strategies import Attention, Strategy
@@ -143,7 +143,7 @@ class Auto(Strategy):
         *,
         mask: Mask,
         shapes: Shapes,
-        states: StateShapes | None = None,
+        states: MixerShapes | None = None,
         layers: tuple[int, int] = (1, 1),
     ) -> SequenceLayout:
         """The layout with which the fastest strategy is fastest, for example for a SequenceScope. No communication.
@@ -153,7 +153,7 @@ class Auto(Strategy):
             ranks: number of ranks.
             mask: which keys each query attends to.
             shapes: the shapes of the tensors.
-            states: the shapes of the recurrences beside the attentions, if the model has them.
+            states: the shapes of the recurrences, or other mixers, beside the attentions, if the model has them.
             layers: numbers of attentions and of recurrences.
 
         Raises:

@@ -16,12 +16,14 @@ from cp_styles.explain.candidates import layouts_for, problem_of, strategies_for
 from cp_styles.explain.hardware import Hardware, Seconds, seconds_of
 from cp_styles.explain.picture import plot
 from cp_styles.explain.rehearse import RankRun, Shapes, TooManyCalls, kernel_of, planning_seconds, rehearse
+from cp_styles.explain.states import ChannelShapes, ExplainedMixer, RowShapes, StateShapes
 from cp_styles.explain.text import text_of
 from cp_styles.kernels import SDPA_KERNELS, Kernel, ReferenceKernel
 from cp_styles.layout import Balancer, SequenceLayout, head_tail, layout_made_by
 from cp_styles.mask import Causal, Mask, PerRow
+from cp_styles.mixers.fragments import MixerCall
 from cp_styles.plan import attended_pairs, imbalance, make_plan
-from cp_styles.strategies import Attention, Ring, Strategy, Ulysses
+from cp_styles.strategies import Ring, Strategy, Ulysses
 from cp_styles.strategies.ulysses import joined
 
 # Up to this many ranks all are rehearsed; of more, some.
@@ -286,8 +288,9 @@ class explain_calls:
             model(tokens, positions)
         print(calls[0])
 
-    The ``with`` returns a list, which is filled at its end: one :class:`Explanation` for each different call.
-    Attentions inside a graph of torch.compile are included. No communication.
+    The ``with`` returns a list, which is filled at its end: one :class:`Explanation` for each different call, and after
+    these one :class:`ExplainedMixer` for each different call of :mod:`cp_styles.mixers`. Attentions inside a graph of
+    torch.compile are included. No communication.
 
     Args:
         hardware: the machine for which times are predicted.
@@ -297,9 +300,10 @@ class explain_calls:
     def __init__(self, *, hardware: Hardware | None = None, rank: int | None = None) -> None:
         self._hardware, self._rank = hardware, rank
 
-    def __enter__(self) -> list[Explanation]:
-        self._explanations: list[Explanation] = []
+    def __enter__(self) -> list[Any]:
+        self._explanations: list[Any] = []
         self._calls: dict[Any, tuple[Any, ...]] = {}
+        self._mixers: Counter[ExplainedMixer] = Counter()
         self._token = listener.set(self._note)
         return self._explanations
 
@@ -311,13 +315,16 @@ class explain_calls:
             layouts = attention.q_layout, attention.kv_layout
             options = {"hardware": self._hardware, "rank": self._rank, "sink": sink}
             self._explanations.append(explained(strategy, layouts, attention.mask, attention.kernel, shapes, **options))
+        self._explanations += [call._replace(calls=count) for call, count in self._mixers.items()]
 
-    def _note(
-        self, strategy: Strategy, attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: Any
-    ) -> None:
+    def _note(self, call: Any, attention: Any = None, q: Any = None, k: Any = None, v: Any = None, sink: Any = None):
+        if isinstance(call, MixerCall):
+            shapes = {"rows": RowShapes, "states": StateShapes, "channels": ChannelShapes}[call.kind](**call.sizes)
+            self._mixers[ExplainedMixer(shapes, call.cut.layout, call.cut.documents, self._hardware)] += 1
+            return
         shapes = Shapes(q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.dtype, q.device, q.shape[0])
-        key = strategy, attention.q_layout, attention.kv_layout, attention.mask, shapes, sink is not None
-        self._calls.setdefault(key, (strategy, attention, shapes, sink is not None))
+        key = call, attention.q_layout, attention.kv_layout, attention.mask, shapes, sink is not None
+        self._calls.setdefault(key, (call, attention, shapes, sink is not None))
 
 
 def explained(

@@ -207,16 +207,12 @@ def _padding(calls: AttentionCalls, function: Callable[..., Any], x_BLC: torch.T
 
 def _lightning_layer(calls: AttentionCalls, layer: Any, given: Mapping[str, Any]) -> tuple[torch.Tensor, None]:
     """MiniMaxLightningAttention of transformers, whose forward has the recurrence in itself."""
-    x_BLC = given["hidden_states"]
-    qkv = _padding(calls, _times_mask, layer.act_fn(layer.qkv_proj(x_BLC)), given.get("attention_mask"))
+    x_BLC, masked = given["hidden_states"], lambda x_BLC, mask_BL: x_BLC * mask_BL[..., None].to(x_BLC.dtype)
+    qkv = _padding(calls, masked, layer.act_fn(layer.qkv_proj(x_BLC)), given.get("attention_mask"))
     q, k, v = qkv.unflatten(-1, (layer.num_attention_heads, -1)).chunk(3, -1)
     slope_H, size = layer.slope_rate.flatten(), layer.block_size
     out, _ = _kernel(Recurrence(diagonal=True), calls, lightning_attention, q, k, v, slope_H=slope_H, size=size)
     return layer.out_proj(layer.output_gate(x_BLC).sigmoid() * layer.norm(out.flatten(-2))), None
-
-
-def _times_mask(x_BLC: torch.Tensor, mask_BL: torch.Tensor) -> torch.Tensor:
-    return x_BLC * mask_BL[..., None].to(x_BLC.dtype)
 
 
 def lightning_attention(
@@ -264,7 +260,6 @@ def digest_of_code(source: str) -> str:
 
 # By the name of the forward. The code is that of transformers 5.23.
 _WITHOUT_KERNEL = {"MiniMaxLightningAttention.forward": (_lightning_layer, "09037d27f19e93eb")}
-_ONE_TOKEN = "it goes on from a cache: generate without context parallelism, with a copy of the model without the style"
 _MIXERS = {
     "causal_conv1d_fn": partial(_convolution, 2),
     "causal_conv1d": partial(_convolution, 1),
@@ -273,9 +268,5 @@ _MIXERS = {
 }
 _HANDLERS: dict[str, Callable[..., Any]] = _MIXERS | {
     **dict.fromkeys(("mamba2_split_conv1d_scan_combined", "mamba_inner_fn"), _not_fused),
-    **dict.fromkeys(
-        ("causal_conv1d_update", "mamba2_selective_state_update", "mamba_selective_state_update"),
-        partial(_refused, _ONE_TOKEN),
-    ),
     "apply_mask_to_padding_states": _padding,
 }

@@ -25,6 +25,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cp_styles._compat import (
     MODULE_CALL,
@@ -52,7 +53,6 @@ from cp_styles.intercept.token_rules import (
     plain_name,
 )
 from cp_styles.layout import cut_with
-from cp_styles.mixers.fragments import FollowsTokens
 from cp_styles.troubleshooting import see
 
 
@@ -84,7 +84,7 @@ class TokenProblem(NamedTuple):
     where: Origin
 
 
-class TokenFlow(FollowsTokens):
+class TokenFlow(TorchDispatchMode):
     """While it is entered, follows this rank's tokens from the tensors that were given to :meth:`seed`.
 
     See [Note: token flow].

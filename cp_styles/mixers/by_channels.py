@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
+from math import prod
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ import torch
 from cp_styles.collectives.autograd import differentiable, gather_exchange, tied
 from cp_styles.collectives.heads import head_exchange
 from cp_styles.collectives.rows import Rows
-from cp_styles.mixers.fragments import Cut, CutSequence, Described, arguments_of
+from cp_styles.mixers.fragments import CutSequence, Described, MixerCall, arguments_of
 
 
 @dataclass(frozen=True)
@@ -49,27 +50,26 @@ def by_channels(
             raise ValueError(f"{name}: {how.cut} must be [B, C, L] and {how.shared} [B, N, L]")
         return tensors, 2, {"wants": bool(named.get(how.wants))}
 
-    return _scanned(kernel, how, named, sequence.agreed(describe), check=sequence.compares)
-
-
-def _scanned(
-    kernel: Callable[..., Any], how: Channels, named: dict[str, Any], cut: Cut, *, check: bool
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    cut, check = sequence.agreed(describe), sequence.compares
     own, shared = ([at for at in names if named.get(at) is not None] for names in (how.cut, how.shared))
-    count, rank = named[own[0]].shape[1], cut.peers.rank
+    first, states, wants = named[own[0]], [named[at].shape[1] for at in shared], bool(named.get(how.wants))
+    count, wide = first.shape[1], torch.promote_types(first.dtype, torch.float32)
+    item = len(first) * first.element_size()
+    sizes = {"channels": count, "item": item, "tensors": len(own), "shared": item * sum(states)}
+    last = wants * len(first) * prod(states[:1]) * wide.itemsize
+    MixerCall("channels", cut, sizes | {"final": last}).tell()
     exchange = partial(head_exchange, cut.peers, layout=cut.layout, seq_dim=1, head_dim=2)
     there = exchange([count] * len(own) + [1] * len(shared))
     # [B, L, C, 1] and [B, L, 1, N]: what is shared is one column that every rank needs.
     tensors = [named[at].transpose(1, 2).unsqueeze(3 if at in own else 2) for at in (*own, *shared)]
     whole = differentiable(there, *tensors, check=check)
-    low, high = there.columns[0][rank]
+    low, high = there.columns[0][cut.peers.rank]
     given = {at: x.squeeze(3 if at in own else 2).transpose(1, 2) for at, x in zip((*own, *shared), whole, strict=True)}
     others = {at: x for at, x in named.items() if at not in given}
     parameters = {at: others.pop(at) for at in how.parameters if others.get(at) is not None}
-    wants = bool(others.get(how.wants))
     if low == high:  # fewer channels than ranks
         out = tied(given[own[0]], *given.values(), *parameters.values())
-        final = tied(out.new_zeros(*out.shape[:2], *(named[at].shape[1] for at in shared[:1])), out)
+        final = tied(out.new_zeros(*out.shape[:2], *states[:1]), out)
     else:
         others |= {at: x.narrow(0, low, high - low) for at, x in parameters.items()}
         spans = list(pairwise(accumulate(cut.documents, initial=0)))
@@ -81,5 +81,5 @@ def _scanned(
     if not wants:
         return out
     rows = Rows(tuple(((low, high),) for low, high in there.columns[0]))
-    final = final.to(torch.promote_types(out.dtype, torch.float32)).unsqueeze(-1)
-    return out, differentiable(gather_exchange(cut.peers, 1, final.ndim - 1, rows), final, check=check)[0].squeeze(-1)
+    gathers = gather_exchange(cut.peers, 1, final.ndim, rows)
+    return out, differentiable(gathers, final.to(wide).unsqueeze(-1), check=check)[0].squeeze(-1)

@@ -17,7 +17,7 @@ from cp_styles.comm.groups import GroupOrMesh
 from cp_styles.device_copies import tensor_on
 from cp_styles.engine.gradient_watch import RAISE, GradientCheck
 from cp_styles.layout import Balancer, SequenceLayout
-from cp_styles.mixers.fragments import CutSequence, Described, Packed, RowExchange, row_exchange, rows_before
+from cp_styles.mixers.fragments import CutSequence, Described, MixerCall, Packed, RowExchange, row_exchange, rows_before
 
 
 @uncompiled
@@ -76,34 +76,34 @@ def convolved(
     sequence: CutSequence, conv: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, dim: int, width: int
 ) -> torch.Tensor:
     """:func:`context_causal_conv1d` of a sequence."""
-    return sequence.followed(lambda sequence: _convolved(sequence, conv, x, dim, width), [x], dim)
 
+    def run(sequence: CutSequence) -> torch.Tensor:
+        def describe() -> Described:
+            dim_of(x, dim, "dim")
+            if not isinstance(width, int) or width < 1:
+                raise ValueError(f"{sequence.name}: width={width} must be a number of taps, at least 1")
+            return [x], dim, {"width": width, "dim": dim}
 
-def _convolved(
-    sequence: CutSequence, conv: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, dim: int, width: int
-) -> torch.Tensor:
-    def describe() -> Described:
-        dim_of(x, dim, "dim")
-        if not isinstance(width, int) or width < 1:
-            raise ValueError(f"{sequence.name}: width={width} must be a number of taps, at least 1")
-        return [x], dim, {"width": width, "dim": dim}
+        cut, along = sequence.agreed(describe), dim % x.ndim
+        plan = rows_before(cut.layout, cut.documents, width - 1, cut.peers.rank)
+        row = prod(size for at, size in enumerate(x.shape) if at != along) * x.element_size()
+        MixerCall("rows", cut, {"width": width, "row": row}).tell()
+        slots = exchanged(sequence, cut.peers, plan.exchange, x, along)
+        one = slots.shape[along] < width  # one fragment
+        given = torch.cat((slots, x), dim)
+        if not one:
+            given = given.index_select(along, tensor_on(x.device, plan.order))
+        out = conv(given)
+        if out.shape[along] != given.shape[along]:
+            raise ValueError(
+                f"{sequence.name}: conv returned {out.shape[along]} tokens for {given.shape[along]}: it must return an "
+                "output for each token, without those of its padding"
+            )
+        if one:
+            return out.narrow(along, slots.shape[along], x.shape[along])
+        return out.index_select(along, tensor_on(x.device, plan.kept))
 
-    cut, dim = sequence.agreed(describe), dim % x.ndim
-    plan = rows_before(cut.layout, cut.documents, width - 1, cut.peers.rank)
-    slots = exchanged(sequence, cut.peers, plan.exchange, x, dim)
-    one = slots.shape[dim] < width  # one fragment
-    given = torch.cat((slots, x), dim)
-    if not one:
-        given = given.index_select(dim, tensor_on(x.device, plan.order))
-    out = conv(given)
-    if out.shape[dim] != given.shape[dim]:
-        raise ValueError(
-            f"{sequence.name}: conv returned {out.shape[dim]} tokens for {given.shape[dim]}: it must return an "
-            "output for each token, without those of its padding"
-        )
-    if one:
-        return out.narrow(dim, slots.shape[dim], x.shape[dim])
-    return out.index_select(dim, tensor_on(x.device, plan.kept))
+    return sequence.followed(run, [x], dim)
 
 
 def last_rows(sequence: CutSequence, x: torch.Tensor, dim: int, count: int) -> torch.Tensor:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from cp_styles._compat import dispatch_modes
 from cp_styles.bounded_cache import remembered
@@ -19,6 +17,7 @@ from cp_styles.collectives.peers import Facts, Peers, peers_of, rows_agreed
 from cp_styles.comm.agreement import Agreement, NoAgreement
 from cp_styles.comm.groups import GroupOrMesh, axis_and_group
 from cp_styles.engine.gradient_watch import RAISE, GradientCheck, watch_of
+from cp_styles.engine.run import listener
 from cp_styles.engine.scope import open_scope
 from cp_styles.layout import Balancer, Chunk, SequenceLayout, head_tail, layout_made_by
 from cp_styles.mask import All, Documents, Mask, PerRow
@@ -58,14 +57,10 @@ class Cut(NamedTuple):
     layout: SequenceLayout
     documents: tuple[int, ...]
 
-    def fragments(self) -> tuple[Fragment, ...]:
-        """Those of all ranks, in the order of positions."""
-        return fragments_of(self.layout, self.documents)
-
 
 @remembered
 def fragments_of(layout: SequenceLayout, documents: tuple[int, ...]) -> tuple[Fragment, ...]:
-    """See :meth:`Cut.fragments`; cached."""
+    """Those of all ranks, in the order of positions; cached."""
     edges = list(accumulate(documents, initial=0))
     chunks = []
     for rank, own in enumerate(layout.chunks):
@@ -140,7 +135,8 @@ def rows_before(layout: SequenceLayout, documents: tuple[int, ...], width: int, 
     """What ``rank`` sends and receives if each position needs the ``width`` positions of its document before it."""
     edges = torch.tensor((0, *accumulate(documents)), device="cpu")
     needs = [_needs(layout, documents, edges, width, peer) for peer in range(layout.ranks)]
-    parts, kept, at, held = [], [], 0, _rows_of(layout, documents, rank)
+    held = sorted(each.rows for each in fragments_of(layout, documents) if each.rank == rank) or [(0, 0)]
+    parts, kept, at = [], [], 0
     slots = len(held) * width
     for index, (low, high) in enumerate(held):
         parts += [_range(index * width, (index + 1) * width), _range(slots + low, slots + high)]
@@ -151,11 +147,6 @@ def rows_before(layout: SequenceLayout, documents: tuple[int, ...], width: int, 
 
 def _range(low: int, high: int) -> torch.Tensor:
     return torch.arange(low, high, device="cpu")
-
-
-def _rows_of(layout: SequenceLayout, documents: tuple[int, ...], rank: int) -> list[Chunk]:
-    """The rows of the fragments of a rank, in its local order."""
-    return sorted(each.rows for each in fragments_of(layout, documents) if each.rank == rank) or [(0, 0)]
 
 
 def _needs(
@@ -186,20 +177,16 @@ def documents_in(mask: Mask) -> Documents | PerRow | None:
     return found[0] if found else None
 
 
-class FollowsTokens(TorchDispatchMode):
-    """A mode that finds what mixes the tokens of this rank alone."""
+class MixerCall(NamedTuple):
+    """A call on which the ranks have agreed. ``kind`` is "rows", "states" or "channels"; ``sizes`` are its shapes."""
 
-    def mixed_before(self, tensors: Iterable[torch.Tensor], dim: int) -> str | None:
-        """What is wrong with tensors whose tokens are along ``dim``, in words."""
-        raise NotImplementedError
+    kind: str
+    cut: Cut
+    sizes: dict[str, Any]
 
-    def paused(self) -> AbstractContextManager[None]:
-        """A context in which nothing is followed."""
-        raise NotImplementedError
-
-    def attended(self, out: torch.Tensor, tensors: Sequence[torch.Tensor], dim: int) -> None:
-        """``out`` has the tokens of ``tensors``."""
-        raise NotImplementedError
+    def tell(self) -> None:
+        if (listens := listener.get()) is not None:
+            listens(self)
 
 
 Described: TypeAlias = tuple[Sequence[torch.Tensor], int, dict[str, Any]]
@@ -263,9 +250,9 @@ class CutSequence:
         return replace(self, documents=found)
 
     def followed(self, run: Callable[[CutSequence], Any], tensors: Sequence[torch.Tensor], dim: int) -> Any:
-        """``run(self)``. Modes that follow tokens take its first result for the tokens that ``tensors`` have along
+        """``run(self)``. A TokenFlow takes its first result for the tokens that ``tensors`` have along
         ``dim``, and do not look at how a kernel computes it."""
-        flow = next((mode for mode in dispatch_modes() if isinstance(mode, FollowsTokens)), None)
+        flow: Any = next((mode for mode in dispatch_modes() if hasattr(mode, "mixed_before")), None)
         given = [x for x in tensors if isinstance(x, torch.Tensor) and -x.ndim <= dim < x.ndim]
         if flow is None or len(given) < len(tensors) or not given:  # errors of the arguments come later
             return run(self)

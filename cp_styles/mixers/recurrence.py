@@ -25,7 +25,16 @@ from cp_styles.comm.groups import GroupOrMesh
 from cp_styles.engine.gradient_watch import RAISE, GradientCheck
 from cp_styles.layout import Balancer, Chunk, SequenceLayout
 from cp_styles.mixers.by_channels import Channels, by_channels
-from cp_styles.mixers.fragments import Cut, CutSequence, Described, Fragment, Packed, arguments_of
+from cp_styles.mixers.fragments import (
+    Cut,
+    CutSequence,
+    Described,
+    Fragment,
+    MixerCall,
+    Packed,
+    arguments_of,
+    fragments_of,
+)
 
 
 @dataclass(frozen=True)
@@ -161,25 +170,23 @@ def recurred(
     tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.ndim > 2]
     if isinstance(how, Channels):
         return sequence.followed(lambda sequence: by_channels(sequence, kernel, how, args, kwargs), tensors, 2)
-    return sequence.followed(lambda sequence: _recurred(sequence, kernel, how, args, kwargs), tensors, 1)
 
+    def run(sequence: CutSequence) -> Any:
+        call: Any = None
 
-def _recurred(
-    sequence: CutSequence, kernel: Callable[..., Any], how: Recurrence, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    call: Any = None
+        def describe() -> Described:
+            nonlocal call
+            call = _KernelCall(kernel, sequence.name, how, args, kwargs)
+            state = call.initial
+            begins = state is not None and [list(state.shape), state.requires_grad]
+            return list(call.cut.values()), 1, {"wants": call.wants, "state": begins}
 
-    def describe() -> Described:
-        nonlocal call
-        call = _KernelCall(kernel, sequence.name, how, args, kwargs)
-        state = call.initial
-        begins = state is not None and [list(state.shape), state.requires_grad]
-        return list(call.cut.values()), 1, {"wants": call.wants, "state": begins}
+        cut = sequence.packed_by(kwargs).agreed(describe)
+        out, final = _recur(call, cut, check=sequence.compares)
+        # Kernels of FLA always return two, those of mamba-ssm if they are asked for it.
+        return (out, final) if call.wants or not how.transposed else out
 
-    cut = sequence.packed_by(kwargs).agreed(describe)
-    out, final = _recur(call, cut, check=sequence.compares)
-    # Kernels of FLA always return two, those of mamba-ssm if they are asked for it.
-    return (out, final) if call.wants or not how.transposed else out
+    return sequence.followed(run, tensors, 1)
 
 
 class _KernelCall:
@@ -247,7 +254,7 @@ class _KernelCall:
 
 
 def _recur(call: _KernelCall, cut: Cut, *, check: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    fragments = cut.fragments()
+    fragments = fragments_of(cut.layout, cut.documents)
     mine = sorted((each for each in fragments if each.rank == cut.peers.rank), key=lambda each: each.rows)
     # Those whose state others need, in the order of positions.
     published = [each for each in fragments if not each.last or (call.wants and each is fragments[-1])]
@@ -256,6 +263,8 @@ def _recur(call: _KernelCall, cut: Cut, *, check: bool) -> tuple[torch.Tensor, t
     maps: list[torch.Tensor] = []
     batch, heads, keys, width = call.shape
     columns = width + (1 if call.how.diagonal else keys)
+    sizes = {"heads": heads, "keys": keys, "values": width, "batch": batch, "itemsize": call.wide.itemsize}
+    MixerCall("states", cut, sizes | {"diagonal": call.how.diagonal, "final": call.wants}).tell()
     for each in mine:
         if each.first:
             initial = call.initial if each.start == 0 else None

@@ -201,8 +201,9 @@ def run_together(
     """The step on the ranks. Its recording notes each attention as Ran. After an error nothing holds ``mesh``."""
     ran: list[Ran] = []
 
-    def listen(strategy: Any, attention: Any, *tensors: Any) -> None:
-        ran.append(Ran(attention.mask, (attention.q_layout, attention.kv_layout)))
+    def listen(call: Any, attention: Any = None, *tensors: Any) -> None:
+        if attention is not None:  # and no other mixer of tokens
+            ran.append(Ran(attention.mask, (attention.q_layout, attention.kv_layout)))
 
     token = listener.set(listen)
     as_written = FlexAsWritten()  # where no style takes it: torch.compile would trace the modes of this
