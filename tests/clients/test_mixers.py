@@ -359,7 +359,8 @@ def test_all_kernels_of_the_library_are_known():
     models = Path(modeling_qwen3_next.__file__).parents[1]
     names = {name for path in models.glob("*/modeling_*.py") for name in pattern.findall(path.read_text())}
     assert {"causal_conv1d_fn", "torch_chunk_gated_delta_rule", "mamba2_chunk_scan", "mamba_selective_scan"} <= names
-    assert not names - mixer_calls._HANDLERS.keys()
+    steps = {name for name in names if name.endswith("_update")}  # of one token, after a prompt: whole on every rank
+    assert not names - steps - mixer_calls._HANDLERS.keys()
 
 
 def test_nothing_of_the_library_changes():
