@@ -422,13 +422,9 @@ def running_reruns() -> list[tuple[Any, str | None]]:
     return reruns
 
 
-def constant_under_compile(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make torch.compile call ``function`` while it traces, and use the result as a constant.
-
-    Only for functions whose arguments are guarded by identity, such as classes and functions. Documented as
-    torch.compiler.assume_constant_result.
-    """
-    return torch.compiler.assume_constant_result(function)
+# torch.compile calls such a function while it traces, and uses the result as a constant. Only for functions whose
+# arguments are guarded by identity, such as classes and functions.
+constant_under_compile: Callable[..., Any] = torch.compiler.assume_constant_result
 
 
 def new_size(context: Any) -> Any:

@@ -115,7 +115,9 @@ _current: ContextVar[BoundedCache] = ContextVar("bounded_cache", default=shared)
 class Remembered(Generic[T]):
     """A pure function of hashable arguments, whose results are in the cache of all such functions.
 
-    Two threads that need the same result at the same time may both compute it. They get the same object.
+    Arguments and results may hold numbers, texts and tables of positions on the host. They hold no process group,
+    because a group belongs to one rank and ranks may be threads, and no tensor of a caller. Two threads that need the
+    same result at the same time may both compute it. They get the same object.
 
     Attributes:
         made: number of results that were computed, not found in the cache.
@@ -144,13 +146,7 @@ def once(key: tuple[Any, tuple[Any, ...]], make: Callable[..., T]) -> T:
     return cache.put(key, make(*key[1]))
 
 
-def remembered(function: Callable[..., T]) -> Remembered[T]:
-    """Decorator that makes a function :class:`Remembered`.
-
-    Arguments and results may hold numbers, texts and tables of positions on the host. They hold no process group,
-    because a group belongs to one rank and ranks may be threads, and no tensor of a caller.
-    """
-    return Remembered(function)
+remembered = Remembered  # as a decorator
 
 
 @contextmanager

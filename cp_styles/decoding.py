@@ -66,6 +66,10 @@ class KVCache:
         k_BGMD: this rank's keys of the prompt, as the attention takes them (with positions applied). They are copied.
         v_BGME: this rank's values of the prompt.
 
+    Attributes:
+        prompt: the layout of the prompt.
+        length: number of positions of all ranks together.
+
     Memory: this rank's keys and values. While :meth:`append` adds a position that this rank keeps, there are two copies
     of them. That happens once in P tokens.
 
@@ -98,16 +102,11 @@ class KVCache:
             )
         self.prompt = layout
         self._own = layout.positions(self._rank, "cpu")
-        self._length = layout.length
+        self.length = layout.length
         self._keys, self._values = (x.detach().clone(memory_format=torch.contiguous_format) for x in (k_BGMD, v_BGME))
         self._first = 0  # keys of positions before are not needed any more
         self._freed = 0  # how many of this rank's keys are not stored any more
         self._unread: Callable[[], int] | None = None
-
-    @property
-    def length(self) -> int:
-        """Number of positions of all ranks together."""
-        return self._length
 
     @property
     def keys(self) -> torch.Tensor:
@@ -127,7 +126,7 @@ class KVCache:
     def positions(self) -> torch.Tensor:
         """The global positions of :attr:`keys`: int64 [M] on the host."""
         first = self._next_own(self.prompt.length)
-        new = torch.arange(first, max(first, self._length), self._ranks, device="cpu")
+        new = torch.arange(first, max(first, self.length), self._ranks, device="cpu")
         return torch.cat((self._own, new))[self._freed + self._unused() :]
 
     def append(self, k_BGLD: torch.Tensor, v_BGLE: torch.Tensor) -> None:
@@ -151,9 +150,9 @@ class KVCache:
                     "prompt's"
                 )
             )
-        mine = slice((self._rank - self._length) % self._ranks, None, self._ranks)
+        mine = slice((self._rank - self.length) % self._ranks, None, self._ranks)
         new = [x.detach()[:, :, mine] for x in (k_BGLD, v_BGLE)]
-        self._length += k_BGLD.shape[2]
+        self.length += k_BGLD.shape[2]
         if new[0].shape[2]:
             unused = self._unused()
             self._keys, self._values = (
@@ -168,14 +167,14 @@ class KVCache:
             ValueError: on this rank, and at the next call over the group on the others: ``length`` is larger than
                 :attr:`length`, or smaller than the prompt, whose positions cannot be removed.
         """
-        if not self.prompt.length <= length <= self._length:
+        if not self.prompt.length <= length <= self.length:
             self._refuse(
                 ValueError(
-                    f"KVCache: cannot crop {self._length} positions to {length}: the {self.prompt.length} positions "
+                    f"KVCache: cannot crop {self.length} positions to {length}: the {self.prompt.length} positions "
                     "of the prompt cannot be removed. Prefill the shorter prompt anew"
                 )
             )
-        self._length = length
+        self.length = length
         stop = max(self._below(length) - self._freed, 0)
         self._keys, self._values = (x[:, :, :stop] for x in self._both)
 
@@ -184,7 +183,7 @@ class KVCache:
 
         A later attention that needs them is an error. No communication.
         """
-        self._first = max(self._first, min(position, self._length))
+        self._first = max(self._first, min(position, self.length))
         unused = self._unused()
         if 2 * unused >= self._keys.shape[2] > 0:
             self._keys, self._values = (x[:, :, unused:].clone() for x in self._both)
@@ -223,7 +222,7 @@ class KVCache:
     def _rows_of(self, lo: torch.Tensor, hi: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Which of :attr:`keys` have positions ``lo`` .. ``hi - 1``: their first, and one past their last."""
         start = self._freed + self._unused()
-        first, stop = (self._below(x.clamp(max=self._length)) - start for x in (lo, hi))
+        first, stop = (self._below(x.clamp(max=self.length)) - start for x in (lo, hi))
         first = first.clamp(min=0)
         return first, torch.maximum(first, stop)
 

@@ -216,21 +216,12 @@ def _arrived(wire: torch.Tensor, peers: Peers) -> torch.Tensor:
 
 
 def columns_in_block(block: torch.Tensor, views: Sequence[torch.Tensor], c: int, columns: Sequence[Chunk]) -> Tensors:
-    """Views of the columns of each tensor in a block ``[R, *lead, width]``.
+    """Views ``[R, *lead, columns, *trail]`` of the columns of each tensor in a block ``[R, *lead, width]``.
 
     This is the definition of a block, for packing and unpacking, here and in strategies/all_to_all.py. Copies that need
     no views of a block (of a single tensor, or of columns that are cut evenly) make the same order.
-
-    Args:
-        block: the block, of any number of rows.
-        seen: tensors with the rows first. Only their dims after ``c`` are read.
-        c: the dim of the columns.
-        columns: for each tensor, the columns that the block has.
-
-    Returns:
-        For each tensor ``[R, *lead, columns, *trail]``.
     """
-    parts, at = [], 0
+    parts, at = [], 0  # of the tensors, whose rows come first, only the dims after ``c`` are read: those of a column
     for x, (start, stop) in zip(views, columns, strict=True):
         shape = (stop - start, *x.shape[c + 1 :])
         parts.append(block.narrow(-1, at, prod(shape)).unflatten(-1, shape))

@@ -77,23 +77,15 @@ def consult(peers: Peers, call: str, describe: Callable[[], Facts], check: bool)
 
 
 def rows_agreed(peers: Peers, call: str, describe: Callable[[], Facts], check: bool) -> Sequence[StatusRow]:
-    """Compare the calls of all ranks. Raise on *all* ranks if one rank has a bad argument, or if the ranks differ.
+    """Compare the calls of all ranks; the row of each, whose ``own`` size is the number of queries.
 
-    Without this, a rank with a bad argument would raise, and the others would hang in the collective.
-
-    Args:
-        call: name of the function, for messages.
-        describe: checks this rank's arguments (ValueError, TypeError) and returns its facts.
-        check: if False, and always under torch.compile, nothing is communicated. Only this rank's arguments are
-            checked, and all ranks are assumed to have its ``own`` size.
-
-    Returns:
-        The row of each rank: its ``own`` size is the number of queries.
+    ``describe`` checks this rank's arguments and returns its facts. If one rank has a bad argument, or if the ranks
+    differ, all ranks raise. Otherwise a rank with a bad argument would raise, and the others would hang in ``call``.
 
     Communication: one agreement of the ranks (:class:`~cp_styles.EveryCall`). If they differ, one all-gather of their
     descriptions.
     """
-    if peers.size == 1 or not check or is_traced():
+    if peers.size == 1 or not check or is_traced():  # only this rank's are checked, and all are taken for such as these
         return (StatusRow(describe().own),) * peers.size
     error = None
     try:

@@ -1,6 +1,6 @@
 """An explanation as a figure; needs matplotlib.
 
-``made`` is an ``Explanation``, which is drawn by these functions and so cannot be imported here.
+``explanation`` is an ``Explanation``, which is drawn by these functions and so cannot be imported here.
 """
 
 from __future__ import annotations

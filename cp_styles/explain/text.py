@@ -1,6 +1,6 @@
 """An explanation as plain text: ASCII, aligned, less than 100 columns.
 
-``made`` is an ``Explanation``, which is printed by these functions and so cannot be imported here.
+``explanation`` is an ``Explanation``, which is printed by these functions and so cannot be imported here.
 """
 
 from __future__ import annotations
