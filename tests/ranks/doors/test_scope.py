@@ -102,24 +102,6 @@ def test_two_micro_batches_alive(door: str):
     run_ranks(on, RANKS)
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_another_scope_is_open_in_the_backward(door: str):
-    def on(rank: int):
-        core = styled(door, cp_mesh(RANKS))
-        leaves, cotangent = FIRST.leaves(rank)
-        with FIRST.scope():
-            out = core(*leaves)
-        with SECOND.scope():
-            out.backward(cotangent)
-            FIRST.check(rank, out, leaves)
-            later, cotangent = SECOND.leaves(rank)
-            out = core(*later)
-        out.backward(cotangent)
-        SECOND.check(rank, out, later)
-
-    run_ranks(on, RANKS)
-
-
 class Scaled(Core):
     """Only its parameter wants a gradient: no node of an input holds what the backward needs."""
 
@@ -361,22 +343,6 @@ def test_nested_scopes(door: str):
                     raise failure
             run(FIRST)
         run(plain)  # without a scope: head_tail, and no documents
-
-    run_ranks(on, RANKS)
-
-
-def test_an_exception_in_a_forward_leaves_the_outer_scope():
-    def on(rank: int):
-        core = styled("module", cp_mesh(RANKS))
-        handle = core.register_forward_hook(lambda *_: (_ for _ in ()).throw(Oops()))
-        with FIRST.scope():
-            with pytest.raises(Oops), SECOND.scope():
-                core(*SECOND.leaves(rank)[0])
-            handle.remove()
-            leaves, cotangent = FIRST.leaves(rank)
-            out = core(*leaves)
-        out.backward(cotangent)
-        FIRST.check(rank, out, leaves)
 
     run_ranks(on, RANKS)
 

@@ -330,8 +330,7 @@ def test_one_rank_calls_backward_once_more(which: str, strategy):
         assert "rank 1 is in a backward (call 1 over these ranks)" in str(error)
 
 
-@pytest.mark.parametrize("which", DOORS)
-@pytest.mark.parametrize("how", ["plain", "checkpoint", "selective"])
+@sampled(1, which=DOORS, how=["plain", "checkpoint", "selective"])
 def test_backwards_in_any_order_that_all_ranks_have(which: str, how: str):
     """Exact, twice with retain_graph; a meeting each, and one for each recomputation."""
     layout = head_tail(LENGTH, RANKS)

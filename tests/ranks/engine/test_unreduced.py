@@ -424,17 +424,6 @@ def test_a_warning_that_is_an_error_on_one_rank_is_one_on_every_rank():
     assert "ranks [1] of mesh axis 'cp' refused" in str(first)
 
 
-def test_fsdp_over_the_wrong_axis_is_told():
-    """Reduced over dp, by a reducer that hides when it writes parameters, and not over cp."""
-
-    def on(rank: int) -> None:
-        mesh, both = dp_cp()
-        model = shard(parallelize_module(composition.new_model(), mesh["cp"], composition.cp_plan(2)), mesh["dp"])
-        training(model, mesh["cp"], both, dp=mesh["dp"], averaged_over=2).run(3)
-
-    raised(on, RANKS)
-
-
 def test_tensor_parallel_shards_are_compared_along_cp_alone():
     """Told when they are not reduced, and silent (see the compositions above) when they are."""
 

@@ -23,12 +23,10 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from cp_styles import (
-    AllGather,
     AttentionContextParallel,
     Documents,
     ModuleContextParallel,
     PerRow,
-    Ring,
     SequenceScope,
     SlidingWindow,
     Ulysses,
@@ -791,12 +789,8 @@ RIGHT: dict[str, Case] = {
     "attention": Case(),
     "the model": Case(plan=ModuleContextParallel()),
     "striped": Case(act=but(layout=striped), plan=styled(layout=striped)),
-    "contiguous": Case(act=but(layout=contiguous), plan=styled(layout=contiguous)),
     "three ranks": Case(mesh={"cp": 3}),
-    "more lengths": Case(batch={"tokens": BATCH["tokens"][:, :21]}),
     "Ulysses": Case(plan=styled(strategy=Ulysses())),
-    "all-gather": Case(plan=styled(strategy=AllGather())),
-    "a ring that sends again": Case(plan=styled(strategy=Ring(keep=0))),
     "documents in a scope": Case(act=under(Documents(DOCUMENTS))),
     "documents of a layout": Case(act=under(Documents(DOCUMENTS), BY_DOCUMENT)),
     "a window in a scope": Case(act=under(SlidingWindow(4))),
