@@ -113,22 +113,11 @@ def dtensors_without_grad(parts: Sequence[torch.Tensor], specs: Sequence[Any]) -
 def dtensor_spec(
     mesh: DeviceMesh, placements: tuple[Any, ...], shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype
 ) -> Any:
-    """What a DTensor is beside its part; ``shape`` and ``stride`` are global. Many tensors may share one: DTensor's own
-    sharding rules return shared ones too. Seen: 2.11 to 2.15 (DTensorSpec and TensorMeta)."""
+    """What a DTensor is beside its part; ``shape`` and ``stride`` are global. Seen: 2.11 to 2.15 (DTensorSpec and
+    TensorMeta)."""
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-    # By the mesh itself, which the entry keeps: an equal one may be another rank's, or of groups that were destroyed.
-    key = id(mesh), placements, shape, stride, dtype
-    spec = _specs.get(key)
-    if spec is None:
-        if len(_specs) >= _MOST_SPECS:
-            _specs.clear()
-        spec = _specs[key] = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, dtype))
-    return spec
-
-
-_specs: dict[Any, Any] = {}
-_MOST_SPECS = 256
+    return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, dtype))
 
 
 @cache

@@ -240,7 +240,12 @@ def cut_with(tensor: torch.Tensor) -> SequenceLayout | None:
 
 def cuts_of(values: Iterable[Any]) -> list[tuple[torch.Tensor, SequenceLayout]]:
     """The tensors among ``values`` that a layout has cut, each with :func:`cut_with`."""
-    return [(value, cut) for value in values if (cut := getattr(value, "_cp_styles_layout", None)) is not None]
+    pairs = []  # by a loop, because most calls ask it, and have none
+    for value in values:
+        cut = getattr(value, "_cp_styles_layout", None)
+        if cut is not None:
+            pairs.append((value, cut))
+    return pairs
 
 
 def mark_cut(tensor: torch.Tensor, layout: SequenceLayout | None) -> None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any, TypeAlias, TypeVar
 from weakref import WeakSet
 
-import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from cp_styles._compat import dispatch_modes, dispatch_modes_entered
 from cp_styles.engine.binding import Binding
 from cp_styles.engine.scope import ScopedBinding
+
+# The operators whose results are kept; varlen_attn has that of flex_attention.
+_KEPT = frozenset(("cp_styles::attention", "cp_styles::flex_attention", "cp_styles::gather_numbers"))
 
 Policy: TypeAlias = Callable[..., CheckpointPolicy]
 """``policy(context, op, *args, **kwargs)``, as ``create_selective_checkpoint_contexts`` takes it."""
@@ -44,7 +46,7 @@ def save_attention(others: Policy | None = None) -> Contexts:
 
 def _contexts(others: Policy | None) -> tuple[Any, Any]:
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if op in _kept_ops():
+        if op.name() in _KEPT:
             return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE if others is None else others(context, op, *args, **kwargs)
 
@@ -65,13 +67,3 @@ def as_kept(source: _Source) -> _Source:
     if not dispatch_modes_entered() or _saving.isdisjoint(dispatch_modes()):
         return source
     return source.keeping_nothing()
-
-
-@cache
-def _kept_ops() -> set[Any]:
-    ops = torch.ops.cp_styles
-    return {
-        ops.attention.default,
-        ops.flex_attention.default,  # varlen_attn too
-        ops.gather_numbers.default,
-    }

@@ -13,7 +13,6 @@ Shapes: B batch, H query heads, G key/value heads, L local queries, M local keys
 
 from __future__ import annotations
 
-import ast
 import ctypes
 import itertools
 from dataclasses import replace
@@ -23,7 +22,6 @@ from weakref import WeakValueDictionary
 import torch
 
 from cp_styles._compat import forward_mode_level, never_compiled, new_size, torch_func_transform
-from cp_styles.bounded_cache import remembered
 from cp_styles.checksum import delayed_digest
 from cp_styles.comm.agreement import EVERY_CALL, Agreement
 from cp_styles.comm.group_state import state_of
@@ -52,8 +50,8 @@ _LABELS = ("query", "key", "value")
 _DENSE = torch.strided
 
 # Handles in use: an op takes strings, but no objects. The table is weak, so a handle keeps nothing alive.
-_live: WeakValueDictionary[str, Source | AgreedCall] = WeakValueDictionary()
-_Live = TypeVar("_Live", Binding, ScopedBinding, AgreedCall, Binding | ScopedBinding)
+_live: WeakValueDictionary[str, Any] = WeakValueDictionary()
+_Live = TypeVar("_Live")
 _serial = itertools.count()
 
 
@@ -62,7 +60,7 @@ class BindingsInGraphs(WeakValueDictionary[str, ScopedBinding]):
     configuration. So a graph never takes another group that has the name of a destroyed one."""
 
 
-def handle(source: Source | AgreedCall) -> str:
+def handle(source: Any) -> str:
     """A ``config`` that is valid while ``source`` lives."""
     known = source.__dict__.get("_handle")
     if known is None or _live.get(known) is not source:  # a copy has the handle of the original
@@ -401,7 +399,7 @@ def agreed_call(call: torch.Tensor) -> AgreedCall:
 
 def _agreed_in_graph(config: str, dense: torch.Tensor | None, call: torch.Tensor) -> AgreedCall:
     """That of a call in a compiled graph, for its backward."""
-    *lengths, said = _read(_text_of(call))
+    *lengths, said = from_text(_text_of(call))  # the scope's layout and mask, the cuts, or nothing
     source = source_of(config, dense)
     binding = source.unscoped if isinstance(source, ScopedBinding) else source
     cut, mask = from_text(said) if said else (None, Full())
@@ -419,9 +417,3 @@ def _bytes_of(call: torch.Tensor) -> bytes:
 
 def _text_of(call: torch.Tensor) -> str:
     return _bytes_of(call)[_NUMBER:].decode()
-
-
-@remembered
-def _read(text: str) -> tuple[int, int, str]:
-    """Of a call in a graph: global query and key lengths; and the scope's layout and mask, the cuts, or nothing."""
-    return ast.literal_eval(text)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import itertools
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -19,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from cp_styles._compat import constant_under_compile, graph_task_id, hooks_in_order, never_compile_alone, tree_map_only
 from cp_styles.comm.agreement import EVERY_CALL, Agreement
 from cp_styles.engine.binding import Binding
-from cp_styles.engine.custom_ops import check_local
+from cp_styles.engine.custom_ops import check_local, handle, live_object
 from cp_styles.engine.gradient_watch import RAISE, GradientCheck
 from cp_styles.engine.scope import ScopedBinding
 from cp_styles.intercept.subclassing import BoundToThisRun, put_before_class
@@ -130,12 +129,12 @@ class AttentionContextParallel(ContextParallelStyle):
             raise ValueError(
                 f"{type(module).__name__} is context parallel already: apply AttentionContextParallel to a module once"
             )
-        key = binding.group, axis, device_mesh, self.seq_dim, self.use_local_output
-        dtensor_io = _known.get(key)
+        key = axis, device_mesh, self.seq_dim, self.use_local_output
+        ios = binding.group_state.the(_DTensorIOs)
+        dtensor_io = ios.get(key)
         if dtensor_io is None:
-            dtensor_io = _known[key] = DTensorIO(*key)
-            dtensor_io.handle = f"{next(_serial)}"
-            _alive[dtensor_io.handle] = dtensor_io
+            dtensor_io = ios[key] = DTensorIO(binding.group, *key)
+            dtensor_io.handle = handle(dtensor_io)
         CoreState(self, module, dtensor_io, binding).attach()
         return module
 
@@ -149,11 +148,11 @@ def _three_by_place(query: Any, key: Any, value: Any, /, *args: Any, **kwargs: A
 
 _STATE = "_context_parallel_core"
 
-# While it traces, torch.compile can pass a string to a function, but no object. Modules over the same axes, such as the
-# layers of a model, share the object and its string, and so the compiled graph of a layer.
-_alive: WeakValueDictionary[str, DTensorIO] = WeakValueDictionary()
-_known: WeakValueDictionary[tuple[Any, ...], DTensorIO] = WeakValueDictionary()
-_serial = itertools.count()
+
+class _DTensorIOs(WeakValueDictionary[tuple[Any, ...], DTensorIO]):
+    """Those of the modules over a group. Modules over the same axes, such as the layers of a model, share one and its
+    handle, and so the compiled graph of a layer: while it traces, torch.compile can pass a string to a function, but no
+    object."""
 
 
 class CoreState:
@@ -394,8 +393,8 @@ never_compile_alone(CoreState.forward, nor_what_it_calls=True)
 
 
 @constant_under_compile  # of a module and of a mesh, which are guarded
-def _private_mesh(handle: str, device_type: str, input_mesh: DeviceMesh | None) -> DeviceMesh | str:
-    return _alive[handle].traced_private_mesh(device_type, input_mesh)
+def _private_mesh(name: str, device_type: str, input_mesh: DeviceMesh | None) -> DeviceMesh | str:
+    return live_object(name, DTensorIO).traced_private_mesh(device_type, input_mesh)
 
 
 class _Core(BoundToThisRun):

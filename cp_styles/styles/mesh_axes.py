@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
@@ -108,7 +107,6 @@ def chunk(length: int, parts: int, index: int) -> tuple[int, int]:
     return min(index * size, length), min((index + 1) * size, length)
 
 
-@lru_cache(maxsize=1024)
 def chunk_sizes(length: int, parts: int) -> tuple[int, ...]:
     """The numbers of rows of all parts, if DTensor cuts ``length`` rows."""
     return tuple(stop - start for start, stop in (chunk(length, parts, index) for index in range(parts)))
@@ -265,8 +263,20 @@ def placed_in_graph(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[
 
 def spec_of(part: torch.Tensor, mesh: DeviceMesh, placements: Placements, shape: Sequence[int]) -> Any:
     """What :func:`placed_as` takes, for a part of a tensor of this global shape, with the memory order of the part."""
-    size = torch.Size(shape)
-    return dtensor_spec(mesh, placements, size, _strides(part.shape, part.stride(), size), part.dtype)
+    # By the mesh itself, which the entry keeps: an equal one may be another rank's, or of groups that were destroyed.
+    # Many tensors may share a spec: DTensor's own sharding rules return shared ones too.
+    key = id(mesh), placements, tuple(shape), part.shape, part.stride(), part.dtype
+    spec = _specs.get(key)
+    if spec is None:
+        if len(_specs) >= _MOST_SPECS:
+            _specs.clear()
+        strides = _strides(part.shape, part.stride(), torch.Size(shape))
+        spec = _specs[key] = dtensor_spec(mesh, placements, torch.Size(shape), strides, part.dtype)
+    return spec
+
+
+_specs: dict[Any, Any] = {}
+_MOST_SPECS = 256
 
 
 def placed_as(parts: Sequence[torch.Tensor], specs: Sequence[Any]) -> Sequence[DTensor]:
@@ -347,7 +357,6 @@ def declared_size(layout: SequenceLayout | Balancer, rank: int, ranks: int, rows
     return rows * ranks if rows else rank
 
 
-@lru_cache(maxsize=1024)
 def _strides(local_shape: torch.Size, local_strides: tuple[int, ...], shape: torch.Size) -> tuple[int, ...]:
     """Strides for the global ``shape`` with the memory order, the gaps and the expanded dims of the local tensor.
 

@@ -176,7 +176,6 @@ STATE = {
     },
     "names of live objects, weak": {
         "engine/custom_ops.py": "_live",
-        "styles/attention.py": "_alive _known",
     },
     "context variables": {
         "bounded_cache.py": "_current",
@@ -190,23 +189,19 @@ STATE = {
     },
     "counters for names": {
         "engine/custom_ops.py": "_serial",
-        "styles/attention.py": "_serial",
     },
     "caches by value": {
-        "_compat.py": "_specs",
         "comm/agreement.py": "fingerprint_of",
-        "engine/checkpoint.py": "_kept_ops",
         "engine/config_text.py": "_spelled",
         "integrations/transformers_cache.py": "cache_class",
         "intercept/function_mode.py": "_parameter_names",
         "intercept/subclassing.py": "_subclasses",
         "kernels/flex_compiled.py": "_compiled",
         "kernels/sdpa.py": "_op names_of _capability",
-        "styles/mesh_axes.py": "_strides chunk_sizes",
+        "styles/mesh_axes.py": "_specs",
     },
     "caches of what grows with the batch": {
         "engine/config_text.py": "_parsed _literal",
-        "engine/custom_ops.py": "_read",
         "explain/auto.py": "_choice",
         "layout.py": "_remembered _interned",
         "mask/linear_pieces.py": "_uncut",
