@@ -1,4 +1,5 @@
-"""One cache for the results of all functions that are decorated with :func:`remembered`, bounded by bytes."""
+"""One cache for the results of all functions that are decorated with :func:`remembered`, bounded by bytes; and tables
+of a few entries, for what belongs to one object."""
 
 from __future__ import annotations
 
@@ -15,12 +16,27 @@ from typing import Any, Generic, TypeVar
 import torch
 
 T = TypeVar("T")
+K = TypeVar("K")
 
 LIMIT = 2**26
 """Bytes of all results together: 64 MiB."""
 
 # What is taken beside the payload: by an object, a tensor of torch, an entry of the cache with its key.
 _OBJECT, _TENSOR, _ENTRY = 150, 450, 400
+
+
+class LatestEntries(OrderedDict[K, T]):
+    """A table of the entries that were put in last, of at most ``most``."""
+
+    def __init__(self, most: int = 16) -> None:
+        super().__init__()
+        self.most = most
+
+    def put(self, key: K, value: T) -> T:
+        self[key] = value
+        while len(self) > self.most:
+            self.popitem(last=False)
+        return value
 
 
 class BoundedCache:

@@ -15,11 +15,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+
+from cp_styles.bounded_cache import LatestEntries
 
 T = TypeVar("T")
 
@@ -71,7 +74,6 @@ class Operations:
 
 # Users count their tags from 0, and rows of numbers have tags from 2**30 on.
 _FIRST_TAG = 2**29
-_MOST_LENGTHS = 256
 
 
 @dataclass(eq=False)
@@ -104,7 +106,7 @@ class GroupState:
     engaged: bool = False
     forward_open: bool = False
     backward_began: bool = False
-    lengths: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+    lengths: LatestEntries[tuple[int, int], tuple[int, int]] = field(default_factory=partial(LatestEntries, 256))
     sinks: deque[Callable[[], int]] = field(default_factory=deque)
     unread: deque[tuple[Callable[[], int], str]] = field(default_factory=deque)
     sums: int = 0
@@ -122,12 +124,6 @@ class GroupState:
         if kind not in self.objects:
             self.objects[kind] = kind()
         return self.objects[kind]
-
-    def remember_lengths(self, local: tuple[int, int], whole: tuple[int, int]) -> None:
-        """Note :attr:`lengths`."""
-        if len(self.lengths) >= _MOST_LENGTHS:
-            self.lengths.clear()
-        self.lengths[local] = whole
 
 
 _states: WeakKeyDictionary[dist.ProcessGroup, GroupState] = WeakKeyDictionary()

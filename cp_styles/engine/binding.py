@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import zlib
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from cp_styles._compat import graph_task_id, when_destroyed
+from cp_styles.bounded_cache import LatestEntries
 from cp_styles.comm.agreement import (
     BACKWARD_MAY_COME,
     EVERY_CALL,
@@ -46,10 +46,6 @@ from cp_styles.mask import Causal, Dense, Full, Mask, PerRow, digest
 from cp_styles.strategies import Attention, PerRowStrategy, Strategy
 from cp_styles.troubleshooting import see
 
-# Number of calls, by layouts, that a binding caches, and of attentions that each of these caches.
-_MOST_ATTENTIONS = 16
-# Number of bindings with other masks that it caches. A mask may hold a tensor.
-_MOST_MASKED = 4
 _SEQ_DIM = 2  # of query, key and value [B, H, S, D]
 Cuts: TypeAlias = tuple[SequenceLayout, SequenceLayout]
 """The layouts of queries and of keys."""
@@ -118,11 +114,17 @@ class Binding:
     agreement: Agreement = field(default=EVERY_CALL, compare=False, repr=False)
     site: int = field(default=0, compare=False, repr=False)
     texts: dict[bool, Any] = field(init=False, default_factory=dict, compare=False, repr=False)
-    _by_lengths: dict[tuple[int, int], AgreedCall] = field(init=False, default_factory=dict, compare=False, repr=False)
+    _by_lengths: LatestEntries[tuple[int, int], AgreedCall] = field(
+        init=False, default_factory=LatestEntries, compare=False, repr=False
+    )
     _lean: Binding | None = field(init=False, default=None, compare=False, repr=False)
-    _by_cuts: dict[Cuts, AgreedCall] = field(init=False, default_factory=dict, compare=False, repr=False)
-    _by_heads: dict[Any, Binding] = field(init=False, default_factory=dict, compare=False, repr=False)
-    _masked: dict[Mask, Binding] = field(init=False, default_factory=dict, compare=False, repr=False)
+    _by_cuts: LatestEntries[Cuts, AgreedCall] = field(
+        init=False, default_factory=LatestEntries, compare=False, repr=False
+    )
+    _by_heads: LatestEntries[Any, Binding] = field(init=False, default_factory=LatestEntries, compare=False, repr=False)
+    _masked: LatestEntries[Mask, Binding] = field(  # few, because a mask may hold a tensor
+        init=False, default_factory=partial(LatestEntries, 4), compare=False, repr=False
+    )
 
     def __post_init__(self) -> None:
         if not isinstance(self.strategy, Strategy):
@@ -178,21 +180,13 @@ class Binding:
     def of_heads(self, heads: tuple[int, int], whole: tuple[int, int]) -> Binding:
         """This binding for a share of the heads. Cached."""
         found = self._by_heads.get((heads, whole))
-        if found is None:
-            found = self._by_heads[heads, whole] = replace(self, heads=heads, whole=whole)
-        return found
+        return found or self._by_heads.put((heads, whole), replace(self, heads=heads, whole=whole))
 
     def with_mask(self, mask: Mask) -> Binding:
         """This binding with ``mask`` beside its own. Cached for the latest masks: layers share them."""
         if isinstance(mask, Full):
             return self
-        found = self._masked.pop(mask, None)
-        if found is None:
-            found = replace(self, mask=self.mask & mask)
-            while len(self._masked) >= _MOST_MASKED:
-                del self._masked[next(iter(self._masked))]
-        self._masked[mask] = found
-        return found
+        return self._masked.get(mask) or self._masked.put(mask, replace(self, mask=self.mask & mask))
 
     def agree(
         self,
@@ -247,24 +241,15 @@ class Binding:
 
     def agreed_on(self, cuts: Cuts) -> AgreedCall:
         """The call of this configuration with these layouts. Cached."""
-        call = self._by_cuts.get(cuts)
-        if call is None:
-            if len(self._by_cuts) >= _MOST_ATTENTIONS:
-                self._by_cuts.clear()
-            # A copy, because a cycle of references would keep the group, with its connections, until it is collected.
-            call = self._by_cuts[cuts] = AgreedCall(replace(self), cuts)
-        return call
+        # A copy, because a cycle of references would keep the group, with its connections, until it is collected.
+        return self._by_cuts.get(cuts) or self._by_cuts.put(cuts, AgreedCall(replace(self), cuts))
 
     def known_for(self, lengths: tuple[int, int]) -> AgreedCall | None:
         """The call with these lengths, if the balancer is known to depend on nothing else. None if it raises."""
         if isinstance(self.layout, SequenceLayout) or not is_deterministic(self.layout):
             return None
         with contextlib.suppress(Exception):
-            cuts = self.cuts(lengths)
-            if len(self._by_lengths) >= _MOST_ATTENTIONS:
-                self._by_lengths.clear()
-            call = self._by_lengths[lengths] = self.agreed_on(cuts)
-            return call
+            return self._by_lengths.put(lengths, self.agreed_on(self.cuts(lengths)))
         return None
 
     @cached_property
@@ -361,7 +346,9 @@ class AgreedCall:
 
     binding: Binding
     cuts: Cuts
-    _attentions: dict[tuple[Any, ...], Attention] = field(init=False, default_factory=dict, repr=False)
+    _attentions: LatestEntries[tuple[Any, ...], Attention] = field(
+        init=False, default_factory=LatestEntries, repr=False
+    )
 
     @cached_property
     def lengths(self) -> tuple[int, int]:
@@ -404,10 +391,8 @@ class AgreedCall:
         key = q.shape, k.shape, v.shape, q.dtype, q.device, is_causal, scale
         attention = self._attentions.get(key)
         if attention is None:
-            if len(self._attentions) >= _MOST_ATTENTIONS:
-                self._attentions.clear()
             try:
-                attention = self._attentions[key] = self._attention(tensors, None, is_causal, scale)
+                attention = self._attentions.put(key, self._attention(tensors, None, is_causal, scale))
             except Exception:
                 self.binding.group_state.operations.settle()  # what the ranks disagree on may be the cause
                 raise
@@ -526,7 +511,7 @@ class _Call:
         whole, own = found.lengths, (self.tensors[0].shape[_SEQ_DIM], self.tensors[1].shape[_SEQ_DIM])
         state = binding.group_state
         if state.lengths.get(own) != whole:
-            state.remember_lengths(own, whole)
+            state.lengths.put(own, whole)
         where = binding.name, binding.axis, binding.group
         finding = binding._watch.compare(columns.watch, *where)
         if finding is not None:
@@ -568,30 +553,20 @@ class _Call:
         return StatusRow(layout=_number_of(self.cuts(whole)))
 
 
-class LatestBindings(OrderedDict[Any, Any]):
+class LatestBindings(LatestEntries[Any, Any]):
     """The latest bindings of functions' calls and of compiled graphs over a group.
 
     They hold the group, with its connections and the threads that poll them, until it is destroyed.
     """
 
 
-_MOST_BINDINGS = 64
-
-
 def bindings_of(group: dist.ProcessGroup) -> LatestBindings:
     objects = state_of(group).objects
     known = objects.get(LatestBindings)
     if known is None:
-        known = objects[LatestBindings] = LatestBindings()
+        known = objects[LatestBindings] = LatestBindings(64)
         when_destroyed(group, known.clear)
     return known
-
-
-def keep_binding(known: OrderedDict[Any, Any], key: Any, source: Any) -> None:
-    """Add the latest one to the table of :func:`bindings_of`."""
-    known[key] = source
-    while len(known) > _MOST_BINDINGS:
-        known.popitem(last=False)
 
 
 def binding_of_call(
@@ -624,7 +599,7 @@ def binding_of_call(
     checks = {"gradient_check": gradient_check, "agreement": agreement}
     binding = Binding(name, axis, group, strategy, layout, mask, kernel, **checks)
     if mask.pattern == mask and isinstance(kernel, SdpaKernel | None) and not gradient_check.local:
-        keep_binding(bindings_of(group), key, binding)
+        bindings_of(group).put(key, binding)
     return binding
 
 

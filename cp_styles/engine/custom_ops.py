@@ -27,7 +27,7 @@ from cp_styles.comm.agreement import EVERY_CALL, Agreement
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import mesh_of
 from cp_styles.comm.point_to_point import destroyed_error, group_of_name
-from cp_styles.engine.binding import AgreedCall, Binding, Tally, bindings_of, keep_binding
+from cp_styles.engine.binding import AgreedCall, Binding, Tally, bindings_of
 from cp_styles.engine.config_text import from_text, to_text
 from cp_styles.engine.gradient_watch import GradientCheck, watch_of
 from cp_styles.engine.reruns import remember_in_all
@@ -162,8 +162,7 @@ def source_of(config: str, dense: torch.Tensor | None = None) -> Source:
     elif found is None or dense is not None:
         check = GradientCheck(only_warn)
         found = Binding(name, axis, group, strategy, layout, mask, kernel, gradient_check=check, agreement=agreement)
-    keep_binding(known, config, found)
-    return found
+    return known.put(config, found)
 
 
 def refuse_on_all(error: Exception, source: Source) -> None:

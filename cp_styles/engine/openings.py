@@ -22,11 +22,13 @@ class Opening:
 
     def open_in(self, variable: ContextVar[tuple[Any, ...]]) -> None:
         """Begin: become the last of the openings in a context variable."""
-        before = [each for each in variable.get() if not each.ended]
+        before = variable.get()
         generators = list(_running_generators())
-        self._generator = generators[0] if generators else None
-        # What stopped in a generator before this began. When that generator runs again, it is around the call.
-        self._stopped = [each for each in before if each._generator not in (None, *generators)]
+        self._generator, self._stopped = generators[0] if generators else None, []
+        if before:
+            before = tuple(each for each in before if not each.ended)
+            # What stopped in a generator before this began. When that generator runs again, it is around the call.
+            self._stopped = [each for each in before if each._generator not in (None, *generators)]
         self._variable, self._token = variable, variable.set((*before, self))
 
     def end(self) -> None:
@@ -47,7 +49,7 @@ class Opening:
 
 def innermost(openings: Sequence[AnyOpening]) -> AnyOpening | None:
     """That of these openings of one context which is nearest around the running code. None if all have ended."""
-    openings = [each for each in openings if not each.ended]
+    openings = [each for each in openings if not each.ended] if openings else openings
     if not openings:
         return None
     last = openings[-1]

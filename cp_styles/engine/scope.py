@@ -171,8 +171,7 @@ def open_scope(axis: str) -> SequenceScope | None:
 class ScopeHistory:
     """Whether an attention has run under a scope. Then a recomputation without a scope is an error."""
 
-    def __init__(self) -> None:
-        self.was_scoped = False
+    was_scoped = False
 
 
 class ScopedBinding:

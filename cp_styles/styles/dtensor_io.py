@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from cp_styles.bounded_cache import LatestEntries
 from cp_styles.layout import Balancer, SequenceLayout
 from cp_styles.styles.mesh_axes import (
     OtherAxes,
@@ -37,8 +38,6 @@ from cp_styles.styles.mesh_axes import (
 )
 from cp_styles.styles.private_mesh import private_mesh
 from cp_styles.troubleshooting import see
-
-_MOST_SPECS = 64
 
 
 class DTensorIO:
@@ -62,7 +61,7 @@ class DTensorIO:
         self._use_local_output = use_local_output
         self._known: dict[DeviceMesh, OtherAxes | str] = {}
         # Of inputs without other axes: how they are placed, by what they are beside their values.
-        self._specs: dict[Any, Sequence[Any]] = {}
+        self._specs: LatestEntries[Any, Sequence[Any]] = LatestEntries(64)
 
     handle = ""
 
@@ -142,9 +141,7 @@ class DTensorIO:
             shape[dim] = declared_size(layout, rank, ranks, part.shape[dim])
             specs.append(spec_of(part, mesh, (Shard(dim), *others), shape))
         if input_axes is None:
-            if len(self._specs) >= _MOST_SPECS:
-                self._specs.clear()
-            self._specs[key] = specs
+            self._specs.put(key, specs)
         return placed_as(parts, specs)
 
     def lower(self, name: str, output: DTensor, input_axes: OtherAxes | None, scale: tuple[int, int]) -> torch.Tensor:

@@ -346,7 +346,7 @@ class InputGuards:
                     self._refuse_window(kind, traced, length, length * self._ranks)
             return
         self._forwards += 1
-        inputs = self._calls.inputs
+        inputs = self._calls.tally.inputs
         past = inputs.get("past_key_values")
         own = getattr(past, "self_attention_cache", past)  # beside keys of an encoder
         if isinstance(own, LayerCaches) and own.prefilled:
@@ -456,7 +456,7 @@ class InputGuards:
         """
         if torch.compiler.is_dynamo_compiling() or self._ranks == 1:
             return
-        binding, inputs = self._calls.binding, self._calls.inputs
+        binding, inputs = self._calls.binding, self._calls.tally.inputs
         length, kind = _length(inputs), type(module).__name__
         problem = None
         for local in self._calls.tally.lengths if self._facts.windows else ():

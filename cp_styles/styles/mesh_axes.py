@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from cp_styles._compat import dtensor_spec, dtensors_without_grad
+from cp_styles.bounded_cache import LatestEntries
 from cp_styles.device_copies import tensor_on
 from cp_styles.layout import Balancer, SequenceLayout
 from cp_styles.troubleshooting import see
@@ -268,15 +269,12 @@ def spec_of(part: torch.Tensor, mesh: DeviceMesh, placements: Placements, shape:
     key = id(mesh), placements, tuple(shape), part.shape, part.stride(), part.dtype
     spec = _specs.get(key)
     if spec is None:
-        if len(_specs) >= _MOST_SPECS:
-            _specs.clear()
         strides = _strides(part.shape, part.stride(), torch.Size(shape))
-        spec = _specs[key] = dtensor_spec(mesh, placements, torch.Size(shape), strides, part.dtype)
+        spec = _specs.put(key, dtensor_spec(mesh, placements, torch.Size(shape), strides, part.dtype))
     return spec
 
 
-_specs: dict[Any, Any] = {}
-_MOST_SPECS = 256
+_specs: LatestEntries[Any, Any] = LatestEntries(256)
 
 
 def placed_as(parts: Sequence[torch.Tensor], specs: Sequence[Any]) -> Sequence[DTensor]:
