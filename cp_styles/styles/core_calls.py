@@ -155,8 +155,8 @@ class CoreCalls(AttentionCalls):
             if tensor.placements[0] != _ALONG:
                 raise ValueError(
                     f"{self._name}: {label} has the placements {tensor.placements} and the shape "
-                    f"{tuple(tensor.shape)} at the attention, not {_ALONG!r} on the sequence axis: the module moved or "
-                    f"gathered the sequence dim; check seq_dim{see('The sequence dim has moved')}"
+                    f"{tuple(tensor.shape)} at the attention, not Shard({_SEQ_DIM}) on the sequence axis: the module "
+                    f"moved or gathered the sequence dim; check seq_dim{see('The sequence dim has moved')}"
                 )
         if isinstance(attn_mask, DTensor):
             raise NotImplementedError(

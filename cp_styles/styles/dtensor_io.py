@@ -127,7 +127,7 @@ class DTensorIO:
         the balancer that makes it."""
         q, k, v = parts
         metas = q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype
-        key = metas, q.device.type, layout if isinstance(layout, SequenceLayout) else None
+        key = metas, q.device.type, layout.lengths if isinstance(layout, SequenceLayout) else None
         if input_axes is None and key in self._specs:
             return placed_as(parts, self._specs[key])
         rank, ranks, dim = self._group.rank(), self._group.size(), self._seq_dim
