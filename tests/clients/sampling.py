@@ -1,4 +1,5 @@
-"""Two processes sample tokens: with one seed those of one process; with different seeds an error on both."""
+"""Two processes sample tokens: with one seed those of one process; with different seeds an error on both. And they
+train on rollouts by the lines of the page: the same as one process does on its own."""
 
 from __future__ import annotations
 
@@ -8,13 +9,38 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from transformers import AutoModelForCausalLM
 
 from cp_styles import ModuleContextParallel, parallelize_module
 from cp_styles.integrations.transformers import prefill
-from tests.clients.hugging_face import NAME, StayDouble, tokens_of
+from tests.clients.hugging_face import NAME, StayDouble, largest_error, tokens_of
 from tests.clients.test_generate import greedy, model_of
+from tests.clients.test_preferences import PROMPT, grpo_alone, models, on_a_rank, on_the_page, parameters_of
+from tests.clients.test_transformers import EXACT
 
 generate = greedy(12, do_sample=True)
+
+
+def train_on_rollouts() -> None:
+    """GRPO: each rank makes the same completions, with a copy of the model that has no style."""
+    (model,), prompts = models(1), tokens_of(PROMPT)
+    names = {"model": model, "batches": [prompts] * 2, "seed": 0, "new_tokens": 15, "updates": 2}
+    names |= {"AutoModelForCausalLM": AutoModelForCausalLM, "advantages_of": lambda x: x[:, -5:].double().mean(1) - 30}
+    one, rollouts = copy.deepcopy(model).eval(), []
+
+    def rollout() -> torch.Tensor:
+        torch.manual_seed(0)
+        with StayDouble():
+            rollouts.append(one.generate(prompts, do_sample=True, max_new_tokens=15))
+        return rollouts[-1]
+
+    losses = grpo_alone(one, rollout, names["advantages_of"], 2)
+    found = on_a_rank(names, on_the_page("grpo"))
+    assert torch.equal(found["tokens"], rollouts[-1])
+    assert not torch.equal(*rollouts)  # the second was made by the model that the first one changed
+    assert (
+        largest_error((found["loss"].detach(), parameters_of(found["model"])), (losses[-1], parameters_of(one))) < EXACT
+    )
 
 
 def main() -> None:
@@ -35,6 +61,7 @@ def main() -> None:
         torch.manual_seed(rank)
         with pytest.raises(ValueError, match="decode different tokens"):
             generate(mine, tokens, cache)
+    train_on_rollouts()
     print(f"rank {rank} sampled as one process, and noticed another seed", flush=True)
     dist.destroy_process_group()
 

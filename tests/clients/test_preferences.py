@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,22 +51,22 @@ def log_probs(model: Any, tokens: torch.Tensor, labels: torch.Tensor) -> torch.T
     return logs.gather(2, tokens[:, 1:, None])[..., 0] * (labels[:, 1:] != -100)
 
 
+def on_a_rank(names: dict[str, Any], code: str) -> dict[str, Any]:
+    """The code of the page with copies of these names; models among them get the style."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    mine = copy.deepcopy(names) | {"mesh": mesh, "torch": torch, "copy": copy}
+    for model in (each for each in mine.values() if isinstance(each, torch.nn.Module)):
+        model.set_attn_implementation(NAME)
+        parallelize_module(model, mesh, ModuleContextParallel())
+    if "model" in mine:
+        mine["optimizer"] = torch.optim.SGD(mine["model"].parameters(), lr=0.1)
+    with StayDouble():
+        exec(on_the_page("log-probabilities") + code, mine)
+    return mine
+
+
 def on_ranks(names: dict[str, Any], code: str) -> list[dict[str, Any]]:
-    """The code of the page with these names, of which each rank has copies; models among them get the style."""
-
-    def on(rank: int) -> dict[str, Any]:
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-        mine = copy.deepcopy(names) | {"mesh": mesh, "torch": torch, "copy": copy}
-        for model in (each for each in mine.values() if isinstance(each, torch.nn.Module)):
-            model.set_attn_implementation(NAME)
-            parallelize_module(model, mesh, ModuleContextParallel())
-        if "model" in mine:
-            mine["optimizer"] = torch.optim.SGD(mine["model"].parameters(), lr=0.1)
-        with StayDouble():
-            exec(on_the_page("log-probabilities") + code, mine)
-        return mine
-
-    return run_ranks(on, 2)
+    return run_ranks(lambda _: on_a_rank(names, code), 2)
 
 
 def test_dpo():
@@ -85,6 +86,30 @@ def test_dpo():
         assert (
             largest_error((found["loss"].detach(), gradients(found["model"])), (loss.detach(), gradients(one))) < EXACT
         )
+
+
+def grpo_alone(
+    one: Any, rollout: Callable[[], torch.Tensor], advantages_of: Callable[..., torch.Tensor], batches: int
+) -> list[torch.Tensor]:
+    """The losses of the page's loop, of two updates for each rollout, by one process."""
+    losses, optimizer = [], torch.optim.SGD(one.parameters(), lr=0.1)
+    for _ in range(batches):
+        tokens = rollout()
+        advantages = advantages_of(tokens)
+        labels = tokens.masked_fill(torch.arange(tokens.shape[1]) < PROMPT, -100)
+        old = None
+        for _ in range(2):
+            with StayDouble():
+                new = log_probs(one, tokens, labels)
+            old = new.detach() if old is None else old
+            ratio = (new - old).exp()
+            gain = torch.minimum(ratio * advantages[:, None], ratio.clamp(0.8, 1.2) * advantages[:, None])
+            loss = -(gain * (labels[:, 1:] != -100)).sum() / (labels[:, 1:] != -100).sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+    return losses
 
 
 def test_grpo():
@@ -109,22 +134,8 @@ def test_grpo():
     names |= {"advantages_of": lambda tokens: advantages}
     auto = SimpleNamespace(from_config=lambda config, attn_implementation: Rollouts(config))
     names["AutoModelForCausalLM"] = auto
-    one, losses = copy.deepcopy(model), []
-    optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
-    for tokens in completed:
-        labels = tokens.masked_fill(torch.arange(21) < PROMPT, -100)
-        old = None
-        for _ in range(2):
-            with StayDouble():
-                new = log_probs(one, tokens, labels)
-            old = new.detach() if old is None else old
-            ratio = (new - old).exp()
-            gain = torch.minimum(ratio * advantages[:, None], ratio.clamp(0.8, 1.2) * advantages[:, None])
-            loss = -(gain * (labels[:, 1:] != -100)).sum() / (labels[:, 1:] != -100).sum()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.detach())
+    one = copy.deepcopy(model)
+    losses = grpo_alone(one, iter(completed).__next__, names["advantages_of"], 2)
     assert losses[0] != losses[1]
     for found in on_ranks(names, on_the_page("grpo")):
         trained = parameters_of(found["model"])
