@@ -190,5 +190,7 @@ def sink_gradient(
     A key with value 0 and probability p has d logit = p (grad . 0 - grad . out).
     """
     p_BHL = torch.exp(_logit_of_sink(sink_H, lse_BHL.dtype, level_BHL) - lse_BHL)
-    dots_BHL = (grad_BHLE * out_BHLE).sum(-1, dtype=lse_BHL.dtype)
+    # By heads: products of 16 bits are rounded, and copies of all heads are large.
+    pairs = zip(grad_BHLE.unbind(1), out_BHLE.unbind(1), strict=True)
+    dots_BHL = torch.stack([(grad.to(lse_BHL.dtype) * out).sum(-1) for grad, out in pairs], 1)
     return -(p_BHL * dots_BHL).sum((0, 2)).to(sink_H.dtype)

@@ -366,10 +366,7 @@ class VarlenKernel(SdpaKernel):
 
 
 def _packed(
-    tiles: Iterable[tuple[Any, TileCall]],
-    query: int,
-    single: Callable[..., Any],
-    several: Callable[[Sequence[TileCall]], Iterable[Any]],
+    tiles: Iterable[tuple[Any, TileCall]], query: int, single: Callable[..., Any], several: Callable[..., Any]
 ) -> Iterator[tuple[Any, Any]]:
     """(name of the tile, its result), by ``single`` for a tile alone and by ``several`` for a pack of tiles."""
     for pack in _packs(tiles, query):

@@ -16,6 +16,8 @@ without grouped heads), the key heads are sent in groups, one after the other. W
 It is computed in the same groups, and its gradients travel by them. Few rows, as those of a document or a window, are
 computed with all heads too, if that is no more than a group of many rows. Both ranks know the number of rows, and so
 how they are sent. Own keys are computed with all heads at once: their results are the sums to which others are added.
+In 16 bits, where sums are wider than keys, a backward computes in smaller groups, own keys too, and sends their
+gradients by them. What a kernel wants in float32 is copied for one query head of a tile at a time.
 """
 
 from __future__ import annotations
@@ -76,9 +78,7 @@ class MovingKV(Strategy):
         setup = self._setup(attention, q_BHLD, k_BGMD, v_BGME)
         steps = setup.schedule.forward
         run = _PlanRun(setup, steps, attention, q_BHLD, k_BGMD, v_BGME, residual)
-        q = q_BHLD.to(setup.dtype)
-        if setup.levels is not None:
-            q = setup.levels.zeroed(q)
+        q = q_BHLD if setup.levels is None else setup.levels.zeroed(q_BHLD)
         merged = OnlineSoftmax((*q.shape[:3], v_BGME.shape[3]), setup.dtype, q.device, q_BHLD)
         for step in steps:
             run.attend(step, q, merged)
@@ -93,10 +93,9 @@ class MovingKV(Strategy):
         setup = self._setup(attention, q_BHLD, k_BGMD, v_BGME)
         steps = setup.schedule.backward
         run = _PlanRun(setup, steps, attention, q_BHLD, k_BGMD, v_BGME, residual)
-        q, grad, out = q_BHLD.to(setup.dtype), grad_BHLE.to(setup.dtype), out_BHLE.to(setup.dtype)
-        kernel, levels = attention.kernel, setup.levels
+        kernel, levels, q = attention.kernel, setup.levels, q_BHLD
         if levels is not None and levels.drowned is not None:
-            kernel, q = SplitQueries(kernel), levels.split(q)
+            kernel, q = SplitQueries(kernel), levels.split(q_BHLD)
         dq_sum = RowSum(q.shape, setup.wide, q.device)
         returns = _GradientReturn(run)
         for step in steps:
@@ -105,12 +104,12 @@ class MovingKV(Strategy):
             for messages in step.gradients:
                 gradients, keys = [], messages.keys
                 if keys is not None:
-                    gradients = run.gradients(kernel, keys, arrived.pop(0), (grad, q), (out, run.lse), dq_sum)
+                    gradients = run.gradients(kernel, keys, arrived.pop(0), (grad_BHLE, q), (out_BHLE, run.lse), dq_sum)
                 returns.send(messages, gradients)
         dq, dk, dv = dq_sum.result(), *returns.result()
         if q.shape != q_BHLD.shape:
             dq = dq[..., : q_BHLD.shape[3]]
-        dsink = None if sink_H is None else sink_gradient(sink_H, grad, out, run.lse, levels and levels.level)
+        dsink = None if sink_H is None else sink_gradient(sink_H, grad_BHLE, out_BHLE, run.lse, levels and levels.level)
         return dq.to(q_BHLD.dtype), dk.to(k_BGMD.dtype), dv.to(v_BGME.dtype), dsink
 
     def _setup(self, attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> _Setup:
@@ -124,7 +123,8 @@ class _Setup(NamedTuple):
     Attributes:
         schedule: the steps of this rank.
         levels: what is subtracted from the biases of an additive mask; None if there is nothing.
-        wide: the dtype in which results of tiles are summed, and gradients travel.
+        wide: the dtype in which results of tiles are summed, and gradients travel. That of the inputs for one tile
+            without messages.
         dtype: the dtype of tiles.
         residual: the logsumexp, then the messages that are kept.
     """
@@ -140,9 +140,9 @@ def _setup(strategy: MovingKV, attention: Attention, q: torch.Tensor, k: torch.T
     layouts, mask, kernel = (attention.q_layout, attention.kv_layout), attention.mask, attention.kernel
     rounds = tuple(map(tuple, strategy.rounds(attention.ranks)))
     shapes = (tuple(x.shape) for x in (q, k, v))
-    how = kernel.small_tiles, kernel.windows, rounds, strategy.keep
-    schedule = make_schedule(*layouts, mask.pattern, attention.rank, *how, *shapes)
-    wide = accumulation_dtype(q.dtype)
+    how, wide = (kernel.small_tiles, kernel.windows, rounds, strategy.keep), accumulation_dtype(q.dtype)
+    widening = wide.itemsize // q.dtype.itemsize
+    schedule = make_schedule(*layouts, mask.pattern, attention.rank, *how, *shapes, widening)
     levels = None
     # On the meta device only shapes are computed.
     if mask.additive and q.numel() and attention.kv_layout.length and q.device.type != "meta":
@@ -157,6 +157,7 @@ def _setup(strategy: MovingKV, attention: Attention, q: torch.Tensor, k: torch.T
     # Results of tiles are summed if there are several, or if drowned rows are computed separately.
     sums = schedule.tiles > 1 or (levels is not None and levels.drowned is not None)
     lse: Spec = (tuple(q.shape[:3]), wide)
+    wide = wide if sums or attention.ranks > 1 else q.dtype
     residual = ResidualPlaces([lse, *(((size,), k.dtype) for size in schedule.kept)])
     return _Setup(schedule, levels, wide, kernel.tile_dtype(q.dtype) if sums else q.dtype, residual)
 
@@ -202,7 +203,7 @@ class _PlanRun:
             with named_range("step", step.number, "wait for keys of", *step.sources):
                 pending.wait()  # first, so that what this rank has sent can be freed
             self._start_next()
-        pairs, dtype = [], self.setup.dtype
+        pairs = []
         for arrival in step.arrivals:
             if step.travels:
                 message = received.pop(0)
@@ -211,8 +212,7 @@ class _PlanRun:
             else:  # own keys, which may be packed for other ranks: contiguous, which is good for kernels
                 message = self._packed.get(arrival.block)
             block = arrival.block
-            k, v = block.unpacked(self.k, self.v) if message is None else block.in_message(message)
-            pairs.append((k.to(dtype), v.to(dtype)))
+            pairs.append(block.unpacked(self.k, self.v) if message is None else block.in_message(message))
         parts = []
         for keys in step.keys:
             (k, v), heads = pairs[keys.arrival], slice(*keys.heads)
@@ -224,9 +224,13 @@ class _PlanRun:
         arrived = self.arrived(step)
         with named_range("step", step.number, "attend to keys of", *step.sources):
             for tiles in step.tiles:
-                calls = (((i, tile), self._call(step.keys[i], tile, *arrived[i], (q,))) for i, tile in tiles)
-                for (index, tile), (out, lse) in self.attention.kernel.forward_tiles(calls):
-                    merged.add(step.keys[index].q_heads, tile.q, out, lse)
+                calls = (
+                    ((heads[0], tile), self._call(step.keys[index], tile, heads, *arrived[index], (q,)))
+                    for index, tile in tiles
+                    for heads in self._heads(step.keys[index])
+                )
+                for (heads, tile), (out, lse) in self.attention.kernel.forward_tiles(calls):
+                    merged.add(heads, tile.q, out, lse)
                     del out, lse  # before the next tile's result is made
 
     def gradients(
@@ -242,16 +246,28 @@ class _PlanRun:
 
         ``before`` and ``after`` are the arguments of the kernel before and after k and v.
         """
-        heads = (0, arrived[0].shape[1])
         dk, dv = (RowSum(x.shape, self.setup.wide, x.device) for x in arrived)
         with named_range("step", self.number, "gradients with keys of", keys.source):
-            calls = ((tile, self._call(keys, tile, *arrived, before, after)) for tile in keys.tiles)
-            for tile, (tile_dq, tile_dk, tile_dv) in kernel.backward_tiles(calls):
-                dq.add(keys.q_heads, tile.q, tile_dq)
-                dk.add(heads, tile.kv, tile_dk)
-                dv.add(heads, tile.kv, tile_dv)
+            calls = (
+                ((heads, tile), self._call(keys, tile, heads, *arrived, before, after))
+                for heads in self._heads(keys)
+                for tile in keys.tiles
+            )
+            for ((q_heads, kv_heads), tile), (tile_dq, tile_dk, tile_dv) in kernel.backward_tiles(calls):
+                dq.add(q_heads, tile.q, tile_dq)
+                dk.add(kv_heads, tile.kv, tile_dk)
+                dv.add(kv_heads, tile.kv, tile_dv)
                 del tile_dq, tile_dk, tile_dv
         return [dk.result(), dv.result()]
+
+    def _heads(self, keys: Keys) -> list[tuple[Span, Span]]:
+        """Query heads of ``keys``, and their key heads in it, of which a kernel is given tiles: all; or one query head
+        after the other where their tiles are copies in a wider dtype."""
+        (first, stop), count = keys.q_heads, keys.heads[1] - keys.heads[0]
+        if self.setup.dtype == self.q.dtype:
+            return [(keys.q_heads, (0, count))]
+        places = ((head, (head - first) * count // (stop - first)) for head in range(first, stop))
+        return [((head, head + 1), (key_head, key_head + 1)) for head, key_head in places]
 
     def _start_next(self) -> None:
         """Start the transfers of the next step that has some."""
@@ -284,29 +300,32 @@ class _PlanRun:
         self,
         keys: Keys,
         tile: Tile,
+        heads: tuple[Span, Span],
         k: torch.Tensor,
         v: torch.Tensor,
         before: tuple[torch.Tensor, ...],
         after: tuple[torch.Tensor, ...] = (),
     ) -> TileCall:
-        """The arguments of the kernel for a tile: heads and rows of ``before``, of k and v, and of ``after``.
+        """The arguments of the kernel for a tile: ``heads`` and rows of ``before``, of k and v, and of ``after``.
 
-        They are made when the kernel asks for them, because an explicit mask is as large as its tile.
+        They are made when the kernel asks for them: an explicit mask is as large as its tile, and so are copies.
         """
-        if (keys.q_heads, tile.q) != self._all_queries:
-            queries = slice(None), slice(*keys.q_heads), slice(*tile.q)
+        if (heads[0], tile.q) != self._all_queries:
+            queries = slice(None), slice(*heads[0]), slice(*tile.q)
             before, after = (tuple([x[queries] for x in tensors]) for tensors in (before, after))
-        if tile.kv != (0, k.shape[2]):
-            rows = slice(*tile.kv)
-            k, v = k[:, :, rows], v[:, :, rows]
-        bias = self._bias(keys, tile) if tile.cover is Cover.PARTIAL else None
+        if (heads[1], tile.kv) != ((0, k.shape[1]), (0, k.shape[2])):
+            rows = slice(None), slice(*heads[1]), slice(*tile.kv)
+            k, v = k[rows], v[rows]
+        own = self.q.dtype
+        tensors = [x.to(self.setup.dtype) if x.dtype == own else x for x in (*before, k, v, *after)]
+        bias = self._bias(keys, tile, heads[0]) if tile.cover is Cover.PARTIAL else None
         options = {"causal": tile.cover is Cover.CAUSAL, "bias": bias, "scale": self.attention.scale}
         if self.attention.kernel.windows:
             options["window"] = tile.window
         if self.attention.kernel.positional:
             first = 0 if self.attention.heads is None else self.attention.heads[0]
-            options["where"] = Where(*self._positions(keys, tile), first + keys.q_heads[0])
-        return TileCall((*before, k, v, *after), options)
+            options["where"] = Where(*self._positions(keys, tile), first + heads[0][0])
+        return TileCall(tuple(tensors), options)
 
     def _positions(self, keys: Keys, tile: Tile) -> tuple[torch.Tensor, torch.Tensor]:
         """Global positions of the queries and of the keys of a tile."""
@@ -324,12 +343,12 @@ class _PlanRun:
             row += stop - start
         return q_positions, pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
-    def _bias(self, keys: Keys, tile: Tile) -> torch.Tensor:
+    def _bias(self, keys: Keys, tile: Tile, q_heads: Span) -> torch.Tensor:
         attention, levels, dtype = self.attention, self.setup.levels, self.setup.dtype
         first = 0 if attention.heads is None else attention.heads[0]
-        heads = first + keys.q_heads[0], first + keys.q_heads[1]
+        heads = first + q_heads[0], first + q_heads[1]
         bias = _masked_bias(attention.mask, heads, dtype, *self._positions(keys, tile))
-        return (bias if levels is None else levels.subtracted(bias, keys.q_heads, tile.q)).to(dtype)
+        return (bias if levels is None else levels.subtracted(bias, q_heads, tile.q)).to(dtype)
 
 
 def _masked_bias(
@@ -417,8 +436,8 @@ class Ring(MovingKV):
     Between forward and backward: the inputs, the output, its logsumexp, and at most ``keep`` K. In the forward: Q for
     the output, three messages, and the result of a tile. In the backward: the gradients, three messages, and gradients
     of three messages: one is computed, one is sent, and one arrives. With more than two ranks a message is at most the
-    smaller of K and Q: see [Note: memory] in moving_kv.py. In 16 bits gradients are summed in float32, and on CPU tiles
-    are computed in float32, from copies of query, output and its gradient. tutorials/costs.md has the bytes.
+    smaller of K and Q: see [Note: memory] in moving_kv.py. In 16 bits gradients are summed in float32 and travel in
+    smaller parts; on CPU tiles are computed in float32, from copies of one head. tutorials/costs.md has the bytes.
 
     Source: Liu, Zaharia and Abbeel, Ring Attention with Blockwise Transformers (2023).
 

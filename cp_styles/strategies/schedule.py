@@ -69,8 +69,8 @@ class Block:
         return [rows_in(x[:, heads], 2, self.rows) for x in (k_BGMD, v_BGME)]
 
 
-Parted: TypeAlias = tuple[Block, Sequence[Block]]
-"""A message, and its parts that are computed at once: all of it, or groups of its heads."""
+Parted: TypeAlias = tuple[Block, Sequence[Block], Sequence[Block]]
+"""A message, and its parts that a forward and a backward compute at once: all of it, or groups of its heads."""
 
 
 class Arrival(NamedTuple):
@@ -188,6 +188,7 @@ def make_schedule(
     q_shape: Shape,
     k_shape: Shape,
     v_shape: Shape,
+    widening: int,
 ) -> Schedule:
     """The schedule of ``rank``. See :func:`~cp_styles.plan.make_plan` for the first arguments; ``pattern`` is that of
     the mask.
@@ -198,6 +199,7 @@ def make_schedule(
         q_shape: shape of the local query [B, H, L, D].
         k_shape: shape of the local key [B, G, M, D].
         v_shape: shape of the local value [B, G, M, E].
+        widening: bytes of a number of a gradient over those of a key.
     """
     plan = make_plan(q_layout, kv_layout, pattern, rank, small_tiles=small_tiles, windows=windows)
     ranks, lengths, key_heads = q_layout.ranks, q_layout.lengths, k_shape[1]
@@ -208,6 +210,11 @@ def make_schedule(
     query, key = q_shape[1] * q_shape[3], key_heads * (k_shape[3] + v_shape[3])
     all_heads = [(0, key_heads)]
     groups = _groups(key_heads, query, key) if len(rounds) > 1 else all_heads
+    # What a backward computes at once: where gradients are wider than keys, two parts at least, whose gradients take at
+    # most the bytes of queries.
+    finer, parts = widening > 1 and bool(distances), groups
+    if finer:
+        parts = _groups(key_heads, 1, max(2, len(groups) * -(-key * widening // (query * len(groups) or 1))))
     all_blocks: dict[tuple[Span, RowRanges], Block] = {}
 
     def source(distance: int) -> int:
@@ -224,31 +231,36 @@ def make_schedule(
         """The messages with ``rows`` between this rank and the ``other`` one, in either direction."""
         # Sender and receiver compute this alike: the size of the smaller query shard is the limit.
         limit, size = query * min(lengths[rank], lengths[other]), key * _count(rows)
-        if size > limit:
-            return [(block, [block]) for block in blocks(rows, groups)]
-        parts = blocks(rows, all_heads if size * len(groups) <= limit else groups)
-        return [(block, parts) for block in blocks(rows, all_heads)]
+        forward = all_heads if size * len(groups) <= limit else groups
+        backward = all_heads if size * widening * len(parts) <= limit else parts
+
+        def within(block: Block, spans: Sequence[Span]) -> list[Block]:
+            return blocks(rows, [heads for heads in spans if block.heads[0] <= heads[0] < block.heads[1]])
+
+        whole = blocks(rows, groups if size > limit else all_heads)
+        return [(block, within(block, forward), within(block, backward)) for block in whole]
 
     received = {d: messages(source(d), plan.parts[source(d)].rows) for d in distances}
     sent = {d: messages(peer(d), plan.sends[peer(d)]) for d in distances}
-    received[0] = [(block, [block]) for block in blocks(plan.parts[rank].rows, all_heads)]
+    own = plan.parts[rank].rows
+    received[0] = [(block, [block], blocks(own, parts) if finer else [block]) for block in blocks(own, all_heads)]
     sent[0] = []
 
-    def step(number: int, group: int, distances: Sequence[int], travels: bool) -> Step:
+    def step(number: int, group: int, distances: Sequence[int], travels: bool, *, back: bool) -> Step:
         arriving = {d: received[d][group] for d in distances if group < len(received[d])}
         leaving = {d: sent[d][group] for d in distances if group < len(sent[d])}
         arrivals, keys, gradients = [], [], []
         for d in distances:
-            source_keys, peer_blocks = [], leaving[d][1] if d in leaving else []
+            source_keys, peer_blocks = [], leaving[d][2] if d in leaving else []
             if d in arriving:
-                block, parts = arriving[d]
+                block, *parts = arriving[d]
                 tiles = plan.parts[source(d)].tiles if prod(q_shape) else ()
                 tiles = tuple(sorted(tiles, key=lambda tile: tile.cover is Cover.PARTIAL))
-                for part in parts:
+                for part in parts[back]:
                     heads = part.heads[0] - block.heads[0], part.heads[1] - block.heads[0]
                     q_heads = part.heads[0] * share, part.heads[1] * share
                     source_keys.append(Keys(source(d), len(arrivals), heads, part, q_heads, tiles))
-                before = sum(earlier.size for earlier, _ in received[d][:group])
+                before = sum(earlier.size for earlier, *_ in received[d][:group])
                 place = (kept.index(d), slice(before, before + block.size)) if d in kept else None
                 arrivals.append(Arrival(source(d), block, place))
             keys += source_keys
@@ -258,7 +270,7 @@ def make_schedule(
         for index, part in enumerate(keys):
             by_heads.setdefault(part.q_heads, []).extend((index, tile) for tile in part.tiles)
         tiles = [tuple(sorted(x, key=lambda entry: entry[1].cover is Cover.PARTIAL)) for x in by_heads.values()]
-        sends = [(peer(d), block) for d, (block, _) in leaving.items()]
+        sends = [(peer(d), block) for d, (block, *_) in leaving.items()]
         fields = (arrivals, [arrival.source for arrival in arrivals], keys, tiles, sends, gradients)
         return Step(number, travels, *map(tuple, fields))  # pyright: ignore[reportArgumentType]
 
@@ -272,9 +284,10 @@ def make_schedule(
             backward += own_keys if travels else []
             chosen = [[d for d in arriving if (d not in kept) == travels] for arriving in rounds]
             backward += [(group, arriving, travels) for arriving in chosen if arriving]
-    sizes = tuple(sum(block.size for block, _ in received[distance]) for distance in kept)
+    sizes = tuple(sum(block.size for block, *_ in received[distance]) for distance in kept)
     forward, backward = (
-        tuple(step(number, *arguments) for number, arguments in enumerate(way)) for way in (forward, backward)
+        tuple(step(number, *arguments, back=back) for number, arguments in enumerate(way))
+        for way, back in ((forward, False), (backward, True))
     )
     tiles = sum(len(together) for planned in forward for together in planned.tiles)
     return Schedule(rank, forward, backward, sizes, tiles, plan)

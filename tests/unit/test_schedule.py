@@ -24,7 +24,8 @@ def schedules(layout, mask: Mask, ranks: int, width: int, keep: int, heads: tupl
     for rank in range(ranks):
         q_shape, k_shape = ((2, count, cut.lengths[rank], 4) for count in heads)
         rounds = rounds_of(ranks, width)
-        made.append(make_schedule(cut, cut, mask.pattern, rank, False, False, rounds, keep, q_shape, k_shape, k_shape))
+        how = mask.pattern, rank, False, False, rounds, keep
+        made.append(make_schedule(cut, cut, *how, q_shape, k_shape, k_shape, 1))
     return made
 
 

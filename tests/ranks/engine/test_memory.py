@@ -7,7 +7,9 @@ same numbers on every machine.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -29,6 +31,7 @@ from cp_styles import (
     context_varlen_attention,
     head_tail,
 )
+from cp_styles.kernels import CPU_FLASH
 from cp_styles.strategies import ulysses
 from cp_styles.testing import MemoryTrace, run_ranks
 from cp_styles.torch_api import context_parallel
@@ -41,16 +44,16 @@ ROWS = 32  # a rank's
 CALL = 128
 
 
-def tensors(rows: int, kv_heads: int = HEADS) -> list[torch.Tensor]:
+def tensors(rows: int, kv_heads: int = HEADS, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     """Query, key, value and the output's gradient, [B, S, H, D] in memory, as projections leave them."""
     generator = torch.Generator().manual_seed(0)
     heads = (HEADS, kv_heads, kv_heads, HEADS)
-    return [torch.randn(1, rows, h, DIM, generator=generator).transpose(1, 2) for h in heads]
+    return [torch.randn(1, rows, h, DIM, generator=generator).to(dtype).transpose(1, 2) for h in heads]
 
 
-def measured(attend: Callable[..., torch.Tensor], rows: int, kv_heads: int = HEADS) -> tuple[float, ...]:
+def measured(attend: Callable[..., torch.Tensor], rows: int, *shape: Any) -> tuple[float, ...]:
     """Peak of a forward without a backward, what is kept (the output too), and the peak of the backward, in u."""
-    *inputs, cotangent = tensors(rows, kv_heads)
+    *inputs, cotangent = tensors(rows, *shape)
     unit = inputs[0].nbytes
     with torch.no_grad():
         attend(*inputs)  # tables of plans, which caches keep, are made now
@@ -71,11 +74,11 @@ def of_ranks(ranks: int, **options: Any) -> tuple[float, ...]:
     """The most of any rank."""
     length = options.pop("length", ROWS * ranks)
     layout = options.pop("layout", head_tail)
-    kv_heads = options.pop("kv_heads", HEADS)
+    shape = options.pop("kv_heads", HEADS), options.pop("dtype", torch.float32)
 
     def on(rank: int):
         attend = partial(context_attention, group=dist.group.WORLD, layout=layout, **options)
-        return measured(attend, layout(length, ranks).lengths[rank], kv_heads)
+        return measured(attend, layout(length, ranks).lengths[rank], *shape)
 
     return tuple(max(sizes) for sizes in zip(*run_ranks(on, ranks), strict=True))
 
@@ -131,6 +134,30 @@ chunks=2        1     1.02   2.02   5.02
 chunks=2        2     5.25   5.02  10.52
 chunks=2        4     5.62   5.02  11.27
 chunks=2        8     6.00   5.02   9.89""",
+    )
+
+
+def test_what_strategies_hold_in_16_bits():
+    """A forward without a backward and a backward in bfloat16, for 8 and 2 key heads: with tiles in float32, as on CPU,
+    and then with tiles in bfloat16, as on CUDA.
+
+    Sums in float32 take 2 u for queries, and 4 u or 1 u for keys. What else is wide is that of some heads.
+    """
+    shown = []
+    for strategy, ranks in ((Ring(), 2), (Ring(), 4), (AllGather(), 4), (Ulysses(), 4)):
+        sizes: list[float] = []
+        for kernel, kv_heads in product((None, replace(CPU_FLASH, wide_tiles=False)), (8, 2)):
+            options = {"kernel": kernel, "kv_heads": kv_heads, "mask": Causal(), "dtype": torch.bfloat16}
+            alone, _, backward = of_ranks(ranks, strategy=strategy, length=128 * ranks, **options)
+            sizes += [alone, backward]
+        shown.append(f"{type(strategy).__name__:<10}{ranks}  " + "".join(f"{size:7.2f}" for size in sizes))
+    assert_expected_inline(
+        "\n".join(shown),
+        """\
+Ring      2     6.53  13.78   4.28   8.03   6.09  12.28   5.34   6.28
+Ring      4     6.28  16.28   4.78   9.03   6.56  15.16   6.34   8.28
+AllGather 4    11.53  19.28   5.53   9.53  10.09  17.78   6.34   7.78
+Ulysses   4     6.00  12.78   4.00   9.28   6.00  12.78   4.00   9.28""",
     )
 
 
