@@ -414,7 +414,7 @@ class BatchSharder:
 
 
 def _content(value: Any) -> Any:
-    """What ranks compare of an entry: tensors, numbers and texts, also inside of others; of anything else the type."""
+    """The contents of an entry, for comparison: tensors, numbers and texts, nested too; of other objects the type."""
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), str(value.dtype), checksum(value)
     if isinstance(value, Mapping):

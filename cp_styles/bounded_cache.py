@@ -55,7 +55,7 @@ class BoundedCache:
         self.renew_lock()
 
     def renew_lock(self) -> None:
-        """In a forked process, whose parent may have been forked while another thread had the lock."""
+        """A new lock for a forked process: at the fork, another thread of the parent may have held the old one."""
         self.lock = threading.Lock()
 
     def clear(self) -> None:

@@ -383,7 +383,7 @@ def _all_over_all(documents: Sequence[int], ranks: int) -> tuple[int, list[list[
 
 
 def _long_with_short(documents: Sequence[int], ranks: int) -> tuple[int, list[list[Chunk]]]:
-    """The same for documents that are cut as :func:`per_document_head_tail` describes."""
+    """As :func:`_all_over_all`, for documents that are cut as :func:`per_document_head_tail` describes."""
     by_rank: list[list[Chunk]] = []
     length, undone, most = sum(documents), sum(map(_pairs, documents)), 0
     whole = _uncut(documents)

@@ -80,7 +80,7 @@ class Rehearsal(dist.ProcessGroup):
 
 
 def split_rehearsal(group: Rehearsal | None, size: int) -> tuple[Rehearsal | None, Rehearsal | None]:
-    """What :func:`~cp_styles.comm.point_to_point.split_group` returns for a real group."""
+    """The subgroups of a rehearsed group, as :func:`~cp_styles.comm.point_to_point.split_group` makes real ones."""
     if group is None:
         return None, None
     first = group.rank() - group.rank() % size
@@ -89,7 +89,7 @@ def split_rehearsal(group: Rehearsal | None, size: int) -> tuple[Rehearsal | Non
 
 
 class _StartedTransfer:
-    """What a group returns for a transfer that it has started."""
+    """A transfer that has started."""
 
     def __init__(self, log: Log, number: int) -> None:
         self._log, self._number = log, number

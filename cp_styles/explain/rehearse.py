@@ -289,7 +289,7 @@ class _Notes(Log):
         self.events.append(KernelCall(*call))
 
     def phase(self) -> Phase:
-        """What there was since :meth:`begin`."""
+        """The events and the memory since :meth:`begin`."""
         return Phase(list[Any](self.events), *self.ledger.summary())
 
     def travels(self, tensor: torch.Tensor) -> None:

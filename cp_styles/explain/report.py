@@ -350,7 +350,7 @@ def explained(
 
 
 def _sample(layout: SequenceLayout, mask: Mask, most: int) -> list[int]:
-    """Of many ranks the busiest of some, and of fewer than 256 also the first and the last."""
+    """The ranks to rehearse: the busiest of some; of fewer than 256 ranks also the first and the last."""
     busiest = max(_spread(layout.ranks, 8), key=lambda rank: attended_pairs(layout, layout, mask, rank))
     return [busiest] if most <= 1 or layout.ranks >= 256 else sorted({0, busiest, layout.ranks - 1})
 

@@ -106,7 +106,7 @@ class TokenGuard:
 
     @never_compiled
     def _flow(self, module: nn.Module, calls: AttentionCalls, args: tuple[Any, ...], kwargs: Any) -> TokenFlow | None:
-        """None if there are no tokens of a part, or if it is not a first run."""
+        """The flow of a first forward. None for a later one, and if no input has tokens of a part."""
         binding = calls.binding
         if binding.group.size() == 1 or graph_task_id() >= 0 or captures_graph():
             return None
@@ -172,7 +172,7 @@ def _dims_of_tokens(
 
 
 def possible_positions(binding: Binding, length: int) -> Iterator[torch.Tensor]:
-    """Those that this rank's tokens may have, in sequences of some length of which it has as many."""
+    """The positions of this rank's tokens, for each sequence length that may give it ``length`` tokens."""
     ranks, rank = binding.group.size(), binding.group.rank()
     if isinstance(binding.layout, SequenceLayout):
         if binding.layout.lengths[rank] == length:
@@ -216,7 +216,7 @@ class Forwards:
         return twin
 
     def guards(self, module: nn.Module) -> InputGuards | None:
-        """What looks at the arguments of this module: of the context-parallel one, and of models in it."""
+        """The checks of the arguments: for the context-parallel module, and for models inside it. Else None."""
         if not self._checks or (module is not self._top and not is_model(module)):
             return None
         guards = self._guards.get(id(module))
@@ -255,7 +255,7 @@ class Forwards:
 
     @uncompiled
     def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Also after an exception, with None."""
+        """``output`` is None after an exception."""
         try:
             guards = None if output is None else self.guards(module)
             if guards is not None:
@@ -629,7 +629,7 @@ def is_model(module: nn.Module) -> bool:
 
 
 def _lengths(inputs: Mapping[str, Any]) -> list[int]:
-    """What may be this rank's number of tokens: the second sizes of the model's inputs."""
+    """Candidates for this rank's number of tokens: the second sizes of the model's inputs."""
     return [x.shape[1] for x in inputs.values() if isinstance(x, torch.Tensor) and x.ndim > 1 and x.shape[1] > 1]
 
 

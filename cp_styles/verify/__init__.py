@@ -338,7 +338,7 @@ def _report(
 
 
 def _of_loss(one: float | None, ranks: list[float | None], tolerance: float) -> list[str]:
-    """What is wrong with the loss that a step returns whose gradients are right."""
+    """Findings about the loss that a step returns. All gradients are right."""
     losses = [each for each in ranks if each is not None]
     if (one is None or len(losses) < len(ranks)) and not (one is None and not losses):
         shown = ", ".join(map(_number, ranks))

@@ -46,7 +46,7 @@ def place(text: str) -> tuple[str, str]:
 
 
 def function(place: str, name: str) -> Callable[[], Mapping[str, Any]] | None:
-    """What a file or module calls ``name``. A file may import what lies beside it, as a script may."""
+    """The function ``name`` of a file or module. A file may import its neighbours, as a script may."""
     if place.endswith(".py"):
         sys.path.insert(0, str(Path(place).resolve().parent))
         spec = spec_from_file_location(Path(place).stem, place)

@@ -107,7 +107,7 @@ class Comparison:
         self.parameters = self._parameter_errors()
 
     def findings(self) -> list[str]:
-        """What is wrong: the first thing in the order of a step."""
+        """The first mistake in the order of a step, in sentences; empty if there is none."""
         wrong = [call for call in self._calls if self._is_wrong(self.errors.outputs[call.key])]
         if wrong:
             return self._in_forward(wrong[0])
@@ -310,7 +310,7 @@ class Comparison:
         )
 
     def _lost(self, right: Sequence[torch.Tensor], mine: Sequence[torch.Tensor]) -> str:
-        """What is missing at the beginning of each part, by how far it reaches, and what passes it on."""
+        """How many tokens at the beginning of each part are wrong, and the function that passes on what they miss."""
         reach = shortest = 0
         part = self._places.part(right[0], mine[0]) if right and mine else None
         first_is_wrong = part is None or part.dim is None or part.layout is None
@@ -422,7 +422,7 @@ class Comparison:
         return (all if every else any)(self._gather(answer))
 
     def _other_masks(self, masks: Sequence[AttentionMask | None], ran: Sequence[Any]) -> Iterator[tuple[str, Any]]:
-        """What may have happened to the masks of one process, and the change to its calls that does the same."""
+        """Possible mistakes in masks: a text, and the change to calls on one process that makes the same mistake."""
         seen = [mask for mask in masks if mask is not None]
         masked = next((mask.attn_mask for mask in seen if mask.attn_mask is not None), None)
         if masked is not None:
@@ -494,7 +494,7 @@ class Comparison:
         change: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
         outputs: Mapping[Key, Any] | None = None,
     ) -> list[torch.Tensor]:
-        """What ``target`` returns, or is given, in another run of ``node``.
+        """The outputs of ``target``, or its inputs, in another run of ``node``.
 
         ``change`` changes the arguments of attention calls. With ``outputs``, the modules in ``node`` do not run, and
         return these.
@@ -552,7 +552,7 @@ class Comparison:
     # The loss, and what the backward makes of it.
 
     def _loss_gradient(self) -> _LossGradient | None:
-        """None if the gradient of the model's output cannot be compared."""
+        """The gradient of the model's output, against that of one process. None if it cannot be compared."""
         root = self._calls[-1] if self._calls else None  # parents end after their children
         local = None if root is None else self._local.get(root.key)
         if root is None or local is None:
@@ -610,7 +610,7 @@ class Comparison:
         return factors[0] if common and factors[0] else None
 
     def _in_loss(self) -> list[str]:
-        """For a correct output of the model: what is wrong in its gradient, which comes from the loss."""
+        """Findings about the loss: the model's output is right, and its gradient is wrong."""
         root, ranks = self._calls[-1], self._of_loss
         parts = [each for each in ranks if each is not None]
         if len(parts) < len(ranks) or self._common_factor() is not None:
@@ -722,7 +722,7 @@ class Comparison:
         return "wrong"
 
     def _first_wrong_gradient(self) -> str:
-        """In the order of the backward."""
+        """Words for the first wrong gradient in the order of the backward; empty if there is none."""
         wrong = [call for call in reversed(self._calls) if self._is_wrong(self.errors.gradients[call.key])]
         inner = [call for call in wrong if not any(other.within(call) for other in wrong)]
         return f": the first wrong gradient of a backward is that of {inner[0]}'s output" if inner else ""

@@ -43,7 +43,7 @@ class OtherRankError(RuntimeError):
 
 @dataclass(frozen=True)
 class _Failed:
-    """What a rank gathers in place of its value if it has raised: it takes part in no further gather."""
+    """Gathered in place of a value by a rank that has raised. It takes part in no further gather."""
 
     text: str
 
