@@ -400,8 +400,9 @@ def test_every_example_is_run_here():
     """Those of other libraries in tests/clients, where they are installed."""
     marked = re.findall(r"<!-- (example.*?) -->\n```python", SHOWN)
     assert sorted(marked) == sorted(["example", *(f"example: {name}" for name in EXAMPLES)])
-    # And the plan, which is compared with the tutorial's; and that of replicated keys, which test_tp_refusals.py runs.
-    assert SHOWN.count("```python") == len(marked) + 2
+    # And the plan, which is compared with the tutorial's; that of replicated keys, which test_tp_refusals.py runs; and
+    # the switch to FlashAttention 3, which needs its package and a GPU.
+    assert SHOWN.count("```python") == len(marked) + 3
 
 
 def test_a_fault_that_is_caught():
