@@ -249,6 +249,7 @@ WITH_PLANS = [
 ]
 
 
+@pytest.mark.skipif(torch.__version__.startswith("2.11"), reason="full_tensor() cannot gather a _StridedShard there")
 @pytest.mark.parametrize("model_type", ["qwen3_next", *at_night(*WITH_PLANS)])
 def test_tensor_parallel_plan_of_the_library(model_type: str):
     """Plans cut the heads of attentions. Of linear layers they cut projections, if at all, and gather their outputs."""

@@ -412,7 +412,9 @@ def test_a_warning_that_is_an_error_on_one_rank_is_one_on_every_rank():
         steps_of(model, model)
 
     def on_rank_1(message, category, *_, **__) -> None:
-        if dist.get_rank() == 1:
+        if (
+            dist.get_rank() == 1 and category is UnreducedGradientsWarning
+        ):  # not that of torch 2.11, of an applied style
             raise message
 
     with warnings.catch_warnings():
