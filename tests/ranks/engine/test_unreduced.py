@@ -412,9 +412,8 @@ def test_a_warning_that_is_an_error_on_one_rank_is_one_on_every_rank():
         steps_of(model, model)
 
     def on_rank_1(message, category, *_, **__) -> None:
-        if (
-            dist.get_rank() == 1 and category is UnreducedGradientsWarning
-        ):  # not that of torch 2.11, of an applied style
+        # Not that of torch 2.11 when a style is applied.
+        if dist.get_rank() == 1 and category is UnreducedGradientsWarning:
             raise message
 
     with warnings.catch_warnings():
