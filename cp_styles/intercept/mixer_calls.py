@@ -29,7 +29,7 @@ from cp_styles.intercept.function_mode import AttentionCalls
 from cp_styles.intercept.subclassing import BoundToThisRun, put_before_class
 from cp_styles.layout import SequenceLayout
 from cp_styles.mixers.convolution import convolved, last_rows
-from cp_styles.mixers.fragments import CutSequence, arguments_of, documents_in
+from cp_styles.mixers.fragments import CutSequence, arguments_of, documents_in, refuse_arguments
 from cp_styles.mixers.recurrence import KNOWN, Recurrence, recurred
 
 _CACHES = ("cache_params", "past_key_values")
@@ -148,9 +148,7 @@ def _convolution(dim: int, calls: AttentionCalls, function: Callable[..., Any], 
     x = given.pop(of_tokens)
 
     def run(sequence: CutSequence) -> Any:
-        unknown = [at for at in _OF_CONVOLUTIONS if given.get(at) is not None and given[at] is not False]
-        if unknown:
-            raise NotImplementedError(f"{sequence.name}: {', '.join(unknown)} is not supported: leave it out")
+        refuse_arguments(sequence.name, given, _OF_CONVOLUTIONS)
 
         def conv(x: torch.Tensor) -> torch.Tensor:
             out = function(**{of_tokens: x}, **given)

@@ -239,7 +239,7 @@ class CutSequence:
     def packed_by(self, kwargs: dict[str, Any]) -> CutSequence:
         """This one, with the documents that the arguments of a kernel say. They are taken out of ``kwargs``."""
         ends = [kwargs.pop(name, None) for name in ("cu_seqlens", "cu_seqlens_cpu")]
-        ids = kwargs.pop("seq_idx", None)
+        ids, _ = kwargs.pop("seq_idx", None), kwargs.pop("chunk_indices", None)  # which are those of cu_seqlens
         given = next((each for each in ends if each is not None), None)
         if given is None and ids is None:
             return self
@@ -342,3 +342,9 @@ def arguments_of(kernel: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     """The arguments of a call by name."""
     bound = inspect.signature(kernel).bind(*args, **kwargs)
     return {name: value for name, value in bound.arguments.items() if name != "kwargs"} | bound.kwargs
+
+
+def refuse_arguments(name: str, given: dict[str, Any], unsupported: Sequence[str]) -> None:
+    used = [at for at in unsupported if given.get(at) is not None and given[at] is not False]
+    if used:
+        raise NotImplementedError(f"{name}: {', '.join(used)} is not supported: leave it out")

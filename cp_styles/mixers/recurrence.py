@@ -34,6 +34,7 @@ from cp_styles.mixers.fragments import (
     Packed,
     arguments_of,
     fragments_of,
+    refuse_arguments,
 )
 
 
@@ -49,7 +50,7 @@ class Recurrence:
         key: names of an argument whose last dim is K.
         state: name of its initial state; None is zeros.
         wants: name of the flag with which it also returns the final state.
-        transposed: its states are [B, H, V, K].
+        transposed: its states are [B, H, V, K], as those of kernels that are called with state_v_first=True.
         diagonal: ``A_t`` is diagonal, or a number for each head. K numbers are sent of it, not K K.
         left_out: arguments that add to the outputs only.
     """
@@ -189,6 +190,10 @@ def recurred(
     return sequence.followed(run, tensors, 1)
 
 
+# Another direction, another cut, decays of values, and further results.
+_OF_ONE_DEVICE = ("reverse", "head_first", "cp_context", "gv", "return_intermediate_states", "return_varlen_states")
+
+
 class _KernelCall:
     """The arguments of a kernel by name, those of tokens apart; and runs of it on some of the tokens."""
 
@@ -196,7 +201,8 @@ class _KernelCall:
         self, kernel: Callable[..., Any], name: str, how: Recurrence, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         named = arguments_of(kernel, args, kwargs)
-        self.kernel, self.how = kernel, how
+        refuse_arguments(name, named, _OF_ONE_DEVICE)
+        self.kernel, self.how, self.transposed = kernel, how, how.transposed or bool(named.get("state_v_first"))
         self.initial = named.pop(how.state, None)
         self.wants = bool(named.pop(how.wants, False))
         value, key = (next((each for each in names if each in named), None) for names in (how.value, how.key))
@@ -211,6 +217,8 @@ class _KernelCall:
         batch, _, heads, width = self.value.shape
         self.shape = batch, heads, named[key].shape[-1], width
         self.wide = torch.promote_types(self.value.dtype, torch.float32)
+        if self.initial is not None and len(self.initial) != batch:
+            raise ValueError(f"{name}: {how.state} {tuple(self.initial.shape)} must have one state for each row of v")
 
     @property
     def value(self) -> torch.Tensor:
@@ -225,9 +233,9 @@ class _KernelCall:
         """Outputs and final state of some rows, from a state, both [B, H, K, V]. ``changed``: other arguments."""
         own = {at: x.narrow(1, rows[0], rows[1] - rows[0]) for at, x in (self.cut | changed).items() if x is not None}
         others = {at: x for at, x in self.others.items() if at not in changed}
-        given = state.mT.contiguous() if state is not None and self.how.transposed else state
+        given = state.mT.contiguous() if state is not None and self.transposed else state
         out, final = self.kernel(**own, **others, **{self.how.state: given, self.how.wants: True})
-        return out, (final.mT if self.how.transposed else final).to(self.wide)
+        return out, (final.mT if self.transposed else final).to(self.wide)
 
     def map_of(self, rows: Chunk) -> torch.Tensor:
         """``[S_ext | M]`` of some rows, with one column for M if it is diagonal: [B, H, K, V + K or 1]."""
@@ -268,9 +276,7 @@ def _recur(call: _KernelCall, cut: Cut, *, check: bool) -> tuple[torch.Tensor, t
     for each in mine:
         if each.first:
             initial = call.initial if each.start == 0 else None
-            outs[each], final = call.run(
-                each.rows, initial.mT if initial is not None and call.how.transposed else initial
-            )
+            outs[each], final = call.run(each.rows, initial.mT if initial is not None and call.transposed else initial)
             if each in numbers:
                 maps.append(torch.nn.functional.pad(final, (0, columns - width)))
         elif each in numbers:
@@ -292,7 +298,7 @@ def _recur(call: _KernelCall, cut: Cut, *, check: bool) -> tuple[torch.Tensor, t
             outs[each] = call.run(each.rows, state)[0]
         if each in numbers:
             state = call.after(state, whole[numbers[each]])
-    final = state.mT if state is not None and call.how.transposed else state
+    final = state.mT if state is not None and call.transposed else state
     return tied(_joined(call, mine, outs), whole), final if call.wants else None
 
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import torch
 
 
-def chunk_gated_delta_rule(q, k, v, g=None, beta=None, initial_state=None, output_final_state=False, **kwargs):
+def chunk_gated_delta_rule(
+    q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False,
+    use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, state_v_first=False, cu_seqlens=None, **kwargs,
+):  # fmt: skip
     """S_t = (1 - beta k k') exp(g) S_{t-1} + beta k v', out_t = S_t' q. g [B, L, H], or [B, L, H, K] as in KDA."""
     heads = v.shape[2] // k.shape[2]
     q, k = (x.repeat_interleave(heads, 2) for x in (q, k))
     state = k.new_zeros(*v.shape[:1], v.shape[2], k.shape[3], v.shape[3]) if initial_state is None else initial_state
+    state = state.mT if state_v_first and initial_state is not None else state
     outs = []
     for t in range(v.shape[1]):
         decay = g[:, t, ..., None] if g.ndim == 4 else g[:, t, :, None, None]
@@ -17,10 +21,11 @@ def chunk_gated_delta_rule(q, k, v, g=None, beta=None, initial_state=None, outpu
         delta = (v[:, t] - torch.einsum("bhkv,bhk->bhv", state, k[:, t])) * beta[:, t, :, None]
         state = state + k[:, t, ..., None] * delta[..., None, :]
         outs.append(torch.einsum("bhkv,bhk->bhv", state, q[:, t]))
-    return torch.stack(outs, 1), state if output_final_state else None
+    out, state = torch.stack(outs, 1), state.mT if state_v_first else state
+    return out * (k.shape[3] ** -0.5 if scale is None else scale), state if output_final_state else None
 
 
-def chunk_gla(q, k, v, g, initial_state=None, output_final_state=False):
+def chunk_gla(q, k, v, g, scale=None, initial_state=None, output_final_state=False, state_v_first=False):
     """S_t = diag(exp(g)) S_{t-1} + k v', out_t = S_t' q."""
     state = k.new_zeros(*v.shape[:1], v.shape[2], k.shape[3], v.shape[3]) if initial_state is None else initial_state
     outs = []
@@ -31,8 +36,8 @@ def chunk_gla(q, k, v, g, initial_state=None, output_final_state=False):
 
 
 def mamba_chunk_scan_combined(
-    x, dt, A, B, C, chunk_size, D=None, z=None, dt_bias=None, initial_states=None, dt_softplus=False,
-    return_final_states=False, **kwargs,
+    x, dt, A, B, C, chunk_size, D=None, z=None, dt_bias=None, initial_states=None, seq_idx=None, cu_seqlens=None,
+    dt_softplus=False, dt_limit=(0.0, float("inf")), return_final_states=False, return_varlen_states=False,
 ):  # fmt: skip
     """S_t = exp(dt A) S_{t-1} + dt x B', out_t = S_t C + D x, times silu(z)."""
     dt = dt if dt_bias is None else dt + dt_bias
@@ -76,7 +81,9 @@ def causal_conv1d_fn(
     return torch.nn.functional.silu(out) if activation == "silu" else out
 
 
-def causal_conv1d(x, weight, bias=None, residual=None, initial_state=None, output_final_state=False, activation=None):
+def causal_conv1d(
+    x, weight=None, bias=None, residual=None, initial_state=None, output_final_state=False, activation=None, **kwargs
+):
     """Of flash-linear-attention: x [B, L, C], and it returns a state too."""
     return causal_conv1d_fn(x.mT, weight, bias, activation=activation).mT, None
 

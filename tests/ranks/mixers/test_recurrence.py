@@ -134,12 +134,13 @@ def test_families(family, balancer):
         assert error(one, expected) < EXACT
 
 
-@pytest.mark.parametrize("family", ["delta", "ssd"])
+@pytest.mark.parametrize("family", ["delta", "ssd", "delta, values first"])
 def test_initial_and_final_states(family):
     """Both are the whole sequence's. Gradients of the initial state are shares."""
+    values_first, family = family != "delta", family.partition(",")[0]
     kernel, tokens, weights = FAMILIES[family](9)
-    layout, said = head_tail(9, 2), OPTIONS.get(family, {})
-    shape = (BATCH, HEADS, VALUES, KEYS) if family == "ssd" else (BATCH, HEADS, KEYS, VALUES)
+    layout, said = head_tail(9, 2), OPTIONS.get(family, {"state_v_first": values_first})
+    shape = (BATCH, HEADS, VALUES, KEYS) if values_first else (BATCH, HEADS, KEYS, VALUES)
     begin, on_state, on_out = randn(20, *shape), randn(21, *shape), cotangent_of(9)
     flags = {"initial_states": begin, "return_final_states": True}
     names = (
@@ -217,6 +218,20 @@ def test_cu_seqlens_are_the_documents():
         return context_recurrence(kernel, mesh, layout=layout)(**cut, cu_seqlens=torch.tensor([0, 5, 9, 12]))[0]
 
     assert error(layout.unshard(run_ranks(main, 2), 1), on_one("gla", documents, cotangent_of(12))[0]) < EXACT
+
+
+@pytest.mark.parametrize(
+    "given", [{"reverse": True}, {"cp_context": 1}, {"initial_state": randn(0, 3, 2, KEYS, VALUES)}]
+)
+def test_what_a_kernel_does_on_one_device_alone_is_refused(given):
+    kernel, tokens, _ = delta_rule(8)
+
+    def main(rank: int):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        context_recurrence(kernel, mesh)(**{at: x[:, :4] for at, x in tokens.items()}, **(given if rank else {}))
+
+    errors = run_ranks(main, 2, return_errors=True)
+    assert all("is not supported" in str(each) or "one state for each row" in str(each) for each in errors), errors
 
 
 def test_errors_reach_every_rank():
