@@ -27,7 +27,7 @@ from cp_styles import (
     per_document_head_tail,
     striped,
 )
-from cp_styles.bounded_cache import LIMIT, BoundedCache, Remembered, another_cache, remembered, shared
+from cp_styles.bounded_cache import LIMIT, BoundedCache, LatestEntries, Remembered, another_cache, remembered, shared
 from cp_styles.layout import layout_made_by
 from cp_styles.plan import make_plan
 from cp_styles.strategies.schedule import make_schedule
@@ -220,3 +220,9 @@ def test_another_cache_is_this_threads_alone():
         assert text.made == made + 1
     text(10)
     assert text.made == made + 1
+
+
+def test_a_table_of_the_latest_entries():
+    table: LatestEntries[int, str] = LatestEntries(2)
+    assert [table.put(number, str(number)) for number in range(3)] == ["0", "1", "2"]
+    assert dict(table) == {1: "1", 2: "2"}

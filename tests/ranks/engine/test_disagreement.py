@@ -663,6 +663,24 @@ def test_ranks_in_different_numbers_of_groups(others: list[int]):
     assert max(map(max, run_ranks(on, 4, timeout_seconds=10))) < EXACT
 
 
+@pytest.mark.parametrize("door", ["flex", "varlen"])
+def test_ranks_with_other_dtypes_under_an_autocast_that_does_not_concern_them(door: str):
+    """flex_attention and varlen_attn take tensors as they are. Messages of other sizes would end the process."""
+
+    def on(rank: int):
+        mesh, dtype = cp_mesh(2), (torch.float32, torch.bfloat16)[rank]
+        q, k, v = (torch.randn(1, 2, 8, 16, dtype=dtype) for _ in range(3))
+        if door == "flex":
+            attend = partial(context_flex_attention, q, k, v, mesh, layout=contiguous)
+        else:
+            q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+            attend = partial(context_varlen_attention, q, k, v, mesh, [0, 16], layout=contiguous)
+        with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match=r"disagree on shape .*, dtype"):
+            attend()
+
+    run_ranks(on, 2)
+
+
 class Gone(BaseException):
     """Ends like a killed process, without telling the other ranks."""
 
