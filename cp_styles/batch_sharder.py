@@ -323,7 +323,10 @@ class BatchSharder:
                 )
         tokens = batch.get("input_ids", batch.get("inputs_embeds"))
         if not isinstance(tokens, torch.Tensor) or tokens.ndim < 2:
-            raise ValueError(f"{self._name}: the batch has no input_ids [B, S] and no inputs_embeds, but {list(batch)}")
+            raise ValueError(
+                f"{self._name}: the batch has no input_ids [B, S] and no inputs_embeds, but {list(batch)}. Of a "
+                'pair x, y whose y are the next tokens: {"input_ids": x, "shift_labels": y}'
+            )
         rows, length = tokens.shape[:2]
         mask, labels = batch.get("attention_mask"), batch.get("labels")
         if labels is not None and (labels.ndim < 2 or labels.shape[1] != length):
@@ -334,6 +337,18 @@ class BatchSharder:
                 "that pools a sequence into one prediction would pool this rank's tokens: take its hidden states, and "
                 "pool them over all ranks (cp_styles.collectives.gather)"
             )
+        if (
+            labels is not None
+            and self._shifted
+            and batch.get("shift_labels") is None
+            and tokens.ndim == labels.ndim == 2
+        ):
+            kept = labels[:, :-1] != IGNORE_INDEX
+            if (labels[:, :-1] != tokens[:, :-1])[kept].any() and (labels[:, :-1] == tokens[:, 1:])[kept].all():
+                raise ValueError(
+                    f"{self._name}: labels are the next tokens already, and would be shifted once more: give them as "
+                    "shift_labels, which are cut as they are"
+                )
         padding, positions, ids = self._padding(length), batch.get("position_ids"), batch.get("document_ids")
         if ids is not None:
             if not isinstance(ids, torch.Tensor) or ids.shape not in ((length,), (1, length), (rows, length)):

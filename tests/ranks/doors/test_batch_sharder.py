@@ -464,3 +464,24 @@ def test_counts_and_labels_that_a_trainer_has_taken_apart():
     assert "([7, 8])" in str(errors[0])
     errors = forward(Pooling(), num_items_in_batch=lambda rank: torch.tensor(7.5), labels=lambda rank: None)
     assert all("is given shift_labels= and no labels=" in str(each) for each in errors)
+
+
+def test_labels_that_are_shifted_already():
+    """As programs have them that cut x and y out of one text."""
+    text = torch.arange(26).view(2, 13) * 5 % 11
+    x, y = text[:, :-1], text[:, 1:].clone()
+
+    def on(rank: int) -> torch.Tensor:
+        sharder = BatchSharder(cp_mesh(2))
+        for batch, words in (
+            ({"x": x, "y": y}, '"shift_labels": y'),
+            ({"input_ids": x, "labels": y}, "shifted once more"),
+        ):
+            with pytest.raises(ValueError, match=words):
+                sharder(batch)
+        sharder({"input_ids": x, "labels": x})
+        part = sharder({"input_ids": x, "shift_labels": y})
+        assert torch.equal(part["shift_labels"], part.layout.shard(y, 1, rank))
+        return part["shift_labels"]
+
+    assert run_ranks(on, 2)[0].numel() == 12
