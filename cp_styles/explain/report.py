@@ -394,10 +394,10 @@ def _other_strategies(explanation: Explanation) -> Iterator[tuple[str, str]]:
                 explanation.kernel,
                 explanation.shapes,
                 rank,
-                most_calls=max(_MANY, 2 * len(current.forward.calls)),
+                most_calls=max(_MANY, *(2 * len(phase.calls) for phase in (current.forward, current.backward))),
             )
         except TooManyCalls as many:
-            yield str(strategy), f"slow: {many} in a forward"
+            yield str(strategy), f"slow: {many} in a forward or a backward"
             continue
         sent = [sum(run.forward.sent.values()) + sum(run.backward.sent.values()) for run in (current, other)]
         ratios = [

@@ -191,6 +191,7 @@ def sink_gradient(
     """
     p_BHL = torch.exp(_logit_of_sink(sink_H, lse_BHL.dtype, level_BHL) - lse_BHL)
     # By heads: products of 16 bits are rounded, and copies of all heads are large.
-    pairs = zip(grad_BHLE.unbind(1), out_BHLE.unbind(1), strict=True)
-    dots_BHL = torch.stack([(grad.to(lse_BHL.dtype) * out).sum(-1) for grad, out in pairs], 1)
+    dots_BHL = torch.empty_like(lse_BHL)
+    for dots, grad, out in zip(dots_BHL.unbind(1), grad_BHLE.unbind(1), out_BHLE.unbind(1), strict=True):
+        dots.copy_((grad.to(dots.dtype) * out).sum(-1))
     return -(p_BHL * dots_BHL).sum((0, 2)).to(sink_H.dtype)

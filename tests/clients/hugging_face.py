@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -139,6 +140,7 @@ def dense(
 AttentionInterface.register("dense", dense)
 AttentionMaskInterface.register("dense", sdpa_mask)
 NAME = register_attention()
+_LOCK = threading.Lock()  # the default dtype is that of all ranks, which are threads
 
 
 def config_of(model_type: str, without: Sequence[str] = (), **changes: Any) -> Any:
@@ -154,13 +156,14 @@ def config_of(model_type: str, without: Sequence[str] = (), **changes: Any) -> A
 
 def tiny(make: Callable[[Any], nn.Module], config: Any) -> nn.Module:
     """The model of ``config`` in float64, with weights that make attention sharp enough to see a wrong mask."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        config._experts_implementation = "eager"  # torch's grouped matmul knows no float64
-        model = make(config).double()
-    finally:
-        torch.set_default_dtype(before)
+    with _LOCK:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        try:
+            config._experts_implementation = "eager"  # torch's grouped matmul knows no float64
+            model = make(config).double()
+        finally:
+            torch.set_default_dtype(before)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -147,9 +147,9 @@ def test_a_forward_that_names_no_arguments():
             return module(**dict(zip(("query", "key", "value"), qkv, strict=True)))
 
         errors = run_attention(module, given, rank, 2)
-        if sys.version_info >= (3, 13):  # Signature.bind gives the name of a positional-only argument to **kwargs
+        if sys.version_info[:2] == (3, 13):  # Signature.bind gives the name of a positional-only argument to **kwargs
             return max(errors + run_attention(by_name, given, rank, 2))
-        with pytest.raises(TypeError, match=r"'query' parameter is positional only|missing a required argument"):
+        with pytest.raises(TypeError, match=r"'query' parameter is positional only|missing a required (pos|argument)"):
             by_name(*given.shard(head_tail, rank, 2)[0])
         return max(errors)
 
