@@ -180,6 +180,8 @@ class Place:
     user: str = ""
     """What its errors must name, a regular expression."""
     timeout: float = TIMEOUT
+    waits: int = 1
+    """How many waits of a timeout the page allows."""
 
 
 def _attention(*arguments: Any) -> Callable[[int, DeviceMesh], Prepared]:
@@ -196,7 +198,7 @@ PLACES = {
     "sum_gradients": Place(gradients, "cp_styles.batch", 0.8, "sum_gradients"),
     "global_loss": Place(loss, "cp_styles.batch", 0.85, "global_loss"),
     "compiled": Place(_attention(Ring(), "both", True), "cp_styles.kernels", 0.5, _STYLE, 20.0),
-    "verify": Place(verification, "cp_styles.kernels", 0.85, "verify|VerificationError"),
+    "verify": Place(verification, "cp_styles.kernels", 0.85, "verify|VerificationError", waits=2),
 }
 
 
@@ -452,7 +454,7 @@ def broken_promises(cell: Cell, outcome: Outcome, fault: dict[str, Any]) -> list
         if first is None:
             problems.append(f"rank {rank} did not return from the action")
             continue
-        if first["at"] - start > cell.timeout + LATE:
+        if first["at"] - start > PLACES[cell.place].waits * cell.timeout + LATE:
             problems.append(f"rank {rank} returned after {first['at'] - start:.1f} s")
         if told.status is None:
             problems.append(f"rank {rank} did not end")
