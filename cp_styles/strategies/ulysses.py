@@ -125,6 +125,13 @@ class Ulysses(Strategy):
             with named_range("chunk", index, "start gradient of output"):
                 return levels.chunks[index].like_queries(grad_BHLE.shape[3]).start(None, grad_BHLE)
 
+        def whole(number: int) -> torch.Tensor:
+            way, place = levels.way_of(number)
+            with named_range("wait for gradient of", _INPUTS[number]):
+                result = levels.joined[way].of(leaving[number], place)
+            leaving[number].clear()
+            return result
+
         under_way = [start(0)]
         for index, (chunk, (places, out, inner_residual)) in enumerate(zip(levels.chunks, kept, strict=True)):
             under_way += [start(index + 1)] if index + 1 < len(kept) else []
@@ -144,17 +151,15 @@ class Ulysses(Strategy):
             if chunk.alone:
                 return *grads, dsink
             # Of few bytes all three start before one is waited for: three waits take three times as long as one.
-            ahead = 3 if sum(grad.nbytes for grad in grads) <= _FEW_BYTES else 1
-            for number in range(3 + ahead - 1):
-                if number < 3:
-                    way, place = levels.way_of(number)
-                    with named_range("chunk", index, "start gradient of", _INPUTS[number]):
-                        leaving[number].append(chunk.ways[way].leave(grads, place))
-                if index + 1 == len(kept) and (done := number + 1 - ahead) >= 0:
-                    way, place = levels.way_of(done)
-                    with named_range("wait for gradient of", _INPUTS[done]):
-                        results.append(levels.joined[way].of(leaving[done], place))
-                    leaving[done].clear()
+            few, last = sum(grad.nbytes for grad in grads) <= _FEW_BYTES, index + 1 == len(kept)
+            for number in range(3):
+                way, place = levels.way_of(number)
+                with named_range("chunk", index, "start gradient of", _INPUTS[number]):
+                    leaving[number].append(chunk.ways[way].leave(grads, place))
+                if last and not few:
+                    results.append(whole(number))
+            if last and few:
+                results = [whole(number) for number in range(3)]
         dq, dk, dv = results
         return dq, dk, dv, dsink
 
