@@ -125,13 +125,6 @@ class Ulysses(Strategy):
             with named_range("chunk", index, "start gradient of output"):
                 return levels.chunks[index].like_queries(grad_BHLE.shape[3]).start(None, grad_BHLE)
 
-        def whole(number: int) -> torch.Tensor:
-            way, place = levels.way_of(number)
-            with named_range("wait for gradient of", _INPUTS[number]):
-                result = levels.joined[way].of(leaving[number], place)
-            leaving[number].clear()
-            return result
-
         under_way = [start(0)]
         for index, (chunk, (places, out, inner_residual)) in enumerate(zip(levels.chunks, kept, strict=True)):
             under_way += [start(index + 1)] if index + 1 < len(kept) else []
@@ -157,9 +150,9 @@ class Ulysses(Strategy):
                 with named_range("chunk", index, "start gradient of", _INPUTS[number]):
                     leaving[number].append(chunk.ways[way].leave(grads, place))
                 if last and not few:
-                    results.append(whole(number))
-            if last and few:
-                results = [whole(number) for number in range(3)]
+                    results.append(levels.gradient(number, leaving[number]))
+            if last and few:  # no closure: an error's traceback would keep it, and with it the transfers and the group
+                results = list(map(levels.gradient, range(3), leaving))
         dq, dk, dv = results
         return dq, dk, dv, dsink
 
@@ -297,6 +290,14 @@ class _Levels:
     def way_of(self, tensor: int) -> tuple[int, int]:
         """The number of the exchange of query, key or value (0, 1, 2), and the place of the tensor in it."""
         return (0, tensor) if len(self.joined) == 1 else ((0, 0), (1, 0), (1, 1))[tensor]
+
+    def gradient(self, tensor: int, leaving: list[Leaving]) -> torch.Tensor:
+        """This rank's rows of the gradient of query, key or value (0, 1, 2), when they have come."""
+        way, place = self.way_of(tensor)
+        with named_range("wait for gradient of", _INPUTS[tensor]):
+            result = self.joined[way].of(leaving, place)
+        leaving.clear()
+        return result
 
     def like_queries(self, dim: int) -> Joined:
         """Joins the chunks of tensors with the shape of queries and a last dim ``dim``."""
