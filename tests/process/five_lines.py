@@ -6,6 +6,7 @@ Run it outside of the repository: torchrun --nproc-per-node 2 five_lines.py /pat
 from __future__ import annotations
 
 import copy
+import os
 import re
 import sys
 from pathlib import Path
@@ -55,3 +56,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    sys.stdout.flush()
+    os._exit(0)  # a thread of gloo may abort at the interpreter's shutdown, see tutorials/train_llama.py
