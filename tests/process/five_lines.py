@@ -58,5 +58,3 @@ if __name__ == "__main__":
     main()
     sys.stdout.flush()
     os._exit(0)  # a thread of gloo may abort at the interpreter's shutdown, see tutorials/train_llama.py
-    sys.stdout.flush()
-    os._exit(0)  # a thread of gloo may abort at the interpreter's shutdown, see tutorials/train_llama.py
