@@ -59,7 +59,8 @@ class Tally:
         calls: number of attention ops that have run.
         lengths: numbers of local queries of the calls that a function mode has intercepted.
         running: whether this forward is under way. (Not known where torch.compile traces it.)
-        inputs: arguments of the module's forward, by parameter name; empty outside of a forward.
+        given: the module of the forward with the arguments of its call; empty outside of a forward.
+        inputs: these arguments by parameter name; None if nobody has asked for them.
         cuts: those among them that a layout has cut, each with its layout.
         made_mask: a mask that says more than causal, made for the layers of this forward by a door of another library.
         path: of the innermost module that runs, below the one that has the style.
@@ -70,7 +71,8 @@ class Tally:
     calls: int = 0
     lengths: set[int] = field(default_factory=set)
     running: bool = False
-    inputs: dict[str, Any] = field(default_factory=dict)
+    given: tuple[Any, ...] = ()
+    inputs: dict[str, Any] | None = field(default_factory=dict)
     cuts: Sequence[tuple[torch.Tensor, SequenceLayout]] = ()
     made_mask: Any = None
     path: str = ""
@@ -190,7 +192,7 @@ class Binding:
 
     def agree(
         self,
-        refuse: Callable[[], None],
+        problem: Exception | None,
         tensors: Sequence[torch.Tensor],
         call: Mapping[str, Any],
         keep: bool,
@@ -198,7 +200,7 @@ class Binding:
     ) -> AgreedCall:
         """One call, with its layouts, once all ranks know that their inputs fit together.
 
-        A balancer is called here only, and not again in the backward of the call. ``refuse`` raises for errors that
+        A balancer is called here only, and not again in the backward of the call. ``problem`` is an error that
         only this rank may see. One all-gather (see :func:`~cp_styles.comm.agreement.exchange_status`) makes every rank
         raise then, instead of hanging. A second all-gather follows if some rank could not guess the global lengths.
         (The guess is right if parts are equal, or had these lengths before.) Another one follows if parameters differ.
@@ -214,7 +216,7 @@ class Binding:
         """
         layout, rank = self.layout, self.group.rank()
         given = layout if isinstance(layout, SequenceLayout) else None
-        asked = _Call(self, refuse, tensors, attn_mask, call, keep)
+        asked = _Call(self, problem, tensors, attn_mask, call, keep)
         self.group_state.engaged = True
         meeting = start_status(
             asked.row,
@@ -260,7 +262,7 @@ class Binding:
 
     def refuse(self, problem: Exception) -> NoReturn:
         """Raise ``problem`` on this rank, and an error on the ranks that are about to :meth:`agree`."""
-        self.agree(partial(_raise, problem), (), {}, False)
+        self.agree(problem, (), {}, False)
         raise problem
 
     def refuse_call(self) -> None:
@@ -433,7 +435,7 @@ class _Call:
     """
 
     binding: Binding
-    refuse: Callable[[], None]
+    problem: Exception | None
     tensors: Sequence[torch.Tensor]
     attn_mask: torch.Tensor | None
     call: Mapping[str, Any]
@@ -444,7 +446,8 @@ class _Call:
 
     def row(self) -> StatusRow:
         """This rank's row. Raises if this rank refuses the call."""
-        self.refuse()
+        if self.problem is not None:
+            raise self.problem
         binding, call, (q, k, v), dim = self.binding, self.call, self.tensors, _SEQ_DIM
         binding.mask.check_unchanged()
         if cut_tensors := cuts_of(self.tensors):
@@ -455,7 +458,8 @@ class _Call:
         own = q.shape[dim], k.shape[dim]
         if v.shape[dim] != own[1]:
             raise ValueError(f"{binding.name}: key and value have different lengths: {own[1]} and {v.shape[dim]}")
-        self.expected = expected = self._expect(own)
+        given = isinstance(binding.layout, SequenceLayout)
+        self.expected = expected = binding.as_given if given else self._expect(own)
         contents = None if self.attn_mask is None else _contents(self.attn_mask)
         self.dtypes = q.dtype, k.dtype, v.dtype
         which = zlib.crc32(f"{binding.site} {binding.tally.path}".encode()) if binding.site else 0
@@ -478,8 +482,6 @@ class _Call:
     def _expect(self, own: tuple[int, int]) -> AgreedCall | None:
         """The call if all ranks together hold what this rank guesses. None if that cannot be right."""
         binding = self.binding
-        if isinstance(binding.layout, SequenceLayout):
-            return binding.as_given
         ranks = binding.group.size()
         guess = binding.group_state.lengths.get(own, (own[0] * ranks, own[1] * ranks))
         return binding._by_lengths.get(guess) or binding.known_for(guess) or self._made_for(guess)
@@ -648,10 +650,6 @@ def _compare_keep(rows: StatusRows, keep: bool, name: str, axis: str) -> None:
             "follow. Every rank has a share of every gradient: run the forward with gradients on all ranks, or on none"
             f"{see('A backward on some ranks only')}"
         )
-
-
-def _raise(problem: Exception) -> NoReturn:
-    raise problem
 
 
 def refuse_dropout(name: str, dropout_p: float) -> None:

@@ -9,7 +9,7 @@ from weakref import WeakSet
 
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from cp_styles._compat import dispatch_modes, dispatch_modes_entered
+from cp_styles._compat import dispatch_modes
 from cp_styles.engine.binding import Binding
 from cp_styles.engine.scope import ScopedBinding
 
@@ -60,10 +60,8 @@ _saving: WeakSet[Any] = WeakSet()
 
 
 def as_kept(source: _Source) -> _Source:
-    """The binding for a call at this moment.
+    """The binding for a call while dispatch modes are entered.
 
     Inside a checkpoint of :func:`save_attention`, results outlive the layer, so the binding keeps no received keys.
     """
-    if not dispatch_modes_entered() or _saving.isdisjoint(dispatch_modes()):
-        return source
-    return source.keeping_nothing()
+    return source if _saving.isdisjoint(dispatch_modes()) else source.keeping_nothing()

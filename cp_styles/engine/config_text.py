@@ -75,22 +75,17 @@ def to_text(value: Any, tensors: list[torch.Tensor]) -> str:
 
 
 def from_text(text: str, tensors: tuple[torch.Tensor, ...] = ()) -> Any:
-    """The object that :func:`to_text` wrote. Cached, if it has no tensors.
+    """The object that :func:`to_text` wrote. Cached, if it has no tensors: with these there is a new one at each call.
 
     Raises:
         ValueError: for names that a text may not have; see [Note: what a text may name].
     """
-    return _build(_literal(text), tensors) if tensors else _parsed(text)
+    return _build(ast.literal_eval(text), tensors) if tensors else _parsed(text)
 
 
 @remembered
 def _parsed(text: str) -> Any:
     return _build(ast.literal_eval(text), ())
-
-
-@remembered
-def _literal(text: str) -> Any:
-    return ast.literal_eval(text)
 
 
 def _build(literal: Any, tensors: tuple[torch.Tensor, ...]) -> Any:

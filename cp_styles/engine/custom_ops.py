@@ -14,7 +14,7 @@ Shapes: B batch, H query heads, G key/value heads, L local queries, M local keys
 from __future__ import annotations
 
 import ctypes
-import itertools
+import os
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 from weakref import WeakValueDictionary
@@ -52,7 +52,6 @@ _DENSE = torch.strided
 # Handles in use: an op takes strings, but no objects. The table is weak, so a handle keeps nothing alive.
 _live: WeakValueDictionary[str, Any] = WeakValueDictionary()
 _Live = TypeVar("_Live")
-_serial = itertools.count()
 
 
 class BindingsInGraphs(WeakValueDictionary[str, ScopedBinding]):
@@ -64,9 +63,8 @@ def handle(source: Any) -> str:
     """A ``config`` that is valid while ``source`` lives."""
     known = source.__dict__.get("_handle")
     if known is None or _live.get(known) is not source:  # a copy has the handle of the original
-        known = (
-            f"{_LIVE}{next(_serial):016x}"  # of fixed length, so that tensors of it in a recomputation have one shape
-        )
+        # Of fixed length, so that tensors of it in a recomputation have one shape.
+        known = f"{_LIVE}{os.urandom(8).hex()}"
         object.__setattr__(source, "_handle", known)
         _live[known] = source
     return known
@@ -247,28 +245,26 @@ def _attention(q, k, v, sink, attn_mask, dense, config, is_causal, scale, keep, 
         remember_in_all()
     source = live_object(config, (Binding, ScopedBinding)) if live else source_of(config, dense)
     binding, scope = source.resolve()
-    name = binding.name
-    said = ""
-
-    def check() -> None:
-        nonlocal said
+    said, refusal = "", None
+    try:
         if problem:
             raise NotImplementedError(problem)
-        if scope is not None and keep and not live:
-            said = _scope_text(scope, name)
         if not live:
-            check_local(name, (q, k, v))
+            said = _scope_text(scope, binding.name) if scope is not None and keep else ""
+            check_local(binding.name, (q, k, v))
         if attn_mask is not None:
             Dense(attn_mask)  # raises for a tensor that is not a mask
         if sink is not None and tuple(sink.shape) != (q.shape[1],):
             raise ValueError(
-                f"{name}: sink_H must be one logit for each of {q.shape[1]} query heads, got {tuple(sink.shape)}"
+                f"{binding.name}: sink_H must be one logit for each of {q.shape[1]} query heads, got "
+                f"{tuple(sink.shape)}"
             )
-
+    except Exception as error:  # of any kind: the other ranks must raise too
+        refusal = error
     sinks = binding.group_state.sinks
     call = {"is_causal": is_causal, "scale": scale, "sink": None if sink is None else delayed_digest(sink, sinks)}
     try:
-        agreed = binding.agree(check, (q, k, v), call, keep, attn_mask)
+        agreed = binding.agree(refusal, (q, k, v), call, keep, attn_mask)
     except Exception:  # on all ranks; what each of them has still to compare may differ
         sinks.clear()
         raise

@@ -29,7 +29,9 @@ class RerunMode(TorchFunctionMode):
         self._entered: list[tuple[int, set[int]]] = []
 
     def __enter__(self) -> Any:
-        around = {id(owner) for owner, _ in running_reruns()} if _may_run_again() else set[int]()
+        around = set[int]()
+        if saved_tensors_hooks_on_top() is not None or not torch.is_grad_enabled():
+            around.update(id(owner) for owner, _ in running_reruns())
         self._entered.append((len(function_modes()), around))
         _modes.set((*_modes.get(), self))
         return super().__enter__()
@@ -56,7 +58,8 @@ class RerunMode(TorchFunctionMode):
         Raises:
             NotImplementedError: there is an autograd.Function of which it is not known whether it runs the call again.
         """
-        if not _may_run_again():
+        # A checkpoint may be under way: all of them hook saved tensors, or run without gradients.
+        if saved_tensors_hooks_on_top() is None and torch.is_grad_enabled():
             return
         depth, around = self._entered[-1]
         for owner, attribute in running_reruns():
@@ -103,8 +106,3 @@ def remember_in_all() -> None:
 
 # The modes that are entered in this context, innermost last. While compiled code runs, torch's own list is empty.
 _modes: ContextVar[tuple[RerunMode, ...]] = ContextVar("rerun_modes", default=())
-
-
-def _may_run_again() -> bool:
-    """Whether a checkpoint may be under way: all of them hook saved tensors, or run without gradients."""
-    return saved_tensors_hooks_on_top() is not None or not torch.is_grad_enabled()

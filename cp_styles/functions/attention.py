@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from cp_styles._compat import any_autocast, is_traced
+from cp_styles._compat import any_autocast, dispatch_modes_entered, is_traced
 from cp_styles.comm.agreement import EVERY_CALL, Agreement
 from cp_styles.comm.groups import axis_and_group
 from cp_styles.engine.binding import Binding, binding_of_call
@@ -179,7 +179,7 @@ def attend(
         if not isinstance(source, ConfigText):
             refuse_on_all(error, source)
         problem = error.args[0]  # the op raises it, on all ranks. torch.compile cannot trace str(error)
-    if not isinstance(source, ConfigText):
+    if not isinstance(source, ConfigText) and dispatch_modes_entered():
         source = as_kept(source)
     q, k, v = tensors
     trained = q.requires_grad or k.requires_grad or v.requires_grad or (sink_H is not None and sink_H.requires_grad)

@@ -19,7 +19,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
-from cp_styles._compat import never_compiled, without_dispatch_modes, without_function_modes
+from cp_styles._compat import (
+    dispatch_modes_entered,
+    never_compiled,
+    without_dispatch_modes,
+    without_function_modes,
+)
 from cp_styles.checksum import version_of
 from cp_styles.comm.agreement import EVERY_CALL, Agreement
 from cp_styles.comm.group_state import state_of
@@ -191,13 +196,10 @@ def attend_with_lse(
             bound, learned = bind()
     except Exception as error:  # of any kind: the other ranks must raise too
         problem = error
-
-    def check() -> None:
-        if problem is not None:
-            raise problem
-
     keep = torch.is_grad_enabled() and any(map(_REQUIRES_GRAD, (*tensors, *learned)))
-    agreed = as_kept(bound).agree(check, tensors, {"scale": scale, "logsumexp": wants_lse}, keep)
+    if dispatch_modes_entered():
+        bound = as_kept(bound)
+    agreed = bound.agree(problem, tensors, {"scale": scale, "logsumexp": wants_lse}, keep)
     out, lse = _FlexAttention.apply(*tensors, agreed, scale, wants_lse, *learned)
     # In a recomputation a selective checkpoint may have had the op's results ready.
     agreed.binding.group_state.engaged = False

@@ -7,7 +7,7 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -136,10 +136,9 @@ class AttentionCalls(RerunMode):
         kwargs = kwargs or {}
         compiling = torch.compiler.is_dynamo_compiling()
         if func in SDPA_CALLS:
-            return self._attend(*args, **kwargs) if compiling else self._attend_uncompiled(*args, **kwargs)
+            return self._attend(*args, **kwargs)
         if func is F.multi_head_attention_forward:
-            call = self._attend if compiling else self._attend_uncompiled
-            return multi_head_attention(call, self._name, *args, **kwargs)
+            return multi_head_attention(self._attend, self._name, *args, **kwargs)
         name = getattr(func, "__name__", None)
         if not compiling:  # torch.compile cannot trace these string methods
             name = (name or "").removesuffix(".default")
@@ -186,6 +185,9 @@ class AttentionCalls(RerunMode):
         enable_gqa: bool = False,
     ) -> torch.Tensor:
         self.tally.calls += 1
+        compiling = torch.compiler.is_dynamo_compiling()
+        if not compiling and not query.is_nested:
+            self.tally.lengths.update(query.shape[2:3])
         if attn_mask is not None:
             attn_mask, is_causal = causal_bias(attn_mask, is_causal)
 
@@ -205,6 +207,7 @@ class AttentionCalls(RerunMode):
             self.check_call()
             self._refuse_mixed(query, key, value)
 
+        tensors = query, key, value
         options: dict[str, Any] = {"is_causal": is_causal, "attn_mask": attn_mask, "scale": scale}
         options["sink_H"] = None if self._sink is None else self._sink_now(*self._sink)
         if self._joint is not None:
@@ -214,23 +217,10 @@ class AttentionCalls(RerunMode):
 
             self._joint_calls += 1
             look, group = self._joint_calls & (self._joint_calls - 1) == 0, self._scoped.unscoped.group
-            tensors = query, key, value
-            return attend_jointly(self._joint, self._name, group, tensors, share, refuse=refuse, look=look)
-        return attend(
-            self._config_text if torch.compiler.is_dynamo_compiling() else self._scoped,
-            (query, key, value),
-            **options,
-            refuse=refuse,
-        )[0]
-
-    @never_compiled
-    def _attend_uncompiled(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
-        """Keeps torch.compile from compiling the engine when it runs between graphs."""
-        if not query.is_nested:
-            self.tally.lengths.update(query.shape[2:3])
-        return self._followed(self._attend(query, key, value, *args, **kwargs), (query, key, value))
+            out = attend_jointly(self._joint, self._name, group, tensors, share, refuse=refuse, look=look)
+        else:
+            out, _ = attend(self._config_text if compiling else self._scoped, tensors, **options, refuse=refuse)
+        return out if compiling else self._followed(out, tensors)
 
     def _refuse_mixed(self, *tensors: torch.Tensor, dim: int = -2) -> None:
         """Raise for a query, key or value in which tokens were mixed before; see [Note: token flow]."""
@@ -265,6 +255,9 @@ class AttentionCalls(RerunMode):
     @property
     def inputs(self) -> Mapping[str, Any]:
         """What the context-parallel module was called with, by the names of its forward's parameters."""
+        if self.tally.inputs is None:
+            module, args, kwargs = self.tally.given
+            self.tally.inputs = dict(zip(names_of_inputs(module), args, strict=False)) | kwargs
         return self.tally.inputs
 
     @uncompiled
@@ -385,7 +378,7 @@ class AttentionCalls(RerunMode):
             self.tally.lengths.clear()
             self._scoped.unscoped.group_state.engaged = False
             self.refuse_tracers()
-            self.tally.inputs = dict(zip(names_of_inputs(module), args, strict=False)) | kwargs
+            self.tally.given, self.tally.inputs = (module, args, kwargs), None
             # The layout of the model's inputs. It is not known any more for the inputs of its attention.
             self.tally.cuts = cuts_of((*args, *kwargs.values()))
             if self.tally.cuts and graph_task_id() < 0 and self._joint is None:
@@ -411,7 +404,8 @@ class AttentionCalls(RerunMode):
 
     def leave(self, module: nn.Module, args: Any, output: Any, *, attends: bool = True) -> None:
         """Hook at the end of a forward, after an exception too. ``attends``: it must have called attention."""
-        self.tally.inputs, self.tally.cuts, self.tally.on_range, self._entering = {}, (), None, None
+        self.tally.inputs, self.tally.given = {}, ()
+        self.tally.cuts, self.tally.on_range, self._entering = (), None, None
         if not torch.compiler.is_dynamo_compiling():
             self.tally.running = False
         if not torch.compiler.is_dynamo_compiling() and output is None and sys.exc_info()[1] is not None:
@@ -433,7 +427,6 @@ class AttentionCalls(RerunMode):
         offer_refusal(binding.name, binding.group)
 
 
-@lru_cache(maxsize=256)
 def _parameter_names(cls: type[nn.Module]) -> tuple[str, ...]:
     """The positional ones of a module class' forward, without self."""
     found = list(inspect.signature(cls.forward).parameters.values())[1:]
@@ -456,6 +449,8 @@ def wrapped_by(module: nn.Module) -> nn.Module | None:
 
 
 never_compile_alone(AttentionCalls.__torch_function__)
+# Where torch.compile traces it, it is part of the graph. Between graphs the engine runs as it is.
+never_compile_alone(AttentionCalls._attend, nor_what_it_calls=True)
 # After a graph break torch.compile would compile these again at each step, because what they read changes.
 never_compile_alone(AttentionCalls.__enter__, nor_what_it_calls=True)
 never_compile_alone(AttentionCalls.__exit__, nor_what_it_calls=True)

@@ -43,12 +43,6 @@ def refuse_pickling(name: str) -> NoReturn:
     )
 
 
-# The subclasses that were made, by (mixin, class). All modules of a class share one, because torch.compile guards the
-# class. A program has few of them, and they hold no module.
-_subclasses: dict[tuple[type, type], type] = {}
-_MIXIN = "_cp_styles_mixin"
-
-
 def put_before_class(
     module: nn.Module, mixin: type[BoundToThisRun], members: Callable[[type], dict[str, Any]] | None = None
 ) -> None:
@@ -64,14 +58,14 @@ def put_before_class(
     parametrized = any(name in vars(cls) for name in properties)
     if parametrized:
         cls = cls.__bases__[0]
-    if vars(cls).get(_MIXIN) is mixin:
+    if cls.__bases__[0] is mixin:
         return
-    made = _subclasses.get((mixin, cls))
+    # All modules of a class share one subclass, because torch.compile guards the class.
+    made = next((each for each in cls.__subclasses__() if each.__bases__ == (mixin, cls)), None)
     if made is None:
-        names: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, _MIXIN: mixin}
+        names: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
         names["__signature__"] = inspect.signature(cls)
         made = type(cls.__name__, (mixin, cls), {**names, **({} if members is None else members(cls))})
-        _subclasses[mixin, cls] = made
     if parametrized:
         inner, members_of = made, dict(vars(outermost))
         made = type(outermost.__name__, (inner,), members_of)

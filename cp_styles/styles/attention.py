@@ -15,7 +15,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from cp_styles._compat import constant_under_compile, graph_task_id, hooks_in_order, never_compile_alone, tree_map_only
+from cp_styles._compat import (
+    constant_under_compile,
+    function_modes,
+    graph_task_id,
+    hooks_in_order,
+    never_compile_alone,
+    tree_map_only,
+)
 from cp_styles.comm.agreement import EVERY_CALL, Agreement
 from cp_styles.engine.binding import Binding
 from cp_styles.engine.custom_ops import check_local, handle, live_object
@@ -236,12 +243,13 @@ class CoreState:
             return args, kwargs
         self._calls.refuse_tracers()
         install_handlers()
-        self._lifted = None
-        self._calls.begin()
+        self._lifted, self._calls.tally.calls = None, 0
+        self._binding.group_state.engaged = False
         binding = self._scoped.resolve()[0]  # which tells other ranks of its errors by itself
         by_place = len(args) == 3 and not kwargs and self._first
         try:
-            self._calls.refuse_inside()
+            if function_modes():
+                self._calls.refuse_inside()
             inputs = args if by_place else self._three(args, kwargs)
             local, input_axes = tuple(inputs), None
             if {*map(type, inputs)} != {torch.Tensor}:
@@ -377,7 +385,7 @@ class CoreState:
         if isinstance(private, str):
             raise ValueError(f"{name}: {private}")
         args, kwargs = self._replaced(args, kwargs, io.traced_lift(inputs, private, input_mesh))
-        calls.begin()
+        calls.tally.calls = 0
         with calls:
             output = forward(*args, **kwargs)
         if not calls.reached():

@@ -14,10 +14,9 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 
-from cp_styles._compat import never_compiled
-from cp_styles.engine.binding import Binding, refuse_dropout, refuse_grouped
+from cp_styles._compat import never_compile_alone
+from cp_styles.engine.binding import refuse_dropout, refuse_grouped
 from cp_styles.engine.custom_ops import agreed_call
-from cp_styles.engine.scope import ScopedBinding
 from cp_styles.functions.attention import attend
 from cp_styles.intercept.function_mode import AttentionCalls
 from cp_styles.layout import SequenceLayout
@@ -45,12 +44,6 @@ class CoreCalls(AttentionCalls):
 
     Attention on other tensors, which were not made from the module's inputs, is not changed.
     """
-
-    def begin(self) -> None:
-        """A forward of the module begins."""
-        self.tally.calls = 0
-        if not torch.compiler.is_dynamo_compiling():
-            self._scoped.unscoped.group_state.engaged = False
 
     def reached(self) -> bool:
         """Whether this forward has called attention. (A property cannot be traced.)"""
@@ -91,51 +84,40 @@ class CoreCalls(AttentionCalls):
         self.tally.calls += 1
         if attn_mask is not None:
             attn_mask, is_causal = causal_bias(attn_mask, is_causal)
+        refuse = None
+        if dropout_p or query.shape[_HEAD_DIM] != key.shape[_HEAD_DIM]:
+
+            def refuse() -> None:
+                refuse_dropout(self._name, dropout_p)
+                refuse_grouped(self._name, query.shape[_HEAD_DIM], key.shape[_HEAD_DIM], enable_gqa)
+
+        options: dict[str, Any] = {"is_causal": is_causal, "attn_mask": attn_mask, "scale": scale, "refuse": refuse}
         if torch.compiler.is_dynamo_compiling():
             self._refuse_core_call(tensors, private.device_mesh, attn_mask)
-            local, source = [tensor.to_local() for tensor in tensors], self._config_text
-        else:
-            local, source = self._local_call(tensors, private.device_mesh, attn_mask)
-
-        def refuse() -> None:
-            if dropout_p:
-                refuse_dropout(self._name, dropout_p)
-            if query.shape[_HEAD_DIM] != key.shape[_HEAD_DIM]:
-                refuse_grouped(self._name, query.shape[_HEAD_DIM], key.shape[_HEAD_DIM], enable_gqa)
-            self.check_call()
-
-        options = {"is_causal": is_causal, "attn_mask": attn_mask, "scale": scale}
-        out, call = attend(source, tuple(local), **options, refuse=refuse)
-        if torch.compiler.is_dynamo_compiling():
+            out, _ = attend(self._config_text, tuple([tensor.to_local() for tensor in tensors]), **options)
             return placed_in_graph(out, query.device_mesh, query.placements)
-        self._latest = call
+        source, share, whole = self._scoped, None, (0, 0)
+        try:
+            self._refuse_core_call(tensors, private.device_mesh, attn_mask)
+            if private.device_mesh.ndim > 1:
+                share, whole = _share(self._name, tensors)
+            self.remember()
+        except Exception as error:  # of any kind: the other ranks must raise too
+            self._scoped.unscoped.refuse(error)
+        if share is None:
+            q, k, v = local_parts(tensors)
+        else:
+            q, k, v = local_parts(tensors, [query.placements, *(_gradients(query, each) for each in (key, value))])
+            k, v = share.of_keys(k), share.of_keys(v)
+            source = self._scoped.resolve()[0].of_heads(share.heads, whole)
+        out, self._latest = attend(source, (q, k, v), **options)
         return placed(out, query.device_mesh, query.placements, (*query.shape[:3], out.shape[3]))
-
-    @never_compiled
-    def _attend_uncompiled(self, *args: Any, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return self._attend(*args, **kwargs)
 
     def _attend_flex(self, *tensors: Any) -> Any:
         raise NotImplementedError(f"{self._name}: flex_attention {_NOT_ON_DTENSORS.format('context_flex_attention')}")
 
     def _attend_varlen(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(f"{self._name}: varlen_attn {_NOT_ON_DTENSORS.format('context_varlen_attention')}")
-
-    def _local_call(
-        self, tensors: tuple[Any, ...], mesh: DeviceMesh, attn_mask: torch.Tensor | None
-    ) -> tuple[list[torch.Tensor], ScopedBinding | Binding]:
-        """The local tensors of a call, and what attends to them. If it is refused, every rank raises."""
-        query, key, value = tensors
-        try:
-            self._refuse_core_call(tensors, mesh, attn_mask)
-            if mesh.ndim == 1:
-                return list(local_parts(tensors)), self._scoped
-            share, whole = _share(self._name, tensors)
-        except Exception as error:  # of any kind: the other ranks must raise too
-            self._scoped.unscoped.refuse(error)
-        local = local_parts(tensors, [query.placements, *(_gradients(query, each) for each in (key, value))])
-        source = self._scoped.resolve()[0].of_heads(share.heads, whole)
-        return [local[0], *map(share.of_keys, local[1:])], source
 
     def _refuse_core_call(self, tensors: tuple[Any, ...], mesh: DeviceMesh, attn_mask: torch.Tensor | None) -> None:
         """Raise for a call that is not an attention over this module's sequence, which the private ``mesh`` cuts."""
@@ -182,6 +164,9 @@ class CoreCalls(AttentionCalls):
             )
         if attn_mask is not None and len(query.placements) > 1 and any(size != 1 for size in attn_mask.shape[:-2]):
             raise NotImplementedError(f"{self._name}: attn_mask {tuple(attn_mask.shape)}: {SINGLED_OUT}")
+
+
+never_compile_alone(CoreCalls._attend, nor_what_it_calls=True)
 
 
 def _share(name: str, tensors: tuple[DTensor, ...]) -> tuple[HeadShare, tuple[int, int]]:

@@ -337,16 +337,15 @@ class InputGuards:
                     "numbers of each rank's own, and of a size that follows from this rank's number of tokens: leave "
                     "it out"
                 )
+        inputs = dict(zip(self._facts.names, args, strict=False)) | kwargs
         if torch.compiler.is_dynamo_compiling():
-            traced = dict(zip(self._facts.names, args, strict=False)) | kwargs
-            if traced.get("past_key_values") is None:
-                self._check_positions(kind, traced)
-                if self._facts.windows and (length := _length(traced)) is not None:
+            if inputs.get("past_key_values") is None:
+                self._check_positions(kind, inputs)
+                if self._facts.windows and (length := _length(inputs)) is not None:
                     # It may be too many. The error ends the trace, and the forward runs uncompiled.
-                    self._refuse_window(kind, traced, length, length * self._ranks)
+                    self._refuse_window(kind, inputs, length, length * self._ranks)
             return
         self._forwards += 1
-        inputs = self._calls.tally.inputs
         past = inputs.get("past_key_values")
         own = getattr(past, "self_attention_cache", past)  # beside keys of an encoder
         if isinstance(own, LayerCaches) and own.prefilled:
@@ -456,12 +455,10 @@ class InputGuards:
         """
         if torch.compiler.is_dynamo_compiling() or self._ranks == 1:
             return
-        binding, inputs = self._calls.binding, self._calls.tally.inputs
-        length, kind = _length(inputs), type(module).__name__
-        problem = None
+        binding, kind, problem = self._calls.binding, type(module).__name__, None
         for local in self._calls.tally.lengths if self._facts.windows else ():
             whole, _ = binding.group_state.lengths.get((local, local), (local, local))
-            problem = problem or self._lost_window(kind, inputs, local, whole)
+            problem = problem or self._lost_window(kind, self._calls.inputs, local, whole)
         output = output if isinstance(output, Mapping) else {}
         logits = output.get("logits")
         if output.get("aux_loss") is not None:
@@ -471,13 +468,15 @@ class InputGuards:
                 "output_router_logits=False"
                 f"{see('A loss for the balance of experts')}"
             )
-        elif isinstance(logits, torch.Tensor) and logits.ndim == 2 and length not in (None, logits.shape[1]):
-            problem = NotImplementedError(
-                f"{binding.name}: {kind} returns logits of shape {tuple(logits.shape)} for {length} tokens of this "
-                "rank: it has pooled them, and the pooled token is another one on each rank. Take the hidden states, "
-                "and pool those of all ranks (cp_styles.collectives.gather)"
-                f"{see('A classifier that pools tokens')}"
-            )
+        elif isinstance(logits, torch.Tensor) and logits.ndim == 2:
+            length = _length(self._calls.inputs)
+            if length not in (None, logits.shape[1]):
+                problem = NotImplementedError(
+                    f"{binding.name}: {kind} returns logits of shape {tuple(logits.shape)} for {length} tokens of this "
+                    "rank: it has pooled them, and the pooled token is another one on each rank. Take the hidden "
+                    "states, and pool those of all ranks (cp_styles.collectives.gather)"
+                    f"{see('A classifier that pools tokens')}"
+                )
         if problem is not None:
             binding.refuse_call()
             raise problem

@@ -332,12 +332,9 @@ class _BlockCalls(AttentionCalls):
                 by_model = self._scoped.unscoped.group_state.the(_History).facts
                 facts = by_model[module] = by_model.get(module) or ModelFacts.of(module)
                 guard = InputGuards(facts, self)
-                self.tally.inputs = inputs = dict(zip(facts.names, args, strict=False)) | kwargs
+                inputs = dict(zip(facts.names, args, strict=False)) | kwargs
                 self._guards[module] = guard, {"attention_mask": inputs.get("attention_mask")}
-                try:
-                    guard.check(module, args, kwargs)
-                finally:
-                    self.tally.inputs = {}
+                guard.check(module, args, kwargs)
 
     @property
     def inputs(self) -> Mapping[str, Any]:

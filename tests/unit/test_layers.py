@@ -121,7 +121,7 @@ def sizes() -> dict[str, int]:
 
 
 # Change these only downwards. Lines within this distance of their limit are no news.
-LIMITS = {"lines of the package": 29_900, "lines of the core path": 13_050, "floors": 10, "entries of state": 56}
+LIMITS = {"lines of the package": 29_900, "lines of the core path": 13_050, "floors": 10, "entries of state": 51}
 SLACK = {"lines of the package": 1_500, "lines of the core path": 1_500, "entries of state": 8}
 
 
@@ -187,21 +187,16 @@ STATE = {
     "settings of torch's API": {
         "torch_api/context_block.py": "rotation last_cut",
     },
-    "counters for names": {
-        "engine/custom_ops.py": "_serial",
-    },
     "caches by value": {
         "comm/agreement.py": "fingerprint_of",
         "engine/config_text.py": "_spelled",
         "integrations/transformers_cache.py": "cache_class",
-        "intercept/function_mode.py": "_parameter_names",
-        "intercept/subclassing.py": "_subclasses",
         "kernels/flex_compiled.py": "_compiled",
         "kernels/sdpa.py": "_op names_of _capability",
         "styles/mesh_axes.py": "_specs",
     },
     "caches of what grows with the batch": {
-        "engine/config_text.py": "_parsed _literal",
+        "engine/config_text.py": "_parsed",
         "explain/auto.py": "_choice",
         "layout.py": "_remembered _interned",
         "mask/linear_pieces.py": "_uncut",
@@ -220,7 +215,6 @@ STATE = {
         "decoding.py": "_cp_styles_cache",
         "functions/varlen.py": "_cp_styles_documents",
         "integrations/transformers.py": "_cp_styles_biases",
-        "intercept/subclassing.py": "_cp_styles_mixin",
         "layout.py": "_cp_styles_layout",
         "styles/attention.py": "_context_parallel_core",
         "styles/module.py": "_context_parallel_calls",

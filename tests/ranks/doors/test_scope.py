@@ -7,7 +7,6 @@ import gc
 from contextlib import nullcontext
 from contextvars import Context, copy_context
 from functools import partial
-from itertools import count
 
 import pytest
 import torch
@@ -15,8 +14,8 @@ import torch.distributed as dist
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from cp_styles.engine import custom_ops as attention_op
-from cp_styles.engine.scope import SequenceScope
+from cp_styles.engine.custom_ops import handle
+from cp_styles.engine.scope import ScopeHistory, SequenceScope
 from cp_styles.functions.attention import context_attention
 from cp_styles.layout import SequenceLayout, by_work, contiguous, head_tail, per_document_head_tail, striped
 from cp_styles.mask import Causal, Dense, Documents, Full, SlidingWindow
@@ -169,25 +168,12 @@ def test_checkpoint_with_the_scope(door: str, other: Batch | None):
     run_ranks(on, RANKS)
 
 
-def test_a_recomputation_whose_number_has_another_digit(monkeypatch):
+def test_all_handles_have_one_length():
     """What the attention op names its binding by is among what checkpoints compare, and each run has its own."""
-
-    def on(rank: int):
-        core = styled("module", cp_mesh(RANKS))
-        leaves, cotangent = FIRST.leaves(rank)
-
-        def opened_inside(*qkv):
-            with FIRST.scope():
-                return core(*qkv)
-
-        out = checkpoint(opened_inside, *leaves, use_reentrant=False)
-        dist.barrier()
-        monkeypatch.setattr(attention_op, "_serial", count(10**9))  # by every rank: they are threads of one process
-        dist.barrier()
-        out.backward(cotangent)
-        FIRST.check(rank, out, leaves)
-
-    run_ranks(on, RANKS)
+    sources = [ScopeHistory() for _ in range(300)]
+    names = [handle(source) for source in sources]
+    assert len(set(names)) == 300
+    assert len(set(map(len, names))) == 1
 
 
 @pytest.mark.parametrize("door", DOORS)
