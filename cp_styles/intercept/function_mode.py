@@ -255,10 +255,11 @@ class AttentionCalls(RerunMode):
     @property
     def inputs(self) -> Mapping[str, Any]:
         """What the context-parallel module was called with, by the names of its forward's parameters."""
-        if self.tally.inputs is None:
+        inputs = self.tally.inputs
+        if inputs is None:
             module, args, kwargs = self.tally.given
-            self.tally.inputs = dict(zip(names_of_inputs(module), args, strict=False)) | kwargs
-        return self.tally.inputs
+            inputs = self.tally.inputs = dict(zip(names_of_inputs(module), args, strict=False)) | kwargs
+        return inputs
 
     @uncompiled
     def attend_with(

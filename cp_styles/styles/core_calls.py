@@ -84,14 +84,14 @@ class CoreCalls(AttentionCalls):
         self.tally.calls += 1
         if attn_mask is not None:
             attn_mask, is_causal = causal_bias(attn_mask, is_causal)
-        refuse = None
-        if dropout_p or query.shape[_HEAD_DIM] != key.shape[_HEAD_DIM]:
+        heads, kv_heads = query.shape[_HEAD_DIM], key.shape[_HEAD_DIM]
 
-            def refuse() -> None:
-                refuse_dropout(self._name, dropout_p)
-                refuse_grouped(self._name, query.shape[_HEAD_DIM], key.shape[_HEAD_DIM], enable_gqa)
+        def refuse() -> None:
+            refuse_dropout(self._name, dropout_p)
+            refuse_grouped(self._name, heads, kv_heads, enable_gqa)
 
-        options: dict[str, Any] = {"is_causal": is_causal, "attn_mask": attn_mask, "scale": scale, "refuse": refuse}
+        options: dict[str, Any] = {"is_causal": is_causal, "attn_mask": attn_mask, "scale": scale}
+        options["refuse"] = refuse if dropout_p or heads != kv_heads else None
         if torch.compiler.is_dynamo_compiling():
             self._refuse_core_call(tensors, private.device_mesh, attn_mask)
             out, _ = attend(self._config_text, tuple([tensor.to_local() for tensor in tensors]), **options)
