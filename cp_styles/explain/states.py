@@ -10,6 +10,7 @@ from cp_styles.collectives.heads import head_ranges
 from cp_styles.explain import text
 from cp_styles.explain.hardware import Hardware
 from cp_styles.layout import SequenceLayout
+from cp_styles.mixers.doubling import maps_of
 from cp_styles.mixers.fragments import fragments_of, rows_before
 
 # A gated delta rule of 64 heads of 128, 32K tokens, forward and backward, takes 15.56 ms on an H800 (published by
@@ -69,13 +70,10 @@ class StateShapes(MixerShapes):
     final: bool = False
 
     def sent(self, layout, documents=None):
-        size = self.itemsize * self.batch * self.heads * self.keys * (self.values + (1 if self.diagonal else self.keys))
-        ranks, sizes = layout.ranks, [0] * layout.ranks
-        fragments = fragments_of(layout, tuple(documents or (layout.length,)))
-        for each in fragments:
-            wanted = not each.last or (self.final and each is fragments[-1])
-            sizes[each.rank] += size * (ranks - 1) if wanted else 0
-        return sizes
+        column, factor = self.itemsize * self.batch * self.heads * self.keys, 1 if self.diagonal else self.keys
+        maps = maps_of(layout, tuple(documents or (layout.length,)), self.final)
+        columns = [[self.values + factor * (not alone) for *_, alone in maps.sent(r)] for r in range(layout.ranks)]
+        return [column * sum(each) for each in columns]
 
     def kernels(self, layout, documents, hardware):
         each_token = 2 * self.batch * self.heads * (2 * self.keys * self.values + _CHUNK * (self.keys + self.values))

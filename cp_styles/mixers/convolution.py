@@ -88,7 +88,7 @@ def convolved(
         plan = rows_before(cut.layout, cut.documents, width - 1, cut.peers.rank)
         row = prod(size for at, size in enumerate(x.shape) if at != along) * x.element_size()
         MixerCall("rows", cut, {"width": width, "row": row}).tell()
-        slots = exchanged(sequence, cut.peers, plan.exchange, x, along)
+        slots = exchanged(cut.peers, plan.exchange, x, along, check=sequence.compares)
         one = slots.shape[along] < width  # one fragment
         given = torch.cat((slots, x), dim)
         if not one:
@@ -114,15 +114,15 @@ def last_rows(sequence: CutSequence, x: torch.Tensor, dim: int, count: int) -> t
         size, rank = min(count, cut.documents[-1]), cut.peers.rank
         rows = torch.arange(cut.layout.length - size, cut.layout.length, device="cpu")
         plan = row_exchange(cut.layout, [(rows, torch.arange(size, device="cpu"))] * cut.peers.size, size, rank)
-        return exchanged(sequence, cut.peers, plan, x, dim)
+        return exchanged(cut.peers, plan, x, dim, check=sequence.compares)
 
     return sequence.followed(run, [x], dim)
 
 
-def exchanged(sequence: CutSequence, peers: Peers, plan: RowExchange, x: torch.Tensor, dim: int) -> torch.Tensor:
+def exchanged(peers: Peers, plan: RowExchange, x: torch.Tensor, dim: int, *, check: bool) -> torch.Tensor:
     """The slots of ``plan``, filled. Those that no row goes to are zeros."""
     rows = RowsOfOthers(peers, dim, plan, x.shape[dim])
-    (slots,) = differentiable(rows, x, check=sequence.compares) if plan.crosses else rows(x)
+    (slots,) = differentiable(rows, x, check=check) if plan.crosses else rows(x)
     return slots
 
 

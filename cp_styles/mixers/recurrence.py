@@ -18,13 +18,14 @@ from typing import Any
 import torch
 
 from cp_styles._compat import uncompiled
-from cp_styles.collectives.autograd import differentiable, gather_exchange, tied
-from cp_styles.collectives.rows import Rows
+from cp_styles.collectives.autograd import tied
 from cp_styles.comm.agreement import EVERY_CALL, Agreement
 from cp_styles.comm.groups import GroupOrMesh
 from cp_styles.engine.gradient_watch import RAISE, GradientCheck
 from cp_styles.layout import Balancer, Chunk, SequenceLayout
 from cp_styles.mixers.by_channels import Channels, by_channels
+from cp_styles.mixers.convolution import exchanged
+from cp_styles.mixers.doubling import exchanges_of, maps_of
 from cp_styles.mixers.fragments import (
     Cut,
     CutSequence,
@@ -32,6 +33,7 @@ from cp_styles.mixers.fragments import (
     Fragment,
     MixerCall,
     Packed,
+    RowExchange,
     arguments_of,
     fragments_of,
     refuse_arguments,
@@ -252,54 +254,51 @@ class _KernelCall:
         begin = torch.cat((torch.zeros(*self.shape, **like), begin), -1)
         return self.run(rows, begin, **{self._value: both})[1]
 
-    def after(self, state: torch.Tensor | None, map_BHKC: torch.Tensor) -> torch.Tensor:
-        """The state after a fragment: ``M S + S_ext``. None for the map of a document's first, which has no M."""
+    def after(self, before: torch.Tensor, maps: torch.Tensor) -> torch.Tensor:
+        """``[S_ext | M]`` of fragments and of what is before them; zeros for nothing before a document's first."""
         width = self.shape[3]
-        outside, factor = map_BHKC[..., :width], map_BHKC[..., width:]
-        if state is None:
-            return outside
-        return (factor * state if self.how.diagonal else factor @ state) + outside
+        outside, factor = maps[..., :width], maps[..., width:]
+        through = factor * before if self.how.diagonal else factor @ before
+        return through + torch.nn.functional.pad(outside, (0, maps.shape[-1] - width))
 
 
 def _recur(call: _KernelCall, cut: Cut, *, check: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    fragments = fragments_of(cut.layout, cut.documents)
-    mine = sorted((each for each in fragments if each.rank == cut.peers.rank), key=lambda each: each.rows)
-    # Those whose state others need, in the order of positions.
-    published = [each for each in fragments if not each.last or (call.wants and each is fragments[-1])]
-    numbers = {each: number for number, each in enumerate(published)}
+    mine = [each for each in fragments_of(cut.layout, cut.documents) if each.rank == cut.peers.rank]
     outs: dict[Fragment, torch.Tensor] = {}
     maps: list[torch.Tensor] = []
     batch, heads, keys, width = call.shape
     columns = width + (1 if call.how.diagonal else keys)
     sizes = {"heads": heads, "keys": keys, "values": width, "batch": batch, "itemsize": call.wide.itemsize}
     MixerCall("states", cut, sizes | {"diagonal": call.how.diagonal, "final": call.wants}).tell()
+    mapped = set(maps_of(cut.layout, cut.documents, call.wants).fragments)
     for each in mine:
         if each.first:
             initial = call.initial if each.start == 0 else None
             outs[each], final = call.run(each.rows, initial.mT if initial is not None and call.transposed else initial)
-            if each in numbers:
+            if each in mapped:
                 maps.append(torch.nn.functional.pad(final, (0, columns - width)))
-        elif each in numbers:
+        elif each in mapped:
             maps.append(call.map_of(each.rows))
-    if not published:
+    exchanges = exchanges_of(cut.layout, cut.documents, call.wants, width, columns, cut.peers.rank)
+    if not exchanges:
         return _joined(call, mine, outs), None
-    given = torch.stack(maps) if maps else call.value.new_zeros(0, batch, heads, keys, columns, dtype=call.wide)
-    own: list[list[Chunk]] = [[] for _ in range(cut.peers.size)]
-    for each, number in numbers.items():
-        own[each.rank].append((number, number + 1))
-    # Every rank takes part in the backward, whether it gives maps or uses them.
-    given = tied(given, *call.tensors())
-    gathers = gather_exchange(cut.peers, 0, given.ndim, Rows(tuple(map(tuple, own))))
-    whole = differentiable(gathers, given.unsqueeze(-1), check=check)[0].squeeze(-1)
-    state = None
-    for each in fragments:
-        state = None if each.first else state
-        if each.rank == cut.peers.rank and not each.first:
-            outs[each] = call.run(each.rows, state)[0]
-        if each in numbers:
-            state = call.after(state, whole[numbers[each]])
-    final = state.mT if state is not None and call.transposed else state
-    return tied(_joined(call, mine, outs), whole), final if call.wants else None
+
+    def passed(x_NBHKC: torch.Tensor, exchange: RowExchange, width: int, *, check: bool) -> torch.Tensor:
+        rows = exchanged(cut.peers, exchange, x_NBHKC.movedim(-1, 1).flatten(0, 1), 0, check=check)
+        return rows.unflatten(0, (len(rows) // width, width)).movedim(1, -1)
+
+    composed = torch.stack(maps) if maps else call.value.new_zeros(0, batch, heads, keys, columns, dtype=call.wide)
+    # Every rank takes part in the backward, whether it gives maps or uses them. Its last exchange is compared, and the
+    # others follow it.
+    composed = tied(composed, *call.tensors())
+    for exchange in exchanges[:-1]:
+        composed = call.after(passed(composed, exchange, columns, check=False), composed)
+    states = passed(composed, exchanges[-1], width, check=check)
+    later = [each for each in mine if not each.first]
+    for each, state in zip(later, states, strict=False):
+        outs[each] = call.run(each.rows, state)[0]
+    final = None if not call.wants else states[-1].mT if call.transposed else states[-1]
+    return tied(_joined(call, mine, outs), states), final
 
 
 def _joined(call: _KernelCall, mine: list[Fragment], outs: dict[Fragment, torch.Tensor]) -> torch.Tensor:

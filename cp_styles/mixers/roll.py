@@ -70,7 +70,7 @@ def context_roll(
 
     cut, dim = sequence.agreed(describe), dim % x.ndim
     plan = _rolled(cut.layout, cut.documents, shifts, fill is None, cut.peers.rank)
-    out = exchanged(sequence, cut.peers, plan, x, dim)
+    out = exchanged(cut.peers, plan, x, dim, check=sequence.compares)
     if fill:  # slots without a row are zeros already
         empty = torch.ones(x.shape[dim], dtype=torch.bool, device=x.device)
         empty[tensor_on(x.device, torch.cat(plan.received))] = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 
 import pytest
 import torch
@@ -101,13 +101,16 @@ def cases(draw: st.DrawFn):
     return layout, tuple(high - low for low, high in pairwise(cuts)), draw(st.sampled_from(list(FAMILIES)))
 
 
-def maps_sent(layout, documents) -> list[int]:
-    """Token by token: how many of a rank's fragments are followed by a token of their document elsewhere."""
+def columns_sent(layout, documents, columns) -> list[int]:
+    """Document by document: columns of maps that each rank sends, of which the states have VALUES."""
     owner = {p: rank for rank in range(layout.ranks) for p in layout.positions(rank).tolist()}
-    ends = set(accumulate(documents))
     count = [0] * layout.ranks
-    for position, rank in owner.items():
-        count[rank] += position + 1 not in ends and owner[position + 1] != rank
+    for low, high in pairwise(accumulate(documents, initial=0)):
+        held = [rank for rank, _ in groupby(owner[position] for position in range(low, high))]
+        for number, rank in enumerate(held[:-1]):  # to the fragments 1, 2, 4 ... behind it that have maps; to the next
+            reach = [2**power for power in range(5) if number + 2**power < len(held) - 1]
+            sizes = [(held[number + far], VALUES if number < far else columns) for far in reach]
+            count[rank] += sum(size for peer, size in [*sizes, (held[number + 1], VALUES)] if peer != rank)
     return count
 
 
@@ -119,8 +122,8 @@ def test_equals_one_process_and_sends_the_maps(case):
     found, sent = on_ranks(family, layout, documents, cotangent)
     for one, expected in zip(found, on_one(family, documents, cotangent), strict=True):
         assert error(one, expected) < EXACT
-    numbers = BATCH * HEADS * KEYS * (VALUES + (KEYS if family in ("delta", "kda") else 1))
-    assert sent == [maps * numbers * 8 * (layout.ranks - 1) for maps in maps_sent(layout, documents)]
+    columns = VALUES + (KEYS if family in ("delta", "kda") else 1)
+    assert sent == [each * BATCH * HEADS * KEYS * 8 for each in columns_sent(layout, documents, columns)]
     explained = StateShapes(HEADS, KEYS, VALUES, family in ("gla", "ssd"), BATCH).sent(layout, documents)
     assert sent == [2 * each for each in explained]  # in float64
 
