@@ -316,8 +316,8 @@ OTHERS = [
     Mistake(
         "mixers: what came before a fragment does not decay in it",
         "_KernelCall.after",
-        "factor @ state",
-        "state",
+        "factor @ before",
+        "before",
         "ranks/mixers/test_recurrence.py",
     ),
     Mistake(
@@ -364,7 +364,7 @@ OTHERS = [
     ),
     Mistake(
         "transformers: a mask that is dropped is not missed",
-        "context_parallel_attention_forward.refuse",
+        "_attention.refuse",
         "attention_mask is None and is_causal and calls.tally.made_mask is not None",
         "False",
         "clients/test_transformers.py -k dropped",

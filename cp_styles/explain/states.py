@@ -10,7 +10,7 @@ from cp_styles.collectives.heads import head_ranges
 from cp_styles.explain import text
 from cp_styles.explain.hardware import Hardware
 from cp_styles.layout import SequenceLayout
-from cp_styles.mixers.doubling import maps_of
+from cp_styles.mixers.doubling import Needs, rounds_of
 from cp_styles.mixers.fragments import fragments_of, rows_before
 
 # A gated delta rule of 64 heads of 128, 32K tokens, forward and backward, takes 15.56 ms on an H800 (published by
@@ -24,24 +24,24 @@ class MixerShapes:
     def sent(self, layout: SequenceLayout, documents: Sequence[int] | None = None) -> list[int]:
         """Bytes that each rank sends in a forward. In a backward all ranks together send as many.
 
-        Args:
-            layout: which positions each rank holds.
-            documents: the lengths of packed documents; None for one.
+        ``layout``: which positions each rank holds. ``documents``: the lengths of packed documents; None for one.
         """
         raise NotImplementedError
 
     def seconds(self, layout: SequenceLayout, documents: Sequence[int] | None, hardware: Hardware) -> float:
-        """Predicted time of a forward and a backward of the rank that takes longest.
+        """Predicted time of a forward and a backward of the rank that takes longest, on ``hardware``.
 
-        Args:
-            layout: which positions each rank holds.
-            documents: the lengths of packed documents; None for one.
-            hardware: the machine.
+        ``layout`` and ``documents`` are those of :meth:`sent`.
         """
         _, bandwidth, latency = hardware.link(0, layout.ranks - 1)
         sent = max(self.sent(layout, documents))
-        messages = hardware.call_floor + (sent > 0) * (latency + sent / bandwidth)
+        each = hardware.call_floor + (sent > 0) * latency
+        messages = self.messages(layout, documents) * each + sent / bandwidth
         return self.kernels(layout, documents, hardware) + 2 * messages
+
+    def messages(self, layout: SequenceLayout, documents: Sequence[int] | None) -> int:
+        """How often a rank waits for others in a forward; ``layout`` and ``documents`` are those of :meth:`sent`."""
+        return 1
 
     def kernels(self, layout: SequenceLayout, documents: Sequence[int] | None, hardware: Hardware) -> float:
         """The part of :meth:`seconds` without messages; its arguments."""
@@ -70,10 +70,20 @@ class StateShapes(MixerShapes):
     final: bool = False
 
     def sent(self, layout, documents=None):
-        column, factor = self.itemsize * self.batch * self.heads * self.keys, 1 if self.diagonal else self.keys
-        maps = maps_of(layout, tuple(documents or (layout.length,)), self.final)
-        columns = [[self.values + factor * (not alone) for *_, alone in maps.sent(r)] for r in range(layout.ranks)]
-        return [column * sum(each) for each in columns]
+        column, sizes = self.itemsize * self.batch * self.heads * self.keys, [0] * layout.ranks
+        for rank, each in (
+            (rank, each) for needs in self._rounds(layout, documents) for rank, each in enumerate(needs)
+        ):
+            for holder, _, _, count in each:
+                sizes[holder] += column * count * (holder != rank)
+        return sizes
+
+    def messages(self, layout, documents):
+        return len(self._rounds(layout, documents))
+
+    def _rounds(self, layout: SequenceLayout, documents: Sequence[int] | None) -> list[Needs]:
+        columns, sizes = self.values + (1 if self.diagonal else self.keys), tuple(documents or (layout.length,))
+        return rounds_of(layout, sizes, self.final, self.values, columns)[1]
 
     def kernels(self, layout, documents, hardware):
         each_token = 2 * self.batch * self.heads * (2 * self.keys * self.values + _CHUNK * (self.keys + self.values))

@@ -27,6 +27,7 @@ from torch.utils.hooks import RemovableHandle
 
 from cp_styles._compat import uncompiled, without_function_modes
 from cp_styles.checksum import checksum, digest
+from cp_styles.collectives import gather
 from cp_styles.comm.agreement import (
     Meeting,
     StatusRow,
@@ -36,7 +37,6 @@ from cp_styles.comm.agreement import (
     offer_refusal,
 )
 from cp_styles.comm.group_state import state_of
-from cp_styles.comm.point_to_point import collective, has_cpu_backend
 from cp_styles.decoding import DecodeCall, cache_of
 from cp_styles.engine.binding import Binding, refuse_dropout
 from cp_styles.integrations.transformers_cache import EncoderKeys, TransformersCache, cache_class, encoder_keys, past_of
@@ -56,13 +56,13 @@ def register_attention(name: str = "context_parallel") -> str:
     The name is for ``from_config``, ``from_pretrained`` or ``model.set_attn_implementation``. A model with it runs
     under a ModuleContextParallel only; for one device choose "sdpa" or "eager" instead. No communication.
     """
-    import_module("transformers").AttentionInterface.register(name, context_parallel_attention_forward)
-    import_module("transformers.masking_utils").AttentionMaskInterface.register(name, context_parallel_mask)
+    import_module("transformers").AttentionInterface.register(name, _attention)
+    import_module("transformers.masking_utils").AttentionMaskInterface.register(name, _mask)
     return name
 
 
 @uncompiled
-def context_parallel_attention_forward(
+def _attention(
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -77,31 +77,11 @@ def context_parallel_attention_forward(
     cache: Any = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention function: query [B, H, L, D], key [B, G, M, D] and value [B, G, M, E] of this rank.
+    """The attention function of transformers: query [B, H, L, D], key [B, G, M, D] and value [B, G, M, E] of this rank
+    (in decoding, keys of its part of the cache).
 
-    transformers calls it. Other arguments of transformers are not used.
-
-    Args:
-        module: the layer. Its ``is_causal`` is used if the argument is None.
-        query: this rank's queries.
-        key: this rank's keys; in decoding those of its part of the cache.
-        value: this rank's values.
-        attention_mask: what :func:`context_parallel_mask` returned, or a tensor or BlockMask of the *whole* sequence.
-        dropout: must be 0.
-        scaling: factor of the logits; default 1/sqrt(D).
-        is_causal: used if there is no ``attention_mask``.
-        softcap: c of ``c * tanh(logits / c)``.
-        s_aux: a sink's logit for each query head, [H]; with a softcap too.
-        position_bias: learned biases by distance, as T5 has them.
-        cache: must be None; a paged cache is not supported.
-
-    Returns:
-        ``out_BLHE`` and None for the weights. Communication: see :func:`~cp_styles.functions.context_attention`.
-
-    Raises:
-        RuntimeError: outside of a ModuleContextParallel.
-        NotImplementedError, ValueError: on every rank, for dropout, other biases, a paged cache and masks that are not
-            those of the whole sequence.
+    ``attention_mask`` is what :func:`_mask` returned, or a tensor or BlockMask of the *whole* sequence. ``s_aux`` are
+    logits of sinks [H], ``position_bias`` learned biases by distance, as T5 has them. Other arguments are not used.
     """
     calls = _entered("attention")
     name = calls.binding.name
@@ -133,7 +113,7 @@ def context_parallel_attention_forward(
 
     biases_DH = None if position_bias is None else _biases(module, position_bias, attention_mask)
     mask, dense = Full(), None
-    if isinstance(attention_mask, WholeMask):
+    if isinstance(attention_mask, _WholeMask):
         mask, dense = attention_mask.mask, attention_mask.padding
     elif isinstance(attention_mask, BlockMask):
         mask = FlexMask.per_row(attention_mask)
@@ -211,7 +191,7 @@ def _biases(module: nn.Module, position_bias: torch.Tensor, attention_mask: Any)
     made. None if ``module`` has no such table and ``position_bias`` comes from none.
     """
     table = getattr(module, "relative_attention_bias", None)
-    if isinstance(table, nn.Embedding) and isinstance(attention_mask, WholeMask) and hasattr(module, _BUCKET):
+    if isinstance(table, nn.Embedding) and isinstance(attention_mask, _WholeMask) and hasattr(module, _BUCKET):
         length, bucket = max(attention_mask.seq_lengths), getattr(module, _BUCKET)
         said = {
             "bidirectional": not module.is_decoder,
@@ -247,35 +227,21 @@ def _cap(softcap: float) -> Callable[..., torch.Tensor]:
 
 @uncompiled
 @torch.no_grad()
-def context_parallel_mask(
+def _mask(
     batch_size: int,
     q_length: int,
-    kv_length: int,
     q_offset: int | torch.Tensor = 0,
-    kv_offset: int | torch.Tensor = 0,
     mask_function: Callable[..., Any] | None = None,
     attention_mask: torch.Tensor | None = None,
     **kwargs: Any,
-) -> WholeMask:
-    """The mask function: ``mask_function`` and ``attention_mask`` as a mask of the whole sequence.
+) -> _WholeMask:
+    """The mask function of transformers: ``mask_function`` and ``attention_mask`` as a mask of the whole sequence.
 
-    transformers calls it. Other arguments of transformers are not used.
-
-    Args:
-        batch_size: rows of the batch.
-        q_length: number of this rank's queries.
-        kv_length, kv_offset: not used.
-        q_offset: number of tokens in a cache, which must be 0 or that of a cache of :func:`prefill`.
-        mask_function: the mask that transformers has combined from its own functions.
-        attention_mask: [B, S] of the *whole* sequence, True where there is a token; or this rank's part if it is True
-            everywhere.
+    ``attention_mask`` is [B, S] of the *whole* sequence; or this rank's part if it is True everywhere. ``q_offset`` is
+    the number of tokens in a cache, which must be 0 or that of a cache of :func:`prefill`.
 
     Communication: one all-gather of some integers; and one of position ids, if any rank's are not those of one
     sequence.
-
-    Raises:
-        NotImplementedError: on every rank, for a mask function with pieces that are not known.
-        ValueError: on every rank, for padding or positions that are not the whole sequence's.
     """
     calls = _entered("a mask", kwargs.get("config"))
     past, encoder = past_of(calls.inputs)
@@ -526,16 +492,11 @@ def _shape(x: Any) -> Any:
     return tuple(x.shape) if isinstance(x, torch.Tensor) else x
 
 
-class WholeMask(BlockMask):
+class _WholeMask(BlockMask):
     """A mask of the whole sequence on its way through a model to its layers.
 
-    It is a BlockMask because models pass tensors and BlockMasks on unchanged, and no other objects.
-
-    Args:
-        mask: which keys each query attends to.
-        padding: bool [B, 1, 1, S], True where there is a key to attend to; None for everywhere.
-        batch: rows of the batch.
-        length: length of the whole sequence.
+    It is a BlockMask because models pass tensors and BlockMasks on unchanged, and no other objects. ``padding`` is bool
+    [B, 1, 1, S], True where there is a key to attend to; None for everywhere.
     """
 
     def __init__(self, mask: Mask, padding: torch.Tensor | None, batch: int, length: int) -> None:
@@ -549,7 +510,7 @@ class WholeMask(BlockMask):
         """(rows of the batch, 1, queries, keys), of the whole sequence."""
         return self._batch, 1, *self.seq_lengths
 
-    def to(self, *args: Any, **kwargs: Any) -> WholeMask:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def to(self, *args: Any, **kwargs: Any) -> _WholeMask:  # pyright: ignore[reportIncompatibleMethodOverride]
         """This mask itself, for any ``args`` and ``kwargs``: its positions are on the host."""
         return self
 
@@ -695,7 +656,7 @@ def _whole_mask(
     mask_function: Callable[..., Any] | None,
     attention_mask: torch.Tensor | None,
     config: Any,
-) -> WholeMask:
+) -> _WholeMask:
     binding = calls.binding
     name, group, rank = binding.name, binding.group, binding.group.rank()
     pieces = _Pieces([])
@@ -753,7 +714,7 @@ def _whole_mask(
             documents = _documents(name, positions_BS, alone, packed, jumps)
     state.engaged = False
     mask, padding = _mask_of(pieces, documents, attention_mask, whole)
-    return WholeMask(mask, padding, batch, whole)
+    return _WholeMask(mask, padding, batch, whole)
 
 
 def _mask_of_new_tokens(
@@ -764,7 +725,7 @@ def _mask_of_new_tokens(
     length: int,
     mask_function: Callable[..., Any] | None,
     attention_mask: torch.Tensor | None,
-) -> WholeMask:
+) -> _WholeMask:
     """The mask of tokens that follow a prefilled prompt. No communication: everything is the same on all ranks."""
     name, whole = calls.binding.name, past.get_seq_length() + length
     assert mask_function is not None
@@ -781,7 +742,7 @@ def _mask_of_new_tokens(
     if not crosses:
         past.check_padding(attention_mask)
     mask, padding = _mask_of(pieces, None, attention_mask, whole)
-    return WholeMask(mask, padding, batch, whole)
+    return _WholeMask(mask, padding, batch, whole)
 
 
 def _text_positions(given: Any, batch: int, length: int) -> torch.Tensor | None:
@@ -825,17 +786,7 @@ def _gathered(
             f"the ranks hold {lengths} positions, but the layout gives them {list(layout.lengths)}: cut the inputs "
             "with the layout that the attention uses"
         )
-    longest = max(lengths)
-    padded = positions_BL.new_zeros(positions_BL.shape[0], longest)
-    padded[:, : positions_BL.shape[1]] = positions_BL
-    padded = padded.cpu() if has_cpu_backend(group) else padded.cuda()
-    parts = [torch.empty_like(padded) for _ in lengths]
-    with collective(group, name):
-        dist.all_gather(parts, padded, group=group)
-    whole = torch.empty(positions_BL.shape[0], layout.length, dtype=padded.dtype, device="cpu")
-    for rank, part in enumerate(parts):
-        whole[:, layout.positions(rank, "cpu")] = part[:, : lengths[rank]].cpu()
-    return whole
+    return gather(positions_BL, 1, group, reduce_gradients=False, layout=layout, check=False).cpu()
 
 
 def _documents(

@@ -11,9 +11,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
-import io
-import textwrap
-import tokenize
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import CellType, FunctionType
@@ -161,13 +158,8 @@ def _convolution(dim: int, calls: AttentionCalls, function: Callable[..., Any], 
 
 
 _OF_CONVOLUTIONS = (
-    "initial_states",
-    "return_final_states",
-    "final_states_out",
-    "initial_state",
-    "output_final_state",
-    "residual",
-    "cp_context",
+    *("initial_states", "return_final_states", "final_states_out"),  # of causal-conv1d
+    *("initial_state", "output_final_state", "residual", "cp_context"),  # of FLA
 )
 
 
@@ -236,8 +228,8 @@ def lightning_attention(
 
 
 def _layer_without_kernel(forward: Any) -> Callable[..., Any] | None:
-    """What runs in place of a layer's forward that calls no kernel. Only for the code that is known, but for comments:
-    that of another version of the library may compute something else."""
+    """What runs in place of a layer's forward that calls no kernel. Only for the code that is known: that
+    of another version of the library may compute something else."""
     layer, digest = _WITHOUT_KERNEL.get(getattr(forward, "__qualname__", ""), (None, ""))
     if layer is None:
         return None
@@ -245,19 +237,11 @@ def _layer_without_kernel(forward: Any) -> Callable[..., Any] | None:
         source = inspect.getsource(forward)
     except OSError:
         return None
-    return layer if digest_of_code(source) == digest else None
-
-
-def digest_of_code(source: str) -> str:
-    """A digest of the tokens of some Python code, without comments and blank space."""
-    tokens = tokenize.generate_tokens(io.StringIO(textwrap.dedent(source)).readline)
-    kinds = tokenize.NAME, tokenize.NUMBER, tokenize.OP, tokenize.STRING, tokenize.INDENT, tokenize.DEDENT
-    words = (token.string.strip() or tokenize.tok_name[token.type] for token in tokens if token.type in kinds)
-    return hashlib.sha256(" ".join(words).encode()).hexdigest()[:16]
+    return layer if hashlib.sha256(source.encode()).hexdigest()[:16] == digest else None
 
 
 # By the name of the forward. The code is that of transformers 5.23.
-_WITHOUT_KERNEL = {"MiniMaxLightningAttention.forward": (_lightning_layer, "09037d27f19e93eb")}
+_WITHOUT_KERNEL = {"MiniMaxLightningAttention.forward": (_lightning_layer, "69bc3f622840097c")}
 _MIXERS = {
     "causal_conv1d_fn": partial(_convolution, 2),
     "causal_conv1d": partial(_convolution, 1),

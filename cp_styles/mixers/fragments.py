@@ -58,9 +58,8 @@ class Cut(NamedTuple):
     documents: tuple[int, ...]
 
 
-@remembered
 def fragments_of(layout: SequenceLayout, documents: tuple[int, ...]) -> tuple[Fragment, ...]:
-    """Those of all ranks, in the order of positions; cached."""
+    """Those of all ranks, in the order of positions."""
     edges = list(accumulate(documents, initial=0))
     chunks = []
     for rank, own in enumerate(layout.chunks):
@@ -134,8 +133,9 @@ class RowsBefore:
 def rows_before(layout: SequenceLayout, documents: tuple[int, ...], width: int, rank: int) -> RowsBefore:
     """What ``rank`` sends and receives if each position needs the ``width`` positions of its document before it."""
     edges = torch.tensor((0, *accumulate(documents)), device="cpu")
-    needs = [_needs(layout, documents, edges, width, peer) for peer in range(layout.ranks)]
-    held = sorted(each.rows for each in fragments_of(layout, documents) if each.rank == rank) or [(0, 0)]
+    fragments = fragments_of(layout, documents)
+    needs = [_needs([each for each in fragments if each.rank == peer], edges, width) for peer in range(layout.ranks)]
+    held = [each.rows for each in fragments if each.rank == rank] or [(0, 0)]
     parts, kept, at = [], [], 0
     slots = len(held) * width
     for index, (low, high) in enumerate(held):
@@ -149,11 +149,8 @@ def _range(low: int, high: int) -> torch.Tensor:
     return torch.arange(low, high, device="cpu")
 
 
-def _needs(
-    layout: SequenceLayout, documents: tuple[int, ...], edges: torch.Tensor, width: int, rank: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The positions that ``rank`` needs before its fragments, and the slots that they go to."""
-    own = [each for each in fragments_of(layout, documents) if each.rank == rank]
+def _needs(own: list[Fragment], edges: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The positions that a rank needs before its fragments, and the slots that they go to."""
     starts = torch.tensor([each.start for each in own], dtype=torch.int64, device="cpu")[:, None]
     positions = starts + _range(-width, 0)
     begins = edges[torch.searchsorted(edges, starts, right=True) - 1]

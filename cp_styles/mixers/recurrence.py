@@ -2,15 +2,15 @@
 
 [Note: affine maps] Over a fragment the state changes by an affine map, ``S_out = M S_in + S_ext``. It does not depend
 on the values of other fragments. The kernel itself gives it: from a zero state it ends with ``S_ext``, and with zero
-values it ends with M times the state that it began with. The ranks exchange the maps. Each rank folds those before its
-fragments in the order of positions, from the start of the document, and runs its kernel from the state that comes in.
+values it ends with M times the state that it began with. The ranks compose the maps of the fragments before each
+one, see [Note: doubling] in doubling.py, and run their kernels from the states that come in.
 
 A kernel without an initial state that computes each channel for itself runs on all tokens of a part of the channels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ from cp_styles.engine.gradient_watch import RAISE, GradientCheck
 from cp_styles.layout import Balancer, Chunk, SequenceLayout
 from cp_styles.mixers.by_channels import Channels, by_channels
 from cp_styles.mixers.convolution import exchanged
-from cp_styles.mixers.doubling import exchanges_of, maps_of
+from cp_styles.mixers.doubling import exchanges_of
 from cp_styles.mixers.fragments import (
     Cut,
     CutSequence,
@@ -35,7 +35,6 @@ from cp_styles.mixers.fragments import (
     Packed,
     RowExchange,
     arguments_of,
-    fragments_of,
     refuse_arguments,
 )
 
@@ -75,21 +74,11 @@ _SELECTIVE_SCAN = Channels(
 )
 KNOWN: dict[str, Recurrence | Channels] = {
     # Of flash-linear-attention, and the plain functions of transformers in their place.
-    **dict.fromkeys(
-        (
-            "chunk_gated_delta_rule",
-            "fused_recurrent_gated_delta_rule",
-            "torch_chunk_gated_delta_rule",
-            "torch_recurrent_gated_delta_rule",
-            "chunk_delta_rule",
-            "fused_recurrent_delta_rule",
-            "chunk_kda",
-            "fused_recurrent_kda",
-            "chunk_kimi_delta_attention",
-            "recurrent_kimi_delta_attention",
-        ),
-        _DELTA_RULE,
-    ),
+    **dict.fromkeys(("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"), _DELTA_RULE),
+    **dict.fromkeys(("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"), _DELTA_RULE),
+    **dict.fromkeys(("chunk_delta_rule", "fused_recurrent_delta_rule"), _DELTA_RULE),
+    **dict.fromkeys(("chunk_kda", "fused_recurrent_kda"), _DELTA_RULE),
+    **dict.fromkeys(("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention"), _DELTA_RULE),
     **dict.fromkeys(
         ("chunk_gla", "fused_recurrent_gla", "chunk_simple_gla", "chunk_retention", "chunk_lightning_attn"), _DECAY
     ),
@@ -140,9 +129,11 @@ def context_recurrence(
         A function with the arguments and results of ``kernel``. Gradients of parameters and initial states are this
         rank's share: sum them over the group.
 
-    Communication of a call: one all-gather of some integers; one all-gather of ``B H K (V + K)`` numbers for each
-    fragment after which its document goes on (``B H K (V + 1)`` if the recurrence is diagonal), in float32 or wider,
-    whatever its length. Nothing of this if no document crosses ranks. The backward sums as many. By channels: one
+    Communication of a call: one all-gather of some integers; for N fragments of a document 1 + log2(N - 1) rounds,
+    rounded up, each an all-to-all. In all but the last a fragment's map goes to one other rank: ``B H K (V + K)``
+    numbers (``B H K (V + 1)`` if the recurrence is diagonal), or ``B H K V`` once it reaches back to the start of the
+    document; in the last one its state, ``B H K V``. They are in float32 or wider, whatever the fragment's length.
+    Nothing of this if no document crosses ranks. The backward sends the same, in the other direction. By channels: one
     all-to-all, in which a rank sends each other one its tokens of that one's channels, and of what is shared, and one
     of the output. The backward sends the same.
 
@@ -263,14 +254,13 @@ class _KernelCall:
 
 
 def _recur(call: _KernelCall, cut: Cut, *, check: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    mine = [each for each in fragments_of(cut.layout, cut.documents) if each.rank == cut.peers.rank]
     outs: dict[Fragment, torch.Tensor] = {}
     maps: list[torch.Tensor] = []
     batch, heads, keys, width = call.shape
     columns = width + (1 if call.how.diagonal else keys)
     sizes = {"heads": heads, "keys": keys, "values": width, "batch": batch, "itemsize": call.wide.itemsize}
     MixerCall("states", cut, sizes | {"diagonal": call.how.diagonal, "final": call.wants}).tell()
-    mapped = set(maps_of(cut.layout, cut.documents, call.wants).fragments)
+    mine, mapped, exchanges = exchanges_of(cut.layout, cut.documents, call.wants, width, columns, cut.peers.rank)
     for each in mine:
         if each.first:
             initial = call.initial if each.start == 0 else None
@@ -279,13 +269,12 @@ def _recur(call: _KernelCall, cut: Cut, *, check: bool) -> tuple[torch.Tensor, t
                 maps.append(torch.nn.functional.pad(final, (0, columns - width)))
         elif each in mapped:
             maps.append(call.map_of(each.rows))
-    exchanges = exchanges_of(cut.layout, cut.documents, call.wants, width, columns, cut.peers.rank)
     if not exchanges:
         return _joined(call, mine, outs), None
 
     def passed(x_NBHKC: torch.Tensor, exchange: RowExchange, width: int, *, check: bool) -> torch.Tensor:
         rows = exchanged(cut.peers, exchange, x_NBHKC.movedim(-1, 1).flatten(0, 1), 0, check=check)
-        return rows.unflatten(0, (len(rows) // width, width)).movedim(1, -1)
+        return rows.unflatten(0, (len(rows) // width, width)).movedim(1, -1).contiguous()
 
     composed = torch.stack(maps) if maps else call.value.new_zeros(0, batch, heads, keys, columns, dtype=call.wide)
     # Every rank takes part in the backward, whether it gives maps or uses them. Its last exchange is compared, and the
@@ -301,7 +290,7 @@ def _recur(call: _KernelCall, cut: Cut, *, check: bool) -> tuple[torch.Tensor, t
     return tied(_joined(call, mine, outs), states), final
 
 
-def _joined(call: _KernelCall, mine: list[Fragment], outs: dict[Fragment, torch.Tensor]) -> torch.Tensor:
+def _joined(call: _KernelCall, mine: Sequence[Fragment], outs: dict[Fragment, torch.Tensor]) -> torch.Tensor:
     if not mine:  # no tokens
         return tied(call.value, *call.tensors())
     return torch.cat([outs[each] for each in mine], 1) if len(mine) > 1 else outs[mine[0]]

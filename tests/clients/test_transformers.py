@@ -34,7 +34,7 @@ from cp_styles import (
     next_token_labels,
     sum_gradients,
 )
-from cp_styles.integrations.transformers import context_parallel_attention_forward, position_ids_of
+from cp_styles.integrations.transformers import position_ids_of
 from cp_styles.styles.model_options import windows_of
 from cp_styles.testing import RankError, run_ranks
 from cp_styles.torch_api import context_parallel
@@ -510,7 +510,8 @@ def test_sinks_beside_a_softcap():
             self.sink = torch.nn.Parameter(sink.clone())
 
         def forward(self, q, k, v):
-            return context_parallel_attention_forward(self, q, k, v, None, softcap=3.0, s_aux=self.sink)[0]
+            attention = transformers.AttentionInterface()[NAME]
+            return attention(self, q, k, v, None, softcap=3.0, s_aux=self.sink)[0]
 
     def on(rank: int) -> list[torch.Tensor]:
         mesh, layout, layer = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), head_tail(length, 2), Layer()

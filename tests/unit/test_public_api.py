@@ -27,10 +27,7 @@ MODULES = ["cp_styles", *(f"cp_styles.{name}" for name in re.findall(r'"([\w.]+)
 # Their callers choose the arguments: other libraries hand on what their versions have, and a rank's function its own.
 OPEN = {
     "run_ranks",
-    "context_parallel_attention_forward",
-    "context_parallel_mask",
     "ContextParallelTrainer.evaluation_loop",
-    "WholeMask.to",
 }
 # Words of a docstring that say what is sent; a class may say so once for its methods.
 SENDS = re.compile(r"communicat|all-gather|nothing is sent", re.IGNORECASE)
