@@ -344,14 +344,6 @@ def test_a_layer_of_another_version_is_not_known():
 
     errors = run_ranks(main, 2, return_errors=True)
     assert all("carries values from token to token" in str(error) for error in errors), errors
-    # The same names with another sign, with another order of blocks, and with a comment.
-    source, digest = inspect.getsource(cls.forward), mixer_calls.digest_of_code
-    assert mixer_calls._WITHOUT_KERNEL[cls.forward.__qualname__][1] == digest(source)
-    assert digest(source.replace("attn_output_inter + attn", "attn_output_inter - attn")) != digest(source)
-    assert digest(source.replace("                attn_output.append", "            attn_output.append")) != digest(
-        source
-    )
-    assert digest(re.sub(r"# .*", "# another comment", source)) == digest(source)
 
 
 def test_all_kernels_of_the_library_are_known():
