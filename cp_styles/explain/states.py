@@ -71,8 +71,8 @@ class StateShapes(MixerShapes):
 
     def sent(self, layout, documents=None):
         column, sizes = self.itemsize * self.batch * self.heads * self.keys, [0] * layout.ranks
-        for rank, needs in (each for needs in self._rounds(layout, documents) for each in enumerate(needs)):
-            for holder, _, _, count in needs:
+        for rank, own in (each for needs in self._rounds(layout, documents) for each in enumerate(needs)):
+            for holder, _, _, count in own:
                 sizes[holder] += column * count * (holder != rank)
         return sizes
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from cp_styles.collectives.autograd import differentiable, tied
+from cp_styles.collectives.autograd import differentiable, gather_exchange, tied
 from cp_styles.collectives.heads import head_exchange
-from cp_styles.collectives.split_gather import gather
+from cp_styles.collectives.rows import Rows
 from cp_styles.mixers.fragments import CutSequence, Described, MixerCall, arguments_of
 
 
@@ -80,5 +80,6 @@ def by_channels(
     out = differentiable(home, out.transpose(1, 2).unsqueeze(3), check=check)[0].squeeze(3).transpose(1, 2)
     if not wants:
         return out
-    parts = [high - low for low, high in there.columns[0]]
-    return out, gather(final.to(wide), 1, sequence.group, reduce_gradients=True, layout=parts, check=check)
+    rows = Rows(tuple(((low, high),) for low, high in there.columns[0]))
+    gathers = gather_exchange(cut.peers, 1, final.ndim, rows)
+    return out, differentiable(gathers, final.to(wide).unsqueeze(-1), check=check)[0].squeeze(-1)
