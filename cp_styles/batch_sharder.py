@@ -123,8 +123,9 @@ class ShardedBatch(dict[str, Any]):
         if logits_BLV.shape[:-1] != labels_BL.shape:
             raise ValueError(
                 f"{type(self).__name__}.loss: logits of shape {tuple(logits_BLV.shape)} are not one row for each of "
-                f"this rank's tokens {tuple(labels_BL.shape)}: give the model this batch's input_ids, and its logits "
-                "as they are, neither shifted nor gathered (the labels are shifted already)"
+                f"this rank's tokens {tuple(labels_BL.shape)}: give the model this batch's input_ids, and take its "
+                "logits of all of them, not of the last alone (as nanoGPT returns without targets), neither shifted "
+                "nor gathered (the labels are shifted already)"
             )
         if logits_BLV.dtype.itemsize < 4:
             logits_BLV = logits_BLV.float()

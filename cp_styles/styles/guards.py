@@ -45,8 +45,9 @@ class TokenGuard:
     attention in plain operations: under context parallelism they would see the tokens of this rank's part only. And
     such are positions that a model counts from 0, or takes from the first rows of a table.
 
-    The first forward of a module in training, and the first in evaluation, are followed: see [Note: token flow].
-    Modules that run first in a later forward, because of a layer drop for example, are followed then.
+    The first forward of a module in training, and the first in evaluation, are followed: see [Note: token flow]. So is
+    the first that is given other arguments: a model may count where it is given no positions. Modules that run first in
+    a later forward, because of a layer drop for example, are followed then.
     """
 
     def __init__(
@@ -56,16 +57,16 @@ class TokenGuard:
         self._name, self._calls, self._counts = name, calls, counts
         self._names = {id(module): path for module, path in names.items()}
         self._trusted = {id(module) for module in trusted}
-        self._done: set[tuple[int, bool]] = set()
+        self._done: set[tuple[Any, ...]] = set()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TokenGuard:
         twin = memo[id(self)] = TokenGuard(self._name, {}, copy.deepcopy(self._calls, memo), set(), counts=self._counts)
         twin._trusted = {id(memo[each]) for each in self._trusted if each in memo}
         return twin
 
-    def followed(self, module: nn.Module) -> bool:
+    def followed(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a forward of this module need not be followed any more."""
-        return (id(module), module.training) in self._done
+        return _way_of(module, args, kwargs) in self._done
 
     def run(
         self, module: nn.Module, forward: Callable[..., Any], calls: AttentionCalls, args: tuple[Any, ...], kwargs: Any
@@ -88,7 +89,7 @@ class TokenGuard:
             if flow is not None:
                 with flow.inside(self._describe(module)):
                     output = forward(*args, **kwargs)
-                self._done.add((id(module), module.training))
+                self._done.add(_way_of(module, args, kwargs))
                 return output
             flow = self._flow(module, calls, args, kwargs)
             if flow is None:
@@ -98,7 +99,7 @@ class TokenGuard:
                 problem = flow.problem_of_outputs(output, surely_tokens=not calls.tally.calls)
                 if problem is not None:
                     raise NotImplementedError(f"{self._name}: {flow.words(problem)}")
-            self._done.add((id(module), module.training))
+            self._done.add(_way_of(module, args, kwargs))
             return output
 
     def _describe(self, module: nn.Module) -> str:
@@ -131,6 +132,11 @@ class TokenGuard:
 
 
 never_compile_alone(TokenGuard.run)
+
+
+def _way_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    given = (name for name, x in kwargs.items() if x is not None)
+    return id(module), module.training, *(x is not None for x in args), *given
 
 
 def _part_of(binding: Binding, inputs: Mapping[str, Any]) -> int | None:
@@ -237,7 +243,7 @@ class Forwards:
         output = None
         try:
             self._begin(module, args, kwargs)
-            if guard.followed(module):
+            if guard.followed(module, args, kwargs):
                 with calls:
                     output = forward(*args, **kwargs)
             else:

@@ -226,7 +226,7 @@ class _Entered(BoundToThisRun):
         compiling = torch.compiler.is_dynamo_compiling()
         if not compiling and not calls.entering(path) and graph_task_id() < 0:
             return forwards.run(self, super().forward, calls, guard, args, kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-        if compiling or guard.followed(self):
+        if compiling or guard.followed(self, args, kwargs):
             with inlined if compiling else calls:
                 return super().forward(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         return guard.run(self, super().forward, calls, args, kwargs)  # pyright: ignore[reportAttributeAccessIssue]

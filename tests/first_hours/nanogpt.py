@@ -1,6 +1,9 @@
-"""A hand-written language model, as nanoGPT's users have it: it counts its own tokens and makes its own loss."""
+"""A hand-written language model, as nanoGPT's users have it: it counts its own tokens, makes its own loss, and without
+labels gives the logits of the last token alone."""
 
 from __future__ import annotations
+
+import copy
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +29,8 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
+    last_alone = True
+
     def __init__(self) -> None:
         super().__init__()
         self.wte, self.wpe = nn.Embedding(11, 16), nn.Embedding(64, 16)
@@ -38,15 +43,24 @@ class GPT(nn.Module):
     def logits_and_loss(self, x, targets=None):
         for block in self.blocks:
             x = block(x)
-        logits = self.head(x)
+        logits = self.head(x[:, [-1]] if targets is None and self.last_alone else x)
         loss = None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
         return logits, loss
 
+    @torch.no_grad()
+    def generate(self, idx, new_tokens):
+        for _ in range(new_tokens):
+            idx = torch.cat((idx, self(idx)[0][:, -1].argmax(-1, keepdim=True)), 1)
+        return idx
+
 
 class GPTWithPositions(GPT):
-    """The two lines that change."""
+    """The lines that change."""
 
-    def forward(self, idx, pos, targets=None):
+    last_alone = False
+
+    def forward(self, idx, targets=None, pos=None):
+        pos = torch.arange(idx.size(1)) if pos is None else pos
         return self.logits_and_loss(self.wte(idx) + self.wpe(pos), targets)
 
 
@@ -69,11 +83,14 @@ def before(model: nn.Module, mesh: DeviceMesh) -> None:
 
 def after(model: nn.Module, mesh: DeviceMesh) -> torch.Tensor:
     model.__class__ = GPTWithPositions
+    samples = copy.deepcopy(model).eval()
+    samples.load_state_dict(model.state_dict(), assign=True)
     parallelize_module(model, mesh, ModuleContextParallel())
     sharder = BatchSharder(mesh)
     batch = sharder(TOKENS)
-    logits, _ = model(batch.tokens, batch.positions)
+    logits, _ = model(batch.tokens, pos=batch.positions)
     loss = batch.loss(logits)
     loss.backward()
     sharder.sum_gradients(model)
+    assert samples.generate(TOKENS, 3).shape == (2, 16)
     return loss

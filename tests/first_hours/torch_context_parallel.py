@@ -25,7 +25,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 def alone(model: nn.Module) -> torch.Tensor:
     tokens, labels, positions = batch()
-    logits, _ = model(tokens, positions)
+    logits, _ = model(tokens, pos=positions)
     loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
     loss.backward()
     return loss
@@ -36,7 +36,7 @@ def before(model: nn.Module, mesh: DeviceMesh) -> None:
     for _ in range(2):
         tokens, labels, positions = batch()
         with context_parallel(mesh, buffers=[tokens, labels, positions], buffer_seq_dims=[1, 1, 0]):
-            logits, _ = model(tokens, positions)
+            logits, _ = model(tokens, pos=positions)
             F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -45,7 +45,7 @@ def before(model: nn.Module, mesh: DeviceMesh) -> None:
 def after(model: nn.Module, mesh: DeviceMesh) -> torch.Tensor:
     tokens, labels, positions = batch()
     with context_parallel(mesh, buffers=[tokens, labels, positions], buffer_seq_dims=[1, 1, 0]):
-        logits, _ = model(tokens, positions)
+        logits, _ = model(tokens, pos=positions)
         losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
         loss = global_loss(losses, global_token_count(labels, mesh), mesh)
         loss.backward()

@@ -377,8 +377,11 @@ class CountsUnlessTold(Model):
         return super().forward(x + pos[:, None])
 
 
+COUNTS_UNLESS_TOLD = CountsUnlessTold().double()
+
+
 def test_a_model_that_counts_its_tokens_unless_it_is_given_positions():
-    model = CountsUnlessTold().double()
+    model = COUNTS_UNLESS_TOLD
     refused(model, X, words=r"\(CountsUnlessTold\) makes the numbers 0 to 5 inside .* that takes positions, pass them")
     run_ranks(lambda rank: on(rank, model, X, check_inputs=False), RANKS)
     run_ranks(lambda rank: on(rank, model, X, POSITIONS), RANKS)
@@ -387,6 +390,24 @@ def test_a_model_that_counts_its_tokens_unless_it_is_given_positions():
     refused(model, X, local, words="pos count from 0 to 5 on this rank, whose part of the sequence begins at 6")
     uncut = (torch.cat([x] * RANKS, 1) for x in (X, POSITIONS))
     refused(model, *uncut, words="pos count from 0 to 11 on this rank, whose part of the sequence begins at 12")
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+def test_a_later_forward_without_the_positions_of_the_first(mode):
+    """As where a model is trained with positions, and its own loop that samples gives it none."""
+
+    def on(rank: int) -> None:
+        mine, cut = copy.deepcopy(COUNTS_UNLESS_TOLD), contiguous(LENGTH, RANKS)
+        parallelize_module(mine, cp_mesh(RANKS), ModuleContextParallel(layout=contiguous))
+        part = cut.shard(X, 1, rank)
+        with mode():
+            for _ in range(2):
+                mine(part, pos=cut.shard(POSITIONS, 1, rank))
+            mine(part)
+
+    errors = run_ranks(on, RANKS, return_errors=True)
+    assert "makes the numbers 0 to 5 inside" in str(errors[1]), errors
+    assert all(isinstance(error, NotImplementedError | ValueError | RuntimeError) for error in errors), errors
 
 
 class Windowed(Model):
