@@ -392,19 +392,18 @@ class BatchSharder:
         return -length % self._multiple
 
     def _padded(self, batch: dict[str, Any], padding: int) -> dict[str, Any]:
-        fill = {"input_ids": self._pad} | dict.fromkeys(("labels", "shift_labels", *self._shifted), IGNORE_INDEX)
+        mask, ids = batch.get("attention_mask"), batch.get("document_ids")
+        if mask is not None and (not isinstance(mask, torch.Tensor) or mask.ndim != 2):
+            kind = f"of shape {tuple(mask.shape)}" if isinstance(mask, torch.Tensor) else "that is a dict"
+            raise ValueError(
+                f"{self._name}: an attention_mask {kind} cannot be padded: make it for the padded length, and pad the "
+                "other entries too; or leave out pad_to_multiple_of"
+            )
+        dims = self._seq_dims | {"attention_mask": 1, "document_ids": 1}
+        fill = dict.fromkeys(("labels", "shift_labels", *self._shifted), IGNORE_INDEX) | {"input_ids": self._pad}
+        fill |= {} if ids is None else {"document_ids": int(ids.max()) + 1}
         for name, x in batch.items():
-            dim = 1 if name == "document_ids" else self._seq_dims.get(name)
-            if name == "document_ids":
-                fill[name] = int(x.max()) + 1
-            if name == "attention_mask":
-                if not isinstance(x, torch.Tensor) or x.ndim != 2:
-                    kind = f"of shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else "that is a dict"
-                    raise ValueError(
-                        f"{self._name}: an attention_mask {kind} cannot be padded: make it for the padded length, and "
-                        "pad the other entries too; or leave out pad_to_multiple_of"
-                    )
-                dim = 1
+            dim = dims.get(name)
             if not isinstance(x, torch.Tensor) or not x.ndim or dim is None:
                 continue
             batch[name] = pad_at_end(name, x, dim, padding, fill.get(name, 0))

@@ -627,11 +627,12 @@ def _of_a_part(attn_mask: torch.Tensor, rows: StatusRows) -> str:
     return problem and (
         f"attn_mask of shape {tuple(attn_mask.shape)} is made for the {problem} of one rank's part, as models do that "
         "make it from the length of their input, and a context_parallel block that has it among its buffers. A mask is "
-        f"the whole sequence's, here of {sum(lengths[0])} keys, the same on all ranks, and no buffer. Pass "
-        "that one, or give the style a mask= (Causal(), SlidingWindow(...)). A model of "
-        "transformers makes it with attn_implementation=register_attention() of cp_styles.integrations.transformers. "
-        "If these keys are whole on each rank, as a text is beside an image that is cut, apply the style to the other "
-        "attentions alone (a plan for blocks.*.self_attention): this one needs no communication"
+        f"the whole sequence's, here of {sum(lengths[0])} keys, the same on all ranks, and no buffer. Pass that one, "
+        "or give the style a mask= (Causal(), SlidingWindow(...)). A model of transformers makes it with "
+        "attn_implementation=register_attention() of cp_styles.integrations.transformers. If these keys are whole on "
+        "each rank, as a text is beside an image that is cut, this one needs no communication: apply the style to the "
+        "other attentions alone (a plan for blocks.*.self_attention), or where one module calls both, call "
+        "context_attention(q, k, v, mesh, layout=layout) for the other one in place of the style"
     )
 
 

@@ -95,7 +95,8 @@ class TokenFlow(TorchDispatchMode):
         positions: returns, for this number of tokens, the positions that this rank's may have; the likely ones first.
             None: values that depend on places are not looked for, because each place is its own position.
         looks_at_readers: where there is no module whose outputs are given to :meth:`problem_of_outputs`: what code
-            outside of all modules reads is such an output, as logits are that a loss reads.
+            outside of all modules reads is such an output, as logits are that a loss reads, and what nothing has read
+            at the end.
     """
 
     supports_higher_order_operators = True
@@ -118,6 +119,7 @@ class TokenFlow(TorchDispatchMode):
         self._unseen: Origin | None = None  # an attention that was not intercepted
         self._around = len(running_modules()) if looks_at_readers else 0  # whose calls run already
         self._problem_of_reader: TokenProblem | None = None
+        self._unread: dict[StorageWeakRef, TokenProblem] = {}  # of results that no operator has been given yet
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -222,6 +224,14 @@ class TokenFlow(TorchDispatchMode):
                 self._lose(func, args, kwargs, out)
         if reads:
             self._look_at_reading(func, out)
+        if self._looks_at_readers:
+            with _unnoticed(), suppress(Exception):
+                for x in tensors_in((args, kwargs)):
+                    self._unread.pop(_key(x), None)
+                for x in tensors_in(out) if followed else ():
+                    problem = self._problem(x, None) if x.is_floating_point() else None
+                    if problem is not None and problem.kind != "moved":
+                        self._unread[_key(x)] = problem
         return out
 
     def _look_at_reading(self, func: Any, given: Any) -> None:
@@ -373,6 +383,10 @@ class TokenFlow(TorchDispatchMode):
         tensors = [x for x in tensors_in(outputs) if x.is_floating_point() or x.is_complex()]
         with _unnoticed():
             return next((problem for x in tensors if (problem := self._problem(x, None)) is not None), None)
+
+    def problem_of_unread(self) -> TokenProblem | None:
+        """What is wrong with results that somebody holds and no operator was given."""
+        return next((problem for storage, problem in self._unread.items() if not storage.expired()), None)
 
     def _problem(self, x: torch.Tensor, dim: int | None) -> TokenProblem | None:
         """``dim``: that of the tokens in an attention. None: for an output, the dim that the label has."""

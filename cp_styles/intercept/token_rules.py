@@ -832,104 +832,63 @@ def _masked_select(call: OpCall) -> Label:
     return call.label_of(x).moved(move)
 
 
-def _names(text: str) -> list[str]:
-    return text.split()
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
 
 
-_MADE = frozenset(
-    _names(
-        "zeros ones full empty empty_strided rand randn randint randperm normal eye scalar_tensor zeros_like "
-        "ones_like full_like empty_like rand_like randn_like randint_like new_zeros new_ones new_full "
-        "new_empty new_empty_strided zero uniform exponential random log_normal cauchy geometric "
-        "_efficientzerotensor resize tril_indices triu_indices logspace hann_window"
-    )
+_MADE = _names(
+    """zeros ones full empty empty_strided rand randn randint randperm normal eye scalar_tensor zeros_like ones_like
+    full_like empty_like rand_like randn_like randint_like new_zeros new_ones new_full new_empty new_empty_strided zero
+    uniform exponential random log_normal cauchy geometric _efficientzerotensor resize tril_indices triu_indices
+    logspace hann_window"""
 )
 """Made from no tensor's values."""
-MEMORY = frozenset(_names("empty empty_strided empty_like new_empty new_empty_strided zeros zeros_like new_zeros"))
+MEMORY = _names("empty empty_strided empty_like new_empty new_empty_strided zeros zeros_like new_zeros")
 """Of these, what has no values of interest: others are written to it, by operators or by kernels outside of torch."""
 
-_COUNTING = frozenset(_names("arange linspace slice cumsum cumprod logcumsumexp"))
+_COUNTING = _names("arange linspace slice cumsum cumprod logcumsumexp")
 
-_RULES: dict[str, Callable[[OpCall], Any]] = {
-    **dict.fromkeys(
-        _names(
-            "clone _to contiguous lift lift_fresh native_dropout dropout tril triu masked_fill bernoulli "
-            "nan_to_num real imag _conj conj resolve_conj resolve_neg _neg_view where to"
-        ),
-        _pointwise,
-    ),
-    **dict.fromkeys(
-        _names(
-            "transpose t permute unsqueeze squeeze expand select diagonal unfold split split_with_sizes unbind "
-            "chunk alias detach movedim swapaxes swapdims narrow unsafe_split unsafe_chunk "
-            "unsafe_split_with_sizes"
-        ),
-        _view,
-    ),
-    **dict.fromkeys(_names("view _unsafe_view reshape flatten unflatten _reshape_alias view_as"), _view_of_shape),
-    "copy": lambda call: call.label_of(call.args[1]),
-    "fill": lambda call: call.label_of(call.args[1]) if isinstance(call.args[1], torch.Tensor) else CLEAN,
-    "masked_scatter": lambda call: call.merged([call.label_of(x) for x in call.args[:2]]),
-    "masked_select": _masked_select,
-    "linear": lambda call: call.reduced(call.label_of(call.args[0]), [-1], keep=False),
-    "slice": _slice,
-    "arange": _range,
-    "linspace": _range,
-    "view_as_real": lambda call: call.moved(lambda track: track.unsqueeze(-1)),
-    "view_as_complex": lambda call: call.moved(lambda track: _last_alike(track).squeeze(-1)),
-    "flip": lambda call: call.moved(lambda track: track.flip(call.args[1])),
-    "roll": _roll,
-    "repeat": _repeat,
-    "cat": _cat,
-    "concat": _cat,
-    "stack": _stack,
-    "constant_pad_nd": _pad,
-    "index_select": _index_select,
-    "embedding": _embedding,
-    "gather": _gather,
-    "index": _index,
-    "_unsafe_index": _index,
-    "index_put": _index_put,
-    "_index_put_impl": _index_put,
-    "index_add": _index_add,
-    "index_copy": _index_add,
-    **dict.fromkeys(_names("scatter scatter_add scatter_reduce"), _scatter),
-    **dict.fromkeys(
-        _names(
-            "sum mean amax amin max min prod any all argmax argmin logsumexp norm linalg_vector_norm var std "
-            "var_mean std_mean median nanmedian nansum nanmean kthvalue mode count_nonzero"
-        ),
-        _reduce,
-    ),
-    **dict.fromkeys(
-        _names(
-            "_softmax _log_softmax softmax log_softmax _safe_softmax cumsum cumprod cummax cummin logcumsumexp "
-            "sort topk argsort glu _fft_r2c _fft_c2c _fft_c2r"
-        ),
-        _along_dim,
-    ),
-    **dict.fromkeys(_names("mm bmm addmm baddbmm mv addmv dot vdot matmul _int_mm _scaled_mm"), _product),
-    "_cdist_forward": _distances,
-    "_euclidean_dist": _distances,
-    "_grouped_mm": _grouped_product,
-    "_scaled_grouped_mm": _grouped_product,
-    "transformers::grouped_mm_fallback": _grouped_product,
-    "nll_loss_forward": _loss_of_classes,
-    "nll_loss2d_forward": _loss_of_classes,
-    "native_layer_norm": _norm,
-    "_fused_rms_norm": _norm,
-    "native_group_norm": _norm,
-    **dict.fromkeys(
-        _names(
-            "native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training "
-            "_batch_norm_with_update cudnn_batch_norm miopen_batch_norm batch_norm"
-        ),
-        _batch_norm,
-    ),
-    **dict.fromkeys(
-        _names("convolution _convolution convolution_overrideable cudnn_convolution mkldnn_convolution"),
-        _convolution,
-    ),
-    **dict.fromkeys(_names("mkldnn_rnn_layer _cudnn_rnn miopen_rnn"), _recurrence),
-    **dict.fromkeys(_names("nonzero unique _unique2 bincount histc _local_scalar_dense"), lambda call: UNKNOWN),
+_NAMES: dict[Callable[[OpCall], Any], str] = {
+    _pointwise: """clone _to contiguous lift lift_fresh native_dropout dropout tril triu masked_fill bernoulli
+        nan_to_num real imag _conj conj resolve_conj resolve_neg _neg_view where to""",
+    _view: """transpose t permute unsqueeze squeeze expand select diagonal unfold split split_with_sizes unbind
+        chunk alias detach movedim swapaxes swapdims narrow unsafe_split unsafe_chunk unsafe_split_with_sizes""",
+    _view_of_shape: "view _unsafe_view reshape flatten unflatten _reshape_alias view_as",
+    _masked_select: "masked_select",
+    _slice: "slice",
+    _range: "arange linspace",
+    _roll: "roll",
+    _repeat: "repeat",
+    _cat: "cat concat",
+    _stack: "stack",
+    _pad: "constant_pad_nd",
+    _index_select: "index_select",
+    _embedding: "embedding",
+    _gather: "gather",
+    _index: "index _unsafe_index",
+    _index_put: "index_put _index_put_impl",
+    _index_add: "index_add index_copy",
+    _scatter: "scatter scatter_add scatter_reduce",
+    _reduce: """sum mean amax amin max min prod any all argmax argmin logsumexp norm linalg_vector_norm var std var_mean
+        std_mean median nanmedian nansum nanmean kthvalue mode count_nonzero""",
+    _along_dim: """_softmax _log_softmax softmax log_softmax _safe_softmax cumsum cumprod cummax cummin logcumsumexp
+        sort topk argsort glu _fft_r2c _fft_c2c _fft_c2r""",
+    _product: "mm bmm addmm baddbmm mv addmv dot vdot matmul _int_mm _scaled_mm",
+    _distances: "_cdist_forward _euclidean_dist",
+    _grouped_product: "_grouped_mm _scaled_grouped_mm transformers::grouped_mm_fallback",
+    _loss_of_classes: "nll_loss_forward nll_loss2d_forward",
+    _norm: "native_layer_norm _fused_rms_norm native_group_norm",
+    _batch_norm: """native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training
+        _batch_norm_with_update cudnn_batch_norm miopen_batch_norm batch_norm""",
+    _convolution: "convolution _convolution convolution_overrideable cudnn_convolution mkldnn_convolution",
+    _recurrence: "mkldnn_rnn_layer _cudnn_rnn miopen_rnn",
+    lambda call: UNKNOWN: "nonzero unique _unique2 bincount histc _local_scalar_dense",
+    lambda call: call.label_of(call.args[1]): "copy",
+    lambda call: call.label_of(call.args[1]) if isinstance(call.args[1], torch.Tensor) else CLEAN: "fill",
+    lambda call: call.merged([call.label_of(x) for x in call.args[:2]]): "masked_scatter",
+    lambda call: call.reduced(call.label_of(call.args[0]), [-1], keep=False): "linear",
+    lambda call: call.moved(lambda track: track.unsqueeze(-1)): "view_as_real",
+    lambda call: call.moved(lambda track: _last_alike(track).squeeze(-1)): "view_as_complex",
+    lambda call: call.moved(lambda track: track.flip(call.args[1])): "flip",
 }
+_RULES = {name: rule for rule, names in _NAMES.items() for name in _names(names)}

@@ -136,9 +136,9 @@ class CoreCalls(AttentionCalls):
         for label, tensor in zip(_LABELS, tensors, strict=True):
             if tensor.placements[0] != _ALONG:
                 raise ValueError(
-                    f"{self._name}: {label} has the placements {tensor.placements} and the shape "
-                    f"{tuple(tensor.shape)} at the attention, not Shard({_SEQ_DIM}) on the sequence axis: the module "
-                    f"moved or gathered the sequence dim; check seq_dim{see('The sequence dim has moved')}"
+                    f"{self._name}: {label} has the placements {tensor.placements} and the shape {tuple(tensor.shape)} "
+                    f"at the attention, not Shard({_SEQ_DIM}) on the sequence axis: the module moved or gathered the "
+                    f"sequence dim; check seq_dim (1 for [B, S, H, D]){see('The sequence dim has moved')}"
                 )
         if isinstance(attn_mask, DTensor):
             raise NotImplementedError(

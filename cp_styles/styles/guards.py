@@ -86,17 +86,13 @@ class TokenGuard:
                     output = forward(*args, **kwargs)
                 flow.seed(_dims_of_tokens(output, flow.length))
                 return output
-            if flow is not None:
-                with flow.inside(self._describe(module)):
-                    output = forward(*args, **kwargs)
-                self._done.add(_way_of(module, args, kwargs))
-                return output
-            flow = self._flow(module, calls, args, kwargs)
+            around = flow is not None
+            flow = flow or self._flow(module, calls, args, kwargs)
             if flow is None:
                 return forward(*args, **kwargs)
-            with flow, flow.inside(self._describe(module)):
+            with contextlib.nullcontext() if around else flow, flow.inside(self._describe(module)):
                 output = forward(*args, **kwargs)
-                problem = flow.problem_of_outputs(output, surely_tokens=not calls.tally.calls)
+                problem = None if around else flow.problem_of_outputs(output, surely_tokens=not calls.tally.calls)
                 if problem is not None:
                     raise NotImplementedError(f"{self._name}: {flow.words(problem)}")
             self._done.add(_way_of(module, args, kwargs))
@@ -667,13 +663,14 @@ def _raise_all(checks: Sequence[Callable[[], None]]) -> None:
             check()
         except ValueError as error:
             problems.append(error)
-    if len(problems) == 1:
-        raise problems[0]
-    if problems:
+    if len(problems) > 1:
         raise ValueError(
             f"{' And: '.join(map(str, problems))}. All of this is done by batch = BatchSharder(mesh)(batch); loss = "
-            "batch.loss(model(**batch.inputs).logits)"
+            "batch.loss(model(**batch.inputs).logits); in a Trainer of transformers by ContextParallelTrainer. Make "
+            "the model with attn_implementation=register_attention(): then masks of padding and windows are exact too"
         )
+    for problem in problems:
+        raise problem
 
 
 def _refuse_labels(name: str, kind: str, inputs: Mapping[str, Any]) -> None:

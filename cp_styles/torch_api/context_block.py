@@ -233,7 +233,7 @@ class _BlockEntry(Opening):
                 flow.__enter__()
                 stack.push(partial(_end_flow, flow))
             yield
-            calls.refuse_mixed_results()
+            calls.refuse_mixed_results(unread=True)
 
     def _flow(self) -> TokenFlow | None:
         """Finds what mixes and counts tokens of the cut buffers; see [Note: token flow]. None if this block is not to
@@ -292,9 +292,12 @@ class _BlockCalls(AttentionCalls):
         # Of each model in it: what checks its arguments, and those that a check at the end needs.
         self._guards: dict[nn.Module, tuple[InputGuards, dict[str, Any]]] = {}
 
-    def refuse_mixed_results(self) -> None:
-        """Raise if code of the block outside of all modules has read what tokens of this part were mixed into."""
+    def refuse_mixed_results(self, *, unread: bool = False) -> None:
+        """Raise if code of the block outside of all modules has read what tokens of this part were mixed into; or, for
+        ``unread``, if it is left to what follows the block."""
         problem = None if self.flow is None else self.flow.problem_of_outputs((), surely_tokens=True)
+        if self.flow is not None and unread:
+            problem = problem or self.flow.problem_of_unread()
         if self.flow is not None and problem is not None:
             self._offer_refusal()  # ranks with another number of tokens may not see it
             raise NotImplementedError(f"{self._name}: {self.flow.words(problem)}")

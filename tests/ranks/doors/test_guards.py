@@ -17,11 +17,13 @@ from torch.utils.checkpoint import checkpoint
 
 from cp_styles.batch import sum_gradients
 from cp_styles.engine.scope import SequenceScope
+from cp_styles.integrations.transformers import register_attention
 from cp_styles.layout import contiguous, head_tail
 from cp_styles.mask import Documents, SlidingWindow
 from cp_styles.styles import ColwiseParallel, ModuleContextParallel
 from cp_styles.styles import parallelize_module as checked
 from cp_styles.testing import run_ranks
+from cp_styles.torch_api import context_parallel
 from tests.oracle import error, randn
 from tests.ranks.attention_case import cp_mesh
 
@@ -442,23 +444,41 @@ def test_the_signature_is_the_modules_own():
     assert run_ranks(names, RANKS)[0][:2] == ["x", "position_ids"]
 
 
-def test_all_that_is_missing_is_said_at_once():
-    """Positions and labels. Each alone has an error of its own."""
+@pytest.mark.parametrize("door", ["style", "block", "registered"])
+def test_all_that_is_missing_is_said_at_once(door: str):
+    """Positions, labels, and their count. Each alone has an error of its own."""
 
     class WithLoss(nn.Module):
         loss_function = None
 
         def forward(self, input_ids, position_ids=None, labels=None):
-            raise AssertionError("not reached")
+            x = input_ids[:, None, :, None].double()
+            return F.scaled_dot_product_attention(x, x, x)
+
+    def model() -> nn.Module:
+        if door != "registered":
+            return WithLoss()
+        transformers = pytest.importorskip("transformers")
+        config = transformers.LlamaConfig(
+            vocab_size=7, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
+        )
+        return transformers.AutoModelForCausalLM.from_config(config, attn_implementation=register_attention())
+
+    one = model()
 
     def on(rank: int) -> None:
-        mine = WithLoss()
-        parallelize_module(mine, cp_mesh(RANKS), ModuleContextParallel())
+        mine, mesh = copy.deepcopy(one), cp_mesh(RANKS)
         tokens = torch.zeros(1, 6, dtype=torch.int64)
-        mine(input_ids=tokens, labels=tokens)
+        if door == "block":
+            with context_parallel(mesh, buffers=[tokens], buffer_seq_dims=[1]):
+                mine(input_ids=tokens, labels=tokens)
+        else:
+            parallelize_module(mine, mesh, ModuleContextParallel())
+            mine(input_ids=tokens, labels=tokens)
 
     for each in run_ranks(on, RANKS, return_errors=True):
-        assert re.search(r"Pass position_ids=.* And: .*labels would be shifted.*BatchSharder\(mesh\)", str(each)), each
+        words = r"Pass position_ids=.* And: .*labels would be shifted.*num_items_in_batch=.*BatchSharder\(mesh\)"
+        assert re.search(words, str(each)), each
 
 
 def test_a_mask_of_this_ranks_keys():

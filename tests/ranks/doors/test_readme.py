@@ -53,6 +53,7 @@ EXAMPLES = (
     "profiler",
     "flight recorder",
     "two ahead",
+    "own tokens",
     "positions by a hook",
     "faults",
     "pictures",
@@ -397,12 +398,12 @@ def test_the_flight_recorder_is_read_as_the_page_says():
 
 
 def test_every_example_is_run_here():
-    """Those of other libraries in tests/clients, where they are installed."""
+    """Those of other libraries in tests/clients, where they are installed; own tokens in tests/first_hours."""
     marked = re.findall(r"<!-- (example.*?) -->\n```python", SHOWN)
     assert sorted(marked) == sorted(["example", *(f"example: {name}" for name in EXAMPLES)])
-    # And the plan, which is compared with the tutorial's; that of replicated keys, which test_tp_refusals.py runs; and
-    # the switch to FlashAttention 3, which needs its package and a GPU.
-    assert SHOWN.count("```python") == len(marked) + 3
+    # And the plan, which is compared with the tutorial's; that of replicated keys, which test_tp_refusals.py runs; the
+    # switch to FlashAttention 3, which needs its package and a GPU; a copy for samples, as in tests/first_hours.
+    assert SHOWN.count("```python") == len(marked) + 4
 
 
 def test_a_fault_that_is_caught():
