@@ -14,6 +14,7 @@ from functools import update_wrapper
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 T = TypeVar("T")
 K = TypeVar("K")
@@ -37,6 +38,18 @@ class LatestEntries(OrderedDict[K, T]):
         while len(self) > self.most:
             self.popitem(last=False)
         return value
+
+
+_about: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def known_about(thing: Any) -> dict[Any, Any]:
+    """What is known about an object of a caller, such as a tensor, by the function that knows it. It ends with the
+    object, which no value may hold."""
+    known: dict[Any, Any] | None = _about.get(thing)
+    if known is None:
+        known = _about[thing] = {}
+    return known
 
 
 class BoundedCache:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
+from cp_styles.bounded_cache import known_about
 from cp_styles.device_copies import read_later
 
 _PIECE = 2**23  # bytes at a time, so that a large tensor needs little more memory
@@ -74,9 +74,10 @@ def state_of(tensor: torch.Tensor) -> int:
 
 def digest(tensor: torch.Tensor) -> int:
     """The :func:`checksum` of a tensor, cached until the tensor changes."""
-    entry = _digests.get(tensor)
+    known = known_about(tensor)
+    entry = known.get(digest)
     if entry is None or entry[0] != version_of(tensor):
-        entry = _digests[tensor] = (version_of(tensor), checksum(tensor))
+        entry = known[digest] = (version_of(tensor), checksum(tensor))
     return entry[1]
 
 
@@ -94,4 +95,3 @@ def delayed_digest(tensor: torch.Tensor, earlier: deque[Callable[[], int]]) -> i
 
 # The number of calls by which the host may run ahead of its device.
 _DELAY = 64
-_digests: WeakTensorKeyDictionary = WeakTensorKeyDictionary()

@@ -392,16 +392,16 @@ OTHERS = [
     ),
     Mistake(
         "compiled: a graph's backward remembers no scope",
-        "_attention.check",
-        "_scope_text(scope, name)",
+        "_attention",
+        "_scope_text(scope, binding.name)",
         '""',
         "ranks/compile/test_compile.py -k documents",
     ),
     Mistake(
         "checkpoint: received keys outlive the layer",
         "as_kept",
-        "not dispatch_modes_entered() or _saving.isdisjoint(dispatch_modes())",
-        "True",
+        "if any(saved) else",
+        "if False else",
         "ranks/doors/test_selective_checkpoint.py -k outlive",
     ),
     Mistake(

@@ -116,16 +116,11 @@ class Binding:
     agreement: Agreement = field(default=EVERY_CALL, compare=False, repr=False)
     site: int = field(default=0, compare=False, repr=False)
     texts: dict[bool, Any] = field(init=False, default_factory=dict, compare=False, repr=False)
-    _by_lengths: LatestEntries[tuple[int, int], AgreedCall] = field(
+    _calls: LatestEntries[Cuts | tuple[int, int], AgreedCall] = field(
         init=False, default_factory=LatestEntries, compare=False, repr=False
     )
-    _lean: Binding | None = field(init=False, default=None, compare=False, repr=False)
-    _by_cuts: LatestEntries[Cuts, AgreedCall] = field(
-        init=False, default_factory=LatestEntries, compare=False, repr=False
-    )
-    _by_heads: LatestEntries[Any, Binding] = field(init=False, default_factory=LatestEntries, compare=False, repr=False)
-    _masked: LatestEntries[Mask, Binding] = field(  # few, because a mask may hold a tensor
-        init=False, default_factory=partial(LatestEntries, 4), compare=False, repr=False
+    _variants: LatestEntries[Any, Binding] = field(  # few, because a mask may hold a tensor
+        init=False, default_factory=partial(LatestEntries, 8), compare=False, repr=False
     )
 
     def __post_init__(self) -> None:
@@ -174,21 +169,19 @@ class Binding:
 
     def keeping_nothing(self) -> Binding:
         """This binding with a strategy that keeps no received keys for the backward. Cached."""
-        if self._lean is None:
-            object.__setattr__(self, "_lean", replace(self, strategy=self.strategy.keeping_nothing()))
-        assert self._lean is not None
-        return self._lean
+        lean = self.strategy.keeping_nothing()
+        return self._variants.get(lean) or self._variants.put(lean, replace(self, strategy=lean))
 
     def of_heads(self, heads: tuple[int, int], whole: tuple[int, int]) -> Binding:
         """This binding for a share of the heads. Cached."""
-        found = self._by_heads.get((heads, whole))
-        return found or self._by_heads.put((heads, whole), replace(self, heads=heads, whole=whole))
+        key = heads, whole
+        return self._variants.get(key) or self._variants.put(key, replace(self, heads=heads, whole=whole))
 
     def with_mask(self, mask: Mask) -> Binding:
         """This binding with ``mask`` beside its own. Cached for the latest masks: layers share them."""
         if isinstance(mask, Full):
             return self
-        return self._masked.get(mask) or self._masked.put(mask, replace(self, mask=self.mask & mask))
+        return self._variants.get(mask) or self._variants.put(mask, replace(self, mask=self.mask & mask))
 
     def agree(
         self,
@@ -244,14 +237,14 @@ class Binding:
     def agreed_on(self, cuts: Cuts) -> AgreedCall:
         """The call of this configuration with these layouts. Cached."""
         # A copy, because a cycle of references would keep the group, with its connections, until it is collected.
-        return self._by_cuts.get(cuts) or self._by_cuts.put(cuts, AgreedCall(replace(self), cuts))
+        return self._calls.get(cuts) or self._calls.put(cuts, AgreedCall(replace(self), cuts))
 
     def known_for(self, lengths: tuple[int, int]) -> AgreedCall | None:
         """The call with these lengths, if the balancer is known to depend on nothing else. None if it raises."""
         if isinstance(self.layout, SequenceLayout) or not is_deterministic(self.layout):
             return None
         with contextlib.suppress(Exception):
-            return self._by_lengths.put(lengths, self.agreed_on(self.cuts(lengths)))
+            return self._calls.put(lengths, self.agreed_on(self.cuts(lengths)))
         return None
 
     @cached_property
@@ -484,7 +477,7 @@ class _Call:
         binding = self.binding
         ranks = binding.group.size()
         guess = binding.group_state.lengths.get(own, (own[0] * ranks, own[1] * ranks))
-        return binding._by_lengths.get(guess) or binding.known_for(guess) or self._made_for(guess)
+        return binding._calls.get(guess) or binding.known_for(guess) or self._made_for(guess)
 
     def _made_for(self, guess: tuple[int, int]) -> AgreedCall | None:
         try:

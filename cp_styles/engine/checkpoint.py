@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
-from weakref import WeakSet
 
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from cp_styles._compat import dispatch_modes
+from cp_styles.bounded_cache import known_about
 from cp_styles.engine.binding import Binding
 from cp_styles.engine.scope import ScopedBinding
 
@@ -51,12 +51,9 @@ def _contexts(others: Policy | None) -> tuple[Any, Any]:
         return CheckpointPolicy.PREFER_RECOMPUTE if others is None else others(context, op, *args, **kwargs)
 
     modes = create_selective_checkpoint_contexts(policy)
-    _saving.update(modes)
+    for mode in modes:  # while one is entered, it is on the mode stack of its thread
+        known_about(mode)[save_attention] = True
     return modes
-
-
-# The modes that save_attention has made. While one is entered, it is on the mode stack of its thread.
-_saving: WeakSet[Any] = WeakSet()
 
 
 def as_kept(source: _Source) -> _Source:
@@ -64,4 +61,5 @@ def as_kept(source: _Source) -> _Source:
 
     Inside a checkpoint of :func:`save_attention`, results outlive the layer, so the binding keeps no received keys.
     """
-    return source if _saving.isdisjoint(dispatch_modes()) else source.keeping_nothing()
+    saved = [save_attention in known_about(mode) for mode in dispatch_modes()]
+    return source.keeping_nothing() if any(saved) else source

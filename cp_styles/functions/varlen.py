@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from cp_styles.bounded_cache import known_about
+from cp_styles.checksum import version_of
 from cp_styles.comm.agreement import EVERY_CALL, Agreement
 from cp_styles.engine.binding import Binding, binding_of_call
 from cp_styles.engine.custom_ops import check_local, check_plain
@@ -148,12 +150,13 @@ def varlen_operator(
 
 
 def _mask(name: str, cu_seqlens: torch.Tensor | Sequence[int], window_size: tuple[int, int]) -> Mask:
-    documents = getattr(cu_seqlens, "_cp_styles_documents", None)
-    version = cu_seqlens._version if isinstance(cu_seqlens, torch.Tensor) and not cu_seqlens.is_inference() else None
-    if documents is None or version is None or documents[0] != version:
-        documents = version, Documents.from_cu_seqlens(cu_seqlens)
-        if version is not None:  # every layer gets the same tensor, and reading it from a GPU makes the host wait
-            cu_seqlens._cp_styles_documents = documents  # pyright: ignore[reportAttributeAccessIssue]
+    # Every layer gets the same tensor, and reading it from a GPU makes the host wait.
+    known, version = {}, 0
+    if isinstance(cu_seqlens, torch.Tensor) and not cu_seqlens.is_inference():
+        known, version = known_about(cu_seqlens), version_of(cu_seqlens)
+    documents = known.get(Documents)
+    if documents is None or documents[0] != version:
+        documents = known[Documents] = version, Documents.from_cu_seqlens(cu_seqlens)
     if len(window_size) != 2 or min(window_size) < -1:
         raise ValueError(f"{name}: window_size must be (before, after), with -1 for no bound, got {window_size}")
     left, right = (None if size == -1 else size for size in window_size)

@@ -26,6 +26,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.hooks import RemovableHandle
 
 from cp_styles._compat import uncompiled, without_function_modes
+from cp_styles.bounded_cache import known_about
 from cp_styles.checksum import checksum, digest
 from cp_styles.collectives import gather
 from cp_styles.comm.agreement import (
@@ -202,8 +203,8 @@ def _biases(module: nn.Module, position_bias: torch.Tensor, attention_mask: Any)
         with torch.no_grad():
             distances_D = torch.arange(1 - length, length, device=table.weight.device)
             buckets_D = bucket(distances_D, **{name: value for name, value in said.items() if name in asked})
-        position_bias._cp_styles_biases = table(buckets_D)  # pyright: ignore[reportAttributeAccessIssue]
-    return getattr(position_bias, "_cp_styles_biases", None)
+        known_about(position_bias)[_biases] = table(buckets_D)
+    return known_about(position_bias).get(_biases)
 
 
 _BUCKET = "_relative_position_bucket"

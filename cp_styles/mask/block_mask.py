@@ -12,11 +12,11 @@ import ctypes
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from weakref import WeakKeyDictionary
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
+from cp_styles.bounded_cache import known_about
 from cp_styles.checksum import checksum, state_of
 from cp_styles.device_copies import tensor_on
 from cp_styles.introspect import captured_tensors
@@ -262,14 +262,12 @@ class _Facts:
                 )
 
 
-_facts: WeakKeyDictionary[BlockMask, _Facts] = WeakKeyDictionary()
-
-
 def _facts_of(block_mask: BlockMask) -> _Facts:
-    facts = _facts.get(block_mask)
+    known = known_about(block_mask)
+    facts = known.get(_look)
     if facts is None:
         with torch.no_grad():
-            facts = _facts[block_mask] = _look(block_mask)
+            facts = known[_look] = _look(block_mask)
     facts.check_unchanged()
     return facts
 

@@ -121,7 +121,7 @@ def sizes() -> dict[str, int]:
 
 
 # Change these only downwards. Lines within this distance of their limit are no news.
-LIMITS = {"lines of the package": 29_900, "lines of the core path": 13_050, "floors": 10, "entries of state": 51}
+LIMITS = {"lines of the package": 29_900, "lines of the core path": 13_050, "floors": 10, "entries of state": 48}
 SLACK = {"lines of the package": 1_500, "lines of the core path": 1_500, "entries of state": 8}
 
 
@@ -166,9 +166,7 @@ STATE = {
         "comm/group_state.py": "_states",
     },
     "by an object, weak": {
-        "checksum.py": "_digests",
-        "engine/checkpoint.py": "_saving",
-        "mask/block_mask.py": "_facts",
+        "bounded_cache.py": "_about",
     },
     "what a rank does in any thread": {
         "engine/gradient_watch.py": "_stepped follow_optimizers",
@@ -214,8 +212,6 @@ STATE = {
         "batch.py": "_cp_styles_summed",
         "comm/point_to_point.py": "_cp_styles_started",
         "decoding.py": "_cp_styles_cache",
-        "functions/varlen.py": "_cp_styles_documents",
-        "integrations/transformers.py": "_cp_styles_biases",
         "layout.py": "_cp_styles_layout",
         "styles/attention.py": "_context_parallel_core",
         "styles/module.py": "_context_parallel_calls",
@@ -237,7 +233,7 @@ _TABLES = {
     "WeakKeyDictionary",
     "WeakValueDictionary",
     "WeakSet",
-    "WeakTensorKeyDictionary",
+    "WeakIdKeyDictionary",
     "ContextVar",
     "OrderedDict",
     "LatestEntries",
