@@ -536,14 +536,14 @@ def _exchange(holder: list[int], done: list[int], work: Sequence[int]) -> None:
 
 
 def layout_made_by(balancer: Balancer, length: int, ranks: int) -> SequenceLayout:
-    """``balancer(length, ranks)``, checked. Equal layouts are the same object, so that caches keyed by them hit.
+    """``balancer(length, ranks)``, checked.
 
     Results of the balancers of this module, alone or with constants bound by functools.partial, are cached. Other
     balancers may depend on data that changes between batches, so they are called every time.
     """
     if is_deterministic(balancer):
         return _remembered(_by_value(balancer), length, ranks)
-    return _interned(_made_by(balancer, length, ranks))
+    return _made_by(balancer, length, ranks)
 
 
 def is_deterministic(balancer: Balancer) -> bool:
@@ -575,7 +575,7 @@ def _remembered(parts: tuple[Any, tuple[Any, ...], tuple[str, ...]], length: int
     function, constants, names = parts
     first = len(constants) - len(names)
     named = dict(zip(names, constants[first:], strict=True))
-    return _interned(_made_by(functools.partial(function, *constants[:first], **named), length, ranks))
+    return _made_by(functools.partial(function, *constants[:first], **named), length, ranks)
 
 
 def _made_by(balancer: Balancer, length: int, ranks: int) -> SequenceLayout:
@@ -589,11 +589,6 @@ def _made_by(balancer: Balancer, length: int, ranks: int) -> SequenceLayout:
             f"{balancer} was asked to cut {length} positions for {ranks} ranks and returned a layout of "
             f"{layout.length} positions for {layout.ranks} ranks"
         )
-    return layout
-
-
-@remembered
-def _interned(layout: SequenceLayout) -> SequenceLayout:
     return layout
 
 

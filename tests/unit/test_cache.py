@@ -154,7 +154,7 @@ def test_thousands_of_new_documents_stay_below_one_bound():
             plan_layers(*batch(draw, 4, 28))
             assert cache.held <= cache.limit
             names |= {key[0].__name__ for key in cache.entries}
-        assert {"make_schedule", "_make_plan", "_uncut", "joined", "chunks_of", "_remembered", "_interned"} <= names
+        assert {"make_schedule", "_make_plan", "_uncut", "joined", "chunks_of", "_remembered"} <= names
         assert cache.held > cache.limit / 2
 
 

@@ -196,7 +196,7 @@ STATE = {
     "caches of what grows with the batch": {
         "engine/config_text.py": "_parsed",
         "explain/auto.py": "_choice",
-        "layout.py": "_remembered _interned",
+        "layout.py": "_remembered",
         "mask/linear_pieces.py": "_uncut",
         "mixers/doubling.py": "exchanges_of",
         "mixers/fragments.py": "rows_before",
