@@ -81,7 +81,7 @@ class FlexCalls:
             return 1 if self._empty_lse is not None and args[0] is self._empty_lse else None
         if func == _REQUIRES_GRAD:
             return False if asked_in == FLEX_CHECKS_DEVICE else None
-        if asked_in == FLEX_BEFORE_OPERATOR and self.pending is None:
+        if asked_in == FLEX_BEFORE_OPERATOR and (self.pending is None or self.pending[0] is not frame.f_back):
             self._expect(frame.f_back)
         return None
 
@@ -102,22 +102,18 @@ class FlexCalls:
         )
         self.pending = frame, call
 
-    def forget(self, unless_under_way: bool = False) -> None:
-        """Drop the noted call, if an exception has kept it from its operator."""
-        self._asked = None
-        if self.pending is None:
-            return
-        frame = sys._getframe(1) if unless_under_way else None
-        while frame is not None and frame is not self.pending[0]:
-            frame = frame.f_back
-        if frame is None:
-            self.pending = None
+    def forget(self) -> None:
+        self._asked = self.pending = None
 
     def take(self) -> FlexCall | None:
-        """The call whose operator is reached. None if the operator was reached in another way."""
-        call = None if self.pending is None else self.pending[1]
+        """The call whose operator is reached. None if the operator was reached in another way, because an exception may
+        have kept the noted call from its own."""
+        noted, call = self.pending or (None, None)
         self.forget()
-        return call
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not noted and frame is not None:
+            frame = frame.f_back
+        return call if frame is not None else None
 
     def results(self, out: torch.Tensor, lse: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The results of the operator. flex_attention expects the logsumexp to base 2 and converts it."""

@@ -142,8 +142,6 @@ class AttentionCalls(RerunMode):
         name = getattr(func, "__name__", None)
         if not compiling:  # torch.compile cannot trace these string methods
             name = (name or "").removesuffix(".default")
-            if self._flex.pending is not None:
-                self._flex.forget(unless_under_way=True)
             question = QUESTIONS.get(func)
             if question is not None and args[1:] == question[0] and question[1](sys._getframe(1).f_code.co_name):
                 answer = self._flex.answer(sys._getframe(1), func, args)

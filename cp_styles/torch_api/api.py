@@ -98,8 +98,8 @@ def context_parallel(
     Returns:
         A context manager. It may be entered any number of times, one after the other.
 
-    Communication: at entry one agreement of the ranks, as :class:`~cp_styles.EveryCall` says. Cutting and restoring
-    send nothing.
+    Communication: at entry, if there are buffers, one agreement of the ranks, as :class:`~cp_styles.EveryCall` says.
+    Cutting and restoring send nothing.
 
     Raises:
         ValueError: at entry, on every rank, for a composed mesh; for numbers of dims and of buffers that differ; for

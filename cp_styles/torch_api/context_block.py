@@ -27,16 +27,17 @@ from cp_styles._compat import (
     running_modules,
     torch_balances_load,
     uncompiled,
+    without_dispatch_modes,
 )
 from cp_styles.comm.agreement import (
     Agreement,
     Meeting,
     StatusRow,
-    exchange_status,
     fingerprint,
     offer_refusal,
+    start_status,
 )
-from cp_styles.comm.group_state import state_of
+from cp_styles.comm.group_state import GroupState, state_of
 from cp_styles.comm.groups import axis_and_group
 from cp_styles.engine.binding import Binding, Tally, binding_of_call
 from cp_styles.engine.gradient_watch import GradientCheck
@@ -91,12 +92,15 @@ class ContextParallelBlock(contextlib.ContextDecorator):
 
     @_uncompiled
     def __enter__(self) -> ContextParallelBlock:
+        state = state_of(self._group)
         with torch.no_grad():
-            entry = agree_on("context_parallel", self._axis, self._group, self._entry, attrgetter("facts"))
+            if self._buffers:
+                entry = agree_on("context_parallel", self._axis, self._group, self._entry, attrgetter("facts"))
+            else:  # nothing is cut: what else may differ is compared at each attention
+                entry = self._entry_alone(state)
         with contextlib.ExitStack() as stack:
             stack.callback(self._note_cut)
             stack.enter_context(entry.inside([part for part in entry.parts if part.restored]))
-            state = entry.scoped.unscoped.group_state
             state.engaged = state.backward_began = False
             entry.open_in(_open)
             stack.callback(entry.end)
@@ -135,6 +139,15 @@ class ContextParallelBlock(contextlib.ContextDecorator):
 
     def _note_cut(self) -> None:
         last_cut.set((ranks_of(self._group), self._default if self._layout is None else None))
+
+    def _entry_alone(self, state: GroupState) -> _BlockEntry:
+        state.engaged = False
+        try:
+            with without_dispatch_modes():
+                return self._entry()
+        except Exception:  # of any kind: the others, which may attend already, must raise too
+            offer_refusal("context_parallel", self._group)
+            raise
 
     def _entry(self) -> _BlockEntry:
         """Check everything, before anything is changed."""
@@ -386,7 +399,7 @@ def agree_on(
         results.append(check())
         return StatusRow(inputs=fingerprint(facts(results[0])))
 
-    rows = exchange_status(build, Meeting.BLOCK, name, axis, group)
+    rows = start_status(build, Meeting.BLOCK, name, axis, group)()
     if rows.alike:
         return results[0]
     odd = [rank for rank, row in enumerate(rows) if row.inputs != rows[0].inputs]

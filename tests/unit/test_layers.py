@@ -188,7 +188,6 @@ STATE = {
     "caches by value": {
         "comm/agreement.py": "fingerprint_of",
         "engine/config_text.py": "_spelled",
-        "integrations/transformers_cache.py": "cache_class",
         "kernels/flex_compiled.py": "_compiled",
         "kernels/sdpa.py": "_op names_of _capability",
         "styles/mesh_axes.py": "_specs",
