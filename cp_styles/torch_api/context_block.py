@@ -94,10 +94,10 @@ class ContextParallelBlock(contextlib.ContextDecorator):
     def __enter__(self) -> ContextParallelBlock:
         state = state_of(self._group)
         with torch.no_grad():
-            if self._buffers:
+            if isinstance(self._buffers, Sequence) and not self._buffers:
+                entry = self._entry_alone(state)  # nothing is cut: what else may differ is compared at each attention
+            else:
                 entry = agree_on("context_parallel", self._axis, self._group, self._entry, attrgetter("facts"))
-            else:  # nothing is cut: what else may differ is compared at each attention
-                entry = self._entry_alone(state)
         with contextlib.ExitStack() as stack:
             stack.callback(self._note_cut)
             stack.enter_context(entry.inside([part for part in entry.parts if part.restored]))
