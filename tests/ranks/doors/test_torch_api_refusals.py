@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.attention.flex_attention import flex_attention
 
 from cp_styles import contiguous, head_tail
-from cp_styles.testing import run_ranks
+from cp_styles.testing import CommunicationTrace, run_ranks
 from cp_styles.torch_api import context_parallel, context_parallel_shard, context_parallel_unshard
 from tests.ranks.attention_case import cp_mesh
 
@@ -55,6 +55,18 @@ def attend(**options):
             F.scaled_dot_product_attention(q, q, q, **options)
 
     return call
+
+
+def alone_without_buffers(mesh):
+    q = torch.randn(1, 1, 4, 4)
+    with context_parallel(mesh, strategy="ring" if mesh.get_local_rank() == 1 else None):
+        F.scaled_dot_product_attention(q, q, q)
+
+
+def other_layouts_without_buffers(mesh):
+    q = torch.randn(1, 1, 4, 4)
+    with context_parallel(mesh, layout=(contiguous, head_tail)[mesh.get_local_rank()]):
+        F.scaled_dot_product_attention(q, q, q)
 
 
 def by_operator(mesh):
@@ -115,6 +127,8 @@ REFUSED = {
         lambda mesh: enter(mesh, A, dims=[mesh.get_local_rank()]),
         r"no sequence dim 1|ranks \[1\] of mesh axis 'cp' refused",
     ),
+    "one rank alone, without buffers": (alone_without_buffers, r"Strategy object|ranks \[1\] .* refused"),
+    "other layouts, without buffers": (other_layouts_without_buffers, "disagree on strategy, layout"),
     "a layout of other ranks": (lambda mesh: enter(mesh, A, layout=head_tail(8, 5)), "5 ranks"),
     "no layout": (lambda mesh: enter(mesh, A, layout="zigzag"), "layout must be"),
     "no strategy": (lambda mesh: enter(mesh, A, strategy="ring"), "Strategy object"),
@@ -130,6 +144,15 @@ REFUSED = {
     ),
     "unshard: no tensor": (lambda mesh: context_parallel_unshard(mesh, [7], [0]), "got int"),
 }
+
+
+def test_the_entry_of_a_block_without_buffers_sends_nothing():
+    def on(rank: int):
+        with CommunicationTrace() as trace, context_parallel(cp_mesh(RANKS), layout=contiguous):
+            pass
+        return trace.events
+
+    assert run_ranks(on, RANKS) == [[]] * RANKS
 
 
 @pytest.mark.parametrize(("call", "words"), REFUSED.values(), ids=REFUSED)
