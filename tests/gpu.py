@@ -45,8 +45,9 @@ sys.path.insert(0, str(ROOT))
 from cp_styles import AllGather, AttentionContextParallel, Causal, Documents, Full, SlidingWindow, Ulysses  # noqa: E402
 from cp_styles.functions.attention import context_attention  # noqa: E402
 from cp_styles.functions.flex import context_flex_attention  # noqa: E402
-from cp_styles.kernels import CUDA_CUDNN, CUDA_EFFICIENT, CUDA_FLASH, Kernel, TileCall, kernel_for_tiles  # noqa: E402
+from cp_styles.kernels import CUDA_CUDNN, CUDA_EFFICIENT, CUDA_FLASH, Kernel, kernel_for_tiles  # noqa: E402
 from cp_styles.kernels.merge import OnlineSoftmax, RowSum  # noqa: E402
+from cp_styles.kernels.packing import Pack  # noqa: E402
 from cp_styles.layout import head_tail  # noqa: E402
 from tests.cuda_ops import CUDNN, EFFICIENT, FLASH, REFERENCE, ByTile, cuda_ops_on_cpu  # noqa: E402
 from tests.oracle import attend_and_differentiate, attention_inputs, error, expected_attention, randn  # noqa: E402
@@ -98,7 +99,8 @@ def kernel(name: str, dtype: torch.dtype, dim: int, kv_heads: int) -> Found:
         ("from", 200, 300, {"window": (100, -1)}),
         ("to", 200, 300, {"window": (-1, 0)}),
     ]
-    bad, tiles, wanted = {}, [], []
+    bad: Found = {}
+    tiles: dict[bool, list[Any]] = {True: [], False: []}  # what may be packed, by whether it is causal
     for cover, length, keys, how in covers:
         inputs, cotangent = attention_inputs(
             length=length, kv_length=keys, heads=8, kv_heads=kv_heads, dim=dim, dtype=dtype, batch=1
@@ -127,21 +129,27 @@ def kernel(name: str, dtype: torch.dtype, dim: int, kv_heads: int) -> Found:
         out, lse = line.forward(*given, **options)
         found = [out, *line.backward(grad, *given, out, lse, **options)]
         bad[cover] = worse(found, expected, alone)
-        if bias is None:
-            tiles.append((TileCall(tuple(given), options), TileCall((grad, *given, out, lse), options)))
-            wanted.append((expected, alone))
-    line = kernel_line(name, list(tiles[0][0].tensors))
-    outs = dict(line.forward_tiles(enumerate(forward for forward, _ in tiles)))
-    gradients = dict(line.backward_tiles(enumerate(backward for _, backward in tiles)))
-    for index, (expected, alone) in enumerate(wanted):
-        bad[f"packed {index}"] = worse([outs[index][0], *gradients[index]], expected, alone)
-    bad["merged"] = merged(line, *tiles[0], *wanted[0])
+        if bias is None and "window" not in how:
+            tiles[options["causal"]].append(((grad, *given), expected, alone))
+    for causal, parts in tiles.items():
+        lengths = tuple(tuple(tensors[side].shape[2] for tensors, *_ in parts) for side in (1, 2))
+        grad, *given = (torch.cat(x, 2) for x in zip(*(tensors for tensors, *_ in parts), strict=True))
+        line = kernel_line(name, given)
+        if not line.small_tiles:
+            continue
+        options = {"causal": causal, "bias": None, "scale": dim**-0.5, "pack": Pack.of(lengths, 1, grad.device)}
+        out, lse = line.forward(*given, **options)
+        found = [out, *line.backward(grad, *given, out, lse, **options)]
+        by_tile = zip(*(x.split(lengths[index > 1], 2) for index, x in enumerate(found)), strict=True)
+        for index, (mine, (_, expected, alone)) in enumerate(zip(by_tile, parts, strict=True)):
+            bad[f"packed {'causal' if causal else 'full'} {index}"] = worse(list(mine), expected, alone)
+    bad["merged"] = merged(kernel_line(name, list(tiles[False][0][0][1:])), dim**-0.5, *tiles[False][0])
     return {"bad": {cover: pairs for cover, pairs in bad.items() if pairs}, "checked": len(bad)}
 
 
-def merged(line: Kernel, forward: TileCall, backward: TileCall, expected: list[torch.Tensor], alone: list[float]):
+def merged(line: Kernel, scale: float, tensors: list[torch.Tensor], expected: list[torch.Tensor], alone: list[float]):
     """A tile in three parts of keys, merged and summed."""
-    (q, k, v), options = forward
+    (grad, q, k, v), options = tensors, {"causal": False, "bias": None, "scale": scale}
     heads, rows = (0, q.shape[1]), (0, q.shape[2])
     softmax = OnlineSoftmax(q.shape, q.dtype, q.device)
     parts = [slice(0, 128), slice(128, 200), slice(200, k.shape[2])]
@@ -150,8 +158,7 @@ def merged(line: Kernel, forward: TileCall, backward: TileCall, expected: list[t
     out, lse = softmax.result()
     sums = [RowSum(x.shape, torch.float32, q.device) for x in (q, k, v)]
     for part in parts:
-        tensors = (backward.tensors[0], q, k[:, :, part], v[:, :, part], out.to(q.dtype), lse)
-        dq, dk, dv = line.backward(*tensors, **options)
+        dq, dk, dv = line.backward(grad, q, k[:, :, part], v[:, :, part], out.to(q.dtype), lse, **options)
         sums[0].add(heads, rows, dq)
         sums[1].add((0, k.shape[1]), (part.start, part.stop), dk)
         sums[2].add((0, k.shape[1]), (part.start, part.stop), dv)

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cp_styles.bounded_cache import another_cache
 from cp_styles.explain.rehearsal_group import Log, Rehearsal, Transfer, Waited, split_rehearsal
-from cp_styles.kernels import Kernel, ReferenceKernel, SdpaKernel, TileCall, VarlenKernel, kernel_for_tiles
+from cp_styles.kernels import Kernel, ReferenceKernel, SdpaKernel, VarlenKernel, kernel_for_tiles
 from cp_styles.kernels.choice_by_tile import ByTile
 from cp_styles.kernels.merge import accumulation_dtype
 from cp_styles.kernels.sdpa import names_of
@@ -432,7 +432,7 @@ class _Op:
         if rows_first:
             tensors = tuple(x.transpose(1, 2) if x.ndim == 4 else x for x in tensors)
         self.notes.label("tiles", *tensors)
-        if backward or self.packed is not None:  # a pack's op has other names for its results, in the same order
+        if backward:
             return tensors
         results = dict.fromkeys(name.returns) | {"out": tensors[0], "logsumexp": tensors[1]}
         return tuple(results.values())
@@ -443,19 +443,18 @@ class _OutlinedSdpa(_Op, SdpaKernel):
 
 
 class _OutlinedVarlen(_Op, VarlenKernel):
-    def _forward_pack(self, calls):
-        return self._pack(calls, 0, super()._forward_pack)
+    def forward(self, *tensors, **options):
+        return self._noted(super().forward, tensors, *tensors[:2], **options)
 
-    def _backward_pack(self, calls):
-        return self._pack(calls, 1, super()._backward_pack)
+    def backward(self, *tensors, **options):
+        return self._noted(super().backward, tensors, *tensors[1:3], **options)
 
-    def _pack(self, calls: Sequence[TileCall], query: int, how: Any) -> Any:
-        pairs = [call.tensors[query : query + 2] for call in calls]
-        tiles = tuple((*q.shape[:2], k.shape[1], q.shape[2], k.shape[2]) for q, k in pairs)
-        object.__setattr__(self, "packed", tiles)
-        results = how(calls)
-        object.__setattr__(self, "packed", None)
-        return results
+    def _noted(self, run: Any, tensors: Any, q: torch.Tensor, k: torch.Tensor, **options: Any) -> Any:
+        pack, window = options.get("pack"), options.get("window")
+        lengths = ((q.shape[2],), (k.shape[2],)) if pack is None else pack.lengths
+        tiles = tuple((*q.shape[:2], k.shape[1], *sizes) for sizes in zip(*lengths, strict=True))
+        object.__setattr__(self, "packed", tiles if pack or window else None)
+        return run(*tensors, **options)
 
 
 class _OutlinedOther(Kernel):

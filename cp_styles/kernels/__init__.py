@@ -1,6 +1,6 @@
 """Kernels: the attention of one tile on one device, forward and backward."""
 
-from cp_styles.kernels.base import Kernel, TileCall, Where
+from cp_styles.kernels.base import Kernel, Where
 from cp_styles.kernels.choice_by_tile import kernel_for_tiles
 from cp_styles.kernels.flex import FlexKernel
 from cp_styles.kernels.flex_compiled import CompiledFlexKernel
@@ -30,7 +30,6 @@ __all__ = [
     "Kernel",
     "ReferenceKernel",
     "SdpaKernel",
-    "TileCall",
     "VarlenKernel",
     "Where",
     "kernel_for_tiles",

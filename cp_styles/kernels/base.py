@@ -6,14 +6,11 @@ Shapes: B batch, H query heads, G key/value heads (H a multiple of G), L queries
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
-
-T = TypeVar("T")
 
 
 class Where(NamedTuple):
@@ -30,13 +27,6 @@ class Where(NamedTuple):
     head: int
 
 
-class TileCall(NamedTuple):
-    """The arguments of one ``forward`` or ``backward``: its tensors, and its keyword arguments."""
-
-    tensors: tuple[torch.Tensor, ...]
-    options: dict[str, Any]
-
-
 class Kernel(ABC):
     """Base of kernels: the attention of one tile on one device, forward and backward. No communication.
 
@@ -47,7 +37,8 @@ class Kernel(ABC):
 
     # Whether forward and backward take one more keyword, ``where`` (a Where).
     positional: ClassVar[bool] = False
-    # Whether many small tiles are cheap, so that the plan need not join them.
+    # Whether many small tiles are cheap, so that the plan need not join them: forward and backward take one more
+    # keyword, ``pack``. None, or for tiles of one cover that are given in one call, with no bias: their Pack.
     small_tiles: ClassVar[bool] = False
     # Whether forward and backward take one more keyword, ``window``. None, or for a tile that is a band, with no bias
     # and not causal: how many keys before and after its own each query sees; -1 for all. Own is key i + M - L.
@@ -107,20 +98,6 @@ class Kernel(ABC):
             lse_BHL: logsumexp of the whole attention.
         """
 
-    def forward_tiles(self, tiles: Iterable[tuple[T, TileCall]]) -> Iterator[tuple[T, tuple[torch.Tensor, ...]]]:
-        """``forward`` of several ``tiles`` of one attention: (a name, a tile). Yields (its name, its result).
-
-        The default takes tiles one by one, so that no two of them are in memory at the same time. A kernel that is
-        faster with several tiles in one call overrides this. Results may come in any order.
-        """
-        for name, (tensors, options) in tiles:
-            yield name, self.forward(*tensors, **options)
-
-    def backward_tiles(self, tiles: Iterable[tuple[T, TileCall]]) -> Iterator[tuple[T, tuple[torch.Tensor, ...]]]:
-        """``backward`` of several ``tiles``, as :meth:`forward_tiles`."""
-        for name, (tensors, options) in tiles:
-            yield name, self.backward(*tensors, **options)
-
     @abstractmethod
     def check(self, q_BHLD: torch.Tensor, k_BGMD: torch.Tensor, v_BGME: torch.Tensor, *, biased: bool) -> None:
         """Raise NotImplementedError, with a remedy, if the kernel cannot compute these tensors.
@@ -174,9 +151,6 @@ class OtherBackward(Kernel):
     def forward(self, q_BHLD, k_BGMD, v_BGME, **options):
         return self.inner.forward(q_BHLD, k_BGMD, v_BGME, **options)
 
-    def forward_tiles(self, tiles):
-        return self.inner.forward_tiles(tiles)
-
     def check(self, q_BHLD: torch.Tensor, k_BGMD: torch.Tensor, v_BGME: torch.Tensor, *, biased: bool) -> None:
         self.inner.check(q_BHLD, k_BGMD, v_BGME, biased=biased)
 
@@ -193,21 +167,7 @@ class LseGradient(OtherBackward):
     """
 
     def backward(self, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, lse_BHL, **options):
-        return _cut(self.inner.backward(*_widened(grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, lse_BHL), **options))
-
-    def backward_tiles(self, tiles):
-        wider = ((name, TileCall(_widened(*tensors), options)) for name, (tensors, options) in tiles)
-        for name, gradients in self.inner.backward_tiles(wider):
-            yield name, _cut(gradients)
-
-
-def _widened(grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, lse_BHL) -> tuple[torch.Tensor, ...]:
-    """The tensors of a backward with the additional column."""
-    # CUDA kernels take head dims that are multiples of 8, so add eight columns.
-    q, k, v = (F.pad(x, (0, 8)) for x in (q_BHLD, k_BGMD, v_BGME))
-    return F.pad(grad_BHLE, (0, 7)), q, k, v, F.pad(out_BHLE, (0, 8), value=-1.0), lse_BHL
-
-
-def _cut(gradients: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    dq, dk, dv = (x[..., :-8] for x in gradients)
-    return dq, dk, dv
+        # CUDA kernels take head dims that are multiples of 8, so add eight columns.
+        q, k, v = (F.pad(x, (0, 8)) for x in (q_BHLD, k_BGMD, v_BGME))
+        grad, out = F.pad(grad_BHLE, (0, 7)), F.pad(out_BHLE, (0, 8), value=-1.0)
+        return tuple(x[..., :-8] for x in self.inner.backward(grad, q, k, v, out, lse_BHL, **options))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 import torch
 
-from cp_styles.kernels.base import Kernel, TileCall
+from cp_styles.kernels.base import Kernel
 from cp_styles.kernels.reference import ReferenceKernel
 from cp_styles.kernels.sdpa import SDPA_KERNELS
 
@@ -74,18 +73,10 @@ class ByTile(Kernel):
         return hash(tuple(kernel.content for kernel in (*self.plain, *self.masked)))
 
     def forward(self, *tensors, **options):
-        kernel, call = self.given(TileCall(tensors, options), 0)
-        return kernel.forward(*tensors, **call.options)
+        return self._computed("forward", tensors, 0, **options)
 
     def backward(self, *tensors, **options):
-        kernel, call = self.given(TileCall(tensors, options), 1)
-        return kernel.backward(*tensors, **call.options)
-
-    def forward_tiles(self, tiles):
-        return self._each(tiles, 0, lambda kernel, run: kernel.forward_tiles(run))
-
-    def backward_tiles(self, tiles):
-        return self._each(tiles, 1, lambda kernel, run: kernel.backward_tiles(run))
+        return self._computed("backward", tensors, 1, **options)
 
     def check(self, q_BHLD: torch.Tensor, k_BGMD: torch.Tensor, v_BGME: torch.Tensor, *, biased: bool) -> None:
         """Raise the error of the first kernel if none takes the tensors."""
@@ -104,29 +95,38 @@ class ByTile(Kernel):
         dtypes = {kernel.tile_dtype(dtype) for kernel in (self.plain[0], self.masked[0])}
         return dtypes.pop() if len(dtypes) == 1 else dtype
 
-    def given(self, call: TileCall, query: int) -> tuple[Kernel, TileCall]:
-        """The kernel of a tile, and what it is given. ``query`` is the index of the query among the tensors.
+    def given(
+        self,
+        tensors: Sequence[torch.Tensor],
+        *,
+        causal: bool,
+        bias: torch.Tensor | None,
+        window: Any = None,
+        pack: Any = None,
+    ) -> tuple[Kernel | None, dict[str, Any]]:
+        """The kernel of a tile with this query, key and value, and its keyword arguments but for the scale.
 
-        A band that no kernel with windows takes gets an explicit mask.
+        A band that no kernel with windows takes gets an explicit mask. For a pack it may be that there is none.
         """
-        tensors, options = call.tensors[query : query + 3], dict(call.options)
-        window = options.pop("window", None)
-        if window is not None:
-            takers = (x for x in self.plain if x.windows and x.takes(*tensors, causal=False, biased=False))
-            kernel = next(takers, None)
-            if kernel is not None:
-                return kernel, call
-            options["bias"] = _bias_of_band(window, *tensors[:2])
-        causal, biased = options["causal"], options["bias"] is not None
+        extra = {name: value for name, value in (("window", window), ("pack", pack)) if value is not None}
+        if extra:
+            takers = (x for x in self.plain if x.windows >= ("window" in extra) and x.small_tiles >= ("pack" in extra))
+            kernel = next((x for x in takers if x.takes(*tensors, causal=causal, biased=False)), None)
+            if kernel is not None or pack is not None:
+                return kernel, {"causal": causal, "bias": bias, **extra}
+            bias = _bias_of_band(window, *tensors[:2])
+        biased = bias is not None
         line = self.masked if biased else self.plain
         takers = (kernel for kernel in line if kernel.takes(*tensors, causal=causal, biased=biased))
-        return next(takers, line[-1]), TileCall(call.tensors, options)
+        return next(takers, line[-1]), {"causal": causal, "bias": bias}
 
-    def _each(self, tiles: Iterable[tuple[Any, TileCall]], query: int, how: Callable[..., Any]) -> Iterator[Any]:
-        """(name of the tile, its result). Consecutive tiles for the same kernel are given to it together."""
-        given = ((name, *self.given(call, query)) for name, call in tiles)
-        for kernel, run in groupby(given, lambda entry: entry[1]):
-            yield from how(kernel, ((name, call) for name, _, call in run))
+    def _computed(self, phase: str, tensors: tuple[torch.Tensor, ...], query: int, *, scale: float, **options: Any):
+        """``query`` is the index of the query among ``tensors``."""
+        kernel, given = self.given(tensors[query : query + 3], **options)
+        if kernel is not None:
+            return getattr(kernel, phase)(*tensors, scale=scale, **given)
+        single = options | {"pack": None, "scale": scale}
+        return options["pack"].one_by_one(lambda *tile: self._computed(phase, tile, query, **single), tensors, query)
 
 
 def _bias_of_band(window: tuple[int, int], q_BHLD: torch.Tensor, k_BGMD: torch.Tensor) -> torch.Tensor:

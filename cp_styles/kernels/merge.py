@@ -17,8 +17,8 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-_Place: TypeAlias = tuple[tuple[int, int], tuple[int, int]]
-"""Half-open ranges of heads and of rows."""
+_Place: TypeAlias = tuple[tuple[int, int], tuple[int, int], torch.Tensor | None]
+"""Half-open ranges of heads and of rows, and which of these rows: int64, None for all."""
 
 
 class OnlineSoftmax:
@@ -45,8 +45,15 @@ class OnlineSoftmax:
         self._lse: torch.Tensor | None = None
         self._begun: dict[tuple[int, int], list[int]] = {}  # by heads: where begun rows begin and end, ascending
 
-    def add(self, heads: tuple[int, int], rows: tuple[int, int], out_BHLD: torch.Tensor, lse_BHL: torch.Tensor) -> None:
-        """Merge a tile that covers these heads and query rows.
+    def add(
+        self,
+        heads: tuple[int, int],
+        rows: tuple[int, int],
+        out_BHLD: torch.Tensor,
+        lse_BHL: torch.Tensor,
+        index: torch.Tensor | None = None,
+    ) -> None:
+        """Merge a tile that covers these heads and query rows, or of the rows those in ``index``, each once.
 
         The tensors may be kept and changed in place.
         """
@@ -54,12 +61,16 @@ class OnlineSoftmax:
         edges = self._begun.setdefault(heads, [])
         first, last = bisect_left(edges, rows[0]), bisect_right(edges, rows[1])
         edges[first:last] = [row for row, place in zip(rows, (first, last), strict=True) if place % 2 == 0]
-        if self._out is None and (heads, rows) == ((0, self._shape[1]), (0, self._shape[2])):
+        whole = (heads, rows) == ((0, self._shape[1]), (0, self._shape[2]))
+        if self._out is None and index is None and whole:
             self._out, self._lse = out_BHLD, lse_BHL
             return
         if self._out is None or self._lse is None:
             self._out, self._lse = self._empty()
         self._out = self._out.to(self._dtype)
+        if index is not None:
+            _merge_rows(self._out[:, slice(*heads)], self._lse[:, slice(*heads)], out_BHLD, lse_BHL, index, fresh)
+            return
         place = (slice(None), slice(*heads), slice(*rows))
         out, lse = self._out[place], self._lse[place]
         if fresh:
@@ -88,6 +99,27 @@ class OnlineSoftmax:
     def _empty(self) -> tuple[torch.Tensor, torch.Tensor]:
         out = _zeros(self._shape, self._dtype, self._device, self._like)
         return out, torch.full(self._shape[:3], EMPTY_LSE, dtype=self._dtype, device=self._device)
+
+
+def _merge_rows(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    tile_BHTD: torch.Tensor,
+    lse_BHT: torch.Tensor,
+    index_T: torch.Tensor,
+    fresh: bool,
+) -> None:
+    """Merge a tile into some rows of ``out`` and ``lse`` in place. ``fresh``: nothing was merged into them before."""
+    if fresh:
+        out.index_copy_(2, index_T, tile_BHTD.to(out.dtype))
+        lse.index_copy_(2, index_T, lse_BHT)
+        return
+    before = lse.index_select(2, index_T)
+    lse.index_copy_(2, index_T, torch.logaddexp(before, lse_BHT))
+    # The weights of all rows take less memory than a copy of the rows.
+    kept = torch.ones_like(lse).index_copy_(2, index_T, torch.sigmoid(before - lse_BHT))
+    out.mul_(kept.unsqueeze(-1))
+    out.index_add_(2, index_T, tile_BHTD * torch.sigmoid(lse_BHT - before).unsqueeze(-1))
 
 
 def _within(edges: list[int], rows: tuple[int, int]) -> bool:
@@ -120,22 +152,29 @@ class RowSum:
         self._sum: torch.Tensor | None = None
         self._waiting: tuple[_Place, torch.Tensor] | None = None
 
-    def add(self, heads: tuple[int, int], rows: tuple[int, int], tile: torch.Tensor) -> None:
-        """Add a tile to these heads and rows. The tensor may be kept and changed in place."""
-        place = heads, rows
-        if self._sum is not None:
+    def add(
+        self, heads: tuple[int, int], rows: tuple[int, int], tile: torch.Tensor, index: torch.Tensor | None = None
+    ) -> None:
+        """Add a tile to these heads and rows, or to those in ``index``, which may be there more than once.
+
+        The tensor may be kept and changed in place.
+        """
+        place = heads, rows, index
+        if self._sum is not None and index is not None:
+            self._sum[:, slice(*heads)].index_add_(2, index, tile.to(self._dtype))
+        elif self._sum is not None:
             self._sum[:, slice(*heads), slice(*rows)].add_(tile)  # not +=, which also copies the sum to itself
-        elif place == ((0, self._shape[1]), (0, self._shape[2])):
+        elif index is None and (heads, rows) == ((0, self._shape[1]), (0, self._shape[2])):
             self._sum = tile.to(self._dtype)
             self._settle()
         elif self._waiting is None:
             self._waiting = (place, tile.to(self._dtype))
-        elif self._waiting is not None and self._waiting[0] == place:
+        elif self._waiting[0][:2] == place[:2] and self._waiting[0][2] is index:
             self._waiting[1].add_(tile)
         else:
             self._sum = _zeros(self._shape, self._dtype, self._device)
             self._settle()
-            self.add(heads, rows, tile)
+            self.add(heads, rows, tile, index)
 
     def result(self) -> torch.Tensor:
         if self._sum is None:
@@ -146,8 +185,8 @@ class RowSum:
     def _settle(self) -> None:
         waiting, self._waiting = self._waiting, None
         if waiting is not None:
-            (heads, rows), tile = waiting
-            self.add(heads, rows, tile)
+            (heads, rows, index), tile = waiting
+            self.add(heads, rows, tile, index)
 
 
 def _zeros(

@@ -1,13 +1,12 @@
-"""Tiles of different lengths joined into one pack of documents for varlen kernels, and split again.
+"""Tiles of documents in one call of a kernel: a pack.
 
-Shapes: a tile is [B, H, L, D], with any B. The pack is [T, H, D], with T rows: tile after tile, and in each tile batch
-row after batch row. N documents: one for each batch row of each tile. A tile alone is not packed: it is [B, L, H, D],
-a view, and has no bounds.
+Shapes: the tensors of a pack are [B, H, T, D], and T is the rows of its tiles, one after the other. Kernels for
+documents take [B T, H, D], with N documents in each row of the batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -15,56 +14,58 @@ import torch
 
 from cp_styles.device_copies import tensor_on
 
+# Tiles with more query rows than this are not packed. A pack may be a copy of its tiles, so it pays only for tiles that
+# would leave a GPU idle: those with fewer blocks of 128 queries (for some 32 heads) than multiprocessors. The value is
+# an estimate that was not measured on a GPU.
+LONG_TILE = 1024
+# Maximum bytes of the copies in a pack, and of what the kernel and the sums allocate beside them. Half a GiB is 16K
+# rows of 32 query heads and 8 key heads of 128 dims.
+MOST_BYTES = 2**29
 
-@dataclass(frozen=True)
-class Packing:
-    """Where the rows of tiles are in a pack.
+
+def bytes_of_tile(q_shape: tuple[int, ...], k_shape: tuple[int, ...], v_shape: tuple[int, ...], rows: int, keys: int):
+    """Bytes that a tile of ``rows`` and ``keys`` adds to a pack in a backward in 16 bits, for whole tensors of these
+    shapes [B, H, S, D]."""
+    (batch, heads, _, dim), (_, kv_heads, _, dim_v) = q_shape, v_shape
+    copies = 2 * (rows * heads * (dim + 2 * dim_v) + keys * kv_heads * (k_shape[3] + dim_v))
+    # mha_varlen_bwd sums dq in float32, with 128 rows more for each document. It is added in float32 too.
+    sums = 4 * heads * ((rows + 128) * (-(-dim // 32) * 32) + rows * dim)
+    return batch * (copies + sums)
+
+
+@dataclass(frozen=True, eq=False)
+class Pack:
+    """The documents of a pack.
 
     Attributes:
-        sizes: (batch, rows) of each tile.
+        lengths: the queries of each, and the keys of each.
+        bounds: of queries and of keys, the cumulative lengths of all rows of the batch: int32 [B N + 1].
     """
 
-    sizes: tuple[tuple[int, int], ...]
+    lengths: tuple[tuple[int, ...], tuple[int, ...]]
+    bounds: tuple[torch.Tensor, torch.Tensor]
 
     @classmethod
-    def of(cls, tiles: Sequence[torch.Tensor]) -> Packing:
-        """The packing of tiles ``[B, H, L, D]``."""
-        return cls(tuple((tile.shape[0], tile.shape[2]) for tile in tiles))
+    def of(cls, lengths: tuple[tuple[int, ...], tuple[int, ...]], batch: int, device: torch.device) -> Pack:
+        q_bounds, kv_bounds = (
+            tensor_on(device, list(accumulate(sizes * batch, initial=0)), torch.int32) for sizes in lengths
+        )
+        return cls(lengths, (q_bounds, kv_bounds))
 
-    @property
-    def longest(self) -> int:
-        """Rows of the longest document."""
-        return max(rows for _, rows in self.sizes)
+    def one_by_one(
+        self, run: Callable[..., tuple[torch.Tensor, ...]], tensors: tuple[torch.Tensor, ...], query: int
+    ) -> tuple[torch.Tensor, ...]:
+        """What ``run`` returns for each document, joined. ``query`` is the index of the query among ``tensors``."""
+        keys = (query + 1, query + 2)
+        parts = [x.split(self.lengths[index in keys], 2) for index, x in enumerate(tensors)]
+        return tuple([torch.cat(x, 2) for x in zip(*(run(*tile) for tile in zip(*parts, strict=True)), strict=True)])
 
-    def bounds(self, device: torch.device) -> torch.Tensor | None:
-        """Cumulative lengths of the documents: int32 ``[N + 1]``, ``[0, n0, n0 + n1, ...]``."""
-        if len(self.sizes) == 1:
-            return None
-        lengths = (rows for batch, rows in self.sizes for _ in range(batch))
-        return tensor_on(device, list(accumulate(lengths, initial=0)), torch.int32)
 
-    def join(self, tiles: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Tiles ``[B, H, L, D]`` joined to ``[T, H, D]``, contiguous: one copy."""
-        if len(tiles) == 1:
-            return tiles[0].transpose(1, 2)
-        return torch.cat([row.transpose(0, 1) for tile in tiles for row in tile]).contiguous()
-
-    def join_lse(self, tiles: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Tiles ``[B, H, L]`` joined to ``[H, T]``, contiguous: one copy."""
-        if len(tiles) == 1:
-            return tiles[0].contiguous()
-        return torch.cat([row for tile in tiles for row in tile], 1).contiguous()
-
-    def split(self, pack_THD: torch.Tensor) -> list[torch.Tensor]:
-        """Views ``[B, H, L, D]`` of the pack; [B, L, H, D] in memory."""
-        if len(self.sizes) == 1:
-            return [pack_THD.transpose(1, 2)]
-        pieces = pack_THD.split([batch * rows for batch, rows in self.sizes])
-        return [piece.unflatten(0, size).transpose(1, 2) for piece, size in zip(pieces, self.sizes, strict=True)]
-
-    def split_lse(self, lse_HT: torch.Tensor) -> list[torch.Tensor]:
-        """Views ``[B, H, L]`` of the pack."""
-        if len(self.sizes) == 1:
-            return [lse_HT]
-        pieces = lse_HT.split([batch * rows for batch, rows in self.sizes], 1)
-        return [piece.unflatten(1, size).transpose(0, 1) for piece, size in zip(pieces, self.sizes, strict=True)]
+def part_of(
+    tensor: torch.Tensor, heads: tuple[int, int], rows: tuple[int, int], index: torch.Tensor | None
+) -> torch.Tensor:
+    """Some heads and rows of [B, H, L, D] or [B, H, L]: a view, or if there is an ``index`` of the rows a copy."""
+    if index is None:
+        return tensor[:, slice(*heads), slice(*rows)]
+    tensor = tensor[:, slice(*heads)].transpose(1, 2)
+    return tensor.index_select(1, index).transpose(1, 2)

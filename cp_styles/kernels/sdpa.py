@@ -7,18 +7,17 @@ by name. So one class serves all ops, and a changed signature in a torch version
 from __future__ import annotations
 
 import os
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from cp_styles.kernels.base import Kernel, TileCall
+from cp_styles.kernels.base import Kernel
 from cp_styles.kernels.merge import EMPTY_LSE
-from cp_styles.kernels.packing import Packing
+from cp_styles.kernels.packing import LONG_TILE, Pack
 
 # scaled_dot_product_attention, as the function and as an operator.
 SDPA_CALLS = frozenset(
@@ -29,16 +28,9 @@ SDPA_CALLS = frozenset(
     }
 )
 
-# Tiles with more query rows than this are not packed. A pack is a copy of its tiles, so it pays only for tiles that
-# would leave a GPU idle: those with fewer blocks of 128 queries (for some 32 heads) than multiprocessors. The value is
-# an estimate that was not measured on a GPU.
-_LONG_TILE = 1024
-# Maximum bytes of the copies in a pack, and of what the kernel allocates beside them. Half a GiB is 32K rows of 32
-# query heads and 8 key heads of 128 dims.
-_MOST_BYTES = 2**29
-
 # Names of arguments in some schemas, and the common names used here.
-_ALIASES = {"grad_out_": "grad_out", "log_sumexp": "logsumexp", "output": "out", "attn_bias": "attn_mask"}
+_ALIASES = {"grad_out_": "grad_out", "output": "out", "attn_bias": "attn_mask"}
+_ALIASES |= dict.fromkeys(("log_sumexp", "softmax_logsumexp"), "logsumexp")
 
 
 class Names(NamedTuple):
@@ -128,24 +120,30 @@ class SdpaKernel(Kernel):
         """Whether the op takes explicit masks."""
         return not self.long_tiles and "attn_mask" in names_of(self.forward_op).arguments.values()
 
-    def forward(self, q_BHLD, k_BGMD, v_BGME, *, causal, bias, scale):
+    def forward(self, q_BHLD, k_BGMD, v_BGME, *, causal, bias, scale, window=None, pack=None):
         assert bias is None or self.takes_bias  # the op would be called without it
         q_BHLD, scale, _ = _positive_scale(q_BHLD, scale)
-        op, dim_v, (dim, padded_v) = self.forward_op, v_BGME.shape[-1], self._dims(q_BHLD, v_BGME)
+        dim_v, (dim, padded_v) = v_BGME.shape[-1], self._dims(q_BHLD, v_BGME)
+        packed = window is not None or pack is not None
+        op, laid = (_op(_PACKED[0]), partial(_by_rows, pack=pack)) if packed else (self.forward_op, _as_it_is)
         values = self._call(
             op,
-            query=self._taken(q_BHLD, dim),
-            key=self._widen(self._taken(k_BGMD, dim), q_BHLD),
-            value=self._widen(self._taken(v_BGME, padded_v), q_BHLD),
+            query=laid(self._taken(q_BHLD, dim)),
+            key=laid(self._widen(self._taken(k_BGMD, dim), q_BHLD)),
+            value=laid(self._widen(self._taken(v_BGME, padded_v), q_BHLD)),
             attn_mask=None if bias is None else self._fitted(bias, q_BHLD, k_BGMD),
-            dropout_p=0.0,
             is_causal=causal,
             compute_log_sumexp=True,
             return_debug_mask=False,
             scale=scale,
+            **_documents(q_BHLD, k_BGMD, window, pack),
         )
         results = dict(zip(names_of(op).returns, values, strict=True))
         out, lse = results["out"][..., :dim_v], results["logsumexp"]
+        if packed:
+            out = _by_heads(out, q_BHLD, pack)
+        if pack is not None:
+            lse = lse.unflatten(1, (q_BHLD.shape[0], -1)).transpose(0, 1)
         lse = lse.flatten(2)[:, :, : q_BHLD.shape[2]]
         if bias is not None:
             # The logsumexp that a fused kernel returns for a fully masked row is not defined. Set it to EMPTY_LSE.
@@ -154,8 +152,9 @@ class SdpaKernel(Kernel):
             out = out.masked_fill(dead.unsqueeze(-1), 0.0)
         return out, lse
 
-    def backward(self, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, lse_BHL, *, causal, bias, scale):
-        queries, keys = q_BHLD.shape[2], k_BGMD.shape[2]
+    def backward(
+        self, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, lse_BHL, *, causal, bias, scale, window=None, pack=None
+    ):
         dims, (dim, padded_v) = (q_BHLD.shape[-1], v_BGME.shape[-1]), self._dims(q_BHLD, v_BGME)
         q_BHLD, scale, sign = _positive_scale(q_BHLD, scale)
         if bias is not None:
@@ -163,36 +162,40 @@ class SdpaKernel(Kernel):
             # with would have an infinite probability. With infinity all probabilities are 0.
             lse_BHL = lse_BHL.masked_fill(lse_BHL <= EMPTY_LSE / 2, float("inf"))
         if self.lse_multiple > 1 and torch.version.hip is None:
-            lse_BHL = F.pad(lse_BHL, (0, -queries % self.lse_multiple), value=float("inf"))
-        lse = lse_BHL.contiguous()  # CUDA kernels read it as contiguous and do not check it
+            lse_BHL = F.pad(lse_BHL, (0, -q_BHLD.shape[2] % self.lse_multiple), value=float("inf"))
+        lse = lse_BHL if pack is None else lse_BHL.transpose(0, 1).flatten(1)
+        lse = lse.contiguous()  # CUDA kernels read it as contiguous and do not check it
         query, grad, out = self._taken(q_BHLD, dim), self._taken(grad_BHLE, padded_v), self._taken(out_BHLE, padded_v)
         if self.out_by_rows:
             out = out.transpose(1, 2).contiguous().transpose(1, 2)
         if self.out_like_query:
             grad, out = (_in_order_of(query, x) for x in (grad, out))
-        op, seed = self.backward_op, (None, None)
-        if "philox_seed" in names_of(op).arguments.values():  # never read: there is no dropout
-            seed = torch.empty(2, dtype=torch.int64, device=query.device)
+        packed = window is not None or pack is not None
+        op, laid = (_op(_PACKED[1]), partial(_by_rows, pack=pack)) if packed else (self.backward_op, _as_it_is)
+        # Never read: there is no dropout.
+        names = names_of(op).arguments.values()
+        seed = torch.empty(2, dtype=torch.int64, device=query.device) if "philox_seed" in names else None
+        state = torch.empty(2, dtype=torch.uint64, device=query.device) if "rng_state" in names else None
         dq, dk, dv, *_ = self._call(
             op,
-            grad_out=grad,
-            query=query,
-            key=self._widen(self._taken(k_BGMD, dim), query),
-            value=self._widen(self._taken(v_BGME, padded_v), query),
+            grad_out=laid(grad),
+            query=laid(query),
+            key=laid(self._widen(self._taken(k_BGMD, dim), query)),
+            value=laid(self._widen(self._taken(v_BGME, padded_v), query)),
             attn_mask=None if bias is None else self._fitted(bias, q_BHLD, k_BGMD),
-            out=out,
+            out=laid(out),
             logsumexp=lse.unsqueeze(-1) if self.lse_column else lse,
-            cum_seq_q=None,
-            cum_seq_k=None,
-            max_q=queries,
-            max_k=keys,
-            dropout_p=0.0,
             is_causal=causal,
-            philox_seed=seed[0],
-            philox_offset=seed[1],
+            philox_seed=seed,
+            philox_offset=seed,
+            rng_state=state,
+            unused=state,
             grad_input_mask=[True, True, True, False],
             scale=scale,
+            **_documents(q_BHLD, k_BGMD, window, pack),
         )
+        if packed:
+            dq, dk, dv = (_by_heads(x, q_BHLD, pack) for x in (dq, dk, dv))
         if dims != (dim, padded_v):
             dq, dk, dv = dq[..., : dims[0]], dk[..., : dims[0]], dv[..., : dims[1]]
         return dq if sign == 1.0 else dq * sign, self._narrow(dk, k_BGMD), self._narrow(dv, v_BGME)
@@ -204,9 +207,7 @@ class SdpaKernel(Kernel):
 
     def takes(self, q_BHLD, k_BGMD, v_BGME, *, causal, biased):
         rows = (q_BHLD.shape[2], k_BGMD.shape[2])
-        if any(size % self.whole_rows for size in rows) or (
-            self.long_tiles and q_BHLD.shape[0] * rows[0] <= _LONG_TILE
-        ):
+        if any(size % self.whole_rows for size in rows) or (self.long_tiles and q_BHLD.shape[0] * rows[0] <= LONG_TILE):
             return False
         return self._problem(q_BHLD, v_BGME, biased=biased) is None
 
@@ -285,20 +286,17 @@ class SdpaKernel(Kernel):
 
 
 # Optional arguments of these ops in some versions of torch, which are not used.
-_UNUSED = ("seqused_k", "alibi_slopes", "block_table", "num_splits")
+_UNUSED = {"seqused_k": None, "alibi_slopes": None, "block_table": None, "num_splits": None, "dropout_p": 0.0}
 _PACKED = "_flash_attention_forward", "_flash_attention_backward"
 _WINDOW = ("window_size_left", "window_size_right")
 
 
 @dataclass(frozen=True)
 class VarlenKernel(SdpaKernel):
-    """Flash attention: its other op, _PACKED, has windows, and takes the tiles of one cover in one call.
+    """Flash attention: its other op, _PACKED, has windows, and takes a pack in one call: see packing.py.
 
-    It is given a pack, in which each tile is a document: see :mod:`cp_styles.kernels.packing`. A tile alone that is a
-    band is given as it is. Causal tiles are square, so how the mask of a document with more keys than queries would be
-    aligned does not matter.
-
-    Memory: a copy of what is in a pack, of at most _MOST_BYTES together with what the kernel allocates.
+    A tile alone that is a band is given to it as it is. Causal tiles are square, so it does not matter how the mask of
+    a document with more keys than queries would be aligned.
     """
 
     small_tiles: ClassVar[bool] = True
@@ -307,113 +305,34 @@ class VarlenKernel(SdpaKernel):
     def windows(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return all(name in names_of(_op(op)).arguments for op in _PACKED for name in _WINDOW)
 
-    def forward(self, q_BHLD, k_BGMD, v_BGME, *, causal, bias, scale, window=None):
-        tensors, options = (q_BHLD, k_BGMD, v_BGME), {"causal": causal, "bias": bias, "scale": scale}
-        if window is None:
-            return super().forward(*tensors, **options)
-        return next(self._forward_pack([TileCall(tensors, {**options, "window": window})]))
 
-    def backward(self, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, lse_BHL, *, causal, bias, scale, window=None):
-        tensors = (grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, lse_BHL)
-        options = {"causal": causal, "bias": bias, "scale": scale}
-        if window is None:
-            return super().backward(*tensors, **options)
-        return next(self._backward_pack([TileCall(tensors, {**options, "window": window})]))
-
-    def forward_tiles(self, tiles):
-        return _packed(tiles, 0, self.forward, self._forward_pack)
-
-    def backward_tiles(self, tiles):
-        return _packed(tiles, 1, self.backward, self._backward_pack)
-
-    def _forward_pack(self, calls: Sequence[TileCall]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        q, k, v = zip(*(call.tensors for call in calls), strict=True)
-        rows, columns = Packing.of(q), Packing.of(k)
-        q_THD, scale, _ = _positive_scale(rows.join(q), calls[0].options["scale"])
-        dim_v, (dim, padded_v) = v[0].shape[-1], self._dims(q[0], v[0])
-        out_THD, lse_HT, *_ = self._call(
-            _op(_PACKED[0]),
-            query=self._taken(q_THD, dim),
-            key=self._taken(columns.join(k), dim),
-            value=self._taken(columns.join(v), padded_v),
-            scale=scale,
-            return_debug_mask=False,
-            **_documents(rows, columns, calls),
-        )
-        return zip(rows.split(out_THD[..., :dim_v]), rows.split_lse(lse_HT), strict=True)
-
-    def _backward_pack(self, calls: Sequence[TileCall]) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        grad, q, k, v, out, lse = zip(*(call.tensors for call in calls), strict=True)
-        rows, columns = Packing.of(q), Packing.of(k)
-        q_THD, scale, sign = _positive_scale(rows.join(q), calls[0].options["scale"])
-        dims, (dim, padded_v) = (q[0].shape[-1], v[0].shape[-1]), self._dims(q[0], v[0])
-        dq, dk, dv = self._call(
-            _op(_PACKED[1]),
-            grad_out=self._taken(rows.join(grad), padded_v),
-            query=self._taken(q_THD, dim),
-            key=self._taken(columns.join(k), dim),
-            value=self._taken(columns.join(v), padded_v),
-            out=self._taken(rows.join(out), padded_v),
-            logsumexp=rows.join_lse(lse),
-            scale=scale,
-            # Never read: there is no dropout.
-            rng_state=torch.empty(2, dtype=torch.uint64, device=q_THD.device),
-            unused=torch.empty(0, device=q_THD.device),
-            **_documents(rows, columns, calls),
-        )
-        dq, dk, dv = dq[..., : dims[0]], dk[..., : dims[0]], dv[..., : dims[1]]
-        return zip(rows.split(dq if sign == 1.0 else dq * sign), columns.split(dk), columns.split(dv), strict=True)
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
-def _packed(
-    tiles: Iterable[tuple[Any, TileCall]], query: int, single: Callable[..., Any], several: Callable[..., Any]
-) -> Iterator[tuple[Any, Any]]:
-    """(name of the tile, its result), by ``single`` for a tile alone and by ``several`` for a pack of tiles."""
-    for pack in _packs(tiles, query):
-        names, calls = zip(*pack, strict=True)
-        if len(calls) == 1:
-            yield names[0], single(*calls[0].tensors, **calls[0].options)
-        else:
-            yield from zip(names, several(calls), strict=True)
+def _by_rows(tensor_BHLD: torch.Tensor, pack: Pack | None) -> torch.Tensor:
+    """[B, L, H, D]; of a pack [B T, H, D]."""
+    rows = tensor_BHLD.transpose(1, 2)
+    return rows if pack is None else rows.flatten(0, 1)
 
 
-def _packs(tiles: Iterable[tuple[Any, TileCall]], query: int) -> Iterator[list[tuple[Any, TileCall]]]:
-    """Groups of tiles for one call each. ``query`` is the index of the query among the tensors."""
-    packs: dict[Any, list[tuple[Any, TileCall]]] = {}
-    sizes: Counter[Any] = Counter()
-    for name, call in tiles:
-        cover, q = (call.options["causal"], call.options.get("window")), call.tensors[query]
-        batch, heads, queries, dim = q.shape
-        if call.options["bias"] is not None or batch * queries > _LONG_TILE:
-            yield [(name, call)]
-            continue
-        size = sum(x.numel() * x.element_size() for x in call.tensors)
-        if query:  # mha_varlen_bwd sums dq in float32, with 128 rows more for each document
-            size += 4 * batch * (queries + 128) * heads * (-(-dim // 32) * 32)
-        sizes[cover] += size
-        if cover in packs and sizes[cover] > _MOST_BYTES:
-            yield packs.pop(cover)
-            sizes[cover] = size
-        packs.setdefault(cover, []).append((name, call))
-    yield from packs.values()
+def _by_heads(rows: torch.Tensor, q_BHLD: torch.Tensor, pack: Pack | None) -> torch.Tensor:
+    """The inverse of :func:`_by_rows`."""
+    return (rows if pack is None else rows.unflatten(0, (q_BHLD.shape[0], -1))).transpose(1, 2)
 
 
-def _documents(rows: Packing, columns: Packing, calls: Sequence[TileCall]) -> dict[str, Any]:
-    """The arguments of both packed ops that are not tensors of the tiles."""
-    device, options = calls[0].tensors[0].device, calls[0].options
-    q_bounds = rows.bounds(device)
-    return {
-        "cum_seq_q": q_bounds,
-        "cum_seq_k": q_bounds if rows == columns else columns.bounds(device),
-        # It determines the grid, and may be larger than needed. With 1 the CUDA kernel uses a path for decoding, which
-        # permutes heads.
-        "max_q": max(rows.longest, 2),
-        "max_k": columns.longest,
-        "dropout_p": 0.0,
-        "is_causal": options["causal"],
-        **dict.fromkeys(_UNUSED),
-        **dict(zip(_WINDOW, options.get("window") or (None, None), strict=True)),
-    }
+def _documents(
+    q_BHLD: torch.Tensor, k_BGMD: torch.Tensor, window: tuple[int, int] | None, pack: Pack | None
+) -> dict[str, Any]:
+    """The arguments that say which rows belong together."""
+    if pack is None:
+        bounds, longest = (None, None), (q_BHLD.shape[2], k_BGMD.shape[2])
+    else:
+        # It determines the grid, and may be larger than needed. With 1 query the CUDA kernel uses a path for decoding,
+        # which permutes heads.
+        bounds, longest = pack.bounds, (max(2, *pack.lengths[0]), max(pack.lengths[1]))
+    names = ("cum_seq_q", "cum_seq_k", "max_q", "max_k", *_WINDOW)
+    return {**_UNUSED, **dict(zip(names, (*bounds, *longest, *(window or (None, None))), strict=True))}
 
 
 def _positive_scale(q_BHLD: torch.Tensor, scale: float) -> tuple[torch.Tensor, float, float]:

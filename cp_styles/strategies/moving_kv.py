@@ -23,7 +23,7 @@ gradients by them. What a kernel wants in float32 is copied for one query head o
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple, TypeAlias
@@ -33,13 +33,18 @@ import torch
 from cp_styles._compat import named_range
 from cp_styles.bounded_cache import once
 from cp_styles.comm.point_to_point import PendingTransfers, exchange, open_group
-from cp_styles.kernels import Kernel, TileCall, Where
+from cp_styles.kernels import Kernel, Where
 from cp_styles.kernels.bias_levels import RowLevels, SplitQueries
 from cp_styles.kernels.merge import EMPTY_LSE, OnlineSoftmax, RowSum, accumulation_dtype, sink_gradient
+from cp_styles.kernels.packing import Pack, part_of
 from cp_styles.mask import Mask
 from cp_styles.plan import Cover, Tile
 from cp_styles.strategies.base import Attention, ResidualPlaces, Spec, Strategy
+from cp_styles.strategies.packs import Call, row_index
 from cp_styles.strategies.schedule import Arrival, Block, GradientMessages, Keys, Schedule, Span, Step, make_schedule
+
+# Gradients of more ranges of rows than this are added by an index of the rows.
+_FEW_RANGES = 4
 
 KV: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """k and v."""
@@ -223,15 +228,12 @@ class _PlanRun:
         """Attend to the keys of a step and add the results to ``merged``."""
         arrived = self.arrived(step)
         with named_range("step", step.number, "attend to keys of", *step.sources):
-            for tiles in step.tiles:
-                calls = (
-                    ((heads[0], tile), self._call(step.keys[index], tile, heads, *arrived[index], (q,)))
-                    for index, tile in tiles
-                    for heads in self._heads(step.keys[index])
-                )
-                for (heads, tile), (out, lse) in self.attention.kernel.forward_tiles(calls):
-                    merged.add(heads, tile.q, out, lse)
-                    del out, lse  # before the next tile's result is made
+            for keys, (k, v) in zip(step.keys, arrived, strict=True):
+                for call in keys.calls:
+                    for heads in self._heads(keys):
+                        out, lse = self._computed(self.attention.kernel.forward, keys, call, heads, k, v, (q,))
+                        merged.add(heads[0], call.q, out, lse, self._packed_rows(call)[1])
+                        del out, lse  # before the next tile's result is made
 
     def gradients(
         self,
@@ -248,16 +250,16 @@ class _PlanRun:
         """
         dk, dv = (RowSum(x.shape, self.setup.wide, x.device) for x in arrived)
         with named_range("step", self.number, "gradients with keys of", keys.source):
-            calls = (
-                ((heads, tile), self._call(keys, tile, heads, *arrived, before, after))
-                for heads in self._heads(keys)
-                for tile in keys.tiles
-            )
-            for ((q_heads, kv_heads), tile), (tile_dq, tile_dk, tile_dv) in kernel.backward_tiles(calls):
-                dq.add(q_heads, tile.q, tile_dq)
-                dk.add(kv_heads, tile.kv, tile_dk)
-                dv.add(kv_heads, tile.kv, tile_dv)
-                del tile_dq, tile_dk, tile_dv
+            for heads in self._heads(keys):
+                for call in keys.calls:
+                    _, q_index, kv_index = self._packed_rows(call)
+                    gradients = self._computed(kernel.backward, keys, call, heads, *arrived, before, after)
+                    tile_dq, tile_dk, tile_dv = gradients
+                    del gradients
+                    dq.add(heads[0], call.q, tile_dq, q_index)
+                    dk.add(heads[1], call.kv, tile_dk, kv_index)
+                    dv.add(heads[1], call.kv, tile_dv, kv_index)
+                    del tile_dq, tile_dk, tile_dv
         return [dk.result(), dv.result()]
 
     def _heads(self, keys: Keys) -> list[tuple[Span, Span]]:
@@ -296,38 +298,48 @@ class _PlanRun:
             return self._kept[message][elements]
         return self.k.new_empty(arrival.block.size)
 
-    def _call(
+    def _computed(
         self,
+        how: Callable[..., tuple[torch.Tensor, ...]],
         keys: Keys,
-        tile: Tile,
+        call: Call,
         heads: tuple[Span, Span],
         k: torch.Tensor,
         v: torch.Tensor,
         before: tuple[torch.Tensor, ...],
         after: tuple[torch.Tensor, ...] = (),
-    ) -> TileCall:
-        """The arguments of the kernel for a tile: ``heads`` and rows of ``before``, of k and v, and of ``after``.
+    ) -> tuple[torch.Tensor, ...]:
+        """What ``how`` makes of a call's ``heads`` and rows of ``before``, of k and v, and of ``after``.
 
-        They are made when the kernel asks for them: an explicit mask is as large as its tile, and so are copies.
+        Its other arguments are alive only here: an explicit mask is as large as its tile, and so are copies.
         """
-        if (heads[0], tile.q) != self._all_queries:
-            queries = slice(None), slice(*heads[0]), slice(*tile.q)
-            before, after = (tuple([x[queries] for x in tensors]) for tensors in (before, after))
-        if (heads[1], tile.kv) != ((0, k.shape[1]), (0, k.shape[2])):
-            rows = slice(None), slice(*heads[1]), slice(*tile.kv)
-            k, v = k[rows], v[rows]
+        pack, q_index, kv_index = self._packed_rows(call)
+        if q_index is not None or (heads[0], call.q) != self._all_queries:
+            part = partial(part_of, heads=heads[0], rows=call.q, index=q_index)
+            before, after = tuple(map(part, before)), tuple(map(part, after))
+        if kv_index is not None or (heads[1], call.kv) != ((0, k.shape[1]), (0, k.shape[2])):
+            k, v = (part_of(x, heads[1], call.kv, kv_index) for x in (k, v))
         own = self.q.dtype
         tensors = [x.to(self.setup.dtype) if x.dtype == own else x for x in (*before, k, v, *after)]
-        bias = self._bias(keys, tile, heads[0]) if tile.cover is Cover.PARTIAL else None
-        options = {"causal": tile.cover is Cover.CAUSAL, "bias": bias, "scale": self.attention.scale}
+        bias = self._bias(keys, call, heads[0]) if call.cover is Cover.PARTIAL else None
+        options = {"causal": call.cover is Cover.CAUSAL, "bias": bias, "scale": self.attention.scale}
         if self.attention.kernel.windows:
-            options["window"] = tile.window
+            options["window"] = call.window
+        if pack is not None:
+            options["pack"] = pack
         if self.attention.kernel.positional:
             first = 0 if self.attention.heads is None else self.attention.heads[0]
-            options["where"] = Where(*self._positions(keys, tile), first + heads[0][0])
-        return TileCall(tuple(tensors), options)
+            options["where"] = Where(*self._positions(keys, call), first + heads[0][0])
+        return how(*tensors, **options)
 
-    def _positions(self, keys: Keys, tile: Tile) -> tuple[torch.Tensor, torch.Tensor]:
+    def _packed_rows(self, call: Call) -> tuple[Pack | None, torch.Tensor | None, torch.Tensor | None]:
+        """The documents of a pack, and which rows of queries and of keys it has."""
+        if isinstance(call, Tile):
+            return None, None, None
+        batch, device = self.q.shape[0], self.q.device
+        return self.attention.once((call, batch, device), partial(call.on, batch, device))
+
+    def _positions(self, keys: Keys, tile: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """Global positions of the queries and of the keys of a tile."""
         attention, device = self.attention, self.q.device
         if device.type == "meta":  # only shapes are computed
@@ -343,7 +355,7 @@ class _PlanRun:
             row += stop - start
         return q_positions, pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
-    def _bias(self, keys: Keys, tile: Tile, q_heads: Span) -> torch.Tensor:
+    def _bias(self, keys: Keys, tile: Call, q_heads: Span) -> torch.Tensor:
         attention, levels, dtype = self.attention, self.setup.levels, self.setup.dtype
         first = 0 if attention.heads is None else attention.heads[0]
         heads = first + q_heads[0], first + q_heads[1]
@@ -415,6 +427,12 @@ class _GradientReturn:
             self._add(messages.block, [x.transpose(1, 2) for x in gradients])
 
     def _add(self, block: Block, gradients: Sequence[torch.Tensor]) -> None:
+        run, device = self._run, gradients[0].device
+        if len(block.rows) > _FEW_RANGES and device.type != "cpu":  # a GPU takes as long to be given an add as for one
+            index = run.attention.once((block, device), partial(row_index, block.rows, device))
+            for total, gradient in zip(self._sums, gradients, strict=True):
+                total.add(block.heads, (block.rows[0][0], block.rows[-1][1]), gradient, index)
+            return
         at = 0
         for start, stop in block.rows:
             for total, gradient in zip(self._sums, gradients, strict=True):

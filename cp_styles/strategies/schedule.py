@@ -17,15 +17,14 @@ import torch
 from cp_styles.bounded_cache import remembered
 from cp_styles.layout import SequenceLayout, rows_in
 from cp_styles.mask import Mask
-from cp_styles.plan import Cover, Plan, RowRanges, Tile, make_plan
+from cp_styles.plan import Plan, RowRanges, Tile, make_plan
+from cp_styles.strategies.packs import Call, Shape, calls_of
 
 Span: TypeAlias = tuple[int, int]
 """A half-open range, of heads or of rows."""
 
 Rounds: TypeAlias = tuple[tuple[int, ...], ...]
 """Distances in groups that arrive together. The source of rank r at a distance is the rank r - distance."""
-
-Shape: TypeAlias = tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,10 +56,7 @@ class Block:
         message = k_BGMD.new_empty(self.size)
         heads = slice(*self.heads)
         for target, tensor in zip(self.in_message(message), (k_BGMD, v_BGME), strict=True):
-            at = 0
-            for start, stop in self.rows:
-                target[:, :, at : at + stop - start] = tensor[:, heads, start:stop]
-                at += stop - start
+            torch.cat([tensor[:, heads, start:stop] for start, stop in self.rows], 2, out=target)
         return message
 
     def unpacked(self, k_BGMD: torch.Tensor, v_BGME: torch.Tensor) -> list[torch.Tensor]:
@@ -96,7 +92,7 @@ class Keys(NamedTuple):
         heads: which heads of that arrival.
         block: which heads and rows of the source these are.
         q_heads: the query heads that attend to them.
-        tiles: of the plan; those with an explicit mask last.
+        calls: of the kernel, in this order.
     """
 
     source: int
@@ -104,7 +100,7 @@ class Keys(NamedTuple):
     heads: Span
     block: Block
     q_heads: Span
-    tiles: tuple[Tile, ...]
+    calls: tuple[Call, ...]
 
 
 class GradientMessages(NamedTuple):
@@ -132,8 +128,6 @@ class Step(NamedTuple):
         arrivals: the messages with which this rank computes, or its own keys.
         sources: the rank of each of ``arrivals``.
         keys: what is computed at once: each of ``arrivals``, or groups of its heads.
-        tiles: (index in ``keys``, tile), for each range of heads: a kernel may compute those of the same heads in one
-            call. Tiles with an explicit mask come last, because another kernel may compute them.
         sends: (rank, block): what this rank sends in the same step.
         gradients: the messages of a backward, in an order that is the same on all ranks.
     """
@@ -143,7 +137,6 @@ class Step(NamedTuple):
     arrivals: tuple[Arrival, ...]
     sources: tuple[int, ...]
     keys: tuple[Keys, ...]
-    tiles: tuple[tuple[tuple[int, Tile], ...], ...]
     sends: tuple[tuple[int, Block], ...]
     gradients: tuple[GradientMessages, ...]
 
@@ -216,12 +209,19 @@ def make_schedule(
     if finer:
         parts = _groups(key_heads, 1, max(2, len(groups) * -(-key * widening // (query * len(groups) or 1))))
     all_blocks: dict[tuple[Span, RowRanges], Block] = {}
+    all_calls: dict[int, tuple[Call, ...]] = {}  # sources may share their tiles
 
     def source(distance: int) -> int:
         return (rank - distance) % ranks
 
     def peer(distance: int) -> int:
         return (rank + distance) % ranks
+
+    def calls_with(keys: int) -> tuple[Call, ...]:
+        tiles = plan.parts[keys].tiles if prod(q_shape) else ()
+        if id(tiles) not in all_calls:
+            all_calls[id(tiles)] = calls_of(tiles, (q_shape, k_shape, v_shape), small_tiles=small_tiles)
+        return all_calls[id(tiles)]
 
     def blocks(rows: RowRanges, spans: Sequence[Span]) -> list[Block]:
         """One for each range of heads; the same object for the same rows, so that they are packed once."""
@@ -254,24 +254,19 @@ def make_schedule(
             source_keys, peer_blocks = [], leaving[d][2] if d in leaving else []
             if d in arriving:
                 block, *parts = arriving[d]
-                tiles = plan.parts[source(d)].tiles if prod(q_shape) else ()
-                tiles = tuple(sorted(tiles, key=lambda tile: tile.cover is Cover.PARTIAL))
+                calls = calls_with(source(d))
                 for part in parts[back]:
                     heads = part.heads[0] - block.heads[0], part.heads[1] - block.heads[0]
                     q_heads = part.heads[0] * share, part.heads[1] * share
-                    source_keys.append(Keys(source(d), len(arrivals), heads, part, q_heads, tiles))
+                    source_keys.append(Keys(source(d), len(arrivals), heads, part, q_heads, calls))
                 before = sum(earlier.size for earlier, *_ in received[d][:group])
                 place = (kept.index(d), slice(before, before + block.size)) if d in kept else None
                 arrivals.append(Arrival(source(d), block, place))
             keys += source_keys
             pairs = zip_longest(source_keys, peer_blocks)
             gradients += [GradientMessages(source(d), returned, peer(d), block) for returned, block in pairs]
-        by_heads: dict[Span, list[tuple[int, Tile]]] = {}
-        for index, part in enumerate(keys):
-            by_heads.setdefault(part.q_heads, []).extend((index, tile) for tile in part.tiles)
-        tiles = [tuple(sorted(x, key=lambda entry: entry[1].cover is Cover.PARTIAL)) for x in by_heads.values()]
         sends = [(peer(d), block) for d, (block, *_) in leaving.items()]
-        fields = (arrivals, [arrival.source for arrival in arrivals], keys, tiles, sends, gradients)
+        fields = (arrivals, [arrival.source for arrival in arrivals], keys, sends, gradients)
         return Step(number, travels, *map(tuple, fields))  # pyright: ignore[reportArgumentType]
 
     forward, backward = [], []
@@ -289,7 +284,8 @@ def make_schedule(
         tuple(step(number, *arguments, back=back) for number, arguments in enumerate(way))
         for way, back in ((forward, False), (backward, True))
     )
-    tiles = sum(len(together) for planned in forward for together in planned.tiles)
+    calls = [call for planned in forward for keys in planned.keys for call in keys.calls]
+    tiles = sum(1 if isinstance(call, Tile) else len(call.lengths[0]) for call in calls)
     return Schedule(rank, forward, backward, sizes, tiles, plan)
 
 

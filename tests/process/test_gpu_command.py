@@ -65,7 +65,7 @@ def test_cases_of_kernels_on_stand_ins(name: str, which: str, stand_ins, monkeyp
     with cuda_ops_on_cpu():
         found = PLAN[name].run()
     assert bool(found["bad"]) == (which == "wrong")
-    assert found["checked"] >= 10
+    assert found["checked"] >= 7
 
 
 @pytest.mark.process

@@ -20,7 +20,6 @@ from cp_styles.kernels import (
     SDPA_KERNELS,
     Kernel,
     ReferenceKernel,
-    TileCall,
     kernel_for_tiles,
     sdpa,
 )
@@ -323,14 +322,15 @@ def test_gates_of_a_gpu(gpu, dtype, dims, rows, plain: Kernel, monkeypatch):
     found = kernel_for_tiles(tensors)
     found = found if isinstance(found, ByTile) else ByTile((found,), (found,))
     assert [chosen(found, tensors, biased) for biased in (False, True)] == [plain, CUDA_EFFICIENT]
-    window = TileCall(tuple(tensors), {"causal": False, "bias": None, "window": (7, 0)})
-    if plain == CUDA_CUDNN_PREFERRED:  # has no windows
-        assert (found.small_tiles, found.windows, found.given(window, 0)[0]) == (True, True, CUDA_FLASH)
+    if plain == CUDA_CUDNN_PREFERRED:  # has no windows and takes no packs
+        for what in ({"window": (7, 0)}, {"pack": object()}):
+            assert found.given(tensors, causal=False, bias=None, **what)[0] == CUDA_FLASH
+        assert (found.small_tiles, found.windows) == (True, True)
 
 
-def chosen(line: ByTile, tensors: Any, biased: bool) -> Kernel:
+def chosen(line: ByTile, tensors: Any, biased: bool) -> Any:
     """The kernel of a tile."""
-    return line.given(TileCall(tuple(tensors), {"causal": False, "bias": 0 if biased else None}), 0)[0]
+    return line.given(tensors, causal=False, bias=0 if biased else None)[0]
 
 
 def kernel_of(kernel: Kernel) -> Any:
@@ -366,18 +366,12 @@ class Wide(ReferenceKernel):
 
 
 def test_tiles_of_two_kernels():
-    """In any order: each tile's result comes with its number."""
     plain, masked = Wide(), Wide()
     both = ByTile((plain,), (masked,))
-    calls = []
     for index, biased in enumerate([True, False, False, True, False]):
         inputs, _ = attention_inputs(seed=10 * index, length=5)
         options = {"causal": False, "bias": randn(index, 5, 5) if biased else None, "scale": 0.3}
-        calls.append(TileCall(tuple(inputs), options))
-    found = dict(both.forward_tiles(enumerate(calls)))
-    assert sorted(found) == [0, 1, 2, 3, 4]
-    for index, (tensors, options) in enumerate(calls):
-        assert torch.equal(found[index][0], REFERENCE.forward(*tensors, **options)[0])
+        assert torch.equal(both.forward(*inputs, **options)[0], REFERENCE.forward(*inputs, **options)[0])
     assert (plain.biased, masked.biased) == ([False] * 3, [True] * 2)
     # The dtype of tiles is one that both were checked for, or prefer.
     assert both.tile_dtype(torch.bfloat16) == torch.float32

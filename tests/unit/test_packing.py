@@ -1,167 +1,186 @@
-"""Many tiles in one call: packs and their parts, the varlen ops' schemas, and the same results as tile by tile."""
+"""Many tiles in one call: which tiles a pack has, the varlen ops' schemas, and the same results as tile by tile."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from cp_styles.kernels import CPU_FLASH, CUDA_FLASH, Kernel, TileCall, sdpa
+from cp_styles.kernels import CPU_FLASH, CUDA_FLASH, Kernel, packing
 from cp_styles.kernels.base import LseGradient
-from cp_styles.kernels.packing import Packing
+from cp_styles.kernels.choice_by_tile import ByTile
+from cp_styles.kernels.packing import Pack, part_of
+from cp_styles.plan import Cover, Tile
+from cp_styles.strategies.packs import PackedTiles, calls_of, row_index
 from tests.oracle import error, expected_attention, randn
 from tests.varlen_op import ALONE, PACKED, STAND_IN, Ops, varlen_ops_on_cpu
 
-# Queries, keys and cover, in an order that mixes covers; one query, one key, and equal and other lengths.
-TILES = ((5, 5, True), (3, 7, False), (1, 1, True), (1, 9, False), (8, 8, True), (4, 4, False))
+CPU = torch.device("cpu")
+# Queries and keys of causal tiles and of others; one query, one key.
+LENGTHS = {True: ((5, 1, 8), (5, 1, 8)), False: ((3, 1, 4), (7, 9, 4))}
 # As in tests/unit/test_kernels.py: sums of few terms.
 EXACT = 1e-14
 
-Results = Sequence[Sequence[torch.Tensor]]
 
-
-def tile_calls(
-    batch: int = 2, heads: int = 4, kv_heads: int = 2, dim: int = 8, scale: float = 0.3, **to
-) -> list[TileCall]:
-    """Forwards of TILES."""
-    calls = []
-    for seed, (queries, keys, causal) in enumerate(TILES):
-        shapes = ((heads, queries), (kv_heads, keys), (kv_heads, keys))
-        # [B, L, H, D] in memory, some of longer rows, as tiles of a plan are.
-        tensors = (randn(10 * seed + i, batch, size + 3, h, dim)[:, 2:-1] for i, (h, size) in enumerate(shapes))
-        options = {"causal": causal, "bias": None, "scale": scale}
-        calls.append(TileCall(tuple(x.transpose(1, 2).to(**to) for x in tensors), options))
-    return calls
-
-
-def run(kernel: Kernel, calls: list[TileCall]) -> list[list[torch.Tensor]]:
-    """``[out, dq, dk, dv]`` of each."""
-    forwards = dict(kernel.forward_tiles(enumerate(calls)))
-    backwards = [
-        TileCall((randn(99, *forwards[index][0].shape).to(q), q, k, v, *forwards[index]), options)
-        for index, ((q, k, v), options) in enumerate(calls)
+def pack_of(
+    causal: bool, batch: int = 2, kv_heads: int = 2, dim: int = 8, scale: float = 0.3, **to
+) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    """Gradient of the output, query, key and value of tiles, and what a kernel is told of them."""
+    q_lengths, kv_lengths = LENGTHS[causal]
+    rows, keys = sum(q_lengths), sum(kv_lengths)
+    shapes = ((4, rows), (4, rows), (kv_heads, keys), (kv_heads, keys))
+    # [B, L, H, D] in memory, of longer rows, as parts of a rank's tensors are.
+    tensors = [
+        randn(i, batch, size + 3, heads, dim)[:, 2:-1].transpose(1, 2).to(**to)
+        for i, (heads, size) in enumerate(shapes)
     ]
-    gradients = dict(kernel.backward_tiles(enumerate(backwards)))
-    assert set(forwards) == set(gradients) == set(range(len(calls)))
-    return [[forwards[index][0], *gradients[index]] for index in range(len(calls))]
+    pack = Pack.of(LENGTHS[causal], batch, tensors[0].device)
+    return tensors, {"causal": causal, "bias": None, "scale": scale, "pack": pack}
 
 
-def expected(calls: list[TileCall]) -> list[list[torch.Tensor]]:
-    results = []
-    for (q, k, v), options in calls:
-        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)
-        mask = mask.tril() if options["causal"] else mask
-        cotangent = randn(99, *q.shape)
-        inputs = [x.cpu() for x in (q, k, v)]
-        results.append(expected_attention(inputs, cotangent.to(q.dtype), mask, scale=options["scale"]))
-    return results
+def run(kernel: Kernel, tensors: list[torch.Tensor], options: dict[str, Any]) -> list[torch.Tensor]:
+    """``[out, dq, dk, dv]``."""
+    grad, *given = tensors
+    out, lse = kernel.forward(*given, **options)
+    return [out, *kernel.backward(grad, *given, out, lse, **options)]
 
 
-def errors(results: Results, wanted: Results) -> list[float]:
-    """Of each result of each tile."""
-    return [
-        error(mine, theirs)
-        for found, right in zip(results, wanted, strict=True)
-        for mine, theirs in zip(found, right, strict=True)
-    ]
+def expected(tensors: list[torch.Tensor], options: dict[str, Any]) -> list[torch.Tensor]:
+    q_ids, kv_ids = (torch.arange(3).repeat_interleave(torch.tensor(sizes)) for sizes in options["pack"].lengths)
+    mask = q_ids[:, None] == kv_ids
+    mask = mask.tril() if options["causal"] else mask
+    grad, *given = (x.cpu() for x in tensors)
+    return expected_attention(given, grad, mask, scale=options["scale"])
 
 
-def test_a_pack_is_taken_apart_again():
-    tiles = [randn(seed, batch, 3, rows, 4) for seed, (batch, rows) in enumerate(((2, 5), (1, 1), (3, 2)))]
-    packing = Packing.of(tiles)
-    assert packing.bounds(torch.device("cpu")).tolist() == [0, 5, 10, 11, 13, 15, 17]
-    assert packing.bounds(torch.device("cpu")).dtype == torch.int32
-    assert packing.longest == 5
-    pack, lse = packing.join(tiles), packing.join_lse([x[..., 0] for x in tiles])
-    assert (pack.shape, lse.shape) == ((17, 3, 4), (3, 17))
-    assert pack.is_contiguous()
-    assert lse.is_contiguous()
-    assert torch.equal(pack[5:10], tiles[0][1].transpose(0, 1))
-    for mine, row, tile in zip(packing.split(pack), packing.split_lse(lse), tiles, strict=True):
-        assert torch.equal(mine, tile)
-        assert torch.equal(row, tile[..., 0])
+def worst(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
+    return max(error(mine, theirs) for mine, theirs in zip(found, wanted, strict=True))
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("scale", [0.3, -0.7, 0.0])
-def test_tiles_together_are_tiles(kv_heads: int, batch: int, scale: float):
-    calls = tile_calls(batch=batch, kv_heads=kv_heads, scale=scale)
+@pytest.mark.parametrize(("scale", "causal"), [(0.3, True), (-0.7, True), (0.0, True), (0.3, False)])
+def test_tiles_together_are_tiles(kv_heads: int, batch: int, scale: float, causal: bool):
+    tensors, options = pack_of(causal, batch=batch, kv_heads=kv_heads, scale=scale)
     with varlen_ops_on_cpu(), Ops() as ops:
-        results = run(STAND_IN, calls)
-    assert ops.counts == dict.fromkeys(PACKED, 2)
-    assert max(errors(results, expected(calls))) < EXACT
+        found = run(STAND_IN, tensors, options)
+    assert ops.counts == dict.fromkeys(PACKED, 1)
+    assert worst(found, expected(tensors, options)) < EXACT
 
 
-def test_tiles_with_a_mask_and_tiles_alone_go_as_they_did():
-    calls = tile_calls()[:3]
-    calls[2].options.update(causal=False, bias=torch.zeros(1, 1, dtype=torch.float64))
-    with varlen_ops_on_cpu(), Ops() as ops:
-        results = run(STAND_IN, calls)
+@pytest.mark.parametrize("causal", [True, False])
+def test_where_no_kernel_takes_a_pack_its_tiles_go_one_by_one(causal: bool):
+    tensors, options = pack_of(causal)
+    with Ops() as ops:
+        found = run(ByTile((CPU_FLASH,), (CPU_FLASH,)), tensors, options)
     assert ops.counts == dict.fromkeys(ALONE, 3)
-    assert max(errors(results, expected(calls))) < EXACT
-
-
-@pytest.mark.parametrize(("most", "forwards"), [(12_000, {PACKED[0]: 2, ALONE[0]: 2}), (25_000, {PACKED[0]: 2})])
-def test_a_pack_has_a_largest_size(most: int, forwards: dict[str, int], monkeypatch):
-    """In bytes: 512 (queries + keys) of a forward. Two full tiles of 10 rows fit, 8 more do not; nor do causal ones of
-    10, 2 and 16; all fit the second limit. A backward has 128 float32 rows more for each document, so there all are
-    alone."""
-    monkeypatch.setattr(sdpa, "_MOST_BYTES", most)
-    calls = tile_calls()
-    with varlen_ops_on_cpu(), Ops() as ops:
-        results = run(STAND_IN, calls)
-    assert ops.counts == {**forwards, ALONE[1]: 6}
-    assert max(errors(results, expected(calls))) < EXACT
-
-
-def test_long_tiles_go_alone(monkeypatch):
-    """Of 2 batch rows: 8 queries and 5 are more than 9, and of the causal ones that leaves the one of one query."""
-    monkeypatch.setattr(sdpa, "_LONG_TILE", 9)
-    calls = tile_calls()
-    with varlen_ops_on_cpu(), Ops() as ops:
-        results = run(STAND_IN, calls)
-    assert ops.counts == {PACKED[0]: 1, PACKED[1]: 1, ALONE[0]: 3, ALONE[1]: 3}
-    assert max(errors(results, expected(calls))) < EXACT
+    assert worst(found, expected(tensors, options)) < EXACT
 
 
 def test_gradients_of_logsumexps_go_together_as_well():
-    calls = tile_calls()
-    forwards = dict(CPU_FLASH.forward_tiles(enumerate(calls)))
-    backwards = [
-        TileCall((randn(7, *q.shape[:3], q.shape[3] + 1), q, k, v, *forwards[index]), options)
-        for index, ((q, k, v), options) in enumerate(calls)
-    ]
+    (grad, q, k, v), options = pack_of(True)
+    grad = torch.cat((grad, randn(7, *grad.shape[:3], 1)), -1)
     with varlen_ops_on_cpu(), Ops() as ops:
-        found = dict(LseGradient(STAND_IN).backward_tiles(enumerate(backwards)))
-    assert ops.counts == {PACKED[1]: 2}
-    gradients = [LseGradient(CPU_FLASH).backward(*tensors, **options) for tensors, options in backwards]
-    assert max(errors([found[index] for index in range(len(calls))], gradients)) < EXACT
+        out, lse = STAND_IN.forward(q, k, v, **options)
+        found = LseGradient(STAND_IN).backward(grad, q, k, v, out, lse, **options)
+    assert ops.counts == dict.fromkeys(PACKED, 1)
+    single = LseGradient(ByTile((CPU_FLASH,), (CPU_FLASH,)))
+    assert worst(list(found), list(single.backward(grad, q, k, v, out, lse, **options))) < EXACT
 
 
 def test_tiles_of_one_query():
     """The op's way for decoding, which it takes where no document has two queries, is not for training."""
-    calls = [call for call in tile_calls() if call.tensors[0].shape[2] == 1] * 2
+    q, k = randn(0, 1, 4, 3, 8), randn(1, 1, 2, 3, 8)
+    options = {"causal": False, "bias": None, "scale": 0.3, "pack": Pack.of(((1, 1, 1), (1, 1, 1)), 1, CPU)}
     with varlen_ops_on_cpu(), Ops() as ops:
-        run(STAND_IN, calls)
-    assert ops.counts == dict.fromkeys(PACKED, 2)
+        run(STAND_IN, [q, q, k, k], options)
     assert [ops.seen[name]["max_q"] for name in PACKED] == [2, 2]
 
 
-def test_only_a_varlen_kernel_holds_tiles_back():
-    """Others are given a tile when its result is asked for: a mask of one tile at a time is in memory."""
-    made = []
+# -- which tiles --
 
-    def tiles():
-        for index, call in enumerate(tile_calls()):
-            made.append(index)
-            yield index, call
 
-    results = CPU_FLASH.forward_tiles(tiles())
-    assert next(results)[0] == 0
-    assert made == [0]
+def tile(start: int, rows: int, keys: int = 8, cover: Cover = Cover.FULL, window=None, at: int = 0) -> Tile:
+    return Tile((start, start + rows), (at, at + keys), cover, window)
+
+
+SHAPES = ((2, 4, 40, 8), (2, 2, 40, 8), (2, 2, 40, 8))
+
+
+def names(tiles: list[Tile], **options) -> list[list[int]]:
+    """The first rows of the tiles of each call."""
+    calls = calls_of(tiles, SHAPES, **{"small_tiles": True} | options)
+    rows = []
+    for call in calls:
+        starts = [call.q[0]]
+        if isinstance(call, PackedTiles):
+            flat = [row for start, stop in call.rows[0] for row in range(start, stop)]
+            starts, at = [], 0
+            for count in call.lengths[0]:
+                starts.append(flat[at])
+                at += count
+        rows.append(starts)
+    return rows
+
+
+def test_tiles_of_one_cover_are_packed():
+    mask, band = Cover.PARTIAL, Cover.BAND
+    tiles = [
+        tile(0, 4, cover=mask),
+        tile(0, 8, cover=Cover.CAUSAL),
+        tile(4, 4),
+        tile(8, 8, cover=Cover.CAUSAL, at=8),
+        tile(16, 4, cover=band, window=(3, 0)),
+        tile(20, 4, cover=band, window=(2, 0)),
+        tile(24, 4),
+        tile(28, 4, cover=band, window=(3, 0)),
+    ]
+    assert names(tiles) == [[0, 8], [4, 24], [16, 28], [20], [0]]
+    assert names(tiles, small_tiles=False) == [[0], [4], [8], [16], [20], [24], [28], [0]]
+    # A row of queries is in a pack once, or its results could not be merged at once.
+    assert names([tile(0, 4), tile(2, 4), tile(6, 4)]) == [[0], [2, 6]]
+
+
+def test_long_tiles_go_alone(monkeypatch):
+    """Of 2 batch rows: 5 queries are more than 9."""
+    monkeypatch.setattr(packing, "LONG_TILE", 9)
+    assert names([tile(0, 4), tile(4, 5), tile(9, 4)]) == [[4], [0, 9]] or names(
+        [tile(0, 4), tile(4, 5), tile(9, 4)]
+    ) == [[0, 9], [4]]
+
+
+def test_a_pack_has_a_largest_size(monkeypatch):
+    """In 16 bits, of a tile of 4 rows and 8 keys: 4 * 4 * 24 numbers of queries, gradients and outputs, 8 * 2 * 16 of
+    keys, 132 rows of dq in float32 with 32 columns for each of 4 heads, and 4 rows of 8."""
+    size = 2 * (2 * (4 * 4 * 24 + 8 * 2 * 16) + 4 * 4 * (132 * 32 + 4 * 8))
+    assert packing.bytes_of_tile(*SHAPES, 4, 8) == size
+    tiles = [tile(4 * index, 4) for index in range(5)]
+    for most, wanted in ((5 * size, [[0, 4, 8, 12, 16]]), (2 * size, [[0, 4], [8, 12], [16]]), (1, 5)):
+        monkeypatch.setattr(packing, "MOST_BYTES", most)
+        assert names(tiles) == (wanted if most > 1 else [[4 * index] for index in range(5)])
+
+
+def test_rows_of_a_pack():
+    """Neighbours are one range, and a view; otherwise rows are copied, keys that two tiles share for each."""
+    pack = PackedTiles.of([tile(0, 4, at=0), tile(4, 2, at=8), tile(8, 3, at=4)])
+    assert (pack.q, pack.kv, pack.lengths) == ((0, 11), (0, 16), ((4, 2, 3), (8, 8, 8)))
+    assert pack.rows == (((0, 6), (8, 11)), ((0, 16), (4, 12)))
+    documents, *indices = pack.on(2, CPU)
+    assert [x.tolist() for x in documents.bounds] == [[0, 4, 6, 9, 13, 15, 18], [0, 8, 16, 24, 32, 40, 48]]
+    assert {x.dtype for x in documents.bounds} == {torch.int32}
+    tensor = randn(0, 2, 3, 20, 5)
+    for index, ranges in zip(indices, pack.rows, strict=True):
+        rows = [row for start, stop in ranges for row in range(start, stop)]
+        assert index is not None
+        assert index.tolist() == rows
+        assert torch.equal(part_of(tensor, (1, 3), (0, 16), index), tensor[:, 1:3, rows])
+        assert torch.equal(part_of(tensor[..., 0], (1, 3), (0, 16), index), tensor[:, 1:3, rows, 0])
+    assert row_index(((3, 9),), CPU) is None
+
+
+# -- the ops of CUDA --
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
@@ -169,23 +188,17 @@ def test_the_cuda_kernel_fits_the_schemas_of_this_torch(kv_heads: int):
     """Shapes and dtypes of both directions without a GPU. On a torch built for CPU, fake tensors must be meta's."""
     device = "cuda" if torch.backends.cuda.is_built() else "meta"
     with FakeTensorMode(), Ops() as ops:
-        calls = tile_calls(kv_heads=kv_heads, dim=64, dtype=torch.bfloat16, device=device)
-        forwards = dict(CUDA_FLASH.forward_tiles(enumerate(calls)))
-        for index, ((q, _, _), _) in enumerate(calls):
-            out, lse = forwards[index]
-            assert (tuple(out.shape), out.dtype) == (tuple(q.shape), torch.bfloat16)
-            assert (tuple(lse.shape), lse.dtype) == (tuple(q.shape[:3]), torch.float32)
-        backwards = [
-            TileCall((torch.empty_like(q), q, k, v, *forwards[index]), options)
-            for index, ((q, k, v), options) in enumerate(calls)
-        ]
-        gradients = dict(CUDA_FLASH.backward_tiles(enumerate(backwards)))
-    for index, ((q, k, v), _) in enumerate(calls):
-        assert [tuple(x.shape) for x in gradients[index]] == [tuple(x.shape) for x in (q, k, v)]
-        assert {x.dtype for x in gradients[index]} == {torch.bfloat16}
-    assert ops.counts == dict.fromkeys(PACKED, 2)
+        tensors, options = pack_of(False, kv_heads=kv_heads, dim=64, dtype=torch.bfloat16, device=device)
+        grad, q, k, v = tensors
+        out, lse = CUDA_FLASH.forward(q, k, v, **options)
+        assert (tuple(out.shape), out.dtype) == (tuple(q.shape), torch.bfloat16)
+        assert (tuple(lse.shape), lse.dtype) == (tuple(q.shape[:3]), torch.float32)
+        gradients = CUDA_FLASH.backward(grad, q, k, v, out, lse, **options)
+    assert [tuple(x.shape) for x in gradients] == [tuple(x.shape) for x in (q, k, v)]
+    assert {x.dtype for x in gradients} == {torch.bfloat16}
+    assert ops.counts == dict.fromkeys(PACKED, 1)
     for name in PACKED:
-        seen = ops.seen[name]  # of the full tiles, which come last
+        seen = ops.seen[name]
         assert seen["scale"] == 0.3
         assert (seen["max_q"], seen["max_k"], seen["is_causal"]) == (4, 9, False)
         assert [tuple(seen[x].shape) for x in ("cum_seq_q", "cum_seq_k")] == [(7,), (7,)]
@@ -210,13 +223,12 @@ def test_the_logsumexp_of_a_pack_is_heads_by_rows():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_cuda_tiles_together_are_as_good_as_one_by_one(kv_heads: int):
-    calls = tile_calls(kv_heads=kv_heads, dim=64, dtype=torch.bfloat16, device="cuda")
-    together = run(CUDA_FLASH, calls)
-    alone = [run(CUDA_FLASH, [call])[0] for call in calls]
-    # Of all tiles as one vector: where a query has one key its gradient is 0, and the error a rounding, good or bad.
-    together, alone, wanted = (
-        [torch.cat([x.cpu().double().flatten() for x in parts]) for parts in zip(*results, strict=True)]
-        for results in (together, alone, expected(calls))
-    )
-    for packed, single, right in zip(together, alone, wanted, strict=True):
-        assert error(packed, right) <= 1.1 * error(single, right)
+    tensors, options = pack_of(True, kv_heads=kv_heads, dim=64, dtype=torch.bfloat16, device="cuda")
+    grad, *given = tensors
+    together = run(CUDA_FLASH, tensors, options)
+    single = {name: value for name, value in options.items() if name != "pack"}
+    out, lse = options["pack"].one_by_one(lambda *x: CUDA_FLASH.forward(*x, **single), tuple(given), 0)
+    backward = (grad, *given, out, lse)
+    alone = [out, *options["pack"].one_by_one(lambda *x: CUDA_FLASH.backward(*x, **single), backward, 1)]
+    for packed, one, right in zip(together, alone, expected(tensors, options), strict=True):
+        assert error(packed.cpu(), right) <= 1.1 * error(one.cpu(), right)

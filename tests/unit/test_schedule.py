@@ -114,8 +114,8 @@ def test_every_head_of_every_needed_row_once(part: int):
                     for head in range(heads[1])
                 ]
                 assert sorted(used) == sorted(needed)
-            tiles = [tile for step in schedule.forward for together in step.tiles for _, tile in together]
-            assert len(tiles) == schedule.tiles
+            calls = [call for step in schedule.forward for keys in step.keys for call in keys.calls]
+            assert len(calls) == schedule.tiles
             kept = [each for step in schedule.backward if not step.travels for each in step.arrivals]
             # Their messages fill the residual's, without gaps.
             places = sorted((each.kept[0], each.kept[1].start, each.kept[1].stop) for each in kept if each.kept)

@@ -7,12 +7,14 @@ import re
 from collections import Counter
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from cp_styles.comm.point_to_point import TransferError
+from cp_styles.explain.rehearse import Shapes, kernel_of, rehearse
 from cp_styles.functions.attention import context_attention
 from cp_styles.kernels import Kernel, ReferenceKernel
 from cp_styles.layout import contiguous, head_tail, striped
@@ -201,20 +203,56 @@ def test_the_ops_of_a_step_of_a_ring():
         assert sum(count for name, count in step.items() if "attention" in name) == 1
 
 
-def test_rows_that_are_not_begun_are_not_merged():
-    """Documents striped over ranks: the first tile of each row is a copy. Merges are those of the other ranks' keys."""
-    documents = (8,) * 8
-    problem = Problem(length=64, batch=1, heads=2)
+def documents_of(count: int) -> tuple[int, ...]:
+    """Ranks of contiguous and head-tail layouts cut some of them, as many of few as of many."""
+    return (24, *(32,) * (count - 1), 8)
 
-    def on(rank: int) -> Counter[str]:
-        leaves, _ = problem.shard(striped, rank, 2)
-        with device_ops() as ops:
-            mask = Documents(documents)
-            context_attention(*map(put, leaves), dist.group.WORLD, layout=striped, mask=mask, kernel=ON_GPU)
-        return ops
+
+def ops_over_documents(count: int, layout, strategy) -> list[list[Counter[str]]]:
+    """The device ops of each rank, of a forward and a backward over so many documents."""
+    mask, length = Documents(documents_of(count)) & Causal(), 32 * count
+
+    def on(rank: int) -> list[Counter[str]]:
+        q, *kv, grad = (put(randn(index, 1, heads, length // 4, 8)) for index, heads in enumerate((2, 1, 1, 2)))
+        given = [x.requires_grad_() for x in (q, *kv)]
+        with device_ops() as forward:
+            out = context_attention(
+                *given, dist.group.WORLD, layout=layout, mask=mask, strategy=strategy, kernel=ON_GPU
+            )
+        with device_ops() as backward:
+            out.backward(grad)
+        return [forward, backward]
 
     with gpus():
-        assert [ops["aten::lerp_"] for ops in run_ranks(on, 2)] == [len(documents)] * 2
+        return run_ranks(on, 4)
+
+
+@sampled(2, strategy=[Ring(), AllGather(), Ulysses()], layout=[contiguous, head_tail, striped])
+def test_the_ops_of_a_pack_do_not_grow_with_its_documents(strategy, layout):
+    """A pack is one call, one merge and one sum, whatever its rows are; and so are messages of many ranges of rows.
+    Views count too, but for those that are joined."""
+    few, many = (ops_over_documents(count, layout, strategy) for count in (8, 24))
+    for ranks in (few, many):
+        for ops in chain.from_iterable(ranks):
+            del ops["aten::slice"], ops["aten::narrow"]
+    assert few == many
+
+
+@pytest.mark.parametrize("strategy", [Ring(), AllGather()], ids=plain)
+@pytest.mark.parametrize("layout", [contiguous, head_tail, striped])
+def test_the_ops_of_512_documents_are_those_of_8(strategy, layout):
+    """As they are rehearsed for a GPU: what is computed, and what is copied, merged and added."""
+    shapes = Shapes(8, 2, 64, 64, torch.bfloat16, torch.device("cuda"))
+    counts = []
+    for count in (8, 64, 512):
+        documents = documents_of(count)
+        layouts = (layout(sum(documents), 4),) * 2
+        given = strategy, layouts, Documents(documents) & Causal(), kernel_of(shapes, None), shapes
+        runs = [rehearse(*given, rank) for rank in range(4)]
+        phases = [phase for run in runs for phase in (run.forward, run.backward)]
+        counts.append([Counter(type(event).__name__ for event in phase.events) for phase in phases])
+    assert counts[0] == counts[1] == counts[2]
+    assert all(count["KernelCall"] for count in counts[0])
 
 
 def test_sinks_that_differ_are_noticed_later():

@@ -69,17 +69,13 @@ def test_documents_are_attended_as_on_one_device(way, causal: bool, layout):
     errors, counts = attended(problem, ranks, strategy=strategy, mask=mask, layout=layout, scale=0.3)
     assert max(errors) < EXACT
     assert any(count[PACKED[0]] for count in counts)
-    # An all-gather's backward goes source by source, and its forward does not.
-    assert any(count[PACKED[1]] for count in counts)
-    if "AllGather" not in str(strategy):
-        assert [count[PACKED[0]] for count in counts] == [count[PACKED[1]] for count in counts]
+    assert [count[PACKED[0]] for count in counts] == [count[PACKED[1]] for count in counts]
 
 
-@pytest.mark.parametrize(("strategy", "calls"), [(Ring(), (4, 4)), (AllGather(), (2, 4))], ids=plain)
-def test_28_documents_are_a_call_a_round(strategy, calls: tuple[int, int]):
+@pytest.mark.parametrize("strategy", [Ring(), AllGather()], ids=plain)
+def test_28_documents_are_a_call_for_each_source(strategy):
     """Each document in 8 chunks, as torch's own balancer for documents cuts them: on each of 4 ranks 28 causal tiles of
-    its own keys, and 28 full ones of each other rank's. A ring is 4 rounds, an
-    all-gather 2; its backward goes source by source."""
+    its own keys, and 28 full ones of each other rank's."""
     documents = tuple(8 * length for length in DOCUMENTS)
     layout = per_document_head_tail(sum(documents), 4, documents=documents, cut_all=True)
     mask = Documents(documents) & Causal()
@@ -91,7 +87,7 @@ def test_28_documents_are_a_call_a_round(strategy, calls: tuple[int, int]):
     problem = Problem(length=sum(documents), batch=1, heads=2, kv_heads=1, mask=within(documents, True))
     errors, counts = attended(problem, 4, strategy=strategy, mask=mask, layout=layout)
     assert max(errors) < EXACT
-    packed = dict(zip(PACKED, calls, strict=True))
+    packed = dict.fromkeys(PACKED, 4)
     assert counts == [{"cp_styles::attention": 1, "cp_styles::attention_backward": 1, **packed}] * 4
 
 
@@ -115,15 +111,15 @@ MASKLESS = Maskless(STAND_IN.name, STAND_IN.device_type, STAND_IN.dtypes)
 
 
 class OneByOne(VarlenKernel):
-    """The same op that packs would go to, a tile a call."""
+    """A tile a call."""
 
-    def forward_tiles(self, tiles):
-        for name, tile in tiles:
-            yield name, next(self._forward_pack([tile]))
+    def forward(self, *tensors, pack=None, **options):
+        run = partial(super().forward, **options)
+        return run(*tensors) if pack is None else pack.one_by_one(run, tensors, 0)
 
-    def backward_tiles(self, tiles):
-        for name, tile in tiles:
-            yield name, next(self._backward_pack([tile]))
+    def backward(self, *tensors, pack=None, **options):
+        run = partial(super().backward, **options)
+        return run(*tensors) if pack is None else pack.one_by_one(run, tensors, 1)
 
 
 @pytest.mark.parametrize("strategy", [Ring(), Ulysses(size=2)], ids=plain)
@@ -191,7 +187,7 @@ def test_windows_need_no_mask(way, window: str, layout, documents: bool):
 
 @pytest.mark.parametrize("name", ["causal", "full", "documents a row"])
 def test_other_masks(name: str):
-    """One tile a round, packs of several sources' full tiles, and a plan for each row of the batch."""
+    """One tile a round, and a plan for each row of the batch."""
     rows = (LENGTHS, LENGTHS[::-1])
     length = sum(LENGTHS)
     masks = {
@@ -253,6 +249,6 @@ def test_low_precision_is_as_good_as_tile_by_tile():
     packed, counts = attended(problem, 2, **options)
     single = OneByOne(STAND_IN.name, STAND_IN.device_type, STAND_IN.dtypes)
     one_by_one, more = attended(problem, 2, kernel=single, **options)
-    assert sum(count[PACKED[0]] for count in more) > sum(count[PACKED[0]] for count in counts)
+    assert sum(count[ALONE[0]] for count in more) > sum(count[ALONE[0]] for count in counts)
     # The house's bound for low precision against low precision.
     assert max(packed) <= 1.1 * max(one_by_one)

@@ -1,0 +1,95 @@
+"""Tiles joined to packs, so that a kernel computes them in one call, and results are merged in one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+from cp_styles.device_copies import tensor_on
+from cp_styles.kernels import packing
+from cp_styles.plan import Cover, RowRanges, Tile
+
+Shape: TypeAlias = tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class PackedTiles:
+    """Tiles of one cover and window. No two have a row of queries in common.
+
+    Attributes:
+        q, kv: from their first row to their last.
+        rows: of queries and of keys: those of one tile after the other, in as few ranges as possible.
+        lengths: the queries of each tile, and the keys of each.
+    """
+
+    q: tuple[int, int]
+    kv: tuple[int, int]
+    cover: Cover
+    window: tuple[int, int] | None
+    rows: tuple[RowRanges, RowRanges]
+    lengths: tuple[tuple[int, ...], tuple[int, ...]]
+
+    @classmethod
+    def of(cls, tiles: Sequence[Tile]) -> PackedTiles:
+        sides = [tile.q for tile in tiles], [tile.kv for tile in tiles]
+        hulls = ((min(side)[0], max(stop for _, stop in side)) for side in sides)
+        lengths = (tuple([stop - start for start, stop in side]) for side in sides)
+        return cls(*hulls, *tiles[0][2:], tuple(map(_joined, sides)), tuple(lengths))  # pyright: ignore
+
+    def on(self, batch: int, device: torch.device) -> tuple[packing.Pack, torch.Tensor | None, torch.Tensor | None]:
+        """The pack, and which rows of queries and of keys it has."""
+        q_index, kv_index = (row_index(rows, device) for rows in self.rows)
+        return packing.Pack.of(self.lengths, batch, device), q_index, kv_index
+
+
+Call: TypeAlias = Tile | PackedTiles
+"""What a kernel computes in one call."""
+
+
+def calls_of(tiles: Sequence[Tile], shapes: tuple[Shape, Shape, Shape], *, small_tiles: bool) -> tuple[Call, ...]:
+    """The ``tiles`` of one source in the order in which they are computed; those with an explicit mask are the last.
+
+    Args:
+        tiles: of a plan.
+        shapes: of the local query, key and value [B, H, S, D].
+        small_tiles: whether the kernel takes packs.
+    """
+    masked = [tile for tile in tiles if tile.cover is Cover.PARTIAL]
+    whole = [tile for tile in tiles if tile.cover is not Cover.PARTIAL]
+    if not small_tiles:
+        return (*whole, *masked)
+    packs: list[list[Tile]] = []
+    newest: dict[object, tuple[list[Tile], int]] = {}  # by cover, with its bytes
+    for tile in whole:
+        rows, keys = tile.q[1] - tile.q[0], tile.kv[1] - tile.kv[0]
+        if shapes[0][0] * rows > packing.LONG_TILE:
+            packs.append([tile])
+            continue
+        kind, nbytes = (tile.cover, tile.window), packing.bytes_of_tile(*shapes, rows, keys)
+        pack, total = newest.get(kind, ([], 0))
+        if not pack or pack[-1].q[1] > tile.q[0] or total + nbytes > packing.MOST_BYTES:
+            pack, total = [], 0
+            packs.append(pack)
+        pack.append(tile)
+        newest[kind] = pack, total + nbytes
+    return (*(pack[0] if len(pack) == 1 else PackedTiles.of(pack) for pack in packs), *masked)
+
+
+def row_index(ranges: RowRanges, device: torch.device) -> torch.Tensor | None:
+    """The rows of several ``ranges``: int64. None for one range."""
+    if len(ranges) == 1:
+        return None
+    return tensor_on(device, [row for rows in ranges for row in range(*rows)])
+
+
+def _joined(ranges: Sequence[tuple[int, int]]) -> RowRanges:
+    joined = [ranges[0]]
+    for start, stop in ranges[1:]:
+        if start == joined[-1][1]:
+            joined[-1] = joined[-1][0], stop
+        else:
+            joined.append((start, stop))
+    return tuple(joined)
