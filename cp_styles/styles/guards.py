@@ -430,8 +430,9 @@ class InputGuards:
                 advice = "layout.positions(rank).unsqueeze(0)" if facts.padding is None else _POSITIONS_OF_TOKENS
                 raise ValueError(
                     f"{self._name}: {kind} takes {name} and was given none: it would count this rank's tokens from "
-                    f"{first}. Pass {name}={advice} (in a context_parallel block those of the whole sequence, as one "
-                    "of its buffers); or apply the style with check_inputs=False if the model does not use them"
+                    f"{first}. Pass {name}={advice}, as **batch.inputs of BatchSharder does (in a context_parallel "
+                    "block those of the whole sequence, as one of its buffers); or apply the style with "
+                    "check_inputs=False if the model does not use them"
                     f"{see('Positions that count from 0')}"
                 )
         if not facts.places or all(inputs.get(name) is None for name in facts.places):
