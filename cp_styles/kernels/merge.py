@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from typing import TypeAlias
+from typing import Any
 
 import torch
 
@@ -15,10 +15,6 @@ EMPTY_LSE = -1e30
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """float64 for float64; float32 for all other dtypes."""
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-_Place: TypeAlias = tuple[tuple[int, int], tuple[int, int], torch.Tensor | None]
-"""Half-open ranges of heads and of rows, and which of these rows: int64, None for all."""
 
 
 class OnlineSoftmax:
@@ -150,7 +146,7 @@ class RowSum:
         self._dtype = dtype
         self._device = device
         self._sum: torch.Tensor | None = None
-        self._waiting: tuple[_Place, torch.Tensor] | None = None
+        self._waiting: tuple[Any, torch.Tensor] | None = None
 
     def add(
         self, heads: tuple[int, int], rows: tuple[int, int], tile: torch.Tensor, index: torch.Tensor | None = None

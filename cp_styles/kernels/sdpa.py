@@ -125,7 +125,7 @@ class SdpaKernel(Kernel):
         q_BHLD, scale, _ = _positive_scale(q_BHLD, scale)
         dim_v, (dim, padded_v) = v_BGME.shape[-1], self._dims(q_BHLD, v_BGME)
         packed = window is not None or pack is not None
-        op, laid = (_op(_PACKED[0]), partial(_by_rows, pack=pack)) if packed else (self.forward_op, _as_it_is)
+        op, laid = _op(_PACKED[0]) if packed else self.forward_op, partial(_by_rows, packed=packed, pack=pack)
         values = self._call(
             op,
             query=laid(self._taken(q_BHLD, dim)),
@@ -171,7 +171,7 @@ class SdpaKernel(Kernel):
         if self.out_like_query:
             grad, out = (_in_order_of(query, x) for x in (grad, out))
         packed = window is not None or pack is not None
-        op, laid = (_op(_PACKED[1]), partial(_by_rows, pack=pack)) if packed else (self.backward_op, _as_it_is)
+        op, laid = _op(_PACKED[1]) if packed else self.backward_op, partial(_by_rows, packed=packed, pack=pack)
         # Never read: there is no dropout.
         names = names_of(op).arguments.values()
         seed = torch.empty(2, dtype=torch.int64, device=query.device) if "philox_seed" in names else None
@@ -306,18 +306,13 @@ class VarlenKernel(SdpaKernel):
         return all(name in names_of(_op(op)).arguments for op in _PACKED for name in _WINDOW)
 
 
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
-def _by_rows(tensor_BHLD: torch.Tensor, pack: Pack | None) -> torch.Tensor:
-    """[B, L, H, D]; of a pack [B T, H, D]."""
-    rows = tensor_BHLD.transpose(1, 2)
+def _by_rows(tensor_BHLD: torch.Tensor, packed: bool, pack: Pack | None) -> torch.Tensor:
+    """As the op takes it: one of _PACKED takes [B, L, H, D], and of a pack [B T, H, D]."""
+    rows = tensor_BHLD.transpose(1, 2) if packed else tensor_BHLD
     return rows if pack is None else rows.flatten(0, 1)
 
 
 def _by_heads(rows: torch.Tensor, q_BHLD: torch.Tensor, pack: Pack | None) -> torch.Tensor:
-    """The inverse of :func:`_by_rows`."""
     return (rows if pack is None else rows.unflatten(0, (q_BHLD.shape[0], -1))).transpose(1, 2)
 
 

@@ -10,6 +10,7 @@ import torch
 
 from cp_styles.device_copies import tensor_on
 from cp_styles.kernels import packing
+from cp_styles.layout import joined_ranges
 from cp_styles.plan import Cover, RowRanges, Tile
 
 Shape: TypeAlias = tuple[int, ...]
@@ -37,7 +38,7 @@ class PackedTiles:
         sides = [tile.q for tile in tiles], [tile.kv for tile in tiles]
         hulls = ((min(side)[0], max(stop for _, stop in side)) for side in sides)
         lengths = (tuple([stop - start for start, stop in side]) for side in sides)
-        return cls(*hulls, *tiles[0][2:], tuple(map(_joined, sides)), tuple(lengths))  # pyright: ignore
+        return cls(*hulls, *tiles[0][2:], tuple(tuple(joined_ranges(side)) for side in sides), tuple(lengths))  # pyright: ignore
 
     def on(self, batch: int, device: torch.device) -> tuple[packing.Pack, torch.Tensor | None, torch.Tensor | None]:
         """The pack, and which rows of queries and of keys it has."""
@@ -80,16 +81,4 @@ def calls_of(tiles: Sequence[Tile], shapes: tuple[Shape, Shape, Shape], *, small
 
 def row_index(ranges: RowRanges, device: torch.device) -> torch.Tensor | None:
     """The rows of several ``ranges``: int64. None for one range."""
-    if len(ranges) == 1:
-        return None
-    return tensor_on(device, [row for rows in ranges for row in range(*rows)])
-
-
-def _joined(ranges: Sequence[tuple[int, int]]) -> RowRanges:
-    joined = [ranges[0]]
-    for start, stop in ranges[1:]:
-        if start == joined[-1][1]:
-            joined[-1] = joined[-1][0], stop
-        else:
-            joined.append((start, stop))
-    return tuple(joined)
+    return tensor_on(device, [row for rows in ranges for row in range(*rows)]) if len(ranges) > 1 else None
