@@ -118,8 +118,14 @@ class ShardedBatch(dict[str, Any]):
 
         Raises:
             ValueError: the batch has no labels, or the logits are not one row for each of this rank's tokens.
+            TypeError: what a model returns, in place of its logits.
         """
         labels_BL = self._labels(ahead)
+        if not isinstance(logits_BLV, torch.Tensor):
+            raise TypeError(
+                f"{type(self).__name__}.loss: logits_BLV are a tensor, got {type(logits_BLV).__name__}: "
+                "take them out of what the model returns, model(...).logits or model(...)[0]"
+            )
         if logits_BLV.shape[:-1] != labels_BL.shape:
             raise ValueError(
                 f"{type(self).__name__}.loss: logits of shape {tuple(logits_BLV.shape)} are not one row for each of "

@@ -233,6 +233,8 @@ def test_a_loss_of_16_bit_logits_is_taken_in_float32():
         for odd in (logits[:, 1:], logits[0]):
             with pytest.raises(ValueError, match=r"not one row for each of this rank's tokens \(2, "):
                 batch.loss(odd)
+        with pytest.raises(TypeError, match=r"got tuple: take them out of what the model returns"):
+            batch.loss((logits, None))  # pyright: ignore[reportArgumentType]
         half = logits.bfloat16()
         assert batch.inputs.keys() == {"input_ids", "position_ids"}
         return batch.loss(half), batch.loss(half.float())
