@@ -239,14 +239,6 @@ class Binding:
         # A copy, because a cycle of references would keep the group, with its connections, until it is collected.
         return self._calls.get(cuts) or self._calls.put(cuts, AgreedCall(replace(self), cuts))
 
-    def known_for(self, lengths: tuple[int, int]) -> AgreedCall | None:
-        """The call with these lengths, if the balancer is known to depend on nothing else. None if it raises."""
-        if isinstance(self.layout, SequenceLayout) or not is_deterministic(self.layout):
-            return None
-        with contextlib.suppress(Exception):
-            return self._calls.put(lengths, self.agreed_on(self.cuts(lengths)))
-        return None
-
     @cached_property
     def as_given(self) -> AgreedCall:
         """The call with the layout of this binding, which is a SequenceLayout."""
@@ -477,13 +469,13 @@ class _Call:
         binding = self.binding
         ranks = binding.group.size()
         guess = binding.group_state.lengths.get(own, (own[0] * ranks, own[1] * ranks))
-        return binding._calls.get(guess) or binding.known_for(guess) or self._made_for(guess)
-
-    def _made_for(self, guess: tuple[int, int]) -> AgreedCall | None:
-        try:
-            return self.binding.agreed_on(self.cuts(guess))
-        except Exception:  # the guessed length may be wrong
-            return None
+        expected = binding._calls.get(guess)
+        if expected is None:
+            with contextlib.suppress(Exception):  # the guessed length may be wrong
+                expected = binding.agreed_on(self.cuts(guess))
+                if not isinstance(binding.layout, SequenceLayout) and is_deterministic(binding.layout):
+                    binding._calls.put(guess, expected)
+        return expected
 
     def layout_for(self, length: int) -> SequenceLayout:
         found = self.made.get(length)
