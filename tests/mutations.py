@@ -145,7 +145,9 @@ FUZZED = [
         "merge: the larger logsumexp for the sum", "OnlineSoftmax.add", "logaddexp", "maximum", "unit/test_merge.py"
     ),
     Mistake("merge: rows that are begun are overwritten", "_within", "place % 2 == 1 or", "", "unit/test_merge.py"),
-    Mistake("merge: a waiting gradient is overwritten", "RowSum.add", "[1].add_(", "[1].copy_(", "unit/test_merge.py"),
+    Mistake(
+        "merge: a waiting gradient is overwritten", "RowSum.add", ".add_(tile)", ".copy_(tile)", "unit/test_merge.py"
+    ),
     Mistake(
         "merge: a sink's share and the rest exchanged",
         "beside_sink",
@@ -156,8 +158,8 @@ FUZZED = [
     Mistake(
         "strategy: own keys left out of the forward",
         "make_schedule",
-        "forward += [*own_keys, ",
-        "forward += [",
+        "forward = [*own_keys, ",
+        "forward = [",
         "ranks/engine/test_parity_grid.py",
     ),
     Mistake(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from math import prod
 from typing import Any
 
 import torch
@@ -137,8 +138,8 @@ def merged(outs_PBHLE: torch.Tensor, lses_PBHL: torch.Tensor) -> tuple[torch.Ten
 class RowSum:
     """Sums tiles of gradients ``[B, H, rows, D]`` into the rows of a whole tensor.
 
-    A tile that covers everything becomes the sum itself. A partial tile before it is held until then. This avoids
-    writing and reading zeros.
+    A tile that covers everything becomes the sum itself. Partial tiles before it are held until then, if they are at
+    most half as large. This avoids writing and reading zeros.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
@@ -146,7 +147,7 @@ class RowSum:
         self._dtype = dtype
         self._device = device
         self._sum: torch.Tensor | None = None
-        self._waiting: tuple[Any, torch.Tensor] | None = None
+        self._waiting: dict[Any, torch.Tensor] = {}
 
     def add(
         self, heads: tuple[int, int], rows: tuple[int, int], tile: torch.Tensor, index: torch.Tensor | None = None
@@ -155,18 +156,27 @@ class RowSum:
 
         The tensor may be kept and changed in place.
         """
-        place = heads, rows, index
+        whole = (0, self._shape[1]), (0, self._shape[2])
         if self._sum is not None and index is not None:
             self._sum[:, slice(*heads)].index_add_(2, index, tile.to(self._dtype))
-        elif self._sum is not None:
-            self._sum[:, slice(*heads), slice(*rows)].add_(tile)  # not +=, which also copies the sum to itself
-        elif index is None and (heads, rows) == ((0, self._shape[1]), (0, self._shape[2])):
+            return
+        held_tiles = self._waiting.items() if self._sum is None else [((*whole, None), self._sum)]
+        for ((head, last_head), (row, last_row), held_index), held in held_tiles:
+            if (
+                index is held_index
+                and head <= heads[0]
+                and heads[1] <= last_head
+                and row <= rows[0] <= rows[1] <= last_row
+            ):
+                first = rows[0] - row
+                # Not +=, which also copies the sum to itself.
+                held[:, heads[0] - head : heads[1] - head, first : first + tile.shape[2]].add_(tile)
+                return
+        if index is None and (heads, rows) == whole:
             self._sum = tile.to(self._dtype)
             self._settle()
-        elif self._waiting is None:
-            self._waiting = (place, tile.to(self._dtype))
-        elif self._waiting[0][:2] == place[:2] and self._waiting[0][2] is index:
-            self._waiting[1].add_(tile)
+        elif 2 * sum(map(torch.Tensor.numel, (*self._waiting.values(), tile))) <= prod(self._shape):
+            self._waiting[heads, rows, index] = tile.to(self._dtype)
         else:
             self._sum = _zeros(self._shape, self._dtype, self._device)
             self._settle()
@@ -179,9 +189,8 @@ class RowSum:
         return self._sum
 
     def _settle(self) -> None:
-        waiting, self._waiting = self._waiting, None
-        if waiting is not None:
-            (heads, rows, index), tile = waiting
+        waiting, self._waiting = self._waiting, {}
+        for (heads, rows, index), tile in waiting.items():
             self.add(heads, rows, tile, index)
 
 

@@ -11,13 +11,11 @@ gradients  one message of dk and one of dv, [B, rows, g, D] in the accumulation 
 
 [Note: memory] A step waits for its own message first. Then it starts the next one, and computes meanwhile. So at most
 three messages of keys are alive at any time, forward and backward, for any number of ranks: the one at hand, the one to
-come, and the one that is being sent. If there are several rounds, and a message would be larger than a query shard (as
-without grouped heads), the key heads are sent in groups, one after the other. What is no larger travels with all heads.
-It is computed in the same groups, and its gradients travel by them. Few rows, as those of a document or a window, are
-computed with all heads too, if that is no more than a group of many rows. Both ranks know the number of rows, and so
-how they are sent. Own keys are computed with all heads at once: their results are the sums to which others are added.
-In 16 bits, where sums are wider than keys, a backward computes in smaller groups, own keys too, and sends their
-gradients by them. What a kernel wants in float32 is copied for one query head of a tile at a time.
+come, and the one that is being sent. While all three are, a backward computes by groups of key heads, and sends the
+gradients of one group after the other: they take at most half the bytes of queries. It computes at once with kept keys,
+which come first, and with the last ones. Own keys come last, with all heads: their results become the sums. Until then
+sums have the rows of received gradients alone. In 16 bits, where sums are wider than keys, a backward always computes
+by groups. What a kernel wants in float32 is copied for one query head of a tile at a time.
 """
 
 from __future__ import annotations
@@ -220,7 +218,7 @@ class _PlanRun:
             pairs.append(block.unpacked(self.k, self.v) if message is None else block.in_message(message))
         parts = []
         for keys in step.keys:
-            (k, v), heads = pairs[keys.arrival], slice(*keys.heads)
+            (k, v), heads = pairs[keys.arrival], slice(*keys.block.heads)
             parts.append((k[:, heads], v[:, heads]))
         return parts
 
@@ -265,7 +263,7 @@ class _PlanRun:
     def _heads(self, keys: Keys) -> list[tuple[Span, Span]]:
         """Query heads of ``keys``, and their key heads in it, of which a kernel is given tiles: all; or one query head
         after the other where their tiles are copies in a wider dtype."""
-        (first, stop), count = keys.q_heads, keys.heads[1] - keys.heads[0]
+        (first, stop), count = keys.q_heads, keys.block.heads[1] - keys.block.heads[0]
         if self.setup.dtype == self.q.dtype:
             return [(keys.q_heads, (0, count))]
         places = ((head, (head - first) * count // (stop - first)) for head in range(first, stop))
@@ -294,8 +292,7 @@ class _PlanRun:
     def _place(self, arrival: Arrival) -> torch.Tensor:
         """The buffer of a message: in the residual if it is kept, else new memory."""
         if arrival.kept is not None and self._kept:
-            message, elements = arrival.kept
-            return self._kept[message][elements]
+            return self._kept[arrival.kept]
         return self.k.new_empty(arrival.block.size)
 
     def _computed(
@@ -453,9 +450,9 @@ class Ring(MovingKV):
     Memory of one attention on one rank, for any number of ranks. Q is the bytes of its queries (or of the output).
     Between forward and backward: the inputs, the output, its logsumexp, and at most ``keep`` K. In the forward: Q for
     the output, three messages, and the result of a tile. In the backward: the gradients, three messages, and gradients
-    of three messages: one is computed, one is sent, and one arrives. With more than two ranks a message is at most the
-    smaller of K and Q: see [Note: memory] in moving_kv.py. In 16 bits gradients are summed in float32 and travel in
-    smaller parts; on CPU tiles are computed in float32, from copies of one head. tutorials/costs.md has the bytes.
+    of three groups of key heads: one is computed, one is sent, and one arrives. See [Note: memory] in moving_kv.py.
+    In 16 bits gradients are summed in float32; on CPU tiles are computed in float32, from copies of one head.
+    tutorials/costs.md has the bytes.
 
     Source: Liu, Zaharia and Abbeel, Ring Attention with Blockwise Transformers (2023).
 

@@ -65,8 +65,8 @@ class Block:
         return [rows_in(x[:, heads], 2, self.rows) for x in (k_BGMD, v_BGME)]
 
 
-Parted: TypeAlias = tuple[Block, Sequence[Block], Sequence[Block]]
-"""A message, and its parts that a forward and a backward compute at once: all of it, or groups of its heads."""
+Parted: TypeAlias = tuple[Block, Sequence[Block]]
+"""A message, and its parts that a backward computes at once: all of it, or groups of its heads."""
 
 
 class Arrival(NamedTuple):
@@ -75,12 +75,12 @@ class Arrival(NamedTuple):
     Attributes:
         source: the rank that holds them.
         block: which heads and rows of the source these are.
-        kept: if the message is kept in the residual, which of the kept messages it is part of, and its elements there.
+        kept: if the message is kept in the residual, which of the kept messages it is.
     """
 
     source: int
     block: Block
-    kept: tuple[int, slice] | None
+    kept: int | None
 
 
 class Keys(NamedTuple):
@@ -89,15 +89,13 @@ class Keys(NamedTuple):
     Attributes:
         source: the rank that holds them.
         arrival: which of the step's arrivals has them.
-        heads: which heads of that arrival.
-        block: which heads and rows of the source these are.
+        block: which heads and rows of the source these are. The arrival has all heads.
         q_heads: the query heads that attend to them.
         calls: of the kernel, in this order.
     """
 
     source: int
     arrival: int
-    heads: Span
     block: Block
     q_heads: Span
     calls: tuple[Call, ...]
@@ -202,12 +200,7 @@ def make_schedule(
     # Elements of a row of queries, and of a row of k and v.
     query, key = q_shape[1] * q_shape[3], key_heads * (k_shape[3] + v_shape[3])
     all_heads = [(0, key_heads)]
-    groups = _groups(key_heads, query, key) if len(rounds) > 1 else all_heads
-    # What a backward computes at once: where gradients are wider than keys, two parts at least, whose gradients take at
-    # most the bytes of queries.
-    finer, parts = widening > 1 and bool(distances), groups
-    if finer:
-        parts = _groups(key_heads, 1, max(2, len(groups) * -(-key * widening // (query * len(groups) or 1))))
+    finer = widening > 1 and bool(distances)
     all_blocks: dict[tuple[Span, RowRanges], Block] = {}
     all_calls: dict[int, tuple[Call, ...]] = {}  # sources may share their tiles
 
@@ -227,59 +220,52 @@ def make_schedule(
         """One for each range of heads; the same object for the same rows, so that they are packed once."""
         return [all_blocks.setdefault((heads, rows), _block(heads, rows, k_shape, v_shape)) for heads in spans if rows]
 
-    def messages(other: int, rows: RowRanges) -> list[Parted]:
-        """The messages with ``rows`` between this rank and the ``other`` one, in either direction."""
-        # Sender and receiver compute this alike: the size of the smaller query shard is the limit.
-        limit, size = query * min(lengths[rank], lengths[other]), key * _count(rows)
-        forward = all_heads if size * len(groups) <= limit else groups
-        backward = all_heads if size * widening * len(parts) <= limit else parts
+    def parted(distance: int, other: int, rows: RowRanges) -> list[Parted]:
+        """The message with ``rows`` between this rank and the ``other`` one, in either direction, if there is one."""
+        # Sender and receiver compute this alike: the size of the smaller query shard counts.
+        queries, size = query * min(lengths[rank], lengths[other]), key * _count(rows)
+        # Beside keys at hand there are others that come, and own ones that leave. Not with kept keys and the last ones.
+        crowded = len(rounds) > 1 and distance not in (*kept, distances[-1])
+        return [(block, blocks(rows, parts(size, queries, crowded=crowded))) for block in blocks(rows, all_heads)]
 
-        def within(block: Block, spans: Sequence[Span]) -> list[Block]:
-            return blocks(rows, [heads for heads in spans if block.heads[0] <= heads[0] < block.heads[1]])
+    def parts(size: int, queries: int, *, crowded: bool) -> list[Span]:
+        """Heads that a backward computes at once and sends the gradients of. These take at most half the bytes of
+        queries if memory is ``crowded``. Wider than keys, they take at most those of queries, and are of two parts."""
+        count = -(-size * widening * (2 if crowded else 1) // max(queries, 1)) if crowded or finer else 1
+        return _cut(key_heads, max(count, 1 + finer))
 
-        whole = blocks(rows, groups if size > limit else all_heads)
-        return [(block, within(block, forward), within(block, backward)) for block in whole]
-
-    received = {d: messages(source(d), plan.parts[source(d)].rows) for d in distances}
-    sent = {d: messages(peer(d), plan.sends[peer(d)]) for d in distances}
+    received = {d: parted(d, source(d), plan.parts[source(d)].rows) for d in distances}
+    sent = {d: parted(d, peer(d), plan.sends[peer(d)]) for d in distances}
     own = plan.parts[rank].rows
-    received[0] = [(block, [block], blocks(own, parts) if finer else [block]) for block in blocks(own, all_heads)]
+    of_own = parts(key * lengths[rank], query * lengths[rank], crowded=False)
+    received[0] = [(block, blocks(own, of_own)) for block in blocks(own, all_heads)]
     sent[0] = []
 
-    def step(number: int, group: int, distances: Sequence[int], travels: bool, *, back: bool) -> Step:
-        arriving = {d: received[d][group] for d in distances if group < len(received[d])}
-        leaving = {d: sent[d][group] for d in distances if group < len(sent[d])}
+    def step(number: int, distances: Sequence[int], travels: bool, *, back: bool) -> Step:
         arrivals, keys, gradients = [], [], []
         for d in distances:
-            source_keys, peer_blocks = [], leaving[d][2] if d in leaving else []
-            if d in arriving:
-                block, *parts = arriving[d]
+            source_keys = []
+            for block, parts in received[d]:
                 calls = calls_with(source(d))
-                for part in parts[back]:
-                    heads = part.heads[0] - block.heads[0], part.heads[1] - block.heads[0]
+                for part in parts if back else [block]:
                     q_heads = part.heads[0] * share, part.heads[1] * share
-                    source_keys.append(Keys(source(d), len(arrivals), heads, part, q_heads, calls))
-                before = sum(earlier.size for earlier, *_ in received[d][:group])
-                place = (kept.index(d), slice(before, before + block.size)) if d in kept else None
-                arrivals.append(Arrival(source(d), block, place))
+                    source_keys.append(Keys(source(d), len(arrivals), part, q_heads, calls))
+                arrivals.append(Arrival(source(d), block, kept.index(d) if d in kept else None))
             keys += source_keys
-            pairs = zip_longest(source_keys, peer_blocks)
+            pairs = zip_longest(source_keys, (part for _, parts in sent[d] for part in parts))
             gradients += [GradientMessages(source(d), returned, peer(d), block) for returned, block in pairs]
-        sends = [(peer(d), block) for d, (block, *_) in leaving.items()]
+        sends = [(peer(d), block) for d in distances for block, _ in sent[d]]
         fields = (arrivals, [arrival.source for arrival in arrivals], keys, sends, gradients)
         return Step(number, travels, *map(tuple, fields))  # pyright: ignore[reportArgumentType]
 
-    forward, backward = [], []
-    for group in range(len(groups)):
-        # The results for own keys become the sums to which the others are added. So all heads at once cost no memory.
-        own_keys = [(group, (0,), False)] if group == 0 else []
-        forward += [*own_keys, *((group, arriving, True) for arriving in rounds)]
-        # Steps with kept messages come first: they need not wait, and the other messages are sent meanwhile.
-        for travels in (False, True):
-            backward += own_keys if travels else []
-            chosen = [[d for d in arriving if (d not in kept) == travels] for arriving in rounds]
-            backward += [(group, arriving, travels) for arriving in chosen if arriving]
-    sizes = tuple(sum(block.size for block, *_ in received[distance]) for distance in kept)
+    # Steps with kept messages come first: they need not wait, and the other messages are sent meanwhile. Own keys come
+    # last, while the last gradients are sent; first, if nothing else is there while the first keys are sent.
+    here, away = ([[d for d in arriving if (d in kept) == still] for arriving in rounds] for still in (True, False))
+    order = [(arriving, False) for arriving in here if arriving], [(arriving, True) for arriving in away if arriving]
+    own_keys = [((0,), False)]
+    forward = [*own_keys, *((arriving, True) for arriving in rounds)]
+    backward = [*order[0], *order[1], *own_keys] if kept else [*own_keys, *order[1]]
+    sizes = tuple(sum(block.size for block, _ in received[distance]) for distance in kept)
     forward, backward = (
         tuple(step(number, *arguments, back=back) for number, arguments in enumerate(way))
         for way, back in ((forward, False), (backward, True))
@@ -289,10 +275,10 @@ def make_schedule(
     return Schedule(rank, forward, backward, sizes, tiles, plan)
 
 
-def _groups(key_heads: int, query: int, key: int) -> list[Span]:
-    """Key heads in as few groups as possible, such that a row of k and v of a group is at most a row of queries."""
-    parts = min(key_heads, -(-key // max(query, 1))) or 1
-    return list(pairwise(key_heads * index // parts for index in range(parts + 1)))
+def _cut(heads: int, parts: int) -> list[Span]:
+    """Heads in ``parts`` ranges, or in as many as there are heads."""
+    parts = min(heads, parts) or 1
+    return list(pairwise(heads * index // parts for index in range(parts + 1)))
 
 
 def _block(heads: Span, rows: RowRanges, k_shape: Shape, v_shape: Shape) -> Block:

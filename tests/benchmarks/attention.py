@@ -172,8 +172,8 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), default="float32")
     args = parser.parse_args()
-    if (args.peers or args.bare) and (args.mask != "causal" or args.heads != args.kv_heads):
-        parser.error("--peers and --bare are compared under --mask causal and with as many --kv-heads as --heads")
+    if ((args.peers or args.bare) and args.mask != "causal") or (args.bare and args.heads != args.kv_heads):
+        parser.error("--peers and --bare need --mask causal, and --bare as many --kv-heads as --heads")
     if args.door == "varlen" and args.mask == "window":
         parser.error("--door varlen takes --mask causal or documents")
     if args.plot:
@@ -213,12 +213,10 @@ def work(rank: int, args: argparse.Namespace, port: int) -> None:
         kernel = TimedKernel()
         contenders.append(Contender(Row("a bare ring"), partial(bare_ring, kernel), shard, kernel))
     if args.peers:
-        kernel = TimedKernel()
-        found, missing = peers(kernel, args.ranks)
+        found, missing = peers(args.ranks)
         for name, peer in found.items():
-            # torch's ring calls its op by itself.
-            timed = None if name.startswith("torch") else kernel
-            contenders.append(Contender(Row(name), peer.attend, shard, timed))
+            inputs = [x.transpose(1, 2) for x in shard] if peer.rows_first else shard
+            contenders.append(Contender(Row(name), peer.attend, inputs, None))
     for index in range(args.rounds + 2):
         # In another order each round, the same on all ranks: one that always follows its like finds its code and its
         # memory warm.

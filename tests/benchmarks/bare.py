@@ -1,9 +1,9 @@
 """A ring with nothing around it: what the schedule of a ring costs on this machine, whoever runs it.
 
-The schedule and the bytes are those of ``Ring()`` under ``head_tail``: the keys of one source are kept for the
-backward, those of the others are sent again. With more than two ranks it sends every message whole, where ``Ring()``
-sends large ones in groups of heads, and holds more memory. There is no style, no check of an argument, no agreement of
-ranks, and nothing but what causal attention of equal parts needs. So what it costs above the ideal is the price of
+The bytes are those of ``Ring()`` under ``head_tail``: the keys of one source are kept for the backward, those of the
+others are sent again. With more than two ranks it sends all gradients of a source at once, where ``Ring()`` sends some
+in groups of heads, and holds more memory. There is no style, no check of an argument, no agreement of ranks, and
+nothing but what causal attention of equal parts needs. So what it costs above the ideal is the price of
 kernels on tiles, of merging them and of gloo's messages. What ``Ring()`` costs above it is the price of doors, checks
 and agreement, and with more than two ranks of groups.
 

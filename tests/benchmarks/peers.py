@@ -1,8 +1,10 @@
-"""Other implementations of context-parallel attention, as functions of this rank's [B, H, S, D], for benchmarks.
+"""Other implementations of context-parallel attention, for benchmarks.
 
 torch's own ring comes with torch. ring-flash-attention and yunchang run where they can be imported
 (``pip install --no-deps ring-flash-attn yunchang``). Both call the package flash_attn, which needs CUDA;
-:func:`stand_in_for_flash_attn` puts a module of that name in front of them that calls torch's flash op for CPU.
+:func:`stand_in_for_flash_attn` puts a module of that name in front of them that calls torch's flash op for CPU. What it
+adds to them: views, and for ring-flash-attention a copy of each gradient of a tile into the buffers that it passes,
+because the op for CPU returns its results.
 Results were compared with dense attention: equal, but for the gradients of ring-flash-attention in float32. It keeps
 sums in buffers that it overwrites where the conversion to float32 makes no copy. The work, and its time, is the same.
 """
@@ -10,27 +12,31 @@ sums in buffers that it overwrites where the conversion to float32 makes no copy
 from __future__ import annotations
 
 import importlib.util
-import math
 import sys
 import types
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from cp_styles import contiguous, head_tail
-from cp_styles.kernels import Kernel
 from cp_styles.layout import Balancer
 
 Attend: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Peer(NamedTuple):
-    """``attend`` is causal attention over the ranks of the default group, of parts cut by ``layout``."""
+    """``attend`` is causal attention over the ranks of the default group, of parts cut by ``layout``.
+
+    ``rows_first``: its tensors are [B, S, H, D], and not [B, H, S, D]. All are contiguous as [B, S, H, D].
+    """
 
     attend: Attend
     layout: Balancer
+    rows_first: bool
 
 
 class TorchRing(torch.autograd.Function):
@@ -59,13 +65,13 @@ class TorchRing(torch.autograd.Function):
         return dq, dk, dv, None
 
 
-def peers(kernel: Kernel, ranks: int) -> tuple[dict[str, Peer], dict[str, str]]:
+def peers(ranks: int) -> tuple[dict[str, Peer], dict[str, str]]:
     """Those that can be made here, by name, and of the others the reason. Collective: yunchang makes process groups."""
     makers: dict[str, Callable[[], Peer]] = {
         "torch ring, all-gather": lambda: _torch_ring("allgather"),
         "torch ring, all-to-all": lambda: _torch_ring("alltoall"),
-        "ring-flash-attention zigzag": lambda: _zigzag(kernel),
-        "yunchang Ulysses": lambda: _yunchang(kernel, ranks),
+        "ring-flash-attention zigzag": _zigzag,
+        "yunchang Ulysses": lambda: _yunchang(ranks),
     }
     found, missing = {}, {}
     for name, make in makers.items():
@@ -78,11 +84,11 @@ def peers(kernel: Kernel, ranks: int) -> tuple[dict[str, Peer], dict[str, str]]:
 
 def _torch_ring(method: str) -> Peer:
     importlib.import_module("torch.distributed.tensor.experimental._context_parallel._attention")
-    return Peer(lambda q, k, v: TorchRing.apply(q, k, v, method), head_tail)  # pyright: ignore[reportReturnType]
+    return Peer(lambda q, k, v: TorchRing.apply(q, k, v, method), head_tail, False)  # pyright: ignore[reportReturnType]
 
 
-def _zigzag(kernel: Kernel) -> Peer:
-    stand_in_for_flash_attn(kernel)
+def _zigzag() -> Peer:
+    stand_in_for_flash_attn()
     spec = importlib.util.find_spec("ring_flash_attn")
     if spec is None:
         raise ImportError("No module named 'ring_flash_attn'")
@@ -91,42 +97,25 @@ def _zigzag(kernel: Kernel) -> Peer:
     package.__path__ = list(spec.submodule_search_locations or ())
     sys.modules["ring_flash_attn"] = package
     function = importlib.import_module("ring_flash_attn.zigzag_ring_flash_attn").zigzag_ring_flash_attn_func
-    return Peer(lambda q, k, v: _transposed(function, q, k, v, causal=True), head_tail)
+    return Peer(partial(function, causal=True), head_tail, True)
 
 
-def _yunchang(kernel: Kernel, ranks: int) -> Peer:
-    stand_in_for_flash_attn(kernel)
+def _yunchang(ranks: int) -> Peer:
+    stand_in_for_flash_attn()
     yunchang = importlib.import_module("yunchang")
     yunchang.set_seq_parallel_pg(ranks, 1, dist.get_rank(), ranks)
     attention = importlib.import_module("yunchang.ulysses").UlyssesAttention(yunchang.globals.PROCESS_GROUP.ULYSSES_PG)
-    return Peer(lambda q, k, v: _transposed(attention, q, k, v, causal=True), contiguous)
+    return Peer(partial(attention, causal=True), contiguous, True)
 
 
-def _transposed(function: Callable[..., Any], *qkv: torch.Tensor, **options: Any) -> torch.Tensor:
-    # They take [B, S, H, D], and take it for contiguous.
-    return function(*(x.transpose(1, 2).contiguous() for x in qkv), **options).transpose(1, 2)
+def stand_in_for_flash_attn() -> None:
+    """Let ``import flash_attn`` find a module whose attention is torch's, of [B, S, H, D]. For this process."""
+    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    backward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
-
-def stand_in_for_flash_attn(kernel: Kernel) -> None:
-    """Let ``import flash_attn`` find a module whose attention is ``kernel``, of [B, S, H, D]. For this process."""
-
-    def forward(
-        q,
-        k,
-        v,
-        dropout_p=0.0,
-        softmax_scale=None,
-        causal=False,
-        window_size_left=-1,
-        window_size_right=-1,
-        softcap=0.0,
-        alibi_slopes=None,
-        return_softmax=False,
-    ):
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        scale = softmax_scale or 1 / math.sqrt(q.shape[-1])
-        with torch.no_grad():
-            out, lse = kernel.forward(q, k, v, causal=causal, bias=None, scale=scale)
+    # ring-flash-attention passes arguments by the names that these have; yunchang wants them to be there.
+    def forward(q, k, v, softmax_scale=None, causal=False, window_size_left=-1, window_size_right=-1, **others):
+        out, lse = op(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.0, causal, scale=softmax_scale)
         return out.transpose(1, 2), lse, None, None
 
     def backward(
@@ -139,41 +128,21 @@ def stand_in_for_flash_attn(kernel: Kernel) -> None:
         dq,
         dk,
         dv,
-        dropout_p=0.0,
         softmax_scale=None,
         causal=False,
         window_size_left=-1,
         window_size_right=-1,
-        softcap=0.0,
-        alibi_slopes=None,
-        deterministic=False,
-        rng_state=None,
+        **others,
     ):
-        dout, q, k, v, out = (x.transpose(1, 2) for x in (dout, q, k, v, out))
-        scale = softmax_scale or 1 / math.sqrt(q.shape[-1])
-        with torch.no_grad():
-            grads = kernel.backward(dout, q, k, v, out, softmax_lse, causal=causal, bias=None, scale=scale)
+        tensors = [x.transpose(1, 2) for x in (dout, q, k, v, out)]
+        grads = backward_op(*tensors, softmax_lse, 0.0, causal, scale=softmax_scale)
         for place, grad in zip((dq, dk, dv), grads, strict=True):
             place.copy_(grad.transpose(1, 2))
-        return softmax_lse
-
-    class Function(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, q, k, v, scale, causal):
-            out, lse, _, _ = forward(q, k, v, softmax_scale=scale, causal=causal)
-            ctx.save_for_backward(q, k, v, out, lse)
-            ctx.options = {"softmax_scale": scale, "causal": causal}
-            return out
-
-        @staticmethod
-        def backward(ctx, *grads):
-            q, k, v, out, lse = ctx.saved_tensors
-            found = [torch.empty_like(x) for x in (q, k, v)]
-            backward(grads[0], q, k, v, out, lse, *found, **ctx.options)
-            return *found, None, None
 
     def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, **others):
-        return Function.apply(q, k, v, softmax_scale, causal)
+        heads_first = (x.transpose(1, 2) for x in (q, k, v))
+        out = F.scaled_dot_product_attention(*heads_first, is_causal=causal, scale=softmax_scale, enable_gqa=True)
+        return out.transpose(1, 2)
 
     package, interface = types.ModuleType("flash_attn"), types.ModuleType("flash_attn.flash_attn_interface")
     for name, value in {

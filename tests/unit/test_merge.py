@@ -138,8 +138,8 @@ def test_row_sum_adds_and_keeps_the_first_whole_tile():
 
 
 def test_row_sum_adds_parts_that_come_before_a_whole_tile():
-    """They wait for it, if they are of one place."""
-    for later in ((1, 3), (0, 2)):
+    """They wait for it, if they are at most half as large. A part of one that waits is added to that."""
+    for later in ((1, 3), (0, 2), (2, 3)):
         total = RowSum((1, 1, 4, 2), torch.float32, CPU)
         for rows in ((1, 3), later, (0, 4)):
             total.add(HEAD, rows, torch.ones(1, 1, rows[1] - rows[0], 2))

@@ -81,13 +81,15 @@ def test_bytes_of_causal_head_tail(door: str, strategy, ranks: int, units: tuple
     which needs all, 2 u.
     """
     problem = Problem(length=LENGTH, dtype=torch.float32)
-    groups = 2 if strategy is Ring and ranks > 2 else 1  # of heads, where several rounds are as large as this
     for chosen, expected in zip((strategy(keep=0), strategy(), strategy(keep=64)), units, strict=True):
         sent, _, kernels = costs(problem, ranks, door, strategy=chosen, layout=head_tail, mask=Causal())
         assert sent == expected
-        calls = 1 + (ranks - 1) * groups  # one with the own keys, and one with each group of another rank's
-        for kernel in kernels:
-            assert (len(kernel.forwards), len(kernel.backwards)) == (calls, calls)
+        for rank, kernel in enumerate(kernels):
+            calls = ranks
+            for distance in range(1 + chosen.keep, ranks - 1 if strategy is Ring else 0):
+                # Of the 4 u of gradients of all keys, or 2 u of half of them, a backward computes 1/2 u at once.
+                calls += 3 if rank < distance else 1
+            assert (len(kernel.forwards), len(kernel.backwards)) == (ranks, calls)
 
 
 @pytest.mark.parametrize("mask", [SlidingWindow(1, 0), Documents((3, 4, 4, 5)) & Causal()], ids=plain)
@@ -135,8 +137,8 @@ def test_without_a_backward_nothing_is_kept(how: str):
 def test_the_next_keys_are_on_their_way_while_these_are_computed(keep: int, kv_heads: int):
     """The order on a rank: a step's transfers are started before the kernel works on the step before it.
 
-    Where key heads are as many as query heads, one half of them follows the other without a pause. Own keys are worked
-    on with all heads at once.
+    A backward works on keys by groups of heads while other keys are on their way, on kept ones and on the last ones at
+    once, and on its own last, while gradients are. With nothing kept it works on its own while the first keys are sent.
     """
     problem = Problem(length=LENGTH, causal=False, kv_heads=kv_heads, dtype=torch.float32)
     log: list[str] = []
@@ -170,20 +172,13 @@ def test_the_next_keys_are_on_their_way_while_these_are_computed(keep: int, kv_h
 
     run_ranks(on, 3)
     # A "home" is the sends of dk and of dv. Kept messages are worked on first, since there is nothing to wait for.
-    groups = 2 if kv_heads == 4 else 1
-    forward = {
-        1: "send compute send compute compute",
-        2: "send compute send compute send compute send compute compute",
-    }
+    crowded = "gradient home " * kv_heads
     backward = {
-        (0, 1): "send gradient send gradient home gradient home",
-        (0, 2): "send gradient send gradient home send gradient home send gradient home gradient home",
-        (1, 1): "send gradient home gradient gradient home",
-        (1, 2): "send gradient home gradient send gradient home gradient home gradient home",
-        (2, 1): "gradient home gradient home gradient",
-        (2, 2): "gradient home gradient home gradient gradient home gradient home",
+        0: f"send gradient send {crowded} gradient home",
+        1: "send gradient home gradient home gradient",
+        2: "gradient home gradient home gradient",
     }
-    expected = f"{forward[groups]} {backward[keep, groups]}"
+    expected = f"send compute send compute compute {backward[keep]}"
     assert log == expected.replace("home", "send send").split()
 
 
