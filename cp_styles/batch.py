@@ -43,6 +43,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from cp_styles.bounded_cache import known_about
 from cp_styles.checksum import device_checksum
 from cp_styles.comm.agreement import Meeting, StatusRow, compare, end_forwards, exchange_status, fingerprint
 from cp_styles.comm.group_state import state_of
@@ -578,9 +579,6 @@ def _refuse_sparse(parameters: list[torch.Tensor]) -> None:
             )
 
 
-_SUMMED = "_cp_styles_summed"
-
-
 class Summed(NamedTuple):
     """The ``ranks`` over which a gradient was summed, and ``by`` what, for messages."""
 
@@ -590,14 +588,16 @@ class Summed(NamedTuple):
 
 def summed_over(parameter: torch.Tensor) -> tuple[Summed, ...]:
     """The sums that are noted on the gradient of ``parameter``. A note is valid until the gradient changes."""
-    version, notes = getattr(parameter.grad, _SUMMED, (None, ()))
-    return notes if parameter.grad is not None and version == parameter.grad._version else ()
+    if parameter.grad is None:
+        return ()
+    version, notes = known_about(parameter.grad).get(Summed, (None, ()))
+    return notes if version == parameter.grad._version else ()
 
 
 def note_summed(parameter: torch.Tensor, *notes: Summed) -> None:
     """Note on the gradient of ``parameter`` that these sums were taken. Earlier notes are replaced."""
     assert parameter.grad is not None
-    setattr(parameter.grad, _SUMMED, (parameter.grad._version, notes))
+    known_about(parameter.grad)[Summed] = parameter.grad._version, notes
 
 
 def _refuse_spread(parameters: list[torch.Tensor], group: dist.ProcessGroup) -> None:
