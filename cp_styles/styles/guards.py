@@ -131,8 +131,10 @@ never_compile_alone(TokenGuard.run)
 
 
 def _way_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    given = (name for name, x in kwargs.items() if x is not None)
-    return id(module), module.training, *(x is not None for x in args), *given
+    """What may decide which code of a forward runs: its arguments that are given, and flags."""
+    given = (x if isinstance(x, bool) else x is not None for x in args)
+    named = ((name, isinstance(x, bool) and x) for name, x in kwargs.items() if x is not None)
+    return id(module), module.training, *given, *named
 
 
 def _part_of(binding: Binding, inputs: Mapping[str, Any]) -> int | None:

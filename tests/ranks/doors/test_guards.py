@@ -374,8 +374,8 @@ def test_a_model_that_counts_its_tokens():
 
 
 class CountsUnlessTold(Model):
-    def forward(self, x, pos=None):
-        pos = torch.arange(x.shape[1]) if pos is None else pos[0]
+    def forward(self, x, pos=None, count=False):
+        pos = torch.arange(x.shape[1]) if pos is None or count else pos[0]
         return super().forward(x + pos[:, None])
 
 
@@ -394,18 +394,19 @@ def test_a_model_that_counts_its_tokens_unless_it_is_given_positions():
     refused(model, *uncut, words="pos count from 0 to 11 on this rank, whose part of the sequence begins at 12")
 
 
+@pytest.mark.parametrize("count", [False, True])
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
-def test_a_later_forward_without_the_positions_of_the_first(mode):
+def test_a_later_forward_that_counts(mode, count: bool):
     """As where a model is trained with positions, and its own loop that samples gives it none."""
 
     def on(rank: int) -> None:
         mine, cut = copy.deepcopy(COUNTS_UNLESS_TOLD), contiguous(LENGTH, RANKS)
         parallelize_module(mine, cp_mesh(RANKS), ModuleContextParallel(layout=contiguous))
-        part = cut.shard(X, 1, rank)
+        part, pos = cut.shard(X, 1, rank), cut.shard(POSITIONS, 1, rank)
         with mode():
             for _ in range(2):
-                mine(part, pos=cut.shard(POSITIONS, 1, rank))
-            mine(part)
+                mine(part, pos=pos, count=False)
+            mine(part, pos=pos if count else None, count=count)
 
     errors = run_ranks(on, RANKS, return_errors=True)
     assert "makes the numbers 0 to 5 inside" in str(errors[1]), errors
