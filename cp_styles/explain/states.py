@@ -127,9 +127,10 @@ class ChannelShapes(MixerShapes):
     Attributes:
         channels: how many.
         item: bytes of one channel of a token, in all rows of the batch.
-        tensors: how many tensors are cut by channels, beside the output.
+        tensors: numbers of a channel of a token in the tensors that are cut by channels, beside the output.
         shared: bytes of a token in tensors that all channels need.
         final: bytes of the last state of one channel, in all rows of the batch, if it is wanted.
+        out: numbers of a channel of a token in the output.
     """
 
     channels: int
@@ -137,6 +138,7 @@ class ChannelShapes(MixerShapes):
     tensors: int
     shared: int
     final: int = 0
+    out: int = 1
 
     def sent(self, layout, documents=None):
         parts = [high - low for low, high in head_ranges(self.channels, self.channels, layout.ranks)]
@@ -145,11 +147,11 @@ class ChannelShapes(MixerShapes):
             others = sum(map(bool, parts)) - bool(part)
             there = self.tensors * self.item * (self.channels - part) + self.shared * others
             last = part * self.final * (layout.ranks - 1)
-            sizes.append(length * there + (layout.length - length) * part * self.item + last)
+            sizes.append(length * there + (layout.length - length) * part * self.item * self.out + last)
         return sizes
 
     def kernels(self, layout, documents, hardware):
-        each_token = (self.tensors + 1) * self.item * -(-self.channels // layout.ranks) + self.shared
+        each_token = (self.tensors + self.out) * self.item * -(-self.channels // layout.ranks) + self.shared
         return 3 * (layout.length * each_token / hardware.copy_bandwidth + hardware.kernel_floor)
 
 

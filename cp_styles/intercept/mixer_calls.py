@@ -25,18 +25,25 @@ from cp_styles.decoding import LayerCaches
 from cp_styles.intercept.function_mode import AttentionCalls
 from cp_styles.intercept.subclassing import BoundToThisRun, put_before_class
 from cp_styles.layout import SequenceLayout
+from cp_styles.mixers.by_channels import Channels
 from cp_styles.mixers.convolution import convolved, last_rows
 from cp_styles.mixers.fragments import CutSequence, arguments_of, documents_in, refuse_arguments
-from cp_styles.mixers.recurrence import KNOWN, Recurrence, recurred
+from cp_styles.mixers.recurrence import KNOWN, WKV, Recurrence, recurred
 
 _CACHES = ("cache_params", "past_key_values")
 _REASON = "under context parallelism layers with linear attention run outside of torch.compile's graphs"
 
 
 def run_known_mixers(module: nn.Module) -> None:
-    """Change the class of ``module`` if its forward calls token mixers that are known by name."""
+    """Change the class of ``module`` if its forward calls token mixers that are known by name. So of its token shifts,
+    which pad a row in front and take one away behind (RWKV)."""
     if _calls_known(type(module).forward):
         put_before_class(module, _MixesTokens, _members)
+    if _layer_without_kernel(scan := getattr(type(module), "_rnn_scan", None)) is not None:
+        put_before_class(module, _MixesTokens, partial(_members_of, scan.__name__, _real_gated_lru))
+    for child in module.children():
+        if isinstance(child, nn.ZeroPad2d) and child.padding == (0, 0, 1, -1):
+            put_before_class(child, _MixesTokens, partial(_members_of, "forward", _token_shift))
 
 
 class _MixesTokens(BoundToThisRun):
@@ -87,11 +94,25 @@ def _members(cls: type[nn.Module]) -> dict[str, Any]:
         if _goes_on(calls, bound.arguments):
             return plain(self, *args, **kwargs)
         if layer is not None:
-            return layer(calls, self, bound.arguments)
+            return layer(calls, partial(plain, self), self, bound.arguments)
         made = _with_globals(plain, {name: partial(partial, how, calls) for name, how in _HANDLERS.items()})
         return made(*bound.args, **bound.kwargs)
 
     return {"forward": functools.wraps(plain)(uncompiled(forward, _REASON))}
+
+
+def _members_of(name: str, how: Callable[..., Any], cls: type[nn.Module]) -> dict[str, Any]:
+    plain = getattr(cls, name)
+
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        calls = AttentionCalls.entered()
+        return plain(self, *args, **kwargs) if calls is None else how(calls, partial(plain, self), *args, **kwargs)
+
+    return {name: functools.wraps(plain)(uncompiled(method, _REASON))}
+
+
+def _token_shift(calls: AttentionCalls, shift: Callable[..., Any], x_BLC: torch.Tensor) -> Any:
+    return _mixed(calls, "a token shift", lambda cut: convolved(cut, shift, x_BLC, 1, 2), {})
 
 
 def _goes_on(calls: AttentionCalls, given: dict[str, Any]) -> bool:
@@ -195,7 +216,61 @@ def _padding(calls: AttentionCalls, function: Callable[..., Any], x_BLC: torch.T
     return x_BLC
 
 
-def _lightning_layer(calls: AttentionCalls, layer: Any, given: Mapping[str, Any]) -> tuple[torch.Tensor, None]:
+def _outputs(how: Channels, calls: AttentionCalls, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A kernel by channels that returns a state too, in a layer that is not asked for it."""
+    given = arguments_of(function, args, kwargs)
+    given.pop("return_state", None)
+
+    def outputs(**kwargs: Any) -> Any:
+        return function(**kwargs)[0]
+
+    name = getattr(function, "__name__", "the kernel")
+    return _mixed(calls, name, lambda cut: recurred(cut, outputs, how, **given), given), None
+
+
+def _mlstm(calls: AttentionCalls, plain: Callable[..., Any], layer: Any, given: dict[str, Any]) -> Any:
+    """xLSTMBackend of transformers: a matrix as the state of each head, with a normalizer and a maximum."""
+    return _outputs(_MLSTM, calls, plain, **{name: x for name, x in given.items() if name != "self"})
+
+
+_MLSTM = Channels(cut=("value", "query", "key", "igate", "fgate"), left_out=("c_initial", "n_initial", "m_initial"))
+
+
+def _griffin_layer(calls: AttentionCalls, plain: Any, layer: Any, given: dict[str, Any]) -> tuple[torch.Tensor, None]:
+    """RecurrentGemmaRecurrentBlock of transformers: a convolution, and a number as the state of each channel."""
+    if calls.inputs.get("past_key_values") is not None:
+        raise NotImplementedError(
+            f"{calls.binding.name}: {calls.tally.path} keeps its states in itself, where no cache finds them: generate "
+            "without context parallelism, with a copy of the model that has no style"
+        )
+    x_BCL = layer.linear_x(given["input_states"]).mT
+
+    def conv(x_BCL: torch.Tensor) -> torch.Tensor:
+        return layer.conv_1d(x_BCL)[..., : x_BCL.shape[2]]
+
+    x_BCL = _mixed(calls, "conv_1d", lambda cut: convolved(cut, conv, x_BCL, 2, layer.conv1d_width), {})
+    x_BLC = layer.rg_lru(x_BCL.mT, given["position_ids"])
+    return layer.linear_out(x_BLC * layer.act_fn(layer.linear_y(given["input_states"]))), None
+
+
+def _real_gated_lru(
+    calls: AttentionCalls,
+    scan: Callable[..., Any],
+    hidden_states: torch.Tensor,
+    recurrent_gate: torch.Tensor,
+    reset: torch.Tensor,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    def kernel(k: torch.Tensor, v: torch.Tensor, initial_state: Any = None, output_final_state: bool = True) -> Any:
+        state, ends = (None if initial_state is None else initial_state[..., 0, 0]), torch.zeros_like(k[:, :, :1, 0])
+        out_BLC, state_BC = scan(v[..., 0], k[..., 0], ends.bool(), state)
+        return out_BLC[..., None], state_BC[..., None, None]
+
+    k, v = (recurrent_gate * ~reset)[..., None], hidden_states[..., None]
+    return _kernel(Recurrence(diagonal=True), calls, kernel, k, v)[0][..., 0], None
+
+
+def _lightning_layer(calls: AttentionCalls, plain: Any, layer: Any, given: dict[str, Any]) -> tuple[torch.Tensor, None]:
     """MiniMaxLightningAttention of transformers, whose forward has the recurrence in itself."""
     x_BLC, masked = given["hidden_states"], lambda x_BLC, mask_BL: x_BLC * mask_BL[..., None].to(x_BLC.dtype)
     qkv = _padding(calls, masked, layer.act_fn(layer.qkv_proj(x_BLC)), given.get("attention_mask"))
@@ -241,12 +316,18 @@ def _layer_without_kernel(forward: Any) -> Callable[..., Any] | None:
 
 
 # By the name of the forward. The code is that of transformers 5.23.
-_WITHOUT_KERNEL = {"MiniMaxLightningAttention.forward": (_lightning_layer, "69bc3f622840097c")}
+_WITHOUT_KERNEL: dict[str, tuple[Any, str]] = {
+    "MiniMaxLightningAttention.forward": (_lightning_layer, "69bc3f622840097c"),
+    "RecurrentGemmaRecurrentBlock.forward": (_griffin_layer, "cce3570274ab15aa"),
+    "RecurrentGemmaRglru._rnn_scan": (_real_gated_lru, "edcf0cbffabce491"),
+    "xLSTMBackend.forward": (_mlstm, "ada65c0d031ae105"),
+}
 _MIXERS = {
     "causal_conv1d_fn": partial(_convolution, 2),
     "causal_conv1d": partial(_convolution, 1),
     "mamba_split_conv1d_scan_combined": partial(_refused, "give the layer use_mem_eff_path=False"),
     **{name: partial(_kernel, how) for name, how in KNOWN.items()},
+    "rwkv_linear_attention": partial(_outputs, WKV),
 }
 _HANDLERS: dict[str, Callable[..., Any]] = _MIXERS | {
     **dict.fromkeys(("mamba2_split_conv1d_scan_combined", "mamba_inner_fn"), _not_fused),

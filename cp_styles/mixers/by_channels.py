@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from cp_styles.collectives.autograd import differentiable, gather_exchange, tied
 from cp_styles.collectives.heads import head_exchange
 from cp_styles.collectives.rows import Rows
-from cp_styles.mixers.fragments import CutSequence, Described, MixerCall, arguments_of
+from cp_styles.mixers.fragments import CutSequence, Described, MixerCall, arguments_of, refuse_arguments
 
 
 @dataclass(frozen=True)
@@ -22,16 +22,20 @@ class Channels:
     """How a kernel takes its arguments that computes each of C channels for itself, of L tokens, from a zero state.
 
     Attributes:
-        cut: names of tensors [B, C, L]; the output is one too.
+        cut: names of tensors [B, C, L, ...]; the output has the shape of the first.
         shared: names of tensors [B, N, L] that all channels need.
         parameters: names of tensors with the channels along their first dim.
         wants: name of the flag with which it also returns a final state [B, C, N], N as in ``shared``.
+        tokens: the dim of the tokens; with 1 tensors are [B, L, C, ...].
+        left_out: arguments that must be None or False, such as an initial state.
     """
 
     cut: tuple[str, ...]
     shared: tuple[str, ...] = ()
     parameters: tuple[str, ...] = ()
     wants: str = "return_last_state"
+    tokens: int = 2
+    left_out: tuple[str, ...] = ()
 
 
 def by_channels(
@@ -41,30 +45,37 @@ def by_channels(
 
     Communication: see :func:`~cp_styles.mixers.context_recurrence`.
     """
-    sequence, name, named = sequence.packed_by(kwargs), sequence.name, {}
+    sequence, name, named, dim = sequence.packed_by(kwargs), sequence.name, {}, how.tokens
+
+    def turned(x: torch.Tensor) -> torch.Tensor:
+        return x.transpose(1, 2) if dim == 2 else x
 
     def describe() -> Described:
         named.update(arguments_of(kernel, args, kwargs))
         tensors = [named[at] for at in (*how.cut, *how.shared) if named.get(at) is not None]
-        if not tensors or any(x.ndim != 3 for x in tensors):
+        if not tensors or any(x.ndim < 3 for x in tensors):
             raise ValueError(f"{name}: {how.cut} must be [B, C, L] and {how.shared} [B, N, L]")
-        return tensors, 2, {"wants": bool(named.get(how.wants))}
+        refuse_arguments(name, named, how.left_out)
+        return tensors, dim, {"wants": bool(named.get(how.wants))}
 
     cut, check = sequence.agreed(describe), sequence.compares
     own, shared = ([at for at in names if named.get(at) is not None] for names in (how.cut, how.shared))
-    first, states, wants = named[own[0]], [named[at].shape[1] for at in shared], bool(named.get(how.wants))
-    count, wide = first.shape[1], torch.promote_types(first.dtype, torch.float32)
-    item = len(first) * first.element_size()
-    sizes = {"channels": count, "item": item, "tensors": len(own), "shared": item * sum(states)}
+    first, states, wants = named[own[0]], [named[at].shape[3 - dim] for at in shared], bool(named.get(how.wants))
+    count, wide = first.shape[3 - dim], torch.promote_types(first.dtype, torch.float32)
+    item, numbers = len(first) * first.element_size(), [prod(named[at].shape[3:]) for at in own]
+    sizes = {"channels": count, "item": item, "tensors": sum(numbers), "shared": item * sum(states), "out": numbers[0]}
     last = wants * len(first) * prod(states[:1]) * wide.itemsize
     MixerCall("channels", cut, sizes | {"final": last}).tell()
     exchange = partial(head_exchange, cut.peers, layout=cut.layout, seq_dim=1, head_dim=2)
     there = exchange([count] * len(own) + [1] * len(shared))
-    # [B, L, C, 1] and [B, L, 1, N]: what is shared is one column that every rank needs.
-    tensors = [named[at].transpose(1, 2).unsqueeze(3 if at in own else 2) for at in (*own, *shared)]
+    # [B, L, C, ...] and [B, L, 1, N]: what is shared is one column that every rank needs.
+    tensors = [turned(named[at]).unsqueeze(3 if at in own else 2).flatten(3) for at in (*own, *shared)]
     whole = differentiable(there, *tensors, check=check)
     low, high = there.columns[0][cut.peers.rank]
-    given = {at: x.squeeze(3 if at in own else 2).transpose(1, 2) for at, x in zip((*own, *shared), whole, strict=True)}
+    shapes = [(high - low, *named[at].shape[3:]) for at in own] + [(size,) for size in states]
+    given = {
+        at: turned(x.reshape(*x.shape[:2], *shape)) for at, x, shape in zip((*own, *shared), whole, shapes, strict=True)
+    }
     others = {at: x for at, x in named.items() if at not in given}
     parameters = {at: others.pop(at) for at in how.parameters if others.get(at) is not None}
     if low == high:  # fewer channels than ranks
@@ -72,12 +83,13 @@ def by_channels(
         final = tied(out.new_zeros(*out.shape[:2], *states[:1]), out)
     else:
         others |= {at: x.narrow(0, low, high - low) for at, x in parameters.items()}
-        spans = list(pairwise(accumulate(cut.documents, initial=0)))
-        runs = [kernel(**{at: x[..., start:stop] for at, x in given.items()}, **others) for start, stop in spans]
+        spans = list(zip(accumulate(cut.documents, initial=0), cut.documents, strict=False))
+        runs = [kernel(**{at: x.narrow(dim, *span) for at, x in given.items()}, **others) for span in spans]
         runs, final = ([out for out, _ in runs], runs[-1][1]) if wants else (runs, runs[0])
-        out = torch.cat(runs, 2) if len(runs) > 1 else runs[0]
+        out = torch.cat(runs, dim) if len(runs) > 1 else runs[0]
     home = exchange([count]).adjoint()
-    out = differentiable(home, out.transpose(1, 2).unsqueeze(3), check=check)[0].squeeze(3).transpose(1, 2)
+    out = differentiable(home, turned(out).unsqueeze(3).flatten(3), check=check)[0]
+    out = turned(out.reshape(*out.shape[:3], *first.shape[3:]))
     if not wants:
         return out
     rows = Rows(tuple(((low, high),) for low, high in there.columns[0]))

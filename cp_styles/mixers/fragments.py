@@ -344,4 +344,4 @@ def arguments_of(kernel: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
 def refuse_arguments(name: str, given: dict[str, Any], unsupported: Sequence[str]) -> None:
     used = [at for at in unsupported if given.get(at) is not None and given[at] is not False]
     if used:
-        raise NotImplementedError(f"{name}: {', '.join(used)} is not supported: leave it out")
+        raise NotImplementedError(f"{name}: {', '.join(used)} is not supported: leave it out, or use_cache=False")

@@ -72,6 +72,7 @@ _SSD = Recurrence(
 _SELECTIVE_SCAN = Channels(
     cut=("u", "delta", "hidden_states", "dt", "z"), shared=("B", "C"), parameters=("A", "D", "delta_bias")
 )
+WKV = Channels(cut=("value", "key"), parameters=("time_decay", "time_first"), tokens=1, left_out=("state",))
 KNOWN: dict[str, Recurrence | Channels] = {
     # Of flash-linear-attention, and the plain functions of transformers in their place.
     **dict.fromkeys(("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"), _DELTA_RULE),
@@ -163,7 +164,7 @@ def recurred(
     """:func:`context_recurrence` of a sequence, called with the arguments of ``kernel``."""
     tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.ndim > 2]
     if isinstance(how, Channels):
-        return sequence.followed(lambda sequence: by_channels(sequence, kernel, how, args, kwargs), tensors, 2)
+        return sequence.followed(lambda cut: by_channels(cut, kernel, how, args, kwargs), tensors, how.tokens)
 
     def run(sequence: CutSequence) -> Any:
         call: Any = None

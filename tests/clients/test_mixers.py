@@ -85,6 +85,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 4, "head_dim": 16, "state_size": 8},
     "nemotron_h": {"layers_block_type": [LINEAR, FULL]},
     "zamba2": {"n_mamba_heads": 4, "head_dim": 16, "layers_block_type": [LINEAR, "hybrid"]},
+    # By channels or heads, from a zero state; a number as the state of each channel.
+    "rwkv": {"attention_hidden_size": 32},
+    "xlstm": {"without": ["v_head_dim"], "num_blocks": 2, "num_heads": 4, "chunk_size": 16},
+    "recurrent_gemma": {"lru_width": 32, "block_types": ["recurrent", "attention"]},
     # Mamba: no initial state.
     "falcon_mamba": {"state_size": 4},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 4, "mamba_dt_rank": 4},
