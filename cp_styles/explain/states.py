@@ -112,7 +112,7 @@ class RowShapes(MixerShapes):
 
     def sent(self, layout, documents=None):
         documents, ranks = tuple(documents or (layout.length,)), range(layout.ranks)
-        plans = [rows_before(layout, documents, self.width - 1, rank).exchange.sent for rank in ranks]
+        plans = [rows_before(layout, documents, self.width - 1, rank)[0].sent for rank in ranks]
         return [self.row * sum(len(plan[peer]) for peer in ranks if peer != rank) for rank, plan in enumerate(plans)]
 
     def kernels(self, layout, documents, hardware):

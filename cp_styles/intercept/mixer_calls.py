@@ -39,8 +39,8 @@ def run_known_mixers(module: nn.Module) -> None:
     which pad a row in front and take one away behind (RWKV)."""
     if _calls_known(type(module).forward):
         put_before_class(module, _MixesTokens, _members)
-    if _layer_without_kernel(scan := getattr(type(module), "_rnn_scan", None)) is not None:
-        put_before_class(module, _MixesTokens, partial(_members_of, scan.__name__, _real_gated_lru))
+    if _layer_without_kernel(getattr(type(module), "_rnn_scan", None)) is not None:
+        put_before_class(module, _MixesTokens, partial(_members_of, "_rnn_scan", _real_gated_lru))
     for child in module.children():
         if isinstance(child, nn.ZeroPad2d) and child.padding == (0, 0, 1, -1):
             put_before_class(child, _MixesTokens, partial(_members_of, "forward", _token_shift))

@@ -70,11 +70,10 @@ def by_channels(
     there = exchange([count] * len(own) + [1] * len(shared))
     # [B, L, C, ...] and [B, L, 1, N]: what is shared is one column that every rank needs.
     tensors = [turned(named[at]).unsqueeze(3 if at in own else 2).flatten(3) for at in (*own, *shared)]
-    whole = differentiable(there, *tensors, check=check)
+    whole = zip((*own, *shared), differentiable(there, *tensors, check=check), strict=True)
     low, high = there.columns[0][cut.peers.rank]
-    shapes = [(high - low, *named[at].shape[3:]) for at in own] + [(size,) for size in states]
     given = {
-        at: turned(x.reshape(*x.shape[:2], *shape)) for at, x, shape in zip((*own, *shared), whole, shapes, strict=True)
+        at: turned(x.reshape(*x.shape[:3], *named[at].shape[3:]) if at in own else x.flatten(2)) for at, x in whole
     }
     others = {at: x for at, x in named.items() if at not in given}
     parameters = {at: others.pop(at) for at in how.parameters if others.get(at) is not None}

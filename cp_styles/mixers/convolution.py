@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -85,23 +85,19 @@ def convolved(
             return [x], dim, {"width": width, "dim": dim}
 
         cut, along = sequence.agreed(describe), dim % x.ndim
-        plan = rows_before(cut.layout, cut.documents, width - 1, cut.peers.rank)
+        exchange, sizes = rows_before(cut.layout, cut.documents, width - 1, cut.peers.rank)
         row = prod(size for at, size in enumerate(x.shape) if at != along) * x.element_size()
         MixerCall("rows", cut, {"width": width, "row": row}).tell()
-        slots = exchanged(cut.peers, plan.exchange, x, along, check=sequence.compares)
-        one = slots.shape[along] < width  # one fragment
-        given = torch.cat((slots, x), dim)
-        if not one:
-            given = given.index_select(along, tensor_on(x.device, plan.order))
+        before = exchanged(cut.peers, exchange, x, along, check=sequence.compares).tensor_split(len(sizes), along)
+        given = torch.cat([part for pair in zip(before, x.split(sizes, along), strict=True) for part in pair], along)
         out = conv(given)
         if out.shape[along] != given.shape[along]:
             raise ValueError(
                 f"{sequence.name}: conv returned {out.shape[along]} tokens for {given.shape[along]}: it must return an "
                 "output for each token, without those of its padding"
             )
-        if one:
-            return out.narrow(along, slots.shape[along], x.shape[along])
-        return out.index_select(along, tensor_on(x.device, plan.kept))
+        kept: Any = out.split([rows for size in sizes for rows in (width - 1, size)], along)[1::2]
+        return torch.cat(kept, along) if len(kept) > 1 else kept[0]
 
     return sequence.followed(run, [x], dim)
 

@@ -112,37 +112,17 @@ def row_exchange(
     return RowExchange(slots, sent, received, crosses)
 
 
-@dataclass(frozen=True)
-class RowsBefore:
-    """The rows before each fragment of a rank: ``width`` slots for each, in its local order.
-
-    A slot is empty where the document begins later. A rank without tokens has one fragment without rows.
-
-    Attributes:
-        exchange: fills the slots.
-        order: where each row of the local sequence with its slots is: in [slots, rows], one after the other.
-        kept: which rows of that are this rank's own.
-    """
-
-    exchange: RowExchange
-    order: torch.Tensor
-    kept: torch.Tensor
-
-
 @remembered
-def rows_before(layout: SequenceLayout, documents: tuple[int, ...], width: int, rank: int) -> RowsBefore:
-    """What ``rank`` sends and receives if each position needs the ``width`` positions of its document before it."""
-    edges = torch.tensor((0, *accumulate(documents)), device="cpu")
-    fragments = fragments_of(layout, documents)
+def rows_before(
+    layout: SequenceLayout, documents: tuple[int, ...], width: int, rank: int
+) -> tuple[RowExchange, list[int]]:
+    """What ``rank`` sends and receives if each position needs the ``width`` positions of its document before it, and
+    the rows of each of its fragments. Each has ``width`` slots, empty where the document begins later. A rank without
+    tokens has one fragment without rows."""
+    edges, fragments = torch.tensor((0, *accumulate(documents)), device="cpu"), fragments_of(layout, documents)
     needs = [_needs([each for each in fragments if each.rank == peer], edges, width) for peer in range(layout.ranks)]
-    held = [each.rows for each in fragments if each.rank == rank] or [(0, 0)]
-    parts, kept, at = [], [], 0
-    slots = len(held) * width
-    for index, (low, high) in enumerate(held):
-        parts += [_range(index * width, (index + 1) * width), _range(slots + low, slots + high)]
-        kept.append(_range(at + width, at + width + high - low))
-        at += width + high - low
-    return RowsBefore(row_exchange(layout, needs, slots, rank), torch.cat(parts), torch.cat(kept))
+    sizes = [each.rows[1] - each.rows[0] for each in fragments if each.rank == rank] or [0]
+    return row_exchange(layout, needs, len(sizes) * width, rank), sizes
 
 
 def _range(low: int, high: int) -> torch.Tensor:
