@@ -13,6 +13,7 @@ import hashlib
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
+from inspect import BoundArguments
 from types import CellType, FunctionType
 from typing import Any
 
@@ -35,15 +36,16 @@ _REASON = "under context parallelism layers with linear attention run outside of
 
 
 def run_known_mixers(module: nn.Module) -> None:
-    """Change the class of ``module`` if its forward calls token mixers that are known by name. So of its token shifts,
-    which pad a row in front and take one away behind (RWKV)."""
-    if _calls_known(type(module).forward):
-        put_before_class(module, _MixesTokens, _members)
-    if _layer_without_kernel(getattr(type(module), "_rnn_scan", None)) is not None:
-        put_before_class(module, _MixesTokens, partial(_members_of, "_rnn_scan", _real_gated_lru))
+    """Change the class of ``module`` if it is a token mixer that is known, or its forward calls some by name. So of its
+    token shifts, which pad a row in front and take one away behind (RWKV)."""
+    for name in ("forward", "_rnn_scan"):
+        plain = getattr(type(module), name, None)
+        how = _without_kernel(plain) or (_with_kernels if _calls_known(plain) else None)
+        if how is not None:
+            put_before_class(module, _MixesTokens, partial(_members, name, how))
     for child in module.children():
         if isinstance(child, nn.ZeroPad2d) and child.padding == (0, 0, 1, -1):
-            put_before_class(child, _MixesTokens, partial(_members_of, "forward", _token_shift))
+            put_before_class(child, _MixesTokens, partial(_members, "forward", _token_shift))
 
 
 class _MixesTokens(BoundToThisRun):
@@ -56,9 +58,7 @@ def _calls_known(forward: Any) -> bool:
     if inner is not None:
         return _calls_known(inner)
     names = getattr(getattr(forward, "__code__", None), "co_names", ())
-    return _layer_without_kernel(forward) is not None or any(
-        name in _MIXERS and callable(forward.__globals__.get(name)) for name in names
-    )
+    return any(name in _MIXERS and callable(forward.__globals__.get(name)) for name in names)
 
 
 def _decorated(function: Any) -> Any:
@@ -82,37 +82,30 @@ def _with_globals(function: FunctionType, handlers: Mapping[str, Callable[[Any],
     return made
 
 
-def _members(cls: type[nn.Module]) -> dict[str, Any]:
-    plain: Any = cls.forward
-    parameters, layer = inspect.signature(plain), _layer_without_kernel(plain)
+def _members(name: str, how: Callable[..., Any], cls: type[nn.Module]) -> dict[str, Any]:
+    plain = getattr(cls, name)
+    parameters = inspect.signature(plain)
 
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         calls = AttentionCalls.entered()
         if calls is None:
             return plain(self, *args, **kwargs)
         bound = parameters.bind(self, *args, **kwargs)
         if _goes_on(calls, bound.arguments):
             return plain(self, *args, **kwargs)
-        if layer is not None:
-            return layer(calls, partial(plain, self), self, bound.arguments)
-        made = _with_globals(plain, {name: partial(partial, how, calls) for name, how in _HANDLERS.items()})
-        return made(*bound.args, **bound.kwargs)
-
-    return {"forward": functools.wraps(plain)(uncompiled(forward, _REASON))}
-
-
-def _members_of(name: str, how: Callable[..., Any], cls: type[nn.Module]) -> dict[str, Any]:
-    plain = getattr(cls, name)
-
-    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        calls = AttentionCalls.entered()
-        return plain(self, *args, **kwargs) if calls is None else how(calls, partial(plain, self), *args, **kwargs)
+        return how(calls, plain, bound)
 
     return {name: functools.wraps(plain)(uncompiled(method, _REASON))}
 
 
-def _token_shift(calls: AttentionCalls, shift: Callable[..., Any], x_BLC: torch.Tensor) -> Any:
-    return _mixed(calls, "a token shift", lambda cut: convolved(cut, shift, x_BLC, 1, 2), {})
+def _with_kernels(calls: AttentionCalls, plain: Any, bound: BoundArguments) -> Any:
+    made = _with_globals(plain, {name: partial(partial, how, calls) for name, how in _HANDLERS.items()})
+    return made(*bound.args, **bound.kwargs)
+
+
+def _token_shift(calls: AttentionCalls, plain: Any, bound: BoundArguments) -> Any:
+    layer, x_BLC = bound.args
+    return _mixed(calls, "a token shift", lambda cut: convolved(cut, partial(plain, layer), x_BLC, 1, 2), {})
 
 
 def _goes_on(calls: AttentionCalls, given: dict[str, Any]) -> bool:
@@ -228,52 +221,48 @@ def _outputs(how: Channels, calls: AttentionCalls, function: Callable[..., Any],
     return _mixed(calls, name, lambda cut: recurred(cut, outputs, how, **given), given), None
 
 
-def _mlstm(calls: AttentionCalls, plain: Callable[..., Any], layer: Any, given: dict[str, Any]) -> Any:
+def _mlstm(calls: AttentionCalls, plain: Any, bound: BoundArguments) -> Any:
     """xLSTMBackend of transformers: a matrix as the state of each head, with a normalizer and a maximum."""
-    return _outputs(_MLSTM, calls, plain, **{name: x for name, x in given.items() if name != "self"})
+    return _outputs(_MLSTM, calls, partial(plain, bound.args[0]), *bound.args[1:], **bound.kwargs)
 
 
 _MLSTM = Channels(cut=("value", "query", "key", "igate", "fgate"), left_out=("c_initial", "n_initial", "m_initial"))
 
 
-def _griffin_layer(calls: AttentionCalls, plain: Any, layer: Any, given: dict[str, Any]) -> tuple[torch.Tensor, None]:
+def _griffin_layer(calls: AttentionCalls, plain: Any, bound: BoundArguments) -> tuple[torch.Tensor, None]:
     """RecurrentGemmaRecurrentBlock of transformers: a convolution, and a number as the state of each channel."""
+    layer, x_BLC, position_ids = bound.args[:3]
     if calls.inputs.get("past_key_values") is not None:
         raise NotImplementedError(
             f"{calls.binding.name}: {calls.tally.path} keeps its states in itself, where no cache finds them: generate "
             "without context parallelism, with a copy of the model that has no style"
         )
-    x_BCL = layer.linear_x(given["input_states"]).mT
+    x_BCL = layer.linear_x(x_BLC).mT
 
     def conv(x_BCL: torch.Tensor) -> torch.Tensor:
         return layer.conv_1d(x_BCL)[..., : x_BCL.shape[2]]
 
     x_BCL = _mixed(calls, "conv_1d", lambda cut: convolved(cut, conv, x_BCL, 2, layer.conv1d_width), {})
-    x_BLC = layer.rg_lru(x_BCL.mT, given["position_ids"])
-    return layer.linear_out(x_BLC * layer.act_fn(layer.linear_y(given["input_states"]))), None
+    return layer.linear_out(layer.rg_lru(x_BCL.mT, position_ids) * layer.act_fn(layer.linear_y(x_BLC))), None
 
 
-def _real_gated_lru(
-    calls: AttentionCalls,
-    scan: Callable[..., Any],
-    hidden_states: torch.Tensor,
-    recurrent_gate: torch.Tensor,
-    reset: torch.Tensor,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    def kernel(k: torch.Tensor, v: torch.Tensor, initial_state: Any = None, output_final_state: bool = True) -> Any:
+def _real_gated_lru(calls: AttentionCalls, plain: Any, bound: BoundArguments) -> tuple[torch.Tensor, None]:
+    layer, x_BLC, gate_BLC, reset = bound.args[:4]
+
+    def scan(k: torch.Tensor, v: torch.Tensor, initial_state: Any = None, output_final_state: bool = True) -> Any:
         state, ends = (None if initial_state is None else initial_state[..., 0, 0]), torch.zeros_like(k[:, :, :1, 0])
-        out_BLC, state_BC = scan(v[..., 0], k[..., 0], ends.bool(), state)
+        out_BLC, state_BC = plain(layer, v[..., 0], k[..., 0], ends.bool(), state)
         return out_BLC[..., None], state_BC[..., None, None]
 
-    k, v = (recurrent_gate * ~reset)[..., None], hidden_states[..., None]
-    return _kernel(Recurrence(diagonal=True), calls, kernel, k, v)[0][..., 0], None
+    k, v = (gate_BLC * ~reset)[..., None], x_BLC[..., None]
+    return _kernel(Recurrence(diagonal=True), calls, scan, k, v)[0][..., 0], None
 
 
-def _lightning_layer(calls: AttentionCalls, plain: Any, layer: Any, given: dict[str, Any]) -> tuple[torch.Tensor, None]:
+def _lightning_layer(calls: AttentionCalls, plain: Any, bound: BoundArguments) -> tuple[torch.Tensor, None]:
     """MiniMaxLightningAttention of transformers, whose forward has the recurrence in itself."""
-    x_BLC, masked = given["hidden_states"], lambda x_BLC, mask_BL: x_BLC * mask_BL[..., None].to(x_BLC.dtype)
-    qkv = _padding(calls, masked, layer.act_fn(layer.qkv_proj(x_BLC)), given.get("attention_mask"))
+    layer, x_BLC, _, attention_mask = bound.args[:4]
+    qkv = layer.act_fn(layer.qkv_proj(x_BLC))
+    qkv = _padding(calls, lambda x_BLC, mask_BL: x_BLC * mask_BL[..., None].to(x_BLC.dtype), qkv, attention_mask)
     q, k, v = qkv.unflatten(-1, (layer.num_attention_heads, -1)).chunk(3, -1)
     slope_H, size = layer.slope_rate.flatten(), layer.block_size
     out, _ = _kernel(Recurrence(diagonal=True), calls, lightning_attention, q, k, v, slope_H=slope_H, size=size)
@@ -302,20 +291,18 @@ def lightning_attention(
     return torch.cat(outs, 2).transpose(1, 2), state
 
 
-def _layer_without_kernel(forward: Any) -> Callable[..., Any] | None:
-    """What runs in place of a layer's forward that calls no kernel. Only for the code that is known: that
-    of another version of the library may compute something else."""
-    layer, digest = _WITHOUT_KERNEL.get(getattr(forward, "__qualname__", ""), (None, ""))
-    if layer is None:
-        return None
+def _without_kernel(method: Any) -> Callable[..., Any] | None:
+    """What runs in place of a method that mixes tokens and calls no kernel. Only for the code that is known: that of
+    another version of the library may compute something else."""
+    how, digest = _WITHOUT_KERNEL.get(getattr(method, "__qualname__", ""), (None, ""))
     try:
-        source = inspect.getsource(forward)
+        source = "" if how is None else inspect.getsource(method)
     except OSError:
         return None
-    return layer if hashlib.sha256(source.encode()).hexdigest()[:16] == digest else None
+    return how if hashlib.sha256(source.encode()).hexdigest()[:16] == digest else None
 
 
-# By the name of the forward. The code is that of transformers 5.23.
+# By the name of the method. The code is that of transformers 5.23.
 _WITHOUT_KERNEL: dict[str, tuple[Any, str]] = {
     "MiniMaxLightningAttention.forward": (_lightning_layer, "69bc3f622840097c"),
     "RecurrentGemmaRecurrentBlock.forward": (_griffin_layer, "cce3570274ab15aa"),

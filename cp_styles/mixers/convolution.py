@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -96,8 +96,9 @@ def convolved(
                 f"{sequence.name}: conv returned {out.shape[along]} tokens for {given.shape[along]}: it must return an "
                 "output for each token, without those of its padding"
             )
-        kept: Any = out.split([rows for size in sizes for rows in (width - 1, size)], along)[1::2]
-        return torch.cat(kept, along) if len(kept) > 1 else kept[0]
+        if len(sizes) == 1:  # a view that may be changed in place, as no part of a split may
+            return out.narrow(along, width - 1, sizes[0])
+        return torch.cat(out.split([rows for size in sizes for rows in (width - 1, size)], along)[1::2], along)
 
     return sequence.followed(run, [x], dim)
 

@@ -104,7 +104,7 @@ def row_exchange(
     holder, row = (torch.empty(layout.length, dtype=torch.int64, device="cpu") for _ in range(2))
     for peer in range(layout.ranks):
         positions = layout.positions(peer, "cpu")
-        holder[positions], row[positions] = peer, _range(0, len(positions))
+        holder[positions], row[positions] = peer, torch.arange(len(positions), device="cpu")
     sent = tuple(row[needed[holder[needed] == rank]] for needed, _ in needs)
     needed, into = needs[rank]
     received = tuple(into[holder[needed] == peer] for peer in range(layout.ranks))
@@ -125,14 +125,10 @@ def rows_before(
     return row_exchange(layout, needs, len(sizes) * width, rank), sizes
 
 
-def _range(low: int, high: int) -> torch.Tensor:
-    return torch.arange(low, high, device="cpu")
-
-
 def _needs(own: list[Fragment], edges: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The positions that a rank needs before its fragments, and the slots that they go to."""
     starts = torch.tensor([each.start for each in own], dtype=torch.int64, device="cpu")[:, None]
-    positions = starts + _range(-width, 0)
+    positions = starts + torch.arange(-width, 0, device="cpu")
     begins = edges[torch.searchsorted(edges, starts, right=True) - 1]
     there = (positions >= begins).flatten()
     return positions.flatten()[there], torch.nonzero(there).flatten()

@@ -36,6 +36,7 @@ from cp_styles import (
     sum_gradients,
 )
 from cp_styles.explain import explain_calls
+from cp_styles.integrations.transformers import prefill
 from cp_styles.intercept import mixer_calls
 from cp_styles.testing import run_ranks
 from tests.clients.hugging_face import (
@@ -105,7 +106,10 @@ CUTS = {
     "3 contiguous": (3, contiguous),
     "4 by_work": (4, partial(by_work, mask=Causal(), block=2)),
 }
-BY_DAY = ["lfm3", "minimax", "qwen3_next", "kimi_linear", "granitemoehybrid", "jamba"]
+BY_DAY = [
+    *("lfm3", "minimax", "qwen3_next", "kimi_linear", "granitemoehybrid", "jamba"),
+    *("recurrent_gemma", "rwkv", "xlstm"),
+]
 
 
 def model_of(model_type: str, **changes: Any) -> Any:
@@ -316,6 +320,31 @@ def test_a_cache_that_is_given_is_refused():
 
     errors = run_ranks(main, 2, return_errors=True)
     assert all("give it the cache that prefill(model, input_ids)" in str(error) for error in errors), errors
+
+
+@pytest.mark.parametrize(
+    ("model_type", "words"), [("rwkv", "state is not"), ("xlstm", "c_initial, n_initial, m_initial is not")]
+)
+def test_states_that_a_model_makes_itself_are_refused(model_type: str, words: str):
+    model = model_of(model_type, use_cache=True).eval()
+
+    def main(rank: int):
+        mine, inputs, *_ = trained(rank, model)
+        mine(**inputs)
+
+    errors = run_ranks(main, 2, return_errors=True)
+    assert all(f"{words} supported: leave it out, or use_cache=False" in str(error) for error in errors), errors
+
+
+def test_a_prompt_of_a_model_that_keeps_its_states_in_itself_is_refused():
+    model = model_of("recurrent_gemma").eval()
+
+    def main(rank: int):
+        mine, *_ = trained(rank, model, layout=head_tail)
+        prefill(mine, tokens_of())
+
+    errors = run_ranks(main, 2, return_errors=True)
+    assert all("keeps its states in itself" in str(error) for error in errors), errors
 
 
 def test_padding_of_a_part_is_refused():
