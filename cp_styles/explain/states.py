@@ -174,7 +174,7 @@ class ExplainedMixer(NamedTuple):
     def __str__(self) -> str:
         sent, hardware = max(self.shapes.sent(self.layout, self.documents)), self.hardware
         most = f"of {self.layout.ranks} ranks one sends {text.nbytes(sent)} at most in a forward"
-        if hardware is None:
-            return f"{self.calls} x {self.shapes}: {most}"
-        time = self.shapes.seconds(self.layout, self.documents, hardware)
-        return f"{self.calls} x {self.shapes}: {most}, {text.seconds(time)} with its backward on {hardware.name}"
+        if hardware is not None:
+            time = text.seconds(self.shapes.seconds(self.layout, self.documents, hardware))
+            most += f", {time} with its backward on {hardware.name}"
+        return f"{self.calls} x {self.shapes}: {most}"

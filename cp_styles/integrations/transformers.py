@@ -162,7 +162,9 @@ def _decode(
             f"{see('A cache that a model changes')}"
         )
     assert held is not None
-    alike = _random_state(query.device) if calls.tally.calls == 0 and _samples() else 0
+    on_gpu, samples = query.device.type == "cuda", calls.tally.calls == 0 and _samples()
+    # A number for the state of the generator from which tokens will be drawn.
+    alike = checksum(torch.cuda.get_rng_state(query.device) if on_gpu else torch.get_rng_state()) if samples else 0
     out_BHLE = calls.decode_with(query, held, DecodeCall(**said, alike=alike, refuse=refuse, expanded=expanded))
     if held in past.layers:
         past.attended(past.layers.index(held), calls.binding.mask & said["mask"])
@@ -177,11 +179,6 @@ def _samples() -> bool:
             return bool(frame.f_locals.get("do_sample"))
         frame = frame.f_back
     return False
-
-
-def _random_state(device: torch.device) -> int:
-    """A number for the state of the generator from which tokens will be drawn."""
-    return checksum(torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state())
 
 
 def _biases(module: nn.Module, position_bias: torch.Tensor, attention_mask: Any) -> torch.Tensor | None:

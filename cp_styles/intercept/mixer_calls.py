@@ -88,10 +88,8 @@ def _members(name: str, how: Callable[..., Any], cls: type[nn.Module]) -> dict[s
 
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         calls = AttentionCalls.entered()
-        if calls is None:
-            return plain(self, *args, **kwargs)
         bound = parameters.bind(self, *args, **kwargs)
-        if _goes_on(calls, bound.arguments):
+        if calls is None or _goes_on(calls, bound.arguments):
             return plain(self, *args, **kwargs)
         return how(calls, plain, bound)
 
@@ -136,16 +134,11 @@ def _mixed(calls: AttentionCalls, name: str, run: Callable[[CutSequence], Any], 
     binding = calls.binding
 
     def cut(refuse: Callable[[], None]) -> Any:
-        sequence = CutSequence(
-            f"{binding.name}: {name} of {calls.tally.path or 'the module itself'}",
-            binding.axis,
-            binding.group,
-            binding.layout,
-            documents_in(binding.mask),
-            not isinstance(binding.agreement, NoAgreement),
-            binding.gradient_check,
-            refuse,
-        )
+        where = binding.axis, binding.group, binding.layout
+        name_of_call = f"{binding.name}: {name} of {calls.tally.path or 'the module itself'}"
+        agrees = not isinstance(binding.agreement, NoAgreement)
+        documents = documents_in(binding.mask)
+        sequence = CutSequence(name_of_call, *where, documents, agrees, binding.gradient_check, refuse)
         return run(sequence.packed_by(kwargs))
 
     return calls.mix(cut)
@@ -187,8 +180,8 @@ def _not_fused(calls: AttentionCalls, function: Callable[..., Any], *args: Any, 
 
 
 def _refused(remedy: str, calls: AttentionCalls, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    name = getattr(function, "__name__", "a function")
-    raise NotImplementedError(f"{calls.binding.name}: {name} of {calls.tally.path} is not supported: {remedy}")
+    name = f"{calls.binding.name}: {getattr(function, '__name__', 'a function')} of {calls.tally.path}"
+    raise NotImplementedError(f"{name} is not supported: {remedy}")
 
 
 def _padding(calls: AttentionCalls, function: Callable[..., Any], x_BLC: torch.Tensor, attention_mask: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import torch
 
 from cp_styles.bounded_cache import remembered
-from cp_styles.layout import Chunk, SequenceLayout
+from cp_styles.layout import SequenceLayout
 from cp_styles.mixers.fragments import Fragment, RowExchange, fragments_of, row_exchange
 
 Needs: TypeAlias = list[list[tuple[int, int, int, int]]]
@@ -60,9 +60,8 @@ def exchanges_of(
 ) -> tuple[tuple[Fragment, ...], frozenset[Fragment], tuple[RowExchange, ...]]:
     """The fragments of ``rank``, those of all that have a map, and what it exchanges in each round."""
     mapped, rounds = rounds_of(layout, documents, final, values, columns)
-    owned: list[list[Chunk]] = [[] for _ in range(layout.ranks)]
-    for number, each in enumerate(mapped):
-        owned[each.rank].append((number * columns, (number + 1) * columns))
+    spans = [(each.rank, (number * columns, (number + 1) * columns)) for number, each in enumerate(mapped)]
+    owned = [[span for holder, span in spans if holder == peer] for peer in range(layout.ranks)]
     held, exchanges = SequenceLayout.from_chunks(owned), []
     for needs in rounds:
         rows = [[(low + at, slot + at) for _, low, slot, count in each for at in range(count)] for each in needs]

@@ -130,11 +130,10 @@ def context_recurrence(
         A function with the arguments and results of ``kernel``. Gradients of parameters and initial states are this
         rank's share: sum them over the group.
 
-    Communication of a call: one all-gather of some integers; for N fragments of a document 1 + log2(N - 1) rounds,
-    rounded up, each an all-to-all. In all but the last a fragment's map goes to one other rank: ``B H K (V + K)``
-    numbers (``B H K (V + 1)`` if the recurrence is diagonal), or ``B H K V`` once it reaches back to the start of the
-    document; in the last one its state, ``B H K V``. They are in float32 or wider, whatever the fragment's length.
-    Nothing of this if no document crosses ranks. The backward sends the same, in the other direction. By channels: one
+    Communication of a call: one all-gather of some integers; for N fragments of a document 1 + log2(N - 1) all-to-alls,
+    in which a fragment's map goes to one other rank, ``B H K (V + K)`` numbers (``B H K (V + 1)`` if the recurrence is
+    diagonal), or its state, ``B H K V``, in float32 or wider. None if no document crosses ranks. The backward sends the
+    same, in the other direction. By channels: one
     all-to-all, in which a rank sends each other one its tokens of that one's channels, and of what is shared, and one
     of the output. The backward sends the same.
 
@@ -284,8 +283,7 @@ def _recur(call: _KernelCall, cut: Cut, *, check: bool) -> tuple[torch.Tensor, t
     for exchange in exchanges[:-1]:
         composed = call.after(passed(composed, exchange, columns, check=False), composed)
     states = passed(composed, exchanges[-1], width, check=check)
-    later = [each for each in mine if not each.first]
-    for each, state in zip(later, states, strict=False):
+    for each, state in zip((each for each in mine if not each.first), states, strict=False):
         outs[each] = call.run(each.rows, state)[0]
     final = None if not call.wants else states[-1].mT if call.transposed else states[-1]
     return tied(_joined(call, mine, outs), states), final

@@ -84,13 +84,11 @@ def _rolled(layout: SequenceLayout, documents: tuple[int, ...], shifts: int, wra
     size, end = sizes.repeat_interleave(sizes), sizes.cumsum(0).repeat_interleave(sizes)
     begin = end - size
     source = torch.arange(layout.length, device="cpu") - begin - shifts
-    inside = (source >= 0) & (source < size)
+    inside = (source >= 0) & (source < size) | wraps
     source = source % size + begin
     needs = []
     for peer in range(layout.ranks):
         positions = layout.positions(peer, "cpu")
         into = torch.arange(len(positions), device="cpu")
-        if not wraps:
-            positions, into = positions[inside[positions]], into[inside[positions]]
-        needs.append((source[positions], into))
+        needs.append((source[positions[inside[positions]]], into[inside[positions]]))
     return row_exchange(layout, needs, layout.lengths[rank], rank)
