@@ -443,8 +443,13 @@ class _Call:
         own = q.shape[dim], k.shape[dim]
         if v.shape[dim] != own[1]:
             raise ValueError(f"{binding.name}: key and value have different lengths: {own[1]} and {v.shape[dim]}")
-        given = isinstance(binding.layout, SequenceLayout)
-        self.expected = expected = binding.as_given if given else self._expect(own)
+        if isinstance(binding.layout, SequenceLayout):
+            expected = binding.as_given
+        else:
+            ranks = binding.group.size()
+            guess = binding.group_state.lengths.get(own, (own[0] * ranks, own[1] * ranks))
+            expected = binding._calls.get(guess) or self._made_for(guess, binding.layout)
+        self.expected = expected
         contents = None if self.attn_mask is None else _contents(self.attn_mask)
         self.dtypes = q.dtype, k.dtype, v.dtype
         which = zlib.crc32(f"{binding.site} {binding.tally.path}".encode()) if binding.site else 0
@@ -464,18 +469,12 @@ class _Call:
             flags=BACKWARD_MAY_COME * self.keep,
         )
 
-    def _expect(self, own: tuple[int, int]) -> AgreedCall | None:
+    def _made_for(self, guess: tuple[int, int], balancer: Balancer) -> AgreedCall | None:
         """The call if all ranks together hold what this rank guesses. None if that cannot be right."""
-        binding = self.binding
-        ranks = binding.group.size()
-        guess = binding.group_state.lengths.get(own, (own[0] * ranks, own[1] * ranks))
-        expected = binding._calls.get(guess)
-        if expected is None:
-            with contextlib.suppress(Exception):  # the guessed length may be wrong
-                expected = binding.agreed_on(self.cuts(guess))
-                if not isinstance(binding.layout, SequenceLayout) and is_deterministic(binding.layout):
-                    binding._calls.put(guess, expected)
-        return expected
+        with contextlib.suppress(Exception):
+            expected = self.binding.agreed_on(self.cuts(guess))
+            return self.binding._calls.put(guess, expected) if is_deterministic(balancer) else expected
+        return None
 
     def layout_for(self, length: int) -> SequenceLayout:
         found = self.made.get(length)

@@ -132,8 +132,8 @@ never_compile_alone(TokenGuard.run)
 
 def _way_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """What may decide which code of a forward runs: its arguments that are given, and flags."""
-    given = (x if isinstance(x, bool) else x is not None for x in args)
-    named = ((name, isinstance(x, bool) and x) for name, x in kwargs.items() if x is not None)
+    given = [x if isinstance(x, bool) else x is not None for x in args]
+    named = [(name, isinstance(x, bool) and x) for name, x in kwargs.items() if x is not None] if kwargs else ()
     return id(module), module.training, *given, *named
 
 
