@@ -12,6 +12,7 @@ from cp_styles.explain.hardware import Hardware
 from cp_styles.layout import SequenceLayout
 from cp_styles.mixers.doubling import Needs, rounds_of
 from cp_styles.mixers.fragments import fragments_of, rows_before
+from cp_styles.mixers.roll import rolled
 
 # A gated delta rule of 64 heads of 128, 32K tokens, forward and backward, takes 15.56 ms on an H800 (published by
 # flash-linear-attention): 0.1 of the rate of the attention kernel. Its chunks have 64 tokens.
@@ -105,14 +106,19 @@ class RowShapes(MixerShapes):
     Attributes:
         width: number of taps.
         row: bytes of a token, in all rows of the batch.
+        roll: of a :func:`~cp_styles.mixers.context_roll` its shifts, and whether it wraps around.
     """
 
     width: int
     row: int
+    roll: tuple[int, bool] | None = None
 
     def sent(self, layout, documents=None):
         documents, ranks = tuple(documents or (layout.length,)), range(layout.ranks)
-        plans = [rows_before(layout, documents, self.width - 1, rank)[0].sent for rank in ranks]
+        if self.roll is None:
+            plans = [rows_before(layout, documents, self.width - 1, rank)[0].sent for rank in ranks]
+        else:
+            plans = [rolled(layout, documents, *self.roll, rank).sent for rank in ranks]
         return [self.row * sum(len(plan[peer]) for peer in ranks if peer != rank) for rank, plan in enumerate(plans)]
 
     def kernels(self, layout, documents, hardware):

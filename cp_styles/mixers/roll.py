@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 
 from cp_styles._compat import uncompiled
@@ -12,7 +14,7 @@ from cp_styles.device_copies import tensor_on
 from cp_styles.engine.gradient_watch import RAISE, GradientCheck
 from cp_styles.layout import Balancer, SequenceLayout
 from cp_styles.mixers.convolution import exchanged
-from cp_styles.mixers.fragments import CutSequence, Described, Packed, RowExchange, row_exchange
+from cp_styles.mixers.fragments import CutSequence, Described, MixerCall, Packed, RowExchange, row_exchange
 
 
 @uncompiled
@@ -69,7 +71,9 @@ def context_roll(
         return [x], dim, {"shifts": shifts, "dim": dim, "fill": fill}
 
     cut, dim = sequence.agreed(describe), dim % x.ndim
-    plan = _rolled(cut.layout, cut.documents, shifts, fill is None, cut.peers.rank)
+    row = prod(size for at, size in enumerate(x.shape) if at != dim) * x.element_size()
+    MixerCall("rows", cut, {"width": abs(shifts) + 1, "row": row, "roll": (shifts, fill is None)}).tell()
+    plan = rolled(cut.layout, cut.documents, shifts, fill is None, cut.peers.rank)
     out = exchanged(cut.peers, plan, x, dim, check=sequence.compares)
     if fill:  # slots without a row are zeros already
         empty = torch.ones(x.shape[dim], dtype=torch.bool, device=x.device)
@@ -78,17 +82,16 @@ def context_roll(
     return out
 
 
-def _rolled(layout: SequenceLayout, documents: tuple[int, ...], shifts: int, wraps: bool, rank: int) -> RowExchange:
+def rolled(layout: SequenceLayout, documents: tuple[int, ...], shifts: int, wraps: bool, rank: int) -> RowExchange:
     """The row at each position is needed by the position ``shifts`` behind it, in its document."""
     sizes = torch.tensor(documents, device="cpu")
     size, end = sizes.repeat_interleave(sizes), sizes.cumsum(0).repeat_interleave(sizes)
-    begin = end - size
-    source = torch.arange(layout.length, device="cpu") - begin - shifts
+    source = torch.arange(layout.length, device="cpu") - (end - size) - shifts
     inside = (source >= 0) & (source < size) | wraps
-    source = source % size + begin
+    source = source % size + end - size
     needs = []
     for peer in range(layout.ranks):
         positions = layout.positions(peer, "cpu")
-        into = torch.arange(len(positions), device="cpu")
-        needs.append((source[positions[inside[positions]]], into[inside[positions]]))
+        there = inside[positions]
+        needs.append((source[positions[there]], torch.nonzero(there).flatten()))
     return row_exchange(layout, needs, layout.lengths[rank], rank)

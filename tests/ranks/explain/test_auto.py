@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cp_styles import AllGather, Causal, Documents, Ring, Ulysses, context_attention, contiguous, head_tail
-from cp_styles.explain import CPU, H100, Auto, Shapes, StateShapes, explain, explain_hybrid
+from cp_styles.explain import CPU, H100, Auto, ChannelShapes, RowShapes, Shapes, StateShapes, explain, explain_hybrid
 from cp_styles.explain.candidates import layouts_for
 from cp_styles.testing import run_ranks
 from tests.ranks.attention_case import EXACT, Core, Problem, cp_mesh, parallel, run_attention
@@ -93,6 +93,15 @@ def test_layouts_of_a_hybrid():
     saved = max(states.sent(head_tail(size, ranks))) - max(states.sent(contiguous(size, ranks)))
     assert two.sent - one.sent == 4 * 4 * 2048 * size // ranks - 2 * 12 * saved
     assert saved > 0
+
+
+def test_layouts_beside_convolutions_and_channels():
+    """Many convolutions want few parts. What a kernel by channels sends is the same for any parts of equal size."""
+    shapes = Shapes(16, 2, 64, 64, torch.bfloat16, torch.device("cuda"))
+    auto, given = Auto(H100, (Ring(),)), {"mask": Causal(), "shapes": shapes}
+    rows, channels, size = RowShapes(4, 2**24), ChannelShapes(4096, 2, 3, 64), 2**17
+    assert auto.layout(size, 8, **given, states=rows, layers=(1, 10**5)) == contiguous(size, 8)
+    assert auto.layout(size, 8, **given, states=channels, layers=(1, 10**5)) == head_tail(size, 8)
 
 
 def test_other_hardware_on_one_rank_is_an_error_on_all():

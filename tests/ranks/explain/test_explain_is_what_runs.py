@@ -31,7 +31,7 @@ from cp_styles.comm.agreement import WIDTH
 from cp_styles.explain import H100, explain, explain_calls
 from cp_styles.explain.rehearsal_group import Transfer
 from cp_styles.explain.rehearse import Phase
-from cp_styles.mixers import context_causal_conv1d, context_recurrence
+from cp_styles.mixers import context_causal_conv1d, context_recurrence, context_roll
 from cp_styles.strategies import Strategy
 from cp_styles.testing import CommunicationTrace, MemoryTrace, run_ranks
 from tests.covering import in_parts
@@ -180,7 +180,7 @@ def test_calls_of_a_module_are_explained():
 @pytest.mark.parametrize("layout", [head_tail(11, 3), contiguous(9, 4)], ids=["head_tail", "contiguous"])
 @pytest.mark.parametrize("wants", [False, True])
 def test_other_mixers_are_explained(layout: SequenceLayout, wants: bool):
-    """Two calls each of a convolution, a recurrence, and a kernel by channels, of which some ranks have none."""
+    """Two calls each of a convolution, a recurrence, a kernel by channels, of which some ranks have none, and a roll."""
     documents, channels, states = (4, layout.length - 4), 3, 5
     tokens = [randn(at, 2, channels, layout.length) for at in range(2)]
     shared = [randn(at, 2, states, layout.length) for at in range(2)]
@@ -201,6 +201,7 @@ def test_other_mixers_are_explained(layout: SequenceLayout, wants: bool):
             lambda: context_causal_conv1d(lambda x: x, u, mesh, width=4, **options),
             lambda: delta(*qkv, -g, g, output_final_state=wants),
             lambda: scan(u, dt, -torch.ones(channels, states).double(), B, C, return_last_state=wants),
+            lambda: context_roll(u, -2, 2, mesh, fill=None if wants else 0.0, **options),
         ]
         with explain_calls(hardware=H100) as calls:
             for run in runs:
@@ -211,7 +212,7 @@ def test_other_mixers_are_explained(layout: SequenceLayout, wants: bool):
         return calls, sent
 
     found = run_ranks(on, layout.ranks)
-    for number in range(3):
+    for number in range(4):
         for rank, (calls, sent) in enumerate(found):
             assert calls[number].shapes.sent(layout, documents)[rank] == sent[number]
             assert calls[number].calls == 2
