@@ -180,7 +180,7 @@ def test_calls_of_a_module_are_explained():
 @pytest.mark.parametrize("layout", [head_tail(11, 3), contiguous(9, 4)], ids=["head_tail", "contiguous"])
 @pytest.mark.parametrize("wants", [False, True])
 def test_other_mixers_are_explained(layout: SequenceLayout, wants: bool):
-    """Two calls each of a convolution, a recurrence, a kernel by channels, of which some ranks have none, and a roll."""
+    """Two calls each of a convolution, a recurrence, a roll, and a kernel by channels that some ranks have none of."""
     documents, channels, states = (4, layout.length - 4), 3, 5
     tokens = [randn(at, 2, channels, layout.length) for at in range(2)]
     shared = [randn(at, 2, states, layout.length) for at in range(2)]
