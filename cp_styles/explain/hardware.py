@@ -35,6 +35,7 @@ class Hardware:
     Attributes:
         name: name of the machine, for messages.
         flops: floating-point operations a second of the attention kernel with long tiles in its forward.
+        cudnn_rate: rate of cuDNN's kernel over that, where it is what computes.
         backward_rate: rate of the backward over that of the forward.
         half_rows: queries of a tile at which the rate is half of ``flops``.
         beyond_diagonal: keys beyond the diagonal that each query of a causal tile computes, because kernels compute
@@ -74,9 +75,11 @@ class Hardware:
     overlap: bool
     device: str
     source: str
+    cudnn_rate: float = 1.0
 
     def __post_init__(self) -> None:
-        for field in ("flops", "backward_rate", "copy_bandwidth", "bandwidth", "far_bandwidth", "node_ranks", "memory"):
+        rates = "flops", "cudnn_rate", "backward_rate", "copy_bandwidth", "bandwidth", "far_bandwidth"
+        for field in (*rates, "node_ranks", "memory"):
             if not getattr(self, field) > 0:
                 raise ValueError(f"Hardware {field} must be above 0, got {getattr(self, field)}")
         for field in ("half_rows", "beyond_diagonal", "kernel_floor", "op_floor", "latency", "far_latency"):
@@ -87,6 +90,7 @@ class Hardware:
         """Predicted time of one kernel call, ``call``, in seconds."""
         rows = max((tile[3] for tile in call.tiles), default=1)
         rate = self.flops * rows / (rows + self.half_rows) * (self.backward_rate if call.backward else 1.0)
+        rate *= self.cudnn_rate if "cudnn" in call.kernel else 1.0
         flops = float(call.flops)
         if call.edges:
             beyond = sum(b * heads * n * min(self.beyond_diagonal, (n - 1) / 2) for b, heads, _, n, _ in call.tiles)
@@ -242,8 +246,10 @@ H100 = Hardware(
         "kernel: published table of FlashAttention varlen (hao-ai-lab/distca, compute-attn-H100.psv); link: published "
         "NCCL all-gather over 8 (distca, nccl_perf.csv); far link: 400 Gbit/s a GPU at 80 %; HBM: 3.35 TB/s at 78 %; "
         "backward, launches, far latency: assumed; keys beyond the diagonal: not known apart from the "
-        "rate, 0; agreement of the ranks: not measured, left out"
+        "rate, 0; agreement of the ranks: not measured, left out; cuDNN: the least of the 1.7 to 2.3 times of "
+        "FlashAttention 2 that are published for training shapes (transformers, pull request 48163)"
     ),
+    cudnn_rate=1.7,
 )
 """NVIDIA H100, 80 GB, 8 in a machine with NVLink, 400 Gbit/s a GPU between machines; bfloat16. Published figures."""
 H200 = replace(
@@ -264,8 +270,9 @@ A100 = replace(
     far_bandwidth=20e9,
     source=(
         "kernel: 61 % of the data sheet's 312 TFLOP/s; link: published all-to-all over 4 (distca): 128 MB in 557 us; "
-        "HBM: 2.04 TB/s at 78 %; far link: 200 Gbit/s at 80 %; the rest as H100"
+        "HBM: 2.04 TB/s at 78 %; far link: 200 Gbit/s at 80 %; the rest as H100, but for cuDNN"
     ),
+    cudnn_rate=1.0,
 )
 """NVIDIA A100, 80 GB, 8 in a machine with NVLink, 200 Gbit/s a GPU between machines; bfloat16. Published figures."""
 CPU = Hardware(

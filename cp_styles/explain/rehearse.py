@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cp_styles.bounded_cache import another_cache
 from cp_styles.explain.rehearsal_group import Log, Rehearsal, Transfer, Waited, split_rehearsal
 from cp_styles.kernels import Kernel, ReferenceKernel, SdpaKernel, VarlenKernel, kernel_for_tiles
+from cp_styles.kernels.base import OtherBackward
 from cp_styles.kernels.choice_by_tile import ByTile
 from cp_styles.kernels.merge import accumulation_dtype
 from cp_styles.kernels.sdpa import names_of
@@ -395,13 +396,13 @@ def _outlined(kernel: Kernel, notes: _Notes, device: torch.device) -> Kernel:
     if isinstance(kernel, ByTile):
         plain, masked = (tuple(_outlined(x, notes, device) for x in line) for line in (kernel.plain, kernel.masked))
         return ByTile(plain, masked)
+    outline: Any = _OutlinedOther(kernel)
     if isinstance(kernel, SdpaKernel):
         kind = _OutlinedVarlen if isinstance(kernel, VarlenKernel) else _OutlinedSdpa
         outline = kind(**{entry.name: getattr(kernel, entry.name) for entry in fields(kernel)})
-        object.__setattr__(outline, "notes", notes)
-        object.__setattr__(outline, "device", device)
-        return outline
-    return _OutlinedOther(kernel, notes)
+    object.__setattr__(outline, "notes", notes)
+    object.__setattr__(outline, "device", device)
+    return outline
 
 
 class _Op:
@@ -425,17 +426,31 @@ class _Op:
         name, backward = names_of(op), "grad_out" in values
         dims = q.shape[-1], v.shape[-1]
         self.notes.called(op.overloadpacket.__name__, backward, cover, tiles, dims, q.itemsize)
-        rows_first = self.packed is not None and q.ndim == 4  # a tile alone, of an op that takes packs too
-        if rows_first:
-            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        tensors = _results(q, k, v, backward)
-        if rows_first:
-            tensors = tuple(x.transpose(1, 2) if x.ndim == 4 else x for x in tensors)
+        tensors = _results(q, k, v, backward, by_rows=self.packed is not None)
         self.notes.label("tiles", *tensors)
         if backward:
+            inside = _inside(op.overloadpacket.__name__, tiles, dims, q.itemsize) if self.device.type == "cuda" else 0
+            self.notes.label("inside of kernels (torch's sources)", q.new_empty(inside, dtype=torch.uint8))
             return tensors
         results = dict.fromkeys(name.returns) | {"out": tensors[0], "logsumexp": tensors[1]}
         return tuple(results.values())
+
+
+def _inside(name: str, tiles: Sequence[tuple[int, ...]], dims: tuple[int, int], itemsize: int) -> int:
+    """Bytes that a CUDA op allocates in a backward beside its results. 0 for cuDNN, whose plans alone know it."""
+    # flash_api.cpp (mha_bwd, mha_varlen_bwd): dq and a number for each row in float32; dk and dv for each query head.
+    # mem_eff_attention/kernel_backward.h: the same of dq; not counted are dk and dv, for some head dims in 16 bits.
+    if "cudnn" in name:
+        return 0
+    dim, total = max(dims), 0
+    packed, flash = not name.startswith("_scaled"), "flash" in name
+    for batch, heads, kv_heads, rows, keys in tiles:
+        rows = rows + 128 if packed else -(-rows // 128) * 128 if flash else -(-rows // 64) * 64
+        step = 64 if dim > 128 and flash else 32
+        total += 4 * batch * heads * rows * (-(-dim // step) * step + 1)
+        if flash and heads != kv_heads:
+            total += itemsize * batch * heads * keys * sum(dims)
+    return total
 
 
 class _OutlinedSdpa(_Op, SdpaKernel):
@@ -457,15 +472,11 @@ class _OutlinedVarlen(_Op, VarlenKernel):
         return run(*tensors, **options)
 
 
-class _OutlinedOther(Kernel):
+class _OutlinedOther(OtherBackward):
     """An outlined kernel that is not one of torch's. The reference runs, so that its memory is counted."""
 
-    def __init__(self, inner: Kernel, notes: _Notes) -> None:
-        self._inner, self._notes = inner, notes
-
-    @property
-    def small_tiles(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self._inner.small_tiles
+    notes: _Notes
+    positional: ClassVar[bool] = False  # pyright: ignore[reportIncompatibleMethodOverride]
 
     def forward(self, q_BHLD, k_BGMD, v_BGME, **options):
         return self._run("forward", (q_BHLD, k_BGMD, v_BGME), (), options)
@@ -477,36 +488,28 @@ class _OutlinedOther(Kernel):
         (q, k, v), backward = tensors, phase == "backward"
         cover = "causal" if options["causal"] else "full" if options["bias"] is None else "partial"
         tiles = ((q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2]),)
-        self._notes.called(type(self._inner).__name__, backward, cover, tiles, (q.shape[-1], v.shape[-1]), q.itemsize)
-        if isinstance(self._inner, ReferenceKernel):
-            results = getattr(self._inner, phase)(*others[:1], q, k, v, *others[1:], **options)
+        self.notes.called(type(self.inner).__name__, backward, cover, tiles, (q.shape[-1], v.shape[-1]), q.itemsize)
+        if isinstance(self.inner, ReferenceKernel):
+            results = getattr(self.inner, phase)(*others[:1], q, k, v, *others[1:], **options)
         else:
             results = _results(q, k, v, backward)
-        self._notes.label("tiles", *results)
+        self.notes.label("tiles", *results)
         return results
 
-    def check(self, q_BHLD, k_BGMD, v_BGME, *, biased):
-        self._inner.check(q_BHLD, k_BGMD, v_BGME, biased=biased)
 
-    def takes(self, q_BHLD, k_BGMD, v_BGME, *, causal, biased):
-        return self._inner.takes(q_BHLD, k_BGMD, v_BGME, causal=causal, biased=biased)
-
-    def tile_dtype(self, dtype):
-        return self._inner.tile_dtype(dtype)
-
-
-def _results(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, backward: bool) -> tuple[torch.Tensor, ...]:
-    """``(out, lse)`` or ``(dq, dk, dv)``, the rows outermost in memory, of tiles [B, H, L, D] or packs [T, H, D]."""
+def _results(q: Any, k: Any, v: Any, backward: bool, *, by_rows: bool = False) -> tuple[torch.Tensor, ...]:
+    """``(out, lse)`` or ``(dq, dk, dv)``, the rows outermost in memory, of tiles [B, H, L, D]. ``by_rows``: of tiles
+    [B, L, H, D] or packs [T, H, D]."""
 
     def like(x: torch.Tensor, dim: int) -> torch.Tensor:
-        if x.ndim == 3:
-            return x.new_empty(*x.shape[:2], dim)
+        if by_rows:
+            return x.new_empty(*x.shape[:-1], dim)
         return x.new_empty(x.shape[0], x.shape[2], x.shape[1], dim).transpose(1, 2)
 
     if backward:
         return tuple(like(x, x.shape[-1]) for x in (q, k, v))
-    rows = q.shape[:-1] if q.ndim == 4 else (q.shape[1], q.shape[0])
-    return like(q, v.shape[-1]), q.new_empty(rows, dtype=accumulation_dtype(q.dtype))
+    heads_first = q.transpose(-3, -2) if by_rows else q
+    return like(q, v.shape[-1]), q.new_empty(heads_first.shape[:-1], dtype=accumulation_dtype(q.dtype))
 
 
 @dataclass(frozen=True)

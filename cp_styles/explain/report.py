@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -58,6 +59,12 @@ class Explanation:
     def ranks(self) -> int:
         """Number of ranks that share the sequence."""
         return self.layout.ranks
+
+    @property
+    def node_ranks(self) -> int:
+        """The ranks of a node: of the hardware, else as torchrun says (LOCAL_WORLD_SIZE), else all."""
+        known = self.hardware.node_ranks if self.hardware else int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+        return min(known or self.ranks, self.ranks)
 
     @cached_property
     def work(self) -> dict[int, int]:

@@ -165,13 +165,21 @@ def _steps(explanation: Any, rank: int, phase: str) -> list[str]:
 
 def _peers(explanation: Any) -> list[str]:
     rows = [["rank", "sends forward", "receives", "sends backward", "receives", "rows from others", "peers"]]
+    node = explanation.node_ranks
+    several = node < explanation.ranks
+    rows[0] += ["far"] * several
     for rank, run in explanation.runs.items():
+        sent = run.forward.sent + run.backward.sent
+        far = nbytes(sum(size for peer, size in sent.items() if peer // node != rank // node))
         sizes = [sum(x.values()) for x in (run.forward.sent, run.forward.received, run.backward.sent)]
         sizes.append(sum(run.backward.received.values()))
         peers = Counter(run.forward.sent) + run.forward.received
         plan_rows = "-" if not explanation.shapes.kv_row else f"{sizes[1] / explanation.shapes.kv_row:,.0f}"
-        rows.append([str(rank), *map(nbytes, sizes), plan_rows, sequences(list(peers)) or "-"])
-    return ["bytes to and from other ranks (a row: one position's key and value)", *table(rows)]
+        rows.append([str(rank), *map(nbytes, sizes), plan_rows, sequences(list(peers)) or "-", *([far] * several)])
+    lines = ["bytes to and from other ranks (a row: one position's key and value)", *table(rows)]
+    advice = f"; Ulysses(inner=Ring(), size={node}) exchanges heads inside of a node"
+    advice = "" if "Ulysses" in str(explanation.strategy) else advice
+    return [*lines, *([f"  far: to other nodes of {node} ranks{advice}"] if several else [])]
 
 
 def _memory(explanation: Any) -> list[str]:

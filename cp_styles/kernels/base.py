@@ -145,6 +145,10 @@ class OtherBackward(Kernel):
         return self.inner.windows
 
     @property
+    def takes_all(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.inner.takes_all
+
+    @property
     def content(self):
         return self.inner.content
 
@@ -153,6 +157,9 @@ class OtherBackward(Kernel):
 
     def check(self, q_BHLD: torch.Tensor, k_BGMD: torch.Tensor, v_BGME: torch.Tensor, *, biased: bool) -> None:
         self.inner.check(q_BHLD, k_BGMD, v_BGME, biased=biased)
+
+    def takes(self, q_BHLD, k_BGMD, v_BGME, *, causal, biased):
+        return self.inner.takes(q_BHLD, k_BGMD, v_BGME, causal=causal, biased=biased)
 
     def tile_dtype(self, dtype):
         return self.inner.tile_dtype(dtype)

@@ -23,6 +23,7 @@ from cp_styles.kernels import (
     kernel_for_tiles,
     sdpa,
 )
+from cp_styles.kernels.base import OtherBackward
 from cp_styles.kernels.choice_by_tile import ByTile
 from cp_styles.kernels.merge import EMPTY_LSE
 from cp_styles.kernels.sdpa import names_of
@@ -352,6 +353,28 @@ def test_a_named_kernel_is_never_left_out():
 
     with pytest.raises(NotImplementedError, match="Placed takes no mask"):
         kernel_for_tiles(inputs, named=Placed())
+
+
+def test_a_kernel_around_another_one_takes_the_same_tiles():
+    """And computes by its own methods, whichever of them it defines."""
+
+    class Louder(OtherBackward):
+        def forward(self, *tensors, **options):
+            out, lse = super().forward(*tensors, **options)
+            return 2 * out, lse
+
+        def backward(self, *tensors, **options):
+            return self.inner.backward(*tensors, **options)
+
+    (q, k, v), _ = attention_inputs(length=4)
+    options = {"causal": True, "bias": None, "scale": 0.3}
+    assert torch.equal(Louder(REFERENCE).forward(q, k, v, **options)[0], 2 * REFERENCE.forward(q, k, v, **options)[0])
+    around = Louder(CUDA_CUDNN)
+    assert not around.takes_all
+    for rows in (128, 100):
+        tensors: Any = [Like(LOW, torch.device("cuda"), (2, 4, rows, 64))] * 3
+        given = {"causal": False, "biased": False}
+        assert around.takes(*tensors, **given) == CUDA_CUDNN.takes(*tensors, **given) == (rows == 128)
 
 
 class Wide(ReferenceKernel):

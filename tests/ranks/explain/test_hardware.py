@@ -7,12 +7,14 @@ from dataclasses import astuple, replace
 import pytest
 import torch
 
-from cp_styles import Causal, Documents, Ulysses, contiguous, head_tail, imbalance
+from cp_styles import Causal, Documents, Full, Ring, Ulysses, contiguous, head_tail, imbalance
 from cp_styles.bounded_cache import shared
-from cp_styles.explain import CPU, Hardware, explain
+from cp_styles.explain import CPU, H100, Hardware, explain
 from cp_styles.explain.hardware import Seconds, seconds_of
 from cp_styles.explain.rehearsal_group import Transfer, Waited
 from cp_styles.explain.rehearse import Copied, KernelCall, Phase
+from cp_styles.explain.text import nbytes
+from cp_styles.kernels import CUDA_CUDNN, CUDA_FLASH
 from cp_styles.plan.plan import _make_plan
 from cp_styles.testing import run_ranks
 from tests.ranks.attention_case import cp_mesh
@@ -107,3 +109,43 @@ def test_planning_is_timed_although_plans_are_cached():
 def test_ranks_that_exchange_heads_share_their_work(size: int | None, ranks: int):
     made = explain(256, strategy=Ulysses(size=size), layout=contiguous, **MODEL)
     assert made.layout_imbalance == pytest.approx(imbalance(contiguous(256, ranks), Causal()))
+
+
+LLAMA = {"ranks": 4, "heads": 8, "kv_heads": 2, "head_dim": 64}
+
+
+def test_cudnn_has_a_rate_of_its_own():
+    flash, cudnn = (CALL._replace(kernel=f"_scaled_dot_product_{name}_attention") for name in ("flash", "cudnn"))
+    times = [H100.kernel_seconds(call) - H100.kernel_floor for call in (flash, cudnn)]
+    assert times[0] == pytest.approx(H100.cudnn_rate * times[1], rel=1e-6)
+    named = explain(65536, **LLAMA, kernel=CUDA_CUDNN, hardware=H100)
+    assert named.seconds < explain(65536, **LLAMA, kernel=CUDA_FLASH, hardware=H100).seconds
+    with pytest.raises(ValueError, match="cudnn_rate must be above 0"):
+        replace(H100, cudnn_rate=0.0)
+
+
+@pytest.mark.parametrize(("nodes", "far"), [(4, None), (2, 2), (1, 3)])
+def test_bytes_between_nodes(nodes: int, far: int | None, monkeypatch):
+    """Of the machine that is named, else of torchrun's: from a rank as many to each other one, with full attention."""
+    options = LLAMA | {"mask": Full(), "layout": contiguous, "strategy": Ring(keep=0)}
+    found = explain(8192, **options, hardware=replace(H100, node_ranks=nodes))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(nodes))
+    for explanation in (found, explain(8192, **options)):
+        assert explanation.node_ranks == nodes
+        text = str(explanation)
+        assert (f"far: to other nodes of {nodes} ranks; Ulysses(inner=Ring(), size={nodes})" in text) == bool(far)
+    run = found.runs[0]
+    sent = sum((run.forward.sent + run.backward.sent).values())
+    rows = [line.split() for line in str(found).split("bytes to and from")[1].splitlines() if line.startswith("  0 ")]
+    assert far is None or rows[0][-2:] == nbytes(sent * far / 3).split()
+
+
+@pytest.mark.parametrize(("dtype", "kernel"), [(torch.bfloat16, "flash"), (torch.float32, "efficient")])
+def test_what_a_cuda_kernel_allocates_inside_is_counted(dtype: torch.dtype, kernel: str):
+    """In float32: dq and a number for each of 512 rows of 8 heads; flash: dk and dv for each query head."""
+    found = explain(2048, **LLAMA | {"dtype": dtype}, layout=contiguous, mask=Full(), strategy=Ring(keep=0))
+    inside = found.runs[0].backward.parts["inside of kernels (torch's sources)"]
+    # In 16 bits half of the heads at a time.
+    assert inside == (4 * 4 * 512 * 65 + 2 * 4 * 512 * 128 if kernel == "flash" else 4 * 8 * 512 * 65)
+    on_cpu = explain(2048, **LLAMA | {"dtype": dtype}, device="cpu")
+    assert not any("inside" in part for part in on_cpu.runs[0].backward.parts)
