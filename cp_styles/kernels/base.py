@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -132,25 +133,10 @@ class OtherBackward(Kernel):
 
     inner: Kernel
 
-    @property
-    def positional(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.inner.positional
-
-    @property
-    def small_tiles(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.inner.small_tiles
-
-    @property
-    def windows(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.inner.windows
-
-    @property
-    def takes_all(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.inner.takes_all
-
-    @property
-    def content(self):
-        return self.inner.content
+    positional, small_tiles, windows, takes_all, content = (  # pyright: ignore[reportAssignmentType]
+        property(attrgetter(f"inner.{name}"))
+        for name in ("positional", "small_tiles", "windows", "takes_all", "content")
+    )
 
     def forward(self, q_BHLD, k_BGMD, v_BGME, **options):
         return self.inner.forward(q_BHLD, k_BGMD, v_BGME, **options)

@@ -14,12 +14,10 @@ import torch
 
 from cp_styles.device_copies import tensor_on
 
-# Tiles with more query rows than this are not packed. A pack may be a copy of its tiles, so it pays only for tiles that
-# would leave a GPU idle: those with fewer blocks of 128 queries (for some 32 heads) than multiprocessors. The value is
-# an estimate that was not measured on a GPU.
+# Tiles with more query rows than this are not packed: they have as many blocks of 128 queries, for some 32 heads, as a
+# GPU has multiprocessors. An estimate, not measured on a GPU.
 LONG_TILE = 1024
-# Maximum bytes of the copies in a pack, and of what the kernel and the sums allocate beside them. Half a GiB is 16K
-# rows of 32 query heads and 8 key heads of 128 dims.
+# Maximum bytes of the copies in a pack, and of what the kernel and the sums allocate beside them.
 MOST_BYTES = 2**29
 
 

@@ -53,10 +53,7 @@ Call: TypeAlias = Tile | PackedTiles
 def calls_of(tiles: Sequence[Tile], shapes: tuple[Shape, Shape, Shape], *, small_tiles: bool) -> tuple[Call, ...]:
     """The ``tiles`` of one source in the order in which they are computed; those with an explicit mask are the last.
 
-    Args:
-        tiles: of a plan.
-        shapes: of the local query, key and value [B, H, S, D].
-        small_tiles: whether the kernel takes packs.
+    ``shapes`` are those of the local query, key and value [B, H, S, D]. ``small_tiles``: the kernel takes packs.
     """
     masked = [tile for tile in tiles if tile.cover is Cover.PARTIAL]
     whole = [tile for tile in tiles if tile.cover is not Cover.PARTIAL]

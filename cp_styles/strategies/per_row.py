@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -24,43 +24,39 @@ class PerRowStrategy(Strategy):
         return replace(self, inner=self.inner.keeping_nothing())
 
     def residual_specs(self, attention, q_BHLD, k_BGMD, v_BGME):
-        rows = _rows(attention, q_BHLD, k_BGMD, v_BGME)
-        return [residual_spec(self.inner.residual_specs(row, *tensors)) for row, tensors in rows]
+        rows = self._rows(attention, None, q_BHLD, k_BGMD, v_BGME)
+        return [residual_spec(self.inner.residual_specs(row, q, k, v)) for row, (q, k, v), _ in rows]
 
     def forward(self, attention, q_BHLD, k_BGMD, v_BGME, sink_H=None, residual=None):
-        kept = self._kept(attention, residual, q_BHLD, k_BGMD, v_BGME)
-        rows = _rows(attention, q_BHLD, k_BGMD, v_BGME)
-        rows_and_kept = zip(rows, kept, strict=True)
-        return _joined([self.inner.forward(row, q, k, v, sink_H, views) for (row, (q, k, v)), views in rows_and_kept])
+        rows = self._rows(attention, residual, q_BHLD, k_BGMD, v_BGME)
+        return _joined([self.inner.forward(row, q, k, v, sink_H, kept) for row, (q, k, v), kept in rows])
 
     def backward(self, attention, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, residual, sink_H=None):
-        kept = self._kept(attention, residual, q_BHLD, k_BGMD, v_BGME)
-        rows = _rows(attention, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE)
-        grads = [
-            self.inner.backward(row, grad, q, k, v, out, views, sink_H)
-            for (row, (grad, q, k, v, out)), views in zip(rows, kept, strict=True)
-        ]
+        rows = self._rows(attention, residual, q_BHLD, k_BGMD, v_BGME, out_BHLE, grad_BHLE)
+        grads = [self.inner.backward(row, grad, q, k, v, out, kept, sink_H) for row, (q, k, v, out, grad), kept in rows]
         dq, dk, dv, dsink = zip(*grads, strict=True)
         return _joined(dq), _joined(dk), _joined(dv), None if sink_H is None else reduce(torch.add, dsink)
 
     def logsumexp(self, attention, q_BHLD, k_BGMD, v_BGME, residual):
-        kept = self._kept(attention, residual, q_BHLD, k_BGMD, v_BGME)
-        rows = _rows(attention, q_BHLD, k_BGMD, v_BGME)
-        rows_and_kept = zip(rows, kept, strict=True)
-        return torch.cat([self.inner.logsumexp(row, q, k, v, views) for (row, (q, k, v)), views in rows_and_kept])
+        rows = self._rows(attention, residual, q_BHLD, k_BGMD, v_BGME)
+        return torch.cat([self.inner.logsumexp(row, q, k, v, kept) for row, (q, k, v), kept in rows])
 
-    def _kept(self, attention, residual, q, k, v) -> list[Any]:
-        if residual is None:
-            return [None] * q.shape[0]
-        return [*ResidualPlaces(self.residual_specs(attention, q, k, v)).views(residual)]
+    def _rows(
+        self, attention: Attention, residual: torch.Tensor | None, *tensors: torch.Tensor
+    ) -> list[tuple[Attention, Any, Any]]:
+        """For each row of the batch: its attention, its tensors with a batch of 1, and its part of the residual."""
+        kept: list[Any] = [None] * tensors[0].shape[0]
+        if residual is not None:
+            kept = ResidualPlaces(self.residual_specs(attention, *tensors[:3])).views(residual)
+        cut = zip(*(x.split(1) for x in tensors), strict=True)
+        return [
+            (attention.once((PerRowStrategy, index), partial(_of_row, attention, index)), row, kept[index])
+            for index, row in enumerate(cut)
+        ]
 
 
-def _rows(attention: Attention, *tensors: torch.Tensor) -> list[tuple[Attention, Any]]:
-    """For each row of the batch: its attention, and its tensors with a batch of 1."""
-    return [
-        (replace(attention, mask=attention.mask.row(index)), tuple(x[index : index + 1] for x in tensors))
-        for index in range(tensors[0].shape[0])
-    ]
+def _of_row(attention: Attention, index: int) -> Attention:
+    return replace(attention, mask=attention.mask.row(index))
 
 
 def _joined(rows: list[torch.Tensor] | tuple[torch.Tensor, ...]) -> torch.Tensor:
