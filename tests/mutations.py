@@ -323,6 +323,27 @@ OTHERS = [
         "ranks/mixers/test_recurrence.py",
     ),
     Mistake(
+        "mixers: a map reaches back less far than it is taken to",
+        "rounds_of",
+        "distance *= 2",
+        "distance *= 3",
+        "ranks/mixers/test_recurrence.py",
+    ),
+    Mistake(
+        "mixers: a state travels alone before it reaches back to its document's start",
+        "rounds_of",
+        "number - 2 * distance < begins[number]",
+        "number - 3 * distance < begins[number]",
+        "ranks/mixers/test_recurrence.py",
+    ),
+    Mistake(
+        "mixers: arguments that cannot be understood are passed on",
+        "refuse_arguments",
+        "if used:",
+        "if not given:",
+        "ranks/mixers/test_by_name.py ranks/mixers/test_signatures.py ranks/mixers/test_recurrence.py -k refused",
+    ),
+    Mistake(
         "cache: nothing leaves it",
         "BoundedCache.put",
         "self.held > self.limit and len(self.entries) > 1",
