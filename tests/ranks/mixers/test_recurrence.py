@@ -137,6 +137,19 @@ def test_families(family, balancer):
         assert error(one, expected) < EXACT
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize(("balancer", "ranks"), [(contiguous, 16), (head_tail, 16), (contiguous, 32)])
+def test_many_ranks_send_little(balancer, ranks):
+    """Where an all-gather sends each map to all others."""
+    layout, documents = balancer(64, ranks), (13, 51)
+    found, sent = on_ranks("delta", layout, documents, cotangent_of(64))
+    for one, expected in zip(found, on_one("delta", documents, cotangent_of(64)), strict=True):
+        assert error(one, expected) < EXACT
+    assert sent == [each * BATCH * HEADS * KEYS * 8 for each in columns_sent(layout, documents, VALUES + KEYS)]
+    maps = len(layout.chunks[1]) * (ranks - 1)
+    assert max(sent) < maps * BATCH * HEADS * KEYS * (VALUES + KEYS) * 8 / 3
+
+
 @pytest.mark.parametrize("family", ["delta", "ssd", "delta, values first"])
 def test_initial_and_final_states(family):
     """Both are the whole sequence's. Gradients of the initial state are shares."""
