@@ -6,7 +6,7 @@ Each function takes the user's own kernel, and gives it what it needs of other r
 ::
 
     context_causal_conv1d    the W - 1 rows before each fragment, from the ranks that hold them
-    context_recurrence       the affine map of the state over each fragment, folded in the order of positions; or all
+    context_recurrence       the affine map of the state over each fragment, composed in their order; or all
                              tokens of a part of the channels, for kernels without an initial state
     context_roll             the rows that other positions hold: torch.roll, for multi-token prediction
 """
