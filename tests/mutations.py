@@ -81,7 +81,7 @@ FUZZED = [
     ),
     Mistake("mask: the wider of two lower bounds", "All.bounds", "maximum", "minimum", "unit/test_mask.py"),
     Mistake(
-        "mask: every row of the batch has the first one's", "_rows", "(index)", "(0)", "ranks/engine/test_per_row.py"
+        "mask: every row of the batch has the first one's", "_of_row", "(index)", "(0)", "ranks/engine/test_per_row.py"
     ),
     Mistake(
         "mask: partial blocks of a BlockMask as full ones",
@@ -142,6 +142,13 @@ FUZZED = [
         "unit/test_merge.py",
     ),
     Mistake(
+        "merge: what rows of a pack had before keeps its weight",
+        "_merge_rows",
+        "out.mul_(kept.unsqueeze(-1))",
+        "pass",
+        "unit/test_merge.py ranks/flex/test_varlen_kernel.py",
+    ),
+    Mistake(
         "merge: the larger logsumexp for the sum", "OnlineSoftmax.add", "logaddexp", "maximum", "unit/test_merge.py"
     ),
     Mistake("merge: rows that are begun are overwritten", "_within", "place % 2 == 1 or", "", "unit/test_merge.py"),
@@ -164,8 +171,8 @@ FUZZED = [
     ),
     Mistake(
         "strategy: causal tiles attended in full",
-        "_PlanRun._call",
-        "tile.cover is Cover.CAUSAL",
+        "_PlanRun._computed",
+        "call.cover is Cover.CAUSAL",
         "False",
         "ranks/engine/test_parity_grid.py",
     ),
@@ -241,7 +248,7 @@ FUZZED = [
     ),
     Mistake(
         "kernel: the logsumexp's gradient with the other sign",
-        "_widened",
+        "LseGradient.backward",
         "value=-",
         "value=",
         "ranks/flex/test_flex.py",
