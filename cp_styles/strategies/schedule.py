@@ -127,7 +127,7 @@ class Step(NamedTuple):
         sources: the rank of each of ``arrivals``.
         keys: what is computed at once: each of ``arrivals``, or groups of its heads.
         sends: (rank, block): what this rank sends in the same step.
-        gradients: the messages of a backward, in an order that is the same on all ranks.
+        gradients: the messages of a backward, in an order that is the same on all ranks. A forward has none.
     """
 
     number: int
@@ -252,7 +252,7 @@ def make_schedule(
                     source_keys.append(Keys(source(d), len(arrivals), part, q_heads, calls))
                 arrivals.append(Arrival(source(d), block, kept.index(d) if d in kept else None))
             keys += source_keys
-            pairs = zip_longest(source_keys, (part for _, parts in sent[d] for part in parts))
+            pairs = zip_longest(source_keys, (part for _, parts in sent[d] for part in parts)) if back else ()
             gradients += [GradientMessages(source(d), returned, peer(d), block) for returned, block in pairs]
         sends = [(peer(d), block) for d in distances for block, _ in sent[d]]
         fields = (arrivals, [arrival.source for arrival in arrivals], keys, sends, gradients)

@@ -44,4 +44,4 @@ def test_a_layer_on_cp_and_tp(on_processes):
         more = [0, int(RANGES_ARE_NOT_TRACED)]  # 2.11 keeps one query shard more in a backward
         expected = [held + each for held, each in zip(eager, more, strict=True)]
         assert compiled == pytest.approx(expected, abs=0.05)  # the sizes of what ranks agree by, and of gloo's own
-        assert eager[1] <= 12
+        assert eager[1] <= 13  # query shards, as in test_memory

@@ -32,15 +32,15 @@ step 1 attend to keys of 2
 step 2 wait for keys of 1
 step 2 attend to keys of 1
 attention backward: context_attention
-step 2 start keys of 1
+step 1 start keys of 1
 agreement: context_attention
 step 0 gradients with keys of 2
 step 0 start gradients to 2
-step 1 gradients with keys of 0
-step 2 wait for keys of 1
-step 2 gradients with keys of 1
-step 2 wait for gradients of 1
-step 2 start gradients to 1
+step 1 wait for keys of 1
+step 1 gradients with keys of 1
+step 1 wait for gradients of 1
+step 1 start gradients to 1
+step 2 gradients with keys of 0
 step 2 wait for gradients of 2
 """
 ULYSSES = """
