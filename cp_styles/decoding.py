@@ -103,7 +103,7 @@ class KVCache:
         self.prompt = layout
         self._own = layout.positions(self._rank, "cpu")
         self.length = layout.length
-        self._keys, self._values = (x.detach().clone(memory_format=torch.contiguous_format) for x in (k_BGMD, v_BGME))
+        self._kv = [x.detach().clone(memory_format=torch.contiguous_format) for x in (k_BGMD, v_BGME)]
         self._first = 0  # keys of positions before are not needed any more
         self._freed = 0  # how many of this rank's keys are not stored any more
         self._unread: Callable[[], int] | None = None
@@ -111,17 +111,17 @@ class KVCache:
     @property
     def keys(self) -> torch.Tensor:
         """This rank's keys [B, G, M, D], ascending by position. A view, for which :func:`cache_of` is this cache."""
-        return self._marked(self._keys)
+        return self._marked(self._kv[0])
 
     @property
     def values(self) -> torch.Tensor:
         """This rank's values [B, G, M, E]."""
-        return self._marked(self._values)
+        return self._marked(self._kv[1])
 
     @property
     def nbytes(self) -> int:
         """Memory of keys and values on this rank."""
-        return self._keys.untyped_storage().nbytes() + self._values.untyped_storage().nbytes()
+        return sum(x.untyped_storage().nbytes() for x in self._kv)
 
     def positions(self) -> torch.Tensor:
         """The global positions of :attr:`keys`: int64 [M] on the host."""
@@ -140,14 +140,13 @@ class KVCache:
             ValueError: on this rank, and at the next call over the group on the others: batch, heads, head dims or
                 dtype are not those of the prompt.
         """
-        given, held = ([(*x.shape[:2], x.shape[3], x.dtype) for x in pair] for pair in ((k_BGLD, v_BGLE), self._both))
+        given, held = ([(*x.shape[:2], x.shape[3], x.dtype) for x in pair] for pair in ((k_BGLD, v_BGLE), self._kv))
         if given != held or k_BGLD.shape[2] != v_BGLE.shape[2]:
             self._refuse(
                 ValueError(
                     f"KVCache: new keys and values of shapes {tuple(k_BGLD.shape)} and {tuple(v_BGLE.shape)} in "
-                    f"{k_BGLD.dtype}, where the prompt's are {tuple(self._keys.shape)} and "
-                    f"{tuple(self._values.shape)} in {self._keys.dtype}: batch, heads, head dims and dtype must be the "
-                    "prompt's"
+                    f"{k_BGLD.dtype}, where the prompt's are {' and '.join(str(tuple(x.shape)) for x in self._kv)} in "
+                    f"{self._kv[0].dtype}: batch, heads, head dims and dtype must be the prompt's"
                 )
             )
         mine = slice((self._rank - self.length) % self._ranks, None, self._ranks)
@@ -155,9 +154,7 @@ class KVCache:
         self.length += k_BGLD.shape[2]
         if new[0].shape[2]:
             unused = self._unused()
-            self._keys, self._values = (
-                torch.cat((old[:, :, unused:], x), 2) for old, x in zip(self._both, new, strict=True)
-            )
+            self._kv = [torch.cat((old[:, :, unused:], x), 2) for old, x in zip(self._kv, new, strict=True)]
             self._freed += unused
 
     def crop(self, length: int) -> None:
@@ -176,7 +173,7 @@ class KVCache:
             )
         self.length = length
         stop = max(self._below(length) - self._freed, 0)
-        self._keys, self._values = (x[:, :, :stop] for x in self._both)
+        self._kv = [x[:, :, :stop] for x in self._kv]
 
     def forget(self, position: int) -> None:
         """Free the keys and values of all positions before ``position``, such as those behind a sliding window.
@@ -185,8 +182,8 @@ class KVCache:
         """
         self._first = max(self._first, min(position, self.length))
         unused = self._unused()
-        if 2 * unused >= self._keys.shape[2] > 0:
-            self._keys, self._values = (x[:, :, unused:].clone() for x in self._both)
+        if 2 * unused >= self._kv[0].shape[2] > 0:
+            self._kv = [x[:, :, unused:].clone() for x in self._kv]
             self._freed += unused
 
     def select_rows(self, index_B: torch.Tensor) -> None:
@@ -194,11 +191,7 @@ class KVCache:
 
         No communication.
         """
-        self._keys, self._values = (x.index_select(0, index_B.to(x.device)) for x in self._both)
-
-    @property
-    def _both(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._keys, self._values
+        self._kv = [x.index_select(0, index_B.to(x.device)) for x in self._kv]
 
     def _marked(self, tensor: torch.Tensor) -> torch.Tensor:
         view = tensor[:, :, self._unused() :]

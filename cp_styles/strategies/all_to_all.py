@@ -124,22 +124,30 @@ class Direct:
             self.way.rows.to_global(received.view(shape), out=wire.view(shape))
         return self.views(wire, *tensors)
 
-    def leave(self, tensors: list[torch.Tensor], place: int = 0) -> Leaving:
-        """Start to send each rank its rows of this rank's columns of the first of ``tensors``, which is number
-        ``place``. It is removed from the list, so that its memory is free for the next one.
+    def leave(self, tensors: list[torch.Tensor], places: Sequence[int] = (0,)) -> Leaving:
+        """Start to send each rank its rows of this rank's columns of the first of ``tensors``, one for each of their
+        numbers, ``places``. They are removed from the list, so that their memory is free for the next one.
 
-        Rows that are contiguous in memory are sent without packing. The block that stays on this rank is not copied
-        before it is merged. Communication: one message to every other rank. :class:`Joined` reads the result. The
-        adjoint is :meth:`start`.
+        Rows of one tensor that are contiguous in memory are sent without packing. The block that stays on this rank is
+        not copied before it is merged. Communication: one message to every other rank. :class:`Joined` reads the
+        result. The adjoint is :meth:`start`.
         """
-        way, rank = self.way, self.way.peers.rank
-        rows_first = tensors.pop(0).movedim(way.row_dim, 0)
-        sends = [(peer, way.rows.own(rows_first, 0, peer).contiguous()) for peer in self._others]
-        parts = [way.rows.own(rows_first, 0, rank)] * way.peers.size
+        rows, rank = self.way.rows, self.way.peers.rank
+        rows_first = [tensors.pop(0).movedim(self.way.row_dim, 0) for _ in places]
+        sends = []
+        for peer in self._others:
+            flat = [rows.own(x, 0, peer).flatten() for x in rows_first]
+            sends.append((peer, flat[0] if len(flat) == 1 else torch.cat(flat)))
+        parts = {place: [rows.own(x, 0, rank)] * (len(sends) + 1) for place, x in zip(places, rows_first, strict=True)}
         del rows_first  # the packed copies replace it
+        receives = []
         for peer, shapes in self._coming:
-            parts[peer] = parts[rank].new_empty(shapes[place])
-        return Leaving(parts, self._exchange(sends, [(peer, parts[peer]) for peer in self._others]))
+            sizes = [prod(shapes[place]) for place in places]
+            message = parts[places[0]][rank].new_empty(sum(sizes))
+            receives.append((peer, message))
+            for place, part in zip(places, message.split(sizes), strict=True):
+                parts[place][peer] = part.view(shapes[place])
+        return Leaving(parts, self._exchange(sends, receives))
 
     def _block(self, rank: int, rows: int) -> tuple[list[_Place], int]:
         """Where the columns that ``rank`` needs are in a block of ``rows`` rows, and the width of the block.
@@ -168,9 +176,10 @@ class Arriving(NamedTuple):
 
 
 class Leaving(NamedTuple):
-    """A tensor on its way back, see :meth:`Direct.leave`: each rank's part, to be read after ``pending.wait()``."""
+    """Tensors on their way back, see :meth:`Direct.leave`: by number, each rank's part, to be read after
+    ``pending.wait()``."""
 
-    parts: list[torch.Tensor]
+    parts: dict[int, list[torch.Tensor]]
     pending: PendingTransfers
 
 
@@ -185,20 +194,22 @@ class Joined:
         # Whether each column comes from exactly one rank.
         self._owners = [_owners(columns, total) for columns, total in zip(self._columns, totals, strict=True)]
 
-    def of(self, leaving: Sequence[Leaving], place: int) -> torch.Tensor:
-        """This rank's rows of all columns of tensor number ``place``, from each exchange. It waits for them.
+    def of(self, leaving: Sequence[Leaving], places: Sequence[int] = (0,)) -> list[torch.Tensor]:
+        """This rank's rows of all columns of the tensors number ``places``, from each exchange. It waits for them.
 
         Columns of several ranks are summed. Rows are outermost in memory, as projections have them.
         """
         for started in leaving:
             started.pending.wait()
-        parts = [part for started in leaving for part in started.parts]
-        owners = self._owners[place]
-        if owners:
-            whole = torch.cat([parts[owner] for owner in owners], self._axis)
-        else:
-            whole = merged_columns(tuple(parts), self._columns[place], self._axis)
-        return whole.movedim(0, self._row_dim)
+        results = []
+        for place in places:
+            parts = [part for started in leaving for part in started.parts[place]]
+            if owners := self._owners[place]:
+                whole = torch.cat([parts[owner] for owner in owners], self._axis)
+            else:
+                whole = merged_columns(tuple(parts), self._columns[place], self._axis)
+            results.append(whole.movedim(0, self._row_dim))
+        return results
 
 
 def _first(values: Sizes, dim: int) -> Sizes:

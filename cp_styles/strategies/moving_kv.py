@@ -271,23 +271,22 @@ class _PlanRun:
 
     def _start_next(self) -> None:
         """Start the transfers of the next step that has some."""
-        for step in self._to_start:
-            if not step.travels:
-                continue
-            with named_range("step", step.number, "start keys of", *step.sources):
-                places = list(map(self._place, step.arrivals))
-                # Equal rows are packed once for all ranks of a step, and for the next step if it sends them too.
-                for block in self._packed.keys() - dict(step.sends).values():
-                    del self._packed[block]
-                sends = []
-                for rank, block in step.sends:
-                    if block not in self._packed:
-                        self._packed[block] = block.packed(self.k, self.v)
-                    sends.append((rank, self._packed[block]))
-                receives = list(zip(step.sources, places, strict=True))
-                self._under_way = places, exchange(sends, receives, self.attention.group)
+        step = next((step for step in self._to_start if step.travels), None)
+        if step is None:
+            self._packed = {}
             return
-        self._packed = {}
+        with named_range("step", step.number, "start keys of", *step.sources):
+            places = list(map(self._place, step.arrivals))
+            # Equal rows are packed once for all ranks of a step, and for the next step if it sends them too.
+            for block in self._packed.keys() - dict(step.sends).values():
+                del self._packed[block]
+            sends = []
+            for rank, block in step.sends:
+                if block not in self._packed:
+                    self._packed[block] = block.packed(self.k, self.v)
+                sends.append((rank, self._packed[block]))
+            receives = list(zip(step.sources, places, strict=True))
+            self._under_way = places, exchange(sends, receives, self.attention.group)
 
     def _place(self, arrival: Arrival) -> torch.Tensor:
         """The buffer of a message: in the residual if it is kept, else new memory."""
@@ -407,11 +406,10 @@ class _GradientReturn:
             pending = exchange(sends, [(messages.peer, x) for x in received], run.attention.group)
         self._under_way = messages, received, pending
 
-    def result(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """``(dk, dv)`` of this rank's rows, summed over all ranks."""
+    def result(self) -> list[torch.Tensor]:
+        """``[dk, dv]`` of this rank's rows, summed over all ranks."""
         self._settle()
-        dk, dv = self._sums
-        return dk.result(), dv.result()
+        return [total.result() for total in self._sums]
 
     def _settle(self) -> None:
         if self._under_way is None:

@@ -22,7 +22,7 @@ from cp_styles.collectives.heads import head_exchange
 from cp_styles.collectives.peers import Peers
 from cp_styles.device_copies import tensor_on
 from cp_styles.layout import Chunk, SequenceLayout, Stripes, striped
-from cp_styles.strategies.all_to_all import Arriving, Direct, Joined, Leaving
+from cp_styles.strategies.all_to_all import Arriving, Direct, Joined
 from cp_styles.strategies.base import Attention, ResidualPlaces, Spec, Strategy, residual_spec
 from cp_styles.strategies.moving_kv import Ring
 
@@ -39,8 +39,8 @@ class Ulysses(Strategy):
     Memory of one attention on one rank. Between forward and backward: the inputs, the output, its logsumexp, Q + K' for
     the inputs of its heads, Q for their output, and what ``inner`` keeps. In the forward: that, and messages of Q + K'
     (twice if the layout is not contiguous). In the backward: that of the inner strategy, then the gradients, which are
-    sent one at a time, with at most 2 Q beside them; all at once if they are at most 512 KiB. With ``chunks``, the
-    gradients of all chunks but the last one wait on their ranks until that one comes.
+    sent one at a time, with at most 2 Q beside them; in one message if a rank's are at most 512 KiB. With ``chunks``,
+    the gradients of all chunks but the last one wait on their ranks until that one comes.
 
     Source: Jacobs et al., DeepSpeed Ulysses (2023); the hybrid: Fang and Zhao, USP (2024).
 
@@ -86,7 +86,7 @@ class Ulysses(Strategy):
     def forward(self, attention, q_BHLD, k_BGMD, v_BGME, sink_H=None, residual=None):
         levels = self._levels(attention, q_BHLD, k_BGMD, v_BGME)
         kept = levels.kept_in(residual)
-        leaving: list[Leaving] = []
+        leaving, (ways_back, joined_back) = [], levels.like_queries(v_BGME.shape[3])
 
         def start(index: int) -> list[Arriving]:
             with named_range("chunk", index, "start heads"):
@@ -101,35 +101,34 @@ class Ulysses(Strategy):
                 k, v = chunk.paired(k, v)
                 out = self.inner.forward(chunk.inner, q, k, v, chunk.of_heads(sink_H), inner_residual)
             del q, k, v
-            heads = [out]
             if kept_out is not None:
                 kept_out.copy_(out)
-                if not chunk.alone:  # send from the residual, so that the memory of ``out`` is free for the result
-                    heads = [kept_out]
-            del out
             if chunk.alone:
-                return heads[0]
+                return out
+            # From the residual, so that the memory of ``out`` is free for the result.
+            heads = [out if kept_out is None else kept_out]
+            del out
             with named_range("chunk", index, "start output"):
-                leaving.append(chunk.like_queries(v_BGME.shape[3]).leave(heads))
+                leaving.append(ways_back[index].leave(heads))
         with named_range("wait for output"):
-            return levels.like_queries(v_BGME.shape[3]).of(leaving, 0)
+            return joined_back.of(leaving)[0]
 
     def backward(self, attention, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, residual, sink_H=None):
         levels = self._levels(attention, q_BHLD, k_BGMD, v_BGME)
         kept = levels.kept_in(residual)
         dsink = None if sink_H is None else torch.zeros_like(sink_H)
-        leaving: tuple[list[Leaving], ...] = ([], [], [])  # of dq, dk, dv
-        results = []
+        results, leaving = [], [[] for _ in levels.messages]
+        ways_there, _ = levels.like_queries(grad_BHLE.shape[3])
 
         def start(index: int) -> Arriving:
             with named_range("chunk", index, "start gradient of output"):
-                return levels.chunks[index].like_queries(grad_BHLE.shape[3]).start(None, grad_BHLE)
+                return ways_there[index].start(None, grad_BHLE)
 
         under_way = [start(0)]
         for index, (chunk, (places, out, inner_residual)) in enumerate(zip(levels.chunks, kept, strict=True)):
             under_way += [start(index + 1)] if index + 1 < len(kept) else []
             with named_range("chunk", index, "wait for gradient of output"):
-                (grad,) = chunk.like_queries(grad_BHLE.shape[3]).arrived(under_way.pop(0), grad_BHLE)
+                (grad,) = ways_there[index].arrived(under_way.pop(0), grad_BHLE)
             q, k, v = chunk.in_heads(places, q_BHLD, k_BGMD, v_BGME)
             sink = chunk.of_heads(sink_H)
             assert out is not None  # a backward has a residual
@@ -143,30 +142,28 @@ class Ulysses(Strategy):
                 chunk.of_heads(dsink).copy_(chunk_dsink)
             if chunk.alone:
                 return *grads, dsink
-            # Of few bytes all three start before one is waited for: three waits take three times as long as one.
-            few, last = sum(grad.nbytes for grad in grads) <= _FEW_BYTES, index + 1 == len(kept)
-            for number in range(3):
-                way, place = levels.way_of(number)
-                with named_range("chunk", index, "start gradient of", _INPUTS[number]):
-                    leaving[number].append(chunk.ways[way].leave(grads, place))
-                if last and not few:
-                    results.append(levels.gradient(number, leaving[number]))
-            if last and few:  # no closure: an error's traceback would keep it, and with it the transfers and the group
-                results = list(map(levels.gradient, range(3), leaving))
+            for (way, places), started in zip(levels.messages, leaving, strict=True):
+                with named_range("chunk", index, "start gradients"):
+                    started.append(chunk.ways[way].leave(grads, places))
+                if index + 1 == len(kept):
+                    with named_range("wait for gradients"):
+                        results += levels.joined[way].of(started, places)
+                    started.clear()
         dq, dk, dv = results
         return dq, dk, dv, dsink
 
     def logsumexp(self, attention, q_BHLD, k_BGMD, v_BGME, residual):
         levels = self._levels(attention, q_BHLD, k_BGMD, v_BGME)
-        leaving = []
-        for chunk, (places, _, inner_residual) in zip(levels.chunks, levels.kept_in(residual), strict=True):
+        leaving, (ways_back, joined_back) = [], levels.like_queries(1)
+        chunks = zip(levels.chunks, levels.kept_in(residual), ways_back, strict=True)
+        for chunk, (places, _, inner_residual), way_back in chunks:
             q, k, v = chunk.in_heads(places, q_BHLD, k_BGMD, v_BGME)
             assert inner_residual is not None
             lse = self.inner.logsumexp(chunk.inner, q, *chunk.paired(k, v), inner_residual)
             if chunk.alone:
                 return lse
-            leaving.append(chunk.like_queries(1).leave([lse.unsqueeze(-1)]))
-        return levels.like_queries(1).of(leaving, 0).squeeze(-1)
+            leaving.append(way_back.leave([lse.unsqueeze(-1)]))
+        return joined_back.of(leaving)[0].squeeze(-1)
 
     def _levels(self, attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> _Levels:
         return attention.once(
@@ -185,7 +182,6 @@ class Ulysses(Strategy):
         return size
 
 
-_INPUTS = ("query", "key", "value")
 _FEW_BYTES = 2**19  # where latency counts and memory does not
 
 
@@ -269,6 +265,7 @@ class _Levels:
         chunks: the chunks, in order.
         specs: of the residual.
         joined: joins the chunks of query, key and value: one for all three; two in cross-attention.
+        messages: of gradients: (number of the exchange, places in it of those that travel together).
     """
 
     def __init__(self, strategy: Ulysses, attention: Attention, q, k, v) -> None:
@@ -285,24 +282,24 @@ class _Levels:
         self._places = ResidualPlaces(self.specs)
         ways = zip(*(chunk.ways for chunk in self.chunks), strict=True)
         self.joined = [] if group is None else [Joined(way) for way in ways]
-        self._like_queries: dict[int, Joined] = {}
+        # A message takes its time, however short. All ranks count alike: the elements of all of them.
+        rows = attention.q_layout.length * q.shape[1], *[attention.kv_layout.length * k.shape[1]] * 2
+        elements = sum(count * x.shape[0] * x.shape[3] for count, x in zip(rows, (q, k, v), strict=True))
+        few = elements * q.element_size() <= _FEW_BYTES * attention.ranks
+        counts = enumerate(len(way.shapes) for way in self.chunks[0].ways)
+        self.messages = [
+            (way, places) for way, count in counts for places in ([range(count)] if few else zip(range(count)))
+        ]
+        self._like_queries: dict[int, tuple[list[Direct], Joined]] = {}
 
-    def way_of(self, tensor: int) -> tuple[int, int]:
-        """The number of the exchange of query, key or value (0, 1, 2), and the place of the tensor in it."""
-        return (0, tensor) if len(self.joined) == 1 else ((0, 0), (1, 0), (1, 1))[tensor]
+    def like_queries(self, dim: int) -> tuple[list[Direct], Joined]:
+        """The exchange of tensors with the shape of queries and a last dim ``dim``, for each chunk; joins the chunks.
 
-    def gradient(self, tensor: int, leaving: list[Leaving]) -> torch.Tensor:
-        """This rank's rows of the gradient of query, key or value (0, 1, 2), when they have come."""
-        way, place = self.way_of(tensor)
-        with named_range("wait for gradient of", _INPUTS[tensor]):
-            result = self.joined[way].of(leaving, place)
-        leaving.clear()
-        return result
-
-    def like_queries(self, dim: int) -> Joined:
-        """Joins the chunks of tensors with the shape of queries and a last dim ``dim``."""
+        These are the output, its gradient, and the logsumexp.
+        """
         if dim not in self._like_queries:
-            self._like_queries[dim] = Joined([chunk.like_queries(dim) for chunk in self.chunks])
+            ways = [chunk.like_queries(dim) for chunk in self.chunks]
+            self._like_queries[dim] = ways, Joined(ways)
         return self._like_queries[dim]
 
     def kept_in(self, residual: torch.Tensor | None) -> list[_Kept]:
@@ -348,7 +345,6 @@ class _Chunk:
         self.ways = [Direct(way, shapes[which], self._group) for way, which in ways]
         self.alone = self.ways[0].trivial
         self._geometry, self._q_shape = geometry, tuple(q.shape)
-        self._like_queries: dict[int, Direct] = {}
         start, stop = geometry.own
         before = 0 if attention.heads is None else attention.heads[0]
         self.inner = replace(
@@ -364,10 +360,7 @@ class _Chunk:
         self.specs = self._residual_specs(strategy, q, v)
 
     def like_queries(self, dim: int) -> Direct:
-        """The exchange of tensors shaped like queries with a last dim ``dim``: output, its gradient, logsumexp."""
-        if dim not in self._like_queries:
-            self._like_queries[dim] = Direct(self._geometry.queries, ((*self._q_shape[:3], dim),), self._group)
-        return self._like_queries[dim]
+        return Direct(self._geometry.queries, ((*self._q_shape[:3], dim),), self._group)
 
     def _residual_specs(self, inner: Strategy, q: torch.Tensor, v: torch.Tensor) -> list[Spec]:
         """The received q, k and v of this rank's heads, their output, and the inner residual."""

@@ -15,7 +15,7 @@ from cp_styles.kernels import CPU_FLASH, Kernel
 from cp_styles.layout import contiguous, head_tail
 from cp_styles.mask import Causal, Documents, SlidingWindow
 from cp_styles.plan import make_plan
-from cp_styles.strategies import AllGather, Ring, Ulysses
+from cp_styles.strategies import AllGather, Ring, Ulysses, ulysses
 from cp_styles.testing import CommunicationTrace, run_ranks
 from tests.ranks.attention_case import Core, Problem, cp_mesh, parallel, plain, run_attention
 from tests.varlen_op import Ops
@@ -182,8 +182,18 @@ def test_the_next_keys_are_on_their_way_while_these_are_computed(keep: int, kv_h
     assert log == expected.replace("home", "send send").split()
 
 
-def test_a_gradient_leaves_its_memory_to_the_next_result():
+@pytest.mark.parametrize(("few_bytes", "messages"), [(2**19, 4), (0, 6)])
+def test_few_gradients_travel_in_one_message(few_bytes: int, messages: int, monkeypatch: pytest.MonkeyPatch):
+    """Heads there, output back, its gradient there; and those of query, key and value back, together or one by one."""
+    monkeypatch.setattr(ulysses, "_FEW_BYTES", few_bytes)
+    problem = Problem(length=LENGTH, dtype=torch.float32)
+    _, traces, _ = costs(problem, 4, "function", strategy=Ulysses(), layout=contiguous, mask=Causal())
+    assert [trace.calls["send"] for trace in traces] == [messages * 3] * 4
+
+
+def test_a_gradient_leaves_its_memory_to_the_next_result(monkeypatch: pytest.MonkeyPatch):
     """Of the three that a kernel has made for Ulysses' heads, one is free whenever a result for the rows is made."""
+    monkeypatch.setattr(ulysses, "_FEW_BYTES", 0)  # as for longer sequences
 
     class Weak(Counting):
         made: tuple[StorageWeakRef, ...] = ()

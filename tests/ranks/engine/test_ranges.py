@@ -61,17 +61,11 @@ agreement: context_attention
 chunk 1 start gradient of output
 chunk 0 wait for gradient of output
 chunk 0 gradients
-chunk 0 start gradient of query
-chunk 0 start gradient of key
-chunk 0 start gradient of value
+chunk 0 start gradients
 chunk 1 wait for gradient of output
 chunk 1 gradients
-chunk 1 start gradient of query
-chunk 1 start gradient of key
-chunk 1 start gradient of value
-wait for gradient of query
-wait for gradient of key
-wait for gradient of value
+chunk 1 start gradients
+wait for gradients
 """
 
 
