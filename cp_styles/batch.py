@@ -45,7 +45,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cp_styles.bounded_cache import known_about
 from cp_styles.checksum import device_checksum
-from cp_styles.comm.agreement import Meeting, StatusRow, compare, end_forwards, exchange_status, fingerprint
+from cp_styles.comm.agreement import Meeting, StatusRow, compare, end_forwards, fingerprint, start_status
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import GroupOrMesh, axis_and_group, shares_ranks
 from cp_styles.comm.point_to_point import Operation, collective, unbroken
@@ -618,10 +618,10 @@ def _with_gradient_anywhere(
     ``options`` are bucket_bytes and reduce_dtype.
     """
     parameters: list[torch.Tensor] = []
-    present = b""
+    present, kinds = b"", []
 
     def build() -> StatusRow:
-        nonlocal parameters, present
+        nonlocal parameters, present, kinds
         parameters = check()
         present = bytes(parameter.grad is not None for parameter in parameters)
         kinds = [
@@ -632,25 +632,22 @@ def _with_gradient_anywhere(
             for p in parameters
         ]
         return StatusRow(
-            inputs=fingerprint(kinds),
-            call=zlib.crc32(present),
-            config=fingerprint(options),
+            q_length=zlib.crc32(present),
+            facts=fingerprint([kinds, options]),
             watch=_sample_of_gradients(parameters, group),
         )
 
-    rows = exchange_status(build, Meeting.GRADIENTS, "sum_gradients", axis, group)
-    if len({row.inputs for row in rows}) > 1:
-        raise ValueError(
-            f"sum_gradients: the ranks of the group do not have the same parameters (this rank has {len(parameters)} "
-            "that require grad): pass the same ones, in the same order, with equal shapes, and gradients of equal "
-            "dtypes, on every rank"
-        )
-    compare(
-        rows, "config", "sum_gradients", axis, "bucket_bytes or reduce_dtype", lambda: f"{options[0]}, {options[1]}"
-    )
+    rows = start_status(build, Meeting.GRADIENTS, "sum_gradients", axis, group)()
+    named = {
+        "the number of parameters that require grad": len(parameters),
+        "their shapes, and dtypes of gradients": kinds,
+        "bucket_bytes": options[0],
+        "reduce_dtype": options[1],
+    }
+    compare(rows, ("sum_gradients", axis, group), lambda: named)
     if len(set(rows.columns.watch)) == 1 and rows[0].watch and group.size() > 1:
         _refuse_ddp(parameters, group)
-    if len({row.call for row in rows}) > 1:
+    if len(set(rows.columns.q_length)) > 1:
         device = parameters[0].device if parameters else torch.device("cpu")
         anywhere = torch.tensor(list(present), dtype=torch.uint8, device=device)
         with collective(group, "sum_gradients"):

@@ -33,10 +33,10 @@ from cp_styles.comm.agreement import (
     Meeting,
     StatusRow,
     compare,
-    exchange_status,
     fingerprint,
     offer_refusal,
     plain,
+    start_status,
 )
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import axis_and_group
@@ -379,35 +379,28 @@ def _agree(
     name: str, q: torch.Tensor, held: tuple[torch.Tensor, torch.Tensor], cache: KVCache, call: DecodeCall
 ) -> None:
     """Raise on every rank unless all ranks call alike."""
-    where, tensors = (name, cache.axis), (q, call.attn_mask, call.sink_H)
+    where = name, cache.axis, cache.group
+    facts: dict[str, Any] = {
+        "how many positions the cache has": cache.length,
+        "how many positions the cache has freed": cache._first,
+        "scale": call.scale,
+    }
 
     def build() -> StatusRow:
         if call.refuse is not None:
             call.refuse()
         _check(name, q, held[0], cache, call)
-        given = [None if x is None else (tuple(x.shape), x.dtype) for x in tensors]
-        contents = [0 if x is None else digest(x) for x in tensors[1:]]
-        sizes = [(*x.shape[:2], x.shape[3], x.dtype) for x in held]
-        texts = [plain(each) for each in (call.mask, call.kernel, call.score_mod)]
-        return StatusRow(
-            guessed=cache.length << 31 | cache._first,
-            inputs=fingerprint([given, contents, sizes]),
-            call=fingerprint([call.scale, *texts, call.mask.content]),
-        )
+        for what, x in {"the query": q, "attn_mask": call.attn_mask, "sink": call.sink_H}.items():
+            facts[what] = None if x is None else (tuple(x.shape), x.dtype, 0 if x is q else digest(x))
+        facts["the cache"] = [(*x.shape[:2], x.shape[3], x.dtype) for x in held]
+        facts["the mask"], facts["the contents of the mask"] = call.mask, call.mask.content
+        facts["kernel"], facts["score_mod"] = call.kernel, call.score_mod
+        return StatusRow(facts=fingerprint(list(map(plain, facts.values()))))
 
     state_of(cache.group).engaged = True
     ranks = cache.group.size()
-    rows = exchange_status(
-        build, Meeting.DECODE, *where, cache.group, agreement=call.agreement, assumed=lambda mine: [mine] * ranks
-    )
-    if not rows.alike:
-        shapes = [None if x is None else tuple(x.shape) for x in tensors]
-        extent = (cache.length, cache._first)
-        compare(rows, "guessed", *where, "how many positions the cache has, and has freed", lambda: extent)
-        compare(rows, "inputs", *where, "the query, attn_mask or sink of a new token", lambda: shapes)
-        compare(
-            rows, "call", *where, "the mask, scale or kernel of a new token", lambda: [plain(call.mask), call.scale]
-        )
+    rows = start_status(build, Meeting.DECODE, *where, agreement=call.agreement, assumed=lambda mine: [mine] * ranks)()
+    compare(rows, where, lambda: facts)
 
 
 def _check(name: str, q: torch.Tensor, keys: torch.Tensor, cache: KVCache, call: DecodeCall) -> None:

@@ -13,7 +13,7 @@ from cp_styles.batch import Summed, note_summed
 from cp_styles.collectives.exchange import Exchange, Started, Tensors
 from cp_styles.collectives.peers import Peers
 from cp_styles.collectives.rows import Rows
-from cp_styles.comm.agreement import Meeting, StatusRow, exchange_status, place_of
+from cp_styles.comm.agreement import Meeting, StatusRow, place_of, start_status
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.point_to_point import Operation, unbroken
 
@@ -78,7 +78,7 @@ def _begin_backward(peers: Peers, number: int) -> None:
     """
     group = resolve_group(peers.name)
     where = Meeting.COLLECTIVE_BACKWARD, "cp_styles.collectives", state_of(group).operations.axis, group
-    exchange_status(lambda: StatusRow(place=place_of(number, 0)), *where)
+    start_status(lambda: StatusRow(place=place_of(number, 0)), *where)()
 
 
 def _whole(op: LinearMap, part: Callable[..., T], *arguments: Any) -> T:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -13,10 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from cp_styles._compat import is_traced, resolve_group
-from cp_styles.comm.agreement import Meeting, StatusRow, exchange_status
+from cp_styles.checksum import fingerprint
+from cp_styles.comm.agreement import Meeting, StatusRow, compare, short, start_status
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import axis_and_group
-from cp_styles.comm.point_to_point import gather_numbers
 from cp_styles.layout import SequenceLayout
 
 Group: TypeAlias = dist.ProcessGroup | DeviceMesh | tuple[DeviceMesh, str] | None
@@ -82,59 +80,28 @@ def rows_agreed(peers: Peers, call: str, describe: Callable[[], Facts], check: b
     ``describe`` checks this rank's arguments and returns its facts. If one rank has a bad argument, or if the ranks
     differ, all ranks raise. Otherwise a rank with a bad argument would raise, and the others would hang in ``call``.
 
-    Communication: one agreement of the ranks (:class:`~cp_styles.EveryCall`). If they differ, one all-gather of their
-    descriptions.
+    Communication: one agreement of the ranks (:class:`~cp_styles.EveryCall`).
     """
     if peers.size == 1 or not check or is_traced():  # only this rank's are checked, and all are taken for such as these
         return (StatusRow(describe().own),) * peers.size
-    error = None
-    try:
+    facts: dict[str, str] = {}
+
+    def build() -> StatusRow:
         same, own, watch = describe()
-        facts = {"same": {key: _short(value) for key, value in same.items()}, "own": own}
-    except Exception as caught:  # of any kind: the other ranks must raise too
-        error, facts, own, watch = caught, {"error": f"{type(caught).__name__}: {caught}"[:400]}, 0, 0
-    text = json.dumps({"call": call, **{key: value for key, value in facts.items() if key != "own"}})
-    row = StatusRow(q_length=own, inputs=zlib.crc32(text.encode()), watch=watch, flags=int(error is not None))
+        facts.update({"call": call}, **{what: _short(value) for what, value in same.items()})
+        return StatusRow(q_length=own, facts=fingerprint(list(facts.items())), watch=watch)
+
     group = resolve_group(peers.name)
-    axis = state_of(group).operations.axis
-    rows = exchange_status(lambda: row, Meeting.COLLECTIVE, "cp_styles.collectives", axis, group)
-    if len({(row.inputs, row.flags) for row in rows}) == 1 and error is None:
-        return rows
-    everyone = _gather_facts(peers, {"call": call, **facts})
-    if error is not None:
-        raise error
-    failed = [f"rank {rank}: {its['error']}" for rank, its in enumerate(everyone) if "error" in its]
-    if failed:
-        raise ValueError(
-            f"cp_styles.collectives.{call}() cannot run, because other ranks of mesh axis {axis!r} raised\n"
-            + "\n".join(failed)
-        )
-    for key in ("call", *everyone[0]["same"]):
-        values = [its["call"] if key == "call" else its["same"].get(key) for its in everyone]
-        if len(set(values)) > 1:
-            listed = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
-            raise ValueError(
-                f"{call}() needs the same {key} on every rank of the group, but the ranks have {listed}: call it in "
-                "the same order and with the same arguments everywhere"
-            )
+    where = "cp_styles.collectives", state_of(group).operations.axis, group
+    rows = start_status(build, Meeting.COLLECTIVE, *where, path=call)()
+    compare(rows, (call, *where[1:]), lambda: facts)
     return rows
 
 
 def _short(value: Any) -> str:
-    """A short text for ``value``: ranks compare it, and messages show it."""
     if isinstance(value, SequenceLayout):  # its repr may list thousands of chunks
         return f"{value.length} positions on {value.ranks} ranks (hash {hash(value):x})"
-    text = repr(value)
-    return text if len(text) <= 120 else f"{text[:80]}... (crc {zlib.crc32(text.encode()):08x})"
-
-
-def _gather_facts(peers: Peers, value: dict[str, Any]) -> list[dict[str, Any]]:
-    """Every rank's ``value``, as JSON in one message of fixed size: nothing is unpickled."""
-    room = 1024 + 64 * peers.size
-    text = json.dumps(value).encode()
-    if len(text) > room:  # cannot happen with the facts in use, which are short
-        raise AssertionError(f"{len(text)} bytes of facts do not fit into {room}")
-    return [json.loads(bytes(row)) for row in gather_numbers(list(text.ljust(room)), resolve_group(peers.name))]
+    return short(value)
 
 
 def dim_of(x: torch.Tensor, dim: int, what: str) -> int:

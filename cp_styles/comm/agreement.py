@@ -16,13 +16,14 @@ that nobody receives.
 from __future__ import annotations
 
 import enum
+import json
 import re
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch.distributed as dist
 
@@ -30,7 +31,7 @@ from cp_styles._compat import graph_task_id, named_range, resolve_group, without
 from cp_styles.checksum import fingerprint
 from cp_styles.comm.group_state import GroupState, state_of, states
 from cp_styles.comm.mailbox import WIDTH
-from cp_styles.comm.point_to_point import break_off, offer_numbers, start_numbers, unbroken
+from cp_styles.comm.point_to_point import break_off, gather_numbers, offer_numbers, start_numbers, unbroken
 from cp_styles.troubleshooting import see
 
 
@@ -43,40 +44,29 @@ class RankStatus(enum.IntEnum):
 
 
 class Meeting(enum.IntEnum):
-    """The operations before which ranks meet."""
+    """The operations before which ranks meet. ``words`` say where a rank is."""
 
-    ATTENTION = 1
-    LAYOUT = 3
-    WARNING = 4
-    BACKWARD = 5
-    BLOCK = 6
-    GRADIENTS = 7
-    COLLECTIVE = 8
-    MASK = 9
-    DECODE = 10
-    BATCH = 11
-    FORWARDS = 12
-    COLLECTIVE_BACKWARD = 13
+    words: str
 
-    @property
-    def words(self) -> str:
-        return _WORDS[self]
+    ATTENTION = 1, "about to attend"
+    LAYOUT = 3, "comparing layouts"
+    WARNING = 4, "about to warn"
+    BACKWARD = 5, "in a backward"
+    BLOCK = 6, "at a function of torch's context-parallel API"
+    GRADIENTS = 7, "about to sum gradients"
+    COLLECTIVE = 8, "at a function of cp_styles.collectives"
+    MASK = 9, "making a mask"
+    DECODE = 10, "about to decode"
+    BATCH = 11, "cutting a batch"
+    FORWARDS = 12, "through with the forward"
+    COLLECTIVE_BACKWARD = 13, "in the backward of a function of cp_styles.collectives"
+
+    def __new__(cls, number: int, words: str) -> Meeting:
+        meeting = int.__new__(cls, number)
+        meeting._value_, meeting.words = number, words
+        return meeting
 
 
-_WORDS = {
-    Meeting.ATTENTION: "about to attend",
-    Meeting.LAYOUT: "comparing layouts",
-    Meeting.WARNING: "about to warn",
-    Meeting.BACKWARD: "in a backward",
-    Meeting.FORWARDS: "through with the forward",
-    Meeting.COLLECTIVE_BACKWARD: "in the backward of a function of cp_styles.collectives",
-    Meeting.BLOCK: "at a function of torch's context-parallel API",
-    Meeting.GRADIENTS: "about to sum gradients",
-    Meeting.COLLECTIVE: "at a function of cp_styles.collectives",
-    Meeting.MASK: "making a mask",
-    Meeting.DECODE: "about to decode",
-    Meeting.BATCH: "cutting a batch",
-}
 _OF_BACKWARDS = (Meeting.BACKWARD, Meeting.COLLECTIVE_BACKWARD)
 # Added to a meeting inside a backward: a recomputed attention must not meet one that runs for the first time.
 _AGAIN = 64
@@ -95,11 +85,9 @@ class StatusRow(NamedTuple):
             number of its forward.
         guessed: the global lengths for which ``layout`` was computed.
         layout: a hash of the layouts.
-        inputs: a hash of shapes, dtypes and masks.
-        config: a hash of strategy, layout, mask and kernel.
-        call: a hash of the other arguments of the call.
+        facts: a hash of what must be the same on all ranks, see :func:`compare`.
         watch: a checksum of a parameter, see :mod:`cp_styles.engine.gradient_watch`.
-        flags: :data:`BACKWARD_MAY_COME`.
+        flags: numbers that may differ.
     """
 
     q_length: int = 0
@@ -110,15 +98,12 @@ class StatusRow(NamedTuple):
     place: int = 0
     guessed: int = 0
     layout: int = 0
-    inputs: int = 0
-    config: int = 0
-    call: int = 0
+    facts: int = 0
     watch: int = 0
     flags: int = 0
 
 
 assert len(StatusRow._fields) == WIDTH  # such rows travel directly
-BACKWARD_MAY_COME = 1
 
 
 def place_of(which: int, index: int) -> int:
@@ -160,9 +145,9 @@ class EveryCall(Agreement):
     than the others or in another order, then every rank raises, and nothing waits for a timeout. If one rank fails in
     the middle of an attention, every rank raises, and the process groups are of no use any more.
 
-    Communication: an all-gather of 13 integers an attention, on the host, and one before each backward. With a balancer
-    there are two an attention where a rank could not guess the global length. With a SequenceLayout a rank does not
-    wait for it at once: see [Note: agreement without waiting] in comm/agreement.py.
+    Communication: an all-gather of a row of integers an attention, on the host, and one before each backward. With a
+    balancer there are two an attention where a rank could not guess the global length. With a SequenceLayout a rank
+    does not wait for it at once: see [Note: agreement without waiting] in comm/agreement.py.
 
     Example::
 
@@ -191,20 +176,6 @@ class NoAgreement(Agreement):
 EVERY_CALL = EveryCall()
 
 
-def exchange_status(
-    build: Callable[[], StatusRow],
-    meeting: Meeting,
-    name: str,
-    axis: str,
-    group: dist.ProcessGroup,
-    *,
-    agreement: Agreement = EVERY_CALL,
-    assumed: Callable[[StatusRow], Sequence[StatusRow]] | None = None,
-) -> StatusRows:
-    """:func:`start_status`, and its result at once."""
-    return start_status(build, meeting, name, axis, group, agreement=agreement, assumed=assumed)()
-
-
 def start_status(
     build: Callable[[], StatusRow],
     meeting: Meeting,
@@ -224,7 +195,7 @@ def start_status(
 
     If ``build`` raises an Exception, this rank raises it when all know, and the others raise too.
     (Other BaseExceptions, such as KeyboardInterrupt, end the connections of the group.)
-    Communication: one all-gather of a row; with :class:`NoAgreement` none.
+    Communication: one all-gather of a row; with :class:`NoAgreement` none. If a rank refuses, one of its reason.
 
     Raises:
         ValueError: on every rank, if one has refused, or if the ranks are not at the same meeting.
@@ -246,7 +217,8 @@ def start_status(
     mine = _of_meeting(row, meeting, name)
     if isinstance(agreement, NoAgreement):
         if problem is not None:
-            offer_numbers(mine, group, _PATIENCE_SECONDS)  # the others may be at another meeting
+            # The others may be at another meeting, and this rank does not wait to tell them why.
+            offer_numbers(mine._replace(status=RankStatus.NO_CALL), group, _PATIENCE_SECONDS)
             raise problem
         if assumed is None:
             raise ValueError(
@@ -291,16 +263,27 @@ class _StartedMeeting:
             break_off(self.group, error)
             if isinstance(error, RuntimeError):
                 error.add_note(
-                    f"{self.name}: this happened while this rank, {self.meeting.words}, waited for the other ranks of "
-                    f"mesh axis {self.axis!r}: one of them has failed, or calls attention fewer times"
+                    f"{self.name}: this happened while this rank, {self.meeting.words}, waited for the other ranks "
+                    f"of mesh axis {self.axis!r}: one of them has failed, or calls attention fewer times"
                 )
             raise
+        if self.problem is None and rows.alike:
+            return rows
+        reasons = self._reasons(rows)
         if self.problem is not None:
             raise self.problem
-        if not rows.alike:
-            _raise_if_refused(rows, self.name, self.axis)
-            _raise_if_apart(rows, self.name, self.axis, self.path)
+        _raise_if_refused(rows, self.name, self.axis, reasons)
+        _raise_if_apart(rows, self.name, self.axis, self.path)
         return rows
+
+    def _reasons(self, rows: StatusRows) -> str:
+        """Why ranks have refused, if some have, and all are here to say and to read it."""
+        refused = [rank for rank, row in enumerate(rows) if row.status == RankStatus.BAD_INPUTS]
+        if len(refused) in (0, len(rows)) or RankStatus.NO_CALL in rows.columns.status or _apart(rows):
+            return ""
+        problem = self.problem
+        texts = _texts("" if problem is None else f"{type(problem).__name__}: {problem}"[: _ROOM // 8], self.group)
+        return "".join(f"; rank {rank}: {texts[rank]}" for rank in refused[:_MOST_SHOWN])
 
 
 def offer_refusal(name: str, group: dist.ProcessGroup) -> None:
@@ -325,7 +308,7 @@ def _of_meeting(row: StatusRow, meeting: Meeting, name: str) -> StatusRow:
     return row._replace(meeting=meeting + again, who=zlib.crc32(name.encode()))
 
 
-def _raise_if_refused(rows: StatusRows, name: str, axis: str) -> None:
+def _raise_if_refused(rows: StatusRows, name: str, axis: str, reasons: str) -> None:
     for status, what in (
         (RankStatus.BAD_INPUTS, "their inputs"),
         (RankStatus.NO_CALL, "the attention inside"),
@@ -334,13 +317,18 @@ def _raise_if_refused(rows: StatusRows, name: str, axis: str) -> None:
         if refused:
             raise ValueError(
                 f"{name}: ranks {refused} of mesh axis {axis!r} refused {what} (their own error says why); this rank "
-                f"stops with them{see('Another rank has refused')}"
+                f"stops with them{see('Another rank has refused')}{reasons}"
             )
 
 
-def _raise_if_apart(rows: StatusRows, name: str, axis: str, path: str) -> None:
+def _apart(rows: StatusRows) -> bool:
+    """Whether the ranks are at different meetings or places. A number 0 is not known, and fits any other."""
     which, index = {row.place // _INDICES for row in rows}, {row.place % _INDICES for row in rows}
-    if len({(row.meeting, row.who) for row in rows}) == 1 and len(which - {0}) < 2 and len(index - {0}) < 2:
+    return len({(row.meeting, row.who) for row in rows}) > 1 or len(which - {0}) > 1 or len(index - {0}) > 1
+
+
+def _raise_if_apart(rows: StatusRows, name: str, axis: str, path: str) -> None:
+    if not _apart(rows):
         return
     here = ", ".join(f"rank {rank} is {_where(row, rows)}" for rank, row in enumerate(rows[:_MOST_SHOWN]))
     here += f" (this rank: in {path!r})" if path else ""
@@ -397,7 +385,7 @@ def end_forwards() -> None:
     for group, state in states():
         if state.forward_open and is_of_this_world(group):
             state.forward_open = False
-            exchange_status(StatusRow, Meeting.FORWARDS, state.operations.user, state.operations.axis, group)
+            start_status(StatusRow, Meeting.FORWARDS, state.operations.user, state.operations.axis, group)()
 
 
 def is_of_this_world(group: dist.ProcessGroup) -> bool:
@@ -408,16 +396,56 @@ def is_of_this_world(group: dist.ProcessGroup) -> bool:
         return False
 
 
-def compare(rows: StatusRows, column: str, name: str, axis: str, what: str, mine: Callable[[], Any]) -> None:
-    """Raise ValueError unless all ranks have the same number in ``column``. ``mine()`` describes this rank's value."""
-    numbers = getattr(rows.columns, column)
+Where: TypeAlias = tuple[str, str, dist.ProcessGroup]
+"""Who meets: the name of the module or function, the name of the mesh axis, and the group."""
+
+
+def compare(
+    rows: StatusRows, where: Where, facts: Callable[[], Mapping[str, Any]], advice: str = "", column: str = "facts"
+) -> None:
+    """Raise ValueError on every rank unless all have the same number in ``column``.
+
+    ``facts()`` are the values of which the number is a hash, by name, so that one of them differs. Messages show short
+    texts of them. Communication: none; before an error one all-gather of these texts.
+    """
+    (name, axis, group), numbers = where, getattr(rows.columns, column)
     odd = [rank for rank, number in enumerate(numbers) if number != numbers[0]]
-    if odd:
-        raise ValueError(
-            f"{name}: the ranks of mesh axis {axis!r} disagree on {what}: ranks {odd} differ from rank 0; this rank "
-            f"has {mine()}"
-            f"{see('Ranks that disagree')}"
-        )
+    if not odd:
+        return
+    try:
+        text = json.dumps({what: short(value) for what, value in facts().items()})
+    except Exception as error:  # the others wait for this rank's texts
+        text = json.dumps({"a value without a text": short(f"{type(error).__name__}: {error}")})
+    text = text if len(text) <= _ROOM else json.dumps({"the facts": short(text)})
+    ranks = [json.loads(text) for text in _texts(text, group)]
+    whats = dict.fromkeys(what for texts in ranks for what in texts)
+    named = next((what for what in whats if len({texts.get(what) for texts in ranks}) > 1), "")
+    listed = ", ".join(f"rank {rank}: {texts.get(named)}" for rank, texts in enumerate(ranks[:_MOST_SHOWN]))
+    if not named:
+        named, listed = f"one of {', '.join(whats)}", "their texts are equal"
+    raise ValueError(
+        f"{name}: the ranks of mesh axis {axis!r} disagree on {named}: ranks {odd} differ from rank 0 ({listed})"
+        f"{advice}{see('Ranks that disagree')}"
+    )
+
+
+def _texts(text: str, group: dist.ProcessGroup) -> list[str]:
+    """The texts of all ranks, in one message of fixed size: nothing is unpickled."""
+    numbers = list(text.encode(errors="replace").ljust(_ROOM)[:_ROOM])
+    try:
+        return [bytes(row).decode(errors="replace").rstrip() for row in gather_numbers(numbers, group)]
+    except BaseException as error:  # the others wait for this text
+        break_off(group, error)
+        raise
+
+
+_ROOM = 4096
+
+
+def short(value: Any) -> str:
+    """A short :func:`plain` text for a value; short texts stay."""
+    text = value if isinstance(value, str) else plain(value)
+    return text if len(text) <= 120 else f"{text[:80]}... (crc {zlib.crc32(text.encode()):08x})"
 
 
 def plain(value: Any) -> str:

@@ -16,14 +16,12 @@ import torch.distributed as dist
 from cp_styles._compat import graph_task_id, when_destroyed
 from cp_styles.bounded_cache import LatestEntries
 from cp_styles.comm.agreement import (
-    BACKWARD_MAY_COME,
     EVERY_CALL,
     Agreement,
     Meeting,
     StatusRow,
     StatusRows,
     compare,
-    exchange_status,
     fingerprint,
     fingerprint_of,
     offer_refusal,
@@ -194,7 +192,7 @@ class Binding:
         """One call, with its layouts, once all ranks know that their inputs fit together.
 
         A balancer is called here only, and not again in the backward of the call. ``problem`` is an error that
-        only this rank may see. One all-gather (see :func:`~cp_styles.comm.agreement.exchange_status`) makes every rank
+        only this rank may see. One all-gather (see :func:`~cp_styles.comm.agreement.start_status`) makes every rank
         raise then, instead of hanging. A second all-gather follows if some rank could not guess the global lengths.
         (The guess is right if parts are equal, or had these lengths before.) Another one follows if parameters differ.
 
@@ -283,33 +281,20 @@ class Binding:
                     f"{see('A tensor that was cut with another layout')}"
                 )
 
-    def compare_inputs(
-        self,
-        rows: StatusRows,
-        tensors: Sequence[torch.Tensor],
-        dtypes: Sequence[torch.dtype],
-        call: Mapping[str, Any],
-        attn_mask: torch.Tensor | None,
-    ) -> None:
-        """Raise unless the inputs of the ranks fit together."""
-
-        def shapes() -> list[Any]:
-            given = [(tuple(x.shape), str(dtype)) for x, dtype in zip(tensors, dtypes, strict=True)]
-            if attn_mask is None:
-                return given
-            return [*given, ("attn_mask", tuple(attn_mask.shape), str(attn_mask.dtype)), _of_a_part(attn_mask, rows)]
-
-        def settings() -> str:
-            return ", ".join([self.config_words(), *(f"{name}={value}" for name, value in call.items())])
-
-        where = self.name, self.axis
-        compare(rows, "inputs", *where, "shape (beside the sequence), dtype or attn_mask", shapes)
-        named = f"{_NAMED} (or {', '.join(call)} of the call)"
-        compare(rows, "config", *where, named, settings)
-        compare(rows, "call", *where, named, settings)
-
-    def config_words(self) -> str:
-        return ", ".join(plain(part) for part in (self.strategy, self.layout, self.mask, self.kernel))
+    def facts(self) -> dict[str, Any]:
+        """The configuration that ranks compare, by name."""
+        # For a balancer only the fact that it is one: the layouts that it makes are compared.
+        layout = self.layout if isinstance(self.layout, SequenceLayout) else "a balancer"
+        contents = self.mask.content, 0 if self.kernel is None else self.kernel.content
+        return {
+            "strategy": self.strategy,
+            "layout": layout,
+            "mask": self.mask,
+            "the contents of the mask": contents[0],
+            "kernel": self.kernel,
+            "the contents of the kernel": contents[1],
+            "agreement": self.agreement,
+        }
 
     @cached_property
     def group_state(self) -> GroupState:
@@ -321,10 +306,7 @@ class Binding:
 
     @cached_property
     def _print(self) -> int:
-        # For a balancer only the fact that it is one: the layouts that it makes are compared.
-        cut = plain(self.layout) if isinstance(self.layout, SequenceLayout) else "balancer"
-        texts = [plain(part) for part in (self.strategy, self.mask, self.kernel, self.agreement)]
-        return fingerprint([cut, *texts, self.mask.content, 0 if self.kernel is None else self.kernel.content])
+        return fingerprint(list(map(plain, self.facts().values())))
 
 
 @dataclass(eq=False)
@@ -459,14 +441,11 @@ class _Call:
             place=place_of(which, binding.tally.calls),
             guessed=0 if expected is None else expected.packed,
             layout=0 if expected is None else expected.number,
-            inputs=fingerprint_of(
-                *(q.shape[:dim], k.shape[:dim], v.shape[:dim]),
-                *(q.shape[-1], k.shape[-1], v.shape[-1], *self.dtypes, contents),
+            facts=fingerprint_of(
+                *(q.shape[:dim], k.shape[:dim], v.shape[:dim], q.shape[-1], k.shape[-1], v.shape[-1], *self.dtypes),
+                *(contents, binding._print, *call, *call.values(), self.keep),
             ),
-            config=binding._print,
-            call=fingerprint_of(*call, *call.values()),
             watch=binding._watch.look(self.tensors, binding.group),
-            flags=BACKWARD_MAY_COME * self.keep,
         )
 
     def _made_for(self, guess: tuple[int, int], balancer: Balancer) -> AgreedCall | None:
@@ -511,18 +490,19 @@ class _Call:
     def _compared(self, rows: StatusRows) -> AgreedCall:
         """The call, from rows that may differ. Raises unless they fit together."""
         binding, attn_mask = self.binding, self.attn_mask
-        where = binding.name, binding.axis
-        if not rows.alike:
-            binding.compare_inputs(rows, self.tensors, self.dtypes, self.call, attn_mask)
-        if attn_mask is not None and (problem := _of_a_part(attn_mask, rows)):
+        where = binding.name, binding.axis, binding.group
+        problem = "" if attn_mask is None else _of_a_part(attn_mask, rows)
+        compare(rows, where, self.facts, problem and f". {problem}")
+        if problem:
             raise ValueError(f"{binding.name}: {problem}")  # on every rank, because their masks are equal
         columns, layout_rows = rows.columns, rows
         whole = sum(columns.q_length), sum(columns.kv_length)
         if set(columns.guessed) != {_packed(whole)}:
-            layout_rows = exchange_status(partial(self._layout_row, whole), Meeting.LAYOUT, *where, binding.group)
-        if not layout_rows.alike:
-            compare(layout_rows, "layout", *where, _NAMED, binding.config_words)
+            layout_rows = start_status(partial(self._layout_row, whole), Meeting.LAYOUT, *where)()
         cuts = self.cuts(whole)
+        if not layout_rows.alike:
+            facts = {"layout": (plain(binding.layout), *(cut.chunks for cut in cuts))}
+            compare(layout_rows, where, lambda: facts, column="layout")
         for layout, held in zip(cuts, (columns.q_length, columns.kv_length), strict=True):
             if layout.lengths != held:
                 raise ValueError(
@@ -531,9 +511,14 @@ class _Call:
                     "with the layout of the attention (layout.shard), or give the attention the layout they were "
                     f"cut with{see('Inputs that were cut in another way')}"
                 )
-        if not rows.alike:
-            _compare_keep(rows, self.keep, *where)
         return binding.agreed_on(cuts)
+
+    def facts(self) -> dict[str, Any]:
+        """What must be the same on all ranks, by name."""
+        mask = None if self.attn_mask is None else _contents(self.attn_mask)
+        shapes = [(*x.shape[:_SEQ_DIM], "L", x.shape[-1]) for x in self.tensors]
+        inputs = {"shape": shapes, "dtype": self.dtypes, "attn_mask": mask}
+        return inputs | self.binding.facts() | dict(self.call) | {_KEEPS: self.keep}
 
     def _layout_row(self, whole: tuple[int, int]) -> StatusRow:
         return StatusRow(layout=_number_of(self.cuts(whole)))
@@ -589,9 +574,6 @@ def binding_of_call(
     return binding
 
 
-_NAMED = "strategy, layout, mask or kernel"
-
-
 def _as_cut_by(layout: SequenceLayout, rank: int, mine: StatusRow) -> list[StatusRow]:
     """The rows of all ranks, from that of one, if they differ in nothing but the lengths that the layout gives them."""
     rows = [mine._replace(q_length=length, kv_length=length) for length in layout.lengths]
@@ -620,21 +602,11 @@ def _of_a_part(attn_mask: torch.Tensor, rows: StatusRows) -> str:
     )
 
 
+_KEEPS = "whether a backward may follow, which all ranks run or none (under no_grad, or no input requires grad)"
+
+
 def _packed(lengths: tuple[int, int]) -> int:
     return lengths[0] << 31 | lengths[1]
-
-
-def _compare_keep(rows: StatusRows, keep: bool, name: str, axis: str) -> None:
-    """Raise unless a backward may follow on all ranks or on none. Otherwise a backward would wait for the others."""
-    keeps = [row.flags & BACKWARD_MAY_COME for row in rows]
-    if len(set(keeps)) > 1:
-        odd = [rank for rank, row in enumerate(rows) if not row.flags & BACKWARD_MAY_COME]
-        raise ValueError(
-            f"{name}: a backward may follow on some ranks of mesh axis {axis!r} and not on others: ranks {odd} attend "
-            f"under no_grad, or no input of theirs requires grad; on this rank one {'may' if keep else 'may not'} "
-            "follow. Every rank has a share of every gradient: run the forward with gradients on all ranks, or on none"
-            f"{see('A backward on some ranks only')}"
-        )
 
 
 def refuse_dropout(name: str, dropout_p: float) -> None:

@@ -49,7 +49,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from cp_styles._compat import current_autograd_node, graph_task_id, without_dispatch_modes
 from cp_styles.checksum import device_checksum
-from cp_styles.comm.agreement import Meeting, StatusRow, exchange_status
+from cp_styles.comm.agreement import Meeting, StatusRow, start_status
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import mesh_of, shares_ranks, world
 from cp_styles.comm.point_to_point import gather_numbers, largest_over
@@ -200,7 +200,7 @@ class ParameterWatch:
     def tell(self, finding: Finding, check: GradientCheck, name: str, axis: str, group: dist.ProcessGroup) -> None:
         """Raise or warn on all ranks."""
         # A user may turn warnings into errors, and then all ranks must raise.
-        exchange_status(partial(self._tell, finding, check), Meeting.WARNING, name, axis, group)
+        start_status(partial(self._tell, finding, check), Meeting.WARNING, name, axis, group)()
 
     def _tell(self, finding: Finding, check: GradientCheck) -> StatusRow:
         if finding.apart and not check.only_warn:

@@ -33,9 +33,9 @@ from cp_styles.comm.agreement import (
     Meeting,
     StatusRow,
     compare,
-    exchange_status,
     fingerprint,
     offer_refusal,
+    start_status,
 )
 from cp_styles.comm.group_state import state_of
 from cp_styles.decoding import DecodeCall, cache_of
@@ -459,6 +459,7 @@ def _agree_on_prompt(
     encodes: bool = False,
 ) -> None:
     where, given = (binding.name, binding.axis), (tokens, attention_mask, position_ids)
+    facts: list[Any] = []
 
     def build() -> StatusRow:
         if getattr(getattr(model, "config", None), "is_encoder_decoder", False) != encodes:
@@ -478,11 +479,13 @@ def _agree_on_prompt(
             raise ValueError(
                 f"{binding.name}: the prompt is padded on the right: pad it on the left, as generate() asks for"
             )
-        return StatusRow(inputs=fingerprint([None if x is None else (_shape(x), digest(x)) for x in given]))
+        facts.extend(None if x is None else (_shape(x), digest(x)) for x in given)
+        return StatusRow(facts=fingerprint(facts))
 
     state_of(binding.group).engaged = True
-    rows = exchange_status(build, Meeting.DECODE, *where, binding.group)
-    compare(rows, "inputs", *where, "the prompt, which is cut here: pass the whole one", lambda: _shape(tokens))
+    rows = start_status(build, Meeting.DECODE, *where, binding.group)()
+    names = "the prompt, which is cut here: pass the whole one", "attention_mask", "position_ids"
+    compare(rows, (*where, binding.group), lambda: dict(zip(names, facts, strict=True)))
     state_of(binding.group).engaged = False
 
 
@@ -694,7 +697,7 @@ def _whole_mask(
 
     state = state_of(group)
     state.engaged = True
-    rows = exchange_status(build, Meeting.MASK, name, binding.axis, group)
+    rows = start_status(build, Meeting.MASK, name, binding.axis, group)()
     whole = sum(row.q_length for row in rows)
     if any(row.flags & _MASKED for row in rows):
         _refuse_part(name, attention_mask, [row.kv_length for row in rows], length, whole, pieces)

@@ -11,7 +11,6 @@ import contextlib
 import copy
 import inspect
 import sys
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +21,7 @@ import torch
 from torch import nn
 
 from cp_styles._compat import graph_task_id, never_compile_alone, never_compiled, tensors_in, uncompiled
-from cp_styles.comm.agreement import Meeting, StatusRow, exchange_status
+from cp_styles.comm.agreement import Meeting, StatusRow, compare, fingerprint, start_status
 from cp_styles.comm.group_state import state_of
 from cp_styles.decoding import LayerCaches
 from cp_styles.device_copies import captures_graph
@@ -707,16 +706,14 @@ def _compare_counts(binding: Binding, kind: str, count: Any) -> None:
     state = state_of(binding.group)
     state.engaged = True
     number = float(count)
-    row = StatusRow(q_length=int(number), inputs=zlib.crc32(repr(number).encode()))
-    rows = exchange_status(lambda: row, Meeting.BATCH, binding.name, binding.axis, binding.group)
-    if len({row.inputs for row in rows}) > 1:
-        raise ValueError(
-            f"{binding.name}: {kind} is given num_items_in_batch={number:g}, and other numbers on other ranks "
-            f"({[row.q_length for row in rows]}): it is the number of labels that all ranks have together. With "
-            "numbers of their own the ranks return means, and a mean of means is another number: pass "
-            "global_token_count(labels, mesh); a Trainer of transformers needs average_tokens_across_devices=True"
-            f"{see('A number of labels for each rank')}"
-        )
+    where = binding.name, binding.axis, binding.group
+    rows = start_status(lambda: StatusRow(facts=fingerprint([number])), Meeting.BATCH, *where)()
+    advice = (
+        f". {kind} divides by it, and it is the number of labels that all ranks have together. With numbers of their "
+        "own the ranks return means, and a mean of means is another number: pass global_token_count(labels, mesh); a "
+        f"Trainer of transformers needs average_tokens_across_devices=True{see('A number of labels for each rank')}"
+    )
+    compare(rows, where, lambda: {"num_items_in_batch": number}, advice)
     state.engaged = False
 
 

@@ -33,6 +33,7 @@ from cp_styles.comm.agreement import (
     Agreement,
     Meeting,
     StatusRow,
+    compare,
     fingerprint,
     offer_refusal,
     start_status,
@@ -397,17 +398,11 @@ def agree_on(
 
     def build() -> StatusRow:
         results.append(check())
-        return StatusRow(inputs=fingerprint(facts(results[0])))
+        return StatusRow(facts=fingerprint(facts(results[0])))
 
     rows = start_status(build, Meeting.BLOCK, name, axis, group)()
-    if rows.alike:
-        return results[0]
-    odd = [rank for rank, row in enumerate(rows) if row.inputs != rows[0].inputs]
-    if odd:
-        raise ValueError(
-            f"{name}: ranks {odd} have other buffers than rank 0: their number, shapes, dtypes and sequence dims must "
-            f"be the same on all ranks; on this rank they are {facts(results[0])}"
-        )
+    what = "the buffers, their shapes, dtypes and sequence dims"
+    compare(rows, (name, axis, group), lambda: {what: facts(results[0])})
     return results[0]
 
 

@@ -413,7 +413,7 @@ REFUSED: dict[str, tuple[Callable[[], Training], str]] = {
         partial(plain_trainer, collate=DataCollatorWithFlattening()),
         "would be shifted after the cut",
     ),
-    "a plain Trainer that cuts": (partial(plain_trainer, cut=True), "have other samples than rank 0"),
+    "a plain Trainer that cuts": (partial(plain_trainer, cut=True), "disagree on the samples"),
     "workers": (partial(plain_trainer, cut=True, dataloader_num_workers=1), "in a worker process of a DataLoader"),
     "label smoothing": (
         partial(hugging_face, args={"label_smoothing_factor": 0.1}),

@@ -277,11 +277,13 @@ def test_other_samples_are_every_ranks_error():
     good = {"input_ids": TOKENS, "labels": LABELS}
     other = TOKENS.clone()
     other[1, 4] += 1
-    refused(r"ranks \[2\] of mesh axis 'cp' have other samples than rank 0", [good, good, good | {"input_ids": other}])
-    refused(r"ranks \[1\] .* have other samples", [good, good | {"labels": other}])
-    refused(r"ranks \[1\] .* have other samples", [good, {"input_ids": TOKENS[:1], "labels": LABELS[:1]}])
+    refused(r"disagree on the samples \(input_ids\): ranks \[2\] differ", [good, good, good | {"input_ids": other}])
+    refused(r"disagree on the samples \(.*: ranks \[1\] differ", [good, good | {"labels": other}])
+    refused(
+        r"disagree on the samples \(.*: ranks \[1\] differ", [good, {"input_ids": TOKENS[:1], "labels": LABELS[:1]}]
+    )
     swapped = {"input_ids": LABELS, "labels": TOKENS}
-    refused(r"ranks \[1\] .* have other samples", [good, swapped])
+    refused(r"disagree on the samples \(.*: ranks \[1\] differ", [good, swapped])
 
 
 def test_batches_that_cannot_be_cut():
@@ -463,7 +465,7 @@ def test_results_of_a_part_are_refused():
 def test_counts_and_labels_that_a_trainer_has_taken_apart():
     errors = forward(Pooling(), num_items_in_batch=lambda rank: 7 + rank)
     assert all("it is the number of labels that all ranks have together" in str(each) for each in errors)
-    assert "([7, 8])" in str(errors[0])
+    assert "(rank 0: 7.0, rank 1: 8.0)" in str(errors[0])
     errors = forward(Pooling(), num_items_in_batch=lambda rank: torch.tensor(7.5), labels=lambda rank: None)
     assert all("is given shift_labels= and no labels=" in str(each) for each in errors)
 

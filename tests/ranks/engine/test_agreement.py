@@ -31,7 +31,7 @@ from cp_styles import (
     head_tail,
     save_attention,
 )
-from cp_styles.comm.agreement import WIDTH, Agreement
+from cp_styles.comm.agreement import WIDTH, Agreement, Meeting, StatusRow, compare, start_status
 from cp_styles.strategies import Strategy
 from cp_styles.testing import CommunicationTrace, run_ranks
 from cp_styles.torch_api import context_parallel
@@ -130,7 +130,7 @@ def test_no_message_is_left_where_the_ranks_do_not_agree(strategy: Strategy):
         for _ in range(2):
             with pytest.raises(ValueError, match="must share one floating-point dtype" if rank else "refused"):
                 attend(leaves[0], leaves[1].float() if rank else leaves[1], leaves[2])
-            with pytest.raises(ValueError, match="disagree on strategy, layout, mask or kernel"):
+            with pytest.raises(ValueError, match="disagree on mask"):
                 attend(*leaves, mask=SlidingWindow(3) if rank else Causal())
             out = attend(*leaves)
             with pytest.raises(ValueError, match="are not at the same place"):
@@ -221,3 +221,57 @@ def test_checkpoints(how: str):
         return meetings(trace)
 
     assert run_ranks(on, RANKS) == [0] * RANKS
+
+
+def same_texts(rank: int) -> dict[str, Any]:
+    return {"mask": "windows", "scale": None}
+
+
+def more_columns(rank: int) -> dict[str, Any]:
+    return {f"column {column}": "x" * 100 + str(rank) for column in range(50)}
+
+
+def without_a_text(rank: int) -> dict[str, Any]:
+    if rank == 1:
+        raise OSError("mine")
+    return {"mask": "windows", "call": "\N{GREEK SMALL LETTER ALPHA}" * 90}
+
+
+@pytest.mark.parametrize(
+    ("facts", "text"),
+    [
+        (same_texts, r"disagree on one of mask, scale: ranks \[1\] differ from rank 0 \(their texts are equal\)"),
+        (more_columns, r"disagree on the facts: .*rank 0: .*crc [0-9a-f]+\), rank 1: .*crc"),
+        (without_a_text, r"disagree on mask: .*\(rank 0: windows, rank 1: None\)"),
+    ],
+)
+def test_texts_that_do_not_say_what_differs(facts: Callable[[int], dict[str, Any]], text: str):
+    """Every rank raises, and the next meeting is not mixed up."""
+
+    def on(rank: int) -> None:
+        where = "attention", "cp", cp_mesh(RANKS).get_group()
+        rows = start_status(lambda: StatusRow(facts=rank), Meeting.BATCH, *where)()
+        with pytest.raises(ValueError, match=text):
+            compare(rows, where, partial(facts, rank))
+        start_status(StatusRow, Meeting.BATCH, *where)()
+
+    run_ranks(on, RANKS, timeout_seconds=20)
+
+
+def test_what_a_rank_has_refused_is_said_on_all():
+    """Also a text without an encoding; not where another rank is at another meeting, and may not come to read it."""
+
+    def on(rank: int) -> None:
+        def refuse() -> StatusRow:
+            if rank == 1:
+                raise KeyError("a mask of \ud800 rows")
+            return StatusRow()
+
+        where = "attention", "cp", cp_mesh(RANKS).get_group()
+        with pytest.raises(KeyError if rank else ValueError, match=r"a mask of|rank 1: KeyError: 'a mask of "):
+            start_status(refuse, Meeting.BATCH, *where)()
+        with CommunicationTrace() as trace, pytest.raises(KeyError if rank else ValueError):
+            start_status(refuse, Meeting.BATCH if rank else Meeting.DECODE, *where)()
+        assert trace.events == [("all_gather", 8 * WIDTH)]
+
+    run_ranks(on, RANKS, timeout_seconds=20)

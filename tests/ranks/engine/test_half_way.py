@@ -49,7 +49,7 @@ from cp_styles.collectives import (
     sync_object,
 )
 from cp_styles.collectives.exchange import Exchange
-from cp_styles.comm.agreement import Meeting, StatusRow, exchange_status, start_status
+from cp_styles.comm.agreement import Meeting, StatusRow, start_status
 from cp_styles.comm.mailbox import end_connections
 from cp_styles.comm.point_to_point import TransferError
 from cp_styles.decoding import KVCache, context_decode
@@ -451,11 +451,11 @@ def test_an_interrupt_in_an_agreement(when: str):
         group, began = cp_mesh(RANKS).get_group(), time.monotonic()
 
         def agree() -> None:
-            exchange_status(StatusRow, Meeting.ATTENTION, "attention", "cp", group)
+            start_status(StatusRow, Meeting.ATTENTION, "attention", "cp", group)()
 
         def interrupted() -> None:
             if when == "saying what it calls":
-                exchange_status(raising(Stop()), Meeting.ATTENTION, "attention", "cp", group)
+                start_status(raising(Stop()), Meeting.ATTENTION, "attention", "cp", group)()
             started = start_status(StatusRow, Meeting.ATTENTION, "attention", "cp", group)
             started.gathered = raising(Stop())
             started()

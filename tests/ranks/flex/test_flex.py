@@ -321,18 +321,15 @@ WHOLE = create_block_mask(case.causal, None, None, LENGTH, LENGTH, device="cpu")
 OTHER = create_block_mask(case.sinks_and_window, None, None, LENGTH, LENGTH, device="cpu")
 REFUSED = {
     "a rank's BlockMask": ({"block_mask": LOCAL}, "takes the lengths of the whole sequence, not of a rank's"),
-    "other BlockMasks": (lambda rank: {"block_mask": (WHOLE, OTHER)[rank]}, "disagree on strategy, layout, mask"),
-    "other scores": (
-        lambda rank: {"score_mod": (plus_one, plus_two)[rank]},
-        "disagree on strategy, layout, mask",
-    ),
+    "other BlockMasks": (lambda rank: {"block_mask": (WHOLE, OTHER)[rank]}, "disagree on mask: "),
+    "other scores": (lambda rank: {"score_mod": (plus_one, plus_two)[rank]}, "disagree on kernel"),
     "other numbers in scores of one name": (
         lambda rank: {"score_mod": plus((1.0, 2.0)[rank])},
-        "disagree on strategy, layout, mask",
+        "disagree on the contents of the kernel",
     ),
     "other numbers in what scores call": (
         lambda rank: {"score_mod": plus((1.0, 2.0)[rank], inner=True)},
-        "disagree on strategy, layout, mask",
+        "disagree on the contents of the kernel",
     ),
     "BACKEND": ({"kernel_options": {"BACKEND": "FLASH"}}, "BACKEND='FLASH' asks for a kernel"),
     "both": ({"return_lse": True, "return_aux": AuxRequest(lse=True)}, "return_lse"),

@@ -149,5 +149,5 @@ def test_errors_reach_every_rank(options, message, wrong):
 
     errors = run_ranks(main, 2, return_errors=True)
     assert all(isinstance(each, ValueError) for each in errors)
-    apart = "" if len(wrong) == 2 else "|needs the same"  # one rank alone may only differ from the other
+    apart = "" if len(wrong) == 2 else "|disagree on"  # one rank alone may only differ from the other
     assert any(re.search(message + apart, str(errors[rank])) for rank in wrong)
