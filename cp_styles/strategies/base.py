@@ -199,9 +199,3 @@ class ResidualPlaces:
 def residual_spec(specs: Sequence[Spec]) -> Spec:
     """Shape and dtype of a residual with room for ``specs``: uint8 ``[bytes]``."""
     return ResidualPlaces(specs).spec
-
-
-def new_residual(specs: Sequence[Spec], device: torch.device) -> torch.Tensor:
-    """An uninitialized residual with room for ``specs``: uint8 ``[bytes]``."""
-    shape, dtype = residual_spec(specs)
-    return torch.empty(shape, dtype=dtype, device=device)

@@ -11,11 +11,12 @@ gradients  one message of dk and one of dv, [B, rows, g, D] in the accumulation 
 
 [Note: memory] A step waits for its own message first. Then it starts the next one, and computes meanwhile. So at most
 three messages of keys are alive at any time, forward and backward, for any number of ranks: the one at hand, the one to
-come, and the one that is being sent. While all three are, a backward computes by groups of key heads, and sends the
-gradients of one group after the other: they take at most half the bytes of queries. It computes at once with kept keys,
-which come first, and with the last ones. Own keys come last, with all heads: their results become the sums. Until then
-sums have the rows of received gradients alone. In 16 bits, where sums are wider than keys, a backward always computes
-by groups. What a kernel wants in float32 is copied for one query head of a tile at a time.
+come, and the one that is being sent. A forward without a backward computes some heads after the others, whose messages
+take at most 16 MiB, down to one key head. While there are three, a backward computes by groups of key heads, and sends
+the gradients of one group after the other: they take at most half the bytes of queries. It computes at once with kept
+keys, which come first, and with the last ones. Own keys come last, with all heads: their results become the sums. Until
+then sums have the rows of received gradients alone. In 16 bits, where sums are wider than keys, a backward always
+computes by groups. What a kernel wants in float32 is copied for one query head of a tile at a time.
 """
 
 from __future__ import annotations
@@ -43,6 +44,9 @@ from cp_styles.strategies.schedule import Arrival, Block, GradientMessages, Keys
 
 # Gradients of more ranges of rows than this are added by an index of the rows.
 _FEW_RANGES = 4
+
+# Without a backward, no more bytes of keys and values than these arrive together on a rank, if one head has fewer.
+_LONG = 2**24
 
 KV: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """k and v."""
@@ -78,6 +82,20 @@ class MovingKV(Strategy):
         return lse_BHL if setup.levels is None else (lse_BHL + setup.levels.level).to(lse_BHL.dtype)
 
     def forward(self, attention, q_BHLD, k_BGMD, v_BGME, sink_H=None, residual=None):
+        # Without a backward, some heads after the others. All ranks count alike: with their mean of keys.
+        together = max(map(len, self.rounds(attention.ranks)), default=0) * attention.kv_layout.length
+        head = k_BGMD.shape[0] * (k_BGMD.shape[3] + v_BGME.shape[3]) * k_BGMD.element_size()
+        heads, at_once = k_BGMD.shape[1], max(_LONG * attention.ranks // max(head * together, 1), 1)
+        if residual is None and at_once < heads:
+            outs, share, before = [], q_BHLD.shape[1] // heads, attention.heads[0] if attention.heads else 0
+            for first in range(0, heads, at_once):
+                keys, queries = slice(first, first + at_once), slice(first * share, (first + at_once) * share)
+                of_mask = before + queries.start, before + min(queries.stop, q_BHLD.shape[1])
+                part = attention.once(of_mask, partial(replace, attention, heads=of_mask))
+                sink = None if sink_H is None else sink_H[queries]
+                tensors = q_BHLD[:, queries], k_BGMD[:, keys], v_BGME[:, keys]
+                outs.append(self.forward(part, *tensors, sink).transpose(1, 2))
+            return torch.cat(outs, 2).transpose(1, 2)
         setup = self._setup(attention, q_BHLD, k_BGMD, v_BGME)
         steps = setup.schedule.forward
         run = _PlanRun(setup, steps, attention, q_BHLD, k_BGMD, v_BGME, residual)
@@ -390,7 +408,7 @@ class _GradientReturn:
         The list of dk and dv is emptied. It is empty if there are none.
         """
         run = self._run
-        if messages.keys is not None and messages.source == run.setup.schedule.rank:
+        if messages.keys is not None and messages.source == run.attention.rank:
             self._add(messages.keys.block, gradients)
             gradients.clear()
             return

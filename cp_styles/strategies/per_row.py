@@ -49,14 +49,11 @@ class PerRowStrategy(Strategy):
         if residual is not None:
             kept = ResidualPlaces(self.residual_specs(attention, *tensors[:3])).views(residual)
         cut = zip(*(x.split(1) for x in tensors), strict=True)
-        return [
-            (attention.once((PerRowStrategy, index), partial(_of_row, attention, index)), row, kept[index])
-            for index, row in enumerate(cut)
-        ]
 
+        def of_row(index: int) -> Attention:
+            return replace(attention, mask=attention.mask.row(index))
 
-def _of_row(attention: Attention, index: int) -> Attention:
-    return replace(attention, mask=attention.mask.row(index))
+        return [(attention.once((PerRowStrategy, i), partial(of_row, i)), row, kept[i]) for i, row in enumerate(cut)]
 
 
 def _joined(rows: list[torch.Tensor] | tuple[torch.Tensor, ...]) -> torch.Tensor:

@@ -17,7 +17,7 @@ import torch
 from cp_styles.bounded_cache import remembered
 from cp_styles.layout import SequenceLayout, rows_in
 from cp_styles.mask import Mask
-from cp_styles.plan import Plan, RowRanges, Tile, make_plan
+from cp_styles.plan import RowRanges, Tile, make_plan
 from cp_styles.strategies.packs import Call, Shape, calls_of
 
 Span: TypeAlias = tuple[int, int]
@@ -144,24 +144,20 @@ class Schedule:
     """The schedule of one rank.
 
     Attributes:
-        rank: the rank.
         forward, backward: the steps in order. Every rank takes every step, also one in which it has nothing to do: the
             messages of two ranks match by order.
         kept: numbers of elements of the messages that are kept in the residual.
         tiles: number of tiles of a forward.
-        plan: whose rows and tiles the steps hold.
     """
 
-    rank: int
     forward: tuple[Step, ...]
     backward: tuple[Step, ...]
     kept: tuple[int, ...]
     tiles: int
-    plan: Plan
 
     @property
     def nbytes(self) -> int:
-        """Approximate size in memory, without the plan."""
+        """Approximate size in memory, without the rows and tiles of the plan."""
         steps = self.forward + self.backward
         return 150 * len(steps) + 1100 * sum(len(step.arrivals) for step in steps) + 150 * self.tiles
 
@@ -272,7 +268,7 @@ def make_schedule(
     )
     calls = [call for planned in forward for keys in planned.keys for call in keys.calls]
     tiles = sum(1 if isinstance(call, Tile) else len(call.lengths[0]) for call in calls)
-    return Schedule(rank, forward, backward, sizes, tiles, plan)
+    return Schedule(forward, backward, sizes, tiles)
 
 
 def _cut(heads: int, parts: int) -> list[Span]:

@@ -11,11 +11,11 @@ import torch
 
 from cp_styles.functions.attention import context_attention
 from cp_styles.layout import contiguous, head_tail
-from cp_styles.mask import Causal, Full
-from cp_styles.strategies import AllGather, Ring, Ulysses
+from cp_styles.mask import Causal, Dense, Full
+from cp_styles.strategies import AllGather, Ring, Ulysses, moving_kv
 from cp_styles.testing import run_ranks
 from tests.covering import in_parts
-from tests.oracle import attend_and_differentiate, attention_inputs, error, expected_attention
+from tests.oracle import attend_and_differentiate, attention_inputs, dense_attention, error, expected_attention, randn
 from tests.ranks.attention_case import EXACT, Core, DenseCore, Problem, cp_mesh, parallel, run_attention
 
 STRATEGIES = (Ring(), Ring(keep=0), AllGather(), AllGather(keep=0))
@@ -36,6 +36,31 @@ def test_rows_before_heads():
         return max(run_attention(core, problem(13, True, 2, None), rank, 3, seq_dim=1))
 
     assert max(run_ranks(on, 3)) < EXACT
+
+
+@pytest.mark.parametrize(
+    ("strategy", "rows"), [(Ring(), 9), (AllGather(), 27), (Ulysses(inner=Ring(), size=2), 6)], ids=str
+)
+def test_heads_that_attend_by_turns(strategy, rows: int, monkeypatch: pytest.MonkeyPatch):
+    """Without a backward: 3 of 5 key heads and then the others, or one of Ulysses' 2 and 3; biases and sinks by head.
+
+    ``rows``: how many of one key head may arrive together.
+    """
+    (q, k, v), _ = attention_inputs(length=12, heads=10, kv_heads=5, dim=8)
+    bias, sink_H = randn(1, 1, 10, 12, 12), randn(2, 10)
+    mask = torch.ones(12, 12, dtype=torch.bool).tril()
+    expected = dense_attention(q, k, v, mask, bias=bias, sink_H=sink_H)
+    monkeypatch.setattr(moving_kv, "_LONG", rows * q.shape[0] * 2 * 8 * q.element_size())
+    layout = head_tail(12, 4)
+
+    def on(rank: int) -> float:
+        part = [layout.shard(x, 2, rank) for x in (q, k, v)]
+        options = {"mask": Causal() & Dense(bias), "strategy": strategy, "layout": layout}
+        with torch.no_grad():
+            out = context_attention(*part, cp_mesh(4), sink_H=sink_H, **options)
+        return error(out, layout.shard(expected, 2, rank), whole=expected)
+
+    assert max(run_ranks(on, 4)) < EXACT
 
 
 @in_parts(2)

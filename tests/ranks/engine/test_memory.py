@@ -32,7 +32,7 @@ from cp_styles import (
     head_tail,
 )
 from cp_styles.kernels import CPU_FLASH
-from cp_styles.strategies import ulysses
+from cp_styles.strategies import moving_kv, ulysses
 from cp_styles.testing import MemoryTrace, run_ranks
 from cp_styles.torch_api import context_parallel
 from tests.covering import sampled
@@ -159,6 +159,17 @@ Ring      4     8.78  15.78   4.28   8.03  10.09  15.03   6.34   7.03
 AllGather 4    11.04  15.53   5.04   7.78  10.09  15.03   6.34   7.16
 Ulysses   4     6.00  13.28   4.00   9.53   6.00  13.28   4.00   9.53""",
     )
+
+
+@pytest.mark.parametrize(("strategy", "kv_heads", "sizes"), [(Ring(), 8, (2.63, 2.0)), (AllGather(), 2, (3.31, 2.16))])
+def test_a_forward_without_a_backward_attends_by_turns(
+    strategy, kv_heads: int, sizes: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
+):
+    """Two key heads' messages of 4 ranks at once, and one's. Each has rows of 2 x 64 numbers of 4 bytes."""
+    for at_once, size in zip((2, 1), sizes, strict=True):
+        together = 3 if isinstance(strategy, AllGather) else 1
+        monkeypatch.setattr(moving_kv, "_LONG", at_once * together * ROWS * 2 * DIM * 4)
+        assert of_ranks(4, strategy=strategy, kv_heads=kv_heads, mask=Causal())[0] == size
 
 
 @pytest.mark.parametrize(
