@@ -72,17 +72,18 @@ class AttentionCalls(RerunMode):
         """
         super().__init__(name)
         self._joint, self._joint_calls = joint, 0
-        self._scoped = scoped
+        self._scoped, self.unscoped = scoped, scoped.unscoped
         self._sink = sink
         # The tally of the binding, so that ranks can compare the number of their calls.
-        self.tally = scoped.unscoped.tally if tally is None else tally
+        self.tally = self.unscoped.tally if tally is None else tally
         self._config_text = config_text_of(scoped)
         self._inlined = inlined
         self._grad_at_entry: list[bool] = []
         self._as_written: list[FlexAsWritten | None] = []  # None if it was entered already
         self._flex = FlexCalls()
         self._paths: list[str] = []
-        self._entering: str | None = None
+        # Of the module whose forward enters this mode next: the ranks compare which one calls.
+        self.next_path: str | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AttentionCalls:
         tally = copy.deepcopy(self.tally, memo)
@@ -109,13 +110,13 @@ class AttentionCalls(RerunMode):
 
     def __enter__(self) -> AttentionCalls:
         # Nested modules enter the same mode again. Push it once, otherwise each call would pass it several times.
-        entered = self.entered()
+        nested = bool(self._entered) and self.entered() is self
         self._grad_at_entry.append(torch.is_grad_enabled())
         self._paths.append(self.tally.path)
-        if self._entering is not None:
-            self.tally.path, self._entering = self._entering, None
-        self._as_written.append(None if entered is self else FlexAsWritten())
-        return self if entered is self else super().__enter__()
+        if self.next_path is not None:
+            self.tally.path, self.next_path = self.next_path, None
+        self._as_written.append(None if nested else FlexAsWritten())
+        return self if nested else super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         self._grad_at_entry.pop()
@@ -125,12 +126,6 @@ class AttentionCalls(RerunMode):
         if as_written is not None:
             as_written.end()
             super().__exit__(*exception)
-
-    def entering(self, path: str) -> bool:
-        """Note the module whose forward enters this mode next: the ranks compare which one calls. Returns whether the
-        hooks have run, with :meth:`start`."""
-        self._entering = path
-        return self.tally.running
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -214,7 +209,7 @@ class AttentionCalls(RerunMode):
                 return attend(self._scoped, tensors, **options, refuse=refuse)[0]
 
             self._joint_calls += 1
-            look, group = self._joint_calls & (self._joint_calls - 1) == 0, self._scoped.unscoped.group
+            look, group = self._joint_calls & (self._joint_calls - 1) == 0, self.unscoped.group
             out = attend_jointly(self._joint, self._name, group, tensors, share, refuse=refuse, look=look)
         else:
             out, _ = attend(self._config_text if compiling else self._scoped, tensors, **options, refuse=refuse)
@@ -375,7 +370,7 @@ class AttentionCalls(RerunMode):
         if not torch.compiler.is_dynamo_compiling():
             self.tally.running = True
             self.tally.lengths.clear()
-            self._scoped.unscoped.group_state.engaged = False
+            self.unscoped.group_state.engaged = False
             self.refuse_tracers()
             self.tally.given, self.tally.inputs = (module, args, kwargs), None
             # The layout of the model's inputs. It is not known any more for the inputs of its attention.
@@ -386,8 +381,8 @@ class AttentionCalls(RerunMode):
     def refuse_tracers(self) -> None:
         """Raise while something other than torch.compile records a graph. No communication."""
         tracer = graph_tracer()
-        if tracer is not None and graph_task_id() < 0 and self._scoped.unscoped.group.size() > 1:
-            self._scoped.unscoped.group_state.engaged = True  # nothing can be sent from a trace
+        if tracer is not None and graph_task_id() < 0 and self.unscoped.group.size() > 1:
+            self.unscoped.group_state.engaged = True  # nothing can be sent from a trace
             raise NotImplementedError(
                 f"{self._name}: {tracer} records the operators of one process, without the messages between ranks: "
                 "use torch.compile, or trace the model before the style is applied"
@@ -404,7 +399,7 @@ class AttentionCalls(RerunMode):
     def leave(self, module: nn.Module, args: Any, output: Any, *, attends: bool = True) -> None:
         """Hook at the end of a forward, after an exception too. ``attends``: it must have called attention."""
         self.tally.inputs, self.tally.given = {}, ()
-        self.tally.cuts, self.tally.on_range, self._entering = (), None, None
+        self.tally.cuts, self.tally.on_range, self.next_path = (), None, None
         if not torch.compiler.is_dynamo_compiling():
             self.tally.running = False
         if not torch.compiler.is_dynamo_compiling() and output is None and sys.exc_info()[1] is not None:
@@ -422,8 +417,7 @@ class AttentionCalls(RerunMode):
     @uncompiled
     def _offer_refusal(self) -> None:
         """Tell the other ranks, which may be at a call that this rank does not reach."""
-        binding = self._scoped.unscoped
-        offer_refusal(binding.name, binding.group)
+        offer_refusal(self.unscoped.name, self.unscoped.group)
 
 
 def _parameter_names(cls: type[nn.Module]) -> tuple[str, ...]:

@@ -103,7 +103,7 @@ class CoreCalls(AttentionCalls):
                 share, whole = _share(self._name, tensors)
             self.remember()
         except Exception as error:  # of any kind: the other ranks must raise too
-            self._scoped.unscoped.refuse(error)
+            self.unscoped.refuse(error)
         if share is None:
             q, k, v = local_parts(tensors)
         else:

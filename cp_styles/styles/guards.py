@@ -56,16 +56,12 @@ class TokenGuard:
         self._name, self._calls, self._counts = name, calls, counts
         self._names = {id(module): path for module, path in names.items()}
         self._trusted = {id(module) for module in trusted}
-        self._done: set[tuple[Any, ...]] = set()
+        self.followed: set[tuple[Any, ...]] = set()  # what need not be followed any more; see way_of
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TokenGuard:
         twin = memo[id(self)] = TokenGuard(self._name, {}, copy.deepcopy(self._calls, memo), set(), counts=self._counts)
         twin._trusted = {id(memo[each]) for each in self._trusted if each in memo}
         return twin
-
-    def followed(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a forward of this module need not be followed any more."""
-        return _way_of(module, args, kwargs) in self._done
 
     def run(
         self, module: nn.Module, forward: Callable[..., Any], calls: AttentionCalls, args: tuple[Any, ...], kwargs: Any
@@ -94,7 +90,7 @@ class TokenGuard:
                 problem = None if around else flow.problem_of_outputs(output, surely_tokens=not calls.tally.calls)
                 if problem is not None:
                     raise NotImplementedError(f"{self._name}: {flow.words(problem)}")
-            self._done.add(_way_of(module, args, kwargs))
+            self.followed.add(way_of(module, args, kwargs))
             return output
 
     def _describe(self, module: nn.Module) -> str:
@@ -129,7 +125,7 @@ class TokenGuard:
 never_compile_alone(TokenGuard.run)
 
 
-def _way_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+def way_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """What may decide which code of a forward runs: its arguments that are given, and flags."""
     given = [x if isinstance(x, bool) else x is not None for x in args]
     named = [(name, isinstance(x, bool) and x) for name, x in kwargs.items() if x is not None] if kwargs else ()
@@ -240,7 +236,7 @@ class Forwards:
         output = None
         try:
             self._begin(module, args, kwargs)
-            if guard.followed(module, args, kwargs):
+            if way_of(module, args, kwargs) in guard.followed:
                 with calls:
                     output = forward(*args, **kwargs)
             else:
@@ -321,8 +317,7 @@ class InputGuards:
 
     def __init__(self, facts: ModelFacts, calls: AttentionCalls) -> None:
         self._facts, self._calls, self._forwards = facts, calls, 0
-        binding = calls.binding
-        self._name, self._ranks = binding.name, binding.group.size()
+        self._name, self._ranks = calls.unscoped.name, calls.unscoped.group.size()
 
     def check(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """A forward pre-hook: raise for arguments that are not this rank's part of a whole sequence.
@@ -372,10 +367,11 @@ class InputGuards:
                 "the model that has no style"
                 f"{see('generate() without a cache that is cut')}"
             )
-        pictures = [name for name, x in inputs.items() if name.startswith("pixel_values") and x is not None]
-        if pictures:
+        for name, value in inputs.items():
+            if value is None or not name.startswith("pixel_values"):
+                continue
             raise NotImplementedError(
-                f"{self._name}: {kind} makes tokens of {', '.join(pictures)} inside, where its vision tower would "
+                f"{self._name}: {kind} makes tokens of {name} inside, where its vision tower would "
                 "attend as if each rank had a part of the picture, and put them among this rank's part of the text. "
                 "Apply the style to the language model alone, and let that cut the embeddings of the whole sequence: "
                 'parallelize_module(model, mesh, {"model.language_model": ModuleContextParallel()}); '
@@ -437,7 +433,7 @@ class InputGuards:
                     f"{see('Positions that count from 0')}"
                 )
         if not facts.places or all(inputs.get(name) is None for name in facts.places):
-            self._calls.tally.on_range = partial(_refuse_range, self._name, kind, _lengths(inputs))
+            self._calls.tally.on_range = partial(_refuse_range, self._name, kind, inputs)
 
     def _refuse_positions_of_padding(self, kind: str, inputs: Mapping[str, Any], padding: int) -> None:
         """Raise for tokens at positions of padding, and before, as if the model's first position were 0."""
@@ -637,7 +633,12 @@ def _lengths(inputs: Mapping[str, Any]) -> list[int]:
 
 
 def _refuse_range(
-    name: str, kind: str, lengths: list[int], numbers: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    name: str,
+    kind: str,
+    inputs: Mapping[str, Any],
+    numbers: torch.Tensor,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> None:
     """Raise if a traced torch.arange counts as many tokens as this rank may have, from 0.
 
@@ -645,7 +646,7 @@ def _refuse_range(
     """
     start = kwargs.get("start", args[0] if len(args) > 1 else 0)
     step = kwargs.get("step", args[2] if len(args) > 2 else 1)
-    if numbers.shape[0] in lengths and start == 0 and step == 1 and not numbers.is_floating_point():
+    if numbers.shape[0] in _lengths(inputs) and start == 0 and step == 1 and not numbers.is_floating_point():
         raise NotImplementedError(
             f"{name}: {kind} makes the numbers 0 to {numbers.shape[0] - 1} inside, as many as this rank has tokens, "
             "and takes no positions or was given none: it counts this rank's tokens as if they were the first "

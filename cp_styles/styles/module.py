@@ -28,7 +28,7 @@ from cp_styles.layout import Balancer, SequenceLayout
 from cp_styles.mask import Mask
 from cp_styles.strategies import Strategy
 from cp_styles.styles.base import ContextParallelStyle
-from cp_styles.styles.guards import Forwards, TokenGuard, scaled_by_masks
+from cp_styles.styles.guards import Forwards, TokenGuard, scaled_by_masks, way_of
 
 _STATE = "_context_parallel_calls"
 _State: TypeAlias = tuple[AttentionCalls, AttentionCalls, TokenGuard, Forwards, str]
@@ -224,9 +224,11 @@ class _Entered(BoundToThisRun):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         calls, inlined, guard, forwards, path = getattr(self, _STATE)
         compiling = torch.compiler.is_dynamo_compiling()
-        if not compiling and not calls.entering(path) and graph_task_id() < 0:
-            return forwards.run(self, super().forward, calls, guard, args, kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-        if compiling or guard.followed(self, args, kwargs):
+        if not compiling:
+            calls.next_path = path
+            if not calls.tally.running and graph_task_id() < 0:  # the hooks have not run
+                return forwards.run(self, super().forward, calls, guard, args, kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        if compiling or way_of(self, args, kwargs) in guard.followed:  # pyright: ignore[reportArgumentType]
             with inlined if compiling else calls:
                 return super().forward(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         return guard.run(self, super().forward, calls, args, kwargs)  # pyright: ignore[reportAttributeAccessIssue]

@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
-from operator import attrgetter
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -98,10 +97,10 @@ class ContextParallelBlock(contextlib.ContextDecorator):
             if isinstance(self._buffers, Sequence) and not self._buffers:
                 entry = self._entry_alone(state)  # nothing is cut: what else may differ is compared at each attention
             else:
-                entry = agree_on("context_parallel", self._axis, self._group, self._entry, attrgetter("facts"))
+                entry = agree_on("context_parallel", self._axis, self._group, self._entry, self._facts)
         with contextlib.ExitStack() as stack:
             stack.callback(self._note_cut)
-            stack.enter_context(entry.inside([part for part in entry.parts if part.restored]))
+            stack.enter_context(entry.inside())
             state.engaged = state.backward_began = False
             entry.open_in(_open)
             stack.callback(entry.end)
@@ -114,7 +113,8 @@ class ContextParallelBlock(contextlib.ContextDecorator):
         stack.__exit__(*exception)
         if isinstance(exception[1], Exception) and not state_of(self._group).backward_began:
             offer_refusal(entry.name, self._group)  # others may be at a call that this rank does not come to
-        computed = [part.buffer for part in entry.parts if part.restored and part.buffer.grad_fn is not None]
+        parts = entry.parts.values()
+        computed = [part.buffer for part in parts if part.restored and part.buffer.grad_fn is not None]
         if computed and exception[0] is None:
             raise RuntimeError(
                 f"a buffer of shape {tuple(computed[0].shape)}, a view, was changed in place by a computation with "
@@ -152,15 +152,14 @@ class ContextParallelBlock(contextlib.ContextDecorator):
 
     def _entry(self) -> _BlockEntry:
         """Check everything, before anything is changed."""
-        pairs = pairs_of(self._buffers, self._seq_dims)
+        given, pairs = pairs_of(self._buffers, self._seq_dims), []
         for buffer in self._no_restore:
-            if all(buffer is not other for other, _ in pairs):
+            if all(buffer is not other for other, _ in given):
                 raise ValueError("no_restore_buffers must be a subset of buffers, the same tensor objects")
-        for buffer, _ in pairs:
+        for buffer, dim in given:
             check_buffer(buffer)
-        pairs = [(buffer, dim_of(buffer, dim)) for buffer, dim in pairs]
-        for buffer, dim in pairs:
-            self._refuse_part(buffer, dim)
+            pairs.append((buffer, dim_of(buffer, dim)))
+            self._refuse_part(*pairs[-1])
         layout = self._layout.layout if isinstance(self._layout, LoadBalancer) else self._layout
         if layout is None:
             self._default = head_tail if torch_balances_load() else contiguous
@@ -178,11 +177,12 @@ class ContextParallelBlock(contextlib.ContextDecorator):
                 raise ValueError(f"a buffer is given twice, with sequence dims {parts[id(buffer)].dim} and {dim}")
         for part in parts.values():
             part.cut(self._group.rank())
-        facts: list[Any] = [(dim, tuple(buffer.shape), buffer.dtype) for buffer, dim in pairs]
-        if self._layout is None:
-            facts.append(self._default.__name__)
-        outer = innermost(_open.get())
-        return _BlockEntry(binding, named, list(parts.values()), facts, outer, check_inputs=self._check_inputs)
+        return _BlockEntry(binding, named, parts, innermost(_open.get()), check_inputs=self._check_inputs)
+
+    def _facts(self, entry: _BlockEntry) -> list[Any]:
+        pairs = pairs_of(self._buffers, self._seq_dims)
+        facts: list[Any] = [(dim_of(buffer, dim), tuple(buffer.shape), buffer.dtype) for buffer, dim in pairs]
+        return facts if self._layout is not None else [*facts, self._default.__name__]
 
     def _refuse_part(self, buffer: torch.Tensor, dim: int) -> None:
         layout, rank = cut_with(buffer), self._group.rank()
@@ -213,8 +213,7 @@ class _BlockEntry(Opening):
         self,
         binding: Binding,
         named: SequenceLayout | Balancer | None,
-        parts: list[CutBuffer],
-        facts: list[Any],
+        parts: dict[int, CutBuffer],
         outer: _BlockEntry | None,
         *,
         check_inputs: bool,
@@ -223,15 +222,18 @@ class _BlockEntry(Opening):
         self.name, self.group = binding.name, binding.group
         self.layout, self.strategy = binding.layout, binding.strategy
         self.scoped = ScopedBinding(binding, named)
-        self.parts, self.facts, self.outer = parts, facts, outer
-        self.buffers = {id(part.buffer) for part in parts}
+        self.parts, self.outer = parts, outer  # by the ids of the buffers
+        self.history = binding.group_state.the(_History)
 
     @contextlib.contextmanager
-    def inside(self, put_back: list[CutBuffer], *, again: bool = False) -> Iterator[None]:
+    def inside(self, *, again: bool = False) -> Iterator[None]:
+        """``again``: in a recomputation, after which all buffers are restored to their present data."""
         with contextlib.ExitStack() as stack:
-            for part in self.parts:
+            put_back = False
+            for part in self.parts.values():
                 undo = part.put()
-                if part in put_back:
+                if again or part.restored:
+                    put_back = True
                     stack.callback(undo)
                     stack.callback(part.follow_gradient)
             if put_back:
@@ -252,14 +254,14 @@ class _BlockEntry(Opening):
     def _flow(self) -> TokenFlow | None:
         """Finds what mixes and counts tokens of the cut buffers; see [Note: token flow]. None if this block is not to
         be followed."""
-        if not self.scoped.unscoped.group_state.the(_History).follows_next() or graph_task_id() >= 0:
+        if not self.history.follows_next() or graph_task_id() >= 0:
             return None
-        lengths = {part.data.shape[part.dim] for part in self.parts}
+        lengths = {part.data.shape[part.dim] for part in self.parts.values()}
         length = lengths.pop() if len(lengths) == 1 else None
         binding = self.scoped.unscoped
         counts = partial(possible_positions, binding) if counting_is_wrong(binding, length) else None
         flow = TokenFlow(length, counts, rank=self.group.rank(), looks_at_readers=True)
-        flow.seed((part.buffer, part.dim) for part in self.parts)
+        flow.seed((part.buffer, part.dim) for part in self.parts.values())
         return flow
 
     def entries_around(self) -> Iterator[_BlockEntry]:
@@ -323,13 +325,8 @@ class _BlockCalls(AttentionCalls):
             return
         for module, (guard, self.tally.inputs) in guards.items():
             guard.check_output(module, (), None)  # by lengths that were not known before
-            state_of(self._entry.group).the(_History).note(module, followed=self.flow is not None)
-        if (
-            self._entry.parts
-            and not self._again
-            and not self.tally.calls
-            and not self._scoped.unscoped.group_state.lengths
-        ):
+            self._entry.history.note(module, followed=self.flow is not None)
+        if self._entry.parts and not self._again and not self.tally.calls and not self.unscoped.group_state.lengths:
             warnings.warn(
                 f"{self._name}: no attention was called inside, nor before over these ranks: each rank computed on its "
                 "part of the buffers alone. Attention by another library's kernels, or in TorchScript, would have been "
@@ -346,7 +343,7 @@ class _BlockCalls(AttentionCalls):
         running = running_modules() if self._entry.check_inputs and not self._again else []
         for module, args, kwargs in running:
             if module not in self._guards and (module is running[-1][0] or is_model(module)):
-                by_model = self._scoped.unscoped.group_state.the(_History).facts
+                by_model = self._entry.history.facts
                 facts = by_model[module] = by_model.get(module) or ModelFacts.of(module)
                 guard = InputGuards(facts, self)
                 inputs = dict(zip(facts.names, args, strict=False)) | kwargs
@@ -368,7 +365,7 @@ class _BlockCalls(AttentionCalls):
                 return func(*args, **(kwargs or {}))
             if self.flow is not None:
                 self.refuse_mixed_results()
-            if not self._entry.buffers.isdisjoint(map(id, args)):
+            if not self._entry.parts.keys().isdisjoint(map(id, args)):
                 self.remember()
         return super().__torch_function__(func, types, args, kwargs)
 
@@ -382,8 +379,7 @@ class _BlockCalls(AttentionCalls):
         return nearest is not None and self._entry in nearest.entries_around()
 
     def again(self) -> contextlib.AbstractContextManager[Any]:
-        # Afterwards all buffers are restored to their present data.
-        return self._entry.inside(self._entry.parts, again=True)
+        return self._entry.inside(again=True)
 
 
 # Compiled alone, it would be guarded by the identity of each function that it gets.
