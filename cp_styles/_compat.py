@@ -464,20 +464,16 @@ def run_kernel(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[st
     return op.redispatch(torch._C.DispatchKeySet(key), *args, **kwargs)  # pyright: ignore
 
 
-# flex_attention, the globals of its module, its operator, and the values that it uses for "no score_mod" and "no
-# BlockMask". Seen: 2.11 to 2.15.
+# flex_attention, the globals of its module, and its operator. Seen: 2.11 to 2.15.
 FLEX_FUNCTION: Any = flex_module.flex_attention
 FLEX_GLOBALS: Any = vars(flex_module)
 FLEX_OPERATOR: Any = torch.ops.higher_order.flex_attention
-_FLEX_IDENTITY, _FLEX_UNBLOCKED = "_identity", "_LARGE_SPARSE_BLOCK_SIZE"
-FLEX_IDENTITY: Any = FLEX_GLOBALS.get(_FLEX_IDENTITY)
-FLEX_UNBLOCKED: int = FLEX_GLOBALS.get(_FLEX_UNBLOCKED, 0)
 
 
-# The names that are read from a running flex_attention: its local variables, and functions that it calls. Seen: 2.11 to
-# 2.15.
+# The names that are read from a running flex_attention: its local variables, and a function that it calls before it
+# changes them. Seen: 2.11 to 2.15.
 class FlexLocals(NamedTuple):
-    """The local variables of a running flex_attention, by their names in torch. None for those that are not set yet."""
+    """The local variables of a running flex_attention, by their names in torch."""
 
     query: Any
     key: Any
@@ -495,7 +491,6 @@ def flex_locals(frame: types.FrameType) -> FlexLocals:
 
 
 FLEX_CHECKS_DEVICE = "_validate_device"
-FLEX_BEFORE_OPERATOR = "_apply_kernel_options"
 
 
 # torch.compile's wrapper around a function, and its variable that holds the function. Seen: 2.11 to 2.15.
@@ -517,8 +512,7 @@ def flex_renamed(function: Any, module: Mapping[str, Any], wrapper: Collection[s
     """
     code = function.__code__
     absent = sorted(set(FlexLocals._fields) - {*code.co_varnames, *code.co_cellvars})
-    names = (FLEX_CHECKS_DEVICE, FLEX_BEFORE_OPERATOR, _FLEX_IDENTITY, _FLEX_UNBLOCKED)
-    absent += [name for name in names if module.get(name) is None]
+    absent += [FLEX_CHECKS_DEVICE] * (module.get(FLEX_CHECKS_DEVICE) is None)
     absent += [f"{_WRAPPER} with {_WRAPPED}"] * (_WRAPPED not in wrapper)
     return (
         f"flex_attention of torch {torch.__version__}, or torch.compile around it, has no {', '.join(absent)}, which "
@@ -560,14 +554,17 @@ class _AskedByWrapper(TracingContext):
     @property
     def fake_mode(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
         frame = sys._getframe(1)
-        asked_for = frame.f_locals.get(_WRAPPED) if frame.f_code.co_name == _WRAPPER else None
-        return _IN_KERNEL if asked_for is not None and _is_flex(inspect.unwrap(asked_for)) else None
+        fn: Any = frame.f_locals.get(_WRAPPED) if frame.f_code.co_name == _WRAPPER else None
+        fn = inspect.unwrap(fn)
+        inside = getattr(fn, "__globals__", None) is FLEX_GLOBALS and fn.__qualname__.startswith(_INSIDE_FLEX)
+        return _IN_KERNEL if fn is FLEX_FUNCTION or inside else None
 
     @fake_mode.setter
     def fake_mode(self, value: Any) -> None:
         pass
 
 
+_INSIDE_FLEX = f"{FLEX_FUNCTION.__qualname__}.<locals>."
 _ASKED_BY_WRAPPER = _AskedByWrapper()  # of all threads: nothing is traced in it
 
 # Raised by a function compiled as one graph if torch's limit of recompilations is reached. Seen: 2.11 to 2.15.
@@ -582,13 +579,6 @@ def within_compiled(frame: types.FrameType | None) -> bool:
     while frame is not None and frame.f_code.co_filename != eval_frame.__file__:
         frame = frame.f_back
     return frame is not None and frame.f_code.co_name == _WRAPPER
-
-
-def _is_flex(function: Any) -> bool:
-    local = f"{FLEX_FUNCTION.__qualname__}.<locals>."
-    return function is FLEX_FUNCTION or (
-        getattr(function, "__globals__", None) is FLEX_GLOBALS and function.__qualname__.startswith(local)
-    )
 
 
 # The rest of a function after a graph break is named: this, "_", the name of the function. Seen: 2.11 to 2.15.

@@ -1,7 +1,8 @@
 """Interception of torch's flex_attention, for :class:`~cp_styles.intercept.function_mode.AttentionCalls`.
 
 [Note: catching flex_attention] flex_attention is a plain Python function, so a mode does not see the call itself. A
-mode sees the queries on its tensors (size, device, requires_grad, numel), and then its operator. The function would
+mode sees the queries on its tensors (size, device, requires_grad, numel), and then its operator. At the first query, of
+a device, the function's variables are still what the call was given, so the call is noted then. The function would
 refuse two things: a BlockMask of the whole sequence, because the local query is shorter, and inputs that require grad
 on CPU. So the mode answers these queries as on one device: lengths are those of the BlockMask (the engine compares them
 with the real lengths of all ranks), and nothing requires grad.
@@ -25,13 +26,10 @@ from typing import Any
 import torch
 
 from cp_styles._compat import (
-    FLEX_BEFORE_OPERATOR,
     FLEX_CHECKS_DEVICE,
     FLEX_FUNCTION,
     FLEX_GLOBALS,
-    FLEX_IDENTITY,
     FLEX_RENAMED,
-    FLEX_UNBLOCKED,
     RESUMED,
     FlexLocals,
     constant_under_compile,
@@ -51,13 +49,12 @@ class FlexCalls:
     """The flex_attention calls of one thread, one at a time. See [Note: catching flex_attention].
 
     Attributes:
-        pending: the call that was noted and has not reached its operator, with its frame.
+        pending: the call that was noted and has not reached its operator: its frame, and the variables of that.
     """
 
     def __init__(self) -> None:
-        self.pending: tuple[FrameType, FlexCall] | None = None
+        self.pending: tuple[FrameType, FlexLocals] | None = None
         self._empty_lse: torch.Tensor | None = None
-        self._asked: tuple[FrameType, FlexLocals] | None = None  # the latest frame that has asked for a size
 
     @never_compiled
     def answer(self, frame: FrameType, func: Any, args: tuple[Any, ...]) -> Any:
@@ -66,54 +63,34 @@ class FlexCalls:
             frame = frame.f_back
         if frame.f_globals is not FLEX_GLOBALS or FLEX_RENAMED:  # then the operator is refused
             return None
-        asked_in = frame.f_code.co_name
+        noted, call = self.pending or (None, None)
         if func is _SIZE:
-            if not _IS_PART(asked_in):
+            if call is None or call.block_mask is None or frame is not noted:
                 return None
-            if self._asked is None or self._asked[0] is not frame:  # reading them makes a dict of all
-                self._asked = frame, flex_locals(frame)
-            said = self._asked[1]
-            if said.block_mask is None or min(said.block_mask.BLOCK_SIZE) >= FLEX_UNBLOCKED:
-                return None
-            queries, keys = said.block_mask.seq_lengths
-            return queries if args[0] is said.query else keys if args[0] is said.key else None
+            queries, keys = call.block_mask.seq_lengths
+            return queries if args[0] is call.query else keys if args[0] is call.key else None
         if func is _NUMEL:  # flex_attention takes an empty logsumexp for one that was not requested
             return 1 if self._empty_lse is not None and args[0] is self._empty_lse else None
+        if frame.f_code.co_name != FLEX_CHECKS_DEVICE:
+            return None
         if func == _REQUIRES_GRAD:
-            return False if asked_in == FLEX_CHECKS_DEVICE else None
-        if asked_in == FLEX_BEFORE_OPERATOR and (self.pending is None or self.pending[0] is not frame.f_back):
-            self._expect(frame.f_back)
+            return False
+        if frame.f_back is not noted and frame.f_back is not None and _IS_PART(frame.f_back.f_code.co_name):
+            self.pending = frame.f_back, flex_locals(frame.f_back)
         return None
-
-    def _expect(self, frame: FrameType | None) -> None:
-        """Note the call. This is the last query before the operator."""
-        if frame is None or frame.f_globals is not FLEX_GLOBALS or not _IS_PART(frame.f_code.co_name):
-            return
-        said = flex_locals(frame)
-        call = FlexCall(
-            score_mod=None if said.score_mod is FLEX_IDENTITY else said.score_mod,
-            block_mask=None if min(said.block_mask.BLOCK_SIZE) >= FLEX_UNBLOCKED else said.block_mask,
-            scale=said.scale,
-            enable_gqa=said.enable_gqa,
-            return_lse=said.return_lse,
-            kernel_options=said.kernel_options,
-            return_aux=said.return_aux,
-            compiled=within_compiled(frame.f_back),
-        )
-        self.pending = frame, call
-
-    def forget(self) -> None:
-        self._asked = self.pending = None
 
     def take(self) -> FlexCall | None:
         """The call whose operator is reached. None if the operator was reached in another way, because an exception may
         have kept the noted call from its own."""
-        noted, call = self.pending or (None, None)
-        self.forget()
+        (noted, call), self.pending = self.pending or (None, None), None
         frame: FrameType | None = sys._getframe(1)
         while frame is not noted and frame is not None:
             frame = frame.f_back
-        return call if frame is not None else None
+        if call is None or frame is None:
+            return None
+        given = call._asdict()
+        del given["query"], given["key"]
+        return FlexCall(**given, compiled=within_compiled(frame.f_back))
 
     def results(self, out: torch.Tensor, lse: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The results of the operator. flex_attention expects the logsumexp to base 2 and converts it."""
@@ -147,7 +124,7 @@ _IS_PART = re.compile(_PART, re.DOTALL).fullmatch
 _BY_MODE = "__torch_function__"  # of a mode that was entered later, which hands the question on
 QUESTIONS: dict[Any, tuple[tuple[Any, ...], Callable[[str], object]]] = {
     _SIZE: ((-2,), re.compile(f"{_PART}|{_BY_MODE}", re.DOTALL).fullmatch),
-    _DEVICE: ((), frozenset((FLEX_BEFORE_OPERATOR, _BY_MODE)).__contains__),
+    _DEVICE: ((), frozenset((FLEX_CHECKS_DEVICE, _BY_MODE)).__contains__),
     _REQUIRES_GRAD: ((), frozenset((FLEX_CHECKS_DEVICE, _BY_MODE)).__contains__),
     _NUMEL: ((), bool),
 }

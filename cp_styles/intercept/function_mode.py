@@ -121,7 +121,7 @@ class AttentionCalls(RerunMode):
     def __exit__(self, *exception: Any) -> None:
         self._grad_at_entry.pop()
         self.tally.path = self._paths.pop()
-        self._flex.forget()
+        self._flex.pending = None
         as_written = self._as_written.pop()
         if as_written is not None:
             as_written.end()

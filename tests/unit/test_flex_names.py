@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from typing import Any
 
 import pytest
@@ -14,7 +15,6 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from cp_styles import ModuleContextParallel, contiguous
 from cp_styles._compat import (
-    FLEX_BEFORE_OPERATOR,
     FLEX_CHECKS_DEVICE,
     FLEX_FUNCTION,
     FLEX_GLOBALS,
@@ -32,9 +32,11 @@ from tests.ranks.attention_case import cp_mesh
 
 def test_this_torch_has_them_all():
     assert FLEX_RENAMED == "", FLEX_RENAMED
-    # They are also what the function reads: it asks its device check and its options about its arguments.
-    source = inspect.getsource(FLEX_FUNCTION)
-    assert all(f"{name}(" in source for name in (FLEX_CHECKS_DEVICE, FLEX_BEFORE_OPERATOR))
+    # It is also what the function calls, before it sets a variable: those that are read are what the call was given.
+    body = inspect.getsource(FLEX_FUNCTION).rpartition('"""')[2]
+    before, check, _ = body.partition(f"{FLEX_CHECKS_DEVICE}(")
+    assert check
+    assert "=" not in re.sub(r"\w+=True", "", before)
 
 
 @pytest.mark.parametrize("name", FlexLocals._fields)
@@ -45,9 +47,9 @@ def test_a_local_variable_of_another_name(name: str):
     assert f"has no {name}, which this package reads" in flex_renamed(made["renamed"], FLEX_GLOBALS, FLEX_WRAPPER)
 
 
-@pytest.mark.parametrize("name", [FLEX_CHECKS_DEVICE, FLEX_BEFORE_OPERATOR, "_identity", "_LARGE_SPARSE_BLOCK_SIZE"])
-def test_a_name_of_the_module_that_is_another_one(name: str):
-    assert f"has no {name}, which" in flex_renamed(FLEX_FUNCTION, {**FLEX_GLOBALS, name: None}, FLEX_WRAPPER)
+def test_a_check_of_the_device_of_another_name():
+    renamed = {**FLEX_GLOBALS, FLEX_CHECKS_DEVICE: None}
+    assert f"has no {FLEX_CHECKS_DEVICE}, which" in flex_renamed(FLEX_FUNCTION, renamed, FLEX_WRAPPER)
 
 
 def test_a_wrapper_of_torch_compile_with_other_names():
@@ -63,7 +65,7 @@ class Flex(nn.Module):
 
 def test_then_its_calls_are_refused(monkeypatch):
     """Not guessed: context_flex_attention, which reads no frames, is what remains."""
-    sentence = flex_renamed(FLEX_FUNCTION, {**FLEX_GLOBALS, FLEX_BEFORE_OPERATOR: None}, FLEX_WRAPPER)
+    sentence = flex_renamed(FLEX_FUNCTION, {**FLEX_GLOBALS, FLEX_CHECKS_DEVICE: None}, FLEX_WRAPPER)
     for module in (flex_frames, function_mode):
         monkeypatch.setattr(module, "FLEX_RENAMED", sentence)
 
