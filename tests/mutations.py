@@ -429,9 +429,9 @@ OTHERS = [
     ),
     Mistake(
         "checkpoint: received keys outlive the layer",
-        "as_kept",
-        "if any(saved) else",
-        "if False else",
+        "results_are_kept",
+        "return any(",
+        "return False and any(",
         "ranks/doors/test_selective_checkpoint.py -k outlive",
     ),
     Mistake(

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from cp_styles._compat import dispatch_modes
 from cp_styles.bounded_cache import known_about
-from cp_styles.engine.binding import Binding
-from cp_styles.engine.scope import ScopedBinding
 
 # The operators whose results are kept; varlen_attn has that of flex_attention.
 _KEPT = frozenset(("cp_styles::attention", "cp_styles::flex_attention", "cp_styles::gather_numbers"))
@@ -21,8 +19,6 @@ Policy: TypeAlias = Callable[..., CheckpointPolicy]
 
 Contexts: TypeAlias = Callable[[], tuple[Any, Any]]
 """What ``torch.utils.checkpoint.checkpoint`` takes as its ``context_fn``."""
-
-_Source = TypeVar("_Source", Binding, ScopedBinding, Binding | ScopedBinding)
 
 
 def save_attention(others: Policy | None = None) -> Contexts:
@@ -56,10 +52,10 @@ def _contexts(others: Policy | None) -> tuple[Any, Any]:
     return modes
 
 
-def as_kept(source: _Source) -> _Source:
-    """The binding for a call while dispatch modes are entered.
+LEAN = ":lean"
+"""After the handle of an eager call's configuration: the call keeps no received keys."""
 
-    Inside a checkpoint of :func:`save_attention`, results outlive the layer, so the binding keeps no received keys.
-    """
-    saved = [save_attention in known_about(mode) for mode in dispatch_modes()]
-    return source.keeping_nothing() if any(saved) else source
+
+def results_are_kept() -> bool:
+    """Whether a checkpoint of :func:`save_attention` runs: results outlive the layer, so no received keys are kept."""
+    return any(save_attention in known_about(mode) for mode in dispatch_modes())

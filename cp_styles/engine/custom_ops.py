@@ -28,6 +28,7 @@ from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import mesh_of
 from cp_styles.comm.point_to_point import destroyed_error, group_of_name
 from cp_styles.engine.binding import AgreedCall, Binding, Tally, bindings_of
+from cp_styles.engine.checkpoint import LEAN
 from cp_styles.engine.config_text import from_text, to_text
 from cp_styles.engine.gradient_watch import GradientCheck, watch_of
 from cp_styles.engine.reruns import remember_in_all
@@ -243,8 +244,9 @@ def _attention(q, k, v, sink, attn_mask, dense, config, is_causal, scale, keep, 
     live = config.startswith(_LIVE)
     if not live:
         remember_in_all()
-    source = live_object(config, (Binding, ScopedBinding)) if live else source_of(config, dense)
+    source = live_object(config.removesuffix(LEAN), (Binding, ScopedBinding)) if live else source_of(config, dense)
     binding, scope = source.resolve()
+    binding = binding.keeping_nothing() if config.endswith(LEAN) else binding
     said, refusal = "", None
     try:
         if problem:

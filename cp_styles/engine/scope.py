@@ -186,13 +186,6 @@ class ScopedBinding:
         self.history = history or ScopeHistory()
         # One binding for each scope, not for each call, so that it lives as long as its scope and is described once.
         self._under: WeakKeyDictionary[SequenceScope, Binding] = WeakKeyDictionary()
-        self._lean: ScopedBinding | None = None
-
-    def keeping_nothing(self) -> ScopedBinding:
-        """What :meth:`Binding.keeping_nothing` is; the same one every time."""
-        if self._lean is None:
-            self._lean = ScopedBinding(self.unscoped.keeping_nothing(), self.named, self.history)
-        return self._lean
 
     def resolve(self) -> tuple[Binding, SequenceScope | None]:
         """The binding for a call at this moment, and the scope that applies.

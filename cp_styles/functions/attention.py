@@ -14,7 +14,7 @@ from cp_styles._compat import any_autocast, dispatch_modes_entered, is_traced
 from cp_styles.comm.agreement import EVERY_CALL, Agreement
 from cp_styles.comm.groups import axis_and_group
 from cp_styles.engine.binding import Binding, binding_of_call
-from cp_styles.engine.checkpoint import as_kept
+from cp_styles.engine.checkpoint import LEAN, results_are_kept
 from cp_styles.engine.custom_ops import ConfigText, Source, check_local, check_plain, config_text, handle, refuse_on_all
 from cp_styles.engine.gradient_watch import RAISE, GradientCheck
 from cp_styles.functions.flex import attend_with_lse
@@ -70,10 +70,8 @@ def context_attention(
         seq_dim: 1 for tensors ``[B, L, H, D]``, as flash-attn, DeepSpeed-Ulysses and yunchang have them. The output is
             laid out in the same way.
         return_lse: also return the logsumexp. Not with sinks, with a JointLayout, or in a compiled graph.
-        gradient_check: what to do if gradients were not reduced over the ranks of the sequence, so that their
-            parameters differ: :class:`~cp_styles.engine.gradient_watch.GradientCheck`. Default: an error.
-        agreement: how often the ranks agree on their calls: :class:`~cp_styles.EveryCall` (the default) or
-            :class:`~cp_styles.NoAgreement`, and what each promises.
+        gradient_check: what to do if the ranks' gradients were not summed: :class:`~cp_styles.GradientCheck`.
+        agreement: how often the ranks agree: :class:`~cp_styles.EveryCall` or :class:`~cp_styles.NoAgreement`.
 
     Returns:
         ``out_BHLE`` of the local queries, in their dtype. With ``return_lse`` ``(out_BHLE, lse_BHL)``; lse has the
@@ -179,11 +177,11 @@ def attend(
         if not isinstance(source, ConfigText):
             refuse_on_all(error, source)
         problem = error.args[0]  # the op raises it, on all ranks. torch.compile cannot trace str(error)
-    if not isinstance(source, ConfigText) and dispatch_modes_entered():
-        source = as_kept(source)
     q, k, v = tensors
     trained = q.requires_grad or k.requires_grad or v.requires_grad or (sink_H is not None and sink_H.requires_grad)
     config, dense = (source.config, source.dense) if isinstance(source, ConfigText) else (handle(source), None)
+    if not isinstance(source, ConfigText) and dispatch_modes_entered() and results_are_kept():
+        config += LEAN
     out, _, call = torch.ops.cp_styles.attention.default(
         *tensors, sink_H, attn_mask, dense, config, is_causal, scale, torch.is_grad_enabled() and trained, problem
     )

@@ -29,7 +29,7 @@ from cp_styles.checksum import version_of
 from cp_styles.comm.agreement import EVERY_CALL, Agreement
 from cp_styles.comm.group_state import state_of
 from cp_styles.engine.binding import AgreedCall, Binding, binding_of_call, refuse_grouped
-from cp_styles.engine.checkpoint import as_kept
+from cp_styles.engine.checkpoint import results_are_kept
 from cp_styles.engine.custom_ops import check_local, handle, live_object
 from cp_styles.engine.gradient_watch import RAISE, GradientCheck
 from cp_styles.engine.run import run_backward, run_forward, run_logsumexp
@@ -129,10 +129,8 @@ def context_flex_attention(
         mask: a mask of this package, in addition to ``block_mask``.
         layout: the layout, or the balancer that makes it.
         strategy: how keys and values get to the queries; default ``Ring()``.
-        gradient_check: what to do if gradients were not reduced over the ranks of the sequence, so that their
-            parameters differ: :class:`~cp_styles.engine.gradient_watch.GradientCheck`. Default: an error.
-        agreement: how often the ranks agree on their calls: :class:`~cp_styles.EveryCall` (the default) or
-            :class:`~cp_styles.NoAgreement`, and what each promises.
+        gradient_check: what to do if the ranks' gradients were not summed: :class:`~cp_styles.GradientCheck`.
+        agreement: how often the ranks agree: :class:`~cp_styles.EveryCall` or :class:`~cp_styles.NoAgreement`.
 
     Returns:
         ``out_BHLE``, or ``(out_BHLE, AuxOutput)`` with ``return_aux``.
@@ -197,8 +195,8 @@ def attend_with_lse(
     except Exception as error:  # of any kind: the other ranks must raise too
         problem = error
     keep = torch.is_grad_enabled() and any(map(_REQUIRES_GRAD, (*tensors, *learned)))
-    if dispatch_modes_entered():
-        bound = as_kept(bound)
+    if dispatch_modes_entered() and results_are_kept():
+        bound = bound.keeping_nothing()
     agreed = bound.agree(problem, tensors, {"scale": scale, "logsumexp": wants_lse}, keep)
     out, lse = _FlexAttention.apply(*tensors, agreed, scale, wants_lse, *learned)
     # In a recomputation a selective checkpoint may have had the op's results ready.

@@ -63,10 +63,8 @@ def context_varlen_attention(
         mask: a mask of this package, in addition to the documents.
         layout: the layout, or the balancer that makes it.
         strategy: how keys and values get to the queries; default ``Ring()``.
-        gradient_check: what to do if gradients were not reduced over the ranks of the sequence, so that their
-            parameters differ: :class:`~cp_styles.engine.gradient_watch.GradientCheck`. Default: an error.
-        agreement: how often the ranks agree on their calls: :class:`~cp_styles.EveryCall` (the default) or
-            :class:`~cp_styles.NoAgreement`, and what each promises.
+        gradient_check: what to do if the ranks' gradients were not summed: :class:`~cp_styles.GradientCheck`.
+        agreement: how often the ranks agree: :class:`~cp_styles.EveryCall` or :class:`~cp_styles.NoAgreement`.
 
     Returns:
         ``out_THE``, or with ``return_lse`` ``(out_THE, lse_HT)``, which is differentiable.

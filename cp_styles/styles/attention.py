@@ -64,10 +64,8 @@ class AttentionContextParallel(ContextParallelStyle):
             ``Full()``.
         kernel: computes the tiles; default the kernel that scaled_dot_product_attention chose. If it takes no masks,
             tiles with an explicit mask go to another kernel: see :func:`~cp_styles.kernels.kernel_for_tiles`.
-        gradient_check: what to do if gradients were not reduced over the axis, so that the ranks' parameters differ:
-            :class:`~cp_styles.GradientCheck`. Default: an error.
-        agreement: how often the ranks agree on their calls: :class:`~cp_styles.EveryCall` (the default) or
-            :class:`~cp_styles.NoAgreement`, and what each promises.
+        gradient_check: what to do if the ranks' gradients were not summed: :class:`~cp_styles.GradientCheck`.
+        agreement: how often the ranks agree: :class:`~cp_styles.EveryCall` or :class:`~cp_styles.NoAgreement`.
         seq_dim: sequence dim of the *module's* inputs: 2 for [B, H, S, D], 1 for [B, S, H, D]. The inputs of
             scaled_dot_product_attention are always [B, H, S, D].
         use_local_output: False leaves outputs as DTensors with Shard on the sequence axis; needs equal parts.

@@ -61,10 +61,8 @@ class ModuleContextParallel(ContextParallelStyle):
             ``Full()``.
         kernel: computes the tiles; default the kernel that scaled_dot_product_attention chose. If it takes no masks,
             tiles with an explicit mask go to another kernel: see :func:`~cp_styles.kernels.kernel_for_tiles`.
-        gradient_check: what to do if gradients were not reduced over the axis, so that the ranks' parameters differ:
-            :class:`~cp_styles.GradientCheck`. Default: an error.
-        agreement: how often the ranks agree on their calls: :class:`~cp_styles.EveryCall` (the default) or
-            :class:`~cp_styles.NoAgreement`, and what each promises.
+        gradient_check: what to do if the ranks' gradients were not summed: :class:`~cp_styles.GradientCheck`.
+        agreement: how often the ranks agree: :class:`~cp_styles.EveryCall` or :class:`~cp_styles.NoAgreement`.
         sink: name of a parameter of attention modules, such as "sinks", that holds their attention sinks: one learned
             logit for each query head, which takes part in every softmax and adds nothing to the output. Calls under
             such a module use it (scaled_dot_product_attention has no argument for it). Other calls have no sink.
