@@ -33,7 +33,7 @@ from tests.ranks.attention_case import cp_mesh
 def test_this_torch_has_them_all():
     assert FLEX_RENAMED == "", FLEX_RENAMED
     # It is also what the function calls, before it sets a variable: those that are read are what the call was given.
-    body = inspect.getsource(FLEX_FUNCTION).rpartition('"""')[2]
+    body = inspect.getsource(FLEX_FUNCTION).split('"""')[2]
     before, check, _ = body.partition(f"{FLEX_CHECKS_DEVICE}(")
     assert check
     assert "=" not in re.sub(r"\w+=True", "", before)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -72,6 +72,11 @@ def biased_softcap(learned, score, b, h, q, kv):
     return 2.0 * torch.tanh(score / 2.0) + table[h, q - kv + LENGTH] + slopes[h] * (q - kv)
 
 
+def _validate_device(query, key, value):
+    """torch's without its refusal. (Its first question is at what a call is noted.)"""
+    return query.device
+
+
 @pytest.mark.parametrize(
     ("mask", "score"),
     [
@@ -86,7 +91,7 @@ def test_the_backward_of_other_devices(mask: Callable[..., torch.Tensor], score:
     tiles = []
     gradients = flex_compiled.tile_gradients
     compile_with("aot_eager", monkeypatch)
-    monkeypatch.setattr(flex_module, "_validate_device", lambda *tensors: None)
+    monkeypatch.setattr(flex_module, "_validate_device", FunctionType(_validate_device.__code__, vars(flex_module)))
     monkeypatch.setattr(engine, "compiled_takes", lambda *tensors: True)
     monkeypatch.setattr(flex_compiled, "tile_gradients", lambda *args: tiles.append(args) or gradients(*args))
     learned = {
