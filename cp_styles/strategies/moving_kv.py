@@ -16,7 +16,8 @@ take at most 16 MiB, down to one key head. While there are three, a backward com
 the gradients of one group after the other: they take at most half the bytes of queries. It computes at once with kept
 keys, which come first, and with the last ones. Own keys come last, with all heads: their results become the sums. Until
 then sums have the rows of received gradients alone. In 16 bits, where sums are wider than keys, a backward always
-computes by groups. What a kernel wants in float32 is copied for one query head of a tile at a time.
+computes by groups. (Where launches count, all at once: see schedule.py.) What a kernel wants in float32 is copied for
+one query head of a tile at a time.
 """
 
 from __future__ import annotations

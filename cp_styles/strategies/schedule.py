@@ -15,6 +15,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from cp_styles.bounded_cache import remembered
+from cp_styles.kernels.packing import LONG_TILE
 from cp_styles.layout import SequenceLayout, rows_in
 from cp_styles.mask import Mask
 from cp_styles.plan import RowRanges, Tile, make_plan
@@ -63,10 +64,6 @@ class Block:
         """k and v of the rank that holds them: views if the rows are one range, otherwise one copy."""
         heads = slice(*self.heads)
         return [rows_in(x[:, heads], 2, self.rows) for x in (k_BGMD, v_BGME)]
-
-
-Parted: TypeAlias = tuple[Block, Sequence[Block]]
-"""A message, and its parts that a backward computes at once: all of it, or groups of its heads."""
 
 
 class Arrival(NamedTuple):
@@ -196,7 +193,10 @@ def make_schedule(
     # Elements of a row of queries, and of a row of k and v.
     query, key = q_shape[1] * q_shape[3], key_heads * (k_shape[3] + v_shape[3])
     all_heads = [(0, key_heads)]
-    finer = widening > 1 and bool(distances)
+    # On a GPU each part costs launches: for an H100, calculated, 0.1 ms of the host. With 2K rows a rank the kernels of
+    # a message take as long as the host already (0.3 ms), and parts would save some MiB. With 8K they take 4.5 ms.
+    short = small_tiles and q_shape[0] * max(lengths, default=0) <= 2 * LONG_TILE
+    finer = widening > 1 and bool(distances) and not short
     all_blocks: dict[tuple[Span, RowRanges], Block] = {}
     all_calls: dict[int, tuple[Call, ...]] = {}  # sources may share their tiles
 
@@ -216,12 +216,13 @@ def make_schedule(
         """One for each range of heads; the same object for the same rows, so that they are packed once."""
         return [all_blocks.setdefault((heads, rows), _block(heads, rows, k_shape, v_shape)) for heads in spans if rows]
 
-    def parted(distance: int, other: int, rows: RowRanges) -> list[Parted]:
-        """The message with ``rows`` between this rank and the ``other`` one, in either direction, if there is one."""
+    def parted(distance: int, other: int, rows: RowRanges) -> list[tuple[Block, Sequence[Block]]]:
+        """The message with ``rows`` between this rank and the ``other`` one, in either direction, if there is one; and
+        what a backward computes at once: all of it, or groups of its heads."""
         # Sender and receiver compute this alike: the size of the smaller query shard counts.
         queries, size = query * min(lengths[rank], lengths[other]), key * _count(rows)
         # Beside keys at hand there are others that come, and own ones that leave. Not with kept keys and the last ones.
-        crowded = len(rounds) > 1 and distance not in (*kept, distances[-1])
+        crowded = len(rounds) > 1 and not short and distance not in (*kept, distances[-1])
         return [(block, blocks(rows, parts(size, queries, crowded=crowded))) for block in blocks(rows, all_heads)]
 
     def parts(size: int, queries: int, *, crowded: bool) -> list[Span]:

@@ -94,6 +94,15 @@ def test_messages_of_two_ranks_match_by_order(part: int):
                 assert all(order == sorted(order, key=merged.index) for order in orders)
 
 
+@pytest.mark.parametrize(("rows", "small_tiles", "parts"), [(2048, True, 1), (2049, True, 4), (2048, False, 4)])
+@pytest.mark.parametrize("widening", [1, 2])
+def test_a_backward_computes_at_once_where_launches_count(rows: int, small_tiles: bool, parts: int, widening: int):
+    cut, q_shape, k_shape = contiguous(4 * rows, 4), (1, 8, rows, 64), (1, 8 // widening, rows, 64)
+    how = Causal(), 3, small_tiles, False, rounds_of(4, 1), 0
+    schedule = make_schedule(cut, cut, *how, q_shape, k_shape, k_shape, widening)
+    assert next(len(step.keys) for step in schedule.backward if step.travels) == parts
+
+
 @pytest.mark.parametrize("part", range(4))
 def test_every_head_of_every_needed_row_once(part: int):
     for layout, mask, ranks, width, keep, heads in random.Random(part).sample(CASES, 40):
