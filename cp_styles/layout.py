@@ -64,6 +64,12 @@ class Stripes:
         row = torch.arange(*rows, device=device)
         return row // self.block * self.period + row % self.block + rank * self.block
 
+    def part(self, whole: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
+        """What ``rank`` holds of a whole tensor along ``dim >= 0``: a view for stripes of one position, else a copy."""
+        if self.block == 1:
+            return whole[(slice(None),) * dim + (slice(rank, None, self.ranks),)]
+        return whole.index_select(dim, self.positions(rank, whole.device, rows=(0, self.lengths[rank])))
+
     def rows_rank_by_rank(self, device: torch.device | str | None = None) -> torch.Tensor:
         """Where each position is in the concatenation of the rows of all ranks: int64 ``[length]``."""
         periods, rest = divmod(self.length, self.period)
@@ -181,12 +187,15 @@ class SequenceLayout:
                 f"{tuple(tensor.shape)} has {tensor.shape[dim]}: pass the whole sequence and its dim, or build the "
                 f"layout for {tensor.shape[dim]} positions"
             )
-        if isinstance(self.held, Stripes):
-            part = tensor.index_select(dim, self.positions(rank, tensor.device))
-        else:
-            part = rows_in(tensor, dim, self.held[rank])
+        part = self.part(tensor, dim, rank)
         mark_cut(part, self)
         return part
+
+    def part(self, tensor: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
+        """:meth:`shard` of a tensor that is known to be whole. The result remembers nothing."""
+        if isinstance(self.held, Stripes):
+            return self.held.part(tensor, dim % tensor.ndim, rank).contiguous()
+        return rows_in(tensor, dim, self.held[rank])
 
     def unshard(self, parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
         """The whole tensor from the ``parts`` of all ranks, given in this process: the inverse of :meth:`shard`.

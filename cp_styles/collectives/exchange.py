@@ -1,7 +1,7 @@
 """The one exchange that all collectives are made of: ranks exchange rows of a matrix for columns.
 
 Legend: R rows, C columns, P ranks. A tensor is viewed as ``[R, *lead, C, *trail]``: the row dim, the dims before the
-column dim, the column dim, the dims after it. Rank i has the rows ``rows.chunks[i]``. Rank j needs the columns
+column dim, the column dim, the dims after it. Rank i has the rows ``rows.layout.chunks[i]``. Rank j needs the columns
 ``columns[t][j]`` of tensor t.
 
     to columns:  every rank has its rows of all columns      ->  all rows of the columns that it needs
@@ -150,18 +150,14 @@ class Exchange(NamedTuple):
 
     def _pack_rows(self, views: list[torch.Tensor]) -> torch.Tensor:
         """Flat: the rows in rank order, each with this rank's columns of all tensors."""
-        c, ranges = self.column_axis, self.rows.in_rank_order()
-        if len(ranges) <= 1:
-            return _side_by_side(views, c)
+        c, pieces = self.column_axis, list(zip(*map(self.rows.by_rank, views), strict=True))
+        if len(pieces) == 1:
+            return _side_by_side(pieces[0], c)
         if len(views) == 1:
-            return torch.cat([views[0].narrow(0, start, stop - start) for start, stop in ranges]).view(-1)
-        head = views[0].shape[:c]
-        wire = views[0].new_empty(*head, self.width(self.peers.rank, views))
-        at = 0
-        for start, stop in ranges:
-            part = [x.narrow(0, start, stop - start) for x in views]
-            _copy_side_by_side(wire.narrow(0, at, stop - start), part, c, [(0, x.shape[c]) for x in views])
-            at += stop - start
+            return torch.cat([piece for (piece,) in pieces]).view(-1)
+        wire = views[0].new_empty(*views[0].shape[:c], self.width(self.peers.rank, views))
+        for block, piece in zip(wire.split([x.shape[0] for x, *_ in pieces]), pieces, strict=True):
+            _copy_side_by_side(block, piece, c, [(0, x.shape[c]) for x in piece])
         return wire.view(-1)
 
     def _unpack_rows(self, wire: torch.Tensor, views: list[torch.Tensor]) -> Tensors:
@@ -257,7 +253,7 @@ def _is_even_cut(columns: tuple[Chunk, ...]) -> bool:
     return is_cut and len({stop - start for start, stop in columns}) == 1
 
 
-def _side_by_side(views: list[torch.Tensor], c: int) -> torch.Tensor:
+def _side_by_side(views: Sequence[torch.Tensor], c: int) -> torch.Tensor:
     """Flat: each row with all columns of all tensors. A single tensor in this order is not copied."""
     if len(views) == 1:
         return views[0].contiguous().view(-1)
@@ -266,7 +262,7 @@ def _side_by_side(views: list[torch.Tensor], c: int) -> torch.Tensor:
     return wire.view(-1)
 
 
-def _copy_side_by_side(block: torch.Tensor, views: list[torch.Tensor], c: int, columns: list[Chunk]) -> None:
+def _copy_side_by_side(block: torch.Tensor, views: Sequence[torch.Tensor], c: int, columns: list[Chunk]) -> None:
     for part, x, (start, stop) in zip(columns_in_block(block, views, c, columns), views, columns, strict=True):
         part.copy_(x.narrow(c, start, stop - start))
 

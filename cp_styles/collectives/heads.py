@@ -27,7 +27,7 @@ def head_exchange(
     of the attention. The ranks must agree on the arguments. Equal arguments give equal exchanges.
     """
     ranges = tuple(head_ranges(count, heads[0], peers.size) for count in heads)
-    return Exchange(peers, seq_dim, head_dim, Rows(layout.chunks), ranges)
+    return Exchange(peers, seq_dim, head_dim, Rows(layout), ranges)
 
 
 def head_ranges(count: int, query_heads: int, ranks: int) -> tuple[Chunk, ...]:

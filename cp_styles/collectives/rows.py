@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import NamedTuple, TypeAlias
 
 import torch
 
 from cp_styles.collectives.peers import Peers
-from cp_styles.layout import Chunk, SequenceLayout, even_sizes, joined_ranges, ranges_of, rows_in
+from cp_styles.layout import Chunk, SequenceLayout, Stripes, even_sizes, joined_ranges, ranges_of
 
 
 @dataclass(frozen=True)
@@ -48,32 +48,43 @@ class Rows(NamedTuple):
     """How a dim is cut over ranks.
 
     Attributes:
-        chunks: for each rank, the global ranges that it holds, in local order.
+        layout: the positions that each rank holds, without padding.
         shard: size of each rank's tensor in this dim if shards are padded, else None.
     """
 
-    chunks: tuple[tuple[Chunk, ...], ...]
+    layout: SequenceLayout
     shard: int | None = None
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Number of positions that each rank holds, without padding."""
-        return tuple(sum(stop - start for start, stop in chunks) for chunks in self.chunks)
+        return self.layout.lengths
 
     def local(self, rank: int) -> int:
         """Size of the tensor of ``rank`` in this dim, with padding."""
         return self.sizes[rank] if self.shard is None else self.shard
 
-    def in_rank_order(self) -> list[Chunk]:
-        """The global ranges of all shards, rank by rank. Adjacent ranges are joined: a contiguous cut has one range."""
-        return joined_ranges(chunk for chunks in self.chunks for chunk in chunks)
+    @property
+    def in_order(self) -> bool:
+        """Whether the shards one after another are in global order."""
+        held = self.layout.held
+        return not isinstance(held, Stripes) and len(joined_ranges(chain.from_iterable(held))) <= 1
+
+    def by_rank(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        """Dim 0 in rank order, in pieces: views, but for stripes of several positions."""
+        if isinstance(held := self.layout.held, Stripes):
+            return [held.part(whole, 0, rank) for rank in range(held.ranks)]
+        ranges = joined_ranges(chain.from_iterable(held))
+        return [whole.narrow(0, start, stop - start) for start, stop in ranges] if len(ranges) > 1 else [whole]
 
     def to_global(self, shards: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Reorder dim 0 from rank order (the shards one after another) to global order.
 
         One copy, into ``out`` if given. No copy where the two orders are equal.
         """
-        ranges = self.in_rank_order()
+        if isinstance(held := self.layout.held, Stripes):
+            return torch.index_select(shards, 0, held.rows_rank_by_rank(shards.device), out=out)
+        ranges = joined_ranges(chain.from_iterable(held))
         if len(ranges) <= 1:
             return shards
         at = accumulate((stop - start for start, stop in ranges), initial=0)
@@ -81,8 +92,8 @@ class Rows(NamedTuple):
         return torch.cat([shards.narrow(0, offset, size) for _, offset, size in pieces], out=out)
 
     def own(self, whole: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
-        """The part of ``rank`` of a ``whole`` tensor, without padding. A view if it is one range."""
-        return rows_in(whole, dim, self.chunks[rank])
+        """The part of ``rank`` of a ``whole`` tensor, without padding. A view if it is one range, else one copy."""
+        return self.layout.part(whole, dim, rank)
 
     def trim(self, x: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
         """A shard without its padding (a view)."""
@@ -117,13 +128,13 @@ def rows_of(layout: Layout, peers: Peers) -> Rows | None:
     if isinstance(layout, Padded):
         shard = layout.shard_size(peers.size)
         edges = [min(rank * shard, layout.length) for rank in range(peers.size + 1)]
-        return Rows(tuple((chunk,) for chunk in pairwise(edges)), shard)
+        return Rows(SequenceLayout.from_chunks([chunk] for chunk in pairwise(edges)), shard)
     if isinstance(layout, SequenceLayout):
         if layout.ranks != peers.size:
             raise ValueError(
                 f"the layout is for {layout.ranks} ranks, the group has {peers.size}: build it for {peers.size} ranks"
             )
-        return Rows(layout.chunks)
+        return Rows(layout)
     if isinstance(layout, Sequence) and not isinstance(layout, str):
         return contiguous_rows(sizes_of(layout, peers, "layout"))
     raise TypeError(
@@ -134,7 +145,7 @@ def rows_of(layout: Layout, peers: Peers) -> Rows | None:
 
 def contiguous_rows(sizes: Sequence[int]) -> Rows:
     """One contiguous range for each rank, in rank order."""
-    return Rows(tuple((chunk,) for chunk in ranges_of(sizes)))
+    return Rows(SequenceLayout.from_chunks([chunk] for chunk in ranges_of(sizes)))
 
 
 def check_local(rows: Rows | None, x: torch.Tensor, dim: int, peers: Peers) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from cp_styles.collectives.autograd import differentiable, gather_exchange, tied
 from cp_styles.collectives.heads import head_exchange
-from cp_styles.collectives.rows import Rows
+from cp_styles.collectives.rows import contiguous_rows
 from cp_styles.mixers.fragments import CutSequence, Described, MixerCall, arguments_of, refuse_arguments
 
 
@@ -91,6 +91,6 @@ def by_channels(
     out = turned(out.reshape(*out.shape[:3], *first.shape[3:]))
     if not wants:
         return out
-    rows = Rows(tuple(((low, high),) for low, high in there.columns[0]))
+    rows = contiguous_rows([high - low for low, high in there.columns[0]])
     gathers = gather_exchange(cut.peers, 1, final.ndim, rows)
     return out, differentiable(gathers, final.to(wide).unsqueeze(-1), check=check)[0].squeeze(-1)

@@ -66,7 +66,7 @@ class Direct:
         received = [size * lead * width for size in sizes]
         self._received = list(zip(accumulate(received, initial=0), received, strict=False))
         self.arriving = sum(received)
-        self.in_order = len(way.rows.in_rank_order()) <= 1
+        self.in_order = way.rows.in_order
         # To rows: the shapes that come from each rank, and whether each column comes from exactly one rank.
         self._coming = [
             (peer, [_first(place.shape, way.row_dim) for place in self._blocks[peer]]) for peer in self._others

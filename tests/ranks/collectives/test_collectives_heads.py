@@ -1,5 +1,6 @@
 """Ulysses: which heads each rank gets, the bytes that are sent, and attention with them compared with one device."""
 
+from collections import Counter
 from functools import partial
 
 import pytest
@@ -7,10 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from cp_styles._compat import run_kernel
 from cp_styles.collectives import (
     Padded,
     Pending,
+    gather,
     head_ranges,
     heads_to_seq,
     nested_layout,
@@ -19,7 +23,10 @@ from cp_styles.collectives import (
 )
 from cp_styles.collectives.heads import head_exchange
 from cp_styles.collectives.peers import peers_of
+from cp_styles.functions.attention import context_attention
+from cp_styles.kernels import ReferenceKernel
 from cp_styles.layout import SequenceLayout, contiguous, head_tail, striped
+from cp_styles.strategies import Ulysses
 from cp_styles.testing import CommunicationTrace, run_ranks
 from tests.ranks.collectives.collectives_reference import adjoint_gap, randn, world
 
@@ -220,6 +227,49 @@ def test_exchange_under_no_grad_of_a_function_of_ones_own():
         assert torch.equal(gradients[1], 2 * mine[1])
 
     run_ranks(main, 3)
+
+
+class Ops(TorchDispatchMode):
+    """How often each op was called, also inside of this package's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[func.name()] += 1
+        if func.namespace == "cp_styles":
+            with self:
+                return run_kernel(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("block", [1, 3])
+def test_stripes_are_not_moved_one_by_one(block: int):
+    """The ops of a forward and a backward do not grow with the number of stripes; they may not be whole blocks."""
+
+    def calls(length: int) -> list[Counter[str]]:
+        layout = striped(length, 3, block=block)
+        whole = qkv(6, 2, length, 4)
+
+        def step(mine: list[torch.Tensor]) -> None:
+            heads = seq_to_heads(mine, world(), layout=layout)
+            part = heads_to_seq(heads[0], world(), layout=layout)
+            attended = context_attention(*mine, world(), layout=layout, strategy=Ulysses(), kernel=ReferenceKernel())
+            gathered = gather(attended, 2, world(), layout=layout, reduce_gradients=True)
+            results = [*heads, part, gathered]
+            torch.autograd.backward(results, [torch.ones_like(x) for x in results])
+
+        def main(rank):
+            mine = [layout.shard(x, 2, rank).requires_grad_() for x in whole]
+            step(mine)  # makes the plan
+            with Ops() as ops:
+                step(mine)
+            return ops.counts
+
+        return run_ranks(main, 3)
+
+    assert calls(50) == calls(130)
 
 
 def test_no_group_is_the_identity():
