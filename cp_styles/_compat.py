@@ -197,12 +197,25 @@ def process_group_of(op_argument: Any) -> dist.ProcessGroup | None:
 def gloo_beside(group: dist.ProcessGroup, name: str, timeout: timedelta | None = None) -> Any:
     """Gloo between the ranks of a group that has none, for small host tensors; all of the ranks must call it.
 
-    Over the group's store, with its timeout or another one. It is a backend and no group, because nothing else uses it.
-    Seen: 2.11 to 2.15 (the store of a group)."""
-    store = dist.distributed_c10d._get_process_group_store(group)  # pyright: ignore[reportAttributeAccessIssue]
+    With the group's timeout or another one. It is a backend and no group, because nothing else uses it."""
     gloo = dist.distributed_c10d.ProcessGroupGloo  # pyright: ignore[reportAttributeAccessIssue]
-    prefixed = dist.PrefixStore(f"{name}/{group.group_name}", store)  # pyright: ignore[reportPrivateImportUsage]
-    return gloo(prefixed, group.rank(), group.size(), timeout or _timeout_of(group))
+    return gloo(_store_of(group, name), group.rank(), group.size(), timeout or _timeout_of(group))
+
+
+def texts_of_ranks(group: dist.ProcessGroup, name: str, mine: str, timeout: timedelta | None = None) -> list[str]:
+    """A text from every rank of a group, through its store; all of the ranks must call it equally often."""
+    store = _store_of(group, name)
+    call = (store.add("calls", 1) - 1) // group.size()
+    keys = [f"{call}/{rank}" for rank in range(group.size())]
+    store.set(keys[group.rank()], mine)
+    store.wait(keys, timeout or _timeout_of(group))
+    return [store.get(key).decode() for key in keys]
+
+
+def _store_of(group: dist.ProcessGroup, name: str) -> Any:
+    """Seen: 2.11 to 2.15 (the store of a group)."""
+    store = dist.distributed_c10d._get_process_group_store(group)  # pyright: ignore[reportAttributeAccessIssue]
+    return dist.PrefixStore(f"{name}/{group.group_name}", store)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def cpu_backend_of(group: dist.ProcessGroup, name: str) -> Any:

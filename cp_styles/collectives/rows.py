@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from cp_styles.collectives.peers import Peers
-from cp_styles.layout import Chunk, SequenceLayout, Stripes, even_sizes, joined_ranges, ranges_of
+from cp_styles.layout import SequenceLayout, Stripes, even_sizes, joined_ranges, ranges_of
 
 
 @dataclass(frozen=True)

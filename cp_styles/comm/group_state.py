@@ -95,7 +95,7 @@ class GroupState:
         meshes: the private meshes of styles over this group: see :mod:`cp_styles.styles.private_mesh`.
         in_order: meshes whose ranks are known to be in the order of the group.
         opened: there was a collective on a device.
-        host: the additional gloo group of a group without a CPU backend, for agreement.
+        host: gloo beside a group without a CPU backend, for agreement; False if it does not connect the ranks.
         mailbox: the rows of numbers as direct messages; None for a group with a CPU backend other than gloo, and "new"
             before the first one.
         parts: parts of the group, by their ranks. Never the group itself.

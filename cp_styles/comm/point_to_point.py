@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
 import torch.distributed as dist
 
-from cp_styles._compat import cpu_backend_of, gloo_beside, part_of_group, resolve_group, without_torch_func
+from cp_styles._compat import (
+    cpu_backend_of,
+    gloo_beside,
+    part_of_group,
+    resolve_group,
+    texts_of_ranks,
+    without_torch_func,
+)
 from cp_styles.comm.group_state import GroupState, Operations, note_part, state_of
 from cp_styles.comm.mailbox import WIDTH, Mailbox, end_connections
 from cp_styles.troubleshooting import see
@@ -116,7 +125,7 @@ def break_off(group: dist.ProcessGroup, error: BaseException) -> None:
         gloo = state_of(member).host
         with contextlib.suppress(RuntimeError, TypeError):  # the group was destroyed
             gloo = gloo or cpu_backend_of(member, "gloo")
-        if gloo is not None:
+        if gloo:
             end_connections(gloo)
 
 
@@ -240,25 +249,23 @@ def start_numbers(
     if group.size() == 1:
         return lambda: [numbers]
     with without_torch_func():  # it would wrap the result, and its transfer would be lost
-        rows = torch.ops.cp_styles.gather_numbers(_row(numbers, group, state), group.group_name)
+        return partial(_arrived, torch.ops.cp_styles.gather_numbers(_row(numbers), group.group_name))
 
-    def finish() -> Sequence[Sequence[int]]:
-        started = vars(rows).pop(_STARTED, None)  # what a checkpoint has kept is there
-        if started is not None:
-            started.wait()
-        return rows.tolist()
 
-    return finish
+def _arrived(rows: torch.Tensor) -> Sequence[Sequence[int]]:
+    started = vars(rows).pop(_STARTED, None)  # what a checkpoint has kept is there
+    if started is not None:
+        started.wait()
+    return rows.tolist()
 
 
 def offer_numbers(numbers: Sequence[int], group: dist.ProcessGroup, seconds: float) -> None:
     """:func:`gather_numbers` for a rank that has failed. It reads nothing, and waits at most ``seconds``."""
-    state = state_of(group)
-    if state.operations.broken:  # the others know
+    if state_of(group).operations.broken:  # the others know
         return
     with contextlib.suppress(RuntimeError), without_torch_func():  # the first error is more useful
         patience = timedelta(seconds=seconds)
-        _, started = _gather(_row(numbers, group, state), group, patience)
+        _, started = _gather(_row(numbers), group, patience)
         if started is not None:
             started.wait(patience)
 
@@ -268,18 +275,19 @@ def largest_over(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> l
 
     Communication: one all-reduce of them all together.
     """
-    on_host = has_cpu_backend(group)
-    device = torch.device("cpu") if on_host else torch.device("cuda", torch.cuda.current_device())
+    device = torch.device("cpu") if has_cpu_backend(group) else _current_gpu()
     flat = torch.cat([tensor.detach().reshape(-1).to(device) for tensor in tensors])
     with collective(group, "the check of gradients"):
         dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=group)
     return list(flat.split([tensor.numel() for tensor in tensors]))
 
 
-def _row(numbers: Sequence[int], group: dist.ProcessGroup, state: GroupState) -> torch.Tensor:
-    on_host = isinstance(state.mailbox, Mailbox) or has_cpu_backend(group) or dist.is_gloo_available()
-    device = torch.device("cpu") if on_host else torch.device("cuda", torch.cuda.current_device())
-    return torch.tensor(numbers, dtype=torch.int64, device=device)
+def _row(numbers: Sequence[int]) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu")
+
+
+def _current_gpu() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 class _StartedGather(NamedTuple):
@@ -316,37 +324,55 @@ def _gather(
 
     ``patience`` limits the time to open connections.
     """
-    on_host = mine.device.type == "cpu"
-    if on_host and mine.numel() == WIDTH:
-        state = state_of(group)
-        if state.mailbox == "new":
-            gloo = cpu_backend_of(group, "gloo") if has_cpu_backend(group) else _host_of(group, patience)
-            state.mailbox = None if gloo is None else Mailbox(gloo)
-        if state.mailbox is not None:
-            number, rows = state.mailbox.start(mine)
-            return rows, _StartedGather(number, ref(group), ref(state.mailbox))
+    state = state_of(group)
+    if state.mailbox == "new":
+        gloo = cpu_backend_of(group, "gloo") if has_cpu_backend(group) else _host_of(group, state, patience)
+        state.mailbox = Mailbox(gloo) if gloo else None
+    if state.mailbox is not None and mine.numel() == WIDTH:
+        number, rows = state.mailbox.start(mine)
+        return rows, _StartedGather(number, ref(group), ref(state.mailbox))
+    host = group if has_cpu_backend(group) else state.host
+    if not host:
+        mine = mine.to(_current_gpu(), non_blocking=True)
     rows = mine.new_empty(group.size(), mine.numel())
     parts = list(rows.unbind())
-    if not on_host:
+    if not host:
         return rows, dist.all_gather(parts, mine, group=group, async_op=True)
     # Not dist.all_gather, whose checks take as long as a copy.
-    return rows, (group if has_cpu_backend(group) else _host_of(group, patience)).allgather([parts], [mine])
+    return rows, host.allgather([parts], [mine])
 
 
-def _host_of(group: dist.ProcessGroup, patience: timedelta | None) -> Any:
-    state = state_of(group)
-    if state.host is None:
+def _host_of(group: dist.ProcessGroup, state: GroupState, patience: timedelta | None) -> Any:
+    """Gloo beside a group without a CPU backend. False if it does not connect all ranks: then all warn."""
+    if not dist.is_gloo_available():
+        return False
+    try:
+        # Ranks may come minutes apart. When all are there, they connect at once or never. The timeout of gloo's
+        # messages is that of its connection, so this one is a trial.
+        texts_of_ranks(group, "cp_styles/arrival", "", patience)
+        trial, failure = None, ""
         try:
-            state.host = gloo_beside(group, "cp_styles", patience)
+            trial = gloo_beside(group, "cp_styles/trial", _TO_CONNECT)
         except RuntimeError as error:
-            raise TransferError(
-                f"{state.operations.name_of(state.operations.user)}: rank {dist.get_rank()} cannot connect to the "
-                "other ranks of a group without a CPU backend over gloo, over which ranks agree: set "
-                "GLOO_SOCKET_IFNAME to a network interface by which the machines reach each other, or use "
-                f"init_process_group('cpu:gloo,cuda:nccl'){see('Machines that gloo does not connect')}. "
-                f"gloo says: {error}"
-            ) from error
+            failure = f"rank {dist.get_rank()}: {error}"
+        failures = [text for text in texts_of_ranks(group, "cp_styles/trials", failure, patience) if text]
+        del trial  # not earlier: others were connecting to it
+        state.host = not failures and gloo_beside(group, "cp_styles", patience)
+    except RuntimeError as error:
+        raise transfer_error(error, range(group.size()), group) from error
+    if failures:
+        warnings.warn(
+            f"{state.operations.name_of(state.operations.user)}: gloo does not connect the ranks of a group without a "
+            "CPU backend. So they agree over NCCL, and the host waits for the device before each attention: set "
+            "GLOO_SOCKET_IFNAME to a network interface by which the machines reach each other, or use "
+            f"init_process_group('cpu:gloo,cuda:nccl'){see('Machines that gloo does not connect')}. "
+            f"gloo says on {len(failures)} ranks, first on {failures[0]}",
+            stacklevel=2,
+        )
     return state.host
+
+
+_TO_CONNECT = timedelta(seconds=60)
 
 
 def refuse_destroyed(group: dist.ProcessGroup) -> None:

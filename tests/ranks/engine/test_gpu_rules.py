@@ -3,7 +3,6 @@ NCCL keeps its rules. See tests/gpu_tensors.py."""
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -13,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cp_styles.comm.point_to_point import TransferError
+from cp_styles._compat import gloo_beside
 from cp_styles.explain.rehearse import Shapes, kernel_of, rehearse
 from cp_styles.functions.attention import context_attention
 from cp_styles.kernels import Kernel, ReferenceKernel
@@ -70,7 +69,9 @@ def sees(mask: str):
     }[mask]
 
 
-def on_gpus(problem: Problem, ranks: int, *, steps: int = 1, nccl_only: bool = False, layout=head_tail, **options):
+def on_gpus(
+    problem: Problem, ranks: int, *, steps: int = 1, nccl_only: bool = False, waits=(), layout=head_tail, **options
+):
     """The largest error of each rank after so many forwards and backwards, and the log of what was communicated."""
 
     def on(rank: int) -> float:
@@ -84,7 +85,7 @@ def on_gpus(problem: Problem, ranks: int, *, steps: int = 1, nccl_only: bool = F
             worst = max(worst, *problem.errors(found, layout, rank, ranks))
         return worst
 
-    with gpus(nccl_only=nccl_only) as gpu:
+    with gpus(nccl_only=nccl_only, waits=waits) as gpu:
         errors = run_ranks(on, ranks)
     return max(errors), gpu
 
@@ -112,21 +113,26 @@ def test_groups_of_nccl_alone(strategy, ranks: int):
     assert worst < EXACT
 
 
-def test_machines_that_gloo_does_not_connect(monkeypatch):
-    """On every rank, with a remedy."""
+@pytest.mark.parametrize("unconnected", [{1}, {0, 1, 2}])
+def test_machines_that_gloo_does_not_connect(unconnected: set[int], monkeypatch):
+    """All ranks agree on the device, and say so once, if gloo fails on one of them."""
 
-    def fails(*_):
-        raise RuntimeError("Connection refused")
-
-    def on(rank: int) -> None:
-        x = put(torch.zeros(1, 2, 8, 8))
-        context_attention(x, x, x, dist.group.WORLD, layout=head_tail, mask=Causal(), kernel=ON_GPU)
+    def fails(group: dist.ProcessGroup, name: str, *args):
+        gloo = gloo_beside(group, name, *args)
+        if group.rank() in unconnected:
+            raise RuntimeError("Connection refused")
+        return gloo
 
     monkeypatch.setattr("cp_styles.comm.point_to_point.gloo_beside", fails)
-    with gpus(nccl_only=True):
-        for error in run_ranks(on, 2, return_errors=True):
-            assert isinstance(error, TransferError)
-            assert re.search("set GLOO_SOCKET_IFNAME .* gloo says: Connection refused", str(error))
+    problem, reads = Problem(length=24), ["cp_styles.comm.point_to_point._arrived"]
+    options = {"mask": Causal(), "kernel": ON_GPU, "strategy": Ring()}
+    with pytest.warns(UserWarning, match="GLOO_SOCKET_IFNAME") as warned:
+        worst, gpu = on_gpus(problem, 3, steps=2, nccl_only=True, waits=reads, **options)
+    assert worst < EXACT
+    assert len(warned) == 3  # one of each rank, which are threads here
+    assert all(f"on {len(unconnected)} ranks, first on rank {min(unconnected)}: Conn" in str(w.message) for w in warned)
+    assert gpu.waits == 3 * 4  # a forward and a backward, twice
+    assert all([what for what, *_ in log].count("c10d::allgather_") == 4 for log in gpu.nccl.logs[0, 1, 2].values())
 
 
 def test_what_is_chosen_for_bfloat16():
