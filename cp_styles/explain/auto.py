@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from cp_styles.bounded_cache import remembered
-from cp_styles.explain.candidates import documents_of, layouts_for, problem_of, replace_device, strategies_for
+from cp_styles.explain.candidates import documents_of, layouts_for, problem_of, strategies_for
 from cp_styles.explain.hardware import H100, Hardware
 from cp_styles.explain.rehearse import Shapes, kernel_of
 from cp_styles.explain.report import Explanation, explained
@@ -47,7 +47,7 @@ def ranked(
     most: int = 4,
 ) -> list[Choice]:
     """All combinations, the fastest first, those that cannot be taken last. No communication."""
-    shapes = replace_device(shapes, hardware)
+    shapes = shapes._replace(device=torch.device(hardware.device))
     all_choices: list[Choice] = []
     for name, balancer in layouts.items():
         layout = layout_made_by(balancer, length, ranks)
@@ -131,7 +131,7 @@ class Auto(Strategy):
         Raises:
             ValueError: no candidate can run.
         """
-        shapes = replace_device(shapes, self.hardware)
+        shapes = shapes._replace(device=torch.device(self.hardware.device))
         strategy = _choice(self.hardware, self.candidates, *layouts, mask.pattern, shapes)
         options = {"hardware": self.hardware, "memory": False, "most": 1}
         return explained(strategy, layouts, mask.pattern, kernel_of(shapes, None), shapes, **options)
@@ -191,9 +191,10 @@ class Auto(Strategy):
 
     def _chosen(self, attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Strategy:
         # Not what differs between forward and backward, such as a kernel that is wrapped.
-        shapes = Shapes(q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.dtype, q.device, q.shape[0])
-        call = attention.q_layout, attention.kv_layout, attention.mask.pattern, replace_device(shapes, self.hardware)
-        chosen = _choice(self.hardware, self.candidates, *call)
+        device = torch.device(self.hardware.device)
+        shapes = Shapes(q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.dtype, device, q.shape[0])
+        layouts = attention.q_layout, attention.kv_layout
+        chosen = _choice(self.hardware, self.candidates, *layouts, attention.mask.pattern, shapes)
         return chosen.keeping_nothing() if self.lean else chosen
 
 

@@ -51,8 +51,3 @@ def problem_of(strategy: Strategy, ranks: int, shapes: Shapes) -> str:
             f"take Ulysses(size=U) with U at most {shapes.heads}"
         )
     return ""
-
-
-def replace_device(shapes: Shapes, hardware: Hardware) -> Shapes:
-    """The shapes on a machine's device."""
-    return shapes._replace(device=type(shapes.device)(hardware.device))

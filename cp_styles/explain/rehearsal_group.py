@@ -7,7 +7,7 @@ a real run: the same messages, in the same order, with the same waits. Nothing i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,26 +33,10 @@ class Waited(NamedTuple):
     transfer: int
 
 
-class Log:
-    """What a rehearsal has noted, in order.
-
-    Attributes:
-        events: transfers that are started, waits for them, and what else the rehearsal notes.
-        transfers: the number of transfers so far.
-    """
-
-    def __init__(self) -> None:
-        self.events: list[NamedTuple] = []
-        self.transfers = 0
-
-    def travels(self, tensor: torch.Tensor) -> None:
-        """Called for each tensor that is sent or received into; for subclasses."""
-
-
 class Rehearsal(dist.ProcessGroup):
     """The group of rank ``rank``. ``members`` are its ranks, as they are counted in the whole group."""
 
-    def __init__(self, log: Log, rank: int, members: Sequence[int]) -> None:
+    def __init__(self, log: Any, rank: int, members: Sequence[int]) -> None:
         super().__init__(rank, len(members))  # pyright: ignore[reportCallIssue] - its stub knows a store only
         self.log = log
         self.members = tuple(members)
@@ -66,7 +50,7 @@ class Rehearsal(dist.ProcessGroup):
 
     def _start(self, tensors: Sequence[torch.Tensor], peer: int, outgoing: bool) -> _StartedTransfer:
         (tensor,) = tensors
-        self.log.travels(tensor)
+        self.log.label("messages", tensor)
         self.log.events.append(Transfer(self.members[peer], tensor.nbytes, outgoing))
         self.log.transfers += 1
         return _StartedTransfer(self.log, self.log.transfers - 1)
@@ -91,7 +75,7 @@ def split_rehearsal(group: Rehearsal | None, size: int) -> tuple[Rehearsal | Non
 class _StartedTransfer:
     """A transfer that has started."""
 
-    def __init__(self, log: Log, number: int) -> None:
+    def __init__(self, log: Any, number: int) -> None:
         self._log, self._number = log, number
 
     def wait(self) -> None:

@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cp_styles.bounded_cache import another_cache
-from cp_styles.explain.rehearsal_group import Log, Rehearsal, Transfer, Waited, split_rehearsal
+from cp_styles.explain.rehearsal_group import Rehearsal, Transfer, Waited, split_rehearsal
 from cp_styles.kernels import Kernel, ReferenceKernel, SdpaKernel, VarlenKernel, kernel_for_tiles
 from cp_styles.kernels.base import OtherBackward
 from cp_styles.kernels.choice_by_tile import ByTile
@@ -158,30 +158,25 @@ class Phase:
     left: dict[str, int] = field(default_factory=dict)
 
     @property
-    def transfers(self) -> list[Transfer]:
-        return [event for event in self.events if isinstance(event, Transfer)]
-
-    @property
     def calls(self) -> list[KernelCall]:
         return [event for event in self.events if isinstance(event, KernelCall)]
 
     @property
     def sent(self) -> Counter[int]:
         """Bytes by the rank that they go to."""
-        return _by_peer(self.transfers, outgoing=True)
+        return self._bytes(outgoing=True)
 
     @property
     def received(self) -> Counter[int]:
         """Bytes by the rank that they come from."""
-        return _by_peer(self.transfers, outgoing=False)
+        return self._bytes(outgoing=False)
 
-
-def _by_peer(transfers: Sequence[Transfer], *, outgoing: bool) -> Counter[int]:
-    sizes: Counter[int] = Counter()
-    for transfer in transfers:
-        if transfer.outgoing == outgoing:
-            sizes[transfer.peer] += transfer.nbytes
-    return sizes
+    def _bytes(self, *, outgoing: bool) -> Counter[int]:
+        sizes: Counter[int] = Counter()
+        for event in self.events:
+            if isinstance(event, Transfer) and event.outgoing == outgoing:
+                sizes[event.peer] += event.nbytes
+        return sizes
 
 
 @dataclass(frozen=True)
@@ -220,7 +215,7 @@ def rehearse(
     sink_H = torch.empty(shapes.heads, dtype=torch.float32, device="meta") if sink else None
     kept, dtype = residual_spec(strategy.residual_specs(attention, q, k, v))
     grad = q.new_empty(shapes.batch, q.shape[2], shapes.heads, shapes.value_dim).transpose(1, 2)
-    with notes.ledger:
+    with notes:
         residual = q.new_empty(kept, dtype=dtype)
         notes.label("kept for the backward", residual)
         out = strategy.forward(attention, q, k, v, sink_H, residual)
@@ -268,19 +263,30 @@ def _call(
     return attention, shapes.tensors(q_layout.lengths[rank], kv_layout.lengths[rank])
 
 
-class _Notes(Log):
-    """The log of a rehearsal, and the count of the bytes that are alive."""
+class _Notes(TorchDispatchMode):
+    """What a rehearsal has noted, in order; and the bytes of storages that are created and alive, as
+    ``cp_styles.testing.MemoryTrace`` counts them for data.
+
+    Attributes:
+        events: what operations and kernels compute, transfers that are started, and waits for them.
+        transfers: the number of transfers so far.
+    """
 
     def __init__(self, memory: bool, most_calls: int | None) -> None:
         super().__init__()
-        self.ledger = _Ledger(self, memory)
-        self.label = self.ledger.label
-        self._most_calls, self._calls = most_calls, 0
+        self.events: list[Any] = []
+        self.transfers = self._calls = 0
+        self._memory, self._most_calls = memory, most_calls
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}  # by storage: reference, number
+        self._sizes: list[int] = []  # by number
+        self._labels: list[str] = []
+        self._peak, self._at_peak, self._bound = 0, [], 0
 
     def begin(self) -> None:
         """Start the events anew, and the peak from what is alive now."""
         self.events, self.transfers, self._calls = [], 0, 0
-        self.ledger.reset()
+        self._peak, self._at_peak = -1, []
+        self._look()
 
     def called(self, *call: Any) -> None:
         """Note a :class:`KernelCall` with these fields."""
@@ -291,40 +297,14 @@ class _Notes(Log):
 
     def phase(self) -> Phase:
         """The events and the memory since :meth:`begin`."""
-        return Phase(list[Any](self.events), *self.ledger.summary())
-
-    def travels(self, tensor: torch.Tensor) -> None:
-        self.label("messages", tensor)
-
-
-class _Ledger(TorchDispatchMode):
-    """Counts the bytes of storages that are created and alive, as ``cp_styles.testing.MemoryTrace`` does for data.
-
-    It also notes the bytes that operations read and write.
-    """
-
-    def __init__(self, notes: _Notes, counts_memory: bool) -> None:
-        super().__init__()
-        self._notes, self.counts_memory = notes, counts_memory
-        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}  # by storage: reference, number
-        self._sizes: list[int] = []  # by number
-        self._labels: list[str] = []
-        self._peak, self._at_peak, self._bound = 0, [], 0
+        return Phase(list(self.events), self._peak, self._by_label(self._at_peak), self._by_label(self._numbers()))
 
     def label(self, what: str, *tensors: torch.Tensor) -> None:
         """Label the storage of tensors with its purpose. A later label replaces an earlier one, except ``_KEPT``."""
-        for tensor in tensors if self.counts_memory else ():
+        for tensor in tensors if self._memory else ():
             entry = self._alive.get(StorageWeakRef(tensor.untyped_storage()).cdata)
             if entry is not None and self._labels[entry[1]] != _KEPT:
                 self._labels[entry[1]] = what
-
-    def reset(self) -> None:
-        self._peak, self._at_peak = -1, []
-        self._look()
-
-    def summary(self) -> tuple[int, dict[str, int], dict[str, int]]:
-        """The peak, what it consists of, and what is alive now."""
-        return self._peak, self._by_label(self._at_peak), self._by_label(self._numbers())
 
     def _by_label(self, numbers: Sequence[int]) -> dict[str, int]:
         sizes: Counter[str] = Counter()
@@ -351,7 +331,7 @@ class _Ledger(TorchDispatchMode):
         given = _tensors_in((*args, *kwargs.values()))
         if func._schema.is_mutable:  # there is no data to change
             result = kwargs.get("out", args[0])
-            self._notes.events.append(Copied(sum(x.nbytes for x in given)))
+            self.events.append(Copied(sum(x.nbytes for x in given)))
             return result
         if func.overloadpacket in _POINTWISE and len({(x.shape, x.dtype) for x in given}) == 1:
             result = torch.empty_like(given[0])  # what torch's own function for meta tensors takes long to find out
@@ -363,16 +343,16 @@ class _Ledger(TorchDispatchMode):
             reference = StorageWeakRef(x.untyped_storage())
             if reference.cdata not in storages:
                 fresh += x.nbytes
-                if self.counts_memory:
+                if self._memory:
                     self._alive[reference.cdata] = reference, len(self._sizes)
                     self._sizes.append(x.untyped_storage().nbytes())
                     new_bytes += self._sizes[-1]
                     self._labels.append(_OTHER)
         if fresh:
-            if self.counts_memory:
+            if self._memory:
                 self._look(new_bytes)
             if func.overloadpacket not in _WITHOUT_DATA:
-                self._notes.events.append(Copied(fresh + sum(x.nbytes for x in given)))
+                self.events.append(Copied(fresh + sum(x.nbytes for x in given)))
         return result
 
 

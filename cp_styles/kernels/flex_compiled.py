@@ -20,7 +20,7 @@ from cp_styles._compat import RecompileLimitHit, with_vmap
 from cp_styles.device_copies import tensor_on
 from cp_styles.kernels.autocast import without_autocast
 from cp_styles.kernels.base import Where
-from cp_styles.kernels.flex import FlexKernel, ScoreMod
+from cp_styles.kernels.flex import FlexKernel
 from cp_styles.kernels.merge import EMPTY_LSE
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -47,7 +47,7 @@ class CompiledFlexKernel(FlexKernel):
         options = {"causal": causal, "bias": bias, "scale": scale, "where": where}
         try:
             with without_autocast(q_BHLD.device), torch.no_grad():
-                out, lse = _Fused(self, **options)(q_BHLD, k_BGMD, v_BGME)
+                out, lse = self._of_tile(q_BHLD, k_BGMD, v_BGME, **options)
         except RecompileLimitHit:
             return super().forward(q_BHLD, k_BGMD, v_BGME, **options)
         return out, lse.masked_fill(lse == float("-inf"), EMPTY_LSE)
@@ -59,7 +59,7 @@ class CompiledFlexKernel(FlexKernel):
             try:
                 with without_autocast(q_BHLD.device):
                     *gradients, shares = tile_gradients(
-                        _Fused(self, **options), inputs, self.learned, grad_BHLE, out_BHLE, lse_BHL
+                        partial(self._of_tile, **options), inputs, self.learned, grad_BHLE, out_BHLE, lse_BHL
                     )
             except RecompileLimitHit:
                 pass
@@ -68,6 +68,15 @@ class CompiledFlexKernel(FlexKernel):
                     total += share
                 return tuple(gradients)
         return super().backward(grad_BHLE, *inputs, out_BHLE, lse_BHL, **options)
+
+    def _of_tile(self, q, k, v, *, causal: bool, bias: torch.Tensor | None, scale: float, where: Where):
+        """``(out, lse)`` of a tile in torch's kernel. lse is -inf for a query without keys."""
+        bias = None if bias is None else bias[(None,) * (4 - bias.ndim)]
+        variant = getattr(self.score_mod, "__code__", type(self.score_mod)), causal, bias is None
+        head = tensor_on(q.device, where.head)
+        with with_vmap():
+            attend = _compiled(*variant, torch.is_grad_enabled())
+            return attend(q, k, v, self.score_mod, where.q_L, where.kv_M, head, bias, causal, scale)
 
     def tile_dtype(self, dtype):
         return dtype
@@ -106,36 +115,9 @@ def tile_gradients(
     return dq, dk, dv, shares
 
 
-class _Fused:
-    """A tile in torch's kernel."""
-
-    def __init__(
-        self, kernel: CompiledFlexKernel, *, causal: bool, bias: torch.Tensor | None, scale: float, where: Where
-    ) -> None:
-        self._kernel, self._causal, self._scale, self._where = kernel, causal, scale, where
-        self._bias = None if bias is None else bias[(None,) * (4 - bias.ndim)]
-
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """``(out, lse)``. lse is -inf for a query without keys."""
-        kernel, where = self._kernel, self._where
-        head = tensor_on(q.device, where.head)
-        mod, place = kernel.score_mod, (where.q_L, where.kv_M, head, self._bias)
-        variant = getattr(mod, "__code__", type(mod)), self._causal, self._bias is None, torch.is_grad_enabled()
-        with with_vmap():
-            return _compiled(*variant)(q, k, v, mod, *place, self._causal, self._scale)
-
-
-def _of_tile(
-    mod: ScoreMod,
-    q_L: torch.Tensor,
-    kv_M: torch.Tensor,
-    head: torch.Tensor,
-    bias: torch.Tensor | None,
-    causal: bool,
-) -> ScoreMod:
-    """``mod`` with global positions, and with the masks of the tile."""
-
+def _fused(q, k, v, mod, q_L, kv_M, head, bias, causal, scale):
     def tile_mod(score, b, h, q_idx, kv_idx):
+        """``mod`` with global positions, and with the masks of the tile."""
         score = mod(score, b, h + head, q_L[q_idx], kv_M[kv_idx])
         if bias is not None:
             indices = zip((b, h, q_idx, kv_idx), bias.shape, strict=True)
@@ -144,19 +126,8 @@ def _of_tile(
             score = torch.where(added == float("-inf"), float("-inf"), score + added)
         return torch.where(q_idx >= kv_idx, score, float("-inf")) if causal else score
 
-    return tile_mod
-
-
-def _fused(q, k, v, mod, q_L, kv_M, head, bias, causal, scale):
-    out, aux = flex_attention(
-        q,
-        k,
-        v,
-        score_mod=_of_tile(mod, q_L, kv_M, head, bias, causal),
-        scale=scale,
-        enable_gqa=q.shape[1] != k.shape[1],
-        return_aux=AuxRequest(lse=True),
-    )
+    options = {"scale": scale, "enable_gqa": q.shape[1] != k.shape[1], "return_aux": AuxRequest(lse=True)}
+    out, aux = flex_attention(q, k, v, score_mod=tile_mod, **options)
     return out, aux.lse
 
 
