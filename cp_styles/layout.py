@@ -192,7 +192,7 @@ class SequenceLayout:
         return part
 
     def part(self, tensor: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
-        """:meth:`shard` of a tensor that is known to be whole. The result remembers nothing."""
+        """:meth:`shard` along ``dim`` for ``rank``, of a ``tensor`` known to be whole. The result remembers nothing."""
         if isinstance(self.held, Stripes):
             return self.held.part(tensor, dim % tensor.ndim, rank).contiguous()
         return rows_in(tensor, dim, self.held[rank])
