@@ -6,6 +6,7 @@ import contextlib
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
@@ -34,28 +35,17 @@ class TransferError(RuntimeError):
     """
 
 
+@dataclass(eq=False, slots=True)
 class PendingTransfers:
     """Transfers that are running. It keeps their tensors alive. Call :meth:`wait` before you read what was received.
 
     ``peers`` are the ranks of ``group`` at the other end: one for each work, or all if the works are joined.
     """
 
-    def __init__(
-        self,
-        works: Sequence[dist.Work | None],
-        tensors: Sequence[torch.Tensor],
-        peers: Sequence[int] = (),
-        group: dist.ProcessGroup | None = None,
-    ) -> None:
-        self._works = works
-        self._tensors = tensors
-        self._peers = peers
-        self._group = group
-
-    @property
-    def done(self) -> bool:
-        """Whether nothing is left to wait for."""
-        return not self._works
+    works: Sequence[dist.Work | None]
+    tensors: Sequence[torch.Tensor]
+    peers: Sequence[int] = ()
+    group: dist.ProcessGroup | None = None
 
     def wait(self) -> None:
         """Wait for all transfers: on the host for gloo, on the current stream for NCCL. A second call does nothing.
@@ -63,14 +53,16 @@ class PendingTransfers:
         Raises:
             TransferError: a transfer failed. The others are not waited for, because their ranks may wait themselves.
         """
-        for index, work in enumerate(self._works):
+        # Receives, which come last here, are waited for first: gloo ends each of them at once when a rank has ended. It
+        # forgets a send of which a part is written, and that of a large message would end with the group's timeout.
+        for index, work in reversed([*enumerate(self.works)]):
             if work is not None:
                 try:
                     work.wait()
                 except RuntimeError as error:
-                    peers = self._peers[index : index + 1] if len(self._works) == len(self._peers) else self._peers
-                    raise transfer_error(error, peers, self._group) from error
-        self._works, self._tensors = (), ()
+                    peers = self.peers[index : index + 1] if len(self.works) == len(self.peers) else self.peers
+                    raise transfer_error(error, peers, self.group) from error
+        self.works, self.tensors = (), ()
 
 
 class Operation:

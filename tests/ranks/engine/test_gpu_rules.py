@@ -299,7 +299,7 @@ def test_a_group_whose_first_operation_is_a_batch_is_noticed(where: str, strateg
 
 def test_reading_before_waiting_is_noticed():
     def finish(self) -> None:
-        for work in self._works:
+        for work in self.works:
             for transfer in work.works:
                 transfer.wait()
 

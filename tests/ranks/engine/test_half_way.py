@@ -51,7 +51,7 @@ from cp_styles.collectives import (
 from cp_styles.collectives.exchange import Exchange
 from cp_styles.comm.agreement import Meeting, StatusRow, start_status
 from cp_styles.comm.mailbox import end_connections
-from cp_styles.comm.point_to_point import TransferError
+from cp_styles.comm.point_to_point import PendingTransfers, TransferError
 from cp_styles.decoding import KVCache, context_decode
 from cp_styles.kernels import CPU_FLASH, Kernel
 from cp_styles.strategies.moving_kv import MovingKV
@@ -192,6 +192,28 @@ def test_ranks_that_do_not_stand_still_for_one_that_has_left(strategy, way: str)
         # A rank that had still to come to the meeting before the backward hears of it there.
         assert rank == 1 or isinstance(errors[0], TransferError | None)
         assert all(isinstance(error, TransferError) for error in errors[1:])
+
+
+class EndedReceive:
+    def wait(self) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+
+class ForgottenSend:
+    """As gloo leaves a send of which a part was written, when the process at the other end is killed."""
+
+    def wait(self) -> None:
+        raise AssertionError("waits for the timeout of the group")
+
+
+def test_a_rank_that_sends_and_receives_hears_of_an_end_by_what_it_receives():
+    def on(rank: int) -> None:
+        x = torch.empty(1)
+        pending = PendingTransfers([ForgottenSend(), EndedReceive()], [x, x], [0, 1], dist.group.WORLD)
+        with pytest.raises(TransferError, match="Connection closed by peer"):
+            pending.wait()
+
+    run_ranks(on, 2)
 
 
 def test_an_error_between_two_backwards():
