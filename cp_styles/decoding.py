@@ -70,8 +70,8 @@ class KVCache:
         prompt: the layout of the prompt.
         length: number of positions of all ranks together.
 
-    Memory: this rank's keys and values. While :meth:`append` adds a position that this rank keeps, there are two copies
-    of them. That happens once in P tokens.
+    Memory: this rank's keys and values, and room for an eighth more. While the room is made there are two copies. That
+    happens once in as many tokens as fit into it on all ranks.
 
     Raises:
         ValueError, TypeError: on this rank, and at the next call over the group on the others.
@@ -104,6 +104,7 @@ class KVCache:
         self._own = layout.positions(self._rank, "cpu")
         self.length = layout.length
         self._kv = [x.detach().clone(memory_format=torch.contiguous_format) for x in (k_BGMD, v_BGME)]
+        self._held = k_BGMD.shape[2]  # how many rows of these are keys and values; the others are room
         self._first = 0  # keys of positions before are not needed any more
         self._freed = 0  # how many of this rank's keys are not stored any more
         self._unread: Callable[[], int] | None = None
@@ -145,17 +146,20 @@ class KVCache:
             self._refuse(
                 ValueError(
                     f"KVCache: new keys and values of shapes {tuple(k_BGLD.shape)} and {tuple(v_BGLE.shape)} in "
-                    f"{k_BGLD.dtype}, where the prompt's are {' and '.join(str(tuple(x.shape)) for x in self._kv)} in "
-                    f"{self._kv[0].dtype}: batch, heads, head dims and dtype must be the prompt's"
+                    f"{k_BGLD.dtype}, where the prompt's are {tuple(self.keys.shape)} and {tuple(self.values.shape)} "
+                    f"in {self._kv[0].dtype}: batch, heads, head dims and dtype must be the prompt's"
                 )
             )
         mine = slice((self._rank - self.length) % self._ranks, None, self._ranks)
         new = [x.detach()[:, :, mine] for x in (k_BGLD, v_BGLE)]
         self.length += k_BGLD.shape[2]
-        if new[0].shape[2]:
-            unused = self._unused()
-            self._kv = [torch.cat((old[:, :, unused:], x), 2) for old, x in zip(self._kv, new, strict=True)]
-            self._freed += unused
+        if rows := new[0].shape[2]:
+            frozen = self._kv[0].is_inference() and not torch.is_inference_mode_enabled()
+            if frozen or self._held + rows > self._kv[0].shape[2]:
+                self._store(self._unused(), rows + (self._held + rows) // 8)
+            for held, x in zip(self._kv, new, strict=True):
+                held[:, :, self._held : self._held + rows] = x
+            self._held += rows
 
     def crop(self, length: int) -> None:
         """Remove the positions from ``length`` on, on all ranks alike. No communication.
@@ -172,8 +176,7 @@ class KVCache:
                 )
             )
         self.length = length
-        stop = max(self._below(length) - self._freed, 0)
-        self._kv = [x[:, :, :stop] for x in self._kv]
+        self._held = max(self._below(length) - self._freed, 0)
 
     def forget(self, position: int) -> None:
         """Free the keys and values of all positions before ``position``, such as those behind a sliding window.
@@ -182,9 +185,8 @@ class KVCache:
         """
         self._first = max(self._first, min(position, self.length))
         unused = self._unused()
-        if 2 * unused >= self._kv[0].shape[2] > 0:
-            self._kv = [x[:, :, unused:].clone() for x in self._kv]
-            self._freed += unused
+        if 2 * unused >= self._held > 0:
+            self._store(unused)
 
     def select_rows(self, index_B: torch.Tensor) -> None:
         """Row b of the batch becomes the former row ``index_B[b]``, as in beam search. Call it alike on all ranks.
@@ -193,8 +195,16 @@ class KVCache:
         """
         self._kv = [x.index_select(0, index_B.to(x.device)) for x in self._kv]
 
+    def _store(self, first: int, room: int = 0) -> None:
+        """Copy the rows from ``first`` on to new memory with ``room`` for more; those before are freed."""
+        held, self._held = slice(first, self._held), self._held - first
+        for index, x in enumerate(self._kv):
+            self._kv[index] = x.new_empty(*x.shape[:2], self._held + room, x.shape[3])
+            self._kv[index][:, :, : self._held] = x[:, :, held]
+        self._freed += first
+
     def _marked(self, tensor: torch.Tensor) -> torch.Tensor:
-        view = tensor[:, :, self._unused() :]
+        view = tensor[:, :, self._unused() : self._held]
         view._cp_styles_cache = self  # pyright: ignore[reportAttributeAccessIssue]
         return view
 

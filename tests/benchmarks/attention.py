@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import os
 import random
 import statistics
@@ -29,6 +30,7 @@ import time
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -161,6 +163,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--peers", action="store_true", help="other implementations in the same run; causal only")
     parser.add_argument("--bare", action="store_true", help="a ring without doors and agreement; causal only")
     parser.add_argument("--plot", metavar="PNG", help="draw the table")
+    parser.add_argument("--json", metavar="FILE", help="write wall, overhead and ms of each, which times.py reads")
     parser.add_argument(
         "--only", choices=STRATEGIES, action="append", help="this one beside the ideal; may be repeated"
     )
@@ -365,12 +368,12 @@ def report(
         f"through the door {args.door}, agreement {args.agreement}"
     )
     print(f"{'':<34}{'wall':>7}{'CPU':>7}{'overhead':>10}{'system':>8}{'wire':>8}{'kept':>8}{'ms':>9}")
-    walls = []
+    walls, written = [], {}
     for index, row in enumerate(rows[0]):
         wall = statistics.median(slowest(index, turn) / slowest(0, turn) for turn in rounds)
         cpu = statistics.median(total(index, turn, "cpu") / total(0, turn, "cpu") for turn in rounds)
         wire = sum(ranks[index].wire for ranks in rows) / unit
-        shown, system = "-", "-"
+        shown, system, over = "-", "-", None
         if timed[index]:
             over = statistics.median(total(index, t, "cpu") / total(index, t, "kernels") - 1 for t in rounds)
             ticks, kernels = (sum(total(index, t, what) for t in rounds) for what in ("system", "kernels"))
@@ -379,6 +382,9 @@ def report(
         bytes_shown = f"{wire:>6.1f} u{row.kept / unit:>6.1f} u"
         print(f"{row.name:<34}{wall:>7.3f}{cpu:>7.3f}{shown:>10}{system:>8}{bytes_shown}{ms:>9.2f}")
         walls.append(wall)
+        written[row.name] = {"wall": wall, "overhead": over, "ms": ms}
+    if args.json:
+        Path(args.json).write_text(json.dumps(written))
     for name, reason in missing.items():
         print(f"{name:<34}does not run here: {reason}")
     if args.plot:

@@ -231,15 +231,15 @@ def test_the_example_of_the_page():
 
 
 def test_no_rank_holds_the_whole_cache():
-    """In bytes, each rank its part; of a layer with a window no more than that, whatever the prompt is."""
+    """In bytes, each rank its part and room for an eighth more; under a window no more, whatever the prompt is."""
     model, length, new, window = model_of("gemma3_text", **MODELS["gemma3_text"]), 96, 12, 5
     (_, _, one), *rest = on_ranks(model, tokens_of(length), greedy(new), ranks=3)
     caches = [one, *(cache for *_, cache in rest)]
     # Two rows, two heads of 8 keys and values in float64. The last token is not run through the model any more.
     position = 2 * 2 * 2 * 8 * 8
     whole = [cache.layers[1].nbytes for cache in caches]
-    assert max(whole) == (length + new - 1 + 2) // 3 * position
-    assert sum(whole) == (length + new - 1) * position
+    assert max(whole) <= (length + new - 1 + 2) // 3 * position * 9 / 8
+    assert (length + new - 1) * position <= sum(whole) <= (length + new - 1) * position * 9 / 8
     assert max(cache.layers[0].nbytes for cache in caches) <= 2 * window * position
 
 
