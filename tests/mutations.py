@@ -54,16 +54,8 @@ FUZZED = [
     Mistake(
         "mask: causal without the diagonal", "Causal.bounds", "q_positions_L + 1", "q_positions_L", "unit/test_mask.py"
     ),
-    Mistake("mask: a window one short on the right", "SlidingWindow.bounds", "right + 1", "right", "unit/test_mask.py"),
     Mistake(
         "mask: a window one short on the left", "SlidingWindow.bounds", "- left)", "- left + 1)", "unit/test_mask.py"
-    ),
-    Mistake(
-        "mask: chunks that see one key of the next",
-        "Chunked.bounds",
-        "+ self.size",
-        "+ self.size + 1",
-        "unit/test_mask.py",
     ),
     Mistake(
         "mask: the first token of a document in the one before",
@@ -72,16 +64,13 @@ FUZZED = [
         "right=False",
         "unit/test_mask.py",
     ),
-    Mistake(
-        "mask: prefixes counted from the sequence's start",
-        "Documents.bounds",
-        "start + prefixes",
-        "prefixes",
-        "unit/test_mask.py",
-    ),
     Mistake("mask: the wider of two lower bounds", "All.bounds", "maximum", "minimum", "unit/test_mask.py"),
     Mistake(
-        "mask: every row of the batch has the first one's", "_of_row", "(index)", "(0)", "ranks/engine/test_per_row.py"
+        "mask: every row of the batch has the first one's",
+        "PerRow.row",
+        "masks[index]",
+        "masks[0]",
+        "ranks/engine/test_per_row.py",
     ),
     Mistake(
         "mask: partial blocks of a BlockMask as full ones",
@@ -100,46 +89,11 @@ FUZZED = [
         "unit/test_plan.py",
     ),
     Mistake(
-        "layout: the last period of stripes like the others",
-        "Stripes.rows_rank_by_rank",
-        ".clamp(max=rest)",
-        "",
-        "unit/test_layout.py",
-    ),
-    Mistake(
-        "layout: stripes by their first chunks alone",
-        "_as_stripes",
-        "stripes if stripes.chunks() == chunks else None",
-        "stripes",
-        "unit/test_layout.py",
-    ),
-    Mistake(
         "plan: stripes of keys like those of queries",
         "holders_of",
         "all(isinstance(layout.held, Stripes) and layout.held.block == 1 for layout in (q_layout, kv_layout))",
         "isinstance(q_layout.held, Stripes) and q_layout.held.block == 1",
         "unit/test_plan.py",
-    ),
-    Mistake(
-        "plan: a rank that holds the bound like the ranks after it",
-        "first_alike",
-        ", ends + keys.block - 1",
-        "",
-        "unit/test_plan.py",
-    ),
-    Mistake(
-        "mask: pieces that are cut keep their first bound",
-        "Pieces.part",
-        "torch.addcmul(self.hi, self.hi_step, skipped)",
-        "self.hi",
-        "unit/test_mask.py",
-    ),
-    Mistake(
-        "merge: the weight of the other side",
-        "OnlineSoftmax.add",
-        "lse_BHL - lse",
-        "lse - lse_BHL",
-        "unit/test_merge.py",
     ),
     Mistake(
         "merge: what rows of a pack had before keeps its weight",
@@ -148,33 +102,13 @@ FUZZED = [
         "pass",
         "unit/test_merge.py ranks/flex/test_varlen_kernel.py",
     ),
-    Mistake(
-        "merge: the larger logsumexp for the sum", "OnlineSoftmax.add", "logaddexp", "maximum", "unit/test_merge.py"
-    ),
     Mistake("merge: rows that are begun are overwritten", "_within", "place % 2 == 1 or", "", "unit/test_merge.py"),
-    Mistake(
-        "merge: a waiting gradient is overwritten", "RowSum.add", ".add_(tile)", ".copy_(tile)", "unit/test_merge.py"
-    ),
     Mistake(
         "merge: a sink's share and the rest exchanged",
         "beside_sink",
         "lse_BHL - _logit_of_sink(sink_H, lse_BHL.dtype, level_BHL)",
         "_logit_of_sink(sink_H, lse_BHL.dtype, level_BHL) - lse_BHL",
         "ranks/doors/test_options.py -k sink",
-    ),
-    Mistake(
-        "strategy: own keys left out of the forward",
-        "make_schedule",
-        "forward = [*own_keys, ",
-        "forward = [",
-        "ranks/engine/test_parity_grid.py",
-    ),
-    Mistake(
-        "strategy: causal tiles attended in full",
-        "_PlanRun._computed",
-        "call.cover is Cover.CAUSAL",
-        "False",
-        "ranks/engine/test_parity_grid.py",
     ),
     Mistake(
         "strategy: a tile's band is not masked",
@@ -205,13 +139,6 @@ FUZZED = [
         "ranks/engine/test_parity_grid.py",
     ),
     Mistake(
-        "Ulysses: of several queries' gradients for a key head, one",
-        "_Chunk.unpaired",
-        "index_add_",
-        "index_copy_",
-        "ranks/engine/test_parity_grid.py",
-    ),
-    Mistake(
         "doors: in float32, autocast is forgotten",
         "as_attended",
         "() and not any_autocast",
@@ -233,13 +160,6 @@ FUZZED = [
         "ranks/engine/test_parity_grid.py",
     ),
     Mistake(
-        "kernel: softmax's backward without the row's mean",
-        "ReferenceKernel.backward",
-        "(product(grad, v.mT) - (grad * out).sum(-1, keepdim=True)",
-        "product(grad, v.mT",
-        "unit/test_kernels.py",
-    ),
-    Mistake(
         "kernel: a negative scale's sign is lost",
         "SdpaKernel.backward",
         "dq * sign",
@@ -259,13 +179,6 @@ FUZZED = [
         "starts.narrow(seq_dim, shift, kept) == starts.narrow(seq_dim, 0, kept",
         "torch.ones_like(ahead, dtype=torch.bool",
         "unit/test_batch.py",
-    ),
-    Mistake(
-        "batch: tokens without a label are counted",
-        "global_token_count",
-        "counted.sum(",
-        "torch.tensor(labels.numel()",
-        "ranks/engine/test_batch.py",
     ),
     Mistake(
         "engine: backwards begin without the other ranks",
@@ -300,20 +213,12 @@ FUZZED = [
 # What they do not call: kernels of CUDA, other libraries, collectives, decoding, verify, guards, and what a rank does
 # that leaves.
 OTHERS = [
-    Mistake("plan: a window of one key more", "_of_one", "= below - lo if", "= below - lo + 1 if", "unit/test_plan.py"),
     Mistake(
         "kernels: a window that no kernel is told of",
         "_documents",
         "window or",
         "None or",
         "unit/test_cuda_kernels.py ranks/flex/test_varlen_kernel.py",
-    ),
-    Mistake(
-        "kernels: a pack without what the kernel allocates",
-        "bytes_of_tile",
-        "(rows + 128)",
-        "rows",
-        "unit/test_packing.py",
     ),
     Mistake(
         "kernels: bands of other widths in one pack",
@@ -337,25 +242,11 @@ OTHERS = [
         "ranks/mixers/test_recurrence.py",
     ),
     Mistake(
-        "mixers: a state travels alone before it reaches back to its document's start",
-        "rounds_of",
-        "number - 2 * distance < begins[number]",
-        "number - 3 * distance < begins[number]",
-        "ranks/mixers/test_recurrence.py",
-    ),
-    Mistake(
         "mixers: arguments that cannot be understood are passed on",
         "refuse_arguments",
         "if used:",
         "if not given:",
         "ranks/mixers/test_by_name.py ranks/mixers/test_signatures.py ranks/mixers/test_recurrence.py -k refused",
-    ),
-    Mistake(
-        "cache: nothing leaves it",
-        "BoundedCache.put",
-        "self.held > self.limit and len(self.entries) > 1",
-        "False",
-        "unit/test_cache.py",
     ),
     Mistake(
         "CUDA: a dead row's logsumexp is a number",
@@ -365,31 +256,10 @@ OTHERS = [
         "unit/test_cuda_kernels.py",
     ),
     Mistake(
-        "flow: tokens that meet in one value are not noticed",
-        "together",
-        "if not bool(meet.any()): return",
-        "return",
-        "unit/test_token_flow.py",
-    ),
-    Mistake(
-        "guards: positions of a part are taken",
-        "_refuse_local",
-        "from_0 and mine.numel() and int(mine[0]) != 0",
-        "False",
-        "ranks/doors/test_guards.py",
-    ),
-    Mistake(
-        "trainers: labels are shifted after the cut",
-        "BatchSharder._whole",
-        "next_token_labels(labels, document_ids=ids, shift=ahead, seq_dim=1)",
-        "labels",
-        "ranks/doors/test_batch_sharder.py",
-    ),
-    Mistake(
         "trainers: samples are not compared",
         "BatchSharder.__call__",
-        "if row.inputs != rows[0].inputs]\n        if odd:\n            shapes",
-        "if row.who != rows[0].who]\n        if odd:\n            shapes",
+        'content.update({f"the samples ({name})": _content(x) for name, x in given.items()})',
+        "pass",
         "ranks/doors/test_batch_sharder.py",
     ),
     Mistake(
@@ -442,46 +312,11 @@ OTHERS = [
         "ranks/engine/test_half_way.py -k 'stand_still or goes_on'",
     ),
     Mistake(
-        "unreduced: nobody is warned",
-        "ParameterWatch.compare",
-        "0 in numbers or len(set(numbers)) == 1",
-        "numbers",
-        "ranks/engine/test_unreduced.py",
-    ),
-    Mistake(
         "token flow: memory that no operator wrote is clean",
         "_Storage.get",
         "CLEAN if self.zeros and not bool(tensor.any()) else Label(mixed=self.made)",
         "CLEAN",
         "unit/test_token_flow.py",
-    ),
-    Mistake(
-        "collectives: gradients of a gather are not reduced",
-        "gather",
-        "exchange if reduce_gradients else Replicated",
-        "Replicated",
-        "ranks/collectives/test_collectives_split_gather.py",
-    ),
-    Mistake(
-        "decode: the parts of all ranks weigh alike",
-        "merged",
-        "exp(lses_PBHL - lse_BHL",
-        "softmax(lses_PBHL * 0, 0",
-        "ranks/doors/test_decode.py",
-    ),
-    Mistake(
-        "joint: the gradient of the text is that of one rank",
-        "JointLayout.whole",
-        "reduce_gradients=True",
-        "reduce_gradients=False",
-        "ranks/doors/test_joint.py",
-    ),
-    Mistake(
-        "verify: NaN is no error",
-        "Squares.error",
-        "math.inf if math.isnan(ratio) else ratio",
-        "ratio if ratio > 0 else 0.0",
-        "ranks/verify/test_judgement.py",
     ),
     Mistake(
         "tp: rows that it does not divide leave as plain tensors",

@@ -70,24 +70,23 @@ def each(names: str, value: Any) -> dict[str, Any]:
     return dict.fromkeys(names.split(), value)
 
 
+# Causal: grouped heads, norms of queries and keys, partial rotary embeddings, learned positions, windows, experts.
 PLAIN = """
-    apertus arcee bitnet cohere ctrl diffllama ernie4_5 gemma glm glm4 gpt2 gpt_bigcode gpt_neox granite helium
-    hunyuan_v1_dense internlm3 llama nanochat nemotron olmo olmo2 opt persimmon phi phi3 qwen2 qwen3 seed_oss smollm3
-    stablelm starcoder2
+    apertus cohere cohere2 ctrl diffllama ernie4_5_moe gemma gemma3_text glm gpt2 gpt_neox granite jetmoe llama mistral
+    mixtral modernbert-decoder opt phi qwen3 qwen3_moe stablelm
 """
-WINDOWS = "cohere2 cwm exaone4 gemma3_text granite_swa ministral mistral modernbert-decoder olmo3"
-EXPERTS = """
-    afmoe cohere2_moe ernie4_5_moe exaone_moe flex_olmo glm4_moe granitemoe hunyuan_v1_moe jetmoe mellum minimax_m2
-    mixtral olmoe qwen2_moe qwen3_moe
+# Others of these kinds.
+REPEATED = """
+    afmoe arcee bitnet cohere2_moe cwm ernie4_5 exaone4 exaone_moe flex_olmo glm4 glm4_moe gpt_bigcode granite_swa
+    granitemoe helium hunyuan_v1_dense hunyuan_v1_moe internlm3 mellum minimax_m2 ministral nanochat nemotron olmo olmo2
+    olmo3 olmoe persimmon phi3 qwen2 qwen2_moe seed_oss smollm3 starcoder2
 """
 EXACT_MODELS = {
-    **each(PLAIN, {}),  # causal: grouped heads, norms of queries and keys, partial rotary embeddings, learned positions
-    **each(WINDOWS, {}),  # in all layers or in some
+    **each(PLAIN, {}),
     **each("gemma2 vaultgemma", {}),  # softcap, and windows
     **each("llama4_text", {}),  # chunks
     **each("gpt_oss mimo_v2_flash", {}),  # sinks, and windows
     **each("deepseek_v2 deepseek_v3 minicpm3 youtu", {"head_dim": 4}),  # MLA: values of another head dim
-    **each(EXPERTS, {}),
 }
 REFUSED_MODELS = {
     # Of such layers those whose kernels are known by name are exact: test_mixers.py.
@@ -102,9 +101,9 @@ REFUSED_MODELS = {
 }
 
 
-@pytest.mark.parametrize("model_type", EXACT_MODELS)
+@pytest.mark.parametrize("model_type", [*EXACT_MODELS, *at_night(*REPEATED.split())])
 def test_exact(model_type: str):
-    model = tiny(causal_lm, config_of(model_type, **EXACT_MODELS[model_type]))
+    model = tiny(causal_lm, config_of(model_type, **EXACT_MODELS.get(model_type, {})))
     tokens = tokens_of()
     inputs = {"input_ids": tokens, "position_ids": positions_of()}
     labels = labels_of(tokens)
@@ -302,13 +301,11 @@ PADDED = {
 }
 
 
-@pytest.mark.parametrize("balancer", [head_tail, contiguous])
-@pytest.mark.parametrize("padding", PADDED)
-@pytest.mark.parametrize("model_type", ["mistral", "gemma2", "llama4_text", "gpt_oss"])
+@sampled(
+    2, model_type=["mistral", "gemma2", "llama4_text", "gpt_oss"], padding=PADDED, balancer=[head_tail, contiguous]
+)
 def test_padding(model_type: str, padding: str, balancer):
     """A window; a softcap beside one; chunks, which transformers counts from the end of the left padding; sinks."""
-    if balancer is contiguous and model_type != "mistral":
-        pytest.skip("how ranks are cut is not the model's concern")
     model = tiny(causal_lm, config_of(model_type, num_hidden_layers=2))
     tokens, whole = tokens_of(), {"attention_mask": PADDED[padding]}
     inputs = {"input_ids": tokens, "position_ids": (PADDED[padding].cumsum(1) - 1).clamp(min=0)}
@@ -322,8 +319,7 @@ PACKED = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in DOCUM
 IDS = torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in DOCUMENTS])
 
 
-@pytest.mark.parametrize("balancer", [head_tail, contiguous])
-@pytest.mark.parametrize("model_type", ["mistral", "gemma2", "llama4_text", "deepseek_v3"])
+@sampled(1, model_type=["mistral", "gemma2", "llama4_text", "deepseek_v3"], balancer=[head_tail, contiguous])
 def test_packed_documents(model_type: str, balancer):
     """Positions that restart are documents, as transformers has it on one device; different ones in each row."""
     sizes = {"head_dim": 4} if model_type == "deepseek_v3" else {}  # of the rotary part of a latent (MLA)

@@ -27,7 +27,7 @@ from cp_styles.mask import digest
 from cp_styles.testing import run_ranks
 from cp_styles.torch_api import context_parallel
 from tests.covering import in_parts
-from tests.oracle import error
+from tests.oracle import error, expected_attention
 from tests.ranks.attention_case import EXACT
 
 RANKS, BATCH, HEADS, LENGTH = 3, 2, 3, 17
@@ -47,7 +47,7 @@ class Held(nn.Module):
 
     def __init__(self, mask):
         super().__init__()
-        self.register_buffer("mask", mask)
+        self.mask = mask
 
     def forward(self, q, k, v):
         return SDPA(q, k, v, attn_mask=self.mask)
@@ -72,15 +72,10 @@ def masks():
 
 
 def one_device(mask):
-    q, k, v, grad = tensors()
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    bias = (
-        torch.zeros(mask.shape, dtype=q.dtype).masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else mask
-    )
-    dead = (bias == float("-inf")).all(-1, keepdim=True)  # rows without any key give zero, as torch's do
-    p = (q @ k.mT / 2 + bias.masked_fill(dead, 0.0)).softmax(-1).masked_fill(dead, 0.0)
-    out = p @ v
-    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+    *inputs, grad = tensors()
+    if mask.dtype == torch.bool:
+        return expected_attention(inputs, grad, mask)
+    return expected_attention(inputs, grad, bias=mask)
 
 
 def passed(mask, mesh, strategy):
@@ -220,15 +215,6 @@ class MadeInside(nn.Module):
         return SDPA(q, k, v, attn_mask=self.make(q.shape[2], k.shape[2]))
 
 
-class HeldAsItIs(nn.Module):
-    def __init__(self, mask):
-        super().__init__()
-        self.mask = mask
-
-    def forward(self, q, k, v):
-        return SDPA(q, k, v, attn_mask=self.mask)
-
-
 def with_block(mesh, module, *tensors):
     with context_parallel(mesh, layout=LAYOUT):
         return module(*tensors)
@@ -266,7 +252,7 @@ def test_torchs_causal_bias_is_causal(door, make):
     """Made for the call's lengths or for the whole sequence, it is is_causal=True, as on one device."""
     q, k, v, grad = tensors()
     wanted = one_device(torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril())
-    ways = [lambda: (HeldAsItIs(make(LENGTH, LENGTH)),)]
+    ways = [lambda: (Held(make(LENGTH, LENGTH)),)]
     if door is STYLES["style"]:  # for the others see the next test
         ways.append(lambda: (MadeInside(make),))
     if door is not with_block:
@@ -321,7 +307,7 @@ def test_other_subclasses_of_tensor_are_refused(mask):
         x = tensors[0][:, 0].transpose(0, 1)
         return module(x, x, x, attn_mask=mask, need_weights=False)
 
-    held = [lambda mesh, *tensors, door=door: door(mesh, HeldAsItIs(mask), *tensors) for door in STYLES.values()]
+    held = [lambda mesh, *tensors, door=door: door(mesh, Held(mask), *tensors) for door in STYLES.values()]
     passed = [
         lambda mesh, *tensors, door=door: door(mesh, Passed(), *tensors, mask) for door in list(STYLES.values())[1:]
     ]

@@ -15,14 +15,10 @@ from cp_styles import (
     head_tail,
 )
 from cp_styles.testing import run_ranks
+from tests.ranks.attention_case import Core
 
 RANKS, LENGTH = 3, 12
 OWN_LENGTH = 15
-
-
-class Core(nn.Module):
-    def forward(self, q, k, v):
-        return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 def inputs():

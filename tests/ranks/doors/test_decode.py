@@ -107,12 +107,8 @@ def test_a_dense_mask_sinks_scale_and_another_head_dim(agreement: Any):
     for (length, out), step in zip(found, STEPS, strict=True):
         queries = range(length - step, length)
         seen = allowed(lambda row, p, j: j <= p and bool(HOLES[row, 0, 0, j]), queries, length)
-        # A sink is one more key, of its logit and of value 0.
-        logits = torch.zeros(1, HEADS, 1, length + 1, dtype=torch.float64)
-        logits[..., -1] = sink[None, :, None]
-        padded = (torch.nn.functional.pad(x[:, :, :length], (0, 0, 0, 1)) for x in (k, v))
-        seen = torch.nn.functional.pad(seen, (0, 1), value=True)
-        wanted = dense_attention(q[:, :, queries.start : length], *padded, seen, scale=0.3, bias=logits)
+        whole = (q[:, :, queries.start : length], k[:, :, :length], v[:, :, :length])
+        wanted = dense_attention(*whole, seen, scale=0.3, sink_H=sink)
         assert error(out, wanted) < EXACT
 
 

@@ -13,22 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.nn.attention.flex_attention import create_block_mask
 
 from cp_styles import (
-    AttentionContextParallel,
     Causal,
     Documents,
-    Ring,
     SequenceScope,
-    SlidingWindow,
-    Ulysses,
-    by_work,
-    context_attention,
-    context_flex_attention,
     contiguous,
     global_loss,
     global_token_count,
@@ -36,7 +26,6 @@ from cp_styles import (
     imbalance,
     next_token_labels,
     per_document_head_tail,
-    striped,
     sum_gradients,
 )
 from cp_styles.batch import document_positions
@@ -44,10 +33,8 @@ from cp_styles.collectives import gather, heads_to_seq, seq_to_heads, split
 from cp_styles.decoding import KVCache, context_decode
 from cp_styles.explain import explain
 from cp_styles.testing import run_ranks
-from cp_styles.verify import verify
 from tests.oracle import dense_attention, error, randn
 from tests.ranks.each_door import DOORS, LENGTH
-from tutorials.llama import Llama, LlamaConfig, parallel_plan
 
 PACKAGE = Path(__file__).parents[3] / "cp_styles"
 # The functions of torch that make a tensor on the default device, or by default there.
@@ -116,56 +103,6 @@ def test_doors(door: str):
     assert error(layout.unshard(elsewhere(act), 2), expected) < 1e-12
 
 
-@pytest.mark.parametrize(
-    ("strategy", "mask"),
-    [
-        (Ring(), SlidingWindow(3)),
-        (Ring(keep=0), Documents((5, 8)) & Causal()),
-        (Ulysses(), Documents((5, 8)) & Causal()),
-    ],
-    ids=["ring", "ring of documents", "ulysses"],
-)
-def test_masks_and_layouts(strategy: Any, mask: Any):
-    q, k, v = whole()
-    sees = mask.allowed(torch.arange(LENGTH), torch.arange(LENGTH))
-    expected = dense_attention(q, k, v, sees)
-
-    def act(mesh: Any, balancer: Callable[..., Any]) -> torch.Tensor:
-        layout = balancer(LENGTH, 2)
-        parts = [layout.shard(x, 2, mesh.get_local_rank()).clone().requires_grad_() for x in (q, k, v)]
-        out = context_attention(*parts, mesh, mask=mask, layout=layout, strategy=strategy)
-        out.sum().backward()
-        return layout.unshard([x.cpu() for x in gathered(out, mesh)], 2)
-
-    for balancer in (head_tail, striped, lambda length, ranks: by_work(length, ranks, mask=mask)):
-        for found in elsewhere(lambda mesh, balancer=balancer: act(mesh, balancer)):
-            assert error(found, expected) < 1e-12
-
-
-def gathered(part: torch.Tensor, mesh: Any) -> list[torch.Tensor]:
-    parts: list[Any] = [None, None]
-    torch.distributed.all_gather_object(parts, part.detach(), group=mesh.get_group())
-    return parts
-
-
-def test_flex_block_masks():
-    q, k, v = whole(16)
-    tokens = torch.arange(16) // 5
-
-    def documents(b: Any, h: Any, query: Any, key: Any) -> Any:
-        return (key <= query) & (tokens[key] == tokens[query])
-
-    block_mask = create_block_mask(documents, None, None, 16, 16, device="cpu", BLOCK_SIZE=4)
-    expected = dense_attention(q, k, v, documents(0, 0, torch.arange(16)[:, None], torch.arange(16)[None]))
-    layout = head_tail(16, 2)
-
-    def act(mesh: Any) -> torch.Tensor:
-        parts = [layout.shard(x, 2, mesh.get_local_rank()) for x in (q, k, v)]
-        return context_flex_attention(*parts, mesh, block_mask=block_mask, layout=layout)
-
-    assert error(layout.unshard(elsewhere(act), 2), expected) < 1e-12
-
-
 def test_decode_collectives_and_helpers():
     q, k, v = whole()
     layout = head_tail(LENGTH, 2)
@@ -197,32 +134,3 @@ def test_decode_collectives_and_helpers():
         str(explain(64, ranks=2, heads=4, head_dim=8, mask=Causal()))
 
     elsewhere(act)
-
-
-def test_a_training_step():
-    """With tensor parallelism, a balancer and verify, which compares it with one process."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = Llama(LlamaConfig(vocabulary=16, width=16, layers=1, heads=4, kv_heads=2, hidden=24)).double()
-    tokens = torch.randint(16, (1, 20), generator=torch.Generator().manual_seed(0))
-
-    def step(model: nn.Module, batch: torch.Tensor, mesh: Any) -> torch.Tensor:
-        cp = mesh["cp"]
-        layout, rank = head_tail(20, cp.size()), cp.get_local_rank()
-        labels = layout.shard(next_token_labels(batch), 1, rank)
-        logits = model(layout.shard(batch, 1, rank), layout.positions(rank, "cpu"))
-        losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-        loss = global_loss(losses, global_token_count(labels, cp), cp)
-        loss.backward()
-        sum_gradients(model, cp)
-        return loss
-
-    def on(rank: int) -> Any:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
-        torch.set_default_device("meta")
-        try:
-            return verify(model, parallel_plan(AttentionContextParallel()), mesh, tokens, step, tolerance=1e-10)
-        finally:
-            torch.set_default_device("cpu")
-
-    assert not run_ranks(on, 4)[0].findings

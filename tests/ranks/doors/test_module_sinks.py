@@ -26,13 +26,8 @@ class Core(nn.Module):
 
 class DenseCore(nn.Module):
     def forward(self, query, key, value, sinks=None):
-        length = query.shape[2]
-        logits = query @ key.mT * query.shape[-1] ** -0.5
-        logits = logits.masked_fill(torch.ones(length, length, dtype=torch.bool).triu(1), float("-inf"))
-        if sinks is None:
-            return torch.softmax(logits, -1) @ value
-        more = sinks[None, :, None, None].expand(*logits.shape[:3], 1)
-        return torch.softmax(torch.cat([logits, more], -1), -1)[..., :-1] @ value
+        causal = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool).tril()
+        return dense_attention(query, key, value, causal, sink_H=sinks)
 
 
 class Layer(nn.Module):

@@ -8,23 +8,17 @@ import re
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import parallel as torch_parallel
 
 from cp_styles import AttentionContextParallel, ModuleContextParallel, head_tail, parallelize_module
 from cp_styles.testing import run_ranks
 from tests.oracle import error, randn
-from tests.ranks.attention_case import EXACT, cp_mesh
+from tests.ranks.attention_case import EXACT, Core, cp_mesh
 
 RANKS, LENGTH, WIDTH = 2, 9, 6
 LAYOUT = head_tail(LENGTH, RANKS)
 X = randn(0, 1, LENGTH, WIDTH)
-
-
-class Core(nn.Module):
-    def forward(self, query, key, value):
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
 
 class Attention(nn.Module):

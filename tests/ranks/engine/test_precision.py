@@ -29,7 +29,7 @@ from cp_styles.styles import AttentionContextParallel, ModuleContextParallel
 from cp_styles.testing import run_ranks
 from tests.covering import sampled
 from tests.oracle import dense_attention, error, randn
-from tests.ranks.attention_case import EXACT, cp_mesh
+from tests.ranks.attention_case import EXACT, Core, cp_mesh
 from tests.ranks.composition import LAYOUTS, LENGTH, batch_of, new_model, shard, token_losses, whole
 from tutorials.llama import parallel_plan
 
@@ -157,11 +157,7 @@ def attend_by_function(mesh: DeviceMesh) -> Callable[..., torch.Tensor]:
 
 
 def attend_by_style(mesh: DeviceMesh, **style) -> Callable[..., torch.Tensor]:
-    class Attention(nn.Module):
-        def forward(self, query, key, value):
-            return F.scaled_dot_product_attention(query, key, value, is_causal=True)
-
-    return parallelize_module(Attention(), mesh, AttentionContextParallel(layout=contiguous, **style))
+    return parallelize_module(Core(), mesh, AttentionContextParallel(layout=contiguous, **style))
 
 
 DOORS = {"function": attend_by_function, "style": attend_by_style}
