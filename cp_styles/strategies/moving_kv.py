@@ -83,11 +83,12 @@ class MovingKV(Strategy):
         return lse_BHL if setup.levels is None else (lse_BHL + setup.levels.level).to(lse_BHL.dtype)
 
     def forward(self, attention, q_BHLD, k_BGMD, v_BGME, sink_H=None, residual=None):
-        # Without a backward, some heads after the others. All ranks count alike: with their mean of keys.
-        together = max(map(len, self.rounds(attention.ranks)), default=0) * attention.kv_layout.length
-        head = k_BGMD.shape[0] * (k_BGMD.shape[3] + v_BGME.shape[3]) * k_BGMD.element_size()
-        heads, at_once = k_BGMD.shape[1], max(_LONG * attention.ranks // max(head * together, 1), 1)
-        if residual is None and at_once < heads:
+        heads = at_once = k_BGMD.shape[1]
+        if residual is None:  # no backward: some heads after the others. All ranks count alike, with their mean of keys
+            together = max(map(len, self.rounds(attention.ranks)), default=0) * attention.kv_layout.length
+            head = k_BGMD.shape[0] * (k_BGMD.shape[3] + v_BGME.shape[3]) * k_BGMD.element_size()
+            at_once = max(_LONG * attention.ranks // max(head * together, 1), 1)
+        if at_once < heads:
             outs, share, before = [], q_BHLD.shape[1] // heads, attention.heads[0] if attention.heads else 0
             for first in range(0, heads, at_once):
                 keys, queries = slice(first, first + at_once), slice(first * share, (first + at_once) * share)
