@@ -69,7 +69,7 @@ class FlexMask(Mask):
         """
         mask = cls(block_mask)
         rows = mask._facts.bands
-        return mask if not mask.grids or rows is None else PerRow(tuple(map(mask.row, range(len(rows)))))
+        return mask if rows is None or not mask.grids else PerRow(tuple(map(mask.row, range(len(rows)))))
 
     @property
     def varies_by_head_or_row(self) -> bool:

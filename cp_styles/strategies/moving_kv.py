@@ -291,8 +291,10 @@ class _PlanRun:
 
     def _start_next(self) -> None:
         """Start the transfers of the next step that has some."""
-        step = next((step for step in self._to_start if step.travels), None)
-        if step is None:
+        for step in self._to_start:
+            if step.travels:
+                break
+        else:
             self._packed = {}
             return
         with named_range("step", step.number, "start keys of", *step.sources):
