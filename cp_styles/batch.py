@@ -44,8 +44,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from cp_styles.bounded_cache import known_about
-from cp_styles.checksum import device_checksum
-from cp_styles.comm.agreement import Meeting, StatusRow, compare, end_forwards, fingerprint, start_status
+from cp_styles.checksum import device_checksum, fingerprint
+from cp_styles.comm.agreement import Meeting, StatusRow, compare, end_forwards, start_status
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import GroupOrMesh, axis_and_group, shares_ranks
 from cp_styles.comm.point_to_point import Operation, collective, unbroken

@@ -26,14 +26,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from cp_styles._compat import uncompiled, without_dispatch_modes, without_function_modes
-from cp_styles.checksum import device_checksum, digest
+from cp_styles.checksum import device_checksum, digest, fingerprint
 from cp_styles.comm.agreement import (
     EVERY_CALL,
     Agreement,
     Meeting,
     StatusRow,
     compare,
-    fingerprint,
     offer_refusal,
     plain,
     start_status,

@@ -21,14 +21,13 @@ import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import torch.distributed as dist
 
 from cp_styles._compat import graph_task_id, named_range, resolve_group, without_dispatch_modes
-from cp_styles.checksum import fingerprint
 from cp_styles.comm.group_state import GroupState, state_of, states
 from cp_styles.comm.mailbox import WIDTH
 from cp_styles.comm.point_to_point import break_off, gather_numbers, offer_numbers, start_numbers, unbroken
@@ -451,9 +450,3 @@ def short(value: Any) -> str:
 def plain(value: Any) -> str:
     """A text for ``value`` that is the same on every rank: without addresses, functions by name."""
     return getattr(value, "__qualname__", None) or re.sub(r" at 0x[0-9a-f]+", "", repr(value))
-
-
-@lru_cache(maxsize=512, typed=True)
-def fingerprint_of(*values: Any) -> int:
-    """:func:`fingerprint` of hashable values. Numbers inside of a value have one type, because 1 and 1.0 are equal."""
-    return fingerprint(values)

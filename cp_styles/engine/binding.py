@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from cp_styles._compat import graph_task_id, when_destroyed
 from cp_styles.bounded_cache import LatestEntries
+from cp_styles.checksum import fingerprint
 from cp_styles.comm.agreement import (
     EVERY_CALL,
     Agreement,
@@ -22,8 +23,6 @@ from cp_styles.comm.agreement import (
     StatusRow,
     StatusRows,
     compare,
-    fingerprint,
-    fingerprint_of,
     offer_refusal,
     place_of,
     plain,
@@ -117,6 +116,7 @@ class Binding:
     _calls: LatestEntries[Cuts | tuple[int, int], AgreedCall] = field(
         init=False, default_factory=LatestEntries, compare=False, repr=False
     )
+    _hashes: LatestEntries[Any, int] = field(init=False, default_factory=LatestEntries, compare=False, repr=False)
     _variants: LatestEntries[Any, Binding] = field(  # few, because a mask may hold a tensor
         init=False, default_factory=partial(LatestEntries, 8), compare=False, repr=False
     )
@@ -435,16 +435,18 @@ class _Call:
         contents = None if self.attn_mask is None else _contents(self.attn_mask)
         self.dtypes = q.dtype, k.dtype, v.dtype
         which = zlib.crc32(f"{binding.site} {binding.tally.path}".encode()) if binding.site else 0
+        facts = (
+            *(q.shape[:dim], k.shape[:dim], v.shape[:dim], q.shape[-1], k.shape[-1], v.shape[-1], *self.dtypes),
+            *(contents, binding._print, *call, *call.values(), self.keep),
+            *map(type, call.values()),  # 1 and 1.0 are equal, and have other hashes
+        )
         return StatusRow(
             own[0],
             own[1],
             place=place_of(which, binding.tally.calls),
             guessed=0 if expected is None else expected.packed,
             layout=0 if expected is None else expected.number,
-            facts=fingerprint_of(
-                *(q.shape[:dim], k.shape[:dim], v.shape[:dim], q.shape[-1], k.shape[-1], v.shape[-1], *self.dtypes),
-                *(contents, binding._print, *call, *call.values(), self.keep),
-            ),
+            facts=binding._hashes.get(facts) or binding._hashes.put(facts, fingerprint(facts)),
             watch=binding._watch.look(self.tensors, binding.group),
         )
 

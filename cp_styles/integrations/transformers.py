@@ -27,13 +27,12 @@ from torch.utils.hooks import RemovableHandle
 
 from cp_styles._compat import uncompiled, without_function_modes
 from cp_styles.bounded_cache import known_about
-from cp_styles.checksum import checksum, digest
+from cp_styles.checksum import checksum, digest, fingerprint
 from cp_styles.collectives import gather
 from cp_styles.comm.agreement import (
     Meeting,
     StatusRow,
     compare,
-    fingerprint,
     offer_refusal,
     start_status,
 )

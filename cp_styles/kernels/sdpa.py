@@ -45,7 +45,6 @@ class Names(NamedTuple):
     returns: tuple[str, ...]
 
 
-@cache
 def _op(name: str) -> torch._ops.OpOverload:
     """The op of this name in aten. Not an attribute of a kernel: kernels are pickled, and ops cannot be."""
     return getattr(torch.ops.aten, name).default

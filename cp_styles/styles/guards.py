@@ -21,7 +21,8 @@ import torch
 from torch import nn
 
 from cp_styles._compat import graph_task_id, never_compile_alone, never_compiled, tensors_in, uncompiled
-from cp_styles.comm.agreement import Meeting, StatusRow, compare, fingerprint, start_status
+from cp_styles.checksum import fingerprint
+from cp_styles.comm.agreement import Meeting, StatusRow, compare, start_status
 from cp_styles.comm.group_state import state_of
 from cp_styles.decoding import LayerCaches
 from cp_styles.device_copies import captures_graph

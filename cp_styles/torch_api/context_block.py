@@ -28,12 +28,12 @@ from cp_styles._compat import (
     uncompiled,
     without_dispatch_modes,
 )
+from cp_styles.checksum import fingerprint
 from cp_styles.comm.agreement import (
     Agreement,
     Meeting,
     StatusRow,
     compare,
-    fingerprint,
     offer_refusal,
     start_status,
 )

@@ -121,7 +121,7 @@ def sizes() -> dict[str, int]:
 
 
 # Change these only downwards. Lines within this distance of their limit are no news.
-LIMITS = {"lines of the package": 29_900, "lines of the core path": 12_960, "floors": 10, "entries of state": 42}
+LIMITS = {"lines of the package": 29_900, "lines of the core path": 12_960, "floors": 10, "entries of state": 40}
 SLACK = {"lines of the package": 1_500, "lines of the core path": 1_500, "entries of state": 8}
 
 
@@ -186,10 +186,9 @@ STATE = {
         "torch_api/context_block.py": "rotation last_cut",
     },
     "caches by value": {
-        "comm/agreement.py": "fingerprint_of",
         "engine/config_text.py": "_spelled",
         "kernels/flex_compiled.py": "_compiled",
-        "kernels/sdpa.py": "_op names_of _capability",
+        "kernels/sdpa.py": "names_of _capability",
         "styles/mesh_axes.py": "_specs",
     },
     "caches of what grows with the batch": {
