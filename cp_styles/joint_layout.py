@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -109,12 +109,12 @@ def attend_jointly(
     name: str,
     group: dist.ProcessGroup,
     tensors: Tensors,
-    attend: Callable[[Tensors, Callable[[], None]], torch.Tensor],
+    attend: Callable[..., tuple[torch.Tensor, Any]],
     *,
     refuse: Callable[[], None] | None = None,
     look: bool = True,
 ) -> torch.Tensor:
-    """``attend`` on each rank's share of ``tensors``. Its second argument raises for what this rank alone may see.
+    """``attend`` on each rank's share of ``tensors``. Its ``refuse=`` raises for what this rank alone may see.
 
     ``look``: compare the whole tokens of the ranks. On a GPU the host waits for them.
     """
@@ -135,7 +135,7 @@ def attend_jointly(
         if problem is not None:
             raise problem
 
-    out = attend(shares, raise_problem)
+    out, _ = attend(shares, refuse=raise_problem)
     if look and ranks > 1:
         _refuse_other_text(joint, name, tensors[1].detach(), group)
     return joint.whole(out, group)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,9 +50,7 @@ def slice_inputs(
         ValueError, TypeError: as :func:`split`; also if ranks have different keys.
     """
 
-    def one(at: int, value: float, x: torch.Tensor) -> torch.Tensor:
-        return split(x, at, group, layout=layout, fill=value, grad_scale=grad_scale, check=check)
-
+    one = partial(split, group=group, layout=layout, grad_scale=grad_scale, check=check)
     return _map_tensors("slice_inputs", one, inputs, dim, fill, group, check)
 
 
@@ -90,24 +89,21 @@ def gather_outputs(
         ValueError, TypeError: as :func:`gather`; also if ranks have different keys.
     """
 
-    def one(at: int, _value: float, x: torch.Tensor) -> torch.Tensor:
-        return gather(
-            x, at, group, reduce_gradients=reduce_gradients, layout=layout, grad_scale=grad_scale, check=check
-        )
-
-    return _map_tensors("gather_outputs", one, outputs, dim, 0, group, check)
+    options = {"group": group, "layout": layout, "grad_scale": grad_scale, "check": check}
+    one = partial(gather, reduce_gradients=reduce_gradients, **options)
+    return _map_tensors("gather_outputs", one, outputs, dim, None, group, check)
 
 
 def _map_tensors(
     call: str,
-    one: Callable[[int, float, torch.Tensor], torch.Tensor],
+    one: Callable[..., torch.Tensor],
     tree: Any,
     dim: int | Mapping[str, int],
-    fill: float | Mapping[str, float],
+    fill: float | Mapping[str, float] | None,
     group: Group,
     check: bool,
 ) -> Any:
-    """``one(dim, fill, tensor)`` for each tensor that has a dim, in the same order on all ranks."""
+    """``one(tensor, dim, fill=)`` for each tensor that has a dim, in the same order on all ranks. None: no fill."""
 
     def describe() -> Facts:
         if (isinstance(dim, Mapping) or isinstance(fill, Mapping)) and not isinstance(tree, Mapping):
@@ -117,15 +113,19 @@ def _map_tensors(
             raise ValueError(f"dim names the keys {missing}, but there are only {list(tree)}")
         return Facts({"tensors": [path for path, leaf in leaves(tree) if isinstance(leaf, torch.Tensor)]})
 
-    def each(dim: int, fill: float, branch: Any) -> Any:
-        return map_leaves(lambda _, leaf: one(dim, fill, leaf) if isinstance(leaf, torch.Tensor) else leaf, branch)
-
     consult(peers_of(group), call, describe, check)
-    if not isinstance(tree, Mapping):
-        return each(dim, fill, tree)  # pyright: ignore[reportArgumentType]
-    dims = dim if isinstance(dim, Mapping) else dict.fromkeys(tree, dim)
-    fills = fill if isinstance(fill, Mapping) else dict.fromkeys(tree, fill)
-    return {key: each(dims[key], fills.get(key, 0), branch) if key in dims else branch for key, branch in tree.items()}
+    branches = tree if isinstance(tree, Mapping) else {"": tree}
+    dims = dim if isinstance(dim, Mapping) else dict.fromkeys(branches, dim)
+    results = dict(branches)
+    for key in [key for key in branches if key in dims]:
+        value = fill.get(key, 0) if isinstance(fill, Mapping) else fill
+        options, mapped = {} if value is None else {"fill": value}, []
+        # Not a function in this one: an error's traceback would keep what it captures, and so the group.
+        for _, leaf in leaves(branches[key]):
+            mapped.append(one(leaf, dims[key], **options) if isinstance(leaf, torch.Tensor) else leaf)
+        remaining = iter(mapped)
+        results[key] = map_leaves(lambda *_, remaining=remaining: next(remaining), branches[key])
+    return results if isinstance(tree, Mapping) else results[""]
 
 
 def map_leaves(fn: Callable[[str, Any], Any], tree: Any, path: str = "") -> Any:

@@ -123,8 +123,7 @@ def context_attention(
         tensors = _turned(q_BHLD), _turned(k_BGMD), _turned(v_BGME)
     lse = None
     if joint is not None:
-        call = partial(attend, source, scale=scale, sink_H=sink_H)
-        out = attend_jointly(joint, name, group, tensors, lambda shares, refuse: call(shares, refuse=refuse)[0])
+        out = attend_jointly(joint, name, group, tensors, partial(attend, source, scale=scale, sink_H=sink_H))
     elif return_lse:
         assert isinstance(source, Binding)
         binding = source

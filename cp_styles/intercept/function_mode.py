@@ -204,10 +204,7 @@ class AttentionCalls(RerunMode):
         options: dict[str, Any] = {"is_causal": is_causal, "attn_mask": attn_mask, "scale": scale}
         options["sink_H"] = None if self._sink is None else self._sink_now(*self._sink)
         if self._joint is not None:
-
-            def share(tensors: Any, refuse: Callable[[], None]) -> torch.Tensor:
-                return attend(self._scoped, tensors, **options, refuse=refuse)[0]
-
+            share = partial(attend, self._scoped, **options)
             self._joint_calls += 1
             look, group = self._joint_calls & (self._joint_calls - 1) == 0, self.unscoped.group
             out = attend_jointly(self._joint, self._name, group, tensors, share, refuse=refuse, look=look)

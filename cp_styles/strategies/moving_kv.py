@@ -137,7 +137,7 @@ class MovingKV(Strategy):
 
     def _setup(self, attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> _Setup:
         key = self, q.shape, k.shape, v.shape, q.dtype, q.device
-        return attention.once(key, lambda: _setup(self, attention, q, k, v))
+        return attention.once(key, partial(_setup, self, attention, q, k, v))
 
 
 class _Setup(NamedTuple):

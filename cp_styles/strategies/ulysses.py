@@ -8,6 +8,7 @@ R = 1 is plain Ulysses: the inner attention has the whole sequence on one rank.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain, islice
 from typing import Any, NamedTuple, TypeAlias
 from weakref import ref
@@ -88,13 +89,11 @@ class Ulysses(Strategy):
         kept = levels.kept_in(residual)
         leaving, (ways_back, joined_back) = [], levels.like_queries(v_BGME.shape[3])
 
-        def start(index: int) -> list[Arriving]:
-            with named_range("chunk", index, "start heads"):
-                return levels.chunks[index].start(kept[index][0], q_BHLD, k_BGMD, v_BGME)
-
-        under_way = [start(0)]
+        # Not a function in this one: an error's traceback would keep what it captures, and so the groups.
+        under_way = [levels.start(0, kept, q_BHLD, k_BGMD, v_BGME)]
         for index, (chunk, (_, kept_out, inner_residual)) in enumerate(zip(levels.chunks, kept, strict=True)):
-            under_way += [start(index + 1)] if index + 1 < len(kept) else []
+            if index + 1 < len(kept):
+                under_way.append(levels.start(index + 1, kept, q_BHLD, k_BGMD, v_BGME))
             with named_range("chunk", index, "wait for heads"):
                 q, k, v = chunk.arrived(under_way.pop(0), q_BHLD, k_BGMD, v_BGME)
             with named_range("chunk", index, "attend"):
@@ -166,9 +165,8 @@ class Ulysses(Strategy):
         return joined_back.of(leaving)[0].squeeze(-1)
 
     def _levels(self, attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> _Levels:
-        return attention.once(
-            (self, q.shape, k.shape, v.shape, q.dtype, q.device), lambda: _Levels(self, attention, q, k, v)
-        )
+        key = self, q.shape, k.shape, v.shape, q.dtype, q.device
+        return attention.once(key, partial(_Levels, self, attention, q, k, v))
 
     def size_on(self, ranks: int) -> int:
         """Number of ranks that exchange heads if ``ranks`` share the sequence.
@@ -302,6 +300,11 @@ class _Levels:
             self._like_queries[dim] = ways, Joined(ways)
         return self._like_queries[dim]
 
+    def start(self, index: int, kept: list[_Kept], *tensors: torch.Tensor) -> list[Arriving]:
+        """A chunk of query, key and value starts to its ranks."""
+        with named_range("chunk", index, "start heads"):
+            return self.chunks[index].start(kept[index][0], *tensors)
+
     def kept_in(self, residual: torch.Tensor | None) -> list[_Kept]:
         """For each chunk views of ``residual``. Without one there are none."""
         if residual is None:
@@ -386,8 +389,10 @@ class _Chunk:
 
     def arrived(self, started: list[Arriving], *tensors: torch.Tensor) -> list[torch.Tensor]:
         """Query, key and value of this rank's heads, when they have come. The list is emptied."""
-        ways = zip(self.ways, self._messages, strict=True)
-        return [x for way, which in ways for x in way.arrived(started.pop(0), *tensors[which])]
+        results = []
+        for way, which in zip(self.ways, self._messages, strict=True):
+            results += way.arrived(started.pop(0), *tensors[which])
+        return results
 
     def in_heads(self, places: list[torch.Tensor] | None, *tensors: torch.Tensor) -> list[torch.Tensor]:
         """Views of what is in ``places``."""

@@ -292,7 +292,7 @@ def context_parallel_unshard(
                 f"context_parallel_unshard: the ranks hold {list(found)} positions, but the layout gives them "
                 f"{list(layouts[-1].lengths)}: pass the load_balancer that they were cut with"
             )
-    return [
-        gather(buffer, dim, group, reduce_gradients=False, layout=layout).contiguous()
-        for (buffer, dim), layout in zip(pairs, layouts, strict=True)
-    ]
+    wholes = []
+    for (buffer, dim), layout in zip(pairs, layouts, strict=True):
+        wholes.append(gather(buffer, dim, group, reduce_gradients=False, layout=layout).contiguous())
+    return wholes

@@ -8,10 +8,13 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from itertools import product
+from typing import Any, NoReturn
+from unittest import mock
 
 import pytest
 import torch
@@ -31,6 +34,7 @@ from cp_styles import (
     batch,
     context_attention,
     context_flex_attention,
+    contiguous,
     global_loss,
     global_token_count,
     head_tail,
@@ -41,6 +45,7 @@ from cp_styles._compat import cpu_backend_of
 from cp_styles.collectives import (
     all_to_all,
     gather,
+    gather_outputs,
     heads_to_seq,
     reduce_scatter,
     seq_to_heads,
@@ -50,15 +55,19 @@ from cp_styles.collectives import (
 )
 from cp_styles.collectives.exchange import Exchange
 from cp_styles.comm.agreement import Meeting, StatusRow, start_status
+from cp_styles.comm.group_state import state_of
 from cp_styles.comm.mailbox import end_connections
 from cp_styles.comm.point_to_point import PendingTransfers, TransferError
 from cp_styles.decoding import KVCache, context_decode
+from cp_styles.joint_layout import JointLayout
 from cp_styles.kernels import CPU_FLASH, Kernel
 from cp_styles.strategies.moving_kv import MovingKV
 from cp_styles.testing import CommunicationTrace, run_ranks
+from cp_styles.torch_api import context_parallel_unshard
 from tests.covering import sampled
 from tests.cuda_ops import ON_GPU
 from tests.gpu_tensors import BreaksRule, gpus, put
+from tests.oracle import randn
 from tests.ranks.attention_case import EXACT, Core, Problem, cp_mesh
 from tests.ranks.leak_scene import Stop, raising
 
@@ -214,6 +223,57 @@ def test_a_rank_that_sends_and_receives_hears_of_an_end_by_what_it_receives():
             pending.wait()
 
     run_ranks(on, 2)
+
+
+def attends(*shapes: tuple[int, int], **options: Any) -> Callable[[], object]:
+    """Attends with query, key and value of these numbers of heads and positions."""
+    return lambda: context_attention(*(randn(1, 1, *shape, 8) for shape in shapes), cp_mesh(4), **options)
+
+
+OF_KEYS: dict[str, Callable[[], object]] = {
+    "ring": attends(*[(4, 4)] * 3),
+    "two messages": attends((4, 4), (4, 6), (4, 6), strategy=Ulysses(), layout=contiguous),
+    "two levels": attends(*[(4, 4)] * 3, strategy=Ulysses(size=2, chunks=2), layout=contiguous),
+    "whole tokens": attends(*[(4, 6)] * 3, layout=JointLayout(prefix=2)),
+}
+OF_TENSORS: dict[str, Callable[[], object]] = {
+    "gather_outputs": lambda: gather_outputs([randn(1, 4, 6)], 1, dist.group.WORLD, reduce_gradients=False),
+    "async_op": lambda: all_to_all(randn(1, 4, 3), 0, 1, dist.group.WORLD, async_op=True).wait(),
+    "context_parallel_unshard": lambda: context_parallel_unshard(cp_mesh(4), [randn(1, 4, 6)], [1], contiguous),
+}
+
+
+@pytest.mark.parametrize(
+    ("act", "at"),
+    [
+        *product(OF_KEYS, ["Operations.tag", "PendingTransfers.wait"]),
+        *product(OF_TENSORS, ["collectives.exchange._arrived"]),
+    ],
+)
+def test_an_error_of_a_transfer_keeps_no_group(act: str, at: str):
+    """If the variables of its frames are cleared. What a function inside of a function has captured is none of them.
+
+    Not of a module: torch's own such function, in ``Module._call_impl``, captures the module with its hooks.
+    """
+    groups: list[weakref.ref[dist.ProcessGroup]] = []
+
+    def on(rank: int) -> None:
+        group = dist.group.WORLD
+        assert group is not None
+        try:
+            (OF_KEYS | OF_TENSORS)[act]()
+        finally:
+            groups.extend(map(weakref.ref, (group, *state_of(group).parts.values())))
+
+    def fail(*_: Any) -> NoReturn:
+        raise TransferError("ended")
+
+    failing = property(fail) if at.endswith("tag") else fail
+    where = {"Operations": "comm.group_state.", "PendingTransfers": "comm.point_to_point."}.get(at.split(".")[0], "")
+    with mock.patch(f"cp_styles.{where}{at}", failing):
+        errors = run_ranks(on, 4, return_errors=True)
+    assert all(isinstance(error, TransferError) for error in errors), errors
+    assert not any(group() for group in groups)
 
 
 def test_an_error_between_two_backwards():
