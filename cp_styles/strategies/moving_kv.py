@@ -337,8 +337,8 @@ class _PlanRun:
             before, after = tuple(map(part, before)), tuple(map(part, after))
         if kv_index is not None or (heads[1], call.kv) != ((0, k.shape[1]), (0, k.shape[2])):
             k, v = (part_of(x, heads[1], call.kv, kv_index) for x in (k, v))
-        own = self.q.dtype
-        tensors = [x.to(self.setup.dtype) if x.dtype == own else x for x in (*before, k, v, *after)]
+        own, wide = self.q.dtype, self.setup.dtype
+        tensors = [x.to(wide) if x.dtype == own != wide else x for x in (*before, k, v, *after)]
         bias = self._bias(keys, call, heads[0]) if call.cover is Cover.PARTIAL else None
         options = {"causal": call.cover is Cover.CAUSAL, "bias": bias, "scale": self.attention.scale}
         if self.attention.kernel.windows:
