@@ -1,10 +1,12 @@
 """What needs a GPU: python tests/gpu.py, on a machine with one or several. It writes down what came out.
 
-    python tests/gpu.py [--out gpu_record.jsonl] [--only kernels bench ...] [--seconds 600]
+    python tests/gpu.py [--out gpu_record.jsonl] [--only kernels bench ...] [--seconds 600] [--total 570]
+    python tests/gpu.py --total 570 --resume gpu_record.jsonl     cases that have no line in this record
     python tests/gpu.py --dry-run      the plan, a line of JSON for each case; nothing runs
 
 Each case is a process of its own, with its limit and its own process group, which is ended with it. A line of JSON for
-each case is written when it ends: to the file and to the screen. The stages, in order:
+each case is written when it ends: to the file and to the screen. FIRST are those that say most, one or two of each
+stage: some minutes. The others follow in the order of the stages:
 
 kernels   the real ops: each kernel, dtype and head dim, with all covers, explicit masks, packs and merges, against
           float64 on the CPU and beside torch's own attention in the same dtype
@@ -30,7 +32,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,8 +50,8 @@ from cp_styles.functions.flex import context_flex_attention  # noqa: E402
 from cp_styles.kernels import CUDA_CUDNN, CUDA_EFFICIENT, CUDA_FLASH, Kernel, kernel_for_tiles  # noqa: E402
 from cp_styles.kernels.merge import OnlineSoftmax, RowSum  # noqa: E402
 from cp_styles.kernels.packing import Pack  # noqa: E402
-from cp_styles.layout import head_tail  # noqa: E402
-from tests.cuda_ops import CUDNN, EFFICIENT, FLASH, REFERENCE, ByTile, cuda_ops_on_cpu  # noqa: E402
+from cp_styles.layout import SequenceLayout, head_tail  # noqa: E402
+from tests.cuda_ops import CUDNN, EFFICIENT, FLASH, ON_GPU, REFERENCE, ByTile, cuda_ops_on_cpu  # noqa: E402
 from tests.oracle import attend_and_differentiate, attention_inputs, error, expected_attention, randn  # noqa: E402
 
 Found = dict[str, Any]
@@ -173,9 +175,7 @@ def group(backend: str) -> Iterator[tuple[int, int]]:
     rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if not STAND_INS:
         torch.cuda.set_device(rank % torch.cuda.device_count())
-    store = None if "MASTER_PORT" in os.environ else dist.HashStore()
-    options = {} if store is None else {"store": store, "rank": 0, "world_size": 1}
-    dist.init_process_group("gloo" if STAND_INS else backend, **options)
+    dist.init_process_group("gloo" if STAND_INS else backend)
     try:
         yield rank, ranks
     finally:
@@ -187,14 +187,14 @@ class Staged:
     not, until they have come; what reads them then waits on the stream."""
 
     def __init__(self, ops: list[dist.P2POp]) -> None:
-        self.stream, self.received, self.works = torch.cuda.Stream(), [], []
-        self.stream.wait_stream(torch.cuda.current_stream())
-        hosts = [torch.empty(op.tensor.shape, dtype=op.tensor.dtype, pin_memory=True) for op in ops]
-        with torch.cuda.stream(self.stream):
+        self.stream, self.received, self.works = None if STAND_INS else torch.cuda.Stream(), [], []
+        hosts = [torch.empty(op.tensor.shape, dtype=op.tensor.dtype, pin_memory=not STAND_INS) for op in ops]
+        with self._aside():
             for op, host in zip(ops, hosts, strict=True):
                 if op.op is dist.isend:
                     host.copy_(op.tensor, non_blocking=True)
-        self.stream.synchronize()
+        if self.stream is not None:
+            self.stream.synchronize()
         for op, host in zip(ops, hosts, strict=True):
             sends = op.op is dist.isend
             assert op.group is not None
@@ -206,26 +206,51 @@ class Staged:
     def wait(self, *_: Any) -> bool:
         for work in self.works:
             work.wait()
-        with torch.cuda.stream(self.stream):
+        with self._aside():
             for tensor, host in self.received:
                 tensor.copy_(host, non_blocking=True)
-        torch.cuda.current_stream().wait_stream(self.stream)
+        if self.stream is not None:
+            torch.cuda.current_stream().wait_stream(self.stream)
         return True
 
+    @contextlib.contextmanager
+    def _aside(self) -> Iterator[None]:
+        """On the stream of the copies, after what was started before."""
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream) if self.stream is not None else contextlib.nullcontext():
+            yield
 
-def all_reduce_on_host(tensor: torch.Tensor, *args: Any, **options: Any) -> None:
-    host = tensor.cpu()
-    _all_reduce(host, *args, **options)
-    tensor.copy_(host)
 
-
-_all_reduce = dist.all_reduce
+def errors_of(
+    found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], cut: SequenceLayout, rank: int
+) -> list[float]:
+    """Of a rank's parts, on the scale of the whole ones. Gradients that vanish are on the scale of the output."""
+    pairs = [(x.cpu(), cut.shard(y, 2, rank), y) for x, y in zip(found, expected, strict=True)]
+    return [error(x, part, whole=y if y.norm() > 1e-6 else expected[0]) for x, part, y in pairs]
 
 
 def two_ranks(strategy: str, dtype: torch.dtype) -> Found:
-    if not STAND_INS:
+    with contextlib.ExitStack() as stack:
+        there, back = (lambda x: x.to(DEVICE)), (lambda x: x.cpu())
+        if STAND_INS:
+            from tests import gpu_tensors
+
+            stack.enter_context(gpu_tensors.gpus())
+            there, back = gpu_tensors.put, gpu_tensors.read
         dist.batch_isend_irecv = lambda ops: [Staged(ops)]
+        real_sum = dist.all_reduce
+
+        def all_reduce_on_host(tensor: torch.Tensor, *args: Any, **options: Any) -> None:
+            host = back(tensor)
+            real_sum(host, *args, **options)
+            tensor.copy_(host, non_blocking=True)
+
         dist.all_reduce = all_reduce_on_host
+        return {"bad": staged(strategy, dtype, there, back)}
+
+
+def staged(strategy: str, dtype: torch.dtype, there: Callable[..., torch.Tensor], back: Callable[..., torch.Tensor]):
     bad = {}
     with group("gloo") as (rank, ranks):
         for name, mask in {
@@ -243,14 +268,14 @@ def two_ranks(strategy: str, dtype: torch.dtype) -> Found:
             expected = expected_attention(inputs, cotangent, seen)
             cut = head_tail(137, ranks)
             how = {"ring": None, "all-gather": AllGather(), "ulysses": Ulysses()}[strategy]
-            attend = partial(context_attention, group=dist.group.WORLD, mask=mask, layout=cut, strategy=how)
-            parts = [cut.shard(x, 2, rank).to(DEVICE) for x in inputs]
-            found = attend_and_differentiate(attend, parts, cut.shard(cotangent, 2, rank).to(DEVICE))
-            pairs = zip(found, expected, strict=True)
-            errors = [error(x.cpu(), cut.shard(y, 2, rank), whole=y) for x, y in pairs]
+            options = {"strategy": how, "kernel": ON_GPU if STAND_INS else None}
+            attend = partial(context_attention, group=dist.group.WORLD, mask=mask, layout=cut, **options)
+            parts = [there(cut.shard(x, 2, rank)) for x in (*inputs, cotangent)]
+            found = attend_and_differentiate(attend, parts[:3], parts[3])
+            errors = errors_of([back(x) for x in found], expected, cut, rank)
             if not max(errors) <= 6 * torch.finfo(dtype).eps:
                 bad[name] = errors
-    return {"bad": bad}
+    return bad
 
 
 def to_itself() -> Found:
@@ -308,7 +333,8 @@ def job() -> Found:
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     rest = ["--steps", "5"] if not STAND_INS else ["--steps", "1", "--seq-len", "64"]
     sys.argv[1:] = ["--cp", str(ranks), "--tp", "1", "--device", DEVICE, "--dtype", "bfloat16", *rest]
-    from tutorials import train_llama
+    sys.path.insert(0, str(ROOT / "tutorials"))
+    import train_llama
 
     return {"bad": train_llama.main() or ""}
 
@@ -332,8 +358,7 @@ def rows() -> Found:
             options = {"strategy": STRATEGIES[strategy], "layout": cut, "mask": value.mask}
             attend = partial(context_attention, group=dist.group.WORLD, **options)
             found = attend_and_differentiate(attend, parts, cut.shard(cotangent, 2, rank).to(DEVICE))
-            pairs = zip(found, expected, strict=True)
-            errors = [error(x.cpu(), cut.shard(y, 2, rank), whole=y) for x, y in pairs]
+            errors = errors_of(found, expected, cut, rank)
             if not max(errors) <= 6 * torch.finfo(dtype).eps:
                 bad[str(row)] = errors
     return {"bad": bad}
@@ -430,7 +455,24 @@ def plan(gpus: int) -> dict[str, Case]:
             what = f"bench {name} D={dim} G={kv_heads}"
             cases[what] = Case("bench", partial(kernel_times, name, dim, kv_heads), 200)
     cases["bench attention"] = Case("bench", attention_times, 300)
-    return cases
+    return {name: cases[name] for name in (*FIRST, *(name for name in cases if name not in FIRST))}
+
+
+FIRST = (
+    "kernels flash bfloat16 D=128 G=8",
+    "kernels efficient float32 D=128 G=8",
+    "kernels cuDNN bfloat16 D=128 G=8",
+    "nccl to itself",
+    "ranks ring bfloat16",
+    "bench attention",
+    "bench flash D=128 G=8",
+    "bench cuDNN D=128 G=8",
+    "compile flex",
+    "compile default",
+    "compile reduce-overhead",
+    "job",
+    "ranks ulysses bfloat16",
+)
 
 
 # For the test of what ends with a case.
@@ -447,21 +489,31 @@ def hardware() -> Found:
 
 def perform(name: str, case: Case) -> int:
     """In the process of a case, or of one of its ranks. The last line says what was found."""
-    if case.ranks > 1 and "RANK" not in os.environ:
+    if "RANK" not in os.environ:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(case.ranks)}
-        ranks = [
-            subprocess.Popen([sys.executable, *sys.argv], env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-            for rank in range(case.ranks)
-        ]
-        return max(abs(rank.wait()) for rank in ranks)
-    with cuda_ops_on_cpu() if STAND_INS else contextlib.nullcontext():
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(case.ranks)}
+        if case.ranks > 1:
+            return ended_ranks(case.ranks)
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0"}
+    with cuda_ops_on_cpu() if STAND_INS and case.stage != "ranks" else contextlib.nullcontext():
         found = case.run()
     print("FOUND " + json.dumps(found), flush=True)
     sys.stdout.flush()
     os._exit(1 if found.get("bad") else 0)  # a thread of gloo may abort at the interpreter's shutdown
+
+
+def ended_ranks(count: int) -> int:
+    """The largest exit status. After a rank that has failed the others have some seconds to say why."""
+    named = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+    ranks = [subprocess.Popen([sys.executable, *sys.argv], env=os.environ | names) for names in named]
+    while None in (codes := [rank.poll() for rank in ranks]) and not any(codes):
+        time.sleep(0.1)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        for rank in ranks:
+            rank.wait(5)
+    return max(abs(rank.poll() or 0) for rank in ranks)  # those that are left end with the case
 
 
 def outcome(name: str, case: Case, seconds: float) -> Found:
@@ -492,6 +544,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("gpu_record.jsonl"), help="where the record goes")
     parser.add_argument("--only", nargs="+", default=[""], help="cases whose names begin so")
     parser.add_argument("--seconds", type=float, default=590.0, help="the most for a case (default 590)")
+    parser.add_argument("--total", type=float, default=1e9, help="the most for all: no case begins later")
+    parser.add_argument("--resume", type=Path, help="a record: cases with a line in it are left out")
     parser.add_argument("--dry-run", action="store_true", help="print the plan")
     parser.add_argument("--stand-ins", action="store_true", help="without a GPU: to try the plan")
     parser.add_argument("--case", help=argparse.SUPPRESS)
@@ -502,6 +556,8 @@ def main() -> int:
         return perform(options.case, (cases | HIDDEN)[options.case])
     everything = cases | (HIDDEN if options.only == ["self"] else {})
     chosen = {name: case for name, case in everything.items() if name.startswith(tuple(options.only))}
+    for line in options.resume.read_text().splitlines() if options.resume else ():
+        chosen.pop(json.loads(line).get("case"), None)
     if options.dry_run:
         for name, case in chosen.items():
             about = {"ranks": case.ranks, "gpus": case.gpus, "seconds": min(case.seconds, options.seconds)}
@@ -510,12 +566,15 @@ def main() -> int:
     if not gpus:
         print(f"no GPU here: torch {torch.__version__} sees no CUDA device. Run this on a machine that has one.")
         return 2
-    failed = 0
-    with options.out.open("w") as record:
+    failed, end = 0, time.monotonic() + options.total
+    with options.out.open("a" if options.out == options.resume else "w") as record:
         for name, case in ({"hardware": None} | chosen).items():
+            left = end - time.monotonic()
+            if left < 20:
+                break
             line = hardware() if case is None else {"case": name, "ok": True, "skipped": f"needs {case.gpus} GPUs"}
             if case is not None and case.gpus <= gpus:
-                line = outcome(name, case, min(case.seconds, options.seconds))
+                line = outcome(name, case, min(case.seconds, options.seconds, left))
             failed += not line.get("ok", True)
             for file in (record, sys.stdout):
                 print(json.dumps(line), file=file, flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -43,7 +44,7 @@ def test_the_plan(monkeypatch, capsys):
     assert [line["case"] for line in lines] == [*PLAN]
     assert max(line["seconds"] for line in lines) < 600
     assert [*dict.fromkeys(line["stage"] for line in lines)] == [
-        *("kernels", "nccl", "ranks", "compile", "job", "grid", "bench")
+        *("kernels", "nccl", "ranks", "bench", "compile", "job", "grid")
     ]
 
 
@@ -81,3 +82,19 @@ def test_nothing_outlives_a_case(tmp_path, stand_ins, monkeypatch, capsys):
     assert not status.exists() or status.read_text().split()[2] == "Z"
     assert not late["ok"]
     assert late["code"] == "ended after 1 s"
+    rest = tmp_path / "rest.jsonl"
+    assert run(monkeypatch, "--out", str(rest), "--only", "self", "--resume", str(out)) == 0
+    assert [json.loads(line) for line in rest.read_text().splitlines()] == [hardware]
+    assert run(monkeypatch, "--out", str(rest), "--only", "self", "--total", "19") == 0
+    assert not rest.read_text()
+
+
+@pytest.mark.nightly
+@pytest.mark.process
+def test_cases_of_several_ranks_on_stand_ins(tmp_path):
+    """In the plan's own way: with messages over the host, the main job, and rows of the grid."""
+    out = tmp_path / "record.jsonl"
+    names = ["ranks ring bfloat16", "job", "grid"]
+    command = [sys.executable, gpu.__file__, "--stand-ins", "--out", str(out), "--only", *names]
+    assert subprocess.run(command, check=False, capture_output=True).returncode == 0, out.read_text()
+    assert len(out.read_text().splitlines()) == 1 + len(names)
