@@ -158,7 +158,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "length": (5, 6, 8, 9, 13, 16, 23, 24, 40),
     "batch": (1, 2, 3),
     "heads": ((1, 1), (2, 2), (4, 2), (6, 1), (3, 3), (6, 3), (4, 4)),
-    "dim": (4, 2, 7, 8, 16),
+    "dim": (4, 1, 7, 8, 65),
     "dtype": ("float64", "float64", "float64", "float32", "bfloat16"),
     "scale": (None, None, None, 0.3, -0.5, 0.0),
     "gradients": ("qkv", "qkv", "qkv", "q", "k", "v", "qk", "kv", "qv"),

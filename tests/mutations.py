@@ -108,7 +108,7 @@ FUZZED = [
         "beside_sink",
         "lse_BHL - _logit_of_sink(sink_H, lse_BHL.dtype, level_BHL)",
         "_logit_of_sink(sink_H, lse_BHL.dtype, level_BHL) - lse_BHL",
-        "ranks/doors/test_options.py -k sink",
+        "ranks/test_random.py -k attentions",
     ),
     Mistake(
         "strategy: a tile's band is not masked",
@@ -122,7 +122,7 @@ FUZZED = [
         "_Chunk.of_heads",
         "self._own",
         ": self._heads",
-        "ranks/doors/test_options.py -k sink",
+        "ranks/test_random.py -k attentions",
     ),
     Mistake(
         "Ulysses: masks of the first heads",
@@ -164,7 +164,7 @@ FUZZED = [
         "SdpaKernel.backward",
         "dq * sign",
         "dq",
-        "unit/test_kernels.py ranks/doors/test_options.py",
+        "unit/test_kernels.py",
     ),
     Mistake(
         "kernel: the logsumexp's gradient with the other sign",

@@ -15,10 +15,9 @@ from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
 
 from cp_styles import AttentionContextParallel, ModuleContextParallel, SequenceLayout, contiguous
-from cp_styles.kernels import ReferenceKernel
 from cp_styles.testing import RankError, run_ranks
 from tests.oracle import attend_and_differentiate, attention_inputs, dense_attention, error, randn
-from tests.ranks.attention_case import EXACT, cp_mesh
+from tests.ranks.attention_case import cp_mesh
 from tests.ranks.each_door import DOORS, LENGTH
 
 STYLES = [AttentionContextParallel, ModuleContextParallel]
@@ -51,18 +50,6 @@ LAYOUTS = {
     "uneven": contiguous(LENGTH, 3),
     "a rank without tokens": SequenceLayout.from_chunks([[(0, 5)], [], [(5, LENGTH)]]),
 }
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("kernel", [None, ReferenceKernel()], ids=["any kernel", "reference"])
-def test_a_value_head_dim_of_its_own(style, layout: str, kernel):
-    (query, key, _), _ = attention_inputs(length=LENGTH)
-    value, cotangent = randn(5, 2, 4, LENGTH, 3), randn(6, 2, 4, LENGTH, 3)
-    pairs = found_and_wanted(
-        style, [query, key, value], cotangent, LAYOUTS[layout], Attend(), dense_attention, kernel=kernel
-    )
-    assert all(error(found, wanted) < EXACT for found, wanted in pairs)
 
 
 @pytest.mark.parametrize("style", STYLES)

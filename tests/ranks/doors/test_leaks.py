@@ -171,23 +171,6 @@ def test_no_grad_and_inference_mode(s: Scene) -> None:
 
 
 @scenario
-def test_gradients_for_some_inputs(s: Scene) -> None:
-    probe = s.probe()
-    for wanted in ((0,), (1,), (2,), (0, 2)):
-        leaves, cotangent = s.leaves()
-        inputs = [x if index in wanted else x.detach() for index, x in enumerate(leaves)]
-        out = probe(*inputs)
-        grads = torch.autograd.grad(out, [leaves[index] for index in wanted], cotangent, retain_graph=True)
-        layout = head_tail(13, RANKS)
-        for index, grad in zip(wanted, grads, strict=True):
-            assert error(grad, layout.shard(s.problem.expected[1 + index], 2, s.rank)) < EXACT
-    # All want one, one is asked for.
-    leaves, cotangent = s.leaves()
-    (grad,) = torch.autograd.grad(probe(*leaves), leaves[1:2], cotangent)
-    assert error(grad, layout.shard(s.problem.expected[2], 2, s.rank)) < EXACT
-
-
-@scenario
 def test_an_input_that_nothing_depends_on(s: Scene) -> None:
     """The three inputs share a node of autograd. One that gets no gradient leaves the others theirs."""
     probe, twice = s.probe(), s.probe()
@@ -224,16 +207,6 @@ def test_gradient_of_a_parameter_inside_the_core(s: Scene) -> None:
 
 
 # -- more than one forward, or backward --
-
-
-@scenario
-def test_backward_twice(s: Scene) -> None:
-    for strategy in (Ring(), Ring(keep=0), AllGather()):
-        leaves, cotangent = s.leaves()
-        out = s.probe(strategy=strategy)(*leaves)
-        for keep in (True, False):
-            s.check([out, *torch.autograd.grad(out, leaves, cotangent, retain_graph=keep)])
-            s.outside()
 
 
 @scenario

@@ -34,13 +34,6 @@ from tests.ranks.leak_scene import Oops, Scene, attention_of, raising, scenario
 
 
 @scenario
-def test_checkpoint_around_the_module(s: Scene) -> None:
-    for reentrant in (True, False):
-        s.run(partial(checkpoint, s.probe(), use_reentrant=reentrant))
-        s.outside()
-
-
-@scenario
 def test_checkpoint_inside_the_module(s: Scene) -> None:
     for reentrant in (True, False):
         probe = s.probe()
