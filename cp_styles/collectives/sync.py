@@ -155,8 +155,9 @@ def _iterate(skeletons: list[Any], local_tensors: list[torch.Tensor], peers: Pee
         tensors, works = coming
         if rank + 1 < peers.size:
             coming = _start_broadcast(rank + 1, skeletons[rank + 1], local_tensors, peers)
-        for work in works:
-            work.wait()
+        with collective(resolve_group(peers.name), "sync_inputs"):
+            for work in works:
+                work.wait()
         arrived = iter(tensors)
         yield map_leaves(lambda _, leaf, arrived=arrived: next(arrived) if isinstance(leaf, _Slot) else leaf, skeleton)
 
@@ -168,8 +169,9 @@ def _start_broadcast(
     slots = [leaf for _, leaf in leaves(skeleton) if isinstance(leaf, _Slot)]
     tensors = local_tensors if peers.rank == src else [slot.empty() for slot in slots]
     group, works = resolve_group(peers.name), []
-    for tensor in tensors:
-        if tensor.numel():
-            wire = tensor.contiguous().view(-1).view(torch.uint8)
-            works.append(dist.broadcast(wire, group=group, group_src=src, async_op=True))
+    with collective(group, "sync_inputs"):
+        for tensor in tensors:
+            if tensor.numel():
+                wire = tensor.contiguous().view(-1).view(torch.uint8)
+                works.append(dist.broadcast(wire, group=group, group_src=src, async_op=True))
     return tensors, works

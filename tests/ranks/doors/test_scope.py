@@ -7,6 +7,7 @@ import gc
 from contextlib import nullcontext
 from contextvars import Context, copy_context
 from functools import partial
+from weakref import ref
 
 import pytest
 import torch
@@ -486,8 +487,12 @@ def test_a_scope_that_ends_in_another_context(door: str):
         out = later.run(attend, *leaves)
         out.backward(cotangent)
         batch.check(rank, out, leaves)
-        Context().run(batch.scope().__enter__)  # as in a thread that ends without closing its scope
-        gc.collect()
+        lost = batch.scope()
+        Context().run(lost.__enter__)  # as in a thread that ends without closing its scope
+        ended = ref(lost)
+        del lost
+        while ended() is not None:  # while a thread collects, gc.collect() does nothing in the others
+            gc.collect()
         everything_is_closed(attend, rank)
 
     run_ranks(on, RANKS, timeout_seconds=20)

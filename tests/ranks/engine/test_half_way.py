@@ -502,6 +502,15 @@ def test_a_peer_has_ended_before_a_function_without_attention(name: str):
         assert seconds < SOON
 
 
+@pytest.mark.parametrize("at", ["side_effect", "return_value.wait.side_effect"])
+def test_a_rank_leaves_while_samples_are_on_their_way(at: str):
+    with mock.patch.object(dist, "broadcast", **{at: RuntimeError("Connection closed by peer")}):
+        errors = run_ranks(lambda _: list(sync_inputs(torch.ones(4), dist.group.WORLD)), 2, return_errors=True)
+    for error in errors:
+        assert isinstance(error, TransferError)
+        assert "sync_inputs (mesh axis" in str(error)
+
+
 @pytest.mark.parametrize("name", ["sum_gradients", "context_decode"])
 def test_one_rank_leaves_a_function_without_attention(name: str, monkeypatch):
     fails, sum_bucket = threading.local(), batch._sum_bucket
