@@ -98,6 +98,7 @@ def test_a_text_from_elsewhere(text: str, tmp_path: Path):
     assert set(sys.modules) == loaded
 
 
+@pytest.mark.nightly  # test_compile_cache.py reads texts of another process
 def test_in_another_process():
     """The package's own is found there; what a user defined, once the user's program has named it itself."""
     own, users = (to_text(value, []) for value in (VALUES[1] + VALUES[2] + VALUES[3], (FirstKeys(3), backwards)))

@@ -23,6 +23,7 @@ from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.styles import ModuleContextParallel
 from cp_styles.testing import run_ranks
 from cp_styles.torch_api import context_parallel
+from tests.covering import sampled
 from tests.oracle import dense_attention, error, randn
 from tests.ranks.attention_case import EXACT, cp_mesh
 from tests.ranks.leak_scene import RANKS, Oops, Scene, Stop, refusals
@@ -102,6 +103,7 @@ def _checkpointed(ckpt, attend, *args, **kwargs):
 TOKENS, COTANGENT = randn(50, 2, LENGTH, WIDTH), randn(51, 2, LENGTH, WIDTH)
 REENTRANT = partial(checkpoint, use_reentrant=True)
 NOT_REENTRANT = partial(checkpoint, use_reentrant=False)
+CHECKPOINTS = {"plain": None, "reentrant": REENTRANT, "not reentrant": NOT_REENTRANT}
 
 
 @cache
@@ -156,14 +158,13 @@ def on_ranks(act):
     return test
 
 
-@pytest.mark.parametrize("strategy", [Ring(), AllGather(keep=0), Ulysses()], ids=str)
-@pytest.mark.parametrize("ckpt", [None, REENTRANT, NOT_REENTRANT], ids=["plain", "reentrant", "not reentrant"])
-def test_a_model_as_it_is(strategy, ckpt):
+@sampled(1, strategy=[Ring(), AllGather(keep=0), Ulysses()], ckpt=["plain", "reentrant", "not reentrant"])
+def test_a_model_as_it_is(strategy, ckpt: str):
     """The function imported by name and by attribute; layers checkpointed in both flavours."""
 
     def on(rank: int):
         mesh = cp_mesh(RANKS)
-        model = styled(Model(ckpt=ckpt), mesh, strategy=strategy)
+        model = styled(Model(ckpt=CHECKPOINTS[ckpt]), mesh, strategy=strategy)
         for _ in range(2):
             check(model, mesh, rank)
         outside_is_untouched()

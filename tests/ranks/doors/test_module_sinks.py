@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cp_styles import AllGather, ModuleContextParallel, Ring, Ulysses, contiguous, head_tail, sum_gradients
 from cp_styles.testing import run_ranks
+from tests.covering import sampled
 from tests.oracle import attention_inputs, dense_attention, error, randn
 from tests.ranks.attention_case import EXACT, cp_mesh
 
@@ -70,8 +71,7 @@ def expected() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     return out.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("ckpt", [None, "reentrant", "non-reentrant"])
-@pytest.mark.parametrize("strategy", [Ring(), AllGather(), Ulysses()], ids=str)
+@sampled(1, strategy=[Ring(), AllGather(), Ulysses()], ckpt=[None, "reentrant", "non-reentrant"])
 def test_a_model_with_sinks(strategy, ckpt):
     wanted, grads = expected()
     layout = head_tail(LENGTH, RANKS)

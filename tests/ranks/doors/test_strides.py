@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from cp_styles import contiguous
 from cp_styles.testing import run_ranks
+from tests.covering import sampled
 from tests.oracle import attention_inputs, expected_attention
 from tests.ranks.attention_case import EXACT, cp_mesh
 from tests.ranks.each_door import DOORS, LENGTH
@@ -20,8 +20,7 @@ EXPANDED = {
 }
 
 
-@pytest.mark.parametrize("dims", EXPANDED)
-@pytest.mark.parametrize("door", [door for door in DOORS if door != "by_varlen"])
+@sampled(1, dims=EXPANDED, door=[door for door in DOORS if door != "by_varlen"])
 def test_expanded_keys_and_values(door: str, dims: str):
     """Strides of 0, as ``expand`` makes them of keys that heads share."""
     inputs, cotangent = attention_inputs(length=LENGTH)

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from cp_styles import contiguous, global_loss, global_token_count, head_tail, next_token_labels, sum_gradients
 from cp_styles.testing import RankError, run_ranks
 from cp_styles.torch_api import context_parallel
+from tests.covering import sampled
 from tests.oracle import error, randn
 from tests.ranks.attention_case import cp_mesh
 
@@ -108,10 +109,9 @@ def differences(rank, ranks, around, **options) -> float:
 SAME = 1e-10
 
 
-@pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_the_same_training_as_on_one_device(ranks, around):
-    assert max(run_ranks(differences, ranks, ranks, around)) < SAME
+@sampled(1, around=AROUND, ranks=[3, 2])
+def test_the_same_training_as_on_one_device(around: str, ranks: int):
+    assert max(run_ranks(differences, ranks, ranks, AROUND[around])) < SAME
 
 
 @pytest.mark.parametrize("layout", [head_tail, contiguous])

@@ -14,7 +14,7 @@ from cp_styles.layout import contiguous, head_tail
 from cp_styles.mask import Causal, Dense, Full
 from cp_styles.strategies import AllGather, Ring, Ulysses, moving_kv
 from cp_styles.testing import run_ranks
-from tests.covering import in_parts
+from tests.covering import at_night, in_parts
 from tests.oracle import attend_and_differentiate, attention_inputs, dense_attention, error, expected_attention, randn
 from tests.ranks.attention_case import EXACT, Core, DenseCore, Problem, cp_mesh, parallel, run_attention
 
@@ -64,7 +64,7 @@ def test_rows_before_heads():
 
 
 @in_parts(2)
-@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize("ranks", [8, *at_night(2)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_low_precision_is_as_good_as_one_device(dtype: torch.dtype, ranks: int, part: int):
     """Against float64 on the same rounded inputs, at most 1.1 times the error of one device's SDPA, + 1e-7.

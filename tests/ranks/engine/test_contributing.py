@@ -172,16 +172,3 @@ def test_a_balancer_that_loses_positions_is_noticed():
     (balancer,) = example("balancer", "range(0, length, block)", "range(block, length, block)").values()
     with pytest.raises(ValueError, match="where position 0 comes next"):
         balancer(23, 3, Full())
-
-
-def test_the_rows_go_where_the_table_says():
-    rows = re.findall(r"^\| \w+ \| .* \| `(tests/.*?)`: `(\w+)` \|$", TEXT, re.MULTILINE)
-    assert len(rows) == 4
-    for path, name in rows:
-        assert re.search(rf"^(def )?{name}\b", (ROOT / path).read_text(), re.MULTILINE), f"{path} has no {name}"
-
-
-def test_what_is_named_exists():
-    """Files and folders between backticks."""
-    for path in re.findall(r"`((?:cp_styles|tests)/[\w/.]*)`", TEXT):
-        assert (ROOT / path).exists(), path
