@@ -73,6 +73,26 @@ def test_the_backward_is_right(when: str, checkpointed: str):
     assert max(run_ranks(rank_main, RANKS)) < EXACT
 
 
+def test_a_recomputation_leaves_a_kept_buffer_as_it_is_now():
+    """It sees the part of its block, and what the program has put there since is back afterwards."""
+    batch = Batch(layers=1)
+
+    def rank_main(rank):
+        mesh = cp_mesh(RANKS)
+        model = batch.model()
+        given = batch.buffers(model)
+        x, cotangent, *_ = given["buffers"]
+        with context_parallel(mesh, **given, no_restore_buffers={x, cotangent}):
+            out = run(model, x, CHECKPOINTS["non-reentrant"])
+        x.data = torch.full((3,), 7.0)
+        out.backward(cotangent)
+        assert torch.equal(x, torch.full((3,), 7.0))
+        (whole,) = context_parallel_unshard(mesh, [out], [1], head_tail)
+        return batch.errors([whole, *gradients(model, mesh)])
+
+    assert max(run_ranks(rank_main, RANKS)) < EXACT
+
+
 @pytest.mark.parametrize("around", [CHECKPOINTS["none"], CHECKPOINTS["non-reentrant"], CHECKPOINTS["reentrant"]])
 def test_two_blocks_alive(around):
     """Accumulation over two micro-batches with one backward, the blocks' cuts different."""
