@@ -368,17 +368,17 @@ class AttentionCalls(RerunMode):
             self.tally.running = True
             self.tally.lengths.clear()
             self.unscoped.group_state.engaged = False
-            self.refuse_tracers()
+            if (tracer := graph_tracer()) is not None:
+                self.refuse_tracer(tracer)
             self.tally.given, self.tally.inputs = (module, args, kwargs), None
             # The layout of the model's inputs. It is not known any more for the inputs of its attention.
             self.tally.cuts = cuts_of((*args, *kwargs.values()))
             if self.tally.cuts and graph_task_id() < 0 and self._joint is None:
                 self._check_cut(self.tally.cuts)
 
-    def refuse_tracers(self) -> None:
+    def refuse_tracer(self, tracer: str) -> None:
         """Raise while something other than torch.compile records a graph. No communication."""
-        tracer = graph_tracer()
-        if tracer is not None and graph_task_id() < 0 and self.unscoped.group.size() > 1:
+        if graph_task_id() < 0 and self.unscoped.group.size() > 1:
             self.unscoped.group_state.engaged = True  # nothing can be sent from a trace
             raise NotImplementedError(
                 f"{self._name}: {tracer} records the operators of one process, without the messages between ranks: "

@@ -19,6 +19,7 @@ from cp_styles._compat import (
     constant_under_compile,
     function_modes,
     graph_task_id,
+    graph_tracer,
     hooks_in_order,
     never_compile_alone,
     tree_map_only,
@@ -239,7 +240,8 @@ class CoreState:
         if torch.compiler.is_dynamo_compiling():
             self._traced = False
             return args, kwargs
-        self._calls.refuse_tracers()
+        if (tracer := graph_tracer()) is not None:
+            self._calls.refuse_tracer(tracer)
         install_handlers()
         self._lifted, self._calls.tally.calls = None, 0
         self._binding.group_state.engaged = False
