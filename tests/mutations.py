@@ -305,6 +305,20 @@ OTHERS = [
         "ranks/doors/test_selective_checkpoint.py -k outlive",
     ),
     Mistake(
+        "ring: heads in turns have the mask of the first ones",
+        "MovingKV.forward",
+        "before + queries.start, before + min(queries.stop, q_BHLD.shape[1])",
+        "0, at_once * share",
+        "ranks/engine/test_attention_parity.py -k by_turns",
+    ),
+    Mistake(
+        "decoding: room for new tokens counts as keys",
+        "KVCache._marked",
+        "self._unused() : self._held]",
+        "self._unused() :]",
+        "ranks/doors/test_decode.py",
+    ),
+    Mistake(
         "engine: a rank leaves an operation, and nobody hears of it",
         "break_off",
         "            end_connections(gloo)",
