@@ -97,7 +97,7 @@ FUZZED = [
     ),
     Mistake(
         "merge: what rows of a pack had before keeps its weight",
-        "_merge_rows",
+        "OnlineSoftmax.add",
         "out.mul_(kept.unsqueeze(-1))",
         "pass",
         "unit/test_merge.py ranks/flex/test_varlen_kernel.py",

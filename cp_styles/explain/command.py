@@ -45,17 +45,6 @@ def count(text: str) -> int:
     return int(number)
 
 
-def heads(text: str) -> tuple[int, int]:
-    """Query heads, or query heads:key heads."""
-    match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
-    query, key = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
-    if not query or not key or query % key:
-        raise argparse.ArgumentTypeError(
-            f"{text!r}: give query heads, or query:key heads, the second divides the first"
-        )
-    return query, key
-
-
 def numbers(text: str) -> tuple[int, ...]:
     """Positive numbers with colons between them."""
     if not re.fullmatch(r"[1-9]\d*(:[1-9]\d*)*", text):
@@ -102,7 +91,7 @@ def parser() -> argparse.ArgumentParser:
     explain.add_argument("--seq-len", type=count, help="positions of the whole sequence: 4096, 128K, 1M")
     explain.add_argument("--documents", type=lengths, metavar="FILE", help="packed documents: a file of their lengths")
     explain.add_argument("--ranks", type=count, required=True, help="ranks that share the sequence")
-    explain.add_argument("--heads", type=heads, required=True, metavar="H[:G]", help="query heads : key/value heads")
+    explain.add_argument("--heads", type=numbers, required=True, metavar="H[:G]", help="query heads : key/value heads")
     explain.add_argument("--head-dim", type=count, required=True)
     explain.add_argument("--batch", type=count, default=1)
     explain.add_argument("--dtype", choices=_DTYPES, default="bf16")
@@ -152,6 +141,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         wrong("--rank", f"there is no rank {args.rank} among {args.ranks}")
     if args.states and len(args.states) != 3:
         wrong("--states", "give heads, key dim and value dim: 32:128:128")
+    query_heads, kv_heads = args.heads[0], args.heads[-1]
+    if len(args.heads) > 2 or query_heads % kv_heads:
+        wrong("--heads", "give query heads, or query:key heads, the second divides the first")
     if len(args.layers) != 2:
         wrong("--layers", "give the numbers of attentions and of recurrences: 12:36")
     if args.window and args.mask == "full":
@@ -170,7 +162,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name in names:
         if name not in balancers:
             wrong("--layout", f"{name} needs --documents")
-    query_heads, kv_heads = args.heads
     dtype, device = _DTYPES[args.dtype], torch.device(hardware.device)
     shapes = Shapes(query_heads, kv_heads, args.head_dim, args.head_dim, dtype, device, args.batch)
     chosen = args.strategy or strategies_for(args.ranks, hardware)
@@ -186,7 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.json:
         print(json.dumps([_as_dict(choice) for choice in choices], indent=1))
     else:
-        model = f"heads {args.heads[0]}:{args.heads[1]} of {args.head_dim}, {args.dtype}, {hardware.name}"
+        model = f"heads {query_heads}:{kv_heads} of {args.head_dim}, {args.dtype}, {hardware.name}"
         print(f"{length:,} positions on {args.ranks} ranks, {str(mask)[:30]}, {model}")
         print(f"predicted for one attention; figures from: {hardware.source}"[:_WIDTH])
         print("\n".join(ranking(choices)))

@@ -8,10 +8,10 @@ from __future__ import annotations
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from cp_styles.explain.rehearsal_group import Transfer
-from cp_styles.explain.rehearse import KernelCall, Phase
+from cp_styles.explain.rehearse import KernelCall
 
 _WIDTH = 99
 _STEPS = 10
@@ -49,36 +49,6 @@ def sequences(values: Sequence[int]) -> str:
             ranges.append([value, value])
     shown = [f"{first}" if first == last else f"{first}-{last}" for first, last in ranges]
     return " ".join(shown[:6]) + (" ..." if len(shown) > 6 else "")
-
-
-class RankStep(NamedTuple):
-    """What a rank does from one start of messages to the next.
-
-    Attributes:
-        sent, received: bytes by peer, of the messages that start with this step.
-        calls: kernel calls.
-        pairs: (query, key) pairs that are computed, of all heads.
-    """
-
-    sent: Counter[int]
-    received: Counter[int]
-    calls: int
-    pairs: int
-
-
-def steps_of(phase: Phase) -> list[RankStep]:
-    """The steps of a forward or backward, in order."""
-    steps, computed = [RankStep(Counter(), Counter(), 0, 0)], False
-    for event in phase.events:
-        if isinstance(event, Transfer):
-            if computed:
-                steps.append(RankStep(Counter(), Counter(), 0, 0))
-                computed = False
-            (steps[-1].sent if event.outgoing else steps[-1].received)[event.peer] += event.nbytes
-        elif isinstance(event, KernelCall):
-            last = steps[-1]
-            steps[-1], computed = last._replace(calls=last.calls + 1, pairs=last.pairs + event.pairs), True
-    return steps
 
 
 def text_of(explanation: Any) -> str:
@@ -151,14 +121,21 @@ def _times(explanation: Any) -> list[str]:
 
 
 def _steps(explanation: Any, rank: int, phase: str) -> list[str]:
-    steps = steps_of(getattr(explanation.runs[rank], phase))
+    steps: list[tuple[list[Transfer], list[KernelCall]]] = [([], [])]  # from one start of messages to the next
+    for event in getattr(explanation.runs[rank], phase).events:
+        if isinstance(event, Transfer):
+            if steps[-1][1]:
+                steps.append(([], []))
+            steps[-1][0].append(event)
+        elif isinstance(event, KernelCall):
+            steps[-1][1].append(event)
     rows = [["step", "sends", "to", "receives", "from", "kernel calls", "pairs"]]
-    for index, step in enumerate(steps[:_STEPS]):
-        sent, received = sum(step.sent.values()), sum(step.received.values())
-        peers = [sequences(list(x)) or "-" for x in (step.sent, step.received)]
-        rows.append(
-            [str(index), nbytes(sent), peers[0], nbytes(received), peers[1], str(step.calls), f"{step.pairs:,}"]
-        )
+    for index, (transfers, calls) in enumerate(steps[:_STEPS]):
+        cells = [str(index)]
+        for outgoing in (True, False):
+            sizes = [(each.peer, each.nbytes) for each in transfers if each.outgoing == outgoing]
+            cells += [nbytes(sum(size for _, size in sizes)), sequences([*{peer for peer, _ in sizes}]) or "-"]
+        rows.append([*cells, str(len(calls)), f"{sum(call.pairs for call in calls):,}"])
     more = [f"  ... {len(steps) - _STEPS} more steps"] if len(steps) > _STEPS else []
     return [f"{phase} of rank {rank}, step by step", *table(rows), *more]
 

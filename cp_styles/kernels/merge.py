@@ -65,11 +65,20 @@ class OnlineSoftmax:
         if self._out is None or self._lse is None:
             self._out, self._lse = self._empty()
         self._out = self._out.to(self._dtype)
-        if index is not None:
-            _merge_rows(self._out[:, slice(*heads)], self._lse[:, slice(*heads)], out_BHLD, lse_BHL, index, fresh)
-            return
-        place = (slice(None), slice(*heads), slice(*rows))
+        place = (slice(None), slice(*heads), slice(*rows) if index is None else slice(None))
         out, lse = self._out[place], self._lse[place]
+        if index is not None and fresh:
+            out.index_copy_(2, index, out_BHLD.to(out.dtype))
+            lse.index_copy_(2, index, lse_BHL)
+            return
+        if index is not None:
+            before = lse.index_select(2, index)
+            lse.index_copy_(2, index, torch.logaddexp(before, lse_BHL))
+            # The weights of all rows take less memory than a copy of the rows.
+            kept = torch.ones_like(lse).index_copy_(2, index, torch.sigmoid(before - lse_BHL))
+            out.mul_(kept.unsqueeze(-1))
+            out.index_add_(2, index, out_BHLD * torch.sigmoid(lse_BHL - before).unsqueeze(-1))
+            return
         if fresh:
             out.copy_(out_BHLD)
             lse.copy_(lse_BHL)
@@ -96,27 +105,6 @@ class OnlineSoftmax:
     def _empty(self) -> tuple[torch.Tensor, torch.Tensor]:
         out = _zeros(self._shape, self._dtype, self._device, self._like)
         return out, torch.full(self._shape[:3], EMPTY_LSE, dtype=self._dtype, device=self._device)
-
-
-def _merge_rows(
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    tile_BHTD: torch.Tensor,
-    lse_BHT: torch.Tensor,
-    index_T: torch.Tensor,
-    fresh: bool,
-) -> None:
-    """Merge a tile into some rows of ``out`` and ``lse`` in place. ``fresh``: nothing was merged into them before."""
-    if fresh:
-        out.index_copy_(2, index_T, tile_BHTD.to(out.dtype))
-        lse.index_copy_(2, index_T, lse_BHT)
-        return
-    before = lse.index_select(2, index_T)
-    lse.index_copy_(2, index_T, torch.logaddexp(before, lse_BHT))
-    # The weights of all rows take less memory than a copy of the rows.
-    kept = torch.ones_like(lse).index_copy_(2, index_T, torch.sigmoid(before - lse_BHT))
-    out.mul_(kept.unsqueeze(-1))
-    out.index_add_(2, index_T, tile_BHTD * torch.sigmoid(lse_BHT - before).unsqueeze(-1))
 
 
 def _within(edges: list[int], rows: tuple[int, int]) -> bool:

@@ -12,6 +12,7 @@ import ctypes
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask
@@ -93,27 +94,10 @@ class FlexMask(Mask):
     def length(self) -> int:
         return self.pattern.keys
 
-    def bounds(self, q_positions_L: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.pattern.bounds(q_positions_L)
-
-    def work(self, q_positions_L: torch.Tensor, keys: int) -> torch.Tensor:
-        return self.pattern.work(q_positions_L, keys)
-
-    @property
-    def has_bias(self) -> bool:
-        return self.pattern.has_bias
-
-    @property
-    def additive(self) -> bool:
-        return False
-
-    @property
-    def biased_everywhere(self) -> bool:
-        return False
-
-    @property
-    def grids(self) -> tuple[BlockGrid, ...]:
-        return self.pattern.grids
+    bounds, work, has_bias, grids, additive, biased_everywhere = (  # pyright: ignore[reportAssignmentType]
+        property(attrgetter(f"pattern.{name}"))
+        for name in ("bounds", "work", "has_bias", "grids", "additive", "biased_everywhere")
+    )
 
     @property
     def pattern(self) -> BlockPattern:
@@ -215,9 +199,7 @@ class BlockPattern(Mask):
     def has_bias(self) -> bool:
         return self.grid is not None
 
-    @property
-    def biased_everywhere(self) -> bool:
-        return False
+    additive = biased_everywhere = False  # pyright: ignore[reportAssignmentType]
 
     @property
     def grids(self) -> tuple[BlockGrid, ...]:

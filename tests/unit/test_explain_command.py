@@ -75,7 +75,7 @@ def test_strategies_with_very_many_tiles_are_named_slow_instead_of_rehearsed(mon
     monkeypatch.setattr(report, "_MANY", 10)
     made = explain(length, layout=striped(length, 8), mask=Causal(), ranks=8, heads=8, head_dim=64, rank=7)
     considered = dict(made.considered)
-    assert "slow: more than 104 kernel calls on a rank" in considered[str(Ulysses(size=2))]
+    assert "slow: more than 16 kernel calls on a rank" in considered[str(Ulysses(size=2))]
     assert "bytes x" in considered[str(Ring(keep=0))]
 
 
