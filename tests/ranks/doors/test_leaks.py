@@ -210,26 +210,6 @@ def test_gradient_of_a_parameter_inside_the_core(s: Scene) -> None:
 
 
 @scenario
-def test_gradient_accumulation(s: Scene) -> None:
-    probe = s.probe()
-    leaves, cotangent = s.leaves()
-    for _ in range(3):
-        out = probe(*leaves)
-        out.backward(cotangent)
-    s.check([out, *(x.grad / 3 for x in leaves)])
-
-
-@scenario
-def test_two_forwards_alive(s: Scene) -> None:
-    """Micro-batches of a pipeline: the first one's backward after the second one's forward."""
-    probe = s.probe()
-    sets = [s.leaves() for _ in range(2)]
-    outs = [probe(*leaves) for leaves, _ in sets]
-    for out, (leaves, cotangent) in zip(outs, sets, strict=True):
-        s.check([out, *torch.autograd.grad(out, leaves, cotangent)])
-
-
-@scenario
 def test_interleaved_modules(s: Scene) -> None:
     for backwards in ((0, 1), (1, 0)):
         layouts = (head_tail, contiguous)

@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, parallel
 
 from cp_styles import (
-    ColwiseParallel,
     GradientCheck,
     PrepareModuleInput,
     PrepareModuleInputOutput,
@@ -106,21 +105,6 @@ def test_a_norm_along_another_dim():
     run_ranks(on, 4)
 
 
-def test_ranks_keep_their_own_weights():
-    """``src_data_rank=None``: nobody sends the weights of rank 0, which here differ."""
-
-    def on(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("cp", "tp"))
-        linear = nn.Linear(2, 4, bias=False)
-        linear.weight.data.fill_(rank)
-        with CommunicationTrace() as trace:
-            parallelize_module(linear, mesh, ColwiseParallel(), src_data_rank=None)
-        assert not trace.events
-        assert linear.weight.to_local().unique().tolist() == [rank]
-
-    run_ranks(on, 2)
-
-
 def by_flex(mesh, qkv, **options):
     return context_flex_attention(*qkv, mesh, layout=contiguous, **options)
 
@@ -148,18 +132,6 @@ def test_parameters_that_are_meant_to_differ(attend):
     run_ranks(on, 2, True)
     errors = run_ranks(on, 2, False, return_errors=True)
     assert [type(error) for error in errors] == [UnreducedGradientsError] * 2
-
-
-def test_a_scale_of_flex_attention():
-    inputs, _ = attention_inputs(length=LENGTH)
-    expected = dense_attention(*inputs, scale=0.3)
-    layout = contiguous(LENGTH, 2)
-
-    def on(rank: int) -> float:
-        parts = [layout.shard(x, 2, rank) for x in inputs]
-        return error(by_flex(cp_mesh(2), parts, scale=0.3), layout.shard(expected, 2, rank), whole=expected)
-
-    assert max(run_ranks(on, 2)) < EXACT
 
 
 class Positioned(nn.Module):

@@ -152,7 +152,7 @@ def test_src_data_rank_reaches_torch():
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("cp", "tp"))
         linear = nn.Linear(2, 2, bias=False)
         nn.init.constant_(linear.weight, rank)
-        parallelize_module(linear, mesh, styles.ColwiseParallel(), src_data_rank=source)
+        styles.parallelize_module(linear, mesh, styles.ColwiseParallel(), src_data_rank=source)
         return linear.weight.to_local().unique().tolist()
 
     assert run_ranks(first_weight, 2, None) == [[0], [1]]

@@ -236,30 +236,6 @@ def test_one_rank_alone_does_not_attend(what: str, door: str, layout: str):
         assert f"ranks [1] of mesh axis 'cp' {refused} (their own error says why)" in line
 
 
-@pytest.mark.parametrize(
-    ("change", "mine", "others"),
-    [
-        (lambda x: x.int(), "must share one floating-point dtype", "ranks [1] of mesh axis 'cp' refused their inputs"),
-        (lambda x: x[:, :, 1:], "hold 11 together", "hold 11 together"),
-        (lambda x: x.float(), "ranks [1] differ from rank 0", "ranks [1] differ from rank 0"),
-        (lambda x: x[:1], "ranks [1] differ from rank 0", "ranks [1] differ from rank 0"),
-    ],
-    ids=["refused", "length", "dtype", "batch"],
-)
-def test_one_rank_has_other_inputs_where_the_layout_is_given(change, mine: str, others: str):
-
-    def act(s: Scene):
-        module = parallelize_module(Calls(), s.mesh, AttentionContextParallel(layout=LAYOUTS["layout"]))
-        module.options = {}
-        module(*(change(x) if s.rank == 1 else x for x in s.leaves(contiguous)[0]))
-
-    said = refusals(act).splitlines()
-    first, second, third = said * RANKS if len(said) == 1 else said
-    assert mine in second
-    assert others in first
-    assert others in third
-
-
 @pytest.mark.parametrize("named", [0, 1])
 def test_only_one_rank_is_given_the_layout(named: int):
 
@@ -610,26 +586,6 @@ def test_a_balancer_that_reads_the_batch(door: str, late: bool):
 def in_block(s: Scene, layout, *qkv):
     with context_parallel(s.mesh, layout=layout):
         return Core()(*qkv)
-
-
-@pytest.mark.parametrize("wrong", [[0, 1, 2], [1]], ids=["all ranks", "one rank"])
-def test_a_model_is_given_tokens_of_another_layout(wrong: list[int]):
-    """The layout that cut them is known of the tokens, and of nothing that is computed from them."""
-
-    class Model(nn.Module):
-        def forward(self, tokens):
-            x = (tokens[:, None, :, None] + torch.arange(8.0)).expand(-1, 2, -1, -1)
-            return F.scaled_dot_product_attention(x, x, x, is_causal=True)
-
-    def act(s: Scene):
-        model = parallelize_module(Model(), s.mesh, ModuleContextParallel(layout=head_tail))
-        layout = (contiguous if s.rank in wrong else head_tail)(LENGTH, RANKS)
-        model(tokens=layout.shard(torch.arange(float(LENGTH))[None], 1, s.rank))
-
-    text = refusals(act)
-    assert "was cut with another layout than the attention uses (head_tail)" in text
-    if len(wrong) == 1:
-        assert "ranks [1] of mesh axis 'cp' refused their inputs" in text
 
 
 @pytest.mark.parametrize("others", [[0, 1, 2], [3]], ids=str)
