@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeAlias
 import torch
 import torch.distributed as dist
 
-from cp_styles._compat import graph_task_id, when_destroyed
+from cp_styles._compat import graph_task_id, uncompiled, when_destroyed
 from cp_styles.bounded_cache import LatestEntries
 from cp_styles.checksum import fingerprint
 from cp_styles.comm.agreement import (
@@ -248,6 +248,7 @@ class Binding:
         self.agree(problem, (), {}, False)
         raise problem
 
+    @uncompiled
     def refuse_call(self) -> None:
         """Tell the ranks that have called their attention, or will call it, that this rank will not."""
         offer_refusal(self.name, self.group)

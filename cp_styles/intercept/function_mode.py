@@ -29,7 +29,6 @@ from cp_styles._compat import (
     never_compiled,
     uncompiled,
 )
-from cp_styles.comm.agreement import offer_refusal
 from cp_styles.decoding import DecodeCall, KVCache, cache_of, decode
 from cp_styles.engine.binding import Binding, Tally, refuse_dropout, refuse_grouped
 from cp_styles.engine.custom_ops import check_plain, config_text_of
@@ -400,21 +399,16 @@ class AttentionCalls(RerunMode):
         if not torch.compiler.is_dynamo_compiling():
             self.tally.running = False
         if not torch.compiler.is_dynamo_compiling() and output is None and sys.exc_info()[1] is not None:
-            self._offer_refusal()
+            self.unscoped.refuse_call()
             return
         if attends and not self.tally.calls:
             if not torch.compiler.is_dynamo_compiling():  # while tracing, no rank waits yet
-                self._offer_refusal()
+                self.unscoped.refuse_call()
             raise NotImplementedError(
                 f"{self._name}: no scaled_dot_product_attention was called inside: nothing was context parallel, and "
                 "any other attention was local to each rank. Call one of torch's attention functions in the module"
                 f"{see('No attention was called')}"
             )
-
-    @uncompiled
-    def _offer_refusal(self) -> None:
-        """Tell the other ranks, which may be at a call that this rank does not reach."""
-        offer_refusal(self.unscoped.name, self.unscoped.group)
 
 
 def _parameter_names(cls: type[nn.Module]) -> tuple[str, ...]:

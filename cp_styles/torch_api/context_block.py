@@ -315,7 +315,7 @@ class _BlockCalls(AttentionCalls):
         if self.flow is not None and unread:
             problem = problem or self.flow.problem_of_unread()
         if self.flow is not None and problem is not None:
-            self._offer_refusal()  # ranks with another number of tokens may not see it
+            self.unscoped.refuse_call()  # ranks with another number of tokens may not see it
             raise NotImplementedError(f"{self._name}: {self.flow.words(problem)}")
 
     def __exit__(self, *exception: Any) -> None:
