@@ -603,6 +603,9 @@ class Verdict:
 
 
 def judge(case: Case) -> Verdict:
+    if case.door.startswith("flex"):
+        # The first flex_attention of a process imports it. That takes seconds on a busy machine: as long as WAIT.
+        importlib.import_module("torch._inductor.compile_fx")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -737,8 +740,6 @@ _ANSWER = "verdict: "
 def judge_lines() -> None:
     """The process of :class:`Judges`: a case a line, and its verdict."""
     torch.set_num_threads(1)
-    # The first flex_attention of a process imports it. That takes seconds on a busy machine: as long as WAIT.
-    importlib.import_module("torch._inductor.compile_fx")
     for line in sys.stdin:
         verdict = judge(case_of(line))
         print(_ANSWER + json.dumps(vars(verdict)), flush=True)
