@@ -33,7 +33,7 @@ from __future__ import annotations
 import gc
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -45,7 +45,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cp_styles.bounded_cache import known_about
 from cp_styles.checksum import device_checksum, fingerprint
-from cp_styles.comm.agreement import Meeting, StatusRow, compare, end_forwards, start_status
+from cp_styles.comm.agreement import Meeting, StatusRow, end_forwards, meet_alike
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import GroupOrMesh, axis_and_group, shares_ranks
 from cp_styles.comm.point_to_point import Operation, collective, unbroken
@@ -618,10 +618,10 @@ def _with_gradient_anywhere(
     ``options`` are bucket_bytes and reduce_dtype.
     """
     parameters: list[torch.Tensor] = []
-    present, kinds = b"", []
+    present = b""
 
-    def build() -> StatusRow:
-        nonlocal parameters, present, kinds
+    def describe() -> tuple[dict[str, Any], StatusRow]:
+        nonlocal parameters, present
         parameters = check()
         present = bytes(parameter.grad is not None for parameter in parameters)
         kinds = [
@@ -631,20 +631,15 @@ def _with_gradient_anywhere(
             )
             for p in parameters
         ]
-        return StatusRow(
-            q_length=zlib.crc32(present),
-            facts=fingerprint([kinds, options]),
-            watch=_sample_of_gradients(parameters, group),
-        )
+        facts = {
+            "the number of parameters that require grad": len(parameters),
+            "their shapes, and dtypes of gradients": kinds,
+            "bucket_bytes": options[0],
+            "reduce_dtype": options[1],
+        }
+        return facts, StatusRow(q_length=zlib.crc32(present), watch=_sample_of_gradients(parameters, group))
 
-    rows = start_status(build, Meeting.GRADIENTS, "sum_gradients", axis, group)()
-    named = {
-        "the number of parameters that require grad": len(parameters),
-        "their shapes, and dtypes of gradients": kinds,
-        "bucket_bytes": options[0],
-        "reduce_dtype": options[1],
-    }
-    compare(rows, ("sum_gradients", axis, group), lambda: named)
+    rows = meet_alike(describe, Meeting.GRADIENTS, ("sum_gradients", axis, group))
     if len(set(rows.columns.watch)) == 1 and rows[0].watch and group.size() > 1:
         _refuse_ddp(parameters, group)
     if len(set(rows.columns.q_length)) > 1:

@@ -25,9 +25,9 @@ from cp_styles.batch import (
     shard_batch,
     sum_gradients,
 )
-from cp_styles.checksum import checksum, fingerprint
+from cp_styles.checksum import checksum
 from cp_styles.collectives import gather_outputs
-from cp_styles.comm.agreement import Meeting, StatusRow, compare, start_status
+from cp_styles.comm.agreement import Meeting, StatusRow, meet_alike
 from cp_styles.comm.groups import GroupOrMesh, axis_and_group
 from cp_styles.engine.scope import SequenceScope
 from cp_styles.layout import Balancer, SequenceLayout, head_tail, layout_made_by
@@ -265,9 +265,8 @@ class BatchSharder:
         cut: dict[str, torch.Tensor] = {}
         layouts: list[SequenceLayout] = []
         document_ids: list[torch.Tensor | None] = []
-        content: dict[str, Any] = {}
 
-        def build() -> StatusRow:
+        def describe() -> tuple[dict[str, Any], StatusRow]:
             whole.update(self._whole(batch))
             ids = whole.pop("document_ids", None)  # read from the whole batch alone
             cut.update({name: x for name, x in whole.items() if isinstance(x, torch.Tensor) and x.ndim})
@@ -281,17 +280,15 @@ class BatchSharder:
             layouts.append(self._layout_for(_tokens(whole).shape[1]))
             document_ids.append(ids)
             given = whole | {"document_ids": ids}
-            content.update({f"the samples ({name})": _content(x) for name, x in given.items()})
-            return StatusRow(facts=fingerprint(list(content.items())))
+            return {f"the samples ({name})": _content(x) for name, x in given.items()}, StatusRow()
 
-        rows = start_status(build, Meeting.BATCH, self._name, self.mesh_axis, self._group)()
         advice = (
             ". The ranks of one sequence must be given the same whole batch, of which each gets its part: share the "
             "data set among the data-parallel ranks alone (share_batches, or a DistributedSampler with "
             'num_replicas=mesh["dp"].size()), with the same seed on all ranks; for a Trainer of transformers use '
             f"ContextParallelTrainer{see('Ranks with other samples')}"
         )
-        compare(rows, (self._name, self.mesh_axis, self._group), lambda: content, advice)
+        meet_alike(describe, Meeting.BATCH, (self._name, self.mesh_axis, self._group), advice)
         part = shard_batch(cut, layouts[0], self._group.rank(), seq_dims=self._seq_dims)
         contiguous = {name: x.contiguous() for name, x in part.items()}  # models view them
         return ShardedBatch(whole | contiguous, self, layouts[0], document_ids[0])

@@ -26,16 +26,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from cp_styles._compat import uncompiled, without_dispatch_modes, without_function_modes
-from cp_styles.checksum import device_checksum, digest, fingerprint
+from cp_styles.checksum import device_checksum, digest
 from cp_styles.comm.agreement import (
     EVERY_CALL,
     Agreement,
     Meeting,
     StatusRow,
-    compare,
+    meet_alike,
     offer_refusal,
-    plain,
-    start_status,
 )
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import axis_and_group
@@ -388,28 +386,27 @@ def _agree(
     name: str, q: torch.Tensor, held: tuple[torch.Tensor, torch.Tensor], cache: KVCache, call: DecodeCall
 ) -> None:
     """Raise on every rank unless all ranks call alike."""
-    where = name, cache.axis, cache.group
-    facts: dict[str, Any] = {
-        "how many positions the cache has": cache.length,
-        "how many positions the cache has freed": cache._first,
-        "scale": call.scale,
-    }
 
-    def build() -> StatusRow:
+    def describe() -> tuple[dict[str, Any], StatusRow]:
         if call.refuse is not None:
             call.refuse()
         _check(name, q, held[0], cache, call)
+        facts: dict[str, Any] = {
+            "how many positions the cache has": cache.length,
+            "how many positions the cache has freed": cache._first,
+            "scale": call.scale,
+        }
         for what, x in {"the query": q, "attn_mask": call.attn_mask, "sink": call.sink_H}.items():
             facts[what] = None if x is None else (tuple(x.shape), x.dtype, 0 if x is q else digest(x))
         facts["the cache"] = [(*x.shape[:2], x.shape[3], x.dtype) for x in held]
         facts["the mask"], facts["the contents of the mask"] = call.mask, call.mask.content
         facts["kernel"], facts["score_mod"] = call.kernel, call.score_mod
-        return StatusRow(facts=fingerprint(list(map(plain, facts.values()))))
+        return facts, StatusRow()
 
     state_of(cache.group).engaged = True
     ranks = cache.group.size()
-    rows = start_status(build, Meeting.DECODE, *where, agreement=call.agreement, assumed=lambda mine: [mine] * ranks)()
-    compare(rows, where, lambda: facts)
+    options: dict[str, Any] = {"agreement": call.agreement, "assumed": lambda mine: [mine] * ranks}
+    meet_alike(describe, Meeting.DECODE, (name, cache.axis, cache.group), **options)
 
 
 def _check(name: str, q: torch.Tensor, keys: torch.Tensor, cache: KVCache, call: DecodeCall) -> None:

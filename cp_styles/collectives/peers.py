@@ -11,8 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from cp_styles._compat import is_traced, resolve_group
-from cp_styles.checksum import fingerprint
-from cp_styles.comm.agreement import Meeting, StatusRow, compare, short, start_status
+from cp_styles.comm.agreement import Meeting, StatusRow, meet_alike, short
 from cp_styles.comm.group_state import state_of
 from cp_styles.comm.groups import axis_and_group
 from cp_styles.layout import SequenceLayout
@@ -84,18 +83,15 @@ def rows_agreed(peers: Peers, call: str, describe: Callable[[], Facts], check: b
     """
     if peers.size == 1 or not check or is_traced():  # only this rank's are checked, and all are taken for such as these
         return (StatusRow(describe().own),) * peers.size
-    facts: dict[str, str] = {}
 
-    def build() -> StatusRow:
+    def facts() -> tuple[dict[str, str], StatusRow]:
         same, own, watch = describe()
-        facts.update({"call": call}, **{what: _short(value) for what, value in same.items()})
-        return StatusRow(q_length=own, facts=fingerprint(list(facts.items())), watch=watch)
+        texts = {what: _short(value) for what, value in same.items()}
+        return {"call": call} | texts, StatusRow(q_length=own, watch=watch)
 
     group = resolve_group(peers.name)
     where = "cp_styles.collectives", state_of(group).operations.axis, group
-    rows = start_status(build, Meeting.COLLECTIVE, *where, path=call)()
-    compare(rows, (call, *where[1:]), lambda: facts)
-    return rows
+    return meet_alike(facts, Meeting.COLLECTIVE, where, path=call)
 
 
 def _short(value: Any) -> str:

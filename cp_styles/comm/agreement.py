@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch.distributed as dist
 
 from cp_styles._compat import graph_task_id, named_range, resolve_group, without_dispatch_modes
+from cp_styles.checksum import fingerprint
 from cp_styles.comm.group_state import GroupState, state_of, states
 from cp_styles.comm.mailbox import WIDTH
 from cp_styles.comm.point_to_point import break_off, gather_numbers, offer_numbers, start_numbers, unbroken
@@ -397,6 +398,30 @@ def is_of_this_world(group: dist.ProcessGroup) -> bool:
 
 Where: TypeAlias = tuple[str, str, dist.ProcessGroup]
 """Who meets: the name of the module or function, the name of the mesh axis, and the group."""
+
+
+def meet_alike(
+    describe: Callable[[], tuple[Mapping[str, Any], StatusRow]],
+    meeting: Meeting,
+    where: Where,
+    advice: str = "",
+    path: str = "",
+    **options: Any,
+) -> StatusRows:
+    """A meeting at which facts are compared. ``describe()`` returns them by name, and what else is in the row.
+
+    ``path`` and ``options`` are those of :func:`start_status`. Raises ValueError on every rank, see :func:`compare`.
+    """
+    facts: dict[str, Any] = {}
+
+    def build() -> StatusRow:
+        described, row = describe()
+        facts.update(described)
+        return row._replace(facts=fingerprint(list(map(plain, facts.values()))))
+
+    rows = start_status(build, meeting, *where, path=path, **options)()
+    compare(rows, (path or where[0], *where[1:]), lambda: facts, advice)
+    return rows
 
 
 def compare(

@@ -27,15 +27,9 @@ from torch.utils.hooks import RemovableHandle
 
 from cp_styles._compat import uncompiled, without_function_modes
 from cp_styles.bounded_cache import known_about
-from cp_styles.checksum import checksum, digest, fingerprint
+from cp_styles.checksum import checksum, digest
 from cp_styles.collectives import gather
-from cp_styles.comm.agreement import (
-    Meeting,
-    StatusRow,
-    compare,
-    offer_refusal,
-    start_status,
-)
+from cp_styles.comm.agreement import Meeting, StatusRow, meet_alike, offer_refusal, start_status
 from cp_styles.comm.group_state import state_of
 from cp_styles.decoding import DecodeCall, cache_of
 from cp_styles.engine.binding import Binding, refuse_dropout
@@ -457,10 +451,13 @@ def _agree_on_prompt(
     *,
     encodes: bool = False,
 ) -> None:
-    where, given = (binding.name, binding.axis), (tokens, attention_mask, position_ids)
-    facts: list[Any] = []
+    given = {
+        "the prompt, which is cut here: pass the whole one": tokens,
+        "attention_mask": attention_mask,
+        "position_ids": position_ids,
+    }
 
-    def build() -> StatusRow:
+    def describe() -> tuple[dict[str, Any], StatusRow]:
         if getattr(getattr(model, "config", None), "is_encoder_decoder", False) != encodes:
             kind, other = ("a decoder alone", "prefill") if encodes else ("an encoder and a decoder", "encode")
             raise ValueError(f"{binding.name}: {type(model).__name__} has {kind}: call {other} instead")
@@ -478,13 +475,10 @@ def _agree_on_prompt(
             raise ValueError(
                 f"{binding.name}: the prompt is padded on the right: pad it on the left, as generate() asks for"
             )
-        facts.extend(None if x is None else (_shape(x), digest(x)) for x in given)
-        return StatusRow(facts=fingerprint(facts))
+        return {what: None if x is None else (_shape(x), digest(x)) for what, x in given.items()}, StatusRow()
 
     state_of(binding.group).engaged = True
-    rows = start_status(build, Meeting.DECODE, *where, binding.group)()
-    names = "the prompt, which is cut here: pass the whole one", "attention_mask", "position_ids"
-    compare(rows, (*where, binding.group), lambda: dict(zip(names, facts, strict=True)))
+    meet_alike(describe, Meeting.DECODE, (binding.name, binding.axis, binding.group))
     state_of(binding.group).engaged = False
 
 

@@ -21,8 +21,7 @@ import torch
 from torch import nn
 
 from cp_styles._compat import graph_task_id, never_compile_alone, never_compiled, tensors_in, uncompiled
-from cp_styles.checksum import fingerprint
-from cp_styles.comm.agreement import Meeting, StatusRow, compare, start_status
+from cp_styles.comm.agreement import Meeting, StatusRow, meet_alike
 from cp_styles.comm.group_state import state_of
 from cp_styles.decoding import LayerCaches
 from cp_styles.device_copies import captures_graph
@@ -709,13 +708,12 @@ def _compare_counts(binding: Binding, kind: str, count: Any) -> None:
     state.engaged = True
     number = float(count)
     where = binding.name, binding.axis, binding.group
-    rows = start_status(lambda: StatusRow(facts=fingerprint([number])), Meeting.BATCH, *where)()
     advice = (
         f". {kind} divides by it, and it is the number of labels that all ranks have together. With numbers of their "
         "own the ranks return means, and a mean of means is another number: pass global_token_count(labels, mesh); a "
         f"Trainer of transformers needs average_tokens_across_devices=True{see('A number of labels for each rank')}"
     )
-    compare(rows, where, lambda: {"num_items_in_batch": number}, advice)
+    meet_alike(lambda: ({"num_items_in_batch": number}, StatusRow()), Meeting.BATCH, where, advice)
     state.engaged = False
 
 

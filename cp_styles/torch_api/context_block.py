@@ -28,15 +28,7 @@ from cp_styles._compat import (
     uncompiled,
     without_dispatch_modes,
 )
-from cp_styles.checksum import fingerprint
-from cp_styles.comm.agreement import (
-    Agreement,
-    Meeting,
-    StatusRow,
-    compare,
-    offer_refusal,
-    start_status,
-)
+from cp_styles.comm.agreement import Agreement, Meeting, StatusRow, meet_alike, offer_refusal
 from cp_styles.comm.group_state import GroupState, state_of
 from cp_styles.comm.groups import axis_and_group
 from cp_styles.engine.binding import Binding, Tally, binding_of_call
@@ -392,13 +384,11 @@ def agree_on(
     """The result of ``check``. Raises on every rank if ``check`` fails on one, or if the ranks' ``facts`` differ."""
     results = []
 
-    def build() -> StatusRow:
+    def describe() -> tuple[dict[str, Any], StatusRow]:
         results.append(check())
-        return StatusRow(facts=fingerprint(facts(results[0])))
+        return {"the buffers, their shapes, dtypes and sequence dims": facts(results[0])}, StatusRow()
 
-    rows = start_status(build, Meeting.BLOCK, name, axis, group)()
-    what = "the buffers, their shapes, dtypes and sequence dims"
-    compare(rows, (name, axis, group), lambda: {what: facts(results[0])})
+    meet_alike(describe, Meeting.BLOCK, (name, axis, group))
     return results[0]
 
 
