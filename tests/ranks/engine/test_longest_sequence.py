@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.device_mesh import init_device_mesh
 
-from cp_styles import AllGather, Ring, Ulysses, head_tail
+from cp_styles import Ring, Ulysses, head_tail
 from cp_styles.comm.agreement import WIDTH
 from cp_styles.strategies import Strategy
 from cp_styles.testing import run_ranks
@@ -85,7 +85,6 @@ def test_four_ranks_hold_twice_the_sequence_of_two(command, strategy, kept):
 
 @pytest.mark.nightly
 def test_what_does_not_shrink_is_seen(command):
-    gathered, kept = growth(command, AllGather()), growth(command, Ring(keep=3))
-    # Keys and values of two more ranks: those of one layer while it runs; those of all layers.
-    assert NUMBERS < gathered[4] - gathered[2] <= 2 * K_BYTES + NUMBERS
+    kept = growth(command, Ring(keep=3))
+    # Keys and values of two more ranks, those of all layers.
     assert abs(kept[4] - kept[2] - CONFIG.layers * 2 * K_BYTES) <= NUMBERS
