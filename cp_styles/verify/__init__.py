@@ -16,7 +16,6 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -24,8 +23,8 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from cp_styles.styles import parallelize_module
 from cp_styles.styles.base import ContextParallelStyle
 from cp_styles.testing import CommunicationTrace
-from cp_styles.verify.compare import Places, squares
-from cp_styles.verify.diagnose import Comparison, Gather, StepResult, some
+from cp_styles.verify.compare import WHOLE, Comparison, Gather, Places, StepResult
+from cp_styles.verify.diagnose import findings, some
 from cp_styles.verify.report import ModuleErrors, Report, VerificationError
 from cp_styles.verify.step import (
     WEIGHTS,
@@ -117,17 +116,14 @@ def verify(
             single = copy.deepcopy(model if reference is None else reference)
             if reference is not None:
                 single.load_state_dict(model.state_dict())
-        scopes_over = None if reference is not None else _name_of(axis)
-        with mesh_of_one(mesh) as alone:
-            one, again = (
-                _on_one(copy.deepcopy(single), batch, alone, step, title, gather, scopes_over) for _ in range(2)
-            )
-        with telling_others(gather, VerificationError):
-            _refuse(title, _unusable(one, gather) or _random(one, again, gather, tolerance))
+            scopes_over = None if reference is not None else (axis.mesh_dim_names or ("cp",))[0]
+            with mesh_of_one(mesh) as alone:
+                one, again = (run_alone(copy.deepcopy(single), batch, alone, step, scopes_over) for _ in range(2))
+            _refuse(title, _unusable(one, gather) or _random(one.result, again.result, gather, tolerance))
 
         trace = CommunicationTrace()
-        with mesh_of_its_own(mesh, gather) as own:
-            many = run_together(copy.deepcopy(model), partial(_parallel, plan), own, batch, step, trace)
+        with mesh_of_its_own(mesh, gather) as own_mesh:
+            many = run_together(copy.deepcopy(model), partial(_parallel, plan), own_mesh, batch, step, trace)
             if isinstance(many, StepResult):
                 failures = gather(None)  # the others have finished too, or failed: no message is under way
         if isinstance(many, Failure):
@@ -144,38 +140,12 @@ def _parallel(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return plan(model, mesh)
 
 
-def _on_one(
-    model: nn.Module,
-    batch: Any,
-    mesh: DeviceMesh,
-    step: StepFunction,
-    title: str,
-    gather: Gather,
-    scopes_over: str | None,
-) -> Alone:
-    alone = error = None
-    try:
-        alone = run_alone(model, batch, mesh, step, scopes_over)
-    except Exception as raised:
-        error = raised
-    texts = [each for each in gather(None if error is None else f"{type(error).__name__}: {error}") if each is not None]
-    if error is not None:
-        error.add_note(
-            "verify: this is the step on one process, without the plan. Give reference= if that needs another model"
-        )
-        raise error
-    _refuse(title, [f"on one process, without the plan, on another rank: {text}" for text in texts[:1]])
-    assert alone is not None
-    return alone
-
-
 def _failed(failures: list[Failure | None]) -> list[str]:
     """Texts for what the step has raised on ranks. Those that lost the connection to another one are not the cause."""
-    raised = [(rank, each) for rank, each in enumerate(failures) if each is not None]
-    causes = [(rank, each) for rank, each in raised if not each.of_transfer] or raised
+    raised = [(rank, failure) for rank, failure in enumerate(failures) if failure is not None]
     ranks: dict[str, list[int]] = {}
-    for rank, each in causes:
-        ranks.setdefault(each.text, []).append(rank)
+    for rank, failure in [(rank, failure) for rank, failure in raised if not failure.of_transfer] or raised:
+        ranks.setdefault(failure.text, []).append(rank)
     return [
         text if len(where) == len(failures) else f"on rank {', '.join(map(str, where))}: {text}"
         for text, where in list(ranks.items())[:3]
@@ -184,92 +154,74 @@ def _failed(failures: list[Failure | None]) -> list[str]:
 
 def _differences(ranks: list[dict[str, int]]) -> list[str]:
     """Texts for entries of the batch and parameters that differ between ranks."""
-    apart = [name for name in ranks[0] if len({each.get(name) for each in ranks}) > 1]
-    findings = []
+    names = dict.fromkeys(name for sums in ranks for name in sums)
+    apart = [name for name in names if len({sums.get(name) for sums in ranks}) > 1]
     weights = [name for name in apart if name.startswith(WEIGHTS)]
     entries = [name for name in apart if not name.startswith(WEIGHTS)]
-    if entries or len({tuple(name for name in each if not name.startswith(WEIGHTS)) for each in ranks}) > 1:
-        findings.append(
-            f"the sample differs between ranks ({', '.join(entries) or 'its entries'}): all ranks of one sequence take "
-            "part in one batch. Give them the same one, and let the step cut it"
+    texts = []
+    if entries:
+        texts.append(
+            f"the sample differs between ranks ({', '.join(entries)}): all ranks of one sequence take part in one "
+            "batch. Give them the same one, and let the step cut it"
         )
     if weights:
-        findings.append(
-            f"the ranks begin with different weights ({', '.join(weights[:4])}{', ...' if len(weights) > 4 else ''}): "
-            "seed them alike, or load one state dict"
+        texts.append(
+            f"the ranks begin with different weights ({some(weights)}): seed them alike, or load one state dict"
         )
-    return findings
+    return texts
 
 
 def _unusable(one: Alone, gather: Gather) -> list[str]:
     """A text for a step of one process with which nothing can be compared."""
-    finding = None
+    text = None
     bad = [name for name, x in one.result.gradients.items() if x is not None and not bool(x.isfinite().all())]
     if not one.result.recording.calls:
-        finding = "the step does not call the model that it is given"
+        text = "the step does not call the model that it is given"
     elif one.result.loss is not None and not math.isfinite(one.result.loss):
-        finding = (
+        text = (
             f"on one process, without the plan, the loss is {one.result.loss}: choose a batch and weights for which it "
             "is finite"
         )
     elif bad:
-        finding = (
+        text = (
             f"on one process, without the plan, gradients are not finite ({some(bad)}): choose a batch and weights for "
             "which they are"
         )
     elif one.removed:
-        finding = (
+        text = (
             f"the step removes gradients before it ends ({some(one.removed)}), so they cannot be compared: leave "
             "zero_grad() out of it, and optimizers that set gradients to None"
         )
-    return [each for each in gather(finding) if each is not None][:1]
+    return list(filter(None, gather(text)))[:1]
 
 
-def _random(one: Alone, again: Alone, gather: Gather, tolerance: float) -> list[str]:
+def _random(one: StepResult, again: StepResult, gather: Gather, tolerance: float) -> list[str]:
     """A text for the first module in which two runs on one process differ, or for different losses of the ranks."""
-    nowhere = Places((), 0)
-
-    def differ(tensor: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-        compared = nowhere.compare(tensor, other)
-        return (tensor is None) != (other is None) or (compared is not None and not compared.error() <= tolerance)
-
-    first, second = one.result, again.result
-    finding = None
-    for call, other in zip(first.recording.calls, second.recording.calls, strict=False):
-        if any(differ(*pair) for pair in zip(call.outputs, other.outputs, strict=False)):
-            finding = (
+    same = Comparison(one, again, WHOLE, gather, tolerance)
+    for call in same.calls:
+        if same.is_wrong(same.outputs.get(call.key)):
+            return [
                 f"two runs on one process differ, first in {call}: dropout is on, or something else is drawn at "
                 "random. Call model.eval() (it trains all the same), or set dropout to 0"
-            )
-            break
-    floor = max((float(x.norm()) for x in first.gradients.values() if x is not None), default=0.0)
-    if finding is None:
-        pairs = [(name, x, second.gradients.get(name)) for name, x in first.gradients.items()]
-        named = [
-            name
-            for name, x, y in pairs
-            if (x is None) != (y is None)
-            or (x is not None and y is not None and squares(x, y).error(floor) > tolerance)
+            ]
+    losses, others = zip(*gather((one.loss, again.loss)), strict=True)
+    drawn = [name for name, error in same.parameters.items() if same.is_wrong(error)]
+    if drawn or not all(_near(*pair, tolerance) for pair in zip(losses, others, strict=True)):
+        return [
+            f"two runs of the step on one process differ in {f'gradients ({some(drawn)})' if drawn else 'the loss'}: "
+            "the step draws something at random, or goes on from where it was (an iterator, a counter)"
         ]
-        losses = [each.loss for each in (first, second)]
-        if named or (None not in losses and not math.isclose(*losses, rel_tol=tolerance)):  # pyright: ignore
-            finding = (
-                "two runs of the step on one process differ in "
-                f"{f'gradients ({some(named)})' if named else 'the loss'}: the step draws something at random, "
-                "or goes on from where it was (an iterator, a counter)"
-            )
-    named = [each for each in gather(finding) if each is not None]
-    if named:
-        return named[:1]
-    losses = gather(first.loss)
-    if len({each is None for each in losses}) > 1 or (
-        losses[0] is not None and not all(math.isclose(each, losses[0], rel_tol=tolerance) for each in losses)
-    ):
+    if not all(_near(loss, losses[0], tolerance) for loss in losses):
         return [
             f"the step of one process has another loss on each rank ({', '.join(map(_number, losses))}): "
             "the sample differs between ranks. The step must not choose it by the rank of the process"
         ]
     return []
+
+
+def _near(loss: float | None, other: float | None, tolerance: float) -> bool:
+    """Whether losses are equal but for rounding; None is the loss of a step that returns none."""
+    return loss == other or (None not in (loss, other) and math.isclose(loss, other, rel_tol=tolerance))  # pyright: ignore
 
 
 def _report(
@@ -282,48 +234,33 @@ def _report(
     gather: Gather,
     tolerance: float,
 ) -> Report:
-    one, group, rank = alone.result, axis.get_group(), axis.get_local_rank()
-
-    def over_sequence(tensor: torch.Tensor) -> torch.Tensor:
-        gather(None)  # no rank has failed
-        total = tensor.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    ran = many.recording.attentions
-    layouts = tuple(dict.fromkeys(layout for each in ran for layout in each.layouts))
-    comparison = Comparison(single, one, many, Places(layouts, rank), axis.size(), over_sequence, gather, tolerance)
-    findings = comparison.findings() if any(gather(bool(ran))) else [_NO_ATTENTION]
+    one, ran = alone.result, many.recording.attentions
+    layouts = tuple(dict.fromkeys(layout for attention in ran for layout in attention.layouts))
+    comparison = Comparison(one, many, Places(layouts, axis.get_local_rank()), gather, tolerance)
+    texts = findings(comparison, single, axis) if any(gather(bool(ran))) else [_NO_ATTENTION]
     losses = gather(many.loss)
     loss: tuple[float, ...] = ()
-    if one.loss is not None and all(each is not None for each in losses):
+    if one.loss is not None and None not in losses:
         loss = float(one.loss), *map(float, losses)
-    if not findings:
-        findings = _of_loss(one.loss, losses, tolerance)
-    if (
-        not findings
-        and not loss
-        and not comparison.parameters
-        and not any(error is not None for error in comparison.errors.outputs.values())
-    ):
-        findings = [
+    texts = texts or _of_loss(one.loss, losses, tolerance)
+    if not (texts or loss or comparison.parameters or comparison.outputs):
+        texts = [
             "nothing could be compared: the step returns no loss and leaves no gradients, and no output of a module "
             "has the shape of a rank's tokens. Let it return the loss"
         ]
-    if findings and alone.unapplied:
-        findings.append(
+    if texts and alone.unapplied:
+        texts.append(
             f"on one process the mask of the SequenceScope ({', '.join(alone.unapplied)}) was not applied: verify can "
             "do that for bands in scaled_dot_product_attention alone. Give it reference=, a model that makes it itself"
         )
     traces = gather((dict(trace.calls), trace.sent_bytes))
     kinds = sorted({name for calls, _ in traces for name in calls})
+    outputs, gradients = comparison.outputs, comparison.gradients
     report = Report(
         title=title,
-        findings=tuple(findings),
+        findings=tuple(texts),
         modules=tuple(
-            ModuleErrors(
-                call.name, call.kind, comparison.errors.outputs[call.key], comparison.errors.gradients[call.key]
-            )
+            ModuleErrors(call.name, call.kind, outputs.get(call.key), gradients.get(call.key))
             for call in one.recording.calls
         ),
         parameters=tuple(comparison.parameters.items()),
@@ -332,22 +269,22 @@ def _report(
         sent_bytes=tuple(sent for _, sent in traces),
         tolerance=tolerance,
     )
-    if findings:
+    if texts:
         raise VerificationError(report)
     return report
 
 
 def _of_loss(one: float | None, ranks: list[float | None], tolerance: float) -> list[str]:
     """Findings about the loss that a step returns. All gradients are right."""
-    losses = [each for each in ranks if each is not None]
-    if (one is None or len(losses) < len(ranks)) and not (one is None and not losses):
-        shown = ", ".join(map(_number, ranks))
-        return [f"the step returns {_number(one)} as its loss on one process, and {shown} on the ranks"]
-    if one is None or all(math.isclose(each, one, rel_tol=tolerance) for each in losses):
+    if all(_near(loss, one, tolerance) for loss in ranks):
         return []
+    shown = ", ".join(map(_number, ranks))
+    losses = [loss for loss in ranks if loss is not None]
+    if one is None or len(losses) < len(ranks):
+        return [f"the step returns {_number(one)} as its loss on one process, and {shown} on the ranks"]
     why = "return the mean over the tokens of all ranks, as global_loss does"
     if not all(map(math.isfinite, losses)):
-        why = f"it is {', '.join(map(_number, losses))}. The cause is not known"
+        why = f"it is {shown}. The cause is not known"
     return [f"the loss that the step returns is another number than on one process, and all gradients are right: {why}"]
 
 
@@ -360,13 +297,9 @@ _NO_ATTENTION = (
 )
 
 
-def _name_of(axis: DeviceMesh) -> str:
-    return (axis.mesh_dim_names or ("cp",))[0]
-
-
-def _refuse(title: str, findings: list[str]) -> None:
-    if findings:
-        raise VerificationError(Report(title, tuple(findings)))
+def _refuse(title: str, texts: list[str]) -> None:
+    if texts:
+        raise VerificationError(Report(title, tuple(texts)))
 
 
 def _sequence_axis(plan: Plan, mesh: DeviceMesh) -> DeviceMesh:

@@ -1,16 +1,22 @@
-"""Compares a rank's tensor with its part of the tensor of one process."""
+"""Compares a step on ranks with that of one process: a rank's tensors with its parts of the whole ones."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from cp_styles.layout import SequenceLayout
+from cp_styles.verify.record import Call, Key, Recording
+
+Gather = Callable[[Any], list[Any]]
+"""Returns the values of all ranks of the mesh, by rank. Communication: one all-gather of objects for each axis."""
+_K = TypeVar("_K")
 
 
 @dataclass(frozen=True)
@@ -24,14 +30,12 @@ class Squares:
         return Squares(self.difference + other.difference, self.norm + other.norm)
 
     def error(self, floor: float = 0.0) -> float:
-        """The norm of the difference, relative to the norm of the tensor, or to ``floor`` if that is larger.
-
-        Infinite where it is NaN: each comparison with NaN is false, so an error of NaN would pass for none.
-        """
+        """The norm of the difference, relative to the norm of the tensor, or to ``floor`` if that is larger."""
         if self.difference == 0:
             return 0.0
         norm = max(math.sqrt(self.norm), floor)
         ratio = math.sqrt(self.difference) / norm if norm else math.inf
+        # Each comparison with NaN is false, so an error of NaN would pass for none.
         return math.inf if math.isnan(ratio) else ratio
 
 
@@ -41,14 +45,20 @@ class ExpectedPart:
 
     Attributes:
         take: the same part of another tensor of the whole one's shape.
-        dim: the sequence dim. None: tokens are flattened with the batch, or this is the whole tensor.
         layout: the layout that cuts it. None: this is the whole tensor.
     """
 
     expected: torch.Tensor
     take: Callable[[torch.Tensor], torch.Tensor]
-    dim: int | None = None
-    layout: SequenceLayout | None = None
+    layout: SequenceLayout | None
+
+
+@dataclass(frozen=True)
+class ExpectedRows(ExpectedPart):
+    """A part along ``dim``, which is the sequence alone. In others, tokens are flattened with the batch."""
+
+    layout: SequenceLayout
+    dim: int
 
 
 @dataclass(frozen=True)
@@ -61,65 +71,229 @@ class Places:
     def parts(self, whole: torch.Tensor, shape: Sequence[int]) -> Iterator[ExpectedPart]:
         """The parts of ``whole`` that a tensor of ``shape`` may be. Tokens and batch may be flattened, in two ways."""
         if tuple(whole.shape) == tuple(shape):
-            yield ExpectedPart(whole, lambda x: x)
+            yield ExpectedPart(whole, lambda x: x, None)
             return
-        if whole.ndim != len(shape):
-            return
-        dims = [dim for dim in range(whole.ndim) if whole.shape[dim] != shape[dim]]
+        dims = [dim for dim in range(whole.ndim) if whole.ndim == len(shape) and whole.shape[dim] != shape[dim]]
         if len(dims) != 1:
             return
         dim = dims[0]
         for layout in self.layouts:
-            own = layout.positions(self.rank, whole.device)
+            index = layout.positions(self.rank, whole.device)
             times, rest = divmod(whole.shape[dim], layout.length)
-            if rest or shape[dim] != times * own.numel():
+            if rest or shape[dim] != times * index.numel():
                 continue
             if times == 1:
-                take = partial(torch.index_select, dim=dim, index=own)
-                yield ExpectedPart(take(whole), take, dim, layout)
+                take = partial(torch.index_select, dim=dim, index=index)
+                yield ExpectedRows(take(whole), take, layout, dim)
                 continue
             for inner in (dim + 1, dim):
                 sizes = (times, layout.length) if inner > dim else (layout.length, times)
-                take = partial(_flattened_rows, dim=dim, sizes=sizes, inner=inner, own=own)
-                yield ExpectedPart(take(whole), take, None, layout)
+                take = partial(_flattened_rows, dim=dim, sizes=sizes, inner=inner, index=index)
+                yield ExpectedPart(take(whole), take, layout)
 
-    def part(self, whole: torch.Tensor, local: torch.Tensor) -> ExpectedPart | None:
+    def part(self, whole: torch.Tensor | None, local: torch.Tensor | None) -> ExpectedPart | None:
         """The part, of those of :meth:`parts`, that is nearest to ``local``. None if there is none."""
-        candidates = list(self.parts(whole, local.shape))
-        return min(candidates, key=lambda part: squares(local, part.expected).error()) if candidates else None
+        if whole is None or local is None or isinstance(local, DTensor):
+            return None
+        parts = self.parts(whole, local.shape)
+        return min(parts, key=lambda part: squares(local, part.expected).error(), default=None)
 
     def compare(self, whole: torch.Tensor | None, local: torch.Tensor | None) -> Squares | None:
         """The comparison of ``local`` with its part of ``whole``. None if its shape is not that of a part."""
-        if whole is None or local is None or isinstance(local, DTensor):
-            return None
         part = self.part(whole, local)
-        return None if part is None else squares(local, part.expected)
+        return None if part is None or local is None else squares(local, part.expected)
+
+
+WHOLE = Places((), 0)
+"""Where no tensor is cut."""
 
 
 def _flattened_rows(
-    tensor: torch.Tensor, dim: int, sizes: tuple[int, int], inner: int, own: torch.Tensor
+    tensor: torch.Tensor, dim: int, sizes: tuple[int, int], inner: int, index: torch.Tensor
 ) -> torch.Tensor:
-    return tensor.unflatten(dim, sizes).index_select(inner, own).flatten(dim, dim + 1)
+    return tensor.unflatten(dim, sizes).index_select(inner, index).flatten(dim, dim + 1)
 
 
 def squares(actual: torch.Tensor, expected: torch.Tensor) -> Squares:
     """The comparison of tensors of equal shape. Equal infinities, and two NaNs, differ by 0."""
     wide = torch.float64 if not actual.is_complex() else torch.complex128
-    mine, wanted = actual.detach().to(wide), expected.detach().to(wide)
-    same = (mine == wanted) | (mine.isnan() & wanted.isnan())
-    difference = (mine - wanted).masked_fill(same, 0.0).abs()
-    norm = wanted.abs().masked_fill(~wanted.isfinite(), 0.0)
+    actual, expected = actual.detach().to(wide), expected.detach().to(wide)
+    same = (actual == expected) | (actual.isnan() & expected.isnan())
+    difference = (actual - expected).masked_fill(same, 0.0).abs()
+    norm = expected.abs().masked_fill(~expected.isfinite(), 0.0)
     return Squares(float(difference.square().sum()), float(norm.square().sum()))
 
 
 def factor(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """The factor with which ``expected`` is nearest to ``actual``."""
-    mine, wanted = actual.detach().double().flatten(), expected.detach().double().flatten()
-    norm = float(wanted @ wanted)
-    return float(mine @ wanted) / norm if norm else 1.0
+    actual, expected = actual.detach().double().flatten(), expected.detach().double().flatten()
+    norm = float(expected @ expected)
+    return float(actual @ expected) / norm if norm else 1.0
 
 
-def all_squares(pairs: Sequence[Squares | None]) -> Squares | None:
+def all_squares(comparisons: Iterable[Squares | None]) -> Squares | None:
     """The sum of the entries that are not None. None if there are none."""
-    terms = [each for each in pairs if each is not None]
+    terms = [term for term in comparisons if term is not None]
     return sum(terms[1:], terms[0]) if terms else None
+
+
+def _over_ranks(ranks: Sequence[Mapping[_K, Squares | None]]) -> dict[_K, Squares]:
+    keys = dict.fromkeys(key for rank in ranks for key in rank)
+    totals = {key: all_squares(rank.get(key) for rank in ranks) for key in keys}
+    return {key: total for key, total in totals.items() if total is not None}
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The results of a step. ``gradients`` by parameter, whole; None for parameters without a gradient."""
+
+    recording: Recording
+    gradients: Mapping[str, torch.Tensor | None]
+    loss: float | None
+
+
+@dataclass(frozen=True)
+class LossGradient:
+    """The gradient of the model's output on a rank, against that of one process.
+
+    Attributes:
+        factor: with which they are nearest to each other.
+        wrong: the positions at which they differ by more than this factor.
+        rolled: whether they differ as with labels that were rolled after the cut.
+        tokens: how many tokens of this rank have a gradient on one process.
+    """
+
+    factor: float
+    wrong: tuple[int, ...]
+    rolled: bool
+    tokens: int
+
+
+class Comparison:
+    """Compares ``many``, a step on the ranks, with ``one``, the same step on one process.
+
+    Every rank takes the same decisions, because what a decision depends on is gathered.
+
+    Attributes:
+        places: which positions this rank holds, by the layouts with which attention ran.
+        calls: of one process. Parents end after their children.
+        local: those of this rank, by key.
+        inputs, outputs, gradients: errors of what can be compared, over all ranks, by call (and the input's name).
+            Gradients are those of outputs.
+        parameters: the largest error of all ranks, by parameter. A missing gradient counts as 0.
+        loss_gradients: by rank; None where they cannot be compared.
+    """
+
+    def __init__(self, one: StepResult, many: StepResult, places: Places, gather: Gather, tolerance: float) -> None:
+        self.one, self.many, self.places, self.gather, self.tolerance = one, many, places, gather, tolerance
+        self.calls = one.recording.calls
+        self.local = {call.key: call for call in many.recording.calls}
+        gradients = [x for x in one.gradients.values() if x is not None]
+        # A gradient may be 0 up to rounding (that of a key's bias). So errors are relative to at least a part of the
+        # largest gradient's norm: as much as its rounding may be 100 units in the last place.
+        units = max((100 * torch.finfo(x.dtype).eps for x in gradients), default=0.0)
+        self._floor_part = min(1e-2, units / tolerance)
+        self._floor = self._floor_part * max((float(x.double().norm()) for x in gradients), default=0.0)
+        self.loss_gradients: list[LossGradient | None] = gather(self._loss_gradient())
+        self.inputs, self.outputs, self.gradients = self._errors_of_calls()
+        self.parameters = self._errors_of_parameters()
+
+    def is_wrong(self, error: float | None) -> bool:
+        """Whether an error is one; None is that of what is not compared."""
+        return error is not None and not error <= self.tolerance
+
+    def equal(self, actual: torch.Tensor, expected: torch.Tensor) -> bool:
+        """Whether tensors are equal but for rounding."""
+        return actual.shape == expected.shape and squares(actual, expected).error() <= self.tolerance
+
+    def same_gradient(self, actual: torch.Tensor, expected: torch.Tensor) -> bool:
+        """Whether gradients of a parameter are equal but for rounding."""
+        return squares(actual, expected).error(self._floor) <= self.tolerance
+
+    def wrong_inputs(self, call: Call) -> list[str]:
+        """Names of the inputs of ``call`` that are wrong on any rank."""
+        return [name for name in call.inputs if self.is_wrong(self.inputs.get((call.key, name)))]
+
+    def pair(self, name: str) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """A parameter's gradient on ranks and on one process. One that is missing is 0. None if both are missing."""
+        actual, expected = self.many.gradients.get(name), self.one.gradients.get(name)
+        if actual is None and expected is None:
+            return None
+        zero = torch.zeros_like(expected if actual is None else actual)  # pyright: ignore[reportArgumentType]
+        return zero if actual is None else actual, zero if expected is None else expected
+
+    def loss_factor(self) -> float | None:
+        """The factor of the loss's gradient on all ranks, such as ``averaged_over`` of global_loss. None if there is no
+        such factor, or it is not known."""
+        factors = [x.factor for x in self.loss_gradients if x is not None and not x.wrong]
+        if not factors or len(factors) < len(self.loss_gradients):
+            return None
+        common = max(factors) - min(factors) <= self.tolerance * max(map(abs, factors))
+        return factors[0] if common and factors[0] else None
+
+    def _errors_of_calls(self) -> tuple[dict[tuple[Key, str], float], dict[Key, float], dict[Key, float]]:
+        scale, compare = self.loss_factor() or 1.0, self.places.compare
+        inputs: dict[tuple[Key, str], Squares | None] = {}
+        outputs: dict[Key, Squares | None] = {}
+        gradients: dict[Key, Squares | None] = {}
+        for call in self.calls:
+            local = self.local.get(call.key)
+            if local is None:
+                continue
+            parts = local.inputs
+            inputs |= {(call.key, name): compare(whole, parts.get(name)) for name, whole in call.inputs.items()}
+            if len(call.outputs) == len(local.outputs):
+                outputs[call.key] = all_squares(map(compare, call.outputs, local.outputs))
+                scaled = (None if whole is None else whole * scale for whole in call.gradients)
+                gradients[call.key] = all_squares(map(compare, scaled, local.gradients))
+        of_inputs, of_outputs, of_gradients = zip(*self.gather((inputs, outputs, gradients)), strict=True)
+        totals = _over_ranks(of_gradients)
+        floor = self._floor_part * max((total.norm**0.5 for total in totals.values()), default=0.0)
+        return (
+            {key: total.error() for key, total in _over_ranks(of_inputs).items()},
+            {key: total.error() for key, total in _over_ranks(of_outputs).items()},
+            {key: total.error(floor) for key, total in totals.items()},
+        )
+
+    def _errors_of_parameters(self) -> dict[str, float]:
+        errors: dict[str, float] = {}
+        for name in self.one.gradients.keys() | self.many.gradients.keys():
+            if pair := self.pair(name):
+                alike = pair[0].shape == pair[1].shape
+                errors[name] = squares(*pair).error(self._floor) if alike else math.inf
+        ranks = self.gather(errors)
+        reported = {name for rank in ranks for name in rank}
+        names = [name for name in dict.fromkeys((*self.one.gradients, *sorted(reported))) if name in reported]
+        return {name: max(rank.get(name, 0.0) for rank in ranks) for name in names}
+
+    def _loss_gradient(self) -> LossGradient | None:
+        root = self.calls[-1] if self.calls else None
+        local = None if root is None else self.local.get(root.key)
+        if root is None or local is None:
+            return None
+        pairs = zip(root.gradients, local.gradients, strict=False)
+        whole, actual = next((pair for pair in pairs if pair[0] is not None), (None, None))
+        part = self.places.part(whole, actual)
+        if actual is None or not isinstance(part, ExpectedRows):
+            return None
+        positions = part.layout.positions(self.places.rank, actual.device)
+        gradient, expected = (x.double().movedim(part.dim, 0).flatten(1) for x in (actual, part.expected))
+        last = torch.ones_like(positions, dtype=torch.bool)  # of runs of consecutive positions
+        last[:-1] = positions.diff() != 1
+        labelled = (expected != 0).any(1)
+        inner = ~last & labelled
+        by = factor(gradient[inner], expected[inner]) if bool(inner.any()) else factor(gradient, expected)
+        error, expected = gradient - by * expected, by * expected
+        scale = self.tolerance * max(float(expected.norm()), 1e-300)
+        wrong = ~(error.norm(dim=1) <= scale / max(len(error), 1) ** 0.5)
+        if bool((error.norm() <= scale).item()):
+            wrong = torch.zeros_like(wrong)
+        rolled = part.dim < actual.ndim - 1 and bool(inner.any()) and not bool((wrong & ~last).any())
+        if rolled:
+            # With another label, two entries of a row of a cross entropy differ: one class less, another more. With
+            # none, the row is 0.
+            gradient, expected, error = (x.reshape(-1, actual.shape[-1]) for x in (gradient, expected, error))
+            other = (error.abs() > 1e-6 * expected.abs().amax().clamp(min=1e-300)).sum(1) <= 2
+            none = ~(gradient != 0).any(1) | ~(expected != 0).any(1)
+            rolled = bool((other | none).all())
+        return LossGradient(by, tuple(positions[wrong].tolist()), rolled, int(labelled.sum()))

@@ -8,325 +8,180 @@ the rank, the mistake is the cause. Otherwise the cause is not known, and the re
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from cp_styles._compat import tensors_in, tree_leaves, tree_map
-from cp_styles.layout import contiguous, head_tail, striped
+from cp_styles.layout import SequenceLayout, contiguous, head_tail, striped
 from cp_styles.mask import PerRow
 from cp_styles.troubleshooting import see
-from cp_styles.verify.compare import ExpectedPart, Places, Squares, all_squares, factor, squares
-from cp_styles.verify.record import AttentionMask, AttentionsSeen, Call, Key, OtherMasks, Recording, plain_name
-
-Gather = Callable[[Any], list[Any]]
-"""Returns the values of all ranks of the mesh, by rank. Communication: one all-gather of objects for each axis."""
+from cp_styles.verify.compare import WHOLE, Comparison, ExpectedPart, ExpectedRows, all_squares, factor, squares
+from cp_styles.verify.record import AttentionMask, AttentionsSeen, Call, Change, Key, plain_name
 
 
-@dataclass(frozen=True)
-class StepResult:
-    """The results of a step. ``gradients`` by parameter, whole; None for parameters without a gradient."""
+def findings(comparison: Comparison, model: nn.Module, axis: DeviceMesh) -> list[str]:
+    """The first mistake in the order of a step, in sentences; empty if there is none.
 
-    recording: Recording
-    gradients: Mapping[str, torch.Tensor | None]
-    loss: float | None
-
-
-@dataclass(frozen=True)
-class Errors:
-    """Errors by call, over all ranks. None where nothing can be compared."""
-
-    inputs: Mapping[Key, Mapping[str, float | None]]
-    outputs: Mapping[Key, float | None]
-    gradients: Mapping[Key, float | None]
-
-
-@dataclass(frozen=True)
-class _LossGradient:
-    """The gradient of the model's output on a rank, against that of one process.
-
-    Attributes:
-        by: the factor with which they are nearest to each other.
-        right: whether they are equal up to this factor.
-        wrong: the positions at which they are not.
-        at_ends: whether all of those are ends of runs of consecutive positions, and some of each kind have a gradient.
-        like_labels: whether they differ there as with another label, or with none.
-        tokens: how many tokens of this rank have a gradient on one process.
+    Parts of ``model`` are run to test causes: it is that of one process, and has not run yet. ``axis`` has the ranks
+    that share the sequence.
     """
+    for call in comparison.calls:
+        if comparison.is_wrong(comparison.outputs.get(call.key)):
+            return _in_forward(comparison, model, call, axis.size())
+    if not any(map(comparison.is_wrong, comparison.parameters.values())):
+        return []
+    return _in_loss(comparison) or _in_gradients(comparison, axis)
 
-    by: float
-    right: bool
-    wrong: tuple[int, ...]
-    at_ends: bool
-    like_labels: bool
-    tokens: int
+
+# The forward.
 
 
-class Comparison:
-    """Compares ``many``, a step on the ranks, with ``one``, the same step on one process.
+def _in_forward(comparison: Comparison, model: nn.Module, first: Call, ranks: int) -> list[str]:
+    node, inner = first, None
+    while wrong := comparison.wrong_inputs(node):
+        if node.parent is None:
+            return [f"argument {name!r} of {node}: {_of_argument(comparison, node, name, ranks)}" for name in wrong]
+        node, inner = node.parent, node
+    where = f"{node}: its output" if inner is None else f"{node}: what it gives to {inner.name}"
+    calls = [comparison.local.get(call.key) for call in (node, inner or node)]
+    if any(comparison.gather(any(call is None or _has_dtensors(call) for call in calls))):
+        return [f"{where} is wrong, and what can be compared of its inputs is right. The cause is not known"]
+    if inner is not None:
+        for name in comparison.wrong_inputs(inner):
+            if _argument(comparison, inner, name, ranks)[0]:
+                return [f"{where}, {name!r}, counts from 0 on each rank: positions are forgotten.{_GIVE_POSITIONS}"]
+    return [_WrongCall(comparison, model, node, inner, where).cause()]
 
-    Every rank takes the same decisions, because what a decision depends on is gathered.
 
-    Args:
-        model: the model for one process, which has not run yet. Parts of it are run to test causes.
-        places: which positions this rank holds, by the layouts with which attention ran.
-        ranks: how many ranks share the sequence.
-        over_sequence: sums a tensor over these ranks.
-        gather: see :data:`Gather`.
-    """
+def _has_dtensors(call: Call) -> bool:
+    return any(isinstance(x, DTensor) for x in (*call.inputs.values(), *call.outputs))
 
-    def __init__(
-        self,
-        model: nn.Module,
-        one: StepResult,
-        many: StepResult,
-        places: Places,
-        ranks: int,
-        over_sequence: Callable[[torch.Tensor], torch.Tensor],
-        gather: Gather,
-        tolerance: float,
-    ) -> None:
-        self._modules = {plain_name(name): module for name, module in model.named_modules()}
-        self._one, self._many, self._places, self._ranks = one, many, places, ranks
-        self._over_sequence, self._gather, self._tolerance = over_sequence, gather, tolerance
-        self._calls = one.recording.calls
-        self._local = {call.key: call for call in many.recording.calls}
-        gradients = [x for x in one.gradients.values() if x is not None]
-        # A gradient may be 0 up to rounding (that of a key's bias). So errors are relative to at least a part of the
-        # largest gradient's norm: as much as its rounding may be 100 units in the last place.
-        units = max((100 * torch.finfo(x.dtype).eps for x in gradients), default=0.0)
-        self._floor_part = min(1e-2, units / tolerance)
-        self._floor = self._floor_part * max((float(x.double().norm()) for x in gradients), default=0.0)
-        self._of_loss = gather(self._loss_gradient())
-        self.errors = self._all_errors()
-        self.parameters = self._parameter_errors()
 
-    def findings(self) -> list[str]:
-        """The first mistake in the order of a step, in sentences; empty if there is none."""
-        wrong = [call for call in self._calls if self._is_wrong(self.errors.outputs[call.key])]
-        if wrong:
-            return self._in_forward(wrong[0])
-        if not any(map(self._is_wrong, self.parameters.values())):
-            return []
-        return self._in_loss() or self._in_gradients()
-
-    # Numbers.
-
-    def _is_wrong(self, error: float | None) -> bool:
-        return error is not None and not error <= self._tolerance
-
-    def _all_errors(self) -> Errors:
-        by = self._common_factor() or 1.0
-        mine = [self._squares_of(call, self._local.get(call.key), by) for call in self._calls]
-        inputs, outputs, gradients = {}, {}, {}
-        for call, ranks in zip(self._calls, zip(*self._gather(mine), strict=True), strict=True):
-            given = [all_squares([each[0].get(name) for each in ranks]) for name in call.inputs]
-            inputs[call.key] = {
-                name: None if total is None else total.error() for name, total in zip(call.inputs, given, strict=True)
-            }
-            outputs[call.key] = all_squares([each[1] for each in ranks])
-            gradients[call.key] = all_squares([each[2] for each in ranks])
-        floor = self._floor_part * max((each.norm**0.5 for each in gradients.values() if each), default=0.0)
-        return Errors(
-            inputs,
-            {key: total and total.error() for key, total in outputs.items()},
-            {key: total and total.error(floor) for key, total in gradients.items()},
+def _of_argument(comparison: Comparison, root: Call, name: str, ranks: int) -> str:
+    """What is wrong with an argument of the model, which is not this rank's part."""
+    counts, cuts, layouts = _argument(comparison, root, name, ranks)
+    if counts:
+        return (
+            "counts from 0 on each rank, as if each part were a sequence of its own: positions are forgotten. Pass "
+            "layout.positions(rank)"
         )
+    if cuts:
+        return f"layout mismatch: it is cut with {min(cuts)}, and attention ran with another layout ({layouts})"
+    return f"it is not this rank's part of what one process is given, by attention's layout ({layouts})"
 
-    def _squares_of(
-        self, call: Call, local: Call | None, by: float
-    ) -> tuple[dict[str, Squares | None], Squares | None, Squares | None]:
-        if local is None:
-            return {}, None, None
-        compare, given = self._places.compare, local.inputs
-        inputs = {name: compare(whole, given.get(name)) for name, whole in call.inputs.items()}
-        outputs = gradients = None
-        if len(call.outputs) == len(local.outputs):
-            pairs = list(zip(call.outputs, local.outputs, strict=True))
-            outputs = all_squares([compare(*pair) for pair in pairs])
-            back = zip(call.gradients, local.gradients, strict=True)
-            gradients = all_squares([compare(None if whole is None else whole * by, mine) for whole, mine in back])
-        return inputs, outputs, gradients
 
-    def _parameter_errors(self) -> dict[str, float]:
-        """The largest error of all ranks, by parameter. A missing gradient counts as 0."""
-        mine = {}
-        for name in sorted(self._one.gradients.keys() | self._many.gradients.keys()):
-            gradient, expected = self._pair(name)
-            if gradient is not None and expected is not None:
-                mine[name] = (
-                    squares(gradient, expected).error(self._floor) if gradient.shape == expected.shape else torch.inf
-                )
-        ranks = self._gather(mine)
-        names = [name for name in self._one.gradients if any(name in each for each in ranks)]
-        names += sorted({name for each in ranks for name in each} - set(names))
-        return {name: max(each.get(name, 0.0) for each in ranks) for name in names}
-
-    def _pair(self, name: str) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The gradient on ranks and on one process, of which a missing one is 0. (None, None) if both are missing."""
-        actual, expected = self._many.gradients.get(name), self._one.gradients.get(name)
-        like = actual if actual is not None else expected
-        zero = None if like is None else torch.zeros_like(like)
-        return (zero if actual is None else actual), (zero if expected is None else expected)
-
-    # The forward.
-
-    def _in_forward(self, first: Call) -> list[str]:
-        node, target, at_input = first, first, False
-        while any(self._is_wrong(error) for error in self.errors.inputs[node.key].values()):
-            if node.parent is None:
-                return self._at_inputs(node)
-            node, target, at_input = node.parent, node, True
-        return [self._cause(node, target, at_input)]
-
-    def _at_inputs(self, root: Call) -> list[str]:
-        """Arguments of the model that are not this rank's part."""
-        findings = []
-        wrong = [name for name, error in self.errors.inputs[root.key].items() if self._is_wrong(error)]
-        for name in wrong:
-            counts, cuts, held = self._argument(root, name)
-            if counts:
-                text = (
-                    "counts from 0 on each rank, as if each part were a sequence of its own: positions are forgotten. "
-                    "Pass layout.positions(rank)"
-                )
-            elif cuts:
-                text = f"layout mismatch: it is cut with {min(cuts)}, and attention ran with another layout ({held})"
-            else:
-                text = f"it is not this rank's part of what one process is given, by attention's layout ({held})"
-            findings.append(f"argument {name!r} of {root}: {text}")
-        return findings
-
-    def _argument(self, call: Call, name: str) -> tuple[bool, set[str], str]:
-        """Of an input of a call: whether it counts from 0 on every rank; the layouts by which it is cut on every rank;
-        and the positions that the ranks hold."""
-        local = self._local.get(call.key)
-        ranks = self._gather(self._own_argument(call.inputs[name], None if local is None else local.inputs.get(name)))
-        cuts = set.intersection(*(set(each[1]) for each in ranks))
-        return all(each[0] for each in ranks), cuts, ", ".join(dict.fromkeys(each[2] for each in ranks if each[2]))
-
-    def _own_argument(self, whole: torch.Tensor, local: torch.Tensor | None) -> tuple[bool, list[str], str]:
-        part = None if local is None or isinstance(local, DTensor) else self._places.part(whole, local)
-        if local is None or part is None or not local.numel():
-            return False, [], ""
-        counts = False
-        dim = local.ndim - 1 if part.dim is None else part.dim
+def _argument(comparison: Comparison, call: Call, name: str, ranks: int) -> tuple[bool, set[str], str]:
+    """Of an input of a call: whether it counts from 0 on every rank; the balancers that cut it so on every rank; and
+    the layouts of attention."""
+    whole, local_call = call.inputs[name], comparison.local.get(call.key)
+    local = None if local_call is None else local_call.inputs.get(name)
+    part = comparison.places.part(whole, local)
+    counts, cuts, layout = False, [], ""
+    if local is not None and part is not None and local.numel():
+        dim = part.dim if isinstance(part, ExpectedRows) else local.ndim - 1
         if not local.is_floating_point() and local.ndim:
             counts = bool((local.movedim(dim, -1) == torch.arange(local.shape[dim], device=local.device)).all())
-        if part.dim is None or part.layout is None:
-            return counts, [], ""
-        cut = []
-        for balancer in (contiguous, head_tail, striped):
-            rows = balancer(whole.shape[dim], self._ranks).positions(self._places.rank, whole.device)
-            if rows.numel() == local.shape[dim] and not squares(local, whole.index_select(dim, rows)).difference:
-                cut.append(balancer.__name__)
-        return counts, cut, part.layout.describe()
+        if isinstance(part, ExpectedRows):
+            layout = part.layout.describe()
+            for balancer in (contiguous, head_tail, striped):
+                rows = balancer(whole.shape[dim], ranks).positions(comparison.places.rank, whole.device)
+                if rows.numel() == local.shape[dim] and not squares(local, whole.index_select(dim, rows)).difference:
+                    cuts.append(balancer.__name__)
+    all_count, all_cuts, layouts = zip(*comparison.gather((counts, cuts, layout)), strict=True)
+    return all(all_count), set.intersection(*map(set, all_cuts)), ", ".join(dict.fromkeys(filter(None, layouts)))
 
-    def _cause(self, node: Call, target: Call, at_input: bool) -> str:
-        """Why ``target``'s output (or its input) is wrong, made in ``node``, whose inputs are right."""
-        where = f"{node}: what it gives to {target.name}" if at_input else f"{node}: its output"
-        local, own = self._local.get(node.key), self._local.get(target.key)
-        if any(self._gather(local is None or own is None or self._has_dtensors(local) or self._has_dtensors(own))):
-            return f"{where} is wrong, and what can be compared of its inputs is right. The cause is not known"
-        assert local is not None
-        assert own is not None
-        mine = list(own.inputs.values()) if at_input else own.outputs
-        if at_input:
-            for name in (name for name, error in self.errors.inputs[target.key].items() if self._is_wrong(error)):
-                if self._argument(target, name)[0]:
-                    return f"{where}, {name!r}, counts from 0 on each rank: positions are forgotten.{_GIVE_POSITIONS}"
-        until = target.attended[0] if at_input else node.attended[1]
-        until_local = own.attended[0] if at_input else local.attended[1]
-        masks = self._one.recording.attentions[node.attended[0] : until]
-        ran = self._many.recording.attentions[local.attended[0] : until_local]
-        again = partial(self._again, node, target, at_input)
-        if text := self._without_documents(node, again, mine):
+
+class _WrongCall:
+    """``node`` returns what is wrong, or gives it to ``inner``, a call inside of it, and the inputs of ``node`` are
+    right."""
+
+    def __init__(self, comparison: Comparison, model: nn.Module, node: Call, inner: Call | None, where: str) -> None:
+        self._comparison, self._node, self._inner, self._where = comparison, node, inner, where
+        self._modules = {plain_name(name): module for name, module in model.named_modules()}
+        self._gather, self._places, self._equal = comparison.gather, comparison.places, comparison.equal
+        self._local, target = comparison.local[node.key], comparison.local[(inner or node).key]
+        self._right = node.outputs if inner is None else list(inner.inputs.values())
+        self._actual = target.outputs if inner is None else list(target.inputs.values())
+        end = (node.attended[1], target.attended[1]) if inner is None else (inner.attended[0], target.attended[0])
+        self._masks = comparison.one.recording.attentions[node.attended[0] : end[0]]
+        self._ran = comparison.many.recording.attentions[self._local.attended[0] : end[1]]
+
+    def cause(self) -> str:
+        node, local = self._node, self._local
+        if text := self._without_documents():
             return f"{node}: {text}"
-        if self._explains(lambda: again(local.args, local.kwargs), mine, whole=False):
-            if any(self._gather(len(ran) < len(masks))):
+        anywhere = any(self._gather(bool(self._ran)))
+        if self._explains(lambda: self._again(local.args, local.kwargs), whole=False):
+            if any(self._gather(len(self._ran) < len(self._masks))):
                 return (
                     f"{node}: its attention ran on each rank's part alone. No style of the plan covers the call, or it "
                     "is an attention that the style does not know: add the module to the plan"
                 )
-            if not any(self._gather(bool(ran))):
-                return self._of_part(node, where, local, own, at_input, again, own_code=False)
-        for text, change in self._other_masks(masks, ran):
-            if self._explains(lambda change=change: again(node.args, node.kwargs, change=change), mine):
+            if not anywhere:
+                return self._of_part({}, {}, "")
+        for text, change in self._other_masks():
+            if self._explains(lambda change=change: self._again(node.args, node.kwargs, change=change)):
                 return f"{node}: {text}"
-        inside = [call for call in self._calls if call.parent is node]
-        if inside and any(self._gather(bool(ran))):
-            outputs = {call.key: self._local[call.key].output for call in inside if call.key in self._local}
-            if self._explains(lambda: again(local.args, local.kwargs, outputs=outputs), mine, whole=False):
-                return self._of_part(node, where, local, own, at_input, again, own_code=True)
-        if other := self._other_layout(node, local, ran):
-            return f"{node}: {other}"
-        positions = self._wrong_positions(target, own, at_input)
-        return f"{where} is wrong at {positions}, and its inputs are right. The cause is not known"
+        inside = {call.key: call.output for call in self._comparison.calls if call.parent is node}
+        if inside and anywhere:
+            calls = self._comparison.local
+            outputs = {key: calls[key].output for key in inside if key in calls}
+            if self._explains(lambda: self._again(local.args, local.kwargs, outputs=outputs), whole=False):
+                return self._of_part(inside, outputs, ", in its own code between the modules")
+        if text := self._other_layout():
+            return f"{node}: {text}"
+        wrong = self._wrong_positions()
+        positions = _positions(self._gather(set() if wrong is None else wrong[0]))
+        return f"{self._where} is wrong at {positions}, and its inputs are right. The cause is not known"
 
-    def _of_part(
-        self,
-        node: Call,
-        where: str,
-        local: Call,
-        own: Call,
-        at_input: bool,
-        again: Callable[..., list[torch.Tensor]],
-        *,
-        own_code: bool,
-    ) -> str:
+    def _of_part(self, inside: Mapping[Key, Any], local_inside: Mapping[Key, Any], code: str) -> str:
         """The cause if each rank's result is that of its part alone, as if it were a whole sequence.
 
-        With ``own_code``, the modules in ``node`` are right, and it is the node's code between them that is run.
+        If modules in the call are right, ``inside`` is what they return on one process, and on this rank.
         """
-        inside = {call.key: call for call in self._calls if own_code and call.parent is node}
-        wholes = node.args, node.kwargs, {key: call.output for key, call in inside.items()}
-        parts = local.args, local.kwargs, {key: self._local[key].output for key in inside}
-        expected = next(call for call in self._calls if call.key == own.key)
-        right, mine = (list(each.inputs.values()) if at_input else each.outputs for each in (expected, own))
+        wholes = self._node.args, self._node.kwargs, inside
+        parts = self._local.args, self._local.kwargs, local_inside
 
         def run(change: Callable[[torch.Tensor, ExpectedPart], torch.Tensor]) -> list[torch.Tensor]:
             args, kwargs, outputs = self._changed(wholes, parts, change)
-            return again(args, kwargs, outputs=outputs if own_code else None)
+            return self._again(args, kwargs, outputs=outputs)
 
-        mixes = self._holds(lambda: self._differs_here(run(self._others_changed), right, mine), every=False)
-        if mixes:
-            code = ", in its own code between the modules" if own_code else ""
+        mixes = _holds(lambda: self._differs_here(run(self._others_changed)))
+        if any(self._gather(mixes)):
             return (
-                f"{node}: it carries values from token to token{code}, and no attention that a style takes over does "
-                "that (a recurrence, a convolution along the sequence, a norm over tokens, attention in plain "
-                f"operations): each rank's ends at its own part. {self._lost(right, mine)}"
-                f"{see('A layer that mixes tokens')}"
+                f"{self._node}: it carries values from token to token{code}, and no attention that a style takes over "
+                "does that (a recurrence, a convolution along the sequence, a norm over tokens, attention in plain "
+                f"operations): each rank's ends at its own part. {self._lost()}{see('A layer that mixes tokens')}"
             )
-        if self._holds(lambda: self._is_first(run(self._own_first), mine)):
-            return f"{where} on each rank is that of the first positions: positions are forgotten.{_GIVE_POSITIONS}"
+        where, counts = f"{self._where} on each rank is that", _holds(lambda: self._is_first(run(self._own_first)))
+        if all(self._gather(counts)):
+            return f"{where} of the first positions: positions are forgotten.{_GIVE_POSITIONS}"
         return (
-            f"{where} on each rank is that for its part alone, as if that were the whole sequence. Why it is another "
-            "one with all tokens is not known"
+            f"{where} for its part alone, as if that were the whole sequence. Why it is another one with all tokens is "
+            "not known"
         )
 
-    def _lost(self, right: Sequence[torch.Tensor], mine: Sequence[torch.Tensor]) -> str:
+    def _lost(self) -> str:
         """How many tokens at the beginning of each part are wrong, and the function that passes on what they miss."""
-        reach = shortest = 0
-        part = self._places.part(right[0], mine[0]) if right and mine else None
-        first_is_wrong = part is None or part.dim is None or part.layout is None
-        if part is not None and part.dim is not None and part.layout is not None:
-            rows = zip(mine[0].unbind(part.dim), part.expected.unbind(part.dim), strict=True)
-            wrong, row = [not self._equal(*pair) for pair in rows], 0
-            for start, stop in part.layout.chunks[self._places.rank]:
-                here, row = wrong[row : row + stop - start], row + stop - start
-                first_is_wrong |= start == 0 and any(here)
-                reach = max([reach, *(at + 1 for at, each in enumerate(here) if each)])
-                shortest = max(shortest, stop - start)
-        ranks = self._gather((first_is_wrong, reach, shortest))
-        reach = max(each[1] for each in ranks)
-        if any(each[0] for each in ranks):  # of what is before the first token, nothing is missing
+        wrong, reach, longest = self._wrong_positions(), 0, 0
+        first_is_wrong = wrong is None
+        if wrong is not None:
+            for start, stop in wrong[1].chunks[self._places.rank]:
+                places = wrong[0].intersection(range(start, stop))
+                first_is_wrong |= start == 0 and bool(places)
+                reach = max([reach, *(place - start + 1 for place in places)])
+                longest = max(longest, stop - start)
+        first, reaches, lengths = zip(*self._gather((first_is_wrong, reach, longest)), strict=True)
+        reach = max(reaches)
+        if any(first):  # of what is before the first token, nothing is missing
             return "Such a layer is not context parallel: keep it out of the model"
-        if all(reach < each[2] for each in ranks if each[2]):
+        if all(reach < length for length in lengths if length):
             return (
                 f"Only the first {reach} tokens of a part are wrong: the rows before it are missing, as in a "
                 f"convolution of {reach + 1} taps. Call it by context_causal_conv1d(conv, x, mesh, width={reach + 1}) "
@@ -337,16 +192,14 @@ class Comparison:
             "context_recurrence(kernel, mesh) of cp_styles.mixers, and scaled_dot_product_attention for attention"
         )
 
-    def _without_documents(
-        self, node: Call, again: Callable[..., list[torch.Tensor]], mine: Sequence[torch.Tensor]
-    ) -> str | None:
-        """Whether the ranks have not used the arguments of ``node`` that say where documents begin."""
-        given = dict(zip(node.names, node.args, strict=False)) | dict(node.kwargs)
-        names = [name for name in _DOCUMENTS if isinstance(given.get(name), torch.Tensor)]
+    def _without_documents(self) -> str | None:
+        """Whether the ranks have not used the arguments that say where documents begin."""
+        node = self._node
+        names = [name for name in _DOCUMENTS if isinstance(node.arguments.get(name), torch.Tensor)]
         args = [None if name in names else x for name, x in zip(node.names, node.args, strict=False)]
         args = (*args, *node.args[len(args) :])
         kwargs = {name: None if name in names else x for name, x in node.kwargs.items()}
-        if not names or not self._explains(lambda: again(args, kwargs), mine):
+        if not names or not self._explains(lambda: self._again(args, kwargs)):
             return None
         return (
             f"documents are not kept apart: the ranks got its output without {', '.join(names)}, so a state goes on "
@@ -356,18 +209,18 @@ class Comparison:
 
     def _changed(self, wholes: Any, parts: Any, change: Callable[[torch.Tensor, ExpectedPart], torch.Tensor]) -> Any:
         """``wholes``, with the tensors changed of which the ranks hold parts."""
-        local = iter(tree_leaves(parts))
-
-        def one(whole: Any) -> Any:
-            mine = next(local)
-            if not isinstance(whole, torch.Tensor) or not isinstance(mine, torch.Tensor):
-                return whole
-            part = self._places.part(whole, mine)
-            return whole if part is None or part.layout is None else change(whole, part)
-
         if len(tree_leaves(wholes)) != len(tree_leaves(parts)):
             raise ValueError("the ranks have other arguments")
-        return tree_map(one, wholes)
+        locals_ = iter(tree_leaves(parts))
+
+        def changed(whole: Any) -> Any:
+            local = next(locals_)
+            if not isinstance(whole, torch.Tensor) or not isinstance(local, torch.Tensor):
+                return whole
+            part = self._places.part(whole, local)
+            return whole if part is None or part.layout is None else change(whole, part)
+
+        return tree_map(changed, wholes)
 
     @staticmethod
     def _others_changed(whole: torch.Tensor, part: ExpectedPart) -> torch.Tensor:
@@ -383,65 +236,59 @@ class Comparison:
 
     def _own_first(self, whole: torch.Tensor, part: ExpectedPart) -> torch.Tensor:
         """This rank's tokens before all others."""
-        if part.dim is None or part.layout is None:
+        if not isinstance(part, ExpectedRows):
             raise ValueError("tokens are flattened with the batch")
-        own = part.layout.positions(self._places.rank, whole.device)
-        others = torch.ones(part.layout.length, dtype=torch.bool, device=whole.device).index_fill(0, own, False)
-        return whole.index_select(part.dim, torch.cat((own, others.nonzero().flatten())))
+        rows = part.layout.positions(self._places.rank, whole.device)
+        others = torch.ones(part.layout.length, dtype=torch.bool, device=whole.device).index_fill(0, rows, False)
+        return whole.index_select(part.dim, torch.cat((rows, others.nonzero().flatten())))
 
-    def _differs_here(
-        self, results: Sequence[torch.Tensor], right: Sequence[torch.Tensor], mine: Sequence[torch.Tensor]
-    ) -> bool:
-        """Whether a result is another one than ``right`` at this rank's tokens."""
-        for other, whole, local in zip(results, right, mine, strict=True):
+    def _differs_here(self, results: Sequence[torch.Tensor]) -> bool:
+        """Whether a result is another one than on one process at this rank's tokens."""
+        for result, whole, local in zip(results, self._right, self._actual, strict=True):
             part = self._places.part(whole, local)
-            if part is not None and part.layout is not None and not self._equal(part.take(other), part.expected):
+            if part is not None and part.layout is not None and not self._equal(part.take(result), part.expected):
                 return True
         return False
 
-    def _is_first(self, results: Sequence[torch.Tensor], mine: Sequence[torch.Tensor]) -> bool:
+    def _is_first(self, results: Sequence[torch.Tensor]) -> bool:
         """Whether the first rows of a result are this rank's."""
-        compared = False
-        for whole, local in zip(results, mine, strict=True):
-            part = self._places.part(whole, local)
-            if part is not None and part.layout is not None:
-                if part.dim is None or not self._equal(whole.narrow(part.dim, 0, local.shape[part.dim]), local):
-                    return False
-                compared = True
-        return compared
+        parts = [(self._places.part(x, local), x, local) for x, local in zip(results, self._actual, strict=True)]
+        cut = [(part, x, local) for part, x, local in parts if part is not None and part.layout is not None]
+        return bool(cut) and all(
+            isinstance(part, ExpectedRows) and self._equal(x.narrow(part.dim, 0, local.shape[part.dim]), local)
+            for part, x, local in cut
+        )
 
-    def _equal(self, actual: torch.Tensor, expected: torch.Tensor) -> bool:
-        return actual.shape == expected.shape and squares(actual, expected).error() <= self._tolerance
+    def _explains(self, run: Callable[[], list[torch.Tensor]], *, whole: bool = True) -> bool:
+        """Whether on every rank ``run`` gives what it got; or that as its part, if it gives the ``whole``."""
+        places = self._places if whole else WHOLE
 
-    def _holds(self, ask: Callable[[], bool], *, every: bool = True) -> bool:
-        """Whether it holds on every rank, or on any. It does not where a module cannot be run so."""
-        try:
-            answer = ask()
-        except Exception:  # of a module that cannot be run by itself, or with other values
-            answer = False
-        return (all if every else any)(self._gather(answer))
+        def ask() -> bool:
+            errors = [places.compare(*pair) for pair in zip(run(), self._actual, strict=True)]
+            total = all_squares(errors)
+            return total is not None and total.error() <= self._comparison.tolerance and (whole or None not in errors)
 
-    def _other_masks(self, masks: Sequence[AttentionMask | None], ran: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+        return all(self._gather(_holds(ask)))
+
+    def _other_masks(self) -> Iterator[tuple[str, Change]]:
         """Possible mistakes in masks: a text, and the change to calls on one process that makes the same mistake."""
-        seen = [mask for mask in masks if mask is not None]
+        seen: list[AttentionMask] = [mask for mask in self._masks if mask is not None]
         masked = next((mask.attn_mask for mask in seen if mask.attn_mask is not None), None)
         if masked is not None:
             what, remedy = _describe(masked)
             text = f"{what} is dropped: the ranks got attention without it. {remedy}"
-            yield text, lambda given: given | {"attn_mask": None}
-            yield text, lambda given: given | {"attn_mask": None, "is_causal": True}
+            yield text, lambda sdpa: sdpa | {"attn_mask": None}
+            yield text, lambda sdpa: sdpa | {"attn_mask": None, "is_causal": True}
         elif any(mask.is_causal for mask in seen):
             text = "the causal mask is dropped: give the style mask=Causal(), or the call is_causal=True"
-            yield text, lambda given: given | {"is_causal": False}
-        others = list(dict.fromkeys(each.mask for each in ran))
+            yield text, lambda sdpa: sdpa | {"is_causal": False}
+        others = list(dict.fromkeys(attention.mask for attention in self._ran))
         if len(others) == 1 and not (others[0].has_bias or others[0].grids or isinstance(others[0], PerRow)):
             mask = others[0]
 
-            def change(given: dict[str, Any]) -> dict[str, Any]:
-                query, key = (
-                    torch.arange(given[name].shape[-2], device=given[name].device) for name in ("query", "key")
-                )
-                return given | {"attn_mask": mask.allowed(query, key), "is_causal": False}
+            def change(sdpa: dict[str, Any]) -> dict[str, Any]:
+                query, key = (torch.arange(sdpa[x].shape[-2], device=sdpa[x].device) for x in ("query", "key"))
+                return sdpa | {"attn_mask": mask.allowed(query, key), "is_causal": False}
 
             yield (
                 f"on the ranks its attention has the mask {mask!r}, and on one process, where no style applies, "
@@ -450,282 +297,183 @@ class Comparison:
                 change,
             )
 
-    def _other_layout(self, node: Call, local: Call, ran: Sequence[Any]) -> str | None:
+    def _other_layout(self) -> str | None:
         """Whether the inputs are cut with one layout, and the attention ran with another one."""
-        cut = set()
-        for name, whole in node.inputs.items():
-            mine = local.inputs.get(name)
-            part = None if mine is None else self._places.part(whole, mine)
-            if part is not None and part.layout is not None:
-                cut.add(part.layout)
-        attended = {each.layouts[0] for each in ran}
-        facts = self._gather(len(cut) == len(attended) == 1 and cut != attended)
-        if not all(facts):
+        local = self._local.inputs
+        parts = (self._places.part(whole, local.get(name)) for name, whole in self._node.inputs.items())
+        cut = {part.layout for part in parts if part is not None and part.layout is not None}
+        attended = {attention.layouts[0] for attention in self._ran}
+        if not all(self._gather(len(cut) == len(attended) == 1 and cut != attended)):
             return None
-        (given,), (used,) = cut, attended
         return (
-            f"layout mismatch: its inputs are cut with {given.describe()}, and its attention ran with "
-            f"{used.describe()}. Give all styles the layout with which the step cuts"
+            f"layout mismatch: its inputs are cut with {cut.pop().describe()}, and its attention ran with "
+            f"{attended.pop().describe()}. Give all styles the layout with which the step cuts"
         )
-
-    def _explains(
-        self, run: Callable[[], list[torch.Tensor]], mine: Sequence[torch.Tensor], *, whole: bool = True
-    ) -> bool:
-        """Whether on every rank ``run`` gives ``mine``; or that as its part, if it gives the ``whole``."""
-
-        def ask() -> bool:
-            pairs = list(zip(run(), mine, strict=True))
-            errors = [
-                self._places.compare(a, b) if whole else squares(a, b) if a.shape == b.shape else None for a, b in pairs
-            ]
-            total = all_squares(errors)
-            return total is not None and total.error() <= self._tolerance and (whole or None not in errors)
-
-        return self._holds(ask)
 
     def _again(
         self,
-        node: Call,
-        target: Call,
-        at_input: bool,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         *,
-        change: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+        change: Change = lambda sdpa: sdpa,
         outputs: Mapping[Key, Any] | None = None,
     ) -> list[torch.Tensor]:
-        """The outputs of ``target``, or its inputs, in another run of ``node``.
+        """What is wrong, in another run of the call. With ``outputs``, the modules in it do not run, and return these.
 
-        ``change`` changes the arguments of attention calls. With ``outputs``, the modules in ``node`` do not run, and
-        return these.
+        ``change`` changes the arguments of scaled_dot_product_attention.
         """
-        inside = [call for call in self._calls if call.name == target.name and call.within(node)]
+        node, inner, calls = self._node, self._inner, self._comparison.calls
         inputs: list[list[torch.Tensor]] = []
-        module, watched = self._modules[node.name], self._modules[target.name]
+        handle = None
+        if inner is not None:
 
-        def note(module: nn.Module, args: Any, kwargs: Any) -> None:
-            given = Call(target.key, target.kind, None, args, kwargs, target.names, (0, 0)).inputs
-            inputs.append(list(given.values()))
+            def note(module: nn.Module, args: Any, kwargs: Any) -> None:
+                inputs.append(list(replace(inner, args=args, kwargs=kwargs).inputs.values()))
 
-        handle = watched.register_forward_pre_hook(note, with_kwargs=True) if at_input else None
-        replaced = self._replace_forwards(node, outputs or {})
-        try:
-            with torch.no_grad(), AttentionsSeen(), nullcontext() if change is None else OtherMasks(change):
-                output = module(*args, **kwargs)
-        finally:
-            for each in replaced:
-                del each.forward
-            if handle is not None:
-                handle.remove()
-        if at_input:
-            return inputs[[call.key for call in inside].index(target.key)]
-        return tensors_in(output)
-
-    def _replace_forwards(self, node: Call, outputs: Mapping[Key, Any]) -> list[nn.Module]:
-        """Let the modules that ``node`` calls return ``outputs``, one after the other. The modules."""
-        returned = {}
-        for call in self._calls:
-            if call.parent is node and call.key in outputs:
-                returned.setdefault(call.name, []).append(outputs[call.key])
-        for name, values in returned.items():
+            handle = self._modules[inner.name].register_forward_pre_hook(note, with_kwargs=True)
+        returns: dict[str, list[Any]] = {}
+        for call in calls:
+            if call.parent is node and outputs and call.key in outputs:
+                returns.setdefault(call.name, []).append(outputs[call.key])
+        for name, values in returns.items():
             following = iter(values)
             self._modules[name].forward = lambda *args, _following=following, **kwargs: next(_following)
-        return [self._modules[name] for name in returned]
+        try:
+            with torch.no_grad(), AttentionsSeen(change=change):
+                output = self._modules[node.name](*args, **kwargs)
+        finally:
+            for name in returns:
+                del self._modules[name].forward
+            if handle is not None:
+                handle.remove()
+        if inner is None:
+            return tensors_in(output)
+        return inputs[[call.key for call in calls if call.name == inner.name and call.within(node)].index(inner.key)]
 
-    def _wrong_positions(self, target: Call, local: Call, at_input: bool) -> str:
-        """Which positions of ``target``'s first output (or input) are wrong on any rank."""
-        wholes = list(target.inputs.values()) if at_input else target.outputs
-        mine = list(local.inputs.values()) if at_input else local.outputs
-        wrong: set[int] = set()
-        if wholes and mine and not isinstance(mine[0], DTensor):
-            part = self._places.part(wholes[0], mine[0])
-            if part is not None and part.dim is not None and part.layout is not None:
-                positions = part.layout.positions(self._places.rank, "cpu").tolist()
-                rows = zip(mine[0].unbind(part.dim), part.expected.unbind(part.dim), positions, strict=True)
-                wrong = {at for row, expected, at in rows if self._is_wrong(squares(row, expected).error())}
-        return _positions(self._gather(wrong))
-
-    @staticmethod
-    def _has_dtensors(call: Call) -> bool:
-        return any(isinstance(x, DTensor) for x in (*call.inputs.values(), *call.outputs))
-
-    # The loss, and what the backward makes of it.
-
-    def _loss_gradient(self) -> _LossGradient | None:
-        """The gradient of the model's output, against that of one process. None if it cannot be compared."""
-        root = self._calls[-1] if self._calls else None  # parents end after their children
-        local = None if root is None else self._local.get(root.key)
-        if root is None or local is None:
+    def _wrong_positions(self) -> tuple[set[int], SequenceLayout] | None:
+        """Which positions of the first tensor are wrong on this rank, and its layout. None if that is not known."""
+        part = self._places.part(self._right[0], self._actual[0]) if self._right and self._actual else None
+        if not isinstance(part, ExpectedRows):
             return None
-        pairs = zip(root.gradients, local.gradients, local.outputs, strict=False)
-        whole, mine, output = next(((a, b, c) for a, b, c in pairs if a is not None), (None, None, None))
-        if whole is None or mine is None or output is None or isinstance(mine, DTensor):
-            return None
-        part = self._places.part(whole, mine)
-        if part is None or part.dim is None or part.layout is None:
-            return None
-        positions = part.layout.positions(self._places.rank, whole.device)
-        gradient, expected = (x.double().movedim(part.dim, 0).flatten(1) for x in (mine, part.expected))
-        last = torch.ones_like(positions, dtype=torch.bool)
-        last[:-1] = positions.diff() != 1
-        labelled = (expected != 0).any(1)
-        inner = ~last & labelled
-        by = factor(gradient[inner], expected[inner]) if bool(inner.any()) else factor(gradient, expected)
-        error = gradient - by * expected
-        scale = self._tolerance * max(float((by * expected).norm()), 1e-300)
-        wrong = ~(error.norm(dim=1) <= scale / max(len(error), 1) ** 0.5)
-        right = bool((error.norm() <= scale).item())
-        of_label = (
-            self._differ_as_labels(gradient, by * expected, mine.shape[-1]) if part.dim < whole.ndim - 1 else False
-        )
-        return _LossGradient(
-            by,
-            right,
-            () if right else tuple(positions[wrong].tolist()),
-            bool(inner.any()) and not bool((wrong & ~last).any()),
-            of_label,
-            int(labelled.sum()),
-        )
+        positions = part.layout.positions(self._places.rank, "cpu").tolist()
+        rows = zip(positions, self._actual[0].unbind(part.dim), part.expected.unbind(part.dim), strict=True)
+        return {position for position, *row in rows if not self._equal(*row)}, part.layout
 
-    @staticmethod
-    def _differ_as_labels(gradient: torch.Tensor, expected: torch.Tensor, classes: int) -> bool:
-        """Whether gradients of logits differ as those of a cross entropy with other labels, or with none.
 
-        With another label, two entries of a row differ: one class less, another more.
-        """
-        gradient, expected = (x.reshape(-1, classes) for x in (gradient, expected))
-        error = gradient - expected
-        other = (error.abs() > 1e-6 * expected.abs().amax().clamp(min=1e-300)).sum(1) <= 2
-        none = ~(gradient != 0).any(1) | ~(expected != 0).any(1)
-        return bool((other | none).all())
+def _holds(ask: Callable[[], bool]) -> bool:
+    try:
+        return ask()
+    except Exception:  # of a module that cannot be run by itself, or with other values
+        return False
 
-    def _common_factor(self) -> float | None:
-        """The factor of the loss's gradient on all ranks, such as ``averaged_over`` of global_loss. None if there is no
-        such factor, or it is not known."""
-        scaled = [each for each in self._of_loss if each is not None and each.right]
-        if len(scaled) < len(self._of_loss):
-            return None
-        factors = [each.by for each in scaled]
-        common = max(factors) - min(factors) <= self._tolerance * max(map(abs, factors))
-        return factors[0] if common and factors[0] else None
 
-    def _in_loss(self) -> list[str]:
-        """Findings about the loss: the model's output is right, and its gradient is wrong."""
-        root, ranks = self._calls[-1], self._of_loss
-        parts = [each for each in ranks if each is not None]
-        if len(parts) < len(ranks) or self._common_factor() is not None:
-            return []
-        wrong = [each for each in parts if not each.right]
-        if wrong and all(each.at_ends and each.like_labels for each in wrong):
-            return [
-                f"the loss: what {root} returned is right, and its gradient is wrong where a rank's tokens are not "
-                "followed by their next one. Labels were rolled after the cut: make them for the whole sequence "
-                "(next_token_labels), then cut them as the tokens"
-            ]
-        if wrong:
-            return [
-                f"the loss: what {root} returned is right, and its gradient is not, at "
-                f"{_positions([set(each.wrong) for each in parts])}: labels, weights or the loss itself are not those "
-                "of this rank's tokens"
-            ]
-        factors = [each.by for each in parts]
-        shown = ", ".join(f"{each:.4g}" for each in factors)
-        text = f"the loss: its gradient is {shown} times that of one process on the ranks, in turn: "
-        counts = [each.by * each.tokens for each in parts]
-        if max(counts) - min(counts) <= self._tolerance * max(map(abs, counts)):
-            text += "each rank has divided by the number of its own tokens. "
-        else:
-            text += "the ranks' losses are not parts of one mean. "
+# The loss, and what the backward makes of it.
+
+
+def _in_loss(comparison: Comparison) -> list[str]:
+    """Findings about the loss: the model's output is right, and its gradient is wrong."""
+    root, ranks = comparison.calls[-1], comparison.loss_gradients
+    parts = [part for part in ranks if part is not None]
+    if len(parts) < len(ranks) or comparison.loss_factor() is not None:
+        return []
+    wrong = [part for part in parts if part.wrong]
+    if wrong and all(part.rolled for part in wrong):
         return [
-            text + "Divide the sum by the tokens of all: global_loss(losses, global_token_count(labels, mesh), mesh)"
+            f"the loss: what {root} returned is right, and its gradient is wrong where a rank's tokens are not "
+            "followed by their next one. Labels were rolled after the cut: make them for the whole sequence "
+            "(next_token_labels), then cut them as the tokens"
         ]
+    if wrong:
+        return [
+            f"the loss: what {root} returned is right, and its gradient is not, at "
+            f"{_positions([set(part.wrong) for part in parts])}: labels, weights or the loss itself are not those "
+            "of this rank's tokens"
+        ]
+    factors = [part.factor for part in parts]
+    counts = [part.factor * part.tokens for part in parts]
+    of_count = max(counts) - min(counts) <= comparison.tolerance * max(map(abs, counts))
+    own = "each rank has divided by the number of its own tokens"
+    why = own if of_count else "the ranks' losses are not parts of one mean"
+    return [
+        f"the loss: its gradient is {', '.join(f'{x:.4g}' for x in factors)} times that of one process on the ranks, "
+        f"in turn: {why}. Divide the sum by the tokens of all: global_loss(losses, global_token_count(labels, mesh), "
+        "mesh)"
+    ]
 
-    def _in_gradients(self) -> list[str]:
-        kinds: dict[str, list[str]] = {}
-        for name in self.parameters:
-            kinds.setdefault(self._kind_of(name), []).append(name)
-        wrong = {kind: names for kind, names in kinds.items() if kind != "right"}
-        findings = []
-        for kind, names in wrong.items():
-            what = f"the gradients of {len(names)} of {len(self.parameters)} parameters ({some(names)})"
-            if kind == "share":
-                partly = "right" in kinds
-                findings.append(
-                    f"gradients are {'partly reduced' if partly else 'unreduced'}: {what} are each rank's own share, "
-                    "and were not summed over the ranks of the sequence. Call sum_gradients(model, mesh) with all "
-                    "parameters after the backward, or use FSDP2 or DDP over this axis"
-                )
-            elif kind == "not finite":
-                findings.append(
-                    f"{what} are not finite on the ranks{self._first_wrong_gradient()}. The cause is not known"
-                )
-            elif kind.startswith("times") and not self._first_wrong_gradient():
-                by = float(kind.split()[1])
-                findings.append(f"{what} are {by:.4g} times those of one process: {self._why_times(by)}")
-            else:
-                findings.append(f"{what} are wrong{self._first_wrong_gradient()}. The cause is not known")
-        return findings
 
-    def _why_times(self, by: float) -> str:
-        of_loss, ranks = self._common_factor(), self._ranks
-        if of_loss is None:
-            return "the loss, or the reduction of gradients, has another factor than on one process"
-
-        def near(number: float, other: float) -> bool:
-            return abs(number - other) < 1e-3 * abs(other)
-
-        if near(of_loss, 1) and near(by, ranks):
-            return "they are reduced twice over the sequence's ranks. Reduce each gradient once"
-        if near(of_loss, 1) and near(by, 1 / ranks):
-            return "they are averaged over the sequence's ranks. Give global_loss averaged_over=, or sum them"
-        if near(by, of_loss):
-            return (
-                f"the gradient of the loss is {of_loss:.4g} times that of one process on each rank, and the reduction "
-                "adds the ranks' shares. A mean over this rank's tokens alone does that, and global_loss with "
-                "averaged_over= where no reducer averages"
+def _in_gradients(comparison: Comparison, axis: DeviceMesh) -> list[str]:
+    kinds: dict[tuple[str, float], list[str]] = {}
+    for name in comparison.parameters:
+        kinds.setdefault(_kind_of(comparison, axis, name), []).append(name)
+    partly = kinds.pop(("right", 1.0), None)
+    first, texts = _first_wrong_gradient(comparison), []
+    for (kind, by), names in kinds.items():
+        what = f"the gradients of {len(names)} of {len(comparison.parameters)} parameters ({some(names)})"
+        if kind == "share":
+            texts.append(
+                f"gradients are {'partly reduced' if partly else 'unreduced'}: {what} are each rank's own share, "
+                "and were not summed over the ranks of the sequence. Call sum_gradients(model, mesh) with all "
+                "parameters after the backward, or use FSDP2 or DDP over this axis"
             )
+        elif kind == "not finite":
+            texts.append(f"{what} are not finite on the ranks{first}. The cause is not known")
+        elif kind == "times" and not first:
+            why = _why_times(by, comparison.loss_factor(), axis.size())
+            texts.append(f"{what} are {by:.4g} times those of one process: {why}")
+        else:
+            texts.append(f"{what} are wrong{first}. The cause is not known")
+    return texts
+
+
+def _why_times(by: float, of_loss: float | None, ranks: int) -> str:
+    if of_loss is None:
+        return "the loss, or the reduction of gradients, has another factor than on one process"
+
+    def near(number: float, other: float) -> bool:
+        return abs(number - other) < 1e-3 * abs(other)
+
+    if near(of_loss, 1) and near(by, ranks):
+        return "they are reduced twice over the sequence's ranks. Reduce each gradient once"
+    if near(of_loss, 1) and near(by, 1 / ranks):
+        return "they are averaged over the sequence's ranks. Give global_loss averaged_over=, or sum them"
+    if near(by, of_loss):
         return (
-            f"that of the loss is {of_loss:.4g} times that of one process, and what follows the backward does the rest"
+            f"the gradient of the loss is {of_loss:.4g} times that of one process on each rank, and the reduction "
+            "adds the ranks' shares. A mean over this rank's tokens alone does that, and global_loss with "
+            "averaged_over= where no reducer averages"
         )
+    return f"that of the loss is {of_loss:.4g} times that of one process, and what follows the backward does the rest"
 
-    def _kind_of(self, name: str) -> str:
-        """right, share, times FACTOR, not finite or wrong; the same on every rank. Communication: a sum over ranks."""
-        share, expected = self._pair(name)
-        if not all(self._gather(share is not None and expected is not None and share.shape == expected.shape)):
-            return "wrong"
-        assert share is not None
-        assert expected is not None
-        total = self._over_sequence(share)
 
-        def near(a: torch.Tensor, b: torch.Tensor) -> bool:
-            return squares(a, b).error(self._floor) <= self._tolerance
+def _kind_of(comparison: Comparison, axis: DeviceMesh, name: str) -> tuple[str, float]:
+    """right, share, times, not finite or wrong, with the factor of the gradient; the same on every rank.
 
-        by = factor(share, expected)
-        ranks = self._gather(
-            (
-                near(share, expected),
-                near(total, expected),
-                near(share, by * expected),
-                by,
-                bool(share.isfinite().all()),
-            )
-        )
-        if all(each[0] for each in ranks):
-            return "right"
-        if not all(each[4] for each in ranks):
-            return "not finite"
-        factors = [each[3] for each in ranks]
-        if all(each[2] for each in ranks) and max(factors) - min(factors) < 1e-3 and abs(by) > 1e-3:
-            return f"times {factors[0]:.3f}"
-        if all(each[1] for each in ranks):
-            return "share"
-        return "wrong"
+    Communication: a sum over ranks."""
+    pair, gather, same = comparison.pair(name), comparison.gather, comparison.same_gradient
+    # No rank has failed: the others take part in the sum.
+    if not all(gather(pair is not None and pair[0].shape == pair[1].shape)):
+        return "wrong", 1.0
+    assert pair is not None
+    share, expected = pair
+    total = share.clone()
+    dist.all_reduce(total, group=axis.get_group())
+    by = factor(share, expected)
+    facts = same(share, expected), same(total, expected), same(share, by * expected), by, bool(share.isfinite().all())
+    right, shares, times, factors, finite = zip(*gather(facts), strict=True)
+    if all(right):
+        return "right", 1.0
+    if not all(finite):
+        return "not finite", 1.0
+    if all(times) and max(factors) - min(factors) < 1e-3 and abs(by) > 1e-3:
+        return "times", round(factors[0], 3)
+    return ("share" if all(shares) else "wrong"), 1.0
 
-    def _first_wrong_gradient(self) -> str:
-        """Words for the first wrong gradient in the order of the backward; empty if there is none."""
-        wrong = [call for call in reversed(self._calls) if self._is_wrong(self.errors.gradients[call.key])]
-        inner = [call for call in wrong if not any(other.within(call) for other in wrong)]
-        return f": the first wrong gradient of a backward is that of {inner[0]}'s output" if inner else ""
+
+def _first_wrong_gradient(comparison: Comparison) -> str:
+    """Words for the first wrong gradient in the order of the backward; empty if there is none."""
+    calls = [call for call in reversed(comparison.calls) if comparison.is_wrong(comparison.gradients.get(call.key))]
+    first = next((call for call in calls if not any(other.within(call) for other in calls)), None)
+    return "" if first is None else f": the first wrong gradient of a backward is that of {first}'s output"
 
 
 _DOCUMENTS = ("cu_seqlens", "cu_seq_lens_q", "seq_idx", "documents")
@@ -748,22 +496,17 @@ def _positions(ranks: Sequence[set[int]]) -> str:
 def _describe(mask: torch.Tensor) -> tuple[str, str]:
     """A text for what an attn_mask hides, and the remedy for the ranks."""
     allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-    shape = tuple(mask.shape)
     if allowed.ndim >= 2 and allowed.shape[-1] == allowed.shape[-2]:
         positions = torch.arange(allowed.shape[-1], device=allowed.device)
         behind = positions[:, None] - positions[None, :]
         seen = behind.expand(allowed.shape)[allowed]
         if seen.numel():
             low, high = int(seen.min()), int(seen.max())
-            band = (behind >= low) & (behind <= high)
-            if bool((allowed == band).all()) and high < allowed.shape[-1] - 1:
+            if bool((allowed == (behind >= low) & (behind <= high)).all()) and high < allowed.shape[-1] - 1:
                 after = "" if low == 0 else f", {-low}"
-                return (
-                    f"a sliding window of {high + 1} positions",
-                    f"Give the style mask=SlidingWindow({high}{after})",
-                )
+                return f"a sliding window of {high + 1} positions", f"Give the style mask=SlidingWindow({high}{after})"
     return (
-        f"a mask (attn_mask of shape {shape}, which hides {1 - float(allowed.double().mean()):.0%})",
+        f"a mask (attn_mask of shape {tuple(mask.shape)}, which hides {1 - float(allowed.double().mean()):.0%})",
         "Pass attn_mask of the whole sequence on every rank, give the style a mask, or open a SequenceScope(layout, "
         "mask=Documents(...))",
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -64,15 +64,18 @@ class Call:
         return tensors_in(self.output)
 
     @property
+    def arguments(self) -> dict[str, Any]:
+        """What it was given, by parameter."""
+        names = [*self.names[: len(self.args)], *(f"argument {at}" for at in range(len(self.names), len(self.args)))]
+        return dict(zip(names, self.args, strict=True)) | self.kwargs
+
+    @property
     def inputs(self) -> dict[str, torch.Tensor]:
         """The tensors that it was given, by parameter."""
-        given = dict(zip(self.names, self.args, strict=False)) if self.names else {}
-        extra = {f"argument {at}": value for at, value in enumerate(self.args) if at >= len(self.names)}
         tensors = {}
-        for name, value in {**given, **extra, **self.kwargs}.items():
+        for name, value in self.arguments.items():
             leaves = tensors_in(value)
-            for at, leaf in enumerate(leaves):
-                tensors[name if len(leaves) == 1 else f"{name}[{at}]"] = leaf
+            tensors |= {name if len(leaves) == 1 else f"{name}[{at}]": leaf for at, leaf in enumerate(leaves)}
         return tensors
 
     def within(self, other: Call) -> bool:
@@ -90,18 +93,23 @@ class AttentionMask:
     is_causal: bool
 
 
+Change = Callable[[dict[str, Any]], dict[str, Any]]
+"""Other arguments for scaled_dot_product_attention, by name."""
+
+
 class AttentionsSeen(TorchFunctionMode):
     """While it is entered, notes the attention calls of this thread that no other mode handles first.
 
     ``masks`` has one entry for each call: the mask of a scaled_dot_product_attention, None for other functions.
+    ``change`` changes the arguments of the former.
 
     On one process no style applies the mask of a SequenceScope. With ``axis``, this does so for the open scope over
     that mesh axis. ``unapplied`` are the scopes whose masks it could not apply to a call.
     """
 
-    def __init__(self, axis: str | None = None) -> None:
+    def __init__(self, axis: str | None = None, change: Change = lambda arguments: arguments) -> None:
         super().__init__()
-        self._axis = axis
+        self._axis, self._change = axis, change
         self.masks: list[AttentionMask | None] = []
         self.unapplied: set[str] = set()
         self._as_written: FlexAsWritten | None = None
@@ -119,41 +127,38 @@ class AttentionsSeen(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is not F.scaled_dot_product_attention and getattr(func, "__name__", "") not in _ATTENTIONS:
             return func(*args, **kwargs)
-        scope = None if self._axis is None else open_scope(self._axis)
+        scope, mask = None if self._axis is None else open_scope(self._axis), None
         if func is F.scaled_dot_product_attention:
-            given = sdpa_arguments(args, kwargs)
-            note = AttentionMask(_kept(given["attn_mask"]), given["is_causal"])
-            if scope is not None:
-                args, kwargs = (), self._within(scope, given)
-        else:
-            note = None
-            if scope is not None and not isinstance(scope.mask, Full):
-                self.unapplied.add(repr(scope.mask))
+            arguments = {"attn_mask": None, "is_causal": False} | dict(zip(_SDPA, args, strict=False)) | kwargs
+            mask = AttentionMask(_detached(arguments["attn_mask"]), arguments["is_causal"])
+            args, kwargs = (), self._change(arguments if scope is None else self._within(scope, arguments))
+        elif scope is not None and not isinstance(scope.mask, Full):
+            self.unapplied.add(repr(scope.mask))
         if graph_task_id() < 0:
-            self.masks.append(note)
+            self.masks.append(mask)
         return func(*args, **kwargs)
 
-    def _within(self, scope: SequenceScope, given: dict[str, Any]) -> dict[str, Any]:
+    def _within(self, scope: SequenceScope, arguments: dict[str, Any]) -> dict[str, Any]:
         """The arguments of scaled_dot_product_attention with the mask of ``scope`` too."""
-        query, key, mask = given["query"], given["key"], scope.mask
+        query, key, mask = arguments["query"], arguments["key"], scope.mask
         if isinstance(mask, Full):
-            return given
+            return arguments
         rows = mask.masks if isinstance(mask, PerRow) else (mask,)
         positions = scope.layout.positions(0, query.device)
         whole = query.shape[-2] == key.shape[-2] == positions.numel() == scope.layout.length
         if not whole or any(row.has_bias or row.grids for row in rows):
             self.unapplied.add(repr(mask))
-            return given
+            return arguments
         allowed = torch.stack([row.allowed(positions, positions) for row in rows])[:, None]
         allowed = allowed if len(rows) > 1 else allowed[0, 0]
-        if given["is_causal"]:
+        if arguments["is_causal"]:
             allowed = allowed & torch.ones_like(allowed).tril()
-        before = given["attn_mask"]
+        before = arguments["attn_mask"]
         if before is not None and before.dtype != torch.bool:
             allowed = torch.zeros_like(allowed, dtype=before.dtype).masked_fill(~allowed, float("-inf")) + before
         elif before is not None:
             allowed = allowed & before
-        return given | {"attn_mask": allowed, "is_causal": False}
+        return arguments | {"attn_mask": allowed, "is_causal": False}
 
 
 class Recording:
@@ -191,18 +196,17 @@ class Recording:
         key = name, self._numbers[name]
         self._numbers[name] += 1
         parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
-        names = tuple(each.name for each in parameters if each.kind in _POSITIONAL)
+        names = tuple(parameter.name for parameter in parameters if parameter.kind in _POSITIONAL)
         parent = self.open[-1] if self.open else None
-        seen = len(self.attentions), 0
-        kept = tree_map(_kept, args), tree_map(_kept, kwargs)
-        self.open.append(Call(key, type(module).__name__, parent, *kept, names, seen))
+        arguments = tree_map(_detached, args), tree_map(_detached, kwargs)
+        self.open.append(Call(key, type(module).__name__, parent, *arguments, names, (len(self.attentions), 0)))
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         if graph_task_id() >= 0 or not self.open:
             return
         call = self.open.pop()
         call.attended = call.attended[0], len(self.attentions)
-        call.output = tree_map(_kept, output)
+        call.output = tree_map(_detached, output)
         for at, leaf in enumerate(tensors_in(output)):
             call.gradients.append(None)
             if leaf.requires_grad:
@@ -212,33 +216,13 @@ class Recording:
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _ATTENTIONS = {"flex_attention", "multi_head_attention_forward", "varlen_attn"}
+_SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 
-def _kept(value: Any) -> Any:
+def _detached(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 def _add_gradient(call: Call, at: int, gradient: torch.Tensor) -> None:
-    known = call.gradients[at]
-    call.gradients[at] = gradient.detach().clone() if known is None else known + gradient.detach()
-
-
-_SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-
-
-def sdpa_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of scaled_dot_product_attention by name."""
-    return {"attn_mask": None, "is_causal": False} | dict(zip(_SDPA, args, strict=False)) | dict(kwargs)
-
-
-class OtherMasks(TorchFunctionMode):
-    """While it is entered, scaled_dot_product_attention is given what ``change`` makes of its arguments by name."""
-
-    def __init__(self, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-        super().__init__()
-        self._change = change
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not F.scaled_dot_product_attention:
-            return func(*args, **(kwargs or {}))
-        return func(**self._change(sdpa_arguments(args, kwargs or {})))
+    total = call.gradients[at]
+    call.gradients[at] = gradient.detach().clone() if total is None else total + gradient.detach()

@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import pickle
 import traceback
 import uuid
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -21,13 +19,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from cp_styles._compat import FlexAsWritten, part_of_group, tensors_in, without_groups
-from cp_styles.checksum import checksum
+from cp_styles.checksum import checksum, fingerprint
 from cp_styles.comm.point_to_point import TransferError, break_off, collective
 from cp_styles.engine.run import listener
 from cp_styles.layout import SequenceLayout
 from cp_styles.mask import Mask
 from cp_styles.testing import CommunicationTrace, clear_frames
-from cp_styles.verify.diagnose import Gather, StepResult
+from cp_styles.verify.compare import Gather, StepResult
 from cp_styles.verify.record import AttentionsSeen, Recording, plain_name
 
 StepFunction: TypeAlias = Callable[[nn.Module, Any, DeviceMesh], torch.Tensor | float | None]
@@ -183,6 +181,11 @@ def run_alone(model: nn.Module, batch: Any, mesh: DeviceMesh, step: StepFunction
         with AttentionsSeen(scopes_over) as seen:
             recording = Recording(model, seen.masks)
             loss = _run(recording, batch, mesh, step, model)
+    except Exception as error:
+        error.add_note(
+            "verify: this is the step on one process, without the plan. Give reference= if that needs another model"
+        )
+        raise
     finally:
         for handle in handles:
             handle.remove()
@@ -257,18 +260,12 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def checksums(batch: Any, model: nn.Module) -> dict[str, int]:
     """Checksums of the entries of the batch, and of the parameters and buffers of the model, by name."""
-    entries: Mapping[Any, Any] = batch if isinstance(batch, Mapping) else {"": batch}
-    sums = {}
-    for name, value in entries.items():
-        tensors = tensors_in(value)
-        label = f"batch[{name!r}]" if isinstance(batch, Mapping) else "the batch"
-        sums[label] = _checksum(tensors) if tensors else zlib.crc32(repr(value).encode())
-    for name, value in model.state_dict(keep_vars=True).items():
-        if isinstance(value, torch.Tensor):
-            sums[WEIGHTS + name] = _checksum([value])
-    return sums
+    entries = batch.items() if isinstance(batch, Mapping) else [("", batch)]
+    entries = [(f"batch[{name!r}]" if isinstance(batch, Mapping) else "the batch", value) for name, value in entries]
+    tensors = model.state_dict(keep_vars=True).items()
+    entries += [(WEIGHTS + name, value) for name, value in tensors if isinstance(value, torch.Tensor)]
+    return {name: fingerprint([*map(_facts, tensors_in(value))] or [value]) for name, value in entries}
 
 
-def _checksum(tensors: list[torch.Tensor]) -> int:
-    facts = [(tuple(x.shape), str(x.dtype), checksum(x)) for x in tensors if x.device.type != "meta"]
-    return zlib.crc32(pickle.dumps(facts))
+def _facts(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tuple(tensor.shape), tensor.dtype, None if tensor.device.type == "meta" else checksum(tensor)
