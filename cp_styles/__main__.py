@@ -15,12 +15,12 @@ COMMANDS = {"explain": explain.main, "verify": verify.main}
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command that the first argument names."""
-    given = sys.argv[1:] if arguments is None else list(arguments)
-    made = argparse.ArgumentParser(prog="python -m cp_styles", epilog="COMMAND --help says more.")
-    made.add_argument("command", choices=COMMANDS)
-    run = COMMANDS[made.parse_args(given[:1]).command]
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parser = argparse.ArgumentParser(prog="python -m cp_styles", epilog="COMMAND --help says more.")
+    parser.add_argument("command", choices=COMMANDS)
+    command = COMMANDS[parser.parse_args(arguments[:1]).command]
     try:
-        run(given)
+        command(arguments)
         sys.stdout.flush()
     except BrokenPipeError:  # whoever read has stopped, such as head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush when Python ends

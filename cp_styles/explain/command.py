@@ -12,7 +12,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,9 +24,10 @@ from cp_styles.explain.auto import Choice, explain_hybrid, ranked
 from cp_styles.explain.candidates import layouts_for, strategies_for
 from cp_styles.explain.hardware import MACHINES
 from cp_styles.explain.rehearse import Shapes
+from cp_styles.explain.report import explained
 from cp_styles.explain.states import StateShapes
 from cp_styles.explain.text import nbytes, seconds, table
-from cp_styles.layout import SequenceLayout, striped
+from cp_styles.layout import striped
 from cp_styles.mask import Causal, Documents, Full, Mask, SlidingWindow
 from cp_styles.strategies import AllGather, Ring, Strategy, Ulysses
 
@@ -80,69 +81,54 @@ def lengths(path: str) -> tuple[int, ...]:
 
 def parser() -> argparse.ArgumentParser:
     """The options of the command."""
-    root = argparse.ArgumentParser(prog="python -m cp_styles", description=__doc__.splitlines()[0])  # pyright: ignore
-    commands = root.add_subparsers(dest="command", required=True)
-    explain = commands.add_parser(
-        "explain",
-        help="rank strategies and layouts, and explain the best",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    options = argparse.ArgumentParser(
+        prog="python -m cp_styles explain", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    explain.add_argument("--seq-len", type=count, help="positions of the whole sequence: 4096, 128K, 1M")
-    explain.add_argument("--documents", type=lengths, metavar="FILE", help="packed documents: a file of their lengths")
-    explain.add_argument("--ranks", type=count, required=True, help="ranks that share the sequence")
-    explain.add_argument("--heads", type=numbers, required=True, metavar="H[:G]", help="query heads : key/value heads")
-    explain.add_argument("--head-dim", type=count, required=True)
-    explain.add_argument("--batch", type=count, default=1)
-    explain.add_argument("--dtype", choices=_DTYPES, default="bf16")
-    explain.add_argument("--mask", choices=("causal", "full"), default="causal")
-    explain.add_argument("--window", type=count, help="a query sees itself and the W - 1 positions before it")
-    explain.add_argument(
-        "--strategy",
-        type=strategy,
-        nargs="+",
-        metavar="S",
-        help="ring ring:0 allgather ulysses ulysses:8; default: all that may suit",
-    )
-    explain.add_argument(
-        "--layout",
-        nargs="+",
-        choices=("head_tail", "contiguous", "per_document_head_tail", "by_work", "striped"),
-        help="default: all that may suit the mask",
-    )
-    explain.add_argument("--hardware", choices=MACHINES, default="h100")
-    explain.add_argument("--node-ranks", type=count, help="ranks of a node; default: the machine's")
-    explain.add_argument(
-        "--states", type=numbers, metavar="H:K:V", help="recurrences beside the attentions: heads, key and value dims"
-    )
-    explain.add_argument("--diagonal", action="store_true", help="their states decay by numbers, as those of Mamba-2")
-    explain.add_argument("--layers", type=numbers, default=(1, 3), metavar="A:R", help="attentions, recurrences; 1:3")
-    explain.add_argument("--width", type=count, help="of the hidden states; default: query heads x head dim")
-    explain.add_argument("--rank", type=int, help="explain this rank; default: the busiest of some")
-    explain.add_argument("--json", action="store_true", help="print JSON instead of text")
-    explain.add_argument("--plot", metavar="FILE", help="draw the best choice (needs matplotlib)")
-    return root
+    add = options.add_argument
+    add("--seq-len", type=count, help="positions of the whole sequence: 4096, 128K, 1M")
+    add("--documents", type=lengths, metavar="FILE", help="packed documents: a file of their lengths")
+    add("--ranks", type=count, required=True, help="ranks that share the sequence")
+    add("--heads", type=numbers, required=True, metavar="H[:G]", help="query heads : key/value heads")
+    add("--head-dim", type=count, required=True)
+    add("--batch", type=count, default=1)
+    add("--dtype", choices=_DTYPES, default="bf16")
+    add("--mask", choices=("causal", "full"), default="causal")
+    add("--window", type=count, help="a query sees itself and the W - 1 positions before it")
+    strategies = "ring ring:0 allgather ulysses ulysses:8; default: all that may suit"
+    add("--strategy", type=strategy, nargs="+", metavar="S", help=strategies)
+    layouts = ("head_tail", "contiguous", "per_document_head_tail", "by_work", "striped")
+    add("--layout", nargs="+", choices=layouts, help="default: all that may suit the mask")
+    add("--hardware", choices=MACHINES, default="h100")
+    add("--node-ranks", type=count, help="ranks of a node; default: the machine's")
+    states = "recurrences beside the attentions: heads, key and value dims"
+    add("--states", type=numbers, metavar="H:K:V", help=states)
+    add("--diagonal", action="store_true", help="their states decay by numbers, as those of Mamba-2")
+    add("--layers", type=numbers, default=(1, 3), metavar="A:R", help="attentions, recurrences; 1:3")
+    add("--width", type=count, help="of the hidden states; default: query heads x head dim")
+    add("--rank", type=int, help="explain this rank; default: the busiest of some")
+    add("--json", action="store_true", help="print JSON instead of text")
+    add("--plot", metavar="FILE", help="draw the best choice (needs matplotlib)")
+    return options
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command."""
-    root = parser()
-    args = root.parse_args(arguments)
+def main(arguments: Sequence[str]) -> None:
+    """Run the command; the first of the arguments is its name."""
+    options = parser()
+    args = options.parse_args(arguments[1:])
 
     def wrong(option: str, text: str) -> Any:
-        root.error(f"argument {option}: {text}")
+        options.error(f"argument {option}: {text}")
 
     if args.seq_len is None and args.documents is None:
         wrong("--seq-len", "give --seq-len, or --documents with a file of lengths")
     if args.documents and args.seq_len not in (None, sum(args.documents)):
         wrong("--documents", f"the lengths add up to {sum(args.documents)}, and --seq-len is {args.seq_len}")
-    length = args.seq_len or sum(args.documents or ())
     if args.rank is not None and not 0 <= args.rank < args.ranks:
         wrong("--rank", f"there is no rank {args.rank} among {args.ranks}")
     if args.states and len(args.states) != 3:
         wrong("--states", "give heads, key dim and value dim: 32:128:128")
-    query_heads, kv_heads = args.heads[0], args.heads[-1]
-    if len(args.heads) > 2 or query_heads % kv_heads:
+    heads, kv_heads = args.heads[0], args.heads[-1]
+    if len(args.heads) > 2 or heads % kv_heads:
         wrong("--heads", "give query heads, or query:key heads, the second divides the first")
     if len(args.layers) != 2:
         wrong("--layers", "give the numbers of attentions and of recurrences: 12:36")
@@ -154,55 +140,53 @@ def main(arguments: Sequence[str] | None = None) -> None:
     mask: Mask = SlidingWindow(args.window - 1, 0) if args.window else Causal() if args.mask == "causal" else Full()
     if args.documents:
         mask = Documents(args.documents) & mask
-    balancers: dict[str, Callable[[int, int], SequenceLayout]] = {
-        **layouts_for(mask),
-        "striped": partial(striped, block=128),
-    }
-    names = args.layout or list(layouts_for(mask))
+    suitable = layouts_for(mask)
+    balancers = suitable | {"striped": partial(striped, block=128)}
+    names = args.layout or list(suitable)
     for name in names:
         if name not in balancers:
             wrong("--layout", f"{name} needs --documents")
-    dtype, device = _DTYPES[args.dtype], torch.device(hardware.device)
-    shapes = Shapes(query_heads, kv_heads, args.head_dim, args.head_dim, dtype, device, args.batch)
-    chosen = args.strategy or strategies_for(args.ranks, hardware)
-    choices = ranked(
-        chosen,
-        {name: balancers[name] for name in names},
-        length=length,
-        ranks=args.ranks,
-        mask=mask,
-        shapes=shapes,
-        hardware=hardware,
-    )
+    length, device = args.seq_len or sum(args.documents or ()), torch.device(hardware.device)
+    shapes = Shapes(heads, kv_heads, args.head_dim, args.head_dim, _DTYPES[args.dtype], device, args.batch)
+    call: dict[str, Any] = {"ranks": args.ranks, "mask": mask, "shapes": shapes, "hardware": hardware}
+    strategies = args.strategy or strategies_for(args.ranks, hardware)
+    choices = ranked(strategies, {name: balancers[name] for name in names}, length=length, **call)
+    best = next((choice.explanation for choice in choices if not choice.problem), None)
+    if best is not None and args.rank is not None:
+        cuts = best.layout, best.kv_layout
+        best = explained(best.strategy, cuts, mask, best.kernel, best.shapes, hardware=hardware, rank=args.rank)
     if args.json:
         print(json.dumps([_as_dict(choice) for choice in choices], indent=1))
     else:
-        model = f"heads {query_heads}:{kv_heads} of {args.head_dim}, {args.dtype}, {hardware.name}"
+        model = f"heads {heads}:{kv_heads} of {args.head_dim}, {args.dtype}, {hardware.name}"
         print(f"{length:,} positions on {args.ranks} ranks, {str(mask)[:30]}, {model}")
         print(f"predicted for one attention; figures from: {hardware.source}"[:_WIDTH])
         print("\n".join(ranking(choices)))
-    best = next((choice.explanation for choice in choices if not choice.problem), None)
     if best is None:
         print("no choice fits: see the reasons above", file=sys.stderr)
         raise SystemExit(1)
     if not args.json:
         print(f"\n{best}")
-    if args.states and not args.json:
-        print(f"\nlayouts of {args.layers[0]} such attentions and {args.layers[1]} recurrences, forward and backward")
-        states_of = dict(zip(("heads", "keys", "values"), args.states, strict=True))
-        states = StateShapes(**states_of, diagonal=args.diagonal, batch=args.batch)
-        width = args.width or query_heads * args.head_dim
-        options = {"ranks": args.ranks, "mask": mask, "shapes": shapes, "hardware": hardware}
-        rows = [["attentions", "recurrences", "strategy", "attentions", "recurrences", "changes", "total", "sent"]]
-        for each in explain_hybrid(length, states=states, layers=args.layers, width=width, **options):
-            times = map(seconds, (each.attention, each.states, each.changes, each.total))
-            rows.append([each.attention_layout, each.state_layout, short(each.strategy), *times, nbytes(each.sent)])
-        print("\n".join(table(rows)))
+        if args.states:
+            print("\n".join(_hybrid(args, length, call)))
     if args.plot:
         try:
             best.plot(args.plot)
         except (OSError, ValueError, ImportError) as error:  # no such folder, no such format, no matplotlib
             wrong("--plot", str(error))
+
+
+def _hybrid(args: argparse.Namespace, length: int, call: dict[str, Any]) -> Iterator[str]:
+    """A table of layouts for attentions and recurrences."""
+    yield f"\nlayouts of {args.layers[0]} such attentions and {args.layers[1]} recurrences, forward and backward"
+    states = StateShapes(*args.states, diagonal=args.diagonal, batch=args.batch)
+    width = args.width or args.heads[0] * args.head_dim
+    rows = [["attentions", "recurrences", "strategy", "attentions", "recurrences", "changes", "total", "sent"]]
+    for choice in explain_hybrid(length, states=states, layers=args.layers, width=width, **call):
+        times = map(seconds, (choice.attention, choice.states, choice.changes, choice.total))
+        names = choice.attention_layout, choice.state_layout, short(choice.strategy)
+        rows.append([*names, *times, nbytes(choice.sent)])
+    yield from table(rows)
 
 
 def ranking(choices: Sequence[Choice]) -> list[str]:
@@ -213,14 +197,11 @@ def ranking(choices: Sequence[Choice]) -> list[str]:
         if explanation is None or choice.problem:
             continue
         forward, backward = explanation.seconds
-        sent = explanation.sent("forward") + explanation.sent("backward")
-        cells = seconds(forward.total), seconds(backward.total), seconds(forward.exposed + backward.exposed)
-        sizes = (
-            nbytes(sent),
-            nbytes(explanation.peak_memory),
-            f"{max(explanation.imbalance, explanation.layout_imbalance or 1.0):.3f}",
-        )
-        rows.append([short(choice.strategy), choice.layout_name, *cells, *sizes, seconds(explanation.planning)])
+        times = forward.total, backward.total, forward.exposed + backward.exposed
+        sizes = explanation.sent("forward") + explanation.sent("backward"), explanation.peak_memory
+        imbalance = f"{max(explanation.imbalance, explanation.layout_imbalance or 1.0):.3f}"
+        cells = *map(seconds, times), *map(nbytes, sizes), imbalance, seconds(explanation.planning)
+        rows.append([short(choice.strategy), choice.layout_name, *cells])
     lines = list(table(rows))
     while max(map(len, lines)) > _WIDTH:  # JSON has all columns
         rows = [row[:-1] for row in rows]

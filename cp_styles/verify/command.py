@@ -59,38 +59,31 @@ def function(place: str, name: str) -> Callable[[], Mapping[str, Any]] | None:
     return getattr(module, name, None)
 
 
-def parser() -> argparse.ArgumentParser:
-    """The options of the command."""
+def main(arguments: Sequence[str]) -> None:
+    """Run the command; the first of the arguments is its name."""
     options = argparse.ArgumentParser(
         prog="python -m cp_styles verify", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     options.add_argument("case", type=place, metavar="FILE.py:FUNCTION", help="what makes the arguments of verify")
     options.add_argument("--mesh", type=axes, default={"cp": 2}, metavar="cp=2,...", help="its axes; default cp=2")
-    return options
-
-
-def main(arguments: Sequence[str]) -> None:
-    """Run the command; the first of the arguments is its name."""
-    options = parser()
     args = options.parse_args(arguments[1:])
     try:
-        case = function(*args.case)
+        make_case = function(*args.case)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{args.case[0]}.".startswith(f"{error.name}."):
             raise  # of what the case imports
         options.error(
             f"argument case: there is no module {error.name}; a file is given with .py, tests/cp_case.py:case"
         )
-    if case is None:
+    if make_case is None:
         options.error(f"argument case: {args.case[0]} has no function {args.case[1]}")
-    given = case()
-    needed = [name for name in ("model", "plan", "batch", "step") if name not in given]
-    if needed:
-        options.error(f"argument case: its dict has no {', '.join(needed)}")
+    case = make_case()
+    if missing := [name for name in ("model", "plan", "batch", "step") if name not in case]:
+        options.error(f"argument case: its dict has no {', '.join(missing)}")
     names, sizes = tuple(args.mesh), tuple(args.mesh.values())
 
     def on(rank: int) -> str:
-        return str(verify(mesh=init_device_mesh("cpu", sizes, mesh_dim_names=names), **given))
+        return str(verify(mesh=init_device_mesh("cpu", sizes, mesh_dim_names=names), **case))
 
     try:
         print(run_ranks(on, math.prod(sizes))[0])

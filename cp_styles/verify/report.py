@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 
 from cp_styles.explain.text import nbytes, table
 
@@ -64,11 +65,11 @@ class Report:
             yield ""
             yield from self._table()
         if self.parameters:
-            name, error = max(self.parameters, key=lambda each: each[1])
+            name, error = max(self.parameters, key=itemgetter(1))
             yield f"gradients of {len(self.parameters)} parameters: error at most {error:.1e} ({name})"
         if self.loss:
             yield f"loss on one process {self.loss[0]:.8g}, on the ranks " + ", ".join(
-                f"{each:.8g}" for each in self.loss[1:]
+                f"{x:.8g}" for x in self.loss[1:]
             )
         if self.calls:
             calls = ", ".join(f"{name} x {count}" for name, count in self.calls)
@@ -76,14 +77,14 @@ class Report:
 
     def _table(self) -> Iterator[str]:
         """The first wrong module with its neighbours; of a step that is exact, the modules with the largest errors."""
-        wrong = [at for at, each in enumerate(self.modules) if (each.forward or 0.0) > self.tolerance]
+        wrong = [at for at, errors in enumerate(self.modules) if (errors.forward or 0.0) > self.tolerance]
         first = max(0, wrong[0] - _ROWS // 2) if wrong else 0
         shown = self.modules[first : first + _ROWS]
         rows = [["module", "", "forward", "gradient"]]
-        for at, each in enumerate(shown, first):
+        for at, errors in enumerate(shown, first):
             mark = " <- first wrong" if wrong and at == wrong[0] else ""
-            cells = ("-" if error is None else f"{error:.1e}" for error in (each.forward, each.gradient))
-            rows.append([(each.name or "(model)")[-50:], each.kind[:24] + mark, *cells])
+            cells = ("-" if error is None else f"{error:.1e}" for error in (errors.forward, errors.gradient))
+            rows.append([(errors.name or "(model)")[-50:], errors.kind[:24] + mark, *cells])
         yield from table(rows)
         if len(shown) < len(self.modules):
             yield f"  and {len(self.modules) - len(shown)} more"

@@ -57,8 +57,8 @@ def gather_over(mesh: DeviceMesh) -> Gather:
             ranks: list[Any] = [None] * group.size()
             with collective(group, f"verify (mesh axis {(mesh.mesh_dim_names or ('cp',))[axis]!r})"):
                 dist.all_gather_object(ranks, values, group=group)
-            values = [each for rank in ranks for each in rank]
-        failed = [each for each in values if isinstance(each, _Failed)]
+            values = [x for rank in ranks for x in rank]
+        failed = [x for x in values if isinstance(x, _Failed)]
         if failed and not isinstance(value, _Failed):
             raise OtherRankError(f"verify: another rank has raised {failed[0].text}")
         return values
@@ -98,8 +98,7 @@ def mesh_of_one(mesh: DeviceMesh) -> Iterator[DeviceMesh]:
     rank = dist.get_rank()
     group = dist.new_group([rank], use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup)  # this rank is in it
-    own = torch.tensor(rank, device="cpu").reshape((1,) * mesh.ndim)
-    alone = _mesh_over([group] * mesh.ndim, own, mesh)
+    alone = _mesh_over([group] * mesh.ndim, torch.tensor(rank, device="cpu").reshape((1,) * mesh.ndim), mesh)
     try:
         yield alone
     finally:
@@ -116,16 +115,16 @@ def mesh_of_its_own(mesh: DeviceMesh, gather: Gather) -> Iterator[DeviceMesh]:
     """
     name = gather(uuid.uuid4().hex)[0]
     groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
-    groups = [part_of_group(each, dist.get_process_group_ranks(each), f"{each.group_name}/{name}") for each in groups]
-    own = _mesh_over(groups, mesh.mesh, mesh)
+    groups = [part_of_group(x, dist.get_process_group_ranks(x), f"{x.group_name}/{name}") for x in groups]
+    copied = _mesh_over(groups, mesh.mesh, mesh)
     try:
-        with ending_connections(own):
-            yield own
+        with ending_connections(copied):
+            yield copied
     finally:
         for group in groups:
             dist.destroy_process_group(group)
-        without_groups(own)
-        del group, groups, own
+        without_groups(copied)
+        del group, groups, copied
         gc.collect()  # a connection ends when nothing holds its group
 
 
@@ -167,16 +166,14 @@ class Failure:
 
 def run_alone(model: nn.Module, batch: Any, mesh: DeviceMesh, step: StepFunction, scopes_over: str | None) -> Alone:
     """The step on one process. With ``scopes_over``, the masks of SequenceScopes over that axis apply."""
-    had: set[str] = set()
+    with_gradient: set[str] = set()
 
     def note(name: str, parameter: nn.Parameter) -> None:
         if parameter.grad is not None and bool(parameter.grad.any()):
-            had.add(name)
+            with_gradient.add(name)
 
-    named = {plain_name(name): x for name, x in model.named_parameters()}
-    handles = [
-        x.register_post_accumulate_grad_hook(partial(note, name)) for name, x in named.items() if x.requires_grad
-    ]
+    named = {plain_name(name): x for name, x in model.named_parameters() if x.requires_grad}
+    handles = [x.register_post_accumulate_grad_hook(partial(note, name)) for name, x in named.items()]
     try:
         with AttentionsSeen(scopes_over) as seen:
             recording = Recording(model, seen.masks)
@@ -189,7 +186,7 @@ def run_alone(model: nn.Module, batch: Any, mesh: DeviceMesh, step: StepFunction
     finally:
         for handle in handles:
             handle.remove()
-    removed = [name for name in had if (grad := named[name].grad) is None or not bool(grad.any())]
+    removed = [name for name in with_gradient if (grad := named[name].grad) is None or not bool(grad.any())]
     return Alone(_finish(recording, model, loss), tuple(sorted(removed)), tuple(sorted(seen.unapplied)))
 
 

@@ -27,6 +27,14 @@ def test_a_ranking_and_the_best_explained(capsys):
         assert word in said
 
 
+def test_the_rank_that_is_explained(capsys):
+    for rank in (1, 2):
+        main([*SHORT, "--strategy", "ring", "--layout", "contiguous", "--rank", str(rank)])
+        text = capsys.readouterr().out
+        assert f"forward of rank {rank}, step by step" in text
+        assert "forward of rank 3" not in text
+
+
 def test_long_names_leave_a_column_out(capsys, tmp_path: Path):
     lengths = tmp_path / "lengths"
     lengths.write_text("100 28 500")
