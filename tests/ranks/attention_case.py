@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import re
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +16,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from cp_styles.layout import Balancer, SequenceLayout, head_tail
 from cp_styles.styles import AttentionContextParallel
+from cp_styles.testing import run_ranks
 from tests.oracle import attention_inputs, dense_attention, error, expected_attention, randn
 
 # Sums in another order: at most some hundred terms here, each a few 1e-16 from exact. A key counted twice or missed
@@ -119,6 +122,30 @@ class Problem:
 
 def cp_mesh(ranks: int) -> DeviceMesh:
     return init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))
+
+
+def on_every_rank(
+    ranks: int, *, run: Callable[..., list[Any]] = run_ranks, **options: Any
+) -> Callable[[Callable[..., float | None]], Callable[..., None]]:
+    """Makes a test of what happens on a rank. It takes ``rank`` and ``mesh`` if it names them, beside its parameters;
+    an error that it returns must be below EXACT."""
+
+    def decorate(on_rank: Callable[..., float | None]) -> Callable[..., None]:
+        parameters = inspect.signature(on_rank).parameters
+
+        @functools.wraps(on_rank)
+        def test(**given: Any) -> None:
+            def on(rank: int) -> float | None:
+                own = {"rank": lambda: rank, "mesh": lambda: cp_mesh(ranks)}
+                return on_rank(**given, **{name: make() for name, make in own.items() if name in parameters})
+
+            assert all(apart is None or apart < EXACT for apart in run(on, ranks, **options))
+
+        kept = [parameter for name, parameter in parameters.items() if name not in ("rank", "mesh")]
+        test.__signature__ = inspect.Signature(kept)  # pyright: ignore[reportAttributeAccessIssue]
+        return test
+
+    return decorate
 
 
 def parallel(core: nn.Module, mesh: DeviceMesh, **style: Any) -> nn.Module:

@@ -28,6 +28,7 @@ from cp_styles import testing
 from cp_styles.functions.attention import context_attention
 from cp_styles.mask import Causal, Full
 from cp_styles.styles import AttentionContextParallel, ModuleContextParallel
+from tests.ranks import attention_case
 from tests.ranks.attention_case import Core, Problem
 
 RANKS = 2
@@ -71,6 +72,7 @@ def run_ranks(fn: Callable[[int], Any], world_size: int, *, timeout_seconds: flo
 
 
 _worlds: dict[str, int] = {}
+on_every_rank = partial(attention_case.on_every_rank, run=run_ranks)
 
 
 def ranks_here(ranks: int = RANKS) -> int:

@@ -25,6 +25,7 @@ from cp_styles.collectives.peers import Facts, consult, dim_of, peers_of
 from cp_styles.comm.agreement import WIDTH
 from cp_styles.layout import head_tail
 from cp_styles.testing import CommunicationTrace, RankError, run_ranks
+from tests.ranks.attention_case import on_every_rank
 from tests.ranks.collectives.collectives_reference import randn, world
 
 X = torch.zeros(4, 6, 8)
@@ -123,34 +124,30 @@ def test_long_facts_are_compared_by_a_digest():
         run_ranks(main, 2)
 
 
-def test_groups_that_are_none():
-    def main(rank):
-        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "cp"))
-        with pytest.raises(ValueError, match=r"needs a 1-D mesh, got axes \('dp', 'cp'\): pass mesh\[\"cp\"\]"):
-            split(X, 0, mesh)
-        with pytest.raises(ValueError, match=r"axes \('dp', 'cp'\), not 'tp'"):
-            split(X, 0, (mesh, "tp"))
-        for bad in (("cp", mesh), (mesh, 0)):
-            with pytest.raises(TypeError, match="is not a group: pass a process group"):
-                split(X, 0, bad)
-        with pytest.raises(TypeError, match="needs a process group or a 1-D DeviceMesh, got str"):
-            split(X, 0, "cp")
-        other = dist.new_group([0])
-        if rank == 1:
-            with pytest.raises(ValueError, match="this rank is not in the group"):
-                split(X, 0, other)
-
-    run_ranks(main, 2)
+@on_every_rank(2)
+def test_groups_that_are_none(rank: int):
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "cp"))
+    with pytest.raises(ValueError, match=r"needs a 1-D mesh, got axes \('dp', 'cp'\): pass mesh\[\"cp\"\]"):
+        split(X, 0, mesh)
+    with pytest.raises(ValueError, match=r"axes \('dp', 'cp'\), not 'tp'"):
+        split(X, 0, (mesh, "tp"))
+    for bad in (("cp", mesh), (mesh, 0)):
+        with pytest.raises(TypeError, match="is not a group: pass a process group"):
+            split(X, 0, bad)
+    with pytest.raises(TypeError, match="needs a process group or a 1-D DeviceMesh, got str"):
+        split(X, 0, "cp")
+    other = dist.new_group([0])
+    if rank == 1:
+        with pytest.raises(ValueError, match="this rank is not in the group"):
+            split(X, 0, other)
 
 
+@on_every_rank(2)
 def test_dtensors_are_refused_with_the_way_out():
-    def main(rank):
-        mesh = init_device_mesh("cpu", (2,))
-        x = DTensor.from_local(X, mesh, [Shard(0)])
-        with pytest.raises(TypeError, match=r"got a DTensor .*x.to_local\(\)"):
-            split(x, 0, mesh)
-
-    run_ranks(main, 2)
+    mesh = init_device_mesh("cpu", (2,))
+    x = DTensor.from_local(X, mesh, [Shard(0)])
+    with pytest.raises(TypeError, match=r"got a DTensor .*x.to_local\(\)"):
+        split(x, 0, mesh)
 
 
 def test_scalars_have_no_dims():

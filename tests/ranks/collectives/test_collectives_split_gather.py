@@ -23,6 +23,7 @@ from cp_styles.collectives import (
 from cp_styles.collectives.rows import Rows, rows_of
 from cp_styles.layout import SequenceLayout, even_sizes, head_tail, striped
 from cp_styles.testing import CommunicationTrace, run_ranks
+from tests.ranks.attention_case import on_every_rank
 from tests.ranks.collectives.collectives_reference import adjoint_gap, randn, world
 
 LENGTH = 11
@@ -194,7 +195,8 @@ def test_packed_documents_are_cut_and_joined_document_by_document():
 Boxes = namedtuple("Boxes", "corners label")
 
 
-def test_inputs_are_cut_and_outputs_joined_through_nested_structures():
+@on_every_rank(2)
+def test_inputs_are_cut_and_outputs_joined_through_nested_structures(rank: int):
     tokens, image = torch.arange(14).view(2, 7), randn((2, 3, 7), 0)
     batch = {
         "tokens": tokens,
@@ -204,25 +206,21 @@ def test_inputs_are_cut_and_outputs_joined_through_nested_structures():
     }
     dims = {"tokens": 1, "image": 2, "boxes": -1}
     layout = Padded(7, multiple=2)
-
-    def main(rank):
-        got = slice_inputs(batch, dims, world(), layout=layout, fill={"tokens": -1})
-        assert got["tokens"].shape == (2, 4)
-        assert got["scale"] is batch["scale"]
-        assert got["image"][1] == (None, 4)
-        assert type(got["boxes"]) is Boxes
-        assert got["boxes"].label == "cat"
-        if rank == 1:
-            assert got["tokens"][:, 3].tolist() == [-1, -1]
-            assert got["image"][0][:, :, 3].eq(0).all()
-        back = gather_outputs(got, dims, world(), layout=layout, reduce_gradients=False)
-        assert torch.equal(back["tokens"], tokens)
-        assert torch.equal(back["image"][0], image)
-        assert torch.equal(back["boxes"].corners, image * 2)
-        one = slice_inputs(tokens, 1, world(), layout=layout, fill=5)
-        assert torch.equal(gather_outputs([one], 1, world(), layout=layout, reduce_gradients=False)[0], tokens)
-
-    run_ranks(main, 2)
+    got = slice_inputs(batch, dims, world(), layout=layout, fill={"tokens": -1})
+    assert got["tokens"].shape == (2, 4)
+    assert got["scale"] is batch["scale"]
+    assert got["image"][1] == (None, 4)
+    assert type(got["boxes"]) is Boxes
+    assert got["boxes"].label == "cat"
+    if rank == 1:
+        assert got["tokens"][:, 3].tolist() == [-1, -1]
+        assert got["image"][0][:, :, 3].eq(0).all()
+    back = gather_outputs(got, dims, world(), layout=layout, reduce_gradients=False)
+    assert torch.equal(back["tokens"], tokens)
+    assert torch.equal(back["image"][0], image)
+    assert torch.equal(back["boxes"].corners, image * 2)
+    one = slice_inputs(tokens, 1, world(), layout=layout, fill=5)
+    assert torch.equal(gather_outputs([one], 1, world(), layout=layout, reduce_gradients=False)[0], tokens)
 
 
 def test_no_group_is_the_identity():

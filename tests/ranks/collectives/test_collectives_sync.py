@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from cp_styles.collectives import sync_inputs, sync_object
 from cp_styles.collectives.inputs import leaves
 from cp_styles.testing import CommunicationTrace, run_ranks
+from tests.ranks.attention_case import on_every_rank
 from tests.ranks.collectives.collectives_reference import randn, world
 
 Point = namedtuple("Point", "x y")
@@ -91,14 +92,12 @@ def test_the_next_sample_travels_while_this_one_is_in_use(monkeypatch):
 
 
 @pytest.mark.parametrize("device", [None, "cpu"])
-def test_samples_are_data_without_gradients_and_need_not_be_contiguous(device):
-    def main(rank):
-        own = randn((3, 4), rank).t().requires_grad_()
-        for index, sample in enumerate(sync_inputs({"x": own}, world(), device=device)):
-            assert not sample["x"].requires_grad
-            assert torch.equal(sample["x"], randn((3, 4), index).t())
-
-    run_ranks(main, 3)
+@on_every_rank(3)
+def test_samples_are_data_without_gradients_and_need_not_be_contiguous(rank: int, device):
+    own = randn((3, 4), rank).t().requires_grad_()
+    for index, sample in enumerate(sync_inputs({"x": own}, world(), device=device)):
+        assert not sample["x"].requires_grad
+        assert torch.equal(sample["x"], randn((3, 4), index).t())
 
 
 @pytest.mark.parametrize(

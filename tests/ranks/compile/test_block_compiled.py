@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from cp_styles.layout import head_tail
 from cp_styles.torch_api import context_parallel, context_parallel_unshard
 from tests.covering import at_night, sampled
-from tests.ranks.attention_case import EXACT, Problem, cp_mesh
-from tests.ranks.compiling import RANKS, cannot_compile_on_threads, run_ranks
+from tests.ranks.attention_case import EXACT, Problem
+from tests.ranks.compiling import RANKS, cannot_compile_on_threads, on_every_rank
 from tests.ranks.doors.torch_api_scene import LENGTH, Batch, gradients, run
 
 pytestmark = cannot_compile_on_threads
@@ -43,55 +43,49 @@ def a_batch(model) -> tuple[dict[str, Any], torch.Tensor, torch.Tensor]:
 
 
 @sampled(1, backward=["inside", "after"], fullgraph=[False, True])
-def test_a_compiled_model_inside(fullgraph: bool, backward: str):
+@on_every_rank(RANKS)
+def test_a_compiled_model_inside(mesh, fullgraph: bool, backward: str):
     """From step to step, each in a block of its own, by the same graphs."""
-
-    def on(rank: int):
-        mesh, model = cp_mesh(RANKS), BATCH.model()
-        counter = CompileCounterWithBackend("aot_eager")
-        compiled, graphs = torch.compile(run, backend=counter, fullgraph=fullgraph), []
-        for _ in range(3):
-            arguments, x, cotangent = a_batch(model)
-            with context_parallel(mesh, **arguments):
-                out = compiled(model, x)
-                if backward == "inside":
-                    out.backward(cotangent)
-            if backward == "after":
+    model = BATCH.model()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled, graphs = torch.compile(run, backend=counter, fullgraph=fullgraph), []
+    for _ in range(3):
+        arguments, x, cotangent = a_batch(model)
+        with context_parallel(mesh, **arguments):
+            out = compiled(model, x)
+            if backward == "inside":
                 out.backward(cotangent)
-            check(model, out, mesh)
-            graphs.append(counter.frame_count)
-        assert graphs[0] == graphs[2] > 0
-        dist.barrier()
-
-    run_ranks(on, RANKS)
+        if backward == "after":
+            out.backward(cotangent)
+        check(model, out, mesh)
+        graphs.append(counter.frame_count)
+    assert graphs[0] == graphs[2] > 0
+    dist.barrier()
 
 
 @pytest.mark.parametrize("reentrant", [False, *at_night(True)])
-def test_checkpointed_compiled_layers(reentrant: bool):
+@on_every_rank(RANKS)
+def test_checkpointed_compiled_layers(mesh, rank: int, reentrant: bool):
     """The recomputation comes after the block and enters it again, also where inductor's graph shows no mode what it
     calls, and the layer reads no buffer that would be of another size by then."""
     problem, layout = Problem(length=13), head_tail(13, RANKS)
 
-    def on(rank: int):
-        mesh = cp_mesh(RANKS)
+    @torch.compile(fullgraph=True, dynamic=True)
+    def layer(query, key, value):
+        return F.scaled_dot_product_attention(query * 1.0, key, value, is_causal=True)
 
-        @torch.compile(fullgraph=True, dynamic=True)
-        def layer(query, key, value):
-            return F.scaled_dot_product_attention(query * 1.0, key, value, is_causal=True)
-
-        for _ in range(2):
-            leaves, cotangent = problem.shard(layout, rank, RANKS)
-            with context_parallel(mesh, layout=head_tail):
-                out = checkpoint(layer, *leaves, use_reentrant=reentrant)
-            out.backward(cotangent)
-            found = [out.detach(), *(leaf.grad for leaf in leaves)]
-            assert max(problem.errors(found, layout, rank, RANKS)) < EXACT
-
-    run_ranks(on, RANKS)
+    for _ in range(2):
+        leaves, cotangent = problem.shard(layout, rank, RANKS)
+        with context_parallel(mesh, layout=head_tail):
+            out = checkpoint(layer, *leaves, use_reentrant=reentrant)
+        out.backward(cotangent)
+        found = [out.detach(), *(leaf.grad for leaf in leaves)]
+        assert max(problem.errors(found, layout, rank, RANKS)) < EXACT
 
 
 @pytest.mark.parametrize("backward", ["inside", "after"])
-def test_a_block_inside_a_compiled_function(backward: str):
+@on_every_rank(RANKS)
+def test_a_block_inside_a_compiled_function(mesh, backward: str):
     """Its graph breaks there, and what the block calls is compiled; as one graph it is refused, in words."""
 
     def step(mesh, arguments, model, x, cotangent):
@@ -101,21 +95,18 @@ def test_a_block_inside_a_compiled_function(backward: str):
                 out.backward(cotangent)
         return out
 
-    def on(rank: int):
-        mesh, model = cp_mesh(RANKS), BATCH.model()
+    model = BATCH.model()
+    arguments, x, cotangent = a_batch(model)
+    with pytest.raises(Exception, match="compile what is called inside the block"):
+        torch.compile(step, backend="eager", fullgraph=True)(mesh, arguments, model, x, cotangent)
+    assert x.shape[1] == LENGTH  # nothing was cut
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(step, backend=counter)
+    for _ in range(2):
         arguments, x, cotangent = a_batch(model)
-        with pytest.raises(Exception, match="compile what is called inside the block"):
-            torch.compile(step, backend="eager", fullgraph=True)(mesh, arguments, model, x, cotangent)
-        assert x.shape[1] == LENGTH  # nothing was cut
-        counter = CompileCounterWithBackend("aot_eager")
-        compiled = torch.compile(step, backend=counter)
-        for _ in range(2):
-            arguments, x, cotangent = a_batch(model)
-            out = compiled(mesh, arguments, model, x, cotangent)
-            if backward == "after":
-                out.backward(cotangent)
-            check(model, out, mesh)
-        assert counter.frame_count > 0
-        dist.barrier()
-
-    run_ranks(on, RANKS)
+        out = compiled(mesh, arguments, model, x, cotangent)
+        if backward == "after":
+            out.backward(cotangent)
+        check(model, out, mesh)
+    assert counter.frame_count > 0
+    dist.barrier()

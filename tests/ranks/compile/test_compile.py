@@ -48,6 +48,7 @@ from tests.ranks.compiling import (
     cannot_compile_on_threads,
     compiled,
     door,
+    on_every_rank,
     ranks_here,
     run_ranks,
 )
@@ -192,7 +193,8 @@ def test_other_lengths_are_the_same_graph():
 
 
 @pytest.mark.parametrize("name", ["module", *at_night("style", "function")])
-def test_other_configurations_are_other_graphs(name: str):
+@on_every_rank(RANKS)
+def test_other_configurations_are_other_graphs(mesh, rank: int, name: str):
     """One compiled function after another layout, window and kernel, and back: each is attended by its own."""
     window = SlidingWindow(3, 0)
     seen = Problem(length=16, kv_heads=2, mask=allowed(lambda p, j: p - 3 <= j <= p, 16, 16))
@@ -202,15 +204,11 @@ def test_other_configurations_are_other_graphs(name: str):
         (PROBLEMS[16], BY_WORK, {"layout": BY_WORK, "kernel": ReferenceKernel(), "strategy": AllGather(keep=0)}),
         (PROBLEMS[16], head_tail, {"layout": head_tail(16, RANKS)}),
     ]
-
-    def on(rank: int):
-        mesh, block = cp_mesh(RANKS), Block(torch.add)
-        attend = torch.compile(block, backend="aot_eager", fullgraph=True)
-        for problem, layout, options in configurations:
-            block.attend = door(name, mesh, **options)
-            assert max(run_attention(attend, problem, rank, RANKS, layout=layout)) < EXACT
-
-    run_ranks(on, RANKS)
+    block = Block(torch.add)
+    attend = torch.compile(block, backend="aot_eager", fullgraph=True)
+    for problem, layout, options in configurations:
+        block.attend = door(name, mesh, **options)
+        assert max(run_attention(attend, problem, rank, RANKS, layout=layout)) < EXACT
 
 
 BY_WORK = partial(by_work, mask=Causal())
@@ -277,20 +275,18 @@ def test_masks_that_are_tensors(name: str):
     run_ranks(on, RANKS)
 
 
-def test_sinks():
-    def on(rank: int):
-        attends = [partial(context_attention, group=cp_mesh(RANKS), mask=Causal())]
-        attends.append(torch.compile(attends[0], backend="aot_eager", fullgraph=True))
-        found = []
-        for attend in attends:
-            leaves, cotangent = PROBLEMS[13].shard(head_tail, rank, RANKS)
-            sink = randn(7, 4).requires_grad_()
-            out = attend(*leaves, sink_H=sink)
-            out.backward(cotangent)
-            found.append([out.detach(), sink.grad, *(leaf.grad for leaf in leaves)])
-        assert max(map(error, *found)) < EXACT  # as eager, which is held to the oracle elsewhere
-
-    run_ranks(on, RANKS)
+@on_every_rank(RANKS)
+def test_sinks(mesh, rank: int):
+    attends = [partial(context_attention, group=mesh, mask=Causal())]
+    attends.append(torch.compile(attends[0], backend="aot_eager", fullgraph=True))
+    found = []
+    for attend in attends:
+        leaves, cotangent = PROBLEMS[13].shard(head_tail, rank, RANKS)
+        sink = randn(7, 4).requires_grad_()
+        out = attend(*leaves, sink_H=sink)
+        out.backward(cotangent)
+        found.append([out.detach(), sink.grad, *(leaf.grad for leaf in leaves)])
+    assert max(map(error, *found)) < EXACT  # as eager, which is held to the oracle elsewhere
 
 
 class Scaled(Grouped):
@@ -304,22 +300,18 @@ class Scaled(Grouped):
         return super().forward(query * self.temperature, key, value)
 
 
-def test_gradients_of_parameters_inside():
+@on_every_rank(RANKS)
+def test_gradients_of_parameters_inside(mesh, rank: int):
     problem = Problem(length=13, kv_heads=2, scale=1.5 * 8**-0.5)
     # <dq, q> with respect to their product, and that one's to the temperature.
     wanted = (problem.expected[1] * problem.inputs[0]).sum() / 1.5
-
-    def on(rank: int):
-        mesh = cp_mesh(RANKS)
-        core = door("module", mesh, Scaled())
-        leaves, cotangent = problem.shard(head_tail, rank, RANKS)
-        compiled(core)(*leaves).backward(cotangent)
-        sum_gradients(core, mesh)
-        assert error(core.temperature.grad, wanted) < EXACT
-        with pytest.raises(Exception, match="cannot trace plain parameters together with DTensors"):
-            compiled(door("style", mesh, Scaled()))(*leaves)
-
-    run_ranks(on, RANKS)
+    core = door("module", mesh, Scaled())
+    leaves, cotangent = problem.shard(head_tail, rank, RANKS)
+    compiled(core)(*leaves).backward(cotangent)
+    sum_gradients(core, mesh)
+    assert error(core.temperature.grad, wanted) < EXACT
+    with pytest.raises(Exception, match="cannot trace plain parameters together with DTensors"):
+        compiled(door("style", mesh, Scaled()))(*leaves)
 
 
 # -- checkpoints --
@@ -387,17 +379,14 @@ def test_a_recomputation_without_its_scope_is_refused():
     run_ranks(on, RANKS)
 
 
-def test_the_ops():
+@on_every_rank(1)
+def test_the_ops(mesh):
     """What torch asks of an op: its schema, its fake kernel, its gradient, static and dynamic."""
-
-    def on(rank: int):
-        group = cp_mesh(1).get_group()
-        source = config_text("test", "cp", group.group_name, Ring(), head_tail, Causal(), None)
-        q, k, v = (x.clone().requires_grad_() for x in PROBLEMS[16].inputs)
-        arguments = (q, k, v, None, None, None, source.config, False, None, True, "")
-        torch.library.opcheck(torch.ops.cp_styles.attention.default, arguments)
-
-    run_ranks(on, 1)
+    group = mesh.get_group()
+    source = config_text("test", "cp", group.group_name, Ring(), head_tail, Causal(), None)
+    q, k, v = (x.clone().requires_grad_() for x in PROBLEMS[16].inputs)
+    arguments = (q, k, v, None, None, None, source.config, False, None, True, "")
+    torch.library.opcheck(torch.ops.cp_styles.attention.default, arguments)
 
 
 @sampled(1, strategy=[Ring(), Ulysses()], value_dim=[8, 5])
@@ -435,39 +424,33 @@ def test_results_have_the_strides_that_graphs_were_promised(strategy, value_dim:
     run_ranks(on, RANKS)
 
 
-def test_a_module_that_unflattens():
+@on_every_rank(RANKS)
+def test_a_module_that_unflattens(mesh, rank: int):
     """As attention modules with projections do; by itself torch.compile cannot trace Tensor.unflatten under a mode."""
     layout, x, cotangent = head_tail(13, RANKS), randn(1, 2, 13, 10), randn(2, 2, 13, 10)
-
-    def on(rank: int):
-        model = Projected(Grouped())
-        parallelize_module(model, cp_mesh(RANKS), ModuleContextParallel())
-        found = []
-        for act in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
-            leaf = layout.shard(x, 1, rank).clone().requires_grad_()
-            out = act(leaf)
-            out.backward(layout.shard(cotangent, 1, rank))
-            found.append((out.detach(), leaf.grad))
-            dist.barrier()  # that a thread compiles is, to torch, that the process does
-        assert max(map(error, *found)) < EXACT  # as eager, which is held to the oracle elsewhere
-
-    run_ranks(on, RANKS)
+    model = Projected(Grouped())
+    parallelize_module(model, mesh, ModuleContextParallel())
+    found = []
+    for act in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
+        leaf = layout.shard(x, 1, rank).clone().requires_grad_()
+        out = act(leaf)
+        out.backward(layout.shard(cotangent, 1, rank))
+        found.append((out.detach(), leaf.grad))
+        dist.barrier()  # that a thread compiles is, to torch, that the process does
+    assert max(map(error, *found)) < EXACT  # as eager, which is held to the oracle elsewhere
 
 
 @pytest.mark.parametrize("layout", ["layout", "balancer"])
 @pytest.mark.parametrize("which", DOORS)
-def test_one_rank_is_compiled_and_the_others_are_not(which: str, layout: str):
+@on_every_rank(RANKS)
+def test_one_rank_is_compiled_and_the_others_are_not(mesh, rank: int, which: str, layout: str):
     """As after torch.compile's limit of recompilations, which ranks may reach at other times."""
-
-    def on(rank: int) -> float:
-        cut = head_tail(16, RANKS) if layout == "layout" else head_tail
-        attend = door(which, cp_mesh(RANKS), layout=cut)
-        fast = torch.compile(attend, backend="aot_eager")
-        run_attention(fast, PROBLEMS[16], rank, RANKS)
-        dist.barrier()  # is_compiling() is the process'
-        return max(run_attention(fast if rank == 0 else attend, PROBLEMS[16], rank, RANKS))
-
-    assert max(run_ranks(on, RANKS)) < EXACT
+    cut = head_tail(16, RANKS) if layout == "layout" else head_tail
+    attend = door(which, mesh, layout=cut)
+    fast = torch.compile(attend, backend="aot_eager")
+    run_attention(fast, PROBLEMS[16], rank, RANKS)
+    dist.barrier()  # is_compiling() is the process'
+    return max(run_attention(fast if rank == 0 else attend, PROBLEMS[16], rank, RANKS))
 
 
 @pytest.mark.skipif(ranks_here() != RANKS, reason="one world in a process of its own")

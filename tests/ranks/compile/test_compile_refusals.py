@@ -25,6 +25,7 @@ from tests.ranks.compiling import (
     compiled,
     door,
     entered_together,
+    on_every_rank,
     run_ranks,
 )
 
@@ -88,25 +89,23 @@ def test_what_a_module_may_not_do(names: list[str], act, message: str, part: int
 
 
 @pytest.mark.parametrize("name", STYLES)
-def test_one_rank_whose_forward_cannot_be_traced(name: str):
+@on_every_rank(RANKS, timeout_seconds=20.0)
+def test_one_rank_whose_forward_cannot_be_traced(mesh, rank: int, name: str):
     """The others, whose graphs run, hear of it instead of waiting."""
 
-    def on(rank: int):
-        def fine(query, key, value):
-            return attention(query, key, value)
+    def fine(query, key, value):
+        return attention(query, key, value)
 
-        def bad(query, key, value):
-            return attention(query, key, value).cos() if query.sum() else query  # what no one graph can decide
+    def bad(query, key, value):
+        return attention(query, key, value).cos() if query.sum() else query  # what no one graph can decide
 
-        act = bad if rank else fine
-        core = entered_together(door(name, cp_mesh(RANKS), Act(act)))
-        attend = torch.compile(core, backend="aot_eager", fullgraph=True)
-        with pytest.raises(Exception) as caught:
-            attend(*PROBLEMS[16].shard(head_tail, rank, RANKS)[0])
-        heard = "ranks [1] of mesh axis 'cp' refused"
-        assert (heard if rank == 0 else "data-dependent") in str(caught.value).lower()
-
-    run_ranks(on, RANKS, timeout_seconds=20.0)
+    act = bad if rank else fine
+    core = entered_together(door(name, mesh, Act(act)))
+    attend = torch.compile(core, backend="aot_eager", fullgraph=True)
+    with pytest.raises(Exception) as caught:
+        attend(*PROBLEMS[16].shard(head_tail, rank, RANKS)[0])
+    heard = "ranks [1] of mesh axis 'cp' refused"
+    assert (heard if rank == 0 else "data-dependent") in str(caught.value).lower()
 
 
 SPOILT = {
@@ -117,43 +116,36 @@ SPOILT = {
 
 
 @sampled(1, name=DOORS, what=list(SPOILT))
-def test_one_rank_alone(name: str, what: str):
+@on_every_rank(RANKS, timeout_seconds=10.0)
+def test_one_rank_alone(mesh, rank: int, name: str, what: str):
     """What differs between ranks is seen when the graph runs, by all of them."""
     spoil, message = SPOILT[what]
-
-    def on(rank: int):
-        leaves = PROBLEMS[16].shard(head_tail, rank, RANKS)[0]
-        attend = torch.compile(door(name, cp_mesh(RANKS)), backend="aot_eager", fullgraph=True)
-        with pytest.raises((ValueError, RuntimeError)) as caught:
-            attend(*(spoil(*leaves) if rank == 1 else leaves))
-        text = str(caught.value)
-        assert message in text or (rank == 0 and "ranks [1] of mesh axis 'cp' refused their inputs" in text)
-
-    run_ranks(on, RANKS, timeout_seconds=10.0)
+    leaves = PROBLEMS[16].shard(head_tail, rank, RANKS)[0]
+    attend = torch.compile(door(name, mesh), backend="aot_eager", fullgraph=True)
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        attend(*(spoil(*leaves) if rank == 1 else leaves))
+    text = str(caught.value)
+    assert message in text or (rank == 0 and "ranks [1] of mesh axis 'cp' refused their inputs" in text)
 
 
-def test_what_no_text_can_stand_for():
+@on_every_rank(RANKS)
+def test_what_no_text_can_stand_for(mesh, rank: int):
     """Eager takes any object; a graph needs one that another process finds."""
-
-    def on(rank: int):
-        mesh = cp_mesh(RANKS)
-        local = lambda length, ranks: head_tail(length, ranks)  # noqa: E731
-        for name in DOORS:
-            attend = door(name, mesh, layout=local)
-            assert max(run_attention(attend, PROBLEMS[16], rank, RANKS)) < EXACT
-            dist.barrier()  # that a thread compiles is, to torch, that the process does
-            with pytest.raises(Exception, match="define it at the top level of a module"):
-                compiled(attend)(*PROBLEMS[16].shard(head_tail, rank, RANKS)[0])
-            dist.barrier()
-        scoped = compiled(door("module", mesh))
-        mask = Dense(torch.ones(16, 16, dtype=torch.bool))
-        with (
-            SequenceScope(head_tail(16, RANKS), mask=mask),
-            pytest.raises(NotImplementedError, match="the mask of a scope cannot hold tensors"),
-        ):
-            scoped(*PROBLEMS[16].shard(head_tail, rank, RANKS)[0])
-
-    run_ranks(on, RANKS)
+    local = lambda length, ranks: head_tail(length, ranks)  # noqa: E731
+    for name in DOORS:
+        attend = door(name, mesh, layout=local)
+        assert max(run_attention(attend, PROBLEMS[16], rank, RANKS)) < EXACT
+        dist.barrier()  # that a thread compiles is, to torch, that the process does
+        with pytest.raises(Exception, match="define it at the top level of a module"):
+            compiled(attend)(*PROBLEMS[16].shard(head_tail, rank, RANKS)[0])
+        dist.barrier()
+    scoped = compiled(door("module", mesh))
+    mask = Dense(torch.ones(16, 16, dtype=torch.bool))
+    with (
+        SequenceScope(head_tail(16, RANKS), mask=mask),
+        pytest.raises(NotImplementedError, match="the mask of a scope cannot hold tensors"),
+    ):
+        scoped(*PROBLEMS[16].shard(head_tail, rank, RANKS)[0])
 
 
 class Recomputed(nn.Module):
@@ -167,15 +159,12 @@ class Recomputed(nn.Module):
         return checkpoint(self.attend, query, key, value, use_reentrant=True)
 
 
-def test_a_compiled_function_that_runs_again_outside_of_its_module():
+@on_every_rank(RANKS)
+def test_a_compiled_function_that_runs_again_outside_of_its_module(mesh, rank: int):
     """Its recomputation enters the module's mode again, and so does that of a compiled layer."""
-
-    def on(rank: int):
-        function = torch.compile(partial(attention, is_causal=True), backend="aot_eager")
-        layer = Grouped()
-        layer.compile(backend="aot_eager", fullgraph=True)
-        for attend in (function, layer):
-            right = door("module", cp_mesh(RANKS), Recomputed(attend))
-            assert max(run_attention(right, PROBLEMS[16], rank, RANKS)) < EXACT
-
-    run_ranks(on, RANKS)
+    function = torch.compile(partial(attention, is_causal=True), backend="aot_eager")
+    layer = Grouped()
+    layer.compile(backend="aot_eager", fullgraph=True)
+    for attend in (function, layer):
+        right = door("module", mesh, Recomputed(attend))
+        assert max(run_attention(right, PROBLEMS[16], rank, RANKS)) < EXACT

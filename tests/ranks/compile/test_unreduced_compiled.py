@@ -22,6 +22,7 @@ from cp_styles.engine.gradient_watch import (
 from cp_styles.functions.attention import context_attention
 from cp_styles.layout import contiguous
 from cp_styles.styles import AttentionContextParallel, ModuleContextParallel
+from tests.ranks.compiling import on_every_rank
 from tests.covering import at_night, sampled
 from tests.oracle import randn
 from tests.ranks.attention_case import Projected, cp_mesh
@@ -114,17 +115,13 @@ def test_a_model_that_nobody_reduces_is_an_error(door: str, how: str):
     assert "layers.0.q.weight (24, 10)" in text
 
 
-def test_the_corrected_program_runs():
+@on_every_rank(RANKS)
+def test_the_corrected_program_runs(mesh):
     """With the wrong model still there."""
-
-    def on(rank: int) -> None:
-        mesh = cp_mesh(RANKS)
-        wrong, right = (attended("module", mesh, layers=1) for _ in range(2))
-        with pytest.raises(UnreducedGradientsError):
-            steps_of(wrong, compiled(wrong, "model"))
-        steps_of(right, compiled(right, "model"), steps=5, reduce=lambda: sum_gradients(right, mesh))
-
-    run_ranks(on, RANKS)
+    wrong, right = (attended("module", mesh, layers=1) for _ in range(2))
+    with pytest.raises(UnreducedGradientsError):
+        steps_of(wrong, compiled(wrong, "model"))
+    steps_of(right, compiled(right, "model"), steps=5, reduce=lambda: sum_gradients(right, mesh))
 
 
 @pytest.mark.parametrize("door", ["module", *at_night("style", "function")])
@@ -138,40 +135,32 @@ def test_a_warning_where_that_is_asked_for(door: str):
     assert all("hold different parameters" in text for text in texts)
 
 
-def test_what_differs_by_right_is_told_outside_of_graphs():
+@on_every_rank(RANKS)
+def test_what_differs_by_right_is_told_outside_of_graphs(mesh, rank: int):
     """By a style, or by a call that is not compiled."""
-
-    def on(rank: int) -> None:
-        mesh = cp_mesh(RANKS)
-        model = Layers()
-        check = GradientCheck(local=(model.layers[0].q,))
-        function = attended("function", mesh, gradient_check=check)
-        with pytest.raises(Exception, match=r"cannot take GradientCheck\(local=...\) into a graph"):
-            compiled(function, "model")(randn(rank, 1, 4, 10))
-        dist.barrier()
-        parallelize_module(model, mesh, ModuleContextParallel(layout=contiguous, gradient_check=check))
-        shared = [x for name, x in model.named_parameters() if not name.startswith("layers.0.q")]
-        steps_of(model, compiled(model, "model"), steps=4, reduce=lambda: sum_gradients(shared, mesh))
-
-    run_ranks(on, RANKS)
+    model = Layers()
+    check = GradientCheck(local=(model.layers[0].q,))
+    function = attended("function", mesh, gradient_check=check)
+    with pytest.raises(Exception, match=r"cannot take GradientCheck\(local=...\) into a graph"):
+        compiled(function, "model")(randn(rank, 1, 4, 10))
+    dist.barrier()
+    parallelize_module(model, mesh, ModuleContextParallel(layout=contiguous, gradient_check=check))
+    shared = [x for name, x in model.named_parameters() if not name.startswith("layers.0.q")]
+    steps_of(model, compiled(model, "model"), steps=4, reduce=lambda: sum_gradients(shared, mesh))
 
 
-def test_a_compiled_optimizer():
+@on_every_rank(RANKS)
+def test_a_compiled_optimizer(mesh, rank: int):
     """Nobody sees which parameters it steps; those of the graph are compared all the same."""
-
-    def on(rank: int) -> None:
-        mesh = cp_mesh(RANKS)
-        model = attended("module", mesh)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        step = torch.compile(optimizer.step, backend="aot_eager")
-        for seed in range(3):
-            model(randn(1000 * rank + seed, 1, 4, 10)).square().sum().backward()
-            sum_gradients(model, mesh)
-            step()
-            optimizer.zero_grad()
-            dist.barrier()
-
-    run_ranks(on, RANKS)
+    model = attended("module", mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = torch.compile(optimizer.step, backend="aot_eager")
+    for seed in range(3):
+        model(randn(1000 * rank + seed, 1, 4, 10)).square().sum().backward()
+        sum_gradients(model, mesh)
+        step()
+        optimizer.zero_grad()
+        dist.barrier()
 
 
 @pytest.mark.parametrize("case", ["summed", "own inputs", "fsdp", *at_night("frozen", "no step", "no grad")])

@@ -28,7 +28,7 @@ from cp_styles.testing import run_ranks
 from cp_styles.torch_api import context_parallel
 from tests.covering import in_parts
 from tests.oracle import error, expected_attention
-from tests.ranks.attention_case import EXACT
+from tests.ranks.attention_case import EXACT, on_every_rank
 
 RANKS, BATCH, HEADS, LENGTH = 3, 2, 3, 17
 LAYOUT = head_tail(LENGTH, RANKS)
@@ -273,17 +273,14 @@ def test_torchs_causal_bias_is_causal(door, make):
 
 
 @pytest.mark.parametrize("door", ["block", "module"])
-def test_a_mask_made_in_the_first_forward(door: str):
+@on_every_rank(RANKS)
+def test_a_mask_made_in_the_first_forward(rank: int, door: str):
     """torch makes no object of a subclass by its constructor under a dispatch mode. The error says what to do."""
     q, k, v, _ = tensors()
-
-    def on(rank: int):
-        mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",))
-        with pytest.raises(RuntimeError, match="already associated to a python object") as caught:
-            STYLES[door](mesh, MadeInside(causal_upper_left), *(LAYOUT.shard(x, 2, rank) for x in (q, k, v)))
-        assert "make it before the forward" in caught.value.__notes__[0]
-
-    run_ranks(on, RANKS)
+    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",))
+    with pytest.raises(RuntimeError, match="already associated to a python object") as caught:
+        STYLES[door](mesh, MadeInside(causal_upper_left), *(LAYOUT.shard(x, 2, rank) for x in (q, k, v)))
+    assert "make it before the forward" in caught.value.__notes__[0]
 
 
 class Masks(torch.Tensor):

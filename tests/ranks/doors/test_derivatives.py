@@ -14,7 +14,7 @@ from cp_styles import AllGather, Dense, Ring, Ulysses, context_attention, contig
 from cp_styles.kernels import ReferenceKernel
 from cp_styles.testing import RankError, run_ranks
 from tests.oracle import attention_inputs, randn
-from tests.ranks.attention_case import cp_mesh
+from tests.ranks.attention_case import cp_mesh, on_every_rank
 from tests.ranks.each_door import DOORS, LENGTH
 
 
@@ -63,22 +63,18 @@ def test_second_derivatives_by_any_strategy(strategy, kernel):
     assert len(SECOND.findall(on_ranks(2, attend))) >= 2
 
 
-def test_a_first_derivative_that_keeps_its_graph():
+@on_every_rank(2)
+def test_a_first_derivative_that_keeps_its_graph(mesh, rank: int):
     """create_graph=True alone changes nothing: not the gradients, and not those of what came before the attention."""
     inputs, cotangent = attention_inputs(length=LENGTH, batch=1)
     layout = contiguous(LENGTH, 2)
-
-    def on(rank: int) -> None:
-        mesh = cp_mesh(2)
-        for name, door in DOORS.items():
-            leaves = [layout.shard(x, 2, rank).clone().requires_grad_() for x in inputs]
-            found = [
-                torch.autograd.grad(door(mesh, *leaves), leaves, layout.shard(cotangent, 2, rank), create_graph=graph)
-                for graph in (False, True)
-            ]
-            assert all(torch.equal(*pair) for pair in zip(*found, strict=True)), name
-
-    run_ranks(on, 2)
+    for name, door in DOORS.items():
+        leaves = [layout.shard(x, 2, rank).clone().requires_grad_() for x in inputs]
+        found = [
+            torch.autograd.grad(door(mesh, *leaves), leaves, layout.shard(cotangent, 2, rank), create_graph=graph)
+            for graph in (False, True)
+        ]
+        assert all(torch.equal(*pair) for pair in zip(*found, strict=True)), name
 
 
 @pytest.mark.parametrize("how", ["dual", "jvp", "jacfwd", "inside vmap"])

@@ -27,7 +27,7 @@ from cp_styles.styles import AttentionContextParallel, ModuleContextParallel, pa
 from cp_styles.testing import run_ranks
 from cp_styles.torch_api import context_parallel
 from tests.oracle import randn
-from tests.ranks.attention_case import Core, cp_mesh, parallel
+from tests.ranks.attention_case import Core, cp_mesh, on_every_rank, parallel
 from tests.ranks.leak_scene import RANKS, Scene, attention_of, refusals
 
 
@@ -316,17 +316,14 @@ TRACERS = {
 
 @pytest.mark.parametrize("tracer", TRACERS)
 @pytest.mark.parametrize("style", [AttentionContextParallel, ModuleContextParallel])
-def test_a_graph_without_the_other_ranks_is_not_traced(style, tracer: str):
+@on_every_rank(2, timeout_seconds=20)
+def test_a_graph_without_the_other_ranks_is_not_traced(mesh, rank: int, style, tracer: str):
     """On one thread alone, because tracers change what threads share; the error needs no other rank."""
-
-    def on(rank: int) -> None:
-        module = parallelize_module(Core(), cp_mesh(2), style())
-        if rank == 0:
-            inputs = tuple(randn(seed, 1, 2, 4, 4) for seed in range(3))
-            with pytest.raises(NotImplementedError, match=f"{tracer} records the operators of one process"):
-                TRACERS[tracer](module, inputs)
-
-    run_ranks(on, 2, timeout_seconds=20)
+    module = parallelize_module(Core(), mesh, style())
+    if rank == 0:
+        inputs = tuple(randn(seed, 1, 2, 4, 4) for seed in range(3))
+        with pytest.raises(NotImplementedError, match=f"{tracer} records the operators of one process"):
+            TRACERS[tracer](module, inputs)
 
 
 # -- what the module does --

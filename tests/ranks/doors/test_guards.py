@@ -25,7 +25,7 @@ from cp_styles.styles import parallelize_module as checked
 from cp_styles.testing import run_ranks
 from cp_styles.torch_api import context_parallel
 from tests.oracle import error, randn
-from tests.ranks.attention_case import cp_mesh
+from tests.ranks.attention_case import cp_mesh, on_every_rank
 
 WIDTH, LENGTH, RANKS = 8, 12, 2
 
@@ -501,13 +501,10 @@ def test_a_cache_with_tokens_in_it():
     run_ranks(call(past_key_values=SimpleNamespace(get_seq_length=lambda: 0)), RANKS)
 
 
-def test_a_plan_whose_path_matches_nothing():
+@on_every_rank(RANKS)
+def test_a_plan_whose_path_matches_nothing(mesh):
     """torch warns only."""
-
-    def apply(rank: int) -> None:
-        mesh, model = cp_mesh(RANKS), Model(Mlp(), Mlp())
-        checked(model, mesh, {"attention": ModuleContextParallel(), "layers.*.up": ColwiseParallel()})
-        with pytest.raises(ValueError, match=r"match no module: 'atention' \(near: attention.*\); 'layers\.\*\.gate'"):
-            checked(Model(), mesh, {"atention": ModuleContextParallel(), "layers.*.gate": ColwiseParallel()})
-
-    run_ranks(apply, RANKS)
+    model = Model(Mlp(), Mlp())
+    checked(model, mesh, {"attention": ModuleContextParallel(), "layers.*.up": ColwiseParallel()})
+    with pytest.raises(ValueError, match=r"match no module: 'atention' \(near: attention.*\); 'layers\.\*\.gate'"):
+        checked(Model(), mesh, {"atention": ModuleContextParallel(), "layers.*.gate": ColwiseParallel()})

@@ -27,7 +27,7 @@ from cp_styles.mask import Causal, Dense, Full
 from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.testing import run_ranks
 from tests.oracle import randn
-from tests.ranks.attention_case import Core, Projected, cp_mesh, parallel
+from tests.ranks.attention_case import Core, Projected, cp_mesh, on_every_rank, parallel
 from tests.ranks.leak_scene import Oops, Scene, attention_of, raising, scenario
 
 # -- checkpointing and saved tensors --
@@ -222,27 +222,24 @@ class Own(ReferenceKernel):
     """A kernel of the user."""
 
 
+@on_every_rank(1)
 def test_calls_of_a_function_share_a_binding_that_keeps_nothing_of_theirs_alive():
     """What a call derives from its arguments is found again; tensors of masks and modules of checks are let go."""
+    group, layout, local = dist.group.WORLD, head_tail(8, 1), nn.Linear(2, 2)
+    x = torch.randn(1, 2, 8, 8)
 
-    def on(rank: int) -> None:
-        group, layout, local = dist.group.WORLD, head_tail(8, 1), nn.Linear(2, 2)
-        x = torch.randn(1, 2, 8, 8)
+    def made(call) -> int:
+        known = set(bindings_of(group))
+        call()
+        return len(set(bindings_of(group)) - known)
 
-        def made(call) -> int:
-            known = set(bindings_of(group))
-            call()
-            return len(set(bindings_of(group)) - known)
-
-        attend = partial(context_attention, x, x, x, group, layout=layout)
-        assert [made(partial(attend, mask=mask)) for mask in (Causal(), Causal(), Full(), None)] == [1, 0, 1, 0]
-        mask, kernel = Dense(torch.ones(8, 8, dtype=torch.bool)), Own()
-        for held in ({"mask": mask}, {"kernel": kernel}, {"gradient_check": GradientCheck(local=(local,))}):
-            assert made(partial(attend, **held)) == 0
-        gone = [weakref.ref(each) for each in (mask.tensor, kernel, local)]
-        del mask, kernel, local, held
-        gc.collect()
-        assert [each() for each in gone] == [None] * 3
-        assert len(bindings_of(group)) == 2
-
-    run_ranks(on, 1)
+    attend = partial(context_attention, x, x, x, group, layout=layout)
+    assert [made(partial(attend, mask=mask)) for mask in (Causal(), Causal(), Full(), None)] == [1, 0, 1, 0]
+    mask, kernel = Dense(torch.ones(8, 8, dtype=torch.bool)), Own()
+    for held in ({"mask": mask}, {"kernel": kernel}, {"gradient_check": GradientCheck(local=(local,))}):
+        assert made(partial(attend, **held)) == 0
+    gone = [weakref.ref(each) for each in (mask.tensor, kernel, local)]
+    del mask, kernel, local, held
+    gc.collect()
+    assert [each() for each in gone] == [None] * 3
+    assert len(bindings_of(group)) == 2

@@ -15,7 +15,7 @@ from cp_styles import AllGather, ModuleContextParallel, Ring, Ulysses, contiguou
 from cp_styles.testing import run_ranks
 from tests.covering import sampled
 from tests.oracle import attention_inputs, dense_attention, error, randn
-from tests.ranks.attention_case import EXACT, cp_mesh
+from tests.ranks.attention_case import EXACT, cp_mesh, on_every_rank
 
 WIDTH, HEADS, LENGTH, RANKS = 12, 4, 13, 3
 
@@ -91,30 +91,25 @@ def test_a_model_with_sinks(strategy, ckpt):
     run_ranks(on, RANKS)
 
 
-def test_a_copy_has_sinks_of_its_own():
-    def on(rank: int) -> None:
-        model = parallelize_module(Model(Core), cp_mesh(2), ModuleContextParallel(sink="sinks"))
-        part = head_tail(LENGTH, 2).shard(X, 1, rank)
-        before, other = model(part), copy.deepcopy(model)
-        with torch.no_grad():
-            other.layers[0].sinks += 3.0
-        assert torch.equal(model(part), before)
-        assert not torch.allclose(other(part), before)
-
-    run_ranks(on, 2)
+@on_every_rank(2)
+def test_a_copy_has_sinks_of_its_own(mesh, rank: int):
+    model = parallelize_module(Model(Core), mesh, ModuleContextParallel(sink="sinks"))
+    part = head_tail(LENGTH, 2).shard(X, 1, rank)
+    before, other = model(part), copy.deepcopy(model)
+    with torch.no_grad():
+        other.layers[0].sinks += 3.0
+    assert torch.equal(model(part), before)
+    assert not torch.allclose(other(part), before)
 
 
-def test_what_does_not_fit_is_refused():
-    def on(rank: int) -> None:
-        mesh = cp_mesh(2)
-        with pytest.raises(ValueError, match="has no module with a parameter 'sink'"):
-            parallelize_module(Model(Core), mesh, ModuleContextParallel(sink="sink"))
-        model = parallelize_module(Model(Core), mesh, ModuleContextParallel(sink="sinks"))
-        model.layers[0].sinks = nn.Parameter(torch.zeros(HEADS - 1, dtype=torch.float64))
-        with pytest.raises(ValueError, match="one logit for each of 4 query heads"):
-            model(head_tail(LENGTH, 2).shard(X, 1, rank))
-
-    run_ranks(on, 2)
+@on_every_rank(2)
+def test_what_does_not_fit_is_refused(mesh, rank: int):
+    with pytest.raises(ValueError, match="has no module with a parameter 'sink'"):
+        parallelize_module(Model(Core), mesh, ModuleContextParallel(sink="sink"))
+    model = parallelize_module(Model(Core), mesh, ModuleContextParallel(sink="sinks"))
+    model.layers[0].sinks = nn.Parameter(torch.zeros(HEADS - 1, dtype=torch.float64))
+    with pytest.raises(ValueError, match="one logit for each of 4 query heads"):
+        model(head_tail(LENGTH, 2).shard(X, 1, rank))
 
 
 def test_a_module_from_elsewhere_takes_no_sink():

@@ -14,7 +14,7 @@ from torch.distributed.tensor import parallel as torch_parallel
 from cp_styles import AttentionContextParallel, ModuleContextParallel, head_tail, parallelize_module
 from cp_styles.testing import run_ranks
 from tests.oracle import error, randn
-from tests.ranks.attention_case import EXACT, Core, cp_mesh
+from tests.ranks.attention_case import EXACT, Core, cp_mesh, on_every_rank
 
 RANKS, LENGTH, WIDTH = 2, 9, 6
 LAYOUT = head_tail(LENGTH, RANKS)
@@ -144,16 +144,14 @@ def test_what_is_put_in_later_is_refused_and_the_remedy_is_exact(door: str, chan
 
 
 @pytest.mark.parametrize("door", PLANS)
-def test_one_rank_that_puts_a_module_in(door: str):
-    def on(rank: int) -> None:
-        model = parallelize_module(Model(), cp_mesh(RANKS), PLANS[door])
-        if rank:
-            replace_layer(model)
-        message = "layers.2.attention" if rank else r"ranks \[1\] of mesh axis 'cp' refused"
-        with pytest.raises(ValueError, match=message):
-            model(LAYOUT.shard(X, 1, rank))
-
-    run_ranks(on, RANKS, timeout_seconds=20)
+@on_every_rank(RANKS, timeout_seconds=20)
+def test_one_rank_that_puts_a_module_in(mesh, rank: int, door: str):
+    model = parallelize_module(Model(), mesh, PLANS[door])
+    if rank:
+        replace_layer(model)
+    message = "layers.2.attention" if rank else r"ranks \[1\] of mesh axis 'cp' refused"
+    with pytest.raises(ValueError, match=message):
+        model(LAYOUT.shard(X, 1, rank))
 
 
 @pytest.mark.parametrize("change", [wrap, prune], ids=lambda change: change.__name__)

@@ -30,7 +30,7 @@ from cp_styles.testing import CommunicationTrace, RankError, run_ranks
 from cp_styles.torch_api import context_parallel
 from tests.options import uses
 from tests.oracle import attention_inputs, dense_attention, error, randn
-from tests.ranks.attention_case import EXACT, cp_mesh
+from tests.ranks.attention_case import EXACT, cp_mesh, on_every_rank
 
 LENGTH = 12
 
@@ -73,36 +73,30 @@ def torchs(local: bool) -> list[Any]:
 
 
 @pytest.mark.parametrize("local", [False, True])
+@on_every_rank(4)
 def test_inputs_and_outputs_as_torchs_own(local: bool):
     """On the tp axis of a mesh as torch's on a mesh of that axis: what the module gets, and what it gives."""
     x, y = randn(0, 2, 4, 6), randn(1, 2, 4, 6)
-
-    def on(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
-        for own, original in zip(ours(local), torchs(local), strict=True):
-            modules = parallelize_module(Echo(), mesh, own), parallelize_module(Echo(), mesh["tp"], original)
-            keywords = {} if isinstance(own, PrepareModuleOutput) else {"y": y}
-            mine, theirs = (module(x, **keywords) for module in modules)
-            assert modules[0].got == modules[1].got
-            assert type(mine) is type(theirs)
-            mine, theirs = (each.to_local() if isinstance(each, DTensor) else each for each in (mine, theirs))
-            assert torch.equal(mine, theirs)
-
-    run_ranks(on, 4)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    for own, original in zip(ours(local), torchs(local), strict=True):
+        modules = parallelize_module(Echo(), mesh, own), parallelize_module(Echo(), mesh["tp"], original)
+        keywords = {} if isinstance(own, PrepareModuleOutput) else {"y": y}
+        mine, theirs = (module(x, **keywords) for module in modules)
+        assert modules[0].got == modules[1].got
+        assert type(mine) is type(theirs)
+        mine, theirs = (each.to_local() if isinstance(each, DTensor) else each for each in (mine, theirs))
+        assert torch.equal(mine, theirs)
 
 
+@on_every_rank(4)
 def test_a_norm_along_another_dim():
     """Its sequence is the first dim, of which each rank of tp has its rows."""
     x = randn(0, 4, 2, 6)
-
-    def on(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
-        style = SequenceParallel(sequence_dim=0, use_local_output=True)
-        norm = parallelize_module(nn.LayerNorm(6).double(), mesh, style)
-        mine = x.chunk(2)[mesh["tp"].get_local_rank()]
-        assert torch.equal(norm(mine), F.layer_norm(mine, (6,)))
-
-    run_ranks(on, 4)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    style = SequenceParallel(sequence_dim=0, use_local_output=True)
+    norm = parallelize_module(nn.LayerNorm(6).double(), mesh, style)
+    mine = x.chunk(2)[mesh["tp"].get_local_rank()]
+    assert torch.equal(norm(mine), F.layer_norm(mine, (6,)))
 
 
 def by_flex(mesh, qkv, **options):
@@ -155,24 +149,21 @@ def test_a_block_that_does_not_look_at_inputs():
         run_ranks(on, 2)
 
 
-def test_nested_inputs_with_means_of_gradients_and_no_comparison():
+@on_every_rank(2)
+def test_nested_inputs_with_means_of_gradients_and_no_comparison(rank: int):
     """The backward of a cut is a mean then, that of a gather too; and nothing is sent in front of either."""
-
-    def on(rank: int) -> None:
-        group = torch.distributed.group.WORLD
-        x = randn(0, 4, 3).requires_grad_()
-        with CommunicationTrace() as trace:
-            (mine,) = slice_inputs([x], 0, group, grad_scale=GradScale.DOWN, check=False)
-        assert not trace.events
-        (whole,) = gather_outputs(
-            [mine], 0, group, reduce_gradients=True, grad_scale=GradScale.UP, check=False
-        )  # fmt: skip
-        cotangent = randn(1 + rank, 4, 3)
-        whole.backward(cotangent)
-        # The sum over ranks, times 2, of each rank's part; then the parts of all, times 1/2.
-        assert error(x.grad, randn(1, 4, 3) + randn(2, 4, 3)) < EXACT
-
-    run_ranks(on, 2)
+    group = torch.distributed.group.WORLD
+    x = randn(0, 4, 3).requires_grad_()
+    with CommunicationTrace() as trace:
+        (mine,) = slice_inputs([x], 0, group, grad_scale=GradScale.DOWN, check=False)
+    assert not trace.events
+    (whole,) = gather_outputs(
+        [mine], 0, group, reduce_gradients=True, grad_scale=GradScale.UP, check=False
+    )  # fmt: skip
+    cotangent = randn(1 + rank, 4, 3)
+    whole.backward(cotangent)
+    # The sum over ranks, times 2, of each rank's part; then the parts of all, times 1/2.
+    assert error(x.grad, randn(1, 4, 3) + randn(2, 4, 3)) < EXACT
 
 
 def test_another_number_for_tokens_without_a_label():

@@ -25,7 +25,7 @@ from cp_styles import (
 from cp_styles.__main__ import main
 from cp_styles.testing import run_ranks
 from tests.oracle import dense_attention, document_of, error
-from tests.ranks.attention_case import EXACT, Core, Problem, cp_mesh, run_attention
+from tests.ranks.attention_case import EXACT, Core, Problem, cp_mesh, on_every_rank, run_attention
 from tutorials.llama import Llama, LlamaConfig
 
 EXAMPLES = (
@@ -256,21 +256,18 @@ def test_code_written_for_torch_s_context_parallel():
     assert max(run_ranks(on, 3)) < EXACT
 
 
-def test_a_selective_checkpoint():
+@on_every_rank(3)
+def test_a_selective_checkpoint(mesh, rank: int):
     problem = Problem(length=12)
+    core = parallelize_module(Core(), mesh, AttentionContextParallel())
 
-    def on(rank):
-        core = parallelize_module(Core(), cp_mesh(3), AttentionContextParallel())
+    def attend(*qkv):
+        names = {"save_attention": save_attention, "checkpoint": checkpoint}
+        names |= {"layer": lambda qkv: core(*qkv), "x": qkv}
+        exec(example("example: selective"), names)
+        return names["x"]
 
-        def attend(*qkv):
-            names = {"save_attention": save_attention, "checkpoint": checkpoint}
-            names |= {"layer": lambda qkv: core(*qkv), "x": qkv}
-            exec(example("example: selective"), names)
-            return names["x"]
-
-        return max(run_attention(attend, problem, rank, 3))
-
-    assert max(run_ranks(on, 3)) < EXACT
+    return max(run_attention(attend, problem, rank, 3))
 
 
 def test_flex_attention_with_sinks_in_a_window_and_softcap():
@@ -285,19 +282,15 @@ def test_flex_attention_with_sinks_in_a_window_and_softcap():
     check(found, attend)
 
 
-def test_dtensors_on_the_axis():
+@on_every_rank(3)
+def test_dtensors_on_the_axis(mesh, rank: int):
     problem = Problem(length=12)
+    core = parallelize_module(Core(), mesh, AttentionContextParallel())
 
-    def on(rank):
-        mesh = cp_mesh(3)
-        core = parallelize_module(Core(), mesh, AttentionContextParallel())
+    def attend(*local):
+        return core(*(DTensor.from_local(x, mesh, [Shard(2)]) for x in local))
 
-        def attend(*local):
-            return core(*(DTensor.from_local(x, mesh, [Shard(2)]) for x in local))
-
-        return max(run_attention(attend, problem, rank, 3))
-
-    assert max(run_ranks(on, 3)) < EXACT
+    return max(run_attention(attend, problem, rank, 3))
 
 
 def test_a_users_own_step_is_verified(tmp_path: Path, capsys):

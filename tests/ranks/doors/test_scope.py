@@ -24,7 +24,7 @@ from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.styles import AttentionContextParallel, ModuleContextParallel
 from cp_styles.testing import run_ranks
 from tests.oracle import allowed, dense_attention, document_of, error, expected_attention
-from tests.ranks.attention_case import EXACT, Core, Problem, cp_mesh
+from tests.ranks.attention_case import EXACT, Core, Problem, cp_mesh, on_every_rank
 from tests.ranks.leak_scene import RANKS, Even, Oops, Scene, refusals
 
 LENGTH = Even.problem.inputs[0].shape[2]
@@ -66,17 +66,15 @@ SHORT = Batch(3, (2,), contiguous)
 
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("strategy", [Ring(), Ring(keep=0), AllGather(), Ulysses()], ids=str)
-def test_backward_after_the_scope_has_ended(door: str, strategy):
-    def on(rank: int):
-        core = styled(door, cp_mesh(RANKS), strategy=strategy)
-        for batch in (FIRST, SECOND, SHORT, FIRST):  # a new batch every step
-            leaves, cotangent = batch.leaves(rank)
-            with batch.scope():
-                out = core(*leaves)
-            out.backward(cotangent)
-            batch.check(rank, out, leaves)
-
-    run_ranks(on, RANKS)
+@on_every_rank(RANKS)
+def test_backward_after_the_scope_has_ended(mesh, rank: int, door: str, strategy):
+    core = styled(door, mesh, strategy=strategy)
+    for batch in (FIRST, SECOND, SHORT, FIRST):  # a new batch every step
+        leaves, cotangent = batch.leaves(rank)
+        with batch.scope():
+            out = core(*leaves)
+        out.backward(cotangent)
+        batch.check(rank, out, leaves)
 
 
 def test_plans_are_not_made_ahead_any_more():
@@ -86,20 +84,18 @@ def test_plans_are_not_made_ahead_any_more():
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_two_micro_batches_alive(door: str):
-    def on(rank: int):
-        core = styled(door, cp_mesh(RANKS), strategy=Ring(keep=0))
-        for order in ((0, 1), (1, 0)):
-            batches, sets, outs = (FIRST, SECOND), [], []
-            for batch in batches:
-                sets.append(batch.leaves(rank))
-                with batch.scope():
-                    outs.append(core(*sets[-1][0]))
-            for index in order:
-                outs[index].backward(sets[index][1])
-                batches[index].check(rank, outs[index], sets[index][0])
-
-    run_ranks(on, RANKS)
+@on_every_rank(RANKS)
+def test_two_micro_batches_alive(mesh, rank: int, door: str):
+    core = styled(door, mesh, strategy=Ring(keep=0))
+    for order in ((0, 1), (1, 0)):
+        batches, sets, outs = (FIRST, SECOND), [], []
+        for batch in batches:
+            sets.append(batch.leaves(rank))
+            with batch.scope():
+                outs.append(core(*sets[-1][0]))
+        for index in order:
+            outs[index].backward(sets[index][1])
+            batches[index].check(rank, outs[index], sets[index][0])
 
 
 class Scaled(Core):
@@ -114,30 +110,27 @@ class Scaled(Core):
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_a_graph_that_outlives_its_scope_and_its_module(door: str):
+@on_every_rank(RANKS)
+def test_a_graph_that_outlives_its_scope_and_its_module(mesh, rank: int, door: str):
     """While other batches come and go."""
     problem = FIRST.problem
     expected = (problem.expected[1] * problem.inputs[0]).sum()
-
-    def on(rank: int):
-        core = parallelize_module(Scaled(), cp_mesh(RANKS), DOORS[door]())
-        leaves, cotangent = FIRST.leaves(rank)
-        with FIRST.scope():
-            out = core(*(leaf.detach() for leaf in leaves))
-        for other in (SECOND, SHORT, SECOND):
-            gc.collect()
-            others, other_cotangent = other.leaves(rank)
-            with other.scope():
-                core(*others).backward(other_cotangent)
-        factor = core.factor
-        factor.grad = None
-        del core
+    core = parallelize_module(Scaled(), mesh, DOORS[door]())
+    leaves, cotangent = FIRST.leaves(rank)
+    with FIRST.scope():
+        out = core(*(leaf.detach() for leaf in leaves))
+    for other in (SECOND, SHORT, SECOND):
         gc.collect()
-        out.backward(cotangent)
-        dist.all_reduce(factor.grad)
-        return error(factor.grad, expected)
-
-    assert max(run_ranks(on, RANKS)) < EXACT
+        others, other_cotangent = other.leaves(rank)
+        with other.scope():
+            core(*others).backward(other_cotangent)
+    factor = core.factor
+    factor.grad = None
+    del core
+    gc.collect()
+    out.backward(cotangent)
+    dist.all_reduce(factor.grad)
+    return error(factor.grad, expected)
 
 
 # -- checkpoints --
@@ -145,28 +138,25 @@ def test_a_graph_that_outlives_its_scope_and_its_module(door: str):
 
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("other", [None, SECOND], ids=["none open", "another open"])
-def test_checkpoint_with_the_scope(door: str, other: Batch | None):
+@on_every_rank(RANKS)
+def test_checkpoint_with_the_scope(mesh, rank: int, door: str, other: Batch | None):
     """The recomputation is the batch's: by for_checkpoint, or because the scope is opened inside."""
+    core = styled(door, mesh)
 
-    def on(rank: int):
-        core = styled(door, cp_mesh(RANKS))
+    def opened_inside(*qkv):
+        with FIRST.scope():
+            return core(*qkv)
 
-        def opened_inside(*qkv):
-            with FIRST.scope():
-                return core(*qkv)
-
-        for how in ("for_checkpoint", "inside", "inside, reentrant"):
-            leaves, cotangent = FIRST.leaves(rank)
-            if how == "for_checkpoint":
-                with (scope := FIRST.scope()):
-                    out = checkpoint(core, *leaves, use_reentrant=False, context_fn=scope.for_checkpoint)
-            else:
-                out = checkpoint(opened_inside, *leaves, use_reentrant=how.endswith("reentrant"))
-            with nullcontext() if other is None else other.scope():
-                out.backward(cotangent)
-            FIRST.check(rank, out, leaves)
-
-    run_ranks(on, RANKS)
+    for how in ("for_checkpoint", "inside", "inside, reentrant"):
+        leaves, cotangent = FIRST.leaves(rank)
+        if how == "for_checkpoint":
+            with (scope := FIRST.scope()):
+                out = checkpoint(core, *leaves, use_reentrant=False, context_fn=scope.for_checkpoint)
+        else:
+            out = checkpoint(opened_inside, *leaves, use_reentrant=how.endswith("reentrant"))
+        with nullcontext() if other is None else other.scope():
+            out.backward(cotangent)
+        FIRST.check(rank, out, leaves)
 
 
 def test_all_handles_have_one_length():
@@ -180,24 +170,21 @@ def test_all_handles_have_one_length():
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("other", [None, SECOND, FIRST], ids=["none open", "another open", "an equal one open"])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_recomputation_without_its_scope_is_refused(door: str, other: Batch | None, reentrant: bool):
+@on_every_rank(RANKS, timeout_seconds=10.0)
+def test_a_recomputation_without_its_scope_is_refused(mesh, rank: int, door: str, other: Batch | None, reentrant: bool):
     """On every rank, and the next batch is right; not even an equal scope is guessed to be the one."""
-
-    def on(rank: int):
-        core = styled(door, cp_mesh(RANKS))
-        leaves, cotangent = FIRST.leaves(rank)
-        with FIRST.scope():
-            out = checkpoint(core, *leaves, use_reentrant=reentrant)
-        around = nullcontext() if other is None else other.scope()
-        with around, pytest.raises(RuntimeError, match="where the SequenceScope of its batch is not known"):
-            out.backward(cotangent)
-        leaves, cotangent = SECOND.leaves(rank)
-        with SECOND.scope():
-            out = core(*leaves)
+    core = styled(door, mesh)
+    leaves, cotangent = FIRST.leaves(rank)
+    with FIRST.scope():
+        out = checkpoint(core, *leaves, use_reentrant=reentrant)
+    around = nullcontext() if other is None else other.scope()
+    with around, pytest.raises(RuntimeError, match="where the SequenceScope of its batch is not known"):
         out.backward(cotangent)
-        SECOND.check(rank, out, leaves)
-
-    run_ranks(on, RANKS, timeout_seconds=10.0)
+    leaves, cotangent = SECOND.leaves(rank)
+    with SECOND.scope():
+        out = core(*leaves)
+    out.backward(cotangent)
+    SECOND.check(rank, out, leaves)
 
 
 # -- what modules say themselves --
@@ -245,7 +232,8 @@ def test_ranks_in_different_scopes_are_refused_together(door: str):
         refusals(act)
 
 
-def test_a_window_layer_next_to_a_full_one_under_one_scope():
+@on_every_rank(RANKS)
+def test_a_window_layer_next_to_a_full_one_under_one_scope(mesh, rank: int):
     """Different masks, strategies and doors on one mesh, chained; each sees its own mask and the batch's documents."""
     lengths = (4, 1, 10)
     document, length = document_of(lengths), 15
@@ -263,22 +251,18 @@ def test_a_window_layer_next_to_a_full_one_under_one_scope():
     out = whole(*leaves)
     problem.expected = [out.detach(), *torch.autograd.grad(out, leaves, problem.cotangent)]
     layout = per_document_head_tail(length, RANKS, documents=lengths)
-
-    def on(rank: int):
-        mesh = cp_mesh(RANKS)
-        window = styled("style", mesh, causal=False, mask=SlidingWindow(2, 0), strategy=AllGather())
-        full = styled("module", mesh, causal=False, strategy=Ring(keep=0))
-        causal = styled("style", mesh, causal=True, strategy=Ulysses())
-        (query, key, value), cotangent = problem.shard(layout, rank, RANKS)
-        with SequenceScope(layout, mask=Documents(lengths)):
-            out = causal(full(window(query, key, value), key, value), key, value)
-        out.backward(cotangent)
-        return max(problem.errors([out.detach(), query.grad, key.grad, value.grad], layout, rank, RANKS))
-
-    assert max(run_ranks(on, RANKS)) < EXACT
+    window = styled("style", mesh, causal=False, mask=SlidingWindow(2, 0), strategy=AllGather())
+    full = styled("module", mesh, causal=False, strategy=Ring(keep=0))
+    causal = styled("style", mesh, causal=True, strategy=Ulysses())
+    (query, key, value), cotangent = problem.shard(layout, rank, RANKS)
+    with SequenceScope(layout, mask=Documents(lengths)):
+        out = causal(full(window(query, key, value), key, value), key, value)
+    out.backward(cotangent)
+    return max(problem.errors([out.detach(), query.grad, key.grad, value.grad], layout, rank, RANKS))
 
 
-def test_a_dense_mask_of_the_batch():
+@on_every_rank(RANKS)
+def test_a_dense_mask_of_the_batch(mesh, rank: int):
     """Per batch row and head, as left-padded batches have them; with the module's own causal mask."""
     length, keep = 13, torch.tensor([13, 9])
     padded = torch.arange(length)[None, :] >= (length - keep)[:, None]
@@ -287,74 +271,63 @@ def test_a_dense_mask_of_the_batch():
     both = dense & torch.ones(length, length, dtype=torch.bool).tril()
     problem.expected = expected_attention(problem.inputs, problem.cotangent, both)
     layout = head_tail(length, RANKS)
-
-    def on(rank: int):
-        core = styled("style", cp_mesh(RANKS))
-        leaves, cotangent = problem.shard(layout, rank, RANKS)
-        with SequenceScope(layout, mask=Dense(dense)):
-            out = core(*leaves)
-        out.backward(cotangent)
-        return max(problem.errors([out.detach(), *(x.grad for x in leaves)], layout, rank, RANKS))
-
-    assert max(run_ranks(on, RANKS)) < EXACT
+    core = styled("style", mesh)
+    leaves, cotangent = problem.shard(layout, rank, RANKS)
+    with SequenceScope(layout, mask=Dense(dense)):
+        out = core(*leaves)
+    out.backward(cotangent)
+    return max(problem.errors([out.detach(), *(x.grad for x in leaves)], layout, rank, RANKS))
 
 
 # -- scopes among each other --
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_nested_scopes(door: str):
+@on_every_rank(RANKS)
+def test_nested_scopes(mesh, rank: int, door: str):
     """The innermost of the module's axis; those of other axes do not concern it; what ended is gone."""
+    core = styled(door, mesh)
 
-    def on(rank: int):
-        core = styled(door, cp_mesh(RANKS))
-
-        def run(batch: Batch) -> None:
-            leaves, cotangent = batch.leaves(rank)
-            out = core(*leaves)
-            out.backward(cotangent)
-            batch.check(rank, out, leaves)
-
-        outer, plain = FIRST.scope(), Batch(5, (13,), head_tail)
-        run(plain)
-        with outer:
-            run(FIRST)
-            with SECOND.scope(), SequenceScope(SHORT.layout, mesh_axis="other"):
-                run(SECOND)
-                with outer:  # the same object again, inside of itself
-                    run(FIRST)
-                run(SECOND)
-            run(FIRST)
-            for failure in (Oops, KeyboardInterrupt):
-                with pytest.raises(failure), SECOND.scope():
-                    raise failure
-            run(FIRST)
-        run(plain)  # without a scope: head_tail, and no documents
-
-    run_ranks(on, RANKS)
-
-
-def test_the_function_is_given_everything_and_ignores_scopes():
-    def on(rank: int):
-        attend = partial(context_attention, group=cp_mesh(RANKS), layout=FIRST.layout, mask=FIRST.mask & Causal())
-        leaves, cotangent = FIRST.leaves(rank)
-        with SECOND.scope():
-            out = attend(*leaves)
+    def run(batch: Batch) -> None:
+        leaves, cotangent = batch.leaves(rank)
+        out = core(*leaves)
         out.backward(cotangent)
-        FIRST.check(rank, out, leaves)
+        batch.check(rank, out, leaves)
 
-    run_ranks(on, RANKS)
+    outer, plain = FIRST.scope(), Batch(5, (13,), head_tail)
+    run(plain)
+    with outer:
+        run(FIRST)
+        with SECOND.scope(), SequenceScope(SHORT.layout, mesh_axis="other"):
+            run(SECOND)
+            with outer:  # the same object again, inside of itself
+                run(FIRST)
+            run(SECOND)
+        run(FIRST)
+        for failure in (Oops, KeyboardInterrupt):
+            with pytest.raises(failure), SECOND.scope():
+                raise failure
+        run(FIRST)
+    run(plain)  # without a scope: head_tail, and no documents
 
 
-def test_scopes_without_gradients():
-    def on(rank: int):
-        core = styled("style", cp_mesh(RANKS))
-        wanted = FIRST.layout.shard(FIRST.problem.expected[0], 2, rank)
-        for mode in (torch.no_grad, torch.inference_mode):
-            with mode(), FIRST.scope():
-                assert error(core(*(x.detach() for x in FIRST.leaves(rank)[0])), wanted) < EXACT
+@on_every_rank(RANKS)
+def test_the_function_is_given_everything_and_ignores_scopes(mesh, rank: int):
+    attend = partial(context_attention, group=mesh, layout=FIRST.layout, mask=FIRST.mask & Causal())
+    leaves, cotangent = FIRST.leaves(rank)
+    with SECOND.scope():
+        out = attend(*leaves)
+    out.backward(cotangent)
+    FIRST.check(rank, out, leaves)
 
-    run_ranks(on, RANKS)
+
+@on_every_rank(RANKS)
+def test_scopes_without_gradients(mesh, rank: int):
+    core = styled("style", mesh)
+    wanted = FIRST.layout.shard(FIRST.problem.expected[0], 2, rank)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode(), FIRST.scope():
+            assert error(core(*(x.detach() for x in FIRST.leaves(rank)[0])), wanted) < EXACT
 
 
 def test_what_makes_no_sense_is_refused():
@@ -380,27 +353,24 @@ def test_what_makes_no_sense_is_refused():
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_a_scope_that_another_thread_has_opened(door: str):
+@on_every_rank(RANKS, timeout_seconds=20)
+def test_a_scope_that_another_thread_has_opened(mesh, rank: int, door: str):
     """It does not hold here, which is refused; where its context is copied to, it holds. A thread that is started has
     an empty context of its own."""
     batch = Batch(0, (5, 9))
-
-    def on(rank: int):
-        attend = styled(door, cp_mesh(RANKS))
-        leaves, cotangent = batch.leaves(rank)
-        with batch.scope():
-            with pytest.raises(RuntimeError, match="is open in another thread or asyncio task"):
-                Context().run(attend, *leaves)
-            with SequenceScope(head_tail(14, RANKS), mesh_axis="another"):
-                out = copy_context().run(attend, *leaves)
-            own = Context().run(within, batch.scope(), attend, *leaves)
-        assert torch.equal(out, own)
-        out.backward(cotangent)
-        batch.check(rank, out, leaves)
-        with SequenceScope(batch.layout, mesh_axis="another"):
-            Context().run(attend, *batch.problem.shard(head_tail, rank, RANKS)[0])  # this axis has no scope any more
-
-    run_ranks(on, RANKS, timeout_seconds=20)
+    attend = styled(door, mesh)
+    leaves, cotangent = batch.leaves(rank)
+    with batch.scope():
+        with pytest.raises(RuntimeError, match="is open in another thread or asyncio task"):
+            Context().run(attend, *leaves)
+        with SequenceScope(head_tail(14, RANKS), mesh_axis="another"):
+            out = copy_context().run(attend, *leaves)
+        own = Context().run(within, batch.scope(), attend, *leaves)
+    assert torch.equal(out, own)
+    out.backward(cotangent)
+    batch.check(rank, out, leaves)
+    with SequenceScope(batch.layout, mesh_axis="another"):
+        Context().run(attend, *batch.problem.shard(head_tail, rank, RANKS)[0])  # this axis has no scope any more
 
 
 def within(scope, act, *args):
@@ -409,51 +379,48 @@ def within(scope, act, *args):
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_scopes_that_do_not_end_in_the_reverse_order(door: str):
+@on_every_rank(RANKS, timeout_seconds=20)
+def test_scopes_that_do_not_end_in_the_reverse_order(mesh, rank: int, door: str):
     """Each removes itself. In a generator that goes on, its own scope counts."""
     first, second = Batch(0, (5, 9), contiguous), Batch(1, (11, 3), contiguous)
+    attend = styled(door, mesh)
 
-    def on(rank: int):
-        attend = styled(door, cp_mesh(RANKS))
+    def step(batch: Batch):
+        leaves, cotangent = batch.leaves(rank)
+        out = attend(*leaves)
+        out.backward(cotangent)
+        batch.check(rank, out, leaves)
 
-        def step(batch: Batch):
-            leaves, cotangent = batch.leaves(rank)
-            out = attend(*leaves)
-            out.backward(cotangent)
-            batch.check(rank, out, leaves)
+    def steps(batch: Batch):
+        with batch.scope():
+            while True:
+                yield step(batch)
 
-        def steps(batch: Batch):
-            with batch.scope():
-                while True:
-                    yield step(batch)
+    @contextlib.contextmanager
+    def helper(batch: Batch):
+        with batch.scope():
+            yield
 
-        @contextlib.contextmanager
-        def helper(batch: Batch):
-            with batch.scope():
-                yield
+    outer, inner = first.scope(), second.scope()
+    outer.__enter__()
+    inner.__enter__()
+    outer.__exit__(None, None, None)
+    step(second)
+    inner.__exit__(None, None, None)
 
-        outer, inner = first.scope(), second.scope()
-        outer.__enter__()
-        inner.__enter__()
-        outer.__exit__(None, None, None)
+    one, other = steps(first), steps(second)
+    for generator in (one, other, one, other, other, one):
+        next(generator)
+    with helper(second):  # a generator that stops in its scope too, which is for what follows
         step(second)
-        inner.__exit__(None, None, None)
-
-        one, other = steps(first), steps(second)
-        for generator in (one, other, one, other, other, one):
-            next(generator)
-        with helper(second):  # a generator that stops in its scope too, which is for what follows
-            step(second)
-            next(one)
-            step(second)
-        one.close()
-        next(other)
-        del other
-        with first.scope():
-            step(first)
-        everything_is_closed(attend, rank)
-
-    run_ranks(on, RANKS, timeout_seconds=20)
+        next(one)
+        step(second)
+    one.close()
+    next(other)
+    del other
+    with first.scope():
+        step(first)
+    everything_is_closed(attend, rank)
 
 
 def everything_is_closed(attend, rank: int) -> None:
@@ -466,74 +433,65 @@ def everything_is_closed(attend, rank: int) -> None:
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_a_scope_that_ends_in_another_context(door: str):
+@on_every_rank(RANKS, timeout_seconds=20)
+def test_a_scope_that_ends_in_another_context(mesh, rank: int, door: str):
     """As a generator does that another task or thread collects: it is closed where it was open, and stays open for the
     tasks to which its context was copied before it ended."""
     batch = Batch(0, (5, 9))
-
-    def on(rank: int):
-        attend = styled(door, cp_mesh(RANKS))
-        scope, task = batch.scope(), Context()
-        task.run(scope.__enter__)
-        leaves, cotangent = batch.leaves(rank)
-        with pytest.raises((RuntimeError, ValueError), match=r"is open in another thread|refused their inputs"):
-            attend(*leaves)
-        scope.__exit__(None, None, None)
-        for context in (copy_context(), task):
-            context.run(everything_is_closed, attend, rank)
-        scope.__exit__(None, None, None)  # once more has no effect
-        with batch.scope():
-            later = copy_context()
-        out = later.run(attend, *leaves)
-        out.backward(cotangent)
-        batch.check(rank, out, leaves)
-        lost = batch.scope()
-        Context().run(lost.__enter__)  # as in a thread that ends without closing its scope
-        ended = ref(lost)
-        del lost
-        while ended() is not None:  # while a thread collects, gc.collect() does nothing in the others
-            gc.collect()
-        everything_is_closed(attend, rank)
-
-    run_ranks(on, RANKS, timeout_seconds=20)
+    attend = styled(door, mesh)
+    scope, task = batch.scope(), Context()
+    task.run(scope.__enter__)
+    leaves, cotangent = batch.leaves(rank)
+    with pytest.raises((RuntimeError, ValueError), match=r"is open in another thread|refused their inputs"):
+        attend(*leaves)
+    scope.__exit__(None, None, None)
+    for context in (copy_context(), task):
+        context.run(everything_is_closed, attend, rank)
+    scope.__exit__(None, None, None)  # once more has no effect
+    with batch.scope():
+        later = copy_context()
+    out = later.run(attend, *leaves)
+    out.backward(cotangent)
+    batch.check(rank, out, leaves)
+    lost = batch.scope()
+    Context().run(lost.__enter__)  # as in a thread that ends without closing its scope
+    ended = ref(lost)
+    del lost
+    while ended() is not None:  # while a thread collects, gc.collect() does nothing in the others
+        gc.collect()
+    everything_is_closed(attend, rank)
 
 
-def test_one_rank_whose_scope_is_open_in_another_thread():
+@on_every_rank(RANKS, timeout_seconds=20)
+def test_one_rank_whose_scope_is_open_in_another_thread(mesh, rank: int):
     """All ranks hear of it."""
     batch = Batch(0, (5, 9))
-
-    def on(rank: int):
-        attend = styled("module", cp_mesh(RANKS))
-        with batch.scope():
-            message = "another thread" if rank == 0 else r"ranks \[0\] of mesh axis 'cp' refused"
-            with pytest.raises((RuntimeError, ValueError), match=message):
-                (Context() if rank == 0 else copy_context()).run(attend, *batch.leaves(rank)[0])
-
-    run_ranks(on, RANKS, timeout_seconds=20)
+    attend = styled("module", mesh)
+    with batch.scope():
+        message = "another thread" if rank == 0 else r"ranks \[0\] of mesh axis 'cp' refused"
+        with pytest.raises((RuntimeError, ValueError), match=message):
+            (Context() if rank == 0 else copy_context()).run(attend, *batch.leaves(rank)[0])
 
 
 @pytest.mark.parametrize("style", [AttentionContextParallel, ModuleContextParallel])
-def test_a_scope_of_another_axis_that_applies_to_nothing_is_an_error(style):
+@on_every_rank(2)
+def test_a_scope_of_another_axis_that_applies_to_nothing_is_an_error(mesh, style):
     """Its mask would be missing without a word. Beside a scope of the modules' axis it is none of their business."""
+    core, layout = parallelize_module(Core(), mesh, style()), head_tail(8, 2)
+    x = torch.randn(1, 2, 4, 8)
+    with SequenceScope(layout, mesh_axis="ring_ulysses"), SequenceScope(layout):
+        core(x, x, x)
+    with SequenceScope(layout, mesh_axis="ring_ulysses"):
+        pass
+    scope = SequenceScope(layout, mask=Documents([5, 3]), mesh_axis="ring_ulysses")
 
-    def on(rank: int) -> None:
-        core, layout = parallelize_module(Core(), cp_mesh(2), style()), head_tail(8, 2)
-        x = torch.randn(1, 2, 4, 8)
-        with SequenceScope(layout, mesh_axis="ring_ulysses"), SequenceScope(layout):
+    def attend(then: type[Exception] | None = None) -> None:
+        with scope:
             core(x, x, x)
-        with SequenceScope(layout, mesh_axis="ring_ulysses"):
-            pass
-        scope = SequenceScope(layout, mask=Documents([5, 3]), mesh_axis="ring_ulysses")
+            if then is not None:
+                raise then
 
-        def attend(then: type[Exception] | None = None) -> None:
-            with scope:
-                core(x, x, x)
-                if then is not None:
-                    raise then
-
-        with pytest.raises(ValueError, match=r"axis 'ring_ulysses' applied to no attention, and .* over \['cp'\]"):
-            attend()
-        with pytest.raises(KeyError):  # the first error is more useful
-            attend(then=KeyError)
-
-    run_ranks(on, 2)
+    with pytest.raises(ValueError, match=r"axis 'ring_ulysses' applied to no attention, and .* over \['cp'\]"):
+        attend()
+    with pytest.raises(KeyError):  # the first error is more useful
+        attend(then=KeyError)

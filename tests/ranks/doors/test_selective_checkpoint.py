@@ -30,7 +30,7 @@ from cp_styles.styles import AttentionContextParallel, ModuleContextParallel
 from cp_styles.testing import CommunicationTrace, MemoryTrace, run_ranks
 from tests.covering import sampled
 from tests.oracle import allowed, document_of, randn
-from tests.ranks.attention_case import EXACT, Core, Problem, cp_mesh, run_attention
+from tests.ranks.attention_case import EXACT, Core, Problem, cp_mesh, on_every_rank, run_attention
 from tests.ranks.flex_case import FlexProblem, causal, relative_bias
 
 RANKS = 3
@@ -94,24 +94,20 @@ def checkpointed(layer: nn.Module, context_fn: Callable[[], Any] | None = None) 
 
 
 @sampled(1, door=[*DOORS, *OTHER_CALLS], strategy=[Ring(), Ring(keep=0), AllGather(), Ulysses()])
-def test_a_recomputation_that_communicates_nothing(door: str, strategy):
+@on_every_rank(RANKS)
+def test_a_recomputation_that_communicates_nothing(mesh, rank: int, door: str, strategy):
     """Exactly the events of no checkpoint where nothing is kept; a plain one agrees and sends the keys once more."""
-
-    def on(rank: int):
-        mesh = cp_mesh(RANKS)
-        own, lean = (layer(door, mesh, strategy=chosen) for chosen in (strategy, strategy.keeping_nothing()))
-        events_of(own, rank)  # from here on every rank knows the global length by its own
-        for _ in range(2):  # the second time everything that is remembered is there
-            without = events_of(lean, rank)
-            runs = own.runs
-            assert events_of(checkpointed(own, save_attention()), rank) == without
-            assert own.runs == runs + 2  # it was recomputed
-        again = Counter(events_of(checkpointed(own), rank)) - Counter(events_of(own, rank))
-        calls = {"varlen": PROBLEM.inputs[0].shape[0]}.get(door, 1)
-        assert again["all_gather", WIDTH * 8 * (RANKS - 1)] == calls
-        assert sum(again.values()) > 1
-
-    run_ranks(on, RANKS)
+    own, lean = (layer(door, mesh, strategy=chosen) for chosen in (strategy, strategy.keeping_nothing()))
+    events_of(own, rank)  # from here on every rank knows the global length by its own
+    for _ in range(2):  # the second time everything that is remembered is there
+        without = events_of(lean, rank)
+        runs = own.runs
+        assert events_of(checkpointed(own, save_attention()), rank) == without
+        assert own.runs == runs + 2  # it was recomputed
+    again = Counter(events_of(checkpointed(own), rank)) - Counter(events_of(own, rank))
+    calls = {"varlen": PROBLEM.inputs[0].shape[0]}.get(door, 1)
+    assert again["all_gather", WIDTH * 8 * (RANKS - 1)] == calls
+    assert sum(again.values()) > 1
 
 
 @sampled(
@@ -119,44 +115,39 @@ def test_a_recomputation_that_communicates_nothing(door: str, strategy):
     door=[*DOORS, *OTHER_CALLS],
     strategy=[Ring(keep=2), AllGather(keep=2), Ulysses(inner=Ring(keep=2), size=1)],
 )
-def test_no_received_keys_outlive_the_layer(door: str, strategy):
+@on_every_rank(RANKS)
+def test_no_received_keys_outlive_the_layer(mesh, rank: int, door: str, strategy):
     """As many bytes stay after the forward as with a strategy that keeps nothing, whatever this one is told to keep."""
-
-    def on(rank: int):
-        leaves, cotangent = PROBLEM.shard(head_tail, rank, RANKS)
-        live = []
-        for chosen, context_fn in (
-            (strategy, save_attention()),
-            (strategy.keeping_nothing(), save_attention()),
-            (strategy, None),
-        ):
-            attend = layer(door, cp_mesh(RANKS), strategy=chosen)
-            attend = attend if context_fn is None else checkpointed(attend, context_fn)
-            attend(*leaves).backward(cotangent)  # what is made once is there
-            with MemoryTrace() as trace:
-                out = attend(*leaves)
-                live.append(trace.live)
-            out.backward(cotangent)
-        assert live[0] == live[1] < live[2]
-
-    run_ranks(on, RANKS)
+    leaves, cotangent = PROBLEM.shard(head_tail, rank, RANKS)
+    live = []
+    for chosen, context_fn in (
+        (strategy, save_attention()),
+        (strategy.keeping_nothing(), save_attention()),
+        (strategy, None),
+    ):
+        attend = layer(door, mesh, strategy=chosen)
+        attend = attend if context_fn is None else checkpointed(attend, context_fn)
+        attend(*leaves).backward(cotangent)  # what is made once is there
+        with MemoryTrace() as trace:
+            out = attend(*leaves)
+            live.append(trace.live)
+        out.backward(cotangent)
+    assert live[0] == live[1] < live[2]
 
 
-def test_a_checkpoint_on_one_rank_is_refused_on_all():
+@on_every_rank(RANKS)
+def test_a_checkpoint_on_one_rank_is_refused_on_all(mesh, rank: int):
     """Where it alone keeps nothing, the others would wait for it, or it for them, in the backward."""
-
-    def on(rank: int):
-        own = layer("function", cp_mesh(RANKS))
-        attend = checkpointed(own, save_attention()) if rank == 1 else own
-        leaves, _ = PROBLEM.shard(head_tail, rank, RANKS)
-        with pytest.raises(ValueError, match=r"disagree on .*strategy.*: ranks \[1\] differ"):
-            attend(*leaves)
-
-    run_ranks(on, RANKS)
+    own = layer("function", mesh)
+    attend = checkpointed(own, save_attention()) if rank == 1 else own
+    leaves, _ = PROBLEM.shard(head_tail, rank, RANKS)
+    with pytest.raises(ValueError, match=r"disagree on .*strategy.*: ranks \[1\] differ"):
+        attend(*leaves)
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_no_kernel_runs_again(door: str):
+@on_every_rank(RANKS)
+def test_no_kernel_runs_again(mesh, rank: int, door: str):
     """Nor is there anything else of the attention to compute twice."""
 
     class Counting(Kernel):
@@ -173,83 +164,70 @@ def test_no_kernel_runs_again(door: str):
         def check(self, *tensors, biased):
             CPU_FLASH.check(*tensors, biased=biased)
 
-    def on(rank: int):
-        kernel = Counting()
-        own = layer(door, cp_mesh(RANKS), kernel=kernel)
-        assert max(run_attention(checkpointed(own, save_attention()), PROBLEM, rank, RANKS)) < EXACT
-        # With a large message that is not the last one a backward computes by two groups of heads.
-        assert kernel.forwards == RANKS
-        assert kernel.backwards in (RANKS, RANKS + 1)
-
-    run_ranks(on, RANKS)
+    kernel = Counting()
+    own = layer(door, mesh, kernel=kernel)
+    assert max(run_attention(checkpointed(own, save_attention()), PROBLEM, rank, RANKS)) < EXACT
+    # With a large message that is not the last one a backward computes by two groups of heads.
+    assert kernel.forwards == RANKS
+    assert kernel.backwards in (RANKS, RANKS + 1)
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_beside_a_policy_of_ones_own(door: str):
+@on_every_rank(RANKS)
+def test_beside_a_policy_of_ones_own(mesh, rank: int, door: str):
     """It is asked about everything but the attention."""
+    asked: Counter[Any] = Counter()
 
-    def on(rank: int):
-        asked: Counter[Any] = Counter()
+    def own_policy(context, op, *args, **kwargs):
+        asked[op] += 1
+        return CheckpointPolicy.MUST_SAVE if op is torch.ops.aten.exp.default else CheckpointPolicy.MUST_RECOMPUTE
 
-        def own_policy(context, op, *args, **kwargs):
-            asked[op] += 1
-            return CheckpointPolicy.MUST_SAVE if op is torch.ops.aten.exp.default else CheckpointPolicy.MUST_RECOMPUTE
-
-        own = layer(door, cp_mesh(RANKS))
-        assert max(run_attention(checkpointed(own, save_attention(own_policy)), PROBLEM, rank, RANKS)) < EXACT
-        assert asked[torch.ops.aten.exp.default]
-        assert not any("attention" in str(op) or "gather" in str(op) for op in asked)
-
-    run_ranks(on, RANKS)
+    own = layer(door, mesh)
+    assert max(run_attention(checkpointed(own, save_attention(own_policy)), PROBLEM, rank, RANKS)) < EXACT
+    assert asked[torch.ops.aten.exp.default]
+    assert not any("attention" in str(op) or "gather" in str(op) for op in asked)
 
 
 @pytest.mark.parametrize("door", ["style", "module"])
 @pytest.mark.parametrize("open_later", [False, True])
-def test_under_a_scope(door: str, open_later: bool):
+@on_every_rank(RANKS)
+def test_under_a_scope(mesh, rank: int, door: str, open_later: bool):
     """The batch's scope has ended, or another one is open, when the backward comes."""
     lengths = (5, 8)
     document = document_of(lengths)
     problem = Problem(length=13, kv_heads=2, mask=allowed(lambda p, j: document(p) == document(j) and j <= p, 13, 13))
+    own = layer(door, mesh, strategy=Ring(keep=0))
 
-    def on(rank: int):
-        own = layer(door, cp_mesh(RANKS), strategy=Ring(keep=0))
+    def attend(*qkv, context_fn=None):
+        with SequenceScope(head_tail(13, RANKS), mask=Documents(lengths)) as scope:
+            fn = None if context_fn is None else partial(scope.for_checkpoint, context_fn)
+            return own(*qkv) if fn is None else checkpointed(own, fn)(*qkv)
 
-        def attend(*qkv, context_fn=None):
-            with SequenceScope(head_tail(13, RANKS), mask=Documents(lengths)) as scope:
-                fn = None if context_fn is None else partial(scope.for_checkpoint, context_fn)
-                return own(*qkv) if fn is None else checkpointed(own, fn)(*qkv)
-
-        without = events_of(attend, rank, problem)
-        with CommunicationTrace() as trace:
-            leaves, cotangent = problem.shard(head_tail, rank, RANKS)
-            out = attend(*leaves, context_fn=save_attention())
-            with SequenceScope(head_tail(13, RANKS)) if open_later else nullcontext():
-                out.backward(cotangent)
-        found = [out.detach(), *(leaf.grad for leaf in leaves)]
-        assert max(problem.errors(found, head_tail, rank, RANKS)) < EXACT
-        assert trace.events == without
-
-    run_ranks(on, RANKS)
+    without = events_of(attend, rank, problem)
+    with CommunicationTrace() as trace:
+        leaves, cotangent = problem.shard(head_tail, rank, RANKS)
+        out = attend(*leaves, context_fn=save_attention())
+        with SequenceScope(head_tail(13, RANKS)) if open_later else nullcontext():
+            out.backward(cotangent)
+    found = [out.detach(), *(leaf.grad for leaf in leaves)]
+    assert max(problem.errors(found, head_tail, rank, RANKS)) < EXACT
+    assert trace.events == without
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_two_layers_and_two_batches_alive(door: str):
+@on_every_rank(RANKS)
+def test_two_layers_and_two_batches_alive(mesh, rank: int, door: str):
     """What is kept belongs to its own layer and its own forward."""
-
-    def on(rank: int):
-        mesh = cp_mesh(RANKS)
-        own = layer(door, mesh)
-        other = Problem(length=17, kv_heads=1)
-        started = []
-        for problem in (PROBLEM, other):
-            leaves, cotangent = problem.shard(head_tail, rank, RANKS)
-            started.append((problem, leaves, cotangent, checkpointed(own, save_attention())(*leaves)))
-        for problem, leaves, cotangent, out in started:
-            out.backward(cotangent)
-            found = [out.detach(), *(leaf.grad for leaf in leaves)]
-            assert max(problem.errors(found, head_tail, rank, RANKS)) < EXACT
-
-    run_ranks(on, RANKS)
+    own = layer(door, mesh)
+    other = Problem(length=17, kv_heads=1)
+    started = []
+    for problem in (PROBLEM, other):
+        leaves, cotangent = problem.shard(head_tail, rank, RANKS)
+        started.append((problem, leaves, cotangent, checkpointed(own, save_attention())(*leaves)))
+    for problem, leaves, cotangent, out in started:
+        out.backward(cotangent)
+        found = [out.detach(), *(leaf.grad for leaf in leaves)]
+        assert max(problem.errors(found, head_tail, rank, RANKS)) < EXACT
 
 
 class FlexLayer(nn.Module):
@@ -304,16 +282,13 @@ def test_flex_attention_in_a_module():
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_what_is_done_now_and_then_is_no_matter(door: str):
+@on_every_rank(RANKS)
+def test_what_is_done_now_and_then_is_no_matter(mesh, rank: int, door: str):
     """Such as a look at a parameter behind the attention, at the attentions number 1, 2, 4, 8, ... : torch wants the
     ops of a recomputation to be those of the forward."""
-
-    def on(rank: int):
-        own = layer(door, cp_mesh(RANKS))
-        projection = nn.Linear(8, 8, bias=False, dtype=torch.float64)
-        nn.init.eye_(projection.weight)
-        attend = checkpointed(own, save_attention())
-        for _ in range(4):
-            assert max(run_attention(lambda *qkv: attend(*map(projection, qkv)), PROBLEM, rank, RANKS)) < EXACT
-
-    run_ranks(on, RANKS)
+    own = layer(door, mesh)
+    projection = nn.Linear(8, 8, bias=False, dtype=torch.float64)
+    nn.init.eye_(projection.weight)
+    attend = checkpointed(own, save_attention())
+    for _ in range(4):
+        assert max(run_attention(lambda *qkv: attend(*map(projection, qkv)), PROBLEM, rank, RANKS)) < EXACT

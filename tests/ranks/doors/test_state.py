@@ -36,7 +36,7 @@ from cp_styles.styles import (
 from cp_styles.testing import run_ranks
 from tests.covering import at_night
 from tests.oracle import error, randn
-from tests.ranks.attention_case import EXACT, Core, Projected, cp_mesh
+from tests.ranks.attention_case import EXACT, Core, Projected, cp_mesh, on_every_rank
 from tests.ranks.composition import (
     LAYOUTS,
     Training,
@@ -68,20 +68,18 @@ def cp_and_tp() -> tuple[DeviceMesh, Training]:
     return mesh, training(model, mesh["cp"], mesh["cp"], sum_over=mesh["cp"])
 
 
+@on_every_rank(4)
 def test_the_keys_are_those_of_the_plain_model():
-    def on(rank: int) -> None:
-        plain = new_model().state_dict()
-        mesh, run = cp_and_tp()
-        assert list(run.model.state_dict()) == list(plain)
-        for style in (AttentionContextParallel(), ModuleContextParallel()):
-            where = "layers.*.attention.core" if isinstance(style, AttentionContextParallel) else "layers.*"
-            model = parallelize_module(new_model(), mesh["cp"], {where: style})
-            state = model.state_dict()
-            assert list(state) == list(plain)
-            assert all(torch.equal(state[name], plain[name]) for name in plain)
-            model.load_state_dict(plain)
-
-    run_ranks(on, 4)
+    plain = new_model().state_dict()
+    mesh, run = cp_and_tp()
+    assert list(run.model.state_dict()) == list(plain)
+    for style in (AttentionContextParallel(), ModuleContextParallel()):
+        where = "layers.*.attention.core" if isinstance(style, AttentionContextParallel) else "layers.*"
+        model = parallelize_module(new_model(), mesh["cp"], {where: style})
+        state = model.state_dict()
+        assert list(state) == list(plain)
+        assert all(torch.equal(state[name], plain[name]) for name in plain)
+        model.load_state_dict(plain)
 
 
 # -- checkpoints --
@@ -173,44 +171,37 @@ STYLES = [AttentionContextParallel, ModuleContextParallel]
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_copies_of_a_parallel_module(style):
+@on_every_rank(2)
+def test_copies_of_a_parallel_module(mesh, rank: int, style):
     """As parallel as what they were copied from, with parameters of their own; what they share is the mesh."""
-
-    def on(rank: int) -> None:
-        mesh = cp_mesh(2)
-        model = Projected(Core())
-        before = copy.deepcopy(model)
-        parallelize_module(model.core, mesh, style(layout=contiguous))
-        twin = copy.deepcopy(model)
-        wanted = attended(model, mesh, rank)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.zero_()
-        again = copy.deepcopy(twin)  # a copy's copy
-        for each in (twin, again):
-            assert max(error(*pair) for pair in zip(attended(each, mesh, rank), wanted, strict=True)) < EXACT
-        assert type(before.core) is Core
-
-    run_ranks(on, 2)
+    model = Projected(Core())
+    before = copy.deepcopy(model)
+    parallelize_module(model.core, mesh, style(layout=contiguous))
+    twin = copy.deepcopy(model)
+    wanted = attended(model, mesh, rank)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    again = copy.deepcopy(twin)  # a copy's copy
+    for each in (twin, again):
+        assert max(error(*pair) for pair in zip(attended(each, mesh, rank), wanted, strict=True)) < EXACT
+    assert type(before.core) is Core
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_pickles_of_a_parallel_module(style):
+@on_every_rank(2)
+def test_pickles_of_a_parallel_module(mesh, style):
     """The weights are pickled as ever; the module is bound to processes, and says so."""
-
-    def on(rank: int) -> None:
-        model = Projected(Core())
-        parallelize_module(model.core, cp_mesh(2), style())
-        buffer = io.BytesIO()
-        torch.save(model.state_dict(), buffer)
-        buffer.seek(0)
-        Projected(Core()).load_state_dict(torch.load(buffer, weights_only=True))
-        for dump in (pickle.dumps, lambda module: torch.save(module, io.BytesIO())):
-            for module in (model, model.core):
-                with pytest.raises(TypeError, match=r"Core is context parallel.*save its state_dict"):
-                    dump(module)
-
-    run_ranks(on, 2)
+    model = Projected(Core())
+    parallelize_module(model.core, mesh, style())
+    buffer = io.BytesIO()
+    torch.save(model.state_dict(), buffer)
+    buffer.seek(0)
+    Projected(Core()).load_state_dict(torch.load(buffer, weights_only=True))
+    for dump in (pickle.dumps, lambda module: torch.save(module, io.BytesIO())):
+        for module in (model, model.core):
+            with pytest.raises(TypeError, match=r"Core is context parallel.*save its state_dict"):
+                dump(module)
 
 
 # -- twice --

@@ -18,6 +18,7 @@ from cp_styles.batch import sum_gradients
 from cp_styles.layout import head_tail
 from cp_styles.testing import run_ranks
 from tests.oracle import error
+from tests.ranks.attention_case import on_every_rank
 
 VOCABULARY, WIDTH, LENGTH = 12, 8, 8
 NAMES = [  # the styles that torch has too
@@ -159,22 +160,20 @@ def test_src_data_rank_reaches_torch():
     assert run_ranks(first_weight, 2, 0) == [[0], [0]]
 
 
+@on_every_rank(1)
 def test_errors_name_the_style_the_axes_and_the_remedy():
-    def wrong(rank):
-        linear = nn.Linear(2, 2)
-        for make, text in (
-            (lambda: init_device_mesh("cpu", (1, 1), mesh_dim_names=("cp", "dp")), r"has axes \('cp', 'dp'\)"),
-            (lambda: init_device_mesh("cpu", (1, 1)), "has 2 axes without names"),
-        ):
-            with pytest.raises(ValueError, match=rf'^ColwiseParallel on Linear .* axis "tp".*{text}.*mesh_axis='):
-                parallelize_module(linear, make(), {"": styles.ColwiseParallel()})
-        for name in NAMES:
-            with pytest.raises(TypeError, match=rf"^{name} on Linear needs a DeviceMesh, got str: call init_device"):
-                parallelize_module(linear, "cpu", style_of(name))
-        assert not linear._forward_pre_hooks
-        assert isinstance(linear.weight, nn.Parameter)
-
-    run_ranks(wrong, 1)
+    linear = nn.Linear(2, 2)
+    for make, text in (
+        (lambda: init_device_mesh("cpu", (1, 1), mesh_dim_names=("cp", "dp")), r"has axes \('cp', 'dp'\)"),
+        (lambda: init_device_mesh("cpu", (1, 1)), "has 2 axes without names"),
+    ):
+        with pytest.raises(ValueError, match=rf'^ColwiseParallel on Linear .* axis "tp".*{text}.*mesh_axis='):
+            parallelize_module(linear, make(), {"": styles.ColwiseParallel()})
+    for name in NAMES:
+        with pytest.raises(TypeError, match=rf"^{name} on Linear needs a DeviceMesh, got str: call init_device"):
+            parallelize_module(linear, "cpu", style_of(name))
+    assert not linear._forward_pre_hooks
+    assert isinstance(linear.weight, nn.Parameter)
 
 
 def style_of(name, **arguments):

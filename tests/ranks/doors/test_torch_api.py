@@ -20,6 +20,7 @@ from cp_styles.torch_api import (
     context_parallel_unshard,
     set_rotate_method,
 )
+from tests.ranks.attention_case import on_every_rank
 from tests.covering import sampled
 from tests.oracle import dense_attention, error, randn
 from tests.ranks.attention_case import EXACT, Core, Problem, cp_mesh, parallel
@@ -99,7 +100,8 @@ def test_any_length_and_leaves_as_buffers(length, ranks, when):
 
 
 @pytest.mark.parametrize("door", ["module", "name", "torch._C._nn", "operator"])
-def test_no_buffers_and_any_import(door):
+@on_every_rank(RANKS)
+def test_no_buffers_and_any_import(mesh, door):
     """pytorch#159634; the layout follows from what the ranks hold together."""
     attend = {
         "module": F.scaled_dot_product_attention,
@@ -108,52 +110,43 @@ def test_no_buffers_and_any_import(door):
         "operator": torch.ops.aten.scaled_dot_product_attention,
     }[door]
     problems = [Problem(length=length, causal=False, kv_length=kv) for length, kv in ((5, None), (12, None), (6, 10))]
-
-    def rank_main(rank):
-        mesh = cp_mesh(RANKS)
-        errors = []
-        with context_parallel(mesh):
-            for problem in problems:
-                parts = context_parallel_shard(mesh, problem.inputs, [2] * 3)
-                (out,) = context_parallel_unshard(mesh, [attend(*parts)], [2])
-                errors.append(error(out, problem.expected[0]))
-        assert torch.equal(attend(*problems[0].inputs), F.scaled_dot_product_attention(*problems[0].inputs))
-        return max(errors)
-
-    assert max(run_ranks(rank_main, RANKS)) < EXACT
+    errors = []
+    with context_parallel(mesh):
+        for problem in problems:
+            parts = context_parallel_shard(mesh, problem.inputs, [2] * 3)
+            (out,) = context_parallel_unshard(mesh, [attend(*parts)], [2])
+            errors.append(error(out, problem.expected[0]))
+    assert torch.equal(attend(*problems[0].inputs), F.scaled_dot_product_attention(*problems[0].inputs))
+    return max(errors)
 
 
-def test_buffers_of_all_kinds():
+@on_every_rank(RANKS)
+def test_buffers_of_all_kinds(mesh, rank: int):
     length = 10
     layout = head_tail(length, RANKS)
     base = randn(0, 3, length + 4, 6)
-
-    def rank_main(rank):
-        mesh = cp_mesh(RANKS)
-        own = base.clone()
-        views = [own[:, :length], own[:, 2 : length + 2], own.transpose(0, 1)[:length]]  # of one storage
-        expanded = torch.arange(length).expand(3, length)  # position ids, as models make them
-        flags, empty = torch.arange(length) > 4, torch.empty(0, length)
-        twice = torch.arange(length)
-        everything = [*views, expanded, flags, empty, twice, twice]
-        dims = [1, 1, 0, 1, 0, 1, 0, -1]
-        whole = [x.clone() for x in everything]
-        with context_parallel(mesh, buffers=everything, buffer_seq_dims=dims) as block:
-            assert block.layout == layout
-            for x, saved, dim in zip(everything, whole, dims, strict=True):
-                assert torch.equal(x, layout.shard(saved, dim, rank))
-            assert torch.equal(own, base)  # what the views are of is not theirs to change
-            views[0].mul_(2)
-            expanded.add_(1)
-            twice.zero_()
-            assert torch.equal(own, base)
-        assert all(torch.equal(x, saved) for x, saved in zip(everything, whole, strict=True))
+    own = base.clone()
+    views = [own[:, :length], own[:, 2 : length + 2], own.transpose(0, 1)[:length]]  # of one storage
+    expanded = torch.arange(length).expand(3, length)  # position ids, as models make them
+    flags, empty = torch.arange(length) > 4, torch.empty(0, length)
+    twice = torch.arange(length)
+    everything = [*views, expanded, flags, empty, twice, twice]
+    dims = [1, 1, 0, 1, 0, 1, 0, -1]
+    whole = [x.clone() for x in everything]
+    with context_parallel(mesh, buffers=everything, buffer_seq_dims=dims) as block:
+        assert block.layout == layout
+        for x, saved, dim in zip(everything, whole, dims, strict=True):
+            assert torch.equal(x, layout.shard(saved, dim, rank))
+        assert torch.equal(own, base)  # what the views are of is not theirs to change
+        views[0].mul_(2)
+        expanded.add_(1)
+        twice.zero_()
         assert torch.equal(own, base)
-        own.add_(1)
-        assert torch.equal(views[0], base[:, :length] + 1)  # and views of it they still are
-        assert all(not hasattr(x, "_cp_styles_layout") for x in everything)
-
-    run_ranks(rank_main, RANKS)
+    assert all(torch.equal(x, saved) for x, saved in zip(everything, whole, strict=True))
+    assert torch.equal(own, base)
+    own.add_(1)
+    assert torch.equal(views[0], base[:, :length] + 1)  # and views of it they still are
+    assert all(not hasattr(x, "_cp_styles_layout") for x in everything)
 
 
 @pytest.mark.parametrize("a_view", [False, True])
@@ -180,57 +173,46 @@ def test_a_buffer_that_is_computed_in_place(a_view):
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
-def test_inference_leaves_buffers_that_can_be_trained_with(mode):
+@on_every_rank(RANKS)
+def test_inference_leaves_buffers_that_can_be_trained_with(mesh, mode):
     problem = Problem(length=9)
-
-    def rank_main(rank):
-        mesh = cp_mesh(RANKS)
-        q, k, v = (x.clone() for x in problem.inputs)
-        with mode(), context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2] * 3):
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        (out,) = context_parallel_unshard(mesh, [out], [2])
-        (q.requires_grad_() * k).sum().backward()
-        assert torch.equal(q.grad, problem.inputs[1])
-        return error(out, problem.expected[0])
-
-    assert max(run_ranks(rank_main, RANKS)) < EXACT
+    q, k, v = (x.clone() for x in problem.inputs)
+    with mode(), context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2] * 3):
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    (out,) = context_parallel_unshard(mesh, [out], [2])
+    (q.requires_grad_() * k).sum().backward()
+    assert torch.equal(q.grad, problem.inputs[1])
+    return error(out, problem.expected[0])
 
 
+@on_every_rank(4)
 def test_a_composed_mesh_by_its_axis():
     """The block of one axis is found by functions that are handed a fresh slice of the mesh."""
     problem = Problem(length=9)
-
-    def rank_main(rank):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-        q, k, v = (x.clone() for x in problem.inputs)
-        with context_parallel(mesh["cp"], buffers=[q, k, v], buffer_seq_dims=[2] * 3, layout=contiguous):
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            (out,) = context_parallel_unshard(
-                init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["b"], [out], [2]
-            )
-        return error(out, problem.expected[0])
-
-    assert max(run_ranks(rank_main, 4)) < EXACT
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    q, k, v = (x.clone() for x in problem.inputs)
+    with context_parallel(mesh["cp"], buffers=[q, k, v], buffer_seq_dims=[2] * 3, layout=contiguous):
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        (out,) = context_parallel_unshard(
+            init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["b"], [out], [2]
+        )
+    return error(out, problem.expected[0])
 
 
-def test_sequences_of_several_lengths_are_said_to_be_such():
+@on_every_rank(RANKS)
+def test_sequences_of_several_lengths_are_said_to_be_such(mesh):
     """Cross-attention: each length is cut on its own. Otherwise a long table would be cut for another one."""
     problem = Problem(length=7, kv_length=12, causal=False)
-
-    def rank_main(rank):
-        mesh = cp_mesh(RANKS)
-        q, k, v = (x.clone() for x in problem.inputs)
-        with (
-            pytest.raises(ValueError, match=r"have \[7, 12, 12\] positions.*table\[:length\].*layout=head_tail"),
-            context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2] * 3),
-        ):
-            pass
-        with context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2] * 3, layout=head_tail):
-            out = F.scaled_dot_product_attention(q, k, v)
-            (out,) = context_parallel_unshard(mesh, [out], [2])
-        return error(out, problem.expected[0])
-
-    assert max(run_ranks(rank_main, RANKS)) < EXACT
+    q, k, v = (x.clone() for x in problem.inputs)
+    with (
+        pytest.raises(ValueError, match=r"have \[7, 12, 12\] positions.*table\[:length\].*layout=head_tail"),
+        context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2] * 3),
+    ):
+        pass
+    with context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2] * 3, layout=head_tail):
+        out = F.scaled_dot_product_attention(q, k, v)
+        (out,) = context_parallel_unshard(mesh, [out], [2])
+    return error(out, problem.expected[0])
 
 
 def test_a_rotary_table_that_is_kept_by_the_graph():
@@ -282,34 +264,31 @@ def test_equal_blocks_share_a_binding_and_count_their_own_calls():
     assert run_ranks(rank_main, RANKS) == [([1, 1, 2, 2] * 2, True)] * RANKS
 
 
-def test_the_cut_belongs_to_the_call():
+@on_every_rank(RANKS)
+def test_the_cut_belongs_to_the_call(mesh):
     """Whatever cuts, one balancer in all three functions; and pytorch's: sharding a batch flips no switch."""
     problem, length = Problem(length=12), 12
-
-    def rank_main(rank):
-        mesh, errors = cp_mesh(RANKS), []
-        balancer = HeadTailLoadBalancer(length, RANKS)
-        for cut in (balancer, head_tail(length, RANKS), head_tail, contiguous, striped, contiguous(length, RANKS)):
-            parts = context_parallel_shard(
-                mesh, {"q": problem.inputs[0], "kv": problem.inputs[1]}, {"q": 2, "kv": 2}, cut
-            )
-            _ = context_parallel_shard(mesh, [problem.inputs[2]], [2], contiguous)  # another one's, in between
-            with context_parallel(mesh, layout=cut, strategy=Ulysses(), mask=None):
-                out = F.scaled_dot_product_attention(parts["q"], parts["kv"], parts["kv"], is_causal=True)
-                (inside,) = context_parallel_unshard(mesh, [out], [2])
-            (outside,) = context_parallel_unshard(mesh, [out], [2], cut)
-            assert torch.equal(inside, outside)
-            mask = torch.ones(length, length, dtype=torch.bool).tril()
-            q, k, _ = problem.inputs
-            errors.append(error(inside, dense_attention(q, k, k, mask)))
-            with pytest.raises(ValueError, match="pass the same layout as load_balancer="):
-                context_parallel_unshard(mesh, [out], [2])
-        with context_parallel(mesh):
-            pass
-        context_parallel_unshard(mesh, [out], [2])
-        return max(errors)
-
-    assert max(run_ranks(rank_main, RANKS)) < EXACT
+    errors = []
+    balancer = HeadTailLoadBalancer(length, RANKS)
+    for cut in (balancer, head_tail(length, RANKS), head_tail, contiguous, striped, contiguous(length, RANKS)):
+        parts = context_parallel_shard(
+            mesh, {"q": problem.inputs[0], "kv": problem.inputs[1]}, {"q": 2, "kv": 2}, cut
+        )
+        _ = context_parallel_shard(mesh, [problem.inputs[2]], [2], contiguous)  # another one's, in between
+        with context_parallel(mesh, layout=cut, strategy=Ulysses(), mask=None):
+            out = F.scaled_dot_product_attention(parts["q"], parts["kv"], parts["kv"], is_causal=True)
+            (inside,) = context_parallel_unshard(mesh, [out], [2])
+        (outside,) = context_parallel_unshard(mesh, [out], [2], cut)
+        assert torch.equal(inside, outside)
+        mask = torch.ones(length, length, dtype=torch.bool).tril()
+        q, k, _ = problem.inputs
+        errors.append(error(inside, dense_attention(q, k, k, mask)))
+        with pytest.raises(ValueError, match="pass the same layout as load_balancer="):
+            context_parallel_unshard(mesh, [out], [2])
+    with context_parallel(mesh):
+        pass
+    context_parallel_unshard(mesh, [out], [2])
+    return max(errors)
 
 
 def test_torchs_switch_of_the_balance(monkeypatch):

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from cp_styles import contiguous, global_loss, global_token_count, head_tail, next_token_labels, sum_gradients
 from cp_styles.testing import RankError, run_ranks
 from cp_styles.torch_api import context_parallel
+from tests.ranks.attention_case import on_every_rank
 from tests.covering import sampled
 from tests.oracle import error, randn
 from tests.ranks.attention_case import cp_mesh
@@ -136,15 +137,12 @@ def test_a_batch_that_is_cut_already_is_refused():
         run_ranks(rank_main, 2)
 
 
-def test_a_buffer_that_was_filled_again_is_not():
+@on_every_rank(2)
+def test_a_buffer_that_was_filled_again_is_not(mesh, rank: int):
     """One tensor for all batches, which the data loader resizes and fills."""
     first, second = (batch["input_ids"] for batch in batches()[:2])
-
-    def rank_main(rank):
-        ids = first.clone()
-        for whole in (first, second):
-            ids.resize_(whole.shape).copy_(whole)
-            with context_parallel(cp_mesh(2), buffers=[ids], buffer_seq_dims=[1], no_restore_buffers=[ids]):
-                assert torch.equal(ids, head_tail(LENGTH, 2).shard(whole, 1, rank))
-
-    run_ranks(rank_main, 2)
+    ids = first.clone()
+    for whole in (first, second):
+        ids.resize_(whole.shape).copy_(whole)
+        with context_parallel(mesh, buffers=[ids], buffer_seq_dims=[1], no_restore_buffers=[ids]):
+            assert torch.equal(ids, head_tail(LENGTH, 2).shard(whole, 1, rank))

@@ -17,7 +17,7 @@ from cp_styles.testing import RankError, run_ranks
 from cp_styles.torch_api import context_parallel
 from tests.covering import sampled
 from tests.oracle import attention_inputs, error, randn
-from tests.ranks.attention_case import EXACT, cp_mesh
+from tests.ranks.attention_case import EXACT, cp_mesh, on_every_rank
 
 LENGTH = 12
 
@@ -205,24 +205,19 @@ def by_functions(q, k, v):
 
 @pytest.mark.parametrize("attend", [plainly, by_functions])
 @pytest.mark.parametrize("cut", ["buffers", "shard"])
-def test_a_block_in_which_all_attention_is_in_plain_ops(attend, cut: str):
+@on_every_rank(2, timeout_seconds=20)
+def test_a_block_in_which_all_attention_is_in_plain_ops(mesh, rank: int, attend, cut: str):
     """Without gradients too, and not in the first block only."""
     layout, whole = head_tail(9, 2), randn(0, 1, 2, 9, 3)
-
-    def on(rank: int) -> None:
-        for _ in range(2):
-            x = whole.clone() if cut == "buffers" else layout.shard(whole, 2, rank)
-            given = {"buffers": [x], "buffer_seq_dims": [2]} if cut == "buffers" else {}
-            with (
-                torch.no_grad(),
-                pytest.raises(
-                    NotImplementedError, match="carries values from token to token without an attention call"
-                ),
-                context_parallel(cp_mesh(2), **given),
-            ):
-                attend(x, x, x)
-
-    run_ranks(on, 2, timeout_seconds=20)
+    for _ in range(2):
+        x = whole.clone() if cut == "buffers" else layout.shard(whole, 2, rank)
+        given = {"buffers": [x], "buffer_seq_dims": [2]} if cut == "buffers" else {}
+        with (
+            torch.no_grad(),
+            pytest.raises(NotImplementedError, match="carries values from token to token without an attention call"),
+            context_parallel(mesh, **given),
+        ):
+            attend(x, x, x)
 
 
 @pytest.mark.parametrize("before", [False, True], ids=["never any", "after attention"])

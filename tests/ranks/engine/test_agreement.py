@@ -35,7 +35,7 @@ from cp_styles.comm.agreement import WIDTH, Agreement, Meeting, StatusRow, compa
 from cp_styles.strategies import Strategy
 from cp_styles.testing import CommunicationTrace, run_ranks
 from cp_styles.torch_api import context_parallel
-from tests.ranks.attention_case import EXACT, Core, Problem, cp_mesh, run_attention
+from tests.ranks.attention_case import EXACT, Core, Problem, cp_mesh, on_every_rank, run_attention
 
 RANKS, LENGTH = 2, 21
 
@@ -96,13 +96,11 @@ def test_no_meeting_at_all(door: str):
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_no_agreement_needs_a_layout(door: str):
-    def on(rank: int) -> None:
-        x = torch.randn(1, 4, head_tail(LENGTH, RANKS).lengths[rank], 8)
-        with pytest.raises(ValueError, match=r": NoAgreement\(\) needs the lengths of all ranks: .* SequenceLayout"):
-            DOORS[door](cp_mesh(RANKS), head_tail, NoAgreement())(x, x, x)
-
-    run_ranks(on, RANKS, timeout_seconds=5)
+@on_every_rank(RANKS, timeout_seconds=5)
+def test_no_agreement_needs_a_layout(mesh, rank: int, door: str):
+    x = torch.randn(1, 4, head_tail(LENGTH, RANKS).lengths[rank], 8)
+    with pytest.raises(ValueError, match=r": NoAgreement\(\) needs the lengths of all ranks: .* SequenceLayout"):
+        DOORS[door](mesh, head_tail, NoAgreement())(x, x, x)
 
 
 @pytest.mark.parametrize("door", ["style", "module"])
@@ -119,42 +117,36 @@ def test_under_a_scope(door: str):
 
 
 @pytest.mark.parametrize("strategy", [Ring(), Ring(keep=0), Ulysses(chunks=2)], ids=str)
-def test_no_message_is_left_where_the_ranks_do_not_agree(strategy: Strategy):
+@on_every_rank(RANKS, timeout_seconds=20)
+def test_no_message_is_left_where_the_ranks_do_not_agree(mesh, rank: int, strategy: Strategy):
     """A rank reads what the others say while it prepares, and before it sends: the next attention is exact."""
     problem, layout = Problem(length=LENGTH, kv_heads=4), head_tail(LENGTH, RANKS)
-
-    def on(rank: int) -> float:
-        attend = partial(context_attention, group=cp_mesh(RANKS), mask=Causal(), layout=layout, strategy=strategy)
-        leaves, _ = problem.shard(layout, rank, RANKS)
-        errors = []
-        for _ in range(2):
-            with pytest.raises(ValueError, match="must share one floating-point dtype" if rank else "refused"):
-                attend(leaves[0], leaves[1].float() if rank else leaves[1], leaves[2])
-            with pytest.raises(ValueError, match="disagree on mask"):
-                attend(*leaves, mask=SlidingWindow(3) if rank else Causal())
-            out = attend(*leaves)
-            with pytest.raises(ValueError, match="are not at the same place"):
-                attend(*leaves) if rank else out.sum().backward()
-            errors += run_attention(attend, problem, rank, RANKS, layout=layout)
-        return max(errors)
-
-    assert max(run_ranks(on, RANKS, timeout_seconds=20)) < EXACT
+    attend = partial(context_attention, group=mesh, mask=Causal(), layout=layout, strategy=strategy)
+    leaves, _ = problem.shard(layout, rank, RANKS)
+    errors = []
+    for _ in range(2):
+        with pytest.raises(ValueError, match="must share one floating-point dtype" if rank else "refused"):
+            attend(leaves[0], leaves[1].float() if rank else leaves[1], leaves[2])
+        with pytest.raises(ValueError, match="disagree on mask"):
+            attend(*leaves, mask=SlidingWindow(3) if rank else Causal())
+        out = attend(*leaves)
+        with pytest.raises(ValueError, match="are not at the same place"):
+            attend(*leaves) if rank else out.sum().backward()
+        errors += run_attention(attend, problem, rank, RANKS, layout=layout)
+    return max(errors)
 
 
-def test_ranks_that_send_each_other_nothing_agree_too():
+@on_every_rank(RANKS, timeout_seconds=20)
+def test_ranks_that_send_each_other_nothing_agree_too(mesh, rank: int):
     """Documents end where the ranks do: the rows are read when the attention ends, forward and backward."""
     layout = contiguous(8, RANKS)
-
-    def on(rank: int) -> None:
-        attend = partial(context_attention, group=cp_mesh(RANKS), mask=Documents((4, 4)), layout=layout)
-        x = torch.randn(1, 4, 4, 8, dtype=torch.float64, requires_grad=True)
-        with pytest.raises(ValueError, match="must share one floating-point dtype" if rank else "refused"):
-            attend(x, x.float() if rank else x, x)
-        out = attend(x, x, x)
-        with pytest.raises(ValueError, match="are not at the same place"):
-            attend(x, x, x) if rank else out.sum().backward()
-
-    run_ranks(on, RANKS, timeout_seconds=20)
+    attend = partial(context_attention, group=mesh, mask=Documents((4, 4)), layout=layout)
+    x = torch.randn(1, 4, 4, 8, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(ValueError, match="must share one floating-point dtype" if rank else "refused"):
+        attend(x, x.float() if rank else x, x)
+    out = attend(x, x, x)
+    with pytest.raises(ValueError, match="are not at the same place"):
+        attend(x, x, x) if rank else out.sum().backward()
 
 
 @dataclass(frozen=True)
@@ -165,21 +157,18 @@ class Failing(Ring):
         raise OSError("mine")
 
 
-def test_an_error_that_a_disagreement_may_have_caused():
+@on_every_rank(RANKS, timeout_seconds=20)
+def test_an_error_that_a_disagreement_may_have_caused(mesh, rank: int):
     """A rank that fails before its first message reads what the others say; its own error is the context."""
     layout = contiguous(8, RANKS)
-
-    def on(rank: int) -> None:
-        attend = partial(context_attention, group=cp_mesh(RANKS), layout=layout)
-        x = torch.randn(1, 4, 4, 8, dtype=torch.float64)
-        with pytest.raises(ValueError, match="disagree on strategy") as caught:
-            attend(x, x, x, strategy=Failing() if rank else Ring())
-        assert isinstance(caught.value.__context__, OSError if rank else NoneType)
-        attend(x, x, x)
-        with pytest.raises(OSError, match="mine"):
-            attend(x, x, x, strategy=Failing())
-
-    run_ranks(on, RANKS, timeout_seconds=20)
+    attend = partial(context_attention, group=mesh, layout=layout)
+    x = torch.randn(1, 4, 4, 8, dtype=torch.float64)
+    with pytest.raises(ValueError, match="disagree on strategy") as caught:
+        attend(x, x, x, strategy=Failing() if rank else Ring())
+    assert isinstance(caught.value.__context__, OSError if rank else NoneType)
+    attend(x, x, x)
+    with pytest.raises(OSError, match="mine"):
+        attend(x, x, x, strategy=Failing())
 
 
 def test_without_agreement_a_call_that_one_rank_does_not_make_ends_with_the_timeout():
@@ -196,12 +185,10 @@ def test_without_agreement_a_call_that_one_rank_does_not_make_ends_with_the_time
     assert "must share one floating-point dtype" in str(errors[1])
 
 
-def test_what_is_no_agreement_is_refused():
-    def on(rank: int) -> None:
-        with pytest.raises(TypeError, match=r"agreement must be EveryCall\(\) or NoAgreement\(\), got None"):
-            DOORS["style"](cp_mesh(RANKS), head_tail, None)
-
-    run_ranks(on, RANKS)
+@on_every_rank(RANKS)
+def test_what_is_no_agreement_is_refused(mesh):
+    with pytest.raises(TypeError, match=r"agreement must be EveryCall\(\) or NoAgreement\(\), got None"):
+        DOORS["style"](mesh, head_tail, None)
 
 
 @pytest.mark.parametrize("how", ["plain", "selective"])
@@ -245,33 +232,28 @@ def without_a_text(rank: int) -> dict[str, Any]:
         (without_a_text, r"disagree on mask: .*\(rank 0: windows, rank 1: None\)"),
     ],
 )
-def test_texts_that_do_not_say_what_differs(facts: Callable[[int], dict[str, Any]], text: str):
+@on_every_rank(RANKS, timeout_seconds=20)
+def test_texts_that_do_not_say_what_differs(mesh, rank: int, facts: Callable[[int], dict[str, Any]], text: str):
     """Every rank raises, and the next meeting is not mixed up."""
-
-    def on(rank: int) -> None:
-        where = "attention", "cp", cp_mesh(RANKS).get_group()
-        rows = start_status(lambda: StatusRow(facts=rank), Meeting.BATCH, *where)()
-        with pytest.raises(ValueError, match=text):
-            compare(rows, where, partial(facts, rank))
-        start_status(StatusRow, Meeting.BATCH, *where)()
-
-    run_ranks(on, RANKS, timeout_seconds=20)
+    where = "attention", "cp", mesh.get_group()
+    rows = start_status(lambda: StatusRow(facts=rank), Meeting.BATCH, *where)()
+    with pytest.raises(ValueError, match=text):
+        compare(rows, where, partial(facts, rank))
+    start_status(StatusRow, Meeting.BATCH, *where)()
 
 
-def test_what_a_rank_has_refused_is_said_on_all():
+@on_every_rank(RANKS, timeout_seconds=20)
+def test_what_a_rank_has_refused_is_said_on_all(mesh, rank: int):
     """Also a text without an encoding; not where another rank is at another meeting, and may not come to read it."""
 
-    def on(rank: int) -> None:
-        def refuse() -> StatusRow:
-            if rank == 1:
-                raise KeyError("a mask of \ud800 rows")
-            return StatusRow()
+    def refuse() -> StatusRow:
+        if rank == 1:
+            raise KeyError("a mask of \ud800 rows")
+        return StatusRow()
 
-        where = "attention", "cp", cp_mesh(RANKS).get_group()
-        with pytest.raises(KeyError if rank else ValueError, match=r"a mask of|rank 1: KeyError: 'a mask of "):
-            start_status(refuse, Meeting.BATCH, *where)()
-        with CommunicationTrace() as trace, pytest.raises(KeyError if rank else ValueError):
-            start_status(refuse, Meeting.BATCH if rank else Meeting.DECODE, *where)()
-        assert trace.events == [("all_gather", 8 * WIDTH)]
-
-    run_ranks(on, RANKS, timeout_seconds=20)
+    where = "attention", "cp", mesh.get_group()
+    with pytest.raises(KeyError if rank else ValueError, match=r"a mask of|rank 1: KeyError: 'a mask of "):
+        start_status(refuse, Meeting.BATCH, *where)()
+    with CommunicationTrace() as trace, pytest.raises(KeyError if rank else ValueError):
+        start_status(refuse, Meeting.BATCH if rank else Meeting.DECODE, *where)()
+    assert trace.events == [("all_gather", 8 * WIDTH)]

@@ -16,7 +16,7 @@ from cp_styles.strategies import AllGather, Ring, Ulysses, moving_kv
 from cp_styles.testing import run_ranks
 from tests.covering import at_night, in_parts
 from tests.oracle import attend_and_differentiate, attention_inputs, dense_attention, error, expected_attention, randn
-from tests.ranks.attention_case import EXACT, Core, DenseCore, Problem, cp_mesh, parallel, run_attention
+from tests.ranks.attention_case import EXACT, Core, DenseCore, Problem, cp_mesh, on_every_rank, parallel, run_attention
 
 STRATEGIES = (Ring(), Ring(keep=0), AllGather(), AllGather(keep=0))
 BALANCERS = (contiguous, head_tail)
@@ -53,14 +53,11 @@ def test_heads_that_attend_by_turns(strategy, rows: int, monkeypatch: pytest.Mon
     assert max(run_ranks(on, 4)) < EXACT
 
 
-def test_rows_before_heads():
+@on_every_rank(3)
+def test_rows_before_heads(mesh, rank: int):
     """[B, S, H, D], as projections leave them."""
-
-    def on(rank: int) -> float:
-        core = parallel(Core(seq_dim=1), cp_mesh(3), seq_dim=1)
-        return max(run_attention(core, problem(13, True, 2, None), rank, 3, seq_dim=1))
-
-    assert max(run_ranks(on, 3)) < EXACT
+    core = parallel(Core(seq_dim=1), mesh, seq_dim=1)
+    return max(run_attention(core, problem(13, True, 2, None), rank, 3, seq_dim=1))
 
 
 @in_parts(2)
@@ -117,21 +114,18 @@ def test_low_precision_is_as_good_as_one_device(dtype: torch.dtype, ranks: int, 
 
 
 @pytest.mark.parametrize("attention", [Core, DenseCore])
-def test_a_forward_that_is_called_past_its_module(attention):
+@on_every_rank(2)
+def test_a_forward_that_is_called_past_its_module(mesh, rank: int, attention):
     """``module.forward(...)`` calls no hooks, and attends to the whole sequence as ``module(...)`` does, or is refused
     as that is."""
     whole = problem(13, True, 2, None)
-
-    def on(rank: int):
-        core = parallel(attention(), cp_mesh(2))
-        for act in (core, core.forward, core):
-            if attention is Core:
-                assert max(run_attention(act, whole, rank, 2)) < EXACT
-            else:
-                with pytest.raises(Exception, match="no scaled_dot_product_attention was called inside"):
-                    run_attention(act, whole, rank, 2)
-
-    run_ranks(on, 2)
+    core = parallel(attention(), mesh)
+    for act in (core, core.forward, core):
+        if attention is Core:
+            assert max(run_attention(act, whole, rank, 2)) < EXACT
+        else:
+            with pytest.raises(Exception, match="no scaled_dot_product_attention was called inside"):
+                run_attention(act, whole, rank, 2)
 
 
 class Wrapper(torch.nn.Module):
@@ -145,20 +139,17 @@ class Wrapper(torch.nn.Module):
         return self.inner(*args, **kwargs)
 
 
-def test_a_forward_that_names_no_arguments():
+@on_every_rank(2)
+def test_a_forward_that_names_no_arguments(mesh, rank: int):
     given = Problem(length=13, causal=True)
+    module = parallel(Wrapper(Core()), mesh)
 
-    def on(rank: int) -> float:
-        module = parallel(Wrapper(Core()), cp_mesh(2))
+    def by_name(*qkv: torch.Tensor) -> torch.Tensor:
+        return module(**dict(zip(("query", "key", "value"), qkv, strict=True)))
 
-        def by_name(*qkv: torch.Tensor) -> torch.Tensor:
-            return module(**dict(zip(("query", "key", "value"), qkv, strict=True)))
-
-        errors = run_attention(module, given, rank, 2)
-        if sys.version_info[:2] == (3, 13):  # Signature.bind gives the name of a positional-only argument to **kwargs
-            return max(errors + run_attention(by_name, given, rank, 2))
-        with pytest.raises(TypeError, match=r"'query' parameter is positional only|missing a required (pos|argument)"):
-            by_name(*given.shard(head_tail, rank, 2)[0])
-        return max(errors)
-
-    assert max(run_ranks(on, 2)) < EXACT
+    errors = run_attention(module, given, rank, 2)
+    if sys.version_info[:2] == (3, 13):  # Signature.bind gives the name of a positional-only argument to **kwargs
+        return max(errors + run_attention(by_name, given, rank, 2))
+    with pytest.raises(TypeError, match=r"'query' parameter is positional only|missing a required (pos|argument)"):
+        by_name(*given.shard(head_tail, rank, 2)[0])
+    return max(errors)

@@ -21,6 +21,7 @@ from cp_styles.layout import SequenceLayout, contiguous, head_tail
 from cp_styles.testing import CommunicationTrace, MemoryTrace, RankError, run_ranks
 from tests.gpu_tensors import gpus
 from tests.oracle import error
+from tests.ranks.attention_case import on_every_rank
 
 VOCABULARY, LENGTH = 11, 14
 
@@ -240,17 +241,15 @@ def test_parameters_that_live_on_the_group_are_refused():
     assert all("has several of these ranks" in message for message in failures(spread, 4))
 
 
+@on_every_rank(1)
 def test_a_group_is_one_group_and_a_loss_is_whole():
-    def wrong(rank):
-        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("cp", "tp"))
-        with pytest.raises(ValueError, match=r'needs a 1-D mesh.*mesh\["cp"\]'):
-            global_token_count(torch.zeros(1), mesh)
-        with pytest.raises(TypeError, match="needs a process group or a 1-D DeviceMesh, got str"):
-            global_token_count(torch.zeros(1), "cp")
-        with pytest.raises(ValueError, match=r"redistribute them to Replicate\(\) first"):
-            global_loss(DTensor.from_local(torch.ones(1), mesh["tp"], [Partial()]), 1, mesh["cp"])
-
-    run_ranks(wrong, 1)
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("cp", "tp"))
+    with pytest.raises(ValueError, match=r'needs a 1-D mesh.*mesh\["cp"\]'):
+        global_token_count(torch.zeros(1), mesh)
+    with pytest.raises(TypeError, match="needs a process group or a 1-D DeviceMesh, got str"):
+        global_token_count(torch.zeros(1), "cp")
+    with pytest.raises(ValueError, match=r"redistribute them to Replicate\(\) first"):
+        global_loss(DTensor.from_local(torch.ones(1), mesh["tp"], [Partial()]), 1, mesh["cp"])
 
 
 @pytest.mark.parametrize("since", ["nothing", "zero_grad", "zeros", "another backward", "over other ranks"])
@@ -304,17 +303,14 @@ def test_gradients_in_front_of_a_split(scale: GradScale):
     assert max(run_ranks(on, 2)) < 1e-13
 
 
+@on_every_rank(2)
 def test_gradients_between_a_gather_and_a_split_are_shares():
     """What a rank's part went through before it was gathered and split again is not whole."""
     x = torch.ones(1, 4, 3, dtype=torch.float64)
-
-    def on(rank: int) -> None:
-        group, layer = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), nn.Linear(3, 3).double()
-        again = split(gather(layer(x), 1, group, reduce_gradients=False), 1, group)
-        again.square().sum().backward()
-        sum_gradients(layer, group)
-
-    run_ranks(on, 2)
+    group, layer = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), nn.Linear(3, 3).double()
+    again = split(gather(layer(x), 1, group, reduce_gradients=False), 1, group)
+    again.square().sum().backward()
+    sum_gradients(layer, group)
 
 
 def test_a_count_of_this_rank_alone_is_refused():

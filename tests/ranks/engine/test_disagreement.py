@@ -34,7 +34,7 @@ from cp_styles.testing import run_ranks
 from cp_styles.torch_api import context_parallel
 from tests.covering import sampled
 from tests.oracle import randn
-from tests.ranks.attention_case import EXACT, Core, Problem, cp_mesh, parallel, plain, run_attention
+from tests.ranks.attention_case import EXACT, Core, Problem, cp_mesh, on_every_rank, parallel, plain, run_attention
 from tests.ranks.leak_scene import RANKS, Even, Scene, refusals
 
 LENGTH = Even.problem.inputs[0].shape[2]
@@ -438,14 +438,11 @@ def test_balancers_of_one_name_that_cut_differently(door: str):
     assert re.search(r"disagree on layout: ranks \[1\] differ from rank 0 .*\(\(0, 2\), \(10, 12\)\)", refusals(act))
 
 
-def test_balancers_of_other_names_that_cut_alike():
+@on_every_rank(RANKS)
+def test_balancers_of_other_names_that_cut_alike(rank: int):
     """The same layout under two names is no disagreement."""
-
-    def on(rank: int):
-        s = Even(rank, threading.Barrier(1))
-        s.run(parallel(Core(), s.mesh, layout=head_tail if rank else cut_by([LENGTH])))
-
-    run_ranks(on, RANKS)
+    s = Even(rank, threading.Barrier(1))
+    s.run(parallel(Core(), s.mesh, layout=head_tail if rank else cut_by([LENGTH])))
 
 
 def mask_mods(rank: int):
@@ -498,16 +495,13 @@ def test_ranks_whose_flex_functions_read_other_values(kind: str):
     assert f"disagree on the contents of the {what}: ranks [1] differ from rank 0" in refusals(act)
 
 
-def test_a_flex_function_whose_object_knows_its_rank():
+@on_every_rank(RANKS)
+def test_a_flex_function_whose_object_knows_its_rank(rank: int):
     """What the code does not read is no disagreement."""
-
-    def on(rank: int):
-        s = Even(rank, threading.Barrier(1))
-        held = Scaled(1.0)
-        held.rank = rank
-        context_flex_attention(*s.leaves()[0], s.mesh, enable_gqa=True, score_mod=lambda score, *_: score * held.factor)
-
-    run_ranks(on, RANKS)
+    s = Even(rank, threading.Barrier(1))
+    held = Scaled(1.0)
+    held.rank = rank
+    context_flex_attention(*s.leaves()[0], s.mesh, enable_gqa=True, score_mod=lambda score, *_: score * held.factor)
 
 
 @pytest.mark.parametrize("door", ["style", "module", "function", "block", "collective"])
@@ -554,33 +548,30 @@ DOCUMENTS = ([4, 8], [6, 6], [8, 4])
 
 @pytest.mark.parametrize("late", [False, True], ids=["backward at once", "backward after the next batch"])
 @pytest.mark.parametrize("door", [*STYLES, "function", "block"])
-def test_a_balancer_that_reads_the_batch(door: str, late: bool):
+@on_every_rank(RANKS, timeout_seconds=20.0)
+def test_a_balancer_that_reads_the_batch(rank: int, door: str, late: bool):
     """It is asked for every batch, and not again in a backward, when it may be the next batch's already."""
+    s, batch = Even(rank, threading.Barrier(1)), {}
 
-    def on(rank: int):
-        s, batch = Even(rank, threading.Barrier(1)), {}
+    def cut(length: int, ranks: int):
+        return per_document_head_tail(length, ranks, documents=batch["documents"])
 
-        def cut(length: int, ranks: int):
-            return per_document_head_tail(length, ranks, documents=batch["documents"])
-
-        attend = {
-            "function": lambda *qkv: context_attention(*qkv, s.mesh, layout=cut, mask=Causal()),
-            "block": lambda *qkv: in_block(s, cut, *qkv),
-        }.get(door)
-        attend = attend or parallelize_module(Core(), s.mesh, STYLES[door](layout=cut))
-        runs = []
-        for batch["documents"] in DOCUMENTS:
-            layout = cut(LENGTH, RANKS)
-            leaves, cotangent = s.problem.shard(layout, rank, RANKS)
-            runs.append((layout, leaves, attend(*leaves), cotangent))
-            if not late:
-                runs[-1][2].backward(cotangent)
-        for layout, leaves, out, cotangent in reversed(runs):
-            if late:
-                out.backward(cotangent)
-            s.check([out, *(leaf.grad for leaf in leaves)], layout)
-
-    run_ranks(on, RANKS, timeout_seconds=20.0)
+    attend = {
+        "function": lambda *qkv: context_attention(*qkv, s.mesh, layout=cut, mask=Causal()),
+        "block": lambda *qkv: in_block(s, cut, *qkv),
+    }.get(door)
+    attend = attend or parallelize_module(Core(), s.mesh, STYLES[door](layout=cut))
+    runs = []
+    for batch["documents"] in DOCUMENTS:
+        layout = cut(LENGTH, RANKS)
+        leaves, cotangent = s.problem.shard(layout, rank, RANKS)
+        runs.append((layout, leaves, attend(*leaves), cotangent))
+        if not late:
+            runs[-1][2].backward(cotangent)
+    for layout, leaves, out, cotangent in reversed(runs):
+        if late:
+            out.backward(cotangent)
+        s.check([out, *(leaf.grad for leaf in leaves)], layout)
 
 
 def in_block(s: Scene, layout, *qkv):
@@ -604,21 +595,18 @@ def test_ranks_in_different_numbers_of_groups(others: list[int]):
 
 
 @pytest.mark.parametrize("door", ["flex", "varlen"])
-def test_ranks_with_other_dtypes_under_an_autocast_that_does_not_concern_them(door: str):
+@on_every_rank(2)
+def test_ranks_with_other_dtypes_under_an_autocast_that_does_not_concern_them(mesh, rank: int, door: str):
     """flex_attention and varlen_attn take tensors as they are. Messages of other sizes would end the process."""
-
-    def on(rank: int):
-        mesh, dtype = cp_mesh(2), (torch.float32, torch.bfloat16)[rank]
-        q, k, v = (torch.randn(1, 2, 8, 16, dtype=dtype) for _ in range(3))
-        if door == "flex":
-            attend = partial(context_flex_attention, q, k, v, mesh, layout=contiguous)
-        else:
-            q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
-            attend = partial(context_varlen_attention, q, k, v, mesh, [0, 16], layout=contiguous)
-        with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="disagree on dtype"):
-            attend()
-
-    run_ranks(on, 2)
+    dtype = (torch.float32, torch.bfloat16)[rank]
+    q, k, v = (torch.randn(1, 2, 8, 16, dtype=dtype) for _ in range(3))
+    if door == "flex":
+        attend = partial(context_flex_attention, q, k, v, mesh, layout=contiguous)
+    else:
+        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+        attend = partial(context_varlen_attention, q, k, v, mesh, [0, 16], layout=contiguous)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="disagree on dtype"):
+        attend()
 
 
 class Gone(BaseException):

@@ -68,7 +68,7 @@ from tests.covering import sampled
 from tests.cuda_ops import ON_GPU
 from tests.gpu_tensors import BreaksRule, gpus, put
 from tests.oracle import randn
-from tests.ranks.attention_case import EXACT, Core, Problem, cp_mesh
+from tests.ranks.attention_case import Core, Problem, cp_mesh, on_every_rank
 from tests.ranks.leak_scene import Stop, raising
 
 RANKS, LENGTH = 3, 24
@@ -215,14 +215,12 @@ class ForgottenSend:
         raise AssertionError("waits for the timeout of the group")
 
 
+@on_every_rank(2)
 def test_a_rank_that_sends_and_receives_hears_of_an_end_by_what_it_receives():
-    def on(rank: int) -> None:
-        x = torch.empty(1)
-        pending = PendingTransfers([ForgottenSend(), EndedReceive()], [x, x], [0, 1], dist.group.WORLD)
-        with pytest.raises(TransferError, match="Connection closed by peer"):
-            pending.wait()
-
-    run_ranks(on, 2)
+    x = torch.empty(1)
+    pending = PendingTransfers([ForgottenSend(), EndedReceive()], [x, x], [0, 1], dist.group.WORLD)
+    with pytest.raises(TransferError, match="Connection closed by peer"):
+        pending.wait()
 
 
 def attends(*shapes: tuple[int, int], **options: Any) -> Callable[[], object]:
@@ -414,29 +412,26 @@ def test_one_rank_calls_backward_once_more(which: str, strategy):
 
 
 @sampled(1, which=DOORS, how=["plain", "checkpoint", "selective"])
-def test_backwards_in_any_order_that_all_ranks_have(which: str, how: str):
+@on_every_rank(RANKS, timeout_seconds=20)
+def test_backwards_in_any_order_that_all_ranks_have(mesh, rank: int, which: str, how: str):
     """Exact, twice with retain_graph; a meeting each, and one for each recomputation."""
     layout = head_tail(LENGTH, RANKS)
     problem = Problem(length=LENGTH, kv_heads=2)
-
-    def on(rank: int) -> float:
-        attend = door(which, cp_mesh(RANKS), layout)
-        if how != "plain":
-            options = {"context_fn": save_attention()} if how == "selective" else {}
-            attend = partial(checkpoint, attend, use_reentrant=False, **options)
-        calls, errors = [], []
-        for _ in range(3):
-            leaves, cotangent = problem.shard(layout, rank, RANKS)
-            calls.append((attend(*leaves), leaves, cotangent))
-        for index in (1, 0, 2, *((1, 1) if how == "plain" else ())):
-            out, leaves, cotangent = calls[index]
-            with CommunicationTrace() as trace:
-                grads = torch.autograd.grad(out, leaves, cotangent, retain_graph=how == "plain")
-            assert trace.calls["all_gather"] == (2 if how == "checkpoint" else 1)
-            errors += problem.errors([out.detach(), *grads], layout, rank, RANKS)
-        return max(errors)
-
-    assert max(run_ranks(on, RANKS, timeout_seconds=20)) < EXACT
+    attend = door(which, mesh, layout)
+    if how != "plain":
+        options = {"context_fn": save_attention()} if how == "selective" else {}
+        attend = partial(checkpoint, attend, use_reentrant=False, **options)
+    calls, errors = [], []
+    for _ in range(3):
+        leaves, cotangent = problem.shard(layout, rank, RANKS)
+        calls.append((attend(*leaves), leaves, cotangent))
+    for index in (1, 0, 2, *((1, 1) if how == "plain" else ())):
+        out, leaves, cotangent = calls[index]
+        with CommunicationTrace() as trace:
+            grads = torch.autograd.grad(out, leaves, cotangent, retain_graph=how == "plain")
+        assert trace.calls["all_gather"] == (2 if how == "checkpoint" else 1)
+        errors += problem.errors([out.detach(), *grads], layout, rank, RANKS)
+    return max(errors)
 
 
 def test_without_agreement_backwards_may_not_run_in_another_order():

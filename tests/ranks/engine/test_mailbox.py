@@ -14,6 +14,7 @@ from cp_styles._compat import cpu_backend_of, in_process_store
 from cp_styles.comm.mailbox import WIDTH, Mailbox
 from cp_styles.comm.point_to_point import TransferError, gather_numbers, offer_numbers, start_numbers, unbroken
 from cp_styles.testing import run_ranks
+from tests.ranks.attention_case import on_every_rank
 
 RANKS = 3
 
@@ -57,19 +58,16 @@ class Interruptible:
         return getattr(self._gloo, name)(*arguments)
 
 
-def test_a_row_that_was_left_unread_is_not_taken_for_a_later_one():
+@on_every_rank(RANKS, timeout_seconds=20)
+def test_a_row_that_was_left_unread_is_not_taken_for_a_later_one(rank: int):
     """Each rank leaves others; nothing waits for a rank that has left, and what it got is forgotten."""
-
-    def on(rank: int) -> None:
-        group = everybody()
-        for gather in range(30):
-            finish = start_numbers(row(rank, gather), group, unbroken(group))
-            if gather % RANKS != rank:
-                assert finish() == rows_of(gather)
-            del finish
-        assert gather_numbers(row(rank, 30), group) == rows_of(30)
-
-    run_ranks(on, RANKS, timeout_seconds=20)
+    group = everybody()
+    for gather in range(30):
+        finish = start_numbers(row(rank, gather), group, unbroken(group))
+        if gather % RANKS != rank:
+            assert finish() == rows_of(gather)
+        del finish
+    assert gather_numbers(row(rank, 30), group) == rows_of(30)
 
 
 def test_nothing_is_kept_of_gathers_that_were_left_unread():
@@ -86,43 +84,37 @@ def test_nothing_is_kept_of_gathers_that_were_left_unread():
 
 
 @pytest.mark.parametrize("at", range(1, 3 * (RANKS - 1) + 1))
-def test_a_rank_that_was_interrupted_and_goes_on(at: int):
+@on_every_rank(RANKS, timeout_seconds=10)
+def test_a_rank_that_was_interrupted_and_goes_on(rank: int, at: int):
     """In the middle of its messages. The rest of them are sent first, and each rank reads the rows of one gather."""
-
-    def on(rank: int) -> None:
-        gloo = cpu_backend_of(everybody(), "gloo")
-        mailbox = Mailbox(Interruptible(gloo, at) if rank == 1 else gloo)
-        for gather in range(4):
-            mine = torch.tensor(row(rank, gather))
-            if rank == 1 and gather == 0:
-                with pytest.raises(Interrupted):
-                    mailbox.start(mine)
-                mine.fill_(-1)  # the caller's
-                continue
-            number, rows = mailbox.start(mine)
-            assert number == gather
-            assert mailbox.wait(number) is None
-            assert rows.tolist() == rows_of(gather)
-
-    run_ranks(on, RANKS, timeout_seconds=10)
+    gloo = cpu_backend_of(everybody(), "gloo")
+    mailbox = Mailbox(Interruptible(gloo, at) if rank == 1 else gloo)
+    for gather in range(4):
+        mine = torch.tensor(row(rank, gather))
+        if rank == 1 and gather == 0:
+            with pytest.raises(Interrupted):
+                mailbox.start(mine)
+            mine.fill_(-1)  # the caller's
+            continue
+        number, rows = mailbox.start(mine)
+        assert number == gather
+        assert mailbox.wait(number) is None
+        assert rows.tolist() == rows_of(gather)
 
 
-def test_a_row_that_is_offered_waits_for_ranks_that_come_late():
+@on_every_rank(RANKS, timeout_seconds=10)
+def test_a_row_that_is_offered_waits_for_ranks_that_come_late(rank: int):
     """The patience of the rank that offers it is over by then. The connections are not."""
-
-    def on(rank: int) -> None:
-        group = everybody()
-        for gather in (0, 2):
-            if rank == 1:
-                start = time.monotonic()
-                offer_numbers(row(rank, gather), group, 0.1)
-                assert time.monotonic() - start >= 0.1
-            dist.barrier()
-            if rank != 1:
-                assert gather_numbers(row(rank, gather), group) == rows_of(gather)
-            assert gather_numbers(row(rank, gather + 1), group) == rows_of(gather + 1)
-
-    run_ranks(on, RANKS, timeout_seconds=10)
+    group = everybody()
+    for gather in (0, 2):
+        if rank == 1:
+            start = time.monotonic()
+            offer_numbers(row(rank, gather), group, 0.1)
+            assert time.monotonic() - start >= 0.1
+        dist.barrier()
+        if rank != 1:
+            assert gather_numbers(row(rank, gather), group) == rows_of(gather)
+        assert gather_numbers(row(rank, gather + 1), group) == rows_of(gather + 1)
 
 
 def test_a_row_is_read_after_its_rank_has_ended():
@@ -167,19 +159,16 @@ def test_a_gather_waits_as_long_as_the_group_says(others: str):
     run_ranks(on, RANKS, timeout_seconds=0.5, may_time_out=True)
 
 
-def test_rows_belong_to_no_mode():
+@on_every_rank(RANKS, timeout_seconds=10)
+def test_rows_belong_to_no_mode(rank: int):
     """The receives of a gather are posted with the one before. A checkpoint asks for the version of what it keeps."""
-
-    def on(rank: int) -> None:
-        group = everybody()
-        with torch.inference_mode():
-            assert gather_numbers(row(rank, 0), group) == rows_of(0)
-        rows = torch.ops.cp_styles.gather_numbers(torch.tensor(row(rank, 1)), group.group_name)
-        assert rows._version >= 0
-        assert start_numbers(row(rank, 2), group, unbroken(group))() == rows_of(2)  # it has waited for ``rows`` too
-        assert rows.tolist() == rows_of(1)
-
-    run_ranks(on, RANKS, timeout_seconds=10)
+    group = everybody()
+    with torch.inference_mode():
+        assert gather_numbers(row(rank, 0), group) == rows_of(0)
+    rows = torch.ops.cp_styles.gather_numbers(torch.tensor(row(rank, 1)), group.group_name)
+    assert rows._version >= 0
+    assert start_numbers(row(rank, 2), group, unbroken(group))() == rows_of(2)  # it has waited for ``rows`` too
+    assert rows.tolist() == rows_of(1)
 
 
 def test_no_profiler_hears_of_messages_that_may_outlive_it():

@@ -31,6 +31,7 @@ from cp_styles.layout import contiguous
 from cp_styles.styles import ModuleContextParallel
 from cp_styles.testing import CommunicationTrace, RankError, run_ranks
 from cp_styles.torch_api import context_parallel
+from tests.ranks.attention_case import on_every_rank
 from tests.covering import sampled
 from tests.oracle import randn
 from tests.ranks import composition
@@ -162,20 +163,17 @@ def test_a_model_in_a_reentrant_checkpoint(attended):
     assert "of the 16 that were compared, layers.0.q.weight (24, 10)" in raised(on)
 
 
-def test_ranks_whose_graphs_have_another_depth():
+@on_every_rank(2)
+def test_ranks_whose_graphs_have_another_depth(mesh, rank: int):
     """A copy more on one rank: there the key's parameters are nearer than the query's. They are equal all the same."""
-
-    def on(rank: int) -> None:
-        mesh, query, key = cp_mesh(2), nn.Linear(8, 8).double(), nn.Linear(8, 8).double()
-        for index, parameter in enumerate([*query.parameters(), *key.parameters()]):
-            parameter.data = randn(index, *parameter.shape)
-        x = randn(9, 1, 2, 4, 8)
-        for _ in range(4):
-            q, k = query(x).clone() if rank else query(x), key(x)
-            context_attention(q, k, k, mesh, layout=contiguous).sum().backward()
-            sum_gradients([*query.parameters(), *key.parameters()], mesh)
-
-    run_ranks(on, 2)
+    query, key = nn.Linear(8, 8).double(), nn.Linear(8, 8).double()
+    for index, parameter in enumerate([*query.parameters(), *key.parameters()]):
+        parameter.data = randn(index, *parameter.shape)
+    x = randn(9, 1, 2, 4, 8)
+    for _ in range(4):
+        q, k = query(x).clone() if rank else query(x), key(x)
+        context_attention(q, k, k, mesh, layout=contiguous).sum().backward()
+        sum_gradients([*query.parameters(), *key.parameters()], mesh)
 
 
 @pytest.mark.parametrize("attended", DOORS)
@@ -192,45 +190,40 @@ def test_a_warning_where_that_is_asked_for(attended):
     assert "hold different parameters" in texts[0]
 
 
-def test_what_is_no_gradient_check():
-    def on(rank: int) -> None:
-        with pytest.raises(TypeError, match="gradient_check must be a GradientCheck object, got 'warn'"):
-            attended_by_style(cp_mesh(2), gradient_check="warn")
-        with pytest.raises(TypeError, match="takes modules and parameters, got str"):
-            GradientCheck(local=("experts",))
-
-    run_ranks(on, 2)
+@on_every_rank(2)
+def test_what_is_no_gradient_check(mesh):
+    with pytest.raises(TypeError, match="gradient_check must be a GradientCheck object, got 'warn'"):
+        attended_by_style(mesh, gradient_check="warn")
+    with pytest.raises(TypeError, match="takes modules and parameters, got str"):
+        GradientCheck(local=("experts",))
 
 
 ENDS = ["kept", "in a cycle"]
 
 
 @sampled(1, attended=[*DOORS, "fsdp"], end=ENDS)
+@on_every_rank(2, timeout_seconds=20)
 def test_a_wrong_model_does_not_make_a_right_one_fail(attended, end: str):
     """In a notebook: the error, the program corrected, a new model. Or the wrong one was tried once, and is kept."""
-
-    def on(rank: int) -> None:
-        if attended == "fsdp":  # over another axis, where optimizers have DTensors that graphs do not
-            mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
-            model_of, cp = lambda: shard(attended_by_module(mesh["cp"]), mesh["dp"]), mesh["cp"]
-        else:
-            cp = cp_mesh(2)
-            model_of = partial(attended, cp)
-        model, cycle = model_of(), []
-        if end == "kept":
-            steps_of(model, model, steps=1)
-        else:
-            with pytest.raises(UnreducedGradientsError) as caught:
-                steps_of(model, model)
-            cycle += [cycle, caught.value]
-            del model, caught
-        again = model_of()
-        steps_of(again, again, steps=5, reduce=lambda: sum_gradients(again, cp))
-        wrong = model_of()
-        with pytest.raises(UnreducedGradientsError):
-            steps_of(wrong, wrong, steps=20)
-
-    run_ranks(on, 2, timeout_seconds=20)
+    if attended == "fsdp":  # over another axis, where optimizers have DTensors that graphs do not
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
+        model_of, cp = lambda: shard(attended_by_module(mesh["cp"]), mesh["dp"]), mesh["cp"]
+    else:
+        cp = cp_mesh(2)
+        model_of = partial(attended, cp)
+    model, cycle = model_of(), []
+    if end == "kept":
+        steps_of(model, model, steps=1)
+    else:
+        with pytest.raises(UnreducedGradientsError) as caught:
+            steps_of(model, model)
+        cycle += [cycle, caught.value]
+        del model, caught
+    again = model_of()
+    steps_of(again, again, steps=5, reduce=lambda: sum_gradients(again, cp))
+    wrong = model_of()
+    with pytest.raises(UnreducedGradientsError):
+        steps_of(wrong, wrong, steps=20)
 
 
 @sampled(1, attended=DOORS, by=["sum_gradients", "DDP", "nobody"])
@@ -251,16 +244,14 @@ def test_zero_gives_ranks_equal_parameters_from_different_gradients(attended, by
         assert warned(on) == []
 
 
-def test_who_goes_on_after_the_error_is_told_again():
-    def on(rank: int) -> None:
-        model = attended_by_module(cp_mesh(2))
+@on_every_rank(2, timeout_seconds=20)
+def test_who_goes_on_after_the_error_is_told_again(mesh):
+    model = attended_by_module(mesh)
+    with pytest.raises(UnreducedGradientsError):
+        steps_of(model, model)
+    for _ in range(2):
         with pytest.raises(UnreducedGradientsError):
-            steps_of(model, model)
-        for _ in range(2):
-            with pytest.raises(UnreducedGradientsError):
-                model(inputs(0))
-
-    run_ranks(on, 2, timeout_seconds=20)
+            model(inputs(0))
 
 
 @pytest.mark.parametrize("attended", DOORS)

@@ -23,7 +23,7 @@ from cp_styles.torch_api import context_parallel
 from tests.oracle import randn
 from tests.ranks import flex_case as case
 from tests.ranks.attention_case import EXACT, cp_mesh
-from tests.ranks.compiling import RANKS, cannot_compile_on_threads, entered_together, run_ranks
+from tests.ranks.compiling import RANKS, cannot_compile_on_threads, entered_together, on_every_rank, run_ranks
 from tests.ranks.flex_case import FlexProblem
 
 pytestmark = cannot_compile_on_threads
@@ -154,47 +154,38 @@ def compiled_model(door: str, how: str, counter: CompileCounterWithBackend, layo
 @pytest.mark.parametrize(
     ("door", "how"), [WAYS[0], *(pytest.param(*way, marks=pytest.mark.nightly) for way in WAYS[1:])]
 )
-def test_a_compiled_model(door: str, how: str):
+@on_every_rank(RANKS)
+def test_a_compiled_model(rank: int, door: str, how: str):
     """In graphs before and after the attention. By default one of the ways, of which all run on one rank below."""
-
-    def on(rank: int):
-        counter = CompileCounterWithBackend("aot_eager")
-        model = compiled_model(door, how, counter, LAYOUT)
-        for name in ("plain", "learned", "learned"):
-            check(PROBLEMS[name], model, LAYOUT, rank)
-        assert counter.op_count >= 4  # what stands before the attention, at least
-        dist.barrier()
-
-    run_ranks(on, RANKS)
+    counter = CompileCounterWithBackend("aot_eager")
+    model = compiled_model(door, how, counter, LAYOUT)
+    for name in ("plain", "learned", "learned"):
+        check(PROBLEMS[name], model, LAYOUT, rank)
+    assert counter.op_count >= 4  # what stands before the attention, at least
+    dist.barrier()
 
 
 @pytest.mark.parametrize(("door", "how"), WAYS)
-def test_its_graphs_stay_the_same(door: str, how: str):
+@on_every_rank(1)
+def test_its_graphs_stay_the_same(rank: int, door: str, how: str):
     """From step to step. On one rank: threads share what is compiled of a function, and how many graphs one of them
     needs depends on what the other has compiled by then."""
     layout = head_tail(LENGTH, 1)
-
-    def on(rank: int):
-        counter = CompileCounterWithBackend("aot_eager")
-        model = compiled_model(door, how, counter, layout)
-        graphs = []
-        for name in ("plain", "learned", "learned", "learned"):
-            check(PROBLEMS[name], model, layout, rank)
-            graphs.append(counter.frame_count)
-        assert graphs[0] < graphs[1] == graphs[2] == graphs[3]
-
-    run_ranks(on, 1)
+    counter = CompileCounterWithBackend("aot_eager")
+    model = compiled_model(door, how, counter, layout)
+    graphs = []
+    for name in ("plain", "learned", "learned", "learned"):
+        check(PROBLEMS[name], model, layout, rank)
+        graphs.append(counter.frame_count)
+    assert graphs[0] < graphs[1] == graphs[2] == graphs[3]
 
 
 @pytest.mark.nightly
-def test_inductor():
+@on_every_rank(RANKS)
+def test_inductor(rank: int):
     """It is given what stands before and after the attention."""
-
-    def on(rank: int):
-        model = behind("module", Model(), LAYOUT, torch.compile)
-        check(PROBLEMS["learned"], partial(model, return_lse=True), LAYOUT, rank)
-
-    run_ranks(on, RANKS)
+    model = behind("module", Model(), LAYOUT, torch.compile)
+    check(PROBLEMS["learned"], partial(model, return_lse=True), LAYOUT, rank)
 
 
 CU = torch.tensor([0, 20, 21, 21, 30, LENGTH], dtype=torch.int32)
@@ -214,33 +205,27 @@ def varlen(q, k, v):
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_varlen_in_a_compiled_model(door: str):
-    def on(rank: int):
-        counter = CompileCounterWithBackend("aot_eager")
-        model = behind(door, Model(varlen), LAYOUT, partial(torch.compile, backend=counter))
-        check(PACKED, partial(packed, model), LAYOUT, rank)
-        assert counter.op_count >= 4
-        dist.barrier()
-
-    run_ranks(on, RANKS)
+@on_every_rank(RANKS)
+def test_varlen_in_a_compiled_model(rank: int, door: str):
+    counter = CompileCounterWithBackend("aot_eager")
+    model = behind(door, Model(varlen), LAYOUT, partial(torch.compile, backend=counter))
+    check(PACKED, partial(packed, model), LAYOUT, rank)
+    assert counter.op_count >= 4
+    dist.barrier()
 
 
 @pytest.mark.parametrize("documents", [[0, 20, 21, 30, LENGTH], CU], ids=["a list", "a tensor"])
-def test_the_functions_in_a_compiled_caller(documents):
+@on_every_rank(RANKS)
+def test_the_functions_in_a_compiled_caller(mesh, rank: int, documents):
     """Twice, because the second call finds what the first has made, and torch.compile would look into that."""
 
-    def on(rank: int):
-        mesh = cp_mesh(RANKS)
+    def attend(q, k, v):
+        given = {"window_size": (-1, 0), "return_lse": True, "layout": LAYOUT}
+        return context_varlen_attention(q * 1.0, k * 1.0, v * 1.0, mesh, documents, **given)
 
-        def attend(q, k, v):
-            given = {"window_size": (-1, 0), "return_lse": True, "layout": LAYOUT}
-            return context_varlen_attention(q * 1.0, k * 1.0, v * 1.0, mesh, documents, **given)
-
-        compiled = torch.compile(attend, backend="eager")
-        for _ in range(2):
-            check(PACKED, partial(packed, compiled), LAYOUT, rank)
-
-    run_ranks(on, RANKS)
+    compiled = torch.compile(attend, backend="eager")
+    for _ in range(2):
+        check(PACKED, partial(packed, compiled), LAYOUT, rank)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from cp_styles.mask import Causal, Dense, Documents
 from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.styles.private_mesh import is_private
 from cp_styles.testing import CommunicationTrace, run_ranks
-from tests.ranks.attention_case import EXACT, Core, Problem, parallel
+from tests.ranks.attention_case import EXACT, Core, Problem, on_every_rank, parallel
 from tests.ranks.leak_scene import Oops, raising
 from tests.ranks.tensor_parallel.tp_cp_case import HEADS, WHOLE, Cut, composed_mesh, exact
 
@@ -135,6 +135,7 @@ def test_a_mask_of_every_head(placements, strategy):
     assert max(map(max, run_ranks(on, 4))) < EXACT
 
 
+@on_every_rank(4)
 def test_documents_of_a_scope_two_batches_alive():
     """Each batch has its own bound mesh, and both backwards come after both forwards."""
     batches = [Documents((5, 7, 3)), Documents((2, 13))]
@@ -150,18 +151,14 @@ def test_documents_of_a_scope_two_batches_alive():
         )
         for documents in batches
     ]
-
-    def on(rank: int) -> float:
-        mesh = composed_mesh()
-        core = parallel(Core(), mesh)
-        running = []
-        for documents, cut in zip(batches, cuts, strict=True):
-            leaves = cut.leaves(mesh)
-            with SequenceScope(cut.layout, mask=documents):
-                running.append((cut, core(*leaves), leaves))
-        return max(max(cut.finish(out, leaves, mesh)) for cut, out, leaves in running)
-
-    assert max(run_ranks(on, 4)) < EXACT
+    mesh = composed_mesh()
+    core = parallel(Core(), mesh)
+    running = []
+    for documents, cut in zip(batches, cuts, strict=True):
+        leaves = cut.leaves(mesh)
+        with SequenceScope(cut.layout, mask=documents):
+            running.append((cut, core(*leaves), leaves))
+    return max(max(cut.finish(out, leaves, mesh)) for cut, out, leaves in running)
 
 
 # -- what goes over which axis --
@@ -245,35 +242,32 @@ class Failing(Core):
         return out
 
 
+@on_every_rank(4)
 def test_copies_exceptions_no_grad_and_other_inputs():
     """One module after another life: an exception inside, local tensors, evaluation, a copy."""
     problem = Problem(length=12, kv_heads=2)
-
-    def on(rank: int) -> None:
-        mesh = composed_mesh()
-        core = parallel(Failing(), mesh)
-        cut, both = Cut(problem), Cut(problem, QUERIES, full=True)
-        core.fails = True
-        with pytest.raises(Oops):
-            core(*cut.leaves(mesh))
-        core.fails = False
-        assert max(cut.errors(core, mesh)) < EXACT
-        assert max(both.errors(core, mesh)) < EXACT
-        own = mesh.get_local_rank("cp")
-        parts, cotangent = problem.shard(head_tail, own, 2)
-        out = core(*parts)  # all heads, on every tp rank
-        assert not isinstance(out, DTensor)
-        out.backward(cotangent)
-        assert max(problem.errors([out.detach(), *(x.grad for x in parts)], head_tail, own, 2)) < EXACT
-        other = copy.deepcopy(core)
-        assert max(cut.errors(other, mesh)) < EXACT
-        wanted = core(*cut.leaves(mesh)).detach()
-        for mode in (torch.no_grad, torch.inference_mode):
-            with mode():
-                leaves = cut.leaves(mesh)
-                assert torch.equal(core(*leaves).to_local(), wanted.to_local())
-
-    run_ranks(on, 4)
+    mesh = composed_mesh()
+    core = parallel(Failing(), mesh)
+    cut, both = Cut(problem), Cut(problem, QUERIES, full=True)
+    core.fails = True
+    with pytest.raises(Oops):
+        core(*cut.leaves(mesh))
+    core.fails = False
+    assert max(cut.errors(core, mesh)) < EXACT
+    assert max(both.errors(core, mesh)) < EXACT
+    own = mesh.get_local_rank("cp")
+    parts, cotangent = problem.shard(head_tail, own, 2)
+    out = core(*parts)  # all heads, on every tp rank
+    assert not isinstance(out, DTensor)
+    out.backward(cotangent)
+    assert max(problem.errors([out.detach(), *(x.grad for x in parts)], head_tail, own, 2)) < EXACT
+    other = copy.deepcopy(core)
+    assert max(cut.errors(other, mesh)) < EXACT
+    wanted = core(*cut.leaves(mesh)).detach()
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            leaves = cut.leaves(mesh)
+            assert torch.equal(core(*leaves).to_local(), wanted.to_local())
 
 
 def test_bound_meshes_are_used_again():
