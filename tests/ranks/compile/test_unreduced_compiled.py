@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -17,16 +17,15 @@ from cp_styles.engine.gradient_watch import (
     GradientCheck,
     ParameterWatch,
     UnreducedGradientsError,
-    UnreducedGradientsWarning,
 )
-from cp_styles.functions.attention import context_attention
 from cp_styles.layout import contiguous
-from cp_styles.styles import AttentionContextParallel, ModuleContextParallel
-from tests.ranks.compiling import on_every_rank
+from cp_styles.styles import ModuleContextParallel
 from tests.covering import at_night, sampled
 from tests.oracle import randn
+from tests.ranks import training_scene
 from tests.ranks.attention_case import Projected, cp_mesh
-from tests.ranks.compiling import Grouped, cannot_compile_on_threads, ranks_here, run_ranks
+from tests.ranks.compiling import Grouped, cannot_compile_on_threads, on_every_rank, ranks_here, run_ranks
+from tests.ranks.training_scene import RIGHT, inputs, steps_of
 
 pytestmark = cannot_compile_on_threads
 
@@ -51,34 +50,10 @@ class Layers(nn.Module):
 
 
 def attended(door: str, mesh, layers: int = 2, **options) -> nn.Module:
-    model = Layers(layers)
-    if door == "style":
-        style = AttentionContextParallel(layout=contiguous, **options)
-        return parallelize_module(model, mesh, {"layers.*.core": style})
-    if door == "module":
-        return parallelize_module(model, mesh, ModuleContextParallel(layout=contiguous, **options))
-    for layer in model.layers:
-        layer.core.forward = lambda *qkv: context_attention(*qkv, mesh, layout=contiguous, **options)
-    return model
+    return training_scene.attended(door, mesh, Layers(layers), **options)
 
 
-def steps_of(model: nn.Module, act, *, steps: int = 3, reduce=lambda: None) -> None:
-    """SGD steps on random inputs that differ between ranks, so that shares do."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(steps):
-        x = randn(1000 * dist.get_rank() + step, 1, 4, 10)
-        act(x).square().sum().backward()
-        reduce()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def warned(act) -> list[str]:
-    """The warnings that ``act`` gives on the ranks that are here, together."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        run_ranks(act, RANKS)
-    return [str(each.message) for each in caught if issubclass(each.category, UnreducedGradientsWarning)]
+warned, raised = (partial(act, run=run_ranks) for act in (training_scene.warned, training_scene.raised))
 
 
 def compiled(model: nn.Module, how: str):
@@ -88,20 +63,6 @@ def compiled(model: nn.Module, how: str):
     for layer in model.layers:
         layer.compile(backend="aot_eager", fullgraph=True)
     return model
-
-
-def raised(act) -> str:
-    """The UnreducedGradientsError that ``act`` raises on every rank."""
-    texts = []
-
-    def on(rank: int) -> None:
-        with pytest.raises(UnreducedGradientsError) as caught:
-            act(rank)
-        texts.append(str(caught.value))
-
-    run_ranks(on, RANKS)
-    assert len(texts) == ranks_here(RANKS)
-    return texts[0]
 
 
 @sampled(1, door=DOORS, how=["model", "layers"])
@@ -156,59 +117,36 @@ def test_a_compiled_optimizer(mesh, rank: int):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step = torch.compile(optimizer.step, backend="aot_eager")
     for seed in range(3):
-        model(randn(1000 * rank + seed, 1, 4, 10)).square().sum().backward()
+        model(inputs(seed)).square().sum().backward()
         sum_gradients(model, mesh)
         step()
         optimizer.zero_grad()
         dist.barrier()
 
 
-@pytest.mark.parametrize("case", ["summed", "own inputs", "fsdp", *at_night("frozen", "no step", "no grad")])
+@pytest.mark.parametrize("case", ["another optimizer", "own inputs", *at_night("frozen", "no grad")])
 def test_no_false_alarm(case: str):
     def on(rank: int) -> None:
         mesh = cp_mesh(RANKS)
-        model = attended("module", mesh)
-        act = compiled(model, "layers" if case == "fsdp" else "model")
-        if case == "summed":
-            steps_of(model, act, steps=5, reduce=lambda: sum_gradients(model, mesh))
-        elif case == "frozen":  # and a head that is trained, locally, behind the last attention
-            model.requires_grad_(False)
-            head = nn.Linear(10, 10).double()
-            steps_of(head, lambda x: head(act(x)))
-        elif case == "no step":
-            for seed in range(4):
-                act(randn(seed + rank, 1, 4, 10)).sum().backward()
-        elif case == "own inputs":  # leaves that differ by right
-            model.requires_grad_(False)
-            inputs = [randn(seed + rank, 1, 4, 10).requires_grad_() for seed in range(4)]
-            for x in inputs:
-                act(x).sum().backward()
-        elif case == "fsdp":
-            for layer in model.layers:
-                fully_shard(layer, mesh=mesh)
-            fully_shard(model, mesh=mesh)
-            steps_of(model, act)
-        else:
-            for parameter in model.parameters():
-                parameter.data = parameter.data + rank
-            with torch.no_grad():
-                act(randn(rank, 1, 4, 10))
+        RIGHT[case](mesh, compiled(attended("module", mesh), "model"))
 
     assert warned(on) == []
 
 
-def test_fsdp_over_the_wrong_axis_is_told():
-    """FSDP frees what a unit gathered: the parameters of the others cannot be read then, those of the last one can."""
+@pytest.mark.parametrize("axis", ["cp", "dp"])
+def test_fsdp(axis: str):
+    """FSDP frees what a unit gathered: the parameters of the others cannot be read then, those of the last one can.
+    Over another axis than the sequence's nobody sums."""
 
     def on(rank: int) -> None:
         mesh = init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("dp", "cp"))
         model = attended("style", mesh["cp"])
         for layer in model.layers:
-            fully_shard(layer, mesh=mesh["dp"])
-        fully_shard(model, mesh=mesh["dp"])
+            fully_shard(layer, mesh=mesh[axis])
+        fully_shard(model, mesh=mesh[axis])
         steps_of(model, compiled(model, "layers"), steps=5)
 
-    raised(on)
+    assert warned(on) == [] if axis == "cp" else raised(on)
 
 
 def test_parameters_of_tensor_parallelism_are_told():

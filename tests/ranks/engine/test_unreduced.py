@@ -5,7 +5,6 @@ It is raised in every test of this suite that trains, so these show as well that
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from functools import partial
 
@@ -30,111 +29,24 @@ from cp_styles.functions.attention import context_attention
 from cp_styles.layout import contiguous
 from cp_styles.styles import ModuleContextParallel
 from cp_styles.testing import CommunicationTrace, RankError, run_ranks
-from cp_styles.torch_api import context_parallel
-from tests.ranks.attention_case import on_every_rank
 from tests.covering import sampled
 from tests.oracle import randn
 from tests.ranks import composition
-from tests.ranks.attention_case import Core, Projected, cp_mesh
+from tests.ranks.attention_case import Core, Projected, cp_mesh, on_every_rank
 from tests.ranks.composition import RANKS, dp_cp, shard, training
+from tests.ranks.training_scene import DOORS, RIGHT, ByHand, Two, attended, inputs, raised, steps_of, warned
 
-
-def steps_of(model: nn.Module, act, *, steps: int = 3, reduce=lambda: None, micro: int = 1, optimizer=None) -> None:
-    """SGD steps on random inputs that differ between ranks, so that shares do."""
-    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(steps):
-        for part in range(micro):
-            act(inputs(10 * step + part)).square().sum().backward()
-        reduce()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def inputs(seed: int) -> torch.Tensor:
-    """Another one on every rank."""
-    return randn(1000 * dist.get_rank() + seed, 1, 4, 10)
-
-
-class ByFunction(Projected):
-    """Its attention by ``context_attention``, with no style on it."""
-
-    def __init__(self, mesh, **options) -> None:
-        super().__init__(Core())
-        self.core.forward = lambda *qkv: context_attention(*qkv, mesh, layout=contiguous, **options)
-
-
-class Two(nn.Module):
-    """Two attentions, and something behind the last one, where no attention sees it."""
-
-    def __init__(self, *layers: nn.Module) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*layers)
-        self.head = nn.Linear(10, 10).double()
-        self.head.weight.data, self.head.bias.data = randn(1, 10, 10) / 3, randn(2, 10)
-
-    def forward(self, x):
-        return self.head(self.layers(x))
-
-
-class InBlock(Two):
-    """All of it in a ``context_parallel`` block."""
-
-    def __init__(self, mesh, **options) -> None:
-        super().__init__(Projected(Core()), Projected(Core()))
-        self.block = partial(context_parallel, mesh, layout=contiguous, **options)
-
-    def forward(self, x):
-        with self.block():
-            return super().forward(x)
-
-
-def attended_by_style(mesh, **options) -> nn.Module:
-    model = Two(Projected(Core()), Projected(Core()))
-    style = composition.AttentionContextParallel(layout=contiguous, **options)
-    return parallelize_module(model, mesh, {"layers.*.core": style})
-
-
-def attended_by_module(mesh, **options) -> nn.Module:
-    model = Two(Projected(Core()), Projected(Core()))
-    return parallelize_module(model, mesh, ModuleContextParallel(layout=contiguous, **options))
-
-
-def attended_by_function(mesh, **options) -> nn.Module:
-    return Two(ByFunction(mesh, **options), ByFunction(mesh, **options))
-
-
-def attended_in_block(mesh, **options) -> nn.Module:
-    return InBlock(mesh, **options)
-
-
-def warned(act, ranks: int = 2) -> list[str]:
-    """The warnings that ``act`` gives on all ranks together."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        run_ranks(act, ranks, timeout_seconds=20)
-    return [str(each.message) for each in caught if issubclass(each.category, UnreducedGradientsWarning)]
-
-
-def raised(act, ranks: int = 2) -> str:
-    """The UnreducedGradientsError that ``act`` raises, the same one on all ranks."""
-    errors = run_ranks(act, ranks, timeout_seconds=20, return_errors=True)
-    assert {type(error) for error in errors} == {UnreducedGradientsError}, errors
-    assert len({str(error) for error in errors}) == 1
-    return str(errors[0])
-
-
-DOORS = [attended_by_style, attended_by_module, attended_by_function, attended_in_block]
 ONLY_WARN = GradientCheck(only_warn=True)
 
 
-@pytest.mark.parametrize("attended", DOORS)
+@pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("micro", [1, 3])
-def test_a_model_that_nobody_reduces_is_an_error_in_the_second_step(attended, micro: int):
+def test_a_model_that_nobody_reduces_is_an_error_in_the_second_step(door: str, micro: int):
     """On each rank, with micro-batches accumulated or not."""
     steps = [0, 0]
 
     def on(rank: int) -> None:
-        model = attended(cp_mesh(2))
+        model = attended(door, cp_mesh(2))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         optimizer.register_step_post_hook(lambda *_: steps.__setitem__(rank, steps[rank] + 1))
         steps_of(model, model, steps=4, micro=micro, optimizer=optimizer)
@@ -152,12 +64,12 @@ def test_a_model_that_nobody_reduces_is_an_error_in_the_second_step(attended, mi
         assert word in text
 
 
-@pytest.mark.parametrize("attended", DOORS)
-def test_a_model_in_a_reentrant_checkpoint(attended):
+@pytest.mark.parametrize("door", DOORS)
+def test_a_model_in_a_reentrant_checkpoint(door: str):
     """Its forward has no graph; no parameter is in front of it."""
 
     def on(rank: int) -> None:
-        model = attended(cp_mesh(2))
+        model = attended(door, cp_mesh(2))
         steps_of(model, lambda x: checkpoint(model, x.requires_grad_(), use_reentrant=True), steps=4)
 
     assert "of the 16 that were compared, layers.0.q.weight (24, 10)" in raised(on)
@@ -176,12 +88,12 @@ def test_ranks_whose_graphs_have_another_depth(mesh, rank: int):
         sum_gradients([*query.parameters(), *key.parameters()], mesh)
 
 
-@pytest.mark.parametrize("attended", DOORS)
-def test_a_warning_where_that_is_asked_for(attended):
+@pytest.mark.parametrize("door", DOORS)
+def test_a_warning_where_that_is_asked_for(door: str):
     """Once, on each rank."""
 
     def on(rank: int) -> None:
-        model = attended(cp_mesh(2), gradient_check=ONLY_WARN)
+        model = attended(door, cp_mesh(2), gradient_check=ONLY_WARN)
         steps_of(model, model, steps=5)
 
     texts = warned(on)
@@ -193,7 +105,7 @@ def test_a_warning_where_that_is_asked_for(attended):
 @on_every_rank(2)
 def test_what_is_no_gradient_check(mesh):
     with pytest.raises(TypeError, match="gradient_check must be a GradientCheck object, got 'warn'"):
-        attended_by_style(mesh, gradient_check="warn")
+        attended("style", mesh, gradient_check="warn")
     with pytest.raises(TypeError, match="takes modules and parameters, got str"):
         GradientCheck(local=("experts",))
 
@@ -201,16 +113,16 @@ def test_what_is_no_gradient_check(mesh):
 ENDS = ["kept", "in a cycle"]
 
 
-@sampled(1, attended=[*DOORS, "fsdp"], end=ENDS)
+@sampled(1, door=[*DOORS, "fsdp"], end=ENDS)
 @on_every_rank(2, timeout_seconds=20)
-def test_a_wrong_model_does_not_make_a_right_one_fail(attended, end: str):
+def test_a_wrong_model_does_not_make_a_right_one_fail(door: str, end: str):
     """In a notebook: the error, the program corrected, a new model. Or the wrong one was tried once, and is kept."""
-    if attended == "fsdp":  # over another axis, where optimizers have DTensors that graphs do not
+    if door == "fsdp":  # over another axis, where optimizers have DTensors that graphs do not
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
-        model_of, cp = lambda: shard(attended_by_module(mesh["cp"]), mesh["dp"]), mesh["cp"]
+        model_of, cp = lambda: shard(attended("module", mesh["cp"]), mesh["dp"]), mesh["cp"]
     else:
         cp = cp_mesh(2)
-        model_of = partial(attended, cp)
+        model_of = partial(attended, door, cp)
     model, cycle = model_of(), []
     if end == "kept":
         steps_of(model, model, steps=1)
@@ -226,11 +138,11 @@ def test_a_wrong_model_does_not_make_a_right_one_fail(attended, end: str):
         steps_of(wrong, wrong, steps=20)
 
 
-@sampled(1, attended=DOORS, by=["sum_gradients", "DDP", "nobody"])
-def test_zero_gives_ranks_equal_parameters_from_different_gradients(attended, by: str):
+@sampled(1, door=DOORS, by=["sum_gradients", "DDP", "nobody"])
+def test_zero_gives_ranks_equal_parameters_from_different_gradients(door: str, by: str):
     def on(rank: int) -> None:
         mesh = cp_mesh(2)
-        model = attended(mesh)
+        model = attended(door, mesh)
         act = nn.parallel.DistributedDataParallel(model, process_group=mesh.get_group()) if by == "DDP" else model
         optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
         reduce = partial(sum_gradients, model, mesh) if by == "sum_gradients" else lambda: None
@@ -246,7 +158,7 @@ def test_zero_gives_ranks_equal_parameters_from_different_gradients(attended, by
 
 @on_every_rank(2, timeout_seconds=20)
 def test_who_goes_on_after_the_error_is_told_again(mesh):
-    model = attended_by_module(mesh)
+    model = attended("module", mesh)
     with pytest.raises(UnreducedGradientsError):
         steps_of(model, model)
     for _ in range(2):
@@ -254,14 +166,14 @@ def test_who_goes_on_after_the_error_is_told_again(mesh):
             model(inputs(0))
 
 
-@pytest.mark.parametrize("attended", DOORS)
+@pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("left_out", ["head", "layers.0", "layers.1"])
-def test_parameters_that_are_left_out_are_named(attended, left_out: str):
+def test_parameters_that_are_left_out_are_named(door: str, left_out: str):
     """In front of an attention, between two, and behind the last."""
 
     def on(rank: int) -> None:
         mesh = cp_mesh(2)
-        model = attended(mesh)
+        model = attended(door, mesh)
         others = [x for name, x in model.named_parameters() if not name.startswith(left_out)]
         steps_of(model, model, reduce=lambda: sum_gradients(others, mesh))
 
@@ -276,7 +188,7 @@ def test_what_fsdp_does_not_have_is_named():
 
     def on(rank: int) -> None:
         mesh = cp_mesh(2)
-        model = attended_by_style(mesh)
+        model = attended("style", mesh)
         for layer in model.layers:
             fully_shard(layer, mesh=mesh)
         steps_of(model, model)
@@ -339,25 +251,9 @@ def test_experts_that_live_on_one_rank(named: bool):
         assert "GradientCheck(local=[experts])" in text
 
 
-class ByHand:
-    """An optimizer of somebody's own."""
-
-    def __init__(self, parameters) -> None:
-        self.parameters = list(parameters)
-
-    def step(self) -> None:
-        for parameter in self.parameters:
-            if parameter.grad is not None:
-                parameter.data -= 0.1 * parameter.grad
-
-    def zero_grad(self) -> None:
-        for parameter in self.parameters:
-            parameter.grad = None
-
-
 def test_an_optimizer_of_somebodys_own():
     def on(rank: int) -> None:
-        model = attended_by_module(cp_mesh(2))
+        model = attended("module", cp_mesh(2))
         steps_of(model, model, optimizer=ByHand(model.parameters()))
 
     raised(on)
@@ -365,7 +261,7 @@ def test_an_optimizer_of_somebodys_own():
 
 def test_ranks_that_begin_apart():
     def on(rank: int) -> None:
-        model = attended_by_module(cp_mesh(2))
+        model = attended("module", cp_mesh(2))
         model.layers[0].q.weight.data += rank
         model(inputs(0))
 
@@ -377,7 +273,7 @@ def test_rounding_is_no_error():
 
     def on(rank: int, apart: float = 3e-7) -> None:
         mesh = cp_mesh(2)
-        model = attended_by_module(mesh).float()
+        model = attended("module", mesh).float()
 
         def act(x):
             return model(x.float())
@@ -399,7 +295,7 @@ def test_a_warning_that_is_an_error_on_one_rank_is_one_on_every_rank():
     """``python -W error`` of one process: the others hear of it, and do not wait."""
 
     def on(rank: int) -> None:
-        model = attended_by_module(cp_mesh(2), gradient_check=ONLY_WARN)
+        model = attended("module", cp_mesh(2), gradient_check=ONLY_WARN)
         steps_of(model, model)
 
     def on_rank_1(message, category, *_, **__) -> None:
@@ -429,139 +325,13 @@ def test_tensor_parallel_shards_are_compared_along_cp_alone():
     assert {type(error) for error in errors} == {UnreducedGradientsError}, errors
 
 
-CASES = [
-    "summed",
-    "summed, micro-batches",
-    "summed by hand",
-    "averaged",
-    "clipped before",
-    "clipped after",
-    "scaled",
-    "two forwards",
-    "evaluated",
-    "one rank's",
-    "optimizer first",
-    "two optimizers",
-    "optimizer by hand",
-    "frozen",
-    "no step",
-    "own inputs",
-    "no grad",
-    "inference",
-]
-
-
-@sampled(1, attended=DOORS, case=CASES)
-def test_no_false_alarm(attended, case: str):
+@sampled(1, door=DOORS, case=list(RIGHT))
+def test_no_false_alarm(door: str, case: str):
     def on(rank: int) -> None:
         mesh = cp_mesh(2)
-        model = attended(mesh)
-        optimizer = None
-
-        def sum_by_hand() -> None:
-            for parameter in model.parameters():
-                dist.all_reduce(parameter.grad, group=mesh.get_group())
-
-        def act(x):
-            return model(x)
-
-        def reduce() -> None:
-            if case == "clipped before":
-                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            sum_gradients(model, mesh)
-            if case == "clipped after":
-                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-
-        if case == "summed by hand":
-            reduce = sum_by_hand
-        elif case == "averaged":
-
-            def reduce() -> None:
-                sum_by_hand()
-                for parameter in model.parameters():
-                    parameter.grad /= 2
-
-        elif case == "scaled":
-            optimizer = Scaled(model.parameters())
-
-            def act(x):
-                return optimizer.scaler.scale(model(x))
-
-        elif case == "two forwards":
-
-            def act(x):
-                return model(x) + model(x + 1)
-
-        elif case == "evaluated":
-
-            def act(x):
-                with torch.no_grad():
-                    model.eval()(x)
-                return model.train()(x)
-
-        elif case == "one rank's":  # the others' tokens do not come by it
-            model.extra = nn.Linear(10, 10).double()
-            model.extra.weight.data, model.extra.bias.data = randn(5, 10, 10), randn(6, 10)
-
-            def act(x):
-                return model(model.extra(x) if rank else x)
-
-        elif case == "optimizer first":
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        elif case == "two optimizers":
-            optimizer = Several(model.layers[0], model.layers[1], model.head)
-        elif case == "optimizer by hand":
-            optimizer = ByHand(model.parameters())
-        if case == "frozen":  # and a head that is trained, locally, behind the last attention
-            model.requires_grad_(False)
-            head = nn.Linear(10, 10).double()
-            steps_of(head, lambda x: head(model(x)))
-        elif case == "no step":
-            for seed in range(4):
-                model(inputs(seed)).sum().backward()
-        elif case == "own inputs":  # leaves that differ by right
-            model.requires_grad_(False)
-            for seed in range(4):
-                model(inputs(seed).requires_grad_()).sum().backward()
-        elif case in ("no grad", "inference"):
-            for parameter in model.parameters():
-                parameter.data = parameter.data + rank
-            with torch.no_grad() if case == "no grad" else torch.inference_mode():
-                model(inputs(0))
-        else:
-            steps_of(model, act, steps=5, reduce=reduce, micro=3 if "micro" in case else 1, optimizer=optimizer)
+        RIGHT[case](mesh, attended(door, mesh))
 
     assert warned(on) == []
-
-
-class Scaled(torch.optim.SGD):
-    """Steps by a GradScaler that finds an infinity now and then."""
-
-    def __init__(self, parameters) -> None:
-        super().__init__(parameters, lr=0.1)
-        self.scaler, self.steps = torch.amp.GradScaler("cpu", init_scale=4.0), itertools.count()
-        self.plain = torch.optim.SGD(self.param_groups, lr=0.1)
-
-    def step(self) -> None:
-        if next(self.steps) == 1:
-            self.param_groups[0]["params"][0].grad[0] = torch.inf
-        self.scaler.step(self.plain)
-        self.scaler.update()
-
-
-class Several:
-    """An optimizer for each module."""
-
-    def __init__(self, *modules: nn.Module) -> None:
-        self.optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in modules]
-
-    def step(self) -> None:
-        for optimizer in self.optimizers:
-            optimizer.step()
-
-    def zero_grad(self) -> None:
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
 
 
 def test_looks_grow_rare_and_send_nothing_more():
@@ -588,7 +358,7 @@ def test_a_refused_call_leaves_the_looks_in_step():
 
     def on(rank: int) -> None:
         mesh = cp_mesh(2)
-        model = attended_by_function(mesh)
+        model = attended("function", mesh)
         x = randn(0, 1, 2, 4, 6).requires_grad_()
         with pytest.raises(ValueError, match=r"refused|4 dims"):
             context_attention(x if rank else x[0], x, x, mesh)
@@ -617,7 +387,7 @@ def test_parameters_that_fsdp_gave_away_are_not_read():
 
     def on(rank: int) -> None:
         mesh = cp_mesh(2)
-        model = attended_by_style(mesh)
+        model = attended("style", mesh)
         for layer in model.layers:
             for name in ("q", "k", "v"):
                 fully_shard(getattr(layer, name), mesh=mesh)
