@@ -24,7 +24,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -97,6 +97,7 @@ class Program:
     documents: bool = False
     decodes: bool = False
     unsummed: bool = False
+    buffers: bool = False  # the block cuts the batch, in place
     odd: tuple[int, str] | None = None
 
     def act_of(self, rank: int) -> str:
@@ -141,6 +142,7 @@ def draw(seed: int) -> Program:
     attentions = tuple(dice.choice(DOORS[door]) for _ in range(dice.randint(1, 3)))
     effects = tuple(effect for effect in EFFECTS if dice.random() < 0.3)
     values = {name: dice.choice(choices) for name, choices in CHOICES.items()}
+    values["buffers"] = seed % 2 == 0
     program = sensible(Program(seed=seed, door=door, attentions=attentions, effects=effects, **values))
     if seed % 4 == 3:
         act = dice.choice(ODD)
@@ -163,7 +165,7 @@ def sensible(program: Program) -> Program:
         program = replace(program, strategy="Ulysses")
     if program.door not in ("scope", "function", "block"):  # a style has one mask for all batches
         program = replace(program, documents=False)
-    return program
+    return program if program.door == "block" else replace(program, buffers=False)
 
 
 def documents(length: int) -> tuple[int, ...]:
@@ -316,7 +318,7 @@ class Ranks:
         layout = None if self.program.door == "scope" else balancer
         parallelize_module(model, self.mesh, ModuleContextParallel(layout=layout, **self.options))
 
-    def around(self, model: Model, layout: SequenceLayout) -> contextlib.AbstractContextManager[Any]:
+    def around(self, model: Model, layout: SequenceLayout, batch: tuple[torch.Tensor, ...]) -> Any:
         self.length = layout.length
         documents = {"mask": self.mask(layout.length)} if self.program.documents else {}
         if self.mesh is not None and self.program.door == "scope":
@@ -324,7 +326,9 @@ class Ranks:
             model.kept = {"context_fn": scope.for_checkpoint}
             return scope
         if self.mesh is not None and self.program.door == "block":
-            return context_parallel(self.mesh, layout=LAYOUTS[self.program.layout], **documents, **self.options)
+            buffers = {"buffers": batch, "buffer_seq_dims": [1] * len(batch)} if self.program.buffers else {}
+            balancer = LAYOUTS[self.program.layout]
+            return context_parallel(self.mesh, layout=balancer, **buffers, **documents, **self.options)
         return contextlib.nullcontext()
 
     def mean(self, losses: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -393,27 +397,28 @@ def one_batch(
     labels, layout = next_token_labels(tokens, document_ids=ids), ranks.layout(length)
     if ranks.mesh is None:  # not by the function that the ranks call
         labels = F.pad(tokens[:, 1:].masked_fill(ids[:, 1:] != ids[:, :-1], -100), (0, 1), value=-100)
-    tokens, labels = layout.shard(tokens, 1, ranks.rank), layout.shard(labels, 1, ranks.rank)
-    positions = layout.shard(document_positions(ids), 1, ranks.rank).expand(2, -1)
-    blocks = None
+    labels, positions, blocks = layout.shard(labels, 1, ranks.rank), document_positions(ids).expand(2, -1), None
+    if ranks.mesh is None or not program.buffers:
+        tokens, positions = (layout.shard(x, 1, ranks.rank) for x in (tokens, positions))
     if "flex" in program.attentions and ranks.mesh is not None:
         own = ids[0]
         blocks = create_block_mask(
             lambda b, h, q, k: (q >= k) & (own[q] == own[k]), None, None, length, length, device="cpu", BLOCK_SIZE=16
         )
+    around, inputs = partial(ranks.around, model, layout, (tokens, positions)), (tokens, positions, blocks)
     if program.caught != "no":
         with contextlib.suppress(Planted):
-            fail(program.caught, model, ranks, layout, (tokens, positions, blocks))
+            fail(program.caught, model, around, inputs)
         for parameter in model.parameters():
             parameter.grad = None if where.endswith("part 0") else parameter.grad
     if act == "its own error":
         with contextlib.suppress(Planted):
-            fail("in a layer", model, ranks, layout, (tokens, positions, blocks))
+            fail("in a layer", model, around, inputs)
     if program.evaluate:
-        with torch.no_grad(), ranks.around(model, layout):
-            record.per_token[f"{where}, evaluation"] = model(tokens, positions, blocks)[0], layout
-    with ranks.around(model, layout):
-        outputs = model(tokens, positions, blocks)
+        with torch.no_grad(), around():
+            record.per_token[f"{where}, evaluation"] = model(*inputs)[0], layout
+    with around():
+        outputs = model(*inputs)
     each = [F.cross_entropy(x.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels) for x in outputs]
     means = [ranks.mean(losses, labels) for losses in each]
     for index, loss in enumerate(means):
@@ -451,14 +456,14 @@ def decode(ranks: Ranks, model: Model, record: Record) -> None:
         record.numbers[f"decoded token {token}"] = out
 
 
-def fail(where: str, model: Model, ranks: Ranks, layout: SequenceLayout, inputs: tuple[Any, ...]) -> None:
+def fail(where: str, model: Model, around: Callable[[], Any], inputs: tuple[Any, ...]) -> None:
     """The same failure on every rank."""
     if where == "before":
         raise Planted
     if where == "in a layer":
         model.layers[-1].raises = True
     try:
-        with ranks.around(model, layout):
+        with around():
             outputs = model(*inputs)
     finally:
         model.layers[-1].raises = False

@@ -20,10 +20,9 @@ from cp_styles.torch_api import (
     context_parallel_unshard,
     set_rotate_method,
 )
-from tests.ranks.attention_case import on_every_rank
 from tests.covering import sampled
 from tests.oracle import dense_attention, error, randn
-from tests.ranks.attention_case import EXACT, Core, Problem, cp_mesh, parallel
+from tests.ranks.attention_case import EXACT, Core, Problem, cp_mesh, on_every_rank, parallel
 
 RANKS = 2
 # MATH is that of one device: what computes tiles is ours (pytorch#147793). Kernels of CUDA need processes and a GPU.
@@ -172,6 +171,17 @@ def test_a_buffer_that_is_computed_in_place(a_view):
         assert max(run_ranks(rank_main, RANKS)) < EXACT
 
 
+@on_every_rank(RANKS)
+def test_a_buffer_that_was_filled_again_is_a_whole_one(mesh, rank: int):
+    """One tensor for all batches, which the data loader resizes and fills."""
+    batches = torch.arange(10).view(1, 10), torch.arange(7).view(1, 7)
+    ids = batches[0].clone()
+    for whole in batches:
+        ids.resize_(whole.shape).copy_(whole)
+        with context_parallel(mesh, buffers=[ids], buffer_seq_dims=[1], no_restore_buffers=[ids]):
+            assert torch.equal(ids, head_tail(whole.shape[1], RANKS).shard(whole, 1, rank))
+
+
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
 @on_every_rank(RANKS)
 def test_inference_leaves_buffers_that_can_be_trained_with(mesh, mode):
@@ -193,9 +203,7 @@ def test_a_composed_mesh_by_its_axis():
     q, k, v = (x.clone() for x in problem.inputs)
     with context_parallel(mesh["cp"], buffers=[q, k, v], buffer_seq_dims=[2] * 3, layout=contiguous):
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        (out,) = context_parallel_unshard(
-            init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["b"], [out], [2]
-        )
+        (out,) = context_parallel_unshard(init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["b"], [out], [2])
     return error(out, problem.expected[0])
 
 
@@ -271,9 +279,7 @@ def test_the_cut_belongs_to_the_call(mesh):
     errors = []
     balancer = HeadTailLoadBalancer(length, RANKS)
     for cut in (balancer, head_tail(length, RANKS), head_tail, contiguous, striped, contiguous(length, RANKS)):
-        parts = context_parallel_shard(
-            mesh, {"q": problem.inputs[0], "kv": problem.inputs[1]}, {"q": 2, "kv": 2}, cut
-        )
+        parts = context_parallel_shard(mesh, {"q": problem.inputs[0], "kv": problem.inputs[1]}, {"q": 2, "kv": 2}, cut)
         _ = context_parallel_shard(mesh, [problem.inputs[2]], [2], contiguous)  # another one's, in between
         with context_parallel(mesh, layout=cut, strategy=Ulysses(), mask=None):
             out = F.scaled_dot_product_attention(parts["q"], parts["kv"], parts["kv"], is_causal=True)
