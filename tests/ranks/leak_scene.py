@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import threading
 from collections.abc import Callable
 
@@ -9,11 +11,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import parallelize_module
 
 from cp_styles.functions.attention import context_attention
-from cp_styles.layout import contiguous, head_tail
+from cp_styles.layout import Balancer, contiguous, head_tail
 from cp_styles.mask import Causal
 from cp_styles.strategies import AllGather, Ring
+from cp_styles.styles import AttentionContextParallel
 from cp_styles.testing import run_ranks
 from tests.oracle import attend_and_differentiate, error
 from tests.ranks.attention_case import EXACT, Core, Problem, cp_mesh, parallel, run_attention
@@ -35,6 +39,7 @@ class Probe(Core):
     before: Callable[[], None] | None = None
     after: Callable[[], None] | None = None
     attend: Callable[..., torch.Tensor] | None = None
+    layout: Balancer
 
     def forward(self, query, key, value):
         if self.before:
@@ -68,9 +73,10 @@ class Scene:
         self.other_mesh = dist.device_mesh.init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
         self.probes: list[Probe] = []
 
-    def probe(self, **style) -> Probe:
+    def probe(self, door: type = AttentionContextParallel, **style) -> Probe:
         """A parallel module; it is used again, undisturbed, when the scenario is over."""
-        self.probes.append(parallel(Probe(), self.mesh, **style))
+        self.probes.append(parallelize_module(Probe(), self.mesh, door(**style)))
+        self.probes[-1].layout = style.get("layout", head_tail)
         return self.probes[-1]
 
     def leaves(self, layout=head_tail) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -121,31 +127,32 @@ class Scene:
         self.outside()
         for probe in self.probes:
             probe.before = probe.after = probe.attend = None
-            layout = next(iter(probe._forward_pre_hooks.values())).__self__.style.layout or head_tail
-            self.run(probe, layout)
+            self.run(probe, probe.layout)
         self.run(parallel(Core(), self.mesh, strategy=AllGather(), layout=contiguous), contiguous)
         self.run(parallel(Core(), self.mesh, strategy=Ring(keep=0)))
 
 
-def scenario(act: Callable[[Scene], None]) -> Callable[[], None]:
+def scenario(act: Callable[..., None]) -> Callable[..., None]:
     """Makes a test of what happens on one rank: attention outside is exact before, and all is well after."""
-    barrier = threading.Barrier(RANKS)
 
-    def on(rank: int) -> None:
-        try:
-            scene = Scene(rank, barrier)
-            scene.outside_plain()
-            act(scene)
-            scene.all_is_well()
-        except BaseException:
-            barrier.abort()
-            raise
+    @functools.wraps(act)
+    def test(**parameters) -> None:
+        barrier = threading.Barrier(RANKS)
 
-    def test() -> None:
-        barrier.reset()
+        def on(rank: int) -> None:
+            try:
+                scene = Scene(rank, barrier)
+                scene.outside_plain()
+                act(scene, **parameters)
+                scene.all_is_well()
+            except BaseException:
+                barrier.abort()
+                raise
+
         run_ranks(on, RANKS, timeout_seconds=20.0)
 
-    test.__name__, test.__doc__ = act.__name__, act.__doc__
+    _, *parameters = inspect.signature(act).parameters.values()
+    test.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportAttributeAccessIssue]
     return test
 
 

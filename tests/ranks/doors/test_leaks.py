@@ -20,6 +20,8 @@ from cp_styles.kernels import ReferenceKernel
 from cp_styles.layout import contiguous, head_tail
 from cp_styles.mask import Causal
 from cp_styles.strategies import AllGather, Ring
+from cp_styles.styles import AttentionContextParallel, ModuleContextParallel
+from tests.covering import sampled
 from tests.oracle import error
 from tests.ranks.attention_case import EXACT, Core, parallel
 from tests.ranks.leak_scene import RANKS, Oops, Scene, Stop, attention_of, raising, scenario
@@ -27,30 +29,45 @@ from tests.ranks.leak_scene import RANKS, Oops, Scene, Stop, attention_of, raisi
 # -- things that raise --
 
 
+PLACES = ["before", "after", "a later pre-hook", "a hook", "the output's gradient", "an input's", "the attention's"]
+
+
+@sampled(2, place=PLACES, door=[AttentionContextParallel, ModuleContextParallel], failure=[Oops, Stop])
 @scenario
-def test_exception_before_the_attention(s: Scene) -> None:
-    probe = s.probe()
-    probe.before = raising(Oops())
-    with pytest.raises(Oops):
-        probe(*s.leaves()[0])
+def test_an_exception(s: Scene, place: str, door: type, failure: type[BaseException]) -> None:
+    probe, fail, handles = s.probe(door), raising(failure()), []
+    leaves, cotangent = s.leaves()
+    if place in ("before", "after"):
+        setattr(probe, place, fail)
+    elif place == "a later pre-hook":
+        handles.append(probe.register_forward_pre_hook(fail))
+    elif place == "a hook":
+        handles.append(probe.register_forward_hook(fail))
+    elif place == "the attention's":
 
+        def attend(query, key, value):
+            out = attention_of(query, key, value)
+            handles.append(out.register_hook(fail))
+            return out
 
-@scenario
-def test_exception_after_the_attention(s: Scene) -> None:
-    probe = s.probe()
-    probe.after = raising(Oops())
-    with pytest.raises(Oops) as caught:
-        probe(*s.leaves()[0])
-    assert not getattr(caught.value, "__notes__", None)  # the attention was reached: nothing to explain
+        probe.attend = attend
+    outs: list[torch.Tensor] = []
 
+    def step() -> None:
+        outs.append(probe(*leaves))
+        if place in ("the output's gradient", "an input's"):
+            handles.append((outs[0] if place == "the output's gradient" else leaves[0]).register_hook(fail))
+        torch.autograd.grad(outs[0], leaves, cotangent, retain_graph=True)
 
-@scenario
-def test_base_exception_in_forward(s: Scene) -> None:
-    for when in ("before", "after"):
-        probe = s.probe()
-        setattr(probe, when, raising(Stop()))
-        with pytest.raises(Stop):
-            probe(*s.leaves()[0])
+    with pytest.raises(failure) as caught:
+        step()
+    if place == "after":
+        assert not getattr(caught.value, "__notes__", None)  # the attention was reached: nothing to explain
+    s.outside()
+    for handle in handles:
+        handle.remove()
+    for out in outs:
+        s.check([out, *torch.autograd.grad(out, leaves, cotangent)])
 
 
 @scenario
@@ -90,58 +107,6 @@ def test_exception_while_keys_are_under_way(s: Scene) -> None:
             with pytest.raises(TransferError, match=r"has left an operation|a transfer with rank . .* failed"):
                 attend(*leaves)
         s.run(partial(context_attention, group=s.mesh, mask=Causal(), strategy=strategy))
-
-
-@scenario
-def test_a_later_pre_hook_raises(s: Scene) -> None:
-    probe = s.probe()
-    handle = probe.register_forward_pre_hook(raising(Oops()))
-    with pytest.raises(Oops):
-        probe(*s.leaves()[0])
-    handle.remove()
-
-
-@scenario
-def test_a_forward_hook_raises(s: Scene) -> None:
-    probe = s.probe()
-    handle = probe.register_forward_hook(raising(Oops()))
-    with pytest.raises(Oops):
-        probe(*s.leaves()[0])
-    handle.remove()
-
-
-@scenario
-def test_exception_in_backward(s: Scene) -> None:
-    for where in ("out", "query", "inside"):
-        probe = s.probe()
-        leaves, cotangent = s.leaves()
-        handles = []
-        if where == "inside":
-
-            def attend(query, key, value, handles=handles):
-                out = attention_of(query, key, value)
-                handles.append(out.register_hook(raising(Oops())))
-                return out
-
-            probe.attend = attend
-        out = probe(*leaves)
-        if where != "inside":
-            handles.append((out if where == "out" else leaves[0]).register_hook(raising(Oops())))
-        with pytest.raises(Oops):
-            torch.autograd.grad(out, leaves, cotangent, retain_graph=True)
-        s.outside()
-        handles[0].remove()
-        s.check([out, *torch.autograd.grad(out, leaves, cotangent)])
-
-
-@scenario
-def test_base_exception_in_backward(s: Scene) -> None:
-    probe = s.probe()
-    leaves, cotangent = s.leaves()
-    out = probe(*leaves)
-    leaves[2].register_hook(raising(Stop()))
-    with pytest.raises(Stop):
-        out.backward(cotangent)
 
 
 # -- without gradients, or with few of them --
