@@ -57,6 +57,7 @@ from cp_styles import (
     context_flex_attention,
     context_varlen_attention,
     parallelize_module,
+    save_attention,
     sum_gradients,
 )
 from cp_styles._compat import cpu_backend_of
@@ -189,6 +190,8 @@ def draw(seed: int, *, odd: bool) -> Case:
     """The case of a seed. What makes no sense together is drawn again, field by field."""
     dice = random.Random(seed)
     values = {name: dice.choice(choices) for name, choices in CHOICES.items()}
+    if values["checkpoint"] == "around" and seed % 4 < 2:
+        values["checkpoint"] = "around, selective"
     case = sensible(Case(seed=seed, **values))
     if dice.random() < 0.2 and not (odd and seed % 2):
         name = dice.choice(THEN_FIELDS)
@@ -238,6 +241,8 @@ def sensible(case: Case) -> Case:
         case = replace(case, dtype="float32")
     if case.backward == "no_grad":
         case = replace(case, checkpoint="no")
+    if case.checkpoint == "around, selective" and case.backward == "twice":  # which torch refuses there
+        case = replace(case, backward="once")
     if case.checkpoint == "around, reentrant":  # torch refuses autograd.grad and a second backward there
         case = replace(case, compiled="no", backward="never" if case.backward == "never" else "once")
     if case.compiled != "no":
@@ -508,7 +513,8 @@ def results_of_rank(rank: int, whole_case: Case) -> list[torch.Tensor | None]:
             alike = whole_case.odd is None and all(len(set(layout.lengths)) == 1 for layout in layouts_of(each))
             call = torch.compile(call, backend=each.compiled, dynamic=None if alike else False)
         if each.checkpoint != "no":
-            call = partial(checkpoint, call, use_reentrant=each.checkpoint == "around, reentrant")
+            selective = {"context_fn": save_attention()} if each.checkpoint == "around, selective" else {}
+            call = partial(checkpoint, call, use_reentrant=each.checkpoint == "around, reentrant", **selective)
         for _ in range(each.calls + (act == "a call more") - (act == "no call")):
             if act == "an error before":
                 raise ValueError(PLANTED)
