@@ -223,7 +223,7 @@ class Replicated(NamedTuple):
     def __call__(self, *tensors: torch.Tensor) -> Tensors:
         if not self.cuts:
             return self.gather(*tensors)
-        return tuple(self.gather.rows.own(x, self.gather.row_dim, self.peers.rank) for x in tensors)
+        return tuple(self.gather.rows.layout.part(x, self.gather.row_dim, self.peers.rank) for x in tensors)
 
     def adjoint(self) -> Replicated:
         return self._replace(cuts=not self.cuts)
@@ -247,7 +247,7 @@ class _ScaleGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return scale_gradient(grad * ctx.factor, 1.0), None
+        return grad * ctx.factor, None
 
 
 def tied(x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:

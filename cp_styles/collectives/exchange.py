@@ -106,23 +106,13 @@ class Exchange(NamedTuple):
         If the list of sent numbers has one entry, every rank gets the same block.
         """
         views = [self.rows_first(x) for x in tensors]
-        lead = prod(self.lead(views[0]))
-        widths = [self.width(rank, views) for rank in range(self.peers.size)]
+        lead, rank, sizes = prod(self.lead(views[0])), self.peers.rank, self.rows.sizes
+        widths = [self.width(peer, views) for peer in range(self.peers.size)]
+        of_rows = [size * lead * widths[rank] for size in sizes]  # this rank's columns, of the rows of each rank
+        of_columns = [sizes[rank] * lead * width for width in widths]  # this rank's rows, of the columns of each one
         if not self.to_columns:
-            return (
-                self._pack_rows(views),
-                [size * lead * widths[self.peers.rank] for size in self.rows.sizes],
-                (self._received(views)),
-            )
-        mine = self.rows.sizes[self.peers.rank] * lead
-        sent = [mine * width for width in widths]
-        return self._pack_columns(views, widths), sent[:1] if self._is_gather() else sent, self._received(views)
-
-    def _received(self, views: list[torch.Tensor]) -> list[int]:
-        lead, rank = prod(self.lead(views[0])), self.peers.rank
-        if self.to_columns:
-            return [size * lead * self.width(rank, views) for size in self.rows.sizes]
-        return [self.rows.sizes[rank] * lead * self.width(peer, views) for peer in range(self.peers.size)]
+            return self._pack_rows(views), of_rows, of_columns
+        return self._pack_columns(views, widths), of_columns[:1] if self._is_gather() else of_columns, of_rows
 
     # The four copies. To columns: pack, unpack. To rows: pack, unpack.
 
@@ -161,8 +151,8 @@ class Exchange(NamedTuple):
         return wire.view(-1)
 
     def _unpack_rows(self, wire: torch.Tensor, views: list[torch.Tensor]) -> Tensors:
-        c, mine = self.column_axis, self.rows.sizes[self.peers.rank]
-        head = (mine, *self.lead(views[0]))
+        c = self.column_axis
+        head = (self.rows.sizes[self.peers.rank], *self.lead(views[0]))
         widths = [self.width(rank, views) for rank in range(self.peers.size)]
         blocks = [
             columns_in_block(block.view(*head, width), views, c, [columns[rank] for columns in self.columns])

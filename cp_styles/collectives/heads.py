@@ -108,11 +108,10 @@ def seq_to_heads(
     peers = peers_of(group)
     single = isinstance(tensors, torch.Tensor)
     listed: tuple[torch.Tensor, ...] = (tensors,) if single else tuple(tensors)
-    resolved: list[Rows | None] = []
 
     def describe() -> Facts:
-        facts = [_head_facts(x, seq_dim, head_dim) for x in listed]
-        if not facts:
+        described = [_head_facts(x, seq_dim, head_dim) for x in listed]
+        if not described:
             raise ValueError("seq_to_heads got no tensors: pass (q, k, v)")
         seq, head = seq_dim % listed[0].ndim, head_dim % listed[0].ndim
         for x in listed:
@@ -122,14 +121,14 @@ def seq_to_heads(
                     f"one message needs one dtype and the same sizes in dim {seq} and in front of dim {head}: "
                     f"bring these together, or call once for each: {[(tuple(x.shape), x.dtype) for x in listed]}"
                 )
-        rows = rows_of(layout, peers)
-        check_local(rows, listed[0], seq, peers)
-        resolved.append(rows)
-        same = {f"{key} of tensor {index}": value for index, one in enumerate(facts) for key, value in one.same.items()}
-        return Facts({**same, "layout": layout, "async_op": async_op}, facts[0].own)
+        check_local(rows_of(layout, peers), listed[0], seq, peers)
+        same: dict[str, Any] = {"layout": layout, "async_op": async_op}
+        for index, (facts, _) in enumerate(described):
+            same |= {f"{name} of tensor {index}": fact for name, fact in facts.items()}
+        return same, described[0][1]
 
     lengths = consult(peers, "seq_to_heads", describe, check)
-    rows = resolved[0] or contiguous_rows(lengths)
+    rows = rows_of(layout, peers) or contiguous_rows(lengths)
     seq, head = seq_dim % listed[0].ndim, head_dim % listed[0].ndim
     queries = listed[0].shape[head]
     columns = tuple(head_ranges(x.shape[head], queries, peers.size) for x in listed)
@@ -194,23 +193,22 @@ def heads_to_seq(
     Source: Jacobs et al., DeepSpeed Ulysses (2023).
     """
     peers = peers_of(group)
-    resolved: list[Rows] = []
 
     def describe() -> Facts:
-        facts = _head_facts(x, seq_dim, head_dim, uneven="heads")
-        seq, head = seq_dim % x.ndim, head_dim % x.ndim
-        rows = rows_of_whole(layout, x, seq, peers)
+        same = {"heads": heads, "layout": layout, "async_op": async_op}
+        facts = _head_facts(x, seq_dim, head_dim, uneven="heads", **same)
+        rows_of_whole(layout, x, seq_dim % x.ndim, peers)
+        head = head_dim % x.ndim
         if heads is not None and x.shape[head] != even_sizes(heads, peers.size)[peers.rank]:
             raise ValueError(
                 f"rank {peers.rank} has {x.shape[head]} heads (dim {head} of {tuple(x.shape)}), but its share of "
                 f"{heads} on {peers.size} ranks is {even_sizes(heads, peers.size)[peers.rank]}"
             )
-        resolved.append(rows)
-        return facts._replace(same={**facts.same, "heads": heads, "layout": layout, "async_op": async_op})
+        return facts
 
     head_counts = consult(peers, "heads_to_seq", describe, check)
-    rows = resolved[0]
     seq, head = seq_dim % x.ndim, head_dim % x.ndim
+    rows = rows_of_whole(layout, x, seq, peers)
     sizes = head_counts if heads is None else even_sizes(heads, peers.size)
     op = Exchange(peers, seq, head, rows, (ranges_of(sizes),), to_columns=False)
     if async_op:
@@ -218,11 +216,11 @@ def heads_to_seq(
     return rows.fill(differentiable(op, x, check=check)[0], seq)
 
 
-def _head_facts(x: torch.Tensor, seq_dim: int, head_dim: int, uneven: str = "seq") -> Facts:
+def _head_facts(x: torch.Tensor, seq_dim: int, head_dim: int, uneven: str = "seq", **same: Any) -> Facts:
     seq, head = dim_of(x, seq_dim, "seq_dim"), dim_of(x, head_dim, "head_dim")
     if seq == head:
         raise ValueError(f"seq_dim and head_dim are both dim {seq} of {tuple(x.shape)}: they must differ")
-    return facts_of(x, head if uneven == "heads" else seq, dims=(seq, head))
+    return facts_of(x, head if uneven == "heads" else seq, dims=(seq, head), **same)
 
 
 def _frame(x: torch.Tensor, seq: int, head: int) -> tuple[Any, ...]:

@@ -11,6 +11,7 @@ import torch
 from cp_styles.collectives.peers import Facts, Group, consult, peers_of
 from cp_styles.collectives.rows import Layout
 from cp_styles.collectives.split_gather import GradScale, gather, split
+from cp_styles.comm.agreement import StatusRow
 
 
 def slice_inputs(
@@ -111,7 +112,7 @@ def _map_tensors(
         missing = [key for key in dim if key not in tree] if isinstance(dim, Mapping) else []
         if missing:
             raise ValueError(f"dim names the keys {missing}, but there are only {list(tree)}")
-        return Facts({"tensors": [path for path, leaf in leaves(tree) if isinstance(leaf, torch.Tensor)]})
+        return {"tensors": [path for path, leaf in leaves(tree) if isinstance(leaf, torch.Tensor)]}, StatusRow()
 
     consult(peers_of(group), call, describe, check)
     branches = tree if isinstance(tree, Mapping) else {"": tree}

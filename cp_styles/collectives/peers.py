@@ -52,29 +52,25 @@ def peers_of(group: Group | Peers) -> Peers:
     return Peers(group.group_name, dist.get_rank(group), dist.get_world_size(group))
 
 
-class Facts(NamedTuple):
-    """What a rank reports before it communicates: values that must be the ``same`` on all ranks, its ``own`` size, and
-    its number for a ``watch`` of parameters."""
-
-    same: Mapping[str, Any]
-    own: int = 0
-    watch: int = 0
+Facts: TypeAlias = tuple[Mapping[str, Any], StatusRow]
+"""What a rank reports before it communicates: values that must be the same on all ranks, and numbers of its own."""
 
 
-def facts_of(x: torch.Tensor, own_dim: int, **same: Any) -> Facts:
-    """Facts of a tensor. Only its size in ``own_dim`` may differ between ranks."""
-    rest = tuple("any" if dim == own_dim else size for dim, size in enumerate(x.shape))
+def facts_of(x: torch.Tensor, uneven_dim: int, **same: Any) -> Facts:
+    """Facts of a tensor. Only its size in ``uneven_dim`` may differ between ranks: the number of queries of the row."""
+    even = tuple("any" if dim == uneven_dim else size for dim, size in enumerate(x.shape))
     grad = x.requires_grad and torch.is_grad_enabled()
-    return Facts({"shape": rest, "dtype": x.dtype, "requires_grad": grad, **same}, x.shape[own_dim])
+    facts = {"shape": even, "dtype": x.dtype, "requires_grad": grad, **same}
+    return facts, StatusRow(q_length=x.shape[uneven_dim])
 
 
 def consult(peers: Peers, call: str, describe: Callable[[], Facts], check: bool) -> tuple[int, ...]:
-    """The ``own`` size of each rank, see :func:`rows_agreed`."""
-    return tuple(row.q_length for row in rows_agreed(peers, call, describe, check))
+    """The uneven size of each rank, see :func:`agreed_rows`."""
+    return tuple(row.q_length for row in agreed_rows(peers, call, describe, check))
 
 
-def rows_agreed(peers: Peers, call: str, describe: Callable[[], Facts], check: bool) -> Sequence[StatusRow]:
-    """Compare the calls of all ranks; the row of each, whose ``own`` size is the number of queries.
+def agreed_rows(peers: Peers, call: str, describe: Callable[[], Facts], check: bool) -> Sequence[StatusRow]:
+    """Compare the calls of all ranks; the row of each.
 
     ``describe`` checks this rank's arguments and returns its facts. If one rank has a bad argument, or if the ranks
     differ, all ranks raise. Otherwise a rank with a bad argument would raise, and the others would hang in ``call``.
@@ -82,12 +78,11 @@ def rows_agreed(peers: Peers, call: str, describe: Callable[[], Facts], check: b
     Communication: one agreement of the ranks (:class:`~cp_styles.EveryCall`).
     """
     if peers.size == 1 or not check or is_traced():  # only this rank's are checked, and all are taken for such as these
-        return (StatusRow(describe().own),) * peers.size
+        return (describe()[1],) * peers.size
 
     def facts() -> tuple[dict[str, str], StatusRow]:
-        same, own, watch = describe()
-        texts = {what: _short(value) for what, value in same.items()}
-        return {"call": call} | texts, StatusRow(q_length=own, watch=watch)
+        same, row = describe()
+        return {"call": call} | {what: _short(value) for what, value in same.items()}, row
 
     group = resolve_group(peers.name)
     where = "cp_styles.collectives", state_of(group).operations.axis, group

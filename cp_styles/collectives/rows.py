@@ -91,10 +91,6 @@ class Rows(NamedTuple):
         pieces = sorted((start, offset, stop - start) for offset, (start, stop) in zip(at, ranges, strict=False))
         return torch.cat([shards.narrow(0, offset, size) for _, offset, size in pieces], out=out)
 
-    def own(self, whole: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
-        """The part of ``rank`` of a ``whole`` tensor, without padding. A view if it is one range, else one copy."""
-        return self.layout.part(whole, dim, rank)
-
     def trim(self, x: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
         """A shard without its padding (a view)."""
         return x if self.shard is None else x.narrow(dim, 0, self.sizes[rank])

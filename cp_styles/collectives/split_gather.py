@@ -200,10 +200,10 @@ def _resolve_whole(
     return peers, at, rows_of_whole(layout, x, at, peers)
 
 
-def _facts(x: torch.Tensor, own_dim: int, dim: int, layout: Layout, grad_scale: GradScale, **same: bool) -> Facts:
+def _facts(x: torch.Tensor, uneven_dim: int, dim: int, layout: Layout, grad_scale: GradScale, **same: bool) -> Facts:
     if not isinstance(grad_scale, GradScale):
         raise TypeError(f"grad_scale must be GradScale.NONE, GradScale.DOWN or GradScale.UP, got {grad_scale!r}")
-    return facts_of(x, own_dim, dim=dim, layout=layout, grad_scale=grad_scale.name, **same)
+    return facts_of(x, uneven_dim, dim=dim, layout=layout, grad_scale=grad_scale.name, **same)
 
 
 def _apply(op: LinearMap, x: torch.Tensor, check: bool) -> torch.Tensor:

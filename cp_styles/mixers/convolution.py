@@ -89,16 +89,16 @@ def convolved(
         row = prod(size for at, size in enumerate(x.shape) if at != along) * x.element_size()
         MixerCall("rows", cut, {"width": width, "row": row}).tell()
         before = exchanged(cut.peers, exchange, x, along, check=sequence.compares).tensor_split(len(sizes), along)
-        given = torch.cat([part for pair in zip(before, x.split(sizes, along), strict=True) for part in pair], along)
-        out = conv(given)
-        if out.shape[along] != given.shape[along]:
+        rows = torch.cat([part for pair in zip(before, x.split(sizes, along), strict=True) for part in pair], along)
+        out = conv(rows)
+        if out.shape[along] != rows.shape[along]:
             raise ValueError(
-                f"{sequence.name}: conv returned {out.shape[along]} tokens for {given.shape[along]}: it must return an "
+                f"{sequence.name}: conv returned {out.shape[along]} tokens for {rows.shape[along]}: it must return an "
                 "output for each token, without those of its padding"
             )
         if len(sizes) == 1:  # a view that may be changed in place, as no part of a split may
             return out.narrow(along, width - 1, sizes[0])
-        return torch.cat(out.split([rows for size in sizes for rows in (width - 1, size)], along)[1::2], along)
+        return torch.cat(out.split([count for size in sizes for count in (width - 1, size)], along)[1::2], along)
 
     return sequence.followed(run, [x], dim)
 
@@ -139,17 +139,15 @@ class RowsOfOthers(NamedTuple):
         (x,) = tensors
         plan, rows = self.plan, x.movedim(self.dim, 0)
         sent, received = (plan.received, plan.sent) if self.home else (plan.sent, plan.received)
-        leaving, arriving = (tensor_on(x.device, torch.cat(each)) for each in (sent, received))
-        packed = rows.index_select(0, leaving)
+        leaving, arriving = (tensor_on(x.device, torch.cat(by_peer)) for by_peer in (sent, received))
+        packed, row = rows.index_select(0, leaving), rows.shape[1:]
         if plan.crosses:
-            each = prod(rows.shape[1:])
-            come, go = ([each * len(part) for part in parts] for parts in (received, sent))
-            wire = wait_tensor(start_all_to_all(packed.reshape(-1), come, go, self.peers.name))
-            packed = wire.view(len(arriving), *rows.shape[1:])
-        size = self.length if self.home else plan.slots
+            arrive, leave = ([prod(row) * len(part) for part in by_peer] for by_peer in (received, sent))
+            packed = wait_tensor(start_all_to_all(packed.reshape(-1), arrive, leave, self.peers.name))
+            packed = packed.view(len(arriving), *row)
         if not self.home:
-            made = rows.new_zeros(size, *rows.shape[1:]).index_copy(0, arriving, packed)
+            slots = rows.new_zeros(plan.slots, *row).index_copy(0, arriving, packed)
         else:  # several slots may have the same row
             wide = torch.promote_types(x.dtype, torch.float32)
-            made = rows.new_zeros(size, *rows.shape[1:], dtype=wide).index_add(0, arriving, packed.to(wide)).to(x.dtype)
-        return (made.movedim(0, self.dim),)
+            slots = rows.new_zeros(self.length, *row, dtype=wide).index_add(0, arriving, packed.to(wide)).to(x.dtype)
+        return (slots.movedim(0, self.dim),)

@@ -28,19 +28,19 @@ def rounds_of(
     fragments, ranks = fragments_of(layout, documents), range(layout.ranks)
     mapped: list[Fragment] = []
     begins: list[int] = []  # the number of the first map of the document
-    slots, held, last = [], [0] * layout.ranks, [[] for _ in ranks]
+    slots, filled, last = [], [0] * layout.ranks, [[] for _ in ranks]
 
     def state_for(rank: int) -> tuple[int, int, int, int]:
         return mapped[-1].rank, (len(mapped) - 1) * columns, len(last[rank]) * values, values
 
-    for each in fragments:
-        if not each.first:
-            last[each.rank].append(state_for(each.rank))
-        if not each.last or (final and each is fragments[-1]):
-            begins.append(len(mapped) if each.first else begins[-1])
-            mapped.append(each)
-            slots.append(held[each.rank])
-            held[each.rank] += columns
+    for fragment in fragments:
+        if not fragment.first:
+            last[fragment.rank].append(state_for(fragment.rank))
+        if not fragment.last or (final and fragment is fragments[-1]):
+            begins.append(len(mapped) if fragment.first else begins[-1])
+            mapped.append(fragment)
+            slots.append(filled[fragment.rank])
+            filled[fragment.rank] += columns
     for rank in ranks if final else ():
         last[rank].append(state_for(rank))
     rounds, distance = [], 1
@@ -60,13 +60,14 @@ def exchanges_of(
 ) -> tuple[tuple[Fragment, ...], frozenset[Fragment], tuple[RowExchange, ...]]:
     """The fragments of ``rank``, those of all that have a map, and what it exchanges in each round."""
     mapped, rounds = rounds_of(layout, documents, final, values, columns)
-    spans = [(each.rank, (number * columns, (number + 1) * columns)) for number, each in enumerate(mapped)]
-    owned = [[span for holder, span in spans if holder == peer] for peer in range(layout.ranks)]
-    held, exchanges = SequenceLayout.from_chunks(owned), []
+    ranks = range(layout.ranks)
+    spans = [(fragment.rank, (number * columns, (number + 1) * columns)) for number, fragment in enumerate(mapped)]
+    maps = SequenceLayout.from_chunks([span for holder, span in spans if holder == peer] for peer in ranks)
+    exchanges = []
     for needs in rounds:
-        rows = [[(low + at, slot + at) for _, low, slot, count in each for at in range(count)] for each in needs]
-        pairs: Any = [torch.tensor(each, dtype=torch.int64, device="cpu").view(-1, 2).unbind(1) for each in rows]
-        slots = len(needs[rank]) * values if needs is rounds[-1] else held.lengths[rank]
-        exchanges.append(row_exchange(held, pairs, slots, rank))
-    mine = tuple(each for each in fragments_of(layout, documents) if each.rank == rank)
-    return mine, frozenset(mapped), tuple(exchanges)
+        rows = [[(low + at, slot + at) for _, low, slot, count in need for at in range(count)] for need in needs]
+        pairs: Any = [torch.tensor(row, dtype=torch.int64, device="cpu").view(-1, 2).unbind(1) for row in rows]
+        slots = len(needs[rank]) * values if needs is rounds[-1] else maps.lengths[rank]
+        exchanges.append(row_exchange(maps, pairs, slots, rank))
+    fragments = tuple(fragment for fragment in fragments_of(layout, documents) if fragment.rank == rank)
+    return fragments, frozenset(mapped), tuple(exchanges)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from cp_styles._compat import dispatch_modes
 from cp_styles.bounded_cache import remembered
-from cp_styles.collectives.peers import Facts, Peers, peers_of, rows_agreed
-from cp_styles.comm.agreement import Agreement, NoAgreement
+from cp_styles.collectives.peers import Facts, Peers, agreed_rows, peers_of
+from cp_styles.comm.agreement import Agreement, NoAgreement, StatusRow
 from cp_styles.comm.groups import GroupOrMesh, axis_and_group
 from cp_styles.engine.gradient_watch import RAISE, GradientCheck, watch_of
 from cp_styles.engine.run import listener
@@ -62,12 +62,12 @@ def fragments_of(layout: SequenceLayout, documents: tuple[int, ...]) -> tuple[Fr
     """Those of all ranks, in the order of positions."""
     edges = list(accumulate(documents, initial=0))
     chunks = []
-    for rank, own in enumerate(layout.chunks):
+    for rank, rank_chunks in enumerate(layout.chunks):
         row = 0
-        for start, stop in own:
+        for start, stop in rank_chunks:
             chunks.append((start, stop, rank, row))
             row += stop - start
-    found, document = [], 0
+    fragments, document = [], 0
     for start, stop, rank, row in sorted(chunks):
         low = start
         while low < stop:
@@ -75,9 +75,9 @@ def fragments_of(layout: SequenceLayout, documents: tuple[int, ...]) -> tuple[Fr
                 document += 1
             high = min(stop, edges[document + 1])
             rows = row + low - start, row + high - start
-            found.append(Fragment(rank, rows, low, low == edges[document], high == edges[document + 1]))
+            fragments.append(Fragment(rank, rows, low, low == edges[document], high == edges[document + 1]))
             low = high
-    return tuple(found)
+    return tuple(fragments)
 
 
 @dataclass(frozen=True)
@@ -120,34 +120,28 @@ def rows_before(
     the rows of each of its fragments. Each has ``width`` slots, empty where the document begins later. A rank without
     tokens has one fragment without rows."""
     edges, fragments = torch.tensor((0, *accumulate(documents)), device="cpu"), fragments_of(layout, documents)
-    needs = [_needs([each for each in fragments if each.rank == peer], edges, width) for peer in range(layout.ranks)]
-    sizes = [each.rows[1] - each.rows[0] for each in fragments if each.rank == rank] or [0]
+    needs = []
+    for peer in range(layout.ranks):
+        starts = torch.tensor([f.start for f in fragments if f.rank == peer], dtype=torch.int64, device="cpu")[:, None]
+        positions = starts + torch.arange(-width, 0, device="cpu")
+        in_document = (positions >= edges[torch.searchsorted(edges, starts, right=True) - 1]).flatten()
+        needs.append((positions.flatten()[in_document], torch.nonzero(in_document).flatten()))
+    sizes = [stop - start for start, stop in (f.rows for f in fragments if f.rank == rank)] or [0]
     return row_exchange(layout, needs, len(sizes) * width, rank), sizes
-
-
-def _needs(own: list[Fragment], edges: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The positions that a rank needs before its fragments, and the slots that they go to."""
-    starts = torch.tensor([each.start for each in own], dtype=torch.int64, device="cpu")[:, None]
-    positions = starts + torch.arange(-width, 0, device="cpu")
-    begins = edges[torch.searchsorted(edges, starts, right=True) - 1]
-    there = (positions >= begins).flatten()
-    return positions.flatten()[there], torch.nonzero(there).flatten()
 
 
 def documents_in(mask: Mask) -> Documents | PerRow | None:
     """The documents that a mask separates; None for one."""
-    parts = mask.parts if isinstance(mask, All) else (mask,)
-    found: Any = [each for each in parts if isinstance(each, Documents)]
     if isinstance(mask, PerRow):
-        rows = [documents_in(each) for each in mask.masks]
-        known = [each for each in rows if isinstance(each, Documents)]
-        if known:
-            length = sum(known[0].lengths)
-            return PerRow(tuple(each if isinstance(each, Documents) else Documents((length,)) for each in rows))
-    if len(found) > 1:
-        edges = sorted({edge for each in found for edge in accumulate(each.lengths)})
-        return Documents(tuple(high - low for low, high in zip((0, *edges), edges, strict=False)))
-    return found[0] if found else None
+        rows = [documents_in(row) for row in mask.masks]
+        length = next((sum(row.lengths) for row in rows if isinstance(row, Documents)), None)
+        whole = None if length is None else Documents((length,))
+        return None if whole is None else PerRow(tuple(row or whole for row in rows))
+    parts = [part for part in (mask.parts if isinstance(mask, All) else (mask,)) if isinstance(part, Documents)]
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    edges = sorted({edge for part in parts for edge in accumulate(part.lengths)})
+    return Documents(tuple(high - low for low, high in pairwise((0, *edges))))
 
 
 class MixerCall(NamedTuple):
@@ -203,31 +197,30 @@ class CutSequence:
         """That of a function's arguments, or of the scope around its call."""
         axis, process_group = axis_and_group(name, group)
         scope = open_scope(axis) if layout is None else None
-        found = documents_in(scope.mask) if scope is not None and documents is None else documents
+        packed = documents_in(scope.mask) if scope is not None and documents is None else documents
         layout = (head_tail if scope is None else scope.layout) if layout is None else layout
         watch_of(process_group).leave_out(gradient_check.local)
         compares = not isinstance(agreement, NoAgreement)
-        return cls(name, axis, process_group, layout, found, compares, gradient_check)
+        return cls(name, axis, process_group, layout, packed, compares, gradient_check)
 
     def packed_by(self, kwargs: dict[str, Any]) -> CutSequence:
         """This one, with the documents that the arguments of a kernel say. They are taken out of ``kwargs``."""
         ends = [kwargs.pop(name, None) for name in ("cu_seqlens", "cu_seqlens_cpu")]
         ids, _ = kwargs.pop("seq_idx", None), kwargs.pop("chunk_indices", None)  # which are those of cu_seqlens
-        given = next((each for each in ends if each is not None), None)
-        if given is None and ids is None:
+        cu_seqlens = next((edges for edges in ends if edges is not None), None)
+        if cu_seqlens is not None:
+            return replace(self, documents=Documents.from_cu_seqlens(cu_seqlens))
+        if ids is None:
             return self
-        if given is not None:
-            found = Documents.from_cu_seqlens(given)
-        else:
-            found = Documents.from_ids(ids[0] if ids.ndim == 2 and bool((ids == ids[:1]).all()) else ids)
-        return replace(self, documents=found)
+        ids = ids[0] if ids.ndim == 2 and bool((ids == ids[:1]).all()) else ids
+        return replace(self, documents=Documents.from_ids(ids))
 
     def followed(self, run: Callable[[CutSequence], Any], tensors: Sequence[torch.Tensor], dim: int) -> Any:
         """``run(self)``. A TokenFlow takes its first result for the tokens that ``tensors`` have along
         ``dim``, and do not look at how a kernel computes it."""
         flow: Any = next((mode for mode in dispatch_modes() if hasattr(mode, "mixed_before")), None)
-        given = [x for x in tensors if isinstance(x, torch.Tensor) and -x.ndim <= dim < x.ndim]
-        if flow is None or len(given) < len(tensors) or not given:  # errors of the arguments come later
+        have_dim = [isinstance(x, torch.Tensor) and -x.ndim <= dim < x.ndim for x in tensors]
+        if flow is None or not have_dim or not all(have_dim):  # errors of the arguments come later
             return run(self)
         mixed = flow.mixed_before(tensors, dim)
 
@@ -267,34 +260,35 @@ class CutSequence:
             length = tensors[0].shape[dim]
             if any(x.shape[dim] != length for x in tensors):
                 raise ValueError(f"{name}: tensors of {[x.shape[dim] for x in tensors]} tokens in one call")
-            own = (peers.size, (length,))
-            if fixed is not None and (fixed.ranks, fixed.lengths[peers.rank : peers.rank + 1]) != own:
+            of_rank = None if fixed is None else (fixed.ranks, fixed.lengths[peers.rank : peers.rank + 1])
+            if fixed is not None and of_rank != (peers.size, (length,)):
                 raise ValueError(
                     f"{name}: the layout cuts {fixed.length} positions for {fixed.ranks} ranks, {list(fixed.lengths)}, "
                     f"but rank {peers.rank} of the {peers.size} of mesh axis {self.axis!r} has {length}: cut the "
                     "inputs with the layout of the call (layout.shard), or open a SequenceScope with it around the call"
                     f"{see('A layout of another length')}"
                 )
-            said: dict[str, Any] = {
+            call: dict[str, Any] = {
                 "shape": [[size for at, size in enumerate(x.shape) if at != dim % x.ndim] for x in tensors],
                 "dtype": [str(x.dtype).removeprefix("torch.") for x in tensors],
                 "requires_grad": torch.is_grad_enabled() and any(x.requires_grad for x in tensors),
                 "layout": fixed if fixed is not None else getattr(layout, "__qualname__", "a balancer"),
                 "documents": None if documents is None else lengths_of(documents),
             }
-            return Facts(said | same, length, watch.look(tensors, self.group) if self.compares else 0)
+            number = watch.look(tensors, self.group) if self.compares else 0
+            return call | same, StatusRow(q_length=length, watch=number)
 
-        rows = rows_agreed(peers, name, facts, self.compares)
+        rows = agreed_rows(peers, name, facts, self.compares)
         finding = watch.compare([row.watch for row in rows], name, self.axis, self.group)
         if finding is not None:
             watch.tell(finding, self.gradient_check, name, self.axis, self.group)
         lengths = tuple(row.q_length for row in rows) if fixed is None else fixed.lengths
         whole = sum(lengths)
-        made = layout if isinstance(layout, SequenceLayout) else layout_made_by(layout, whole, peers.size)
-        if made.lengths != lengths:
+        cut = layout if isinstance(layout, SequenceLayout) else layout_made_by(layout, whole, peers.size)
+        if cut.lengths != lengths:
             raise ValueError(
                 f"{name}: the ranks of mesh axis {self.axis!r} hold {list(lengths)} positions, but the layout gives "
-                f"them {list(made.lengths)}: cut the inputs with the layout of the call (layout.shard), or pass layout="
+                f"them {list(cut.lengths)}: cut the inputs with the layout of the call (layout.shard), or pass layout="
                 f"{see('Inputs that were cut in another way')}"
             )
         assert not isinstance(documents, PerRow)
@@ -304,7 +298,7 @@ class CutSequence:
                 f"{name}: documents of {sum(sizes)} positions in a sequence of {whole}: pass the lengths of the "
                 "documents of the whole sequence, the same on all ranks"
             )
-        return Cut(peers, made, sizes)
+        return Cut(peers, cut, sizes)
 
 
 def lengths_of(documents: Documents | Iterable[int]) -> tuple[int, ...]:
@@ -317,7 +311,7 @@ def arguments_of(kernel: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     return {name: value for name, value in bound.arguments.items() if name != "kwargs"} | bound.kwargs
 
 
-def refuse_arguments(name: str, given: dict[str, Any], unsupported: Sequence[str]) -> None:
-    used = [at for at in unsupported if given.get(at) is not None and given[at] is not False]
+def refuse_arguments(name: str, arguments: dict[str, Any], unsupported: Sequence[str]) -> None:
+    used = [at for at in unsupported if arguments.get(at) is not None and arguments[at] is not False]
     if used:
         raise NotImplementedError(f"{name}: {', '.join(used)} is not supported: leave it out, or use_cache=False")

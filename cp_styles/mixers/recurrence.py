@@ -198,7 +198,7 @@ class _KernelCall:
         self.kernel, self.how, self.transposed = kernel, how, how.transposed or bool(named.get("state_v_first"))
         self.initial = named.pop(how.state, None)
         self.wants = bool(named.pop(how.wants, False))
-        value, key = (next((each for each in names if each in named), None) for names in (how.value, how.key))
+        value, key = (next((name for name in names if name in named), None) for names in (how.value, how.key))
         if value is None or key is None:
             raise TypeError(f"{name}: it has no arguments {how.value} and {how.key}: pass them by name")
         self._value = value
@@ -219,15 +219,15 @@ class _KernelCall:
 
     def tensors(self) -> list[torch.Tensor]:
         """All that gradients may flow to."""
-        given = (*self.cut.values(), self.initial, *self.others.values())
-        return [x for x in given if isinstance(x, torch.Tensor) and x.is_floating_point()]
+        arguments = (*self.cut.values(), self.initial, *self.others.values())
+        return [x for x in arguments if isinstance(x, torch.Tensor) and x.is_floating_point()]
 
     def run(self, rows: Chunk, state: torch.Tensor | None, **changed: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Outputs and final state of some rows, from a state, both [B, H, K, V]. ``changed``: other arguments."""
-        own = {at: x.narrow(1, rows[0], rows[1] - rows[0]) for at, x in (self.cut | changed).items() if x is not None}
+        part = {at: x.narrow(1, rows[0], rows[1] - rows[0]) for at, x in (self.cut | changed).items() if x is not None}
         others = {at: x for at, x in self.others.items() if at not in changed}
-        given = state.mT.contiguous() if state is not None and self.transposed else state
-        out, final = self.kernel(**own, **others, **{self.how.state: given, self.how.wants: True})
+        state = state.mT.contiguous() if state is not None and self.transposed else state
+        out, final = self.kernel(**part, **others, **{self.how.state: state, self.how.wants: True})
         return out, (final.mT if self.transposed else final).to(self.wide)
 
     def map_of(self, rows: Chunk) -> torch.Tensor:
@@ -260,17 +260,18 @@ def _recur(call: _KernelCall, cut: Cut, *, check: bool) -> tuple[torch.Tensor, t
     columns = width + (1 if call.how.diagonal else keys)
     sizes = {"heads": heads, "keys": keys, "values": width, "batch": batch, "itemsize": call.wide.itemsize}
     MixerCall("states", cut, sizes | {"diagonal": call.how.diagonal, "final": call.wants}).tell()
-    mine, mapped, exchanges = exchanges_of(cut.layout, cut.documents, call.wants, width, columns, cut.peers.rank)
-    for each in mine:
-        if each.first:
-            initial = call.initial if each.start == 0 else None
-            outs[each], final = call.run(each.rows, initial.mT if initial is not None and call.transposed else initial)
-            if each in mapped:
+    fragments, mapped, exchanges = exchanges_of(cut.layout, cut.documents, call.wants, width, columns, cut.peers.rank)
+    for fragment in fragments:
+        if fragment.first:
+            state = call.initial if fragment.start == 0 else None
+            state = state.mT if state is not None and call.transposed else state
+            outs[fragment], final = call.run(fragment.rows, state)
+            if fragment in mapped:
                 maps.append(torch.nn.functional.pad(final, (0, columns - width)))
-        elif each in mapped:
-            maps.append(call.map_of(each.rows))
+        elif fragment in mapped:
+            maps.append(call.map_of(fragment.rows))
     if not exchanges:
-        return _joined(call, mine, outs), None
+        return _joined(call, fragments, outs), None
 
     def passed(x_NBHKC: torch.Tensor, exchange: RowExchange, width: int, *, check: bool) -> torch.Tensor:
         rows = exchanged(cut.peers, exchange, x_NBHKC.movedim(-1, 1).flatten(0, 1), 0, check=check)
@@ -283,13 +284,13 @@ def _recur(call: _KernelCall, cut: Cut, *, check: bool) -> tuple[torch.Tensor, t
     for exchange in exchanges[:-1]:
         composed = call.after(passed(composed, exchange, columns, check=False), composed)
     states = passed(composed, exchanges[-1], width, check=check)
-    for each, state in zip((each for each in mine if not each.first), states, strict=False):
-        outs[each] = call.run(each.rows, state)[0]
+    for fragment, state in zip((fragment for fragment in fragments if not fragment.first), states, strict=False):
+        outs[fragment] = call.run(fragment.rows, state)[0]
     final = None if not call.wants else states[-1].mT if call.transposed else states[-1]
-    return tied(_joined(call, mine, outs), states), final
+    return tied(_joined(call, fragments, outs), states), final
 
 
-def _joined(call: _KernelCall, mine: Sequence[Fragment], outs: dict[Fragment, torch.Tensor]) -> torch.Tensor:
-    if not mine:  # no tokens
+def _joined(call: _KernelCall, fragments: Sequence[Fragment], outs: dict[Fragment, torch.Tensor]) -> torch.Tensor:
+    if not fragments:  # no tokens
         return tied(call.value, *call.tensors())
-    return torch.cat([outs[each] for each in mine], 1) if len(mine) > 1 else outs[mine[0]]
+    return torch.cat([outs[fragment] for fragment in fragments], 1) if len(fragments) > 1 else outs[fragments[0]]

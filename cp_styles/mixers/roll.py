@@ -92,6 +92,6 @@ def rolled(layout: SequenceLayout, documents: tuple[int, ...], shifts: int, wrap
     needs = []
     for peer in range(layout.ranks):
         positions = layout.positions(peer, "cpu")
-        there = inside[positions]
-        needs.append((source[positions[there]], torch.nonzero(there).flatten()))
+        needy = inside[positions]
+        needs.append((source[positions[needy]], torch.nonzero(needy).flatten()))
     return row_exchange(layout, needs, layout.lengths[rank], rank)

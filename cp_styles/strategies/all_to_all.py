@@ -132,13 +132,14 @@ class Direct:
         not copied before it is merged. Communication: one message to every other rank. :class:`Joined` reads the
         result. The adjoint is :meth:`start`.
         """
-        rows, rank = self.way.rows, self.way.peers.rank
+        layout, rank = self.way.rows.layout, self.way.peers.rank
         rows_first = [tensors.pop(0).movedim(self.way.row_dim, 0) for _ in places]
         sends = []
         for peer in self._others:
-            flat = [rows.own(x, 0, peer).flatten() for x in rows_first]
+            flat = [layout.part(x, 0, peer).flatten() for x in rows_first]
             sends.append((peer, flat[0] if len(flat) == 1 else torch.cat(flat)))
-        parts = {place: [rows.own(x, 0, rank)] * (len(sends) + 1) for place, x in zip(places, rows_first, strict=True)}
+        own_rows = [layout.part(x, 0, rank) for x in rows_first]
+        parts = {place: [rows] * (len(sends) + 1) for place, rows in zip(places, own_rows, strict=True)}
         del rows_first  # the packed copies replace it
         receives = []
         for peer, shapes in self._coming:

@@ -21,7 +21,8 @@ from cp_styles.collectives import (
     slice_inputs,
     split,
 )
-from cp_styles.collectives.peers import Facts, consult, dim_of, peers_of
+from cp_styles.collectives.peers import consult, dim_of, peers_of
+from cp_styles.comm.agreement import StatusRow
 from cp_styles.comm.agreement import WIDTH
 from cp_styles.layout import head_tail
 from cp_styles.testing import CommunicationTrace, RankError, run_ranks
@@ -118,7 +119,7 @@ def test_long_facts_are_compared_by_a_digest():
     """What differs lies far behind what fits into the message."""
 
     def main(rank):
-        consult(peers_of(world()), "split", lambda: Facts({"layout": (1000,) * 100 + (rank,)}), check=True)
+        consult(peers_of(world()), "split", lambda: ({"layout": (1000,) * 100 + (rank,)}, StatusRow()), check=True)
 
     with pytest.raises(RankError, match=r"disagree on layout: .*rank 0: \(1000, .*crc .*rank 1: \(1000, .*crc"):
         run_ranks(main, 2)
