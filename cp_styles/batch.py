@@ -113,15 +113,15 @@ def next_token_labels(
         )
     tokens = tokens if holds(tokens.dtype, ignore_index) else tokens.long()
     labels = torch.full_like(tokens, ignore_index)
-    kept = tokens.shape[seq_dim] - shift
-    if kept <= 0:
+    length = tokens.shape[seq_dim] - shift  # of the tokens that have one so far ahead
+    if length <= 0:
         return labels
-    ahead = tokens.narrow(seq_dim, shift, kept)
+    ahead = tokens.narrow(seq_dim, shift, length)
     if document_ids is not None:
         starts = _document_starts(_broadcast(document_ids, tokens), seq_dim)
-        same = starts.narrow(seq_dim, shift, kept) == starts.narrow(seq_dim, 0, kept)
+        same = starts.narrow(seq_dim, shift, length) == starts.narrow(seq_dim, 0, length)
         ahead = ahead.where(same, ignore_index)
-    labels.narrow(seq_dim, 0, kept).copy_(ahead)
+    labels.narrow(seq_dim, 0, length).copy_(ahead)
     return labels
 
 
@@ -190,13 +190,13 @@ def shard_batch(
             f"seq_dims does not say which dim of {unnamed} is the sequence: "
             "give the dim, or None for an entry that every rank needs whole"
         )
-    fill, mine = fill or {}, {}
+    fill, parts = fill or {}, {}
     for name, whole in batch.items():
         dim = seq_dims[name]
         if dim is None:
             if name in fill:
                 raise ValueError(f'fill["{name}"] is given, and seq_dims["{name}"] is None: it stays whole as it is')
-            mine[name] = whole
+            parts[name] = whole
             continue
         if not isinstance(whole, torch.Tensor):
             raise TypeError(
@@ -212,8 +212,8 @@ def shard_batch(
                 f'cuts: correct seq_dims["{name}"], build the layout for this length, or give fill["{name}"] to pad a '
                 "shorter one"
             )
-        mine[name] = layout.shard(whole, dim, rank)
-    return mine
+        parts[name] = layout.shard(whole, dim, rank)
+    return parts
 
 
 def pad_at_end(name: str, x: torch.Tensor, dim: int, padding: int, fill: float) -> torch.Tensor:
@@ -311,10 +311,10 @@ def chunked_token_losses(
         loss = global_loss(losses, global_token_count(labels, mesh), mesh)
     """
     tokens = hidden_BLD.shape[:-1]
-    for name, given in (("labels_BL", labels_BL), ("token_weights_BL", token_weights_BL)):
-        if given is not None and given.shape != tokens:
+    for name, x in (("labels_BL", labels_BL), ("token_weights_BL", token_weights_BL)):
+        if x is not None and x.shape != tokens:
             raise ValueError(
-                f"{name} of shape {tuple(given.shape)} for hidden states of {tuple(hidden_BLD.shape)}: give one for "
+                f"{name} of shape {tuple(x.shape)} for hidden states of {tuple(hidden_BLD.shape)}: give one for "
                 "each of this rank's tokens (labels are made for the whole sequence and then split)"
             )
 
@@ -410,11 +410,11 @@ class _SumOverGroup(torch.autograd.Function):
         numbers = share.new_zeros(1 + 2 * group.size(), dtype=torch.float64)
         numbers[0] = share
         same = numbers[1:].view(2, -1)
-        for own, value in zip(same[:, group.rank()], (token_count, averaged_over), strict=True):
+        for place, value in zip(same[:, group.rank()], (token_count, averaged_over), strict=True):
             if isinstance(value, torch.Tensor):
-                own.copy_(value.detach().reshape(()), non_blocking=True)
+                place.copy_(value.detach().reshape(()), non_blocking=True)
             else:
-                own.fill_(value)
+                place.fill_(value)
         dist.all_reduce(numbers, group=group)
         apart = (same != same[:, :1]).any()
         _refuse(
@@ -498,11 +498,9 @@ def sum_gradients(
     axis, group = axis_and_group("sum_gradients", group, ordered=False)
 
     def check() -> list[torch.Tensor]:
-        given = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
-        trained = [parameter for parameter in dict.fromkeys(given) if parameter.requires_grad]
-        _refuse_spread(trained, group)
-        _refuse_summed(trained, group)
-        _refuse_sparse(trained)
+        listed = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
+        trained = [parameter for parameter in dict.fromkeys(listed) if parameter.requires_grad]
+        _refuse_reduced(trained, group)
         return trained
 
     summed = _with_gradient_anywhere(check, axis, group, (bucket_bytes, str(reduce_dtype)))
@@ -522,10 +520,10 @@ def sum_gradients(
 
 def _refuse_ddp(parameters: list[torch.Tensor], group: dist.ProcessGroup) -> None:
     """Raise if a DDP module has reduced gradients of these parameters. It is searched for among all objects."""
-    ranks, known = set(dist.get_process_group_ranks(group)), set(map(id, parameters))
+    ranks, ids = set(dist.get_process_group_ranks(group)), set(map(id, parameters))
     for module in gc.get_objects():
         if issubclass(type(module), DistributedDataParallel) and "_modules" in vars(module):
-            if known.isdisjoint(map(id, module.parameters())):  # that of another rank too, if ranks are threads
+            if ids.isdisjoint(map(id, module.parameters())):  # that of another rank too, if ranks are threads
                 continue
             reduced = dist.get_process_group_ranks(module.process_group)
             both = sorted(ranks.intersection(reduced))
@@ -555,8 +553,15 @@ def _sample_of_gradients(parameters: list[torch.Tensor], group: dist.ProcessGrou
 _MOST_SAMPLED, _MOST_ELEMENTS = 8, 1024
 
 
-def _refuse_summed(parameters: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+def _refuse_reduced(parameters: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Raise for gradients that are already reduced over ranks of the group, as far as this rank knows, or sparse."""
     ranks = set(dist.get_process_group_ranks(group))
+    for mesh in {parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)}:
+        if shares_ranks(mesh, group):
+            raise ValueError(
+                f"sum_gradients over ranks {sorted(ranks)}: a DTensor parameter is on {mesh}, which has several of "
+                "these ranks, so its gradient is already reduced over them: leave such parameters out"
+            )
     for parameter in parameters:
         for note in summed_over(parameter):
             if len(ranks.intersection(note.ranks)) > 1:
@@ -567,10 +572,6 @@ def _refuse_summed(parameters: list[torch.Tensor], group: dist.ProcessGroup) -> 
                     "leave out parameters in front of a collectives.split, or give that grad_scale=GradScale.DOWN"
                     f"{see('Gradients that are summed twice')}"
                 )
-
-
-def _refuse_sparse(parameters: list[torch.Tensor]) -> None:
-    for parameter in parameters:
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
             raise NotImplementedError(
                 f"sum_gradients: the gradient of a parameter of shape {tuple(parameter.shape)} is sparse "
@@ -598,16 +599,6 @@ def note_summed(parameter: torch.Tensor, *notes: Summed) -> None:
     """Note on the gradient of ``parameter`` that these sums were taken. Earlier notes are replaced."""
     assert parameter.grad is not None
     known_about(parameter.grad)[Summed] = parameter.grad._version, notes
-
-
-def _refuse_spread(parameters: list[torch.Tensor], group: dist.ProcessGroup) -> None:
-    for mesh in {parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)}:
-        if shares_ranks(mesh, group):
-            raise ValueError(
-                f"sum_gradients over ranks {sorted(dist.get_process_group_ranks(group))}: a DTensor parameter is on "
-                f"{mesh}, which has several of these ranks, so its gradient is already reduced over them: leave such "
-                "parameters out"
-            )
 
 
 def _with_gradient_anywhere(

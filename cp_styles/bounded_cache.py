@@ -46,10 +46,10 @@ _about: WeakIdKeyDictionary = WeakIdKeyDictionary()
 def known_about(thing: Any) -> dict[Any, Any]:
     """What is known about an object of a caller, such as a tensor, by the function that knows it. It ends with the
     object, which no value may hold."""
-    known: dict[Any, Any] | None = _about.get(thing)
-    if known is None:
-        known = _about[thing] = {}
-    return known
+    table: dict[Any, Any] | None = _about.get(thing)
+    if table is None:
+        table = _about[thing] = {}
+    return table
 
 
 class BoundedCache:

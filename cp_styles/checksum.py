@@ -74,10 +74,10 @@ def state_of(tensor: torch.Tensor) -> int:
 
 def digest(tensor: torch.Tensor) -> int:
     """The :func:`checksum` of a tensor, cached until the tensor changes."""
-    known = known_about(tensor)
-    entry = known.get(digest)
+    table = known_about(tensor)
+    entry = table.get(digest)
     if entry is None or entry[0] != version_of(tensor):
-        entry = known[digest] = (version_of(tensor), checksum(tensor))
+        entry = table[digest] = (version_of(tensor), checksum(tensor))
     return entry[1]
 
 

@@ -67,14 +67,14 @@ class Rows(NamedTuple):
     @property
     def in_order(self) -> bool:
         """Whether the shards one after another are in global order."""
-        held = self.layout.held
-        return not isinstance(held, Stripes) and len(joined_ranges(chain.from_iterable(held))) <= 1
+        chunks = self.layout.held
+        return not isinstance(chunks, Stripes) and len(joined_ranges(chain.from_iterable(chunks))) <= 1
 
     def by_rank(self, whole: torch.Tensor) -> list[torch.Tensor]:
         """Dim 0 in rank order, in pieces: views, but for stripes of several positions."""
-        if isinstance(held := self.layout.held, Stripes):
-            return [held.part(whole, 0, rank) for rank in range(held.ranks)]
-        ranges = joined_ranges(chain.from_iterable(held))
+        if isinstance(stripes := self.layout.held, Stripes):
+            return [stripes.part(whole, 0, rank) for rank in range(stripes.ranks)]
+        ranges = joined_ranges(chain.from_iterable(self.layout.chunks))
         return [whole.narrow(0, start, stop - start) for start, stop in ranges] if len(ranges) > 1 else [whole]
 
     def to_global(self, shards: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -82,9 +82,9 @@ class Rows(NamedTuple):
 
         One copy, into ``out`` if given. No copy where the two orders are equal.
         """
-        if isinstance(held := self.layout.held, Stripes):
-            return torch.index_select(shards, 0, held.rows_rank_by_rank(shards.device), out=out)
-        ranges = joined_ranges(chain.from_iterable(held))
+        if isinstance(stripes := self.layout.held, Stripes):
+            return torch.index_select(shards, 0, stripes.rows_rank_by_rank(shards.device), out=out)
+        ranges = joined_ranges(chain.from_iterable(self.layout.chunks))
         if len(ranges) <= 1:
             return shards
         at = accumulate((stop - start for start, stop in ranges), initial=0)

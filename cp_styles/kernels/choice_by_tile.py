@@ -86,7 +86,7 @@ class ByTile(Kernel):
         dtypes = {kernel.tile_dtype(dtype) for kernel in (self.plain[0], self.masked[0])}
         return dtypes.pop() if len(dtypes) == 1 else dtype
 
-    def given(
+    def for_tile(
         self,
         tensors: Sequence[torch.Tensor],
         *,
@@ -113,9 +113,9 @@ class ByTile(Kernel):
 
     def _computed(self, phase: str, tensors: tuple[torch.Tensor, ...], query: int, *, scale: float, **options: Any):
         """``query`` is the index of the query among ``tensors``."""
-        kernel, given = self.given(tensors[query : query + 3], **options)
+        kernel, arguments = self.for_tile(tensors[query : query + 3], **options)
         if kernel is not None:
-            return getattr(kernel, phase)(*tensors, scale=scale, **given)
+            return getattr(kernel, phase)(*tensors, scale=scale, **arguments)
         single = options | {"pack": None, "scale": scale}
         return options["pack"].one_by_one(lambda *tile: self._computed(phase, tile, query, **single), tensors, query)
 

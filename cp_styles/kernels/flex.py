@@ -155,5 +155,4 @@ def _pulled_back(result: torch.Tensor, inputs: list[torch.Tensor], grad: torch.T
     """Vector-Jacobian products. Zeros for inputs that the result does not depend on."""
     if not result.requires_grad:
         return [torch.zeros_like(x) for x in inputs]
-    products = torch.autograd.grad(result, inputs, grad, allow_unused=True)
-    return [torch.zeros_like(x) if dx is None else dx for x, dx in zip(inputs, products, strict=True)]
+    return list(torch.autograd.grad(result, inputs, grad, allow_unused=True, materialize_grads=True))

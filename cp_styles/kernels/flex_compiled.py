@@ -103,14 +103,12 @@ def tile_gradients(
     grad = w * grad_BHLE
     # Compute the difference in the wide dtype.
     grad_lse = (grad * (out_tile.detach().to(grad.dtype) - out_BHLE)).sum(-1)
-    gradients = torch.autograd.grad(
+    dq, dk, dv, *shares = torch.autograd.grad(
         (out_tile, lse_tile),
         [*leaves, *learned],
         (grad.to(out_tile.dtype), grad_lse.to(lse_tile.dtype)),
         allow_unused=True,
-    )
-    dq, dk, dv, *shares = (
-        torch.zeros_like(x) if dx is None else dx for x, dx in zip([*leaves, *learned], gradients, strict=True)
+        materialize_grads=True,
     )
     return dq, dk, dv, shares
 

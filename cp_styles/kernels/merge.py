@@ -75,8 +75,8 @@ class OnlineSoftmax:
             before = lse.index_select(2, index)
             lse.index_copy_(2, index, torch.logaddexp(before, lse_BHL))
             # The weights of all rows take less memory than a copy of the rows.
-            kept = torch.ones_like(lse).index_copy_(2, index, torch.sigmoid(before - lse_BHL))
-            out.mul_(kept.unsqueeze(-1))
+            weight = torch.ones_like(lse).index_copy_(2, index, torch.sigmoid(before - lse_BHL))
+            out.mul_(weight.unsqueeze(-1))
             out.index_add_(2, index, out_BHLD * torch.sigmoid(lse_BHL - before).unsqueeze(-1))
             return
         if fresh:
@@ -148,17 +148,13 @@ class RowSum:
         if self._sum is not None and index is not None:
             self._sum[:, slice(*heads)].index_add_(2, index, tile.to(self._dtype))
             return
-        held_tiles = self._waiting.items() if self._sum is None else [((*whole, None), self._sum)]
-        for ((head, last_head), (row, last_row), held_index), held in held_tiles:
-            if (
-                index is held_index
-                and head <= heads[0]
-                and heads[1] <= last_head
-                and row <= rows[0] <= rows[1] <= last_row
-            ):
+        sums = self._waiting.items() if self._sum is None else [((*whole, None), self._sum)]
+        for ((head, last_head), (row, last_row), index_of_sum), larger in sums:
+            around = head <= heads[0] and heads[1] <= last_head and row <= rows[0] <= rows[1] <= last_row
+            if index is index_of_sum and around:
                 first = rows[0] - row
                 # Not +=, which also copies the sum to itself.
-                held[:, heads[0] - head : heads[1] - head, first : first + tile.shape[2]].add_(tile)
+                larger[:, heads[0] - head : heads[1] - head, first : first + tile.shape[2]].add_(tile)
                 return
         if index is None and (heads, rows) == whole:
             self._sum = tile.to(self._dtype)

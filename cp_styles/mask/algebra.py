@@ -161,21 +161,10 @@ class _Several(Mask):
     def content(self) -> int:
         return hash(tuple(mask.content for mask in self._members))
 
-    @property
-    def has_bias(self) -> bool:
-        return any(mask.has_bias for mask in self._members)
-
-    @property
-    def additive(self) -> bool:
-        return any(mask.additive for mask in self._members)
-
-    @property
-    def biased_everywhere(self) -> bool:
-        return any(mask.biased_everywhere for mask in self._members)
-
-    @property
-    def varies_by_head_or_row(self) -> bool:
-        return any(mask.varies_by_head_or_row for mask in self._members)
+    has_bias, additive, biased_everywhere, varies_by_head_or_row = (  # pyright: ignore[reportAssignmentType]
+        property(lambda self, name=name: any(getattr(mask, name) for mask in self._members))
+        for name in ("has_bias", "additive", "biased_everywhere", "varies_by_head_or_row")
+    )
 
     def check_unchanged(self) -> None:
         for mask in self._members:

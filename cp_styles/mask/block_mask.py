@@ -245,11 +245,11 @@ class _Facts:
 
 
 def _facts_of(block_mask: BlockMask) -> _Facts:
-    known = known_about(block_mask)
-    facts = known.get(_look)
+    table = known_about(block_mask)
+    facts = table.get(_look)
     if facts is None:
         with torch.no_grad():
-            facts = known[_look] = _look(block_mask)
+            facts = table[_look] = _look(block_mask)
     facts.check_unchanged()
     return facts
 
@@ -268,10 +268,10 @@ def _look(mask: BlockMask) -> _Facts:
     lo = torch.where(full, starts, UNBOUNDED).amin(-1).repeat_interleave(rows, 1)
     hi = torch.where(full, starts + widths, 0).amax(-1).repeat_interleave(rows, 1)
     counts = (full * widths).sum(-1).repeat_interleave(rows, 1)
-    places, kept = torch.zeros_like(blocks, dtype=torch.int64), []
+    places, bits_of_groups = torch.zeros_like(blocks, dtype=torch.int64), []
     for (n, i, j), bits in _partial_bits(mask, blocks, queries, keys):
-        places[n, i, j] = torch.arange(len(n), device=device) + sum(map(len, kept))
-        kept.append(bits)
+        places[n, i, j] = torch.arange(len(n), device=device) + sum(map(len, bits_of_groups))
+        bits_of_groups.append(bits)
         area = bits.sum((1, 2))
         blocks[n, i, j] = torch.where(area == 0, 0, torch.where(area == heights[i] * widths[j], 2, 1)).to(blocks.dtype)
         inside = j[:, None, None] * columns + torch.arange(columns, device=device)
@@ -297,9 +297,11 @@ def _look(mask: BlockMask) -> _Facts:
     rows_bands = [pattern(slice(b * heads, (b + 1) * heads)) for b in range(batch)] if whole.grid and batch > 1 else []
     bands = tuple(rows_bands) if rows_bands and all(row.grid is None for row in rows_bands) else None
     read = tuple((tensor, state_of(tensor)) for tensor in captured_tensors(mask.mask_mod, (0, 0, 0, 0), device))
-    needed = torch.cat(kept) if whole.grid and kept else torch.zeros(1, rows, columns, dtype=torch.bool, device=device)
-    content = hash((checksum(needed), checksum(states)))  # places follow from states
-    return _Facts(whole, bands, states, places.view(states.shape), needed, read, content)
+    if not whole.grid or not bits_of_groups:
+        bits_of_groups = [torch.zeros(1, rows, columns, dtype=torch.bool, device=device)]
+    bits = torch.cat(bits_of_groups)
+    content = hash((checksum(bits), checksum(states)))  # places follow from states
+    return _Facts(whole, bands, states, places.view(states.shape), bits, read, content)
 
 
 def _four(mask: BlockMask) -> tuple[int, int, int, int]:

@@ -143,20 +143,19 @@ def chunks_of(layout: SequenceLayout) -> Chunks:
 
 def _table(layout: SequenceLayout) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The rank, the start and the stop of each chunk and of the empty ones, rank by rank."""
-    held = layout.held
-    if isinstance(held, Stripes):
-        periods = -(-held.length // held.period)
-        first = torch.arange(0, held.period, held.block, device="cpu")[:, None]
-        starts = first + torch.arange(-1, periods, device="cpu") * held.period
+    if isinstance(stripes := layout.held, Stripes):
+        periods = -(-stripes.length // stripes.period)
+        first = torch.arange(0, stripes.period, stripes.block, device="cpu")[:, None]
+        starts = first + torch.arange(-1, periods, device="cpu") * stripes.period
         starts[:, 0] = 0
-        stops = (starts + held.block).clamp(max=held.length)
+        stops = (starts + stripes.block).clamp(max=stripes.length)
         stops[:, 0] = 0
-        ranks = torch.arange(held.ranks, device="cpu")[:, None].expand_as(starts)
-        some = starts < held.length
-        return ranks[some], starts[some], stops[some]
-    edges = chain.from_iterable(chain.from_iterable(((0, 0), *chunks) for chunks in held))
+        ranks = torch.arange(stripes.ranks, device="cpu")[:, None].expand_as(starts)
+        inside = starts < stripes.length
+        return ranks[inside], starts[inside], stops[inside]
+    edges = chain.from_iterable(chain.from_iterable(((0, 0), *chunks) for chunks in layout.chunks))
     starts, stops = torch.frombuffer(array("q", edges), dtype=torch.int64).view(-1, 2).unbind(1)
-    sizes = torch.tensor([len(chunks) + 1 for chunks in held], device="cpu")
+    sizes = torch.tensor([len(chunks) + 1 for chunks in layout.chunks], device="cpu")
     return torch.arange(layout.ranks, device="cpu").repeat_interleave(sizes), starts, stops
 
 
@@ -257,10 +256,10 @@ def longest_runs(pieces: Pieces) -> Pieces:
     single = (steps == 1) & ~broken
     before = torch.cat((-ones[:1], torch.where(single, -1, index).cummax(0).values[:-1])) if len(steps) else index
     free = broken[before] ^ ((index - before) % 2 == 0)
-    taken = torch.nonzero(free | ~(broken | single)).flatten()
+    selected = torch.nonzero(free | ~(broken | single)).flatten()
     runs = Pieces(source, row, steps + 1, lo, hi, lo_step.clamp(min=0), hi_step.clamp(min=0))
     skipped = (~free).long()
-    return runs.part(skipped, torch.where(broken, 1, steps + 1) - skipped).at(taken)
+    return runs.part(skipped, torch.where(broken, 1, steps + 1) - skipped).at(selected)
 
 
 def rows_to_send(pieces: Pieces, keys: Holders, rank: int) -> dict[int, RowRanges]:

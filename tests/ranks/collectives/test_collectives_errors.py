@@ -22,8 +22,7 @@ from cp_styles.collectives import (
     split,
 )
 from cp_styles.collectives.peers import consult, dim_of, peers_of
-from cp_styles.comm.agreement import StatusRow
-from cp_styles.comm.agreement import WIDTH
+from cp_styles.comm.agreement import WIDTH, StatusRow
 from cp_styles.layout import head_tail
 from cp_styles.testing import CommunicationTrace, RankError, run_ranks
 from tests.ranks.attention_case import on_every_rank
