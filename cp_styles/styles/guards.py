@@ -13,7 +13,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from types import FrameType
 from typing import Any
 
@@ -31,7 +31,7 @@ from cp_styles.intercept.function_mode import AttentionCalls, names_of_inputs, w
 from cp_styles.intercept.token_flow import TokenFlow
 from cp_styles.layout import SequenceLayout, cut_with
 from cp_styles.mask import All, Causal, Chunked, Full, SlidingWindow
-from cp_styles.styles.model_options import Window, padding_position, smallest_of_a_part, windows_of
+from cp_styles.styles.model_options import Window, loss_takes_all, padding_position, smallest_of_a_part, windows_of
 from cp_styles.troubleshooting import see
 
 POSITIONS = "position_ids"
@@ -275,7 +275,7 @@ class ModelFacts:
         names: its positional arguments.
         positions: its arguments of position ids.
         places: its arguments that are made of positions, such as rotary tables too.
-        has_loss: it makes a loss of labels.
+        losses: the classes of models that make a loss of labels.
         windows: of its attention layers.
         padding: the position of padding tokens, if it counts positions after that.
         mask_tokens: the token ids whose share of the tokens scales its embeddings.
@@ -285,7 +285,7 @@ class ModelFacts:
     names: tuple[str, ...]
     positions: list[str]
     places: list[str]
-    has_loss: bool
+    losses: list[type[nn.Module]]
     windows: tuple[Window, ...]
     padding: int | None
     mask_tokens: list[Any]
@@ -301,12 +301,17 @@ class ModelFacts:
             names_of_inputs(module),
             positions=list(dict.fromkeys(name for name in names if name.endswith(POSITIONS))),
             places=[name for name in names if any(part in name for part in _WORDS_OF_POSITIONS)],
-            has_loss=any(hasattr(type(each), "loss_function") for each in models),
+            losses=[type(each) for each in models if hasattr(type(each), "loss_function")],
             windows=windows_of(module),
             padding=padding_position(module),
             mask_tokens=[each.mask_token_id for each in scaled_by_masks(module)],
             embeddings=[each for each in module.modules() if isinstance(each, nn.Embedding)],
         )
+
+    @cached_property
+    def mean_of_part(self) -> bool:
+        """Whether a loss that it makes is the mean over this rank's labels, whatever it is given beside them."""
+        return not all(map(loss_takes_all, self.losses))
 
 
 _WORDS_OF_POSITIONS = ("pos", "freqs", "rotary", "cos")
@@ -380,8 +385,8 @@ class InputGuards:
                 f"{see('Pictures among the tokens')}"
             )
         look = self._forwards & (self._forwards - 1) == 0
-        if self._facts.has_loss:
-            labels = partial(_refuse_labels, self._name, kind, inputs)
+        if self._facts.losses:
+            labels = partial(_refuse_labels, self._name, kind, inputs, self._facts)
             _raise_all([partial(self._check_positions, kind, inputs), labels])
         else:
             self._check_positions(kind, inputs)
@@ -406,7 +411,7 @@ class InputGuards:
                 "how it is cut over the ranks: decode with the cache that prefill(model, input_ids) of "
                 "cp_styles.integrations.transformers returns"
             )
-        if self._facts.has_loss and look and inputs.get("num_items_in_batch") is not None:
+        if self._facts.losses and look and inputs.get("num_items_in_batch") is not None:
             _compare_counts(self._calls.binding, kind, inputs["num_items_in_batch"])
         if self._facts.windows and (length := _length(inputs)) is not None:
             layout = self._calls.binding.layout
@@ -676,7 +681,7 @@ def _raise_all(checks: Sequence[Callable[[], None]]) -> None:
         raise problem
 
 
-def _refuse_labels(name: str, kind: str, inputs: Mapping[str, Any]) -> None:
+def _refuse_labels(name: str, kind: str, inputs: Mapping[str, Any], facts: ModelFacts) -> None:
     if inputs.get("labels") is None:
         if inputs.get("shift_labels") is not None and torch.is_grad_enabled():
             raise ValueError(
@@ -686,13 +691,17 @@ def _refuse_labels(name: str, kind: str, inputs: Mapping[str, Any]) -> None:
                 f"{see('Labels that were taken out of the batch')}"
             )
         return
-    if inputs.get("shift_labels") is None:
+    if inputs.get("shift_labels") is None or facts.mean_of_part:
+        shifted = (
+            " (its own code makes it, and knows no shift_labels=; in a Trainer of transformers override compute_loss)"
+            if facts.mean_of_part
+            else "; or pass shift_labels= (made before the cut) and num_items_in_batch= (of all ranks) too"
+        )
         raise ValueError(
             f"{name}: {kind} makes the loss from labels= by itself, on this rank's part: labels would be shifted after "
             "the cut, and the mean would be of this rank's tokens. Cut the batch by batch = BatchSharder(mesh)(batch), "
-            "and take batch.loss(model(**batch.inputs).logits); or pass shift_labels= (made for the whole sequence, "
-            "then cut) and num_items_in_batch= (of all ranks) too"
-            f"{see('Labels inside a model')}"
+            "with shift=False for labels that are not the next token, and take "
+            f"batch.loss(model(**batch.inputs).logits){shifted}{see('Labels inside a model')}"
         )
     if inputs.get("num_items_in_batch") is None:
         raise ValueError(

@@ -6,10 +6,12 @@ sees this rank's part alone. So the window is lost if the part fits in it, and t
 
 from __future__ import annotations
 
+import ast
 import inspect
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from textwrap import dedent
 from types import CodeType
 from typing import Any
 
@@ -108,6 +110,25 @@ def _names_in(code: Any) -> set[str]:
         return set()
     texts = {constant for constant in code.co_consts if isinstance(constant, str)}
     return texts.union(code.co_names, *map(_names_in, code.co_consts))
+
+
+def loss_takes_all(kind: type[nn.Module]) -> bool:
+    """Whether a model knows shift_labels and the count, or gives its ``loss_function`` all that it is given itself.
+
+    Others make the mean over the labels that they see.
+    """
+    if {"shift_labels", "num_items_in_batch"} <= inspect.signature(kind.forward).parameters.keys():
+        return True
+    for each in (base for base in kind.__mro__ if "forward" in vars(base)):
+        try:
+            tree = ast.parse(dedent(inspect.getsource(inspect.unwrap(vars(each)["forward"]))))
+        except (OSError, SyntaxError, TypeError):
+            return False
+        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        named = [(getattr(call.func, "attr", ""), any(x.arg is None for x in call.keywords)) for call in calls]
+        if ("loss_function", True) in named or ("forward", True) not in named:  # forward: that of a base
+            return ("loss_function", True) in named
+    return False
 
 
 _COUNTS = "create_position_ids_from_input_ids"

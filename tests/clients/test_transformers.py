@@ -35,7 +35,7 @@ from cp_styles import (
     sum_gradients,
 )
 from cp_styles.integrations.transformers import position_ids_of
-from cp_styles.styles.model_options import windows_of
+from cp_styles.styles.model_options import loss_takes_all, windows_of
 from cp_styles.testing import RankError, run_ranks
 from cp_styles.torch_api import context_parallel
 from cp_styles.verify import verify
@@ -437,6 +437,27 @@ def test_results_of_a_part_are_refused(model_type: str, make: Any, changes: dict
     inputs = {"input_ids": tokens_of(), "position_ids": positions_of()}
     with pytest.raises(RankError, match=words) as found:
         on_ranks(model, inputs, labels_of(tokens_of()))
+    assert found.value.errors.keys() == {0, 1}
+
+
+def test_which_losses_are_told_the_count():
+    class Passing(transformers.LlamaForCausalLM):
+        def forward(self, **inputs: Any) -> Any:
+            return super().forward(**inputs)
+
+    told = [Passing, transformers.CTRLLMHeadModel, transformers.ModernBertForMaskedLM]
+    classifier = transformers.LlamaForTokenClassification
+    own = [transformers.BertForMaskedLM, transformers.T5ForConditionalGeneration, classifier]
+    assert [loss_takes_all(kind) for kind in [*told, *own]] == [True] * 3 + [False] * 3
+
+
+@pytest.mark.parametrize("make", [transformers.BertForMaskedLM, transformers.BertForTokenClassification])
+def test_a_loss_that_is_not_told_the_count_is_refused(make: Any):
+    tokens, labels = tokens_of(), labels_of(tokens_of())
+    given = {"input_ids": tokens, "position_ids": positions_of(), "labels": labels, "shift_labels": labels}
+    model, whole = tiny(make, config_of("bert", num_hidden_layers=1)), {"num_items_in_batch": torch.tensor(40)}
+    with pytest.raises(RankError, match="its own code makes it, and knows no shift_labels=") as found:
+        on_ranks(model, given, labels, whole=whole)
     assert found.value.errors.keys() == {0, 1}
 
 
