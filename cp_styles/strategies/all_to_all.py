@@ -67,7 +67,9 @@ class Direct:
         self._received = list(zip(accumulate(received, initial=0), received, strict=False))
         self.arriving = sum(received)
         self.in_order = way.rows.in_order
-        # To rows: the shapes that come from each rank, and whether each column comes from exactly one rank.
+        # To rows: the shapes that go to each rank, its rows of this rank's columns, and those that come from it.
+        mine = [_first(place.shape, way.row_dim)[1:] for place in self._whole]
+        self._going = [(peer, [(sizes[peer], *shape) for shape in mine]) for peer in self._others]
         self._coming = [
             (peer, [_first(place.shape, way.row_dim) for place in self._blocks[peer]]) for peer in self._others
         ]
@@ -124,30 +126,34 @@ class Direct:
             self.way.rows.to_global(received.view(shape), out=wire.view(shape))
         return self.views(wire, *tensors)
 
-    def leave(self, tensors: list[torch.Tensor], places: Sequence[int] = (0,)) -> Leaving:
-        """Start to send each rank its rows of this rank's columns of the first of ``tensors``, one for each of their
-        numbers, ``places``. They are removed from the list, so that their memory is free for the next one.
+    def leave(self, tensors: list[torch.Tensor]) -> Leaving:
+        """Start to send each rank its rows of this rank's columns of all tensors.
 
-        Rows of one tensor that are contiguous in memory are sent without packing. The block that stays on this rank is
-        not copied before it is merged. Communication: one message to every other rank. :class:`Joined` reads the
-        result. The adjoint is :meth:`start`.
+        Each tensor is removed from the list when it is packed, so that its memory is free. A single one whose rows are
+        contiguous in memory is sent without packing. Communication: one message to every other rank. :class:`Joined`
+        reads the result. The adjoint is :meth:`start`.
         """
-        layout, rank = self.way.rows.layout, self.way.peers.rank
-        rows_first = [tensors.pop(0).movedim(self.way.row_dim, 0) for _ in places]
-        sends = []
-        for peer in self._others:
-            flat = [layout.part(x, 0, peer).flatten() for x in rows_first]
-            sends.append((peer, flat[0] if len(flat) == 1 else torch.cat(flat)))
-        own_rows = [layout.part(x, 0, rank) for x in rows_first]
-        parts = {place: [rows] * (len(sends) + 1) for place, rows in zip(places, own_rows, strict=True)}
-        del rows_first  # the packed copies replace it
+        layout, peers, like = self.way.rows.layout, self.way.peers, tensors[0].new_empty(0)
+        if len(self.shapes) == 1:
+            x = tensors.pop().movedim(self.way.row_dim, 0)
+            sends = [(peer, layout.part(x, 0, peer).flatten()) for peer, _ in self._going]
+            parts = [[layout.part(x, 0, peers.rank)] * peers.size]
+        else:
+            going = [(peer, *_places(like, shapes)) for peer, shapes in self._going]
+            sends = [(peer, message) for peer, message, _ in going]
+            parts = []
+            for places in zip(*(places for *_, places in going), strict=True):
+                x = tensors.pop(0).movedim(self.way.row_dim, 0)
+                for (peer, *_), place in zip(going, places, strict=True):
+                    place.copy_(layout.part(x, 0, peer))
+                parts.append([layout.part(x, 0, peers.rank).clone()] * peers.size)
+                del x
         receives = []
         for peer, shapes in self._coming:
-            sizes = [prod(shapes[place]) for place in places]
-            message = parts[places[0]][rank].new_empty(sum(sizes))
+            message, received = _places(like, shapes)
             receives.append((peer, message))
-            for place, part in zip(places, message.split(sizes), strict=True):
-                parts[place][peer] = part.view(shapes[place])
+            for parts_of_tensor, part in zip(parts, received, strict=True):
+                parts_of_tensor[peer] = part
         return Leaving(parts, self._exchange(sends, receives))
 
     def _block(self, rank: int, rows: int) -> tuple[list[_Place], int]:
@@ -177,10 +183,10 @@ class Arriving(NamedTuple):
 
 
 class Leaving(NamedTuple):
-    """Tensors on their way back, see :meth:`Direct.leave`: by number, each rank's part, to be read after
+    """Tensors on their way back, see :meth:`Direct.leave`: of each, every rank's part, to be read after
     ``pending.wait()``."""
 
-    parts: dict[int, list[torch.Tensor]]
+    parts: list[list[torch.Tensor]]
     pending: PendingTransfers
 
 
@@ -195,22 +201,29 @@ class Joined:
         # Whether each column comes from exactly one rank.
         self._owners = [_owners(columns, total) for columns, total in zip(self._columns, totals, strict=True)]
 
-    def of(self, leaving: Sequence[Leaving], places: Sequence[int] = (0,)) -> list[torch.Tensor]:
-        """This rank's rows of all columns of the tensors number ``places``, from each exchange. It waits for them.
+    def of(self, leaving: Sequence[Leaving]) -> list[torch.Tensor]:
+        """This rank's rows of all columns of each tensor, from each exchange. It waits for them, and takes them.
 
         Columns of several ranks are summed. Rows are outermost in memory, as projections have them.
         """
         for started in leaving:
             started.pending.wait()
         results = []
-        for place in places:
-            parts = [part for started in leaving for part in started.parts[place]]
-            if owners := self._owners[place]:
+        for columns, owners in zip(self._columns, self._owners, strict=True):
+            parts = [part for started in leaving for part in started.parts.pop(0)]
+            if owners:
                 whole = torch.cat([parts[owner] for owner in owners], self._axis)
             else:
-                whole = merged_columns(tuple(parts), self._columns[place], self._axis)
+                whole = merged_columns(tuple(parts), columns, self._axis)
             results.append(whole.movedim(0, self._row_dim))
         return results
+
+
+def _places(like: torch.Tensor, shapes: Sequence[Sizes]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """A message for tensors of these shapes, one after the other, and their places in it."""
+    sizes = list(map(prod, shapes))
+    message = like.new_empty(sum(sizes))
+    return message, [part.view(shape) for part, shape in zip(message.split(sizes), shapes, strict=True)]
 
 
 def _first(values: Sizes, dim: int) -> Sizes:

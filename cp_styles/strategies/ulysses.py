@@ -39,9 +39,8 @@ class Ulysses(Strategy):
 
     Memory of one attention on one rank. Between forward and backward: the inputs, the output, its logsumexp, Q + K' for
     the inputs of its heads, Q for their output, and what ``inner`` keeps. In the forward: that, and messages of Q + K'
-    (twice if the layout is not contiguous). In the backward: that of the inner strategy, then the gradients, which are
-    sent one at a time, with at most 2 Q beside them; in one message if a rank's are at most 512 KiB. With ``chunks``,
-    the gradients of all chunks but the last one wait on their ranks until that one comes.
+    (twice if the layout is not contiguous). In the backward: that of the inner strategy, then the gradients, and a
+    message with them. With ``chunks``, the gradients of all chunks but the last one wait on their ranks for that one.
 
     Source: Jacobs et al., DeepSpeed Ulysses (2023); the hybrid: Fang and Zhao, USP (2024).
 
@@ -116,7 +115,7 @@ class Ulysses(Strategy):
         levels = self._levels(attention, q_BHLD, k_BGMD, v_BGME)
         kept = levels.kept_in(residual)
         dsink = None if sink_H is None else torch.zeros_like(sink_H)
-        results, leaving = [], [[] for _ in levels.messages]
+        results, leaving = [], [[] for _ in levels.joined]
         ways_there, _ = levels.like_queries(grad_BHLE.shape[3])
 
         def start(index: int) -> Arriving:
@@ -141,13 +140,12 @@ class Ulysses(Strategy):
                 chunk.of_heads(dsink).copy_(chunk_dsink)
             if chunk.alone:
                 return *grads, dsink
-            for (way, places), started in zip(levels.messages, leaving, strict=True):
+            for way, joined_back, started in zip(chunk.ways, levels.joined, leaving, strict=True):
                 with named_range("chunk", index, "start gradients"):
-                    started.append(chunk.ways[way].leave(grads, places))
+                    started.append(way.leave(grads))
                 if index + 1 == len(kept):
                     with named_range("wait for gradients"):
-                        results += levels.joined[way].of(started, places)
-                    started.clear()
+                        results += joined_back.of(started)
         dq, dk, dv = results
         return dq, dk, dv, dsink
 
@@ -178,9 +176,6 @@ class Ulysses(Strategy):
         if ranks % size:
             raise ValueError(f"Ulysses(size={size}) does not divide the {ranks} ranks of the sequence axis")
         return size
-
-
-_FEW_BYTES = 2**19  # where latency counts and memory does not
 
 
 class _Geometry(NamedTuple):
@@ -263,7 +258,6 @@ class _Levels:
         chunks: the chunks, in order.
         specs: of the residual.
         joined: joins the chunks of query, key and value: one for all three; two in cross-attention.
-        messages: of gradients: (number of the exchange, places in it of those that travel together).
     """
 
     def __init__(self, strategy: Ulysses, attention: Attention, q, k, v) -> None:
@@ -280,14 +274,6 @@ class _Levels:
         self._places = ResidualPlaces(self.specs)
         ways = zip(*(chunk.ways for chunk in self.chunks), strict=True)
         self.joined = [] if group is None else [Joined(way) for way in ways]
-        # A message takes its time, however short. All ranks count alike: the elements of all of them.
-        rows = attention.q_layout.length * q.shape[1], *[attention.kv_layout.length * k.shape[1]] * 2
-        elements = sum(count * x.shape[0] * x.shape[3] for count, x in zip(rows, (q, k, v), strict=True))
-        few = elements * q.element_size() <= _FEW_BYTES * attention.ranks
-        counts = enumerate(len(way.shapes) for way in self.chunks[0].ways)
-        self.messages = [
-            (way, places) for way, count in counts for places in ([range(count)] if few else zip(range(count)))
-        ]
         self._like_queries: dict[int, tuple[list[Direct], Joined]] = {}
 
     def like_queries(self, dim: int) -> tuple[list[Direct], Joined]:

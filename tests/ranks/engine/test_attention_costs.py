@@ -7,7 +7,6 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from cp_styles.comm.agreement import WIDTH
 from cp_styles.functions.attention import context_attention
@@ -15,10 +14,9 @@ from cp_styles.kernels import CPU_FLASH, Kernel
 from cp_styles.layout import contiguous, head_tail
 from cp_styles.mask import Causal, Documents, SlidingWindow
 from cp_styles.plan import make_plan
-from cp_styles.strategies import AllGather, Ring, Ulysses, ulysses
+from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.testing import CommunicationTrace, run_ranks
 from tests.ranks.attention_case import Core, Problem, cp_mesh, parallel, plain, run_attention
-from tests.varlen_op import Ops
 
 LENGTH = 16
 
@@ -182,45 +180,11 @@ def test_the_next_keys_are_on_their_way_while_these_are_computed(keep: int, kv_h
     assert log == expected.replace("home", "send send").split()
 
 
-@pytest.mark.parametrize(("few_bytes", "messages"), [(2**19, 4), (0, 6)])
-def test_few_gradients_travel_in_one_message(few_bytes: int, messages: int, monkeypatch: pytest.MonkeyPatch):
-    """Heads there, output back, its gradient there; and those of query, key and value back, together or one by one."""
-    monkeypatch.setattr(ulysses, "_FEW_BYTES", few_bytes)
+def test_the_three_gradients_of_heads_travel_in_one_message():
+    """Heads there, output back, its gradient there, and the gradients of query, key and value back."""
     problem = Problem(length=LENGTH, dtype=torch.float32)
     _, traces, _ = costs(problem, 4, "function", strategy=Ulysses(), layout=contiguous, mask=Causal())
-    assert [trace.calls["send"] for trace in traces] == [messages * 3] * 4
-
-
-def test_a_gradient_leaves_its_memory_to_the_next_result(monkeypatch: pytest.MonkeyPatch):
-    """Of the three that a kernel has made for Ulysses' heads, one is free whenever a result for the rows is made."""
-    monkeypatch.setattr(ulysses, "_FEW_BYTES", 0)  # as for longer sequences
-
-    class Weak(Counting):
-        made: tuple[StorageWeakRef, ...] = ()
-
-        def backward(self, *args, **options):
-            grads = super().backward(*args, **options)
-            self.made = tuple(StorageWeakRef(grad.untyped_storage()) for grad in grads)
-            return grads
-
-    class Merges(Ops):
-        def __init__(self, kernel: Weak) -> None:
-            super().__init__()
-            self.kernel, self.alive = kernel, []
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if func is torch.ops.aten.cat.default:
-                self.alive += [sum(not grad.expired() for grad in self.kernel.made)]
-            return super().__torch_dispatch__(func, types, args, kwargs)
-
-    def on(rank: int):
-        kernel = Weak()
-        attend = partial(context_attention, group=cp_mesh(2), strategy=Ulysses(), kernel=kernel, layout=contiguous)
-        with Merges(kernel) as merges:
-            run_attention(attend, Problem(length=LENGTH), rank, 2, layout=contiguous)
-        return [count for count in merges.alive if count]
-
-    assert run_ranks(on, 2) == [[3, 2, 1]] * 2
+    assert [trace.calls["send"] for trace in traces] == [4 * 3] * 4
 
 
 @pytest.mark.parametrize("strategy", [Ring(), AllGather(), Ulysses(), Ulysses(size=1)], ids=plain)
