@@ -490,8 +490,9 @@ class FlexLocals(NamedTuple):
 
     query: Any
     key: Any
-    score_mod: Any
+    value: Any
     block_mask: Any
+    score_mod: Any
     scale: Any
     enable_gqa: Any
     return_lse: Any

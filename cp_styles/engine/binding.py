@@ -175,11 +175,16 @@ class Binding:
         key = heads, whole
         return self._variants.get(key) or self._variants.put(key, replace(self, heads=heads, whole=whole))
 
-    def with_mask(self, mask: Mask) -> Binding:
-        """This binding with ``mask`` beside its own. Cached for the latest masks: layers share them."""
-        if isinstance(mask, Full):
+    def with_mask(self, source: Any, mask_of: Callable[[Any], Mask] | None = None) -> Binding:
+        """This binding with a mask beside its own: ``source``, or ``mask_of(source)``. Cached: layers share it."""
+        if isinstance(source, Full):
             return self
-        return self._variants.get(mask) or self._variants.put(mask, replace(self, mask=self.mask & mask))
+        key = source, mask_of
+        bound = self._variants.get(key)
+        if bound is None:
+            mask = self.mask & (source if mask_of is None else mask_of(source))
+            bound = self._variants.put(key, replace(self, mask=mask))
+        return bound
 
     def agree(
         self,

@@ -40,7 +40,7 @@ from cp_styles.kernels.flex_compiled import compiled_takes
 from cp_styles.layout import Balancer, SequenceLayout, head_tail
 from cp_styles.mask import Full, Mask, PerRow
 from cp_styles.mask.block_mask import FlexMask
-from cp_styles.strategies import Attention, Ring, Strategy
+from cp_styles.strategies import Ring, Strategy
 from cp_styles.unsupported_derivatives import first_derivatives_only, refuse_transforms
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
@@ -53,8 +53,8 @@ class FlexCall:
     ``compiled``: flex_attention or its caller was compiled by torch.compile.
     """
 
-    score_mod: ScoreMod | None = None
     block_mask: BlockMask | None = None
+    score_mod: ScoreMod | None = None
     scale: float | None = None
     enable_gqa: bool = False
     return_lse: bool = False
@@ -151,7 +151,7 @@ def context_flex_attention(
     name = "context_flex_attention"
     checks = {"gradient_check": gradient_check, "agreement": agreement}
     binding = binding_of_call(name, group, strategy or Ring(), layout, mask or Full(), **checks)
-    call = FlexCall(score_mod, block_mask, scale, enable_gqa, return_aux=return_aux)
+    call = FlexCall(block_mask, score_mod, scale, enable_gqa, return_aux=return_aux)
     return call.result(*flex_attend(binding, (q_BHLD, k_BGMD, v_BGME), call))
 
 
@@ -209,7 +209,7 @@ def _bind_call(
 ) -> tuple[Binding, tuple[torch.Tensor, ...]]:
     """The binding of one call, and the tensors that its score_mod learns."""
     if call.block_mask is not None:
-        binding = binding.with_mask(FlexMask(call.block_mask) if call.score_mod else FlexMask.per_row(call.block_mask))
+        binding = binding.with_mask(call.block_mask, FlexMask if call.score_mod else FlexMask.per_row)
     if call.score_mod is None:
         return binding, ()
     if isinstance(binding.mask, PerRow):
@@ -239,15 +239,11 @@ torch.library.define(
 def _flex_attention(q, k, v, config, scale, keep, wants_lse):
     """``config`` is the handle of an AgreedCall. lse is empty unless ``wants_lse``."""
     agreed = live_object(config, AgreedCall)
-    attention, keep = _attention_of(agreed, (q, k, v), scale), keep or wants_lse
-    out, residual = run_forward(agreed.binding, attention, q, k, v, keep=keep)
+    with without_dispatch_modes():
+        attention = agreed.attention((q, k, v), is_causal=False, scale=scale)
+    out, residual = run_forward(agreed.binding, attention, q, k, v, keep=keep or wants_lse)
     lse = run_logsumexp(agreed.binding, attention, q, k, v, residual) if wants_lse else q.new_empty(0)
     return out, lse, residual
-
-
-def _attention_of(agreed: AgreedCall, tensors: tuple[torch.Tensor, ...], scale: float | None) -> Attention:
-    with without_dispatch_modes():
-        return agreed.attention(tensors, is_causal=False, scale=scale)
 
 
 class _FlexAttention(torch.autograd.Function):
@@ -262,7 +258,9 @@ class _FlexAttention(torch.autograd.Function):
                 ctx.mark_non_differentiable(lse)
             ctx.set_materialize_grads(False)
             ctx.save_for_backward(q, k, v, out, residual, *learned)
-            ctx.attention, ctx.binding = _attention_of(agreed, (q, k, v), scale), agreed.binding
+            with without_dispatch_modes():
+                ctx.attention = agreed.attention((q, k, v), is_causal=False, scale=scale)
+            ctx.binding = agreed.binding
             ctx.number = state_of(agreed.binding.group).operations.forwards
             return out, lse
 

@@ -18,20 +18,16 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from cp_styles._compat import (
-    FLEX_CHECKS_DEVICE,
     FLEX_FUNCTION,
-    FLEX_GLOBALS,
     FLEX_RENAMED,
     RESUMED,
-    FlexLocals,
     constant_under_compile,
     flex_locals,
     never_compiled,
@@ -40,63 +36,61 @@ from cp_styles._compat import (
 )
 from cp_styles.functions.flex import FlexCall
 
-_SIZE = torch.Tensor.size
+_SIZE, _NUMEL = torch.Tensor.size, torch.Tensor.numel
 _DEVICE, _REQUIRES_GRAD = torch.Tensor.device.__get__, torch.Tensor.requires_grad.__get__  # pyright: ignore
-_NUMEL = torch.Tensor.numel
+QUESTIONS = frozenset((_SIZE, _NUMEL, _DEVICE, _REQUIRES_GRAD))
+"""What a running flex_attention asks of tensors, where the real answer may be wrong."""
+
+
+class NotedCall(NamedTuple):
+    """A call of flex_attention in its ``frame``. ``answers`` has those that are not the real ones: by the question, the
+    id of the tensor, which the frame keeps alive, and the other arguments."""
+
+    frame: FrameType
+    call: FlexCall
+    answers: dict[tuple[Any, ...], Any]
 
 
 class FlexCalls:
     """The flex_attention calls of one thread, one at a time. See [Note: catching flex_attention].
 
     Attributes:
-        pending: the call that was noted and has not reached its operator: its frame, and the variables of that.
+        noted: the call that was seen last. None from when its operator is reached.
     """
 
-    def __init__(self) -> None:
-        self.pending: tuple[FrameType, FlexLocals] | None = None
-        self._empty_lse: torch.Tensor | None = None
+    noted: NotedCall | None = None
 
     @never_compiled
-    def answer(self, frame: FrameType, func: Any, args: tuple[Any, ...]) -> Any:
-        """The answer to one of QUESTIONS from ``frame``. None if the real answer is right."""
-        while frame.f_code.co_name == _BY_MODE and frame.f_back is not None:  # a mode entered later
-            frame = frame.f_back
-        if frame.f_globals is not FLEX_GLOBALS or FLEX_RENAMED:  # then the operator is refused
+    def note(self, frame: FrameType | None) -> NotedCall | None:
+        """Note the call in ``frame``, which has called the check of devices. None if it is not flex_attention's."""
+        if frame is None or not _IS_PART(frame.f_code.co_name) or FLEX_RENAMED:  # then the operator is refused
             return None
-        noted, call = self.pending or (None, None)
-        if func is _SIZE:
-            if call is None or call.block_mask is None or frame is not noted:
-                return None
-            queries, keys = call.block_mask.seq_lengths
-            return queries if args[0] is call.query else keys if args[0] is call.key else None
-        if func is _NUMEL:  # flex_attention takes an empty logsumexp for one that was not requested
-            return 1 if self._empty_lse is not None and args[0] is self._empty_lse else None
-        if frame.f_code.co_name != FLEX_CHECKS_DEVICE:
-            return None
-        if func == _REQUIRES_GRAD:
-            return False
-        if frame.f_back is not noted and frame.f_back is not None and _IS_PART(frame.f_back.f_code.co_name):
-            self.pending = frame.f_back, flex_locals(frame.f_back)
-        return None
+        query, key, value, block_mask, *others = flex_locals(frame)
+        answers: dict[tuple[Any, ...], Any] = {(_REQUIRES_GRAD, id(x)): False for x in (query, key, value)}
+        if block_mask is not None:
+            queries, keys = block_mask.seq_lengths
+            answers |= {(_SIZE, id(key), -2): keys, (_SIZE, id(query), -2): queries}
+        call = FlexCall(block_mask, *others, compiled=within_compiled(frame.f_back))
+        self.noted = NotedCall(frame, call, answers)
+        return self.noted
 
-    def take(self) -> FlexCall | None:
+    def take(self) -> NotedCall | None:
         """The call whose operator is reached. None if the operator was reached in another way, because an exception may
         have kept the noted call from its own."""
-        (noted, call), self.pending = self.pending or (None, None), None
+        noted, self.noted = self.noted, None
         frame: FrameType | None = sys._getframe(1)
-        while frame is not noted and frame is not None:
+        while noted is not None and frame is not noted.frame and frame is not None:
             frame = frame.f_back
-        if call is None or frame is None:
-            return None
-        given = call._asdict()
-        del given["query"], given["key"]
-        return FlexCall(**given, compiled=within_compiled(frame.f_back))
+        return None if frame is None else noted
 
-    def results(self, out: torch.Tensor, lse: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def results(
+        self, noted: NotedCall, out: torch.Tensor, lse: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The results of the operator. flex_attention expects the logsumexp to base 2 and converts it."""
         nothing = out.new_empty(0)
         bits = nothing if lse is None else lse / math.log(2.0)
-        self._empty_lse = None if lse is None or lse.numel() else bits
+        if lse is not None and not lse.numel():  # flex_attention takes it for one that was not requested
+            self.noted = noted._replace(answers={(_NUMEL, id(bits)): 1})
         return out, bits, nothing
 
 
@@ -119,15 +113,5 @@ def traced_part(inlined: bool) -> str:
 
 
 # Whether a function of torch's module is flex_attention, or its rest after a graph break; by its name.
-_PART = rf"({RESUMED}_{FLEX_FUNCTION.__name__}_.*)|{FLEX_FUNCTION.__name__}"
-_IS_PART = re.compile(_PART, re.DOTALL).fullmatch
-_BY_MODE = "__torch_function__"  # of a mode that was entered later, which hands the question on
-QUESTIONS: dict[Any, tuple[tuple[Any, ...], Callable[[str], object]]] = {
-    _SIZE: ((-2,), re.compile(f"{_PART}|{_BY_MODE}", re.DOTALL).fullmatch),
-    _DEVICE: ((), frozenset((FLEX_CHECKS_DEVICE, _BY_MODE)).__contains__),
-    _REQUIRES_GRAD: ((), frozenset((FLEX_CHECKS_DEVICE, _BY_MODE)).__contains__),
-    _NUMEL: ((), bool),
-}
-"""The calls that :meth:`FlexCalls.answer` may have an answer to: their arguments beside the tensor, and whether the
-function of this name may ask it. Most calls come from other functions, and cost a look into this table."""
+_IS_PART = re.compile(rf"({RESUMED}_{FLEX_FUNCTION.__name__}_.*)|{FLEX_FUNCTION.__name__}", re.DOTALL).fullmatch
 _FILE, _PACKAGE = FLEX_FUNCTION.__code__.co_filename, Path(__file__).parents[1]

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from cp_styles._compat import (
     ASKS_FOR_NESTED_TENSORS,
+    FLEX_CHECKS_DEVICE,
+    FLEX_GLOBALS,
     FLEX_OPERATOR,
     FLEX_RENAMED,
     FlexAsWritten,
@@ -120,7 +122,7 @@ class AttentionCalls(RerunMode):
     def __exit__(self, *exception: Any) -> None:
         self._grad_at_entry.pop()
         self.tally.path = self._paths.pop()
-        self._flex.pending = None
+        self._flex.noted = None
         as_written = self._as_written.pop()
         if as_written is not None:
             as_written.end()
@@ -136,10 +138,17 @@ class AttentionCalls(RerunMode):
         name = getattr(func, "__name__", None)
         if not compiling:  # torch.compile cannot trace these string methods
             name = (name or "").removesuffix(".default")
-            question = QUESTIONS.get(func)
-            if question is not None and args[1:] == question[0] and question[1](sys._getframe(1).f_code.co_name):
-                answer = self._flex.answer(sys._getframe(1), func, args)
-                return func(*args, **kwargs) if answer is None else answer
+            if func in QUESTIONS:  # without a call of a function for each of the fifty that flex_attention asks
+                asker = sys._getframe(1)
+                while asker.f_code.co_name == "__torch_function__" and asker.f_back is not None:
+                    asker = asker.f_back  # of a mode entered later, which hands the question on
+                if asker.f_globals is FLEX_GLOBALS:
+                    caller, noted = asker.f_back, self._flex.noted
+                    if asker.f_code.co_name == FLEX_CHECKS_DEVICE and (noted is None or noted.frame is not caller):
+                        noted = self._flex.note(caller)
+                    if noted is not None and (noted.frame is asker or noted.frame is caller):
+                        answer = noted.answers.get((func, id(args[0]), *args[1:]))
+                        return func(*args, **kwargs) if answer is None else answer
             if func is FLEX_OPERATOR:
                 return self._attend_flex(*args[:3])
             if func is ASKS_FOR_NESTED_TENSORS:
@@ -229,12 +238,12 @@ class AttentionCalls(RerunMode):
     def _attend_flex(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
         self.tally.calls += 1
         self.tally.lengths.add(query.shape[2])
-        call = self._flex.take()
-        if call is None:
+        noted = self._flex.take()
+        if noted is None:
             raise NotImplementedError(f"{self._name}: {FLEX_RENAMED or _FLEX_UNSEEN}")
         check = partial(self._check_plain, query, key, value)
-        out, *rest = flex_attend(self._scoped.resolve()[0], (query, key, value), call, check)
-        return self._flex.results(self._followed(out, (query, key, value)), *rest)
+        out, lse = flex_attend(self._scoped.resolve()[0], (query, key, value), noted.call, check)
+        return self._flex.results(noted, self._followed(out, (query, key, value)), lse)
 
     @property
     def binding(self) -> Binding:
@@ -283,7 +292,7 @@ class AttentionCalls(RerunMode):
             return self._followed(out, tensors)
         mask = mask if attn_mask is None else mask & Dense(attn_mask)
         bound = binding.with_mask(mask)
-        call = FlexCall(score_mod, scale=scale, enable_gqa=True, return_lse=sink_H is not None)
+        call = FlexCall(score_mod=score_mod, scale=scale, enable_gqa=True, return_lse=sink_H is not None)
         if isinstance(bound.mask, PerRow):
             rows = range(len(bound.mask.masks))
             q, k, v = ([x[row : row + 1] for row in rows] for x in tensors)
@@ -316,7 +325,8 @@ class AttentionCalls(RerunMode):
 
         def refuse() -> None:
             self.check_call()
-            self._check_cut_everywhere()
+            if self._joint is not None:
+                self._refuse_joint()
 
         return run(refuse)
 
@@ -331,7 +341,8 @@ class AttentionCalls(RerunMode):
     def _check_plain(self, *tensors: torch.Tensor, dim: int = -2, sink: bool = False) -> None:
         """``sink``: the call may have attention sinks."""
         self.check_call()
-        self._check_cut_everywhere()
+        if self._joint is not None:
+            self._refuse_joint()
         self._refuse_mixed(*tensors, dim=dim)
         if self._sink is not None and not sink:
             raise NotImplementedError(
@@ -339,12 +350,11 @@ class AttentionCalls(RerunMode):
                 "logsumexp, or leave sink= out"
             )
 
-    def _check_cut_everywhere(self) -> None:
-        if self._joint is not None:
-            raise NotImplementedError(
-                f"{self._name}: {self._joint!r} is for scaled_dot_product_attention and context_attention: use one of "
-                "them, or cut all tokens"
-            )
+    def _refuse_joint(self) -> NoReturn:
+        raise NotImplementedError(
+            f"{self._name}: {self._joint!r} is for scaled_dot_product_attention and context_attention: use one of "
+            "them, or cut all tokens"
+        )
 
     @staticmethod
     def _sink_now(module: nn.Module, parameter: str) -> torch.Tensor:
