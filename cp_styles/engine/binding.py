@@ -202,8 +202,7 @@ class Binding:
         (The guess is right if parts are equal, or had these lengths before.) Another one follows if parameters differ.
 
         Args:
-            refuse: raises on bad local input.
-            tensors: local query, key and value [B, H, S, D]; 4-D if ``refuse`` returns.
+            tensors: local query, key and value [B, H, S, D]; 4-D if there is no ``problem``.
             call: the other arguments of the call by name (``is_causal``, ``scale``).
             keep: whether a backward of the call may follow.
             attn_mask: the mask of the call for the whole sequence.
@@ -211,7 +210,7 @@ class Binding:
         Raises :class:`~cp_styles.engine.gradient_watch.UnreducedGradientsError` if the ranks' parameters differ.
         """
         layout, rank = self.layout, self.group.rank()
-        given = layout if isinstance(layout, SequenceLayout) else None
+        fixed = layout if isinstance(layout, SequenceLayout) else None
         asked = _Call(self, problem, tensors, attn_mask, call, keep)
         self.group_state.engaged = True
         meeting = start_status(
@@ -221,12 +220,12 @@ class Binding:
             self.axis,
             self.group,
             agreement=self.agreement,
-            assumed=None if given is None else partial(_as_cut_by, given, rank),
+            assumed=None if fixed is None else partial(_as_cut_by, fixed, rank),
             path=self.tally.path,
         )
         q, k, v = tensors
-        own = None if given is None else given.lengths[rank]
-        if attn_mask is not None or not q.shape[_SEQ_DIM] == k.shape[_SEQ_DIM] == v.shape[_SEQ_DIM] == own:
+        length = None if fixed is None else fixed.lengths[rank]
+        if attn_mask is not None or not q.shape[_SEQ_DIM] == k.shape[_SEQ_DIM] == v.shape[_SEQ_DIM] == length:
             return asked.finish(meeting)
         # See [Note: agreement without waiting] in agreement.py.
         self.group_state.operations.check = partial(asked.finish, meeting)
@@ -415,7 +414,7 @@ class _Call:
     keep: bool
     dtypes: Sequence[torch.dtype] = ()
     expected: AgreedCall | None = None
-    made: dict[int, SequenceLayout] = field(default_factory=dict)  # a balancer may be slow, and its next result differ
+    layouts: dict[int, SequenceLayout] = field(default_factory=dict)  # a balancer may be slow, its next result differ
 
     def row(self) -> StatusRow:
         """This rank's row. Raises if this rank refuses the call."""
@@ -426,16 +425,16 @@ class _Call:
         if cut_tensors := cuts_of(self.tensors):
             binding.refuse_other_cut(cut_tensors, q.shape[dim])
         if binding.tally.cuts:
-            of_other_ranks = [each for each in binding.tally.cuts if each[1].ranks != binding.group.size()]
+            of_other_ranks = [cut for cut in binding.tally.cuts if cut[1].ranks != binding.group.size()]
             binding.refuse_other_cut(of_other_ranks, q.shape[dim])
-        own = q.shape[dim], k.shape[dim]
-        if v.shape[dim] != own[1]:
-            raise ValueError(f"{binding.name}: key and value have different lengths: {own[1]} and {v.shape[dim]}")
+        lengths = q.shape[dim], k.shape[dim]
+        if v.shape[dim] != lengths[1]:
+            raise ValueError(f"{binding.name}: key and value have different lengths: {lengths[1]} and {v.shape[dim]}")
         if isinstance(binding.layout, SequenceLayout):
             expected = binding.as_given
         else:
             ranks = binding.group.size()
-            guess = binding.group_state.lengths.get(own, (own[0] * ranks, own[1] * ranks))
+            guess = binding.group_state.lengths.get(lengths, (lengths[0] * ranks, lengths[1] * ranks))
             expected = binding._calls.get(guess) or self._made_for(guess, binding.layout)
         self.expected = expected
         contents = None if self.attn_mask is None else _contents(self.attn_mask)
@@ -447,8 +446,8 @@ class _Call:
             *map(type, call.values()),  # 1 and 1.0 are equal, and have other hashes
         )
         return StatusRow(
-            own[0],
-            own[1],
+            lengths[0],
+            lengths[1],
             place=place_of(which, binding.tally.calls),
             guessed=0 if expected is None else expected.packed,
             layout=0 if expected is None else expected.number,
@@ -464,10 +463,10 @@ class _Call:
         return None
 
     def layout_for(self, length: int) -> SequenceLayout:
-        found = self.made.get(length)
-        if found is None:
-            found = self.made[length] = self.binding.layout_for(length)
-        return found
+        layout = self.layouts.get(length)
+        if layout is None:
+            layout = self.layouts[length] = self.binding.layout_for(length)
+        return layout
 
     def cuts(self, whole: tuple[int, int]) -> Cuts:
         first = self.layout_for(whole[0])
@@ -475,16 +474,16 @@ class _Call:
 
     def finish(self, meeting: Callable[[], StatusRows]) -> AgreedCall:
         """Wait for the others' rows of ``meeting``, and compare."""
-        binding, found = self.binding, self.expected
+        binding, agreed = self.binding, self.expected
         rows = meeting()
         columns = rows.columns
-        as_expected = found is not None and found.parts == (columns.q_length, columns.kv_length)
-        if found is None or not (as_expected and rows.alike and self.attn_mask is None):
-            found = self._compared(rows)
-        whole, own = found.lengths, (self.tensors[0].shape[_SEQ_DIM], self.tensors[1].shape[_SEQ_DIM])
+        as_expected = agreed is not None and agreed.parts == (columns.q_length, columns.kv_length)
+        if agreed is None or not (as_expected and rows.alike and self.attn_mask is None):
+            agreed = self._compared(rows)
+        whole, local = agreed.lengths, (self.tensors[0].shape[_SEQ_DIM], self.tensors[1].shape[_SEQ_DIM])
         state = binding.group_state
-        if state.lengths.get(own) != whole:
-            state.lengths.put(own, whole)
+        if state.lengths.get(local) != whole:
+            state.lengths.put(local, whole)
         where = binding.name, binding.axis, binding.group
         finding = binding._watch.compare(columns.watch, *where)
         if finding is not None:
@@ -493,7 +492,7 @@ class _Call:
         state.engaged, state.backward_began = True, False
         state.forward_open = state.forward_open or graph_task_id() < 0
         state.operations.forwards += binding.group.size() > 1
-        return found
+        return agreed
 
     def _compared(self, rows: StatusRows) -> AgreedCall:
         """The call, from rows that may differ. Raises unless they fit together."""
@@ -511,11 +510,11 @@ class _Call:
         if not layout_rows.alike:
             facts = {"layout": (plain(binding.layout), *(cut.chunks for cut in cuts))}
             compare(layout_rows, where, lambda: facts, column="layout")
-        for layout, held in zip(cuts, (columns.q_length, columns.kv_length), strict=True):
-            if layout.lengths != held:
+        for layout, parts in zip(cuts, (columns.q_length, columns.kv_length), strict=True):
+            if layout.lengths != parts:
                 raise ValueError(
-                    f"{binding.name}: the ranks of mesh axis {binding.axis!r} hold {list(held)} positions, but the "
-                    f"layout {plain(binding.layout)} gives them {list(layout.lengths)} of {sum(held)}: cut the inputs "
+                    f"{binding.name}: the ranks of mesh axis {binding.axis!r} hold {list(parts)} positions, but the "
+                    f"layout {plain(binding.layout)} gives them {list(layout.lengths)} of {sum(parts)}: cut the inputs "
                     "with the layout of the attention (layout.shard), or give the attention the layout they were "
                     f"cut with{see('Inputs that were cut in another way')}"
                 )
@@ -541,11 +540,11 @@ class LatestBindings(LatestEntries[Any, Any]):
 
 def bindings_of(group: dist.ProcessGroup) -> LatestBindings:
     objects = state_of(group).objects
-    known = objects.get(LatestBindings)
-    if known is None:
-        known = objects[LatestBindings] = LatestBindings(64)
-        when_destroyed(group, known.clear)
-    return known
+    bindings = objects.get(LatestBindings)
+    if bindings is None:
+        bindings = objects[LatestBindings] = LatestBindings(64)
+        when_destroyed(group, bindings.clear)
+    return bindings
 
 
 def binding_of_call(
@@ -566,8 +565,8 @@ def binding_of_call(
 
     Raises what :func:`~cp_styles.comm.groups.axis_and_group` and a Binding raise.
     """
-    known, key = group_behind(ranks), (name, ranks, strategy, layout, mask, kernel, gradient_check, agreement)
-    latest = None if known is None else state_of(known).objects.get(LatestBindings)
+    behind, key = group_behind(ranks), (name, ranks, strategy, layout, mask, kernel, gradient_check, agreement)
+    latest = None if behind is None else state_of(behind).objects.get(LatestBindings)
     try:
         if latest is not None and key in latest:
             latest.move_to_end(key)
@@ -582,10 +581,10 @@ def binding_of_call(
     return binding
 
 
-def _as_cut_by(layout: SequenceLayout, rank: int, mine: StatusRow) -> list[StatusRow]:
+def _as_cut_by(layout: SequenceLayout, rank: int, row: StatusRow) -> list[StatusRow]:
     """The rows of all ranks, from that of one, if they differ in nothing but the lengths that the layout gives them."""
-    rows = [mine._replace(q_length=length, kv_length=length) for length in layout.lengths]
-    return [*rows[:rank], mine, *rows[rank + 1 :]]
+    rows = [row._replace(q_length=length, kv_length=length) for length in layout.lengths]
+    return [*rows[:rank], row, *rows[rank + 1 :]]
 
 
 def _number_of(cuts: Cuts) -> int:
@@ -597,7 +596,7 @@ def _of_a_part(attn_mask: torch.Tensor, rows: StatusRows) -> str:
     """What is wrong with a mask that is as long as some rank's part; empty if it is not."""
     lengths = rows.columns.kv_length, rows.columns.q_length
     sizes = zip(reversed(attn_mask.shape), ("keys", "queries"), lengths, strict=False)
-    problem = next((f"{size} {what}" for size, what, held in sizes if 1 < size != sum(held) and size in held), "")
+    problem = next((f"{size} {what}" for size, what, parts in sizes if 1 < size != sum(parts) and size in parts), "")
     return problem and (
         f"attn_mask of shape {tuple(attn_mask.shape)} is made for the {problem} of one rank's part, as models do that "
         "make it from the length of their input, and a context_parallel block that has it among its buffers. A mask is "

@@ -141,21 +141,22 @@ def _shown(value: Any) -> str:
 
 def _known(name: str) -> Any:
     """The object that a text names; see [Note: what a text may name]."""
-    found = _spelled.get(name)
-    if found is None and name.split(":")[0] == "torch" and isinstance(_found(name), torch.dtype):
-        found = _found(name)
-    if found is None and name.startswith(_PACKAGE):
-        found = _found(name)
-        own = isinstance(found, (type, types.FunctionType)) and f"{found.__module__}:{found.__qualname__}" == name
-        spells = own and (bool(_fields_of(found)[0]) if isinstance(found, type) else _is_balancer(found))
-        found = found if spells else None
-    if found is None:
+    value = _spelled.get(name)
+    if value is None and name.split(":")[0] == "torch" and isinstance(_found(name), torch.dtype):
+        value = _found(name)
+    if value is None and name.startswith(_PACKAGE):
+        value = _found(name)
+        if not isinstance(value, (type, types.FunctionType)) or f"{value.__module__}:{value.__qualname__}" != name:
+            value = None  # imported there
+        elif not (_fields_of(value)[0] if isinstance(value, type) else _is_balancer(value)):
+            value = None
+    if value is None:
         raise ValueError(
             f"the configuration of an attention names {name!r}, which this process has not used yet: an exported "
             "program may name its own balancers and masks only after they were used in this process (apply the style "
             "or compile the call that has them), and nothing else"
         )
-    return found
+    return value
 
 
 def _is_balancer(function: types.FunctionType) -> bool:

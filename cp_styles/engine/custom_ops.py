@@ -62,13 +62,13 @@ class BindingsInGraphs(WeakValueDictionary[str, ScopedBinding]):
 
 def handle(source: Any) -> str:
     """A ``config`` that is valid while ``source`` lives."""
-    known = source.__dict__.get("_handle")
-    if known is None or _live.get(known) is not source:  # a copy has the handle of the original
+    name = source.__dict__.get("_handle")
+    if name is None or _live.get(name) is not source:  # a copy has the handle of the original
         # Of fixed length, so that tensors of it in a recomputation have one shape.
-        known = f"{_LIVE}{os.urandom(8).hex()}"
-        object.__setattr__(source, "_handle", known)
-        _live[known] = source
-    return known
+        name = f"{_LIVE}{os.urandom(8).hex()}"
+        object.__setattr__(source, "_handle", name)
+        _live[name] = source
+    return name
 
 
 class ConfigText(NamedTuple):
@@ -146,22 +146,22 @@ def source_of(config: str, dense: torch.Tensor | None = None) -> Source:
     """The binding that ``config`` stands for, on this rank."""
     if config.startswith(_UNSPELLED):
         raise TypeError(config.removeprefix(_UNSPELLED))
-    said = from_text(config, () if dense is None else (dense,))
-    name, axis, group_name, strategy, layout, mask, kernel, only_warn, agreement, scoped, _ = said
+    parts = from_text(config, () if dense is None else (dense,))
+    name, axis, group_name, strategy, layout, mask, kernel, only_warn, agreement, scoped, _ = parts
     group = group_of_name(group_name)
-    known = bindings_of(group)
-    found = known.pop(config, None)
+    bindings = bindings_of(group)
+    source = bindings.pop(config, None)
     if scoped:
-        found = found or state_of(group).the(BindingsInGraphs).get(config)
-        if found is None:
+        source = source or state_of(group).the(BindingsInGraphs).get(config)
+        if source is None:
             raise destroyed_error()
         if dense is not None:  # a text does not tell Dense masks apart: there is a new binding at every call
-            known[config] = found
-            return ScopedBinding(replace(found.unscoped, mask=mask), found.named, found.history)
-    elif found is None or dense is not None:
+            bindings[config] = source
+            return ScopedBinding(replace(source.unscoped, mask=mask), source.named, source.history)
+    elif source is None or dense is not None:
         check = GradientCheck(only_warn)
-        found = Binding(name, axis, group, strategy, layout, mask, kernel, gradient_check=check, agreement=agreement)
-    return known.put(config, found)
+        source = Binding(name, axis, group, strategy, layout, mask, kernel, gradient_check=check, agreement=agreement)
+    return bindings.put(config, source)
 
 
 def refuse_on_all(error: Exception, source: Source) -> None:
@@ -247,12 +247,12 @@ def _attention(q, k, v, sink, attn_mask, dense, config, is_causal, scale, keep, 
     source = live_object(config.removesuffix(LEAN), (Binding, ScopedBinding)) if live else source_of(config, dense)
     binding, scope = source.resolve()
     binding = binding.keeping_nothing() if config.endswith(LEAN) else binding
-    said, refusal = "", None
+    cut_text, refusal = "", None
     try:
         if problem:
             raise NotImplementedError(problem)
         if not live:
-            said = _scope_text(scope, binding.name) if scope is not None and keep else ""
+            cut_text = _scope_text(scope, binding.name) if scope is not None and keep else ""
             check_local(binding.name, (q, k, v))
         if attn_mask is not None:
             Dense(attn_mask)  # raises for a tensor that is not a mask
@@ -275,9 +275,9 @@ def _attention(q, k, v, sink, attn_mask, dense, config, is_causal, scale, keep, 
     if not live:
         cut = binding.layout
         if keep and scope is None and not isinstance(cut, SequenceLayout) and not is_deterministic(cut):
-            said = to_text((agreed.cuts, Full()), [])  # the balancer may return other layouts in the backward
+            cut_text = to_text((agreed.cuts, Full()), [])  # the balancer may return other layouts in the backward
         out = _laid_out(out, _like_query(q.to("meta"), v.shape[3]))
-    text = handle(agreed) if live else "({},{},{!r})".format(*agreed.lengths, said) if keep else ""
+    text = handle(agreed) if live else "({},{},{!r})".format(*agreed.lengths, cut_text) if keep else ""
     return out, residual, _tensor_of(binding, text)
 
 
@@ -372,8 +372,8 @@ def _laid_out(result: torch.Tensor, promised: torch.Tensor) -> torch.Tensor:
     """``result`` with the promised strides, and the storage to itself."""
     if result.stride() == promised.stride() and result.untyped_storage().nbytes() == result.nbytes:
         return result
-    made = torch.empty_strided(promised.shape, promised.stride(), dtype=result.dtype, device=result.device)
-    return made.copy_(result)
+    copy = torch.empty_strided(promised.shape, promised.stride(), dtype=result.dtype, device=result.device)
+    return copy.copy_(result)
 
 
 # -- the tensor with what is known only in the forward --
@@ -396,10 +396,10 @@ def agreed_call(call: torch.Tensor) -> AgreedCall:
 
 def _agreed_in_graph(config: str, dense: torch.Tensor | None, call: torch.Tensor) -> AgreedCall:
     """That of a call in a compiled graph, for its backward."""
-    *lengths, said = from_text(_text_of(call))  # the scope's layout and mask, the cuts, or nothing
+    *lengths, cut_text = from_text(_text_of(call))  # the scope's layout and mask, the cuts, or nothing
     source = source_of(config, dense)
     binding = source.unscoped if isinstance(source, ScopedBinding) else source
-    cut, mask = from_text(said) if said else (None, Full())
+    cut, mask = from_text(cut_text) if cut_text else (None, Full())
     if isinstance(cut, tuple):  # by a balancer
         return binding.agreed_on(cut)
     if cut is not None and isinstance(source, ScopedBinding):

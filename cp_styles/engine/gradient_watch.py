@@ -38,7 +38,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -61,6 +61,7 @@ _MOST_OF_GRADIENT = 2**10  # elements of a gradient that are kept, see [Note: Ze
 _MOST_COMPARED = 32  # parameters whose values travel once they are known to differ
 _MOST_NAMED = 4
 _REQUIRES_GRAD = attrgetter("requires_grad")
+T = TypeVar("T")
 # By how much float32 sums in another order may move parameters apart, relative to their norm, in one step. Steps add up
 # as a random walk does.
 _ROUNDING = 64 * torch.finfo(torch.float32).eps
@@ -102,9 +103,9 @@ class GradientCheck:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "local", tuple(self.local))
-        for each in self.local:
-            if not isinstance(each, (nn.Module, nn.Parameter)):
-                raise TypeError(f"GradientCheck(local=...) takes modules and parameters, got {type(each).__name__}")
+        for item in self.local:
+            if not isinstance(item, (nn.Module, nn.Parameter)):
+                raise TypeError(f"GradientCheck(local=...) takes modules and parameters, got {type(item).__name__}")
 
 
 RAISE = GradientCheck()
@@ -141,7 +142,7 @@ class ParameterWatch:
 
     def leave_out(self, local: Iterable[nn.Module | nn.Parameter]) -> None:
         """See :attr:`GradientCheck.local`."""
-        self._local.update((id(each), ref(each)) for each in local)
+        self._local.update((id(item), ref(item)) for item in local)
 
     def look(self, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> int:
         """A checksum of the parameters behind ``tensors``; 0 if they are not compared now. No communication."""
@@ -158,11 +159,11 @@ class ParameterWatch:
             behind = list(_parameters_behind(tensors))
             local = self._ids_of_local()
             chosen = list(_comparable(behind, group, local))[:1] if self._nearest_only else self._all(behind, group)
-            sums = _on_host([device_checksum(_sampled(each.part)) for each in chosen])
+            sums = _on_host([device_checksum(_sampled(entry.part)) for entry in chosen])
         self._looked_at = list(zip(chosen, sums, strict=True))
         if not chosen:
             return 0
-        which = zlib.crc32(repr([(tuple(each.part.shape), each.part.dtype) for each in chosen]).encode())
+        which = zlib.crc32(repr([(tuple(entry.part.shape), entry.part.dtype) for entry in chosen]).encode())
         # Sorted: what is nearest in the graph differs where one rank has a copy more in it, for its strides.
         return (which % 2**30 + 1) << 32 | zlib.crc32(repr(sorted(sums)).encode())
 
@@ -176,9 +177,9 @@ class ParameterWatch:
         self._backwards += 1
         node = current_autograd_node()
         if node is not None and group.size() > 1 and not self._backwards & (self._backwards - 1):
-            self._known = {key: each for key, each in self._known.items() if each() is not None}
-            found = *_parameters_behind(recomputed), *_leaves_behind([node])
-            self._known.update((id(parameter), ref(parameter)) for parameter in found)
+            self._known = {key: reference for key, reference in self._known.items() if reference() is not None}
+            parameters = *_parameters_behind(recomputed), *_leaves_behind([node])
+            self._known.update((id(parameter), ref(parameter)) for parameter in parameters)
 
     def compare(self, numbers: Sequence[int], name: str, axis: str, group: dist.ProcessGroup) -> Finding | None:
         """The result for the checksums of all ranks, the same on every rank. Communication: see the class."""
@@ -214,41 +215,40 @@ class ParameterWatch:
     def _all(self, behind: Sequence[torch.Tensor], group: dist.ProcessGroup) -> list[_Compared]:
         """The parameters behind an attention, and those of their optimizers. These come first, in an order that is the
         same on all ranks."""
-        known = [*behind, *(parameter for each in self._known.values() if (parameter := each()) is not None)]
-        among, left_out = {id(parameter) for parameter in known}, self._ids_of_local()
-        stepped = [(each, _trained(each)) for each in _optimizers_here()]
-        own = [(each, parameters) for each, parameters in stepped if not among.isdisjoint(map(id, parameters))]
-        found = [x for _, parameters in own for x in parameters]
-        gathered = not among.issubset(map(id, found))
-        # FSDP1 cuts its flat parameters by itself; the nearest one is whole.
         nearest = behind[0] if behind else None
-        found += [x for x in known if x is nearest or not isinstance(x, FlatParameter)]
-        chosen = list(_comparable(found, group, left_out))
-        for optimizer, parameters in stepped:
-            if any(optimizer is each for each, _ in own):
+        behind = [*behind, *_alive(self._known.values())]
+        ids, left_out = set(map(id, behind)), self._ids_of_local()
+        stepped = [(optimizer, _trained(optimizer)) for optimizer in _optimizers_here()]
+        of_this_model = [optimizer for optimizer, trained in stepped if not ids.isdisjoint(map(id, trained))]
+        parameters = [x for optimizer, trained in stepped if optimizer in of_this_model for x in trained]
+        gathered = not ids.issubset(map(id, parameters))
+        # FSDP1 cuts its flat parameters by itself; the nearest one is whole.
+        parameters += [x for x in behind if x is nearest or not isinstance(x, FlatParameter)]
+        chosen = list(_comparable(parameters, group, left_out))
+        for optimizer, trained in stepped:
+            if optimizer in of_this_model:
                 chosen += _gradients_of(optimizer, left_out)
-            elif gathered and any(mesh_of(x) is not None for x in parameters):
-                chosen += _comparable(parameters, group, left_out, beside=(known[0], *parameters))
+            elif gathered and any(mesh_of(x) is not None for x in trained):
+                chosen += _comparable(trained, group, left_out, beside=(behind[0], *trained))
         return chosen
 
     def _ids_of_local(self) -> set[int]:
         return {
             id(parameter)
-            for reference in self._local.values()
-            if (each := reference()) is not None
-            for parameter in (each.parameters() if isinstance(each, nn.Module) else [each])
+            for item in _alive(self._local.values())
+            for parameter in (item.parameters() if isinstance(item, nn.Module) else [item])
         }
 
     def _examine(self, looked_at: list[_LookedAt], name: str, axis: str, group: dist.ProcessGroup) -> Finding | None:
         columns = zip(*gather_numbers([number for _, number in looked_at], group), strict=True)
-        differing = [each for (each, _), column in zip(looked_at, columns, strict=True) if len(set(column)) > 1]
-        optimizers = {id(each.beside): each.beside for each in differing if each.beside}
+        differing = [entry for (entry, _), column in zip(looked_at, columns, strict=True) if len(set(column)) > 1]
+        optimizers = {id(entry.beside): entry.beside for entry in differing if entry.beside}
         of_others = {key for key, beside in optimizers.items() if not _of_one_model(beside)}
-        differing = [each for each in differing if id(each.beside) not in of_others]
+        differing = [entry for entry in differing if id(entry.beside) not in of_others]
         if not differing:
             return None
         few = differing[:: -(-len(differing) // _MOST_COMPARED)]
-        values = [_sampled(each.part).double() for each in few]
+        values = [_sampled(entry.part).double() for entry in few]
         spread = largest_over([x for value in values for x in (value, -value)], group)
         tolerance = _ROUNDING * math.sqrt(self._attentions)
         beyond = False
@@ -256,14 +256,14 @@ class ParameterWatch:
             difference, norm = (most + least).norm().item(), torch.maximum(most.abs(), least.abs()).norm().item()
             beyond = beyond or not difference <= tolerance * norm  # not a number is apart
         named = differing[:_MOST_NAMED]
-        names = [path for _, path in places_of([each.parameter for each in named])]
-        shown = ", ".join(f"{path} {tuple(each.shape)}" for path, each in zip(names, named, strict=True))
-        shown += ", ..." if len(differing) > _MOST_NAMED else ""
-        but, so = _GRADIENTS if all(each.is_gradient for each in differing) else _PARAMETERS
+        names = [path for _, path in places_of([entry.parameter for entry in named])]
+        listed = ", ".join(f"{path} {tuple(entry.shape)}" for path, entry in zip(names, named, strict=True))
+        listed += ", ..." if len(differing) > _MOST_NAMED else ""
+        but, so = _GRADIENTS if all(entry.is_gradient for entry in differing) else _PARAMETERS
         rest = so + _REMEDY.format(axis=axis) if beyond else _ROUNDED
         text = (
             f"{name}: the ranks of mesh axis {axis!r} {but}hold different parameters: {len(differing)} of the "
-            f"{len(looked_at)} that were compared, {shown}. {rest}{see('Parameters that differ')}"
+            f"{len(looked_at)} that were compared, {listed}. {rest}{see('Parameters that differ')}"
         )
         return Finding(text, beyond)
 
@@ -376,10 +376,13 @@ def _gradients_of(optimizer: Optimizer, left_out: set[int]) -> Iterator[_Compare
 def _optimizers_here() -> list[Optimizer]:
     """The optimizers of this rank, those with more parameters first. (Inside of ZeRO each rank has one with a part.)"""
     # keyrefs() is a list: ranks that are threads add optimizers of their own meanwhile.
-    known = [optimizer for each in _stepped.keyrefs() if (optimizer := each()) is not None]
-    own = world()
-    here = [each for each in known if own is not None and (steps := _stepped.get(each)) and steps.world == own]
-    return sorted(here, key=lambda each: -sum(len(group["params"]) for group in each.param_groups))
+    optimizers, here = _alive(_stepped.keyrefs()), world()
+    optimizers = [x for x in optimizers if here is not None and (steps := _stepped.get(x)) and steps.world == here]
+    return sorted(optimizers, key=lambda optimizer: -sum(len(group["params"]) for group in optimizer.param_groups))
+
+
+def _alive(references: Iterable[ref[T]]) -> list[T]:
+    return [thing for reference in references if (thing := reference()) is not None]
 
 
 def _parameters_behind(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -436,17 +439,17 @@ def _sampled(part: torch.Tensor, most: int = _MOST_ELEMENTS) -> torch.Tensor:
 
 def _on_host(numbers: Sequence[torch.Tensor]) -> list[int]:
     """The values of 0-dim integers. The host waits once for each device."""
-    found: dict[torch.device, list[int]] = {}
+    values_of: dict[torch.device, list[int]] = {}
     for device in {number.device for number in numbers}:
-        found[device] = torch.stack([number for number in numbers if number.device == device]).tolist()
-    iterators = {device: iter(values) for device, values in found.items()}
+        values_of[device] = torch.stack([number for number in numbers if number.device == device]).tolist()
+    iterators = {device: iter(values) for device, values in values_of.items()}
     return [next(iterators[number.device]) for number in numbers]
 
 
 def _of_one_model(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether the first tensor may be in one model with some of the others."""
-    own, *others = [model for model, _ in places_of(tensors)] or [None]
-    return own is None or own in others or not any(others)
+    first, *others = [model for model, _ in places_of(tensors)] or [None]
+    return first is None or first in others or not any(others)
 
 
 def places_of(parameters: Sequence[torch.Tensor]) -> list[tuple[int | None, str]]:
@@ -457,14 +460,14 @@ def places_of(parameters: Sequence[torch.Tensor]) -> list[tuple[int | None, str]
     wanted = {id(parameter) for parameter in parameters}
     names: dict[int, tuple[nn.Module, str]] = {}
     parents: dict[int, tuple[nn.Module, str]] = {}
-    for each in gc.get_objects():
-        if not issubclass(type(each), nn.Module) or "_modules" not in vars(each):
+    for module in gc.get_objects():
+        if not issubclass(type(module), nn.Module) or "_modules" not in vars(module):
             continue
-        for key, parameter in each._parameters.items():
+        for key, parameter in module._parameters.items():
             if id(parameter) in wanted:
-                names.setdefault(id(parameter), (each, key))
-        for key, child in each._modules.items():
-            parents.setdefault(id(child), (each, key))
+                names.setdefault(id(parameter), (module, key))
+        for key, child in module._modules.items():
+            parents.setdefault(id(child), (module, key))
 
     def place(parameter: torch.Tensor) -> tuple[int | None, str]:
         if id(parameter) not in names:

@@ -26,14 +26,14 @@ class Opening:
         generators = list(_running_generators())
         self._generator, self._stopped = generators[0] if generators else None, []
         if before:
-            before = tuple(each for each in before if not each.ended)
+            before = tuple(opening for opening in before if not opening.ended)
             # What stopped in a generator before this began. When that generator runs again, it is around the call.
-            self._stopped = [each for each in before if each._generator not in (None, *generators)]
+            self._stopped = [opening for opening in before if opening._generator not in (None, *generators)]
         self._variable, self._token = variable, variable.set((*before, self))
 
     def end(self) -> None:
         """Leave the context variable. Others in it may have begun earlier or later, and stay."""
-        others = tuple(each for each in self._variable.get() if each is not self)
+        others = tuple(opening for opening in self._variable.get() if opening is not self)
         try:
             self._variable.reset(self._token)
         except ValueError:  # it began in another context, whose variable cannot be set from here
@@ -49,12 +49,12 @@ class Opening:
 
 def innermost(openings: Sequence[AnyOpening]) -> AnyOpening | None:
     """That of these openings of one context which is nearest around the running code. None if all have ended."""
-    openings = [each for each in openings if not each.ended] if openings else openings
+    openings = [opening for opening in openings if not opening.ended] if openings else openings
     if not openings:
         return None
     last = openings[-1]
     if last._stopped:
-        by_generator = {each._generator: each for each in openings if each in last._stopped or each is last}
+        by_generator = {opening._generator: opening for opening in openings if opening in (*last._stopped, last)}
         for frame in _running_generators():
             if frame in by_generator:
                 return by_generator[frame]

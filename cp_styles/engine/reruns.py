@@ -71,7 +71,7 @@ class RerunMode(TorchFunctionMode):
             fn = getattr(owner, attribute)
             rerun = fn if isinstance(fn, _Rerun) else _Rerun(fn, ())
             if all(mode is not self for _, mode in rerun.modes):
-                modes = sorted([*rerun.modes, (depth, self)], key=lambda each: each[0])
+                modes = sorted([*rerun.modes, (depth, self)], key=lambda entry: entry[0])
                 setattr(owner, attribute, _Rerun(rerun.fn, tuple(modes)))
 
     def _refuse_unknown(self, owner: Any) -> None:

@@ -100,5 +100,5 @@ def run_backward(
     begin_backward(binding.group, forward, binding.agreement)
     strategy, state = binding.strategy, binding.group_state
     with named_range("attention backward:", binding.name), Operation(binding.group, state, forward):
-        found = strategy.backward(attention, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, residual, sink_H)
-    return *found, shares
+        grads = strategy.backward(attention, grad_BHLE, q_BHLD, k_BGMD, v_BGME, out_BHLE, residual, sink_H)
+    return *grads, shares

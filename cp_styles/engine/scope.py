@@ -80,7 +80,7 @@ class SequenceScope:
     def __exit__(self, *exception: object) -> None:
         # No entry is kept in self, because several threads may have it open.
         entries = [*_opened_by_this_rank(), *_open.get()]
-        entry = next((each for each in reversed(entries) if each.scope is self and each in _open_anywhere), None)
+        entry = next((entry for entry in reversed(entries) if entry.scope is self and entry in _open_anywhere), None)
         if entry is None:
             return  # the context in which it was open is gone
         entry.end()
@@ -114,8 +114,8 @@ class SequenceScope:
     def config_text(self, tensors: list[torch.Tensor]) -> str:
         """Layout and mask as a text, cached; ``tensors`` is as in :func:`~cp_styles.engine.config_text.to_text`."""
         if self._text is None:
-            found: list[torch.Tensor] = []
-            self._text = to_text((self.layout, self.mask), found), found
+            dense: list[torch.Tensor] = []
+            self._text = to_text((self.layout, self.mask), dense), dense
         tensors.extend(self._text[1])
         return self._text[0]
 
@@ -159,12 +159,12 @@ _open_anywhere: WeakKeyDictionary[_ScopeEntry, Any] = WeakKeyDictionary()
 def _opened_by_this_rank() -> list[_ScopeEntry]:
     rank = world()
     entries = [reference() for reference in _open_anywhere.keyrefs()]
-    return [each for each in entries if each is not None and _open_anywhere.get(each) == rank]
+    return [entry for entry in entries if entry is not None and _open_anywhere.get(entry) == rank]
 
 
 def open_scope(axis: str) -> SequenceScope | None:
     """The innermost scope over the mesh axis ``axis`` that is open in this thread or task."""
-    entry = innermost([each for each in _open.get() if each.scope.mesh_axis == axis])
+    entry = innermost([entry for entry in _open.get() if entry.scope.mesh_axis == axis])
     return None if entry is None else entry.scope
 
 
@@ -204,7 +204,7 @@ class ScopedBinding:
     def _resolve(self) -> tuple[Binding, SequenceScope | None]:
         name, axis = self.unscoped.name, self.unscoped.axis
         here = _open.get()
-        entry = innermost([each for each in here if each.scope.mesh_axis == axis])
+        entry = innermost([entry for entry in here if entry.scope.mesh_axis == axis])
         scope = None if entry is None else entry.scope
         if entry is not None:
             entry.applied = True
@@ -220,7 +220,7 @@ class ScopedBinding:
                 f"{see('A checkpoint under a SequenceScope')}"
             )
         if scope is None:
-            if task < 0 and any(each.scope.mesh_axis == axis for each in _opened_by_this_rank()):
+            if task < 0 and any(entry.scope.mesh_axis == axis for entry in _opened_by_this_rank()):
                 raise RuntimeError(
                     f"{name}: a SequenceScope over mesh axis {axis!r} is open in another thread or asyncio task, and a "
                     "scope holds where it was opened: open it in the thread that runs the model, or run the model in a "

@@ -149,12 +149,12 @@ def varlen_operator(
 
 def _mask(name: str, cu_seqlens: torch.Tensor | Sequence[int], window_size: tuple[int, int]) -> Mask:
     # Every layer gets the same tensor, and reading it from a GPU makes the host wait.
-    known, version = {}, 0
+    facts, version = {}, 0
     if isinstance(cu_seqlens, torch.Tensor) and not cu_seqlens.is_inference():
-        known, version = known_about(cu_seqlens), version_of(cu_seqlens)
-    documents = known.get(Documents)
+        facts, version = known_about(cu_seqlens), version_of(cu_seqlens)
+    documents = facts.get(Documents)
     if documents is None or documents[0] != version:
-        documents = known[Documents] = version, Documents.from_cu_seqlens(cu_seqlens)
+        documents = facts[Documents] = version, Documents.from_cu_seqlens(cu_seqlens)
     if len(window_size) != 2 or min(window_size) < -1:
         raise ValueError(f"{name}: window_size must be (before, after), with -1 for no bound, got {window_size}")
     left, right = (None if size == -1 else size for size in window_size)

@@ -89,9 +89,9 @@ class AttentionCalls(RerunMode):
     def __deepcopy__(self, memo: dict[int, Any]) -> AttentionCalls:
         tally = copy.deepcopy(self.tally, memo)
         options = {"tally": tally, "inlined": self._inlined, "joint": self._joint}
-        made = memo[id(self)] = AttentionCalls(self._scoped, self._name, **options)
-        made._sink = copy.deepcopy(self._sink, memo)
-        return made
+        twin = memo[id(self)] = AttentionCalls(self._scoped, self._name, **options)
+        twin._sink = copy.deepcopy(self._sink, memo)
+        return twin
 
     def with_sink(self, module: nn.Module, parameter: str) -> AttentionCalls:
         """This mode for calls under ``module``, which use its parameter as their attention sink."""
@@ -210,7 +210,8 @@ class AttentionCalls(RerunMode):
 
         tensors = query, key, value
         options: dict[str, Any] = {"is_causal": is_causal, "attn_mask": attn_mask, "scale": scale}
-        options["sink_H"] = None if self._sink is None else self._sink_now(*self._sink)
+        sink = None if self._sink is None else getattr(*self._sink)
+        options["sink_H"] = sink.to_local() if isinstance(sink, DTensor) else sink
         if self._joint is not None:
             share = partial(attend, self._scoped, **options)
             self._joint_calls += 1
@@ -299,10 +300,10 @@ class AttentionCalls(RerunMode):
             calls = [(replace(bound, mask=bound.mask.row(row)), (q[row], k[row], v[row])) for row in rows]
         else:
             calls = [(bound, tensors)]
-        found = [flex_attend(each, parts, call, check) for each, parts in calls]
-        out = torch.cat([each for each, _ in found])
+        results = [flex_attend(of_row, parts, call, check) for of_row, parts in calls]
+        out = torch.cat([part for part, _ in results])
         if sink_H is not None:
-            out = beside_sink(out, torch.cat([lse for _, lse in found if lse is not None]), sink_H)
+            out = beside_sink(out, torch.cat([lse for _, lse in results if lse is not None]), sink_H)
         return self._followed(out, tensors)
 
     def decode_with(self, q_BHLD: torch.Tensor, cache: KVCache, call: DecodeCall) -> torch.Tensor:
@@ -356,11 +357,6 @@ class AttentionCalls(RerunMode):
             "them, or cut all tokens"
         )
 
-    @staticmethod
-    def _sink_now(module: nn.Module, parameter: str) -> torch.Tensor:
-        sink = getattr(module, parameter)
-        return sink.to_local() if isinstance(sink, DTensor) else sink
-
     def check_call(self) -> None:
         """Raise for an attention call that this rank refuses. A backward that repeats the call will enter this mode."""
         if not self._inlined and not torch.compiler.is_dynamo_compiling():  # compiled code enters it by itself
@@ -394,11 +390,11 @@ class AttentionCalls(RerunMode):
                 "use torch.compile, or trace the model before the style is applied"
             )
 
-    def _check_cut(self, given: Sequence[tuple[torch.Tensor, SequenceLayout]]) -> None:
+    def _check_cut(self, cut_tensors: Sequence[tuple[torch.Tensor, SequenceLayout]]) -> None:
         """Raise, on every rank, if another layout has cut an input of the model."""
         binding = self._scoped.resolve()[0]
         try:
-            binding.refuse_other_cut(given)
+            binding.refuse_other_cut(cut_tensors)
         except Exception as error:  # of any kind: the other ranks must raise too
             binding.refuse(error)
 
@@ -423,8 +419,9 @@ class AttentionCalls(RerunMode):
 
 def _parameter_names(cls: type[nn.Module]) -> tuple[str, ...]:
     """The positional ones of a module class' forward, without self."""
-    found = list(inspect.signature(cls.forward).parameters.values())[1:]
-    return tuple(each.name for each in found if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD))
+    parameters = list(inspect.signature(cls.forward).parameters.values())[1:]
+    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return tuple(parameter.name for parameter in parameters if parameter.kind in kinds)
 
 
 def names_of_inputs(module: nn.Module) -> tuple[str, ...]:
@@ -437,7 +434,7 @@ def names_of_inputs(module: nn.Module) -> tuple[str, ...]:
 
 def wrapped_by(module: nn.Module) -> nn.Module | None:
     """The module to which a wrapper passes its arguments: its only child, if its forward takes ``**kwargs``."""
-    kinds = {each.kind for each in inspect.signature(type(module).forward).parameters.values()}
+    kinds = {parameter.kind for parameter in inspect.signature(type(module).forward).parameters.values()}
     children = list(module.children())
     return children[0] if len(children) == 1 and inspect.Parameter.VAR_KEYWORD in kinds else None
 

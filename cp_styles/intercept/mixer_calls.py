@@ -77,9 +77,9 @@ def _with_globals(function: FunctionType, handlers: Mapping[str, Callable[[Any],
     else:
         used = [name for name in function.__code__.co_names if name in handlers and callable(named.get(name))]
         named = {**named, **{name: handlers[name](named[name]) for name in used}}
-    made = FunctionType(function.__code__, named, function.__name__, function.__defaults__, cells)
-    made.__kwdefaults__ = function.__kwdefaults__
-    return made
+    copy = FunctionType(function.__code__, named, function.__name__, function.__defaults__, cells)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
 
 
 def _members(name: str, how: Callable[..., Any], cls: type[nn.Module]) -> dict[str, Any]:
@@ -97,8 +97,8 @@ def _members(name: str, how: Callable[..., Any], cls: type[nn.Module]) -> dict[s
 
 
 def _with_kernels(calls: AttentionCalls, plain: Any, bound: BoundArguments) -> Any:
-    made = _with_globals(plain, {name: partial(partial, how, calls) for name, how in _HANDLERS.items()})
-    return made(*bound.args, **bound.kwargs)
+    forward = _with_globals(plain, {name: partial(partial, how, calls) for name, how in _HANDLERS.items()})
+    return forward(*bound.args, **bound.kwargs)
 
 
 def _token_shift(calls: AttentionCalls, plain: Any, bound: BoundArguments) -> Any:
@@ -106,7 +106,7 @@ def _token_shift(calls: AttentionCalls, plain: Any, bound: BoundArguments) -> An
     return _mixed(calls, "a token shift", lambda cut: convolved(cut, partial(plain, layer), x_BLC, 1, 2), {})
 
 
-def _goes_on(calls: AttentionCalls, given: dict[str, Any]) -> bool:
+def _goes_on(calls: AttentionCalls, arguments: dict[str, Any]) -> bool:
     """Whether the layer goes on after a prompt, with tokens and states that are the same on all ranks. What a model
     makes itself is never asked for states, and is taken out of ``given``: see TokenGuard."""
     past = next((x for name in _CACHES if (x := calls.inputs.get(name)) is not None), None)
@@ -118,7 +118,7 @@ def _goes_on(calls: AttentionCalls, given: dict[str, Any]) -> bool:
             "know how they are cut over the ranks: give it the cache that prefill(model, input_ids) of "
             "cp_styles.integrations.transformers returns"
         )
-    given.update({name: None for name in _CACHES if name in given})
+    arguments.update({name: None for name in _CACHES if name in arguments})
     return False
 
 
@@ -147,20 +147,20 @@ def _mixed(calls: AttentionCalls, name: str, run: Callable[[CutSequence], Any], 
 def _convolution(dim: int, calls: AttentionCalls, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """causal_conv1d_fn of the package causal-conv1d and of transformers: [B, C, L]. causal_conv1d of FLA: [B, L, C]."""
     name = function.__name__
-    given = arguments_of(function, args, kwargs)
-    of_tokens, weight_CW = next(iter(given)), given["weight"]
-    x = given.pop(of_tokens)
+    arguments = arguments_of(function, args, kwargs)
+    of_tokens, weight_CW = next(iter(arguments)), arguments["weight"]
+    x = arguments.pop(of_tokens)
 
     def run(sequence: CutSequence) -> Any:
-        refuse_arguments(sequence.name, given, _OF_CONVOLUTIONS)
+        refuse_arguments(sequence.name, arguments, _OF_CONVOLUTIONS)
 
         def conv(x: torch.Tensor) -> torch.Tensor:
-            out = function(**{of_tokens: x}, **given)
+            out = function(**{of_tokens: x}, **arguments)
             return out[0] if isinstance(out, tuple) else out
 
         return convolved(sequence, conv, x, dim, weight_CW.shape[-1])
 
-    out = _mixed(calls, name, run, given)
+    out = _mixed(calls, name, run, arguments)
     return (out, None) if name == "causal_conv1d" else out
 
 
@@ -171,8 +171,8 @@ _OF_CONVOLUTIONS = (
 
 
 def _kernel(how: Any, calls: AttentionCalls, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    given = arguments_of(function, args, kwargs)
-    return _mixed(calls, function.__name__, lambda cut: recurred(cut, function, how, **given), given)
+    arguments = arguments_of(function, args, kwargs)
+    return _mixed(calls, function.__name__, lambda cut: recurred(cut, function, how, **arguments), arguments)
 
 
 def _not_fused(calls: AttentionCalls, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -204,14 +204,14 @@ def _padding(calls: AttentionCalls, function: Callable[..., Any], x_BLC: torch.T
 
 def _outputs(how: Channels, calls: AttentionCalls, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """A kernel by channels that returns a state too, in a layer that is not asked for it."""
-    given = arguments_of(function, args, kwargs)
-    given.pop("return_state", None)
+    arguments = arguments_of(function, args, kwargs)
+    arguments.pop("return_state", None)
 
     def outputs(**kwargs: Any) -> Any:
         return function(**kwargs)[0]
 
     name = getattr(function, "__name__", "the kernel")
-    return _mixed(calls, name, lambda cut: recurred(cut, outputs, how, **given), given), None
+    return _mixed(calls, name, lambda cut: recurred(cut, outputs, how, **arguments), arguments), None
 
 
 def _mlstm(calls: AttentionCalls, plain: Any, bound: BoundArguments) -> Any:

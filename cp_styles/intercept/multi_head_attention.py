@@ -65,15 +65,15 @@ def multi_head_attention(
         )
     batched = query.ndim == 3
     if not batched:  # the same tensors stay the same
-        made = {id(x): x.unsqueeze(1) for x in (query, key, value)}
-        query, key, value = (made[id(x)] for x in (query, key, value))
+        with_batch = {id(x): x.unsqueeze(1) for x in (query, key, value)}
+        query, key, value = (with_batch[id(x)] for x in (query, key, value))
     inputs = query, key, value
     if in_proj_weight is not None and query is key and key is value:
         projected = F.linear(query, in_proj_weight, in_proj_bias).chunk(3, -1)
     else:
         weights = (q_proj_weight, k_proj_weight, v_proj_weight) if in_proj_weight is None else in_proj_weight.chunk(3)
         biases = (None, None, None) if in_proj_bias is None else in_proj_bias.chunk(3)
-        projected = [F.linear(*each) for each in zip(inputs, weights, biases, strict=True)]  # pyright: ignore
+        projected = [F.linear(*operands) for operands in zip(inputs, weights, biases, strict=True)]  # pyright: ignore
     q_BHLD, k_BHMD, v_BHMD = (x.unflatten(-1, (num_heads, -1)).permute(1, 2, 0, 3) for x in projected)
 
     mask = None

@@ -24,12 +24,12 @@ class BoundToThisRun:
         inherited = getattr(super(), "__deepcopy__", None)
         if inherited is not None:
             return inherited(memo)
-        made = memo[id(self)] = type(self).__new__(type(self))
+        twin = memo[id(self)] = type(self).__new__(type(self))
         # torch's classes of parametrized modules refuse __getstate__, which pickling would use too.
         parametrized = parametrize.is_parametrized(self)  # pyright: ignore[reportArgumentType]
         state = self.__dict__ if parametrized else self.__getstate__()
-        made.__setstate__(copy.deepcopy(state, memo))  # pyright: ignore[reportAttributeAccessIssue]
-        return made
+        twin.__setstate__(copy.deepcopy(state, memo))  # pyright: ignore[reportAttributeAccessIssue]
+        return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         refuse_pickling(type(self).__name__)
@@ -61,12 +61,12 @@ def put_before_class(
     if cls.__bases__[0] is mixin:
         return
     # All modules of a class share one subclass, because torch.compile guards the class.
-    made = next((each for each in cls.__subclasses__() if each.__bases__ == (mixin, cls)), None)
-    if made is None:
+    subclass = next((other for other in cls.__subclasses__() if other.__bases__ == (mixin, cls)), None)
+    if subclass is None:
         names: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
         names["__signature__"] = inspect.signature(cls)
-        made = type(cls.__name__, (mixin, cls), {**names, **({} if members is None else members(cls))})
+        subclass = type(cls.__name__, (mixin, cls), {**names, **({} if members is None else members(cls))})
     if parametrized:
-        inner, members_of = made, dict(vars(outermost))
-        made = type(outermost.__name__, (inner,), members_of)
-    module.__class__ = made
+        inner, members_of = subclass, dict(vars(outermost))
+        subclass = type(outermost.__name__, (inner,), members_of)
+    module.__class__ = subclass

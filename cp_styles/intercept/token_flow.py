@@ -194,10 +194,10 @@ class TokenFlow(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(each not in _PLAIN for each in types):
+        if any(cls not in _PLAIN for cls in types):
             # Subclasses, such as DTensor, run operators on what is inside of them. Fake tensors, of a trace or of a
             # DTensor's rule that asks for a shape, leave that to their own mode, which has called this one.
-            fake = traces_here() or any(issubclass(each, FakeTensor) for each in types)
+            fake = traces_here() or any(issubclass(cls, FakeTensor) for cls in types)
             return func(*args, **kwargs) if fake else NotImplemented
         if self._paused or not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)
@@ -234,12 +234,12 @@ class TokenFlow(TorchDispatchMode):
                         self._unread[_key(x)] = problem
         return out
 
-    def _look_at_reading(self, func: Any, given: Any) -> None:
+    def _look_at_reading(self, func: Any, values: Any) -> None:
         """Of an operator that is called by code outside of all modules."""
         with _unnoticed():
-            problem = self.problem_of_outputs(given, surely_tokens=True)
+            problem = self.problem_of_outputs(values, surely_tokens=True)
             if func.namespace == "c10d":  # a sum that becomes one over ranks, such as a count of labels
-                for x in tensors_in(given):
+                for x in tensors_in(values):
                     if not self._has_tokens(self.label_of(x), x):
                         self._write(x, UNKNOWN)
         if problem is not None and problem.kind != "moved" and self._problem_of_reader is None:
@@ -264,11 +264,11 @@ class TokenFlow(TorchDispatchMode):
 
     def _lose(self, func: Any, args: Any, kwargs: Any, out: Any, label: Label = UNKNOWN) -> None:
         """Say that it is not known what an operator has made: what it gives back, and what it may have written to."""
-        given = tensors_in((args, kwargs))
+        tensors = tensors_in((args, kwargs))
         for tensor in _written(func, args, kwargs):
             self._write(tensor, label)
         if func.namespace != "aten":  # schemas of collectives and of other libraries do not always say what they write
-            for tensor in given:
+            for tensor in tensors:
                 self._is_written(tensor, label)
         for tensor in tensors_in(out):
             if _is_plain(tensor) and _key(tensor) not in self._storages:
@@ -289,28 +289,29 @@ class TokenFlow(TorchDispatchMode):
             self._is_written(tensor)
         call = OpCall(func, args, kwargs, out, self.label_of, where, length, self._likely_positions)
         if func.namespace == "_c10d_functional" and name in ("all_reduce", "wait_tensor", "broadcast"):
-            labels: Any = call.given[0]  # ranks of other axes hold the same tokens
+            labels: Any = call.inputs[0]  # ranks of other axes hold the same tokens
         elif func.namespace == "aten" or call.has_rule:
             labels = call.labels()
         else:
             foreign = func.namespace not in _NAMESPACES_OF_TORCH
-            takes_tokens = any(each.tokens is not None or each.mixed is not None for each in call.given)
-            made = Label(mixed=where(f"{func._schema.name}", outside=True)) if foreign and takes_tokens else UNKNOWN
-            return self._lose(func, args, kwargs, out, made)
+            takes_tokens = any(label.tokens is not None or label.mixed is not None for label in call.inputs)
+            label = Label(mixed=where(func._schema.name, outside=True)) if foreign and takes_tokens else UNKNOWN
+            return self._lose(func, args, kwargs, out, label)
         if call.is_attention and self._unseen is None:
             self._unseen = where(name)
-        made = [x for x in tensors_in(out) if all(x is not y for y in written)]
-        if name in MEMORY and made:
-            for tensor in made:
+        results = [x for x in tensors_in(out) if all(x is not y for y in written)]
+        if name in MEMORY and results:
+            for tensor in results:
                 if _is_plain(tensor) and tensor.numel():
                     self._storages[_key(tensor)] = _Storage(where("", outside=True), zeros="zeros" in name)
             return None
-        set_label = self._note if made else self._write
-        if made:
+        set_label = self._note if results else self._write
+        if results:
             for tensor in written:  # statistics beside the results
                 self._write(tensor, UNKNOWN)
-        made = made or written
-        for tensor, label in zip(made, labels if isinstance(labels, list) else [labels] * len(made), strict=False):
+        results = results or written
+        labels = labels if isinstance(labels, list) else [labels] * len(results)
+        for tensor, label in zip(results, labels, strict=False):
             set_label(tensor, self._without_positions(tensor, label))
         if len(self._storages) > _MOST_STORAGES:
             for ref in [ref for ref in self._storages if ref.expired()]:
@@ -320,7 +321,7 @@ class TokenFlow(TorchDispatchMode):
     def _is_written(self, tensor: torch.Tensor, label: Label | None = None) -> None:
         """Note that an operator writes to memory that was empty, or zeros, until now."""
         storage = self._storages.get(_key(tensor)) if _is_plain(tensor) and tensor.numel() else None
-        if storage is not None and storage.made is not None:
+        if storage is not None and storage.maker is not None:
             storage.write(tensor, label or (CLEAN if storage.zeros else UNKNOWN))
 
     def _without_positions(self, tensor: torch.Tensor, label: Label) -> Label:
@@ -328,7 +329,7 @@ class TokenFlow(TorchDispatchMode):
         if label.places is None or tensor.numel() != self.length or tensor.is_floating_point() or tensor.is_complex():
             return label
         numbers = tensor.flatten().cpu().long()
-        return CLEAN if any(torch.equal(numbers, each) for each in self._possible_positions()) else label
+        return CLEAN if any(torch.equal(numbers, positions) for positions in self._possible_positions()) else label
 
     @cached_property
     def _likely_positions(self) -> torch.Tensor | None:
@@ -411,7 +412,7 @@ class TokenFlow(TorchDispatchMode):
         if dim is not None and label.places is not None and self._is_in_order(label.places, dim):
             right = label.right is not None and torch.equal(x, label.right)
             return None if right else TokenProblem("counted", label.source)
-        dims = [] if tokens is None else [each for each, size in enumerate(tokens.shape) if size > 1]
+        dims = [] if tokens is None else [axis for axis, size in enumerate(tokens.shape) if size > 1]
         if tokens is not None and len(dims) == 1 and dim in (None, dims[0]) and x.shape[dims[0]] == self.length:
             problem = TokenProblem("moved", Origin("", "", self._modules[-1] if self._modules else ""))
             return None if self._is_in_order(tokens, dims[0]) else problem
@@ -420,7 +421,7 @@ class TokenFlow(TorchDispatchMode):
     def _has_tokens(self, label: Label, x: torch.Tensor) -> bool:
         if label.mixed is not None and x.ndim > 2 and x.shape[1] == self.length:
             return True
-        return any(self._is_along(label.tokens, x, each) for each in range(x.ndim))
+        return any(self._is_along(label.tokens, x, dim) for dim in range(x.ndim))
 
     def _is_along(self, tokens: Track, x: torch.Tensor, dim: int) -> bool:
         """Whether a dim of a result may be that of the tokens, flattened with others perhaps."""
@@ -491,15 +492,15 @@ def _unnoticed() -> Iterator[None]:
 class _Storage:
     """What is known of the elements of a tensor's memory, by the views of it."""
 
-    def __init__(self, made: Origin | None = None, *, zeros: bool = False) -> None:
-        self.made, self.zeros = made, zeros  # the call that made it, until an operator writes to it
+    def __init__(self, maker: Origin | None = None, *, zeros: bool = False) -> None:
+        self.maker, self.zeros = maker, zeros  # the call, until an operator writes to the memory
         self._labels: dict[Any, Label] = {}
         self._flat: Label | None = None  # of all elements, after some of them were changed
         self._flat_itemsize = 0
 
     def get(self, tensor: torch.Tensor) -> Label | None:
-        if self.made is not None:  # then values come from something else than torch's operators
-            return CLEAN if self.zeros and not bool(tensor.any()) else Label(mixed=self.made)
+        if self.maker is not None:  # then values come from something else than torch's operators
+            return CLEAN if self.zeros and not bool(tensor.any()) else Label(mixed=self.maker)
         place = _place(tensor)
         label = self._labels.get(place)
         if label is None and (self._labels or self._flat is not None):
@@ -509,16 +510,16 @@ class _Storage:
         return label
 
     def put(self, tensor: torch.Tensor, label: Label) -> None:
-        if self.made is None:
+        if self.maker is None:
             self._labels[_place(tensor)] = label
 
     def write(self, tensor: torch.Tensor, label: Label) -> None:
         place = _place(tensor)
-        if self.made is not None:
-            self._labels, self.made = {} if self.zeros else {place: UNKNOWN}, None
+        if self.maker is not None:
+            self._labels, self.maker = {} if self.zeros else {place: UNKNOWN}, None
         if tensor.numel() * tensor.element_size() < tensor.untyped_storage().nbytes():
             old = list(self._labels.values())
-            if label is CLEAN and self._flat is None and all(each is CLEAN for each in old):
+            if label is CLEAN and self._flat is None and all(one is CLEAN for one in old):
                 return
             flat = self._laid_out(tensor, label)
             tracks: dict[str, Track] = {}
@@ -538,12 +539,12 @@ class _Storage:
 
     def _laid_out(self, tensor: torch.Tensor, also: Label = CLEAN) -> Label:
         """The label of all elements; its tracks belong to this object."""
-        given = [*self._labels.values(), also] + ([] if self._flat is None else [self._flat])
+        labels = [*self._labels.values(), also] + ([] if self._flat is None else [self._flat])
         flags: dict[str, Any] = {
-            name: next((x for each in given if (x := getattr(each, name)) is not None), None)
+            name: next((x for part in labels if (x := getattr(part, name)) is not None), None)
             for name in ("source", "mixed", "counted")
         }
-        flags["spread"] = any(each.spread for each in given)
+        flags["spread"] = any(part.spread for part in labels)
         if self._flat is not None and self._flat_itemsize == tensor.element_size():
             return replace(self._flat, **flags, unknown=self._flat.unknown or also.unknown)
         sizes = {place: label for place, label in self._labels.items() if place[3] == tensor.element_size()}
@@ -552,7 +553,7 @@ class _Storage:
         self._flat_itemsize = tensor.element_size()
         if not sizes:
             return Label(**flags, unknown=also.unknown)
-        place, label = max(sizes.items(), key=lambda each: prod(each[0][0]))
+        place, label = max(sizes.items(), key=lambda entry: prod(entry[0][0]))
 
         def lay(track: Track) -> Track:
             if track is None:
@@ -609,9 +610,9 @@ def _written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
     """The arguments that an operator changes."""
     if not func._schema.is_mutable:
         return
-    for index, each in enumerate(func._schema.arguments):
-        if each.alias_info is not None and each.alias_info.is_write:
-            value = args[index] if index < len(args) else kwargs.get(each.name)
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
             yield from tensors_in(value)
 
 

@@ -82,7 +82,7 @@ def compressed(track: torch.Tensor) -> torch.Tensor:
 
 def in_order(length: int, dims: int = 1, dim: int = 0) -> torch.Tensor:
     """The track of this rank's tokens along a dim, alike in all others."""
-    shape = [length if each == dim else 1 for each in range(dims)]
+    shape = [length if axis == dim else 1 for axis in range(dims)]
     return torch.arange(length, dtype=torch.int32, device="cpu").view(shape)
 
 
@@ -180,15 +180,16 @@ class OpCall:
         self.label_of, self.where, self.length, self.positions = label_of, where, length, positions
         self.name = plain_name(func)
         self.tensors = tensors_in((args, kwargs))
-        self.given = [label_of(x) for x in self.tensors]
+        self.inputs = [label_of(x) for x in self.tensors]
+        self.pairs = list(zip(self.tensors, self.inputs, strict=True))
 
     def labels(self) -> Label | list[Label]:
         """The label of the results, or of each of them."""
-        name, given = self.name, self.given
+        name, inputs = self.name, self.inputs
         if name in _MADE:
             return UNKNOWN if "empty" in name or name == "resize" else CLEAN
-        if name not in _COUNTING and all(each.blank for each in given):
-            return UNKNOWN if any(each.unknown for each in given) else CLEAN
+        if name not in _COUNTING and all(label.blank for label in inputs):
+            return UNKNOWN if any(label.unknown for label in inputs) else CLEAN
         try:
             rule = _RULES.get(name)
             if rule is None and torch.Tag.pointwise in self.func.tags:
@@ -210,11 +211,11 @@ class OpCall:
 
     def argument(self, name: str, default: Any = None) -> Any:
         """An argument of the call by its name in the operator's schema."""
-        for index, each in enumerate(self.func._schema.arguments):
-            if each.name == name:
+        for index, parameter in enumerate(self.func._schema.arguments):
+            if parameter.name == name:
                 if index < len(self.args):
                     return self.args[index]
-                return self.kwargs.get(name, each.default_value if each.has_default_value() else default)
+                return self.kwargs.get(name, parameter.default_value if parameter.has_default_value() else default)
         return default
 
     def join(
@@ -224,13 +225,13 @@ class OpCall:
         meet: bool,
         *,
         unknown: bool = False,
-        given: Sequence[Label] | None = None,
+        inputs: Sequence[Label] | None = None,
     ) -> Label:
         """The label of a result with these tracks, in which tokens ``meet``; the rest is that of the arguments."""
-        given = self.given if given is None else given
-        mixed = next((each.mixed for each in given if each.mixed is not None), None)
-        counted = next((each.counted for each in given if each.counted is not None), None)
-        source = next((each.source for each in given if each.places is not None), None)
+        inputs = self.inputs if inputs is None else inputs
+        mixed = next((label.mixed for label in inputs if label.mixed is not None), None)
+        counted = next((label.counted for label in inputs if label.counted is not None), None)
+        source = next((label.source for label in inputs if label.places is not None), None)
         if meet and mixed is None:
             mixed = self.where(self.name)
         if tokens is not None and (not tokens.numel() or int(tokens.max()) < 0):
@@ -240,9 +241,9 @@ class OpCall:
                 counted = source
             places = None
         if tokens is None and places is None and mixed is None and counted is None:
-            return UNKNOWN if unknown or any(each.unknown for each in given) else CLEAN
+            return UNKNOWN if unknown or any(label.unknown for label in inputs) else CLEAN
         source = None if places is None else source
-        spread = any(each.spread for each in given) or (mixed is not None and varies(tokens))
+        spread = any(label.spread for label in inputs) or (mixed is not None and varies(tokens))
         return Label(tokens, places, source, mixed=mixed, spread=spread, counted=counted, unknown=unknown)
 
     def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> Label:
@@ -251,17 +252,15 @@ class OpCall:
 
     def is_right(self) -> bool:
         """Whether the arguments that hold places have the values that they would have with positions."""
-        pairs = zip(self.tensors, self.given, strict=True)
-        return all(
-            each.right is not None and torch.equal(x, each.right) for x, each in pairs if each.places is not None
-        )
+        placed = [(x, label.right) for x, label in self.pairs if label.places is not None]
+        return all(right is not None and torch.equal(x, right) for x, right in placed)
 
     def with_right_values(self, label: Label) -> Label:
         """The label of a result that holds places, with the values that it would have with positions."""
         func, out = self.func, self.out
         if label.places is None or label.right is not None or not isinstance(out, torch.Tensor):
             return label
-        right = {id(x): each.right for x, each in zip(self.tensors, self.given, strict=True) if each.places is not None}
+        right = {id(x): of_x.right for x, of_x in self.pairs if of_x.places is not None}
         if func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags or None in right.values():
             return label
         if not right:
@@ -273,12 +272,12 @@ class OpCall:
         """Of elements that are computed from those of several tensors that broadcast."""
         tokens = places = None
         meet = lost = False
-        for each in labels:
-            tokens, differ = together(tokens, each.tokens)
+        for label in labels:
+            tokens, differ = together(tokens, label.tokens)
             meet |= differ
-            places, differ = together(places, each.places)
+            places, differ = together(places, label.places)
             lost |= differ
-        return self.join(tokens, None if lost else places, meet, given=labels)
+        return self.join(tokens, None if lost else places, meet, inputs=labels)
 
     def reduced(self, label: Label, dims: Sequence[int], *, keep: bool) -> Label:
         """Of elements that are computed from all along ``dims``. ``keep``: the result has the size of the argument."""
@@ -286,7 +285,7 @@ class OpCall:
         places, lost = over(label.places, dims)
         if keep and meet:
             tokens = label.tokens
-        return self.join(tokens, None if lost else places, meet, given=[label])
+        return self.join(tokens, None if lost else places, meet, inputs=[label])
 
 
 def _aligned(tokens: torch.Tensor, places: torch.Tensor) -> bool:
@@ -304,7 +303,7 @@ def _aligned(tokens: torch.Tensor, places: torch.Tensor) -> bool:
 
 
 def _pointwise(call: OpCall) -> Label:
-    return call.merged(call.given)
+    return call.merged(call.inputs)
 
 
 def _view(call: OpCall) -> Label | list[Label]:
@@ -314,13 +313,13 @@ def _view(call: OpCall) -> Label | list[Label]:
 
     def moved(track: torch.Tensor) -> list[torch.Tensor]:
         labels = call.func(track.expand(shape), *rest, **call.kwargs)
-        return [compressed(each) for each in (labels if isinstance(labels, list | tuple) else [labels])]
+        return [compressed(view) for view in (labels if isinstance(labels, list | tuple) else [labels])]
 
     label = call.label_of(x)
     count = len(call.out) if isinstance(call.out, list | tuple) else 1
     tokens = [None] * count if label.tokens is None else moved(label.tokens)
     places = [None] * count if label.places is None else moved(label.places)
-    labels = [call.join(token, place, False, given=[label]) for token, place in zip(tokens, places, strict=True)]
+    labels = [call.join(token, place, False, inputs=[label]) for token, place in zip(tokens, places, strict=True)]
     return labels if isinstance(call.out, list | tuple) else labels[0]
 
 
@@ -332,8 +331,8 @@ def _slice(call: OpCall) -> Label | list[Label]:
     if not label.blank:
         return _view(call)
     start, step = call.argument("start") or 0, call.argument("step") or 1
-    taken = call.out.shape[dim]
-    if label.unknown or length is None or taken != length or start != 0 or step != 1 or x.shape[dim] <= length:
+    rows = call.out.shape[dim]
+    if label.unknown or length is None or rows != length or start != 0 or step != 1 or x.shape[dim] <= length:
         return label
     right, positions = None, call.positions
     if positions is not None and int(positions.max()) < x.shape[dim] and not x.requires_grad:  # or it will be trained
@@ -421,6 +420,11 @@ def _repeat(call: OpCall) -> Label:
     return call.moved(move)
 
 
+def _joined(call: OpCall, tensors: Sequence[torch.Tensor], labels: Sequence[Label], dim: int) -> Label:
+    tokens, places = [label.tokens for label in labels], [label.places for label in labels]
+    return call.join(_join(tensors, tokens, dim), _join(tensors, places, dim), False)
+
+
 def _join(tensors: Sequence[torch.Tensor], tracks: Sequence[Track], dim: int) -> Track:
     if all(track is None for track in tracks):
         return None
@@ -445,20 +449,16 @@ def _cat(call: OpCall) -> Label:
     tensors = [x for x in call.args[0] if x.ndim > 1 or x.numel()]
     dim = call.argument("dim", 0) % tensors[0].ndim
     labels = [call.label_of(x) for x in tensors]
-    tokens = _join(tensors, [each.tokens for each in labels], dim)
-    return call.join(tokens, _join(tensors, [each.places for each in labels], dim), False)
+    return _joined(call, tensors, labels, dim)
 
 
 def _stack(call: OpCall) -> Label:
     if all(x.ndim == 0 for x in call.args[0]):  # sums of chunks of a loss, which are no tokens again
-        return call.merged(call.given).moved(lambda track: track.reshape(1))
+        return call.merged(call.inputs).moved(lambda track: track.reshape(1))
     tensors = [x.unsqueeze(0) for x in call.args[0]]
     labels = [call.label_of(x).moved(lambda track: track.unsqueeze(0)) for x in call.args[0]]
     dim = call.argument("dim", 0) % tensors[0].ndim
-    made = call.join(
-        _join(tensors, [each.tokens for each in labels], 0), _join(tensors, [each.places for each in labels], 0), False
-    )
-    return made.moved(lambda track: track.movedim(0, dim))
+    return _joined(call, tensors, labels, 0).moved(lambda track: track.movedim(0, dim))
 
 
 def _pad(call: OpCall) -> Label:
@@ -523,42 +523,42 @@ def _narrowed(track: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 def _places_in(x: torch.Tensor, indices: Sequence[Any]) -> tuple[list[Any], list[int], int]:
     """The indices on the host, one for each dim of ``x`` that they take; these dims; and how many dims come before."""
-    taken, dims, dim = [], [], 0
+    selectors, dims, dim = [], [], 0
     for index in indices:
         if index is None:
-            taken.append(slice(None))
+            selectors.append(slice(None))
             dim += 1
         else:
             wide = index.ndim if index.dtype in (torch.bool, torch.uint8) else 1
-            taken.append(index.cpu())
+            selectors.append(index.cpu())
             dims += range(dim, dim + wide)
             dim += wide
-    return taken, dims, dims[0] if dims and dims == list(range(dims[0], dims[-1] + 1)) else 0
+    return selectors, dims, dims[0] if dims and dims == list(range(dims[0], dims[-1] + 1)) else 0
 
 
 def _index(call: OpCall) -> Label:
     x, indices = call.args[0], call.args[1]
     label = call.label_of(x)
-    taken, dims, before = _places_in(x, indices)
-    given = [each for each in indices if each is not None]
-    after = call.out.ndim - before - max(each.ndim for each in given)
+    selectors, dims, before = _places_in(x, indices)
+    tensors = [index for index in indices if index is not None]
+    after = call.out.ndim - before - max(index.ndim for index in tensors)
 
-    def at_its_dims(made: Label) -> Label:
-        return made.moved(lambda track: track.reshape([1] * before + list(track.shape) + [1] * after))
+    def at_its_dims(of_index: Label) -> Label:
+        return of_index.moved(lambda track: track.reshape([1] * before + list(track.shape) + [1] * after))
 
     if label.blank:
-        if label.unknown or any(each.dtype == torch.bool for each in given):
+        if label.unknown or any(index.dtype == torch.bool for index in tensors):
             return UNKNOWN
-        return at_its_dims(call.merged([call.label_of(each) for each in given]))
+        return at_its_dims(call.merged([call.label_of(index) for index in tensors]))
 
     def move(track: torch.Tensor) -> torch.Tensor:
         whole = _along(track, x.shape, dims)
-        picked = whole[tuple(taken)]
+        picked = whole[tuple(selectors)]
         _small(*picked.shape)
         return by_values(picked)
 
-    pairs = zip(dims, given, strict=True) if len(dims) == len(given) else ()  # a mask takes several dims
-    chosen = [at_its_dims(call.label_of(each)) for dim, each in pairs if not _differ_along(label, dim)]
+    pairs = zip(dims, tensors, strict=True) if len(dims) == len(tensors) else ()  # a mask takes several dims
+    chosen = [at_its_dims(call.label_of(index)) for dim, index in pairs if not _differ_along(label, dim)]
     return call.merged([label.moved(move), *chosen])
 
 
@@ -568,9 +568,9 @@ def _index_put(call: OpCall) -> Label:
     base, new = call.label_of(x), call.label_of(values)
     if base.blank and new.blank:
         return UNKNOWN  # where they are put may depend on tokens
-    taken, dims, _ = _places_in(x, indices)
-    tokens, meet = _put(x.shape, base.tokens, new.tokens, tuple(taken), dims, adds)
-    return call.join(tokens, None, meet, given=[base, new])
+    selectors, dims, _ = _places_in(x, indices)
+    tokens, meet = _put(x.shape, base.tokens, new.tokens, tuple(selectors), dims, adds)
+    return call.join(tokens, None, meet, inputs=[base, new])
 
 
 def _put(
@@ -604,7 +604,7 @@ def _index_add(call: OpCall) -> Label:
     rows = (*[slice(None)] * dim, index.cpu().long())
     put = None if new.tokens is None else _along(new.tokens, source.shape, (dim,))
     tokens, meet = _put(x.shape, base.tokens, put, rows, (dim,), call.name == "index_add")
-    return call.join(tokens, None, meet, given=[base, new])
+    return call.join(tokens, None, meet, inputs=[base, new])
 
 
 def _scatter(call: OpCall) -> Label:
@@ -612,7 +612,7 @@ def _scatter(call: OpCall) -> Label:
     dim %= max(x.ndim, 1)
     source = call.argument("src")
     labels = [call.label_of(y) for y in (x, index, source) if isinstance(y, torch.Tensor)]
-    if all(track is None or track.shape[dim] == 1 for each in labels for track in (each.tokens, each.places)):
+    if all(track is None or track.shape[dim] == 1 for label in labels for track in (label.tokens, label.places)):
         return call.merged(labels)
     _small(*x.shape)
     _small(*index.shape)
@@ -624,13 +624,13 @@ def _scatter(call: OpCall) -> Label:
     adds = "add" in call.name or "reduce" in call.name
     put = None if new.tokens is None else _narrowed(new.tokens.expand(source.shape), index.shape)
     tokens, meet = _put(x.shape, base.tokens, put, tuple(cells), range(x.ndim), adds)
-    return call.join(tokens, None, meet, given=[base, new])
+    return call.join(tokens, None, meet, inputs=[base, new])
 
 
 def _reduce(call: OpCall) -> Label:
     x = call.args[0]
     dims = call.argument("dim")
-    names = [each.name for each in call.func._schema.arguments]
+    names = [argument.name for argument in call.func._schema.arguments]
     if "dim" not in names or dims is None or dims == []:
         dims = list(range(x.ndim))
     dims = [dims] if isinstance(dims, int) else list(dims)
@@ -660,9 +660,9 @@ def _along_dim(call: OpCall) -> Label:
     label = call.label_of(x)
     if label.blank:
         return _cumulative(call, x, dims)
-    made = call.reduced(label, dims, keep=True)
+    reduced = call.reduced(label, dims, keep=True)
     out = tensors_in(call.out)[0]
-    return made.moved(lambda track: _narrowed(track, out.shape))  # topk, and transforms of real numbers, are shorter
+    return reduced.moved(lambda track: _narrowed(track, out.shape))  # topk, and transforms of real numbers, are shorter
 
 
 def _cumulative(call: OpCall, x: torch.Tensor, dims: Sequence[int]) -> Label:
@@ -683,10 +683,10 @@ def _product(call: OpCall) -> Label:
     vector = b.ndim == 1
     tokens, meet = _times(left.tokens, right.tokens, vector)
     places, lost = _times(left.places, right.places, vector)
-    made = call.join(tokens, None if lost else places, meet, given=[left, right])
+    product = call.join(tokens, None if lost else places, meet, inputs=[left, right])
     if name.startswith(("add", "baddbmm")) and call.argument("beta", 1):  # with 0 it is not read
-        return call.merged([made, call.label_of(operands[0])])
-    return made
+        return call.merged([product, call.label_of(operands[0])])
+    return product
 
 
 def _times(left: Track, right: Track, vector: bool) -> tuple[Track, bool]:
@@ -705,7 +705,7 @@ def _times(left: Track, right: Track, vector: bool) -> tuple[Track, bool]:
 def _distances(call: OpCall) -> Label:
     left, right = call.label_of(call.args[0]), call.label_of(call.args[1])
     tokens, meet = _times(left.tokens, None if right.tokens is None else right.tokens.mT, False)
-    return call.join(tokens, None, meet, given=[left, right])
+    return call.join(tokens, None, meet, inputs=[left, right])
 
 
 def _grouped_product(call: OpCall) -> Label:
@@ -719,8 +719,8 @@ def _attention(call: OpCall) -> Label:
     """An attention that was not intercepted."""
     q, k, v = (call.label_of(x) for x in call.args[:3])
     rows, _ = over(q.tokens, [-1])
-    meet = any(over(each.tokens, [-2])[1] for each in (k, v))
-    return call.join(rows, None, meet, given=[q, k, v])
+    meet = any(over(label.tokens, [-2])[1] for label in (k, v))
+    return call.join(rows, None, meet, inputs=[q, k, v])
 
 
 def _norm(call: OpCall) -> list[Label]:
@@ -752,8 +752,8 @@ def _convolution(call: OpCall) -> Label:
         if label.unknown and weight.ndim > 3:
             apart = [strides[index % len(strides)] >= weight.shape[index + 2] for index in spatial]
             if not all(apart) or any(call.argument("padding", [0])):
-                return replace(call.join(None, None, True, given=[label]), spread=True)
-        return call.join(None, None, meet, given=[label])
+                return replace(call.join(None, None, True, inputs=[label]), spread=True)
+        return call.join(None, None, meet, inputs=[label])
     for index in spatial:
         dim = index + 2
         if track.shape[dim] == 1:
@@ -764,7 +764,7 @@ def _convolution(call: OpCall) -> Label:
             stride if not call.argument("transposed", False) else 1
         )
         track = track.index_select(dim, rows.clamp(max=track.shape[dim] - 1))
-    return call.join(track if x.ndim == weight.ndim else track.squeeze(0), None, meet, given=[label])
+    return call.join(track if x.ndim == weight.ndim else track.squeeze(0), None, meet, inputs=[label])
 
 
 def _recurrence(call: OpCall) -> list[Label]:
@@ -773,7 +773,9 @@ def _recurrence(call: OpCall) -> list[Label]:
     label = call.label_of(x)
     outs = tensors_in(call.out)
     tokens, _ = over(label.tokens, [-1])
-    return [call.join(tokens if not index else None, None, varies(tokens), given=[label]) for index in range(len(outs))]
+    return [
+        call.join(tokens if not index else None, None, varies(tokens), inputs=[label]) for index in range(len(outs))
+    ]
 
 
 def _tried(call: OpCall) -> Label:
@@ -791,9 +793,7 @@ def _tried(call: OpCall) -> Label:
         or sum(x.numel() for x in call.tensors) > MOST
     ):
         raise NoRuleError
-    changed = [
-        x for x, each in zip(call.tensors, call.given, strict=True) if each.tokens is not None and x.is_floating_point()
-    ]
+    changed = [x for x, label in call.pairs if label.tokens is not None and x.is_floating_point()]
     outs = tensors_in(call.out)
     if len(changed) != 1 or not outs or not outs[0].is_floating_point():
         raise NoRuleError
@@ -802,10 +802,7 @@ def _tried(call: OpCall) -> Label:
     assert tokens is not None
     token = int(tokens.max()) // 2
     other = torch.where((tokens == token).to(x.device), x + x.abs() + 1, x)
-    args, kwargs = (
-        [other if y is x else y for y in call.args],
-        {k: other if y is x else y for k, y in call.kwargs.items()},
-    )
+    args, kwargs = tree_map(lambda y: other if y is x else y, (call.args, call.kwargs))
     again = tensors_in(func(*args, **kwargs))[0]
     differ = ((again != out) & ~(again.isnan() & out.isnan())).cpu()
     if out.ndim != x.ndim:

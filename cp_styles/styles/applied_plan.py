@@ -30,9 +30,9 @@ class AppliedPlan:
         self._structure = 0  # of the latest forward
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AppliedPlan:
-        made = memo[id(self)] = AppliedPlan(self._binding)
-        made._patterns, made._plain = set(self._patterns), dict(self._plain)
-        return made
+        twin = memo[id(self)] = AppliedPlan(self._binding)
+        twin._patterns, twin._plain = set(self._patterns), dict(self._plain)
+        return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         refuse_pickling(self._binding.name)
@@ -44,13 +44,13 @@ class AppliedPlan:
         if root is None or root is module:
             return
         hooks = (getattr(hook, "__self__", None) for hook in root._forward_pre_hooks.values())
-        plan = next((each for each in hooks if isinstance(each, AppliedPlan)), None)
+        plan = next((owner for owner in hooks if isinstance(owner, AppliedPlan)), None)
         if plan is None:
             plan = AppliedPlan(binding)
             root.register_forward_pre_hook(plan.check)
         plan._patterns.update(patterns)
-        others = (each for _, each in _without_style(root) if each is not module)
-        plan._plain[type(module)] = sum(type(each) is type(module) for each in others)
+        others = (other for _, other in _without_style(root) if other is not module)
+        plan._plain[type(module)] = sum(type(other) is type(module) for other in others)
 
     def check(self, root: nn.Module, args: Any) -> None:
         """A forward pre-hook. No communication, unless it raises: then all ranks do."""
@@ -102,7 +102,7 @@ def _without_style(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _has_style_inside(module: nn.Module) -> bool:
-    return any(isinstance(each, BoundToThisRun) for each in module.modules())
+    return any(isinstance(child, BoundToThisRun) for child in module.modules())
 
 
 def _matches(path: str, pattern: str) -> bool:

@@ -179,7 +179,7 @@ class CoreState:
         self._holds_parameters = False
         self._one_mask = not binding.mask.varies_by_head_or_row
         self._signature = inspect.signature(module.forward)
-        if {each.kind for each in self._signature.parameters.values()} == _OPEN:
+        if {parameter.kind for parameter in self._signature.parameters.values()} == _OPEN:
             self._signature = inspect.signature(_three_by_place)
         parameters = self._signature.parameters
         self._names = next((names for names in _NAMES if set(names) <= set(parameters)), tuple(parameters)[:3])
@@ -211,9 +211,9 @@ class CoreState:
     def __deepcopy__(self, memo: dict[int, Any]) -> CoreState:
         # Copying a module copies its hooks and this state. The copy shares the mesh and has its own state.
         module = copy.deepcopy(self.module, memo)
-        made = memo[id(self)] = CoreState(self.style, module, self._dtensor_io, self._binding)
-        made._holds_parameters = self._holds_parameters  # those of the copy are not there yet
-        return made
+        twin = memo[id(self)] = CoreState(self.style, module, self._dtensor_io, self._binding)
+        twin._holds_parameters = self._holds_parameters  # those of the copy are not there yet
+        return twin
 
     def forward(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module's forward, with the attention calls inside intercepted."""
@@ -290,12 +290,12 @@ class CoreState:
             self._binding.refuse_call()
             raise NotImplementedError(f"{self._binding.name}: {_NOT_REACHED}")
 
-        def lower(each: DTensor) -> torch.Tensor:
-            if not is_private(each):
-                return each
+        def lower(value: DTensor) -> torch.Tensor:
+            if not is_private(value):
+                return value
             sequence = input_axes is not None and input_axes.seq_axis is not None
             length = self._length() if sequence or not self.style.use_local_output else 0
-            return self._dtensor_io.lower(self._binding.name, each, input_axes, (declared, length))
+            return self._dtensor_io.lower(self._binding.name, value, input_axes, (declared, length))
 
         return lower(output) if isinstance(output, DTensor) else tree_map_only(DTensor, lower, output)
 
@@ -356,7 +356,7 @@ class CoreState:
         three = {place for name, place in self._places if name not in kwargs}
         names = list(self._signature.parameters)
         others = [(names[place] if place < len(names) else f"args[{place}]", x) for place, x in enumerate(args)]
-        others = [each for place, each in enumerate(others) if place not in three] + list(kwargs.items())
+        others = [argument for place, argument in enumerate(others) if place not in three] + list(kwargs.items())
         for label, value in others:
             if isinstance(value, torch.Tensor) and label not in (*self._names, "attn_mask"):
                 raise NotImplementedError(
@@ -390,7 +390,7 @@ class CoreState:
             output = forward(*args, **kwargs)
         if not calls.reached():
             raise NotImplementedError(f"{name}: {_NOT_REACHED}")
-        return tree_map_only(DTensor, lambda each: io.traced_lower(name, each, private, input_mesh), output)
+        return tree_map_only(DTensor, lambda value: io.traced_lower(name, value, private, input_mesh), output)
 
 
 # If it were compiled, it would not run after a forward that cannot be traced, and other ranks would wait for this one.

@@ -67,7 +67,7 @@ class AxisAdapter:
                 "SequenceParallel take DTensors on several axes and redistribute over their own: leave this style out"
             )
         others, placement = axes.others(value.placements), value.placements[axes.seq_axis]
-        cut = {axis: each.dim for axis, each in zip(axes.axes, others, strict=True) if type(each) is Shard}
+        cut = {axis: other.dim for axis, other in zip(axes.axes, others, strict=True) if type(other) is Shard}
         features = value.ndim - 1 if value.is_floating_point() else None  # and tokens have none
         if len(cut) < len(others) or features in cut.values():
             raise ValueError(

@@ -107,7 +107,7 @@ class CoreCalls(AttentionCalls):
         if share is None:
             q, k, v = local_parts(tensors)
         else:
-            q, k, v = local_parts(tensors, [query.placements, *(_gradients(query, each) for each in (key, value))])
+            q, k, v = local_parts(tensors, [query.placements, *(_gradients(query, tensor) for tensor in (key, value))])
             k, v = share.of_keys(k), share.of_keys(v)
             source = self._scoped.resolve()[0].of_heads(share.heads, whole)
         out, self._latest = attend(source, (q, k, v), **options)
@@ -182,9 +182,8 @@ def _share(name: str, tensors: tuple[DTensor, ...]) -> tuple[HeadShare, tuple[in
 def _gradients(query: DTensor, key: DTensor) -> Placements:
     """The placements of the gradient of a key: if the query's heads are cut and the key is replicated, each rank has
     the share of its own heads."""
-    return tuple(
-        theirs if theirs == own else Partial() for own, theirs in zip(query.placements, key.placements, strict=True)
-    )
+    pairs = zip(query.placements, key.placements, strict=True)
+    return tuple(of_key if of_key == of_query else Partial() for of_query, of_key in pairs)
 
 
 _NOT_ON_DTENSORS = (

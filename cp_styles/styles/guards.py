@@ -60,7 +60,7 @@ class TokenGuard:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TokenGuard:
         twin = memo[id(self)] = TokenGuard(self._name, {}, copy.deepcopy(self._calls, memo), set(), counts=self._counts)
-        twin._trusted = {id(memo[each]) for each in self._trusted if each in memo}
+        twin._trusted = {id(memo[key]) for key in self._trusted if key in memo}
         return twin
 
     def run(
@@ -106,7 +106,7 @@ class TokenGuard:
         for label, value in inputs.items():
             if isinstance(value, torch.Tensor):
                 refuse_nested(self._name, label, value)
-        for past in (each.get("past_key_values") for each in (inputs, calls.inputs)):
+        for past in (arguments.get("past_key_values") for arguments in (inputs, calls.inputs)):
             past = getattr(past, "self_attention_cache", past)
             if isinstance(past, LayerCaches) and past.prefilled:
                 return None  # new tokens, the same on all ranks
@@ -127,9 +127,9 @@ never_compile_alone(TokenGuard.run)
 
 def way_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """What may decide which code of a forward runs: its arguments that are given, and flags."""
-    given = [x if isinstance(x, bool) else x is not None for x in args]
+    positional = [x if isinstance(x, bool) else x is not None for x in args]
     named = [(name, isinstance(x, bool) and x) for name, x in kwargs.items() if x is not None] if kwargs else ()
-    return id(module), module.training, *given, *named
+    return id(module), module.training, *positional, *named
 
 
 def _part_of(binding: Binding, inputs: Mapping[str, Any]) -> int | None:
@@ -193,7 +193,7 @@ def counting_is_wrong(binding: Binding, length: int | None) -> bool:
     if length is None:
         return True
     first = torch.arange(length, device="cpu")
-    return not any(torch.equal(each, first) for each in possible_positions(binding, length))
+    return not any(torch.equal(positions, first) for positions in possible_positions(binding, length))
 
 
 class Forwards:
@@ -296,16 +296,16 @@ class ModelFacts:
         models = [module]  # it may be a wrapper, or a wrapper of a wrapper
         while (inner := wrapped_by(models[-1])) is not None:
             models.append(inner)
-        names = [name for each in models for name in inspect.signature(type(each).forward).parameters]
+        names = [name for model in models for name in inspect.signature(type(model).forward).parameters]
         return ModelFacts(
             names_of_inputs(module),
             positions=list(dict.fromkeys(name for name in names if name.endswith(POSITIONS))),
             places=[name for name in names if any(part in name for part in _WORDS_OF_POSITIONS)],
-            losses=[type(each) for each in models if hasattr(type(each), "loss_function")],
+            losses=[type(model) for model in models if hasattr(type(model), "loss_function")],
             windows=windows_of(module),
             padding=padding_position(module),
-            mask_tokens=[each.mask_token_id for each in scaled_by_masks(module)],
-            embeddings=[each for each in module.modules() if isinstance(each, nn.Embedding)],
+            mask_tokens=[model.mask_token_id for model in scaled_by_masks(module)],
+            embeddings=[layer for layer in module.modules() if isinstance(layer, nn.Embedding)],
         )
 
     @cached_property
@@ -350,19 +350,19 @@ class InputGuards:
             return
         self._forwards += 1
         past = inputs.get("past_key_values")
-        own = getattr(past, "self_attention_cache", past)  # beside keys of an encoder
-        if isinstance(own, LayerCaches) and own.prefilled:
+        cache = getattr(past, "self_attention_cache", past)  # beside keys of an encoder
+        if isinstance(cache, LayerCaches) and cache.prefilled:
             if inputs.get("use_cache") is False:
                 raise ValueError(
                     f"{self._name}: {kind} was given a cache and use_cache=False, which generate() also takes from "
                     "model.generation_config or model.config: pass use_cache=True, or leave out the cache"
                 )
-            if own is not past and any(each.length for each in own.held) and _generating("_prefill") is not None:
+            if cache is not past and any(layer.length for layer in cache.held) and _generating("_prefill") is not None:
                 raise ValueError(
                     f"{self._name}: {kind} is given a cache that an earlier generate() has used: call encode for "
                     "each generate()"
                 )
-            _refuse_another_prompt(self._name, kind, own, inputs)
+            _refuse_another_prompt(self._name, kind, cache, inputs)
             return  # new tokens, the same on all ranks and whole: nothing is cut
         if _generating() is not None:
             raise NotImplementedError(
@@ -402,7 +402,7 @@ class InputGuards:
             if isinstance(inputs.get(name), torch.Tensor):
                 first = 0 if padding is None else padding + 1
                 _refuse_local(self._calls.binding, name, inputs[name], _lengths(inputs), first)
-        if look and padding is not None and not isinstance(own, LayerCaches):  # generate() itself counts from 0
+        if look and padding is not None and not isinstance(cache, LayerCaches):  # generate() itself counts from 0
             self._refuse_positions_of_padding(kind, inputs, padding)
         cached = getattr(past, "get_seq_length", None)
         if cached is not None and int(cached()) > 0:
@@ -493,10 +493,10 @@ class InputGuards:
     def _lost_window(self, kind: str, inputs: Mapping[str, Any], length: int, whole: int) -> Exception | None:
         """An error if the masks of a window were made from this rank's ``length`` of ``whole`` positions."""
         mask, window = inputs.get("attention_mask"), smallest_of_a_part(self._facts.windows)
-        given = isinstance(mask, Mapping) or (mask is not None and getattr(mask, "ndim", 4) == 4)
+        has_masks = isinstance(mask, Mapping) or (mask is not None and getattr(mask, "ndim", 4) == 4)
         of_style = self._calls.binding.mask
         parts = of_style.parts if isinstance(of_style, All) else (of_style,)
-        covered = given or any(isinstance(part, SlidingWindow | Chunked) for part in parts)
+        covered = has_masks or any(isinstance(part, SlidingWindow | Chunked) for part in parts)
         if window is None or window.size >= whole or covered:
             return None
         return NotImplementedError(
@@ -545,33 +545,33 @@ def _refuse_local(binding: Binding, name: str, positions: torch.Tensor, lengths:
     length = positions.shape[-1] if positions.ndim else 0
     if positions.is_floating_point() or (length not in lengths and not name.endswith(POSITIONS)):
         return  # a table, or of something else than this rank's tokens
-    own, in_order = torch.arange(first, first + length, device=positions.device), binding.group.rank() * length
-    from_0 = bool((positions == own).all()) or _rows_begin_at_0(positions)
+    counted, in_order = torch.arange(first, first + length, device=positions.device), binding.group.rank() * length
+    from_0 = bool((positions == counted).all()) or _rows_begin_at_0(positions)
     if not isinstance(binding.mask, Full | Causal | SlidingWindow) or not (
-        from_0 or bool((positions == own + in_order).all())
+        from_0 or bool((positions == counted + in_order).all())
     ):
         return  # documents count from 0 too
     try:
         whole = length * binding.group.size()
         layout = binding.layout if isinstance(binding.layout, SequenceLayout) else binding.layout_for(whole)
-        mine = layout.positions(binding.group.rank(), "cpu")
+        right = layout.positions(binding.group.rank(), "cpu")
     except Exception:  # of a length that may not be the call's
         return
-    if from_0 and mine.numel() and int(mine[0]) != 0:
+    if from_0 and right.numel() and int(right[0]) != 0:
         remedy = f"pass {_POSITIONS_OF_TOKENS if first else _POSITIONS}"
         if positions.ndim == 3:
             remedy = "cut them with the tokens, or let cut_inputs_of of cp_styles.integrations.transformers do it"
         raise ValueError(
             f"{binding.name}: {name} count from {first} to {first + length - 1} on this rank, whose part of the "
-            f"sequence begins at {first + int(mine[0])}: {remedy}. "
+            f"sequence begins at {first + int(right[0])}: {remedy}. "
             "If these are documents that each begin at 0, say so with "
             "a SequenceScope(layout, mask=Documents(...)) around the call"
             f"{see('Positions that count from 0')}"
         )
-    if not from_0 and not torch.equal(mine + first, own.cpu() + in_order):
+    if not from_0 and not torch.equal(right + first, counted.cpu() + in_order):
         raise ValueError(
             f"{binding.name}: {name} are {in_order} to {in_order + length - 1} on this rank, as torch.chunk cuts, but "
-            f"its part of the layout begins at {int(mine[0])}: cut tokens and positions with layout.shard and "
+            f"its part of the layout begins at {int(right[0])}: cut tokens and positions with layout.shard and "
             "layout.positions of the layout of the attention, or give the attention layout=contiguous"
             f"{see('Inputs that were cut in another way')}"
         )
@@ -592,20 +592,20 @@ def _rows_begin_at_0(positions: torch.Tensor) -> bool:
 
 def _refuse_another_prompt(name: str, kind: str, cache: LayerCaches, inputs: Mapping[str, Any]) -> None:
     """Raise if the prompt of generate() is not the one that was prefilled: other tokens, or other positions."""
-    held, positions, new = next(iter(cache.held), None), inputs.get(POSITIONS), _length(inputs)
-    if held is None:
+    layer, positions, new = next(iter(cache.held), None), inputs.get(POSITIONS), _length(inputs)
+    if layer is None:
         return
-    if held.length == cache.prompt.length:
+    if layer.length == cache.prompt.length:
         _refuse_other_tokens(name, cache)
     if new is None or not isinstance(positions, torch.Tensor) or positions.ndim != 2:
         return
     # With padding the mask says how many there are. The host need not wait for each token that follows the first.
-    first = not new or new > 1 or held.length == cache.prompt.length or _generating("_prefill") is not None
+    first = not new or new > 1 or layer.length == cache.prompt.length or _generating("_prefill") is not None
     if inputs.get("attention_mask") is None and first and _generating() is not None:
-        last, expected = int(positions[0, -1]) if positions.numel() else -1, held.length + new - 1
+        last, expected = int(positions[0, -1]) if positions.numel() else -1, layer.length + new - 1
         if last != expected:
             raise ValueError(
-                f"{name}: generate() gives {kind} tokens up to position {last}, but with this cache of {held.length} "
+                f"{name}: generate() gives {kind} tokens up to position {last}, but with this cache of {layer.length} "
                 f"positions and {new} new tokens it is {expected}: the cache is of another prompt, or was used by an "
                 "earlier generate(); or this is assisted decoding, which runs the whole prompt once more whatever the "
                 "cache holds. Call prefill for each prompt, go on with the whole conversation from its start, "
@@ -615,12 +615,12 @@ def _refuse_another_prompt(name: str, kind: str, cache: LayerCaches, inputs: Map
 
 def _refuse_other_tokens(name: str, cache: LayerCaches) -> None:
     """Raise if generate() was given another prompt. It gives the model only the last token of it."""
-    known, frame = cache.tokens_BS, _generating()
-    given = None if frame is None else frame.f_locals.get("input_ids")
-    if known is None or not isinstance(given, torch.Tensor) or given.ndim != 2 or given.shape[0] != known.shape[0]:
+    prompt, frame = cache.tokens_BS, _generating()
+    tokens = None if frame is None else frame.f_locals.get("input_ids")
+    if prompt is None or not isinstance(tokens, torch.Tensor) or tokens.ndim != 2 or tokens.shape[0] != prompt.shape[0]:
         return
-    length = known.shape[1]
-    if given.shape[1] >= length and not torch.equal(given[:, :length].to(known.device), known):
+    length = prompt.shape[1]
+    if tokens.shape[1] >= length and not torch.equal(tokens[:, :length].to(prompt.device), prompt):
         raise ValueError(
             f"{name}: generate() is given other tokens than the {length} of the prompt that was prefilled: the cache "
             "is of another prompt. Call prefill for each prompt"
@@ -728,7 +728,7 @@ def _compare_counts(binding: Binding, kind: str, count: Any) -> None:
 
 def _length(inputs: Mapping[str, Any]) -> int | None:
     for name in ("input_ids", "inputs_embeds", "hidden_states"):
-        given = inputs.get(name)
-        if isinstance(given, torch.Tensor) and given.ndim > 1:
-            return given.shape[1]
+        value = inputs.get(name)
+        if isinstance(value, torch.Tensor) and value.ndim > 1:
+            return value.shape[1]
     return None

@@ -82,14 +82,14 @@ def other_axes_of(mesh: DeviceMesh, composed: DeviceMesh, sequence: str) -> Othe
 
     Returns a text that says why, if ``mesh`` is not such a mesh.
     """
-    names, known = mesh.mesh_dim_names, composed.mesh_dim_names or ()
-    if not names or any(name not in known for name in names):
-        return f"they are not axes of the mesh {known} that the style was given"
-    own = tuple(known.index(name) for name in names)
-    if not torch.equal(mesh.mesh, _grid(composed, own)):
-        return f"they are not over the ranks that the axes of these names have in the mesh {known} of the style"
-    others = tuple(axis for axis in own if known[axis] != sequence)
-    grid = _grid(composed, (known.index(sequence), *others))
+    names, all_names = mesh.mesh_dim_names, composed.mesh_dim_names or ()
+    if not names or any(name not in all_names for name in names):
+        return f"they are not axes of the mesh {all_names} that the style was given"
+    axes = tuple(all_names.index(name) for name in names)
+    if not torch.equal(mesh.mesh, _grid(composed, axes)):
+        return f"they are not over the ranks that the axes of these names have in the mesh {all_names} of the style"
+    others = tuple(axis for axis in axes if all_names[axis] != sequence)
+    grid = _grid(composed, (all_names.index(sequence), *others))
     return OtherAxes(mesh, names.index(sequence) if sequence in names else None, tuple(grid.flatten().tolist()))
 
 
@@ -199,9 +199,9 @@ class HeadShare:
     def _span(self) -> tuple[int, int] | None:
         """The needed key heads as a range, if each is used by equally many query heads in order. Else None."""
         first, size = self.pairs[0], self.pairs[-1] + 1 - self.pairs[0]
-        each = len(self.pairs) // size
-        regular = len(self.pairs) == each * size and all(
-            pair == first + index // each for index, pair in enumerate(self.pairs)
+        queries = len(self.pairs) // size
+        regular = len(self.pairs) == queries * size and all(
+            pair == first + index // queries for index, pair in enumerate(self.pairs)
         )
         return (first, first + size) if regular else None
 
@@ -306,12 +306,12 @@ class _Placed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        found: list[torch.Tensor | None] = []
+        local_grads: list[torch.Tensor | None] = []
         for grad, spec in zip(grads, ctx.specs, strict=True):
             if grad is not None and grad.placements != spec.placements:
                 grad = grad.redistribute(placements=spec.placements)
-            found.append(None if grad is None else grad.to_local())
-        return None, *found
+            local_grads.append(None if grad is None else grad.to_local())
+        return None, *local_grads
 
 
 def local_parts(tensors: Sequence[DTensor], gradients: Sequence[Placements] | None = None) -> Sequence[torch.Tensor]:

@@ -41,15 +41,15 @@ def windows_of(module: nn.Module) -> tuple[Window, ...]:
     of its layers have a window or chunks. Without it all have the window, if the model's code names it, and none has
     chunks. (A config may have options of another model's.)
     """
-    forwards = {inspect.unwrap(type(each).forward) for each in module.modules()}
+    forwards = {inspect.unwrap(type(child).forward) for child in module.modules()}
     named = any(_WINDOW in _names_in(getattr(forward, "__code__", None)) for forward in forwards)
-    found = {(each.option, each.size, id(each.config)): each for each in _windows(module, None, named)}
-    return tuple(sorted(found.values(), key=lambda each: each.size))
+    windows = {(window.option, window.size, id(window.config)): window for window in _windows(module, None, named)}
+    return tuple(sorted(windows.values(), key=lambda window: window.size))
 
 
 def smallest_of_a_part(windows: tuple[Window, ...]) -> Window | None:
     """The smallest of ``windows`` whose masks would be made from this rank's part."""
-    return next((each for each in windows if makes_local_masks(each.config)), None)
+    return next((window for window in windows if makes_local_masks(window.config)), None)
 
 
 def makes_local_masks(config: Any) -> bool:
@@ -75,10 +75,10 @@ _WITHOUT = {
 
 
 def _windows(module: nn.Module, config: Any, named: bool) -> Iterator[Window]:
-    given = getattr(module, "config", None)
+    own_config = getattr(module, "config", None)
     # Some parts, such as rotary embeddings, have a copy of the model's.
-    if given is not None and type(given) is not type(config):
-        config = given
+    if own_config is not None and type(own_config) is not type(config):
+        config = own_config
         for option in _OPTIONS:
             yield from _window(option, _of_layers(module, config, option, named), config)
     for option in _OPTIONS:
@@ -98,9 +98,9 @@ def _of_layers(module: nn.Module, config: Any, option: str, named: bool) -> Any:
     index = getattr(module, "layer_idx", None)
     if kinds is None:
         kinds, index = [_SLIDING] * named, None
-    mine = {kinds[index]} if isinstance(index, int) else set(kinds)
-    chunked = {kind for kind in mine if "chunk" in kind}
-    some = chunked if option == _CHUNK else mine - chunked - _WITHOUT
+    layers = {kinds[index]} if isinstance(index, int) else set(kinds)
+    chunked = {kind for kind in layers if "chunk" in kind}
+    some = chunked if option == _CHUNK else layers - chunked - _WITHOUT
     return getattr(config, option, None) if some else None
 
 

@@ -126,10 +126,10 @@ class ModuleContextParallel(ContextParallelStyle):
         self.check_inputs = check_inputs
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        taken = [name or "itself" for name, child in module.named_modules() if hasattr(child, _STATE)]
-        if taken:
+        applied = [name or "itself" for name, child in module.named_modules() if hasattr(child, _STATE)]
+        if applied:
             raise ValueError(
-                f"{type(module).__name__} has context-parallel modules already ({', '.join(taken[:3])}): apply one "
+                f"{type(module).__name__} has context-parallel modules already ({', '.join(applied[:3])}): apply one "
                 "ModuleContextParallel to a module"
             )
         if "forward" in vars(module):
@@ -152,10 +152,10 @@ class ModuleContextParallel(ContextParallelStyle):
                 "logit for each query head, or leave sink out"
             )
         names = {child: path for path, child in module.named_modules()}
-        trusted = {child for child, path in names.items() if any(fnmatchcase(path, each) for each in self.trusted)}
-        unmatched = [each for each in self.trusted if not any(fnmatchcase(path, each) for path in names.values())]
-        if unmatched:
+        matches = {part: {child for child, path in names.items() if fnmatchcase(path, part)} for part in self.trusted}
+        if unmatched := [pattern for pattern, children in matches.items() if not children]:
             raise ValueError(f"{type(module).__name__}: trusted={unmatched} names no module of it")
+        trusted = set[nn.Module]().union(*matches.values())
         if self.check_inputs:  # which refuses mask tokens, so what these mix is 0
             trusted.update(scaled_by_masks(module))
             if RANGES_ARE_NOT_TRACED:
@@ -235,6 +235,6 @@ class _Entered(BoundToThisRun):
 def _entered_members(cls: type[nn.Module]) -> dict[str, Any]:
     """A forward that shows the signature of ``cls``. It is a copy: where torch.compile breaks a graph inside of the
     module depends on the code of :class:`_Entered`, which calls ``super()``."""
-    own = _Entered.forward
-    forward = FunctionType(own.__code__, own.__globals__, own.__name__, own.__defaults__, own.__closure__)
+    base = _Entered.forward
+    forward = FunctionType(base.__code__, base.__globals__, base.__name__, base.__defaults__, base.__closure__)
     return {"forward": functools.wraps(cls.forward)(forward)}

@@ -48,11 +48,11 @@ def parallelize_module(
         if unmatched:
             names = [name for name, _ in module.named_modules() if name]
             near = {path: get_close_matches(path, names, 3, 0.3) for path in unmatched}
-            said = "; ".join(
-                f"{path!r}" + (f" (near: {', '.join(found)})" if found else "") for path, found in near.items()
+            listed = "; ".join(
+                f"{path!r}" + (f" (near: {', '.join(similar)})" if similar else "") for path, similar in near.items()
             )
             raise ValueError(
-                f"the plan for {type(module).__name__} has paths that match no module: {said}. Correct them: print "
+                f"the plan for {type(module).__name__} has paths that match no module: {listed}. Correct them: print "
                 "the names with module.named_modules(); each part between dots may hold * and ?"
                 f"{see('A path that matches no module')}"
             )
@@ -62,7 +62,7 @@ def parallelize_module(
 
 def _matches(module: nn.Module, path: str) -> bool:
     """Whether torch would find a module: each part of the path is a pattern for names of children."""
-    found = [module]
+    modules = [module]
     for part in path.split(".") if path else ():
-        found = [child for each in found for name, child in each.named_children() if fnmatch(name, part)]
-    return bool(found)
+        modules = [child for parent in modules for name, child in parent.named_children() if fnmatch(name, part)]
+    return bool(modules)

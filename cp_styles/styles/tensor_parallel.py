@@ -209,12 +209,12 @@ class PrepareModuleOutput(OnMeshAxis, torch_parallel.PrepareModuleOutput):
 
     def _prepare_out_fn(self, outputs: Any, device_mesh: DeviceMesh) -> Any:
         if self.use_local_output:
-            given = outputs if isinstance(outputs, tuple) else (outputs,)
-            for out, came, leaves in zip(given, self.output_layouts, self.desired_output_layouts, strict=False):
-                if isinstance(out, torch.Tensor) and came is not None and (isinstance(out, DTensor) or came != leaves):
+            tensors = outputs if isinstance(outputs, tuple) else (outputs,)
+            for out, kind, leaves in zip(tensors, self.output_layouts, self.desired_output_layouts, strict=False):
+                if isinstance(out, torch.Tensor) and kind is not None and (isinstance(out, DTensor) or kind != leaves):
                     shape = list(out.shape)
-                    if isinstance(came, Shard) and not isinstance(out, DTensor):
-                        shape[came.dim] *= device_mesh.size()
+                    if isinstance(kind, Shard) and not isinstance(out, DTensor):
+                        shape[kind.dim] *= device_mesh.size()
                     self._refuse_uneven("a module", shape, leaves, device_mesh)
         return super()._prepare_out_fn(outputs, device_mesh)
 

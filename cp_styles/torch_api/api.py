@@ -285,11 +285,11 @@ def context_parallel_unshard(
     rows = gather_numbers([buffer.shape[dim] for buffer, dim in pairs] or [0], group)
     layouts = []
     for index in range(len(pairs)):
-        found = tuple(row[index] for row in rows)
-        layouts.append(layout_of(cut, sum(found), group.size()))
-        if layouts[-1].lengths != found:
+        lengths = tuple(row[index] for row in rows)
+        layouts.append(layout_of(cut, sum(lengths), group.size()))
+        if layouts[-1].lengths != lengths:
             raise ValueError(
-                f"context_parallel_unshard: the ranks hold {list(found)} positions, but the layout gives them "
+                f"context_parallel_unshard: the ranks hold {list(lengths)} positions, but the layout gives them "
                 f"{list(layouts[-1].lengths)}: pass the load_balancer that they were cut with"
             )
     wholes = []

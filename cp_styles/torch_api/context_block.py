@@ -144,11 +144,11 @@ class ContextParallelBlock(contextlib.ContextDecorator):
 
     def _entry(self) -> _BlockEntry:
         """Check everything, before anything is changed."""
-        given, pairs = pairs_of(self._buffers, self._seq_dims), []
+        cut_buffers, pairs = pairs_of(self._buffers, self._seq_dims), []
         for buffer in self._no_restore:
-            if all(buffer is not other for other, _ in given):
+            if all(buffer is not other for other, _ in cut_buffers):
                 raise ValueError("no_restore_buffers must be a subset of buffers, the same tensor objects")
-        for buffer, dim in given:
+        for buffer, dim in cut_buffers:
             check_buffer(buffer)
             pairs.append((buffer, dim_of(buffer, dim)))
             self._refuse_part(*pairs[-1])
@@ -347,7 +347,7 @@ class _BlockCalls(AttentionCalls):
         """Those of the outermost model that runs: a block has no hook on it."""
         if self.tally.inputs:
             return self.tally.inputs
-        models = [each for each in running_modules() if is_model(each[0])]
+        models = [call for call in running_modules() if is_model(call[0])]
         module, args, kwargs = models[-1] if models else (None, (), {})
         return {} if module is None else dict(zip(names_of_inputs(module), args, strict=False)) | kwargs
 
