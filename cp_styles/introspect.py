@@ -117,15 +117,15 @@ def _described(value: Any, names: frozenset[str], above: frozenset[int]) -> Any:
 def _described_object(value: Any, names: frozenset[str], above: frozenset[int], called: bool = True) -> Any:
     code: dict[str, Any] = {}  # of the methods and properties that the code around reaches
     values: dict[str, Any] = {}  # of the attributes that all of these name
-    held, waiting = [getattr(value, "__dict__", {})], sorted(names)
+    places, waiting = [getattr(value, "__dict__", {})], sorted(names)
     if not isinstance(value, nn.Module):
         waiting += ["__call__"] * called
     else:
-        held += [value._modules, value._parameters, value._buffers]
+        places += [value._modules, value._parameters, value._buffers]
         # Of a module whose attributes are read, the forward is not what is meant.
-        waiting += ["forward"] * (called and not any(name in attributes for name in names for attributes in held))
+        waiting += ["forward"] * (called and not any(name in attributes for name in names for attributes in places))
     for name in waiting:
-        for attributes in held:
+        for attributes in places:
             if name in attributes:
                 values[name] = attributes[name]
         attribute = inspect.getattr_static(type(value), name, None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,6 +34,10 @@ class Choice(NamedTuple):
         return sum(entry.total for entry in self.explanation.seconds)
 
 
+# Of one rank, the busiest of some, and without its memory: times alone.
+_ROUGHLY: dict[str, Any] = {"memory": False, "most": 1}
+
+
 def ranked(
     strategies: Sequence[Strategy],
     layouts: dict[str, Callable[[int, int], SequenceLayout]],
@@ -52,7 +56,11 @@ def ranked(
     for name, balancer in layouts.items():
         layout = layout_made_by(balancer, length, ranks)
         all_choices += choices(strategies, name, (layout, layout), mask, shapes, hardware, memory=memory, most=most)
-    return sorted(all_choices, key=lambda choice: (bool(choice.problem), choice.seconds))
+    return sorted(all_choices, key=_by_time)
+
+
+def _by_time(choice: Choice) -> tuple[bool, float]:
+    return bool(choice.problem), choice.seconds
 
 
 def choices(
@@ -62,22 +70,18 @@ def choices(
     mask: Mask,
     shapes: Shapes,
     hardware: Hardware,
-    *,
-    memory: bool,
-    most: int,
+    **options: Any,
 ) -> list[Choice]:
-    """The strategies for one attention, in their order. ``memory`` and ``most`` are those of ``explained``."""
+    """The strategies for one attention, in their order. ``options`` are those of ``explained``."""
     kernel, result = kernel_of(shapes, None), []
     for strategy in strategies:
         explanation, problem = None, problem_of(strategy, layouts[0].ranks, shapes)
         if not problem:
-            explanation = explained(
-                strategy, layouts, mask, kernel, shapes, hardware=hardware, memory=memory, most=most
-            )
-            held = explanation.peak_memory + layouts[0].lengths[0] * (2 * shapes.query_row + shapes.kv_row)
-            if held > hardware.memory:
+            explanation = explained(strategy, layouts, mask, kernel, shapes, hardware=hardware, **options)
+            memory = explanation.peak_memory + layouts[0].lengths[0] * (2 * shapes.query_row + shapes.kv_row)
+            if memory > hardware.memory:
                 has = f"{hardware.name} has {hardware.memory / 2**30:.0f}"
-                problem = f"needs {held / 2**30:.1f} GiB for one attention, {has}: take more ranks, or keep=0"
+                problem = f"needs {memory / 2**30:.1f} GiB for one attention, {has}: take more ranks, or keep=0"
         result.append(Choice(strategy, layout_name, explanation, problem))
     return result
 
@@ -133,8 +137,8 @@ class Auto(Strategy):
         """
         shapes = shapes._replace(device=torch.device(self.hardware.device))
         strategy = _choice(self.hardware, self.candidates, *layouts, mask.pattern, shapes)
-        options = {"hardware": self.hardware, "memory": False, "most": 1}
-        return explained(strategy, layouts, mask.pattern, kernel_of(shapes, None), shapes, **options)
+        kernel = kernel_of(shapes, None)
+        return explained(strategy, layouts, mask.pattern, kernel, shapes, hardware=self.hardware, **_ROUGHLY)
 
     def layout(
         self,
@@ -161,7 +165,7 @@ class Auto(Strategy):
         """
         strategies = self.candidates or strategies_for(ranks, self.hardware)
         options = {"length": length, "ranks": ranks, "mask": mask, "shapes": shapes, "hardware": self.hardware}
-        rows = ranked(strategies, layouts_for(mask), memory=False, most=1, **options)
+        rows = ranked(strategies, layouts_for(mask), **_ROUGHLY, **options)
         able = [row.explanation for row in rows if row.explanation is not None]
         if not able:
             raise ValueError(f"none of {strategies} can run on {ranks} ranks")
@@ -169,9 +173,9 @@ class Auto(Strategy):
             return able[0].layout
         documents = documents_of(mask)
 
-        def total(each: Explanation) -> float:
-            recurring = states.seconds(each.layout, documents, self.hardware)
-            return layers[0] * sum(phase.total for phase in each.seconds) + layers[1] * recurring
+        def total(explanation: Explanation) -> float:
+            recurring = states.seconds(explanation.layout, documents, self.hardware)
+            return layers[0] * sum(phase.total for phase in explanation.seconds) + layers[1] * recurring
 
         return min(able, key=total).layout
 
@@ -208,8 +212,8 @@ def _choice(
     shapes: Shapes,
 ) -> Strategy:
     strategies = candidates or strategies_for(q_layout.ranks, hardware)
-    rows = choices(strategies, "", (q_layout, kv_layout), mask, shapes, hardware, memory=False, most=1)
-    best = min(rows, key=lambda choice: (bool(choice.problem), choice.seconds))
+    rows = choices(strategies, "", (q_layout, kv_layout), mask, shapes, hardware, **_ROUGHLY)
+    best = min(rows, key=_by_time)
     if best.explanation is None:
         raise ValueError(f"Auto: none of its candidates can run: { ({x.strategy: x.problem for x in rows}) }")
     return best.strategy
@@ -282,9 +286,9 @@ def explain_hybrid(
     layouts = {name: layout_made_by(balancer, length, ranks) for name, balancer in balancers.items()}
     options = {"length": length, "ranks": ranks, "mask": mask, "shapes": shapes, "hardware": hardware}
     fastest: dict[str, Choice] = {}
-    for each in ranked(strategies_for(ranks, hardware), balancers, memory=False, most=1, **options):
-        if not each.problem:
-            fastest.setdefault(each.layout_name, each)
+    for choice in ranked(strategies_for(ranks, hardware), balancers, **_ROUGHLY, **options):
+        if not choice.problem:
+            fastest.setdefault(choice.layout_name, choice)
     if not fastest:
         raise ValueError(f"explain_hybrid: no strategy can run on {ranks} ranks")
     _, bandwidth, latency = hardware.link(0, ranks - 1)
@@ -306,5 +310,5 @@ def explain_hybrid(
 
 def _most_moved(layout: SequenceLayout, other: SequenceLayout) -> int:
     """The most positions of a rank that another layout gives to other ranks."""
-    pairs = ((set(each.positions(rank).tolist()) for each in (layout, other)) for rank in range(layout.ranks))
-    return max(len(mine - theirs) for mine, theirs in pairs)
+    before, after = ([set(x.positions(rank).tolist()) for rank in range(x.ranks)] for x in (layout, other))
+    return max(len(positions - others) for positions, others in zip(before, after, strict=True))

@@ -112,7 +112,7 @@ class Hardware:
         by calls with one query a rank. Without a group, those figures are the ones of ``CPU`` or ``H100``. A 1-D mesh
         is as good as its group.
 
-        Communication: messages between two ranks, one broadcast of the figures of rank 0, and small attentions.
+        Communication: messages between two ranks, two broadcasts of the figures of rank 0, and small attentions.
         """
         if group is not None:
             _, group = axis_and_group("Hardware.measure", group)
@@ -122,29 +122,18 @@ class Hardware:
         measured = _measured(preset, device, dtype)
         if group is None or group.size() == 1:
             return measured
-        numbers = torch.tensor([getattr(measured, name) for name in _MEASURED], dtype=torch.float64, device="cpu")
         open_group(group, device)
         if group.rank() < 2:
-            numbers[-2:] = torch.tensor(_measured_link(group, device), dtype=torch.float64, device="cpu")
-        numbers = numbers if device.type == "cpu" else numbers.to(device)
-        dist.broadcast(numbers, src=dist.get_global_rank(group, 0), group=group)
-        measured = replace(measured, **dict(zip(_MEASURED, numbers.tolist(), strict=True)), call_floor=0.0)
-        least = torch.tensor([_least_call(group, device, dtype, measured)], dtype=torch.float64, device=numbers.device)
-        dist.broadcast(least, src=dist.get_global_rank(group, 0), group=group)
-        return replace(measured, call_floor=least.item())
+            latency, bandwidth = _measured_link(group, device)
+            measured = replace(measured, latency=latency, bandwidth=bandwidth)
+        measured = _of_first(measured, group, device)
+        return _of_first(replace(measured, call_floor=_least_call(group, device, dtype, measured)), group, device)
 
 
-_MEASURED = (
-    "flops",
-    "backward_rate",
-    "half_rows",
-    "beyond_diagonal",
-    "kernel_floor",
-    "copy_bandwidth",
-    "op_floor",
-    "latency",
-    "bandwidth",
-)
+def _of_first(hardware: Hardware, group: dist.ProcessGroup, device: torch.device) -> Hardware:
+    figures = [hardware]
+    dist.broadcast_object_list(figures, src=dist.get_global_rank(group, 0), group=group, device=device)
+    return figures[0]
 
 
 def _seconds(run: Callable[[], object], device: torch.device, repeats: int = 5) -> float:
@@ -200,12 +189,8 @@ def _measured_link(group: dist.ProcessGroup, device: torch.device) -> tuple[floa
     peer = 1 - group.rank()
 
     def swap(size: int) -> float:
-        mine, theirs = torch.zeros(size, device=device), torch.zeros(size, device=device)
-
-        def run() -> None:
-            exchange([(peer, mine)], [(peer, theirs)], group).wait()
-
-        return _seconds(run, device, 7)
+        sent, received = torch.zeros(2, size, device=device)
+        return _seconds(lambda: exchange([(peer, sent)], [(peer, received)], group).wait(), device, 7)
 
     latency, size = swap(1), 2**21
     return latency, 4 * size / max(swap(size) - latency, 1e-9)
@@ -318,7 +303,7 @@ class Seconds(NamedTuple):
     copies: float
 
     def __add__(self, other: Seconds) -> Seconds:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return Seconds(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+        return Seconds(*map(sum, zip(self, other, strict=True)))
 
 
 def seconds_of(phase: Phase, rank: int, hardware: Hardware) -> Seconds:

@@ -213,10 +213,10 @@ def rehearse(
     strategy, notes = _by_rows(strategy, mask), _Notes(memory, most_calls)
     attention, (q, k, v) = _call(layouts, mask, kernel, shapes, rank, notes)
     sink_H = torch.empty(shapes.heads, dtype=torch.float32, device="meta") if sink else None
-    kept, dtype = residual_spec(strategy.residual_specs(attention, q, k, v))
+    size, dtype = residual_spec(strategy.residual_specs(attention, q, k, v))
     grad = q.new_empty(shapes.batch, q.shape[2], shapes.heads, shapes.value_dim).transpose(1, 2)
     with notes:
-        residual = q.new_empty(kept, dtype=dtype)
+        residual = q.new_empty(size, dtype=dtype)
         notes.label("kept for the backward", residual)
         out = strategy.forward(attention, q, k, v, sink_H, residual)
         notes.label("output", out)
@@ -328,16 +328,16 @@ class _Notes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        given = _tensors_in((*args, *kwargs.values()))
+        inputs = _tensors_in((*args, *kwargs.values()))
         if func._schema.is_mutable:  # there is no data to change
             result = kwargs.get("out", args[0])
-            self.events.append(Copied(sum(x.nbytes for x in given)))
+            self.events.append(Copied(sum(x.nbytes for x in inputs)))
             return result
-        if func.overloadpacket in _POINTWISE and len({(x.shape, x.dtype) for x in given}) == 1:
-            result = torch.empty_like(given[0])  # what torch's own function for meta tensors takes long to find out
+        if func.overloadpacket in _POINTWISE and len({(x.shape, x.dtype) for x in inputs}) == 1:
+            result = torch.empty_like(inputs[0])  # what torch's own function for meta tensors takes long to find out
         else:
             result = func(*args, **kwargs)
-        storages = {StorageWeakRef(x.untyped_storage()).cdata for x in given}
+        storages = {StorageWeakRef(x.untyped_storage()).cdata for x in inputs}
         fresh = new_bytes = 0
         for x in _tensors_in(result if isinstance(result, (tuple, list)) else (result,)):
             reference = StorageWeakRef(x.untyped_storage())
@@ -352,18 +352,13 @@ class _Notes(TorchDispatchMode):
             if self._memory:
                 self._look(new_bytes)
             if func.overloadpacket not in _WITHOUT_DATA:
-                self.events.append(Copied(fresh + sum(x.nbytes for x in given)))
+                self.events.append(Copied(fresh + sum(x.nbytes for x in inputs)))
         return result
 
 
 def _tensors_in(values: Sequence[Any]) -> list[torch.Tensor]:
-    tensors = []
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            tensors.append(value)
-        elif isinstance(value, (list, tuple)):
-            tensors += [x for x in value if isinstance(x, torch.Tensor)]
-    return tensors
+    nested = (value if isinstance(value, (list, tuple)) else (value,) for value in values)
+    return [x for value in nested for x in value if isinstance(x, torch.Tensor)]
 
 
 _KEPT, _OTHER = "kept for the backward", "sums and copies"

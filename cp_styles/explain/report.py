@@ -63,13 +63,18 @@ class Explanation:
     @property
     def node_ranks(self) -> int:
         """The ranks of a node: of the hardware, else as torchrun says (LOCAL_WORLD_SIZE), else all."""
-        known = self.hardware.node_ranks if self.hardware else int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
-        return min(known or self.ranks, self.ranks)
+        ranks = self.hardware.node_ranks if self.hardware else int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+        return min(ranks or self.ranks, self.ranks)
 
     @cached_property
     def work(self) -> dict[int, int]:
         """(query, key) pairs of all heads that each rehearsed rank computes in a forward."""
         return {rank: sum(call.pairs for call in run.forward.calls) for rank, run in self.runs.items()}
+
+    @property
+    def busiest(self) -> int:
+        """The rehearsed rank that computes the most."""
+        return max(self.work, key=self.work.__getitem__)
 
     @cached_property
     def imbalance(self) -> float:
@@ -86,11 +91,8 @@ class Explanation:
         """
         if self.hardware is None:
             raise ValueError("times need to know the machine: explain(..., hardware=H100)")
-        forward, backward = (
-            [seconds_of(getattr(run, name), rank, self.hardware) for rank, run in self.runs.items()]
-            for name in ("forward", "backward")
-        )
-        return max(forward), max(backward)
+        forward = max(seconds_of(run.forward, rank, self.hardware) for rank, run in self.runs.items())
+        return forward, max(seconds_of(run.backward, rank, self.hardware) for rank, run in self.runs.items())
 
     @cached_property
     def planning(self) -> float:
@@ -98,8 +100,8 @@ class Explanation:
 
         They are not in :attr:`seconds`, because plans are cached. With packed documents every batch is new.
         """
-        rank = max(self.work, key=self.work.__getitem__)
-        return planning_seconds(self.strategy, (self.layout, self.kv_layout), self.mask, self.kernel, self.shapes, rank)
+        cuts = self.layout, self.kv_layout
+        return planning_seconds(self.strategy, cuts, self.mask, self.kernel, self.shapes, self.busiest)
 
     @cached_property
     def peak_memory(self) -> int:
@@ -143,14 +145,14 @@ class Explanation:
         tensors: Any = self.shapes.named(1, 1)
         for kernel in (*SDPA_KERNELS, ReferenceKernel()):
             name = getattr(kernel, "name", type(kernel).__name__)
+            why = "another one that takes these tensors comes first"
             if any(name in other for other in used):
                 continue
             try:
                 kernel.check(*tensors, biased=False)
             except NotImplementedError as problem:
-                lines.append((name, f"not used: {problem}"))
-            else:
-                lines.append((name, "not used: another one that takes these tensors comes first"))
+                why = str(problem)
+            lines.append((name, f"not used: {why}"))
         return lines
 
     @cached_property
@@ -383,32 +385,21 @@ def _other_layouts(explanation: Explanation) -> Iterator[tuple[str, str]]:
 
 
 def _other_strategies(explanation: Explanation) -> Iterator[tuple[str, str]]:
-    rank = max(explanation.work, key=explanation.work.__getitem__)
+    rank, cuts = explanation.busiest, (explanation.layout, explanation.kv_layout)
     current = explanation.runs[rank]
+    call = cuts, explanation.mask, explanation.kernel, explanation.shapes, rank
+    most_calls = max(_MANY, *(2 * len(phase.calls) for phase in (current.forward, current.backward)))
     for strategy in strategies_for(explanation.ranks, explanation.hardware):
         if strategy == explanation.strategy:
             continue
-        problem = problem_of(strategy, explanation.ranks, explanation.shapes)
-        if problem:
+        if problem := problem_of(strategy, explanation.ranks, explanation.shapes):
             yield str(strategy), f"rejected: {problem}"
             continue
-        cuts = explanation.layout, explanation.kv_layout
         try:
-            other = rehearse(
-                strategy,
-                cuts,
-                explanation.mask,
-                explanation.kernel,
-                explanation.shapes,
-                rank,
-                most_calls=max(_MANY, *(2 * len(phase.calls) for phase in (current.forward, current.backward))),
-            )
+            other = rehearse(strategy, *call, most_calls=most_calls)
         except TooManyCalls as many:
             yield str(strategy), f"slow: {many} in a forward or a backward"
             continue
         sent = [sum(run.forward.sent.values()) + sum(run.backward.sent.values()) for run in (current, other)]
-        ratios = [
-            f"{what} x{theirs / max(mine, 1):.2f}"
-            for what, mine, theirs in (("bytes", *sent), ("peak memory", current.backward.peak, other.backward.peak))
-        ]
-        yield str(strategy), ", ".join(ratios)
+        memory = other.backward.peak / max(current.backward.peak, 1)
+        yield str(strategy), f"bytes x{sent[1] / max(sent[0], 1):.2f}, peak memory x{memory:.2f}"

@@ -36,8 +36,8 @@ class MixerShapes:
         """
         _, bandwidth, latency = hardware.link(0, layout.ranks - 1)
         sent = max(self.sent(layout, documents))
-        each = hardware.call_floor + (sent > 0) * latency
-        messages = self.messages(layout, documents) * each + sent / bandwidth
+        floor = hardware.call_floor + (sent > 0) * latency
+        messages = self.messages(layout, documents) * floor + sent / bandwidth
         return self.kernels(layout, documents, hardware) + 2 * messages
 
     def messages(self, layout: SequenceLayout, documents: Sequence[int] | None) -> int:
@@ -72,9 +72,10 @@ class StateShapes(MixerShapes):
 
     def sent(self, layout, documents=None):
         column, sizes = self.itemsize * self.batch * self.heads * self.keys, [0] * layout.ranks
-        for rank, own in (each for needs in self._rounds(layout, documents) for each in enumerate(needs)):
-            for holder, _, _, count in own:
-                sizes[holder] += column * count * (holder != rank)
+        for needs in self._rounds(layout, documents):
+            for rank, of_rank in enumerate(needs):
+                for holder, _, _, count in of_rank:
+                    sizes[holder] += column * count * (holder != rank)
         return sizes
 
     def messages(self, layout, documents):
@@ -88,10 +89,10 @@ class StateShapes(MixerShapes):
         each_token = 2 * self.batch * self.heads * (2 * self.keys * self.values + _CHUNK * (self.keys + self.values))
         again = 1 + 1 / self.values if self.diagonal else 1 + self.keys / self.values  # the map, before the outputs
         runs, calls = [0.0] * layout.ranks, [0] * layout.ranks
-        for each in fragments_of(layout, tuple(documents or (layout.length,))):
-            twice = not (each.first or each.last)
-            runs[each.rank] += (each.rows[1] - each.rows[0]) * (1 + again * twice)
-            calls[each.rank] += 1 + twice
+        for fragment in fragments_of(layout, tuple(documents or (layout.length,))):
+            twice = not (fragment.first or fragment.last)
+            runs[fragment.rank] += (fragment.rows[1] - fragment.rows[0]) * (1 + again * twice)
+            calls[fragment.rank] += 1 + twice
         # A backward is twice a forward. The chunks of a fragment are one kernel; its launches are those of some others.
         return max(
             3 * run * each_token / (_RATE * hardware.flops) + 6 * count * hardware.kernel_floor

@@ -66,17 +66,18 @@ def _sections(explanation: Any) -> Iterator[list[str]]:
         f"  batch {shapes.batch}, heads {shapes.heads}:{shapes.kv_heads}, head dims {shapes.dim} and "
         f"{shapes.value_dim}, {str(shapes.dtype).removeprefix('torch.')} on {shapes.device.type}",
     ]
+    over_all = explanation.layout_imbalance
+    of_layout = "" if over_all is None else f"; of the layout, over all ranks: {over_all:.3f}"
     yield [
         "ranks",
         *table([["rank", "tokens", "share of work", "positions"], *_ranks(explanation)]),
-        f"  {_balance(explanation)}",
+        f"  busiest / mean of these ranks, as computed: {explanation.imbalance:.3f}{of_layout}",
     ]
     yield _heat(explanation)
     if explanation.hardware is not None:
         yield _times(explanation)
-    rank = max(explanation.work, key=explanation.work.__getitem__)
     for phase in ("forward", "backward"):
-        yield _steps(explanation, rank, phase)
+        yield _steps(explanation, explanation.busiest, phase)
     yield _peers(explanation)
     yield _memory(explanation)
     yield ["kernels", *_listed(explanation.kernels)]
@@ -87,17 +88,10 @@ def _ranks(explanation: Any) -> Iterator[list[str]]:
     total = sum(explanation.work.values()) or 1
     for rank in explanation.runs:
         chunks = explanation.layout.chunks[rank]
-        shown = " ".join(f"[{start}, {stop})" for start, stop in chunks[:2]) + (
-            f" +{len(chunks) - 2}" if len(chunks) > 2 else ""
-        )
+        shown = " ".join(f"[{start}, {stop})" for start, stop in chunks[:2])
+        shown += f" +{len(chunks) - 2}" if len(chunks) > 2 else ""
         share = explanation.work[rank] / total * (len(explanation.runs) / explanation.ranks)
         yield [str(rank), f"{explanation.layout.lengths[rank]:,}", f"{share:.2%}", shown]
-
-
-def _balance(explanation: Any) -> str:
-    layout = explanation.layout_imbalance
-    of_layout = "" if layout is None else f"; of the layout, over all ranks: {layout:.3f}"
-    return f"busiest / mean of these ranks, as computed: {explanation.imbalance:.3f}{of_layout}"
 
 
 def _heat(explanation: Any) -> list[str]:
@@ -133,8 +127,8 @@ def _steps(explanation: Any, rank: int, phase: str) -> list[str]:
     for index, (transfers, calls) in enumerate(steps[:_STEPS]):
         cells = [str(index)]
         for outgoing in (True, False):
-            sizes = [(each.peer, each.nbytes) for each in transfers if each.outgoing == outgoing]
-            cells += [nbytes(sum(size for _, size in sizes)), sequences([*{peer for peer, _ in sizes}]) or "-"]
+            way = [transfer for transfer in transfers if transfer.outgoing == outgoing]
+            cells += [nbytes(sum(x.nbytes for x in way)), sequences([*{x.peer for x in way}]) or "-"]
         rows.append([*cells, str(len(calls)), f"{sum(call.pairs for call in calls):,}"])
     more = [f"  ... {len(steps) - _STEPS} more steps"] if len(steps) > _STEPS else []
     return [f"{phase} of rank {rank}, step by step", *table(rows), *more]

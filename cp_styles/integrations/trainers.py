@@ -57,9 +57,7 @@ def share_batches(dataloader: Any, *, num_replicas: int, rank: int) -> Any:
             distributes (``dispatch_batches``), a sampler of its own for each rank.
     """
     world = dist.get_world_size()
-    sharded = next(
-        (each for each in (dataloader.batch_sampler, dataloader.dataset) if hasattr(each, "process_index")), None
-    )
+    sharded = next((x for x in (dataloader.batch_sampler, dataloader.dataset) if hasattr(x, "process_index")), None)
     dispatched = hasattr(dataloader, "split_batches")  # of accelerate's DataLoaderDispatcher alone
     if dispatched or sharded is None or sharded.num_processes not in (world, num_replicas):
         raise ValueError(
@@ -131,9 +129,9 @@ class ContextParallelTrainer:
     def _firsts(self) -> list[int]:
         """The first rank of each group of ranks that share a sequence. Communication, once: an all-gather."""
         first = dist.get_process_group_ranks(self._cut._group)[0]
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, first)
-        return sorted(set(found))
+        ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, first)
+        return sorted(set(ranks))
 
     def _shared(self, dataloader: Any) -> Any:
         index = self._firsts.index(dist.get_process_group_ranks(self._cut._group)[0])
@@ -227,19 +225,17 @@ class ContextParallelTrainer:
             with collective(self._cut._group, type(self).__name__):
                 dist.all_reduce(loss, group=self._cut._group)
             loss = loss / self._cut._group.size()
-        if logits is not None:
-            logits = self._whole_logits(logits, inputs)
-        return loss, logits, labels
+        return loss, None if logits is None else self._whole_logits(logits, inputs), labels
 
     def _whole_logits(self, logits: Any, inputs: Any) -> Any:
         if isinstance(logits, (tuple, list)):
-            return type(logits)(self._whole_logits(each, inputs) for each in logits)
+            return type(logits)(self._whole_logits(x, inputs) for x in logits)
         return self._cut.whole_of(logits, inputs)
 
     def _gathered(self, data: Any) -> Any:
         """A replacement of accelerate's ``gather_for_metrics``: only the rows of the first rank of each sequence."""
         if isinstance(data, (tuple, list)):
-            return type(data)(self._gathered(each) for each in data)
+            return type(data)(self._gathered(x) for x in data)
         accelerator = self._trainer.accelerator
         rows = accelerator.gather(data).unflatten(0, (dist.get_world_size(), -1))[self._firsts].flatten(0, 1)
         state = accelerator.gradient_state

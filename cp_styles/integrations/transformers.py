@@ -19,7 +19,6 @@ from importlib import import_module
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.attention.flex_attention import BlockMask
@@ -119,13 +118,14 @@ def _attention(
     score_mod = None if softcap is None else _cap(softcap)
     if biases_DH is not None:
         score_mod = _biased_by_distance(biases_DH)
-    said = {"mask": mask, "attn_mask": dense, "scale": scaling, "sink_H": sink_H, "score_mod": score_mod}
+    options = {"mask": mask, "attn_mask": dense, "scale": scaling, "sink_H": sink_H, "score_mod": score_mod}
+    options["refuse"] = refuse
 
     past, _ = past_of(calls.inputs)
     if past is not None and past.prefilled:
-        out_BHLE = _decode(calls, past, module, query, key, value, refuse, said)
+        out_BHLE = _decode(calls, past, module, (query, key, value), options)
     else:
-        out_BHLE = calls.attend_with((query, key, value), **said, refuse=refuse)
+        out_BHLE = calls.attend_with((query, key, value), **options)
         if past is not None:
             past.attended(getattr(module, "layer_idx", None), mask)
     return out_BHLE.transpose(1, 2).contiguous(), None
@@ -135,18 +135,16 @@ def _decode(
     calls: AttentionCalls,
     past: TransformersCache,
     module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    refuse: Callable[[], None],
-    said: dict[str, Any],
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    options: dict[str, Any],
 ) -> torch.Tensor:
     """The attention of new tokens, which are the same on all ranks."""
-    held, name, expanded = cache_of(key), calls.binding.name, None
-    if held is None and hasattr(module, "expand_kv"):  # MLA: the cache has latents, of which keys and values are made
+    query, key, value = tensors
+    cache, name, expanded = cache_of(key), calls.binding.name, None
+    if cache is None and hasattr(module, "expand_kv"):  # MLA: the cache has latents, of which keys and values are made
         number: Any = module.layer_idx
-        held, expanded = past.layers[number], (key, value)
-    elif held is None or cache_of(value) is not held:
+        cache, expanded = past.layers[number], (key, value)
+    elif cache is None or cache_of(value) is not cache:
         offer_refusal(name, calls.binding.group)
         raise NotImplementedError(
             f"{name}: {type(module).__name__} changes the keys or values of its cache before it attends to them, or "
@@ -154,13 +152,14 @@ def _decode(
             "parallelism"
             f"{see('A cache that a model changes')}"
         )
-    assert held is not None
-    on_gpu, samples = query.device.type == "cuda", calls.tally.calls == 0 and _samples()
-    # A number for the state of the generator from which tokens will be drawn.
-    alike = checksum(torch.cuda.get_rng_state(query.device) if on_gpu else torch.get_rng_state()) if samples else 0
-    out_BHLE = calls.decode_with(query, held, DecodeCall(**said, alike=alike, refuse=refuse, expanded=expanded))
-    if held in past.layers:
-        past.attended(past.layers.index(held), calls.binding.mask & said["mask"])
+    assert cache is not None
+    alike = 0  # a number for the state of the generator from which tokens will be drawn
+    if calls.tally.calls == 0 and _samples():
+        on_gpu = query.device.type == "cuda"
+        alike = checksum(torch.cuda.get_rng_state(query.device) if on_gpu else torch.get_rng_state())
+    out_BHLE = calls.decode_with(query, cache, DecodeCall(**options, alike=alike, expanded=expanded))
+    if cache in past.layers:
+        past.attended(past.layers.index(cache), calls.binding.mask & options["mask"])
     return out_BHLE
 
 
@@ -184,15 +183,15 @@ def _biases(module: nn.Module, position_bias: torch.Tensor, attention_mask: Any)
     table = getattr(module, "relative_attention_bias", None)
     if isinstance(table, nn.Embedding) and isinstance(attention_mask, _WholeMask) and hasattr(module, _BUCKET):
         length, bucket = max(attention_mask.seq_lengths), getattr(module, _BUCKET)
-        said = {
+        options = {
             "bidirectional": not module.is_decoder,
             "num_buckets": module.relative_attention_num_buckets,
             "max_distance": module.relative_attention_max_distance,
         }
-        asked = inspect.signature(bucket).parameters  # UMT5's knows them itself
+        parameters = inspect.signature(bucket).parameters  # UMT5's function has none of these
         with torch.no_grad():
             distances_D = torch.arange(1 - length, length, device=table.weight.device)
-            buckets_D = bucket(distances_D, **{name: value for name, value in said.items() if name in asked})
+            buckets_D = bucket(distances_D, **{name: x for name, x in options.items() if name in parameters})
         known_about(position_bias)[_biases] = table(buckets_D)
     return known_about(position_bias).get(_biases)
 
@@ -222,8 +221,10 @@ def _mask(
     batch_size: int,
     q_length: int,
     q_offset: int | torch.Tensor = 0,
-    mask_function: Callable[..., Any] | None = None,
+    *,
+    mask_function: Callable[..., Any],
     attention_mask: torch.Tensor | None = None,
+    config: Any = None,
     **kwargs: Any,
 ) -> _WholeMask:
     """The mask function of transformers: ``mask_function`` and ``attention_mask`` as a mask of the whole sequence.
@@ -234,15 +235,18 @@ def _mask(
     Communication: one all-gather of some integers; and one of position ids, if any rank's are not those of one
     sequence.
     """
-    calls = _entered("a mask", kwargs.get("config"))
+    calls = _entered("a mask", config)
     past, encoder = past_of(calls.inputs)
     with without_function_modes():
         if past is not None and past.prefilled:
-            return _mask_of_new_tokens(calls, past, encoder, batch_size, q_length, mask_function, attention_mask)
-        made = _whole_mask(calls, batch_size, q_length, q_offset, mask_function, attention_mask, kwargs.get("config"))
-    if made.padding is not None or not isinstance(made.mask, Full | Causal):
-        calls.tally.made_mask = made
-    return made
+            mask, padding, length = _mask_of_new_tokens(calls, past, encoder, q_length, mask_function, attention_mask)
+            return _WholeMask(mask, padding, batch_size, length)
+        of_call = (batch_size, q_length, int(q_offset)), mask_function, attention_mask, config
+        mask, padding, length = _mask_of_prompt(calls, *of_call)
+    whole_mask = _WholeMask(mask, padding, batch_size, length)
+    if padding is not None or not isinstance(mask, Full | Causal):
+        calls.tally.made_mask = whole_mask
+    return whole_mask
 
 
 def position_ids_of(model: nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
@@ -297,24 +301,24 @@ def cut_inputs_of(language_model: nn.Module) -> RemovableHandle:
     calls = _calls_of(language_model, "cut_inputs_of")
 
     def cut(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
-        given: dict[str, Any] = dict(zip(names_of_inputs(module), args, strict=False)) | kwargs
-        tokens: torch.Tensor = given["input_ids"] if given.get("inputs_embeds") is None else given["inputs_embeds"]
+        inputs: dict[str, Any] = dict(zip(names_of_inputs(module), args, strict=False)) | kwargs
+        tokens: torch.Tensor = inputs["input_ids"] if inputs.get("inputs_embeds") is None else inputs["inputs_embeds"]
         layout, rank = calls.binding.layout_for(tokens.shape[1]), calls.binding.group.rank()
-        if given.get("position_ids") is None:
-            given["position_ids"] = torch.arange(layout.length, device=tokens.device).unsqueeze(0)
-        pictures, features = given.get("visual_pos_masks"), given.pop("deepstack_visual_embeds", None)
-        unknown = [name for name, x in given.items() if isinstance(x, torch.Tensor) and name not in _SEQ_DIMS]
+        if inputs.get("position_ids") is None:
+            inputs["position_ids"] = torch.arange(layout.length, device=tokens.device).unsqueeze(0)
+        pictures, features = inputs.get("visual_pos_masks"), inputs.pop("deepstack_visual_embeds", None)
+        unknown = [name for name, x in inputs.items() if isinstance(x, torch.Tensor) and name not in _SEQ_DIMS]
         if unknown:
             raise NotImplementedError(
                 f"{calls.binding.name}: {type(module).__name__} was given {unknown}, and it is not known how to cut "
                 "them: cut the embeddings yourself, and call the language model with this rank's part of all arguments"
             )
-        cuts = [(name, dim) for name, dim in _SEQ_DIMS.items() if dim is not None and given.get(name) is not None]
-        part: dict[str, Any] = {name: layout.shard(given[name], dim, rank).contiguous() for name, dim in cuts}
+        cuts = [(name, dim) for name, dim in _SEQ_DIMS.items() if dim is not None and inputs.get(name) is not None]
+        part: dict[str, Any] = {name: layout.shard(inputs[name], dim, rank).contiguous() for name, dim in cuts}
         if pictures is not None and features is not None:  # one row for each of their tokens, in the order of tokens
             rows = layout.shard(pictures.flatten().cumsum(0).view_as(pictures) - 1, 1, rank)[part["visual_pos_masks"]]
-            part["deepstack_visual_embeds"] = [each[rows] for each in features]
-        return (), given | part
+            part["deepstack_visual_embeds"] = [feature[rows] for feature in features]
+        return (), inputs | part
 
     return language_model.register_forward_pre_hook(cut, with_kwargs=True, prepend=True)
 
@@ -362,21 +366,21 @@ def prefill(
     layout = binding.layout_for(length)
     if min(layout.lengths) == 0:  # too short to be cut; then generate() runs all of it, on every rank
         layout = contiguous(0, layout.ranks)
-    made = cache_class(TransformersCache)(binding, layout, attention_mask)
+    cache = cache_class(TransformersCache)(binding, layout, attention_mask)
     if layout.length:
-        rank, known = binding.group.rank(), inspect.signature(type(model).forward).parameters
-        inputs: dict[str, Any] = {"past_key_values": made, "use_cache": True}
-        if "position_ids" in known:
+        rank, parameters = binding.group.rank(), inspect.signature(type(model).forward).parameters
+        inputs: dict[str, Any] = {"past_key_values": cache, "use_cache": True}
+        if "position_ids" in parameters:
             inputs["position_ids"] = layout.shard(position_ids[..., :-1], -1, rank)
-        if "logits_to_keep" in known:
+        if "logits_to_keep" in parameters:
             inputs["logits_to_keep"] = 1
         if attention_mask is not None:
             inputs["attention_mask"] = attention_mask[:, :-1]
         model(layout.shard(input_ids[:, :-1], 1, rank), **inputs)
-    made.prefilled = True
-    made.get_seq_length()  # an error if no attention has used it
-    made.tokens_BS = input_ids[:, : layout.length].clone()
-    return made
+    cache.prefilled = True
+    cache.get_seq_length()  # an error if no attention has used it
+    cache.tokens_BS = input_ids[:, : layout.length].clone()
+    return cache
 
 
 @torch.no_grad()
@@ -405,11 +409,10 @@ def encode(model: nn.Module, input_ids: torch.Tensor, *, attention_mask: torch.T
     _agree_on_prompt(binding, model, input_ids, attention_mask, encodes=True)
     encoder: Any = model.get_encoder()  # pyright: ignore[reportCallIssue]
     layout = binding.layout_for(input_ids.shape[1])
-    known = inspect.signature(type(encoder).forward).parameters
     inputs: dict[str, Any] = {}
-    if "position_ids" in known:
+    if "position_ids" in inspect.signature(type(encoder).forward).parameters:
         inputs["position_ids"] = layout.positions(binding.group.rank(), input_ids.device).unsqueeze(0)
-    elif not any(hasattr(each, _BUCKET) for each in encoder.modules()):
+    elif not any(hasattr(module, _BUCKET) for module in encoder.modules()):
         raise NotImplementedError(
             f"{binding.name}: {type(encoder).__name__} takes no position_ids, and has no biases by distance: it counts "
             "its tokens by itself, and here they are a part. Generate without context parallelism"
@@ -426,10 +429,10 @@ def encode(model: nn.Module, input_ids: torch.Tensor, *, attention_mask: torch.T
         raise NotImplementedError(
             f"{binding.name}: {type(encoder).__name__} called no attention that is context parallel"
         )
-    own = cache_class(TransformersCache)(binding, contiguous(0, layout.ranks), None)
-    own.prefilled = True
-    both = import_module("transformers").EncoderDecoderCache(own, encoder_keys(binding, layout))
-    return {"encoder_outputs": outputs, "past_key_values": both}
+    cache = cache_class(TransformersCache)(binding, contiguous(0, layout.ranks), None)
+    cache.prefilled = True
+    caches = import_module("transformers").EncoderDecoderCache(cache, encoder_keys(binding, layout))
+    return {"encoder_outputs": outputs, "past_key_values": caches}
 
 
 def _calls_of(model: nn.Module, function: str) -> AttentionCalls:
@@ -451,11 +454,7 @@ def _agree_on_prompt(
     *,
     encodes: bool = False,
 ) -> None:
-    given = {
-        "the prompt, which is cut here: pass the whole one": tokens,
-        "attention_mask": attention_mask,
-        "position_ids": position_ids,
-    }
+    tensors = {"attention_mask": attention_mask, "position_ids": position_ids}
 
     def describe() -> tuple[dict[str, Any], StatusRow]:
         if getattr(getattr(model, "config", None), "is_encoder_decoder", False) != encodes:
@@ -465,7 +464,7 @@ def _agree_on_prompt(
             raise ValueError(f"{binding.name}: {type(model).__name__} is in training mode: call model.eval() first")
         if not isinstance(tokens, torch.Tensor) or tokens.ndim != 2 or tokens.shape[1] < 1:
             raise ValueError(f"{binding.name}: input_ids must be the whole prompt, [B, S], got {_shape(tokens)}")
-        for what, x in {"attention_mask": attention_mask, "position_ids": position_ids}.items():
+        for what, x in tensors.items():
             if x is not None and x.shape[-1] != tokens.shape[1]:
                 raise ValueError(
                     f"{binding.name}: {what} of shape {_shape(x)} for a prompt of shape {_shape(tokens)}: both are of "
@@ -475,7 +474,8 @@ def _agree_on_prompt(
             raise ValueError(
                 f"{binding.name}: the prompt is padded on the right: pad it on the left, as generate() asks for"
             )
-        return {what: None if x is None else (_shape(x), digest(x)) for what, x in given.items()}, StatusRow()
+        compared = {"the prompt, which is cut here: pass the whole one": tokens, **tensors}
+        return {what: None if x is None else (_shape(x), digest(x)) for what, x in compared.items()}, StatusRow()
 
     state_of(binding.group).engaged = True
     meet_alike(describe, Meeting.DECODE, (binding.name, binding.axis, binding.group))
@@ -600,22 +600,21 @@ def _read(mask_function: Callable[..., Any], name: str, config: Any = None) -> _
     """The parts of a mask function of transformers.masking_utils, by the names of its functions and their closures."""
     pieces = _Pieces([])
     for function in _conjuncts(mask_function):
-        what = function.__qualname__.split(".")[0]
-        held = inspect.getclosurevars(function).nonlocals if function.__closure__ else {}
-        ours = function.__module__ == "transformers.masking_utils"
-        if ours and what == "causal_mask_function":
+        closure = inspect.getclosurevars(function).nonlocals if function.__closure__ else {}
+        what = function.__qualname__.split(".")[0] if function.__module__ == "transformers.masking_utils" else ""
+        if what == "causal_mask_function":
             pieces.masks.append(Causal())
-        elif ours and what == "bidirectional_mask_function":
+        elif what == "bidirectional_mask_function":
             pass
-        elif ours and what == "sliding_window_overlay":
-            window = held["sliding_window"]
+        elif what == "sliding_window_overlay":
+            window = closure["sliding_window"]
             # 0 if a configuration has switched the window off. No layer uses this mask, so let it hide everything.
             pieces.masks.append(SlidingWindow(window - 1, None) if window > 0 else KeyRange(0, 0))
-        elif ours and what == "sliding_window_bidirectional_overlay":
-            pieces.masks.append(SlidingWindow(held["sliding_window"], held["sliding_window"]))
-        elif ours and what == "chunked_overlay":
-            pieces.chunk = held["chunk_size"]
-        elif ours and what == "packed_sequence_mask_function":
+        elif what == "sliding_window_bidirectional_overlay":
+            pieces.masks.append(SlidingWindow(closure["sliding_window"], closure["sliding_window"]))
+        elif what == "chunked_overlay":
+            pieces.chunk = closure["chunk_size"]
+        elif what == "packed_sequence_mask_function":
             pieces.packed = True
         else:
             raise NotImplementedError(
@@ -630,61 +629,62 @@ def _conjuncts(function: Callable[..., Any]) -> Iterator[Any]:
     """The mask functions whose conjunction ``function`` is."""
     what = getattr(function, "__qualname__", "").split(".")[0]
     if what == "and_masks":
-        for each in inspect.getclosurevars(function).nonlocals["mask_functions"]:
-            yield from _conjuncts(each)
+        for part in inspect.getclosurevars(function).nonlocals["mask_functions"]:
+            yield from _conjuncts(part)
     elif what == "remap_positions_for_packed_sequence":
         yield from _conjuncts(inspect.getclosurevars(function).nonlocals["mask_function"])
     else:
         yield function
 
 
+# The mask, the padding that is no part of it, and the length of the whole sequence.
+_MaskPaddingLength = tuple[Mask, torch.Tensor | None, int]
 # Flags of a rank's row in the meeting: properties of its positions and of its padding.
 _AS_LAID_OUT, _PACKED, _JUMPS, _MASKED, _FROM_ZERO = 1, 2, 4, 8, 16
 
 
-def _whole_mask(
+def _mask_of_prompt(
     calls: AttentionCalls,
-    batch: int,
-    length: int,
-    offset: int | torch.Tensor,
-    mask_function: Callable[..., Any] | None,
+    sizes: tuple[int, int, int],
+    mask_function: Callable[..., Any],
     attention_mask: torch.Tensor | None,
     config: Any,
-) -> _WholeMask:
-    binding = calls.binding
+) -> _MaskPaddingLength:
+    """The mask of tokens that are cut over the ranks. ``sizes``: rows of the batch, tokens of this rank, of a cache."""
+    binding, (batch, length, offset) = calls.binding, sizes
     name, group, rank = binding.name, binding.group, binding.group.rank()
     pieces = _Pieces([])
     positions_BL: torch.Tensor | None = None
 
     def build() -> StatusRow:
         nonlocal pieces, positions_BL
-        if int(offset):
+        if offset:
             raise NotImplementedError(
-                f"{name}: the model is asked to go on after {int(offset)} tokens of a cache that does not know how it "
+                f"{name}: the model is asked to go on after {offset} tokens of a cache that does not know how it "
                 "is cut over the ranks: decode with the cache that prefill(model, input_ids) of "
                 "cp_styles.integrations.transformers returns"
             )
-        assert mask_function is not None
         pieces = _read(mask_function, name, config)
         flags = _MASKED * (attention_mask is not None and not bool(attention_mask.all()))
         if attention_mask is None and pieces.causal:
-            given = (calls.inputs.get(name) for name in ("decoder_position_ids", "position_ids"))
-            found = (_text_positions(each, batch, length) for each in given)
-            positions_BL = next((each for each in found if each is not None), None)
+            inputs = (calls.inputs.get(name) for name in ("decoder_position_ids", "position_ids"))
+            candidates = (_text_positions(x, batch, length) for x in inputs)
+            positions_BL = next((x for x in candidates if x is not None), None)
         if positions_BL is None and pieces.packed:
             raise ValueError(
                 f"{name}: transformers has found packed documents in position ids that the model has made itself, from "
                 "this rank's part: give the model position_ids of this rank's tokens (layout.positions(rank))"
             )
+        guess = 0
         if positions_BL is not None:
-            own = torch.arange(length, device=positions_BL.device)
-            laid_out = _guessed(binding, length)
-            flags |= _AS_LAID_OUT * (laid_out is not None and _all_equal(positions_BL, laid_out.positions(rank, "cpu")))
-            flags |= _FROM_ZERO * _all_equal(positions_BL, own)
+            device = positions_BL.device
+            whole, layout = _guessed(binding, length)
+            laid_out = layout is not None and bool((positions_BL == layout.positions(rank, device)).all())
+            flags |= _AS_LAID_OUT * laid_out
+            flags |= _FROM_ZERO * bool((positions_BL == torch.arange(length, device=device)).all())
             flags |= _JUMPS * bool((positions_BL.diff(dim=1) != 1).any())
+            guess = whole << 1 | 1  # for which whole length this rank's positions are what the layout says
         flags |= _PACKED * pieces.packed
-        # In ``guessed``: for which whole length this rank's positions are what the layout says.
-        guess = 0 if positions_BL is None else (_guessed_length(binding, length) << 1) | 1
         width = 0 if attention_mask is None else attention_mask.shape[1]
         return StatusRow(q_length=length, kv_length=width, guessed=guess, flags=flags)
 
@@ -697,36 +697,36 @@ def _whole_mask(
     else:
         attention_mask = None
     documents = None
-    if all(row.guessed for row in rows):
-        laid_out = all(row.flags & _AS_LAID_OUT and row.guessed >> 1 == whole for row in rows)
-        if not laid_out:
-            assert positions_BL is not None
-            layout = binding.layout_for(whole)
-            positions_BS = _gathered(name, positions_BL, [row.q_length for row in rows], layout, group)
-            alone = len(rows) > 1 and all(row.flags & _FROM_ZERO for row in rows)
-            packed, jumps = (any(row.flags & flag for row in rows) for flag in (_PACKED, _JUMPS))
-            documents = _documents(name, positions_BS, alone, packed, jumps)
+    laid_out = all(row.flags & _AS_LAID_OUT and row.guessed >> 1 == whole for row in rows)
+    if positions_BL is not None and all(row.guessed for row in rows) and not laid_out:
+        layout, lengths = binding.layout_for(whole), [row.q_length for row in rows]
+        if tuple(lengths) != layout.lengths:
+            raise ValueError(
+                f"{name}: the ranks hold {lengths} positions, but the layout gives them {list(layout.lengths)}: cut "
+                "the inputs with the layout that the attention uses"
+            )
+        positions_BS = gather(positions_BL, 1, group, reduce_gradients=False, layout=layout, check=False).cpu()
+        alone = len(rows) > 1 and all(row.flags & _FROM_ZERO for row in rows)
+        packed, jumps = (any(row.flags & flag for row in rows) for flag in (_PACKED, _JUMPS))
+        documents = _documents(name, positions_BS, alone, packed, jumps)
     state.engaged = False
-    mask, padding = _mask_of(pieces, documents, attention_mask, whole)
-    return _WholeMask(mask, padding, batch, whole)
+    return *_mask_of(pieces, documents, attention_mask, whole), whole
 
 
 def _mask_of_new_tokens(
     calls: AttentionCalls,
     past: TransformersCache,
     encoder: EncoderKeys | None,
-    batch: int,
     length: int,
-    mask_function: Callable[..., Any] | None,
+    mask_function: Callable[..., Any],
     attention_mask: torch.Tensor | None,
-) -> _WholeMask:
+) -> _MaskPaddingLength:
     """The mask of tokens that follow a prefilled prompt. No communication: everything is the same on all ranks."""
     name, whole = calls.binding.name, past.get_seq_length() + length
-    assert mask_function is not None
     pieces = _read(mask_function, name)
-    crosses = False
-    if encoder is not None and not pieces.masks and pieces.chunk is None:
-        crosses, whole = True, encoder.prompt.length
+    crosses = encoder is not None and not pieces.masks and pieces.chunk is None
+    if encoder is not None and crosses:
+        whole = encoder.prompt.length
         attention_mask = None if attention_mask is None or bool(attention_mask.all()) else attention_mask
     if attention_mask is not None and attention_mask.shape[1] != whole:
         raise ValueError(
@@ -735,52 +735,34 @@ def _mask_of_new_tokens(
         )
     if not crosses:
         past.check_padding(attention_mask)
-    mask, padding = _mask_of(pieces, None, attention_mask, whole)
-    return _WholeMask(mask, padding, batch, whole)
+    return *_mask_of(pieces, None, attention_mask, whole), whole
 
 
-def _text_positions(given: Any, batch: int, length: int) -> torch.Tensor | None:
+def _text_positions(ids: Any, batch: int, length: int) -> torch.Tensor | None:
     """The position ids in which transformers looks for documents, [B, L], from those of the model's forward."""
-    if not isinstance(given, torch.Tensor):
+    if not isinstance(ids, torch.Tensor):
         return None
-    if given.ndim == 3 and given.shape[0] == 4:  # text beside time, height and width
-        given = given[0]
-    if given.ndim == 1:
-        given = given.unsqueeze(0)
-    if given.ndim != 2 or given.shape[1] != length or given.shape[0] not in (1, batch):
+    if ids.ndim == 3 and ids.shape[0] == 4:  # text beside time, height and width
+        ids = ids[0]
+    if ids.ndim == 1:
+        ids = ids.unsqueeze(0)
+    if ids.ndim != 2 or ids.shape[1] != length or ids.shape[0] not in (1, batch):
         return None
-    return given.expand(batch, length)
+    return ids.expand(batch, length)
 
 
-def _guessed_length(binding: Binding, length: int) -> int:
+def _guessed(binding: Binding, length: int) -> tuple[int, SequenceLayout | None]:
+    """A length of the whole sequence of which this rank may hold ``length``, and its layout, if it gives it these."""
     if isinstance(binding.layout, SequenceLayout):
-        return binding.layout.length
-    known = {q: whole for (q, _), (whole, _) in state_of(binding.group).lengths.items()}
-    return known.get(length, length * binding.group.size())
-
-
-def _guessed(binding: Binding, length: int) -> SequenceLayout | None:
+        whole = binding.layout.length
+    else:
+        lengths = {q: whole for (q, _), (whole, _) in state_of(binding.group).lengths.items()}
+        whole = lengths.get(length, length * binding.group.size())
     try:
-        layout = binding.layout_for(_guessed_length(binding, length))
+        layout = binding.layout_for(whole)
     except Exception:  # of a length that may not be the call's
-        return None
-    return layout if layout.lengths[binding.group.rank()] == length else None
-
-
-def _all_equal(positions_BL: torch.Tensor, row_L: torch.Tensor) -> bool:
-    return bool((positions_BL == row_L.to(positions_BL.device)).all())
-
-
-def _gathered(
-    name: str, positions_BL: torch.Tensor, lengths: list[int], layout: SequenceLayout, group: dist.ProcessGroup
-) -> torch.Tensor:
-    """The position ids of the whole sequence, [B, S] on the host, in the order of the layout's positions."""
-    if tuple(lengths) != layout.lengths:
-        raise ValueError(
-            f"the ranks hold {lengths} positions, but the layout gives them {list(layout.lengths)}: cut the inputs "
-            "with the layout that the attention uses"
-        )
-    return gather(positions_BL, 1, group, reduce_gradients=False, layout=layout, check=False).cpu()
+        return whole, None
+    return whole, layout if layout.lengths[binding.group.rank()] == length else None
 
 
 def _documents(
@@ -809,13 +791,8 @@ def _documents(
             f"{name}: position_ids restart where a rank's part begins, and nowhere else, so it is not known whether "
             "transformers separates these documents: give them as a SequenceScope's mask, and count positions on"
         )
-    found = []
-    for row in begins:
-        edges = torch.cat(
-            (torch.tensor([-1], device="cpu"), torch.nonzero(row).flatten(), torch.tensor([row.numel()], device="cpu"))
-        )
-        found.append(tuple(edges.diff().tolist()))
-    return found
+    edges = torch.nn.functional.pad(begins, (1, 1), value=True)  # before the first token, and behind the last
+    return [tuple(row.nonzero().flatten().diff().tolist()) for row in edges]
 
 
 def _refuse_part(
@@ -838,8 +815,8 @@ def _mask_of(
 ) -> tuple[Mask, torch.Tensor | None]:
     """The mask; and the padding [B, 1, 1, S] that could not be part of the mask."""
     common: Mask = Full()
-    for each in pieces.masks:
-        common = common & each
+    for mask in pieces.masks:
+        common = common & mask
     chunk, padding = pieces.chunk, None
     rows: list[Mask] = []
     if documents is not None:
@@ -859,8 +836,8 @@ def _mask_of(
             padding = attention_mask[:, None, None, :]
         if chunk is not None:
             lengths = [[*([low] if low else []), length - low] for low in first]
-            chunks = [Documents(_chunks(each, chunk)) for each in lengths]
-            rows = [row & each for row, each in zip(rows, chunks, strict=True)] if rows else list(chunks)
+            chunks = [Documents(_chunks(of_row, chunk)) for of_row in lengths]
+            rows = [row & mask for row, mask in zip(rows, chunks, strict=True)] if rows else list(chunks)
     elif chunk is not None:
         rows = [Chunked(chunk)]
     if rows:

@@ -55,8 +55,8 @@ class TransformersCache(LayerCaches):
     # States of convolutions and recurrences are the same on all ranks, and kept as transformers does.
 
     def _state(self, layer_idx: int, state_idx: int) -> Any:
-        made = import_module("transformers.cache_utils").LinearAttentionLayer
-        return self.states.setdefault((layer_idx, state_idx), made())
+        layer = import_module("transformers.cache_utils").LinearAttentionLayer
+        return self.states.setdefault((layer_idx, state_idx), layer())
 
     def update_conv_state(
         self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, *, conv_kernel_size: int, **kwargs: Any
@@ -94,9 +94,9 @@ class TransformersCache(LayerCaches):
                 "is, and generate() would run the prompt again: generate without context parallelism, with a copy of "
                 "the model that has no style"
             )
-        found = self.layers[layer_idx] if layer_idx < len(self.layers) else None
-        found = found or next(iter(self.held), None)
-        return self.prompt.length if found is None else found.length
+        cache = self.layers[layer_idx] if layer_idx < len(self.layers) else None
+        cache = cache or next(iter(self.held), None)
+        return self.prompt.length if cache is None else cache.length
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return self.get_seq_length(layer_idx) + query_length, 0
@@ -112,7 +112,7 @@ class TransformersCache(LayerCaches):
 
     @property
     def batch_size(self) -> int:
-        return next((each.keys.shape[0] for each in self.held), -1)
+        return next((cache.keys.shape[0] for cache in self.held), -1)
 
     def reset(self) -> None:
         raise NotImplementedError(f"{self.name}: this cache belongs to its prompt: call prefill again for another one")
@@ -123,10 +123,10 @@ class TransformersCache(LayerCaches):
     prefetch = early_initialization = offload
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        for each in self.held:
-            each.select_rows(beam_idx)
-        for each in self.states.values():
-            each.reorder_cache(beam_idx)
+        for cache in self.held:
+            cache.select_rows(beam_idx)
+        for state in self.states.values():
+            state.reorder_cache(beam_idx)
 
     batch_select_indices = reorder_cache
 
@@ -141,8 +141,8 @@ class TransformersCache(LayerCaches):
         """Remove the last ``-tokens_to_remove`` tokens."""
         if self.states:
             raise NotImplementedError(f"{self.name}: a state does not go back to earlier tokens: prefill anew")
-        for each in self.held:
-            each.crop(each.length - abs(tokens_to_remove))
+        for cache in self.held:
+            cache.crop(cache.length - abs(tokens_to_remove))
 
     def activate_past_recording(self) -> None:
         """Keep positions that lie behind windows too, because ``crop`` may be called."""
@@ -153,25 +153,21 @@ class TransformersCache(LayerCaches):
 
     def attended(self, layer: int | None, mask: Mask) -> None:
         """Free what no later token will attend to, once a layer has attended under ``mask``."""
-        held = None if layer is None or layer >= len(self.layers) else self.layers[layer]
-        if held is None or self.keeps_all or not held.length:
+        cache = None if layer is None or layer >= len(self.layers) else self.layers[layer]
+        if cache is None or self.keeps_all or not cache.length or mask.has_bias:
             return
-        last = torch.tensor([held.length - 1], device="cpu")
+        last = torch.tensor([cache.length - 1], device="cpu")
         rows = mask.masks if isinstance(mask, PerRow) else (mask,)
-        if not mask.has_bias:
-            held.forget(min(int(row.bounds(last)[0]) for row in rows))
+        cache.forget(min(int(row.bounds(last)[0]) for row in rows))
 
     def check_padding(self, attention_mask: torch.Tensor | None) -> None:
         """Raise, before the first new token, unless the padding is that of the prefill. The same on all ranks."""
         if self._padding_checked:
             return
         self._padding_checked = True
-        known, length = self._padding_BS, self.prompt.length
-        given = None if attention_mask is None or bool(attention_mask.all()) else attention_mask[:, :length]
-        known = None if known is None else known[:, :length]
-        if (given is None) != (known is None) or (
-            given is not None and known is not None and not torch.equal(given, known)
-        ):
+        padding = None if attention_mask is None or bool(attention_mask.all()) else attention_mask
+        both = [x[:, : self.prompt.length] for x in (padding, self._padding_BS) if x is not None]
+        if len(both) == 1 or (both and not torch.equal(*both)):
             raise ValueError(
                 f"{self.name}: the prompt was prefilled with another attention_mask than it is decoded with. "
                 "generate() makes one from padding tokens by itself: give prefill and generate() the same "
@@ -195,17 +191,17 @@ class EncoderKeys(TransformersCache):
         self.prefilled = False
         self.add(key_states, value_states, layer_idx)
         self.prefilled = True
-        held = self.layers[layer_idx]
-        assert held is not None
-        return held.keys, held.values
+        cache = self.layers[layer_idx]
+        assert cache is not None
+        return cache.keys, cache.values
 
 
 def past_of(inputs: Mapping[str, Any]) -> tuple[TransformersCache | None, EncoderKeys | None]:
     """The caches among a model's inputs: of its own tokens, and of an encoder's. None for other caches and for none."""
     past = inputs.get("past_key_values")
-    own, encoder = getattr(past, "self_attention_cache", past), getattr(past, "cross_attention_cache", None)
+    cache, encoder = getattr(past, "self_attention_cache", past), getattr(past, "cross_attention_cache", None)
     return (
-        own if isinstance(own, TransformersCache) else None,
+        cache if isinstance(cache, TransformersCache) else None,
         encoder if isinstance(encoder, EncoderKeys) else None,
     )
 
@@ -213,8 +209,8 @@ def past_of(inputs: Mapping[str, Any]) -> tuple[TransformersCache | None, Encode
 def cache_class(ours: type[TransformersCache]) -> Callable[..., Any]:
     """A subclass of ``ours`` and of transformers' ``Cache``. Made here, because transformers is not imported before."""
     bases = ours, import_module("transformers").Cache
-    made = next((each for each in ours.__subclasses__() if each.__bases__ == bases), None)
-    return made or type(f"ContextParallel{ours.__name__}", bases, {})
+    known = next((subclass for subclass in ours.__subclasses__() if subclass.__bases__ == bases), None)
+    return known or type(f"ContextParallel{ours.__name__}", bases, {})
 
 
 def encoder_keys(binding: Binding, encoded: SequenceLayout) -> Any:

@@ -21,7 +21,7 @@ from cp_styles._compat import tensors_in, tree_leaves, tree_map
 from cp_styles.layout import SequenceLayout, contiguous, head_tail, striped
 from cp_styles.mask import PerRow
 from cp_styles.troubleshooting import see
-from cp_styles.verify.compare import WHOLE, Comparison, ExpectedPart, ExpectedRows, all_squares, factor, squares
+from cp_styles.verify.compare import Comparison, ExpectedPart, ExpectedRows, all_squares, factor, squares
 from cp_styles.verify.record import AttentionMask, AttentionsSeen, Call, Change, Key, plain_name
 
 
@@ -260,11 +260,10 @@ class _WrongCall:
         )
 
     def _explains(self, run: Callable[[], list[torch.Tensor]], *, whole: bool = True) -> bool:
-        """Whether on every rank ``run`` gives what it got; or that as its part, if it gives the ``whole``."""
-        places = self._places if whole else WHOLE
+        """Whether on every rank ``run`` gives what it got. Of a run of the ``whole``, what can be compared must do."""
 
         def ask() -> bool:
-            errors = [places.compare(*pair) for pair in zip(run(), self._actual, strict=True)]
+            errors = [self._places.compare(*pair) for pair in zip(run(), self._actual, strict=True)]
             total = all_squares(errors)
             return total is not None and total.error() <= self._comparison.tolerance and (whole or None not in errors)
 
@@ -392,8 +391,9 @@ def _in_loss(comparison: Comparison) -> list[str]:
     factors = [part.factor for part in parts]
     counts = [part.factor * part.tokens for part in parts]
     of_count = max(counts) - min(counts) <= comparison.tolerance * max(map(abs, counts))
-    own = "each rank has divided by the number of its own tokens"
-    why = own if of_count else "the ranks' losses are not parts of one mean"
+    why = "the ranks' losses are not parts of one mean"
+    if of_count:
+        why = "each rank has divided by the number of its own tokens"
     return [
         f"the loss: its gradient is {', '.join(f'{x:.4g}' for x in factors)} times that of one process on the ranks, "
         f"in turn: {why}. Divide the sum by the tokens of all: global_loss(losses, global_token_count(labels, mesh), "
