@@ -327,6 +327,11 @@ def ignored_at_ends(tokens: torch.Tensor, cut: Callable[..., torch.Tensor]) -> t
     return wanted
 
 
+def half_at_the_end(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    losses = F.cross_entropy(logits, labels, reduction="none").unflatten(0, (len(BATCH["tokens"]), -1))
+    return losses.sum() - 0.5 * losses[:, -1].sum() * (losses.shape[1] < S)
+
+
 def keeping(*names: str) -> Callable[..., None]:
     """Sums the gradients of some parameters."""
 
@@ -456,7 +461,7 @@ MISTAKES: dict[str, tuple[Case, str]] = {
     # Layers.
     "a convolution": (
         Case(lambda: Model(extra=lambda: AlongTokens(lambda: nn.Conv1d(W, W, 3, padding=1)))),
-        rf"blocks.0.extra.layer \(Conv1d\): it {MIXES}",
+        rf"blocks.0.extra.layer \(Conv1d\): it {MIXES} .* keep it out of the model",
     ),
     "a batch norm": (
         Case(lambda: Model(extra=lambda: AlongTokens(lambda: nn.BatchNorm1d(W)))),
@@ -546,6 +551,10 @@ MISTAKES: dict[str, tuple[Case, str]] = {
         Case(act=but(labels=lambda tokens, cut: (next_token_labels(cut(tokens)) + (cut(tokens).shape[1] < S)) % V)),
         r"its gradient is not, at .* positions .*: labels, weights or the loss itself",
     ),
+    "other weights at the end": (
+        Case(act=but(losses=half_at_the_end)),
+        r"its gradient is not, at 1 positions .*: labels, weights or the loss itself",
+    ),
     "all labels of striped ranks": (
         Case(
             act=but(
@@ -621,6 +630,10 @@ MISTAKES: dict[str, tuple[Case, str]] = {
     ),
     "other weights by rank": (Case(other_weights), r"begin with different weights \(the model's head.weight\)"),
     "a loss with noise": (Case(act=noisy), r"two runs of the step on one process differ in gradients"),
+    "a loss that is drawn": (
+        Case(act=but(returns=lambda loss, cp: loss * (1 + torch.rand(())))),
+        r"two runs of the step on one process differ in the loss",
+    ),
     "dropout": (
         Case(lambda: Model(extra=lambda: nn.Dropout(0.5))),
         r"two runs on one process differ, first in blocks.0.extra \(Dropout\)",
