@@ -633,7 +633,26 @@ def judge(case: Case) -> Verdict:
     if len(errors) < case.ranks:
         rank, problem = next(iter(errors.items()))
         return Verdict("not all ranks raised", f"rank {rank}: {type(problem).__name__}: {problem}")
+    if words := misnamed(case, [str(problem) for problem in errors.values()]):
+        return Verdict("another thing is named", words)
     return Verdict("refused", kind_of(next((e for e in errors.values() if PLANTED not in str(e)), errors[0])))
+
+
+def misnamed(case: Case, texts: list[str]) -> str:
+    """What an error says that is not so: which ranks differ from rank 0, or in what."""
+    if case.odd is None:
+        return ""
+    rank, what, _ = case.odd
+    apart = str([rank] if rank else [*range(1, case.ranks)])
+    named = {"batch": "shape", "heads": "shape", "dim": "shape", "autocast": "dtype"}.get(what, what)
+    named = {"gradients": "backward", "checkpoint": "backward"}.get(named, named)
+    # by_work goes by the mask, and one of several rows has a strategy that keeps nothing.
+    named = "mask|layout|strategy" if what == "mask" else named
+    for text in texts:
+        found = re.search(r"disagree on (.*?): ranks (\[[\d, ]*\]) differ from rank 0", text)
+        if found is not None and (found[2] != apart or (what not in ACTS and not re.search(named, found[1]))):
+            return found[0]
+    return ""
 
 
 def of_the_package(problem: BaseException) -> bool:

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import re
 import threading
-import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -19,13 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from cp_styles.batch import global_loss
 from cp_styles.collectives import all_to_all
-from cp_styles.comm.point_to_point import TransferError
 from cp_styles.functions.attention import context_attention
 from cp_styles.functions.flex import context_flex_attention
 from cp_styles.functions.varlen import context_varlen_attention
-from cp_styles.kernels import ReferenceKernel
 from cp_styles.layout import contiguous, head_tail, per_document_head_tail
 from cp_styles.mask import Causal
 from cp_styles.strategies import AllGather, Ring, Ulysses
@@ -35,47 +29,10 @@ from cp_styles.torch_api import context_parallel
 from tests.covering import sampled
 from tests.oracle import randn
 from tests.ranks.attention_case import EXACT, Core, Problem, cp_mesh, on_every_rank, parallel, plain, run_attention
+from tests.ranks.each_door import DOORS
 from tests.ranks.leak_scene import RANKS, Even, Scene, refusals
 
 LENGTH = Even.problem.inputs[0].shape[2]
-
-
-@pytest.mark.parametrize("door", ["style", "function"])
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda x: x[:1], "on shape: ranks [2] differ from rank 0 (rank 0: [(2, 4, 'L', 8), (2, 2, 'L', 8), (2,"),
-        (lambda x: x[..., :6], "rank 2: [(2, 4, 'L', 6), (2, 2, 'L', 6), (2, 2, 'L', 6)])"),
-        (lambda x: x.float(), "disagree on dtype: ranks [2] differ from rank 0 (rank 0: (torch.float64, torch.float64"),
-        (lambda x: torch.cat((x, x), 2), "positions, but the layout head_tail gives them"),
-    ],
-)
-def test_ranks_that_disagree_in_shape_or_dtype(door: str, change, message: str):
-    def act(s: Scene):
-        leaves = [change(x) if s.rank == 2 else x for x in s.leaves()[0]]
-        attend = parallel(Core(), s.mesh) if door == "style" else partial(context_attention, group=s.mesh)
-        attend(*leaves)
-
-    assert message in refusals(act)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"strategy": AllGather()}, {"strategy": Ring(keep=0)}, {"layout": contiguous}, {"mask": Causal()}],
-    ids=plain,
-)
-@pytest.mark.parametrize("door", ["style", "function"])
-def test_ranks_that_disagree_in_what_to_do(door: str, options: dict):
-    def act(s: Scene):
-        mine = options if s.rank == 0 else {}
-        leaves = [x.narrow(2, 0, 4) for x in s.leaves(head_tail)[0]]  # equal parts, so that only the options differ
-        if door == "style":
-            parallel(Core(causal=False), s.mesh, **mine)(*leaves)
-        else:
-            context_attention(*leaves, s.mesh, **mine)
-
-    what = next(iter(options))
-    assert re.search(rf"disagree on {what}: ranks \[1, 2\] differ from rank 0 \(rank 0: .*, rank 1: ", refusals(act))
 
 
 STYLES = {"module": ModuleContextParallel, "style": AttentionContextParallel}
@@ -93,36 +50,17 @@ class Calls(nn.Module):
 LAYOUTS = {"balancer": contiguous, "layout": contiguous(LENGTH, RANKS)}
 
 
-def calling(door: str, layout: str, **option):
-    """What ``refusals`` needs: rank 0 calls attention with an option that the others do not give."""
+@sampled(1, option=[{"is_causal": True}, {"scale": 0.5}], door=list(STYLES), layout=list(LAYOUTS))
+def test_ranks_that_disagree_in_the_call(option: dict, door: str, layout: str):
+    """A module may decide by what it sees of the sequence, where ranks do not see the same."""
 
     def act(s: Scene):
         module = parallelize_module(Calls(), s.mesh, STYLES[door](layout=LAYOUTS[layout]))
         module.options = option if s.rank == 0 else {}
         module(*s.leaves(contiguous)[0])
 
-    return act
-
-
-@sampled(2, said=["is_causal=True", "scale=0.5"], door=list(STYLES), layout=list(LAYOUTS), no_grad=[False, True])
-def test_ranks_that_disagree_in_the_call(said: str, door: str, layout: str, no_grad: bool):
-    """A module may decide by what it sees of the sequence, where ranks do not see the same."""
-    option = {"is_causal": True} if said == "is_causal=True" else {"scale": 0.5}
-
-    def act(s: Scene):
-        with torch.inference_mode() if no_grad else nullcontext():
-            calling(door, layout, **option)(s)
-
-    what, value = said.split("=")
+    ((what, value),) = option.items()
     assert f"disagree on {what}: ranks [1, 2] differ from rank 0 (rank 0: {value}, rank 1: " in refusals(act)
-
-
-class InContext(nn.Module):
-    context: Callable[[], Any] = nullcontext
-
-    def forward(self, query, key, value):
-        with self.context():
-            return F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
 
 
 class Layers(nn.Module):
@@ -165,22 +103,17 @@ def test_ranks_that_leave_out_different_layers(which: str, steps: int):
         assert re.search(r"are not at the same place: .* in module", str(error))
 
 
-@sampled(1, door=list(STYLES), layout=list(LAYOUTS), place=["inside", "around"])
-def test_one_rank_under_autocast(door: str, layout: str, place: str):
+@sampled(1, door=list(STYLES), layout=list(LAYOUTS))
+def test_one_rank_under_autocast(door: str, layout: str):
     """Its keys are half as large, which only the call shows."""
 
     def act(s: Scene):
-        module = parallelize_module(InContext(), s.mesh, STYLES[door](layout=LAYOUTS[layout]))
-        leaves = [x.detach().float() for x in s.leaves(contiguous)[0]]
-        context = partial(torch.autocast, "cpu", torch.bfloat16) if s.rank == 1 else nullcontext
-        if place == "inside":
-            module.context, context = context, nullcontext
-        with context():
-            module(*leaves)
+        module = parallelize_module(Core(), s.mesh, STYLES[door](layout=LAYOUTS[layout]))
+        with torch.autocast("cpu", torch.bfloat16, enabled=s.rank == 1):
+            module(*(x.detach().float() for x in s.leaves(contiguous)[0]))
 
-    assert re.search(
-        r"disagree on dtype: ranks \[1\] differ from rank 0 \(.*float32.*, rank 1: .*bfloat16", refusals(act)
-    )
+    words = r"disagree on dtype: ranks \[1\] differ from rank 0 \(.*float32.*, rank 1: .*bfloat16"
+    assert re.search(words, refusals(act))
 
 
 class Failing(nn.Module):
@@ -246,75 +179,6 @@ def test_only_one_rank_is_given_the_layout(named: int):
         module(*s.leaves(contiguous)[0])
 
     assert re.search(f"disagree on layout: .*rank {1 - named}: a balancer", refusals(act))
-
-
-def flex(s: Scene, *qkv):
-    return context_flex_attention(*qkv, s.mesh, enable_gqa=True)
-
-
-def varlen(s: Scene, *qkv):
-    packs = (x[0].transpose(0, 1) for x in qkv)
-    return context_varlen_attention(*packs, s.mesh, [0, LENGTH])
-
-
-def function(s: Scene, *qkv):
-    return context_attention(*qkv, s.mesh)
-
-
-def styled(style, layout) -> Callable[..., torch.Tensor]:
-    return lambda s, *qkv: parallelize_module(Core(), s.mesh, style(layout=layout))(*qkv)
-
-
-def block(s: Scene, *qkv):
-    with context_parallel(s.mesh):
-        return Core()(*qkv)
-
-
-DOORS = {
-    "style, balancer": styled(AttentionContextParallel, head_tail),
-    "style, layout": styled(AttentionContextParallel, head_tail(LENGTH, RANKS)),
-    "module": styled(ModuleContextParallel, head_tail),
-    "function": function,
-    "flex": flex,
-    "varlen": varlen,
-    "block": block,
-}
-
-
-@sampled(1, door=list(DOORS), how=["no_grad", "no input wants a gradient"])
-def test_one_rank_without_a_backward(door: str, how: str):
-    """The others' backward would wait for its share of their gradients."""
-
-    def act(s: Scene):
-        leaves = s.leaves()[0]
-        if s.rank == 2 and how != "no_grad":
-            leaves = [x.detach() for x in leaves]
-        with torch.set_grad_enabled(s.rank != 2 or how != "no_grad"):
-            DOORS[door](s, *leaves)
-
-    text = refusals(act)
-    assert "ranks [2] differ from rank 0 (rank 0: True, rank 1: True, rank 2: False)" in text
-
-
-@sampled(1, door=list(DOORS), after=["another module", "a backward", "global_loss"])
-def test_one_rank_attends_once_more(door: str, after: str):
-    """It is noticed when the ranks meet next: not later than at the backward, or at a loss over all tokens."""
-
-    def act(s: Scene):
-        leaves = s.leaves()[0]
-        for _ in range(1 + (s.rank == 1)):
-            out = DOORS[door](s, *leaves)
-        if after == "another module":
-            nn.MSELoss()(context_attention(*leaves, s.mesh, mask=Causal()), out).backward()
-        elif after == "global_loss":
-            global_loss(out.sum(), 1, s.mesh)
-        out.sum().backward()
-
-    text = refusals(act)
-    if after == "another module" and door == "function":  # the same function: told by what it was given
-        assert "disagree on mask: ranks [1] differ from rank 0 (rank 0: Causal(), rank 1: Full()" in text
-    else:
-        assert "are not at the same place: rank 0 is" in text
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -416,7 +280,7 @@ def cut_by(documents: list[int]):
     return lambda length, ranks: per_document_head_tail(length, ranks, documents=documents)
 
 
-@pytest.mark.parametrize("door", [*STYLES, "function", "flex", "varlen"])
+@pytest.mark.parametrize("door", [*STYLES, "function"])
 def test_balancers_of_one_name_that_cut_differently(door: str):
     """Compared is what they say: of equal lengths here, but not the same positions."""
     pairs = [cut_by([6, 6]), cut_by([12])]
@@ -425,15 +289,10 @@ def test_balancers_of_one_name_that_cut_differently(door: str):
     def act(s: Scene):
         layout = pairs[s.rank == 1]
         leaves = [x * 1 for x in s.leaves(layout)[0]]
-        if door in STYLES:
-            parallelize_module(Core(), s.mesh, STYLES[door](layout=layout))(*leaves)
-        elif door == "function":
+        if door == "function":
             context_attention(*leaves, s.mesh, layout=layout)
-        elif door == "flex":
-            context_flex_attention(*leaves, s.mesh, layout=layout, enable_gqa=True)
         else:
-            packs = (x[0].transpose(0, 1) for x in leaves)
-            context_varlen_attention(*packs, s.mesh, [0, LENGTH], layout=layout)
+            parallelize_module(Core(), s.mesh, STYLES[door](layout=layout))(*leaves)
 
     assert re.search(r"disagree on layout: ranks \[1\] differ from rank 0 .*\(\(0, 2\), \(10, 12\)\)", refusals(act))
 
@@ -504,39 +363,19 @@ def test_a_flex_function_whose_object_knows_its_rank(rank: int):
     context_flex_attention(*s.leaves()[0], s.mesh, enable_gqa=True, score_mod=lambda score, *_: score * held.factor)
 
 
-@pytest.mark.parametrize("door", ["style", "module", "function", "block", "collective"])
-def test_a_mesh_in_another_order_than_its_group(door: str):
-    """A rank's place in the mesh says which part is its own, its place in the group who sends it what."""
-
-    def act(s: Scene):
-        s.mesh, mesh = DeviceMesh("cpu", [1, 0, 2], mesh_dim_names=("cp",)), s.mesh
-        try:
-            if door == "block":
-                block(s, *s.leaves()[0])
-            elif door == "collective":
-                all_to_all(torch.zeros(3, 3), 0, 1, s.mesh)
-            elif door == "function":
-                function(s, *s.leaves()[0])
-            else:
-                parallelize_module(Core(), s.mesh, STYLES[door]())(*s.leaves()[0])
-        finally:
-            s.mesh = mesh
-
-    assert "has the ranks [1, 0, 2], in another order than its process group, [0, 1, 2]" in refusals(act)
+MESHES = DOORS | {"a collective": lambda mesh, *_: all_to_all(torch.zeros(2, 2), 0, 1, mesh)}
 
 
-@pytest.mark.parametrize("door", [*STYLES, "function"])
+@pytest.mark.parametrize("door", MESHES)
 def test_a_composed_mesh_in_another_order_on_some_ranks(door: str):
-    """Ranks 0 and 2 are in order, 3 and 1 are not: all refuse."""
+    """A rank's place in the mesh says which part is its own, its place in the group who sends it what. Ranks 0 and 2
+    are in order, 3 and 1 are not: all refuse."""
     ready = threading.Barrier(4)
 
     def on(rank: int):
         mesh = DeviceMesh("cpu", [[0, 3], [2, 1]], mesh_dim_names=("cp", "tp"))
         ready.wait(20)  # a rank that ends while another one still connects to it leaves that one waiting for ever
-        q, k, v = (randn(seed, 1, 2, 4, 8) for seed in range(3))
-        if door == "function":
-            return context_attention(q, k, v, mesh["cp"])
-        return parallelize_module(Core(), mesh, STYLES[door]())(q, k, v)
+        return MESHES[door](mesh["cp"], *(randn(seed, 1, 2, 4, 8) for seed in range(3)))
 
     errors = run_ranks(on, 4, return_errors=True, timeout_seconds=20)
     words = "has the ranks [3, 1], in another order than its process group, [1, 3]"
@@ -607,47 +446,3 @@ def test_ranks_with_other_dtypes_under_an_autocast_that_does_not_concern_them(me
         attend = partial(context_varlen_attention, q, k, v, mesh, [0, 16], layout=contiguous)
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="disagree on dtype"):
         attend()
-
-
-class Gone(BaseException):
-    """Ends like a killed process, without telling the other ranks."""
-
-
-@pytest.mark.parametrize("strategy", [Ring(), AllGather(), Ulysses(), Ulysses(size=2)], ids=str)
-@pytest.mark.parametrize("when", ["forward", "backward"])
-def test_a_rank_that_is_gone_is_noticed_at_once(strategy, when: str):
-    """The error names the rank and the attention. run_ranks checks that no rank waits for the timeout."""
-    problem = Problem(length=32, heads=4)
-
-    class Dies(ReferenceKernel):
-        def forward(self, *tensors, **options):
-            self.perhaps("forward")
-            return super().forward(*tensors, **options)
-
-        def backward(self, *tensors, **options):
-            self.perhaps("backward")
-            return super().backward(*tensors, **options)
-
-        def perhaps(self, now: str) -> None:
-            if dist.get_rank() == 1 and now == when:
-                raise Gone
-
-    groups: list[weakref.ref[dist.ProcessGroup]] = []
-
-    def on(rank: int):
-        mesh = cp_mesh(4)
-        groups.append(weakref.ref(mesh.get_group()))
-        attend = partial(context_attention, group=mesh, strategy=strategy, kernel=Dies(), mask=Causal())
-        run_attention(attend, problem, rank, 4)
-
-    errors = run_ranks(on, 4, return_errors=True)
-    assert not any(group() for group in groups)  # an error that held a group would keep its connections open
-    assert isinstance(errors.pop(1), Gone)
-    for error in errors:
-        if isinstance(error, TransferError):
-            assert re.match(
-                r"context_attention \(mesh axis 'cp'\): on rank \d, a transfer with rank \d \(of all", str(error)
-            )
-        else:  # it had all it needed of this attention, and heard when the ranks met for the backward
-            assert isinstance(error, RuntimeError)
-            assert re.match(r"context_attention: .* of mesh axis 'cp'", error.__notes__[0])
