@@ -227,10 +227,11 @@ def sensible(case: Case) -> Case:
         case = replace(case, mask="causal")
     if case.mask == "another in each row" and (case.door == "flex in module" or case.masked_by == "call"):
         case = replace(case, mask="documents")
-    by_call = case.mask == "is_causal" or explicit
+    in_scope = takes_scope and case.scope and case.masked_by == "scope"
+    by_call = case.mask == "is_causal" or (explicit and not in_scope)
     if case.door == "flex in module" or (calls_sdpa and by_call):
         case = replace(case, masked_by="call")
-    elif case.masked_by == "call" or (case.masked_by == "scope" and not (takes_scope and case.scope)):
+    elif case.masked_by == "call" or (case.masked_by == "scope" and not in_scope):
         case = replace(case, masked_by="style")
     case = replace(case, scope=case.scope and takes_scope)
     if case.strategy == "Ulysses x ring" and case.ranks % 2:

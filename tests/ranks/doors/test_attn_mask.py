@@ -9,7 +9,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
-from torch.utils.checkpoint import checkpoint
 
 from cp_styles import (
     AttentionContextParallel,
@@ -18,7 +17,6 @@ from cp_styles import (
     ModuleContextParallel,
     PerRow,
     Ring,
-    Ulysses,
     context_attention,
     head_tail,
 )
@@ -26,7 +24,6 @@ from cp_styles.decoding import KVCache, context_decode
 from cp_styles.mask import digest
 from cp_styles.testing import run_ranks
 from cp_styles.torch_api import context_parallel
-from tests.covering import in_parts
 from tests.oracle import error, expected_attention
 from tests.ranks.attention_case import EXACT, on_every_rank
 
@@ -58,19 +55,6 @@ def tensors():
     return [torch.randn(BATCH, HEADS, LENGTH, 4, generator=generator, dtype=torch.float64) for _ in range(4)]
 
 
-def masks():
-    generator = torch.Generator().manual_seed(1)
-    for shape in [(LENGTH, LENGTH), (1, 1, LENGTH, LENGTH), (BATCH, 1, 1, LENGTH), (BATCH, HEADS, LENGTH, LENGTH)]:
-        noise = torch.randn(shape, generator=generator, dtype=torch.float64)
-        keep = noise > -0.5
-        keep[..., 0] = True
-        yield pytest.param(keep, id=f"bool{list(shape)}")
-        yield pytest.param(noise.masked_fill(~keep, float("-inf")), id=f"float{list(shape)}")
-    nobody = torch.ones(LENGTH, LENGTH, dtype=torch.bool)
-    nobody[5] = False
-    yield pytest.param(nobody, id="a fully masked row")
-
-
 def one_device(mask):
     *inputs, grad = tensors()
     if mask.dtype == torch.bool:
@@ -87,37 +71,8 @@ def held(mask, mesh, strategy):
     return parallelize_module(Held(mask), mesh, AttentionContextParallel(strategy=strategy))
 
 
-def recomputed(mask, mesh, strategy):
-    core = passed(mask, mesh, strategy)
-    return lambda q, k, v: checkpoint(core, q, k, v, use_reentrant=False)
-
-
 def module(mask, mesh, strategy):
     return parallelize_module(Held(mask), mesh, ModuleContextParallel(strategy=strategy))
-
-
-@in_parts(2)
-@pytest.mark.parametrize(("index", "mask"), [pytest.param(n, *x.values, id=x.id) for n, x in enumerate(masks())])
-def test_every_door_takes_the_whole_mask(index: int, mask, part: int):
-    strategy = (Ring(), Ulysses())[(index + index // 2 + part) % 2]  # both for booleans and for numbers
-    expected = one_device(mask)
-
-    def body(rank):
-        mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",))
-        results = []
-        for door in (passed, held, recomputed, module):
-            q, k, v, grad = (LAYOUT.shard(x, 2, rank) for x in tensors())
-            leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-            out = door(mask, mesh, strategy)(*leaves)
-            out.backward(grad)
-            results.append([out.detach(), *(x.grad for x in leaves)])
-        return results
-
-    by_rank = run_ranks(body, RANKS)
-    for door in range(4):
-        for index, wanted in enumerate(expected):
-            found = LAYOUT.unshard([results[door][index] for results in by_rank], 2)
-            assert error(found, wanted) < EXACT
 
 
 @pytest.mark.parametrize("door", [passed, held, module])

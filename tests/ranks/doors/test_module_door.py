@@ -15,15 +15,13 @@ from torch.utils.checkpoint import checkpoint
 
 from cp_styles._compat import function_modes
 from cp_styles.batch import sum_gradients
-from cp_styles.engine.scope import SequenceScope
 from cp_styles.intercept.function_mode import AttentionCalls
 from cp_styles.layout import SequenceLayout, contiguous, head_tail
 from cp_styles.mask import Documents, Full, SlidingWindow
-from cp_styles.strategies import AllGather, Ring, Ulysses
+from cp_styles.strategies import AllGather
 from cp_styles.styles import ModuleContextParallel
 from cp_styles.testing import run_ranks
 from cp_styles.torch_api import context_parallel
-from tests.covering import sampled
 from tests.oracle import dense_attention, error, randn
 from tests.ranks.attention_case import EXACT, cp_mesh
 from tests.ranks.leak_scene import RANKS, Scene, refusals
@@ -158,21 +156,6 @@ def on_ranks(act):
     return test
 
 
-@sampled(1, strategy=[Ring(), AllGather(keep=0), Ulysses()], ckpt=["plain", "reentrant", "not reentrant"])
-def test_a_model_as_it_is(strategy, ckpt: str):
-    """The function imported by name and by attribute; layers checkpointed in both flavours."""
-
-    def on(rank: int):
-        mesh = cp_mesh(RANKS)
-        model = styled(Model(ckpt=CHECKPOINTS[ckpt]), mesh, strategy=strategy)
-        for _ in range(2):
-            check(model, mesh, rank)
-        outside_is_untouched()
-
-    expected()
-    run_ranks(on, RANKS)
-
-
 @pytest.mark.parametrize("ckpt", [REENTRANT, NOT_REENTRANT], ids=["reentrant", "not reentrant"])
 def test_the_function_checkpointed(ckpt):
     """Its recomputation is outside of every module: it enters the style again."""
@@ -274,19 +257,6 @@ def test_the_layers_alone_and_by_name(mesh, rank):
     }
     parallelize_module(model, mesh, plan)
     check(model, mesh, rank, layout=contiguous(LENGTH, RANKS), wanted=expected((3, None)))
-
-
-@on_ranks
-def test_a_scope_over_a_checkpointed_model(mesh, rank):
-    layout = contiguous(LENGTH, RANKS)
-    scope = SequenceScope(layout)
-    model = styled(Model(ckpt=partial(NOT_REENTRANT, context_fn=scope.for_checkpoint)), mesh)
-    leaf = layout.shard(TOKENS, 1, rank).clone().requires_grad_()
-    with scope:
-        out = model(leaf)
-    out.backward(layout.shard(COTANGENT, 1, rank))
-    for found, wanted in zip((out, leaf.grad), expected(), strict=False):
-        assert error(found, layout.shard(wanted, 1, rank)) < EXACT
 
 
 @on_ranks

@@ -19,11 +19,11 @@ from cp_styles.engine.custom_ops import handle
 from cp_styles.engine.scope import ScopeHistory, SequenceScope
 from cp_styles.functions.attention import context_attention
 from cp_styles.layout import SequenceLayout, by_work, contiguous, head_tail, per_document_head_tail, striped
-from cp_styles.mask import Causal, Dense, Documents, Full, SlidingWindow
+from cp_styles.mask import Causal, Documents, Full, SlidingWindow
 from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.styles import AttentionContextParallel, ModuleContextParallel
 from cp_styles.testing import run_ranks
-from tests.oracle import allowed, dense_attention, document_of, error, expected_attention
+from tests.oracle import allowed, dense_attention, document_of, error
 from tests.ranks.attention_case import EXACT, Core, Problem, cp_mesh, on_every_rank
 from tests.ranks.leak_scene import RANKS, Even, Oops, Scene, refusals
 
@@ -62,19 +62,6 @@ class Batch:
 FIRST = Batch(1, (1, 9, 5))
 SECOND = Batch(2, (7, 1, 1, 12), partial(by_work, mask=Documents((7, 1, 1, 12))))
 SHORT = Batch(3, (2,), contiguous)
-
-
-@pytest.mark.parametrize("door", DOORS)
-@pytest.mark.parametrize("strategy", [Ring(), Ring(keep=0), AllGather(), Ulysses()], ids=str)
-@on_every_rank(RANKS)
-def test_backward_after_the_scope_has_ended(mesh, rank: int, door: str, strategy):
-    core = styled(door, mesh, strategy=strategy)
-    for batch in (FIRST, SECOND, SHORT, FIRST):  # a new batch every step
-        leaves, cotangent = batch.leaves(rank)
-        with batch.scope():
-            out = core(*leaves)
-        out.backward(cotangent)
-        batch.check(rank, out, leaves)
 
 
 def test_plans_are_not_made_ahead_any_more():
@@ -261,24 +248,6 @@ def test_a_window_layer_next_to_a_full_one_under_one_scope(mesh, rank: int):
     return max(problem.errors([out.detach(), query.grad, key.grad, value.grad], layout, rank, RANKS))
 
 
-@on_every_rank(RANKS)
-def test_a_dense_mask_of_the_batch(mesh, rank: int):
-    """Per batch row and head, as left-padded batches have them; with the module's own causal mask."""
-    length, keep = 13, torch.tensor([13, 9])
-    padded = torch.arange(length)[None, :] >= (length - keep)[:, None]
-    problem = Problem(length=length, kv_heads=2, causal=True)
-    dense = padded[:, None, None, :]
-    both = dense & torch.ones(length, length, dtype=torch.bool).tril()
-    problem.expected = expected_attention(problem.inputs, problem.cotangent, both)
-    layout = head_tail(length, RANKS)
-    core = styled("style", mesh)
-    leaves, cotangent = problem.shard(layout, rank, RANKS)
-    with SequenceScope(layout, mask=Dense(dense)):
-        out = core(*leaves)
-    out.backward(cotangent)
-    return max(problem.errors([out.detach(), *(x.grad for x in leaves)], layout, rank, RANKS))
-
-
 # -- scopes among each other --
 
 
@@ -319,15 +288,6 @@ def test_the_function_is_given_everything_and_ignores_scopes(mesh, rank: int):
         out = attend(*leaves)
     out.backward(cotangent)
     FIRST.check(rank, out, leaves)
-
-
-@on_every_rank(RANKS)
-def test_scopes_without_gradients(mesh, rank: int):
-    core = styled("style", mesh)
-    wanted = FIRST.layout.shard(FIRST.problem.expected[0], 2, rank)
-    for mode in (torch.no_grad, torch.inference_mode):
-        with mode(), FIRST.scope():
-            assert error(core(*(x.detach() for x in FIRST.leaves(rank)[0])), wanted) < EXACT
 
 
 def test_what_makes_no_sense_is_refused():

@@ -22,7 +22,6 @@ from cp_styles.engine.scope import SequenceScope
 from cp_styles.functions.attention import context_attention
 from cp_styles.functions.flex import context_flex_attention
 from cp_styles.functions.varlen import context_varlen_attention
-from cp_styles.kernels import CPU_FLASH, Kernel
 from cp_styles.layout import head_tail
 from cp_styles.mask import Causal, Documents
 from cp_styles.strategies import AllGather, Ring, Ulysses
@@ -147,33 +146,6 @@ def test_a_checkpoint_on_one_rank_is_refused_on_all(mesh, rank: int):
 
 @pytest.mark.parametrize("door", DOORS)
 @on_every_rank(RANKS)
-def test_no_kernel_runs_again(mesh, rank: int, door: str):
-    """Nor is there anything else of the attention to compute twice."""
-
-    class Counting(Kernel):
-        forwards = backwards = 0
-
-        def forward(self, *tensors, **options):
-            self.forwards += 1
-            return CPU_FLASH.forward(*tensors, **options)
-
-        def backward(self, *tensors, **options):
-            self.backwards += 1
-            return CPU_FLASH.backward(*tensors, **options)
-
-        def check(self, *tensors, biased):
-            CPU_FLASH.check(*tensors, biased=biased)
-
-    kernel = Counting()
-    own = layer(door, mesh, kernel=kernel)
-    assert max(run_attention(checkpointed(own, save_attention()), PROBLEM, rank, RANKS)) < EXACT
-    # With a large message that is not the last one a backward computes by two groups of heads.
-    assert kernel.forwards == RANKS
-    assert kernel.backwards in (RANKS, RANKS + 1)
-
-
-@pytest.mark.parametrize("door", DOORS)
-@on_every_rank(RANKS)
 def test_beside_a_policy_of_ones_own(mesh, rank: int, door: str):
     """It is asked about everything but the attention."""
     asked: Counter[Any] = Counter()
@@ -212,22 +184,6 @@ def test_under_a_scope(mesh, rank: int, door: str, open_later: bool):
     found = [out.detach(), *(leaf.grad for leaf in leaves)]
     assert max(problem.errors(found, head_tail, rank, RANKS)) < EXACT
     assert trace.events == without
-
-
-@pytest.mark.parametrize("door", DOORS)
-@on_every_rank(RANKS)
-def test_two_layers_and_two_batches_alive(mesh, rank: int, door: str):
-    """What is kept belongs to its own layer and its own forward."""
-    own = layer(door, mesh)
-    other = Problem(length=17, kv_heads=1)
-    started = []
-    for problem in (PROBLEM, other):
-        leaves, cotangent = problem.shard(head_tail, rank, RANKS)
-        started.append((problem, leaves, cotangent, checkpointed(own, save_attention())(*leaves)))
-    for problem, leaves, cotangent, out in started:
-        out.backward(cotangent)
-        found = [out.detach(), *(leaf.grad for leaf in leaves)]
-        assert max(problem.errors(found, head_tail, rank, RANKS)) < EXACT
 
 
 class FlexLayer(nn.Module):

@@ -223,33 +223,6 @@ def test_sequences_of_several_lengths_are_said_to_be_such(mesh):
     return error(out, problem.expected[0])
 
 
-def test_a_rotary_table_that_is_kept_by_the_graph():
-    """A complex table, sliced in the model, as rotary embeddings are; the backward comes after the block."""
-    length, dim = 9, 4
-    x, cotangent = randn(1, 1, 2, length, 2 * dim), randn(2, 1, 2, length, 2 * dim)
-    table = torch.polar(torch.ones(length, dim, dtype=torch.float64), randn(3, length, dim))
-
-    def model(x, table, causal_attention):
-        rotated = torch.view_as_complex(x.unflatten(-1, (dim, 2))) * table[: x.shape[2]]
-        return causal_attention(torch.view_as_real(rotated).flatten(-2))
-
-    whole = x.clone().requires_grad_()
-    mask = torch.ones(length, length, dtype=torch.bool).tril()
-    expected = model(whole, table, lambda q: dense_attention(q, q, q, mask))
-    expected.backward(cotangent)
-
-    def rank_main(rank):
-        mesh = cp_mesh(RANKS)
-        mine, own = x.clone().requires_grad_(), table.clone()
-        with context_parallel(mesh, buffers=[mine, own], buffer_seq_dims=[2, 0]):
-            out = model(mine, own, lambda q: F.scaled_dot_product_attention(q, q, q, is_causal=True))
-        out.backward(head_tail(length, RANKS).shard(cotangent, 2, rank))
-        out, grad = context_parallel_unshard(mesh, [out, mine.grad], [2, 2])
-        return max(error(out, expected), error(grad, whole.grad))
-
-    assert max(run_ranks(rank_main, RANKS)) < EXACT
-
-
 def test_equal_blocks_share_a_binding_and_count_their_own_calls():
     def rank_main(rank):
         mesh, x, seen = cp_mesh(RANKS), randn(rank, 1, 2, 4, 8), []

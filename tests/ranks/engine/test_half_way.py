@@ -395,25 +395,6 @@ def test_backwards_in_another_order_on_one_rank(which: str, strategy, how: str):
         assert "rank 0 is in a backward (call 2 over these ranks), rank 1 is in a backward (call 1 over" in str(error)
 
 
-@sampled(1, which=DOORS, strategy=[Ring(), Ulysses()])
-def test_one_rank_calls_backward_once_more(which: str, strategy):
-    layout = head_tail(LENGTH, RANKS)
-    problem = Problem(length=LENGTH, heads=6, kv_heads=6)
-
-    def on(rank: int) -> None:
-        attend = door(which, cp_mesh(RANKS), layout, strategy=strategy)
-        leaves, cotangent = problem.shard(layout, rank, RANKS)
-        out = attend(*leaves)
-        for _ in range(2 if rank == 1 else 1):
-            torch.autograd.grad(out, leaves, cotangent, retain_graph=True)
-        attend(*leaves)
-
-    errors = run_ranks(on, RANKS, timeout_seconds=20, return_errors=True)
-    for error in errors:
-        assert "rank 0 is about to attend" in str(error)
-        assert "rank 1 is in a backward (call 1 over these ranks)" in str(error)
-
-
 @sampled(1, which=DOORS, how=["plain", "checkpoint", "selective"])
 @on_every_rank(RANKS, timeout_seconds=20)
 def test_backwards_in_any_order_that_all_ranks_have(mesh, rank: int, which: str, how: str):
