@@ -27,7 +27,7 @@ from cp_styles.kernels.base import OtherBackward
 from cp_styles.kernels.choice_by_tile import ByTile
 from cp_styles.kernels.merge import EMPTY_LSE
 from cp_styles.kernels.sdpa import names_of
-from tests.oracle import attention_inputs, dense_attention, error, expected_attention, randn
+from tests.oracle import attention_inputs, error, expected_attention, randn
 
 KERNELS = [CPU_FLASH, ReferenceKernel()]
 CUDA_KERNELS = [kernel for kernel in SDPA_KERNELS if kernel.device_type == "cuda"]
@@ -70,18 +70,6 @@ def test_a_tile_is_attention(kernel: Kernel, shape: dict, causal: bool, scale: f
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=name_of)
-@pytest.mark.parametrize("rows", [(5, 5), (1, 5), (5, 1)])
-@pytest.mark.parametrize("shape", ["LM", "HLM", "BHLM"])
-def test_a_bias_of_any_broadcastable_shape(kernel: Kernel, rows: tuple[int, int], shape: str):
-    inputs, cotangent = attention_inputs(length=5, kv_heads=2)
-    bias = randn(9, *{"LM": (), "HLM": (4,), "BHLM": (2, 1)}[shape], *rows)
-    bias = bias.masked_fill(bias > 1.5, float("-inf"))
-    expected = expected_attention(inputs, cotangent, bias=bias)
-    for found, wanted in zip(run(kernel, inputs, cotangent, bias=bias), expected, strict=True):
-        assert error(found, wanted) < EXACT
-
-
-@pytest.mark.parametrize("kernel", KERNELS, ids=name_of)
 def test_rows_that_see_nothing_are_zero_with_finite_gradients(kernel: Kernel):
     inputs, cotangent = attention_inputs(length=5)
     mask = torch.ones(5, 5, dtype=torch.bool)
@@ -92,68 +80,6 @@ def test_rows_that_see_nothing_are_zero_with_finite_gradients(kernel: Kernel):
     assert bool((lse[:, :, [0, 3]] == EMPTY_LSE).all())
     expected = expected_attention(inputs, cotangent, mask)
     for found, wanted in zip(run(kernel, inputs, cotangent, bias=bias), expected, strict=True):
-        assert error(found, wanted) < EXACT
-
-
-@pytest.mark.parametrize("kernel", KERNELS, ids=name_of)
-def test_gradients_of_tiles_add_up_to_those_of_the_whole(kernel: Kernel):
-    """Each tile's backward is given the out and logsumexp of all tiles together."""
-    (q, k, v), cotangent = attention_inputs(length=7, kv_heads=2)
-    out = dense_attention(q, k, v)
-    lse = torch.logsumexp(q @ k.repeat_interleave(2, 1).mT * 8**-0.5, -1)
-    expected = expected_attention([q, k, v], cotangent)
-    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    for keys in (slice(0, 2), slice(2, 7)):
-        tile = kernel.backward(
-            cotangent, q, k[:, :, keys], v[:, :, keys], out, lse, causal=False, bias=None, scale=8**-0.5
-        )
-        dq += tile[0]
-        dk[:, :, keys] += tile[1]
-        dv[:, :, keys] += tile[2]
-    for found, wanted in zip((dq, dk, dv), expected[1:], strict=True):
-        assert error(found, wanted) < EXACT
-
-
-@pytest.mark.parametrize("kernel", KERNELS, ids=name_of)
-@pytest.mark.parametrize("which", range(3), ids=["query", "key", "value"])
-def test_rows_whose_numbers_stand_apart(kernel: Kernel, which: int):
-    """[B, H, D, S] in memory, one tensor at a time and then all, with a mask and a gradient laid out alike."""
-
-    def apart(x: torch.Tensor) -> torch.Tensor:
-        return x.mT.contiguous().mT
-
-    inputs, cotangent = attention_inputs(length=6)
-    bias = randn(9, 6, 6)
-    expected = expected_attention(inputs, cotangent, bias=bias)
-    some = [apart(x) if place == which else x for place, x in enumerate(inputs)]
-    for tensors in (some, list(map(apart, inputs))):
-        for found, wanted in zip(
-            run(kernel, tensors, apart(cotangent), bias=bias.mT.contiguous().mT), expected, strict=True
-        ):
-            assert error(found, wanted) < EXACT
-
-
-@pytest.mark.parametrize("kernel", KERNELS, ids=name_of)
-def test_any_strides(kernel: Kernel):
-    """Slices of rows, [B, S, H, D] in memory, and the expanded gradient that ``out.sum()`` makes."""
-    inputs, _ = attention_inputs(length=9)
-    cotangent = torch.ones((), dtype=torch.float64).expand(2, 4, 5, 8)
-    strided = [x.transpose(1, 2).contiguous().transpose(1, 2)[:, :, 2:7] for x in inputs]
-    expected = expected_attention(strided, cotangent)
-    out, lse = kernel.forward(*strided, causal=False, bias=None, scale=8**-0.5)
-    lse = torch.stack([lse, lse], -1)[..., 0]
-    found = [out, *kernel.backward(cotangent, *strided, out, lse, causal=False, bias=None, scale=8**-0.5)]
-    for mine, wanted in zip(found, expected, strict=True):
-        assert error(mine, wanted) < EXACT
-
-
-@pytest.mark.parametrize("kernel", KERNELS, ids=name_of)
-@pytest.mark.parametrize("dims", [(8, 3), (3, 8)])
-def test_a_value_head_dim_of_its_own(kernel: Kernel, dims: tuple[int, int]):
-    (q, k, _), _ = attention_inputs(length=6, dim=dims[0])
-    v, cotangent = randn(5, 2, 4, 6, dims[1]), randn(6, 2, 4, 6, dims[1])
-    kernel.check(q, k, v, biased=True)
-    for found, wanted in zip(run(kernel, [q, k, v], cotangent), expected_attention([q, k, v], cotangent), strict=True):
         assert error(found, wanted) < EXACT
 
 

@@ -6,25 +6,19 @@ import pytest
 import torch
 
 from cp_styles import (
-    AllGather,
     Causal,
     Dense,
     Documents,
     PerRow,
-    Ring,
-    SequenceScope,
-    SlidingWindow,
-    Ulysses,
     by_work,
     context_attention,
     contiguous,
-    head_tail,
     imbalance,
 )
 from cp_styles.plan import make_plan
 from cp_styles.testing import CommunicationTrace, RankError, run_ranks
 from tests.oracle import document_of, error, randn
-from tests.ranks.attention_case import EXACT, Core, Problem, cp_mesh, parallel, run_attention
+from tests.ranks.attention_case import EXACT, Problem, cp_mesh, run_attention
 
 LENGTH = 21
 ROWS = [(5, 1, 15), (21,), (7, 7, 7)]
@@ -36,40 +30,6 @@ def seen(causal: bool = True) -> torch.Tensor:
     rows = [torch.tensor([document_of(row)(p) for p in range(LENGTH)]) for row in ROWS]
     mask = torch.stack([ids[:, None] == ids[None] for ids in rows])[:, None]
     return mask & torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril() if causal else mask
-
-
-@pytest.mark.parametrize("layout", [head_tail, contiguous], ids=lambda f: f.__name__)
-@pytest.mark.parametrize(
-    "strategy", [Ring(), Ring(keep=0), AllGather(), Ulysses(), Ulysses(inner=Ring(), size=1)], ids=str
-)
-def test_documents_of_each_row(strategy, layout):
-    problem = Problem(length=LENGTH, batch=3, kv_heads=2, mask=seen(), causal=False)
-
-    def on(rank: int) -> list[float]:
-        def attend(q, k, v):
-            return context_attention(q, k, v, cp_mesh(3), mask=DOCUMENTS & Causal(), strategy=strategy, layout=layout)
-
-        return run_attention(attend, problem, rank, 3, layout=layout)
-
-    assert max(max(errors) for errors in run_ranks(on, 3)) < EXACT
-
-
-def test_a_style_under_a_scope_that_differs_by_row():
-    """The module's window, the call's is_causal and the batch's rows together; backward after the scope."""
-    window = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(-4)
-    problem = Problem(length=LENGTH, batch=3, mask=seen() & window, causal=False)
-    layout = by_work(LENGTH, 2, mask=DOCUMENTS & Causal())
-
-    def on(rank: int) -> list[float]:
-        core = parallel(Core(causal=True), cp_mesh(2), mask=SlidingWindow(4))
-
-        def attend(q, k, v):
-            with SequenceScope(layout, mask=DOCUMENTS):
-                return core(q, k, v)
-
-        return run_attention(attend, problem, rank, 2, layout=layout)
-
-    assert max(max(errors) for errors in run_ranks(on, 2)) < EXACT
 
 
 def test_with_a_dense_mask_of_every_row_and_sinks():

@@ -29,7 +29,7 @@ from cp_styles.styles import AttentionContextParallel, ModuleContextParallel
 from cp_styles.testing import run_ranks
 from tests.covering import sampled
 from tests.oracle import dense_attention, error, randn
-from tests.ranks.attention_case import EXACT, Core, cp_mesh
+from tests.ranks.attention_case import Core, cp_mesh
 from tests.ranks.composition import LAYOUTS, LENGTH, batch_of, new_model, shard, token_losses, whole
 from tutorials.llama import parallel_plan
 
@@ -279,26 +279,3 @@ def test_gradient_scaler(reducer: str):
 
 
 # -- without gradients --
-
-
-@sampled(1, style=list(STYLES), without=[torch.no_grad, torch.inference_mode, contextlib.nullcontext])
-def test_evaluation(style: str, without):
-    """Exact, in ``eval()`` and not, and a training step right after it is exact as well."""
-    with torch.no_grad():
-        wanted = new_model()(batch_of(0)["tokens"], torch.arange(LENGTH))
-
-    def on(rank: int):
-        cp = cp_mesh(2)
-        layout = LAYOUTS[2]
-        model = parallelize_module(new_model(), cp, STYLES[style]())
-        for mode in (True, False):
-            with without():
-                logits = model.train(mode)(layout.shard(batch_of(0)["tokens"], 1, rank), layout.positions(rank))
-            assert error(logits, layout.shard(wanted, 1, rank)) < EXACT
-        model.train()
-        step_of(model, cp, FULL)
-        sum_gradients(model, cp)
-        return flat([parameter.grad for parameter in model.parameters()])
-
-    for found in run_ranks(on, 2):
-        assert error(found, alone(FULL)[1]) < EXACT

@@ -15,7 +15,6 @@ from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, fle
 from torch.utils.checkpoint import checkpoint
 
 from cp_styles.engine.scope import SequenceScope
-from cp_styles.functions.attention import context_attention
 from cp_styles.functions.flex import context_flex_attention
 from cp_styles.layout import by_work, contiguous, head_tail, per_document_head_tail
 from cp_styles.mask import Causal, Documents, SlidingWindow
@@ -117,31 +116,6 @@ def test_queries_some_at_a_time(monkeypatch):
     monkeypatch.setattr("cp_styles.kernels.flex._LOGITS", 2 * 4 * 30 * 7)
     for mask in ("causal", "random, a head"):
         check(problem(mask, "relative bias"), contiguous(LENGTH, 2), Ring())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("score", [None, "softcap"])
-def test_low_precision(dtype, score):
-    # Rounding of the inputs' own products: a few units in the last place, against float64 of the same inputs.
-    mod, learned = SCORES[score] if score else (None, ())
-    whole = FlexProblem(case.sinks_and_window, mod, learned, length=LENGTH, dtype=dtype)
-    check(whole, head_tail(LENGTH, 2), Ring(), 4 * torch.finfo(dtype).eps)
-
-
-@pytest.mark.parametrize("kv_heads", [1, 3, 6])
-def test_heads_that_ranks_do_not_divide(kv_heads: int):
-    slopes = randn(30, 6)
-    whole = FlexProblem(
-        lambda b, h, q, kv: (q >= kv) & ((q - kv) % (h + 1) == 0),
-        lambda learned, score, b, h, q, kv: score * learned[0][h] + b,
-        (slopes,),
-        heads=6,
-        kv_heads=kv_heads,
-        mask_heads=6,
-        length=41,
-        scale=-0.3,
-    )
-    check(whole, contiguous(41, 4), Ulysses())
 
 
 def test_only_what_the_plan_says_travels():
@@ -278,26 +252,6 @@ def test_under_a_scope_and_beside_a_mask():
     assert max(whole.errors(run_ranks(rank_main, 3), layout)) < EXACT
 
 
-@pytest.mark.parametrize("mask", ["28 documents", "sinks and window", "documents a row", "random, a head"])
-def test_a_block_mask_for_scaled_dot_product_attention(mask: str):
-    """FlexMask is a mask as any other: with a style on DTensors, and with the function."""
-    whole, layout = problem(mask), head_tail(LENGTH, 2)
-    assert whole.block_mask is not None
-    ours = FlexMask(whole.block_mask)
-
-    class Core(nn.Module):
-        def forward(self, q, k, v):
-            return nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-
-    def rank_main(rank: int):
-        core = parallelize_module(Core(), cp_mesh(2), AttentionContextParallel(layout=layout, mask=ours))
-        own = [layout.shard(x, 2, rank) for x in whole.inputs]
-        return core(*own), context_attention(*own, dist.group.WORLD, mask=ours, layout=layout)
-
-    for parts in zip(*run_ranks(rank_main, 2), strict=True):
-        torch.testing.assert_close(layout.unshard(parts, 2), whole.expected[0], rtol=1e-12, atol=1e-12)
-
-
 def plus_one(score, b, h, q, kv):
     return score + 1
 
@@ -378,19 +332,5 @@ def test_in_torch_s_context_parallel_block(score: str | None):
 
         with context_parallel(cp_mesh(2)):
             return whole.run(attend, layout, rank)
-
-    assert max(whole.errors(run_ranks(rank_main, 2), layout)) < EXACT
-
-
-def test_checkpointed_in_torch_s_context_parallel_block():
-    """The recomputation comes after the block's end, and enters it again."""
-    whole, layout = problem("sinks and window"), head_tail(LENGTH, 2)
-
-    def rank_main(rank: int):
-        def attend(*args, **options):
-            with context_parallel(cp_mesh(2)):
-                return checkpoint(flex_attention, *args, use_reentrant=False, return_lse=True, **options)
-
-        return whole.run(attend, layout, rank)
 
     assert max(whole.errors(run_ranks(rank_main, 2), layout)) < EXACT
