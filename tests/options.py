@@ -1,7 +1,7 @@
 """In how many test files each option of a public function or style is given: python -m tests.options
 
 An option counts for a file that names what takes it, and gives an option of this name, as a keyword or as the key of a
-dict: to whichever function. Or that gives it by its place. ``--empty`` prints only the options that no file gives.
+dict: to whichever function. Or that gives it by its place.
 """
 
 from __future__ import annotations
@@ -15,17 +15,6 @@ from pathlib import Path
 
 import cp_styles
 from cp_styles import batch, collectives, decoding, joint_layout, torch_api
-
-# Columns of the table; all else that is public is listed after it.
-DOORS = (
-    "AttentionContextParallel",
-    "ModuleContextParallel",
-    "context_parallel",
-    "context_attention",
-    "context_flex_attention",
-    "context_varlen_attention",
-    "context_decode",
-)
 
 
 def signatures() -> dict[str, list[inspect.Parameter]]:
@@ -59,15 +48,9 @@ def uses() -> Counter[tuple[str, str]]:
 
 def main() -> int:
     counts = uses()
-    empty = sorted(pair for pair, count in counts.items() if not count)
-    if "--empty" not in sys.argv:
-        print(f"| option | {' | '.join(DOORS)} |\n|{'---|' * (len(DOORS) + 1)}")
-        for option in dict.fromkeys(option for door, option in sorted(counts) if door in DOORS):
-            print(f"| {option} | {' | '.join(str(counts.get((door, option), '')) for door in DOORS)} |")
-        for name in sorted({name for name, _ in counts} - set(DOORS)):
-            print(f"{name}: {', '.join(f'{option} {n}' for (of, option), n in sorted(counts.items()) if of == name)}")
-    print(f"{len(empty)} of {len(counts)} options are in no test" + "".join(f"\n  {a}({b})" for a, b in empty))
-    return int(bool(empty))
+    for (name, option), count in sorted(counts.items(), key=lambda entry: (entry[1], entry[0])):
+        print(f"{count:4} {name}({option})")
+    return int(not all(counts.values()))
 
 
 if __name__ == "__main__":

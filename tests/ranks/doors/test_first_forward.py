@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
 
-from cp_styles import ModuleContextParallel, contiguous, head_tail, sum_gradients
+from cp_styles import ModuleContextParallel, contiguous, head_tail
 from cp_styles.testing import MemoryTrace, run_ranks
 from tests.oracle import error, randn
 from tests.ranks.attention_case import cp_mesh
@@ -64,28 +63,6 @@ def made(model: Any) -> Any:
 # Nothing is noticed.
 
 
-class Noting(nn.Module):
-    """Its forward leaves behind what is visible: a counter, a list, a loss, and what collectives say."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down, self.seen, self.auxiliary = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), [], None
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x):
-        self.calls += 1
-        with torch.no_grad():
-            x.mul_(0.5)
-        hidden = self.up(x)
-        self.seen.append(hidden)
-        self.auxiliary = hidden.square().sum()
-        total = torch.tensor(float(x.shape[1]))
-        if dist.is_initialized():
-            dist.all_reduce(total)
-        assert total == LENGTH
-        return self.down(F.gelu(hidden)) + x / total
-
-
 class Fused(torch.autograd.Function):
     """Adds to the weight's ``main_grad`` in its backward, as Megatron's linear layers do."""
 
@@ -105,43 +82,6 @@ class Fused(torch.autograd.Function):
 class FusedLinear(nn.Linear):
     def forward(self, x):
         return Fused.apply(x, self.weight)
-
-
-def step(model: nn.Module, tokens: torch.Tensor) -> dict[str, Any]:
-    hooked: list[torch.Tensor] = []
-    model.inner[0].up.register_forward_hook(lambda module, args, out: hooked.append(out))
-    before = torch.get_rng_state()
-    out = model(tokens)
-    noting = model.inner[0]
-    loss = out.square().sum() + noting.auxiliary + sum(x.square().sum() for x in hooked + noting.seen)
-    loss.backward()
-    return {
-        "loss": loss.detach(),
-        "calls": float(noting.calls),
-        "random": torch.equal(before, torch.get_rng_state()),
-        "hooks": (len(hooked), len(noting.seen)),
-    }
-
-
-def test_side_effects_happen_once():
-    model = made(lambda: Model(Noting()))
-    one = copy.deepcopy(model)
-    wanted = step(one, TOKENS)
-
-    def on(rank: int):
-        mine = styled(model)
-        found = step(mine, CUT.shard(TOKENS, 1, rank))
-        sum_gradients(mine, cp_mesh(RANKS))
-        return found, [p.grad for p in mine.parameters()]
-
-    results = run_ranks(on, RANKS)
-    assert error(sum(found["loss"] for found, _ in results), wanted["loss"]) < 1e-12
-    for found, gradients in results:
-        assert {name: found[name] for name in ("calls", "random", "hooks")} == {
-            name: wanted[name] for name in ("calls", "random", "hooks")
-        }
-        for gradient, parameter in zip(gradients, one.parameters(), strict=True):
-            assert error(gradient, parameter.grad) < 1e-12
 
 
 def test_backwards_run_once():

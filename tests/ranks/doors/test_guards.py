@@ -165,26 +165,6 @@ def test_who_knows_better_names_the_module():
     refused(model, X, words=r"trusted=\['layer'\] names no module", trusted=["layer"])
 
 
-def test_nothing_runs_twice():
-    runs = []
-
-    class Counting(Mlp):
-        def forward(self, x):
-            runs.append(x.shape)
-            return super().forward(x)
-
-    model = Model(Counting(), Counting()).double()
-
-    def several(rank: int) -> None:
-        mine = copy.deepcopy(model)
-        parallelize_module(mine, cp_mesh(RANKS), ModuleContextParallel(layout=contiguous))
-        for _ in range(3):
-            mine(contiguous(LENGTH, RANKS).shard(X, 1, rank))
-
-    run_ranks(several, RANKS)
-    assert len(runs) == RANKS * 3 * 2
-
-
 class Positioned(Model):
     """As models of transformers are called."""
 

@@ -11,8 +11,6 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.tensor import DTensor
 
 from cp_styles.comm.point_to_point import TransferError
 from cp_styles.functions.attention import context_attention
@@ -23,7 +21,7 @@ from cp_styles.strategies import AllGather, Ring
 from cp_styles.styles import AttentionContextParallel, ModuleContextParallel
 from tests.covering import sampled
 from tests.oracle import error
-from tests.ranks.attention_case import EXACT, Core, parallel
+from tests.ranks.attention_case import EXACT
 from tests.ranks.leak_scene import RANKS, Oops, Scene, Stop, attention_of, raising, scenario
 
 # -- things that raise --
@@ -113,15 +111,6 @@ def test_exception_while_keys_are_under_way(s: Scene) -> None:
 
 
 @scenario
-def test_inputs_without_gradients(s: Scene) -> None:
-    probe = s.probe()
-    leaves, _ = s.leaves()
-    out = probe(*(x.detach() for x in leaves))
-    assert not out.requires_grad
-    assert error(out, head_tail(13, RANKS).shard(s.problem.expected[0], 2, s.rank)) < EXACT
-
-
-@scenario
 def test_no_grad_and_inference_mode(s: Scene) -> None:
     probe = s.probe()
     expected = head_tail(13, RANKS).shard(s.problem.expected[0], 2, s.rank)
@@ -145,30 +134,6 @@ def test_an_input_that_nothing_depends_on(s: Scene) -> None:
     expected = torch.autograd.grad(twice(*leaves[:2], leaves[1].clone()), leaves[:2], cotangent)
     assert found[2] is None
     assert max(map(error, found[:2], expected)) < EXACT
-
-
-@scenario
-def test_gradient_of_a_parameter_inside_the_core(s: Scene) -> None:
-    """A learned temperature: its gradient is this rank's share, a plain tensor."""
-
-    class Tempered(Core):
-        def __init__(self) -> None:
-            super().__init__()
-            self.temperature = nn.Parameter(torch.tensor(1.3, dtype=torch.float64))
-
-        def forward(self, query, key, value):
-            return super().forward(query * self.temperature, key, value)
-
-    whole = Tempered()
-    (expected,) = torch.autograd.grad(whole(*s.problem.inputs), whole.temperature, s.problem.cotangent)
-    core = parallel(Tempered(), s.mesh)
-    leaves, cotangent = s.leaves()
-    (asked,) = torch.autograd.grad(core(*leaves), core.temperature, cotangent)
-    core(*leaves).backward(cotangent)
-    for grad in (asked, core.temperature.grad):
-        assert not isinstance(grad, DTensor)
-        torch.distributed.all_reduce(grad)
-        assert error(grad, expected) < EXACT
 
 
 # -- more than one forward, or backward --

@@ -1,4 +1,4 @@
-"""Options that no other test passes; ``python -m tests.options --empty`` lists those that none does."""
+"""Options that no other test passes; ``python -m tests.options`` counts the files of each."""
 
 from __future__ import annotations
 
