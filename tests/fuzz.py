@@ -1,6 +1,6 @@
 """Random attentions against the oracle: each is exact, or every rank refuses it.
 
-    python tests/fuzz.py --cases 10000 --odd       seeds 0 to 9999; in every second case one rank differs in one thing
+    python tests/fuzz.py --cases 10000             seeds 0 to 9999; in every second case one rank differs in one thing
     python tests/fuzz.py --seconds 30              as many as fit
     python tests/fuzz.py --case "Case(seed=7)"     one, as a failure prints it
     python tests/fuzz.py --record runs/fuzz.jsonl  a line a case; seeds that stand there are not run again
@@ -11,27 +11,19 @@ of this package. A failure is reduced to a case with as many defaults as it stil
 
 What one rank does otherwise (``odd``) may change nothing that counts, such as strides. Then the result must be exact.
 Otherwise the ranks do not do one attention, and all must raise.
-
-Cases run in a process of their own, because a wrong message between ranks can end it.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib
-import json
-import os
 import random
 import re
-import subprocess
 import sys
-import time
 import traceback
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
@@ -71,6 +63,7 @@ from cp_styles.testing import RankTimeout, run_ranks
 from cp_styles.torch_api import context_parallel
 from tests.oracle import allowed, dense_attention, error, mask_cases, randn
 from tests.ranks import parity_grid
+from tests.seeds import Seeds, Verdict, shortened, with_defaults
 
 ROOT = Path(__file__).parents[1]
 # Seconds until a rank that waits for another counts as a failure: many times what a case takes. One that compiles holds
@@ -186,18 +179,18 @@ ODD_FIELDS = ("strategy", "layout", "mask", "batch", "heads", "dim", "dtype", "s
               "autocast", "checkpoint", "calls", "backward", "compiled")  # fmt: skip
 
 
-def draw(seed: int, *, odd: bool) -> Case:
+def draw(seed: int) -> Case:
     """The case of a seed. What makes no sense together is drawn again, field by field."""
     dice = random.Random(seed)
     values = {name: dice.choice(choices) for name, choices in CHOICES.items()}
     if values["checkpoint"] == "around" and seed % 4 < 2:
         values["checkpoint"] = "around, selective"
     case = sensible(Case(seed=seed, **values))
-    if dice.random() < 0.2 and not (odd and seed % 2):
+    if dice.random() < 0.2 and not seed % 2:
         name = dice.choice(THEN_FIELDS)
         other = replace(case, then=(name, dice.choice(CHOICES[name])))
         case = other if sensible(other) == other else case
-    while odd and seed % 2 and case.odd is None:
+    while seed % 2 and case.odd is None:
         rank, name = dice.randrange(case.ranks), dice.choice(ACTS if dice.random() < 0.3 else ODD_FIELDS)
         if name in ACTS:
             tokens = layout_of(case).lengths[rank]
@@ -593,22 +586,6 @@ def expected_of(case: Case) -> tuple[list[torch.Tensor], list[float]]:
     return wide, [2 * error(torch.nan_to_num(a), w) + rounding for a, w in zip(alone, wide, strict=True)]
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """``kind`` is exact, refused, or what is wrong; ``words`` say more."""
-
-    kind: str
-    words: str = ""
-
-    @property
-    def good(self) -> bool:
-        return self.kind in ("exact", "refused")
-
-    @property
-    def signature(self) -> str:
-        return f"{self.kind}: {shortened(self.words)}"
-
-
 def judge(case: Case) -> Verdict:
     if case.door.startswith("flex"):
         # The first flex_attention of a process imports it. That takes seconds on a busy machine: as long as WAIT.
@@ -668,12 +645,6 @@ def kind_of(problem: BaseException) -> str:
     return shortened(str(problem).partition(": ")[2] or str(problem))
 
 
-def shortened(text: str) -> str:
-    """The first words, without numbers, quoted text and brackets."""
-    plain = re.sub(r"blocks \S+|'[^']*'|\[[^]]*\]|\([^)]*\)|-?\d+(\.\d+)?(e-?\d+)?", "_", text.split("\n")[0])
-    return " ".join(plain.split()[:9])
-
-
 def compared(case: Case, results: list[Any]) -> Verdict:
     last = case.last()
     whole, tolerances = expected_of(replace(last, odd=None))
@@ -709,146 +680,10 @@ def compared(case: Case, results: list[Any]) -> Verdict:
 
 
 def simpler(case: Case) -> Iterator[Case]:
-    """The cases with one more default value."""
-    for field in fields(Case):
-        if field.name not in ("seed", "odd") and getattr(case, field.name) != field.default:
-            yield sensible(replace(case, **{field.name: field.default}))
+    yield from map(sensible, with_defaults(case, "seed", "odd"))
     if case.odd is not None:
         yield replace(case, odd=None)
 
 
-def reduced(case: Case, kind: str, judges: Judges, end: float) -> Case:
-    """A case that fails in the same way, from which no field can go back to its default."""
-    for other in simpler(case):
-        if time.monotonic() < end and other != case and judges.judge(other).kind == kind:
-            return reduced(other, kind, judges, end)
-    return case
-
-
-class Judges:
-    """A process that judges cases, and its successors. One that dies fails the case that it was at."""
-
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[str] | None = None
-        self._count = 0
-
-    def judge(self, case: Case) -> Verdict:
-        if self._count >= _IN_ONE_PROCESS:
-            self.end()
-        if self._process is None:
-            command = [sys.executable, __file__, "--judge"]
-            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-            self._process, self._count = subprocess.Popen(command, **pipes, text=True, cwd=ROOT), 0
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None
-        assert stdout is not None
-        self._count += 1
-        with contextlib.suppress(BrokenPipeError):
-            print(repr(case), file=stdin, flush=True)
-        for line in stdout:
-            if line.startswith(_ANSWER):
-                return Verdict(**json.loads(line.removeprefix(_ANSWER)))
-        status = self._process.wait()
-        self._process = None
-        return Verdict("a crash", f"status {status}")
-
-    def end(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-        self._process = None
-
-
-_IN_ONE_PROCESS = 300  # cases; a failed one may leave threads and sockets behind
-_ANSWER = "verdict: "
-
-
-def judge_lines() -> None:
-    """The process of :class:`Judges`: a case a line, and its verdict."""
-    torch.set_num_threads(1)
-    for line in sys.stdin:
-        verdict = judge(case_of(line))
-        print(_ANSWER + json.dumps(vars(verdict)), flush=True)
-
-
-def case_of(text: str) -> Case:
-    return eval(text, {"Case": Case})
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", type=int, default=1000, help="number of cases")
-    parser.add_argument("--first", type=int, default=0, help="the first seed")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this time")
-    parser.add_argument("--odd", action="store_true", help="in every second case one rank differs in one thing")
-    parser.add_argument("--stop", action="store_true", help="end with the first failure, without reducing it")
-    parser.add_argument("--record", type=Path, help="a file of results: continues where an earlier run has stopped")
-    parser.add_argument("--case", help="one case, as a failure prints it")
-    parser.add_argument("--judge", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.judge:
-        judge_lines()
-        return 0
-    if options.case:
-        torch.set_num_threads(1)
-        verdict = judge(case_of(options.case))
-        print(f"{verdict.kind}: {verdict.words}")
-        return int(not verdict.good)
-    return run_all(options)
-
-
-def run_all(options: argparse.Namespace) -> int:
-    verdicts: dict[int, Verdict] = {}
-    if options.record and options.record.exists():
-        for line in options.record.read_text().splitlines():
-            entry = json.loads(line)
-            verdicts[entry["seed"]] = Verdict(entry["kind"], entry["words"])
-    judges, start = Judges(), time.monotonic()
-    shown = start
-    alike: Counter[str] = Counter()  # failures with the same words, of which the first is shown and reduced
-    for seed in range(options.first, options.first + options.cases):
-        if seed in verdicts:
-            continue
-        if time.monotonic() > start + options.seconds:
-            break
-        case = draw(seed, odd=options.odd)
-        verdict = verdicts[seed] = judges.judge(case)
-        if options.record:
-            options.record.parent.mkdir(exist_ok=True)
-            with options.record.open("a") as file:
-                file.write(json.dumps({"seed": seed, **vars(verdict)}) + "\n")
-        if not verdict.good and alike[verdict.signature] == 0:
-            print(f"seed {seed}: {verdict.kind}: {verdict.words}\n  {shown_case(case)}", flush=True)
-            if options.stop:
-                judges.end()
-                return 1
-            smaller = reduced(case, verdict.kind, judges, time.monotonic() + 40)
-            print(f"  reduced: {shown_case(smaller)}", flush=True)
-        alike[verdict.signature] += not verdict.good
-        if time.monotonic() - shown > 30:
-            shown = time.monotonic()
-            print(f"... {len(verdicts)} cases, {shown - start:.0f} s", file=sys.stderr, flush=True)
-    judges.end()
-    kinds = Counter(verdict.kind for verdict in verdicts.values())
-    refusals = Counter(verdict.words for verdict in verdicts.values() if verdict.kind == "refused")
-    bad = sum(not verdict.good for verdict in verdicts.values())
-    print(f"{len(verdicts)} cases: {kinds['exact']} exact, {kinds['refused']} refused on every rank, {bad} others")
-    for signature, count in alike.most_common():
-        if count > 1:
-            print(f"  {count:6} times {signature}")
-    for words, count in refusals.most_common():
-        print(f"  {count:6} {words}")
-    return int(bad > 0)
-
-
-def shown_case(case: Case) -> str:
-    """The case as Python, without its defaults."""
-    values = ((field.name, getattr(case, field.name), field.default) for field in fields(Case))
-    return f"Case({', '.join(f'{name}={value!r}' for name, value, default in values if value != default)})"
-
-
 if __name__ == "__main__":
-    # Threads of a failed case may still hold sockets; the process need not wait for them.
-    status = main()
-    sys.stdout.flush()
-    os._exit(status)
+    Seeds(Case, __file__, draw, judge, simpler).main(__doc__)

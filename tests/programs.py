@@ -1,7 +1,7 @@
 """Random training programs, on one process and on ranks: equal in every number and side effect, or refused.
 
-    python tests/programs.py --programs 200          seeds 0 to 199; in every fourth, one rank differs in one thing
-    python tests/programs.py --program "Program(seed=7)"    one, as a failure prints it
+    python tests/programs.py --cases 200             seeds 0 to 199; in every fourth, one rank differs in one thing
+    python tests/programs.py --case "Program(seed=7)"       one, as a failure prints it
     python tests/programs.py --record runs/programs.jsonl    a line a program; seeds that stand there are not run again
 
 A seed draws a :class:`Program`: a small language model of one to three attentions, and a training as people write it.
@@ -14,18 +14,14 @@ and the states of random generators. Failures are reduced to a program with as m
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import gc
-import json
-import os
 import random
 import sys
-import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -62,6 +58,7 @@ from cp_styles.torch_api import context_parallel
 from tests.fuzz import of_the_package
 from tests.oracle import error, randn
 from tests.ranks.parity_grid import STRATEGIES
+from tests.seeds import Seeds, Verdict, with_defaults
 
 WORDS, WIDTH, HEADS, LENGTHS = 17, 12, 2, (12, 9)
 # float64; sums of some hundred terms in another order, through three layers and two steps of an optimizer.
@@ -563,9 +560,7 @@ def differences(program: Program, expected: Record, results: list[Record]) -> st
 
 
 def simpler(program: Program) -> Iterator[Program]:
-    for each in fields(Program):
-        if each.name not in ("seed", "odd", "door", "attentions") and getattr(program, each.name) != each.default:
-            yield sensible(replace(program, **{each.name: each.default}))
+    yield from map(sensible, with_defaults(program, "seed", "odd", "door", "attentions"))
     for index in range(len(program.attentions)):
         if len(program.attentions) > 1:
             yield replace(program, attentions=program.attentions[:index] + program.attentions[index + 1 :])
@@ -573,57 +568,10 @@ def simpler(program: Program) -> Iterator[Program]:
         yield replace(program, effects=tuple(other for other in program.effects if other != effect))
 
 
-def reduced(program: Program, end: float) -> Program:
-    for other in simpler(program):
-        if time.monotonic() < end and other != program and judge(other):
-            return reduced(other, end)
-    return program
-
-
-def shown(program: Program) -> str:
-    """The program as Python, without its defaults."""
-    values = ((each.name, getattr(program, each.name), each.default) for each in fields(Program))
-    return f"Program({', '.join(f'{name}={value!r}' for name, value, default in values if value != default)})"
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--programs", type=int, default=200, help="number of programs")
-    parser.add_argument("--first", type=int, default=0, help="the first seed")
-    parser.add_argument("--stop", action="store_true", help="end with the first failure, without reducing it")
-    parser.add_argument("--record", type=Path, help="a file of results: continues where an earlier run has stopped")
-    parser.add_argument("--program", help="one program, as a failure prints it")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    if options.program:
-        print(judge(eval(options.program, {"Program": Program})) or "right")
-        return 0
-    wrong, known = 0, {}
-    if options.record and options.record.exists():
-        known = dict(json.loads(line) for line in options.record.read_text().splitlines())
-    for seed in range(options.first, options.first + options.programs):
-        program = draw(seed)
-        if seed in known:
-            wrong += bool(known[seed])
-            continue
-        problem = judge(program)
-        if options.record:
-            options.record.parent.mkdir(exist_ok=True)
-            with options.record.open("a") as file:
-                file.write(json.dumps([seed, problem]) + "\n")
-        if problem:
-            wrong += 1
-            print(f"seed {seed}: {problem}\n  {shown(program)}", flush=True)
-            if options.stop:
-                return 1
-            print(f"  reduced: {shown(reduced(program, time.monotonic() + 30))}", flush=True)
-        elif seed % 20 == 19:
-            print(f"... seed {seed}", file=sys.stderr, flush=True)
-    print(f"{options.programs - wrong} of {options.programs} programs are equal to one process or refused as they must")
-    return int(wrong > 0)
+def verdict_of(program: Program) -> Verdict:
+    problem = judge(program)
+    return Verdict("wrong", problem) if problem else Verdict("exact")
 
 
 if __name__ == "__main__":
-    status = main()
-    sys.stdout.flush()
-    os._exit(status)  # threads of a failed program may still hold sockets
+    Seeds(Program, __file__, draw, verdict_of, simpler).main(__doc__)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests import fuzz, programs
+from tests.seeds import shown
 
 AT_ONCE = 10
 
@@ -18,15 +19,15 @@ def rows(count: int, whole: int) -> list:
 @pytest.mark.parametrize("first", rows(150, 2000))
 def test_attentions(first: int):
     for seed in range(first, first + AT_ONCE):
-        case = fuzz.draw(seed, odd=True)
+        case = fuzz.draw(seed)
         if case.compiled != "no" or (case.odd is not None and case.odd[1] == "compiled"):
             continue  # compiled attentions take a hundred times as long; they have tests of their own
         verdict = fuzz.judge(case)
-        assert verdict.good, f"{verdict.kind}: {verdict.words}: {fuzz.shown_case(case)}"
+        assert verdict.good, f"{verdict.kind}: {verdict.words}: {shown(case)}"
 
 
 @pytest.mark.parametrize("first", rows(10, 200))
 def test_programs(first: int):
     for seed in range(first, first + AT_ONCE):
         program = programs.draw(seed)
-        assert not (problem := programs.judge(program)), f"{problem}: {programs.shown(program)}"
+        assert not (problem := programs.judge(program)), f"{problem}: {shown(program)}"
