@@ -98,7 +98,7 @@ FUZZED = [
     Mistake(
         "merge: what rows of a pack had before keeps its weight",
         "OnlineSoftmax.add",
-        "out.mul_(kept.unsqueeze(-1))",
+        "out.mul_(weight.unsqueeze(-1))",
         "pass",
         "unit/test_merge.py ranks/flex/test_varlen_kernel.py",
     ),
@@ -176,7 +176,7 @@ FUZZED = [
     Mistake(
         "batch: labels across documents",
         "next_token_labels",
-        "starts.narrow(seq_dim, shift, kept) == starts.narrow(seq_dim, 0, kept",
+        "starts.narrow(seq_dim, shift, length) == starts.narrow(seq_dim, 0, length",
         "torch.ones_like(ahead, dtype=torch.bool",
         "unit/test_batch.py",
     ),
@@ -328,7 +328,7 @@ OTHERS = [
     Mistake(
         "token flow: memory that no operator wrote is clean",
         "_Storage.get",
-        "CLEAN if self.zeros and not bool(tensor.any()) else Label(mixed=self.made)",
+        "CLEAN if self.zeros and not bool(tensor.any()) else Label(mixed=self.maker)",
         "CLEAN",
         "unit/test_token_flow.py",
     ),
