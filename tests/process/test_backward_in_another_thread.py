@@ -15,27 +15,24 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from cp_styles import (
     AllGather,
     Causal,
-    ModuleContextParallel,
     Ring,
     SequenceScope,
     Ulysses,
     context_attention,
-    context_flex_attention,
     save_attention,
 )
 from cp_styles.collectives import heads_to_seq, seq_to_heads
 from cp_styles.layout import head_tail
-from cp_styles.torch_api import context_parallel
 from tests.oracle import dense_attention
 from tests.process.several import Program
 from tests.ranks.attention_case import EXACT, Core, Problem, cp_mesh, parallel
+from tests.ranks.each_door import door
 
 pytestmark = pytest.mark.process
 
@@ -45,8 +42,11 @@ LAYOUT = head_tail(LENGTH, RANKS)
 Attend = Callable[..., torch.Tensor]
 
 
-def styled(mesh: DeviceMesh, **style) -> Attend:
-    return parallel(Core(), mesh, layout=LAYOUT, **style)
+def attended_by(name: str, mesh: DeviceMesh, **options) -> Attend:
+    return door(name, mesh, layout=LAYOUT, **options)
+
+
+styled, function = partial(attended_by, "style"), partial(attended_by, "function")
 
 
 def in_scope(mesh: DeviceMesh) -> Attend:
@@ -55,14 +55,6 @@ def in_scope(mesh: DeviceMesh) -> Attend:
     def attend(*qkv: torch.Tensor) -> torch.Tensor:
         with SequenceScope(LAYOUT):
             return module(*qkv)
-
-    return attend
-
-
-def in_block(mesh: DeviceMesh) -> Attend:
-    def attend(*qkv: torch.Tensor) -> torch.Tensor:
-        with context_parallel(mesh, layout=LAYOUT):
-            return F.scaled_dot_product_attention(*qkv, is_causal=True, enable_gqa=True)
 
     return attend
 
@@ -86,10 +78,6 @@ def with_lse(mesh: DeviceMesh) -> Attend:
     return attend
 
 
-def function(mesh: DeviceMesh, **options) -> Attend:
-    return partial(context_attention, group=mesh, mask=Causal(), layout=LAYOUT, **options)
-
-
 DOORS: dict[str, Callable[[DeviceMesh], Attend]] = {
     "style": styled,
     "style, Ulysses": partial(styled, strategy=Ulysses()),
@@ -98,15 +86,13 @@ DOORS: dict[str, Callable[[DeviceMesh], Attend]] = {
         checkpoint, styled(mesh), use_reentrant=False, context_fn=save_attention()
     ),
     "scope": in_scope,
-    "module": lambda mesh: torch.distributed.tensor.parallel.parallelize_module(
-        Core(), mesh, ModuleContextParallel(layout=LAYOUT)
-    ),
-    "block": in_block,
+    "module": partial(attended_by, "module"),
+    "block": partial(attended_by, "block"),
     "function": function,
     "function, sent again": partial(function, strategy=Ring(keep=0)),
     "function, all-gather": partial(function, strategy=AllGather()),
     "function, logsumexp": with_lse,
-    "flex": lambda mesh: partial(context_flex_attention, group=mesh, mask=Causal(), enable_gqa=True, layout=LAYOUT),
+    "flex": partial(attended_by, "flex"),
     "collectives": by_heads,
 }
 

@@ -1,12 +1,12 @@
-"""The doors to context-parallel attention, each as a function of a mesh and local query, key and value: causal, cut
-contiguously."""
+"""The doors to context-parallel attention, each as a function of local query, key and value [B, H, S, D]: causal."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import torch
-import torch.nn.functional as F
-from torch import nn
-from torch.distributed.tensor.parallel import parallelize_module
 
 from cp_styles import (
     AttentionContextParallel,
@@ -16,50 +16,51 @@ from cp_styles import (
     context_flex_attention,
     context_varlen_attention,
     contiguous,
+    parallelize_module,
 )
 from cp_styles.torch_api import context_parallel
+from tests.ranks.attention_case import Core
 
-# Of the whole sequence, in every test that uses these.
+# Of the whole sequence, where a test does not say another.
 LENGTH = 13
+STYLES = {"style": AttentionContextParallel, "module": ModuleContextParallel}
+OTHERS = ("function", "flex", "score_mod", "varlen", "block")
 
 
-class Attend(nn.Module):
-    def forward(self, query, key, value):
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+def causal_scores(score, b, h, query, key):
+    return torch.where(key <= query, score, float("-inf"))
 
 
-def by_function(mesh, *tensors):
-    return context_attention(*tensors, mesh, mask=Causal(), layout=contiguous)
+def in_block(mesh: Any, options: dict[str, Any], *qkv: torch.Tensor) -> torch.Tensor:
+    with context_parallel(mesh, **options):
+        return Core()(*qkv)
 
 
-def by_module(mesh, *tensors):
-    return parallelize_module(Attend(), mesh, ModuleContextParallel(layout=contiguous))(*tensors)
+def packed(mesh: Any, length: int, options: dict[str, Any], *qkv: torch.Tensor) -> torch.Tensor:
+    """One row of the batch after the other, as packs have none."""
+    packs = zip(*(x.transpose(1, 2) for x in qkv), strict=True)
+    options = {"window_size": (-1, 0)} | options
+    return torch.stack([context_varlen_attention(*pack, mesh, [0, length], **options) for pack in packs]).transpose(
+        1, 2
+    )
 
 
-def by_block(mesh, *tensors):
-    with context_parallel(mesh, layout=contiguous):
-        return Attend()(*tensors)
+def door(name: str, mesh: Any, *, length: int = LENGTH, **options: Any) -> Callable[..., torch.Tensor]:
+    """What a user of the door ``name`` calls. ``length`` is that of the whole sequence."""
+    if name in STYLES:
+        return parallelize_module(Core(), mesh, STYLES[name](**options))
+    if name == "function":
+        return partial(context_attention, group=mesh, mask=Causal(), **options)
+    if name == "block":
+        return partial(in_block, mesh, options)
+    if name == "varlen":
+        return partial(packed, mesh, length, options)
+    how = {"mask": Causal()} if name == "flex" else {"score_mod": causal_scores}
+    return partial(context_flex_attention, group=mesh, enable_gqa=True, **how, **options)
 
 
-def by_style(mesh, *tensors):
-    return parallelize_module(Attend(), mesh, AttentionContextParallel(layout=contiguous))(*tensors)
+def cut_contiguously(name: str, mesh: Any, *qkv: torch.Tensor) -> torch.Tensor:
+    return door(name, mesh, layout=contiguous)(*qkv)
 
 
-def by_flex(mesh, *tensors):
-    return context_flex_attention(*tensors, mesh, mask=Causal(), layout=contiguous)
-
-
-def by_score_mod(mesh, *tensors):
-    def causal(score, b, h, query, key):
-        return torch.where(key <= query, score, float("-inf"))
-
-    return context_flex_attention(*tensors, mesh, score_mod=causal, layout=contiguous)
-
-
-def by_varlen(mesh, *tensors):
-    packs = (x[0].transpose(0, 1) for x in tensors)
-    out = context_varlen_attention(*packs, mesh, [0, LENGTH], window_size=(-1, 0), layout=contiguous)
-    return out.transpose(0, 1)[None]
-
-
-DOORS = {door.__name__: door for door in (by_function, by_module, by_block, by_style, by_flex, by_score_mod, by_varlen)}
+DOORS = {name: partial(cut_contiguously, name) for name in (*STYLES, *OTHERS)}

@@ -137,9 +137,9 @@ def test_what_was_changed_in_place_has_no_gradient(door: str, changed: str):
 @pytest.mark.parametrize("changed", CHANGED[:3])
 def test_what_may_be_changed_in_place(changed: str):
     """What the backward reads from elsewhere, as after an offload."""
-    wanted = backward_after("by_style", "")
+    wanted = backward_after("style", "")
     copies = partial(torch.autograd.graph.saved_tensors_hooks, torch.clone, lambda x: x)
-    assert torch.equal(backward_after("by_style", changed, around=copies), wanted)
+    assert torch.equal(backward_after("style", changed, around=copies), wanted)
 
 
 # -- what stands around a call --

@@ -19,17 +19,15 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 from cp_styles.comm.agreement import WIDTH
 from cp_styles.engine.checkpoint import save_attention
 from cp_styles.engine.scope import SequenceScope
-from cp_styles.functions.attention import context_attention
-from cp_styles.functions.flex import context_flex_attention
-from cp_styles.functions.varlen import context_varlen_attention
 from cp_styles.layout import head_tail
-from cp_styles.mask import Causal, Documents
+from cp_styles.mask import Documents
 from cp_styles.strategies import AllGather, Ring, Ulysses
-from cp_styles.styles import AttentionContextParallel, ModuleContextParallel
+from cp_styles.styles import ModuleContextParallel
 from cp_styles.testing import CommunicationTrace, MemoryTrace, run_ranks
 from tests.covering import sampled
 from tests.oracle import allowed, document_of, randn
-from tests.ranks.attention_case import EXACT, Core, Problem, cp_mesh, on_every_rank, run_attention
+from tests.ranks.attention_case import EXACT, Problem, cp_mesh, on_every_rank, run_attention
+from tests.ranks.each_door import door
 from tests.ranks.flex_case import FlexProblem, causal, relative_bias
 
 RANKS = 3
@@ -56,28 +54,8 @@ class Layer(nn.Module):
         return there_and_back(self.attend(*map(there_and_back, (query, key, value))))
 
 
-def causal_scores(score, b, h, q_idx, kv_idx):
-    return torch.where(q_idx >= kv_idx, score, float("-inf"))
-
-
-def varlen(query, key, value, **options: Any) -> torch.Tensor:
-    """One after the other, as its packs have no batch."""
-    packs = zip(*(x.transpose(1, 2) for x in (query, key, value)), strict=True)
-    outs = [context_varlen_attention(*pack, cu_seqlens=(0, 13), window_size=(-1, 0), **options) for pack in packs]
-    return torch.stack(outs).transpose(1, 2)
-
-
-def layer(door: str, mesh: DeviceMesh, **options: Any) -> Layer:
-    if door == "varlen":
-        return Layer(partial(varlen, group=mesh, **options))
-    if door in ("flex", "score_mod"):
-        how = {"mask": Causal()} if door == "flex" else {"score_mod": causal_scores}
-        return Layer(partial(context_flex_attention, group=mesh, enable_gqa=True, **how, **options))
-    if door == "style":
-        return Layer(parallelize_module(Core(), mesh, AttentionContextParallel(**options)))
-    if door == "module":
-        return Layer(parallelize_module(Core(), mesh, ModuleContextParallel(**options)))
-    return Layer(partial(context_attention, group=mesh, mask=Causal(), **options))
+def layer(name: str, mesh: DeviceMesh, **options: Any) -> Layer:
+    return Layer(door(name, mesh, **options))
 
 
 def events_of(attend: Callable[..., torch.Tensor], rank: int, problem: Problem = PROBLEM) -> list[tuple[str, int]]:
@@ -92,11 +70,11 @@ def checkpointed(layer: nn.Module, context_fn: Callable[[], Any] | None = None) 
     return lambda *qkv: checkpoint(layer, *qkv, use_reentrant=False, **options)
 
 
-@sampled(1, door=[*DOORS, *OTHER_CALLS], strategy=[Ring(), Ring(keep=0), AllGather(), Ulysses()])
+@sampled(1, name=[*DOORS, *OTHER_CALLS], strategy=[Ring(), Ring(keep=0), AllGather(), Ulysses()])
 @on_every_rank(RANKS)
-def test_a_recomputation_that_communicates_nothing(mesh, rank: int, door: str, strategy):
+def test_a_recomputation_that_communicates_nothing(mesh, rank: int, name: str, strategy):
     """Exactly the events of no checkpoint where nothing is kept; a plain one agrees and sends the keys once more."""
-    own, lean = (layer(door, mesh, strategy=chosen) for chosen in (strategy, strategy.keeping_nothing()))
+    own, lean = (layer(name, mesh, strategy=chosen) for chosen in (strategy, strategy.keeping_nothing()))
     events_of(own, rank)  # from here on every rank knows the global length by its own
     for _ in range(2):  # the second time everything that is remembered is there
         without = events_of(lean, rank)
@@ -104,18 +82,18 @@ def test_a_recomputation_that_communicates_nothing(mesh, rank: int, door: str, s
         assert events_of(checkpointed(own, save_attention()), rank) == without
         assert own.runs == runs + 2  # it was recomputed
     again = Counter(events_of(checkpointed(own), rank)) - Counter(events_of(own, rank))
-    calls = {"varlen": PROBLEM.inputs[0].shape[0]}.get(door, 1)
+    calls = {"varlen": PROBLEM.inputs[0].shape[0]}.get(name, 1)
     assert again["all_gather", WIDTH * 8 * (RANKS - 1)] == calls
     assert sum(again.values()) > 1
 
 
 @sampled(
     1,
-    door=[*DOORS, *OTHER_CALLS],
+    name=[*DOORS, *OTHER_CALLS],
     strategy=[Ring(keep=2), AllGather(keep=2), Ulysses(inner=Ring(keep=2), size=1)],
 )
 @on_every_rank(RANKS)
-def test_no_received_keys_outlive_the_layer(mesh, rank: int, door: str, strategy):
+def test_no_received_keys_outlive_the_layer(mesh, rank: int, name: str, strategy):
     """As many bytes stay after the forward as with a strategy that keeps nothing, whatever this one is told to keep."""
     leaves, cotangent = PROBLEM.shard(head_tail, rank, RANKS)
     live = []
@@ -124,7 +102,7 @@ def test_no_received_keys_outlive_the_layer(mesh, rank: int, door: str, strategy
         (strategy.keeping_nothing(), save_attention()),
         (strategy, None),
     ):
-        attend = layer(door, mesh, strategy=chosen)
+        attend = layer(name, mesh, strategy=chosen)
         attend = attend if context_fn is None else checkpointed(attend, context_fn)
         attend(*leaves).backward(cotangent)  # what is made once is there
         with MemoryTrace() as trace:
@@ -144,9 +122,9 @@ def test_a_checkpoint_on_one_rank_is_refused_on_all(mesh, rank: int):
         attend(*leaves)
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("name", DOORS)
 @on_every_rank(RANKS)
-def test_beside_a_policy_of_ones_own(mesh, rank: int, door: str):
+def test_beside_a_policy_of_ones_own(mesh, rank: int, name: str):
     """It is asked about everything but the attention."""
     asked: Counter[Any] = Counter()
 
@@ -154,21 +132,21 @@ def test_beside_a_policy_of_ones_own(mesh, rank: int, door: str):
         asked[op] += 1
         return CheckpointPolicy.MUST_SAVE if op is torch.ops.aten.exp.default else CheckpointPolicy.MUST_RECOMPUTE
 
-    own = layer(door, mesh)
+    own = layer(name, mesh)
     assert max(run_attention(checkpointed(own, save_attention(own_policy)), PROBLEM, rank, RANKS)) < EXACT
     assert asked[torch.ops.aten.exp.default]
     assert not any("attention" in str(op) or "gather" in str(op) for op in asked)
 
 
-@pytest.mark.parametrize("door", ["style", "module"])
+@pytest.mark.parametrize("name", ["style", "module"])
 @pytest.mark.parametrize("open_later", [False, True])
 @on_every_rank(RANKS)
-def test_under_a_scope(mesh, rank: int, door: str, open_later: bool):
+def test_under_a_scope(mesh, rank: int, name: str, open_later: bool):
     """The batch's scope has ended, or another one is open, when the backward comes."""
     lengths = (5, 8)
     document = document_of(lengths)
     problem = Problem(length=13, kv_heads=2, mask=allowed(lambda p, j: document(p) == document(j) and j <= p, 13, 13))
-    own = layer(door, mesh, strategy=Ring(keep=0))
+    own = layer(name, mesh, strategy=Ring(keep=0))
 
     def attend(*qkv, context_fn=None):
         with SequenceScope(head_tail(13, RANKS), mask=Documents(lengths)) as scope:
@@ -237,12 +215,12 @@ def test_flex_attention_in_a_module():
         assert len(full[1]) > len(plain[1])
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("name", DOORS)
 @on_every_rank(RANKS)
-def test_what_is_done_now_and_then_is_no_matter(mesh, rank: int, door: str):
+def test_what_is_done_now_and_then_is_no_matter(mesh, rank: int, name: str):
     """Such as a look at a parameter behind the attention, at the attentions number 1, 2, 4, 8, ... : torch wants the
     ops of a recomputation to be those of the forward."""
-    own = layer(door, mesh)
+    own = layer(name, mesh)
     projection = nn.Linear(8, 8, bias=False, dtype=torch.float64)
     nn.init.eye_(projection.weight)
     attend = checkpointed(own, save_attention())

@@ -10,23 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from cp_styles import (
-    AttentionContextParallel,
     Causal,
     Documents,
-    ModuleContextParallel,
     NoAgreement,
     Ring,
     SequenceScope,
     SlidingWindow,
     Ulysses,
     context_attention,
-    context_flex_attention,
-    context_varlen_attention,
     contiguous,
     head_tail,
     save_attention,
@@ -34,58 +28,29 @@ from cp_styles import (
 from cp_styles.comm.agreement import WIDTH, Agreement, Meeting, StatusRow, compare, start_status
 from cp_styles.strategies import Strategy
 from cp_styles.testing import CommunicationTrace, run_ranks
-from cp_styles.torch_api import context_parallel
-from tests.ranks.attention_case import EXACT, Core, Problem, cp_mesh, on_every_rank, run_attention
+from tests.ranks.attention_case import EXACT, Problem, cp_mesh, on_every_rank, run_attention
+from tests.ranks.each_door import door
 
 RANKS, LENGTH = 2, 21
 
 
-def styled(style: Any, mesh: Any, layout: Any, agreement: Agreement) -> Any:
-    return parallelize_module(Core(), mesh, style(layout=layout, agreement=agreement))
+DOORS = ["style", "module", "function", "flex", "varlen", "block"]
 
 
-def varlen(mesh: Any, layout: Any, agreement: Agreement) -> Any:
-    def attend(q, k, v, **options):
-        packed = (x[0].transpose(0, 1) for x in (q, k, v))
-        ends = [0, LENGTH]
-        out = context_varlen_attention(*packed, mesh, ends, window_size=(-1, 0), layout=layout, agreement=agreement)
-        return out.transpose(0, 1)[None]
-
-    return attend
-
-
-def block(mesh: Any, layout: Any, agreement: Agreement) -> Any:
-    def attend(q, k, v, **options):
-        with context_parallel(mesh, layout=layout, agreement=agreement):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-
-    return attend
-
-
-def function(attend: Any, mesh: Any, layout: Any, agreement: Agreement, **options: Any) -> Any:
-    return partial(attend, group=mesh, mask=Causal(), layout=layout, agreement=agreement, **options)
-
-
-DOORS: dict[str, Callable[..., Any]] = {
-    "style": partial(styled, AttentionContextParallel),
-    "module": partial(styled, ModuleContextParallel),
-    "function": partial(function, context_attention),
-    "flex": partial(function, context_flex_attention, enable_gqa=True),
-    "varlen": varlen,
-    "block": block,
-}
+def attended(name: str, mesh: Any, layout: Any, agreement: Agreement) -> Any:
+    return door(name, mesh, length=LENGTH, layout=layout, agreement=agreement)
 
 
 def meetings(trace: CommunicationTrace) -> int:
     return trace.events.count(("all_gather", WIDTH * 8 * (RANKS - 1)))
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_no_meeting_at_all(door: str):
+@pytest.mark.parametrize("name", DOORS)
+def test_no_meeting_at_all(name: str):
     layout = head_tail(LENGTH, RANKS)
 
     def on(rank: int) -> tuple[int, float]:
-        attend = DOORS[door](cp_mesh(RANKS), layout, NoAgreement())
+        attend = attended(name, cp_mesh(RANKS), layout, NoAgreement())
         with CommunicationTrace() as trace:
             error = max(run_attention(attend, Problem(length=LENGTH, kv_heads=2, batch=1), rank, RANKS, layout=layout))
         return meetings(trace), error
@@ -95,20 +60,20 @@ def test_no_meeting_at_all(door: str):
         assert count == 0
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("name", DOORS)
 @on_every_rank(RANKS, timeout_seconds=5)
-def test_no_agreement_needs_a_layout(mesh, rank: int, door: str):
+def test_no_agreement_needs_a_layout(mesh, rank: int, name: str):
     x = torch.randn(1, 4, head_tail(LENGTH, RANKS).lengths[rank], 8)
     with pytest.raises(ValueError, match=r": NoAgreement\(\) needs the lengths of all ranks: .* SequenceLayout"):
-        DOORS[door](mesh, head_tail, NoAgreement())(x, x, x)
+        attended(name, mesh, head_tail, NoAgreement())(x, x, x)
 
 
-@pytest.mark.parametrize("door", ["style", "module"])
-def test_under_a_scope(door: str):
+@pytest.mark.parametrize("name", ["style", "module"])
+def test_under_a_scope(name: str):
     problem = Problem(length=LENGTH, kv_heads=2)
 
     def on(rank: int) -> int:
-        attend = DOORS[door](cp_mesh(RANKS), None, NoAgreement())
+        attend = attended(name, cp_mesh(RANKS), None, NoAgreement())
         with SequenceScope(head_tail(LENGTH, RANKS)), CommunicationTrace() as trace:
             assert max(run_attention(attend, problem, rank, RANKS, layout=head_tail)) < EXACT
         return meetings(trace)
@@ -175,7 +140,7 @@ def test_without_agreement_a_call_that_one_rank_does_not_make_ends_with_the_time
     """As NoAgreement says: loud, and late."""
 
     def on(rank: int) -> None:
-        attend = DOORS["function"](cp_mesh(RANKS), head_tail(LENGTH, RANKS), NoAgreement())
+        attend = attended("function", cp_mesh(RANKS), head_tail(LENGTH, RANKS), NoAgreement())
         x = torch.randn(1, 4, head_tail(LENGTH, RANKS).lengths[rank], 8)
         for step in range(2):
             attend(x, x.double() if rank and step else x, x)
@@ -188,7 +153,7 @@ def test_without_agreement_a_call_that_one_rank_does_not_make_ends_with_the_time
 @on_every_rank(RANKS)
 def test_what_is_no_agreement_is_refused(mesh):
     with pytest.raises(TypeError, match=r"agreement must be EveryCall\(\) or NoAgreement\(\), got None"):
-        DOORS["style"](mesh, head_tail, None)
+        attended("style", mesh, head_tail, None)
 
 
 @pytest.mark.parametrize("how", ["plain", "selective"])
@@ -197,7 +162,7 @@ def test_checkpoints(how: str):
 
     def on(rank: int) -> int:
         layout = head_tail(LENGTH, RANKS)
-        attend = DOORS["module"](cp_mesh(RANKS), layout, NoAgreement())
+        attend = attended("module", cp_mesh(RANKS), layout, NoAgreement())
         options = {"context_fn": save_attention()} if how == "selective" else {}
 
         def again(*tensors: torch.Tensor, **more: Any) -> torch.Tensor:

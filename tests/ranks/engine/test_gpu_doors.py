@@ -7,7 +7,6 @@ Groups are those of ``init_process_group("nccl")``, which have no backend for te
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import count
 
 import pytest
@@ -21,21 +20,20 @@ from torch.nn.attention.flex_attention import AuxRequest
 from cp_styles.batch import global_loss, global_token_count, shard_batch, sum_gradients
 from cp_styles.engine.gradient_watch import UnreducedGradientsError
 from cp_styles.engine.scope import SequenceScope
-from cp_styles.functions.attention import context_attention
 from cp_styles.functions.flex import context_flex_attention
 from cp_styles.functions.varlen import context_varlen_attention
 from cp_styles.layout import head_tail, striped
-from cp_styles.mask import Causal, Documents, SlidingWindow
+from cp_styles.mask import Documents, SlidingWindow
 from cp_styles.strategies import AllGather, Ring, Strategy, Ulysses
 from cp_styles.styles import AttentionContextParallel, ModuleContextParallel
 from cp_styles.testing import run_ranks
-from cp_styles.torch_api import context_parallel
 from tests.covering import sampled
 from tests.cuda_ops import ON_GPU
 from tests.gpu_tensors import gpus, put, read
 from tests.oracle import allowed, document_of, error, randn
 from tests.ranks.attention_case import EXACT, Core, Problem, plain
 from tests.ranks.composition import LAYOUTS, SEQ_DIMS, alone, batch_of, new_model, whole
+from tests.ranks.each_door import door
 from tests.ranks.flex_case import FlexProblem, both, causal, of_documents
 from tutorials.llama import parallel_plan
 
@@ -49,35 +47,15 @@ STRATEGIES = [
 LENGTH = 26
 
 
-def of_a_style(mesh: DeviceMesh, **options) -> Callable[..., torch.Tensor]:
-    return parallelize_module(Core(), mesh, AttentionContextParallel(**options))
-
-
-def of_a_module(mesh: DeviceMesh, **options) -> Callable[..., torch.Tensor]:
-    return parallelize_module(Core(), mesh, ModuleContextParallel(**options))
-
-
-def of_a_block(mesh: DeviceMesh, **options) -> Callable[..., torch.Tensor]:
-    def attend(*tensors: torch.Tensor) -> torch.Tensor:
-        with context_parallel(mesh, **options):
-            return Core()(*tensors)
-
-    return attend
-
-
-def of_a_function(mesh: DeviceMesh, **options) -> Callable[..., torch.Tensor]:
-    return lambda *tensors: context_attention(*tensors, mesh, mask=Causal(), **options)
-
-
-@sampled(1, door=[of_a_style, of_a_module, of_a_block, of_a_function], way=STRATEGIES, backend=list(BACKENDS))
-def test_each_door(door, way: tuple[Strategy, int], backend: str):
+@sampled(1, name=["style", "module", "block", "function"], way=STRATEGIES, backend=list(BACKENDS))
+def test_each_door(name: str, way: tuple[Strategy, int], backend: str):
     """Two steps, of which the second finds everything set up."""
     strategy, ranks = way
     problem, layout = Problem(length=LENGTH, kv_heads=2, heads=4), head_tail(LENGTH, ranks)
 
     def on(rank: int) -> float:
         mesh = init_device_mesh("cuda", (ranks,), mesh_dim_names=("cp",))
-        attend = door(mesh, layout=layout, strategy=strategy, kernel=ON_GPU)
+        attend = door(name, mesh, layout=layout, strategy=strategy, kernel=ON_GPU)
         leaves, cotangent = problem.shard(layout, rank, ranks)
         worst = 0.0
         for _ in range(2):

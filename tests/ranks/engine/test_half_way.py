@@ -20,21 +20,17 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from cp_styles import (
     AllGather,
-    AttentionContextParallel,
     Causal,
     EveryCall,
-    ModuleContextParallel,
     NoAgreement,
     Ring,
     Ulysses,
     batch,
     context_attention,
-    context_flex_attention,
     contiguous,
     global_loss,
     global_token_count,
@@ -69,7 +65,8 @@ from tests.covering import sampled
 from tests.cuda_ops import ON_GPU
 from tests.gpu_tensors import BreaksRule, gpus, put
 from tests.oracle import randn
-from tests.ranks.attention_case import Core, Problem, cp_mesh, on_every_rank
+from tests.ranks.attention_case import Problem, cp_mesh, on_every_rank
+from tests.ranks.each_door import door
 from tests.ranks.leak_scene import Stop, raising
 
 RANKS, LENGTH = 3, 24
@@ -357,17 +354,6 @@ def test_one_rank_leaves_a_collective(which: str, way: str, monkeypatch):
         assert seconds < SOON
 
 
-def door(which: str, mesh: Any, layout: Any, agreement: Any = None, **options: Any) -> Callable[..., torch.Tensor]:
-    """Two ways to call attention without a module, and two with one."""
-    said = {"layout": layout, "agreement": agreement or EveryCall(), **options}
-    if which == "function":
-        return partial(context_attention, group=mesh, mask=Causal(), **said)
-    if which == "flex":
-        return partial(context_flex_attention, group=mesh, mask=Causal(), enable_gqa=True, **said)
-    style = {"style": AttentionContextParallel, "module": ModuleContextParallel}[which]
-    return parallelize_module(Core(), mesh, style(**said))
-
-
 DOORS = ["style", "module", "function", "flex"]
 
 
@@ -378,7 +364,7 @@ def test_backwards_in_another_order_on_one_rank(which: str, strategy, how: str):
     problem = Problem(length=LENGTH, heads=6, kv_heads=6)
 
     def on(rank: int) -> None:
-        attend = door(which, cp_mesh(RANKS), layout, strategy=strategy)
+        attend = door(which, cp_mesh(RANKS), layout=layout, strategy=strategy)
         if how != "plain":
             options = {"context_fn": save_attention()} if how == "selective" else {}
             attend = partial(checkpoint, attend, use_reentrant=False, **options)
@@ -401,7 +387,7 @@ def test_backwards_in_any_order_that_all_ranks_have(mesh, rank: int, which: str,
     """Exact, twice with retain_graph; a meeting each, and one for each recomputation."""
     layout = head_tail(LENGTH, RANKS)
     problem = Problem(length=LENGTH, kv_heads=2)
-    attend = door(which, mesh, layout)
+    attend = door(which, mesh, layout=layout)
     if how != "plain":
         options = {"context_fn": save_attention()} if how == "selective" else {}
         attend = partial(checkpoint, attend, use_reentrant=False, **options)
@@ -424,7 +410,7 @@ def test_without_agreement_backwards_may_not_run_in_another_order():
     problem = Problem(length=LENGTH)
 
     def on(rank: int) -> None:
-        attend = door("function", cp_mesh(ranks), layout, NoAgreement())
+        attend = door("function", cp_mesh(ranks), layout=layout, agreement=NoAgreement())
         for step in range(2):
             calls = []
             for _ in range(3):
