@@ -39,10 +39,9 @@ def in_block(mesh: Any, options: dict[str, Any], *qkv: torch.Tensor) -> torch.Te
 def packed(mesh: Any, length: int, options: dict[str, Any], *qkv: torch.Tensor) -> torch.Tensor:
     """One row of the batch after the other, as packs have none."""
     packs = zip(*(x.transpose(1, 2) for x in qkv), strict=True)
-    options = {"window_size": (-1, 0)} | options
-    return torch.stack([context_varlen_attention(*pack, mesh, [0, length], **options) for pack in packs]).transpose(
-        1, 2
-    )
+    attend = partial(context_varlen_attention, group=mesh, cu_seqlens=[0, length], window_size=(-1, 0), **options)
+    outs = [attend(*pack) for pack in packs]
+    return (torch.stack(outs) if len(outs) > 1 else outs[0][None]).transpose(1, 2)  # one result is not copied
 
 
 def door(name: str, mesh: Any, *, length: int = LENGTH, **options: Any) -> Callable[..., torch.Tensor]:
