@@ -551,27 +551,24 @@ def _refuse_local(binding: Binding, name: str, positions: torch.Tensor, lengths:
         from_0 or bool((positions == counted + in_order).all())
     ):
         return  # documents count from 0 too
-    try:
-        whole = length * binding.group.size()
-        layout = binding.layout if isinstance(binding.layout, SequenceLayout) else binding.layout_for(whole)
-        right = layout.positions(binding.group.rank(), "cpu")
-    except Exception:  # of a length that may not be the call's
-        return
-    if from_0 and right.numel() and int(right[0]) != 0:
+    # Of a balancer, for each sequence length that gives this rank so many tokens.
+    parts = [part for part in possible_positions(binding, length) if part.numel()]
+    begin = int(parts[0][0]) if parts else 0
+    if from_0 and parts and all(int(part[0]) != 0 for part in parts):
         remedy = f"pass {_POSITIONS_OF_TOKENS if first else _POSITIONS}"
         if positions.ndim == 3:
             remedy = "cut them with the tokens, or let cut_inputs_of of cp_styles.integrations.transformers do it"
         raise ValueError(
             f"{binding.name}: {name} count from {first} to {first + length - 1} on this rank, whose part of the "
-            f"sequence begins at {first + int(right[0])}: {remedy}. "
+            f"sequence begins at {first + begin}: {remedy}. "
             "If these are documents that each begin at 0, say so with "
             "a SequenceScope(layout, mask=Documents(...)) around the call"
             f"{see('Positions that count from 0')}"
         )
-    if not from_0 and not torch.equal(right + first, counted.cpu() + in_order):
+    if not from_0 and parts and not any(torch.equal(part + first, counted.cpu() + in_order) for part in parts):
         raise ValueError(
             f"{binding.name}: {name} are {in_order} to {in_order + length - 1} on this rank, as torch.chunk cuts, but "
-            f"its part of the layout begins at {int(right[0])}: cut tokens and positions with layout.shard and "
+            f"its part of the layout begins at {begin}: cut tokens and positions with layout.shard and "
             "layout.positions of the layout of the attention, or give the attention layout=contiguous"
             f"{see('Inputs that were cut in another way')}"
         )

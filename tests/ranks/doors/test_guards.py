@@ -207,14 +207,17 @@ def test_positions():
     local = call(position_ids=POSITIONS[:, : LENGTH // RANKS])
     assert "position_ids count from 0 to 5 on this rank, whose part of the sequence begins at 6" in errors_of(local)
 
-    def chunked(rank: int, layout):
+    def chunked(rank: int, layout, cut=torch.Tensor.chunk, length=LENGTH):
         mine = parallelize_module(copy.deepcopy(POSITIONED), cp_mesh(RANKS), ModuleContextParallel(layout=layout))
-        tokens, positions = (x.chunk(RANKS, 1)[rank].clone() for x in (X, POSITIONS))
+        tokens, positions = (cut(x[:, :length], RANKS, 1)[rank].clone() for x in (X, POSITIONS))
         return mine(tokens, position_ids=positions)
 
     message = "are 6 to 11 on this rank, as torch.chunk cuts, but its part of the layout begins at 3"
     assert message in errors_of(chunked, layout=head_tail)
     run_ranks(lambda rank: chunked(rank, contiguous), RANKS)
+    # Of 5 tokens the second rank has those at 2 and 3, as torch.chunk gives it of 4.
+    shards = lambda x, ranks, dim: [head_tail(5, ranks).shard(x, dim, rank) for rank in range(ranks)]  # noqa: E731
+    run_ranks(lambda rank: chunked(rank, head_tail, shards, 5), RANKS)
     assert "begins at 3" in errors_of(local, layout=head_tail)
     documents = Documents((LENGTH // RANKS,) * RANKS)
     run_ranks(lambda rank: local(rank, scope=documents), RANKS)
