@@ -25,6 +25,8 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+from torch.distributed import get_process_group_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cp_styles._compat import (
@@ -33,6 +35,8 @@ from cp_styles._compat import (
     StorageWeakRef,
     dispatch_modes,
     graph_task_id,
+    process_group_of,
+    resolve_group,
     running_modules,
     tensors_in,
     traces_here,
@@ -57,15 +61,12 @@ from cp_styles.troubleshooting import see
 
 
 class Origin(NamedTuple):
-    """A call of an operator: what it does, the user's line that made it, and the module that was running.
-
-    ``outside``: its result was computed by something that is no operator of torch's own.
-    """
+    """A call of an operator: what it does, the user's line that made it, and the module that was running."""
 
     words: str
     line: str
     module: str
-    outside: bool = False
+    outside: bool = False  # its result was computed by something that is no operator of torch's own
 
 
 class _Caller(NamedTuple):
@@ -78,7 +79,7 @@ class _Caller(NamedTuple):
 
 
 class TokenProblem(NamedTuple):
-    """What is wrong with a value: ``kind`` is "mixed", "counted" or "moved"."""
+    """What is wrong with a value: ``kind`` is "mixed", "counted", "moved", "some" or "pooled"."""
 
     kind: str
     where: Origin
@@ -91,9 +92,10 @@ class TokenFlow(TorchDispatchMode):
 
     Args:
         length: the number of tokens of this rank's part; None for that of the first attention, or of the first tensor
-            that a layout has cut, of which this is the part of ``rank``.
+            that a layout has cut, of which this is the part of this rank of ``group``.
         positions: returns, for this number of tokens, the positions that this rank's may have; the likely ones first.
             None: values that depend on places are not looked for, because each place is its own position.
+        group: the ranks that share the sequence. What a model's own collectives over them make is not known.
         looks_at_readers: where there is no module whose outputs are given to :meth:`problem_of_outputs`: what code
             outside of all modules reads is such an output, as logits are that a loss reads, and what nothing has read
             at the end.
@@ -106,14 +108,15 @@ class TokenFlow(TorchDispatchMode):
         length: int | None,
         positions: Callable[[int], Iterable[torch.Tensor]] | None = None,
         *,
-        rank: int | None = None,
+        group: dist.ProcessGroup | None = None,
         looks_at_readers: bool = False,
     ) -> None:
         super().__init__()
-        self.length, self._positions, self._rank, self._looks_at_readers = length, positions, rank, looks_at_readers
+        self.length, self._positions, self._group, self._looks_at_readers = length, positions, group, looks_at_readers
         self._storages: dict[StorageWeakRef, _Storage] = {}
         self._files: dict[str, _Kind] = {}
         self._modules: list[str] = []
+        self._batch: int | None = None  # the size of the first dim of what has this rank's tokens along another one
         self._paused = 0
         self._attended = False
         self._unseen: Origin | None = None  # an attention that was not intercepted
@@ -132,8 +135,11 @@ class TokenFlow(TorchDispatchMode):
 
     @staticmethod
     def entered() -> TokenFlow | None:
-        """The one that follows what this thread runs."""
         return next((mode for mode in reversed(dispatch_modes()) if isinstance(mode, TokenFlow)), None)
+
+    @property
+    def _running(self) -> str:
+        return self._modules[-1] if self._modules else ""
 
     @contextmanager
     def inside(self, module: str) -> Iterator[None]:
@@ -146,7 +152,6 @@ class TokenFlow(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Nothing that runs is followed."""
         self._paused += 1
         try:
             yield
@@ -160,6 +165,8 @@ class TokenFlow(TorchDispatchMode):
         with _unnoticed(), suppress(Exception):
             for tensor, dim in tensors:
                 tokens = None if dim is None else in_order(tensor.shape[dim], tensor.ndim, dim % tensor.ndim)
+                if dim is not None and dim % tensor.ndim:
+                    self._batch = tensor.shape[0]
                 self._write(tensor, UNKNOWN if tokens is None else Label(tokens))
 
     def label_of(self, tensor: torch.Tensor) -> Label:
@@ -171,14 +178,26 @@ class TokenFlow(TorchDispatchMode):
         storage = self._storages.get(_key(tensor))
         label = None if storage is None else storage.get(tensor)
         if (label is None or label.blank) and (cut := cut_with(tensor)) is not None:
-            if self.length is None and self._rank is not None and self._rank < cut.ranks:
-                self.length = cut.lengths[self._rank]
+            if self.length is None and self._group is not None and self._group.rank() < cut.ranks:
+                self.length = cut.lengths[self._group.rank()]
             dims = [dim for dim, size in enumerate(tensor.shape) if size == self.length]
             return Label(in_order(tensor.shape[dims[0]], tensor.ndim, dims[0])) if len(dims) == 1 else UNKNOWN
         if label is not None:
             return label
-        # Parameters, buffers and constants are clean. What a compiled graph has computed was not seen.
-        return CLEAN if tensor.grad_fn is None else UNKNOWN
+        if tensor.grad_fn is not None:  # a compiled graph has computed it, which was not seen
+            return UNKNOWN
+        return self._counted_outside(tensor) or CLEAN  # of parameters, buffers and constants
+
+    def _counted_outside(self, tensor: torch.Tensor) -> Label | None:
+        """Of the numbers of this rank's tokens from 0, as a list or numpy makes them."""
+        length = self.length
+        if self._positions is None or length is None or tensor.shape[-1:] != (length,) or tensor.dtype not in _INTEGERS:
+            return None
+        if not torch.equal(tensor.cpu().flatten(), torch.arange(tensor.numel(), dtype=tensor.dtype, device="cpu")):
+            return None
+        right = None if self._likely_positions is None else self._likely_positions.to(tensor).view_as(tensor)
+        where = Origin(f"is given the numbers 0 to {length - 1}", "", self._running)
+        return Label(places=in_order(length, tensor.ndim, tensor.ndim - 1), source=where, right=right)
 
     def _write(self, tensor: torch.Tensor, label: Label) -> None:
         """Of a tensor whose elements have changed."""
@@ -235,14 +254,10 @@ class TokenFlow(TorchDispatchMode):
         return out
 
     def _look_at_reading(self, func: Any, values: Any) -> None:
-        """Of an operator that is called by code outside of all modules."""
         with _unnoticed():
             problem = self.problem_of_outputs(values, surely_tokens=True)
-            if func.namespace == "c10d":  # a sum that becomes one over ranks, such as a count of labels
-                for x in tensors_in(values):
-                    if not self._has_tokens(self.label_of(x), x):
-                        self._write(x, UNKNOWN)
-        if problem is not None and problem.kind != "moved" and self._problem_of_reader is None:
+        allowed = ("moved", "pooled") if func.namespace == "c10d" else ("moved",)  # to be summed over ranks
+        if problem is not None and problem.kind not in allowed and self._problem_of_reader is None:
             self._problem_of_reader = problem  # an error inside of an operator would be TorchScript's, not ours
 
     def _caller(self) -> _Caller:
@@ -278,7 +293,7 @@ class TokenFlow(TorchDispatchMode):
         def where(words: str, *, outside: bool = False) -> Origin:
             assert frame is not None
             line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-            return Origin(words, line, self._modules[-1] if self._modules else running_kind(), outside)
+            return Origin(words, line, self._running or running_kind(), outside)
 
         name = plain_name(func)
         if name in _METADATA and func._schema.is_mutable:
@@ -288,6 +303,10 @@ class TokenFlow(TorchDispatchMode):
         for tensor in written:
             self._is_written(tensor)
         call = OpCall(func, args, kwargs, out, self.label_of, where, length, self._likely_positions)
+        if self._joins_parts(func, args):  # a sum or a statistic of all ranks, such as a count of labels
+            for tensor in call.tensors if func.namespace == "c10d" and "reduce" in name else ():
+                self._write(tensor, UNKNOWN)
+            return self._lose(func, args, kwargs, out)
         if func.namespace == "_c10d_functional" and name in ("all_reduce", "wait_tensor", "broadcast"):
             labels: Any = call.inputs[0]  # ranks of other axes hold the same tokens
         elif func.namespace == "aten" or call.has_rule:
@@ -318,6 +337,17 @@ class TokenFlow(TorchDispatchMode):
                 del self._storages[ref]
         return None
 
+    def _joins_parts(self, func: Any, args: Any) -> bool:
+        """Whether an operator communicates among ranks that share the sequence."""
+        if self._group is None or func.namespace not in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
+            return False
+        group = next(filter(None, map(process_group_of, args)), None)
+        if group is None and args and isinstance(args[-1], str):
+            group = resolve_group(args[-1])
+        if group is None:
+            return False
+        return len({*get_process_group_ranks(group)} & {*get_process_group_ranks(self._group)}) > 1
+
     def _is_written(self, tensor: torch.Tensor, label: Label | None = None) -> None:
         """Note that an operator writes to memory that was empty, or zeros, until now."""
         storage = self._storages.get(_key(tensor)) if _is_plain(tensor) and tensor.numel() else None
@@ -342,17 +372,13 @@ class TokenFlow(TorchDispatchMode):
 
     def mixed_before(self, tensors: Iterable[torch.Tensor], dim: int = -2) -> str | None:
         """What is wrong with the inputs of an attention or a mixer, whose tokens are along ``dim``, in words."""
-        problem = self.problem_of_attention(tensors, dim)
-        return None if problem is None else self.words(problem)
-
-    def problem_of_attention(self, tensors: Iterable[torch.Tensor], dim: int = -2) -> TokenProblem | None:
-        """What is wrong with the query, key or value of an attention, whose tokens are along ``dim``."""
         if self._paused:
             return None
         tensors = tuple(tensors)
         self.length = tensors[0].shape[dim] if self.length is None else self.length
         with _unnoticed():
-            return next((problem for x in tensors if (problem := self._problem(x, dim % x.ndim)) is not None), None)
+            problems = [self._problem(x, dim % x.ndim) for x in tensors]
+        return next((self.words(problem) for problem in problems if problem is not None), None)
 
     def attended(self, out: torch.Tensor, tensors: Sequence[torch.Tensor], dim: int = -2) -> None:
         """Say what an attention has returned: elements of the tokens of its query. What it was given has tokens too."""
@@ -383,10 +409,26 @@ class TokenFlow(TorchDispatchMode):
             return None
         tensors = [x for x in tensors_in(outputs) if x.is_floating_point() or x.is_complex()]
         with _unnoticed():
-            return next((problem for x in tensors if (problem := self._problem(x, None)) is not None), None)
+            problems = [self._problem(x, None) for x in tensors]
+            if not any(self._has_tokens(self.label_of(x), x) for x in tensors):  # beside tokens it may be of no use
+                problems += map(self._pooled, tensors)
+            return next((problem for problem in problems if problem is not None), None)
+
+    def _pooled(self, x: torch.Tensor) -> TokenProblem | None:
+        """What is wrong with a result that has a row for each sequence, and no tokens."""
+        label = self.label_of(x)
+        if not x.ndim or x.shape[0] != self._batch:
+            return None
+        if label.mixed is not None:
+            # Outside of modules it is a loss. The sums of all ranks may be what a program adds up.
+            is_loss = self._looks_at_readers and not label.mixed.module
+            is_loss |= x.ndim == 1 and label.mixed.words == "sum"
+            return None if is_loss else TokenProblem("pooled", label.mixed)
+        if label.tokens is None or x.ndim == 1 or self._looks_at_readers:
+            return None
+        return TokenProblem("pooled", Origin("", "", self._running))
 
     def problem_of_unread(self) -> TokenProblem | None:
-        """What is wrong with results that somebody holds and no operator was given."""
         return next((problem for storage, problem in self._unread.items() if not storage.expired()), None)
 
     def _problem(self, x: torch.Tensor, dim: int | None) -> TokenProblem | None:
@@ -412,9 +454,11 @@ class TokenFlow(TorchDispatchMode):
         if dim is not None and label.places is not None and self._is_in_order(label.places, dim):
             right = label.right is not None and torch.equal(x, label.right)
             return None if right else TokenProblem("counted", label.source)
+        if dim is not None and tokens is not None and tokens.shape[dim] > 1 and x.shape[dim] < (self.length or 0):
+            return TokenProblem("some", Origin(f"{x.shape[dim]}", "", self._running))
         dims = [] if tokens is None else [axis for axis, size in enumerate(tokens.shape) if size > 1]
         if tokens is not None and len(dims) == 1 and dim in (None, dims[0]) and x.shape[dims[0]] == self.length:
-            problem = TokenProblem("moved", Origin("", "", self._modules[-1] if self._modules else ""))
+            problem = TokenProblem("moved", Origin("", "", self._running))
             return None if self._is_in_order(tokens, dims[0]) else problem
         return None
 
@@ -435,7 +479,6 @@ class TokenFlow(TorchDispatchMode):
         return length == self.length and bool(((track == in_order(length, track.ndim, dim)) | (track < 0)).all())
 
     def words(self, problem: TokenProblem) -> str:
-        """What is wrong, and what to do."""
         words, line, module, outside = problem.where
         module, at = module or "the model", f" at {line}" if line else ""
         if problem.kind == "counted":
@@ -455,7 +498,17 @@ class TokenFlow(TorchDispatchMode):
                 "or next_token_labels of whole tokens, which are then cut; or shift by context_roll of "
                 f"cp_styles.mixers{see('Labels inside a model')}"
             )
-        if problem.kind == "moved":
+        if problem.kind == "pooled":
+            how = f"made by {words}{at} of several of them" if words else "which it has chosen"
+            return (
+                f"{module} returns results that are not one for each of this rank's {self.length} tokens, but {how}: "
+                "it has pooled them, and the result is another one on each rank. Gather the hidden states of all ranks "
+                "(cp_styles.collectives.gather with reduce_gradients=True), pool or choose of those, and divide the "
+                f"loss by the number of ranks{see('A classifier that pools tokens')}"
+            )
+        if problem.kind == "some":
+            how = f"it gives {words} of this rank's {self.length} tokens to an attention, which would be the first ones"
+        elif problem.kind == "moved":
             how = "what it gives to an attention, or returns, is not in the order of the tokens"
         elif outside:
             how = (
@@ -484,7 +537,6 @@ class TokenFlow(TorchDispatchMode):
 
 @contextmanager
 def _unnoticed() -> Iterator[None]:
-    """What runs inside is seen by no mode that was entered before."""
     with without_dispatch_modes(), without_function_modes():
         yield
 
@@ -570,7 +622,6 @@ class _Storage:
 
 
 def _place(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], int, int]:
-    """Where a tensor's elements are in its storage."""
     return tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.element_size()
 
 
@@ -607,7 +658,6 @@ def _fitted(label: Label, tensor: torch.Tensor) -> Label:
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
-    """The arguments that an operator changes."""
     if not func._schema.is_mutable:
         return
     for index, argument in enumerate(func._schema.arguments):
@@ -633,6 +683,7 @@ _NAMESPACES_OF_TORCH = frozenset(
         "cp_styles",
     )
 )
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
 _MODES = ("__torch_function__", "__torch_dispatch__")
 _MOST_STORAGES = 1 << 14
 _TORCH = dirname(torch.__file__)
@@ -657,8 +708,6 @@ _ENGINE = tuple(
 
 
 class _Kind(Enum):
-    """Whose code a file has."""
-
     TORCH, ENGINE, PACKAGE, USER = range(4)
 
 

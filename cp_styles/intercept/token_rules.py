@@ -69,7 +69,7 @@ CLEAN, UNKNOWN = Label(), Label(unknown=True)
 
 
 class NoRuleError(Exception):
-    """The label of a result is not known."""
+    """No rule says what a result is made of."""
 
 
 def compressed(track: torch.Tensor) -> torch.Tensor:
@@ -184,7 +184,6 @@ class OpCall:
         self.pairs = list(zip(self.tensors, self.inputs, strict=True))
 
     def labels(self) -> Label | list[Label]:
-        """The label of the results, or of each of them."""
         name, inputs = self.name, self.inputs
         if name in _MADE:
             return UNKNOWN if "empty" in name or name == "resize" else CLEAN
@@ -210,7 +209,6 @@ class OpCall:
         return self.name in _RULES
 
     def argument(self, name: str, default: Any = None) -> Any:
-        """An argument of the call by its name in the operator's schema."""
         for index, parameter in enumerate(self.func._schema.arguments):
             if parameter.name == name:
                 if index < len(self.args):
@@ -247,7 +245,6 @@ class OpCall:
         return Label(tokens, places, source, mixed=mixed, spread=spread, counted=counted, unknown=unknown)
 
     def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> Label:
-        """Of an operator that moves the elements of its first argument."""
         return self.label_of(self.args[0]).moved(move)
 
     def is_right(self) -> bool:
@@ -377,7 +374,6 @@ def _view_of_shape(call: OpCall) -> Label:
 
 
 def _blocks(old: list[int], new: list[int]) -> list[tuple[list[int], list[int]]]:
-    """Runs of dims of two shapes that have equally many elements."""
     blocks, i, j = [], 0, 0
     while i < len(old) or j < len(new):
         a, b = [], []
@@ -487,7 +483,9 @@ def _index_select(call: OpCall) -> Label:
     if label.blank:
         return _tokens_of_index(call, index, dim, x.ndim - 1 - dim)
     rows = index.cpu()
-    return label.moved(lambda track: track if track.shape[dim] == 1 else by_values(track.index_select(dim, rows)))
+    taken = label.moved(lambda track: track if track.shape[dim] == 1 else by_values(track.index_select(dim, rows)))
+    chosen = call.label_of(index).moved(lambda track: track.reshape([-1] + [1] * (x.ndim - 1 - dim)))
+    return call.merged([taken, *_chosen(label, dim, chosen)])
 
 
 def _embedding(call: OpCall) -> Label:
@@ -509,8 +507,13 @@ def _gather(call: OpCall) -> Label:
         _small(*index.shape)
         return by_values(track.expand(x.shape).gather(dim, index.cpu()))
 
-    chosen = [] if _differ_along(label, dim) else [call.label_of(index)]  # classes by labels, which have tokens too
-    return call.merged([label.moved(move), *chosen])
+    return call.merged([label.moved(move), *_chosen(label, dim, call.label_of(index))])
+
+
+def _chosen(label: Label, dim: int, index: Label) -> list[Label]:
+    """What an index adds to what it takes along ``dim``: classes by labels have tokens, too."""
+    # An order of tokens, applied to tokens, adds nothing, unless it leaves out those that others of this rank surpass.
+    return [index] if not _differ_along(label, dim) or getattr(index.mixed, "words", "") == "topk" else []
 
 
 def _differ_along(label: Label, dim: int) -> bool:
@@ -558,7 +561,7 @@ def _index(call: OpCall) -> Label:
         return by_values(picked)
 
     pairs = zip(dims, tensors, strict=True) if len(dims) == len(tensors) else ()  # a mask takes several dims
-    chosen = [at_its_dims(call.label_of(index)) for dim, index in pairs if not _differ_along(label, dim)]
+    chosen = [at_its_dims(made) for dim, index in pairs for made in _chosen(label, dim, call.label_of(index))]
     return call.merged([label.moved(move), *chosen])
 
 
@@ -675,7 +678,6 @@ def _cumulative(call: OpCall, x: torch.Tensor, dims: Sequence[int]) -> Label:
 
 
 def _product(call: OpCall) -> Label:
-    """Matrix products, after what is added to them."""
     name = call.name
     operands = [x for x in call.args if isinstance(x, torch.Tensor)]
     a, b = operands[1:3] if name in ("addmm", "baddbmm", "addmv") else operands[:2]
@@ -716,7 +718,6 @@ def _grouped_product(call: OpCall) -> Label:
 
 
 def _attention(call: OpCall) -> Label:
-    """An attention that was not intercepted."""
     q, k, v = (call.label_of(x) for x in call.args[:3])
     rows, _ = over(q.tokens, [-1])
     meet = any(over(label.tokens, [-2])[1] for label in (k, v))
@@ -768,7 +769,6 @@ def _convolution(call: OpCall) -> Label:
 
 
 def _recurrence(call: OpCall) -> list[Label]:
-    """Layers that torch runs as one op."""
     x = call.args[0]
     label = call.label_of(x)
     outs = tensors_in(call.out)
@@ -779,11 +779,8 @@ def _recurrence(call: OpCall) -> list[Label]:
 
 
 def _tried(call: OpCall) -> Label:
-    """The op alone, once more, on arguments with one token changed: which elements change?
-
-    It is below autograd and modules, so nothing notices it. Only operators of torch's own are run, which change
-    nothing, draw no random numbers and communicate with nobody; and only if they are small.
-    """
+    # The op alone, once more, on arguments with one token changed: which elements change? It is below autograd and
+    # modules, so nothing notices it. Only small operators of torch's own, which change nothing and draw no numbers.
     func, schema = call.func, call.func._schema
     if (
         not schema.name.startswith("aten::")

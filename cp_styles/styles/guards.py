@@ -40,10 +40,6 @@ POSITIONS = "position_ids"
 class TokenGuard:
     """Refuses modules that carry values from token to token by other means than attention calls, or that count tokens.
 
-    Such are recurrent layers, state-space models, linear attention, convolutions along the sequence, batch norms, and
-    attention in plain operations: under context parallelism they would see the tokens of this rank's part only. And
-    such are positions that a model counts from 0, or takes from the first rows of a table.
-
     The first forward of a module in training, and the first in evaluation, are followed: see [Note: token flow]. So is
     the first that is given other arguments: a model may count where it is given no positions. Modules that run first in
     a later forward, because of a layer drop for example, are followed then.
@@ -66,12 +62,6 @@ class TokenGuard:
     def run(
         self, module: nn.Module, forward: Callable[..., Any], calls: AttentionCalls, args: tuple[Any, ...], kwargs: Any
     ) -> Any:
-        """What ``forward(*args, **kwargs)`` returns with ``calls`` entered. No communication.
-
-        Raises:
-            NotImplementedError: values that tokens of this part were mixed into, or that depend on their places in it,
-                reached an attention or the results.
-        """
         with calls:
             flow = TokenFlow.entered()
             if id(module) in self._trusted:
@@ -98,7 +88,6 @@ class TokenGuard:
 
     @never_compiled
     def _flow(self, module: nn.Module, calls: AttentionCalls, args: tuple[Any, ...], kwargs: Any) -> TokenFlow | None:
-        """The flow of a first forward. None for a later one, and if no input has tokens of a part."""
         binding = calls.binding
         if binding.group.size() == 1 or graph_task_id() >= 0 or captures_graph():
             return None
@@ -110,14 +99,12 @@ class TokenGuard:
             past = getattr(past, "self_attention_cache", past)
             if isinstance(past, LayerCaches) and past.prefilled:
                 return None  # new tokens, the same on all ranks
-        length = _part_of(binding, inputs)
-        whole = _part_of(binding, calls.inputs)
-        length = length if whole is None else whole
+        length = _part_of(binding, calls.inputs) or _part_of(binding, inputs)
         if length == 1:
             return None
         positions = partial(possible_positions, binding) if self._counts else None
         positions = positions if counting_is_wrong(binding, length) else None
-        flow = TokenFlow(length, positions, rank=binding.group.rank())
+        flow = TokenFlow(length, positions, group=binding.group)
         flow.seed(_dims_of_tokens([*inputs.values(), *args[len(inputs) :]], length, inputs))
         return flow
 
@@ -155,10 +142,7 @@ _HEADS = ("query", "key", "value", "q", "k", "v")
 def _dims_of_tokens(
     values: Any, length: int | None, inputs: Mapping[str, Any] | None = None
 ) -> Iterator[tuple[torch.Tensor, int | None]]:
-    """Tensors among ``values``, each with the dim along which it has this rank's tokens, by its shape.
-
-    None if that is not clear. Tensors of four dims may be images, in which one token is many elements.
-    """
+    # None if it is not clear from a shape. Tensors of four dims may be images, in which one token is many elements.
     heads = {id(x) for name, x in (inputs or {}).items() if name in _HEADS}
     for x in tensors_in(values) if length is not None else ():
         if x.ndim == 4:
@@ -232,7 +216,6 @@ class Forwards:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """What ``forward(*args, **kwargs)`` returns, with ``calls`` entered, after the work of the hooks."""
         output = None
         try:
             self._begin(module, args, kwargs)
@@ -272,14 +255,10 @@ class ModelFacts:
     """What the checks of a model's arguments read of its class, config and layers.
 
     Attributes:
-        names: its positional arguments.
-        positions: its arguments of position ids.
         places: its arguments that are made of positions, such as rotary tables too.
         losses: the classes of models that make a loss of labels.
-        windows: of its attention layers.
         padding: the position of padding tokens, if it counts positions after that.
         mask_tokens: the token ids whose share of the tokens scales its embeddings.
-        embeddings: its embedding layers.
     """
 
     names: tuple[str, ...]
@@ -420,11 +399,8 @@ class InputGuards:
             self._refuse_window(kind, inputs, length, whole)
 
     def _check_positions(self, kind: str, inputs: Mapping[str, Any]) -> None:
-        """Raise for positions that are missing, and while torch.compile traces for torch.arange in place of them.
-
-        torch.compile can trace it. An error ends the trace, and the forward runs uncompiled, where every rank raises.
-        With fullgraph=True torch.compile raises an error that shows this one.
-        """
+        # torch.compile can trace it. An error ends the trace, and the forward runs uncompiled, where every rank raises.
+        # With fullgraph=True torch.compile raises an error that shows this one.
         facts = self._facts
         for name in facts.positions:
             if inputs.get(name) is None:
@@ -441,7 +417,6 @@ class InputGuards:
             self._calls.tally.on_range = partial(_refuse_range, self._name, kind, inputs)
 
     def _refuse_positions_of_padding(self, kind: str, inputs: Mapping[str, Any], padding: int) -> None:
-        """Raise for tokens at positions of padding, and before, as if the model's first position were 0."""
         positions, tokens = inputs.get(POSITIONS), inputs.get("input_ids")
         if not isinstance(positions, torch.Tensor) or not isinstance(tokens, torch.Tensor):
             return
@@ -454,10 +429,7 @@ class InputGuards:
             )
 
     def check_output(self, module: nn.Module, args: Any, output: Any) -> None:
-        """A forward hook: raise for results that a model computes from all tokens of this rank together.
-
-        No communication, unless it raises.
-        """
+        """A forward hook. No communication, unless it raises."""
         if torch.compiler.is_dynamo_compiling() or self._ranks == 1:
             return
         binding, kind, problem = self._calls.binding, type(module).__name__, None
@@ -491,7 +463,6 @@ class InputGuards:
             raise problem
 
     def _lost_window(self, kind: str, inputs: Mapping[str, Any], length: int, whole: int) -> Exception | None:
-        """An error if the masks of a window were made from this rank's ``length`` of ``whole`` positions."""
         mask, window = inputs.get("attention_mask"), smallest_of_a_part(self._facts.windows)
         has_masks = isinstance(mask, Mapping) or (mask is not None and getattr(mask, "ndim", 4) == 4)
         of_style = self._calls.binding.mask
@@ -520,10 +491,7 @@ for _hook in (InputGuards.check, InputGuards.check_output):
 
 
 def _generating(function: str = "generate") -> FrameType | None:
-    """The frame of generate() of transformers that is running in this thread, or of its part for the first forward.
-
-    Its calls look like those of any other caller.
-    """
+    # Its calls look like those of any other caller.
     if torch.is_grad_enabled():
         return None
     frame = sys._getframe(2)
@@ -575,10 +543,8 @@ def _refuse_local(binding: Binding, name: str, positions: torch.Tensor, lengths:
 
 
 def _rows_begin_at_0(positions: torch.Tensor) -> bool:
-    """Whether positions of time, height and width, [3 or 4, B, S], are those of whole sequences.
-
-    Rows with padding on the left begin with some value twice. The longest row of a batch has no padding.
-    """
+    # Of time, height and width, [3 or 4, B, S]. Rows with padding on the left begin with some value twice. The longest
+    # row of a batch has no padding.
     if positions.ndim != 3 or positions.shape[-1] < 2:
         return False
     start, second = positions[..., 0], positions[..., 1]
@@ -588,7 +554,6 @@ def _rows_begin_at_0(positions: torch.Tensor) -> bool:
 
 
 def _refuse_another_prompt(name: str, kind: str, cache: LayerCaches, inputs: Mapping[str, Any]) -> None:
-    """Raise if the prompt of generate() is not the one that was prefilled: other tokens, or other positions."""
     layer, positions, new = next(iter(cache.held), None), inputs.get(POSITIONS), _length(inputs)
     if layer is None:
         return
@@ -661,7 +626,6 @@ never_compile_alone(_refuse_range, nor_what_it_calls=True)
 
 
 def _raise_all(checks: Sequence[Callable[[], None]]) -> None:
-    """Run them, and raise one error for all that is missing, so that a user learns of it in one run."""
     problems: list[ValueError] = []
     for check in checks:
         try:
@@ -709,7 +673,6 @@ def _refuse_labels(name: str, kind: str, inputs: Mapping[str, Any], facts: Model
 
 
 def _compare_counts(binding: Binding, kind: str, count: Any) -> None:
-    """Raise on every rank unless the ranks divide their losses by the same number."""
     state = state_of(binding.group)
     state.engaged = True
     number = float(count)

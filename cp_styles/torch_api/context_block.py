@@ -252,7 +252,7 @@ class _BlockEntry(Opening):
         length = lengths.pop() if len(lengths) == 1 else None
         binding = self.scoped.unscoped
         counts = partial(possible_positions, binding) if counting_is_wrong(binding, length) else None
-        flow = TokenFlow(length, counts, rank=self.group.rank(), looks_at_readers=True)
+        flow = TokenFlow(length, counts, group=self.group, looks_at_readers=True)
         flow.seed((part.buffer, part.dim) for part in self.parts.values())
         return flow
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -132,6 +133,14 @@ def experts_of_all(x):
     return (each * weights).sum(0)
 
 
+def tokens_that_an_expert_chooses(x):
+    flat, out = x.flatten(0, 1), torch.zeros(BATCH * LENGTH, WIDTH, dtype=x.dtype)
+    for expert in range(3):
+        rows = (flat @ W[:, expert]).topk(LENGTH).indices.sort().values
+        out.index_add_(0, rows, flat.index_select(0, rows) if expert else flat[rows])
+    return out.view_as(x)
+
+
 def rotary(x):
     angles = torch.arange(BATCH * LENGTH).view(BATCH, LENGTH, 1) * 0.1
     cut = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
@@ -232,6 +241,8 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "shifted and padded": lambda x: F.pad(x, (0, 0, 1, -1)),
     "shifted and added": centred_then_shifted,
     "rolled": lambda x: x + x.roll(1, 1),
+    "tokens that an expert chooses": tokens_that_an_expert_chooses,
+    "tokens gathered by rank": lambda x: x.gather(1, x.topk(3, 1).indices.sort(1).values.repeat(1, 2, 1)),
     "differences": lambda x: torch.diff(x, dim=1, prepend=x[:, :1]),
     "distances": lambda x: torch.cdist(x, x) @ x,
     "its last token": lambda x: x + x[:, -1:],
@@ -304,6 +315,8 @@ PLACED: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], bool]] = {
     "looked up by a range": (lambda x: x + F.embedding(torch.arange(x.shape[1]), TABLE), True),
     "with an offset, as some models have it": (lambda x: x + TABLE[torch.arange(x.shape[1]) + 2], True),
     "angles": (lambda x: x * torch.outer(torch.arange(x.shape[1]).double(), TABLE[0]).cos(), True),
+    "counted by a list": (lambda x: x + TABLE[torch.tensor(list(range(x.shape[1])))], True),
+    "counted by numpy": (lambda x: x + TABLE[torch.from_numpy(np.arange(x.shape[1]))[None]], True),
     "sums of ones": (lambda x: x + TABLE[torch.ones(x.shape[:2], dtype=torch.int64).cumsum(1)], True),
     "parts of a line": (lambda x: x * torch.linspace(0, 1, x.shape[1])[:, None], True),
     "a table that is trained": (lambda x: x + ZEROS[: x.shape[1]], True),
@@ -437,6 +450,37 @@ def test_sums_for_a_loss_and_statistics_are_no_error():
         return {"out": x @ W, "loss": x.square().mean(), "load": load, "pooled": x.mean(1) @ W}
 
     assert follow(function, X)[0] is None
+
+
+POOLED: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], bool]] = {
+    "mean": (lambda x: x.mean(1) @ W, True),
+    "largest": (lambda x: x.amax(1), True),
+    "sum": (lambda x: x.sum(1), True),
+    "scores": (lambda x: (x.mean(1) @ W)[:, 0], True),
+    "first token": (lambda x: x[:, 0] @ W, True),
+    "last token": (lambda x: x[:, [-1]] @ W, True),
+    "chosen tokens": (lambda x: x[torch.arange(BATCH), x.sum(-1).argmax(1)] @ W, True),
+    "all but the last": (lambda x: x[:, :-1] @ W, True),
+    "sums by sequence": (lambda x: x.square().sum((1, 2)), False),
+    "a loss": (lambda x: x.square().mean(), False),
+    "by feature": (lambda x: x.mean((0, 1)), False),
+}
+
+
+@pytest.mark.parametrize("name", POOLED)
+def test_results_of_a_part_for_each_sequence(name: str):
+    function, wrong = POOLED[name]
+    problem = follow(function, X)[0]
+    assert (problem is not None) == wrong
+    assert problem is None or problem.kind == "pooled"
+
+
+def test_an_attention_over_some_of_the_tokens():
+    for some, wrong in ((X[:, None, :2], True), (X[:, None, ::2], True), (X[:, None], False), (W[None, None], False)):
+        flow = TokenFlow(LENGTH)
+        with flow:
+            flow.seed([(X, 1)])
+            assert (flow.mixed_before([some * 1]) is not None) == wrong
 
 
 def test_a_large_result_takes_no_memory():

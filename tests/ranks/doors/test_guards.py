@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from cp_styles.batch import sum_gradients
+from cp_styles.collectives import gather
 from cp_styles.engine.scope import SequenceScope
 from cp_styles.integrations.transformers import register_attention
 from cp_styles.layout import contiguous, head_tail
@@ -25,7 +26,8 @@ from cp_styles.styles import parallelize_module as checked
 from cp_styles.testing import run_ranks
 from cp_styles.torch_api import context_parallel
 from tests.oracle import error, randn
-from tests.ranks.attention_case import cp_mesh, on_every_rank
+from tests.ranks.attention_case import EXACT, cp_mesh, on_every_rank
+from tests.ranks.doors.test_readme import example
 
 WIDTH, LENGTH, RANKS = 8, 12, 2
 
@@ -222,6 +224,45 @@ def test_positions():
     documents = Documents((LENGTH // RANKS,) * RANKS)
     run_ranks(lambda rank: local(rank, scope=documents), RANKS)
     run_ranks(lambda rank: local(rank, check_inputs=False), RANKS)
+
+
+class Classifier(Model):
+    def forward(self, x):
+        return super().forward(x)[:, 0]
+
+
+def test_a_classifier_that_pools():
+    """Refused, and exact as the page says."""
+    model, cotangent = Classifier(Mlp()).double(), randn(1, 2, WIDTH)
+    refused(model, X, words=r"not one for each of this rank's 6 tokens, but which it has chosen: it has pooled them")
+    one = copy.deepcopy(model)
+    (one(X) * cotangent).sum().backward()
+    model.__class__ = Model
+
+    def exact(rank: int) -> float:
+        layout, mesh, mine = head_tail(LENGTH, RANKS), cp_mesh(RANKS), copy.deepcopy(model)
+        parallelize_module(mine, mesh, ModuleContextParallel(layout=head_tail))
+        names = {"model": mine, "x": mine(layout.shard(X, 1, rank)), "layout": layout, "mesh": mesh}
+        names |= {"gather": gather, "sum_gradients": sum_gradients, "head": nn.Identity()}
+        exec(example("example: pooled"), names | {"loss_of": lambda y: (y * cotangent).sum()})
+        pairs = zip(mine.parameters(), one.parameters(), strict=True)
+        return max(error(x.grad, y.grad) for x, y in pairs if y.grad is not None)
+
+    assert max(run_ranks(exact, RANKS)) < EXACT
+
+
+class WithOwnSum(Attention):
+    """Centres its input, by the sum over the tokens of all ranks."""
+
+    def forward(self, x):
+        total = x.detach().sum(1, keepdim=True)
+        torch.distributed.all_reduce(total)
+        return super().forward(x - total / LENGTH)
+
+
+def test_a_sum_over_all_ranks_by_the_model_itself():
+    model = WithOwnSum().double()
+    run_ranks(lambda rank: on(rank, model, X), RANKS)
 
 
 def test_labels():
