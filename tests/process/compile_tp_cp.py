@@ -33,6 +33,7 @@ from cp_styles import (
     save_attention,
 )
 from tests.oracle import dense_attention, error, randn
+from tests.process.several import in_a_world
 from tests.ranks import composition
 
 WIDTH, HEADS, LENGTH = 12, 4, 16
@@ -227,9 +228,8 @@ def memory() -> tuple[list[float], list[float]]:
     return held(attend), held(torch.compile(attend, backend="aot_eager", fullgraph=True))
 
 
-def main(folder: Path) -> int:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+@in_a_world
+def main(folder: Path) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
     said = {"local": layer_error(mesh, local=True)}
     torch.compiler.reset()
@@ -244,7 +244,4 @@ def main(folder: Path) -> int:
     torch.compiler.reset()
     said["memory"] = memory()
     print(json.dumps(said), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
     torch.compiler.reset()
-    return 0

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from cp_styles.engine.gradient_watch import UnreducedGradientsWarning
 from tests.oracle import error
+from tests.process.several import in_a_world
 from tests.ranks.composition import COMPOSITIONS, STEPS, Training, alone
 
 # Of losses around 4. Rounding, carried through steps of AdamW, is 1e-14; what a composition is most often
@@ -38,9 +39,8 @@ def is_the_same(*differences: float) -> bool:
     return all(each < TOLERANCE for each in differences)  # nan is not
 
 
+@in_a_world
 def main(folder: Path) -> int:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     single = alone(STEPS)
     missed = 0
     for make in COMPOSITIONS:
@@ -54,6 +54,4 @@ def main(folder: Path) -> int:
             said = f"{make.__name__}: losses within {differences[0]:.0e}, parameters within {differences[1]:.0e}"
             print(f"{said}, {time.perf_counter() - start:.1f} s", flush=True)
             print("".join(f"    {line}\n" for line in run.counted().splitlines()), end="", flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
     return missed

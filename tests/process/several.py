@@ -1,6 +1,6 @@
 """Several programs one after another in the same processes, whose start takes longer than most runs.
 
-Each program begins and destroys its process group itself, of all processes or of the first ones. The ranks meet for
+Each program begins and destroys a process group of its own, of all processes or of the first ones. The ranks meet for
 each at a place of its own: in one for all they would find the addresses of the group before.
 
     python -m tests.process.several FOLDER NAMES MODULES
@@ -12,6 +12,7 @@ imports for all of them. See conftest.py. Under torchrun, whose environment the 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import json
 import os
@@ -39,6 +40,21 @@ class Program(NamedTuple):
     @property
     def processes(self) -> range:
         return range(self.first, self.first + self.ranks)
+
+
+def in_a_world(main: Callable[[Path], int | None]) -> Callable[[Path], int]:
+    """A program that runs between the start and the end of a group of all its ranks. None is the exit status 0."""
+
+    @functools.wraps(main)
+    def program(folder: Path, **options: Any) -> int:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo")
+        status = main(folder, **options)
+        dist.barrier()
+        dist.destroy_process_group()
+        return status or 0
+
+    return program
 
 
 def perform(program: Callable[[], Any], ranks: int, place: dist.Store) -> Any:

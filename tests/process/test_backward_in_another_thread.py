@@ -30,7 +30,7 @@ from cp_styles import (
 from cp_styles.collectives import heads_to_seq, seq_to_heads
 from cp_styles.layout import head_tail
 from tests.oracle import dense_attention
-from tests.process.several import Program
+from tests.process.several import Program, in_a_world
 from tests.ranks.attention_case import EXACT, Core, Problem, cp_mesh, parallel
 from tests.ranks.each_door import door
 
@@ -122,14 +122,10 @@ def attended(attend: Attend, rank: int) -> list[float]:
     return PROBLEM.errors([x for x in found if x is not None], LAYOUT, rank, RANKS)
 
 
-def main(folder: Path) -> int:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+@in_a_world
+def main(folder: Path) -> None:
     mesh, rank = cp_mesh(RANKS), dist.get_rank()
     print(json.dumps({name: max(attended(door(mesh), rank)) for name, door in DOORS.items()}), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
-    return 0
 
 
 PROGRAMS = {"backward in another thread": Program(RANKS, main)}

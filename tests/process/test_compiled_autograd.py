@@ -11,16 +11,15 @@ import torch.distributed as dist
 from torch._dynamo import compiled_autograd
 
 from cp_styles.layout import head_tail
-from tests.process.several import Program
+from tests.process.several import Program, in_a_world
 from tests.ranks.attention_case import EXACT, cp_mesh
 from tests.ranks.compiling import DOORS, LENGTHS, PROBLEMS, RANKS, door
 
 pytestmark = [pytest.mark.process, pytest.mark.nightly]
 
 
-def main(folder: Path) -> int:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+@in_a_world
+def main(folder: Path) -> None:
     mesh, rank, errors = cp_mesh(RANKS), dist.get_rank(), {}
     for name in DOORS:
         for length in LENGTHS:  # compiled for the first, and again for the second
@@ -33,9 +32,6 @@ def main(folder: Path) -> int:
             errors[f"{name}, {length}"] = max(problem.errors(found, layout, rank, RANKS))
         torch.compiler.reset()
     print(json.dumps(errors), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
-    return 0
 
 
 PROGRAMS = {"compiled autograd": Program(RANKS, main, at_night=True)}

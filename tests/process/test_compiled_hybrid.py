@@ -14,7 +14,7 @@ pytest.importorskip("transformers", reason="an extra: pip install .[clients]")
 from cp_styles import ModuleContextParallel, head_tail, parallelize_module, sum_gradients
 from tests.clients.hugging_face import LENGTH, NAME, expected, gradients, labels_of, largest_error, step, tokens_of
 from tests.clients.test_mixers import EXACT, inputs_of, model_of
-from tests.process.several import Program
+from tests.process.several import Program, in_a_world
 from tests.ranks.attention_case import cp_mesh
 
 pytestmark = [pytest.mark.process, pytest.mark.nightly]
@@ -22,9 +22,8 @@ pytestmark = [pytest.mark.process, pytest.mark.nightly]
 RANKS, MODELS = 2, ("lfm2", "qwen3_next")
 
 
-def main(folder: Path) -> int:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+@in_a_world
+def main(folder: Path) -> None:
     mesh, rank, layout = cp_mesh(RANKS), dist.get_rank(), head_tail(LENGTH, RANKS)
     for model_type in MODELS:
         model, tokens = model_of(model_type), tokens_of()
@@ -41,9 +40,6 @@ def main(folder: Path) -> int:
         found = largest_error((loss, gradients(mine)), expected(model, inputs, labels))
         print(f"{model_type}: {'exact' if found < EXACT else found}", flush=True)
         torch.compiler.reset()
-    dist.barrier()
-    dist.destroy_process_group()
-    return 0
 
 
 PROGRAMS = {"compiled hybrids": Program(RANKS, main, at_night=True)}

@@ -17,7 +17,7 @@ from cp_styles import ModuleContextParallel, contiguous, parallelize_module
 from cp_styles.integrations.transformers import register_attention
 from tests.clients.hugging_face import tiny, tokens_of
 from tests.clients.test_transformers import causal_lm, config_of
-from tests.process.several import Program
+from tests.process.several import Program, in_a_world
 from tests.ranks.attention_case import cp_mesh
 
 pytestmark = [pytest.mark.process, pytest.mark.nightly]
@@ -25,9 +25,8 @@ pytestmark = [pytest.mark.process, pytest.mark.nightly]
 RANKS, LENGTH = 2, 20
 
 
-def main(folder: Path) -> int:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+@in_a_world
+def main(folder: Path) -> None:
     model = tiny(causal_lm, config_of("mistral", num_hidden_layers=2))
     model.set_attn_implementation(register_attention())
     parallelize_module(model, cp_mesh(RANKS), ModuleContextParallel(layout=contiguous))
@@ -36,9 +35,6 @@ def main(folder: Path) -> int:
         torch.compile(model, backend="aot_eager")(tokens, position_ids=torch.arange(LENGTH // RANKS).expand(2, -1))
     except ValueError as error:
         print(error, flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
-    return 0
 
 
 PROGRAMS = {"compiled model": Program(RANKS, main, at_night=True)}

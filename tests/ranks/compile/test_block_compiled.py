@@ -23,11 +23,6 @@ pytestmark = cannot_compile_on_threads
 BATCH = Batch(layers=2)
 
 
-@pytest.fixture(autouse=True)
-def _afresh():
-    torch.compiler.reset()
-
-
 def check(model, out: torch.Tensor, mesh) -> None:
     (whole,) = context_parallel_unshard(mesh, [out], [1])
     assert BATCH.errors([whole, *gradients(model, mesh)]) < EXACT

@@ -56,11 +56,6 @@ from tests.ranks.compiling import (
 pytestmark = cannot_compile_on_threads
 
 
-@pytest.fixture(autouse=True)
-def _afresh():
-    torch.compiler.reset()
-
-
 # What is compiled.
 AROUND = {"the attention": lambda attend: attend, "a model": Block}
 

@@ -32,11 +32,6 @@ from tests.ranks.compiling import (
 pytestmark = cannot_compile_on_threads
 
 
-@pytest.fixture(autouse=True)
-def _afresh():
-    torch.compiler.reset()
-
-
 class Act(nn.Module):
     def __init__(self, act) -> None:
         super().__init__()

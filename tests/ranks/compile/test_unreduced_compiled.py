@@ -33,11 +33,6 @@ RANKS = 2
 DOORS = ["style", "module", "function"]
 
 
-@pytest.fixture(autouse=True)
-def _afresh():
-    torch.compiler.reset()
-
-
 class Layers(nn.Module):
     """Attentions with their projections, one after the other. One is compiled in half the time of two."""
 

@@ -1,0 +1,9 @@
+"""Each test compiles afresh."""
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _afresh():
+    torch.compiler.reset()
