@@ -53,9 +53,6 @@ def step(
     batch: Any,
     mesh: Any,
     *,
-    positions: Callable[..., torch.Tensor] = lambda layout, rank: layout.positions(rank),
-    cut: Callable[..., torch.Tensor] = lambda x, layout, rank: layout.shard(x, 1, rank),
-    labels: Callable[..., torch.Tensor] = lambda tokens, cut: cut(next_token_labels(tokens)),
     mean: Callable[..., torch.Tensor] = lambda losses, labels, cp: global_loss(
         losses, global_token_count(labels, cp), cp
     ),
@@ -64,9 +61,8 @@ def step(
     """A training step, with a mistake in one of its parts where a test puts one."""
     cp = mesh["cp"] if mesh.ndim > 1 else mesh
     layout, rank = head_tail(batch["tokens"].shape[1], cp.size()), cp.get_local_rank()
-    mine = cut(batch["tokens"], layout, rank)
-    wanted = labels(batch["tokens"], lambda x: cut(x, layout, rank))
-    logits = model(mine, positions(layout, rank))
+    wanted = layout.shard(next_token_labels(batch["tokens"]), 1, rank)
+    logits = model(layout.shard(batch["tokens"], 1, rank), layout.positions(rank))
     losses = cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="sum")
     loss = mean(losses, wanted, cp)
     loss.backward()
