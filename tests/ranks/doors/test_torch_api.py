@@ -1,4 +1,4 @@
-"""torch's context-parallel API: the parameter grid of torch's own tests, buffers of all kinds."""
+"""torch's context-parallel API: lengths, buffers of all kinds, and torch's own settings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as attention_by_name
 
-from cp_styles import AllGather, Ring, Ulysses, contiguous, head_tail, striped
+from cp_styles import Ring, Ulysses, contiguous, head_tail, striped
 from cp_styles.intercept.function_mode import AttentionCalls
 from cp_styles.testing import RankError, run_ranks
 from cp_styles.torch_api import (
@@ -22,46 +22,20 @@ from cp_styles.torch_api import (
 )
 from tests.covering import sampled
 from tests.oracle import dense_attention, error, randn
-from tests.ranks.attention_case import EXACT, Core, Problem, cp_mesh, on_every_rank, parallel
+from tests.ranks.attention_case import EXACT, Core, Problem, cp_mesh, on_every_rank, run_attention
 
 RANKS = 2
-# MATH is that of one device: what computes tiles is ours (pytorch#147793). Kernels of CUDA need processes and a GPU.
-BACKENDS = (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH)
-STRATEGIES = {"allgather": AllGather(), "alltoall": Ring()}
 
 
-@sampled(
-    2,
-    causal=[True, False],
-    layout=[head_tail, contiguous],
-    rotate=list(STRATEGIES),
-    forward_only=[True, False],
-    door=["context", "style"],
-    backend=BACKENDS,
-)
-def test_the_grid_of_torch(causal, layout, rotate, forward_only, door, backend):
-    problem = Problem(length=16, causal=causal, kv_heads=2)
-
-    def attend(core, q, k, v, cotangent):
-        if forward_only:
-            return [core(q, k, v)]
-        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-        out = core(*leaves)
-        return [out, *torch.autograd.grad(out, leaves, cotangent)]
+@pytest.mark.parametrize("backend", [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])
+def test_the_backend_of_one_device(backend):
+    """It is not that of tiles, which are ours (pytorch#147793)."""
+    problem = Problem(length=16, kv_heads=2)
 
     def rank_main(rank):
-        mesh, core = cp_mesh(RANKS), Core(causal=causal)
-        buffers = [x.clone() for x in (*problem.inputs, problem.cotangent)]
-        with set_rotate_method(rotate):
-            if door == "context":
-                with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 4, layout=layout) as block:
-                    assert block.strategy == STRATEGIES[rotate]
-                    found = attend(core, *buffers)
-            else:
-                parallel(core, mesh, strategy=STRATEGIES[rotate], layout=layout)
-                found = attend(core, *context_parallel_shard(mesh, buffers, [2] * 4, layout))
-        found = context_parallel_unshard(mesh, found, [2] * len(found), layout)
-        return max(error(mine, whole) for mine, whole in zip(found, problem.expected, strict=forward_only is False))
+        with set_rotate_method("alltoall"), context_parallel(cp_mesh(RANKS)) as block:
+            assert block.strategy == Ring()
+            return max(run_attention(Core(), problem, rank, RANKS))
 
     with sdpa_kernel(backend):  # of the process: threads that set and restored it would leave it anyhow
         found = run_ranks(rank_main, RANKS)

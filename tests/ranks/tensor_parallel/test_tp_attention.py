@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 from cp_styles.engine.scope import SequenceScope
-from cp_styles.layout import contiguous, head_tail, per_document_head_tail
-from cp_styles.mask import Causal, Dense, Documents
+from cp_styles.layout import contiguous, head_tail
+from cp_styles.mask import Dense
 from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.styles.private_mesh import is_private
 from cp_styles.testing import CommunicationTrace, run_ranks
@@ -133,32 +133,6 @@ def test_a_mask_of_every_head(placements, strategy):
         return cut.errors(lambda *qkv: core(*qkv, mask), mesh)
 
     assert max(map(max, run_ranks(on, 4))) < EXACT
-
-
-@on_every_rank(4)
-def test_documents_of_a_scope_two_batches_alive():
-    """Each batch has its own bound mesh, and both backwards come after both forwards."""
-    batches = [Documents((5, 7, 3)), Documents((2, 13))]
-
-    def sees(documents: Documents) -> torch.Tensor:
-        positions = torch.arange(15)
-        return (documents & Causal()).allowed(positions, positions)
-
-    cuts = [
-        Cut(
-            Problem(length=15, kv_heads=2, causal=False, mask=sees(documents)),
-            layout=per_document_head_tail(15, 2, documents=documents.lengths),
-        )
-        for documents in batches
-    ]
-    mesh = composed_mesh()
-    core = parallel(Core(), mesh)
-    running = []
-    for documents, cut in zip(batches, cuts, strict=True):
-        leaves = cut.leaves(mesh)
-        with SequenceScope(cut.layout, mask=documents):
-            running.append((cut, core(*leaves), leaves))
-    return max(max(cut.finish(out, leaves, mesh)) for cut, out, leaves in running)
 
 
 # -- what goes over which axis --
