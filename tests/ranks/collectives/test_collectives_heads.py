@@ -1,13 +1,12 @@
 """Ulysses: which heads each rank gets, the bytes that are sent, and attention with them compared with one device."""
 
 from collections import Counter
-from functools import partial
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import pad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cp_styles._compat import run_kernel
@@ -21,8 +20,6 @@ from cp_styles.collectives import (
     per_document_layout,
     seq_to_heads,
 )
-from cp_styles.collectives.heads import head_exchange
-from cp_styles.collectives.peers import peers_of
 from cp_styles.functions.attention import context_attention
 from cp_styles.kernels import ReferenceKernel
 from cp_styles.layout import SequenceLayout, contiguous, head_tail, striped
@@ -166,30 +163,6 @@ def test_filling_is_dropped_on_the_way_out_and_back_on_the_way_home(ranks, lengt
     run_ranks(main, ranks)
 
 
-@pytest.mark.parametrize("kv_heads", [4, 2, 1])
-@pytest.mark.parametrize("ranks", [2, 3, 5])
-def test_causal_attention_is_that_of_one_device(ranks, kv_heads):
-    """float64, the kernel of one device on whole heads: only the sum of KV gradients is in another order."""
-    whole = qkv(4, kv_heads, 11)
-    layout = head_tail(11, ranks)
-    leaves = [x.clone().requires_grad_() for x in whole]
-    expected = scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
-    cotangent = randn(tuple(expected.shape), 9)
-    expected.backward(cotangent)
-
-    def main(rank):
-        mine = [layout.shard(x, 2, rank).clone().requires_grad_() for x in whole]
-        q, k, v = seq_to_heads(mine, world(), layout=layout)
-        out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True) if q.shape[1] else q[..., :3] * 1.0
-        out = heads_to_seq(out, world(), heads=4, layout=layout)
-        torch.testing.assert_close(out, layout.shard(expected, 2, rank), rtol=1e-13, atol=1e-13)
-        out.backward(layout.shard(cotangent, 2, rank))
-        for x, leaf in zip(mine, leaves, strict=True):
-            torch.testing.assert_close(x.grad, layout.shard(leaf.grad, 2, rank), rtol=1e-13, atol=1e-13)
-
-    run_ranks(main, ranks)
-
-
 def test_gradients_of_shared_kv_heads_are_summed_in_float32():
     """256 + 1 + 1 + 1 is 256 when added one by one in bfloat16, and 260 (259, rounded) when summed in float32."""
     values = (256.0, 1.0, 1.0, 1.0)
@@ -202,31 +175,6 @@ def test_gradients_of_shared_kv_heads_are_summed_in_float32():
         return grad.item()
 
     assert run_ranks(main, 4) == [260.0] * 4
-
-
-def test_exchange_under_no_grad_of_a_function_of_ones_own():
-    """The core of the Ulysses strategy: no autograd inside, the adjoint called by hand, two exchanges under way."""
-    layout = striped(9, 3)
-    whole = qkv(6, 2, 9, 4)
-
-    def main(rank):
-        make = partial(head_exchange, peers_of(world()), layout=layout, seq_dim=2, head_dim=1)
-        exchange, home = make((6, 2, 2)), make((6,)).adjoint()
-        assert exchange == make([6, 2, 2])
-        mine = [layout.shard(x, 2, rank) for x in whole]
-        first, second = exchange.start(*mine), exchange.start(*(2 * x for x in mine))
-        q, k, v = exchange.finish(first)
-        assert torch.equal(exchange.finish(second)[2], 2 * v)
-        for x, y in zip((q, k, v), seq_to_heads(mine, world(), layout=layout), strict=True):
-            assert torch.equal(x, y)
-        assert torch.equal(home(q)[0], mine[0])
-        gradients = exchange.adjoint()(q, k, v)
-        assert torch.equal(gradients[0], mine[0])
-        shared = [rank for rank in range(3) if head_ranges(2, 6, 3)[rank] == (0, 2)]
-        assert shared == [1]  # query heads 2 and 3 straddle the groups: both KV heads go there, and come back twice
-        assert torch.equal(gradients[1], 2 * mine[1])
-
-    run_ranks(main, 3)
 
 
 class Ops(TorchDispatchMode):

@@ -140,19 +140,6 @@ def test_an_input_that_nothing_depends_on(s: Scene) -> None:
 
 
 @scenario
-def test_interleaved_modules(s: Scene) -> None:
-    for backwards in ((0, 1), (1, 0)):
-        layouts = (head_tail, contiguous)
-        probes = s.probe(layout=head_tail), s.probe(layout=contiguous, strategy=AllGather())
-        sets = [s.leaves(layout) for layout in layouts]
-        outs = [probe(*leaves) for probe, (leaves, _) in zip(probes, sets, strict=True)]
-        for index in backwards:
-            leaves, cotangent = sets[index]
-            s.check([outs[index], *torch.autograd.grad(outs[index], leaves, cotangent)], layouts[index])
-            s.outside()
-
-
-@scenario
 def test_nested_modules(s: Scene) -> None:
     """One module's forward runs in the middle of another one's."""
     outer, inner = s.probe(), s.probe(strategy=AllGather(), layout=contiguous)

@@ -17,11 +17,10 @@ from cp_styles._compat import function_modes
 from cp_styles.batch import sum_gradients
 from cp_styles.intercept.function_mode import AttentionCalls
 from cp_styles.layout import SequenceLayout, contiguous, head_tail
-from cp_styles.mask import Documents, Full, SlidingWindow
+from cp_styles.mask import Full, SlidingWindow
 from cp_styles.strategies import AllGather
 from cp_styles.styles import ModuleContextParallel
 from cp_styles.testing import run_ranks
-from cp_styles.torch_api import context_parallel
 from tests.oracle import dense_attention, error, randn
 from tests.ranks.attention_case import EXACT, cp_mesh
 from tests.ranks.leak_scene import RANKS, Scene, refusals
@@ -214,37 +213,6 @@ def test_a_checkpoint_that_is_not_torchs(mesh, rank):
 
     wanted = TOKENS.clone() * imported_by_name(*[TOKENS[:, None]] * 3)[:, 0]
     assert error(styled(Frozen(), mesh)(x), head_tail(LENGTH, RANKS).shard(wanted, 1, rank)) < EXACT
-
-
-@on_ranks
-def test_a_function_checkpointed_in_a_module_in_a_block(mesh, rank):
-    """The recomputation enters the block, which cuts a table, and the module in it, in the order of the forward."""
-    layout, table, factor = head_tail(LENGTH, RANKS), randn(70, LENGTH, WIDTH), randn(71, WIDTH)
-
-    class Inside(nn.Module):
-        def forward(self, x, table, factor):
-            def function(x):
-                y = (x * table * factor)[:, None]
-                return imported_by_name(y, y, y, is_causal=True)[:, 0]
-
-            return checkpoint(function, x, use_reentrant=False)
-
-    def step(module, x, table):
-        x, learned = x.clone().requires_grad_(), factor.clone().requires_grad_()
-        return module(x, table, learned), x, learned
-
-    wanted = step(Inside(), TOKENS, table)
-    wanted[0].backward(COTANGENT)
-    module, part = styled(Inside(), mesh), layout.shard(TOKENS, 1, rank)
-    buffer = table.clone()
-    with context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[0], mask=Documents([3, LENGTH - 3])):
-        out, x, learned = step(module, part, buffer)
-    out.backward(layout.shard(COTANGENT, 1, rank))
-    assert torch.equal(buffer, table)
-    assert error(out, layout.shard(wanted[0], 1, rank)) < EXACT
-    assert error(x.grad, layout.shard(wanted[1].grad, 1, rank)) < EXACT
-    torch.distributed.all_reduce(learned.grad, group=mesh.get_group())
-    assert error(learned.grad, wanted[2].grad) < EXACT
 
 
 @on_ranks

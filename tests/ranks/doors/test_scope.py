@@ -25,7 +25,7 @@ from cp_styles.styles import AttentionContextParallel, ModuleContextParallel
 from cp_styles.testing import run_ranks
 from tests.oracle import allowed, dense_attention, document_of, error
 from tests.ranks.attention_case import EXACT, Core, Problem, cp_mesh, on_every_rank
-from tests.ranks.leak_scene import RANKS, Even, Oops, Scene, refusals
+from tests.ranks.leak_scene import RANKS, Even, Scene, refusals
 
 LENGTH = Even.problem.inputs[0].shape[2]
 DOORS = {"style": AttentionContextParallel, "module": ModuleContextParallel}
@@ -249,35 +249,6 @@ def test_a_window_layer_next_to_a_full_one_under_one_scope(mesh, rank: int):
 
 
 # -- scopes among each other --
-
-
-@pytest.mark.parametrize("door", DOORS)
-@on_every_rank(RANKS)
-def test_nested_scopes(mesh, rank: int, door: str):
-    """The innermost of the module's axis; those of other axes do not concern it; what ended is gone."""
-    core = styled(door, mesh)
-
-    def run(batch: Batch) -> None:
-        leaves, cotangent = batch.leaves(rank)
-        out = core(*leaves)
-        out.backward(cotangent)
-        batch.check(rank, out, leaves)
-
-    outer, plain = FIRST.scope(), Batch(5, (13,), head_tail)
-    run(plain)
-    with outer:
-        run(FIRST)
-        with SECOND.scope(), SequenceScope(SHORT.layout, mesh_axis="other"):
-            run(SECOND)
-            with outer:  # the same object again, inside of itself
-                run(FIRST)
-            run(SECOND)
-        run(FIRST)
-        for failure in (Oops, KeyboardInterrupt):
-            with pytest.raises(failure), SECOND.scope():
-                raise failure
-        run(FIRST)
-    run(plain)  # without a scope: head_tail, and no documents
 
 
 @on_every_rank(RANKS)

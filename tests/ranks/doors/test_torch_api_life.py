@@ -87,39 +87,6 @@ def test_a_recomputation_leaves_a_kept_buffer_as_it_is_now(mesh):
 
 @pytest.mark.parametrize("around", [CHECKPOINTS["none"], CHECKPOINTS["non-reentrant"], CHECKPOINTS["reentrant"]])
 @on_every_rank(RANKS)
-def test_two_blocks_alive(mesh, around):
-    """Accumulation over two micro-batches with one backward, the blocks' cuts different."""
-    batches = Batch(), Batch(seed=60)
-    expected = [batches[0].expected[1 + i] + batches[1].expected[1 + i] for i in range(2)]
-    model, losses = batches[0].model(), []
-    for batch, layout in zip(batches, (head_tail, contiguous), strict=True):
-        given = batch.buffers(model)
-        x, cotangent, _ = given["buffers"]
-        with context_parallel(mesh, **given, layout=layout):
-            losses.append((run(model, x, around) * cotangent).sum())
-    sum(losses).backward()
-    found = gradients(model, mesh)
-    return max(error(*pair) for pair in zip(found, expected, strict=True))
-
-
-@on_every_rank(RANKS)
-def test_a_block_inside_the_checkpoint(mesh, rank: int):
-    batch = Batch()
-    model = batch.model()
-    x, cotangent = (head_tail(LENGTH, RANKS).shard(whole, 1, rank) for whole in (batch.x, batch.cotangent))
-
-    def forward(x):
-        with context_parallel(mesh, buffers=[model[0].table], buffer_seq_dims=[0]):
-            return run(model, x)
-
-    out = checkpoint(forward, x, use_reentrant=False)
-    out.backward(cotangent)
-    (whole,) = context_parallel_unshard(mesh, [out], [1])
-    return batch.errors([whole, *gradients(model, mesh)])
-
-
-@pytest.mark.parametrize("around", [CHECKPOINTS["none"], CHECKPOINTS["non-reentrant"], CHECKPOINTS["reentrant"]])
-@on_every_rank(RANKS)
 def test_nested_blocks_with_a_backward_after_both(mesh, around):
     """The outer block cuts the table, the inner one has the mask: what is run again needs both."""
     batch = Batch()

@@ -59,7 +59,7 @@ from cp_styles.decoding import KVCache, context_decode
 from cp_styles.joint_layout import JointLayout
 from cp_styles.kernels import CPU_FLASH, Kernel
 from cp_styles.strategies.moving_kv import MovingKV
-from cp_styles.testing import CommunicationTrace, run_ranks
+from cp_styles.testing import run_ranks
 from cp_styles.torch_api import context_parallel_unshard
 from tests.covering import sampled
 from tests.cuda_ops import ON_GPU
@@ -379,29 +379,6 @@ def test_backwards_in_another_order_on_one_rank(which: str, strategy, how: str):
     for error in errors:
         assert isinstance(error, ValueError)
         assert "rank 0 is in a backward (call 2 over these ranks), rank 1 is in a backward (call 1 over" in str(error)
-
-
-@sampled(1, which=DOORS, how=["plain", "checkpoint", "selective"])
-@on_every_rank(RANKS, timeout_seconds=20)
-def test_backwards_in_any_order_that_all_ranks_have(mesh, rank: int, which: str, how: str):
-    """Exact, twice with retain_graph; a meeting each, and one for each recomputation."""
-    layout = head_tail(LENGTH, RANKS)
-    problem = Problem(length=LENGTH, kv_heads=2)
-    attend = door(which, mesh, layout=layout)
-    if how != "plain":
-        options = {"context_fn": save_attention()} if how == "selective" else {}
-        attend = partial(checkpoint, attend, use_reentrant=False, **options)
-    calls, errors = [], []
-    for _ in range(3):
-        leaves, cotangent = problem.shard(layout, rank, RANKS)
-        calls.append((attend(*leaves), leaves, cotangent))
-    for index in (1, 0, 2, *((1, 1) if how == "plain" else ())):
-        out, leaves, cotangent = calls[index]
-        with CommunicationTrace() as trace:
-            grads = torch.autograd.grad(out, leaves, cotangent, retain_graph=how == "plain")
-        assert trace.calls["all_gather"] == (2 if how == "checkpoint" else 1)
-        errors += problem.errors([out.detach(), *grads], layout, rank, RANKS)
-    return max(errors)
 
 
 def test_without_agreement_backwards_may_not_run_in_another_order():

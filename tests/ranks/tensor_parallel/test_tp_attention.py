@@ -6,8 +6,6 @@ strategy sends and nothing of DTensor's.
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -21,8 +19,7 @@ from cp_styles.mask import Dense
 from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.styles.private_mesh import is_private
 from cp_styles.testing import CommunicationTrace, run_ranks
-from tests.ranks.attention_case import EXACT, Core, Problem, on_every_rank, parallel
-from tests.ranks.leak_scene import Oops, raising
+from tests.ranks.attention_case import EXACT, Core, Problem, parallel
 from tests.ranks.tensor_parallel.tp_cp_case import HEADS, WHOLE, Cut, composed_mesh, exact
 
 ALIKE, QUERIES = (HEADS, HEADS, HEADS), (HEADS, WHOLE, WHOLE)
@@ -86,28 +83,6 @@ def test_axes_of_any_name_and_both_at_once():
         out = core(*inputs)
         out.backward(cut(cotangent))
         return problem.errors([x.full_tensor() for x in (out.detach(), *(i.grad for i in inputs))], head_tail, own, 2)
-
-    assert max(map(max, run_ranks(on, 8))) < EXACT
-
-
-def test_a_hybrid_with_tp_inside():
-    problem = Problem(length=16, heads=4, kv_heads=4)
-
-    def on(rank: int) -> list[float]:
-        mesh = composed_mesh(4, 2)
-        core = parallel(Core(), mesh, strategy=Ulysses(inner=Ring(), size=2))
-        own = mesh.get_local_rank("cp")
-        leaves, cotangent = problem.shard(head_tail, own, 4)
-        tp = mesh["tp"]
-        inputs = [
-            DTensor.from_local(x.detach().chunk(2, 1)[tp.get_local_rank()].contiguous(), tp, [HEADS], run_check=False)
-            for x in leaves
-        ]
-        for x in inputs:
-            x.requires_grad_()
-        out = core(*inputs)
-        out.backward(DTensor.from_local(cotangent.chunk(2, 1)[tp.get_local_rank()], tp, [HEADS], run_check=False))
-        return problem.errors([x.full_tensor() for x in (out.detach(), *(i.grad for i in inputs))], head_tail, own, 4)
 
     assert max(map(max, run_ranks(on, 8))) < EXACT
 
@@ -204,44 +179,6 @@ def test_checkpointed(reentrant: bool):
         return cut.errors(lambda *qkv: checkpoint(core, *qkv, use_reentrant=reentrant), mesh)
 
     assert max(map(max, run_ranks(on, 4))) < EXACT
-
-
-class Failing(Core):
-    fails = False
-
-    def forward(self, query, key, value):
-        out = super().forward(query, key, value)
-        if self.fails:
-            raising(Oops("a mistake of the user's"))()
-        return out
-
-
-@on_every_rank(4)
-def test_copies_exceptions_no_grad_and_other_inputs():
-    """One module after another life: an exception inside, local tensors, evaluation, a copy."""
-    problem = Problem(length=12, kv_heads=2)
-    mesh = composed_mesh()
-    core = parallel(Failing(), mesh)
-    cut, both = Cut(problem), Cut(problem, QUERIES, full=True)
-    core.fails = True
-    with pytest.raises(Oops):
-        core(*cut.leaves(mesh))
-    core.fails = False
-    assert max(cut.errors(core, mesh)) < EXACT
-    assert max(both.errors(core, mesh)) < EXACT
-    own = mesh.get_local_rank("cp")
-    parts, cotangent = problem.shard(head_tail, own, 2)
-    out = core(*parts)  # all heads, on every tp rank
-    assert not isinstance(out, DTensor)
-    out.backward(cotangent)
-    assert max(problem.errors([out.detach(), *(x.grad for x in parts)], head_tail, own, 2)) < EXACT
-    other = copy.deepcopy(core)
-    assert max(cut.errors(other, mesh)) < EXACT
-    wanted = core(*cut.leaves(mesh)).detach()
-    for mode in (torch.no_grad, torch.inference_mode):
-        with mode():
-            leaves = cut.leaves(mesh)
-            assert torch.equal(core(*leaves).to_local(), wanted.to_local())
 
 
 def test_bound_meshes_are_used_again():
