@@ -21,8 +21,6 @@ from cp_styles import (
     NoAgreement,
     PerRow,
     SlidingWindow,
-    by_work,
-    context_attention,
     contiguous,
     head_tail,
     striped,
@@ -122,25 +120,6 @@ def test_low_precision_is_as_good_as_one_device():
     wanted = dense_attention(mine.double(), k.double(), v.double())
     assert out.dtype == torch.bfloat16
     assert error(out, wanted) <= 1.1 * error(one, wanted) + 1e-7
-
-
-def test_after_a_prefill():
-    """The prompt's own attention is context_attention; then its keys go into the cache, each on its rank."""
-    q, k, v = tensors()
-
-    def on(rank: int) -> list[torch.Tensor]:
-        mesh, layout = init_device_mesh("cpu", (3,), mesh_dim_names=("cp",)), by_work(PROMPT, 3, mask=Causal())
-        part = [layout.shard(x[:, :, :PROMPT], 2, rank) for x in (q, k, v)]
-        out = context_attention(*part, mesh, mask=Causal(), layout=layout)
-        cache = KVCache(mesh, layout, *part[1:])
-        cache.append(k[:, :, PROMPT : PROMPT + 1], v[:, :, PROMPT : PROMPT + 1])
-        return [out, context_decode(q[:, :, PROMPT : PROMPT + 1], cache)]
-
-    found = run_ranks(on, 3)
-    whole = by_work(PROMPT, 3, mask=Causal()).unshard([out for out, _ in found], 2)
-    seen = torch.ones(PROMPT + 1, PROMPT + 1, dtype=torch.bool).tril()
-    wanted = dense_attention(*(x[:, :, : PROMPT + 1] for x in (q, k, v)), seen)
-    assert error(torch.cat((whole, found[0][1]), 2), wanted) < EXACT
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

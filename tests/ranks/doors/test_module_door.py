@@ -16,9 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from cp_styles._compat import function_modes
 from cp_styles.batch import sum_gradients
 from cp_styles.intercept.function_mode import AttentionCalls
-from cp_styles.layout import SequenceLayout, contiguous, head_tail
-from cp_styles.mask import Full, SlidingWindow
-from cp_styles.strategies import AllGather
+from cp_styles.layout import head_tail
+from cp_styles.mask import Full
 from cp_styles.styles import ModuleContextParallel
 from cp_styles.testing import run_ranks
 from tests.oracle import dense_attention, error, randn
@@ -32,12 +31,10 @@ def by_attribute(*args, **kwargs):
     return F.scaled_dot_product_attention(*args, **kwargs)
 
 
-def by_oracle(query, key, value, *, is_causal, enable_gqa, window=None):
+def by_oracle(query, key, value, *, is_causal, enable_gqa):
     length = query.shape[2]
     mask = torch.ones(length, length, dtype=torch.bool).tril()
-    return dense_attention(
-        query, key, value, mask if window is None else mask & mask.new_ones(mask.shape).triu(-window)
-    )
+    return dense_attention(query, key, value, mask)
 
 
 class SelfAttention(nn.Module):
@@ -76,14 +73,12 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Two layers; the first gets the function by name, the second by attribute. ``ckpt`` wraps what it is told."""
+    """Two layers; the first gets the function by name, the second by attribute. ``ckpt`` wraps them."""
 
-    def __init__(self, *, attends=(imported_by_name, by_attribute), ckpt=None, level: str = "layer") -> None:
+    def __init__(self, *, attends=(imported_by_name, by_attribute), ckpt=None) -> None:
         super().__init__()
-        if ckpt is not None and level == "function":
-            attends = [partial(_checkpointed, ckpt, attend) for attend in attends]
         self.layers = nn.ModuleList(Layer(attend) for attend in attends)
-        self.ckpt = ckpt if level == "layer" else None
+        self.ckpt = ckpt
         for index, parameter in enumerate(self.parameters()):
             parameter.data = randn(index, *parameter.shape) * 0.4
 
@@ -93,20 +88,15 @@ class Model(nn.Module):
         return x
 
 
-def _checkpointed(ckpt, attend, *args, **kwargs):
-    return ckpt(lambda *qkv: attend(*qkv, **kwargs), *args)
-
-
 TOKENS, COTANGENT = randn(50, 2, LENGTH, WIDTH), randn(51, 2, LENGTH, WIDTH)
 REENTRANT = partial(checkpoint, use_reentrant=True)
 NOT_REENTRANT = partial(checkpoint, use_reentrant=False)
-CHECKPOINTS = {"plain": None, "reentrant": REENTRANT, "not reentrant": NOT_REENTRANT}
 
 
 @cache
-def expected(windows: tuple[int | None, ...] = (None, None)):
+def expected():
     """``(out, dx, parameter gradients)`` of one process."""
-    model = Model(attends=[partial(by_oracle, window=window) for window in windows])
+    model = Model(attends=[by_oracle] * 2)
     leaf = TOKENS.clone().requires_grad_()
     out = model(leaf)
     out.backward(COTANGENT)
@@ -117,10 +107,10 @@ def styled(model: nn.Module, mesh, **style) -> nn.Module:
     return parallelize_module(model, mesh, ModuleContextParallel(**style))
 
 
-def check(model: nn.Module, mesh, rank: int, *, layout: SequenceLayout | None = None, wanted=None) -> None:
+def check(model: nn.Module, mesh, rank: int) -> None:
     """Forward and backward of a styled model are one process'."""
-    layout = layout or head_tail(LENGTH, RANKS)
-    out_wanted, dx_wanted, grads_wanted = wanted or expected()
+    layout = head_tail(LENGTH, RANKS)
+    out_wanted, dx_wanted, grads_wanted = expected()
     model.zero_grad()
     leaf = layout.shard(TOKENS, 1, rank).clone().requires_grad_()
     out = model(leaf)
@@ -153,24 +143,6 @@ def on_ranks(act):
 
     test.__name__, test.__doc__ = act.__name__, act.__doc__
     return test
-
-
-@pytest.mark.parametrize("ckpt", [REENTRANT, NOT_REENTRANT], ids=["reentrant", "not reentrant"])
-def test_the_function_checkpointed(ckpt):
-    """Its recomputation is outside of every module: it enters the style again."""
-
-    def on(rank: int) -> None:
-        mesh = cp_mesh(RANKS)
-        model = styled(Model(ckpt=ckpt, level="function"), mesh)
-        for _ in range(2):
-            check(model, mesh, rank)
-        with torch.no_grad():  # where nothing is recomputed
-            leaf = head_tail(LENGTH, RANKS).shard(TOKENS, 1, rank).clone().requires_grad_()
-            assert error(model(leaf), head_tail(LENGTH, RANKS).shard(expected()[0], 1, rank)) < EXACT
-        outside_is_untouched()
-
-    expected()
-    run_ranks(on, RANKS, timeout_seconds=20.0)
 
 
 class AgainByItself(torch.autograd.Function):
@@ -213,18 +185,6 @@ def test_a_checkpoint_that_is_not_torchs(mesh, rank):
 
     wanted = TOKENS.clone() * imported_by_name(*[TOKENS[:, None]] * 3)[:, 0]
     assert error(styled(Frozen(), mesh)(x), head_tail(LENGTH, RANKS).shard(wanted, 1, rank)) < EXACT
-
-
-@on_ranks
-def test_the_layers_alone_and_by_name(mesh, rank):
-    """The style on attention modules picked by pattern, window layers next to full ones."""
-    model = Model()
-    plan = {
-        "layers.0.attention": ModuleContextParallel(mask=SlidingWindow(3, 0), strategy=AllGather(), layout=contiguous),
-        "layers.1.attention": ModuleContextParallel(layout=contiguous),
-    }
-    parallelize_module(model, mesh, plan)
-    check(model, mesh, rank, layout=contiguous(LENGTH, RANKS), wanted=expected((3, None)))
 
 
 @on_ranks

@@ -112,16 +112,6 @@ def test_no_received_keys_outlive_the_layer(mesh, rank: int, name: str, strategy
     assert live[0] == live[1] < live[2]
 
 
-@on_every_rank(RANKS)
-def test_a_checkpoint_on_one_rank_is_refused_on_all(mesh, rank: int):
-    """Where it alone keeps nothing, the others would wait for it, or it for them, in the backward."""
-    own = layer("function", mesh)
-    attend = checkpointed(own, save_attention()) if rank == 1 else own
-    leaves, _ = PROBLEM.shard(head_tail, rank, RANKS)
-    with pytest.raises(ValueError, match=r"disagree on .*strategy.*: ranks \[1\] differ"):
-        attend(*leaves)
-
-
 @pytest.mark.parametrize("name", DOORS)
 @on_every_rank(RANKS)
 def test_beside_a_policy_of_ones_own(mesh, rank: int, name: str):
@@ -213,16 +203,3 @@ def test_flex_attention_in_a_module():
     for plain, selective, full in ranks:
         assert plain[1] == selective[1]
         assert len(full[1]) > len(plain[1])
-
-
-@pytest.mark.parametrize("name", DOORS)
-@on_every_rank(RANKS)
-def test_what_is_done_now_and_then_is_no_matter(mesh, rank: int, name: str):
-    """Such as a look at a parameter behind the attention, at the attentions number 1, 2, 4, 8, ... : torch wants the
-    ops of a recomputation to be those of the forward."""
-    own = layer(name, mesh)
-    projection = nn.Linear(8, 8, bias=False, dtype=torch.float64)
-    nn.init.eye_(projection.weight)
-    attend = checkpointed(own, save_attention())
-    for _ in range(4):
-        assert max(run_attention(lambda *qkv: attend(*map(projection, qkv)), PROBLEM, rank, RANKS)) < EXACT

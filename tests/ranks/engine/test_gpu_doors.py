@@ -19,18 +19,16 @@ from torch.nn.attention.flex_attention import AuxRequest
 
 from cp_styles.batch import global_loss, global_token_count, shard_batch, sum_gradients
 from cp_styles.engine.gradient_watch import UnreducedGradientsError
-from cp_styles.engine.scope import SequenceScope
 from cp_styles.functions.flex import context_flex_attention
 from cp_styles.functions.varlen import context_varlen_attention
-from cp_styles.layout import head_tail, striped
-from cp_styles.mask import Documents, SlidingWindow
+from cp_styles.layout import head_tail
 from cp_styles.strategies import AllGather, Ring, Strategy, Ulysses
 from cp_styles.styles import AttentionContextParallel, ModuleContextParallel
 from cp_styles.testing import run_ranks
 from tests.covering import sampled
 from tests.cuda_ops import ON_GPU
 from tests.gpu_tensors import gpus, put, read
-from tests.oracle import allowed, document_of, error, randn
+from tests.oracle import allowed, error, randn
 from tests.ranks.attention_case import EXACT, Core, Problem, plain
 from tests.ranks.composition import LAYOUTS, SEQ_DIMS, alone, batch_of, new_model, whole
 from tests.ranks.each_door import door
@@ -69,30 +67,6 @@ def test_each_door(name: str, way: tuple[Strategy, int], backend: str):
     with gpus(nccl_only=BACKENDS[backend]) as gpu:
         assert max(run_ranks(on, ranks)) < EXACT
     assert gpu.seen.calls["_scaled_dot_product_flash_attention"]
-
-
-@pytest.mark.parametrize("nccl_only", BACKENDS.values(), ids=BACKENDS)
-@pytest.mark.parametrize("door", [AttentionContextParallel, ModuleContextParallel])
-def test_a_hybrid_and_documents_of_a_scope(door, nccl_only: bool):
-    """In a mesh with an axis more."""
-    lengths, layout = (9, 1, 16), striped(LENGTH, 4)
-    document = document_of(lengths)
-    sees = allowed(lambda p, j: document(p) == document(j) and p - 6 <= j <= p, LENGTH, LENGTH)
-    problem = Problem(length=LENGTH, kv_heads=2, heads=4, mask=sees)
-
-    def on(rank: int) -> float:
-        mesh = init_device_mesh("cuda", (1, 4), mesh_dim_names=("dp", "seq"))
-        style = door(mesh_axis="seq", strategy=Ulysses(size=2), mask=SlidingWindow(6, 0), kernel=ON_GPU)
-        attend = parallelize_module(Core(), mesh, style)
-        leaves, cotangent = problem.shard(layout, rank, 4)
-        given = [put(x) for x in leaves]
-        with SequenceScope(layout, mask=Documents(lengths), mesh_axis="seq"):
-            out = attend(*given)
-        out.backward(put(cotangent))
-        return max(problem.errors([read(out), *(read(x.grad) for x in given)], layout, rank, 4))
-
-    with gpus(nccl_only=nccl_only):
-        assert max(run_ranks(on, 4)) < EXACT
 
 
 SEEDS = count(100)  # what a mask holds is new to the caches
