@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from cp_styles import AttentionContextParallel, ModuleContextParallel, SequenceLayout, contiguous
 from cp_styles.testing import RankError, run_ranks
-from tests.oracle import attend_and_differentiate, attention_inputs, dense_attention, error, randn
+from tests.oracle import attend_and_differentiate, attention_inputs, dense_attention, randn
 from tests.ranks.attention_case import cp_mesh
 from tests.ranks.each_door import DOORS, LENGTH
 
@@ -57,24 +57,6 @@ def test_an_empty_batch(style):
     empty = [torch.zeros(0, 4, LENGTH, 8, dtype=torch.float64)] * 3
     pairs = found_and_wanted(style, empty, empty[0], LAYOUTS["uneven"], Attend(is_causal=True), dense_attention)
     assert all(found.shape == wanted.shape for found, wanted in pairs)
-
-
-@pytest.mark.parametrize("how", [torch.ops.aten.scaled_dot_product_attention, F.scaled_dot_product_attention], ids=str)
-def test_the_call_under_another_name_and_dtype(how):
-    """Keys in float32 beside a bfloat16 query, under autocast, as one device takes them."""
-    inputs, _ = attention_inputs(length=LENGTH, dtype=torch.float32)
-    layout = LAYOUTS["uneven"]
-
-    def on(rank: int):
-        module = parallelize_module(Attend(how), cp_mesh(3), AttentionContextParallel(layout=layout))
-        own = [layout.shard(x, 2, rank) for x in inputs]
-        with torch.autocast("cpu", torch.bfloat16):
-            out = module(own[0].bfloat16(), *own[1:])
-        assert out.dtype == torch.bfloat16
-        return out
-
-    out = layout.unshard(run_ranks(on, 3), 2)
-    assert error(out, dense_attention(*(x.double() for x in inputs))) < 0.01  # bfloat16: 4e-3 a number
 
 
 @pytest.mark.parametrize("style", STYLES)

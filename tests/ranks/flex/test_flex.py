@@ -23,7 +23,6 @@ from cp_styles.plan import make_plan
 from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.styles import AttentionContextParallel, ModuleContextParallel
 from cp_styles.testing import CommunicationTrace, run_ranks
-from cp_styles.torch_api import context_parallel
 from tests.covering import sampled
 from tests.oracle import randn
 from tests.ranks import flex_case as case
@@ -319,18 +318,3 @@ def test_dtensors_are_no_input():
     for error in run_ranks(rank_main, 2, return_errors=True):
         assert isinstance(error, NotImplementedError), error
         assert "use ModuleContextParallel, or call context_flex_attention" in str(error)
-
-
-@pytest.mark.parametrize("score", [None, "learned"])
-def test_in_torch_s_context_parallel_block(score: str | None):
-    """torch's API, with the backward inside the block: what the backward calls is not caught again."""
-    whole, layout = problem("sinks and window", score), head_tail(LENGTH, 2)
-
-    def rank_main(rank: int):
-        def attend(*args, **options):
-            return flex_attention(*args, return_lse=True, **options)
-
-        with context_parallel(cp_mesh(2)):
-            return whole.run(attend, layout, rank)
-
-    assert max(whole.errors(run_ranks(rank_main, 2), layout)) < EXACT
