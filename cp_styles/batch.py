@@ -34,6 +34,7 @@ import gc
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -487,9 +488,9 @@ def sum_gradients(
         ValueError: on every rank, if ranks do not have the same parameters, differ in ``bucket_bytes`` or
             ``reduce_dtype``, or if gradients are already reduced over ranks of ``group``. The reducer may be DDP,
             DTensor (parameters on a mesh over these ranks), this function, or the backward of
-            :func:`~cp_styles.collectives.split`. The last two are known only as long as the gradient has not changed:
-            sum once in a step, after its last backward. For DDP some gradients are compared between the ranks, in the
-            calls number 1, 2, 4, 8, ..., for which the host waits.
+            :func:`~cp_styles.collectives.split`. The last two are known only as long as nothing but a backward has
+            changed the gradient. For DDP some gradients are compared between the ranks, in the calls number 1, 2, 4,
+            8, ..., for which the host waits.
         NotImplementedError: on every rank, for sparse gradients.
         TransferError: a rank has ended, or has left this function half way. The gradients are None then.
 
@@ -512,6 +513,7 @@ def sum_gradients(
                 _sum_bucket(bucket, group, reduce_dtype or torch.promote_types(bucket[0].dtype, torch.float32))
             for parameter, before in zip(summed, earlier, strict=True):
                 note_summed(parameter, *before, Summed(tuple(dist.get_process_group_ranks(group)), "this function"))
+                _keep_note_if_more_is_added(parameter)
     except BaseException:
         for parameter in summed:  # some are summed, and others are not: no optimizer may take them for gradients
             parameter.grad = None
@@ -519,7 +521,6 @@ def sum_gradients(
 
 
 def _refuse_ddp(parameters: list[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Raise if a DDP module has reduced gradients of these parameters. It is searched for among all objects."""
     ranks, ids = set(dist.get_process_group_ranks(group)), set(map(id, parameters))
     for module in gc.get_objects():
         if issubclass(type(module), DistributedDataParallel) and "_modules" in vars(module):
@@ -554,7 +555,6 @@ _MOST_SAMPLED, _MOST_ELEMENTS = 8, 1024
 
 
 def _refuse_reduced(parameters: list[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Raise for gradients that are already reduced over ranks of the group, as far as this rank knows, or sparse."""
     ranks = set(dist.get_process_group_ranks(group))
     for mesh in {parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)}:
         if shares_ranks(mesh, group):
@@ -567,9 +567,10 @@ def _refuse_reduced(parameters: list[torch.Tensor], group: dist.ProcessGroup) ->
             if len(ranks.intersection(note.ranks)) > 1:
                 raise ValueError(
                     f"sum_gradients over ranks {sorted(ranks)}: the gradient of a parameter of shape "
-                    f"{tuple(parameter.shape)} is already summed over some of them, by {note.by}, and has not changed "
-                    "since. A second sum would multiply it by the number of ranks. Sum once, after the last backward; "
-                    "leave out parameters in front of a collectives.split, or give that grad_scale=GradScale.DOWN"
+                    f"{tuple(parameter.shape)} is already summed over some of them, by {note.by}, and was not "
+                    "set to None since. A second sum would multiply it by the number of ranks. Sum once, after the "
+                    "last backward of a step, and call zero_grad() before the next one; leave out parameters in front "
+                    "of a collectives.split, or give that grad_scale=GradScale.DOWN"
                     f"{see('Gradients that are summed twice')}"
                 )
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
@@ -581,18 +582,16 @@ def _refuse_reduced(parameters: list[torch.Tensor], group: dist.ProcessGroup) ->
 
 
 class Summed(NamedTuple):
-    """The ``ranks`` over which a gradient was summed, and ``by`` what, for messages."""
-
-    ranks: tuple[int, ...]
-    by: str
+    ranks: tuple[int, ...]  # over which a gradient was summed
+    by: str  # what has summed it, for messages
 
 
 def summed_over(parameter: torch.Tensor) -> tuple[Summed, ...]:
-    """The sums that are noted on the gradient of ``parameter``. A note is valid until the gradient changes."""
+    # A note is valid until the gradient changes, or for as long as there is one, if a backward has added to it.
     if parameter.grad is None:
         return ()
     version, notes = known_about(parameter.grad).get(Summed, (None, ()))
-    return notes if version == parameter.grad._version else ()
+    return notes if version in (None, parameter.grad._version) else ()
 
 
 def note_summed(parameter: torch.Tensor, *notes: Summed) -> None:
@@ -601,13 +600,22 @@ def note_summed(parameter: torch.Tensor, *notes: Summed) -> None:
     known_about(parameter.grad)[Summed] = parameter.grad._version, notes
 
 
+def _keep_note_if_more_is_added(parameter: torch.Tensor) -> None:
+    weak = ref(parameter)
+
+    def keep(_: torch.Tensor) -> None:
+        handle.remove()
+        summed = weak()
+        if summed is not None and (notes := summed_over(summed)):
+            known_about(summed.grad)[Summed] = None, notes
+
+    handle = parameter.register_hook(keep)  # it runs before the next backward adds to the gradient
+
+
 def _with_gradient_anywhere(
     check: Callable[[], list[torch.Tensor]], axis: str, group: dist.ProcessGroup, options: tuple[int, str]
 ) -> list[torch.Tensor]:
-    """The parameters returned by ``check`` that have a gradient on at least one rank. The same on every rank.
-
-    ``options`` are bucket_bytes and reduce_dtype.
-    """
+    # The same on every rank. ``options`` are bucket_bytes and reduce_dtype.
     parameters: list[torch.Tensor] = []
     present = b""
 
@@ -615,16 +623,11 @@ def _with_gradient_anywhere(
         nonlocal parameters, present
         parameters = check()
         present = bytes(parameter.grad is not None for parameter in parameters)
-        kinds = [
-            (
-                tuple(p.to_local().shape if isinstance(p, DTensor) else p.shape),
-                str((p if p.grad is None else p.grad).dtype),
-            )
-            for p in parameters
-        ]
+        shapes = [tuple(p.to_local().shape if isinstance(p, DTensor) else p.shape) for p in parameters]
+        dtypes = [str((p if p.grad is None else p.grad).dtype) for p in parameters]
         facts = {
             "the number of parameters that require grad": len(parameters),
-            "their shapes, and dtypes of gradients": kinds,
+            "their shapes, and dtypes of gradients": (shapes, dtypes),
             "bucket_bytes": options[0],
             "reduce_dtype": options[1],
         }
@@ -643,15 +646,13 @@ def _with_gradient_anywhere(
 
 
 def _local_gradient(parameter: torch.Tensor) -> torch.Tensor:
-    """The local tensor of ``parameter.grad``, which is first created or redistributed like the parameter, if needed."""
-    gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-    if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
-        if gradient.placements != parameter.placements:
-            gradient = gradient.redistribute(placements=parameter.placements)
-        parameter.grad = gradient
-        return gradient.to_local()
-    parameter.grad = gradient
-    return gradient
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    if not isinstance(parameter, DTensor) or not isinstance(parameter.grad, DTensor):
+        return parameter.grad
+    if parameter.grad.placements != parameter.placements:
+        parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
+    return parameter.grad.to_local()
 
 
 def _buckets(gradients: list[torch.Tensor], most_bytes: int) -> Iterator[list[torch.Tensor]]:
@@ -692,7 +693,6 @@ def _broadcast(document_ids: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor
 
 
 def _index_along(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-    """The index along ``dim`` of each element: int64, in the shape of ``tensor``."""
     shape = [1] * tensor.ndim
     shape[dim] = -1
     return torch.arange(tensor.shape[dim], device=tensor.device).view(shape).expand_as(tensor)

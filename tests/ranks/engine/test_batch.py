@@ -254,7 +254,8 @@ def test_a_group_is_one_group_and_a_loss_is_whole():
 
 @pytest.mark.parametrize("since", ["nothing", "zero_grad", "zeros", "another backward", "over other ranks"])
 def test_summed_twice(since: str):
-    """A sum of sums is refused; a gradient of the next step, or a sum over another axis, is not."""
+    """A sum of sums, also of sums to which a backward has added, is refused; a gradient of the next step, or a sum over
+    another axis, is not."""
 
     def on(rank: int) -> str:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
@@ -271,9 +272,10 @@ def test_summed_twice(since: str):
             return str(error)
         return "summed"
 
+    refused = since in ("nothing", "another backward")
     for text in run_ranks(on, 4):
-        assert ("is already summed over some of them" if since == "nothing" else "summed") in text
-        assert (text == "summed") == (since != "nothing")
+        assert ("is already summed over some of them" if refused else "summed") in text
+        assert (text == "summed") != refused
 
 
 @pytest.mark.parametrize("scale", GradScale)

@@ -86,6 +86,8 @@ def test_ranks_whose_graphs_have_another_depth(mesh, rank: int):
         q, k = query(x).clone() if rank else query(x), key(x)
         context_attention(q, k, k, mesh, layout=contiguous).sum().backward()
         sum_gradients([*query.parameters(), *key.parameters()], mesh)
+        query.zero_grad()
+        key.zero_grad()
 
 
 @pytest.mark.parametrize("door", DOORS)
