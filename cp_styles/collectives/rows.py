@@ -72,9 +72,9 @@ class Rows(NamedTuple):
 
     def by_rank(self, whole: torch.Tensor) -> list[torch.Tensor]:
         """Dim 0 in rank order, in pieces: views, but for stripes of several positions."""
-        if isinstance(stripes := self.layout.held, Stripes):
-            return [stripes.part(whole, 0, rank) for rank in range(stripes.ranks)]
-        ranges = joined_ranges(chain.from_iterable(self.layout.chunks))
+        if isinstance(chunks := self.layout.held, Stripes):
+            return [chunks.part(whole, 0, rank) for rank in range(chunks.ranks)]
+        ranges = joined_ranges(chain.from_iterable(chunks))
         return [whole.narrow(0, start, stop - start) for start, stop in ranges] if len(ranges) > 1 else [whole]
 
     def to_global(self, shards: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -82,9 +82,9 @@ class Rows(NamedTuple):
 
         One copy, into ``out`` if given. No copy where the two orders are equal.
         """
-        if isinstance(stripes := self.layout.held, Stripes):
-            return torch.index_select(shards, 0, stripes.rows_rank_by_rank(shards.device), out=out)
-        ranges = joined_ranges(chain.from_iterable(self.layout.chunks))
+        if isinstance(chunks := self.layout.held, Stripes):
+            return torch.index_select(shards, 0, chunks.rows_rank_by_rank(shards.device), out=out)
+        ranges = joined_ranges(chain.from_iterable(chunks))
         if len(ranges) <= 1:
             return shards
         at = accumulate((stop - start for start, stop in ranges), initial=0)
