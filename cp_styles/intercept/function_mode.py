@@ -225,7 +225,7 @@ class AttentionCalls(RerunMode):
         """Raise for a query, key or value in which tokens were mixed before; see [Note: token flow]."""
         if not torch.compiler.is_dynamo_compiling() and dispatch_modes_entered():
             flow = TokenFlow.entered()
-            words = None if flow is None else flow.mixed_before(tensors, dim)
+            words = None if flow is None else flow.mixed_before(tensors, dim, joint=self._joint is not None)
             if words is not None:
                 raise NotImplementedError(f"{self._name}: {words}")
 

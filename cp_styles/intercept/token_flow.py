@@ -79,7 +79,7 @@ class _Caller(NamedTuple):
 
 
 class TokenProblem(NamedTuple):
-    """What is wrong with a value: ``kind`` is "mixed", "counted", "moved", "some" or "pooled"."""
+    """What is wrong with a value: ``kind`` is "mixed", "counted", "moved", "some", "beside" or "pooled"."""
 
     kind: str
     where: Origin
@@ -170,7 +170,6 @@ class TokenFlow(TorchDispatchMode):
                 self._write(tensor, UNKNOWN if tokens is None else Label(tokens))
 
     def label_of(self, tensor: torch.Tensor) -> Label:
-        """What is known of a tensor's elements."""
         if not _is_plain(tensor):
             return UNKNOWN
         if not tensor.numel():
@@ -370,18 +369,23 @@ class TokenFlow(TorchDispatchMode):
 
     # Attention and outputs.
 
-    def mixed_before(self, tensors: Iterable[torch.Tensor], dim: int = -2) -> str | None:
+    def mixed_before(self, tensors: Iterable[torch.Tensor], dim: int = -2, *, joint: bool = False) -> str | None:
         """What is wrong with the inputs of an attention or a mixer, whose tokens are along ``dim``, in words."""
         if self._paused:
             return None
         tensors = tuple(tensors)
         self.length = tensors[0].shape[dim] if self.length is None else self.length
         with _unnoticed():
-            problems = [self._problem(x, dim % x.ndim) for x in tensors]
+            problems = [self._problem(x, dim % x.ndim) or (None if joint else self._beside(x, dim)) for x in tensors]
         return next((self.words(problem) for problem in problems if problem is not None), None)
 
+    def _beside(self, x: torch.Tensor, dim: int) -> TokenProblem | None:
+        tokens, more = self.label_of(x).tokens, x.shape[dim] - (self.length or x.shape[dim])
+        if tokens is None or more <= 0 or tokens.shape[dim] == 1 or not bool((tokens == -1).any()):
+            return None
+        return TokenProblem("beside", Origin(f"{more}", "", self._running))
+
     def attended(self, out: torch.Tensor, tensors: Sequence[torch.Tensor], dim: int = -2) -> None:
-        """Say what an attention has returned: elements of the tokens of its query. What it was given has tokens too."""
         if self._paused:
             return
         with _unnoticed(), suppress(Exception):
@@ -396,11 +400,7 @@ class TokenFlow(TorchDispatchMode):
             self._write(out, UNKNOWN if tokens is None or lost else Label(tokens))
 
     def problem_of_outputs(self, outputs: Any, *, surely_tokens: bool) -> TokenProblem | None:
-        """What is wrong with the tensors that a module returns.
-
-        Without an attention over the tokens that were given to :meth:`seed`, it is not sure that they are tokens, and
-        None is returned unless the caller is sure.
-        """
+        # Without an attention over the tokens that were given to seed, only a caller may be sure that they are tokens.
         if self._problem_of_reader is not None:
             return self._problem_of_reader
         if self._unseen is not None:
@@ -505,6 +505,13 @@ class TokenFlow(TorchDispatchMode):
                 "it has pooled them, and the result is another one on each rank. Gather the hidden states of all ranks "
                 "(cp_styles.collectives.gather with reduce_gradients=True), pool or choose of those, and divide the "
                 f"loss by the number of ranks{see('A classifier that pools tokens')}"
+            )
+        if problem.kind == "beside":
+            return (
+                f"{module} gives {words} more rows to an attention than this rank's {self.length} tokens, not made of "
+                "them, such as learned ones or padding: they would count once for each rank. Those that query, key and "
+                "value have at their beginning or end, the same on all ranks, need layout=JointLayout(prefix=...), or "
+                f"suffix=, of cp_styles.joint_layout{see('Tokens that every rank has')}"
             )
         if problem.kind == "some":
             how = f"it gives {words} of this rank's {self.length} tokens to an attention, which would be the first ones"

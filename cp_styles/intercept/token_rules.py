@@ -1,8 +1,8 @@
 """Which token each element of an op's result belongs to, from those of its arguments: rules for torch's operators.
 
 A track is an int32 tensor on the host with the dims of a tensor. Each dim has the tensor's size, or 1 where all
-elements along it are alike. An element is the index of a token, or -1 for none. None is a track without any token. So a
-track is as small as [1, L, 1], whatever is beside the tokens.
+elements along it are alike. An element is the index of a token, or -1 for none, -2 where that is not known. None is a
+track without any token. So a track is as small as [1, L, 1], whatever is beside the tokens.
 
 Rules are chosen by the name of the operator, or by what torch says of it (pointwise). What has no rule is run once more
 with one token changed, if it is small; else its result is not known. Neither is ever an error.
@@ -112,7 +112,7 @@ def together(a: Track, b: Track) -> tuple[Track, bool]:
         if together(a[corner], b[corner])[1]:
             return a, True
         raise NoRuleError
-    one = torch.where(a < 0, b, a)
+    one = torch.where(a < 0, torch.where(b < 0, torch.minimum(a, b), b), a)
     meet = (a >= 0) & (b >= 0) & (a != b)
     if not bool(meet.any()):
         return one, False
@@ -159,11 +159,7 @@ def plain_name(func: Any) -> str:
 
 
 class OpCall:
-    """One call of an operator, with what its rule needs.
-
-    ``label_of`` gives the label of a tensor. ``where(words)`` describes the call. ``length``: this rank's number of
-    tokens, if places in its part are to be found; else None. ``positions``: those of its tokens, if they are known.
-    """
+    """One call of an operator, with what its rule needs. ``length`` is None if places in a part are not to be found."""
 
     def __init__(
         self,
@@ -253,7 +249,6 @@ class OpCall:
         return all(right is not None and torch.equal(x, right) for x, right in placed)
 
     def with_right_values(self, label: Label) -> Label:
-        """The label of a result that holds places, with the values that it would have with positions."""
         func, out = self.func, self.out
         if label.places is None or label.right is not None or not isinstance(out, torch.Tensor):
             return label
@@ -266,7 +261,6 @@ class OpCall:
         return replace(label, right=func(*args, **kwargs))
 
     def merged(self, labels: Sequence[Label]) -> Label:
-        """Of elements that are computed from those of several tensors that broadcast."""
         tokens = places = None
         meet = lost = False
         for label in labels:
@@ -418,15 +412,16 @@ def _repeat(call: OpCall) -> Label:
 
 def _joined(call: OpCall, tensors: Sequence[torch.Tensor], labels: Sequence[Label], dim: int) -> Label:
     tokens, places = [label.tokens for label in labels], [label.places for label in labels]
-    return call.join(_join(tensors, tokens, dim), _join(tensors, places, dim), False)
+    others = [-2 if label.unknown else -1 for label in labels]
+    return call.join(_join(tensors, tokens, dim, others), _join(tensors, places, dim, others), False)
 
 
-def _join(tensors: Sequence[torch.Tensor], tracks: Sequence[Track], dim: int) -> Track:
+def _join(tensors: Sequence[torch.Tensor], tracks: Sequence[Track], dim: int, others: Sequence[int]) -> Track:
     if all(track is None for track in tracks):
         return None
     whole = [
-        torch.full([1] * x.ndim, -1, dtype=torch.int32, device="cpu") if t is None else t
-        for x, t in zip(tensors, tracks, strict=True)
+        torch.full([1] * x.ndim, other, dtype=torch.int32, device="cpu") if track is None else track
+        for x, track, other in zip(tensors, tracks, others, strict=True)
     ]
     if all(track.shape[dim] == 1 for track in whole):
         first = whole[0]
@@ -725,7 +720,6 @@ def _attention(call: OpCall) -> Label:
 
 
 def _norm(call: OpCall) -> list[Label]:
-    """Over the dims of a normalized shape; a group norm's over all but the batch."""
     x, shape = call.args[:2]
     first = x.ndim - len(shape) if isinstance(shape, list | tuple) else 1
     return [call.reduced(call.label_of(x), range(first, x.ndim), keep=True), UNKNOWN, UNKNOWN]

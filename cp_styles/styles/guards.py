@@ -181,11 +181,8 @@ def counting_is_wrong(binding: Binding, length: int | None) -> bool:
 
 
 class Forwards:
-    """Runs forwards of a context-parallel module, or of modules inside of it, whose hooks have not run.
-
-    Hooks run where a module is called. They do not run where a program calls ``model.forward``, or a model inside of
-    the model (``model.model``, for hidden states instead of logits); nor where torch.compile has traced them, but not
-    the forward. Then this does what the hooks do.
+    """Does the work of a module's hooks where they have not run: where a program calls ``model.forward``, or a model
+    inside of the model (``model.model``, for hidden states); or where torch.compile has traced them, not the forward.
     """
 
     def __init__(self, top: nn.Module | None, calls: AttentionCalls, *, check_inputs: bool) -> None:

@@ -483,6 +483,19 @@ def test_an_attention_over_some_of_the_tokens():
             assert (flow.mixed_before([some * 1]) is not None) == wrong
 
 
+def test_rows_beside_the_tokens_of_an_attention():
+    """Learned ones, but not those of which it is not known whether they are cut, as a text of another argument."""
+    other = randn(4, BATCH, 2, WIDTH)
+    learned, padding = W[:LENGTH].expand(BATCH, LENGTH, WIDTH), X.new_zeros(BATCH, 2, WIDTH)
+    for rows, wrong in ((learned, True), (padding, True), (other, False)):
+        flow = TokenFlow(LENGTH)
+        with flow:
+            flow.seed([(X, 1), (other, None)])
+            keys = heads(torch.cat((rows, X), 1) @ W)
+            assert (flow.mixed_before([keys]) is not None) == wrong
+            assert flow.mixed_before([keys], joint=True) is None
+
+
 def test_a_large_result_takes_no_memory():
     """Of logits, what is kept is as small as the tokens are many."""
     x, head = randn(3, BATCH, LENGTH, WIDTH).float(), torch.zeros(50_000, WIDTH)
