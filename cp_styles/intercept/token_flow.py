@@ -116,6 +116,7 @@ class TokenFlow(TorchDispatchMode):
         self._storages: dict[StorageWeakRef, _Storage] = {}
         self._files: dict[str, _Kind] = {}
         self._modules: list[str] = []
+        self._lengths: set[int] = set()  # of the sequences whose tokens are followed
         self._batch: int | None = None  # the size of the first dim of what has this rank's tokens along another one
         self._paused = 0
         self._attended = False
@@ -165,8 +166,9 @@ class TokenFlow(TorchDispatchMode):
         with _unnoticed(), suppress(Exception):
             for tensor, dim in tensors:
                 tokens = None if dim is None else in_order(tensor.shape[dim], tensor.ndim, dim % tensor.ndim)
-                if dim is not None and dim % tensor.ndim:
-                    self._batch = tensor.shape[0]
+                if dim is not None:
+                    self._lengths.add(tensor.shape[dim])
+                    self._batch = tensor.shape[0] if dim % tensor.ndim else self._batch
                 self._write(tensor, UNKNOWN if tokens is None else Label(tokens))
 
     def label_of(self, tensor: torch.Tensor) -> Label:
@@ -454,7 +456,8 @@ class TokenFlow(TorchDispatchMode):
         if dim is not None and label.places is not None and self._is_in_order(label.places, dim):
             right = label.right is not None and torch.equal(x, label.right)
             return None if right else TokenProblem("counted", label.source)
-        if dim is not None and tokens is not None and tokens.shape[dim] > 1 and x.shape[dim] < (self.length or 0):
+        varies_along = dim is not None and tokens is not None and tokens.shape[dim] > 1
+        if dim is not None and varies_along and x.shape[dim] < (self.length or 0) and x.shape[dim] not in self._lengths:
             return TokenProblem("some", Origin(f"{x.shape[dim]}", "", self._running))
         dims = [] if tokens is None else [axis for axis, size in enumerate(tokens.shape) if size > 1]
         if tokens is not None and len(dims) == 1 and dim in (None, dims[0]) and x.shape[dims[0]] == self.length:

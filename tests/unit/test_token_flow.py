@@ -481,6 +481,10 @@ def test_an_attention_over_some_of_the_tokens():
         with flow:
             flow.seed([(X, 1)])
             assert (flow.mixed_before([some * 1]) is not None) == wrong
+    flow = TokenFlow(LENGTH)
+    with flow:
+        flow.seed([(X, 1), (shorter := X[:, :4].clone(), 1)])  # another sequence
+        assert flow.mixed_before([shorter[:, None] * 1]) is None
 
 
 def test_rows_beside_the_tokens_of_an_attention():
