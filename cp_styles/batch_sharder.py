@@ -200,7 +200,9 @@ class BatchSharder:
         predicted: how many tokens the model predicts at each token. ``batch.loss(logits, ahead=2)`` is the loss of
             those for the token after the next one.
         pad_to_multiple_of: pad the sequence at its end to a multiple. No layout needs this; compiled graphs may.
-        pad_token_id: the token to pad with. Padded tokens have no labels, and no token attends to them.
+        pad_token_id: the token to pad with. Padded tokens have no labels. Causal attention does not attend to them, and
+            models of transformers are given an ``attention_mask``; for other attention give ``document_ids``, one for
+            all tokens if they are one document, and use :meth:`ShardedBatch.scope`.
         positions: makes the positions [B, S] of ``input_ids`` [B, S], for models that do not count from 0 (RoBERTa's
             family, ESM): ``partial(position_ids_of, model)``, with
             :func:`~cp_styles.integrations.transformers.position_ids_of`.

@@ -339,7 +339,6 @@ class TokenFlow(TorchDispatchMode):
         return None
 
     def _joins_parts(self, func: Any, args: Any) -> bool:
-        """Whether an operator communicates among ranks that share the sequence."""
         if self._group is None or func.namespace not in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
             return False
         group = next(filter(None, map(process_group_of, args)), None)
@@ -477,7 +476,6 @@ class TokenFlow(TorchDispatchMode):
         return bool((tokens != tokens.narrow(dim, 0, 1)).any())
 
     def _is_in_order(self, track: torch.Tensor, dim: int) -> bool:
-        """Whether each element along ``dim`` is its own token, or none."""
         length = track.shape[dim]
         return length == self.length and bool(((track == in_order(length, track.ndim, dim)) | (track < 0)).all())
 

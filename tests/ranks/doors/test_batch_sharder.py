@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -29,7 +30,7 @@ from cp_styles.integrations import trainers
 from cp_styles.integrations.trainers import share_batches
 from cp_styles.mixers import context_roll
 from cp_styles.testing import RankError, run_ranks
-from tests.oracle import error
+from tests.oracle import error, randn
 from tests.ranks.attention_case import EXACT, cp_mesh
 
 LENGTH, ROWS = 13, 2
@@ -489,3 +490,34 @@ def test_labels_that_are_shifted_already():
         return part["shift_labels"]
 
     assert run_ranks(on, 2)[0].numel() == 12
+
+
+class Bidirectional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 8)
+
+    def forward(self, tokens):
+        x = self.table(tokens)[:, None]
+        return F.scaled_dot_product_attention(x, x, x)[:, 0] @ self.table.weight.T
+
+
+def test_padding_beside_attention_that_is_not_causal():
+    """The documents of the batch hide it, in its scope."""
+    model, tokens = Bidirectional().double(), torch.arange(22).view(2, 11) * 5 % 11
+    model.table.weight.data = randn(0, 11, 8)
+    one = copy.deepcopy(model)
+    F.cross_entropy(one(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
+
+    def on(rank: int) -> float:
+        mesh, mine = cp_mesh(2), copy.deepcopy(model)
+        parallelize_module(mine, mesh, ModuleContextParallel())
+        sharder = BatchSharder(mesh, pad_to_multiple_of=8)
+        batch = sharder({"input_ids": tokens, "labels": tokens, "document_ids": torch.zeros(11, dtype=torch.int64)})
+        with batch.scope():
+            logits = mine(batch.tokens)
+        batch.loss(logits).backward()
+        sharder.sum_gradients(mine)
+        return error(mine.table.weight.grad, one.table.weight.grad)
+
+    assert max(run_ranks(on, 2)) < EXACT
