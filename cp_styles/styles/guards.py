@@ -78,7 +78,7 @@ class TokenGuard:
             with contextlib.nullcontext() if around else flow, flow.inside(self._describe(module)):
                 output = forward(*args, **kwargs)
                 problem = None if around else flow.problem_of_outputs(output, surely_tokens=not calls.tally.calls)
-                if problem is not None:
+                if problem is not None and (problem.kind != "pooled" or not kwargs.get("logits_to_keep")):  # as prefill
                     raise NotImplementedError(f"{self._name}: {flow.words(problem)}")
             self.followed.add(way_of(module, args, kwargs))
             return output
