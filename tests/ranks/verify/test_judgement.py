@@ -5,6 +5,7 @@ Each mistake has the words of the report that name its cause, or those that say 
 
 from __future__ import annotations
 
+import copy
 import itertools
 import re
 from collections.abc import Callable
@@ -364,13 +365,14 @@ def fails_in_a_hook(model: nn.Module, batch: Any, mesh: Any) -> Any:
 
 
 def other_weights() -> Any:
-    def of_rank(rank: int) -> nn.Module:
-        model = Model()
-        with torch.no_grad():
-            model.head.weight += rank
-        return model
+    model = Model()  # drawn here: ranks are threads, which share torch's generator
 
-    of_rank.__name__ = "of_rank"
+    def of_rank(rank: int) -> nn.Module:
+        other = copy.deepcopy(model)
+        with torch.no_grad():
+            other.head.weight += rank
+        return other
+
     return of_rank
 
 
