@@ -1,6 +1,7 @@
 """Random attentions against the oracle: each is exact, or every rank refuses it.
 
     python tests/fuzz.py --cases 10000             seeds 0 to 9999; in every second case one rank differs in one thing
+    python tests/fuzz.py --cases 10000 --no-odd    of these, those in which no rank differs
     python tests/fuzz.py --seconds 30              as many as fit
     python tests/fuzz.py --case "Case(seed=7)"     one, as a failure prints it
     python tests/fuzz.py --record runs/fuzz.jsonl  a line a case; seeds that stand there are not run again

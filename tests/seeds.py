@@ -123,6 +123,9 @@ class Seeds:
         parser.add_argument("--cases", type=int, default=200, help="number of cases")
         parser.add_argument("--first", type=int, default=0, help="the first seed")
         parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this time")
+        parser.add_argument(
+            "--odd", action=argparse.BooleanOptionalAction, default=True, help="seeds in which one rank differs, too"
+        )
         parser.add_argument("--stop", action="store_true", help="end with the first failure, without reducing it")
         parser.add_argument("--record", type=Path, help="a file of results: continues where an earlier run has stopped")
         parser.add_argument("--case", help="one case, as a failure prints it")
@@ -157,6 +160,8 @@ class Seeds:
             if time.monotonic() > start + options.seconds:
                 break
             case = self.draw(seed)
+            if case.odd is not None and not options.odd:
+                continue
             verdict = verdicts[seed] = judges.judge(case)
             if options.record:
                 options.record.parent.mkdir(exist_ok=True)
