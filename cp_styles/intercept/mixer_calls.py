@@ -287,17 +287,17 @@ def lightning_attention(
 def _without_kernel(method: Any) -> Callable[..., Any] | None:
     """What runs in place of a method that mixes tokens and calls no kernel. Only for the code that is known: that of
     another version of the library may compute something else."""
-    how, digest = _WITHOUT_KERNEL.get(getattr(method, "__qualname__", ""), (None, ""))
+    how, *digests = _WITHOUT_KERNEL.get(getattr(method, "__qualname__", ""), (None,))
     try:
         source = "" if how is None else inspect.getsource(method)
     except OSError:
         return None
-    return how if hashlib.sha256(source.encode()).hexdigest()[:16] == digest else None
+    return how if hashlib.sha256(source.encode()).hexdigest()[:16] in digests else None
 
 
-# By the name of the method. The code is that of transformers 5.23.
-_WITHOUT_KERNEL: dict[str, tuple[Any, str]] = {
-    "MiniMaxLightningAttention.forward": (_lightning_layer, "69bc3f622840097c"),
+# By the name of the method. The code is that of transformers 5.23 and 5.24.
+_WITHOUT_KERNEL: dict[str, tuple[Any, ...]] = {
+    "MiniMaxLightningAttention.forward": (_lightning_layer, "69bc3f622840097c", "03c3f915c0c99c09"),
     "RecurrentGemmaRecurrentBlock.forward": (_griffin_layer, "cce3570274ab15aa"),
     "RecurrentGemmaRglru._rnn_scan": (_real_gated_lru, "edcf0cbffabce491"),
     "xLSTMBackend.forward": (_mlstm, "ada65c0d031ae105"),
