@@ -625,8 +625,8 @@ def misnamed(case: Case, texts: list[str]) -> str:
     apart = str([rank] if rank else [*range(1, case.ranks)])
     named = {"batch": "shape", "heads": "shape", "dim": "shape", "autocast": "dtype"}.get(what, what)
     named = {"gradients": "backward", "checkpoint": "backward"}.get(named, named)
-    # by_work goes by the mask, and one of several rows has a strategy that keeps nothing.
-    named = "mask|layout|strategy" if what == "mask" else named
+    # by_work goes by the mask, and one of several rows has a strategy that keeps nothing, as one under save_attention.
+    named = {"mask": "mask|layout|strategy", "checkpoint": "backward|strategy"}.get(what, named)
     for text in texts:
         found = re.search(r"disagree on (.*?): ranks (\[[\d, ]*\]) differ from rank 0", text)
         if found is not None and (found[2] != apart or (what not in ACTS and not re.search(named, found[1]))):
