@@ -81,12 +81,9 @@ __all__ = [
 
 # What a release before this one had here, and where it is now. For one release.
 _MOVED = {
-    "HeadTailLoadBalancer": "cp_styles.torch_api",
     "JointLayout": "cp_styles.joint_layout",
     "KVCache": "cp_styles.decoding",
     "Kernel": "cp_styles.kernels",
-    "PTRRLoadBalancer": "cp_styles.torch_api",
-    "PerDocumentHeadTailLoadBalancer": "cp_styles.torch_api",
     "ReferenceKernel": "cp_styles.kernels",
     "Strategy": "cp_styles.strategies",
     "chunked_token_losses": "cp_styles.batch",
@@ -100,6 +97,9 @@ _MOVED = {
 }
 # What it had, and what to write instead.
 _REMOVED = {
+    "HeadTailLoadBalancer": "head_tail(seq_length, world_size) is the layout",
+    "PTRRLoadBalancer": "by_work(length, world_size, mask=FlexMask(block_mask)) is the layout",
+    "PerDocumentHeadTailLoadBalancer": "per_document_head_tail(length, world_size, documents=lengths) is the layout",
     "LayoutMismatchWarning": "there is nothing to filter. Tensors that another layout cut are refused where they are "
     "inputs of the attention, or of a model with ModuleContextParallel",
     "NewCalls": "leave agreement= out, which compares every call in some 0.4 ms, or give NoAgreement()",

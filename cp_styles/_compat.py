@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import inspect
 import sys
 import types
@@ -322,21 +321,9 @@ def torch_balances_load() -> bool:
     """Whether torch's ``context_parallel`` would cut head-tail: its switch ``_cp_options.enable_load_balance``.
 
     Who has set it has imported its module. Seen: 2.11 to 2.15."""
-    options = getattr(sys.modules.get(f"{_TORCH_CONTEXT_PARALLEL}._attention"), "_cp_options", None)
+    name = "torch.distributed.tensor.experimental._context_parallel._attention"
+    options = getattr(sys.modules.get(name), "_cp_options", None)
     return getattr(options, "enable_load_balance", True)
-
-
-def torch_order_of_documents(lengths: Sequence[int], ranks: int) -> list[int] | None:
-    """The order in which torch's balancer of documents puts positions, before it cuts them into equal pieces. None
-    where it refuses these lengths, or torch has none. Seen: 2.11 to 2.15 (the class; its orders differ)."""
-    try:
-        module = importlib.import_module(f"{_TORCH_CONTEXT_PARALLEL}._load_balancer")
-        return module._PerDocumentHeadTailLoadBalancer([list(lengths)], ranks, "cpu")._generate_indices()[0].tolist()
-    except (ImportError, AttributeError, AssertionError, ValueError):
-        return None
-
-
-_TORCH_CONTEXT_PARALLEL = "torch.distributed.tensor.experimental._context_parallel"
 
 
 def ranks_along(mesh: DeviceMesh) -> list[list[int]]:

@@ -486,25 +486,7 @@ def by_work(length: int, ranks: int, *, mask: Mask, block: int | None = None) ->
     if block is not None and block < 1:
         raise ValueError(f"block must be at least 1, got {block}")
     block = block or max(1, -(-length // (16 * ranks)))
-    work = work_from(mask, torch.arange(0, length, block, device="cpu"), length, length)
-    return by_block_work(length, ranks, work=work.tolist(), block=block)
-
-
-def by_block_work(length: int, ranks: int, *, work: Sequence[int], block: int) -> SequenceLayout:
-    """Equal work, from the work of each block: :func:`by_work` for work that was counted elsewhere.
-
-    Args:
-        length: number of positions.
-        ranks: number of ranks.
-        work: the work of each block of ``block`` positions, in order. The last block may be shorter.
-        block: positions of a block.
-
-    Raises:
-        ValueError: the number of blocks does not fit ``length``.
-    """
-    _check(length, ranks)
-    if block < 1 or len(work) != -(-length // block):
-        raise ValueError(f"{length} positions in blocks of {block} do not have {len(work)} amounts of work")
+    work = work_from(mask, torch.arange(0, length, block, device="cpu"), length, length).tolist()
     holder, done = [0] * len(work), [0] * ranks
     room = [-(-len(work) // ranks)] * ranks
     least = list(range(ranks))  # of the ranks with room: the work times the number of ranks, and the rank
@@ -601,7 +583,7 @@ def _made_by(balancer: Balancer, length: int, ranks: int) -> SequenceLayout:
     return layout
 
 
-_OWN = frozenset((contiguous, head_tail, per_document_head_tail, striped, by_work, by_block_work))
+_OWN = frozenset((contiguous, head_tail, per_document_head_tail, striped, by_work))
 
 
 def _check(length: int, ranks: int) -> None:

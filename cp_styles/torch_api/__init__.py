@@ -6,12 +6,8 @@ from cp_styles.torch_api.api import (
     context_parallel_unshard,
     set_rotate_method,
 )
-from cp_styles.torch_api.balancers import HeadTailLoadBalancer, PerDocumentHeadTailLoadBalancer, PTRRLoadBalancer
 
 __all__ = [
-    "HeadTailLoadBalancer",
-    "PTRRLoadBalancer",
-    "PerDocumentHeadTailLoadBalancer",
     "context_parallel",
     "context_parallel_shard",
     "context_parallel_unshard",

@@ -33,8 +33,7 @@ from cp_styles.kernels import Kernel
 from cp_styles.layout import head_tail
 from cp_styles.mask import Mask
 from cp_styles.strategies import AllGather, Ring, Strategy
-from cp_styles.torch_api.balancers import Cut, layout_of
-from cp_styles.torch_api.buffers import check_plain, dim_of
+from cp_styles.torch_api.buffers import Cut, check_plain, dim_of, layout_of
 from cp_styles.torch_api.context_block import (
     ContextParallelBlock,
     agree_on,
@@ -199,7 +198,7 @@ def context_parallel_shard(
 
     Example::
 
-        (part,) = context_parallel_shard(mesh, [tokens], [1], HeadTailLoadBalancer(1000, mesh.size()))
+        (part,) = context_parallel_shard(mesh, [tokens], [1], head_tail)
     """
     _, group = axis_and_group("context_parallel_shard", mesh)
     block = open_on(group)

@@ -42,8 +42,7 @@ from cp_styles.layout import Balancer, SequenceLayout, contiguous, cut_with, hea
 from cp_styles.mask import Full, Mask
 from cp_styles.strategies import AllGather, Strategy
 from cp_styles.styles.guards import InputGuards, ModelFacts, counting_is_wrong, is_model, possible_positions
-from cp_styles.torch_api.balancers import Cut, LoadBalancer, layout_of
-from cp_styles.torch_api.buffers import Aliases, CutBuffer, check_buffer, dim_of
+from cp_styles.torch_api.buffers import Aliases, Cut, CutBuffer, check_buffer, dim_of, layout_of
 from cp_styles.troubleshooting import see
 
 _uncompiled = partial(
@@ -152,7 +151,7 @@ class ContextParallelBlock(contextlib.ContextDecorator):
             check_buffer(buffer)
             pairs.append((buffer, dim_of(buffer, dim)))
             self._refuse_part(*pairs[-1])
-        layout = self._layout.layout if isinstance(self._layout, LoadBalancer) else self._layout
+        layout = self._layout
         if layout is None:
             self._default = head_tail if torch_balances_load() else contiguous
             layout = self._default_layout(pairs)

@@ -14,7 +14,6 @@ from cp_styles import Ring, Ulysses, contiguous, head_tail, striped
 from cp_styles.intercept.function_mode import AttentionCalls
 from cp_styles.testing import RankError, run_ranks
 from cp_styles.torch_api import (
-    HeadTailLoadBalancer,
     context_parallel,
     context_parallel_shard,
     context_parallel_unshard,
@@ -224,8 +223,7 @@ def test_the_cut_belongs_to_the_call(mesh):
     """Whatever cuts, one balancer in all three functions; and pytorch's: sharding a batch flips no switch."""
     problem, length = Problem(length=12), 12
     errors = []
-    balancer = HeadTailLoadBalancer(length, RANKS)
-    for cut in (balancer, head_tail(length, RANKS), head_tail, contiguous, striped, contiguous(length, RANKS)):
+    for cut in (head_tail(length, RANKS), head_tail, contiguous, striped, contiguous(length, RANKS)):
         parts = context_parallel_shard(mesh, {"q": problem.inputs[0], "kv": problem.inputs[1]}, {"q": 2, "kv": 2}, cut)
         _ = context_parallel_shard(mesh, [problem.inputs[2]], [2], contiguous)  # another one's, in between
         with context_parallel(mesh, layout=cut, strategy=Ulysses(), mask=None):
