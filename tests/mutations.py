@@ -160,11 +160,7 @@ FUZZED = [
         "ranks/engine/test_parity_grid.py",
     ),
     Mistake(
-        "kernel: a negative scale's sign is lost",
-        "SdpaKernel.backward",
-        "dq * sign",
-        "dq",
-        "unit/test_kernels.py",
+        "kernel: a negative scale's sign is lost", "SdpaKernel.backward", "dq * sign", "dq", "unit/test_kernels.py"
     ),
     Mistake(
         "kernel: the logsumexp's gradient with the other sign",
@@ -199,6 +195,98 @@ FUZZED = [
         "compare",
         "rank for rank, number in enumerate(numbers) if number != numbers[0]",
         "",
+        "ranks/engine/test_disagreement.py",
+    ),
+    Mistake("mask: a window one short on the right", "SlidingWindow.bounds", "right + 1", "right", "unit/test_mask.py"),
+    Mistake(
+        "mask: chunks that see one key of the next",
+        "Chunked.bounds",
+        "start + self.size",
+        "start + self.size + 1",
+        "unit/test_mask.py",
+    ),
+    Mistake(
+        "mask: prefixes counted from the sequence's start",
+        "Documents.bounds",
+        "start + prefixes[index]",
+        "prefixes[index]",
+        "unit/test_mask.py",
+    ),
+    Mistake(
+        "mask: pieces that are cut keep their first bound",
+        "Pieces.part",
+        "torch.addcmul(self.hi, self.hi_step, skipped)",
+        "self.hi",
+        "unit/test_mask.py",
+    ),
+    Mistake(
+        "layout: the last period of stripes like the others",
+        "Stripes.rows_rank_by_rank",
+        "start.clamp(max=rest)",
+        "start",
+        "unit/test_layout.py",
+    ),
+    Mistake(
+        "merge: the weight of the other side",
+        "OnlineSoftmax.add",
+        "sigmoid(lse_BHL - lse)",
+        "sigmoid(lse - lse_BHL)",
+        "unit/test_merge.py",
+    ),
+    Mistake(
+        "merge: the larger logsumexp for the sum",
+        "OnlineSoftmax.add",
+        "logaddexp(lse, lse_BHL, out",
+        "maximum(lse, lse_BHL, out",
+        "unit/test_merge.py",
+    ),
+    Mistake(
+        "merge: a sink's gradient with the other sign",
+        "sink_gradient",
+        "-(p_BHL",
+        "(p_BHL",
+        "ranks/test_random.py -k attentions",
+    ),
+    Mistake(
+        "kernel: softmax's backward without the row's mean",
+        "ReferenceKernel.backward",
+        "- (grad * out).sum(-1, keepdim=True)",
+        "",
+        "unit/test_kernels.py",
+    ),
+    Mistake(
+        "strategy: causal tiles attended in full",
+        "_PlanRun._computed",
+        "call.cover is Cover.CAUSAL",
+        "False",
+        "ranks/engine/test_parity_grid.py",
+    ),
+    Mistake(
+        "Ulysses: of several queries' gradients for a key head, one",
+        "_Chunk.unpaired",
+        "index_add_",
+        "index_copy_",
+        "ranks/engine/test_parity_grid.py",
+    ),
+    Mistake(
+        "batch: tokens without a label are counted",
+        "global_token_count",
+        "(counted.sum(),",
+        "(torch.tensor(labels.numel()),",
+        "ranks/engine/test_batch.py",
+    ),
+    Mistake(
+        "engine: backwards of all forwards are alike",
+        "begin_backward",
+        "place_of(forward, 0)",
+        "0",
+        "ranks/engine/test_half_way.py -k another_order",
+    ),
+    Mistake(
+        "agreement: ranks at different places go on",
+        "_apart",
+        "len({(row.meeting, row.who) for row in rows}) > 1 or len(which - {0}) > 1 or len(index - {0}) > 1",
+        "False",
         "ranks/engine/test_disagreement.py",
     ),
     Mistake(
@@ -394,7 +482,7 @@ def run_random(copy: Path) -> tuple[int | None, str]:
         words = [sys.executable, *command.split()]
         done = subprocess.run(words, cwd=copy, env=environment, capture_output=True, text=True)
         if done.returncode:
-            return done.returncode, done.stdout[:200].strip() or done.stderr[-300:]
+            return done.returncode, f"{words[1]}: {done.stdout[:200].strip() or done.stderr[-300:]}"
     return 0, ""
 
 
