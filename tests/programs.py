@@ -4,7 +4,8 @@
     python tests/programs.py --case "Program(seed=7)"       one, as a failure prints it
     python tests/programs.py --record runs/programs.jsonl    a line a program; seeds that stand there are not run again
 
-A seed draws a :class:`Program`: a small language model of one to three attentions, and a training as people write it.
+A seed draws a :class:`Program`: a small language model of one to three attentions, in a fifth of the seeds through several
+doors, and a training as people write it.
 It has hooks, attributes, counters, changes in place, tables made at first use, random factors, shared layers, packed
 documents, checkpoints, accumulation, clipping, two losses whose backwards run in either order, an evaluation, a caught
 exception, layers that are left out, gradients that nobody sums, and tokens decoded with a cache. The same code runs on
@@ -109,6 +110,7 @@ DOORS = {
     "style": ("core", "function"),
     "block": ("sdpa", "flex", "core"),
     "function": ("function",),
+    "several": ("sdpa", "flex", "core", "function"),  # a module, a style or a function, each its own
 }
 EFFECTS = ("hook", "backward hook", "attribute", "counter", "list", "in place", "tensor hook", "table", "generator")
 CHOICES: dict[str, tuple[Any, ...]] = {
@@ -135,7 +137,8 @@ ODD = ("a layer less", "a backward more", "losses in another order", "its own er
 
 def draw(seed: int) -> Program:
     dice = random.Random(seed)
-    door = dice.choice(tuple(DOORS))
+    door = dice.choice([name for name in DOORS if name != "several"])
+    door = "several" if seed % 5 == 1 else door
     attentions = tuple(dice.choice(DOORS[door]) for _ in range(dice.randint(1, 3)))
     effects = tuple(effect for effect in EFFECTS if dice.random() < 0.3)
     values = {name: dice.choice(choices) for name, choices in CHOICES.items()}
@@ -158,6 +161,8 @@ def sensible(program: Program) -> Program:
         program = replace(program, losses="sum")  # torch refuses a second backward through it
     if program.checkpoint == "layers, reentrant" and program.door == "scope":
         program = replace(program, checkpoint="layers")  # refused: its recomputation does not know the scope
+    if program.checkpoint == "function" and program.door == "several":
+        program = replace(program, checkpoint="layers")  # a part of a layer that runs outside of it is in no module
     if program.strategy.startswith("Ulysses x") and program.ranks % 2:
         program = replace(program, strategy="Ulysses")
     if program.door not in ("scope", "function", "block"):  # a style has one mask for all batches
@@ -306,14 +311,18 @@ class Ranks:
         if self.mesh is None or self.program.door in ("function", "block"):
             return
         balancer = LAYOUTS[self.program.layout]
-        if self.program.door == "style":
-            style = AttentionContextParallel(layout=balancer, **self.options)
-            parallelize_module(
-                model, self.mesh, {f"layers.{i}.core": style for i in range(len(self.program.attentions))}
-            )
+        style = AttentionContextParallel(layout=balancer, **self.options)
+        module = ModuleContextParallel(layout=None if self.program.door == "scope" else balancer, **self.options)
+        if self.program.door in ("module", "scope"):
+            parallelize_module(model, self.mesh, module)
             return
-        layout = None if self.program.door == "scope" else balancer
-        parallelize_module(model, self.mesh, ModuleContextParallel(layout=layout, **self.options))
+        plan = {}
+        for index, kind in enumerate(self.program.attentions):
+            if self.program.door == "style" or kind == "core":
+                plan[f"layers.{index}.core"] = style
+            elif kind != "function":
+                plan[f"layers.{index}"] = module
+        parallelize_module(model, self.mesh, plan)
 
     def around(self, model: Model, layout: SequenceLayout, batch: tuple[torch.Tensor, ...]) -> Any:
         self.length = layout.length
