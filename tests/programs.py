@@ -4,13 +4,13 @@
     python tests/programs.py --case "Program(seed=7)"       one, as a failure prints it
     python tests/programs.py --record runs/programs.jsonl    a line a program; seeds that stand there are not run again
 
-A seed draws a :class:`Program`: a small language model of one to three attentions, in a fifth of the seeds through several
-doors, and a training as people write it.
-It has hooks, attributes, counters, changes in place, tables made at first use, random factors, shared layers, packed
-documents, checkpoints, accumulation, clipping, two losses whose backwards run in either order, an evaluation, a caught
-exception, layers that are left out, gradients that nobody sums, and tokens decoded with a cache. The same code runs on
-one process, and on ranks that are threads. Compared are losses, gradients, parameters, what hooks and attributes hold,
-and the states of random generators. Failures are reduced to a program with as many defaults as it still fails with.
+A seed draws a :class:`Program`: a small language model of one to three attentions, in a fifth of the seeds of several
+doors, and a training as people write it. It has hooks, attributes, counters, changes in place, tables made at first
+use, random factors, shared layers, packed documents, checkpoints, accumulation, clipping, two losses whose backwards
+run in either order, an evaluation, a caught exception, layers that are left out, gradients that nobody sums, and tokens
+decoded with a cache. The same code runs on one process, and on ranks that are threads. Compared are losses, gradients,
+parameters, what hooks and attributes hold, and the states of random generators. Failures are reduced to a program with
+as many defaults as it still fails with.
 """
 
 from __future__ import annotations
