@@ -17,7 +17,7 @@ DDP).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,17 +25,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import BlockMask
 
 from cp_styles.collectives import gather
-from cp_styles.comm.agreement import EVERY_CALL, Agreement
 from cp_styles.comm.groups import axis_and_group
 from cp_styles.comm.point_to_point import gather_numbers
-from cp_styles.engine.gradient_watch import RAISE, GradientCheck
-from cp_styles.kernels import Kernel
 from cp_styles.layout import head_tail
-from cp_styles.mask import Mask
 from cp_styles.strategies import AllGather, Ring, Strategy
 from cp_styles.torch_api.buffers import Cut, check_plain, dim_of, layout_of
 from cp_styles.torch_api.context_block import (
-    ContextParallelBlock,
     agree_on,
     last_cut,
     open_on,
@@ -43,91 +38,6 @@ from cp_styles.torch_api.context_block import (
     ranks_of,
     rotation,
 )
-
-
-def context_parallel(
-    mesh: DeviceMesh,
-    *,
-    buffers: Sequence[torch.Tensor] | None = None,
-    buffer_seq_dims: Sequence[int] | None = None,
-    no_restore_buffers: Iterable[torch.Tensor] | None = None,
-    strategy: Strategy | None = None,
-    layout: Cut | None = None,
-    mask: Mask | None = None,
-    kernel: Kernel | None = None,
-    gradient_check: GradientCheck = RAISE,
-    agreement: Agreement = EVERY_CALL,
-    check_inputs: bool = True,
-) -> ContextParallelBlock:
-    """A block in which ``buffers`` are this rank's parts, and attention runs over the whole sequence.
-
-    The first four arguments are those of torch's ``context_parallel``, with the same effect on the buffers. More is
-    supported than by torch:
-
-    - any length and number of ranks; parts may then differ by one token;
-    - buffers of one dim, buffers that require grad (``.grad`` is that of the part), views, no buffers;
-    - causal and full attention, any float dtype;
-    - nested blocks, of which the innermost counts, and exceptions;
-    - a backward inside the block, after it, or while other blocks are open.
-
-    Args:
-        mesh: the ranks that share the sequence: 1-D, such as ``mesh["cp"]`` of a composed mesh.
-        buffers: tensors with a sequence dim, whole and the same on every rank. All must have the same length (of a
-            longer table, pass the view ``table[:length]``), unless ``layout`` is a function, which cuts each length by
-            itself (cross-attention).
-        buffer_seq_dims: the sequence dim of each buffer.
-        no_restore_buffers: buffers that may stay cut after the block.
-        strategy: how keys and values get to the queries. Default: see :func:`set_rotate_method`.
-        layout: how the sequence is cut. Default: ``head_tail`` for the length of the buffers, or ``contiguous`` where
-            torch's ``_cp_options.enable_load_balance`` is False; attention over another length is then refused. A
-            function takes any length. Without buffers, the parts that you cut yourself must be those of this layout,
-            which cannot be checked.
-        mask: which keys each query attends to, in addition to ``is_causal`` of the calls; in global positions.
-        kernel: computes the tiles.
-        gradient_check: what to do if the ranks' gradients were not summed: :class:`~cp_styles.GradientCheck`.
-        agreement: how often the ranks agree: :class:`~cp_styles.EveryCall` or :class:`~cp_styles.NoAgreement`.
-        check_inputs: True refuses mistakes in the arguments of the models that call attention inside, as
-            :class:`~cp_styles.styles.ModuleContextParallel` does: missing positions, labels that a model would shift
-            after the cut, windows that it would lose. They are looked at when a model first calls attention in a block.
-            And what mixes or counts tokens of the buffers: in the first, second, fourth, ... block over these ranks,
-            and in the one after a block in which a model is new.
-
-    Returns:
-        A context manager. It may be entered any number of times, one after the other.
-
-    Communication: at entry, if there are buffers, one agreement of the ranks, as :class:`~cp_styles.EveryCall` says.
-    Cutting and restoring send nothing.
-
-    Raises:
-        ValueError: at entry, on every rank, for a composed mesh; for numbers of dims and of buffers that differ; for
-            buffers of different lengths; for a buffer that is already cut, that is the result of a computation which
-            requires grad, or whose ``.grad`` does not have the shape of the part.
-        TypeError: at entry, on every rank, for parameters, and for objects that are not plain tensors.
-        NotImplementedError: inside, or at its end, for attention in plain ops, such as that of an eager model of
-            transformers, and for what else mixes or counts tokens.
-
-    For the errors of attention calls see :class:`~cp_styles.styles.ModuleContextParallel`.
-
-    Example::
-
-        with context_parallel(mesh, buffers=[tokens], buffer_seq_dims=[1]):
-            assert tokens.shape[1] == 500  # of 1000
-            out = attend(*qkv_of(tokens))
-        assert tokens.shape[1] == 1000
-    """
-    return ContextParallelBlock(
-        mesh,
-        buffers,
-        buffer_seq_dims,
-        no_restore_buffers,
-        strategy=strategy,
-        layout=layout,
-        mask=mask,
-        kernel=kernel,
-        gradient_check=gradient_check,
-        agreement=agreement,
-        check_inputs=check_inputs,
-    )
 
 
 def set_rotate_method(rotate_method: str) -> RotateMethod:

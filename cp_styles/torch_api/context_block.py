@@ -28,11 +28,11 @@ from cp_styles._compat import (
     uncompiled,
     without_dispatch_modes,
 )
-from cp_styles.comm.agreement import Agreement, Meeting, StatusRow, meet_alike, offer_refusal
+from cp_styles.comm.agreement import EVERY_CALL, Agreement, Meeting, StatusRow, meet_alike, offer_refusal
 from cp_styles.comm.group_state import GroupState, state_of
 from cp_styles.comm.groups import axis_and_group
 from cp_styles.engine.binding import Binding, Tally, binding_of_call
-from cp_styles.engine.gradient_watch import GradientCheck
+from cp_styles.engine.gradient_watch import RAISE, GradientCheck
 from cp_styles.engine.openings import Opening, innermost
 from cp_styles.engine.scope import ScopedBinding
 from cp_styles.intercept.function_mode import AttentionCalls, names_of_inputs
@@ -52,37 +52,92 @@ _uncompiled = partial(
 )
 
 
-class ContextParallelBlock(contextlib.ContextDecorator):
-    """Returned by :func:`~cp_styles.torch_api.api.context_parallel`: a context manager and a decorator."""
+class context_parallel(contextlib.ContextDecorator):
+    """A block in which ``buffers`` are this rank's parts, and attention runs over the whole sequence.
 
+    The first four arguments are those of torch's ``context_parallel``, with the same effect on the buffers. More is
+    supported than by torch:
+
+    - any length and number of ranks; parts may then differ by one token;
+    - buffers of one dim, buffers that require grad (``.grad`` is that of the part), views, no buffers;
+    - causal and full attention, any float dtype;
+    - nested blocks, of which the innermost counts, and exceptions;
+    - a backward inside the block, after it, or while other blocks are open.
+
+    Args:
+        mesh: the ranks that share the sequence: 1-D, such as ``mesh["cp"]`` of a composed mesh.
+        buffers: tensors with a sequence dim, whole and the same on every rank. All must have the same length (of a
+            longer table, pass the view ``table[:length]``), unless ``layout`` is a function, which cuts each length by
+            itself (cross-attention).
+        buffer_seq_dims: the sequence dim of each buffer.
+        no_restore_buffers: buffers that may stay cut after the block.
+        strategy: how keys and values get to the queries. Default: see :func:`set_rotate_method`.
+        layout: how the sequence is cut. Default: ``head_tail`` for the length of the buffers, or ``contiguous`` where
+            torch's ``_cp_options.enable_load_balance`` is False; attention over another length is then refused. A
+            function takes any length. Without buffers, the parts that you cut yourself must be those of this layout,
+            which cannot be checked.
+        mask: which keys each query attends to, in addition to ``is_causal`` of the calls; in global positions.
+        kernel: computes the tiles.
+        gradient_check: what to do if the ranks' gradients were not summed: :class:`~cp_styles.GradientCheck`.
+        agreement: how often the ranks agree: :class:`~cp_styles.EveryCall` or :class:`~cp_styles.NoAgreement`.
+        check_inputs: True refuses mistakes in the arguments of the models that call attention inside, as
+            :class:`~cp_styles.styles.ModuleContextParallel` does: missing positions, labels that a model would shift
+            after the cut, windows that it would lose. They are looked at when a model first calls attention in a block.
+            And what mixes or counts tokens of the buffers: in the first, second, fourth, ... block over these ranks,
+            and in the one after a block in which a model is new.
+
+    It may be entered any number of times, one after the other.
+
+    Communication: at entry, if there are buffers, one agreement of the ranks, as :class:`~cp_styles.EveryCall` says.
+    Cutting and restoring send nothing.
+
+    Raises:
+        ValueError: at entry, on every rank, for a composed mesh; for numbers of dims and of buffers that differ; for
+            buffers of different lengths; for a buffer that is already cut, that is the result of a computation which
+            requires grad, or whose ``.grad`` does not have the shape of the part.
+        TypeError: at entry, on every rank, for parameters, and for objects that are not plain tensors.
+        NotImplementedError: inside, or at its end, for attention in plain ops, such as that of an eager model of
+            transformers, and for what else mixes or counts tokens.
+
+    For the errors of attention calls see :class:`~cp_styles.styles.ModuleContextParallel`.
+
+    Example::
+
+        with context_parallel(mesh, buffers=[tokens], buffer_seq_dims=[1]):
+            assert tokens.shape[1] == 500  # of 1000
+            out = attend(*qkv_of(tokens))
+        assert tokens.shape[1] == 1000
+    """
+
+    @_uncompiled
     def __init__(
         self,
         mesh: DeviceMesh,
-        buffers: Sequence[torch.Tensor] | None,
-        seq_dims: Sequence[int] | None,
-        no_restore: Iterable[torch.Tensor] | None,
         *,
-        strategy: Strategy | None,
-        layout: Cut | None,
-        mask: Mask | None,
-        kernel: Kernel | None,
-        gradient_check: GradientCheck,
-        agreement: Agreement,
-        check_inputs: bool,
+        buffers: Sequence[torch.Tensor] | None = None,
+        buffer_seq_dims: Sequence[int] | None = None,
+        no_restore_buffers: Iterable[torch.Tensor] | None = None,
+        strategy: Strategy | None = None,
+        layout: Cut | None = None,
+        mask: Mask | None = None,
+        kernel: Kernel | None = None,
+        gradient_check: GradientCheck = RAISE,
+        agreement: Agreement = EVERY_CALL,
+        check_inputs: bool = True,
     ) -> None:
         self._check_inputs = check_inputs
         self._axis, self._group = axis_and_group("context_parallel", mesh)
         self._mesh = mesh
         self._buffers = [] if buffers is None else buffers
-        self._seq_dims = [] if seq_dims is None else seq_dims
-        self._no_restore = [] if no_restore is None else list(no_restore)
+        self._seq_dims = [] if buffer_seq_dims is None else buffer_seq_dims
+        self._no_restore = [] if no_restore_buffers is None else list(no_restore_buffers)
         self._strategy, self._layout, self._mask, self._kernel = strategy, layout, mask, kernel
         self._checks = {"gradient_check": gradient_check, "agreement": agreement}
         self._default = head_tail
         self._entered: list[tuple[_BlockEntry, contextlib.ExitStack]] = []
 
     @_uncompiled
-    def __enter__(self) -> ContextParallelBlock:
+    def __enter__(self) -> context_parallel:
         state = state_of(self._group)
         with torch.no_grad():
             if isinstance(self._buffers, Sequence) and not self._buffers:
