@@ -16,7 +16,7 @@ dim, E value head dim, P ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -234,6 +234,20 @@ class KVCache:
 def cache_of(tensor: torch.Tensor) -> KVCache | None:
     """The cache whose ``keys`` or ``values`` this tensor object is. None for tensors that were computed from it."""
     return getattr(tensor, "_cp_styles_cache", None)
+
+
+# Arguments of a forward. The first is transformers' word since 5.24, which takes the older ones until 6 and warns.
+WORDS_FOR_CACHES = ("cache", "past_key_values", "cache_params")
+
+
+def cache_given(inputs: Mapping[str, Any]) -> Any:
+    """The cache among the inputs of a model, or None."""
+    return next((inputs[word] for word in WORDS_FOR_CACHES if inputs.get(word) is not None), None)
+
+
+def word_for_cache(names: Collection[str]) -> str:
+    """By which of the names of its arguments a function takes a cache."""
+    return next((word for word in WORDS_FOR_CACHES if word in names), WORDS_FOR_CACHES[0])
 
 
 class LayerCaches:

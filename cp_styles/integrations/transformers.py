@@ -12,7 +12,6 @@ sequence, D head dim, E value head dim.
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
@@ -30,7 +29,7 @@ from cp_styles.checksum import checksum, digest
 from cp_styles.collectives import gather
 from cp_styles.comm.agreement import Meeting, StatusRow, meet_alike, offer_refusal, start_status
 from cp_styles.comm.group_state import state_of
-from cp_styles.decoding import DecodeCall, cache_of
+from cp_styles.decoding import DecodeCall, cache_of, word_for_cache
 from cp_styles.engine.binding import Binding, refuse_dropout
 from cp_styles.integrations.transformers_cache import EncoderKeys, TransformersCache, cache_class, encoder_keys, past_of
 from cp_styles.intercept.function_mode import AttentionCalls, names_of_inputs
@@ -38,6 +37,7 @@ from cp_styles.layout import SequenceLayout, contiguous
 from cp_styles.mask import Causal, Chunked, Documents, Full, Mask, PerRow, SlidingWindow
 from cp_styles.mask.algebra import UNBOUNDED
 from cp_styles.mask.block_mask import FlexMask
+from cp_styles.styles.guards import frame_of
 from cp_styles.styles.model_options import padding_position, positions_after_padding
 from cp_styles.styles.module import calls_in
 from cp_styles.troubleshooting import see
@@ -154,23 +154,14 @@ def _decode(
         )
     assert cache is not None
     alike = 0  # a number for the state of the generator from which tokens will be drawn
-    if calls.tally.calls == 0 and _samples():
+    samples = frame_of("_sample") if calls.tally.calls == 0 else None
+    if samples is not None and samples.f_locals.get("do_sample"):
         on_gpu = query.device.type == "cuda"
         alike = checksum(torch.cuda.get_rng_state(query.device) if on_gpu else torch.get_rng_state())
     out_BHLE = calls.decode_with(query, cache, DecodeCall(**options, alike=alike, expanded=expanded))
     if cache in past.layers:
         past.attended(past.layers.index(cache), calls.binding.mask & options["mask"])
     return out_BHLE
-
-
-def _samples() -> bool:
-    """Whether this is a forward of generate(do_sample=True)."""
-    frame = sys._getframe(2)
-    while frame is not None:
-        if frame.f_code.co_name == "_sample" and frame.f_globals.get("__name__", "").startswith("transformers."):
-            return bool(frame.f_locals.get("do_sample"))
-        frame = frame.f_back
-    return False
 
 
 def _biases(module: nn.Module, position_bias: torch.Tensor, attention_mask: Any) -> torch.Tensor | None:
@@ -331,10 +322,11 @@ def prefill(
     attention_mask: torch.Tensor | None = None,
     position_ids: torch.Tensor | None = None,
 ) -> Any:
-    """Run a prompt, cut over the ranks, and return a cache for ``generate(input_ids, past_key_values=cache)``.
+    """Run a prompt, cut over the ranks, and return a cache for ``generate(input_ids, cache=cache)``.
 
-    It runs all tokens but the last one, whose logits give the first new token: ``generate()`` itself runs that one, as
-    it does with any cache. Give ``generate()`` the whole prompt again, and the same ``attention_mask``.
+    Before 5.24 transformers calls this argument ``past_key_values``. The prefill runs
+    all tokens but the last one, whose logits give the first new token: ``generate()`` itself runs that one, as it does
+    with any cache. Give ``generate()`` the whole prompt again, and the same ``attention_mask``.
 
     Args:
         model: a decoder under a ModuleContextParallel, with ``attn_implementation=register_attention()``.
@@ -369,7 +361,7 @@ def prefill(
     cache = cache_class(TransformersCache)(binding, layout, attention_mask)
     if layout.length:
         rank, parameters = binding.group.rank(), inspect.signature(type(model).forward).parameters
-        inputs: dict[str, Any] = {"past_key_values": cache, "use_cache": True}
+        inputs: dict[str, Any] = {word_for_cache(parameters): cache, "use_cache": True}
         if "position_ids" in parameters:
             inputs["position_ids"] = layout.shard(position_ids[..., :-1], -1, rank)
         if "logits_to_keep" in parameters:
@@ -397,7 +389,8 @@ def encode(model: nn.Module, input_ids: torch.Tensor, *, attention_mask: torch.T
         attention_mask: [B, S] of the whole input if there is padding. Give it to ``generate()`` too.
 
     Returns:
-        The arguments ``encoder_outputs`` and ``past_key_values`` of one ``generate()``, for this rank.
+        The arguments ``encoder_outputs`` and ``cache`` of one ``generate()``, for this rank; before 5.24 of
+        transformers ``past_key_values``.
 
     Communication: one agreement of the ranks (:class:`~cp_styles.EveryCall`), then that of the encoder's forward.
 
@@ -429,10 +422,10 @@ def encode(model: nn.Module, input_ids: torch.Tensor, *, attention_mask: torch.T
         raise NotImplementedError(
             f"{binding.name}: {type(encoder).__name__} called no attention that is context parallel"
         )
-    cache = cache_class(TransformersCache)(binding, contiguous(0, layout.ranks), None)
+    cache = cache_class(TransformersCache)(binding, contiguous(0, layout.ranks))
     cache.prefilled = True
     caches = import_module("transformers").EncoderDecoderCache(cache, encoder_keys(binding, layout))
-    return {"encoder_outputs": outputs, "past_key_values": caches}
+    return {"encoder_outputs": outputs, word_for_cache(inspect.signature(type(model).forward).parameters): caches}
 
 
 def _calls_of(model: nn.Module, function: str) -> AttentionCalls:
@@ -571,14 +564,15 @@ class _Pieces:
 def _entered(what: str, config: Any = None) -> AttentionCalls:
     calls = AttentionCalls.entered()
     if calls is None:
+        masks = import_module("transformers.masking_utils")
+        word = word_for_cache(inspect.signature(masks.create_causal_mask).parameters)
         ready = f"; if its language model has it, give the model {_ready_masks(config)}" if config is not None else ""
         raise RuntimeError(
             f"a model asks for {what} with attn_implementation of cp_styles, outside of a ModuleContextParallel: apply "
             f"the style to the model (parallelize_module(model, mesh, ModuleContextParallel())){ready}. Or choose "
             'attn_implementation="sdpa" for one device. The choice stands in model.config: models that were made of '
             "one config object share it, so give each model a copy.deepcopy(config) of its own. "
-            "generate() with a static cache asks outside of the model: give "
-            "it past_key_values=prefill(model, input_ids)"
+            f"generate() with a static cache asks outside of the model: give it {word}=prefill(model, input_ids)"
         )
     return calls
 
@@ -799,9 +793,8 @@ def _refuse_part(
     name: str, attention_mask: torch.Tensor | None, widths: list[int], length: int, whole: int, pieces: _Pieces
 ) -> None:
     """Raise for padding that is not the whole sequence's; keys of another sequence are checked at the attention."""
-    if all(width == whole for width in widths):
-        return
-    if not pieces.masks and pieces.chunk is None and len(set(widths)) == 1 and widths[0] != length:
+    others = not pieces.masks and pieces.chunk is None and len(set(widths)) == 1 and widths[0] != length
+    if others or all(width == whole for width in widths):
         return
     shape = None if attention_mask is None else tuple(attention_mask.shape)
     raise ValueError(
@@ -824,14 +817,11 @@ def _mask_of(
     elif attention_mask is not None:
         present = attention_mask.cpu()
         first = present.int().argmax(1).tolist()
-        counts = present.sum(1).tolist()
-        ranges = [bool(row[low : low + count].all()) for row, low, count in zip(present, first, counts, strict=True)]
-        if all(ranges) and not isinstance(common, Full):
+        ranges = [(low, low + count) for low, count in zip(first, present.sum(1).tolist(), strict=True)]
+        unbroken = all(bool(row[low:stop].all()) for row, (low, stop) in zip(present, ranges, strict=True))
+        if unbroken and not isinstance(common, Full):
             # As one mask for any length where nothing is hidden on the right, so that each new token has the same.
-            stops = [low + count for low, count in zip(first, counts, strict=True)]
-            rows = [
-                KeyRange(low, UNBOUNDED if stop == length else stop) for low, stop in zip(first, stops, strict=True)
-            ]
+            rows = [KeyRange(low, UNBOUNDED if stop == length else stop) for low, stop in ranges]
         else:
             padding = attention_mask[:, None, None, :]
         if chunk is not None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from cp_styles.comm.agreement import offer_refusal
-from cp_styles.decoding import LayerCaches
+from cp_styles.decoding import LayerCaches, cache_given
 from cp_styles.engine.binding import Binding
 from cp_styles.intercept.mixer_calls import rows_at_end
 from cp_styles.layout import SequenceLayout
@@ -25,7 +25,7 @@ class TransformersCache(LayerCaches):
     offloading = False
     layer_class_to_replicate = None
 
-    def __init__(self, binding: Binding, prompt: SequenceLayout, padding_BS: torch.Tensor | None) -> None:
+    def __init__(self, binding: Binding, prompt: SequenceLayout, padding_BS: torch.Tensor | None = None) -> None:
         super().__init__(binding.group, prompt)
         self.name = binding.name
         self.keeps_all = False
@@ -90,9 +90,9 @@ class TransformersCache(LayerCaches):
             return 0
         if not self.held and (self.states or self.prompt.length):
             raise NotImplementedError(
-                f"{self.name}: a model without attention, or without past_key_values=, does not say how long its cache "
-                "is, and generate() would run the prompt again: generate without context parallelism, with a copy of "
-                "the model that has no style"
+                f"{self.name}: a model without attention, or without a cache among its arguments, does not say how "
+                "long it is, and generate() would run the prompt again: generate without context parallelism, with a "
+                "copy of the model that has no style"
             )
         cache = self.layers[layer_idx] if layer_idx < len(self.layers) else None
         cache = cache or next(iter(self.held), None)
@@ -179,9 +179,6 @@ class TransformersCache(LayerCaches):
 class EncoderKeys(TransformersCache):
     """Keys and values of an encoder's output, of which each rank has a part, for the cross-attention of a decoder."""
 
-    def __init__(self, binding: Binding, encoded: SequenceLayout) -> None:
-        super().__init__(binding, encoded, None)
-
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.prompt.length if layer_idx < len(self.layers) else 0
 
@@ -198,7 +195,7 @@ class EncoderKeys(TransformersCache):
 
 def past_of(inputs: Mapping[str, Any]) -> tuple[TransformersCache | None, EncoderKeys | None]:
     """The caches among a model's inputs: of its own tokens, and of an encoder's. None for other caches and for none."""
-    past = inputs.get("past_key_values")
+    past = cache_given(inputs)
     cache, encoder = getattr(past, "self_attention_cache", past), getattr(past, "cross_attention_cache", None)
     return (
         cache if isinstance(cache, TransformersCache) else None,

@@ -22,7 +22,7 @@ from torch import nn
 
 from cp_styles._compat import uncompiled
 from cp_styles.comm.agreement import NoAgreement
-from cp_styles.decoding import LayerCaches
+from cp_styles.decoding import WORDS_FOR_CACHES, LayerCaches, cache_given
 from cp_styles.intercept.function_mode import AttentionCalls
 from cp_styles.intercept.subclassing import BoundToThisRun, put_before_class
 from cp_styles.layout import SequenceLayout
@@ -31,7 +31,6 @@ from cp_styles.mixers.convolution import convolved, last_rows
 from cp_styles.mixers.fragments import CutSequence, arguments_of, documents_in, refuse_arguments
 from cp_styles.mixers.recurrence import KNOWN, WKV, Recurrence, recurred
 
-_CACHES = ("cache_params", "past_key_values")
 _REASON = "under context parallelism layers with linear attention run outside of torch.compile's graphs"
 
 
@@ -109,7 +108,7 @@ def _token_shift(calls: AttentionCalls, plain: Any, bound: BoundArguments) -> An
 def _goes_on(calls: AttentionCalls, arguments: dict[str, Any]) -> bool:
     """Whether the layer goes on after a prompt, with tokens and states that are the same on all ranks. What a model
     makes itself is never asked for states, and is taken out of ``given``: see TokenGuard."""
-    past = next((x for name in _CACHES if (x := calls.inputs.get(name)) is not None), None)
+    past = cache_given(calls.inputs)
     if isinstance(past, LayerCaches):
         return past.prefilled
     if past is not None:
@@ -118,7 +117,7 @@ def _goes_on(calls: AttentionCalls, arguments: dict[str, Any]) -> bool:
             "know how they are cut over the ranks: give it the cache that prefill(model, input_ids) of "
             "cp_styles.integrations.transformers returns"
         )
-    arguments.update({name: None for name in _CACHES if name in arguments})
+    arguments.update({name: None for name in WORDS_FOR_CACHES if name in arguments})
     return False
 
 
@@ -225,7 +224,7 @@ _MLSTM = Channels(cut=("value", "query", "key", "igate", "fgate"), left_out=("c_
 def _griffin_layer(calls: AttentionCalls, plain: Any, bound: BoundArguments) -> tuple[torch.Tensor, None]:
     """RecurrentGemmaRecurrentBlock of transformers: a convolution, and a number as the state of each channel."""
     layer, x_BLC, position_ids = bound.args[:3]
-    if calls.inputs.get("past_key_values") is not None:
+    if cache_given(calls.inputs) is not None:
         raise NotImplementedError(
             f"{calls.binding.name}: {calls.tally.path} keeps its states in itself, where no cache finds them: generate "
             "without context parallelism, with a copy of the model that has no style"

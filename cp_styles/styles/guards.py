@@ -23,7 +23,7 @@ from torch import nn
 from cp_styles._compat import graph_task_id, never_compile_alone, never_compiled, tensors_in, uncompiled
 from cp_styles.comm.agreement import Meeting, StatusRow, meet_alike
 from cp_styles.comm.group_state import state_of
-from cp_styles.decoding import LayerCaches
+from cp_styles.decoding import LayerCaches, cache_given, word_for_cache
 from cp_styles.device_copies import captures_graph
 from cp_styles.engine.binding import Binding
 from cp_styles.engine.custom_ops import refuse_nested
@@ -95,7 +95,7 @@ class TokenGuard:
         for label, value in inputs.items():
             if isinstance(value, torch.Tensor):
                 refuse_nested(self._name, label, value)
-        for past in (arguments.get("past_key_values") for arguments in (inputs, calls.inputs)):
+        for past in (cache_given(inputs), cache_given(calls.inputs)):
             past = getattr(past, "self_attention_cache", past)
             if isinstance(past, LayerCaches) and past.prefilled:
                 return None  # new tokens, the same on all ranks
@@ -318,14 +318,14 @@ class InputGuards:
                 )
         inputs = dict(zip(self._facts.names, args, strict=False)) | kwargs
         if torch.compiler.is_dynamo_compiling():
-            if inputs.get("past_key_values") is None:
+            if cache_given(inputs) is None:
                 self._check_positions(kind, inputs)
                 if self._facts.windows and (length := _length(inputs)) is not None:
                     # It may be too many. The error ends the trace, and the forward runs uncompiled.
                     self._refuse_window(kind, inputs, length, length * self._ranks)
             return
         self._forwards += 1
-        past = inputs.get("past_key_values")
+        past = cache_given(inputs)
         cache = getattr(past, "self_attention_cache", past)  # beside keys of an encoder
         if isinstance(cache, LayerCaches) and cache.prefilled:
             if inputs.get("use_cache") is False:
@@ -333,19 +333,19 @@ class InputGuards:
                     f"{self._name}: {kind} was given a cache and use_cache=False, which generate() also takes from "
                     "model.generation_config or model.config: pass use_cache=True, or leave out the cache"
                 )
-            if cache is not past and any(layer.length for layer in cache.held) and _generating("_prefill") is not None:
+            if cache is not past and any(layer.length for layer in cache.held) and frame_of("_prefill") is not None:
                 raise ValueError(
                     f"{self._name}: {kind} is given a cache that an earlier generate() has used: call encode for "
                     "each generate()"
                 )
             _refuse_another_prompt(self._name, kind, cache, inputs)
             return  # new tokens, the same on all ranks and whole: nothing is cut
-        if _generating() is not None:
+        if frame_of() is not None:
             raise NotImplementedError(
-                f"{self._name}: {kind} is called by generate() of transformers, which would append a token of "
-                "its own to each rank's part of the sequence: give it past_key_values=prefill(model, input_ids) of "
-                "cp_styles.integrations.transformers; or generate without context parallelism, with a copy of "
-                "the model that has no style"
+                f"{self._name}: {kind} is called by generate() of transformers, which would append a token of its "
+                f"own to each rank's part of the sequence: give it {word_for_cache(self._facts.names)}="
+                "prefill(model, input_ids) of cp_styles.integrations.transformers; or generate without context "
+                "parallelism, with a copy of the model that has no style"
                 f"{see('generate() without a cache that is cut')}"
             )
         for name, value in inputs.items():
@@ -487,8 +487,8 @@ for _hook in (InputGuards.check, InputGuards.check_output):
     never_compile_alone(_hook, nor_what_it_calls=True)
 
 
-def _generating(function: str = "generate") -> FrameType | None:
-    # Its calls look like those of any other caller.
+def frame_of(function: str = "generate") -> FrameType | None:
+    """The frame of a function of transformers around this call, which looks like that of any other caller."""
     if torch.is_grad_enabled():
         return None
     frame = sys._getframe(2)
@@ -559,8 +559,8 @@ def _refuse_another_prompt(name: str, kind: str, cache: LayerCaches, inputs: Map
     if new is None or not isinstance(positions, torch.Tensor) or positions.ndim != 2:
         return
     # With padding the mask says how many there are. The host need not wait for each token that follows the first.
-    first = not new or new > 1 or layer.length == cache.prompt.length or _generating("_prefill") is not None
-    if inputs.get("attention_mask") is None and first and _generating() is not None:
+    first = not new or new > 1 or layer.length == cache.prompt.length or frame_of("_prefill") is not None
+    if inputs.get("attention_mask") is None and first and frame_of() is not None:
         last, expected = int(positions[0, -1]) if positions.numel() else -1, layer.length + new - 1
         if last != expected:
             raise ValueError(
@@ -574,7 +574,7 @@ def _refuse_another_prompt(name: str, kind: str, cache: LayerCaches, inputs: Map
 
 def _refuse_other_tokens(name: str, cache: LayerCaches) -> None:
     """Raise if generate() was given another prompt. It gives the model only the last token of it."""
-    prompt, frame = cache.tokens_BS, _generating()
+    prompt, frame = cache.tokens_BS, frame_of()
     tokens = None if frame is None else frame.f_locals.get("input_ids")
     if prompt is None or not isinstance(tokens, torch.Tensor) or tokens.ndim != 2 or tokens.shape[0] != prompt.shape[0]:
         return

@@ -24,6 +24,7 @@ from cp_styles.integrations.transformers import encode, prefill
 from cp_styles.layout import Balancer
 from cp_styles.testing import RankError, run_ranks
 from tests.clients.hugging_face import (
+    CACHE,
     LENGTH,
     NAME,
     TINY,
@@ -69,7 +70,7 @@ Generate = Callable[[Any, torch.Tensor, Any], torch.Tensor]
 def greedy(new: int = 64, **options: Any) -> Generate:
     def generate(model: Any, tokens: torch.Tensor, cache: Any) -> torch.Tensor:
         options.setdefault("do_sample", False)
-        return model.generate(tokens, past_key_values=cache, max_new_tokens=new, use_cache=True, **options)
+        return model.generate(tokens, **{CACHE: cache}, max_new_tokens=new, use_cache=True, **options)
 
     return generate
 
@@ -224,7 +225,7 @@ def test_the_example_of_the_page():
         names |= {"mesh": init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))}
         mine.generation_config.use_cache = True  # as models have it, but for the tests' configuration
         with StayDouble():
-            exec(code, names)
+            exec(code.replace(", cache=", f", {CACHE}="), names)
         return names["tokens"]
 
     assert all(torch.equal(each, wanted) for each in run_ranks(on, 2))
@@ -314,7 +315,7 @@ def test_an_encoder_and_a_decoder(model_type: str, ranks: int, padded: bool, bea
         with StayDouble():
             encoded = encode(mine, tokens, **mask)
             logits = watched(mine)
-            return mine.generate(tokens, **encoded, **options), logits, encoded["past_key_values"]
+            return mine.generate(tokens, **encoded, **options), logits, encoded[CACHE]
 
     found = run_ranks(on, ranks)
     compare(found, wanted)
@@ -383,7 +384,7 @@ def test_what_is_refused():
     refused(
         "use_cache=False, .*model.config: pass use_cache=True",
         generate=lambda model, tokens, cache: model(
-            tokens[:, -1:], position_ids=torch.full((2, 1), LENGTH - 1), past_key_values=cache, use_cache=False
+            tokens[:, -1:], position_ids=torch.full((2, 1), LENGTH - 1), use_cache=False, **{CACHE: cache}
         ),
     )
     refused("a cache that is cut over the ranks is not offloaded", between=lambda rank, cache: cache.offload(0))
@@ -448,8 +449,8 @@ def test_a_cache_that_is_not_cut_is_refused():
             generate(mine)
 
     static = {"cache_implementation": "static", "max_new_tokens": 4, "use_cache": True}
-    whole = r"give it past_key_values=prefill\(model, input_ids\)"
-    run_ranks(on, 2, lambda mine: mine.generate(tokens, **static), r"give it past_key_values=prefill")
+    whole = rf"give it {CACHE}=prefill\(model, input_ids\)"
+    run_ranks(on, 2, lambda mine: mine.generate(tokens, **static), whole)
     dynamic = transformers.DynamicCache(config=model.config)
     run_ranks(on, 2, lambda mine: greedy(4)(mine, tokens, copy.deepcopy(dynamic)), whole)
     run_ranks(on, 2, lambda mine: mine.train() and prefill(mine, tokens), r"call model\.eval\(\) first")

@@ -41,6 +41,7 @@ from cp_styles.intercept import mixer_calls
 from cp_styles.testing import run_ranks
 from tests.clients.hugging_face import (
     BATCH,
+    CACHE,
     LENGTH,
     NAME,
     StayDouble,
@@ -319,7 +320,7 @@ def test_a_cache_that_is_given_is_refused():
 
     def main(rank: int):
         mine, inputs, *_ = trained(rank, model)
-        mine(**inputs, past_key_values=DynamicCache(config=mine.config), use_cache=True)
+        mine(**inputs, **{CACHE: DynamicCache(config=mine.config)}, use_cache=True)
 
     errors = run_ranks(main, 2, return_errors=True)
     assert all("give it the cache that prefill(model, input_ids)" in str(error) for error in errors), errors

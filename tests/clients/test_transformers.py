@@ -41,6 +41,7 @@ from cp_styles.torch_api import context_parallel
 from cp_styles.verify import verify
 from tests.clients.hugging_face import (
     BATCH,
+    CACHE,
     LENGTH,
     NAME,
     TINY,
@@ -599,7 +600,7 @@ def test_a_prefill_with_a_cache(implementation: str):
 
     def forward(mine, part, positions, cache=None):
         with torch.no_grad(), StayDouble():
-            return mine(part, position_ids=positions, use_cache=True, past_key_values=cache)
+            return mine(part, position_ids=positions, use_cache=True, **{CACHE: cache})
 
     model.set_attn_implementation("sdpa")
     wanted = forward(model, tokens, positions_of())
@@ -612,13 +613,13 @@ def test_a_prefill_with_a_cache(implementation: str):
         part, positions = (layout.shard(x, 1, rank) for x in (tokens, positions_of()))
         found = forward(mine, part, positions)
         pairs = [(found.logits, layout.shard(wanted.logits, 1, rank))]
-        for ours, whole in zip(found.past_key_values.layers, wanted.past_key_values.layers, strict=True):
+        for ours, whole in zip(found[CACHE].layers, wanted[CACHE].layers, strict=True):
             pairs += [
                 (ours.keys, layout.shard(whole.keys, 2, rank)),
                 (ours.values, layout.shard(whole.values, 2, rank)),
             ]
         with pytest.raises(NotImplementedError, match=f"go on after {layout.lengths[rank]} tokens of a cache"):
-            forward(mine, part[:, :1], positions[:, :1], found.past_key_values)
+            forward(mine, part[:, :1], positions[:, :1], found[CACHE])
         return max(error(*pair) for pair in pairs)
 
     assert max(run_ranks(on, 2)) < EXACT
