@@ -21,11 +21,11 @@ forward and backward, in rounds interleaved with the ideal's, one process a rank
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 import random
 import statistics
+import sys
 import time
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,7 +35,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from bare import BareRing
 from peers import Attend, peers
 from torch import nn
@@ -45,7 +44,6 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from cp_styles import (
     AllGather,
-    AttentionContextParallel,
     Causal,
     Documents,
     EveryCall,
@@ -68,7 +66,10 @@ from cp_styles.kernels import CPU_FLASH, Kernel
 from cp_styles.layout import Balancer
 from cp_styles.strategies import Strategy
 from cp_styles.testing import CommunicationTrace
-from cp_styles.torch_api import context_parallel
+
+sys.path.append(str(Path(__file__).parents[2]))
+from tests.ranks.attention_case import Core
+from tests.ranks.each_door import door
 
 DOORS = ("style", "module", "function", "block", "flex", "varlen")
 
@@ -106,11 +107,6 @@ class TimedKernel(Kernel):
         result = call(*tensors, **options)
         self.spent[0] += time.thread_time() - before
         return result
-
-
-class Core(nn.Module):
-    def forward(self, q, k, v):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 
 class FlexCore(nn.Module):
@@ -162,7 +158,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--mask", choices=("causal", "window", "documents"), default="causal")
     parser.add_argument("--peers", action="store_true", help="other implementations in the same run; causal only")
     parser.add_argument("--bare", action="store_true", help="a ring without doors and agreement; causal only")
-    parser.add_argument("--plot", metavar="PNG", help="draw the table")
     parser.add_argument("--json", metavar="FILE", help="write wall, overhead and ms of each, which times.py reads")
     parser.add_argument(
         "--only", choices=STRATEGIES, action="append", help="this one beside the ideal; may be repeated"
@@ -179,8 +174,6 @@ def parse() -> argparse.Namespace:
         parser.error("--peers and --bare need --mask causal, and --bare as many --kv-heads as --heads")
     if args.door == "varlen" and args.mask == "window":
         parser.error("--door varlen takes --mask causal or documents")
-    if args.plot:
-        importlib.import_module("matplotlib")  # before the work, and not after it
     if args.seq_len % (2 * args.ranks) or args.heads % args.ranks or args.heads % args.kv_heads:
         parser.error("the ideal needs --seq-len to be a multiple of 2 x --ranks, and --heads of --ranks and --kv-heads")
     return args
@@ -275,10 +268,8 @@ def ours(
     options: dict[str, Any] = {"strategy": strategy, "layout": layout, "agreement": AGREEMENTS[args.agreement]}
     if args.mask == "documents" and layout != contiguous(args.seq_len, args.ranks):
         layout = options["layout"] = per_document_head_tail(args.seq_len, args.ranks, documents=document_lengths(args))
-    if args.door == "style":
-        return parallelize_module(Core(), mesh, AttentionContextParallel(**options, mask=mask, kernel=kernel))
-    if args.door == "module":
-        return parallelize_module(Core(), mesh, ModuleContextParallel(**options, mask=mask, kernel=kernel))
+    if args.door in ("style", "module", "block"):
+        return door(args.door, mesh, **options, mask=mask, kernel=kernel)
     if args.door == "function":
         return partial(context_attention, group=mesh, **options, mask=mask & Causal(), kernel=kernel)
     if args.door == "flex":
@@ -295,20 +286,13 @@ def ours(
             causal if args.mask == "causal" else create_block_mask(allowed, None, None, length, length, device="cpu")
         )
         return parallelize_module(FlexCore(block_mask), mesh, ModuleContextParallel(**options))
-    if args.door == "varlen":
-        ends = list(accumulate(document_lengths(args), initial=0))
+    ends = list(accumulate(document_lengths(args), initial=0))
 
-        def varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            packed = (x[0].transpose(0, 1) for x in (q, k, v))
-            return context_varlen_attention(*packed, mesh, ends, mask=Causal(), **options).transpose(0, 1)[None]
+    def varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        packed = (x[0].transpose(0, 1) for x in (q, k, v))
+        return context_varlen_attention(*packed, mesh, ends, mask=Causal(), **options).transpose(0, 1)[None]
 
-        return varlen
-
-    def block(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        with context_parallel(mesh, **options, mask=mask, kernel=kernel):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-
-    return block
+    return varlen
 
 
 def measure(contender: Contender, *, first: bool) -> None:
@@ -368,7 +352,7 @@ def report(
         f"through the door {args.door}, agreement {args.agreement}"
     )
     print(f"{'':<34}{'wall':>7}{'CPU':>7}{'overhead':>10}{'system':>8}{'wire':>8}{'kept':>8}{'ms':>9}")
-    walls, written = [], {}
+    written = {}
     for index, row in enumerate(rows[0]):
         wall = statistics.median(slowest(index, turn) / slowest(0, turn) for turn in rounds)
         cpu = statistics.median(total(index, turn, "cpu") / total(0, turn, "cpu") for turn in rounds)
@@ -381,29 +365,11 @@ def report(
         ms = statistics.median(slowest(index, turn) for turn in rounds) * 1e3
         bytes_shown = f"{wire:>6.1f} u{row.kept / unit:>6.1f} u"
         print(f"{row.name:<34}{wall:>7.3f}{cpu:>7.3f}{shown:>10}{system:>8}{bytes_shown}{ms:>9.2f}")
-        walls.append(wall)
         written[row.name] = {"wall": wall, "overhead": over, "ms": ms}
     if args.json:
         Path(args.json).write_text(json.dumps(written))
     for name, reason in missing.items():
         print(f"{name:<34}does not run here: {reason}")
-    if args.plot:
-        plot(args, [row.name for row in rows[0]], walls)
-
-
-def plot(args: argparse.Namespace, names: list[str], walls: list[float]) -> None:
-    pyplot = importlib.import_module("matplotlib.pyplot")
-    figure, axes = pyplot.subplots(figsize=(7, 0.45 * len(names) + 1.2), layout="constrained")
-    axes.barh(names[1:], walls[1:], color=["0.35" if name in STRATEGIES else "0.75" for name in names[1:]])
-    axes.axvline(1.0, color="black", linewidth=1)
-    axes.set_xlim(min(1.0, *walls) - 0.05)
-    axes.invert_yaxis()
-    axes.set_xlabel("forward + backward: time / time of the ideal, which sends nothing", fontsize=9)
-    axes.set_title(f"{args.ranks} ranks, S = {args.seq_len}, {args.mask}", fontsize=10)
-    for index, wall in enumerate(walls[1:]):
-        axes.text(wall, index, f" {wall:.2f}", va="center", fontsize=8)
-    figure.savefig(args.plot, dpi=150)
-    print(f"drawn: {args.plot}")
 
 
 if __name__ == "__main__":

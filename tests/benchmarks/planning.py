@@ -1,10 +1,9 @@
-"""What a batch costs before its first kernel: python tests/benchmarks/planning.py [--plot FILE].
+"""What a batch costs before its first kernel: python tests/benchmarks/planning.py.
 
 Its layout, which every rank makes alike, and then a rank's own plan, as CPU time of one thread, with nothing
 remembered: of three ranks the one that takes longest, of some runs the one that takes least. ``found`` is what the plan
 costs once it is there, as it is at every layer but the first.
-``tiles`` are kernel calls of one forward, ``from`` is from how many other ranks keys come. --plot draws how both grow
-with documents and ranks.
+``tiles`` are kernel calls of one forward, ``from`` is from how many other ranks keys come.
 """
 
 from __future__ import annotations
@@ -102,35 +101,9 @@ def cases() -> Iterator[tuple[str, str, Callable[[], SequenceLayout], Mask]]:
             yield f"{number:,} documents, {length:,} tokens", name, partial(balancer, length, ranks), mask
 
 
-def plot(path: str) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (milliseconds, tiles) = pyplot.subplots(1, 2, figsize=(11, 4.2))
-    for ranks in (8, 64, 512):
-        numbers, found = (10, 30, 100, 300, 1000, 3000), []
-        for number in numbers:
-            documents = documents_of(number)
-            make = partial(per_document_head_tail, sum(documents), ranks, documents=documents)
-            mask = Documents(documents) & Causal()
-            found.append((times(make, mask), exact(make(), mask)))
-        milliseconds.loglog(
-            numbers, [1e3 * (spent.layout + spent.plan) for spent, _ in found], "o-", label=f"{ranks} ranks"
-        )
-        tiles.loglog(numbers, [made.tiles for _, made in found], "o-", label=f"{ranks} ranks")
-    milliseconds.set(xlabel="documents", ylabel="ms", title="layout and own plan, before the first kernel")
-    tiles.set(xlabel="documents", ylabel="kernel calls", title="tiles of a rank")
-    tiles.legend()
-    figure.tight_layout()
-    figure.savefig(path)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plot", metavar="FILE", help="draw the growth in documents and ranks")
-    args = parser.parse_args()
+    parser.parse_args()
     torch.set_num_threads(1)
     print(f"{'ms':<64}{'layout':>9}{'plan':>9}{'found':>9}{'tiles':>7}{'from':>6}{'imbalance':>11}")
     for sequence, name, make_layout, mask in cases():
@@ -138,8 +111,6 @@ def main() -> None:
         made, what = exact(layout, mask), f"{sequence}, {layout.ranks} ranks, {name}"
         milliseconds = "".join(f"{1e3 * value:>9.2f}" for value in times(make_layout, mask))
         print(f"{what:<64}{milliseconds}{made.tiles:>7}{made.sources:>6}{made.imbalance:>11.3f}", flush=True)
-    if args.plot:
-        plot(args.plot)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,6 @@ from cp_styles import (
     SlidingWindow,
     contiguous,
     head_tail,
-    next_token_labels,
     sum_gradients,
 )
 from cp_styles.integrations.transformers import position_ids_of
@@ -565,10 +564,6 @@ def test_one_mask_and_one_binding_for_all_layers_and_steps():
     assert run_ranks(on, 2) == [1, 1]
 
 
-def test_labels_across_documents():
-    assert (next_token_labels(tokens_of(), document_ids=IDS) == -100).sum() == 5
-
-
 @pytest.mark.parametrize("inner", [False, True], ids=["model", "inside"])
 @pytest.mark.parametrize("use_cache", [False, True])
 @pytest.mark.parametrize("implementation", ["sdpa", "context_parallel"])
@@ -623,17 +618,6 @@ def test_a_prefill_with_a_cache(implementation: str):
         return max(error(*pair) for pair in pairs)
 
     assert max(run_ranks(on, 2)) < EXACT
-
-
-def test_one_key_head_that_is_broadcast():
-    """Falcon calls scaled_dot_product_attention itself, without enable_gqa."""
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": VOCABULARY}
-    model = tiny(causal_lm, transformers.FalconConfig(**sizes, multi_query=True, bias=False, alibi=False))
-    tokens = tokens_of()
-    inputs, labels, one = {"input_ids": tokens, "position_ids": positions_of()}, labels_of(tokens), copy.deepcopy(model)
-    whole = {"attention_mask": torch.ones(BATCH, 1, LENGTH, LENGTH, dtype=torch.bool).tril()}
-    found = on_ranks(model, inputs, labels, whole=whole, implementation="sdpa")
-    assert largest_error(found, (step(one, inputs | whole, labels), gradients(one))) < EXACT
 
 
 def train_on_parts(mine: torch.nn.Module, batch: dict[str, torch.Tensor], mesh: Any) -> torch.Tensor:

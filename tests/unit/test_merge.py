@@ -1,70 +1,15 @@
 """Partial attentions merged, and partial gradients summed, in the accumulation dtype."""
 
-from itertools import pairwise
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cp_styles.kernels.merge import EMPTY_LSE, OnlineSoftmax, RowSum, accumulation_dtype
-from tests.oracle import attention_inputs, dense_attention, error, expected_attention
+from tests.oracle import error
 
 CPU = torch.device("cpu")
 HEAD = (0, 1)  # all there are
-
-
-def tile_of(q, k, v, keys: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """Out and logsumexp over some of the keys."""
-    out = dense_attention(q, k[:, :, keys], v[:, :, keys])
-    logits = q @ k[:, :, keys].mT * q.shape[-1] ** -0.5
-    return out, torch.logsumexp(logits, -1)
-
-
-@given(st.sets(st.integers(1, 11), max_size=5), st.sampled_from([1, 2, 4]), st.randoms(use_true_random=False))
-def test_tiles_in_any_order_give_the_whole(cuts: set[int], groups: int, random):
-    """Of all heads, or of some heads at a time."""
-    (q, k, v), cotangent = attention_inputs(length=12)
-    bounds = [0, *sorted(cuts), 12]
-    tiles = [tile_of(q, k, v, slice(*pair)) for pair in pairwise(bounds)]
-    random.shuffle(tiles)
-    softmax = OnlineSoftmax(q.shape, torch.float64, CPU)
-    heads = [(first, first + 4 // groups) for first in range(0, 4, 4 // groups)]
-    for start, stop in heads:
-        for out, lse in tiles:
-            softmax.add((start, stop), (0, 12), out[:, start:stop], lse[:, start:stop])
-    out, lse = softmax.result()
-    # A merge is a convex combination in float64: a few 1e-16 a tile.
-    assert error(out, expected_attention([q, k, v], cotangent)[0]) < 1e-14
-    assert error(lse, tile_of(q, k, v, slice(0, 12))[1]) < 1e-14
-
-
-@given(st.lists(st.sampled_from([1, 2, 4]), min_size=2, max_size=4))
-def test_tiles_of_some_heads_and_of_all(groups: list[int]):
-    """As in a ring that sends few rows with all heads and many in groups of heads."""
-    (q, k, v), cotangent = attention_inputs(length=12)
-    softmax = OnlineSoftmax(q.shape, torch.float64, CPU)
-    for tile, number in enumerate(groups):
-        out, lse = tile_of(q, k, v, slice(tile * 12 // len(groups), (tile + 1) * 12 // len(groups)))
-        for start in range(0, 4, 4 // number):
-            heads = slice(start, start + 4 // number)
-            softmax.add((heads.start, heads.stop), (0, 12), out[:, heads].clone(), lse[:, heads].clone())
-    out, lse = softmax.result()
-    # As above.
-    assert error(out, expected_attention([q, k, v], cotangent)[0]) < 1e-14
-    assert error(lse, tile_of(q, k, v, slice(0, 12))[1]) < 1e-14
-
-
-def test_rows_that_some_tiles_leave_out():
-    (q, k, v), _ = attention_inputs(length=6)
-    softmax = OnlineSoftmax(q.shape, torch.float64, CPU)
-    softmax.add((0, 4), (2, 5), *tile_of(q[:, :, 2:5], k, v, slice(0, 4)))
-    softmax.add((0, 4), (3, 5), *tile_of(q[:, :, 3:5], k, v, slice(4, 6)))
-    out, lse = softmax.result()
-    assert error(out[:, :, 2:3], tile_of(q[:, :, 2:3], k, v, slice(0, 4))[0]) < 1e-14
-    assert error(out[:, :, 3:5], tile_of(q[:, :, 3:5], k, v, slice(0, 6))[0]) < 1e-14
-    assert not out[:, :, [0, 1, 5]].any()
-    assert bool((lse[:, :, [0, 1, 5]] == EMPTY_LSE).all())
 
 
 @given(st.lists(st.tuples(st.integers(0, 1), st.integers(1, 2), st.integers(0, 5), st.integers(1, 6)), max_size=8))

@@ -6,7 +6,6 @@ import pytest
 
 from cp_styles import Causal, Documents, Full, SlidingWindow, contiguous, head_tail, striped
 from cp_styles.mask import Mask
-from cp_styles.plan import make_plan
 from cp_styles.strategies.schedule import Schedule, make_schedule
 
 LENGTH = 48
@@ -101,39 +100,3 @@ def test_a_backward_computes_at_once_where_launches_count(rows: int, small_tiles
     how = Causal(), 3, small_tiles, False, rounds_of(4, 1), 0
     schedule = make_schedule(cut, cut, *how, q_shape, k_shape, k_shape, widening)
     assert next(len(step.keys) for step in schedule.backward if step.travels) == parts
-
-
-@pytest.mark.parametrize("part", range(4))
-def test_every_head_of_every_needed_row_once(part: int):
-    for layout, mask, ranks, width, keep, heads in random.Random(part).sample(CASES, 40):
-        cut = LAYOUTS[layout](LENGTH, ranks)
-        for rank, schedule in enumerate(schedules(LAYOUTS[layout], mask, ranks, width, keep, heads)):
-            plan = make_plan(cut, cut, mask, rank)
-            for steps in (schedule.forward, schedule.backward):
-                used = [
-                    (keys.source, row, head)
-                    for step in steps
-                    for keys in step.keys
-                    for start, stop in keys.block.rows
-                    for row in range(start, stop)
-                    for head in range(*keys.block.heads)
-                ]
-                needed = [
-                    (part.source, row, head)
-                    for part in plan.parts
-                    for start, stop in part.rows
-                    for row in range(start, stop)
-                    for head in range(heads[1])
-                ]
-                assert sorted(used) == sorted(needed)
-            calls = [call for step in schedule.forward for keys in step.keys for call in keys.calls]
-            assert len(calls) == schedule.tiles
-            # Each of the residual's messages is read once, whole.
-            sizes = dict.fromkeys(range(len(schedule.kept)), 0)
-            for step in schedule.backward:
-                for arrival in step.arrivals:
-                    if arrival.kept is not None:
-                        assert not step.travels
-                        assert sizes[arrival.kept] == 0
-                        sizes[arrival.kept] = arrival.block.size
-            assert tuple(sizes.values()) == schedule.kept

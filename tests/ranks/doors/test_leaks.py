@@ -10,14 +10,9 @@ from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from cp_styles.comm.point_to_point import TransferError
-from cp_styles.functions.attention import context_attention
-from cp_styles.kernels import ReferenceKernel
 from cp_styles.layout import contiguous, head_tail
-from cp_styles.mask import Causal
-from cp_styles.strategies import AllGather, Ring
+from cp_styles.strategies import AllGather
 from cp_styles.styles import AttentionContextParallel, ModuleContextParallel
 from tests.covering import sampled
 from tests.oracle import error
@@ -66,45 +61,6 @@ def test_an_exception(s: Scene, place: str, door: type, failure: type[BaseExcept
         handle.remove()
     for out in outs:
         s.check([out, *torch.autograd.grad(out, leaves, cotangent)])
-
-
-@scenario
-def test_exception_while_keys_are_under_way(s: Scene) -> None:
-    """The group is of no use any more, and says so. Another one of the same ranks is."""
-
-    class Failing(ReferenceKernel):
-        calls = 0
-
-        def forward(self, *args, **options):
-            self.calls += 1
-            if self.calls == 2:
-                raise Oops
-            return super().forward(*args, **options)
-
-        def backward(self, *args, **options):
-            self.calls += 1
-            if self.calls == RANKS + 2:
-                raise Oops
-            return super().backward(*args, **options)
-
-    for strategy in (Ring(), AllGather(), Ring(keep=0)):
-        for way in ("forward", "backward"):
-            kernel, group = Failing(), dist.new_group(list(range(RANKS)))
-            attend = partial(context_attention, group=group, mask=Causal(), strategy=strategy, kernel=kernel)
-            leaves, cotangent = s.leaves()
-            kernel.calls = 0 if way == "forward" else -100
-
-            def step(attend=attend, leaves=leaves, cotangent=cotangent, kernel=kernel) -> None:
-                out = attend(*leaves)
-                kernel.calls = RANKS
-                out.backward(cotangent)
-
-            # A rank that fails a moment later may have been told before.
-            with pytest.raises((Oops, TransferError)):
-                step()
-            with pytest.raises(TransferError, match=r"has left an operation|a transfer with rank . .* failed"):
-                attend(*leaves)
-        s.run(partial(context_attention, group=s.mesh, mask=Causal(), strategy=strategy))
 
 
 # -- without gradients, or with few of them --

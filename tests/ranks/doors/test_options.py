@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from functools import partial
-from itertools import product
 
 import pytest
 import torch
 
 from cp_styles.functions.attention import context_attention
-from cp_styles.kernels import CPU_FLASH, ReferenceKernel
-from cp_styles.layout import contiguous, head_tail, striped
+from cp_styles.layout import head_tail
 from cp_styles.mask import Causal
 from cp_styles.strategies import AllGather, Ring, Ulysses
 from cp_styles.testing import run_ranks
-from tests.covering import in_parts
 from tests.oracle import dense_attention, error, randn
 from tests.ranks.attention_case import EXACT, Core, Problem, cp_mesh, parallel, run_attention
 from tests.ranks.leak_scene import Scene, refusals
-from tests.ranks.parity_grid import uneven
 
 STRATEGIES = (Ring(), Ring(keep=0), AllGather(), AllGather(keep=0), Ulysses(), Ulysses(size=2))
 RANKS = 4
@@ -37,21 +33,6 @@ def worst(problem: Problem, calls, ranks: int = RANKS) -> float:
         return max(found)
 
     return max(run_ranks(on, ranks))
-
-
-@in_parts(4)
-@pytest.mark.parametrize(("queries", "keys"), [(9, 14), (14, 9), (2, 30), (30, 2), (1, 3)])
-@pytest.mark.parametrize("kernel", [CPU_FLASH, ReferenceKernel()], ids=["flash", "reference"])
-def test_cross_attention(queries: int, keys: int, kernel, part: int):
-    """Every strategy, layouts whose cuts of queries and of keys differ in shape, fewer of them than ranks."""
-    problem = Problem(length=queries, kv_length=keys, kv_heads=2, causal=False)
-    layouts = (contiguous, head_tail, striped, uneven)
-    calls = [  # a quarter of them, and others with the other kernel and with other lengths
-        (layout, {"strategy": strategy, "kernel": kernel})
-        for (row, strategy), (column, layout) in product(enumerate(STRATEGIES), enumerate(layouts))
-        if (row + column + 2 * (kernel is CPU_FLASH) + queries // 2 + part) % 4 == 0
-    ]
-    assert worst(problem, calls) < EXACT
 
 
 # -- sinks --

@@ -14,10 +14,7 @@ from torch.distributed.tensor import Replicate, Shard, parallel
 from torch.distributed.tensor.parallel import parallelize_module
 
 from cp_styles import styles
-from cp_styles.batch import sum_gradients
-from cp_styles.layout import head_tail
 from cp_styles.testing import run_ranks
-from tests.oracle import error
 from tests.ranks.attention_case import on_every_rank
 
 VOCABULARY, WIDTH, LENGTH = 12, 8, 8
@@ -91,34 +88,6 @@ def gradients(model):
     return {
         name: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for name, p in model.named_parameters()
     }
-
-
-def assert_close(found, expected):
-    assert found.keys() == expected.keys()
-    for name in expected:
-        assert error(found[name], expected[name]) < 1e-13, name
-
-
-def test_one_plan_on_a_composed_mesh_is_one_device():
-    tokens, cotangent = whole_batch()
-    one_device = Model()
-    expected_out = one_device(tokens)
-    expected_out.backward(cotangent)
-    layout = head_tail(LENGTH, 2)
-
-    def step(rank):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
-        mine = mesh["cp"].get_local_rank()
-        model, out = run(mesh, plan_of(styles), *(layout.shard(x, 1, mine) for x in (tokens, cotangent)))
-        assert {p.device_mesh for p in model.parameters()} == {mesh["tp"]}
-        sum_gradients(model, mesh["cp"])
-        return out, gradients(model)
-
-    ranks = run_ranks(step, 4)
-    whole = layout.unshard([ranks[0][0], ranks[2][0]], 1)
-    assert_close({"out": whole}, {"out": expected_out.detach()})
-    for _, found in ranks:
-        assert_close(found, gradients(one_device))
 
 
 def test_a_1d_mesh_of_any_name_is_torchs():

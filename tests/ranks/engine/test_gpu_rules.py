@@ -105,14 +105,6 @@ def test_no_step_waits_for_the_device(way, mask: str):
     assert (efficient if kernel is MASKED else flash) & set(gpu.seen.calls)
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), STRATEGIES, ids=plain)
-def test_groups_of_nccl_alone(strategy, ranks: int):
-    """As ``init_process_group("nccl")`` makes them: ranks agree on the host all the same."""
-    problem = Problem(length=24, kv_heads=2, heads=4)
-    worst, _ = on_gpus(problem, ranks, nccl_only=True, strategy=strategy, mask=Causal(), kernel=ON_GPU)
-    assert worst < EXACT
-
-
 @pytest.mark.parametrize("unconnected", [{1}, {0, 1, 2}])
 def test_machines_that_gloo_does_not_connect(unconnected: set[int], monkeypatch):
     """All ranks agree on the device, and say so once, if gloo fails on one of them."""
