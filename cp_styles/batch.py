@@ -170,7 +170,7 @@ def shard_batch(
 
     Returns:
         The same names. Each tensor has ``layout.lengths[rank]`` in place of the whole length. No communication.
-        ``layout.unshard`` of the parts of all ranks, or :func:`cp_styles.collectives.gather_outputs` with this layout,
+        ``layout.unshard`` of the parts of all ranks, or :func:`cp_styles.collectives.gather` with this layout,
         puts results together again, with the padding at the end.
 
     Raises:

@@ -26,7 +26,7 @@ from cp_styles.batch import (
     sum_gradients,
 )
 from cp_styles.checksum import checksum
-from cp_styles.collectives import gather_outputs
+from cp_styles.collectives import gather
 from cp_styles.comm.agreement import Meeting, StatusRow, meet_alike
 from cp_styles.comm.groups import GroupOrMesh, axis_and_group
 from cp_styles.engine.scope import SequenceScope
@@ -425,7 +425,7 @@ class BatchSharder:
         """
         length = _tokens(batch).shape[1]
         layout = self._layout_for(length + self._padding(length))
-        whole = gather_outputs(part.detach(), 1, self._group, reduce_gradients=False, layout=layout)
+        whole = gather(part.detach(), 1, self._group, reduce_gradients=False, layout=layout)
         return whole.narrow(1, 0, length)
 
 

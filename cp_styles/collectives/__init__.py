@@ -8,8 +8,7 @@
     split(x, dim, group)                             R -> S(dim)                 nothing is sent forward
     gather(x, dim, group, reduce_gradients=...)      S(dim) -> R
     reduce_scatter(x, dim, group)                    P(sum) -> S(dim)
-    slice_inputs / gather_outputs                    split / gather over nested inputs and outputs
-    sync_inputs / sync_object                        send samples or objects of one rank to all ranks
+    sync_inputs(sample, group)                       the samples of all ranks, on every rank
 
 R: the tensor is the same on every rank. S(dim): each rank has its part of ``dim``. P(sum): each rank has a summand.
 Every backward is the adjoint and communicates, so all ranks must run it.
@@ -23,20 +22,21 @@ striped, :func:`nested_layout` for ring x Ulysses, :func:`per_document_layout` f
 
 With ``check=True`` (the default) the ranks first compare their calls, in one all-gather of integers. A mistake on one
 rank then raises on all ranks. Under torch.compile there is no check; where sizes are not given, all ranks must have
-equal sizes. All functions but sync_inputs and sync_object compile with fullgraph.
+equal sizes. All functions but sync_inputs compile with fullgraph.
 
 The page Migration has the names of other projects.
 """
 
+from typing import Any
+
 from cp_styles.collectives.all_to_all import all_to_all
 from cp_styles.collectives.autograd import Pending
 from cp_styles.collectives.heads import head_ranges, heads_to_seq, seq_to_heads
-from cp_styles.collectives.inputs import gather_outputs, slice_inputs
 from cp_styles.collectives.layouts import nested_layout, per_document_layout
 from cp_styles.collectives.peers import Group
 from cp_styles.collectives.rows import Layout, Padded
 from cp_styles.collectives.split_gather import GradScale, gather, reduce_scatter, split
-from cp_styles.collectives.sync import sync_inputs, sync_object
+from cp_styles.collectives.sync import sync_inputs
 
 __all__ = [
     "GradScale",
@@ -46,15 +46,25 @@ __all__ = [
     "Pending",
     "all_to_all",
     "gather",
-    "gather_outputs",
     "head_ranges",
     "heads_to_seq",
     "nested_layout",
     "per_document_layout",
     "reduce_scatter",
     "seq_to_heads",
-    "slice_inputs",
     "split",
     "sync_inputs",
-    "sync_object",
 ]
+
+# What a release before this one had here, and what to write instead.
+_REMOVED = {
+    "gather_outputs": "call gather for each tensor",
+    "slice_inputs": "call split for each tensor; BatchSharder, or shard_batch of cp_styles.batch, cuts a batch",
+    "sync_object": "torch.distributed.broadcast_object_list",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _REMOVED:  # an AttributeError would lose its text in "from ... import ..."
+        raise ImportError(f"cp_styles.collectives.{name} was removed: {_REMOVED[name]}. See the page Migration")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,9 +1,9 @@
-"""Send samples and objects of one rank to all ranks of a group."""
+"""Send the samples of all ranks to all ranks of a group, one after the other."""
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from cp_styles._compat import resolve_group
-from cp_styles.collectives.inputs import leaves, map_leaves
 from cp_styles.collectives.peers import Group, Peers, peers_of
 from cp_styles.comm.point_to_point import collective
 
@@ -55,40 +54,7 @@ def sync_inputs(sample: T, group: Group, *, device: torch.device | str | None = 
     def pack() -> Any:
         return map_leaves(lambda path, leaf: _take_out(path, leaf, device, tensors), sample)
 
-    skeletons = _share(lambda value: _all_gather_object(value, peers), pack, f"the sample of rank {peers.rank}")
-    return _iterate(skeletons, tensors, peers)
-
-
-def sync_object(value: T, group: Group, *, src: int = 0) -> T:
-    """The ``value`` of rank ``src``, on every rank.
-
-    Args:
-        value: anything that can be pickled. Only the value of rank ``src`` is used.
-        group: ProcessGroup, 1-D DeviceMesh, (mesh, axis name), or None. With None it returns ``value``.
-        src: a rank *of the group*, not a global rank.
-
-    Returns:
-        ``value`` itself on rank ``src``, a copy elsewhere.
-
-    Communication: two broadcasts (``torch.distributed.broadcast_object_list``). It *unpickles what rank src sent: use
-    it among ranks that you trust*.
-
-    Raises:
-        ValueError: ``src`` is not a rank of the group; or, on every rank, the value cannot be pickled.
-    """
-    peers = peers_of(group)
-    if not 0 <= src < peers.size:
-        raise ValueError(f"src={src} is not a rank of a group of {peers.size}")
-    if peers.size == 1:
-        return value
-
-    def broadcast(shared: Any) -> list[Any]:
-        box = [shared]
-        with collective(resolve_group(peers.name), "sync_object", *_OF_PICKLE):
-            dist.broadcast_object_list(box, group=resolve_group(peers.name), group_src=src)
-        return box
-
-    return _share(broadcast, lambda: value if peers.rank == src else None, f"the object of rank {src}")[0]
+    return _iterate(_share(pack, peers), tensors, peers)
 
 
 @dataclass(frozen=True)
@@ -125,28 +91,29 @@ def _take_out(path: str, leaf: Any, device: torch.device | str | None, tensors: 
 _OF_PICKLE = ValueError, TypeError, AttributeError, pickle.PicklingError
 
 
-def _share(communicate: Callable[[Any], list[Any]], pack: Callable[[], Any], what: str) -> list[Any]:
-    """``communicate(pack())``. If one rank cannot pack or pickle its value, all ranks raise."""
+def _share(pack: Callable[[], Any], peers: Peers) -> list[Any]:
+    """``pack()`` of all ranks. If one rank cannot pack or pickle its value, all ranks raise."""
+
+    def gathered(value: Any) -> list[Any]:
+        values: list[Any] = [None] * peers.size
+        group = resolve_group(peers.name)
+        with collective(group, "cp_styles.collectives", *_OF_PICKLE):
+            dist.all_gather_object(values, value, group=group)
+        return values
+
     error = None
     try:
-        received = communicate(pack())
+        received = gathered(pack())
     except _OF_PICKLE as caught:
         # torch pickles before it sends, so nothing was sent yet, and the other ranks wait for this one.
-        error = ValueError(f"{what} cannot be sent: {caught}")
-        received = communicate(_Failure(str(error)))
+        error = ValueError(f"the sample of rank {peers.rank} cannot be sent: {caught}")
+        received = gathered(_Failure(str(error)))
     if error is not None:
         raise error
     failures = [value.message for value in received if isinstance(value, _Failure)]
     if failures:
         raise ValueError("\n".join(failures))
     return received
-
-
-def _all_gather_object(value: Any, peers: Peers) -> list[Any]:
-    gathered: list[Any] = [None] * peers.size
-    with collective(resolve_group(peers.name), "cp_styles.collectives", *_OF_PICKLE):
-        dist.all_gather_object(gathered, value, group=resolve_group(peers.name))
-    return gathered
 
 
 def _iterate(skeletons: list[Any], local_tensors: list[torch.Tensor], peers: Peers) -> Iterator[Any]:
@@ -175,3 +142,25 @@ def _start_broadcast(
                 wire = tensor.contiguous().view(-1).view(torch.uint8)
                 works.append(dist.broadcast(wire, group=group, group_src=src, async_op=True))
     return tensors, works
+
+
+def map_leaves(fn: Callable[[str, Any], Any], tree: Any, path: str = "") -> Any:
+    """``tree`` with every leaf replaced by ``fn(path, leaf)``. A path looks like ``['pixels'][0]``.
+
+    Mappings become dicts; lists, tuples and named tuples keep their type. Everything else is a leaf.
+    """
+    if isinstance(tree, Mapping):
+        return {key: map_leaves(fn, value, f"{path}[{key!r}]") for key, value in tree.items()}
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        named = tree._asdict()  # pyright: ignore[reportAttributeAccessIssue]
+        return type(tree)(*(map_leaves(fn, value, f"{path}.{key}") for key, value in named.items()))
+    if type(tree) in (list, tuple):  # subclasses such as torch.Size are values
+        return type(tree)(map_leaves(fn, value, f"{path}[{index}]") for index, value in enumerate(tree))
+    return fn(path, tree)
+
+
+def leaves(tree: Any) -> list[tuple[str, Any]]:
+    """Every (path, leaf), in the order of :func:`map_leaves`."""
+    result: list[tuple[str, Any]] = []
+    map_leaves(lambda path, leaf: result.append((path, leaf)), tree)
+    return result

@@ -14,11 +14,9 @@ from cp_styles.collectives import (
     Padded,
     all_to_all,
     gather,
-    gather_outputs,
     heads_to_seq,
     reduce_scatter,
     seq_to_heads,
-    slice_inputs,
     split,
 )
 from cp_styles.collectives.peers import consult, dim_of, peers_of
@@ -32,15 +30,13 @@ X = torch.zeros(4, 6, 8)
 Q = torch.zeros(1, 4, 6, 2)
 
 # A right call of each function, and calls of rank 1 that are wrong, or differ from the right one of the others.
-summed, outputs = partial(gather, reduce_gradients=True), partial(gather_outputs, reduce_gradients=True)
+summed = partial(gather, reduce_gradients=True)
 RIGHT = {
     "all_to_all": lambda g: all_to_all(X, 1, 0, g),
     "summed": lambda g: summed(X, 0, g),
-    "outputs": lambda g: outputs({"x": X}, 0, g),
     "heads_to_seq": lambda g: heads_to_seq(Q, g, heads=12),
     "reduce_scatter": lambda g: reduce_scatter(X, 0, g),
     "seq_to_heads": lambda g: seq_to_heads(Q, g),
-    "slice_inputs": lambda g: slice_inputs({"x": X}, {"x": 0}, g),
     "split": lambda g: split(X, 0, g),
 }
 WRONG = {
@@ -70,12 +66,7 @@ WRONG = {
     "got no tensors": lambda g: seq_to_heads((), g),
     "rank 1 has 3 heads .* its share of 12 on 3 ranks is 4": lambda g: heads_to_seq(Q[:, :3], g, heads=12),
     "seq_dim and head_dim are both dim 1": lambda g: seq_to_heads(Q, g, seq_dim=1),
-    r"disagree on tensors: .*rank 1: \[\"\['x'\]\", \"\['y'\]\"\]": lambda g: outputs({"x": X, "y": X}, 0, g),
-    r"dim names the keys \['z'\], but there are only \['x'\]": lambda g: slice_inputs({"x": X}, {"z": 0}, g),
-    r"dtype torch\.uint8 cannot hold fill=-100": lambda g: slice_inputs(
-        {"x": X.byte()}, {"x": 0}, g, layout=Padded(4), fill=-100
-    ),
-    "dim and fill by key need a dict of tensors, got list": lambda g: slice_inputs([X], {"x": 0}, g),
+    r"dtype torch\.uint8 cannot hold fill=-100": lambda g: split(X.byte(), 0, g, layout=Padded(4), fill=-100),
 }
 
 

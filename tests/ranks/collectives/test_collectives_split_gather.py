@@ -1,7 +1,5 @@
 """split, gather, reduce_scatter: layouts, bytes, what each gradient means; and the same over nested inputs."""
 
-from collections import namedtuple
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,17 +11,14 @@ from cp_styles.collectives import (
     GradScale,
     Padded,
     gather,
-    gather_outputs,
     nested_layout,
     per_document_layout,
     reduce_scatter,
-    slice_inputs,
     split,
 )
 from cp_styles.collectives.rows import Rows, rows_of
 from cp_styles.layout import SequenceLayout, even_sizes, head_tail, striped
 from cp_styles.testing import CommunicationTrace, run_ranks
-from tests.ranks.attention_case import on_every_rank
 from tests.ranks.collectives.collectives_reference import adjoint_gap, randn, world
 
 LENGTH = 11
@@ -192,43 +187,11 @@ def test_packed_documents_are_cut_and_joined_document_by_document():
         assert torch.equal(layout.positions(rank), by_hand)
 
 
-Boxes = namedtuple("Boxes", "corners label")
-
-
-@on_every_rank(2)
-def test_inputs_are_cut_and_outputs_joined_through_nested_structures(rank: int):
-    tokens, image = torch.arange(14).view(2, 7), randn((2, 3, 7), 0)
-    batch = {
-        "tokens": tokens,
-        "image": [image, (None, 4)],
-        "boxes": Boxes(image * 2, "cat"),
-        "scale": torch.tensor(3.0),
-    }
-    dims = {"tokens": 1, "image": 2, "boxes": -1}
-    layout = Padded(7, multiple=2)
-    got = slice_inputs(batch, dims, world(), layout=layout, fill={"tokens": -1})
-    assert got["tokens"].shape == (2, 4)
-    assert got["scale"] is batch["scale"]
-    assert got["image"][1] == (None, 4)
-    assert type(got["boxes"]) is Boxes
-    assert got["boxes"].label == "cat"
-    if rank == 1:
-        assert got["tokens"][:, 3].tolist() == [-1, -1]
-        assert got["image"][0][:, :, 3].eq(0).all()
-    back = gather_outputs(got, dims, world(), layout=layout, reduce_gradients=False)
-    assert torch.equal(back["tokens"], tokens)
-    assert torch.equal(back["image"][0], image)
-    assert torch.equal(back["boxes"].corners, image * 2)
-    one = slice_inputs(tokens, 1, world(), layout=layout, fill=5)
-    assert torch.equal(gather_outputs([one], 1, world(), layout=layout, reduce_gradients=False)[0], tokens)
-
-
 def test_no_group_is_the_identity():
     x = randn((3, 4), 0)
     assert torch.equal(split(x, 1, None), x)
     assert torch.equal(gather(x, 1, None, reduce_gradients=True), x)
     assert torch.equal(reduce_scatter(x, 1, None), x)
-    assert torch.equal(slice_inputs({"x": x}, 1, None)["x"], x)
     assert torch.equal(split(x, 1, None, layout=Padded(4, multiple=3), fill=2.0), pad(x, (0, 2), value=2.0))
 
 

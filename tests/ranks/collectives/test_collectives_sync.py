@@ -1,4 +1,4 @@
-"""sync_inputs and sync_object: every rank gets equal bits of each sample, and the next is sent while one is used."""
+"""sync_inputs: every rank gets equal bits of each sample, and the next is sent while one is used."""
 
 from collections import namedtuple
 
@@ -8,8 +8,8 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cp_styles.collectives import sync_inputs, sync_object
-from cp_styles.collectives.inputs import leaves
+from cp_styles.collectives import sync_inputs
+from cp_styles.collectives.sync import leaves
 from cp_styles.testing import CommunicationTrace, run_ranks
 from tests.ranks.attention_case import on_every_rank
 from tests.ranks.collectives.collectives_reference import randn, world
@@ -117,31 +117,6 @@ def test_what_one_rank_cannot_send_raises_on_all(bad, message):
             raise error
 
 
-@pytest.mark.parametrize("src", [0, 2])
-def test_an_object_of_one_rank_reaches_all(src):
-    def main(rank):
-        mine = {"step": rank, "tensor": torch.full((2,), rank)}
-        got = sync_object(mine, world(), src=src)
-        assert (got is mine) == (rank == src)
-        return got
-
-    for got in run_ranks(main, 3):
-        assert same(got, {"step": src, "tensor": torch.full((2,), src)})
-
-
-def test_an_object_that_cannot_be_pickled_raises_on_all():
-    errors = run_ranks(lambda rank: sync_object(lambda: 1, world(), src=1), 3, return_errors=True, timeout_seconds=10)
-    for error in errors:
-        with pytest.raises(ValueError, match=r"the object of rank 1 cannot be sent: .*pickle"):
-            raise error
-
-
-def test_src_must_be_in_the_group():
-    with pytest.raises(ValueError, match="src=2 is not a rank of a group of 1"):
-        sync_object(1, None, src=2)
-
-
 def test_no_group_is_the_identity():
     sample = {"x": torch.ones(2)}
     assert [got is sample for got in sync_inputs(sample, None)] == [True]
-    assert sync_object(sample, None) is sample

@@ -42,13 +42,11 @@ from cp_styles._compat import cpu_backend_of
 from cp_styles.collectives import (
     all_to_all,
     gather,
-    gather_outputs,
     heads_to_seq,
     reduce_scatter,
     seq_to_heads,
     split,
     sync_inputs,
-    sync_object,
 )
 from cp_styles.collectives.exchange import Exchange
 from cp_styles.comm.agreement import Meeting, StatusRow, start_status
@@ -235,7 +233,7 @@ OF_KEYS: dict[str, Callable[[], object]] = {
     "whole tokens": attends(*[(4, 6)] * 3, layout=JointLayout(prefix=2)),
 }
 OF_TENSORS: dict[str, Callable[[], object]] = {
-    "gather_outputs": lambda: gather_outputs([randn(1, 4, 6)], 1, dist.group.WORLD, reduce_gradients=False),
+    "gather": lambda: gather(randn(1, 4, 6), 1, dist.group.WORLD, reduce_gradients=False),
     "async_op": lambda: all_to_all(randn(1, 4, 3), 0, 1, dist.group.WORLD, async_op=True).wait(),
     "context_parallel_unshard": lambda: context_parallel_unshard(cp_mesh(4), [randn(1, 4, 6)], [1], contiguous),
 }
@@ -421,7 +419,6 @@ WITHOUT_ATTENTION = {
     "global_loss": lambda group: global_loss(torch.ones(3), 9, group),
     "sum_gradients": summed,
     "context_decode": decoded,
-    "sync_object": lambda group: sync_object("text", group),
     "cp_styles.collectives": lambda group: list(sync_inputs({"text": 1}, group)),
 }
 
